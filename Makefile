@@ -1,0 +1,41 @@
+# Everything runs in .venv, made on first use with the exact versions of constraints.txt.
+# Another interpreter: make PYTHON=python3.12 test
+
+PYTHON ?= $(firstword $(foreach p,python3.11 python3 python,$(shell $(p) -c 'print("$(p)")' 2>/dev/null)))
+BIN := .venv/bin
+READY := .venv/.ready
+
+# One thread per process: the models of the tests are tiny, and two workers use two cores better than two threads do.
+TEST := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n 2
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check style build
+
+help:  ## this list
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 10
+
+demo: $(READY)  ## draft heads against their base on the bundled models
+	$(BIN)/hf-drafthead demo
+
+test: $(READY)  ## all tests, doctests included
+	$(TEST)
+
+check: $(READY)  ## lint, format and types, changing nothing
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+style: $(READY)  ## mend what check complains of, where a tool can
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+build: $(READY)  ## sdist and wheel in dist/, checked
+	rm -rf dist build
+	$(BIN)/python -m build --no-isolation
+	$(BIN)/twine check --strict dist/*
+
+$(READY): pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "no Python found: install Python 3.10 or newer, or name one: make PYTHON=/path/to/python3"; exit 1; }
+	test -x $(BIN)/pip || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $@

@@ -1,0 +1,135 @@
+"""Imports point one way: cli -> zoo, hub_upload, evaluation, training -> cards, modeling -> generation."""
+
+import ast
+import sys
+from importlib.metadata import packages_distributions, requires
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+import hf_drafthead
+
+PACKAGE = Path(hf_drafthead.__file__).parent
+
+ALLOWED = {
+    "generation": set(),
+    "modeling": {"generation"},
+    "cards": {"generation"},
+    "evaluation": {"modeling", "cards", "generation"},
+    "training": {"modeling", "cards", "generation"},
+    "hub_upload": {"modeling", "cards", "generation"},
+    "zoo": {"training", "modeling", "cards", "generation"},
+    "cli": {"zoo", "hub_upload", "evaluation", "training", "modeling", "cards", "generation"},
+}
+LOCAL_EXCEPTION = ("modeling", "hub_upload")  # `model.push_to_hub` reaches up, by an import inside a function
+
+
+def imported_modules(source: str, module: str, is_package: bool) -> list[tuple[str, bool]]:
+    """Every absolute name that `source` imports, and whether the import stands inside a function."""
+    found = []
+
+    def visit(node: ast.AST, local: bool) -> None:
+        if isinstance(node, ast.Import):
+            found.extend((alias.name, local) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            parts = module.split(".")
+            parts = parts[: len(parts) - node.level + is_package] if node.level else []
+            origin = ".".join([*parts, *([node.module] if node.module else [])])
+            # `from hf_drafthead import zoo` imports a room by its attribute
+            found.extend((f"{origin}.{alias.name}", local) for alias in node.names)
+        local = local or isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+        for child in ast.iter_child_nodes(node):
+            visit(child, local)
+
+    visit(ast.parse(source), False)
+    return found
+
+
+def wrong_arrows(source: str, module: str, is_package: bool = False) -> list[str]:
+    """The imports of `module` (dotted name below the package's root included) that point against the arrows."""
+    room = module.split(".")[1]
+    wrong = []
+    for name, local in imported_modules(source, module, is_package):
+        package, _, rest = name.partition(".")
+        target = rest.partition(".")[0]
+        if package != "hf_drafthead" or target not in ALLOWED or target == room or target in ALLOWED[room]:
+            continue
+        if not (local and (room, target) == LOCAL_EXCEPTION):
+            wrong.append(f"{module} imports {name}: {room} may import {sorted(ALLOWED[room])}")
+    return wrong
+
+
+def modules() -> list[tuple[str, Path]]:
+    files = sorted(PACKAGE.rglob("*.py"))
+    return [(".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts), path) for path in files]
+
+
+def inside_a_room() -> list:
+    return [pytest.param(name, path, id=name) for name, path in modules() if name != "hf_drafthead.__init__"]
+
+
+def test_every_room_is_known():
+    rooms = {name.split(".")[1] for name, _ in modules()} - {"__init__"}
+    assert rooms <= set(ALLOWED), "give the new room its place in ALLOWED, and in CONTRIBUTING.md"
+
+
+@pytest.mark.parametrize("name, path", inside_a_room())
+def test_imports_follow_the_arrows(name, path):
+    is_package = path.name == "__init__.py"
+    module = name.removesuffix(".__init__")
+    assert wrong_arrows(path.read_text(encoding="utf-8"), module, is_package) == []
+
+
+@pytest.mark.parametrize(
+    "module, source",
+    [
+        ("hf_drafthead.generation.mixin", "from hf_drafthead.modeling.base import Drafter"),
+        ("hf_drafthead.generation.mixin", "from ..modeling import base"),
+        ("hf_drafthead.generation.mixin", "from hf_drafthead import modeling"),
+        ("hf_drafthead.generation.mixin", "from .. import modeling"),
+        ("hf_drafthead.generation.mixin", "def f():\n    import hf_drafthead.modeling.medusa"),
+        ("hf_drafthead.modeling.base", "from hf_drafthead.hub_upload import push"),
+        ("hf_drafthead.modeling.base", "class Model:\n    from ..hub_upload import push"),
+        ("hf_drafthead.modeling.base", "if True:\n    from hf_drafthead.training import objectives"),
+        ("hf_drafthead.training.trainer", "from hf_drafthead import zoo"),
+        ("hf_drafthead.evaluation.speed", "from hf_drafthead.training.objectives import next_token"),
+        ("hf_drafthead.cards.card", "import hf_drafthead.modeling"),
+        ("hf_drafthead.zoo.build", "from hf_drafthead.cli import main"),
+    ],
+)
+def test_an_import_against_the_arrows_is_found(module, source):
+    assert len(wrong_arrows(source, module)) == 1
+
+
+@pytest.mark.parametrize(
+    "module, source",
+    [
+        ("hf_drafthead.modeling.base", "from ..generation.mixin import DraftHeadGenerationMixin"),
+        ("hf_drafthead.modeling.base", "def push_to_hub():\n    from ..hub_upload import push"),
+        ("hf_drafthead.modeling.medusa", "from .base import Drafter\nimport transformers.generation"),
+        ("hf_drafthead.zoo.build", "from hf_drafthead.training.trainer import DraftHeadTrainer"),
+        ("hf_drafthead.cli", "from hf_drafthead import evaluation, zoo"),
+    ],
+)
+def test_an_import_along_the_arrows_passes(module, source):
+    assert wrong_arrows(source, module) == []
+
+
+def test_a_package_resolves_its_own_relative_imports():
+    assert wrong_arrows("from .tree import DraftTree", "hf_drafthead.generation", is_package=True) == []
+    assert len(wrong_arrows("from ..modeling import base", "hf_drafthead.generation", is_package=True)) == 1
+
+
+def test_what_the_package_imports_is_what_it_requires():
+    parsed = [Requirement(line) for line in requires("hf-drafthead") or []]
+    required = {canonicalize_name(one.name) for one in parsed if one.marker is None}
+    distributions = packages_distributions()
+    for name, path in modules():
+        for imported, _ in imported_modules(path.read_text(encoding="utf-8"), name, False):
+            top = imported.partition(".")[0]
+            if top in sys.stdlib_module_names or top in ("", "hf_drafthead"):
+                continue
+            providers = {canonicalize_name(provider) for provider in distributions.get(top, [top])}
+            assert providers & required, f"{name} imports {top}: add it to the dependencies in pyproject.toml"
