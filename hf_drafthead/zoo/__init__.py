@@ -1,0 +1,32 @@
+"""The bundled zoo: a tiny LLaMA trained on real text, draft heads for it, and held-out prompts.
+
+``ASSETS`` is the folder that holds them (its README says what is what); :mod:`hf_drafthead.zoo.build` is the script that made it.
+"""
+
+from pathlib import Path
+
+ASSETS: Path = Path(__file__).parent / "assets"
+
+
+def path(name: str) -> str:
+    """Folder of one model of the zoo, to be given to ``from_pretrained``.
+
+    Args:
+        name: ``"base"`` or one of :func:`families`.
+
+    Raises:
+        ValueError: the zoo holds no such model.
+    """
+    folder = ASSETS / name
+    if not (folder / "config.json").is_file():
+        raise ValueError(
+            f"the zoo holds no model {name!r}: expected one of {', '.join(['base', *families()])}; "
+            f"`python -m hf_drafthead.zoo.build --part NAME` builds one."
+        )
+    return str(folder)
+
+
+def families() -> list[str]:
+    """Names of the head families that are present, in alphabetical order."""
+    folders = (config.parent for config in ASSETS.glob("*/config.json"))
+    return sorted(folder.name for folder in folders if folder.name != "base")

@@ -1,0 +1,33 @@
+"""How long a training took, added up over its interruptions."""
+
+import json
+import time
+from pathlib import Path
+
+from transformers import TrainerCallback
+
+
+class Clock(TrainerCallback):
+    """Counts a Trainer's wall time; what was counted up to each checkpoint is kept in ``file``.
+
+    Args:
+        file: JSON file beside the checkpoints, so that a resumed training goes on counting.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        self.seconds = 0.0
+        self.started = time.monotonic()
+
+    @property
+    def minutes(self) -> float:
+        """Minutes up to now."""
+        return (self.seconds + time.monotonic() - self.started) / 60
+
+    def on_train_begin(self, args, state, control, **kwargs) -> None:
+        self.started = time.monotonic()
+        if state.global_step > 0 and self.file.is_file():
+            self.seconds = json.loads(self.file.read_text())["seconds"]
+
+    def on_save(self, args, state, control, **kwargs) -> None:
+        self.file.write_text(json.dumps({"step": state.global_step, "seconds": self.minutes * 60}))
