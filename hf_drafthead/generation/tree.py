@@ -1,0 +1,285 @@
+"""Draft trees: which guesses one step checks, named by rank paths.
+
+A node is the path of top-k ranks that leads to it: `(0, 2)` is the best guess of head 1 followed by the third of head 2.
+The root, node 0, is the token the base itself chose; it is always there and is not listed. Nodes are numbered by
+(depth, path), so a level is a contiguous range. The example used in docs and tests:
+
+    root
+    ├── (0,)
+    │   ├── (0, 0)
+    │   └── (0, 1)
+    └── (1,)
+
+Shapes: N nodes (root included), D nodes on the longest path (root included), n nodes of one level.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+
+import torch
+
+RankPath = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Topology:
+    """How the nodes of a step hang together, as tensors; R is 1 (all rows alike) or the batch size.
+
+    parents (R, N) with the root as its own parent; depths (R, N); ancestors (R, N, N), True where the column is the
+    row's node or above it; paths (R, N, D), the nodes from the root down to each node, padded with 0.
+    """
+
+    parents: torch.Tensor
+    depths: torch.Tensor
+    ancestors: torch.Tensor
+    paths: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Level:
+    """One call of the drafter: expand `expanded`, then fill the nodes of the next depth.
+
+    expanded (n,): nodes that have children; hang_on (n,): place of each one's parent among the nodes expanded by the
+    previous level; slots, ranks (children,): which expanded node a child hangs on and which of its guesses it is;
+    width: how many guesses per node are needed.
+    """
+
+    expanded: torch.Tensor
+    hang_on: torch.Tensor
+    slots: torch.Tensor
+    ranks: torch.Tensor
+    width: int
+
+
+class DraftTree:
+    """A static tree of guesses.
+
+    Args:
+        paths: rank paths in any order, without the root; every prefix of a path must be a path too.
+
+    Raises:
+        TypeError: `paths` is not a sequence of sequences of integers.
+        ValueError: no path, an empty path, a negative rank, a duplicate or an orphan.
+
+    >>> tree = DraftTree([(0,), (1,), (0, 0), (0, 1)])
+    >>> tree.num_nodes, tree.max_depth, tree.parents
+    (5, 2, (0, 0, 0, 1, 1))
+    >>> print(tree.draw())
+    root
+    ├── 0
+    │   ├── 0
+    │   └── 1
+    └── 1
+    """
+
+    def __init__(self, paths: Iterable[Sequence[int]]):
+        self.paths = _validated(paths)
+        number = {path: node for node, path in enumerate(((), *self.paths))}
+        self.parents = (0, *(number[path[:-1]] for path in self.paths))
+        self.depths = (0, *(len(path) for path in self.paths))
+        self._topologies: dict[torch.device, Topology] = {}
+        self._levels: dict[torch.device, tuple[Level, ...]] = {}
+
+    @property
+    def num_nodes(self) -> int:
+        """N, the root included."""
+        return len(self.paths) + 1
+
+    @property
+    def max_depth(self) -> int:
+        """Levels below the root: the number of heads that the tree needs."""
+        return self.depths[-1]
+
+    @property
+    def max_rank(self) -> int:
+        """The highest rank of any node, from 0."""
+        return max(max(path) for path in self.paths)
+
+    def children(self, node: int) -> tuple[int, ...]:
+        """The nodes that hang on `node`, best rank first."""
+        return tuple(child for child in range(1, self.num_nodes) if self.parents[child] == node)
+
+    def cut(self, max_depth: int) -> DraftTree:
+        """The same tree without the levels below `max_depth` (at least 1)."""
+        return self if self.max_depth <= max_depth else DraftTree(p for p in self.paths if len(p) <= max_depth)
+
+    def topology(self, device: torch.device | str = "cpu") -> Topology:
+        """The tree as tensors on `device`, made once per device."""
+        device = torch.device(device)
+        if device not in self._topologies:
+            number = {path: node for node, path in enumerate(((), *self.paths))}
+            lines = [[number[path[:d]] for d in range(len(path) + 1)] for path in ((), *self.paths)]
+            ancestors = torch.zeros(1, self.num_nodes, self.num_nodes, dtype=torch.bool)
+            paths = torch.zeros(1, self.num_nodes, self.max_depth + 1, dtype=torch.long)
+            for node, line in enumerate(lines):
+                ancestors[0, node, line] = True
+                paths[0, node, : len(line)] = torch.tensor(line)
+            self._topologies[device] = Topology(
+                parents=torch.tensor([self.parents], device=device),
+                depths=torch.tensor([self.depths], device=device),
+                ancestors=ancestors.to(device),
+                paths=paths.to(device),
+            )
+        return self._topologies[device]
+
+    def levels(self, device: torch.device | str = "cpu") -> tuple[Level, ...]:
+        """What the drafter is asked, level by level, as tensors on `device`, made once per device."""
+        device = torch.device(device)
+        if device not in self._levels:
+            levels: list[Level] = []
+            before: list[int] = []
+            for depth in range(self.max_depth):
+                below = [node for node in range(1, self.num_nodes) if self.depths[node] == depth + 1]
+                expanded = sorted({self.parents[node] for node in below})
+                ranks = [self.paths[node - 1][-1] for node in below]
+                levels.append(
+                    Level(
+                        expanded=torch.tensor(expanded, device=device),
+                        hang_on=torch.tensor(
+                            [before.index(self.parents[node]) if before else 0 for node in expanded], device=device
+                        ),
+                        slots=torch.tensor([expanded.index(self.parents[node]) for node in below], device=device),
+                        ranks=torch.tensor(ranks, device=device),
+                        width=max(ranks) + 1,
+                    )
+                )
+                before = expanded
+            self._levels[device] = tuple(levels)
+        return self._levels[device]
+
+    def draw(self) -> str:
+        """A text drawing; each line is the node's rank among its siblings."""
+        lines = ["root"]
+
+        def branch(node: int, indent: str) -> None:
+            children = self.children(node)
+            for child in children:
+                last = child == children[-1]
+                lines.append(f"{indent}{'└── ' if last else '├── '}{self.paths[child - 1][-1]}")
+                branch(child, indent + ("    " if last else "│   "))
+
+        branch(0, "")
+        return "\n".join(lines)
+
+    def to_json(self) -> str:
+        """The rank paths as a JSON array; `from_json` reads it back."""
+        return json.dumps([list(path) for path in self.paths])
+
+    @classmethod
+    def from_json(cls, text: str) -> DraftTree:
+        """The tree of a JSON array of rank paths.
+
+        Raises:
+            ValueError: `text` is not JSON.
+        """
+        try:
+            return cls(json.loads(text))
+        except json.JSONDecodeError as error:
+            raise ValueError(
+                f"the tree {text[:40]!r} is not JSON ({error}): give an array of rank paths such as [[0], [1], [0, 0]]."
+            ) from None
+
+    @classmethod
+    def from_name(cls, name: str) -> DraftTree:
+        """One of the published trees, see `published_trees()`.
+
+        Raises:
+            ValueError: no published tree has that name.
+        """
+        return _published(name)
+
+    @classmethod
+    def resolve(cls, tree: str | DraftTree | Iterable[Sequence[int]], max_depth: int | None, vocab_size: int) -> DraftTree:
+        """The tree that a setting names, checked against what the heads can guess.
+
+        Args:
+            tree: a published tree's name, which is cut to the heads there are; rank paths; or a DraftTree.
+            max_depth: the number of heads; None where the drafter can go on for ever.
+            vocab_size: the number of tokens; a rank must be below it.
+
+        Raises:
+            TypeError: `tree` is of another type.
+            ValueError: unknown name, rank paths deeper than the heads, or a rank outside the vocabulary.
+        """
+        if isinstance(tree, str):
+            found = cls.from_name(tree)
+            found = found if max_depth is None else found.cut(max_depth)
+        else:
+            found = tree if isinstance(tree, DraftTree) else cls(tree)
+        if max_depth is not None and found.max_depth > max_depth:
+            deepest = next(path for path in found.paths if len(path) > max_depth)
+            raise ValueError(
+                f"draft_tree has the node {deepest} at depth {len(deepest)}, but the model has {max_depth} draft heads: "
+                f"drop every path longer than {max_depth}."
+            )
+        if found.max_rank >= vocab_size:
+            path = next(path for path in found.paths if max(path) >= vocab_size)
+            raise ValueError(
+                f"draft_tree has the node {path} with rank {max(path)}, but a vocabulary of {vocab_size} tokens has ranks "
+                f"0 to {vocab_size - 1}: drop that node and all that start with it."
+            )
+        return found
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, DraftTree) and self.paths == other.paths
+
+    def __hash__(self) -> int:
+        return hash(self.paths)
+
+    def __repr__(self) -> str:
+        return f"DraftTree({self.num_nodes} nodes, depth {self.max_depth})"
+
+
+def published_trees() -> list[str]:
+    """Names of the trees that ship with the package; each file beside this module also holds its provenance."""
+    return sorted(Path(entry.name).stem for entry in _tree_files().iterdir() if entry.name.endswith(".json"))
+
+
+def _tree_files():
+    return resources.files(__package__) / "trees"
+
+
+@functools.lru_cache(maxsize=None)
+def _published(name: str) -> DraftTree:
+    if name not in published_trees():
+        raise ValueError(
+            f"draft_tree {name!r} is no published tree: expected one of {', '.join(published_trees())}, "
+            "or rank paths such as [[0], [1], [0, 0]]."
+        )
+    return DraftTree(json.loads((_tree_files() / f"{name}.json").read_text())["paths"])
+
+
+def _validated(paths: Iterable[Sequence[int]]) -> tuple[RankPath, ...]:
+    """The paths as sorted tuples, or one line about the first that is wrong."""
+    expected = "expected rank paths such as [[0], [1], [0, 0]]"
+    if isinstance(paths, (str, bytes)) or not isinstance(paths, Iterable):
+        raise TypeError(f"a tree was given as {paths!r} ({type(paths).__name__}): {expected}.")
+    found: list[RankPath] = []
+    for path in paths:
+        if isinstance(path, (str, bytes)) or not isinstance(path, Sequence):
+            raise TypeError(f"a tree has the path {path!r} ({type(path).__name__}): {expected}.")
+        if not all(isinstance(rank, int) and not isinstance(rank, bool) for rank in path):
+            raise TypeError(f"the path {list(path)!r} holds something other than integers: {expected}.")
+        found.append(tuple(path))
+    if not found:
+        raise ValueError(f"a tree without nodes drafts nothing: {expected}, or call the base's own generate.")
+    known = set(found)
+    for path in found:
+        if not path:
+            raise ValueError("the empty path is the root, which is always there: drop it from the tree.")
+        if min(path) < 0:
+            raise ValueError(f"node {path} has the negative rank {min(path)}: ranks count from 0, the best guess.")
+        if len(path) > 1 and path[:-1] not in known:
+            raise ValueError(
+                f"node {path} has no parent: add {path[:-1]} to the tree, or drop every node that starts with {path[:-1]}."
+            )
+    if len(known) < len(found):
+        twice = next(path for path in found if found.count(path) > 1)
+        raise ValueError(f"node {twice} is in the tree {found.count(twice)} times: keep it once.")
+    return tuple(sorted(known, key=lambda path: (len(path), path)))
