@@ -1,6 +1,7 @@
 """The bundled zoo: a tiny LLaMA trained on real text, draft heads for it, and held-out prompts.
 
-``ASSETS`` is the folder that holds them (its README says what is what); :mod:`hf_drafthead.zoo.build` is the script that made it.
+``ASSETS`` is the folder that holds them (its README says what is what); :mod:`hf_drafthead.zoo.build` is the script
+that made it.
 """
 
 from pathlib import Path

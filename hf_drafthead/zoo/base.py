@@ -1,4 +1,4 @@
-"""The zoo's base: a deep and narrow LLaMA, so that a forward over a few tree nodes costs little more than over one token."""
+"""The zoo's base: a LLaMA deep and narrow, so that a forward over some tree nodes costs little more than over one."""
 
 import math
 from pathlib import Path

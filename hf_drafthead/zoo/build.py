@@ -1,7 +1,7 @@
-"""Rebuild the zoo: ``python -m hf_drafthead.zoo.build [--part base --part medusa ...] [--output DIR] [--seed N] [--force]``.
+"""Rebuild the zoo: ``python -m hf_drafthead.zoo.build [--part base --part medusa ...] [--output DIR] [--seed N]``.
 
-Parts are built in order, each from the ones before it. A part that is there already is skipped unless ``--force`` is given, and an
-interrupted training goes on from its last checkpoint in the work folder.
+Parts are built in order, each from the ones before it. A part that is there already is skipped unless ``--force`` is
+given, and an interrupted training goes on from its last checkpoint in the work folder.
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """The zoo's text: the source of the Python standard library, found in the interpreter that runs.
 
-Which files are held out depends on their names alone, so prompts taken from held-out files of one Python version stay unseen when
-the zoo is rebuilt under another.
+Which files are held out depends on their names alone, so prompts taken from held-out files of one Python version stay
+unseen when the zoo is rebuilt under another.
 """
 
 import hashlib
@@ -9,7 +9,7 @@ import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
-# Not the library's own prose: tests, other people's packages, and code that is data (codecs, keyword tables, help texts).
+# Not what people write by hand: tests, other projects' packages, and code that is data (codecs, tables, help texts).
 _SKIPPED_FOLDERS = {
     "__pycache__",
     "dist-packages",
@@ -68,7 +68,9 @@ def read_corpus(folder: Path | None = None) -> list[SourceFile]:
         if text.strip():
             files.append(SourceFile(name, text))
     if not files:
-        raise OSError(f"no Python source under {folder}: expected the standard library, run an interpreter that ships it.")
+        raise OSError(
+            f"no Python source under {folder}: expected a standard library; run an interpreter that ships it."
+        )
     return sorted(files, key=lambda file: file.name)
 
 

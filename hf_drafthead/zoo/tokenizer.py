@@ -1,7 +1,7 @@
 """The zoo's tokenizer, a byte-level BPE trained on the corpus, and the packing of texts into rows.
 
-Rows: every row starts with ``<|begin|>``, as the tokenizer puts it in front of every prompt, so a prompt cut from the middle of a file looks
-to the base like any row it was trained on. Files follow one another, each closed by ``<|end|>``.
+Every row starts with ``<|begin|>``, as the tokenizer puts it in front of every prompt, so a prompt cut from the middle
+of a file looks to the base like any row it was trained on. Files follow one another, each closed by ``<|end|>``.
 """
 
 import torch
@@ -14,11 +14,11 @@ BOS, EOS, PAD = "<|begin|>", "<|end|>", "<|pad|>"  # strings that no file of the
 
 
 def train_tokenizer(files: list[SourceFile], vocab_size: int, max_length: int) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE of ``vocab_size`` tokens (specials included) that starts every prompt with ``<|begin|>`` and pads left.
+    """Train a byte-level BPE that starts every prompt with ``<|begin|>`` and pads left.
 
     Args:
         files: the training text.
-        vocab_size: at least 259: 256 bytes and three special tokens.
+        vocab_size: tokens, specials included; at least 259: 256 bytes and three special tokens.
         max_length: most tokens the model can hold.
     """
     tokenizer = Tokenizer(models.BPE())
@@ -46,7 +46,7 @@ def train_tokenizer(files: list[SourceFile], vocab_size: int, max_length: int) -
 
 
 def pack(tokenizer: PreTrainedTokenizerFast, files: list[SourceFile], length: int) -> torch.Tensor:
-    """Join the files and cut them into rows of ``length`` tokens, the first of each ``<|begin|>``; what does not fill a row is dropped.
+    """Join the files and cut them into rows, each with ``<|begin|>`` in front; what does not fill a row is dropped.
 
     Returns:
         LongTensor (rows, length).
