@@ -52,25 +52,26 @@ class TreeCache(Cache):
         for layer in self.layers:
             layer.bind()
 
-    def commit(self, nodes: torch.Tensor, starts: torch.Tensor, step_nodes: int) -> None:
+    def commit(self, nodes: torch.Tensor, starts: list[int], step_nodes: int) -> None:
         """Keep `nodes` of a step of `step_nodes` nodes as past.
 
         Args:
             nodes: (B, m) node numbers from the root down. A row that keeps fewer than m may name any nodes after its
                 own: what lies behind a row's length is never looked at.
-            starts: (B,) the position of each row's root.
+            starts: the position of each row's root, B of them.
             step_nodes: N.
         """
         m = nodes.shape[1]
         if nodes.shape[0] == 1:
             source = nodes[0] + (self.num_nodes - step_nodes)
-            start = self.num_nodes + int(starts[0])
+            start = self.num_nodes + starts[0]
             for pool in self.pools:
                 where = source.to(pool.data.device)
                 pool.data[..., start : start + m, :] = pool.data.index_select(-2, where)
             return
         source = nodes + (self.num_nodes - step_nodes)
-        target = starts[:, None] + torch.arange(self.num_nodes, self.num_nodes + m, device=starts.device)
+        first = torch.tensor(starts, device=nodes.device)[:, None] + self.num_nodes
+        target = first + torch.arange(m, device=nodes.device)
         rows = torch.arange(nodes.shape[0], device=nodes.device)[:, None]
         for pool in self.pools:
             r, s, t = (index.to(pool.data.device) for index in (rows, source, target))

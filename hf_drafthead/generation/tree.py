@@ -32,12 +32,14 @@ class Topology:
     """How the nodes of a step hang together, as tensors; R is 1 (all rows alike) or the batch size.
 
     parents (R, N) with the root as its own parent; depths (R, N); ancestors (R, N, N), True where the column is the
-    row's node or above it; paths (R, N, D), the nodes from the root down to each node, padded with 0.
+    row's node or above it; unrelated (R, N, N), True where the column is the root or no ancestor; paths (R, N, D), the
+    nodes from the root down to each node, padded with 0.
     """
 
     parents: torch.Tensor
     depths: torch.Tensor
     ancestors: torch.Tensor
+    unrelated: torch.Tensor
     paths: torch.Tensor
 
 
@@ -120,10 +122,13 @@ class DraftTree:
             for node, line in enumerate(lines):
                 ancestors[0, node, line] = True
                 paths[0, node, : len(line)] = torch.tensor(line)
+            unrelated = ~ancestors
+            unrelated[..., 0] = True
             self._topologies[device] = Topology(
                 parents=torch.tensor([self.parents], device=device),
                 depths=torch.tensor([self.depths], device=device),
                 ancestors=ancestors.to(device),
+                unrelated=unrelated.to(device),
                 paths=paths.to(device),
             )
         return self._topologies[device]

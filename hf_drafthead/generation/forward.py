@@ -1,0 +1,220 @@
+"""The base's forward over a prompt and over the nodes of a step, and the probe whether it can be trusted with a tree.
+
+The tree enters through public arguments alone: `position_ids` (past length + depth), a 4-D additive `attention_mask`
+(one per layer type where the base has several) and a `Cache`. Some models ignore one of them, some crash; hence `probe`.
+
+Shapes: B rows, N nodes, P prompt positions, S past slots in use, R = 1 or B, H hidden, F feature layers, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
+
+from .cache import TreeCache
+from .tree import DraftTree, Topology
+
+KNOWN_LAYER_TYPES = {"full_attention", "sliding_attention"}
+# Largest difference between a node and a plain forward over its path, relative to the largest logit.
+PROBE_TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4}
+PROBE_TOLERANCE_HALF = 5e-2
+
+
+class Unsupported(Exception):
+    """The tree cannot go here; the text is the reason, fit for the end of a sentence."""
+
+
+@dataclass(frozen=True)
+class BaseReader:
+    """How to run one base and read logits and features from it.
+
+    base: the causal LM; windows: attention window (None = all) by layer type; split: whether the logits are the output
+    projection of the decoder's last hidden state, so that the decoder can be run alone; feature_layers: the hidden
+    states that the drafter reads.
+    """
+
+    base: PreTrainedModel
+    windows: dict[str, int | None]
+    split: bool
+    feature_layers: tuple[int, ...] = (-1,)
+
+    def __call__(self, last_only: bool, **inputs) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits (B, 1 or length, V) and features (B, length, F*H) of a forward with the base's own arguments."""
+        inputs.pop("logits_to_keep", None)
+        last_layer_only = self.feature_layers == (-1,)
+        if self.split:
+            wanted = {} if last_layer_only else {"output_hidden_states": True}
+            outputs = self.base.get_decoder()(**inputs, **wanted, return_dict=True)
+            hidden = outputs.last_hidden_state
+            logits = self.base.get_output_embeddings()(hidden[:, -1:] if last_only else hidden)
+        else:
+            outputs = self.base(**inputs, output_hidden_states=True, return_dict=True)
+            hidden = outputs.hidden_states[-1]
+            logits = outputs.logits[:, -1:] if last_only else outputs.logits
+        if last_layer_only:
+            return logits, hidden
+        return logits, torch.cat([outputs.hidden_states[layer] for layer in self.feature_layers], dim=-1)
+
+    def nodes(
+        self,
+        tokens: torch.Tensor,
+        topology: Topology,
+        cache: TreeCache,
+        past: torch.Tensor,
+        positions: torch.Tensor,
+        visible: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """One forward over the nodes of a step.
+
+        Args:
+            tokens: (B, N), node 0 the root.
+            topology: how the nodes hang together.
+            cache: the past; the nodes' states are written before it.
+            past: (B,) past positions of each row.
+            positions: (B, N) position ids.
+            visible: (B, S') bool, which of the first S' past slots may be attended to; None = all.
+
+        Returns:
+            logits (B, N, V) and features (B, N, F*H).
+        """
+        masks = {
+            kind: tree_mask(topology, past, cache.extent, visible, window, self.base.dtype)
+            for kind, window in self.windows.items()
+        }
+        cache.in_step = True
+        try:
+            return self(
+                False,
+                input_ids=tokens,
+                attention_mask=masks if len(masks) > 1 else next(iter(masks.values())),
+                position_ids=positions,
+                past_key_values=cache,
+                use_cache=True,
+            )
+        finally:
+            cache.in_step = False
+
+
+def tree_mask(
+    topology: Topology,
+    past: torch.Tensor,
+    extent: int,
+    visible: torch.Tensor | None,
+    window: int | None,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """(B, 1, N, N + extent) additive mask: a node sees its ancestors, itself and its row's past.
+
+    Additive and not boolean, because eager attention adds a boolean mask as 0 and 1. Distances for a sliding window are
+    those of the sequence the node stands for, not of the slots.
+    """
+    slots = torch.arange(extent, device=past.device)
+    behind = slots < past[:, None]  # (B, S)
+    if visible is not None:
+        behind[:, : visible.shape[1]] &= visible[:, :extent]
+    rows, nodes = past.shape[0], topology.depths.shape[1]
+    above = topology.ancestors.expand(rows, nodes, nodes)
+    behind = behind[:, None].expand(rows, nodes, extent)
+    if window is not None:
+        depths = topology.depths
+        above = above & (depths[:, :, None] - depths[:, None, :] < window)
+        behind = behind & (past[:, None, None] + depths[:, :, None] - slots < window)
+    seen = torch.cat([above, behind], dim=-1)[:, None]
+    return torch.zeros(seen.shape, dtype=dtype, device=past.device).masked_fill_(~seen, torch.finfo(dtype).min)
+
+
+def attention_windows(config) -> dict[str, int | None]:
+    """The attention window of each layer type of a text config.
+
+    Raises:
+        Unsupported: a layer type whose mask is not known here.
+    """
+    kinds = set(getattr(config, "layer_types", None) or ())
+    window = getattr(config, "sliding_window", None)
+    if unknown := sorted(kinds - KNOWN_LAYER_TYPES):
+        raise Unsupported(f"the base has layers of type {', '.join(unknown)}")
+    if getattr(config, "attention_chunk_size", None) is not None:
+        raise Unsupported("the base attends in chunks")
+    if not kinds:
+        return {"full_attention": window}
+    return {kind: window if kind == "sliding_attention" else None for kind in sorted(kinds)}
+
+
+def check_length(config, longest: int) -> None:
+    """Refuse positions at which the rotary frequencies depend on the length seen so far.
+
+    Raises:
+        Unsupported: the base's rotary scaling looks at the sequence length and `longest` reaches beyond it.
+    """
+    rope = getattr(config, "rope_parameters", None) or {}
+    scalings = [rope] if "rope_type" in rope else [value for value in rope.values() if isinstance(value, dict)]
+    for scaling in scalings:
+        original = scaling.get("original_max_position_embeddings") or getattr(config, "max_position_embeddings", 0)
+        if scaling.get("rope_type") in ("dynamic", "longrope") and longest > original:
+            raise Unsupported(
+                f"the base's {scaling['rope_type']} rotary scaling changes with the length beyond {original} positions"
+            )
+
+
+@torch.no_grad()
+def probe(base: PreTrainedModel, feature_layers: tuple[int, ...]) -> BaseReader:
+    """Find out by running whether this base honours a tree, and how its logits are read.
+
+    Two sibling nodes are compared with two plain forwards over their paths.
+
+    Raises:
+        Unsupported: the base crashes on a tree, answers differently, or has attention layers unknown here.
+    """
+    config = base.config.get_text_config(decoder=True)
+    windows = attention_windows(config)
+    device = base.get_input_embeddings().weight.device
+    past, root, left, right = torch.arange(3, 3 + 16, device=device).remainder(config.vocab_size).split((13, 1, 1, 1))
+    tree = DraftTree([(0,), (1,)])
+    plain = [base(torch.cat([past, root, node])[None], use_cache=False).logits[0, -1] for node in (left, right)]
+    try:
+        reader = BaseReader(base, windows, split=_splits(base, past[None]), feature_layers=feature_layers)
+        cache = TreeCache(config.num_hidden_layers, num_nodes=3, capacity=16)
+        reader(True, input_ids=past[None], past_key_values=cache, use_cache=True)
+        cache.append(len(past))
+        topology = tree.topology(device)
+        length = torch.tensor([len(past)], device=device)
+        logits, _ = reader.nodes(
+            torch.cat([root, left, right])[None], topology, cache, length, length + topology.depths, None
+        )
+    except Exception as error:  # noqa: BLE001  whatever a model raises on a tree, its own decoding still works
+        raise Unsupported(f"the base cannot verify a tree ({type(error).__name__}: {error})".splitlines()[0]) from error
+    tolerance = PROBE_TOLERANCE.get(base.dtype, PROBE_TOLERANCE_HALF)
+    for node, expected in zip((1, 2), plain):
+        difference = (logits[0, node] - expected).abs().max() / expected.abs().max()
+        if not difference <= tolerance:
+            raise Unsupported(f"the base does not honour tree masks (a node's logits are off by {difference:.1e})")
+    return reader
+
+
+def _splits(base: PreTrainedModel, tokens: torch.Tensor) -> bool:
+    """Whether the output projection of the decoder's last hidden state is the base's logits."""
+    whole = base(tokens, use_cache=False).logits
+    hidden = base.get_decoder()(tokens, use_cache=False).last_hidden_state
+    parts = base.get_output_embeddings()(hidden)
+    return torch.allclose(parts, whole, rtol=1e-3, atol=1e-5 * whole.abs().max().item())
+
+
+def prefill_inputs(base: PreTrainedModel, input_ids: torch.Tensor, config, inputs: dict, past: Cache | None) -> dict:
+    """The base's own arguments for the prompt; where a cache holds its beginning, only for the rest.
+
+    As in transformers, `input_ids` may be the whole text or only its new part; the attention mask tells which.
+    """
+    known = past.get_seq_length() if past is not None else 0
+    rest = None
+    if inputs.get("inputs_embeds") is not None:
+        rest = inputs["inputs_embeds"].shape[1] - known
+    elif known:
+        mask = inputs.get("attention_mask")
+        seen = mask.shape[1] if mask is not None else getattr(config, "_mask_length", -1)
+        rest = input_ids.shape[1] - known if seen == input_ids.shape[1] else None
+    return base.prepare_inputs_for_generation(
+        input_ids, next_sequence_length=rest, is_first_iteration=True, past_key_values=past, **inputs
+    )

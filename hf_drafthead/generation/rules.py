@@ -1,0 +1,230 @@
+"""What one call asks of every emitted token: processors, the choice, the stopping criteria.
+
+The base applies its processors and criteria once per position, to all rows at once. Rows that advance at their own pace
+cannot always be shown that way. Three kinds of call follow:
+
+- vectorized: greedy, no processors, only length and EOS criteria; the walk is a few tensor operations.
+- own pace: every processor and criterion is known to treat each row by itself; rows of one length are shown together.
+- lockstep: anything else. All rows stay at one length, and each processor and criterion sees exactly the calls that the
+  base would make, in order, so even one that keeps a state or knows its batch works. One row is always lockstep.
+
+Shapes: B rows, g rows of a group, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+import torch
+from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+from transformers.generation import logits_process as processors
+from transformers.generation import stopping_criteria as criteria
+
+# They look at nothing but a row's scores.
+SCORES_ONLY = (
+    processors.TemperatureLogitsWarper,
+    processors.TopPLogitsWarper,
+    processors.TopKLogitsWarper,
+    processors.TopHLogitsWarper,
+    processors.MinPLogitsWarper,
+    processors.TypicalLogitsWarper,
+    processors.EpsilonLogitsWarper,
+    processors.EtaLogitsWarper,
+    processors.InfNanRemoveLogitsProcessor,
+    processors.LogitNormalization,
+    processors.SuppressTokensLogitsProcessor,
+)
+# They look at a row's own prefix and scores.
+ROW_BY_ROW = (
+    *SCORES_ONLY,
+    processors.MinLengthLogitsProcessor,
+    processors.MinNewTokensLengthLogitsProcessor,
+    processors.RepetitionPenaltyLogitsProcessor,
+    processors.NoRepeatNGramLogitsProcessor,
+    processors.SequenceBiasLogitsProcessor,
+    processors.NoBadWordsLogitsProcessor,
+    processors.ForcedBOSTokenLogitsProcessor,
+    processors.ForcedEOSTokenLogitsProcessor,
+    processors.ExponentialDecayLengthPenalty,
+    processors.SuppressTokensAtBeginLogitsProcessor,
+)
+CRITERIA_ROW_BY_ROW = (
+    criteria.MaxLengthCriteria,
+    criteria.MaxTimeCriteria,
+    criteria.StopStringCriteria,
+    criteria.EosTokenCriteria,
+)
+CRITERIA_VECTORIZED = (criteria.MaxLengthCriteria, criteria.EosTokenCriteria)
+
+
+@dataclass
+class Rules:
+    """The processors, choice and criteria of one call, and what it asked to be told of them."""
+
+    processors: LogitsProcessorList
+    criteria: StoppingCriteriaList
+    config: GenerationConfig
+    batch_size: int
+    prompt_length: int
+    scores: list[torch.Tensor] = field(default_factory=list)  # (B, V) per new position
+    logits: list[torch.Tensor] = field(default_factory=list)  # (B, V) per new position
+    tape: NoiseTape | None = None
+
+    def __post_init__(self):
+        config = self.config
+        self.keeps_scores = bool(config.return_dict_in_generate and config.output_scores)
+        self.keeps_logits = bool(config.return_dict_in_generate and config.output_logits)
+        self.max_length = min(
+            (c.max_length for c in self.criteria if isinstance(c, criteria.MaxLengthCriteria)), default=None
+        )
+        # As in transformers: only then do finished rows emit padding; else they go on until all are finished.
+        self.pads = any(hasattr(criterion, "eos_token_id") for criterion in self.criteria)
+        self.pad_token = config._pad_token_tensor.item() if self.pads else 0
+        types_of = {type(criterion) for criterion in self.criteria}
+        self.vectorized = (
+            not (config.do_sample or self.processors or self.keeps_scores or self.keeps_logits)
+            and types_of.issubset(CRITERIA_VECTORIZED)
+            and self.max_length is not None
+        )
+        self.lockstep = self.batch_size == 1 or not (
+            all(type(processor) in ROW_BY_ROW for processor in self.processors)
+            and types_of.issubset(CRITERIA_ROW_BY_ROW)
+        )
+        self.scores_only = all(type(processor) in SCORES_ONLY for processor in self.processors)
+        self.eos_tokens = torch.cat(
+            [c.eos_token_id.flatten() for c in self.criteria if isinstance(c, criteria.EosTokenCriteria)]
+            or [torch.empty(0, dtype=torch.long)]
+        )
+        if config.do_sample and not self.lockstep:
+            self.tape = NoiseTape(self.batch_size)
+
+    def choose(self, rows: list[int], logits: torch.Tensor, sequences: torch.Tensor, lengths: list[int]) -> torch.Tensor:
+        """The token each of `rows` emits next, chosen as the base chooses it.
+
+        Args:
+            rows: g row numbers; all B of them in lockstep.
+            logits: (g, V) of the base after each row's last token.
+            sequences: (B, L) token ids; row b's prefix is its first `lengths[b]`.
+            lengths: B of them; in lockstep all are alike but for rows that have ended.
+
+        Returns:
+            (g,) token ids.
+        """
+        logits = logits.to(torch.float32, copy=True)
+        scores = self._process(rows, logits, sequences, lengths)
+        if self.keeps_scores:
+            self._keep(self.scores, rows, scores, lengths)
+        if self.keeps_logits:
+            self._keep(self.logits, rows, logits, lengths)
+        if not self.config.do_sample:
+            return scores.argmax(-1)
+        chances = scores.softmax(-1)
+        if self.tape is None:
+            return torch.multinomial(chances, num_samples=1)[:, 0]
+        noise = [self.tape.noise(lengths[row] - self.prompt_length, chances)[row] for row in rows]
+        return (chances / torch.stack(noise)).argmax(-1)
+
+    def stops(self, rows: list[int], sequences: torch.Tensor, lengths: list[int]) -> list[bool]:
+        """Whether a criterion fires on each row's prefix, the newest token included; g answers."""
+        if self.lockstep:
+            scores = tuple(self.scores) if self.keeps_scores else None
+            return self.criteria(sequences[:, : max(lengths)], scores).tolist()
+        answers = [False] * len(rows)
+        for length, places in _by_length(rows, lengths).items():
+            fired = self.criteria(sequences[[rows[place] for place in places], :length], None).tolist()
+            for place, answer in zip(places, fired):
+                answers[place] = answer
+        return answers
+
+    def _process(self, rows, logits, sequences, lengths):
+        if not self.processors:
+            return logits
+        if self.lockstep:
+            return self.processors(sequences[:, : max(lengths)], logits)
+        if self.scores_only:
+            return self.processors(sequences[rows, :1], logits)
+        scores = torch.empty_like(logits)
+        for length, places in _by_length(rows, lengths).items():
+            group = [rows[place] for place in places]
+            scores[places] = _seen_by(self.processors, group)(sequences[group, :length], logits[places])
+        return scores
+
+    def _keep(self, kept: list[torch.Tensor], rows, values, lengths) -> None:
+        if self.lockstep:
+            kept.append(values)
+            return
+        for row, value in zip(rows, values):
+            position = lengths[row] - self.prompt_length
+            while len(kept) <= position:
+                kept.append(value.new_zeros(self.batch_size, value.shape[-1]))
+            kept[position][row] = value
+
+
+class NoiseTape:
+    """The exponential noise of the base's sampling, position by position, for rows that are at different positions.
+
+    `torch.multinomial(p, 1)` is `argmax(p / noise)` with noise (B, V) drawn anew at every position. The tape draws in the
+    order of positions and remembers the generator's state at each, so a row that lags can have its position's noise drawn
+    again, and the generator can be left as the base would leave it.
+    """
+
+    KEPT = 16  # positions whose noise is held; older ones are redrawn from their state
+
+    def __init__(self, batch_size: int):
+        self.batch_size = batch_size
+        self.states: list[torch.Tensor] = []
+        self.drawn: dict[int, torch.Tensor] = {}
+
+    def noise(self, position: int, like: torch.Tensor) -> torch.Tensor:
+        """(B, V) noise of a new position, counted from 0; `like` gives V, dtype and device."""
+        self.device = like.device
+        while len(self.states) <= position:
+            self.states.append(self._state())
+            self.drawn[len(self.states) - 1] = self._draw(like)
+            self.drawn.pop(len(self.states) - 1 - self.KEPT, None)
+        if position in self.drawn:
+            return self.drawn[position]
+        now = self._state()
+        self._restore(self.states[position])
+        noise = self._draw(like)
+        self._restore(now)
+        return noise
+
+    def rewind(self, positions: int) -> None:
+        """Leave the generator as it was after the first `positions` draws."""
+        if positions < len(self.states):
+            self._restore(self.states[positions])
+
+    def _draw(self, like):
+        return like.new_empty(self.batch_size, like.shape[-1]).exponential_(1)
+
+    def _state(self):
+        return torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else torch.get_rng_state()
+
+    def _restore(self, state):
+        if self.device.type == "cuda":
+            torch.cuda.set_rng_state(state, self.device)
+        else:
+            torch.set_rng_state(state)
+
+
+def _by_length(rows: list[int], lengths: list[int]) -> dict[int, list[int]]:
+    """Places in `rows`, grouped by the length of the row's prefix."""
+    groups: dict[int, list[int]] = defaultdict(list)
+    for place, row in enumerate(rows):
+        groups[lengths[row]].append(place)
+    return groups
+
+
+def _seen_by(all_processors: LogitsProcessorList, rows: list[int]) -> LogitsProcessorList:
+    """The processors as these rows see them: a repetition penalty holds the padding of every row of the batch."""
+    views = LogitsProcessorList()
+    for processor in all_processors:
+        padding = getattr(processor, "prompt_ignore_length", None)
+        if isinstance(padding, torch.Tensor):
+            processor = copy.copy(processor)
+            processor.prompt_ignore_length = padding[rows]
+        views.append(processor)
+    return views
