@@ -1,7 +1,7 @@
 """What a draft head is trained for, as functions of one head's logits.
 
-Shapes: B rows, T positions, V vocabulary. ``shift`` is how far ahead the head guesses: its logits at position t are for the
-token at t + shift. The base's own lm_head has shift 1, head i (0-based) has shift 2 + i.
+Shapes: B rows, T positions, V vocabulary. ``shift`` is how far ahead the head guesses: its logits at position t are for
+the token at t + shift. The base's own lm_head has shift 1, head i (0-based) has shift 2 + i.
 """
 
 import torch
@@ -48,7 +48,7 @@ def teacher_loss(logits: torch.Tensor, base_logits: torch.Tensor, labels: torch.
 
 
 def head_weights(heads: int, decay: float) -> list[float]:
-    """Weight of each head in the total loss: ``decay ** k`` for the k-th head, counted from 1 (Medusa, section 2.2.1)."""
+    """Weight of each head in the total loss: ``decay ** k`` for the k-th, counted from 1 (Medusa, section 2.2.1)."""
     return [decay ** (head + 1) for head in range(heads)]
 
 
@@ -62,8 +62,8 @@ def rank_counts(logits: torch.Tensor, labels: torch.Tensor, shift: int, ranks: i
         ranks: how many ranks to tell apart.
 
     Returns:
-        LongTensor (ranks + 1,): labels found at each rank, then those found at none of them. The sum of the first k over the
-        sum of all is the top-k accuracy.
+        LongTensor (ranks + 1,): labels found at each rank, then those found at none. The sum of the first k over
+        the sum of all is the top-k accuracy.
     """
     guesses, targets = _aligned(logits, labels, shift)
     kept = targets != IGNORED
@@ -74,8 +74,9 @@ def rank_counts(logits: torch.Tensor, labels: torch.Tensor, shift: int, ranks: i
 
 def _aligned(logits: torch.Tensor, labels: torch.Tensor, shift: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Guesses (B * (T - shift), V) beside the labels (B * (T - shift),) they are for."""
-    if labels.shape[1] <= shift:
+    length = labels.shape[1]
+    if length <= shift:
         raise ValueError(
-            f"rows of {labels.shape[1]} tokens have no label {shift} tokens ahead: give longer rows, or train fewer heads."
+            f"rows of {length} tokens have no label {shift} tokens ahead: give longer rows, or train fewer heads."
         )
     return logits[:, :-shift].flatten(0, 1), labels[:, shift:].flatten()

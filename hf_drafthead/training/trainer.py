@@ -47,8 +47,8 @@ class DraftHeadTrainer(Trainer):
     """Trains the drafter of a draft-head model; the base stays as it is and is not saved.
 
     Batches hold ``input_ids`` (B, T), ``labels`` (B, T) with ``-100`` where nothing is to be learnt, and an
-    ``attention_mask`` (B, T) if rows are padded. The logs hold ``head{i}_top1`` and ``head{i}_top5``, the share of labels
-    that are among a head's best guesses, with ``eval_`` in front where they come from the evaluation rows.
+    ``attention_mask`` (B, T) if rows are padded. The logs hold ``head{i}_top1`` and ``head{i}_top5``, the share of
+    labels that are among a head's best guesses, with ``eval_`` in front where they come from the evaluation rows.
 
     Args:
         model: a draft-head model with its base attached.

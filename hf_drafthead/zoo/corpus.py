@@ -68,9 +68,7 @@ def read_corpus(folder: Path | None = None) -> list[SourceFile]:
         if text.strip():
             files.append(SourceFile(name, text))
     if not files:
-        raise OSError(
-            f"no Python source under {folder}: expected a standard library; run an interpreter that ships it."
-        )
+        raise OSError(f"no Python source in {folder}: expected a standard library, use an interpreter that ships it.")
     return sorted(files, key=lambda file: file.name)
 
 

@@ -45,7 +45,7 @@ def cut_prompts(files: list[SourceFile], count: int) -> list[dict[str, str]]:
 
 
 def _prompts_of(file: SourceFile) -> list[dict[str, str]]:
-    """Prompts of one file that do not overlap, in an order drawn from a hash: the first may come from anywhere in it."""
+    """Prompts of one file that do not overlap, in an order drawn from a hash: the first may be from anywhere."""
     lines = file.text.split("\n")
     found = []
     for node, category in _definitions(ast.parse(file.text)):

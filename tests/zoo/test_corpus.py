@@ -1,0 +1,60 @@
+"""The corpus: what is read, what is held out, and that both are the same everywhere."""
+
+import pytest
+
+from hf_drafthead.zoo.corpus import SourceFile, read_corpus, text_hash
+
+
+def write(folder, name, text="x = 1\n"):
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+def test_only_the_librarys_own_source_is_read(tmp_path):
+    kept = ["abc.py", "email/charset.py", "zipfile.py"]
+    skipped = [
+        "test/test_abc.py",
+        "unittest/test/test_case.py",
+        "site-packages/torch/nn.py",
+        "encodings/cp037.py",
+        "idlelib/editor.py",
+        "html/entities.py",
+        "_sysconfigdata__linux_x86_64-linux-gnu.py",
+        "config-3.11-x86_64-linux-gnu/python-config.py",
+        "LICENSE.txt",
+    ]
+    for name in [*kept, *skipped]:
+        write(tmp_path, name)
+    write(tmp_path, "xml/__init__.py", "\n")  # no text: no file
+    assert [file.name for file in read_corpus(tmp_path)] == kept
+
+
+def test_a_library_without_source_is_refused(tmp_path):
+    with pytest.raises(OSError, match=r"no Python source in .*: expected a standard library, use an interpreter"):
+        read_corpus(tmp_path)
+
+
+def test_held_out_depends_on_the_name_alone():
+    assert SourceFile("heapq.py", "a").held_out and SourceFile("heapq.py", "b").held_out
+    assert not SourceFile("argparse.py", "a").held_out
+
+
+def test_the_hash_sees_names_texts_and_where_they_part():
+    files = [SourceFile("a.py", "xy"), SourceFile("b.py", "z")]
+    others = [
+        files[:1],
+        [files[1], files[0]],
+        [SourceFile("a.py", "x"), SourceFile("yb.py", "z")],
+        [SourceFile("c.py", "xy"), files[1]],
+    ]
+    hashes = {text_hash(some) for some in [files, *others]}
+    assert len(hashes) == 5
+    assert text_hash(list(files)) in hashes
+
+
+def test_this_interpreters_library_has_enough_text():
+    corpus = read_corpus()
+    held_out = sum(file.held_out for file in corpus)
+    assert sum(len(file.text) for file in corpus) > 5_000_000
+    assert 0.02 < held_out / len(corpus) < 0.06

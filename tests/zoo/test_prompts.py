@@ -1,0 +1,66 @@
+"""Held-out prompts: cut from files that were not trained on, of the promised length, the same every time."""
+
+import ast
+import json
+
+import pytest
+
+from hf_drafthead.zoo import ASSETS
+from hf_drafthead.zoo.corpus import SourceFile, read_corpus
+from hf_drafthead.zoo.prompts import LONGEST, SHORTEST, cut_prompts, write_prompts
+
+COMMITTED = [json.loads(line) for line in (ASSETS / "prompts.jsonl").read_text().splitlines()]
+
+
+def test_the_committed_prompts_are_held_out_and_of_the_promised_length():
+    assert len(COMMITTED) == 40
+    assert len({prompt["id"] for prompt in COMMITTED}) == len({prompt["prompt"] for prompt in COMMITTED}) == 40
+    for prompt in COMMITTED:
+        assert SourceFile(prompt["file"], "").held_out
+        assert SHORTEST <= len(prompt["prompt"]) <= LONGEST
+        assert prompt["category"] in {"function", "method", "class", "docstring"}
+        assert not prompt["prompt"].endswith("\n")
+
+
+def test_no_committed_prompt_occurs_in_the_training_text():
+    training = "\n".join(file.text for file in read_corpus() if not file.held_out)
+    assert [prompt["id"] for prompt in COMMITTED if prompt["prompt"] in training] == []
+
+
+def test_prompts_are_the_same_every_time_and_do_not_overlap(tmp_path):
+    corpus = read_corpus()
+    prompts = cut_prompts(corpus, 12)
+    assert prompts == cut_prompts(list(corpus), 12)
+    texts = {file.name: file.text for file in corpus}
+    taken: dict[str, list[range]] = {}
+    for prompt in cut_prompts(corpus, 40):
+        start = texts[prompt["file"]].index(prompt["prompt"])
+        span = range(start, start + len(prompt["prompt"]))
+        assert all(span.stop <= other.start or other.stop <= span.start for other in taken.get(prompt["file"], []))
+        taken.setdefault(prompt["file"], []).append(span)
+    write_prompts(prompts, tmp_path / "prompts.jsonl")
+    assert [json.loads(line) for line in (tmp_path / "prompts.jsonl").read_text().splitlines()] == prompts
+
+
+def test_a_prompt_ends_with_the_header_or_docstring_of_its_category():
+    for prompt in cut_prompts(read_corpus(), 40):
+        last = prompt["prompt"].splitlines()[-1]
+        if prompt["category"] == "docstring":
+            assert last.rstrip().endswith(('"""', "'''", '"', "'"))
+        else:
+            keyword = "class" if prompt["category"] == "class" else "def"
+            assert f"{keyword} " in prompt["prompt"] and ":" in last
+            assert not last.lstrip().startswith("#")
+
+
+def test_too_many_prompts_are_refused():
+    held_out = next(name for name in ("heapq.py", "random.py") if SourceFile(name, "").held_out)
+    text = (
+        "import os\n\n\n"
+        + "# a comment line of some length, so that the prompt is long enough\n" * 4
+        + "def f():\n    pass\n"
+    )
+    ast.parse(text)
+    assert len(cut_prompts([SourceFile(held_out, text)], 1)) == 1
+    with pytest.raises(ValueError, match=r"2 prompts asked for, the held-out files hold 1: ask for fewer\."):
+        cut_prompts([SourceFile(held_out, text), SourceFile("argparse.py", text)], 2)

@@ -1,0 +1,57 @@
+"""What the bundled zoo holds."""
+
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from hf_drafthead import zoo
+
+needs_base = pytest.mark.skipif(not (zoo.ASSETS / "base" / "config.json").is_file(), reason="the base is not built")
+
+
+def test_an_unknown_model_is_refused_naming_the_known_ones():
+    with pytest.raises(ValueError, match=r"the zoo holds no model 'meduse': expected one of base.*build --part NAME"):
+        zoo.path("meduse")
+
+
+def test_families_are_the_folders_with_a_model(tmp_path, monkeypatch):
+    monkeypatch.setattr(zoo, "ASSETS", tmp_path)
+    for name in ("medusa", "base", "hydra"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}")
+    (tmp_path / "notes").mkdir()
+    assert zoo.families() == ["hydra", "medusa"]
+    assert zoo.path("base") == str(tmp_path / "base")
+
+
+def test_the_assets_leave_room_for_all_families():
+    files = [file for file in zoo.ASSETS.rglob("*") if file.is_file()]
+    assert sum(file.stat().st_size for file in files) <= 20 * 2**20
+    assert {file.suffix for file in files} <= {".json", ".jsonl", ".safetensors", ".md", ".PSF", ".jinja"}
+
+
+def test_the_licence_of_the_text_is_there():
+    notice = (zoo.ASSETS / "LICENSE.PSF").read_text()
+    assert "PYTHON SOFTWARE FOUNDATION LICENSE VERSION 2" in notice and "Copyright (c) 2001" in notice
+
+
+@needs_base
+def test_the_base_computes_in_float32_and_was_trained_on_text():
+    base = AutoModelForCausalLM.from_pretrained(zoo.path("base"))
+    tokenizer = AutoTokenizer.from_pretrained(zoo.path("base"))
+    assert base.dtype == torch.float32 and base.lm_head.weight is base.get_input_embeddings().weight
+    assert len(tokenizer) == base.config.vocab_size
+    assert base.generation_config.eos_token_id == tokenizer.eos_token_id
+    assert base.generation_config.pad_token_id == tokenizer.pad_token_id
+    prompts = [json.loads(line)["prompt"] for line in (zoo.ASSETS / "prompts.jsonl").read_text().splitlines()]
+    losses = []
+    for prompt in prompts:
+        ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
+        with torch.no_grad():
+            losses.append(base(input_ids=ids, labels=ids).loss.item())
+    mean = sum(losses) / len(losses)
+    summary = json.loads((zoo.ASSETS / "base" / "training_summary.json").read_text())
+    assert mean < summary["held_out_loss"] + 0.5  # nats per token; an untrained base has 6.9
+    assert summary["tokens"] > 1_000_000 and len(summary["text_sha256"]) == 64
