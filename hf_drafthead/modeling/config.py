@@ -1,0 +1,106 @@
+"""What every draft-head model is configured by: its base, and how many heads guess ahead of it."""
+
+import copy
+import os
+from pathlib import Path
+from typing import Any, ClassVar
+
+from transformers import AutoConfig
+from transformers.configuration_utils import PreTrainedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+
+class DraftHeadConfig(PreTrainedConfig):
+    """The fields that all families share; a family's config adds its own.
+
+    Args:
+        base_config: config of the base model, as a config or as its dict. It is copied: a config object that a live
+            model holds is never changed.
+        base_model_name_or_path: where the base is loaded from when a checkpoint holds the heads only. A relative path
+            is looked up in the checkpoint's own folder.
+        base_model_revision: commit of the base that the heads were trained on, if the base came from the Hub.
+        base_included: True in a checkpoint that holds the base's weights as well.
+        num_draft_heads: tokens guessed ahead of the base's own next token.
+
+    Raises:
+        ValueError: a field is out of range, or two of them contradict each other.
+    """
+
+    model_type = "drafthead"
+    sub_configs: ClassVar = {"base_config": AutoConfig}
+
+    base_config: dict[str, Any] | PreTrainedConfig | None = None
+    base_model_name_or_path: str | None = None
+    base_model_revision: str | None = None
+    base_included: bool = False
+    num_draft_heads: int = 4
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        # The parent's __post_init__ resets the attention implementation of sub-configs in place, which would turn a
+        # live base non-causal: only ever hand it a copy.
+        self.base_config = _base_config(self.base_config)
+        super().__post_init__(**kwargs)
+        self.check()
+
+    def check(self) -> None:
+        """Refuse values that cannot be built; families extend it."""
+        self._check_at_least("num_draft_heads", 1)
+
+    def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None) -> PreTrainedConfig:
+        """The base's text config; this config itself while there is no base."""
+        if not isinstance(self.base_config, PreTrainedConfig):
+            return self
+        return self.base_config.get_text_config(decoder=decoder, encoder=encoder)
+
+    def save_pretrained(self, save_directory: str | os.PathLike, push_to_hub: bool = False, **kwargs: Any) -> None:
+        """Write `config.json`; a base that lies beside the checkpoint is written as a relative path."""
+        saved = copy.deepcopy(self)
+        saved.base_model_name_or_path = _portable(self.base_model_name_or_path, save_directory)
+        super(DraftHeadConfig, saved).save_pretrained(save_directory, push_to_hub=push_to_hub, **kwargs)
+
+    def to_diff_dict(self) -> dict[str, Any]:
+        """What `config.json` holds: without the base's local path, and without its quantization unless it is included.
+
+        A quantization config left in a heads-only checkpoint would quantize the heads on loading.
+        """
+        fields = super().to_diff_dict()
+        base = fields.get("base_config")
+        if base:
+            base.pop("_name_or_path", None)
+            if not self.base_included:
+                base.pop("quantization_config", None)
+        return fields
+
+    def _check_at_least(self, name: str, least: int) -> None:
+        value = getattr(self, name)
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise ValueError(f"{name} is {value!r}: expected a whole number of at least {least}.")
+
+    def _check_fraction(self, name: str) -> None:
+        value = getattr(self, name)
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value < 1:
+            raise ValueError(f"{name} is {value!r}: expected a number from 0 up to, but not including, 1.")
+
+
+def _base_config(given: dict[str, Any] | PreTrainedConfig | None) -> PreTrainedConfig | None:
+    if given is None or isinstance(given, PreTrainedConfig):
+        return copy.deepcopy(given)
+    if not isinstance(given, dict):
+        raise ValueError(f"base_config is {type(given).__name__}: expected a config of the base, or its dict.")
+    fields = dict(given)
+    model_type = fields.pop("model_type", None)
+    if model_type in CONFIG_MAPPING:
+        return CONFIG_MAPPING[model_type](**fields)
+    # A base that lives in remote code: keep what its config says until the base itself brings the real class.
+    config = PreTrainedConfig(**fields)
+    config.model_type = model_type
+    return config
+
+
+def _portable(name: str | None, save_directory: str | os.PathLike) -> str | None:
+    """The path of a base from the checkpoint's folder if both lie in the same folder; else the name as it is."""
+    if not name or not os.path.isabs(name):
+        return name
+    beside = Path(save_directory).resolve().parent
+    resolved = Path(name).resolve()
+    return os.path.relpath(resolved, beside / "checkpoint") if resolved.is_relative_to(beside) else name

@@ -1,0 +1,142 @@
+"""Hydra: each head reads the tokens guessed before it, so a path of the tree hangs together (Ankner et al., 2024).
+
+Shapes: B rows, T positions, n nodes of a level, H hidden, V vocabulary.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from hf_drafthead.modeling.base import Drafter, DraftHeadPreTrainedModel
+from hf_drafthead.modeling.config import DraftHeadConfig
+from hf_drafthead.modeling.layers import OutputProjections, ResidualBlock, last_valid
+
+
+class HydraConfig(DraftHeadConfig):
+    """Hydra heads, grounded in the tokens of the path.
+
+    Args:
+        num_layers: residual blocks per head; the first one reads the path, the others are H to H.
+        tie_blocks: apply one block num_layers - 1 times, as the published checkpoints do; False gives each its own.
+        share_lm_head: project with the base's lm_head instead of one projection per head.
+        dropout: before every block and before the projection, in training.
+    """
+
+    model_type = "drafthead_hydra"
+
+    num_layers: int = 1
+    tie_blocks: bool = False
+    share_lm_head: bool = False
+    dropout: float = 0.0
+
+    def check(self) -> None:
+        super().check()
+        self._check_at_least("num_layers", 1)
+        self._check_fraction("dropout")
+
+
+class HydraHead(nn.Module):
+    """Head i: R x + SiLU(L x) of x = [h; E(x_{t+1}); ...; E(x_{t+1+i})], then plain residual blocks.
+
+    R and L are one product: `path` has R's rows first, then L's.
+    """
+
+    def __init__(self, head: int, hidden_size: int, config: HydraConfig) -> None:
+        super().__init__()
+        self.dropout = config.dropout
+        self.repeats = config.num_layers - 1
+        self.path = nn.Linear((head + 2) * hidden_size, 2 * hidden_size)
+        own = min(self.repeats, 1) if config.tie_blocks else self.repeats
+        self.blocks = nn.ModuleList(ResidualBlock(hidden_size) for _ in range(own))
+
+    def reset_parameters(self) -> None:
+        self.path.reset_parameters()
+        with torch.no_grad():
+            self.path.weight[self.path.out_features // 2 :] = 0
+        for block in self.blocks:
+            block.reset_parameters()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., (i + 2) H) -> (..., H)."""
+        residual, gate = self.path(self._dropped(x)).chunk(2, dim=-1)
+        x = residual + F.silu(gate)
+        for turn in range(self.repeats):
+            x = self.blocks[turn % len(self.blocks)](self._dropped(x))
+        return x
+
+    def _dropped(self, x: Tensor) -> Tensor:
+        return F.dropout(x, self.dropout, self.training) if self.dropout else x
+
+
+@dataclass
+class HydraState:
+    """The last verified position, and for the current tree level what each node's path has come to."""
+
+    features: Tensor | None = None  # (B, H)
+    level: int = 0
+    paths: Tensor | None = None  # (B, n, (level + 1) H): h, then the embeddings from the root to the node
+
+
+class HydraDrafter(Drafter):
+    """Sequentially dependent heads (section 3).
+
+    State dict: `heads.{i}.path.{weight,bias}` (2H, (i + 2)H), `heads.{i}.blocks.{l}.linear.{weight,bias}`; own
+    projections `projections.up.{i}.{weight,bias}`.
+    """
+
+    config: HydraConfig
+
+    def __init__(self, config: HydraConfig) -> None:
+        super().__init__(config)
+        text = config.get_text_config()
+        self.heads = nn.ModuleList(HydraHead(i, text.hidden_size, config) for i in range(config.num_draft_heads))
+        self.projections = OutputProjections(
+            config.num_draft_heads, text.hidden_size, text.vocab_size, config.share_lm_head, bias=True
+        )
+
+    def reset_parameters(self) -> None:
+        for head in self.heads:
+            head.reset_parameters()
+        self.projections.reset_parameters(self.base)
+
+    def start(self, batch_size: int, capacity: int) -> HydraState:
+        return HydraState()
+
+    def observe(self, state: HydraState, features: Tensor, tokens: Tensor, lengths: Tensor) -> HydraState:
+        weight = self.heads[0].path.weight
+        return HydraState(last_valid(state.features, features.to(weight), lengths.to(weight.device)))
+
+    def expand(self, state: HydraState, tokens: Tensor, parents: Tensor) -> tuple[HydraState, Tensor]:
+        if state.paths is None:
+            above = state.features.unsqueeze(1)  # (B, 1, H)
+        else:
+            rows = torch.arange(tokens.shape[0], device=state.paths.device).unsqueeze(1)
+            above = state.paths[rows, parents.to(rows.device)]
+        state.paths = torch.cat([above, self.embed(tokens, like=above)], dim=-1)
+        hidden = self.heads[state.level](state.paths)
+        logits = self.head_logits(state.level, hidden)
+        state.level += 1
+        return state, logits
+
+    def head_states(self, features: Tensor, input_ids: Tensor, attention_mask: Tensor | None = None) -> list[Tensor]:
+        embeddings = self.embed(input_ids, like=features)
+        states, path = [], features
+        for i, head in enumerate(self.heads):
+            path = torch.cat([path, embeddings.roll(-(i + 1), dims=1)], dim=-1)
+            states.append(head(path))
+        return states
+
+    def head_logits(self, head: int, hidden: Tensor) -> Tensor:
+        if self.config.dropout:
+            hidden = F.dropout(hidden, self.config.dropout, self.training)
+        return self.projections(self.base, head, hidden)
+
+
+class HydraForCausalLM(DraftHeadPreTrainedModel):
+    """A base with Hydra heads."""
+
+    config_class = HydraConfig
+    config: HydraConfig
+    drafter_class = HydraDrafter

@@ -1,0 +1,99 @@
+"""Medusa: every head guesses its own token from the base's last hidden state alone (Cai et al., 2024).
+
+Shapes: B rows, T positions, K heads, H hidden, V vocabulary.
+"""
+
+from dataclasses import dataclass, field
+
+from torch import Tensor, nn
+
+from hf_drafthead.modeling.base import Drafter, DraftHeadPreTrainedModel
+from hf_drafthead.modeling.config import DraftHeadConfig
+from hf_drafthead.modeling.layers import OutputProjections, ParallelBlocks, last_valid
+
+
+class MedusaConfig(DraftHeadConfig):
+    """Medusa heads.
+
+    Args:
+        num_layers: residual blocks per head.
+        share_lm_head: project with the base's lm_head instead of one projection per head.
+    """
+
+    model_type = "drafthead_medusa"
+
+    num_layers: int = 1
+    share_lm_head: bool = False
+
+    def check(self) -> None:
+        super().check()
+        self._check_at_least("num_layers", 1)
+
+
+@dataclass
+class MedusaState:
+    """What a row's guesses depend on: its last verified position, and how far the current tree has come."""
+
+    features: Tensor | None = None  # (B, H)
+    level: int = 0
+    guesses: list[Tensor] = field(default_factory=list)  # K tensors: logits (B, V) if shared, else hidden (B, H)
+
+
+class MedusaDrafter(Drafter):
+    """K heads side by side (equation 1): p_i = softmax(P_i block^n(h)), head i for the token i + 2 after h's own.
+
+    State dict: `blocks.{layer}.weight` (K, H, H) and `.bias` (K, H); own projections `projections.up.{head}.weight`.
+    """
+
+    config: MedusaConfig
+
+    def __init__(self, config: MedusaConfig) -> None:
+        super().__init__(config)
+        text = config.get_text_config()
+        heads, hidden_size = config.num_draft_heads, text.hidden_size
+        self.blocks = nn.ModuleList(ParallelBlocks(heads, hidden_size) for _ in range(config.num_layers))
+        self.projections = OutputProjections(heads, hidden_size, text.vocab_size, config.share_lm_head)
+
+    def reset_parameters(self) -> None:
+        for block in self.blocks:
+            block.reset_parameters()
+        self.projections.reset_parameters(self.base)
+
+    def start(self, batch_size: int, capacity: int) -> MedusaState:
+        return MedusaState()
+
+    def observe(self, state: MedusaState, features: Tensor, tokens: Tensor, lengths: Tensor) -> MedusaState:
+        weight = self.blocks[0].weight
+        return MedusaState(last_valid(state.features, features.to(weight), lengths.to(weight.device)))
+
+    def expand(self, state: MedusaState, tokens: Tensor, parents: Tensor) -> tuple[MedusaState, Tensor]:
+        level = state.level
+        if level == 0:
+            hidden = self._side_by_side(state.features)  # (K, B, H)
+            # One product reads a shared lm_head once for all heads; own projections wait until their level is asked.
+            state.guesses = list(self.head_logits(0, hidden) if self.projections.shared else hidden)
+        state.level += 1
+        guess = state.guesses[level]
+        return state, (guess if self.projections.shared else self.head_logits(level, guess)).unsqueeze(1)
+
+    def head_states(self, features: Tensor, input_ids: Tensor, attention_mask: Tensor | None = None) -> list[Tensor]:
+        hidden = self._side_by_side(features.flatten(0, 1))
+        return [state.view_as(features) for state in hidden]
+
+    def head_logits(self, head: int, hidden: Tensor) -> Tensor:
+        return self.projections(self.base, head, hidden)
+
+    def _side_by_side(self, x: Tensor) -> Tensor:
+        """(N, H) through every head's blocks: (K, N, H)."""
+        x = x.expand(self.config.num_draft_heads, *x.shape)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class MedusaForCausalLM(DraftHeadPreTrainedModel):
+    """A base with Medusa heads."""
+
+    config_class = MedusaConfig
+    config: MedusaConfig
+    drafter_class = MedusaDrafter
