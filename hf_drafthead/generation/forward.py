@@ -14,8 +14,8 @@ import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from .cache import TreeCache
-from .tree import DraftTree, Topology
+from hf_drafthead.generation.cache import TreeCache
+from hf_drafthead.generation.tree import DraftTree, Topology
 
 KNOWN_LAYER_TYPES = {"full_attention", "sliding_attention"}
 # Largest difference between a node and a plain forward over its path, relative to the largest logit.

@@ -68,6 +68,7 @@ class Rules:
     config: GenerationConfig
     batch_size: int
     prompt_length: int
+    samples: bool
     scores: list[torch.Tensor] = field(default_factory=list)  # (B, V) per new position
     logits: list[torch.Tensor] = field(default_factory=list)  # (B, V) per new position
     tape: NoiseTape | None = None
@@ -84,7 +85,7 @@ class Rules:
         self.pad_token = config._pad_token_tensor.item() if self.pads else 0
         types_of = {type(criterion) for criterion in self.criteria}
         self.vectorized = (
-            not (config.do_sample or self.processors or self.keeps_scores or self.keeps_logits)
+            not (self.samples or self.processors or self.keeps_scores or self.keeps_logits)
             and types_of.issubset(CRITERIA_VECTORIZED)
             and self.max_length is not None
         )
@@ -97,7 +98,7 @@ class Rules:
             [c.eos_token_id.flatten() for c in self.criteria if isinstance(c, criteria.EosTokenCriteria)]
             or [torch.empty(0, dtype=torch.long)]
         )
-        if config.do_sample and not self.lockstep:
+        if self.samples and not self.lockstep:
             self.tape = NoiseTape(self.batch_size)
 
     def choose(self, rows: list[int], logits: torch.Tensor, sequences: torch.Tensor, lengths: list[int]) -> torch.Tensor:
@@ -118,13 +119,18 @@ class Rules:
             self._keep(self.scores, rows, scores, lengths)
         if self.keeps_logits:
             self._keep(self.logits, rows, logits, lengths)
-        if not self.config.do_sample:
+        if not self.samples:
             return scores.argmax(-1)
         chances = scores.softmax(-1)
         if self.tape is None:
             return torch.multinomial(chances, num_samples=1)[:, 0]
         noise = [self.tape.noise(lengths[row] - self.prompt_length, chances)[row] for row in rows]
         return (chances / torch.stack(noise)).argmax(-1)
+
+    def probabilities(self, logits: torch.Tensor, sequences: torch.Tensor) -> torch.Tensor:
+        """Processed probabilities at every node at once, (B, N, V); for processors that look only at the scores."""
+        flat = logits.to(torch.float32, copy=True).flatten(0, 1)
+        return self.processors(sequences[:1, :1].expand(len(flat), 1), flat).softmax(-1).view(logits.shape)
 
     def stops(self, rows: list[int], sequences: torch.Tensor, lengths: list[int]) -> list[bool]:
         """Whether a criterion fires on each row's prefix, the newest token included; g answers."""

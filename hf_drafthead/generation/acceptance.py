@@ -1,0 +1,172 @@
+"""Which nodes of a step are kept: the walk down the tree, with exact or typical acceptance.
+
+At a node the base's own next token is chosen, emitted and looked for among the node's children; if a child carries it the
+walk goes on there, else it ends. So the text is the base's whatever was drafted, and the chance to go on at a node is
+the probability of all its children together.
+
+Shapes: B rows, N nodes (root included), D nodes on the longest path, V vocabulary, g rows of a group, m tokens kept.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from hf_drafthead.generation.rules import Rules
+from hf_drafthead.generation.tree import Topology
+
+if TYPE_CHECKING:
+    from hf_drafthead.generation.decoding import DecodingState
+
+
+@dataclass
+class Accepted:
+    """The outcome of a walk; entries behind a row's count are fillers.
+
+    nodes (B, m): nodes from the root down whose keys and values become past; tokens (B, m): the tokens emitted, the
+    choice of the base at each of these nodes; counts: tokens emitted by each row.
+    """
+
+    nodes: torch.Tensor
+    tokens: torch.Tensor
+    counts: list[int]
+
+
+def greedy_walk(
+    logits: torch.Tensor, tokens: torch.Tensor, topology: Topology, state: DecodingState, rules: Rules
+) -> Accepted:
+    """The exact walk of all rows at once, where nothing but greedy choice, length and EOS decide (`rules.vectorized`).
+
+            tokens     A ── B ── D        the base's choice after A is B, after B it is D, after D it is F:
+                       └─── C             emitted are B, D, F; F is the next root
+
+    Args:
+        logits: (B, N, V) of the base at every node.
+        tokens: (B, N) of the nodes.
+        topology: how the nodes hang together.
+        state: sequences and lengths are brought up to date.
+        rules: gives the EOS tokens and the longest length.
+    """
+    if logits.dtype == torch.float64:
+        logits = logits.float()  # as the base rounds before it chooses
+    choices = logits.argmax(-1)  # (B, N)
+    agrees = tokens == choices.gather(1, topology.parents.expand_as(tokens))
+    reached = (agrees[:, None] | topology.unrelated).all(-1)  # (B, N)
+    deepest = (reached * topology.depths).argmax(-1)  # (B,)
+    rows = state.rows
+    nodes = topology.paths[rows if topology.paths.shape[0] > 1 else 0, deepest]  # (B, D)
+    emitted = choices.gather(1, nodes)  # (B, D)
+    counts = topology.depths.expand_as(tokens)[rows, deepest] + 1
+    room = torch.tensor([rules.max_length - length for length in state.lengths], device=counts.device)
+    counts = torch.minimum(counts, room)
+    ends = counts == room
+    if rules.eos_tokens.numel():
+        eos_tokens = rules.eos_tokens.to(emitted.device)
+        stopped = (emitted[..., None] == eos_tokens).any(-1) & (state.steps[: nodes.shape[1]] < counts[:, None])
+        at_eos = stopped.any(-1)
+        counts = torch.where(at_eos, stopped.int().argmax(-1) + 1, counts)
+        ends = ends | at_eos
+    kept, ended = torch.stack([counts, ends.long()]).tolist()  # the only host sync of the step
+    kept = [count if end is None else 0 for count, end in zip(kept, state.ends)]
+    state.emit(emitted[:, : max(kept)], kept)
+    for row in range(len(kept)):
+        if ended[row] and kept[row]:
+            state.ends[row] = state.lengths[row]
+    return Accepted(nodes[:, : max(kept)], emitted[:, : max(kept)], kept)
+
+
+def walk(
+    logits: torch.Tensor,
+    tokens: torch.Tensor,
+    topology: Topology,
+    state: DecodingState,
+    rules: Rules,
+    preferred: torch.Tensor | None = None,
+) -> Accepted:
+    """The walk token by token, with every processor and criterion applied to exactly the row's own prefix.
+
+    Args:
+        logits: (B, N, V) of the base at every node.
+        tokens: (B, N) of the nodes.
+        topology: how the nodes hang together.
+        state: sequences, lengths and ends are brought up to date.
+        rules: chooses tokens and says which rows end.
+        preferred: (B, N) token to emit at a node instead of the base's choice, -1 for none (`typical_choices`).
+    """
+    all_rows = list(range(tokens.shape[0]))
+    at = [0] * len(all_rows)
+    path: list[list[int]] = [[] for _ in all_rows]
+    before = list(state.lengths)
+    moving = state.running(rules.pads)
+    while moving:
+        group = all_rows if rules.lockstep else moving
+        here = torch.tensor([at[row] for row in group], device=tokens.device)
+        chosen = rules.choose(group, logits[group, here], state.sequences, state.lengths)  # (g,)
+        if preferred is not None:
+            instead = preferred[group, here]
+            chosen = torch.where(instead >= 0, instead, chosen)
+        state.emit_one(moving, chosen if group is moving else chosen[moving])
+        for row in moving:
+            path[row].append(at[row])
+        for row, fired in zip(group, rules.stops(group, state.sequences, state.lengths)):
+            if fired and state.ends[row] is None:
+                state.ends[row] = state.lengths[row]
+        # the root is no one's child, though it is listed as its own parent
+        hits = (topology.parents.expand_as(tokens)[group] == here[:, None]) & (tokens[group] == chosen[:, None])
+        hits[:, 0] = False
+        child = dict(zip(group, (hits.int().argmax(-1) * hits.any(-1)).tolist()))
+        running = state.running(rules.pads)
+        going_on = [row for row in moving if child[row] and row in running]
+        if rules.lockstep and len(going_on) < len(running):
+            break
+        moving = going_on
+        for row in moving:
+            at[row] = child[row]
+    counts = [now - then for now, then in zip(state.lengths, before)]
+    width = max(counts)
+    nodes = torch.tensor([nodes + [0] * (width - len(nodes)) for nodes in path], device=tokens.device)
+    emitted = [state.sequences[row, then : then + width] for row, then in enumerate(before)]
+    return Accepted(nodes, torch.stack(emitted), counts)
+
+
+def typical_choices(
+    probabilities: torch.Tensor, tokens: torch.Tensor, topology: Topology, threshold: float, alpha: float
+) -> torch.Tensor:
+    """Typical acceptance (Medusa, arXiv 2401.10774, section 2.3.2): NOT the base's distribution, but longer steps.
+
+    A node is accepted if p(token) > min(threshold, alpha * exp(-entropy)) at its parent; of the longest accepted paths
+    the likeliest is taken, and the token after it is the base's greedy choice.
+
+    Args:
+        probabilities: (B, N, V) of the base at every node, after the processors.
+        tokens: (B, N) of the nodes.
+        topology: how the nodes hang together.
+        threshold: epsilon, in probability.
+        alpha: delta, in probability.
+
+    Returns:
+        (B, N): at every node of the accepted path the token of the next one, elsewhere -1.
+    """
+    parents = topology.parents.expand_as(tokens)
+    entropy = -(probabilities * (probabilities + 1e-5).log()).sum(-1)  # (B, N)
+    enough = torch.clamp(alpha * torch.exp(-entropy), max=threshold)
+    rows = torch.arange(tokens.shape[0], device=tokens.device)[:, None]
+    chance = probabilities[rows, parents, tokens]  # (B, N)
+    accepted = chance > enough.gather(1, parents)
+    reached = (accepted[:, None] | topology.unrelated).all(-1)  # (B, N)
+    depths = reached * topology.depths
+    longest = depths == depths.max(-1, keepdim=True).values
+    logs = chance.clamp_min(1e-30).log()
+    logs[:, 0] = 0
+    likelihood = (logs[:, None] * topology.ancestors).sum(-1)  # (B, N)
+    best = likelihood.masked_fill(~(longest & reached), -torch.inf).argmax(-1)  # (B,)
+    on_path = topology.ancestors.expand(len(best), -1, -1)[rows[:, 0], best]  # (B, N), the root included
+    choices = torch.full_like(tokens, -1)
+    below = on_path.clone()
+    below[:, 0] = False
+    # every node but the root writes its token to its parent; those off the path write to a spare column
+    spare = torch.cat([choices, choices[:, :1]], dim=1)
+    spare.scatter_(1, torch.where(below, parents, tokens.shape[1]), tokens)
+    return spare[:, :-1]

@@ -1,0 +1,239 @@
+"""`generate()` of a model with draft heads: decide whether the tree can go, then let the base prepare everything."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, StoppingCriteriaList
+from transformers.generation import GenerateDecoderOnlyOutput, GenerationMixin, GenerationMode, StopStringCriteria
+from transformers.utils import logging
+
+from hf_drafthead.generation.cache import can_load
+from hf_drafthead.generation.decoding import DraftHeadGenerateOutput, Settings, decode
+from hf_drafthead.generation.forward import BaseReader, Unsupported, check_length, probe
+from hf_drafthead.generation.tree import DraftTree
+
+logger = logging.get_logger(__name__)
+
+DEFAULT_TREE = "mc_sim_7b_63"
+ACCEPTANCES = ("exact", "typical")
+# What the base's preparation hands over that the loop knows how to use.
+KNOWN_INPUTS = {
+    "attention_mask",
+    "position_ids",
+    "past_key_values",
+    "inputs_embeds",
+    "use_cache",
+    "logits_to_keep",
+    "cache_position",
+}
+
+
+class DraftHeadGenerationMixin(GenerationMixin):
+    """Gives a model with `base` and `drafter` a `generate` that returns what `base.generate` returns, sooner."""
+
+    def generate(  # type: ignore[override]
+        self,
+        inputs: torch.Tensor | None = None,
+        generation_config: GenerationConfig | None = None,
+        *,
+        draft_tree: str | DraftTree | list | None = None,
+        acceptance: str | None = None,
+        posterior_threshold: float | None = None,
+        posterior_alpha: float | None = None,
+        logits_processor=None,
+        stopping_criteria=None,
+        prefix_allowed_tokens_fn=None,
+        synced_gpus: bool | None = None,
+        assistant_model=None,
+        streamer=None,
+        custom_generate=None,
+        **kwargs: Any,
+    ) -> DraftHeadGenerateOutput | GenerateDecoderOnlyOutput | torch.Tensor:
+        """Generate what the base's `generate` would with the same arguments, in fewer forward passes.
+
+        Takes every argument of `GenerationMixin.generate`. What a tree of guesses cannot do (beam search, attentions,
+        an assistant model, a cache that cannot be compacted, ...) is decoded by the base itself, with one warning.
+
+        Args:
+            inputs: (B, P) prompt token ids, left-padded where B > 1.
+            generation_config: as in transformers; `model.generation_config` also holds the four settings below.
+            draft_tree: name of a published tree, rank paths or a `DraftTree`.
+            acceptance: "exact" (the base's own text; under sampling its distribution and, with the same seed, its
+                tokens), or "typical" (Medusa's lossy rule: under sampling it keeps any guess that is likely enough, so
+                the text is NOT a sample of the base; greedy decoding is exact all the same).
+            posterior_threshold, posterior_alpha: epsilon and delta of typical acceptance, both from 0 to 1.
+
+        Returns:
+            (B, length) token ids; with `return_dict_in_generate` an output that also holds `accepted_lengths`.
+
+        Raises:
+            TypeError, ValueError: a setting that does not fit, or an empty prompt.
+        """
+        _refuse_empty(inputs if inputs is not None else kwargs.get("input_ids"), kwargs)
+        config, kwargs = self._merged_config(generation_config, kwargs)
+        asked = {
+            "draft_tree": draft_tree,
+            "acceptance": acceptance,
+            "posterior_threshold": posterior_threshold,
+            "posterior_alpha": posterior_alpha,
+        }
+        settings = self._draft_settings(config, asked)
+        call = {
+            "generation_config": config,
+            "logits_processor": logits_processor,
+            "prefix_allowed_tokens_fn": prefix_allowed_tokens_fn,
+            "synced_gpus": synced_gpus,
+            **kwargs,
+        }
+        try:
+            if custom_generate is not None:
+                raise Unsupported("custom_generate is given")
+            _check_call(config, assistant_model, synced_gpus)
+            loop = functools.partial(
+                _decode_if_possible,
+                reader=self._base_reader(),
+                drafter=self.drafter,
+                settings=settings,
+                streamer=streamer,
+            )
+            return self.base.generate(
+                inputs, custom_generate=loop, **call | _stop_strings_as_criterion(config, stopping_criteria, kwargs)
+            )
+        except Unsupported as reason:
+            logger.warning_once(f"Draft heads are not used, the base decodes by itself: {reason}.")
+        output = self.base.generate(
+            inputs,
+            stopping_criteria=stopping_criteria,
+            assistant_model=assistant_model,
+            streamer=streamer,
+            custom_generate=custom_generate,
+            **call,
+        )
+        if type(output) is GenerateDecoderOnlyOutput:
+            return DraftHeadGenerateOutput(**output)
+        return output
+
+    def _merged_config(
+        self, given: GenerationConfig | None, kwargs: dict[str, Any]
+    ) -> tuple[GenerationConfig, dict[str, Any]]:
+        """The call's generation config with the model's for a default, and the arguments that are not part of it.
+
+        An argument that is None stays an argument: it switches a default off, which a config cannot say.
+        """
+        config = copy.deepcopy(self.generation_config if given is None else given)
+        if given is not None:
+            config.update(**self.generation_config.to_dict(), defaults_only=True, allow_custom_entries=True)
+        nones = {name: value for name, value in kwargs.items() if value is None}
+        rest = config.update(**{name: value for name, value in kwargs.items() if value is not None})
+        return config, rest | nones
+
+    def _draft_settings(self, config: GenerationConfig, asked: dict[str, Any]) -> Settings:
+        """The call's settings, else the generation config's, else the defaults; checked."""
+        found = {name: getattr(config, name, None) if value is None else value for name, value in asked.items()}
+        acceptance = found["acceptance"] or "exact"
+        if acceptance not in ACCEPTANCES:
+            kind = "" if isinstance(acceptance, str) else f" ({type(acceptance).__name__})"
+            raise (ValueError if not kind else TypeError)(
+                f"acceptance is {acceptance!r}{kind}: expected one of {', '.join(map(repr, ACCEPTANCES))}."
+            )
+        for name, default in (("posterior_threshold", 0.09), ("posterior_alpha", 0.3)):
+            value = default if found[name] is None else found[name]
+            if isinstance(value, bool) or not isinstance(value, (int, float)):
+                raise TypeError(f"{name} is {value!r} ({type(value).__name__}): expected a number from 0 to 1.")
+            if not 0 <= value <= 1:
+                raise ValueError(f"{name} is {value}: expected a number from 0 to 1.")
+            found[name] = float(value)
+        vocabulary = self.base.config.get_text_config(decoder=True).vocab_size
+        tree = DraftTree.resolve(found["draft_tree"] or DEFAULT_TREE, self.drafter.max_depth, vocabulary)
+        return Settings(tree, acceptance, found["posterior_threshold"], found["posterior_alpha"])
+
+    def _base_reader(self) -> BaseReader:
+        """How to run this base, probed once for each attention implementation, dtype and base."""
+        base = self.base
+        if base.training:
+            raise Unsupported("the base is in training mode, call model.eval() first")
+        known = self.__dict__.setdefault("_readers", {})
+        key = (id(base), base.config._attn_implementation, base.dtype, self.drafter.feature_layers)
+        if key not in known:
+            try:
+                known[key] = probe(base, self.drafter.feature_layers)
+            except Unsupported as reason:
+                known[key] = reason
+        if isinstance(known[key], Unsupported):
+            raise known[key]
+        return known[key]
+
+
+def _decode_if_possible(base, input_ids, *, reader, drafter, settings, streamer, **call):
+    """The loop, as the base's `custom_generate`, after a look at what the base has prepared."""
+    processors, criteria = call.pop("logits_processor"), call.pop("stopping_criteria")
+    config = call.pop("generation_config")
+    inputs = {name: value for name, value in call.items() if value is not None}
+    if unknown := sorted(set(inputs) - KNOWN_INPUTS):
+        raise Unsupported(f"the base takes the model input {', '.join(unknown)}")
+    past = inputs.get("past_key_values")
+    if past is None or not can_load(past):
+        raise Unsupported(f"a cache of type {type(past).__name__} cannot be compacted")
+    positions = inputs.get("position_ids")
+    if positions is not None and positions.dim() != 2:
+        raise Unsupported("position ids have more than one axis per token")
+    longest = config.max_length + settings.tree.max_depth
+    check_length(base.config.get_text_config(decoder=True), longest)
+    inputs.pop("cache_position", None)
+    return decode(
+        base,
+        input_ids,
+        processors,
+        criteria,
+        config,
+        reader=reader,
+        drafter=drafter,
+        settings=settings,
+        streamer=streamer,
+        **inputs,
+    )
+
+
+def _check_call(config: GenerationConfig, assistant_model, synced_gpus: bool | None) -> None:
+    """Refuse, before anything runs, what the loop cannot do.
+
+    Raises:
+        Unsupported: with the reason.
+    """
+    mode = config.get_generation_mode(assistant_model)
+    if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+        raise Unsupported(f"the generation mode is {mode.value.replace('_', ' ')}")
+    if config.use_cache is False:
+        raise Unsupported("use_cache is False")
+    if config.cache_implementation not in (None, "dynamic", "hybrid"):
+        raise Unsupported(f"cache_implementation is {config.cache_implementation!r}")
+    if config.output_attentions or config.output_hidden_states:
+        raise Unsupported("attentions or hidden states are asked for")
+    if synced_gpus:
+        raise Unsupported("synced_gpus keeps several processes in step")
+
+
+def _stop_strings_as_criterion(config: GenerationConfig, given, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments that make `stop_strings` work: with a custom loop transformers loses the tokenizer on the way."""
+    if config.stop_strings is None:
+        return {"stopping_criteria": given}
+    tokenizer = kwargs.get("tokenizer")
+    if tokenizer is None:
+        raise ValueError(
+            f"stop_strings is {config.stop_strings!r}, but no tokenizer was given: pass tokenizer= to generate()."
+        )
+    without = copy.deepcopy(config)
+    without.stop_strings = None
+    criteria = StoppingCriteriaList([StopStringCriteria(tokenizer, config.stop_strings), *(given or [])])
+    return {"generation_config": without, "stopping_criteria": criteria, "stop_strings": None}
+
+
+def _refuse_empty(input_ids: torch.Tensor | None, kwargs: dict[str, Any]) -> None:
+    if input_ids is not None and kwargs.get("inputs_embeds") is None and input_ids.shape[-1] == 0:
+        raise ValueError(
+            "the prompt is empty (0 tokens): give at least one token, for example the tokenizer's beginning-of-text token."
+        )
