@@ -1,0 +1,69 @@
+"""Tiny base models of many architectures, built from a config: no network, float64 where tokens are compared."""
+
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+VOCABULARY = 67
+SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+# Weights are drawn wider than models are usually initialised: else a random model repeats one token for ever.
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.25,
+    "tie_word_embeddings": False,
+}
+KINDS: dict[str, dict[str, Any]] = {
+    "llama": {"model_type": "llama", "num_key_value_heads": 4},
+    "llama-gqa": {"model_type": "llama", "num_key_value_heads": 2},
+    "llama-tied": {"model_type": "llama", "num_key_value_heads": 4, "tie_word_embeddings": True},
+    "mistral-sliding": {"model_type": "mistral", "num_key_value_heads": 2, "sliding_window": 8},
+    "qwen2": {"model_type": "qwen2", "num_key_value_heads": 2},
+    "qwen3": {"model_type": "qwen3", "num_key_value_heads": 2, "head_dim": 8},
+    "gemma2": {
+        "model_type": "gemma2",
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "sliding_window": 8,
+        "query_pre_attn_scalar": 8,
+        "attn_logit_softcapping": 5.0,
+        "final_logit_softcapping": 3.0,
+    },
+    "gpt-neox": {"model_type": "gpt_neox"},
+    "gpt2": {"model_type": "gpt2"},
+    "mpt": {"model_type": "mpt", "d_model": 32, "n_heads": 4, "n_layers": 2, "expansion_ratio": 2, "max_seq_len": 512},
+    "mamba": {"model_type": "mamba", "state_size": 4, "num_hidden_layers": 2},
+}
+CANNOT_SDPA = {"gemma2", "mpt", "mamba"}
+
+
+def tiny_base(
+    kind: str = "llama",
+    *,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float64,
+    attn_implementation: str | None = "sdpa",
+    **overrides: Any,
+) -> PreTrainedModel:
+    """A random causal language model in eval mode.
+
+    Args:
+        kind: one of KINDS.
+        seed: of the weights.
+        dtype: of the weights.
+        attn_implementation: None, or a kind of CANNOT_SDPA, leaves the choice to transformers.
+        overrides: config fields.
+    """
+    fields = {**SIZES, **SPECIAL, **KINDS[kind], **overrides}
+    config = AutoConfig.for_model(fields.pop("model_type"), **fields)
+    if attn_implementation == "sdpa" and kind in CANNOT_SDPA:
+        attn_implementation = None
+    choice = {"attn_implementation": attn_implementation} if attn_implementation else {}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return AutoModelForCausalLM.from_config(config, dtype=dtype, **choice).eval()
