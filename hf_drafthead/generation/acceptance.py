@@ -1,8 +1,8 @@
 """Which nodes of a step are kept: the walk down the tree, with exact or typical acceptance.
 
-At a node the base's own next token is chosen, emitted and looked for among the node's children; if a child carries it the
-walk goes on there, else it ends. So the text is the base's whatever was drafted, and the chance to go on at a node is
-the probability of all its children together.
+At a node the base's own next token is chosen, emitted and looked for among the node's children; if a child carries it
+the walk goes on there, else it ends. So the text is the base's whatever was drafted, and the chance to go on at a node
+is the probability of all its children together.
 
 Shapes: B rows, N nodes (root included), D nodes on the longest path, V vocabulary, g rows of a group, m tokens kept.
 """

@@ -164,7 +164,9 @@ class _Pool:
 
     def fits(self, shape: tuple[int, ...], like: torch.Tensor) -> bool:
         room = self.taken < self.data.shape[0]
-        return room and self.data.shape[1:] == shape and (self.data.dtype, self.data.device) == (like.dtype, like.device)
+        return (
+            room and self.data.shape[1:] == shape and (self.data.dtype, self.data.device) == (like.dtype, like.device)
+        )
 
     def take(self) -> int:
         self.taken += 1
@@ -178,4 +180,6 @@ class _Pool:
 
 def can_load(past: Cache) -> bool:
     """Whether `TreeCache.load` understands this cache: plain or sliding layers of a dynamic cache, nothing offloaded."""
-    return not past.offloading and all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in past.layers)
+    return not past.offloading and all(
+        type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in past.layers
+    )

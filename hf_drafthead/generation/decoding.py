@@ -74,8 +74,8 @@ class DecodingState:
     sequences: (B, width) token ids, padding behind each row's length; lengths: tokens of each row so far; ends: length
     at which a criterion fired, or None; cache: keys and values of all tokens but each row's last; past_shift: past
     positions minus tokens (not 0 where the call began with a cache or embeddings); position_shift (B, 1): position id
-    minus past position; visible: (B, prompt positions) where padding is hidden, or None; draft_state: the drafter's own;
-    unseen: features (B, A, F*H), tokens (B, A) and counts (B,) that the drafter has yet to observe.
+    minus past position; visible: (B, prompt positions) where padding is hidden, or None; draft_state: the drafter's
+    own; unseen: features (B, A, F*H), tokens (B, A) and counts (B,) that the drafter has yet to observe.
     """
 
     sequences: torch.Tensor
@@ -140,6 +140,7 @@ class DecodingState:
             more = self.sequences.new_full((len(self.lengths), max(width, self.sequences.shape[1])), self.padding)
             self.sequences = torch.cat([self.sequences, more], dim=1)
         self.cache.reserve(width + self.past_shift)
+
 
 @torch.no_grad()
 def decode(

@@ -1,7 +1,8 @@
 """The base's forward over a prompt and over the nodes of a step, and the probe whether it can be trusted with a tree.
 
 The tree enters through public arguments alone: `position_ids` (past length + depth), a 4-D additive `attention_mask`
-(one per layer type where the base has several) and a `Cache`. Some models ignore one of them, some crash; hence `probe`.
+(one per layer type where the base has several) and a `Cache`. Some models ignore one of them, some crash; hence
+`probe`.
 
 Shapes: B rows, N nodes, P prompt positions, S past slots in use, R = 1 or B, H hidden, F feature layers, V vocabulary.
 """
@@ -184,7 +185,7 @@ def probe(base: PreTrainedModel, feature_layers: tuple[int, ...]) -> BaseReader:
         logits, _ = reader.nodes(
             torch.cat([root, left, right])[None], topology, cache, length, length + topology.depths, None
         )
-    except Exception as error:  # noqa: BLE001  whatever a model raises on a tree, its own decoding still works
+    except Exception as error:  # whatever a model raises on a tree, its own decoding still works
         raise Unsupported(f"the base cannot verify a tree ({type(error).__name__}: {error})".splitlines()[0]) from error
     tolerance = PROBE_TOLERANCE.get(base.dtype, PROBE_TOLERANCE_HALF)
     for node, expected in zip((1, 2), plain):

@@ -235,5 +235,5 @@ def _stop_strings_as_criterion(config: GenerationConfig, given, kwargs: dict[str
 def _refuse_empty(input_ids: torch.Tensor | None, kwargs: dict[str, Any]) -> None:
     if input_ids is not None and kwargs.get("inputs_embeds") is None and input_ids.shape[-1] == 0:
         raise ValueError(
-            "the prompt is empty (0 tokens): give at least one token, for example the tokenizer's beginning-of-text token."
+            "the prompt is empty (0 tokens): give at least one token, such as the tokenizer's beginning of text."
         )

@@ -101,7 +101,9 @@ class Rules:
         if self.samples and not self.lockstep:
             self.tape = NoiseTape(self.batch_size)
 
-    def choose(self, rows: list[int], logits: torch.Tensor, sequences: torch.Tensor, lengths: list[int]) -> torch.Tensor:
+    def choose(
+        self, rows: list[int], logits: torch.Tensor, sequences: torch.Tensor, lengths: list[int]
+    ) -> torch.Tensor:
         """The token each of `rows` emits next, chosen as the base chooses it.
 
         Args:
@@ -171,9 +173,9 @@ class Rules:
 class NoiseTape:
     """The exponential noise of the base's sampling, position by position, for rows that are at different positions.
 
-    `torch.multinomial(p, 1)` is `argmax(p / noise)` with noise (B, V) drawn anew at every position. The tape draws in the
-    order of positions and remembers the generator's state at each, so a row that lags can have its position's noise drawn
-    again, and the generator can be left as the base would leave it.
+    `torch.multinomial(p, 1)` is `argmax(p / noise)` with noise (B, V) drawn anew at every position. The tape draws in
+    the order of positions and remembers the generator's state at each, so a row that lags can have its position's noise
+    drawn again, and the generator can be left as the base would leave it.
     """
 
     KEPT = 16  # positions whose noise is held; older ones are redrawn from their state

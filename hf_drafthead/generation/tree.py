@@ -1,7 +1,7 @@
 """Draft trees: which guesses one step checks, named by rank paths.
 
-A node is the path of top-k ranks that leads to it: `(0, 2)` is the best guess of head 1 followed by the third of head 2.
-The root, node 0, is the token the base itself chose; it is always there and is not listed. Nodes are numbered by
+A node is the path of top-k ranks that leads to it: `(0, 2)` is the best guess of head 1 followed by the third of head
+2. The root, node 0, is the token the base itself chose; it is always there and is not listed. Nodes are numbered by
 (depth, path), so a level is a contiguous range. The example used in docs and tests:
 
     root
@@ -200,7 +200,9 @@ class DraftTree:
         return _published(name)
 
     @classmethod
-    def resolve(cls, tree: str | DraftTree | Iterable[Sequence[int]], max_depth: int | None, vocab_size: int) -> DraftTree:
+    def resolve(
+        cls, tree: str | DraftTree | Iterable[Sequence[int]], max_depth: int | None, vocab_size: int
+    ) -> DraftTree:
         """The tree that a setting names, checked against what the heads can guess.
 
         Args:
@@ -220,14 +222,14 @@ class DraftTree:
         if max_depth is not None and found.max_depth > max_depth:
             deepest = next(path for path in found.paths if len(path) > max_depth)
             raise ValueError(
-                f"draft_tree has the node {deepest} at depth {len(deepest)}, but the model has {max_depth} draft heads: "
-                f"drop every path longer than {max_depth}."
+                f"draft_tree has the node {deepest} at depth {len(deepest)}, but the model has {max_depth} draft heads:"
+                f" drop every path longer than {max_depth}."
             )
         if found.max_rank >= vocab_size:
             path = next(path for path in found.paths if max(path) >= vocab_size)
             raise ValueError(
-                f"draft_tree has the node {path} with rank {max(path)}, but a vocabulary of {vocab_size} tokens has ranks "
-                f"0 to {vocab_size - 1}: drop that node and all that start with it."
+                f"draft_tree has the node {path} with rank {max(path)}, but a vocabulary of {vocab_size} tokens has "
+                f"ranks 0 to {vocab_size - 1}: drop that node and all that start with it."
             )
         return found
 
@@ -250,7 +252,7 @@ def _tree_files():
     return resources.files(__package__) / "trees"
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _published(name: str) -> DraftTree:
     if name not in published_trees():
         raise ValueError(
@@ -282,7 +284,8 @@ def _validated(paths: Iterable[Sequence[int]]) -> tuple[RankPath, ...]:
             raise ValueError(f"node {path} has the negative rank {min(path)}: ranks count from 0, the best guess.")
         if len(path) > 1 and path[:-1] not in known:
             raise ValueError(
-                f"node {path} has no parent: add {path[:-1]} to the tree, or drop every node that starts with {path[:-1]}."
+                f"node {path} has no parent: add {path[:-1]} to the tree, or drop every node that starts with "
+                f"{path[:-1]}."
             )
     if len(known) < len(found):
         twice = next(path for path in found if found.count(path) > 1)
