@@ -8,20 +8,20 @@ import copy
 import os
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.utils import logging
-from typing_extensions import Self
 
 from hf_drafthead.generation.mixin import DraftHeadGenerationMixin
 from hf_drafthead.modeling import checkpoint
 from hf_drafthead.modeling.config import DraftHeadConfig
 
 logger = logging.get_logger(__name__)
+Model = TypeVar("Model", bound="DraftHeadPreTrainedModel")
 
 # Arguments of from_pretrained that speak of the heads' own files, and of how any file is fetched.
 HEADS_ARGUMENTS = {"revision", "subfolder", "variant", "_from_auto", "_from_pipeline", "adapter_kwargs", "key_mapping"}
@@ -165,7 +165,9 @@ class DraftHeadPreTrainedModel(DraftHeadGenerationMixin, PreTrainedModel):
     # ---- attach -----------------------------------------------------------------------------------------------------
 
     @classmethod
-    def from_base(cls, base: str | os.PathLike | nn.Module, *, base_revision: str | None = None, **kwargs: Any) -> Self:
+    def from_base(
+        cls: type[Model], base: str | os.PathLike | nn.Module, *, base_revision: str | None = None, **kwargs: Any
+    ) -> Model:
         """Fresh heads on a base.
 
         Args:
@@ -246,7 +248,7 @@ class DraftHeadPreTrainedModel(DraftHeadGenerationMixin, PreTrainedModel):
 
     @classmethod
     def from_pretrained(  # type: ignore[override]
-        cls,
+        cls: type[Model],
         pretrained_model_name_or_path: str | os.PathLike,
         *model_args: Any,
         config: DraftHeadConfig | str | os.PathLike | None = None,
@@ -255,7 +257,7 @@ class DraftHeadPreTrainedModel(DraftHeadGenerationMixin, PreTrainedModel):
         generation_config: GenerationConfig | None = None,
         output_loading_info: bool = False,
         **kwargs: Any,
-    ) -> Self | tuple[Self, dict[str, Any]]:
+    ) -> Model | tuple[Model, dict[str, Any]]:
         """Load trained heads and their base.
 
         Args:
@@ -338,7 +340,7 @@ class DraftHeadPreTrainedModel(DraftHeadGenerationMixin, PreTrainedModel):
         return config
 
     @classmethod
-    def _blank(cls, config: DraftHeadConfig, build_base: bool) -> Self:
+    def _blank(cls: type[Model], config: DraftHeadConfig, build_base: bool) -> Model:
         """The model without memory, to look at its names and shapes."""
         with torch.device("meta"):
             return cls(copy.deepcopy(config), build_base=build_base)

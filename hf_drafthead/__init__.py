@@ -1,0 +1,25 @@
+"""Draft heads as ordinary Hugging Face models: the base model's own text, in a fraction of its forward passes.
+
+Importing this package registers its model families with `AutoConfig`, `AutoModel` and `AutoModelForCausalLM`.
+"""
+
+from hf_drafthead.generation import DraftHeadGenerateOutput, DraftTree
+from hf_drafthead.modeling import (
+    DraftHeadConfig,
+    DraftHeadPreTrainedModel,
+    HydraConfig,
+    HydraForCausalLM,
+    MedusaConfig,
+    MedusaForCausalLM,
+)
+
+__all__ = [
+    "DraftHeadConfig",
+    "DraftHeadGenerateOutput",
+    "DraftHeadPreTrainedModel",
+    "DraftTree",
+    "HydraConfig",
+    "HydraForCausalLM",
+    "MedusaConfig",
+    "MedusaForCausalLM",
+]
