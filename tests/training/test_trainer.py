@@ -1,0 +1,164 @@
+"""DraftHeadTrainer trains the drafter and nothing else, on exactly the objectives it was given."""
+
+import copy
+import json
+
+import pytest
+import torch
+from transformers import AutoModel
+
+from hf_drafthead.training.objectives import next_token_loss, rank_counts, teacher_loss
+from hf_drafthead.training.trainer import RANKS, DraftHeadTrainer, DraftHeadTrainingArguments
+from tests.bases import VOCABULARY, tiny_base
+from tests.families import FAMILIES
+
+all_families = pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+ROWS = torch.randint(3, VOCABULARY, (8, 24), generator=torch.Generator().manual_seed(0))
+
+
+class Examples(torch.utils.data.Dataset):
+    def __init__(self, rows):
+        self.rows = rows
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, index):
+        return {"input_ids": self.rows[index], "labels": self.rows[index]}
+
+
+def trainer_of(model, folder, rows=ROWS, **arguments):
+    given = {
+        "max_steps": 4,
+        "per_device_train_batch_size": 4,
+        "learning_rate": 1e-2,
+        "logging_steps": 2,
+        "save_strategy": "no",
+        "report_to": [],
+        "use_cpu": True,
+        "disable_tqdm": True,
+        **arguments,
+    }
+    args = DraftHeadTrainingArguments(output_dir=str(folder), **given)
+    return DraftHeadTrainer(model, args, train_dataset=Examples(rows), eval_dataset=Examples(rows[:3]))
+
+
+def weights(module):
+    return {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
+
+
+@all_families
+def test_the_drafter_learns_and_the_base_stays(family, tmp_path):
+    model = family.build(tiny_base(dtype=torch.float32))
+    base, drafter = weights(model.base), weights(model.drafter)
+    trainer = trainer_of(model, tmp_path, max_steps=12, teacher_weight=1.0)
+    before = trainer.evaluate()["eval_loss"]
+    trainer.train()
+    assert trainer.evaluate()["eval_loss"] < before - 0.1
+    assert all(torch.equal(tensor, base[name]) for name, tensor in weights(model.base).items())
+    assert not any(torch.equal(tensor, drafter[name]) for name, tensor in weights(model.drafter).items())
+    optimised = {id(parameter) for group in trainer.optimizer.param_groups for parameter in group["params"]}
+    assert optimised == {id(parameter) for parameter in model.drafter.parameters()}
+
+
+@all_families
+@pytest.mark.parametrize("next_token, teacher, decay", [(1.0, 0.0, 1.0), (0.0, 1.0, 1.0), (0.5, 2.0, 0.8)])
+def test_the_loss_is_the_weighted_sum_over_heads(family, next_token, teacher, decay, tmp_path):
+    model = family.build(tiny_base(dtype=torch.float32))
+    weighting = {"next_token_weight": next_token, "teacher_weight": teacher, "head_decay": decay}
+    trainer = trainer_of(model, tmp_path, **weighting)
+    labels = ROWS.masked_fill(torch.arange(24) < 6, -100)
+    loss = trainer.compute_loss(model, {"input_ids": ROWS, "labels": labels})
+    with torch.no_grad():
+        outputs = model.base(ROWS, output_hidden_states=True)
+        wanted = 0.0
+        for head, hidden in enumerate(model.drafter.head_states(outputs.hidden_states[-1], ROWS)):
+            logits = model.drafter.head_logits(head, hidden)
+            objectives = next_token * next_token_loss(logits, labels, head + 2)
+            objectives += teacher * teacher_loss(logits, outputs.logits, labels, head + 2)
+            wanted += decay ** (head + 1) * objectives
+    assert loss.item() == pytest.approx(float(wanted), rel=1e-5)
+
+
+@all_families
+def test_what_is_saved_loads_as_heads_of_the_same_base(family, tmp_path):
+    tiny_base(dtype=torch.float32).save_pretrained(tmp_path / "base")
+    model = family.model_class.from_base(str(tmp_path / "base"), **family.fields)
+    trainer_of(model, tmp_path / "heads").train()
+    model.save_pretrained(tmp_path / "heads")
+    loaded = AutoModel.from_pretrained(tmp_path / "heads")
+    for name, tensor in weights(model.drafter).items():
+        assert torch.equal(weights(loaded.drafter)[name], tensor)
+    saved = json.loads((tmp_path / "heads" / "config.json").read_text())
+    assert saved["base_model_name_or_path"] == "../base"
+
+
+def test_an_interrupted_training_goes_on_bit_for_bit(tmp_path):
+    model = FAMILIES[0].build(tiny_base(dtype=torch.float32))
+    other = copy.deepcopy(model)
+    trainer_of(model, tmp_path / "whole", max_steps=6, warmup_steps=2).train()
+    saving = {"save_strategy": "steps", "save_steps": 3}
+    trainer_of(other, tmp_path / "parts", max_steps=6, warmup_steps=2, **saving).train()
+    fresh = FAMILIES[0].build(tiny_base(dtype=torch.float32), seed=1)
+    resumed = trainer_of(fresh, tmp_path / "parts", max_steps=6, warmup_steps=2)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "parts" / "checkpoint-3"))
+    for name, tensor in weights(model.drafter).items():
+        assert torch.equal(weights(fresh.drafter)[name], tensor), name
+
+
+def test_accumulated_batches_are_one_large_batch(tmp_path):
+    large = FAMILIES[0].build(tiny_base(dtype=torch.float32))
+    small = copy.deepcopy(large)
+    # A step of plain SGD shows the gradient itself; Adam would hide its scale.
+    sgd = {"max_steps": 1, "optim": "sgd", "lr_scheduler_type": "constant", "max_grad_norm": 0.0}
+    trainer_of(large, tmp_path, per_device_train_batch_size=8, **sgd).train()
+    trainer_of(small, tmp_path, per_device_train_batch_size=2, gradient_accumulation_steps=4, **sgd).train()
+    for name, tensor in weights(large.drafter).items():
+        torch.testing.assert_close(weights(small.drafter)[name], tensor, rtol=1e-5, atol=1e-6)
+
+
+def test_dropout_of_the_base_is_off_while_its_heads_learn(tmp_path):
+    model = FAMILIES[0].build(tiny_base("gpt2", dtype=torch.float32, resid_pdrop=0.5, embd_pdrop=0.5))
+    trainer = trainer_of(model, tmp_path)
+    model.train()
+    losses = {trainer.compute_loss(model, {"input_ids": ROWS, "labels": ROWS}).item() for _ in range(3)}
+    assert len(losses) == 1
+
+
+def test_the_logs_tell_each_heads_accuracy(tmp_path):
+    model = FAMILIES[0].build(tiny_base(dtype=torch.float32))
+    trainer = trainer_of(model, tmp_path, eval_strategy="steps", eval_steps=1, per_device_eval_batch_size=2)
+    trainer.train()
+    training = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert len(training) == 2
+    for entry in training:
+        for head in range(4):
+            assert 0 <= entry[f"head{head}_top1"] <= entry[f"head{head}_top5"] <= 1
+            # two steps of 4 rows, and no evaluation row among them
+            labels = 2 * 4 * (24 - 2 - head)
+            assert entry[f"head{head}_top1"] * labels == pytest.approx(round(entry[f"head{head}_top1"] * labels))
+    metrics = trainer.evaluate()
+    with torch.no_grad():
+        features = model.base(ROWS[:3], output_hidden_states=True).hidden_states[-1]
+        hidden = model.drafter.head_states(features, ROWS[:3])
+        for head in range(4):
+            ranks = rank_counts(model.drafter.head_logits(head, hidden[head]), ROWS[:3], head + 2, RANKS)
+            assert metrics[f"eval_head{head}_top1"] == pytest.approx((ranks[0] / ranks.sum()).item())
+            assert metrics[f"eval_head{head}_top5"] == pytest.approx((ranks[:5].sum() / ranks.sum()).item())
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (
+            {"next_token_weight": 0.0},
+            "next_token_weight and teacher_weight are both 0: nothing to learn, set one",
+        ),
+        ({"teacher_weight": -1.0}, "teacher_weight is -1.0: expected 0 or more"),
+        ({"head_decay": 0.0}, "head_decay is 0.0: expected a number above 0"),
+    ],
+    ids=["no objective", "negative weight", "no decay"],
+)
+def test_weights_that_teach_nothing_are_refused(arguments, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        DraftHeadTrainingArguments(output_dir=str(tmp_path), **arguments)
