@@ -46,7 +46,7 @@ class Drafter(nn.Module):
 
     feature_layers: tuple[int, ...] = (-1,)
     keeps_history: bool = False
-    base: PreTrainedModel
+    base: Any
 
     def __init__(self, config: DraftHeadConfig) -> None:
         super().__init__()
@@ -61,8 +61,8 @@ class Drafter(nn.Module):
         """Read embeddings and lm_head from this base from now on."""
         self.__dict__["base"] = base  # past nn.Module's bookkeeping: not a submodule
 
-    def reset_parameters(self) -> None:
-        """Give fresh heads their starting values; needs a base."""
+    def copy_from_base(self) -> None:
+        """Give fresh heads what they start from: weights of the base."""
         raise NotImplementedError
 
     def start(self, batch_size: int, capacity: int) -> Any:
@@ -119,6 +119,10 @@ class Drafter(nn.Module):
         """Logits (..., V) of one head from its state (..., H)."""
         raise NotImplementedError
 
+    def placed(self, tensor: Tensor) -> Tensor:
+        """The tensor where the drafter is, and in its dtype."""
+        return tensor.to(next(self.parameters()))
+
     def embed(self, tokens: Tensor, like: Tensor) -> Tensor:
         """The base's input embeddings (..., H) of tokens, where and in the type that `like` has."""
         embedding = self.base.get_input_embeddings()
@@ -160,7 +164,7 @@ class DraftHeadPreTrainedModel(DraftHeadGenerationMixin, PreTrainedModel):
         self.post_init()
         if build_base:
             self._attach(self.base)
-            self.drafter.reset_parameters()
+            self.drafter.copy_from_base()
 
     # ---- attach -----------------------------------------------------------------------------------------------------
 
@@ -186,29 +190,32 @@ class DraftHeadPreTrainedModel(DraftHeadGenerationMixin, PreTrainedModel):
         """
         own = {field.name for field in fields(cls.config_class)} - {field.name for field in fields(PreTrainedConfig)}
         config_fields = {name: kwargs.pop(name) for name in own & set(kwargs)}
+        loaded: Any = base
+        commit = base_revision
         if isinstance(base, nn.Module):
             _refuse_loading_arguments(base, kwargs)
-            name = getattr(base.config, "_name_or_path", "") or None
-            commit = base_revision
+            name = getattr(loaded.config, "_name_or_path", "") or None
         else:
             name = os.fspath(base)
             hub = {key: kwargs[key] for key in HUB_ARGUMENTS & set(kwargs)} | {"revision": base_revision or "main"}
             checkpoint.base_config_at(name, "new heads", hub, kwargs.get("trust_remote_code") is True)
             commit = checkpoint.commit_of(name, hub)
-            base = AutoModelForCausalLM.from_pretrained(name, revision=commit or base_revision or "main", **kwargs)
-        if base.get_output_embeddings() is None:
-            raise ValueError(f"{type(base).__name__} has no lm_head: draft heads need a causal language model.")
+            loaded = AutoModelForCausalLM.from_pretrained(name, revision=commit or base_revision or "main", **kwargs)
+        if loaded.get_output_embeddings() is None:
+            raise ValueError(f"{type(loaded).__name__} has no lm_head: draft heads need a causal language model.")
         if name and os.path.isdir(name):
             name = str(Path(name).resolve())
         config_fields = {"base_model_name_or_path": name, "base_model_revision": commit} | config_fields
-        model = cls(cls.config_class(base_config=base.config, **config_fields), build_base=False)
-        model._attach(base)
-        model.drafter.reset_parameters()
+        model = cls(cls.config_class(base_config=loaded.config, **config_fields), build_base=False)
+        model._attach(loaded)
+        model.drafter.copy_from_base()
+        model.drafter.train(loaded.training)
+        model.training = loaded.training
         model._take_generation_config(None)
         model.generation_config.draft_tree = PUBLISHED_TREE
-        return model.eval() if not base.training else model
+        return model
 
-    def _attach(self, base: nn.Module) -> None:
+    def _attach(self, base: Any) -> None:
         """Make `base` this model's base, and put the drafter where the base's last layer is.
 
         What transformers collects from submodels in `post_init` is carried over by hand: `post_init` would touch the
@@ -498,7 +505,7 @@ class DraftHeadPreTrainedModel(DraftHeadGenerationMixin, PreTrainedModel):
         self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
     ) -> nn.Module:
         """Refused unless nothing changes: the heads guess over the vocabulary that they were trained for."""
-        embeddings = self.get_input_embeddings()
+        embeddings: Any = self.get_input_embeddings()
         size = embeddings.weight.shape[0]
         if pad_to_multiple_of is None and new_num_tokens in (None, size):
             return embeddings
@@ -508,12 +515,12 @@ class DraftHeadPreTrainedModel(DraftHeadGenerationMixin, PreTrainedModel):
         )
 
     def _init_weights(self, module: nn.Module) -> None:
-        # Parameters get their starting values from Drafter.reset_parameters; what is left are computed buffers.
+        # Parameters have their starting values from where they are made; what is left are computed buffers.
         if any(True for _ in module.buffers(recurse=False)):
             super()._init_weights(module)
 
 
-def _last_layer(base: nn.Module) -> tuple[torch.device, torch.dtype]:
+def _last_layer(base: Any) -> tuple[torch.device, torch.dtype]:
     """Device and compute dtype of the base's lm_head."""
     head = base.get_output_embeddings()
     device = getattr(getattr(head, "_hf_hook", None), "execution_device", None)
@@ -524,7 +531,7 @@ def _last_layer(base: nn.Module) -> tuple[torch.device, torch.dtype]:
     return torch.device(device), dtype
 
 
-def _refuse_loading_arguments(base: nn.Module, kwargs: dict[str, Any]) -> None:
+def _refuse_loading_arguments(base: Any, kwargs: dict[str, Any]) -> None:
     """Arguments that only matter while a base is loaded would be ignored silently with a loaded one."""
     harmless: dict[str, tuple[Any, ...]] = {
         "dtype": ("auto", base.dtype, str(base.dtype).removeprefix("torch.")),

@@ -50,13 +50,7 @@ class HydraHead(nn.Module):
         self.path = nn.Linear((head + 2) * hidden_size, 2 * hidden_size)
         own = min(self.repeats, 1) if config.tie_blocks else self.repeats
         self.blocks = nn.ModuleList(ResidualBlock(hidden_size) for _ in range(own))
-
-    def reset_parameters(self) -> None:
-        self.path.reset_parameters()
-        with torch.no_grad():
-            self.path.weight[self.path.out_features // 2 :] = 0
-        for block in self.blocks:
-            block.reset_parameters()
+        nn.init.zeros_(self.path.weight[hidden_size:])
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., (i + 2) H) -> (..., H)."""
@@ -74,9 +68,9 @@ class HydraHead(nn.Module):
 class HydraState:
     """The last verified position, and for the current tree level what each node's path has come to."""
 
-    features: Tensor | None = None  # (B, H)
+    features: Tensor  # (B, H)
+    paths: Tensor  # (B, n, (level + 1) H): h, then the embeddings from the root to the node
     level: int = 0
-    paths: Tensor | None = None  # (B, n, (level + 1) H): h, then the embeddings from the root to the node
 
 
 class HydraDrafter(Drafter):
@@ -96,29 +90,23 @@ class HydraDrafter(Drafter):
             config.num_draft_heads, text.hidden_size, text.vocab_size, config.share_lm_head, bias=True
         )
 
-    def reset_parameters(self) -> None:
-        for head in self.heads:
-            head.reset_parameters()
-        self.projections.reset_parameters(self.base)
+    def copy_from_base(self) -> None:
+        self.projections.copy_from_base(self.base)
 
     def start(self, batch_size: int, capacity: int) -> HydraState:
-        return HydraState()
+        nothing = self.placed(torch.zeros(batch_size, self.config.get_text_config().hidden_size))
+        return HydraState(nothing, nothing.unsqueeze(1))
 
     def observe(self, state: HydraState, features: Tensor, tokens: Tensor, lengths: Tensor) -> HydraState:
-        weight = self.heads[0].path.weight
-        return HydraState(last_valid(state.features, features.to(weight), lengths.to(weight.device)))
+        last = last_valid(state.features, self.placed(features), lengths)
+        return HydraState(last, last.unsqueeze(1))
 
     def expand(self, state: HydraState, tokens: Tensor, parents: Tensor) -> tuple[HydraState, Tensor]:
-        if state.paths is None:
-            above = state.features.unsqueeze(1)  # (B, 1, H)
-        else:
-            rows = torch.arange(tokens.shape[0], device=state.paths.device).unsqueeze(1)
-            above = state.paths[rows, parents.to(rows.device)]
-        state.paths = torch.cat([above, self.embed(tokens, like=above)], dim=-1)
-        hidden = self.heads[state.level](state.paths)
-        logits = self.head_logits(state.level, hidden)
-        state.level += 1
-        return state, logits
+        rows = torch.arange(tokens.shape[0], device=state.paths.device).unsqueeze(1)
+        above = state.paths[rows, parents.to(rows.device)]
+        paths = torch.cat([above, self.embed(tokens, like=above)], dim=-1)
+        logits = self.head_logits(state.level, self.heads[state.level](paths))
+        return HydraState(state.features, paths, state.level + 1), logits
 
     def head_states(self, features: Tensor, input_ids: Tensor, attention_mask: Tensor | None = None) -> list[Tensor]:
         embeddings = self.embed(input_ids, like=features)

@@ -3,6 +3,8 @@
 Shapes: B rows, A newly verified positions, K heads, H hidden, V vocabulary.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -14,9 +16,6 @@ class ResidualBlock(nn.Module):
     def __init__(self, hidden_size: int) -> None:
         super().__init__()
         self.linear = nn.Linear(hidden_size, hidden_size)
-
-    def reset_parameters(self) -> None:
-        self.linear.reset_parameters()
         nn.init.zeros_(self.linear.weight)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -33,13 +32,9 @@ class ParallelBlocks(nn.Module):
 
     def __init__(self, heads: int, hidden_size: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(heads, hidden_size, hidden_size))
+        self.weight = nn.Parameter(torch.zeros(heads, hidden_size, hidden_size))
         self.bias = nn.Parameter(torch.empty(heads, hidden_size))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        bound = self.bias.shape[-1] ** -0.5
-        nn.init.zeros_(self.weight)
+        bound = hidden_size**-0.5
         nn.init.uniform_(self.bias, -bound, bound)  # what torch gives a linear layer's bias
 
     def forward(self, x: Tensor) -> Tensor:
@@ -64,30 +59,33 @@ class OutputProjections(nn.Module):
     ) -> None:
         super().__init__()
         self.shared = shared
+        self.rank = hidden_size if rank is None else rank
         own = 0 if shared else heads
-        width = hidden_size if rank is None else rank
-        self.down = nn.ModuleList(nn.Linear(hidden_size, rank, bias=False) for _ in range(own if rank else 0))
-        self.up = nn.ModuleList(nn.Linear(width, vocab_size, bias=bias) for _ in range(own))
+        low = 0 if rank is None else own
+        self.down = nn.ModuleList(nn.Linear(hidden_size, self.rank, bias=False) for _ in range(low))
+        self.up = nn.ModuleList(nn.Linear(self.rank, vocab_size, bias=bias) for _ in range(own))
 
-    def reset_parameters(self, base: nn.Module) -> None:
-        """Start from the base's lm_head (its best approximation, if the rank is low)."""
+    def copy_from_base(self, base: Any) -> None:
+        """Start from the base's lm_head, or the nearest that a low rank allows."""
         if self.shared:
             return
-        lm_head = _weight_of(base.get_output_embeddings(), self.up[0].weight)
-        for up in self.up:
-            up.reset_parameters()
         with torch.no_grad():
-            if not self.down:
-                for up in self.up:
-                    up.weight.copy_(lm_head)
+            start = _weight_of(base.get_output_embeddings(), like=next(self.parameters()))
+            if start.is_meta:
                 return
-            rank = self.down[0].out_features
-            left, scale, right = torch.linalg.svd(lm_head.float(), full_matrices=False)
-            for down, up in zip(self.down, self.up, strict=True):
-                up.weight.copy_(left[:, :rank] * scale[:rank].sqrt())
-                down.weight.copy_(scale[:rank].sqrt().unsqueeze(1) * right[:rank])
+            if self.down:
+                # Its best approximation: W's singular vectors, from the small W'W (H, H), for a full decomposition of
+                # (V, H) takes minutes.
+                wide = start.float()
+                basis = torch.linalg.eigh(wide.T @ wide).eigenvectors.flip(1)[:, : self.rank]  # largest first
+                start = wide @ basis
+                for weight in self.down.parameters():
+                    weight.copy_(basis.T)
+            for parameter in self.up.parameters():
+                if parameter.dim() == 2:  # not a bias
+                    parameter.copy_(start)
 
-    def forward(self, base: nn.Module, head: int, hidden: Tensor) -> Tensor:
+    def forward(self, base: Any, head: int, hidden: Tensor) -> Tensor:
         """Logits (..., V) of one head from its state (..., H)."""
         if self.shared:
             return base.get_output_embeddings()(hidden)
@@ -96,29 +94,26 @@ class OutputProjections(nn.Module):
         return self.up[head](hidden)
 
 
-def last_valid(kept: Tensor | None, new: Tensor, lengths: Tensor) -> Tensor:
+def last_valid(kept: Tensor, new: Tensor, lengths: Tensor) -> Tensor:
     """Each row's last valid position of `new`; what was kept where a row has none.
 
     Args:
-        kept: (B, H), or None at the start.
+        kept: (B, H).
         new: (B, A, H).
         lengths: (B,) valid positions per row.
     """
-    last = (lengths - 1).clamp(min=0)
-    picked = new[torch.arange(new.shape[0], device=new.device), last]
-    if kept is None:
-        return picked
+    lengths = lengths.to(new.device)
+    picked = new[torch.arange(new.shape[0], device=new.device), (lengths - 1).clamp(min=0)]
     return torch.where((lengths > 0).unsqueeze(1), picked, kept)
 
 
-def _weight_of(linear: nn.Module, like: Tensor) -> Tensor:
+def _weight_of(linear: Any, like: Tensor) -> Tensor:
     """The weight (out, in) of a linear layer, also of one that is quantized or offloaded, where `like` is."""
     weight = linear.weight
-    if weight.is_floating_point() and weight.dtype.itemsize >= 2 and (weight.device.type != "meta" or like.is_meta):
-        return weight.detach().to(like)
-    with torch.no_grad():
-        size = linear.in_features
-        probe = torch.zeros(1 + size, size, dtype=like.dtype, device=like.device)
-        probe[1:].fill_diagonal_(1.0)
-        out = linear(probe).to(like)
-    return (out[1:] - out[0]).T
+    if weight.is_floating_point() and weight.dtype.itemsize >= 2 and (like.is_meta or not weight.is_meta):
+        return weight.to(like)
+    size = linear.in_features
+    unit_vectors = torch.zeros(1 + size, size, dtype=like.dtype, device=like.device)
+    unit_vectors[1:].fill_diagonal_(1.0)
+    out = linear(unit_vectors).to(like)
+    return (out[1:] - out[0]).T  # the first row, of zeros, gave the bias

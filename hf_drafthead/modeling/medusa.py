@@ -5,6 +5,7 @@ Shapes: B rows, T positions, K heads, H hidden, V vocabulary.
 
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor, nn
 
 from hf_drafthead.modeling.base import Drafter, DraftHeadPreTrainedModel
@@ -34,7 +35,7 @@ class MedusaConfig(DraftHeadConfig):
 class MedusaState:
     """What a row's guesses depend on: its last verified position, and how far the current tree has come."""
 
-    features: Tensor | None = None  # (B, H)
+    features: Tensor  # (B, H)
     level: int = 0
     guesses: list[Tensor] = field(default_factory=list)  # K tensors: logits (B, V) if shared, else hidden (B, H)
 
@@ -54,17 +55,15 @@ class MedusaDrafter(Drafter):
         self.blocks = nn.ModuleList(ParallelBlocks(heads, hidden_size) for _ in range(config.num_layers))
         self.projections = OutputProjections(heads, hidden_size, text.vocab_size, config.share_lm_head)
 
-    def reset_parameters(self) -> None:
-        for block in self.blocks:
-            block.reset_parameters()
-        self.projections.reset_parameters(self.base)
+    def copy_from_base(self) -> None:
+        self.projections.copy_from_base(self.base)
 
     def start(self, batch_size: int, capacity: int) -> MedusaState:
-        return MedusaState()
+        hidden_size = self.config.get_text_config().hidden_size
+        return MedusaState(self.placed(torch.zeros(batch_size, hidden_size)))
 
     def observe(self, state: MedusaState, features: Tensor, tokens: Tensor, lengths: Tensor) -> MedusaState:
-        weight = self.blocks[0].weight
-        return MedusaState(last_valid(state.features, features.to(weight), lengths.to(weight.device)))
+        return MedusaState(last_valid(state.features, self.placed(features), lengths))
 
     def expand(self, state: MedusaState, tokens: Tensor, parents: Tensor) -> tuple[MedusaState, Tensor]:
         level = state.level
