@@ -6,7 +6,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 
 # One thread per process: the models of the tests are tiny, and two workers use two cores better than two threads do.
-TEST := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n 2
+TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test check style build

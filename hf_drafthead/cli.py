@@ -1,0 +1,285 @@
+"""The command line `hf-drafthead`: each command parses, calls one function and prints.
+
+Exit codes: 0 success; 1 a check failed; 2 bad input, with one line that says what to do.
+"""
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+app = typer.Typer(
+    name="hf-drafthead",
+    help="Draft heads as ordinary Hugging Face models: the base's own text in fewer forward passes.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+UsageError = typer.BadParameter.__base__  # typer brings its own click, and does not export this one
+# by the depth of the guess; the base's own tokens stay plain
+COLOURS = ("green", "cyan", "blue", "magenta", "red", "yellow")
+
+Model = Annotated[str, typer.Argument(metavar="MODEL", help="Folder of a draft-head checkpoint, or its id on the Hub.")]
+Json = Annotated[Path | None, typer.Option("--json", metavar="PATH", help="Write the figures there as JSON.")]
+
+
+@app.callback()
+def common() -> None:
+    """Draft heads as ordinary Hugging Face models: the base's own text in fewer forward passes."""
+
+
+@app.command()
+def generate(
+    model: Model,
+    prompt: Annotated[str, typer.Option(help="Text to continue.")],
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to write, at most.")] = 128,
+    temperature: Annotated[
+        float | None, typer.Option(min=0.0, help="0 is greedy; without it the model's own settings hold.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="Seed of the sampling.")] = None,
+    tree: Annotated[
+        str | None, typer.Option(help="Draft tree: a published one's name, rank paths as JSON, or a JSON file.")
+    ] = None,
+    stream: Annotated[bool, typer.Option("--stream", help="Print while writing.")] = False,
+    color: Annotated[bool, typer.Option("--color", help="Colour accepted guesses by their depth.")] = False,
+    json_path: Json = None,
+) -> None:
+    """Continue a prompt."""
+    import torch
+    from transformers import set_seed
+
+    from hf_drafthead.evaluation.loading import load
+    from hf_drafthead.evaluation.sample import sample
+
+    check_writable(json_path)
+    if not prompt:
+        raise ValueError("the prompt is empty: give the text to continue with --prompt 'def main('.")
+    chosen = None if tree is None else parse_tree(tree)
+    loaded, tokenizer = load(model, dtype="auto", device_map="auto" if torch.cuda.is_available() else None)
+    if seed is not None:
+        set_seed(seed)
+    settings: dict[str, Any] = {"max_new_tokens": max_new_tokens}
+    if temperature is not None:
+        settings |= {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
+    console = output(color)
+
+    def show(piece: str, depth: int) -> None:
+        if color:
+            console.print(coloured(piece, depth), end="", soft_wrap=True)
+        else:
+            print(piece, end="", flush=True)  # as it is: a console would expand tabs
+
+    written = sample(loaded, tokenizer, prompt, tree=chosen, on_piece=show if stream else None, **settings)
+    if not stream:
+        for piece, depth in written.pieces:
+            show(piece, depth)
+    console.print()
+    if color:
+        console.print(legend(written.pieces))
+    pace = "" if written.tokens_per_step is None else f", {written.tokens_per_step:.2f} per step"
+    Console(stderr=True).print(f"{written.new_tokens} tokens in {written.seconds:.2f} s{pace}", style="dim")
+    write_json(json_path, vars(written))
+
+
+@app.command()
+def info(model: Model, json_path: Json = None) -> None:
+    """Show a checkpoint: family, base, heads, parameters, memory, tree and settings."""
+    from hf_drafthead.evaluation.summary import summarize
+
+    check_writable(json_path)
+    found = summarize(model)
+    rows = {
+        "family": found.family,
+        "base": f"{found.base or 'not named'} ({found.base_type}{', included' if found.base_included else ''})",
+        "base revision": found.base_revision or "not recorded",
+        "draft heads": str(found.draft_heads),
+        "parameters": f"{found.parameters:,}",
+        "memory added": f"{found.memory / 2**20:.1f} MiB ({found.dtype})",
+        "heads": ", ".join(f"{name}={value}" for name, value in found.fields.items()),
+        "settings": ", ".join(f"{name}={value}" for name, value in found.settings.items() if name != "draft_tree"),
+    }
+    console = output()
+    for name, value in rows.items():
+        if value:
+            console.print(Text(f"{name:<14} {value}"), soft_wrap=True)
+    if found.tree is not None:
+        chosen = found.settings["draft_tree"]
+        named = f"{chosen}: " if isinstance(chosen, str) else ""
+        console.print(f"{'draft tree':<14} {named}{found.tree.num_nodes} nodes, each line a rank among its siblings")
+        console.print(Text(found.tree.draw()))
+    write_json(json_path, found.to_json())
+
+
+@app.command()
+def demo(
+    family: Annotated[list[str] | None, typer.Option(help="Only this family (may be repeated).")] = None,
+    prompts: Annotated[int | None, typer.Option(min=1, help="Only the first so many prompts.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens per prompt.")] = 96,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed runs of each prompt; the median counts.")] = 3,
+    json_path: Json = None,
+) -> None:
+    """The bundled base against each bundled family: speed, tokens per step, and whether the text is the same."""
+    import torch
+
+    from hf_drafthead import zoo
+    from hf_drafthead.evaluation.contest import contest, rounds
+    from hf_drafthead.evaluation.loading import load
+    from hf_drafthead.evaluation.prompts import read_prompts
+    from hf_drafthead.evaluation.sample import sample
+
+    check_writable(json_path)
+    paths = {name: zoo.path(name) for name in family or zoo.families()}
+    if not paths:
+        raise OSError("the zoo holds no heads: build them with `python -m hf_drafthead.zoo.build`.")
+    asked = read_prompts(zoo.ASSETS / "prompts.jsonl")[:prompts]
+    console = output()
+    threads = torch.get_num_threads()
+    console.print(f"{len(asked)} held-out prompts, {max_new_tokens} tokens each, greedy, float32, {threads} threads")
+    contests, samples = {}, {}
+    with bar(len(paths) * rounds(asked)) as begin:
+        for name, path in paths.items():
+            model, tokenizer = load(path, dtype=torch.float32)
+            contests[name] = one = contest(
+                model, tokenizer, asked, max_new_tokens=max_new_tokens, repeats=repeats, progress=begin(name)
+            )
+            samples[name] = sample(
+                model, tokenizer, asked[0].text, tree=one.tree, do_sample=False, max_new_tokens=max_new_tokens
+            )
+    console.print(table_of(contests))
+    for name, written in samples.items():
+        console.print(Text(f"\n{name} continues {written.prompt.splitlines()[-1].strip()!r}", style="bold"))
+        console.print(Text.assemble(*(coloured(piece, depth) for piece, depth in written.pieces)), soft_wrap=True)
+        console.print(legend(written.pieces))
+    write_json(json_path, {"rows": [one.to_json() for one in contests.values()]})
+    if not all(one.identical for one in contests.values()):
+        different = ", ".join(name for name, one in contests.items() if not one.identical)
+        complain(f"the output of {different} differs from the base's own: see the column 'identical'.")
+        raise typer.Exit(1)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command line; a user's mistake ends in one line on stderr and exit code 2.
+
+    Args:
+        arguments: the words after `hf-drafthead`; those of the process by default.
+
+    Raises:
+        SystemExit: always, with the exit code.
+    """
+    from huggingface_hub.utils import logging as hub_logging
+    from transformers.utils import logging
+
+    hub_logging.set_verbosity_error()  # a Hub that cannot be reached is told once, not at every retry
+    logging.disable_progress_bar()
+    try:
+        code = app(args=(sys.argv[1:] if arguments is None else arguments) or ["--help"], standalone_mode=False)
+    except UsageError as error:
+        complain(error.format_message())
+        code = 2
+    except (OSError, TypeError, ValueError) as error:
+        complain(str(error))
+        code = 2
+    except (typer.Abort, KeyboardInterrupt):
+        complain("interrupted.")
+        code = 130
+    sys.exit(code or 0)
+
+
+# ---- shared by the commands ----------------------------------------------------------------------------------------
+
+
+def parse_tree(given: str) -> Any:
+    """A draft tree from the command line: rank paths as JSON, a file that holds them, or a published tree's name."""
+    from hf_drafthead.generation.tree import DraftTree
+
+    if given.lstrip().startswith("["):
+        return DraftTree.from_json(given)
+    if given.endswith(".json"):
+        if not Path(given).is_file():
+            raise OSError(f"there is no tree file {given!r}: give a file of rank paths such as [[0], [1], [0, 0]].")
+        return DraftTree.from_json(Path(given).read_text(encoding="utf-8"))
+    return DraftTree.from_name(given)
+
+
+def check_writable(path: Path | None) -> None:
+    """Refuse a place where no file can be written, before any work is done for it."""
+    if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
+        found = "is a folder" if path.is_dir() else f"lies in {str(path.parent)!r}, which does not exist"
+        raise OSError(f"--json {str(path)!r} {found}: give the path of a file in a folder that exists.")
+
+
+def write_json(path: Path | None, figures: dict[str, Any]) -> None:
+    """Write figures as one JSON object, if a path was given."""
+    if path is not None:
+        path.write_text(json.dumps(figures, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def complain(message: str) -> None:
+    """One line on stderr."""
+    print(f"hf-drafthead: {' '.join(message.split())}", file=sys.stderr)
+
+
+def output(color: bool = False) -> Console:
+    """Standard output; coloured on a terminal, or wherever it goes if that was asked for."""
+    return Console(highlight=False, markup=False, force_terminal=True if color else None)
+
+
+@contextmanager
+def bar(total: int) -> Iterator[Callable[[str], Callable[[], None]]]:
+    """A progress bar on stderr; what it yields names a part of the work and returns what to call at each step."""
+    columns = (TextColumn("{task.description:<10}"), BarColumn(), TimeElapsedColumn())
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("", total=total)
+
+        def begin(part: str) -> Callable[[], None]:
+            progress.update(task, description=part)
+            return lambda: progress.advance(task)
+
+        yield begin
+
+
+def coloured(piece: str, depth: int) -> Text:
+    """A piece of text in the colour of the depth at which it was accepted."""
+    return Text(piece, style=COLOURS[(depth - 1) % len(COLOURS)] if depth else "")
+
+
+def legend(pieces: list[tuple[str, int]]) -> Text:
+    """Which colour is which depth, and how many pieces were accepted there."""
+    line = Text("plain: the base's own token", style="dim")
+    for depth in sorted({depth for _, depth in pieces} - {0}):
+        count = sum(1 for _, other in pieces if other == depth)
+        line.append(f"  depth {depth}: {count}", style=COLOURS[(depth - 1) % len(COLOURS)])
+    return line
+
+
+def table_of(contests: dict[str, Any]) -> Table:
+    """Every family with its fastest tree, with the published tree, and in a batch."""
+    table = Table()
+    table.add_column("family")
+    table.add_column("tree")
+    for column in ("batch", "tokens\nper step", "base\ntok/s", "heads\ntok/s", "speedup", "effi-\nciency", "identical"):
+        table.add_column(column, justify="right")
+    for name, one in contests.items():
+        for label, run in (("fastest", one.fastest), ("published", one.published), ("fastest", one.batch)):
+            table.add_row(
+                name,
+                f"{label}, {run.tree_nodes} nodes",
+                str(run.batch_size),
+                "-" if run.tokens_per_step is None else f"{run.tokens_per_step:.2f}",
+                f"{run.base_tokens_per_second:.0f}",
+                f"{run.tokens_per_second:.0f}",
+                f"{run.speedup:.2f}",
+                "-" if run.efficiency is None else f"{run.efficiency:.2f}",
+                "yes" if run.identical else "NO",
+            )
+        table.add_section()
+    return table

@@ -1,0 +1,1 @@
+"""Acceptance, speed and exactness of draft heads, measured against their own base."""

@@ -1,0 +1,104 @@
+"""Heads at their best on this machine: the tree that is fastest here, beside the tree that was published."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from hf_drafthead.evaluation.prompts import Prompt
+from hf_drafthead.evaluation.speed import Measurement, batched, fastest_tree, measure
+from hf_drafthead.generation.tree import DraftTree, RankPath
+
+PUBLISHED_TREE = "mc_sim_7b_63"
+SIZES = (8, 12, 16, 24, 32)  # nodes, root included
+TRIED_PROMPTS = 6
+
+
+@dataclass(frozen=True)
+class Contest:
+    """One family against its base: with its fastest tree, with the published one, and in a batch."""
+
+    fastest: Measurement
+    published: Measurement
+    batch: Measurement
+    tree: DraftTree
+
+    @property
+    def identical(self) -> bool:
+        """Whether every output of every run was the base's own."""
+        return self.fastest.identical and self.published.identical and self.batch.identical
+
+    def to_json(self) -> dict[str, Any]:
+        """The fastest run's fields, and what the other two add."""
+        return {
+            **asdict(self.fastest),
+            "identical": self.identical,
+            "tree": [list(path) for path in self.tree.paths],
+            "tokens_per_step_published_tree": self.published.tokens_per_step,
+            "speedup_published_tree": self.published.speedup,
+            "identical_in_batches": self.batch.identical,
+            "batch_size_in_batches": self.batch.batch_size,
+            "speedup_in_batches": self.batch.speedup,
+        }
+
+
+def contest(
+    model: Any,
+    tokenizer: Any,
+    prompts: Sequence[Prompt],
+    *,
+    max_new_tokens: int,
+    repeats: int = 3,
+    batch_size: int = 8,
+    progress: Callable[[], object] = lambda: None,
+) -> Contest:
+    """Measure a model with the tree that is fastest here, with the published tree, and in batches.
+
+    Args:
+        model: a model with draft heads.
+        tokenizer: its base's.
+        prompts: what to continue; the first few also choose the tree.
+        max_new_tokens: per prompt, at most.
+        repeats: timed runs of each prompt with the fastest tree.
+        batch_size: rows of the run in batches, padded on the left.
+        progress: called after each batch of prompts, see `rounds`.
+    """
+    options = {"max_new_tokens": max_new_tokens, "progress": progress}
+    tree = fastest_tree(model, tokenizer, prompts[:TRIED_PROMPTS], candidate_trees(model), **options)
+    published = DraftTree.resolve(PUBLISHED_TREE, model.drafter.max_depth, model.config.get_text_config().vocab_size)
+    return Contest(
+        fastest=measure(model, tokenizer, prompts, tree=tree, repeats=repeats, **options),
+        published=measure(model, tokenizer, prompts, tree=published, repeats=1, **options),
+        batch=measure(model, tokenizer, prompts, tree=tree, repeats=1, batch_size=batch_size, **options),
+        tree=tree,
+    )
+
+
+def rounds(prompts: Sequence[Prompt], batch_size: int = 8) -> int:
+    """How often a `contest` over these prompts calls `progress`."""
+    return len(prompts[:TRIED_PROMPTS]) + 2 * len(prompts) + len(batched(prompts, batch_size))
+
+
+def candidate_trees(model: Any) -> list[DraftTree]:
+    """Trees of 8 to 32 nodes that grow along the model's own `draft_tree`, and that tree itself.
+
+    Rank paths are stored in the order in which calibration added them, each the one that was worth most, so the first n
+    of them are the best tree of n + 1 nodes.
+    """
+    stored = model.generation_config.draft_tree
+    paths = list(DraftTree.from_name(stored).paths) if isinstance(stored, str) else [tuple(path) for path in stored]
+    if model.drafter.max_depth is not None:
+        paths = [path for path in paths if len(path) <= model.drafter.max_depth]
+    return [DraftTree(grown(paths, size - 1)) for size in SIZES if size - 1 <= len(paths)] or [DraftTree(paths)]
+
+
+def grown(paths: Sequence[RankPath], count: int) -> list[RankPath]:
+    """The first `count` paths whose parent is among them.
+
+    >>> grown([(0,), (1,), (0, 0), (0, 1)], 3)
+    [(0,), (1,), (0, 0)]
+    """
+    chosen: list[RankPath] = []
+    for path in paths:
+        if len(chosen) < count and (len(path) == 1 or path[:-1] in chosen):
+            chosen.append(path)
+    return chosen

@@ -1,0 +1,78 @@
+"""From a name to a model with draft heads and its tokenizer, or to one line that says what is wrong with the name."""
+
+import os
+from typing import Any
+
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.configuration_utils import PreTrainedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from hf_drafthead.modeling.config import DraftHeadConfig
+
+PREFIX = "drafthead_"  # of every family's model_type
+
+
+def read_config(name: str) -> DraftHeadConfig:
+    """Config of a draft-head checkpoint.
+
+    Args:
+        name: its folder, or its id on the Hub.
+
+    Raises:
+        OSError: there is no such checkpoint.
+        ValueError: it is a model of another kind, or of a family that is not known here.
+    """
+    wanted = "give the folder of a draft-head checkpoint, or its id on the Hub."
+    looks_local = os.path.isabs(name) or name.startswith((".", "~")) or name.count("/") > 1
+    if looks_local and not os.path.isdir(name):
+        raise OSError(f"there is no folder {name!r}: {wanted}")
+    if os.path.isdir(name) and not os.path.isfile(os.path.join(name, "config.json")):
+        raise OSError(f"the folder {name!r} holds no config.json: {wanted}")
+    try:
+        given, _ = PreTrainedConfig.get_config_dict(name)
+    except OSError as error:
+        raise OSError(f"no model could be read at {name!r} ({one_line(error)}): {wanted}") from error
+    model_type = given.get("model_type")
+    if not str(model_type).startswith(PREFIX):
+        raise ValueError(f"{name!r} holds a {model_type!r} model without draft heads: {wanted}")
+    if model_type not in CONFIG_MAPPING:
+        family = model_type.removeprefix(PREFIX)
+        raise ValueError(
+            f"{name!r} holds heads of the unknown family {family!r}: expected one of {', '.join(known_families())}; "
+            "a newer hf_drafthead may know it."
+        )
+    return AutoConfig.from_pretrained(name)
+
+
+def load(name: str, **kwargs: Any) -> tuple[Any, Any]:
+    """Model and tokenizer of a draft-head checkpoint, the base's tokenizer if the checkpoint has none.
+
+    Args:
+        name: its folder, or its id on the Hub.
+        kwargs: for `from_pretrained`: `dtype`, `device_map`, ...
+
+    Raises:
+        OSError, ValueError: as `read_config` and `from_pretrained` do.
+    """
+    read_config(name)
+    model = AutoModelForCausalLM.from_pretrained(name, **kwargs)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError):
+        tokenizer = AutoTokenizer.from_pretrained(model.base.name_or_path)
+    return model, tokenizer
+
+
+def family_of(config: DraftHeadConfig) -> str:
+    """The family's short name: `medusa`, `hydra`, ..."""
+    return config.model_type.removeprefix(PREFIX)
+
+
+def known_families() -> list[str]:
+    """Short names of the families that this version has."""
+    return sorted(family_of(config) for config in DraftHeadConfig.__subclasses__())
+
+
+def one_line(error: BaseException) -> str:
+    """The first paragraph of an error's text, on one line, without the full stop."""
+    return " ".join(str(error).split("\n\n")[0].split()).rstrip(".")

@@ -1,0 +1,110 @@
+"""What a draft-head checkpoint says about itself, read from its files without loading the base."""
+
+import math
+import os
+from dataclasses import dataclass, fields
+from typing import Any
+
+from huggingface_hub import get_safetensors_metadata
+from safetensors import SafetensorError, safe_open
+from transformers import GenerationConfig
+
+from hf_drafthead.evaluation.loading import family_of, read_config
+from hf_drafthead.generation.tree import DraftTree
+from hf_drafthead.modeling.checkpoint import checkpoint_files
+from hf_drafthead.modeling.config import DraftHeadConfig
+
+BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+
+
+@dataclass(frozen=True)
+class Summary:
+    """One checkpoint: its family, its base, what its heads weigh, and how they draft."""
+
+    model: str
+    family: str
+    base: str | None
+    base_type: str
+    base_revision: str | None
+    base_included: bool
+    draft_heads: int
+    parameters: int  # of the drafter
+    memory: int  # bytes that the drafter adds to the base, in the type it is stored in
+    dtype: str
+    fields: dict[str, Any]  # what the family's own config says
+    settings: dict[str, Any]  # what the generation config says about drafting
+    tree: DraftTree | None
+
+    def to_json(self) -> dict[str, Any]:
+        """All fields; the tree as its rank paths."""
+        plain = {field.name: getattr(self, field.name) for field in fields(self)}
+        paths = None if self.tree is None else [list(path) for path in self.tree.paths]
+        return {**plain, "tree": paths, "tree_nodes": None if self.tree is None else self.tree.num_nodes}
+
+
+def summarize(name: str) -> Summary:
+    """Read a checkpoint's config, its generation config and the headers of its weights.
+
+    Args:
+        name: its folder, or its id on the Hub.
+
+    Raises:
+        OSError, ValueError: as `read_config` does, or its weights cannot be read.
+    """
+    config = read_config(name)
+    settings = drafting_settings(name)
+    tensors = {key: value for key, value in tensor_headers(name).items() if not key.startswith("base.")}
+    sizes = {key: math.prod(shape) for key, (shape, _) in tensors.items()}
+    text_config = config.get_text_config()
+    chosen = settings.get("draft_tree")
+    static = chosen is not None and chosen != "dynamic"
+    return Summary(
+        model=name,
+        family=family_of(config),
+        base=config.base_model_name_or_path,
+        base_type=text_config.model_type,
+        base_revision=config.base_model_revision,
+        base_included=config.base_included,
+        draft_heads=config.num_draft_heads,
+        parameters=sum(sizes.values()),
+        memory=sum(size * BYTES.get(tensors[key][1], 1) for key, size in sizes.items()),
+        dtype=", ".join(sorted({dtype for _, dtype in tensors.values()})),
+        fields=family_fields(config),
+        settings=settings,
+        tree=DraftTree.resolve(chosen, config.num_draft_heads, text_config.vocab_size) if static else None,
+    )
+
+
+def family_fields(config: DraftHeadConfig) -> dict[str, Any]:
+    """The config fields that this family adds to what all have."""
+    shared = {field.name for field in fields(DraftHeadConfig)}
+    return {field.name: getattr(config, field.name) for field in fields(config) if field.name not in shared}
+
+
+def drafting_settings(name: str) -> dict[str, Any]:
+    """What the checkpoint's generation config says about drafting; empty if it has none."""
+    try:
+        stored = GenerationConfig.from_pretrained(name)
+    except OSError:
+        return {}
+    keys = ("draft_tree", "acceptance", "posterior_threshold", "posterior_alpha", "calibration")
+    return {key: value for key in keys if (value := getattr(stored, key, None)) is not None}
+
+
+def tensor_headers(name: str) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Shape and type of every tensor of a checkpoint; from the Hub only the headers are fetched."""
+    if not os.path.isdir(name):
+        files = get_safetensors_metadata(name).files_metadata.values()
+        return {key: (tuple(info.shape), str(info.dtype)) for file in files for key, info in file.tensors.items()}
+    headers = {}
+    for file in checkpoint_files(name, None, {}):
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                for key in tensors.keys():
+                    piece = tensors.get_slice(key)
+                    headers[key] = (tuple(piece.get_shape()), str(piece.get_dtype()))
+        except SafetensorError as error:
+            raise OSError(
+                f"{file!r} is not a readable safetensors file ({error}): copy or download it again."
+            ) from None
+    return headers

@@ -1,0 +1,34 @@
+"""What holds for every test: no network, and nothing that transformers deprecates."""
+
+import os
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported, so before anything else
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import logging
+
+import pytest
+
+
+class DeprecationNotices(logging.Handler):
+    """Collects what transformers logs about deprecated use; it logs these more often than it warns."""
+
+    def __init__(self):
+        super().__init__(logging.WARNING)
+        self.notices: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep the record if it is about a deprecation."""
+        if "deprecated" in record.getMessage():
+            self.notices.append(record.getMessage())
+
+
+@pytest.fixture(autouse=True)
+def no_deprecated_use_of_transformers():
+    """Fail the test during which transformers logs that something is deprecated."""
+    handler = DeprecationNotices()
+    logger = logging.getLogger("transformers")
+    logger.addHandler(handler)
+    yield
+    logger.removeHandler(handler)
+    assert handler.notices == []

@@ -1,0 +1,282 @@
+"""The command line: what it prints, what it writes, and how it answers bad input."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from hf_drafthead import cli, zoo
+from hf_drafthead.evaluation import contest
+from hf_drafthead.evaluation.loading import load
+from hf_drafthead.evaluation.prompts import read_prompts
+from hf_drafthead.generation.mixin import DraftHeadGenerationMixin
+from tests.checkpoints import FAMILIES, TREE, save_base, save_heads
+
+PROMPT = "def f(self):\n\treturn"
+DESIGN_FIELDS = {
+    "model",
+    "base",
+    "family",
+    "device",
+    "dtype",
+    "batch_size",
+    "prompts",
+    "new_tokens",
+    "base_forwards",
+    "tokens_per_step",
+    "base_tokens_per_second",
+    "tokens_per_second",
+    "speedup",
+    "speedup_over_compiled",
+    "efficiency",
+    "identical",
+    "per_category",
+    "tree_nodes",
+    "transformers",
+    "torch",
+    "tokens_per_step_published_tree",
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A zoo of tiny models: base/, one folder per family, prompts.jsonl."""
+    folder = tmp_path_factory.mktemp("zoo")
+    base = save_base(folder)
+    for family in FAMILIES:
+        save_heads(folder, base, family)
+    rows = [{"prompt": text, "category": kind} for text, kind in [("def f", "a"), ("class A", "b"), ("import os", "a")]]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+@pytest.fixture
+def run(capsys):
+    def call(*arguments) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as end:
+            cli.main([str(argument) for argument in arguments])
+        return end.value.code, *capsys.readouterr()
+
+    return call
+
+
+@pytest.fixture
+def tiny_zoo(folder, monkeypatch) -> Path:
+    monkeypatch.setattr(zoo, "ASSETS", folder)
+    return folder
+
+
+def text_of_base(folder: Path, **settings) -> str:
+    model, tokenizer = load(str(folder / "medusa"))
+    given = tokenizer([PROMPT], return_tensors="pt")
+    out = model.base.generate(input_ids=given["input_ids"], attention_mask=given["attention_mask"], **settings)
+    return tokenizer.decode(out[0, given["input_ids"].shape[1] :], skip_special_tokens=True)
+
+
+def test_generate_prints_the_text_of_the_base(folder, run):
+    code, out, err = run("generate", folder / "medusa", "--prompt", PROMPT, "--max-new-tokens", 20)
+    assert code == 0
+    assert out == text_of_base(folder, max_new_tokens=20) + "\n" == "opqrstuvwxyzzzzzzzzz\n"
+    assert "20 tokens" in err and "per step" in err
+
+
+def test_generate_samples_what_the_base_samples_under_the_same_seed(folder, run):
+    arguments = ("--prompt", PROMPT, "--max-new-tokens", 20, "--temperature", 0.9, "--seed", 7)
+    _, out, _ = run("generate", folder / "hydra", *arguments)
+    torch.manual_seed(7)
+    assert out == text_of_base(folder, max_new_tokens=20, do_sample=True, temperature=0.9) + "\n"
+
+
+@pytest.mark.parametrize("colour", [[], ["--color"]], ids=["plain", "coloured"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_stream_prints_what_generate_prints_at_the_end(folder, run, family, colour):
+    arguments = ("generate", folder / family, "--prompt", PROMPT, "--max-new-tokens", 40, *colour)
+    _, at_the_end, _ = run(*arguments)
+    _, streamed, _ = run(*arguments, "--stream")
+    assert streamed == at_the_end
+    if family == "medusa":  # its heads have guesses accepted
+        assert ("\x1b[32m" in streamed) == bool(colour)
+
+
+def test_generate_takes_a_tree_by_name_as_paths_and_from_a_file(folder, run, tmp_path):
+    file = tmp_path / "tree.json"
+    file.write_text(json.dumps(TREE))
+    steps = []
+    for tree in ("hydra_single", json.dumps(TREE), file):
+        figures = tmp_path / "figures.json"
+        code, _, _ = run("generate", folder / "medusa", "--prompt", PROMPT, "--tree", tree, "--json", figures)
+        assert code == 0
+        steps.append(json.loads(figures.read_text())["steps"])
+    assert steps[1] == steps[2] < steps[0]
+
+
+def test_generate_writes_its_figures(folder, run, tmp_path):
+    file = tmp_path / "out.json"
+    _, out, _ = run("generate", folder / "medusa", "--prompt", PROMPT, "--max-new-tokens", 20, "--json", file)
+    figures = json.loads(file.read_text())
+    assert figures["text"] + "\n" == out
+    assert figures["new_tokens"] == 20
+    assert figures["tokens_per_step"] == pytest.approx(19 / figures["steps"])
+
+
+def test_info_tells_what_the_checkpoint_holds(folder, run, tmp_path):
+    file = tmp_path / "info.json"
+    code, out, _ = run("info", folder / "medusa", "--json", file)
+    model = AutoModelForCausalLM.from_pretrained(folder / "medusa")
+    parameters = sum(parameter.numel() for parameter in model.drafter.parameters())
+    assert code == 0
+    for words in ("medusa", "llama", f"{parameters:,}", f"{len(TREE) + 1} nodes", "├── 0", "num_layers="):
+        assert words in out
+    figures = json.loads(file.read_text())
+    assert figures["parameters"] == parameters
+    assert figures["memory"] == 4 * parameters
+    assert sorted(figures["tree"]) == sorted(TREE)
+
+
+def test_demo_measures_every_family_and_shows_a_sample(tiny_zoo, run, tmp_path):
+    file = tmp_path / "demo.json"
+    code, out, _ = run("demo", "--max-new-tokens", 12, "--repeats", 1, "--json", file)
+    rows = json.loads(file.read_text())["rows"]
+    assert code == 0
+    assert [row["family"] for row in rows] == sorted(FAMILIES)
+    for row in rows:
+        assert DESIGN_FIELDS <= set(row)
+        assert row["identical"] and row["identical_in_batches"]
+        assert row["prompts"] == 3 and row["new_tokens"] == 36
+        assert set(row["per_category"]) == {"a", "b"}
+        assert row["efficiency"] == pytest.approx(row["speedup"] / row["tokens_per_step"])
+    assert out.count("yes") == 3 * len(FAMILIES) and "NO" not in out
+    assert "medusa continues 'def f'" in out
+
+
+def test_demo_ends_with_1_if_an_output_differs(tiny_zoo, run, monkeypatch):
+    right = DraftHeadGenerationMixin.generate
+
+    def wrong(self, *arguments, **kwargs):
+        out = right(self, *arguments, **kwargs)
+        out.sequences[:, -1] += 1
+        return out
+
+    monkeypatch.setattr(DraftHeadGenerationMixin, "generate", wrong)
+    code, out, err = run("demo", "--family", "medusa", "--max-new-tokens", 6, "--repeats", 1)
+    assert code == 1
+    assert "NO" in out
+    assert err.splitlines()[-1].endswith(
+        "the output of medusa differs from the base's own: see the column 'identical'."
+    )
+
+
+def test_the_progress_bar_of_the_demo_knows_its_length(tiny_zoo):
+    model, tokenizer = load(str(tiny_zoo / "medusa"))
+    prompts = read_prompts(tiny_zoo / "prompts.jsonl")
+    calls = []
+    contest.contest(
+        model, tokenizer, prompts, max_new_tokens=4, repeats=1, batch_size=2, progress=lambda: calls.append(0)
+    )
+    assert len(calls) == contest.rounds(prompts, 2)
+
+
+BAD_MODELS = {
+    "no folder": ("nowhere/at/all", "there is no folder 'nowhere/at/all': give the folder of a draft-head checkpoint"),
+    "not on the Hub": ("org/none", "no model could be read at 'org/none' ("),
+    "empty folder": ("{folder}/empty", "holds no config.json: give the folder of a draft-head checkpoint"),
+    "plain base": ("{folder}/base", "/base' holds a 'llama' model without draft heads: give the folder"),
+    "unknown family": (
+        "{folder}/owl",
+        "/owl' holds heads of the unknown family 'owl': expected one of hydra, medusa; a",
+    ),
+    "broken weights": ("{folder}/broken", "model.safetensors' is not a readable safetensors file ("),
+}
+
+
+@pytest.fixture
+def bad(folder) -> Path:
+    (folder / "empty").mkdir(exist_ok=True)
+    for name in ("owl", "broken"):
+        shutil.rmtree(folder / name, ignore_errors=True)
+        shutil.copytree(folder / "medusa", folder / name)
+    config = json.loads((folder / "owl/config.json").read_text())
+    (folder / "owl/config.json").write_text(json.dumps({**config, "model_type": "drafthead_owl"}))
+    (folder / "broken/model.safetensors").write_bytes(b"not tensors")
+    yield folder
+    for name in ("empty", "owl", "broken"):
+        shutil.rmtree(folder / name)
+
+
+def refused(result: tuple[int, str, str], text: str) -> None:
+    code, _, err = result
+    assert code == 2
+    assert err.startswith("hf-drafthead: ") and err.count("\n") == 1
+    assert text in err
+
+
+@pytest.mark.parametrize("name, text", BAD_MODELS.values(), ids=BAD_MODELS)
+@pytest.mark.parametrize("command", [["info"], ["generate", "--prompt", "x"]], ids=["info", "generate"])
+def test_a_bad_model_is_refused_in_one_line(bad, run, command, name, text):
+    refused(run(*command, name.format(folder=bad)), text)
+
+
+@pytest.mark.parametrize(
+    "tree, text",
+    [
+        ("no_such_tree", "draft_tree 'no_such_tree' is no published tree: expected one of eagle_mc_sim_7b_63, "),
+        ("[[0], [1, 0]]", "node (1, 0) has no parent: add (1,) to the tree, or drop every node that starts with (1,)."),
+        ("[[0], [0]]", "node (0,) is in the tree 2 times: keep it once."),
+        ("[[0], [0", "is not JSON ("),
+        ("no_such_file.json", "there is no tree file 'no_such_file.json': give a file of rank paths such as"),
+        ("[[0], [0, 0], [0, 0, 0], [0, 0, 0, 0]]", "but the model has 3 draft heads: drop every path longer than 3."),
+        ("[[0], [300]]", "with rank 300, but a vocabulary of 259 tokens has ranks 0 to 258"),
+        ('[["a"]]', "holds something other than integers: expected rank paths"),
+    ],
+)
+def test_a_bad_tree_is_refused_in_one_line(folder, run, tree, text):
+    refused(run("generate", folder / "medusa", "--prompt", "x", "--tree", tree), text)
+
+
+@pytest.mark.parametrize(
+    "arguments, text",
+    [
+        (["generate", "{model}", "--prompt", ""], "the prompt is empty: give the text to continue with --prompt"),
+        (["generate", "{model}"], "Missing option '--prompt'"),
+        (["generate", "{model}", "--prompt", "x", "--max-new-tokens", "0"], "Invalid value for '--max-new-tokens': "),
+        (
+            ["generate", "{model}", "--prompt", "x", "--max-new-tokens", "many"],
+            "Invalid value for '--max-new-tokens': ",
+        ),
+        (
+            ["generate", "{model}", "--prompt", "x", "--json", "no/such/x.json"],
+            "lies in 'no/such', which does not exist",
+        ),
+        (
+            ["info", "{model}", "--json", "."],
+            "--json '.' is a folder: give the path of a file in a folder that exists.",
+        ),
+        (["info"], "Missing argument 'MODEL'"),
+        (["fly"], "No such command 'fly'"),
+        (["demo", "--family", "owl"], "the zoo holds no model 'owl': expected one of base, hydra, medusa"),
+        (
+            ["demo", "--max-new-tokens", "126"],
+            "new ones exceed the base's 128 positions: shorten the prompt,",
+        ),
+    ],
+)
+def test_bad_input_is_refused_in_one_line(tiny_zoo, run, arguments, text):
+    refused(run(*(argument.format(model=tiny_zoo / "medusa") for argument in arguments)), text)
+
+
+def test_a_zoo_without_heads_is_refused_in_one_line(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(zoo, "ASSETS", tmp_path)
+    refused(run("demo"), "the zoo holds no heads: build them with `python -m hf_drafthead.zoo.build`.")
+
+
+def test_the_installed_command_answers_without_a_traceback():
+    command = Path(sys.executable).parent / "hf-drafthead"
+    ended = subprocess.run([command, "info", "./nowhere"], capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 2
+    assert ended.stderr.startswith("hf-drafthead: there is no folder './nowhere'")
+    assert "Traceback" not in ended.stderr
