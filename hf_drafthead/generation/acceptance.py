@@ -52,29 +52,28 @@ def greedy_walk(
     if logits.dtype == torch.float64:
         logits = logits.float()  # as the base rounds before it chooses
     choices = logits.argmax(-1)  # (B, N)
-    agrees = tokens == choices.gather(1, topology.parents.expand_as(tokens))
-    reached = (agrees[:, None] | topology.unrelated).all(-1)  # (B, N)
-    deepest = (reached * topology.depths).argmax(-1)  # (B,)
-    rows = state.rows
-    nodes = topology.paths[rows if topology.paths.shape[0] > 1 else 0, deepest]  # (B, D)
-    emitted = choices.gather(1, nodes)  # (B, D)
-    counts = topology.depths.expand_as(tokens)[rows, deepest] + 1
-    room = torch.tensor([rules.max_length - length for length in state.lengths], device=counts.device)
-    counts = torch.minimum(counts, room)
-    ends = counts == room
-    if rules.eos_tokens.numel():
-        eos_tokens = rules.eos_tokens.to(emitted.device)
-        stopped = (emitted[..., None] == eos_tokens).any(-1) & (state.steps[: nodes.shape[1]] < counts[:, None])
-        at_eos = stopped.any(-1)
-        counts = torch.where(at_eos, stopped.int().argmax(-1) + 1, counts)
-        ends = ends | at_eos
-    kept, ended = torch.stack([counts, ends.long()]).tolist()  # the only host sync of the step
-    kept = [count if end is None else 0 for count, end in zip(kept, state.ends)]
-    state.emit(emitted[:, : max(kept)], kept)
-    for row in range(len(kept)):
-        if ended[row] and kept[row]:
-            state.ends[row] = state.lengths[row]
-    return Accepted(nodes[:, : max(kept)], emitted[:, : max(kept)], kept)
+    chosen, drafted = torch.stack([choices, tokens]).tolist()  # the only host sync of the step
+    nodes: list[list[int]] = [[] for _ in chosen]
+    emitted: list[list[int]] = [[] for _ in chosen]
+    for row in state.running(rules.pads):
+        children = topology.children[row % len(topology.children)]
+        room = rules.max_length - state.lengths[row]
+        at = 0
+        while True:
+            token = chosen[row][at]
+            nodes[row].append(at)
+            emitted[row].append(token)
+            if len(emitted[row]) == room or token in rules.eos_tokens:
+                state.ends[row] = state.lengths[row] + len(emitted[row])
+                break
+            at = next((child for child in children[at] if drafted[row][child] == token), 0)
+            if at == 0:
+                break
+    counts = [len(tokens_of_row) for tokens_of_row in emitted]
+    kept = torch.tensor(_filled(nodes), device=tokens.device)
+    new = torch.tensor(_filled(emitted), device=tokens.device)
+    state.emit(new, counts)
+    return Accepted(kept, new, counts)
 
 
 def walk(
@@ -125,9 +124,8 @@ def walk(
         for row in moving:
             at[row] = child[row]
     counts = [now - then for now, then in zip(state.lengths, before)]
-    width = max(counts)
-    nodes = torch.tensor([nodes + [0] * (width - len(nodes)) for nodes in path], device=tokens.device)
-    emitted = [state.sequences[row, then : then + width] for row, then in enumerate(before)]
+    nodes = torch.tensor(_filled(path), device=tokens.device)
+    emitted = [state.sequences[row, then : then + nodes.shape[1]] for row, then in enumerate(before)]
     return Accepted(nodes, torch.stack(emitted), counts)
 
 
@@ -170,3 +168,9 @@ def typical_choices(
     spare = torch.cat([choices, choices[:, :1]], dim=1)
     spare.scatter_(1, torch.where(below, parents, tokens.shape[1]), tokens)
     return spare[:, :-1]
+
+
+def _filled(rows: list[list[int]]) -> list[list[int]]:
+    """Rows of one length, filled up with 0."""
+    width = max(len(row) for row in rows)
+    return [row + [0] * (width - len(row)) for row in rows]

@@ -61,21 +61,15 @@ class TreeCache(Cache):
             starts: the position of each row's root, B of them.
             step_nodes: N.
         """
-        m = nodes.shape[1]
-        if nodes.shape[0] == 1:
-            source = nodes[0] + (self.num_nodes - step_nodes)
-            start = self.num_nodes + starts[0]
-            for pool in self.pools:
-                where = source.to(pool.data.device)
-                pool.data[..., start : start + m, :] = pool.data.index_select(-2, where)
-            return
-        source = nodes + (self.num_nodes - step_nodes)
+        rows, slots = nodes.shape[0], self.num_nodes + self.capacity
+        row_starts = torch.arange(rows, device=nodes.device)[:, None] * slots
+        source = nodes + row_starts + (self.num_nodes - step_nodes)
         first = torch.tensor(starts, device=nodes.device)[:, None] + self.num_nodes
-        target = first + torch.arange(m, device=nodes.device)
-        rows = torch.arange(nodes.shape[0], device=nodes.device)[:, None]
+        target = torch.arange(nodes.shape[1], device=nodes.device) + row_starts + first
         for pool in self.pools:
-            r, s, t = (index.to(pool.data.device) for index in (rows, source, target))
-            pool.data[:, r, :, t] = pool.data[:, r, :, s]
+            device = pool.data.device
+            kept = pool.data.index_select(2, source.flatten().to(device))
+            pool.data.index_copy_(2, target.flatten().to(device), kept)
 
     def load(self, past: Cache) -> None:
         """Start from the past of an ordinary cache; sliding layers hold only its end."""
@@ -94,12 +88,11 @@ class TreeCache(Cache):
 
     def slab(self, like: torch.Tensor) -> tuple[_Pool, int]:
         """A place for one layer's keys or values, of the shape of `like` but for the length."""
-        shape = (like.shape[0], like.shape[1], self.num_nodes + self.capacity, like.shape[3])
         for pool in self.pools:
-            if pool.fits(shape, like):
+            if pool.fits(like):
                 return pool, pool.take()
         unplaced = sum(not layer.is_initialized for layer in self.layers)
-        self.pools.append(_Pool(min(2 * unplaced, SLABS_PER_POOL), shape, like))
+        self.pools.append(_Pool(min(2 * unplaced, SLABS_PER_POOL), self.num_nodes + self.capacity, like))
         return self.pools[-1], self.pools[-1].take()
 
 
@@ -121,7 +114,7 @@ class TreeLayer(CacheLayerMixin):
     def bind(self) -> None:
         """Look at the pools anew, after they moved."""
         if self.is_initialized:
-            self.keys, self.values = (pool.data[index] for pool, index in self.places)
+            self.keys, self.values = (pool.slab(index) for pool, index in self.places)
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
         """Write the states of a step's nodes, or append them to the past; returns all keys and values to attend to."""
@@ -156,30 +149,37 @@ class TreeLayer(CacheLayerMixin):
 
 
 class _Pool:
-    """Equally shaped slabs in one tensor (slabs, B, H, slots, E), zeroed because a masked NaN would still spread."""
+    """Equally shaped slabs in one tensor (slabs, H, B * slots, E): rows side by side, so that a commit is one copy.
 
-    def __init__(self, slabs: int, shape: tuple[int, ...], like: torch.Tensor):
-        self.data = torch.zeros(slabs, *shape, dtype=like.dtype, device=like.device)
+    Zeroed at first, because a NaN spreads even where it is masked.
+    """
+
+    def __init__(self, slabs: int, slots: int, like: torch.Tensor):
+        self.rows, heads, _, size = like.shape
+        self.data = torch.zeros(slabs, heads, self.rows * slots, size, dtype=like.dtype, device=like.device)
         self.taken = 0
 
-    def fits(self, shape: tuple[int, ...], like: torch.Tensor) -> bool:
-        room = self.taken < self.data.shape[0]
-        return (
-            room and self.data.shape[1:] == shape and (self.data.dtype, self.data.device) == (like.dtype, like.device)
-        )
+    def fits(self, like: torch.Tensor) -> bool:
+        slabs, heads, _, size = self.data.shape
+        alike = like.shape[1::2] == (heads, size) and self.data.dtype == like.dtype and self.data.device == like.device
+        return alike and self.taken < slabs
 
     def take(self) -> int:
         self.taken += 1
         return self.taken - 1
 
+    def slab(self, index: int) -> torch.Tensor:
+        """(B, H, slots, E), a view."""
+        return self.data[index].unflatten(1, (self.rows, -1)).transpose(0, 1)
+
     def grow(self, slots: int) -> None:
-        old = self.data
-        self.data = old.new_zeros(*old.shape[:-2], slots, old.shape[-1])
-        self.data[..., : old.shape[-2], :] = old
+        slabs, heads, _, size = self.data.shape
+        old = self.data.view(slabs, heads, self.rows, -1, size)
+        self.data = old.new_zeros(slabs, heads, self.rows * slots, size)
+        self.data.view(slabs, heads, self.rows, slots, size)[..., : old.shape[3], :] = old
 
 
 def can_load(past: Cache) -> bool:
-    """Whether `TreeCache.load` understands this cache: plain or sliding layers of a dynamic cache, nothing offloaded."""
-    return not past.offloading and all(
-        type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in past.layers
-    )
+    """Whether `TreeCache.load` understands this cache: plain or sliding dynamic layers, nothing offloaded."""
+    known = (DynamicLayer, DynamicSlidingWindowLayer)
+    return not past.offloading and all(type(layer) in known for layer in past.layers)

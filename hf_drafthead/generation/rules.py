@@ -94,10 +94,12 @@ class Rules:
             and types_of.issubset(CRITERIA_ROW_BY_ROW)
         )
         self.scores_only = all(type(processor) in SCORES_ONLY for processor in self.processors)
-        self.eos_tokens = torch.cat(
-            [c.eos_token_id.flatten() for c in self.criteria if isinstance(c, criteria.EosTokenCriteria)]
-            or [torch.empty(0, dtype=torch.long)]
-        )
+        self.eos_tokens = {
+            token
+            for criterion in self.criteria
+            if isinstance(criterion, criteria.EosTokenCriteria)
+            for token in criterion.eos_token_id.flatten().tolist()
+        }
         if self.samples and not self.lockstep:
             self.tape = NoiseTape(self.batch_size)
 

@@ -33,7 +33,7 @@ class Topology:
 
     parents (R, N) with the root as its own parent; depths (R, N); ancestors (R, N, N), True where the column is the
     row's node or above it; unrelated (R, N, N), True where the column is the root or no ancestor; paths (R, N, D), the
-    nodes from the root down to each node, padded with 0.
+    nodes from the root down to each node, padded with 0; children: R lists of each node's children, on the host.
     """
 
     parents: torch.Tensor
@@ -41,6 +41,7 @@ class Topology:
     ancestors: torch.Tensor
     unrelated: torch.Tensor
     paths: torch.Tensor
+    children: list[list[tuple[int, ...]]]
 
 
 @dataclass(frozen=True)
@@ -130,6 +131,7 @@ class DraftTree:
                 ancestors=ancestors.to(device),
                 unrelated=unrelated.to(device),
                 paths=paths.to(device),
+                children=[[self.children(node) for node in range(self.num_nodes)]],
             )
         return self._topologies[device]
 
