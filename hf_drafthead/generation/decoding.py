@@ -337,7 +337,7 @@ def finish(
         state.cache.unload(ordinary_cache, known, length - 1 + state.past_shift)
     if not in_dict:
         return sequences
-    steps = torch.tensor(state.accepted_lengths, device=sequences.device).reshape(-1, len(state.lengths))
+    steps = torch.tensor(state.accepted_lengths, dtype=torch.long, device=sequences.device).reshape(-1, len(state.lengths))
     new = length - state.prompt_length
     return DraftHeadGenerateOutput(
         sequences=sequences,

@@ -19,8 +19,9 @@ from hf_drafthead.generation.cache import TreeCache
 from hf_drafthead.generation.tree import DraftTree, Topology
 
 KNOWN_LAYER_TYPES = {"full_attention", "sliding_attention"}
-# Largest difference between a node and a plain forward over its path, relative to the largest logit.
-PROBE_TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4}
+# Largest difference between a node and a plain forward over its path, relative to the largest logit. Eager attention
+# takes its softmax in float32, whatever the dtype.
+PROBE_TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4}
 PROBE_TOLERANCE_HALF = 5e-2
 
 
