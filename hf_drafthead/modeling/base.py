@@ -121,12 +121,14 @@ class Drafter(nn.Module):
 
     def placed(self, tensor: Tensor) -> Tensor:
         """The tensor where the drafter is, and in its dtype."""
-        return tensor.to(next(self.parameters()))
+        like = next(self.parameters())
+        return tensor.to(like.dtype) if like.is_meta else tensor.to(like)  # hooks move what an offloaded drafter needs
 
     def embed(self, tokens: Tensor, like: Tensor) -> Tensor:
         """The base's input embeddings (..., H) of tokens, where and in the type that `like` has."""
         embedding = self.base.get_input_embeddings()
-        return embedding(tokens.to(embedding.weight.device)).to(like)
+        weight = embedding.weight
+        return embedding(tokens if weight.is_meta else tokens.to(weight.device)).to(like)  # meta: offloaded, as above
 
 
 class DraftHeadPreTrainedModel(DraftHeadGenerationMixin, PreTrainedModel):
@@ -330,6 +332,8 @@ class DraftHeadPreTrainedModel(DraftHeadGenerationMixin, PreTrainedModel):
             source = os.fspath(given) if given is not None else path
             try:
                 found_fields, _ = family.get_config_dict(source, **hub)
+                if not found_fields:
+                    raise OSError("there is no config.json")
             except OSError as error:
                 reason = str(error).splitlines()[0]
                 raise OSError(

@@ -119,7 +119,7 @@ class HydraDrafter(Drafter):
     def head_logits(self, head: int, hidden: Tensor) -> Tensor:
         if self.config.dropout:
             hidden = F.dropout(hidden, self.config.dropout, self.training)
-        return self.projections(self.base, head, hidden)
+        return self.projections.logits(self.base, head, hidden)
 
 
 class HydraForCausalLM(DraftHeadPreTrainedModel):

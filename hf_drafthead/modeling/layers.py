@@ -85,8 +85,11 @@ class OutputProjections(nn.Module):
                 if parameter.dim() == 2:  # not a bias
                     parameter.copy_(start)
 
-    def forward(self, base: Any, head: int, hidden: Tensor) -> Tensor:
-        """Logits (..., V) of one head from its state (..., H)."""
+    def logits(self, base: Any, head: int, hidden: Tensor) -> Tensor:
+        """Logits (..., V) of one head from its state (..., H).
+
+        Not a `forward`: the hooks of an offloaded model would try to move the base, being an argument.
+        """
         if self.shared:
             return base.get_output_embeddings()(hidden)
         if self.down:
@@ -104,7 +107,7 @@ def last_valid(kept: Tensor, new: Tensor, lengths: Tensor) -> Tensor:
     """
     lengths = lengths.to(new.device)
     picked = new[torch.arange(new.shape[0], device=new.device), (lengths - 1).clamp(min=0)]
-    return torch.where((lengths > 0).unsqueeze(1), picked, kept)
+    return torch.where((lengths > 0).unsqueeze(1), picked, kept.to(new.device))
 
 
 def _weight_of(linear: Any, like: Tensor) -> Tensor:

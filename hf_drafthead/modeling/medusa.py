@@ -80,7 +80,7 @@ class MedusaDrafter(Drafter):
         return [state.view_as(features) for state in hidden]
 
     def head_logits(self, head: int, hidden: Tensor) -> Tensor:
-        return self.projections(self.base, head, hidden)
+        return self.projections.logits(self.base, head, hidden)
 
     def _side_by_side(self, x: Tensor) -> Tensor:
         """(N, H) through every head's blocks: (K, N, H)."""

@@ -1,0 +1,28 @@
+"""A saved base and saved heads of every family."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.bases import tiny_base
+from tests.families import FAMILIES
+
+
+@pytest.fixture(params=FAMILIES, ids=lambda family: family.name)
+def family(request):
+    return request.param
+
+
+@pytest.fixture
+def base():
+    return tiny_base("llama-gqa")
+
+
+@pytest.fixture
+def saved(family, base, tmp_path) -> tuple[Path, object]:
+    """Folder with `base` and `heads` in it, and the model that was saved there."""
+    base.save_pretrained(tmp_path / "base")
+    model = family.build(base)
+    model.config.base_model_name_or_path = str(tmp_path / "base")
+    model.save_pretrained(tmp_path / "heads")
+    return tmp_path, model

@@ -1,0 +1,274 @@
+"""What is wrong with a checkpoint, a base or a config is said in one line, before anything is loaded."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModel, LlamaModel
+
+from hf_drafthead.modeling import HydraConfig, HydraForCausalLM, MedusaConfig, MedusaForCausalLM
+from tests.bases import tiny_base
+
+
+@pytest.fixture
+def heads(tmp_path) -> Path:
+    """Medusa heads and, beside them, their base."""
+    base = tiny_base()
+    base.save_pretrained(tmp_path / "base")
+    model = MedusaForCausalLM.from_base(tmp_path / "base", num_draft_heads=2)
+    model.save_pretrained(tmp_path / "heads")
+    return tmp_path / "heads"
+
+
+def refused(error: type[Exception], message: str):
+    """The whole message, as one line; `...` stands for anything."""
+    pattern = ".*".join(map(re.escape, message.split("...")))
+    return pytest.raises(error, match=rf"^{pattern}$")
+
+
+def edit_tensors(heads: Path, change) -> None:
+    tensors = load_file(heads / "model.safetensors")
+    change(tensors)
+    save_file(tensors, heads / "model.safetensors", metadata={"format": "pt"})
+
+
+def edit_config(heads: Path, **fields) -> None:
+    config = json.loads((heads / "config.json").read_text())
+    (heads / "config.json").write_text(json.dumps(config | fields))
+
+
+@pytest.mark.parametrize("loader", [MedusaForCausalLM, AutoModel], ids=["own class", "AutoModel"])
+def test_a_missing_tensor(heads, loader):
+    edit_tensors(heads, lambda tensors: tensors.pop("drafter.blocks.0.bias"))
+    message = (
+        "'...heads' lacks the tensor 'drafter.blocks.0.bias' [2, 32] that its config asks for: save the checkpoint "
+        "again, or correct config.json."
+    )
+    with refused(ValueError, message):
+        loader.from_pretrained(heads)
+
+
+def test_an_unknown_tensor(heads):
+    edit_tensors(heads, lambda tensors: tensors.update({"base.lm_head.weight": torch.zeros(67, 32)}))
+    message = (
+        "'...heads' has 1 tensor(s) that its config does not ask for, such as 'base.lm_head.weight': remove them, or "
+        "correct config.json."
+    )
+    with refused(ValueError, message):
+        MedusaForCausalLM.from_pretrained(heads)
+
+
+def test_a_tensor_of_another_shape(heads):
+    edit_tensors(heads, lambda tensors: tensors.update({"drafter.blocks.0.bias": torch.zeros(2, 31)}))
+    message = (
+        "'...heads' has 'drafter.blocks.0.bias' of shape [2, 31], but its config asks for [2, 32]: save the checkpoint "
+        "again, or correct config.json."
+    )
+    with refused(ValueError, message):
+        MedusaForCausalLM.from_pretrained(heads)
+
+
+def test_a_config_that_asks_for_more_heads_than_there_are(heads):
+    edit_config(heads, num_draft_heads=3)
+    with refused(ValueError, "...of shape [2, 32, 32], but its config asks for [3, 32, 32]: ..."):
+        MedusaForCausalLM.from_pretrained(heads)
+
+
+def test_a_tensor_of_whole_numbers(heads):
+    edit_tensors(heads, lambda tensors: tensors.update({"drafter.blocks.0.bias": torch.zeros(2, 32, dtype=torch.int8)}))
+    message = (
+        "'...heads' has 'drafter.blocks.0.bias' in I8, expected one of BF16, F16, F32, F64: save the heads in a "
+        "floating point type."
+    )
+    with refused(ValueError, message):
+        MedusaForCausalLM.from_pretrained(heads)
+
+
+@pytest.mark.parametrize("loader", [MedusaForCausalLM, AutoModel], ids=["own class", "AutoModel"])
+@pytest.mark.parametrize("damage", [lambda data: data[:-100], lambda data: b"\xff" * 64, lambda data: b""])
+def test_a_corrupt_file(heads, damage, loader):
+    file = heads / "model.safetensors"
+    file.write_bytes(damage(file.read_bytes()))
+    message = "'...model.safetensors' is not a readable safetensors file (...): copy or download it again."
+    with refused(OSError, message):
+        loader.from_pretrained(heads)
+
+
+def test_no_weights(heads):
+    (heads / "model.safetensors").unlink()
+    message = "'...heads' holds no model.safetensors: save the model there again, or give the folder that has it."
+    with refused(OSError, message):
+        MedusaForCausalLM.from_pretrained(heads)
+
+
+def test_a_missing_shard(heads):
+    MedusaForCausalLM.from_pretrained(heads).save_pretrained(heads.parent / "sharded", max_shard_size="20KB")
+    next((heads.parent / "sharded").glob("*-00001-*")).unlink()
+    message = (
+        "'...sharded' lacks model-00001-of-...safetensors, which its model.safetensors.index.json names: copy or "
+        "download the checkpoint again."
+    )
+    with refused(OSError, message):
+        MedusaForCausalLM.from_pretrained(heads.parent / "sharded")
+
+
+@pytest.mark.parametrize("model_class", [MedusaForCausalLM, HydraForCausalLM])
+def test_a_plain_base_is_no_draft_head_checkpoint(heads, model_class):
+    family = model_class.config_class.model_type
+    message = (
+        f"'...base' is no {family} checkpoint: its config.json has model_type 'llama'; to put new heads on a base use "
+        "from_base."
+    )
+    with refused(ValueError, message):
+        model_class.from_pretrained(heads.parent / "base")
+
+
+def test_heads_of_another_family(heads):
+    message = (
+        "'...heads' is no drafthead_hydra checkpoint: its config.json has model_type 'drafthead_medusa'; load it with "
+        "AutoModel."
+    )
+    with refused(ValueError, message):
+        HydraForCausalLM.from_pretrained(heads)
+
+
+def test_a_folder_without_a_config(tmp_path):
+    message = (
+        "'...' is no draft-head checkpoint (...): give a folder or Hub id that save_pretrained of a draft-head model "
+        "has written."
+    )
+    for path in (tmp_path, tmp_path / "not there", "./nor here"):
+        with refused(OSError, message):
+            MedusaForCausalLM.from_pretrained(path)
+
+
+def test_a_base_that_is_not_where_the_config_says(heads):
+    (heads.parent / "base").rename(heads.parent / "gone")
+    message = "the base of '...heads' was not found at '...base': pass base_model= with its id, path or object."
+    with refused(OSError, message):
+        AutoModel.from_pretrained(heads)
+
+
+def test_a_base_that_is_not_where_the_user_says(heads):
+    message = (
+        "the base './nowhere/at all' of '...heads' was not found (...): pass base_model= with its id, path or object."
+    )
+    with refused(OSError, message):
+        AutoModel.from_pretrained(heads, base_model="./nowhere/at all")
+
+
+def test_a_base_that_is_not_on_the_hub(heads):
+    edit_config(heads, base_model_name_or_path="org/not-downloaded")
+    message = (
+        "the base 'org/not-downloaded' of '...heads' was not found (...): pass base_model= with its id, path or object."
+    )
+    with refused(OSError, message):
+        AutoModel.from_pretrained(heads, local_files_only=True)
+
+
+def test_heads_that_do_not_say_what_their_base_is(heads):
+    edit_config(heads, base_model_name_or_path=None)
+    message = "'...heads' does not say which base it was trained for: pass base_model= with its id, path or object."
+    with refused(OSError, message):
+        AutoModel.from_pretrained(heads)
+
+
+@pytest.mark.parametrize("form", ["path", "object"])
+@pytest.mark.parametrize(
+    "kind, fields, words, trained, given",
+    [
+        ("llama", {"hidden_size": 48}, "hidden size", "32", "48"),
+        ("llama", {"vocab_size": 70}, "vocabulary", "67", "70"),
+        ("qwen2", {}, "model type", "llama", "qwen2"),
+    ],
+)
+def test_heads_for_another_base(heads, form, kind, fields, words, trained, given):
+    other = tiny_base(kind, **fields)
+    other.save_pretrained(heads.parent / "other")
+    message = (
+        f"these heads were trained for '../base' ({words} {trained}); the base at '...' has {words} {given}: load the "
+        "first, or train heads for the second."
+    )
+    with refused(ValueError, message):
+        MedusaForCausalLM.from_pretrained(heads, base_model=heads.parent / "other" if form == "path" else other)
+
+
+def test_a_base_for_a_checkpoint_that_has_its_own(heads):
+    model = MedusaForCausalLM.from_pretrained(heads)
+    model.save_pretrained(heads.parent / "whole", include_base=True)
+    with refused(ValueError, "'...whole' contains its own base: drop base_model= and base_revision=."):
+        AutoModel.from_pretrained(heads.parent / "whole", base_model=heads.parent / "base")
+
+
+def test_a_whole_checkpoint_with_a_damaged_base(heads):
+    model = MedusaForCausalLM.from_pretrained(heads)
+    model.save_pretrained(heads.parent / "whole", include_base=True)
+    edit_tensors(heads.parent / "whole", lambda tensors: tensors.pop("base.model.norm.weight"))
+    message = (
+        "'...whole' does not fit its config: missing keys ['base.model.norm.weight']: save the checkpoint again, or "
+        "correct config.json."
+    )
+    with refused(ValueError, message):
+        AutoModel.from_pretrained(heads.parent / "whole")
+
+
+@pytest.mark.parametrize("argument", [{"dtype": "bfloat16"}, {"device_map": "auto"}, {"num_heads": 3}])
+def test_loading_arguments_for_a_base_that_is_loaded(heads, argument):
+    base = tiny_base()
+    (name, value), *_ = argument.items()
+    message = (
+        f"{name}={value!r} is for loading a base, but the base given is a loaded LlamaForCausalLM: set it when the "
+        "base is loaded."
+    )
+    with refused(TypeError, message):
+        MedusaForCausalLM.from_pretrained(heads, base_model=base, **argument)
+    with refused(TypeError, message):
+        MedusaForCausalLM.from_base(base, **argument)
+
+
+def test_a_base_without_lm_head():
+    with refused(ValueError, "LlamaModel has no lm_head: draft heads need a causal language model."):
+        MedusaForCausalLM.from_base(LlamaModel(tiny_base().config))
+
+
+def test_an_argument_that_nobody_knows(heads):
+    with pytest.raises(TypeError, match="num_heads"):
+        MedusaForCausalLM.from_base(heads.parent / "base", num_heads=4)
+
+
+def test_resizing_the_vocabulary():
+    model = MedusaForCausalLM.from_base(tiny_base(), num_draft_heads=2)
+    assert model.resize_token_embeddings() is model.resize_token_embeddings(67) is model.get_input_embeddings()
+    message = (
+        "the draft heads guess over 67 tokens and cannot be resized to 70 (multiple of 1): resize the base, then train "
+        "heads for it (from_base)."
+    )
+    with refused(ValueError, message):
+        model.resize_token_embeddings(70)
+
+
+def test_a_config_without_a_base():
+    message = (
+        "MedusaConfig has no base_config: give it the config of the base, or use MedusaForCausalLM.from_base(...)."
+    )
+    with refused(ValueError, message):
+        MedusaForCausalLM(MedusaConfig())
+
+
+@pytest.mark.parametrize(
+    "config_class, fields, message",
+    [
+        (MedusaConfig, {"num_draft_heads": 0}, "num_draft_heads is 0: expected a whole number of at least 1."),
+        (MedusaConfig, {"num_draft_heads": 2.5}, "num_draft_heads is 2.5: expected a whole number of at least 1."),
+        (MedusaConfig, {"num_layers": 0}, "num_layers is 0: expected a whole number of at least 1."),
+        (HydraConfig, {"num_layers": "4"}, "num_layers is '4': expected a whole number of at least 1."),
+        (HydraConfig, {"dropout": 1.0}, "dropout is 1.0: expected a number from 0 up to, but not including, 1."),
+        (HydraConfig, {"base_config": 7}, "base_config is int: expected a config of the base, or its dict."),
+    ],
+)
+def test_config_fields_out_of_range(config_class, fields, message):
+    with refused(ValueError, message):
+        config_class(**fields)

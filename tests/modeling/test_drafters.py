@@ -1,0 +1,166 @@
+"""The drafter contract, for every family: it drafts as it was trained, row by row, and state stays in the state.
+
+Shapes: B rows, T positions, H hidden, V vocabulary.
+"""
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.bases import VOCABULARY, tiny_base
+from tests.families import FAMILIES
+
+EXACT = {"atol": 1e-10, "rtol": 1e-10}
+
+
+@pytest.fixture(params=FAMILIES, ids=lambda family: family.name)
+def drafter(request):
+    return request.param.build(tiny_base("llama-gqa")).drafter
+
+
+def text_and_features(rows: int, length: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """(B, T) tokens and (B, T, H) features; random ones do, for heads know no base."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, VOCABULARY, (rows, length), generator=generator)
+    return ids, torch.randn(rows, length, 32, generator=generator, dtype=torch.float64)
+
+
+def observed(drafter, features: Tensor, ids: Tensor, ends: list[list[int]]):
+    """The state after the rows of a text were verified in steps: ends[s][b] = how far row b is after step s.
+
+    The unused positions of a step are filled with noise.
+    """
+    rows, length = ids.shape
+    state, at = drafter.start(rows, length), [0] * rows
+    for step in ends:
+        lengths = [end - start for start, end in zip(at, step, strict=True)]
+        width = max(1, *lengths)
+        noise = torch.Generator().manual_seed(width)
+        piece = torch.randn(rows, width, features.shape[-1], generator=noise, dtype=features.dtype)
+        follow = torch.randint(0, VOCABULARY, (rows, width), generator=noise)
+        for row, (start, end) in enumerate(zip(at, step, strict=True)):
+            piece[row, : end - start] = features[row, start:end]
+            follow[row, : end - start] = ids[row, start + 1 : end + 1]
+        state = drafter.observe(state, piece, follow, torch.tensor(lengths))
+        at = step
+    return state
+
+
+def chain(drafter, state, ids: Tensor, at: list[int], levels: int) -> list[Tensor]:
+    """Logits (B, V) of each level along the text itself: row b's root is the token at at[b]."""
+    found = []
+    for level in range(levels):
+        tokens = torch.stack([ids[row, start + level] for row, start in enumerate(at)]).unsqueeze(1)
+        state, logits = drafter.expand(state, tokens, torch.zeros_like(tokens))
+        found.append(logits[:, 0])
+    return found
+
+
+STEPS = {
+    "prompt": [[7, 7, 7]],
+    "one by one": [[step] * 3 for step in range(1, 8)],
+    "ragged": [[4, 2, 6], [6, 3, 6], [6, 6, 7], [7, 6, 9]],
+}
+
+
+@pytest.mark.parametrize("steps", STEPS.values(), ids=STEPS)
+@torch.inference_mode()
+def test_it_drafts_as_it_was_trained(drafter, steps):
+    ids, features = text_and_features(3, 16)
+    ends = steps[-1]
+    drafted = chain(drafter, observed(drafter, features, ids, steps), ids, ends, drafter.max_depth)
+    trained = drafter.head_states(features, ids)
+    for level, logits in enumerate(drafted):
+        for row, end in enumerate(ends):
+            expected = drafter.head_logits(level, trained[level][row, end - 1])
+            torch.testing.assert_close(logits[row], expected, **EXACT)
+
+
+@torch.inference_mode()
+def test_a_row_drafts_in_a_batch_as_it_does_alone(drafter):
+    ids, features = text_and_features(3, 16)
+    steps = STEPS["ragged"]
+    together = chain(drafter, observed(drafter, features, ids, steps), ids, steps[-1], drafter.max_depth)
+    for row in range(3):
+        own = [[step[row]] for step in steps]
+        mine = slice(row, row + 1)
+        state = observed(drafter, features[mine], ids[mine], own)
+        alone = chain(drafter, state, ids[mine], own[-1], drafter.max_depth)
+        for ours, theirs in zip(together, alone, strict=True):
+            torch.testing.assert_close(ours[row], theirs[0], **EXACT)
+
+
+@torch.inference_mode()
+def test_the_nodes_of_a_level_are_drafted_as_each_would_be_alone(drafter):
+    ids, features = text_and_features(2, 8)
+    state = observed(drafter, features, ids, [[5, 3]])
+    generator = torch.Generator().manual_seed(1)
+    widths, depth = [1, 3, 4, 2], drafter.max_depth
+    tokens = [torch.randint(3, VOCABULARY, (2, width), generator=generator) for width in widths[:depth]]
+    parents = [torch.zeros(2, 1, dtype=torch.long)]
+    parents += [torch.randint(0, w, (2, n), generator=generator) for w, n in zip(widths, widths[1:depth], strict=False)]
+    tree, levels = copy.deepcopy(state), []
+    for level_tokens, level_parents in zip(tokens, parents, strict=True):
+        tree, logits = drafter.expand(tree, level_tokens, level_parents)
+        levels.append(logits.expand(-1, level_tokens.shape[1], -1))
+    for depth, width in enumerate(widths[: len(levels)]):
+        for node in range(width):
+            path, at = [], torch.full((2,), node)
+            for level in range(depth, -1, -1):
+                path.insert(0, tokens[level].gather(1, at.unsqueeze(1)))
+                at = parents[level].gather(1, at.unsqueeze(1)).squeeze(1)
+            alone = copy.deepcopy(state)
+            for token in path:
+                alone, logits = drafter.expand(alone, token, torch.zeros_like(token))
+            torch.testing.assert_close(levels[depth][:, node], logits[:, 0], **EXACT)
+
+
+@torch.inference_mode()
+def test_a_draft_leaves_nothing_behind(drafter):
+    ids, features = text_and_features(3, 16)
+    plain = observed(drafter, features, ids, [[4, 2, 6], [7, 6, 9]])
+    state = observed(drafter, features, ids, [[4, 2, 6]])
+    for width in (1, 3, 2):  # a tree, drafted and thrown away
+        tokens = torch.full((3, width), 11 + width)
+        state, _ = drafter.expand(state, tokens, torch.zeros_like(tokens))
+    lengths = torch.tensor([3, 4, 3])
+    at = torch.tensor([[4, 5, 6, 6], [2, 3, 4, 5], [6, 7, 8, 8]])
+    rows = torch.arange(3).unsqueeze(1)
+    state = drafter.observe(state, features[rows, at], ids[rows, at + 1], lengths)
+    for ours, theirs in zip(
+        chain(drafter, state, ids, [7, 6, 9], drafter.max_depth),
+        chain(drafter, plain, ids, [7, 6, 9], drafter.max_depth),
+        strict=True,
+    ):
+        torch.testing.assert_close(ours, theirs, **EXACT)
+
+
+@torch.inference_mode()
+def test_two_drafts_at_once_do_not_disturb_each_other(drafter):
+    ids, features = text_and_features(2, 10)
+    other_ids, other_features = text_and_features(1, 10, seed=5)
+    depth = drafter.max_depth
+    expected = chain(drafter, observed(drafter, features, ids, [[4, 3]]), ids, [4, 3], depth)
+    first = observed(drafter, features, ids, [[4, 3]])
+    second, mixed = observed(drafter, other_features, other_ids, [[6]]), []
+    for level in range(depth):
+        tokens = torch.stack([ids[0, 4 + level], ids[1, 3 + level]]).unsqueeze(1)
+        first, logits = drafter.expand(first, tokens, torch.zeros_like(tokens))
+        second, _ = drafter.expand(second, other_ids[:, [level]], torch.zeros(1, 1, dtype=torch.long))
+        if level == 1:
+            second = drafter.observe(second, other_features[:, :2], other_ids[:, :2], torch.tensor([2]))
+            second, _ = drafter.expand(second, other_ids[:, [0]], torch.zeros(1, 1, dtype=torch.long))
+        mixed.append(logits[:, 0])
+    for ours, theirs in zip(mixed, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, **EXACT)
+
+
+def test_heads_learn(drafter):
+    ids, features = text_and_features(2, 12)
+    for i, states in enumerate(drafter.head_states(features, ids)):
+        assert states.shape == (2, 12, 32)
+        drafter.head_logits(i, states).logsumexp(-1).sum().backward(retain_graph=True)
+    assert all(parameter.grad is not None for parameter in drafter.parameters())
+    assert all(parameter.grad.any() for parameter in drafter.parameters() if parameter.dim() > 1)

@@ -1,0 +1,368 @@
+"""Save -> load -> the same model, in both checkpoint forms and through every door."""
+
+import copy
+import inspect
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    GenerationConfig,
+    PreTrainedTokenizerFast,
+    pipeline,
+)
+from transformers.utils import logging
+
+from hf_drafthead.modeling import HydraForCausalLM, MedusaForCausalLM
+from tests.bases import VOCABULARY, tiny_base
+from tests.families import FAMILIES
+
+IDS = torch.tensor([[5, 9, 33, 21, 8, 40], [7, 7, 12, 64, 3, 11]])
+
+
+def assert_same(model, other, **tolerance):
+    """Every tensor, the base's logits and every head's logits are equal."""
+    ours, theirs = model.state_dict(), other.state_dict()
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        assert torch.equal(tensor, theirs[name]), name
+    with torch.no_grad():
+        features = model.base.get_decoder()(IDS).last_hidden_state
+        torch.testing.assert_close(other(IDS).logits, model(IDS).logits, **tolerance)
+        for i, (mine, its) in enumerate(
+            zip(model.drafter.head_states(features, IDS), other.drafter.head_states(features, IDS), strict=True)
+        ):
+            torch.testing.assert_close(other.drafter.head_logits(i, its), model.drafter.head_logits(i, mine))
+
+
+def stored_names(folder: Path) -> set[str]:
+    names = set()
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, "pt") as tensors:
+            names |= set(tensors.keys())
+    return names
+
+
+@pytest.mark.parametrize("door", ["own class", "AutoModel", "AutoModelForCausalLM"])
+@pytest.mark.parametrize("form", ["heads only", "with base"])
+def test_round_trip(family, saved, form, door):
+    folder, model = saved
+    path = folder / "heads"
+    if form == "with base":
+        path = folder / "whole"
+        model.save_pretrained(path, include_base=True)
+        shutil.rmtree(folder / "base")
+    loader = {"own class": family.model_class, "AutoModel": AutoModel, "AutoModelForCausalLM": AutoModelForCausalLM}
+    loaded = loader[door].from_pretrained(path)
+    assert type(loaded) is family.model_class
+    assert not loaded.training
+    assert loaded.drafter.base is loaded.base and loaded.config.base_config is loaded.base.config
+    assert_same(model, loaded)
+    prompt = IDS[:1, :4]
+    assert torch.equal(loaded.generate(prompt, max_new_tokens=12), model.base.generate(prompt, max_new_tokens=12))
+
+
+def test_only_the_heads_are_stored_unless_the_base_is_asked_for(saved):
+    folder, model = saved
+    assert stored_names(folder / "heads") == {name for name in model.state_dict() if name.startswith("drafter.")}
+    model.save_pretrained(folder / "whole", include_base=True)
+    assert stored_names(folder / "whole") == set(model.state_dict())
+    assert not model.config.base_included
+
+
+def test_a_full_state_dict_from_a_trainer_is_filtered(saved):
+    folder, model = saved
+    model.save_pretrained(folder / "again", state_dict=model.state_dict())
+    assert stored_names(folder / "again") == stored_names(folder / "heads")
+
+
+def test_no_two_tensors_of_the_heads_share_memory(family, base):
+    drafter = family.build(base).drafter
+    assert len({tensor.data_ptr() for tensor in drafter.state_dict().values()}) == len(drafter.state_dict())
+    if "num_layers" in {**vars(family.build(base).config)}:
+        deep = family.build(base, num_layers=3).drafter
+        assert len({tensor.data_ptr() for tensor in deep.state_dict().values()}) == len(deep.state_dict())
+        assert sum(p.numel() for p in deep.parameters()) > sum(p.numel() for p in drafter.parameters())
+
+
+@pytest.mark.parametrize("form", ["heads only", "with base"])
+def test_sharded(family, saved, form):
+    folder, model = saved
+    model.save_pretrained(folder / "sharded", include_base=form == "with base", max_shard_size="20KB")
+    assert len(list((folder / "sharded").glob("*.safetensors"))) > 1
+    assert_same(model, family.model_class.from_pretrained(folder / "sharded"))
+
+
+def test_variant(family, saved):
+    folder, model = saved
+    model.save_pretrained(folder / "other", variant="float64")
+    assert [file.name for file in (folder / "other").glob("*.safetensors")] == ["model.float64.safetensors"]
+    assert_same(model, family.model_class.from_pretrained(folder / "other", variant="float64"))
+
+
+@pytest.mark.parametrize("form", ["heads only", "with base"])
+def test_tied_base(family, tmp_path, form):
+    base = tiny_base("llama-tied")
+    base.save_pretrained(tmp_path / "base")
+    model = family.build(base, base_model_name_or_path=str(tmp_path / "base"))
+    model.save_pretrained(tmp_path / "model", include_base=form == "with base")
+    loaded = family.model_class.from_pretrained(tmp_path / "model")
+    assert loaded.base.lm_head.weight is loaded.base.model.embed_tokens.weight
+    assert loaded.all_tied_weights_keys == {"base.lm_head.weight": "base.model.embed_tokens.weight"}
+    assert_same(model, loaded)
+
+
+@pytest.mark.parametrize("form", ["path", "object"])
+def test_another_place_of_the_same_base(family, saved, form):
+    folder, model = saved
+    (folder / "base").rename(folder / "moved")
+    base = folder / "moved" if form == "path" else copy.deepcopy(model.base)
+    loaded = family.model_class.from_pretrained(folder / "heads", base_model=base)
+    assert_same(model, loaded)
+    assert (loaded.base is base) == (form == "object")
+    assert_same(model, AutoModel.from_pretrained(folder / "heads", base_model=base))
+
+
+def test_heads_and_base_can_be_moved_together(family, saved):
+    folder, model = saved
+    assert json.loads((folder / "heads" / "config.json").read_text())["base_model_name_or_path"] == "../base"
+    for name in ("base", "heads"):
+        shutil.copytree(folder / name, folder / "elsewhere" / name)
+        shutil.rmtree(folder / name)
+    loaded = family.model_class.from_pretrained(folder / "elsewhere" / "heads")
+    assert_same(model, loaded)
+    loaded.save_pretrained(folder / "deep" / "down" / "heads")
+    assert_same(model, family.model_class.from_pretrained(folder / "deep" / "down" / "heads"))
+
+
+def test_a_live_base_stays_as_it_was(family, saved):
+    folder, model = saved
+    base = tiny_base("llama-gqa")
+    before, config = base(IDS).logits, copy.deepcopy(base.config)
+    for attached in (family.build(base), family.model_class.from_pretrained(folder / "heads", base_model=base)):
+        assert attached.base is base
+        assert torch.equal(base(IDS).logits, before)
+        assert base.config == config and base.config._attn_implementation == "sdpa"
+
+
+def test_deepcopy_and_conversion_move_the_whole_model(family, base):
+    model = family.build(base)
+    twin = copy.deepcopy(model)
+    assert twin.drafter.base is twin.base and twin.base is not base
+    assert_same(model, twin)
+    twin.half()
+    assert {tensor.dtype for tensor in twin.parameters()} == {torch.float16}
+    assert base.dtype == model.dtype == torch.float64
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, "bfloat16", "auto", None], ids=str)
+@pytest.mark.parametrize("loader", [AutoModel, None], ids=["AutoModel", "own class"])
+def test_the_drafter_takes_the_dtype_of_the_base(family, saved, dtype, loader):
+    folder, _ = saved
+    loaded = (loader or family.model_class).from_pretrained(folder / "heads", dtype=dtype)
+    expected = torch.float64 if dtype in ("auto", None) else torch.bfloat16
+    assert {tensor.dtype for tensor in loaded.parameters()} == {expected}
+
+
+@pytest.mark.parametrize("loader", [AutoModel, None], ids=["AutoModel", "own class"])
+@pytest.mark.parametrize("form", ["heads only", "with base"])
+def test_the_choice_of_attention_reaches_the_base(family, saved, loader, form):
+    folder, model = saved
+    model.save_pretrained(folder / "heads", include_base=form == "with base")
+    loaded = (loader or family.model_class).from_pretrained(folder / "heads", attn_implementation="eager")
+    assert loaded.base.config._attn_implementation == loaded.config._attn_implementation == "eager"
+    assert_same(model, loaded, atol=1e-5, rtol=1e-5)  # eager takes its softmax in float32
+
+
+@pytest.mark.parametrize("on_disk", ["base.model", "base.lm_head", "drafter"])
+@pytest.mark.parametrize("form", ["heads only", "with base"])
+def test_a_model_in_pieces_some_of_them_on_disk(family, saved, form, on_disk):
+    folder, model = saved
+    model.save_pretrained(folder / "heads", include_base=form == "with base")
+    pieces = {"base.model": "cpu", "base.lm_head": "cpu", "drafter": "cpu", on_disk: "disk"}
+    if form == "heads only":  # the heads follow the base, wherever they are told to go
+        pieces = {name.removeprefix("base."): place for name, place in pieces.items() if name != "drafter"}
+    loaded = AutoModel.from_pretrained(folder / "heads", device_map=pieces, offload_folder=folder / "offload")
+    if "disk" in pieces.values():
+        assert loaded.hf_device_map[on_disk] == "disk" and "drafter" in loaded.hf_device_map
+    features = torch.randn(1, 6, 32, dtype=torch.float64)
+    ours, theirs = (m.drafter.head_states(features, IDS[:1]) for m in (model, loaded))
+    for i, (mine, its) in enumerate(zip(ours, theirs, strict=True)):
+        torch.testing.assert_close(loaded.drafter.head_logits(i, its), model.drafter.head_logits(i, mine))
+    if on_disk != "base.model":
+        prompt = IDS[:1, :4]
+        assert torch.equal(loaded.generate(prompt, max_new_tokens=8), model.base.generate(prompt, max_new_tokens=8))
+
+
+def test_generation_follows_the_base_and_drafts_as_the_heads_say(family, saved):
+    folder, model = saved
+    base = tiny_base("llama-gqa")
+    base.generation_config = GenerationConfig(temperature=0.5, do_sample=True, eos_token_id=2, pad_token_id=0)
+    base.save_pretrained(folder / "base")
+    settings = {
+        "draft_tree": [[0], [1], [0, 0]],
+        "acceptance": "typical",
+        "posterior_threshold": 0.2,
+        "posterior_alpha": 0.4,
+        "calibration": [{"device": "cpu", "tree": [[0]]}],
+    }
+    assert model.generation_config.draft_tree == "mc_sim_7b_63"
+    for name, value in settings.items():
+        setattr(model.generation_config, name, value)
+    for form in (False, True):
+        model.generation_config.do_sample, model.generation_config.temperature = True, 0.5
+        model.save_pretrained(folder / "heads", include_base=form)
+        loaded = AutoModel.from_pretrained(folder / "heads")
+        assert loaded.generation_config.temperature == loaded.base.generation_config.temperature == 0.5
+        for name, value in settings.items():
+            assert getattr(loaded.generation_config, name) == value
+            assert not hasattr(loaded.base.generation_config, name)
+    given = GenerationConfig(max_new_tokens=3)
+    loaded = family.model_class.from_pretrained(folder / "heads", generation_config=given)
+    assert loaded.generation_config.max_new_tokens == 3
+
+
+def test_loading_info(family, saved):
+    folder, _ = saved
+    model, info = AutoModel.from_pretrained(folder / "heads", output_loading_info=True)
+    assert type(model) is family.model_class
+    assert not any(info.values())
+
+
+def test_the_config_round_trips(family, saved):
+    folder, model = saved
+    config = AutoConfig.from_pretrained(folder / "heads")
+    assert type(config) is family.model_class.config_class
+    assert config.get_text_config().vocab_size == VOCABULARY
+    assert config.get_text_config().rope_parameters == model.base.config.rope_parameters
+    for name in family.model_class.config_class.__annotations__:
+        assert getattr(config, name) == getattr(model.config, name)
+
+
+def test_a_quantization_of_the_base_is_not_left_in_the_heads(family, saved):
+    folder, model = saved
+    model.config.base_config.quantization_config = {"quant_method": "quanto", "weights": "int8"}
+    model.save_pretrained(folder / "heads")
+    assert "quantization_config" not in (folder / "heads" / "config.json").read_text()
+    del model.config.base_config.quantization_config
+    assert_same(model, AutoModel.from_pretrained(folder / "heads"))
+
+
+def test_forward_is_the_bases_own_and_declares_its_parameters(family, base):
+    model = family.build(base)
+    parameters = inspect.signature(model.forward).parameters
+    for name in ("input_ids", "attention_mask", "position_ids", "past_key_values", "labels", "logits_to_keep"):
+        assert name in parameters
+    mask = torch.ones_like(IDS)
+    ours, theirs = (m(IDS, attention_mask=mask, labels=IDS, logits_to_keep=0) for m in (model, base))
+    assert torch.equal(ours.loss, theirs.loss) and torch.equal(ours.logits, theirs.logits)
+    assert model(IDS, logits_to_keep=1).logits.shape[1] == 1
+    assert model.can_generate() and family.model_class.can_generate()
+    assert model.get_input_embeddings() is base.get_input_embeddings()
+
+
+@pytest.mark.parametrize("model_class", [MedusaForCausalLM, HydraForCausalLM])
+def test_building_from_a_config_gives_a_whole_random_model(model_class):
+    base = tiny_base("llama-tied")
+    config = model_class.config_class(base_config=base.config, num_draft_heads=2)
+    for model in (model_class(config), AutoModel.from_config(config)):
+        assert model.drafter.base is model.base is not base
+        assert torch.equal(model.drafter.projections.up[1].weight, model.base.lm_head.weight)
+        model.generate(IDS[:1], max_new_tokens=4)
+
+
+def test_fresh_heads_start_at_the_bases_own_projection(base):
+    medusa = MedusaForCausalLM.from_base(base, num_draft_heads=3, num_layers=2)
+    assert torch.equal(medusa.drafter.projections.up[2].weight, base.lm_head.weight)
+    assert all(not block.weight.any() and block.bias.any() for block in medusa.drafter.blocks)
+    hydra = HydraForCausalLM.from_base(base, num_draft_heads=3, num_layers=2)
+    assert torch.equal(hydra.drafter.projections.up[2].weight, base.lm_head.weight)
+    residual, gate = hydra.drafter.heads[1].path.weight.chunk(2)
+    assert residual.any() and not gate.any() and not hydra.drafter.heads[1].blocks[0].linear.weight.any()
+
+
+def test_from_base_by_path_passes_on_what_is_for_the_base(tmp_path):
+    tiny_base().save_pretrained(tmp_path)
+    model = MedusaForCausalLM.from_base(tmp_path, num_draft_heads=2, dtype=torch.bfloat16, attn_implementation="eager")
+    assert model.config.num_draft_heads == 2 and model.config.base_model_name_or_path == str(tmp_path)
+    assert {tensor.dtype for tensor in model.parameters()} == {torch.bfloat16}
+    assert model.base.config._attn_implementation == "eager"
+
+
+def test_pipeline(family, saved):
+    folder, model = saved
+    tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCABULARY)}, unk_token="w3"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="w0").save_pretrained(folder / "heads")
+    (folder / "base").rename(folder / "moved")
+    generator = pipeline(
+        "text-generation", model=str(folder / "heads"), model_kwargs={"base_model": str(folder / "moved")}
+    )
+    assert type(generator.model) is family.model_class
+    out = generator("w5 w9 w33", max_new_tokens=6, do_sample=False, return_tensors=True)
+    expected = model.base.generate(torch.tensor([[5, 9, 33]]), max_new_tokens=6)
+    assert out[0]["generated_token_ids"] == expected[0].tolist()
+
+
+# ---- bases on the Hub, played by a filled cache --------------------------------------------------------------------
+
+FIRST, SECOND = "1" * 40, "2" * 40
+
+
+def forget_warnings() -> None:
+    """Let the next `warning_once` be the first."""
+    logging.get_logger("hf_drafthead.modeling.base").warning_once.cache_clear()
+
+
+@pytest.fixture
+def cached_hub(tmp_path) -> dict:
+    """A cache that holds org/tiny in two revisions: `main` is the second."""
+    repository = tmp_path / "hub" / "models--org--tiny"
+    for commit in (FIRST, SECOND):
+        tiny_base().save_pretrained(repository / "snapshots" / commit)
+    (repository / "refs").mkdir()
+    for name, commit in (("main", SECOND), ("v1", FIRST)):
+        (repository / "refs" / name).write_text(commit)
+    return {"cache_dir": str(tmp_path / "hub"), "local_files_only": True}
+
+
+@pytest.mark.parametrize("revision, commit", [(None, SECOND), ("v1", FIRST), (FIRST, FIRST)])
+def test_the_commit_that_was_used_is_recorded_and_used_again(tmp_path, cached_hub, revision, commit, caplog):
+    model = MedusaForCausalLM.from_base("org/tiny", base_revision=revision, num_draft_heads=2, **cached_hub)
+    assert model.config.base_model_name_or_path == "org/tiny"
+    assert model.config.base_model_revision == commit
+    model.save_pretrained(tmp_path / "heads")
+    forget_warnings()
+    loaded = AutoModel.from_pretrained(tmp_path / "heads", **cached_hub)
+    assert loaded.config.base_model_revision == commit
+    assert "trained on" not in caplog.text
+
+
+def test_another_revision_of_the_base_warns_once(tmp_path, cached_hub, caplog):
+    model = MedusaForCausalLM.from_base("org/tiny", base_revision="v1", num_draft_heads=2, **cached_hub)
+    model.save_pretrained(tmp_path / "heads")
+    forget_warnings()
+    for _ in range(2):
+        AutoModel.from_pretrained(tmp_path / "heads", base_revision="main", **cached_hub)
+    assert caplog.text.count(f"trained on 'org/tiny' at {FIRST}; the base is 'org/tiny' at {SECOND}") == 1
+
+
+def test_the_record_of_a_hub_base_survives_loading_a_local_copy(tmp_path, cached_hub):
+    model = MedusaForCausalLM.from_base("org/tiny", num_draft_heads=2, **cached_hub)
+    model.save_pretrained(tmp_path / "heads")
+    model.base.save_pretrained(tmp_path / "copy")
+    loaded = AutoModel.from_pretrained(tmp_path / "heads", base_model=tmp_path / "copy")
+    assert loaded.config.base_model_name_or_path == "org/tiny"
+
+
+def test_the_list_of_families_holds_every_model_class():
+    from hf_drafthead.modeling import MODEL_CLASSES
+
+    assert {family.model_class for family in FAMILIES} == set(MODEL_CLASSES)
