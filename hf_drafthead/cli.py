@@ -23,7 +23,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-UsageError = typer.BadParameter.__base__  # typer brings its own click, and does not export this one
+UsageError: Any = typer.BadParameter.__base__  # of click, which typer brings along without exporting this
 # by the depth of the guess; the base's own tokens stay plain
 COLOURS = ("green", "cyan", "blue", "magenta", "red", "yellow")
 

@@ -62,7 +62,7 @@ def contest(
         batch_size: rows of the run in batches, padded on the left.
         progress: called after each batch of prompts, see `rounds`.
     """
-    options = {"max_new_tokens": max_new_tokens, "progress": progress}
+    options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "progress": progress}
     tree = fastest_tree(model, tokenizer, prompts[:TRIED_PROMPTS], candidate_trees(model), **options)
     published = DraftTree.resolve(PUBLISHED_TREE, model.drafter.max_depth, model.config.get_text_config().vocab_size)
     return Contest(

@@ -124,11 +124,10 @@ class PieceStreamer(BaseStreamer):
         if not self._prompt_seen:
             self._prompt_seen = True
             return
-        forwards = self._count.forwards
-        same_step = self._held is not None and self._held[2] == forwards
-        depth = self._held[1] + 1 if same_step else 1
+        _, depth, forwards = self._held or (0, 0, -1)
+        same_step = forwards == self._count.forwards
         self._tell_held(last_of_step=not same_step)
-        self._held = (int(value), depth, forwards)
+        self._held = (int(value), depth + 1 if same_step else 1, self._count.forwards)
 
     def end(self) -> None:
         """The last token, and what was held back of it."""

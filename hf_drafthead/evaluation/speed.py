@@ -178,7 +178,8 @@ def fastest_tree(
 
 def race(runs: Mapping[Any, Callable[[], Any]], repeats: int, device: torch.device) -> tuple[dict, dict[Any, float]]:
     """Call each in turn, `repeats` times over: what each returned last, and the median of its seconds."""
-    results, seconds = {}, {name: [] for name in runs}
+    results: dict[Any, Any] = {}
+    seconds: dict[Any, list[float]] = {name: [] for name in runs}
     for _ in range(repeats):
         for name, run in runs.items():
             wait(device)

@@ -57,7 +57,6 @@ def summarize(name: str) -> Summary:
     sizes = {key: math.prod(shape) for key, (shape, _) in tensors.items()}
     text_config = config.get_text_config()
     chosen = settings.get("draft_tree")
-    static = chosen is not None and chosen != "dynamic"
     return Summary(
         model=name,
         family=family_of(config),
@@ -71,7 +70,7 @@ def summarize(name: str) -> Summary:
         dtype=", ".join(sorted({dtype for _, dtype in tensors.values()})),
         fields=family_fields(config),
         settings=settings,
-        tree=DraftTree.resolve(chosen, config.num_draft_heads, text_config.vocab_size) if static else None,
+        tree=None if chosen is None else DraftTree.resolve(chosen, config.num_draft_heads, text_config.vocab_size),
     )
 
 

@@ -1,0 +1,93 @@
+"""The package: what a user installs holds everything, at the versions that CI runs."""
+
+import importlib.metadata
+import json
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).parents[1]
+
+
+def pinned() -> dict[str, str]:
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pairs = (line.split("==") for line in lines if line and not line.startswith("#"))
+    return {canonicalize_name(name): version for name, version in pairs}
+
+
+@pytest.fixture(scope="module")
+def unpacked(tmp_path_factory) -> Path:
+    """The wheel, built from the repository without network and laid out as pip would."""
+    folder = tmp_path_factory.mktemp("wheel")
+    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder), str(ROOT)]
+    built = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert built.returncode == 0, built.stdout + built.stderr
+    (wheel,) = folder.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(folder / "site")
+    return folder / "site"
+
+
+def test_the_wheel_holds_every_file_of_the_package(unpacked):
+    def held(folder: Path) -> set[str]:
+        files = (path for path in (folder / "hf_drafthead").rglob("*") if path.is_file())
+        names = (path.relative_to(folder).as_posix() for path in files if not path.name.startswith("."))
+        return {name for name in names if "__pycache__" not in name}
+
+    assert held(unpacked) == held(ROOT)
+    assert {path.name for path in unpacked.iterdir()} == {
+        "hf_drafthead",
+        f"hf_drafthead-{installed('hf-drafthead')}.dist-info",
+    }
+
+
+def test_the_wheel_works_where_the_repository_is_not(unpacked, tmp_path):
+    code = (
+        "import json, hf_drafthead, hf_drafthead.zoo as zoo\n"
+        "from hf_drafthead.generation.tree import published_trees\n"
+        "found = {'file': hf_drafthead.__file__, 'trees': published_trees(), 'families': zoo.families(),\n"
+        "         'nodes': hf_drafthead.DraftTree.from_name('mc_sim_7b_63').num_nodes}\n"
+        "print(json.dumps(found))\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(unpacked)!r})\n{code}"],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        timeout=120,
+    )
+    assert ended.returncode == 0, ended.stderr
+    found = json.loads(ended.stdout)
+    assert Path(found["file"]).is_relative_to(unpacked)
+    assert found["nodes"] == 64
+    assert len(found["trees"]) == 11
+    assert found["families"] == [
+        path.name
+        for path in sorted((ROOT / "hf_drafthead/zoo/assets").iterdir())
+        if (path / "config.json").is_file() and path.name != "base"
+    ]
+
+
+def test_every_dependency_has_an_exact_version_in_the_constraints():
+    required = [Requirement(line) for line in importlib.metadata.requires("hf-drafthead") or []]
+    versions = pinned()
+    assert {canonicalize_name(one.name) for one in required} <= set(versions)
+    for one in required:
+        assert one.specifier.contains(versions[canonicalize_name(one.name)]), (
+            f"{one} excludes what constraints.txt pins"
+        )
+    assert versions["torch"] == "2.13.0"
+
+
+def test_the_supported_versions_are_the_promised_ones():
+    metadata = importlib.metadata.metadata("hf-drafthead")
+    required = {one.name: str(one.specifier) for one in map(Requirement, metadata.get_all("Requires-Dist"))}
+    assert metadata["Requires-Python"] == ">=3.10"
+    assert required["torch"] == ">=2.11"
+    assert required["transformers"] == "<6,>=5.17"
+    assert metadata["License-Expression"] == "Apache-2.0"
