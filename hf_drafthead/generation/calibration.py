@@ -2,8 +2,8 @@
 
 A node is on the accepted path exactly when the next tokens of the text have the ranks that the node is named by. So
 one pass of the heads over a text gives the worth of every node of every tree at once, (0, 2) being the share of
-positions where head 1 had the next token first and head 2 the one after third. (Medusa, arXiv 2401.10774, section 2.3.3,
-multiplies accuracies per head; guesses depend on each other, which counting the paths themselves takes in.)
+positions where head 1 had the next token first and head 2 the one after third. (Medusa, arXiv 2401.10774, section
+2.3.3, multiplies accuracies per head; guesses depend on each other, which counting the paths themselves takes in.)
 
 Shapes: B rows, T tokens, K heads, V vocabulary, M positions, N nodes (root included).
 """
