@@ -203,7 +203,8 @@ def prefill(
     embeddings = inputs.get("inputs_embeds")
     known = past.get_seq_length()
     positions = known + max(prompt_length, 0 if embeddings is None else embeddings.shape[1])
-    room = min(longest - prompt_length, FIRST_ROOM) + tree.max_depth + 1
+    most = max(longest - prompt_length, 1)  # the first token comes even where a criterion fires on the prompt
+    room = min(most, FIRST_ROOM) + tree.max_depth + 1
     config = reader.base.config.get_text_config(decoder=True)
     cache = TreeCache(config.num_hidden_layers, tree.num_nodes, positions + room)
     if known:
@@ -230,7 +231,7 @@ def prefill(
         past_shift=cache.extent - prompt_length,
         position_shift=next_position - cache.extent,
         visible=visible,
-        draft_state=drafter.start(rows, positions + room),
+        draft_state=drafter.start(rows, positions + most),
         streamed=prompt_length,
     )
     everyone = list(range(rows))
@@ -337,14 +338,14 @@ def finish(
         state.cache.unload(ordinary_cache, known, length - 1 + state.past_shift)
     if not in_dict:
         return sequences
-    steps = torch.tensor(state.accepted_lengths, dtype=torch.long, device=sequences.device).reshape(-1, len(state.lengths))
+    steps = torch.tensor(state.accepted_lengths, dtype=torch.long, device=sequences.device)
     new = length - state.prompt_length
     return DraftHeadGenerateOutput(
         sequences=sequences,
         scores=tuple(rules.scores[:new]) if rules.keeps_scores else None,
         logits=tuple(rules.logits[:new]) if rules.keeps_logits else None,
         past_key_values=ordinary_cache,
-        accepted_lengths=steps.T,
+        accepted_lengths=steps.reshape(-1, len(state.lengths)).T,
     )
 
 

@@ -32,6 +32,17 @@ KNOWN_INPUTS = {
 }
 
 
+class CallConfig(GenerationConfig):
+    """The settings of one call, in which None is an answer: the base's own defaults do not fill it."""
+
+    settled: tuple[str, ...] = ()
+
+    def update(self, defaults_only: bool = False, allow_custom_entries: bool = False, **kwargs: Any) -> dict[str, Any]:
+        if defaults_only:
+            kwargs = {name: value for name, value in kwargs.items() if name not in self.settled}
+        return super().update(defaults_only=defaults_only, allow_custom_entries=allow_custom_entries, **kwargs)
+
+
 class DraftHeadGenerationMixin(GenerationMixin):
     """Gives a model with `base` and `drafter` a `generate` that returns what `base.generate` returns, sooner."""
 
@@ -119,17 +130,20 @@ class DraftHeadGenerationMixin(GenerationMixin):
 
     def _merged_config(
         self, given: GenerationConfig | None, kwargs: dict[str, Any]
-    ) -> tuple[GenerationConfig, dict[str, Any]]:
-        """The call's generation config with the model's for a default, and the arguments that are not part of it.
-
-        An argument that is None stays an argument: it switches a default off, which a config cannot say.
-        """
-        config = copy.deepcopy(self.generation_config if given is None else given)
+    ) -> tuple[CallConfig, dict[str, Any]]:
+        """The call's generation config with the model's for a default, and the arguments that are not part of it."""
+        config = CallConfig()
+        config.__dict__.update(copy.deepcopy(vars(self.generation_config if given is None else given)))
         if given is not None:
             config.update(**self.generation_config.to_dict(), defaults_only=True, allow_custom_entries=True)
-        nones = {name: value for name, value in kwargs.items() if value is None}
-        rest = config.update(**{name: value for name, value in kwargs.items() if value is not None})
-        return config, rest | nones
+        lengths = ("max_length", "min_length")  # the base wants to know whether these are its defaults
+        defaults = {
+            name: value for name, value in config._get_default_generation_params().items() if name not in lengths
+        }
+        config.update(**defaults, defaults_only=True)
+        rest = config.update(**kwargs)
+        config.settled = tuple(name for name, value in vars(config).items() if value is None and name not in lengths)
+        return config, rest
 
     def _draft_settings(self, config: GenerationConfig, asked: dict[str, Any]) -> Settings:
         """The call's settings, else the generation config's, else the defaults; checked."""
@@ -217,7 +231,7 @@ def _check_call(config: GenerationConfig, assistant_model, synced_gpus: bool | N
         raise Unsupported("synced_gpus keeps several processes in step")
 
 
-def _stop_strings_as_criterion(config: GenerationConfig, given, kwargs: dict[str, Any]) -> dict[str, Any]:
+def _stop_strings_as_criterion(config: CallConfig, given, kwargs: dict[str, Any]) -> dict[str, Any]:
     """The arguments that make `stop_strings` work: with a custom loop transformers loses the tokenizer on the way."""
     if config.stop_strings is None:
         return {"stopping_criteria": given}
@@ -228,8 +242,9 @@ def _stop_strings_as_criterion(config: GenerationConfig, given, kwargs: dict[str
         )
     without = copy.deepcopy(config)
     without.stop_strings = None
+    without.settled += ("stop_strings",)
     criteria = StoppingCriteriaList([StopStringCriteria(tokenizer, config.stop_strings), *(given or [])])
-    return {"generation_config": without, "stopping_criteria": criteria, "stop_strings": None}
+    return {"generation_config": without, "stopping_criteria": criteria}
 
 
 def _refuse_empty(input_ids: torch.Tensor | None, kwargs: dict[str, Any]) -> None:
