@@ -42,7 +42,7 @@ def test_the_wheel_holds_every_file_of_the_package(unpacked):
     assert held(unpacked) == held(ROOT)
     assert {path.name for path in unpacked.iterdir()} == {
         "hf_drafthead",
-        f"hf_drafthead-{installed('hf-drafthead')}.dist-info",
+        f"hf_drafthead-{importlib.metadata.version('hf-drafthead')}.dist-info",
     }
 
 
