@@ -79,15 +79,14 @@ def rounds(prompts: Sequence[Prompt], batch_size: int = 8) -> int:
 
 
 def candidate_trees(model: Any) -> list[DraftTree]:
-    """Trees of 8 to 32 nodes that grow along the model's own `draft_tree`, and that tree itself.
+    """The trees worth trying: of 8 to 32 nodes along the model's own rank paths, or the one tree that it names.
 
-    Rank paths are stored in the order in which calibration added them, each the one that was worth most, so the first n
-    of them are the best tree of n + 1 nodes.
+    Calibration stores rank paths in the order of their worth, so the first n of them are the best tree of n + 1 nodes.
     """
     stored = model.generation_config.draft_tree
-    paths = list(DraftTree.from_name(stored).paths) if isinstance(stored, str) else [tuple(path) for path in stored]
-    if model.drafter.max_depth is not None:
-        paths = [path for path in paths if len(path) <= model.drafter.max_depth]
+    if isinstance(stored, str):
+        return [DraftTree.resolve(stored, model.drafter.max_depth, model.config.get_text_config().vocab_size)]
+    paths = [tuple(path) for path in stored]
     return [DraftTree(grown(paths, size - 1)) for size in SIZES if size - 1 <= len(paths)] or [DraftTree(paths)]
 
 
