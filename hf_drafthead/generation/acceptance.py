@@ -23,15 +23,14 @@ if TYPE_CHECKING:
 
 @dataclass
 class Accepted:
-    """The outcome of a walk; entries behind a row's count are fillers.
+    """The outcome of a walk, row by row; a row that stood still has empty lists.
 
-    nodes (B, m): nodes from the root down whose keys and values become past; tokens (B, m): the tokens emitted, the
-    choice of the base at each of these nodes; counts: tokens emitted by each row.
+    nodes: from the root down, those whose keys and values become past; tokens: the choice of the base at each of them,
+    which is what was emitted. The last token is the next root.
     """
 
-    nodes: torch.Tensor
-    tokens: torch.Tensor
-    counts: list[int]
+    nodes: list[list[int]]
+    tokens: list[list[int]]
 
 
 def greedy_walk(
@@ -69,11 +68,8 @@ def greedy_walk(
             at = next((child for child in children[at] if drafted[row][child] == token), 0)
             if at == 0:
                 break
-    counts = [len(tokens_of_row) for tokens_of_row in emitted]
-    kept = torch.tensor(_filled(nodes), device=tokens.device)
-    new = torch.tensor(_filled(emitted), device=tokens.device)
-    state.emit(new, counts)
-    return Accepted(kept, new, counts)
+    state.emit(emitted)
+    return Accepted(nodes, emitted)
 
 
 def walk(
@@ -94,39 +90,38 @@ def walk(
         rules: chooses tokens and says which rows end.
         preferred: (B, N) token to emit at a node instead of the base's choice, -1 for none (`typical_choices`).
     """
-    all_rows = list(range(tokens.shape[0]))
+    drafted = tokens.tolist()
+    all_rows = list(range(len(drafted)))
     at = [0] * len(all_rows)
-    path: list[list[int]] = [[] for _ in all_rows]
-    before = list(state.lengths)
+    nodes: list[list[int]] = [[] for _ in all_rows]
+    emitted: list[list[int]] = [[] for _ in all_rows]
     moving = state.running(rules.pads)
     while moving:
         group = all_rows if rules.lockstep else moving
-        here = torch.tensor([at[row] for row in group], device=tokens.device)
+        here = [at[row] for row in group]
         chosen = rules.choose(group, logits[group, here], state.sequences, state.lengths)  # (g,)
         if preferred is not None:
-            instead = preferred[group, here]
+            instead = preferred[group, here].to(chosen.device)
             chosen = torch.where(instead >= 0, instead, chosen)
-        state.emit_one(moving, chosen if group is moving else chosen[moving])
+        token_of = dict(zip(group, chosen.tolist()))
+        state.emit([[token_of[row]] if row in moving else [] for row in all_rows])
         for row in moving:
-            path[row].append(at[row])
+            nodes[row].append(at[row])
+            emitted[row].append(token_of[row])
         for row, fired in zip(group, rules.stops(group, state.sequences, state.lengths)):
             if fired and state.ends[row] is None:
                 state.ends[row] = state.lengths[row]
-        # the root is no one's child, though it is listed as its own parent
-        hits = (topology.parents.expand_as(tokens)[group] == here[:, None]) & (tokens[group] == chosen[:, None])
-        hits[:, 0] = False
-        child = dict(zip(group, (hits.int().argmax(-1) * hits.any(-1)).tolist()))
         running = state.running(rules.pads)
-        going_on = [row for row in moving if child[row] and row in running]
+        going_on = []
+        for row in moving:
+            children = topology.children[row % len(topology.children)][at[row]]
+            at[row] = next((child for child in children if drafted[row][child] == token_of[row]), 0)
+            if at[row] and row in running:
+                going_on.append(row)
         if rules.lockstep and len(going_on) < len(running):
             break
         moving = going_on
-        for row in moving:
-            at[row] = child[row]
-    counts = [now - then for now, then in zip(state.lengths, before)]
-    nodes = torch.tensor(_filled(path), device=tokens.device)
-    emitted = [state.sequences[row, then : then + nodes.shape[1]] for row, then in enumerate(before)]
-    return Accepted(nodes, torch.stack(emitted), counts)
+    return Accepted(nodes, emitted)
 
 
 def typical_choices(
@@ -168,9 +163,3 @@ def typical_choices(
     spare = torch.cat([choices, choices[:, :1]], dim=1)
     spare.scatter_(1, torch.where(below, parents, tokens.shape[1]), tokens)
     return spare[:, :-1]
-
-
-def _filled(rows: list[list[int]]) -> list[list[int]]:
-    """Rows of one length, filled up with 0."""
-    width = max(len(row) for row in rows)
-    return [row + [0] * (width - len(row)) for row in rows]

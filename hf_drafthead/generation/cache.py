@@ -8,7 +8,7 @@ Every layer holds `capacity` slots per row behind `num_nodes` slots for the tree
 The nodes of a step are written right before the past, so one constant slice serves rows of any length, and keys are
 [nodes, past] without a copy. `commit` moves the accepted nodes behind each row's own past; nothing is concatenated.
 
-Shapes: B rows, N nodes of this step, C capacity, H key/value heads, E head size, m nodes to keep.
+Shapes: B rows, N nodes of this step, C capacity, H key/value heads, E head size.
 """
 
 from __future__ import annotations
@@ -52,24 +52,23 @@ class TreeCache(Cache):
         for layer in self.layers:
             layer.bind()
 
-    def commit(self, nodes: torch.Tensor, starts: list[int], step_nodes: int) -> None:
-        """Keep `nodes` of a step of `step_nodes` nodes as past.
+    def commit(self, nodes: list[list[int]], starts: list[int], step_nodes: int) -> None:
+        """Keep nodes of a step of `step_nodes` nodes as past.
 
         Args:
-            nodes: (B, m) node numbers from the root down. A row that keeps fewer than m may name any nodes after its
-                own: what lies behind a row's length is never looked at.
-            starts: the position of each row's root, B of them.
+            nodes: B lists of node numbers from the root down.
+            starts: the past position of each row's root, B of them.
             step_nodes: N.
         """
-        rows, slots = nodes.shape[0], self.num_nodes + self.capacity
-        row_starts = torch.arange(rows, device=nodes.device)[:, None] * slots
-        source = nodes + row_starts + (self.num_nodes - step_nodes)
-        first = torch.tensor(starts, device=nodes.device)[:, None] + self.num_nodes
-        target = torch.arange(nodes.shape[1], device=nodes.device) + row_starts + first
+        slots, first = self.num_nodes + self.capacity, self.num_nodes - step_nodes
+        source, target = [], []
+        for row, (kept, start) in enumerate(zip(nodes, starts)):
+            source += [row * slots + first + node for node in kept]
+            target += [row * slots + self.num_nodes + start + i for i in range(len(kept))]
         for pool in self.pools:
             device = pool.data.device
-            kept = pool.data.index_select(2, source.flatten().to(device))
-            pool.data.index_copy_(2, target.flatten().to(device), kept)
+            states = pool.data.index_select(2, torch.tensor(source, device=device))
+            pool.data.index_copy_(2, torch.tensor(target, device=device), states)
 
     def load(self, past: Cache) -> None:
         """Start from the past of an ordinary cache; sliding layers hold only its end."""

@@ -71,11 +71,12 @@ class Verified:
 class DecodingState:
     """All that one call knows. It belongs to the call: nothing of it lives on a module.
 
-    sequences: (B, width) token ids, padding behind each row's length; lengths: tokens of each row so far; ends: length
-    at which a criterion fired, or None; cache: keys and values of all tokens but each row's last; past_shift: past
-    positions minus tokens (not 0 where the call began with a cache or embeddings); position_shift (B, 1): position id
-    minus past position; visible: (B, prompt positions) where padding is hidden, or None; draft_state: the drafter's
-    own; unseen: features (B, A, F*H), tokens (B, A) and counts (B,) that the drafter has yet to observe.
+    sequences: (B, width) token ids where the caller's are, with padding behind each row's length; lengths: tokens of
+    each row so far; ends: length at which a criterion fired, or None; cache: keys and values of all tokens but each
+    row's last; past_shift: past positions minus tokens (not 0 where the call began with a cache or embeddings);
+    position_shift: (B, 1) position id minus past position, where the base computes; visible: (B, prompt positions)
+    where padding is hidden, or None; draft_state: the drafter's own; unseen: features (B, A, F*H), tokens (B, A) and
+    counts (B,) that the drafter has yet to observe.
     """
 
     sequences: torch.Tensor
@@ -93,8 +94,7 @@ class DecodingState:
     streamed: int = 0
 
     def __post_init__(self):
-        self.rows = torch.arange(len(self.lengths), device=self.sequences.device)
-        self.steps = torch.arange(self.cache.num_nodes + 1, device=self.sequences.device)
+        self.device = self.position_shift.device
 
     @property
     def past(self) -> list[int]:
@@ -103,11 +103,11 @@ class DecodingState:
 
     @property
     def root(self) -> torch.Tensor:
-        """(B, 1) each row's newest token."""
+        """(B, 1) each row's newest token, where the base computes."""
         if len(self.lengths) == 1:
-            return self.sequences[:, self.lengths[0] - 1 : self.lengths[0]]
+            return self.sequences[:, self.lengths[0] - 1 : self.lengths[0]].to(self.device)
         newest = torch.tensor(self.lengths, device=self.sequences.device)[:, None] - 1
-        return self.sequences.gather(1, newest)
+        return self.sequences.gather(1, newest).to(self.device)
 
     def running(self, pads: bool) -> list[int]:
         """Rows that still emit. Without padding a row that has ended goes on until the last one ends."""
@@ -116,22 +116,14 @@ class DecodingState:
         horizon = max(length + 1 if end is None else end for length, end in zip(self.lengths, self.ends))
         return [row for row, end in enumerate(self.ends) if end is None or self.lengths[row] < horizon]
 
-    def emit(self, tokens: torch.Tensor, counts: list[int]) -> None:
-        """Append the first `counts[row]` of `tokens` (B, m) to each row."""
-        if len(counts) == 1:
-            self.sequences[:, self.lengths[0] : self.lengths[0] + counts[0]] = tokens
-        else:
-            device, m = tokens.device, tokens.shape[1]
-            where = torch.tensor(self.lengths, device=device)[:, None] + self.steps[:m]
-            written = self.steps[:m] < torch.tensor(counts, device=device)[:, None]
-            self.sequences.scatter_(1, where, torch.where(written, tokens, self.sequences.gather(1, where)))
-        self.lengths = [length + count for length, count in zip(self.lengths, counts)]
-
-    def emit_one(self, rows: list[int], tokens: torch.Tensor) -> None:
-        """Append one token to each of `rows`; tokens (g,)."""
-        self.sequences[rows, [self.lengths[row] for row in rows]] = tokens
-        for row in rows:
-            self.lengths[row] += 1
+    def emit(self, tokens: list[list[int]]) -> None:
+        """Append each row's new tokens."""
+        width = self.sequences.shape[1]
+        places = [row * width + self.lengths[row] + i for row, new in enumerate(tokens) for i in range(len(new))]
+        device = self.sequences.device
+        values = torch.tensor([token for new in tokens for token in new], device=device)
+        self.sequences.view(-1).index_copy_(0, torch.tensor(places, device=device), values)
+        self.lengths = [length + len(new) for length, new in zip(self.lengths, tokens)]
 
     def reserve(self, tokens: int) -> None:
         """Make room for `tokens` more per row."""
@@ -213,16 +205,17 @@ def prefill(
     logits, features = _run_prompt(reader, arguments, rules.config.prefill_chunk_size)
     cache.append(features.shape[1])
 
+    device = next(arguments[name].device for name in ("input_ids", "inputs_embeds") if arguments.get(name) is not None)
     mask = inputs.get("attention_mask")
-    visible = None if mask is None or bool(mask.all()) else mask.bool().to(features.device)
+    visible = None if mask is None or bool(mask.all()) else mask.bool().to(device)
     position_ids = arguments.get("position_ids")
     if position_ids is None:
-        next_position = torch.full((rows, 1), cache.extent, device=features.device)
+        next_position = torch.full((rows, 1), cache.extent, device=device)
     else:
-        next_position = position_ids[:, -1:].expand(rows, 1).to(features.device) + 1
-    padding = torch.full((rows, room), rules.pad_token, dtype=torch.long, device=features.device)
+        next_position = position_ids[:, -1:].expand(rows, 1).to(device) + 1
+    padding = torch.full((rows, room), rules.pad_token, dtype=torch.long, device=input_ids.device)
     state = DecodingState(
-        sequences=torch.cat([input_ids.to(features.device), padding], dim=1),
+        sequences=torch.cat([input_ids, padding], dim=1),
         padding=rules.pad_token,
         prompt_length=prompt_length,
         lengths=[prompt_length] * rows,
@@ -235,7 +228,8 @@ def prefill(
         streamed=prompt_length,
     )
     everyone = list(range(rows))
-    state.emit_one(everyone, rules.choose(everyone, logits[:, -1], state.sequences, state.lengths))
+    roots = rules.choose(everyone, logits[:, -1], state.sequences, state.lengths)
+    state.emit([[token] for token in roots.tolist()])
     for row, fired in zip(everyone, rules.stops(everyone, state.sequences, state.lengths)):
         state.ends[row] = state.lengths[row] if fired else None
     state.unseen = _prompt_for_drafter(drafter, state.root, features, arguments, mask)
@@ -297,17 +291,20 @@ def accept(
 
 def commit(drafter, state: DecodingState, verified: Verified, accepted: Accepted) -> None:
     """Keep the accepted nodes' keys and values, and their hidden states for the drafter; drop the rest."""
-    starts = [past - count for past, count in zip(state.past, accepted.counts)]
+    starts = [past - len(kept) for past, kept in zip(state.past, accepted.nodes)]
     state.cache.commit(accepted.nodes, starts, verified.logits.shape[1])
     state.cache.extent = max(state.past)
-    counts = torch.tensor(accepted.counts, device=accepted.nodes.device)
+    device = verified.features.device
+    counts = torch.tensor([len(kept) for kept in accepted.nodes], device=device)
+    rows = torch.arange(len(counts), device=device)[:, None]
     if drafter.keeps_history:
-        kept = verified.features.gather(1, accepted.nodes[..., None].expand(-1, -1, verified.features.shape[-1]))
-        state.unseen = (kept, accepted.tokens, counts)
+        kept = torch.tensor(_filled(accepted.nodes), device=device)  # (B, m)
+        tokens = torch.tensor(_filled(accepted.tokens), device=device)
+        state.unseen = (verified.features[rows, kept], tokens, counts)
     else:
-        # a wrong row here costs speed and never correctness: the tests look at it by itself
-        last = accepted.nodes.gather(1, (counts - 1).clamp_min(0)[:, None])  # (B, 1)
-        state.unseen = (verified.features[state.rows[:, None], last], state.root, counts.clamp_max(1))
+        # a wrong node here costs speed and never correctness: the tests look at it by itself
+        last = torch.tensor([[kept[-1] if kept else 0] for kept in accepted.nodes], device=device)
+        state.unseen = (verified.features[rows, last], state.root, counts.clamp_max(1))
 
 
 def stream(state: DecodingState, streamer: BaseStreamer | None, rules: Rules) -> None:
@@ -349,6 +346,12 @@ def finish(
     )
 
 
+def _filled(rows: list[list[int]]) -> list[list[int]]:
+    """Rows of one length, filled up with 0."""
+    width = max(len(row) for row in rows)
+    return [row + [0] * (width - len(row)) for row in rows]
+
+
 def _run_prompt(reader: BaseReader, arguments: dict, chunk: int | None) -> tuple[torch.Tensor, torch.Tensor]:
     """Logits at the prompt's last position and features at all (B, T, F*H), in chunks where the call asks for them."""
     tokens = arguments.get("input_ids")
@@ -384,7 +387,7 @@ def _prompt_for_drafter(drafter, root, features, arguments, mask) -> tuple[torch
     tokens = arguments.get("input_ids")
     if not drafter.keeps_history or tokens is None:
         return features[:, -1:], root, ones
-    follow = torch.cat([tokens[:, 1:], root], dim=1)  # (B, T)
+    follow = torch.cat([tokens[:, 1:], root], dim=1).to(features.device)  # (B, T)
     if mask is None:
         return features, follow, ones * length
     valid = mask[:, -length:].to(features.device)

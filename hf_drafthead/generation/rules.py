@@ -117,7 +117,7 @@ class Rules:
         Returns:
             (g,) token ids.
         """
-        logits = logits.to(torch.float32, copy=True)
+        logits = logits.to(sequences.device, torch.float32, copy=True)
         scores = self._process(rows, logits, sequences, lengths)
         if self.keeps_scores:
             self._keep(self.scores, rows, scores, lengths)
@@ -133,8 +133,13 @@ class Rules:
 
     def probabilities(self, logits: torch.Tensor, sequences: torch.Tensor) -> torch.Tensor:
         """Processed probabilities at every node at once, (B, N, V); for processors that look only at the scores."""
-        flat = logits.to(torch.float32, copy=True).flatten(0, 1)
-        return self.processors(sequences[:1, :1].expand(len(flat), 1), flat).softmax(-1).view(logits.shape)
+        flat = logits.to(sequences.device, torch.float32, copy=True).flatten(0, 1)
+        return (
+            self.processors(sequences[:1, :1].expand(len(flat), 1), flat)
+            .softmax(-1)
+            .view(logits.shape)
+            .to(logits.device)
+        )
 
     def stops(self, rows: list[int], sequences: torch.Tensor, lengths: list[int]) -> list[bool]:
         """Whether a criterion fires on each row's prefix, the newest token included; g answers."""

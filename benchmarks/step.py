@@ -1,0 +1,188 @@
+"""What one step costs, part by part, in units of the base's one-token forward.
+
+    python benchmarks/step.py                         # the bundled models
+    python benchmarks/step.py --shape 160m --nodes 16 # random weights of a named LLaMA shape
+
+The parts are timed inside `generate()`, base and heads in turns in one process; figures are medians over the repeats.
+`bookkeeping` is the step without verify and draft: walk, commit and the loop around them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+
+import torch
+from transformers import AutoModel, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+import hf_drafthead
+from hf_drafthead import DraftTree, zoo
+from hf_drafthead.generation import decoding
+
+SHAPES = {
+    "68m": {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 2, "num_attention_heads": 12},
+    "160m": {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12},
+    "1b": {
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+    },
+    "7b": {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32},
+}
+STAGES = ("draft", "verify", "accept", "commit")
+
+
+@contextlib.contextmanager
+def timed(holder: object, names: tuple[str, ...], spent: dict[str, list[float]]) -> Iterator[None]:
+    """Note the seconds of every call of `holder`'s functions `names`."""
+    originals = {name: getattr(holder, name) for name in names}
+
+    def watch(name: str):
+        def call(*args, **kwargs):
+            _synchronize()
+            start = time.perf_counter()
+            result = originals[name](*args, **kwargs)
+            _synchronize()
+            spent[name].append(time.perf_counter() - start)
+            return result
+
+        return call
+
+    for name in names:
+        setattr(holder, name, watch(name))
+    try:
+        yield
+    finally:
+        for name in names:
+            setattr(holder, name, originals[name])
+
+
+@contextlib.contextmanager
+def clocked_loop() -> Iterator[dict[str, float]]:
+    """Note when the loop starts and ends: what happens once per call, before and after it, is no part of a step."""
+    clock: dict[str, float] = {}
+    prefill, finish = decoding.prefill, decoding.finish
+
+    def starting(*args, **kwargs):
+        state = prefill(*args, **kwargs)
+        _synchronize()
+        clock["start"] = time.perf_counter()
+        return state
+
+    def ending(*args, **kwargs):
+        _synchronize()
+        clock["end"] = time.perf_counter()
+        return finish(*args, **kwargs)
+
+    decoding.prefill, decoding.finish = starting, ending
+    try:
+        yield clock
+    finally:
+        decoding.prefill, decoding.finish = prefill, finish
+
+
+def measure(model: PreTrainedModel, tree: DraftTree, prompt: torch.Tensor, new_tokens: int, repeats: int) -> dict:
+    """Medians over `repeats` of every part's cost per step.
+
+    Args:
+        model: with draft heads.
+        tree: to verify.
+        prompt: (B, P) token ids.
+        new_tokens: to generate in each run; the base and the heads take turns.
+    """
+    settings = {"max_new_tokens": new_tokens, "do_sample": False, "eos_token_id": None}
+    rows: dict[str, list[float]] = defaultdict(list)
+    for repeat in range(repeats + 1):
+        spent: dict[str, list[float]] = defaultdict(list)
+        with timed(model.base, ("forward",), spent):
+            start = time.perf_counter()
+            model.base.generate(prompt, **settings)
+            base_seconds = (time.perf_counter() - start) / new_tokens
+        with timed(decoding, STAGES, spent), clocked_loop() as loop:
+            output = model.generate(prompt, draft_tree=tree, return_dict_in_generate=True, **settings)
+        if repeat == 0:
+            continue  # warm-up
+        steps = output.accepted_lengths.shape[1]
+        rows["base_forward_ms"].append(1e3 * statistics.median(spent["forward"][1:]))
+        rows["base_generate_ms"].append(1e3 * base_seconds)
+        rows["step_ms"].append(1e3 * (loop["end"] - loop["start"]) / steps)
+        for stage in STAGES:
+            rows[f"{stage}_ms"].append(1e3 * sum(spent[stage]) / steps)
+        rows["tokens_per_step"].append(output.accepted_lengths.sum().item() / output.accepted_lengths.gt(0).sum().item())
+    figures = {name: statistics.median(values) for name, values in rows.items()}
+    figures["bookkeeping_ms"] = figures["step_ms"] - figures["verify_ms"] - figures["draft_ms"]
+    unit = figures["base_forward_ms"]
+    for part in ("step", *STAGES, "bookkeeping", "base_generate"):
+        figures[part] = figures[f"{part}_ms"] / unit
+    return figures
+
+
+def random_model(shape: str, family: str, dtype: torch.dtype) -> PreTrainedModel:
+    """Random weights of a named shape, with fresh heads."""
+    torch.manual_seed(0)
+    config = LlamaConfig(**({"vocab_size": 32000, "max_position_embeddings": 4096} | SHAPES[shape]))
+    base = LlamaForCausalLM(config).to(dtype).eval()
+    classes = {"medusa": hf_drafthead.MedusaForCausalLM, "hydra": hf_drafthead.HydraForCausalLM}
+    return classes[family].from_base(base)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", help="a draft-head checkpoint; default: every one in the zoo")
+    parser.add_argument("--shape", choices=SHAPES, help="random weights of this shape instead")
+    parser.add_argument("--family", default="medusa", help="heads of the random shape")
+    parser.add_argument("--nodes", type=int, nargs="*", default=[8, 16, 32, 64], help="tree sizes, root included")
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--json", help="also write the figures here")
+    args = parser.parse_args()
+    names = [args.shape] if args.shape else [args.model] if args.model else [zoo.path(f) for f in zoo.families()]
+    table = []
+    for name in names:
+        if args.shape:
+            model = random_model(name, args.family, getattr(torch, args.dtype)).to(args.device)
+            prompt = torch.randint(0, 32000, (args.batch, 64))
+        else:
+            model = AutoModel.from_pretrained(name, dtype=getattr(torch, args.dtype)).to(args.device)
+            tokenizer = AutoTokenizer.from_pretrained(name)
+            prompt = tokenizer(["import os\n\n\ndef walk("] * args.batch, return_tensors="pt").input_ids
+        for nodes in args.nodes:
+            paths = sorted(DraftTree.from_name("mc_sim_7b_63").paths, key=lambda path: (len(path) + sum(path), path))
+            tree = DraftTree(paths[: nodes - 1])
+            figures = measure(model, tree, prompt.to(args.device), args.tokens, args.repeats)
+            table.append({"model": str(name).rsplit("/")[-1], "nodes": nodes, "batch": args.batch, **figures})
+            show(table[-1], first=len(table) == 1)
+    if args.json:
+        with open(args.json, "w") as file:
+            json.dump(table, file, indent=1)
+
+
+def show(row: dict, first: bool) -> None:
+    parts = ("step", "verify", "draft", "accept", "commit", "bookkeeping", "base_generate")
+    if first:
+        print(f"{'model':<16}{'nodes':>6}{'batch':>6}{'base ms':>9}" + "".join(f"{part:>14}" for part in parts))
+    print(
+        f"{row['model']:<16}{row['nodes']:>6}{row['batch']:>6}{row['base_forward_ms']:>9.2f}"
+        + "".join(f"{row[part]:>14.3f}" for part in parts),
+        flush=True,
+    )
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+if __name__ == "__main__":
+    main()
