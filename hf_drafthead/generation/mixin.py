@@ -176,9 +176,9 @@ class DraftHeadGenerationMixin(GenerationMixin):
             try:
                 known[key] = probe(base, self.drafter.feature_layers)
             except Unsupported as reason:
-                known[key] = reason
-        if isinstance(known[key], Unsupported):
-            raise known[key]
+                known[key] = str(reason)  # not the exception, whose traceback would keep the probe's tensors alive
+        if isinstance(known[key], str):
+            raise Unsupported(known[key])
         return known[key]
 
 
