@@ -1,0 +1,118 @@
+"""Remembers right: the drafter is given the base's own hidden states, in order, each with the token that follows it.
+
+A wrong one costs speed and never correctness, so no comparison of texts would find it. The drafters of `agree` compare
+every one of them with a plain forward of the base; here it is asserted that they were given what they asked for.
+"""
+
+import pytest
+import torch
+
+from tests.drafters import Drafted, half_right, hidden_states, right
+from tests.families import FAMILIES
+from tests.generation.agreement import TREE, agree, prompt, shared_base
+
+CALLS = {
+    "greedy": {"max_new_tokens": 22},
+    "sampled": {"max_new_tokens": 22, "do_sample": True},
+    "with processors": {"max_new_tokens": 22, "repetition_penalty": 1.1, "no_repeat_ngram_size": 2},
+}
+every_call = pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+
+
+@every_call
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("guess", [right, half_right], ids=["right", "half-right"])
+def test_a_drafter_with_a_memory_sees_every_position_once(guess, rows, call):
+    inputs = prompt(rows)
+    found = agree(inputs=inputs, guess=guess, call=call, draft={"keeps_history": True})
+    (state,) = found.oracle.states
+    assert state.steps == found.steps
+    for row, text in enumerate(found.oracle.texts):
+        # the last step's nodes are kept but not told any more
+        told = len(state.seen[row])
+        assert state.seen[row] == list(range(told))
+        assert told >= int(inputs["attention_mask"][row].sum())
+        running = found.got.accepted_lengths[row].nonzero().flatten()
+        last = int(running[-1]) if len(running) else 0
+        before_last = found.got.accepted_lengths[row, :last].sum()
+        if last == found.steps - 1:
+            assert told == int(inputs["attention_mask"][row].sum()) + before_last
+        else:
+            assert told == len(text) - 1
+
+
+@every_call
+@pytest.mark.parametrize("rows", [1, 4])
+def test_a_drafter_without_sees_the_last_position_of_every_step(rows, call):
+    inputs = prompt(rows)
+    found = agree(inputs=inputs, call=call)
+    (state,) = found.oracle.states
+    for row in range(rows):
+        accepted = [n for n in found.got.accepted_lengths[row].tolist() if n]
+        last = int(inputs["attention_mask"][row].sum()) - 1
+        places = [last]
+        for n in accepted:
+            places.append(places[-1] + n)
+        assert state.seen[row] == places[: len(state.seen[row])]
+        assert len(state.seen[row]) in (len(places), len(places) - 1)
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_the_heads_of_every_family_are_given_the_base_s_hidden_states(family, monkeypatch):
+    base = shared_base("llama")
+    model = family.build(base)
+    inputs, given = prompt(2), []
+    observe = model.drafter.observe
+
+    def spy(state, features, tokens, lengths):
+        given.append((features.clone(), tokens.clone(), lengths.clone()))
+        return observe(state, features, tokens, lengths)
+
+    monkeypatch.setattr(model.drafter, "observe", spy)
+    sequences = model.generate(**inputs, max_new_tokens=14, draft_tree=TREE, eos_token_id=None)
+    for row, padding in enumerate((9 - inputs["attention_mask"].sum(1)).tolist()):
+        text = sequences[row, padding:].tolist()
+        known, at = hidden_states(base, text), -1
+        for features, tokens, lengths in given:
+            for hidden, token in zip(features[row, : lengths[row]], tokens[row, : lengths[row]].tolist()):
+                distances = (known - hidden).abs().amax(-1)
+                assert distances.min() < 1e-9
+                at = at + 1 if model.drafter.keeps_history else int(distances.argmin())
+                assert distances[at] < 1e-9 and text[at + 1] == token
+        assert at >= len(text) - 2 - len(TREE)
+
+
+def test_a_drafter_is_told_how_many_positions_there_can_be(monkeypatch):
+    monkeypatch.setattr("hf_drafthead.generation.decoding.FIRST_ROOM", 4)
+    found = agree(inputs=prompt(2), call={"max_new_tokens": 40}, draft={"keeps_history": True})
+    assert found.oracle.states[0].capacity >= 9 + 40 - 1
+
+
+def test_several_hidden_states_of_the_base_are_laid_side_by_side():
+    base = shared_base("llama")
+    heads = FAMILIES[0].build(base)
+    given = []
+
+    class Sees:
+        feature_layers = (0, 1, -1)
+        max_depth = 4
+        keeps_history = True
+
+        def start(self, batch_size, capacity):
+            return heads.drafter.start(batch_size, capacity)
+
+        def observe(self, state, features, tokens, lengths):
+            given.append(features[0, : lengths[0]])
+            return heads.drafter.observe(state, features[..., -base.config.hidden_size :], tokens, lengths)
+
+        def expand(self, state, tokens, parents):
+            return heads.drafter.expand(state, tokens, parents)
+
+    got = Drafted(base, Sees()).generate(**prompt(), max_new_tokens=12, draft_tree=TREE)
+    assert torch.equal(got, base.generate(**prompt(), max_new_tokens=12))
+    with torch.no_grad():
+        layers = base(got[:, :-1], output_hidden_states=True).hidden_states
+    expected = torch.cat([layers[layer] for layer in Sees.feature_layers], dim=-1)[0]
+    seen = torch.cat(given)
+    torch.testing.assert_close(seen, expected[: len(seen)], rtol=0, atol=1e-9)
+    assert len(seen) > 9
