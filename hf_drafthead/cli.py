@@ -31,11 +31,6 @@ Model = Annotated[str, typer.Argument(metavar="MODEL", help="Folder of a draft-h
 Json = Annotated[Path | None, typer.Option("--json", metavar="PATH", help="Write the figures there as JSON.")]
 
 
-@app.callback()
-def common() -> None:
-    """Draft heads as ordinary Hugging Face models: the base's own text in fewer forward passes."""
-
-
 @app.command()
 def generate(
     model: Model,
@@ -180,9 +175,11 @@ def main(arguments: list[str] | None = None) -> None:
     hub_logging.set_verbosity_error()  # a Hub that cannot be reached is told once, not at every retry
     logging.disable_progress_bar()
     try:
-        code = app(args=(sys.argv[1:] if arguments is None else arguments) or ["--help"], standalone_mode=False)
+        words = sys.argv[1:] if arguments is None else arguments
+        code = app(args=words or ["--help"], prog_name="hf-drafthead", standalone_mode=False)
     except UsageError as error:
-        complain(error.format_message())
+        asked = error.ctx.command_path if error.ctx else "hf-drafthead"
+        complain(f"{error.format_message().rstrip('.')}: see `{asked} --help`.")
         code = 2
     except (OSError, TypeError, ValueError) as error:
         complain(str(error))
@@ -237,12 +234,14 @@ def bar(total: int) -> Iterator[Callable[[str], Callable[[], None]]]:
     """A progress bar on stderr; what it yields names a part of the work and returns what to call at each step."""
     columns = (TextColumn("{task.description:<10}"), BarColumn(), TimeElapsedColumn())
     console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+    hidden = not console.is_terminal
+    # drawn between measurements: a thread that draws would share the clock with what is measured
+    with Progress(*columns, console=console, transient=True, disable=hidden, auto_refresh=False) as progress:
         task = progress.add_task("", total=total)
 
         def begin(part: str) -> Callable[[], None]:
-            progress.update(task, description=part)
-            return lambda: progress.advance(task)
+            progress.update(task, description=part, refresh=True)
+            return lambda: progress.update(task, advance=1, refresh=True)
 
         yield begin
 

@@ -242,7 +242,7 @@ def test_a_bad_tree_is_refused_in_one_line(folder, run, tree, text):
     "arguments, text",
     [
         (["generate", "{model}", "--prompt", ""], "the prompt is empty: give the text to continue with --prompt"),
-        (["generate", "{model}"], "Missing option '--prompt'"),
+        (["generate", "{model}"], "Missing option '--prompt': see `hf-drafthead generate --help`."),
         (["generate", "{model}", "--prompt", "x", "--max-new-tokens", "0"], "Invalid value for '--max-new-tokens': "),
         (
             ["generate", "{model}", "--prompt", "x", "--max-new-tokens", "many"],
@@ -257,7 +257,7 @@ def test_a_bad_tree_is_refused_in_one_line(folder, run, tree, text):
             "--json '.' is a folder: give the path of a file in a folder that exists.",
         ),
         (["info"], "Missing argument 'MODEL'"),
-        (["fly"], "No such command 'fly'"),
+        (["fly"], "No such command 'fly': see `hf-drafthead --help`."),
         (["demo", "--family", "owl"], "the zoo holds no model 'owl': expected one of base, hydra, medusa"),
         (
             ["demo", "--max-new-tokens", "126"],
