@@ -7,8 +7,11 @@ import functools
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from transformers import GenerationConfig, StoppingCriteriaList
 from transformers.generation import GenerateDecoderOnlyOutput, GenerationMixin, GenerationMode, StopStringCriteria
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
+from transformers.integrations.fsdp import is_fsdp_managed_module
 from transformers.utils import logging
 
 from hf_drafthead.generation.cache import can_load
@@ -103,7 +106,7 @@ class DraftHeadGenerationMixin(GenerationMixin):
         try:
             if custom_generate is not None:
                 raise Unsupported("custom_generate is given")
-            _check_call(config, assistant_model, synced_gpus)
+            _check_call(self.base, config, assistant_model, synced_gpus)
             loop = functools.partial(
                 _decode_if_possible,
                 reader=self._base_reader(),
@@ -212,7 +215,7 @@ def _decode_if_possible(base, input_ids, *, reader, drafter, settings, streamer,
     )
 
 
-def _check_call(config: GenerationConfig, assistant_model, synced_gpus: bool | None) -> None:
+def _check_call(base, config: GenerationConfig, assistant_model, synced_gpus: bool | None) -> None:
     """Refuse, before anything runs, what the loop cannot do.
 
     Raises:
@@ -227,8 +230,11 @@ def _check_call(config: GenerationConfig, assistant_model, synced_gpus: bool | N
         raise Unsupported(f"cache_implementation is {config.cache_implementation!r}")
     if config.output_attentions or config.output_hidden_states:
         raise Unsupported("attentions or hidden states are asked for")
-    if synced_gpus:
-        raise Unsupported("synced_gpus keeps several processes in step")
+    if config.token_healing:
+        raise Unsupported("token healing rewrites the prompt")
+    sharded = is_deepspeed_zero3_enabled() or is_fsdp_managed_module(base)
+    if synced_gpus or (synced_gpus is None and sharded and dist.is_initialized() and dist.get_world_size() > 1):
+        raise Unsupported("several processes must stay in step")
 
 
 def _stop_strings_as_criterion(config: CallConfig, given, kwargs: dict[str, Any]) -> dict[str, Any]:
