@@ -89,7 +89,7 @@ def train_base(
         weight_decay=0.1,
         adam_beta2=0.95,
         max_grad_norm=1.0,
-        logging_steps=50,
+        logging_steps=min(50, steps),
         eval_strategy="steps",
         eval_steps=400,
         save_steps=200,
@@ -101,18 +101,28 @@ def train_base(
     )
     clock = Clock(work / "clock.json")
     trainer = Trainer(model, arguments, train_dataset=Rows(rows), eval_dataset=Rows(held_out), callbacks=[clock])
-    checkpoint = get_last_checkpoint(work) if work.is_dir() else None
-    trainer.train(resume_from_checkpoint=checkpoint)
-    last_losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry][-4:]
+    trainer.train(resume_from_checkpoint=last_checkpoint(work))
+    minutes = round(clock.minutes, 1)
     held_out_loss = trainer.evaluate()["eval_loss"]
     return model.eval(), {
         "steps": steps,
         "tokens": steps * 8 * ROW,
-        "train_loss": round(sum(last_losses) / len(last_losses), 4),
+        "train_loss": recent_loss(trainer),
         "held_out_loss": round(held_out_loss, 4),
         "held_out_perplexity": round(math.exp(held_out_loss), 3),
-        "minutes": round(clock.minutes, 1),
+        "minutes": minutes,
     }
+
+
+def last_checkpoint(work: Path) -> str | None:
+    """The Trainer's last checkpoint under ``work``, if there is one to go on from."""
+    return get_last_checkpoint(work) if work.is_dir() else None
+
+
+def recent_loss(trainer: Trainer) -> float:
+    """Training loss over the last four logs."""
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry][-4:]
+    return round(sum(losses) / len(losses), 4)
 
 
 def save_base(model: LlamaForCausalLM, folder: Path) -> None:

@@ -5,20 +5,26 @@ given, and an interrupted training goes on from its last checkpoint in the work 
 """
 
 import argparse
+import functools
 import json
 import platform
 import shutil
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import tokenizers
 import torch
 import transformers
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_drafthead.zoo import ASSETS
 from hf_drafthead.zoo.base import ROW, VOCAB_SIZE, save_base, train_base
-from hf_drafthead.zoo.corpus import read_corpus, text_hash
+from hf_drafthead.zoo.corpus import SourceFile, read_corpus, text_hash
+from hf_drafthead.zoo.heads import FAMILIES, save_heads, train_heads
+from hf_drafthead.zoo.prompts import cut_prompts, write_prompts
 from hf_drafthead.zoo.tokenizer import pack, train_tokenizer
 
 
@@ -32,28 +38,85 @@ class Build:
     command: str
 
 
+def build_prompts(build: Build) -> None:
+    """40 prompts from the held-out files."""
+    build.output.mkdir(parents=True, exist_ok=True)
+    write_prompts(cut_prompts(read_corpus(), 40), build.output / "prompts.jsonl")
+
+
 def build_base(build: Build) -> None:
     """Tokenizer and base, both trained on the corpus."""
-    corpus = read_corpus()
-    training = [file for file in corpus if not file.held_out]
+    training, held_out = _split_corpus()
     tokenizer = train_tokenizer(training, VOCAB_SIZE, ROW)
-    rows = pack(tokenizer, training, ROW)
-    held_out = pack(tokenizer, [file for file in corpus if file.held_out], ROW)
-    steps = 2560
-    model, figures = train_base(tokenizer, rows, held_out, build.work / "base", steps=steps, seed=build.seed)
+    rows, held_out_rows = pack(tokenizer, training, ROW), pack(tokenizer, held_out, ROW)
+    model, figures = train_base(tokenizer, rows, held_out_rows, build.work / "base", steps=2560, seed=build.seed)
     folder = build.output / "base"
     save_base(model, folder)
     tokenizer.save_pretrained(folder)
-    text = {
+    _write_summary(build, folder, {**_about(training), "text_tokens": rows.numel(), **figures})
+
+
+def build_heads(build: Build, family: str) -> None:
+    """One family's heads for the base that is in the output folder."""
+    training, held_out = _split_corpus()
+    base = AutoModelForCausalLM.from_pretrained(build.output / "base")
+    tokenizer = AutoTokenizer.from_pretrained(build.output / "base")
+    rows, held_out_rows = pack(tokenizer, training, ROW), pack(tokenizer, held_out, ROW)
+    model, figures = train_heads(family, base, rows, held_out_rows, build.work / family, steps=600, seed=build.seed)
+    folder = build.output / family
+    save_heads(model, folder)
+    tokenizer.save_pretrained(folder)
+    _write_summary(build, folder, {"family": family, **_about(training), **figures})
+
+
+PARTS: dict[str, Callable[[Build], None]] = {
+    "prompts": build_prompts,
+    "base": build_base,
+    **{family: functools.partial(build_heads, family=family) for family in FAMILIES},
+}
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Build the parts asked for, all of them by default."""
+    parser = argparse.ArgumentParser(prog="python -m hf_drafthead.zoo.build", description="Rebuild the bundled zoo.")
+    parser.add_argument("--part", action="append", choices=list(PARTS), help="build this part (may be repeated)")
+    parser.add_argument("--output", type=Path, default=ASSETS, help="where the models go")
+    parser.add_argument("--work", type=Path, default=Path(".zoo-build"), help="where checkpoints are kept")
+    parser.add_argument("--seed", type=int, default=0, help="of initial weights and of the order of rows")
+    parser.add_argument("--force", action="store_true", help="build parts again that are there already")
+    given = parser.parse_args(arguments)
+    words = sys.argv[1:] if arguments is None else arguments
+    build = Build(given.output, given.work, given.seed, " ".join(["python -m hf_drafthead.zoo.build", *words]))
+    for part, build_part in PARTS.items():
+        if given.part and part not in given.part:
+            continue
+        done = build.output / ("prompts.jsonl" if part == "prompts" else f"{part}/training_summary.json")
+        if done.is_file() and not given.force:
+            print(f"{part}: there already, skipped (--force builds it again)")
+            continue
+        if given.force:
+            shutil.rmtree(build.work / part, ignore_errors=True)
+        print(f"{part}: building", flush=True)
+        build_part(build)
+        print(f"{part}: done", flush=True)
+
+
+def _split_corpus() -> tuple[list[SourceFile], list[SourceFile]]:
+    """Training and held-out files."""
+    corpus = read_corpus()
+    return [file for file in corpus if not file.held_out], [file for file in corpus if file.held_out]
+
+
+def _about(training: list[SourceFile]) -> dict[str, Any]:
+    """What text it was."""
+    return {
         "text": f"standard library of Python {platform.python_version()}",
         "text_files": len(training),
         "text_sha256": text_hash(training),
-        "text_tokens": rows.numel(),
     }
-    write_summary(build, folder, {**text, **figures})
 
 
-def write_summary(build: Build, folder: Path, figures: dict) -> None:
+def _write_summary(build: Build, folder: Path, figures: dict[str, Any]) -> None:
     """Write ``training_summary.json``: how these weights came to be."""
     summary = {
         "command": build.command,
@@ -66,33 +129,6 @@ def write_summary(build: Build, folder: Path, figures: dict) -> None:
         **figures,
     }
     (folder / "training_summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-
-
-PARTS = {"base": build_base}
-
-
-def main(arguments: list[str] | None = None) -> None:
-    """Build the parts asked for, all of them by default."""
-    parser = argparse.ArgumentParser(prog="python -m hf_drafthead.zoo.build", description="Rebuild the bundled zoo.")
-    parser.add_argument("--part", action="append", choices=list(PARTS), help="build this part (may be repeated)")
-    parser.add_argument("--output", type=Path, default=ASSETS, help="where the models go")
-    parser.add_argument("--work", type=Path, default=Path(".zoo-build"), help="where checkpoints are kept")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--force", action="store_true", help="build parts again that are there already")
-    given = parser.parse_args(arguments)
-    words = sys.argv[1:] if arguments is None else arguments
-    build = Build(given.output, given.work, given.seed, " ".join(["python -m hf_drafthead.zoo.build", *words]))
-    for part in PARTS:
-        if given.part and part not in given.part:
-            continue
-        if (build.output / part / "training_summary.json").is_file() and not given.force:
-            print(f"{part}: there already, skipped (--force builds it again)")
-            continue
-        if given.force:
-            shutil.rmtree(build.work / part, ignore_errors=True)
-        print(f"{part}: building", flush=True)
-        PARTS[part](build)
-        print(f"{part}: done, {build.output / part}", flush=True)
 
 
 if __name__ == "__main__":
