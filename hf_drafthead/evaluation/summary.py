@@ -70,8 +70,13 @@ def summarize(name: str) -> Summary:
         dtype=", ".join(sorted({dtype for _, dtype in tensors.values()})),
         fields=family_fields(config),
         settings=settings,
-        tree=None if chosen is None else DraftTree.resolve(chosen, config.num_draft_heads, text_config.vocab_size),
+        tree=None if chosen is None else DraftTree.resolve(chosen, deepest(config), text_config.vocab_size),
     )
+
+
+def deepest(config: DraftHeadConfig) -> int | None:
+    """The deepest level that the heads can guess: EAGLE's one head guesses at every depth."""
+    return None if family_of(config) == "eagle" else config.num_draft_heads
 
 
 def family_fields(config: DraftHeadConfig) -> dict[str, Any]:
