@@ -84,7 +84,7 @@ class Oracle:
     def __post_init__(self):
         self.vocabulary = self.base.config.vocab_size
         with torch.no_grad():
-            self.features = [hidden_states(self.base, text) for text in self.texts]
+            self.features = [hidden_states(self.base, text[:-1]) for text in self.texts]  # the last token is not read
 
     def start(self, batch_size: int, capacity: int) -> Knowledge:
         assert batch_size == len(self.texts)

@@ -1,4 +1,4 @@
-"""Paid off: a drafter that knows the answer takes exactly the fewest steps, and every step is one forward of the base."""
+"""Paid off: a drafter that knows the answer takes exactly the fewest steps; a step is one forward of the base."""
 
 import math
 
@@ -39,16 +39,14 @@ def fewest(new_tokens: int, depth: int) -> list[int]:
 @every_kind
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("tree", [TREE, CHAIN, [[0]]], ids=["tree", "chain", "one node"])
-def test_knowing_the_answer_takes_the_fewest_steps(tree, rows, kind):
-    for new_tokens in (1, 2, 11, 18):
-        found = agree(
-            inputs=prompt(rows), guess=right, tree=tree, call=lambda: {"max_new_tokens": new_tokens, **kind()}
-        )
-        depth = DraftTree(tree).max_depth
-        assert found.steps == math.ceil((max(found.new_tokens) - 1) / (depth + 1))
-        for row, own in enumerate(found.new_tokens):
-            accepted = fewest(own, depth)
-            assert found.got.accepted_lengths[row].tolist() == accepted + [0] * (found.steps - len(accepted))
+@pytest.mark.parametrize("new_tokens", [1, 2, 11, 18])
+def test_knowing_the_answer_takes_the_fewest_steps(new_tokens, tree, rows, kind):
+    inputs, depth = prompt(rows), DraftTree(tree).max_depth
+    found = agree(inputs=inputs, guess=right, tree=tree, call=lambda: {"max_new_tokens": new_tokens, **kind()})
+    assert found.steps == math.ceil((max(found.new_tokens) - 1) / (depth + 1))
+    for row, own in enumerate(found.new_tokens):
+        accepted = fewest(own, depth)
+        assert found.got.accepted_lengths[row].tolist() == accepted + [0] * (found.steps - len(accepted))
 
 
 @every_kind
@@ -85,6 +83,6 @@ def test_a_row_that_has_ended_costs_no_further_steps():
 
 
 def test_the_batch_is_verified_in_one_forward():
-    found = agree(inputs=prompt(3), guess=right, call={"max_new_tokens": 9})
+    found = agree(inputs=prompt(3), guess=right, call={"max_new_tokens": 9, "eos_token_id": None})
     assert found.forwards == [9, len(TREE) + 1, len(TREE) + 1]
     assert torch.equal(found.got.accepted_lengths, torch.full((3, 2), 4))

@@ -39,7 +39,7 @@ ANY = {
 }
 CHANGE_NOTHING = {"remove_invalid_values", "renormalize_logits"}
 CASES = [(name, {"do_sample": True, **call}) for name, call in SAMPLED.items()]
-CASES += [(name, call) for name, call in ANY.items()]
+CASES += list(ANY.items())
 CASES += [(f"{name} sampled", {"do_sample": True, **call}) for name, call in ANY.items()]
 SYNTH_ID = {"do_sample": True, "watermarking_config": SynthIDTextWatermarkingConfig(keys=[3, 5, 7], ngram_len=3)}
 CASES.append(("SynthID", SYNTH_ID))

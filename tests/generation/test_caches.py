@@ -1,0 +1,204 @@
+"""Caches in and out: a call goes on from any ordinary cache, and leaves one from which anything can go on."""
+
+import copy
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from hf_drafthead.generation import TreeCache
+from tests.drafters import Drafted, half_right, right
+from tests.families import FAMILIES
+from tests.generation.agreement import TREE, Agreement, agree, prompt, shared_base
+
+KINDS = ["llama-gqa", "mistral-sliding"]
+every_kind = pytest.mark.parametrize("kind", KINDS)
+histories = pytest.mark.parametrize("keeps_history", [False, True], ids=["last position", "all positions"])
+
+
+def same_cache(one, other, visible: torch.Tensor | None = None) -> None:
+    """Keys and values agree at all positions, or at those that `visible` (B, T) says are some row's own."""
+    assert type(one) is type(other) and len(one.layers) == len(other.layers)
+    assert one.get_seq_length() == other.get_seq_length()
+    for mine, theirs in zip(one.layers, other.layers):
+        assert type(mine) is type(theirs) and mine.keys.shape == theirs.keys.shape
+        seen = slice(None) if visible is None else visible[:, -mine.keys.shape[-2] :]
+        for a, b in ((mine.keys, theirs.keys), (mine.values, theirs.values)):
+            torch.testing.assert_close(a.transpose(1, 2)[seen], b.transpose(1, 2)[seen], rtol=0, atol=1e-9)
+
+
+def rows_of_their_own(found: Agreement, inputs) -> torch.Tensor:
+    """(B, T) the positions of each row from its first token to its last but one."""
+    visible = torch.zeros_like(found.got.sequences, dtype=torch.bool)
+    for row, (mask, own) in enumerate(zip(inputs["attention_mask"], found.new_tokens)):
+        visible[row, 9 - int(mask.sum()) : 9 + own - 1] = True
+    return visible[:, :-1]
+
+
+@every_kind
+@pytest.mark.parametrize("guess", [right, half_right], ids=["right", "half-right"])
+@pytest.mark.parametrize("new_tokens", [1, 2, 12, 25])
+def test_the_cache_that_is_returned_is_the_base_s(new_tokens, guess, kind):
+    found = agree(shared_base(kind), guess=guess, call={"max_new_tokens": new_tokens, "eos_token_id": None})
+    same_cache(found.got.past_key_values, found.expected.past_key_values)
+    assert found.got.past_key_values.get_seq_length() == 9 + new_tokens - 1
+
+
+@pytest.mark.parametrize("eos", [None, [2, 51]], ids=["all to the end", "some end before"])
+def test_the_cache_of_a_batch_is_the_base_s(eos):
+    inputs = prompt(4)
+    found = agree(inputs=inputs, call={"max_new_tokens": 20, "eos_token_id": eos})
+    assert (len(set(found.new_tokens)) > 1) == (eos is not None)
+    mine, theirs = found.got.past_key_values, found.expected.past_key_values
+    same_cache(mine, theirs, rows_of_their_own(found, inputs))
+
+
+def first_part(base, seed: int = 0, rows: int = 1):
+    """A text of the base and the cache of all but its last token."""
+    out = base.generate(**prompt(rows, seed=seed), max_new_tokens=8, eos_token_id=None, return_dict_in_generate=True)
+    return out.sequences, out.past_key_values
+
+
+def from_a_forward(base):
+    tokens = prompt(longest=16)["input_ids"]
+    cache = DynamicCache(config=base.config)
+    with torch.no_grad():
+        base(tokens[:, :-3], past_key_values=cache, use_cache=True)
+    return tokens, cache
+
+
+def from_a_call_of_the_base(base):
+    text, cache = first_part(base)
+    return torch.cat([text, torch.tensor([[7, 30]])], dim=1), cache
+
+
+def from_a_call_of_the_model(base):
+    found = agree(base, call={"max_new_tokens": 8, "eos_token_id": None})
+    return torch.cat([found.got.sequences, torch.tensor([[7, 30]])], dim=1), found.got.past_key_values
+
+
+def from_the_text_alone(base):
+    return first_part(base)
+
+
+def from_nothing(base):
+    return prompt()["input_ids"], DynamicCache()
+
+
+SOURCES = [from_a_forward, from_a_call_of_the_base, from_a_call_of_the_model, from_the_text_alone, from_nothing]
+every_source = pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.__name__)
+
+
+@every_kind
+@every_source
+@histories
+@pytest.mark.parametrize("choice", [{}, {"do_sample": True}], ids=["greedy", "sampled"])
+def test_going_on_from_a_cache_with_the_whole_text(choice, keeps_history, source, kind):
+    base = shared_base(kind)
+    tokens, cache = source(base)
+    known = cache.get_seq_length()
+    found = agree(
+        base,
+        {"input_ids": tokens},
+        call=lambda: {"past_key_values": copy.deepcopy(cache), "max_new_tokens": 20, "eos_token_id": None, **choice},
+        draft={"keeps_history": keeps_history},
+    )
+    assert found.forwards[0] == tokens.shape[1] - known
+    assert found.oracle.states[0].seen[0][0] == (known if keeps_history else tokens.shape[1] - 1)
+    same_cache(found.got.past_key_values, found.expected.past_key_values)
+
+
+@every_kind
+@every_source
+def test_going_on_from_a_cache_with_the_new_text_alone(source, kind):
+    base = shared_base(kind)
+    tokens, cache = source(base)
+    known = cache.get_seq_length()
+    found = agree(
+        base,
+        {"input_ids": tokens[:, known:], "attention_mask": torch.ones_like(tokens)},
+        call=lambda: {"past_key_values": copy.deepcopy(cache), "max_new_tokens": 20, "eos_token_id": None},
+        texts=lambda sequences: [tokens[0, :known].tolist() + sequences[0].tolist()],
+        new_tokens=lambda sequences: [20],
+    )
+    assert found.forwards[0] == tokens.shape[1] - known
+    same_cache(found.got.past_key_values, found.expected.past_key_values)
+
+
+def test_going_on_from_a_cache_of_a_padded_batch():
+    base, inputs = shared_base("llama-gqa"), prompt(3)
+    text, cache = first_part(base, rows=3)
+    longer = {
+        "input_ids": torch.cat([text, torch.tensor([[5], [6], [7]])], dim=1),
+        "attention_mask": torch.cat([inputs["attention_mask"], torch.ones(3, 9, dtype=torch.long)], dim=1),
+    }
+    agree(base, longer, call=lambda: {"past_key_values": copy.deepcopy(cache), "max_new_tokens": 15})
+
+
+@every_kind
+def test_going_on_from_embeddings_and_a_cache(kind):
+    base = shared_base(kind)
+    tokens, cache = from_a_forward(base)
+    with torch.no_grad():
+        embeddings = base.get_input_embeddings()(tokens)
+    agree(
+        base,
+        {"inputs_embeds": embeddings},
+        call=lambda: {"past_key_values": copy.deepcopy(cache), "max_new_tokens": 14, "eos_token_id": None},
+        texts=lambda sequences: [tokens[0].tolist() + sequences[0].tolist()],
+    )
+
+
+@every_kind
+@pytest.mark.parametrize("in_dict", [True, False], ids=["dict", "tokens"])
+def test_the_user_s_own_cache_is_brought_up_to_date_in_place(in_dict, kind):
+    base = shared_base(kind)
+    text, cache = first_part(base)
+    mine, theirs = copy.deepcopy(cache), copy.deepcopy(cache)
+    call = {"input_ids": text, "max_new_tokens": 13, "eos_token_id": None, "return_dict_in_generate": in_dict}
+    expected = base.generate(**call, past_key_values=theirs)
+    model = FAMILIES[0].build(base)
+    got = model.generate(**call, past_key_values=mine, draft_tree=TREE)
+    if in_dict:
+        assert got.past_key_values is mine
+        expected, got = expected.sequences, got.sequences
+    assert torch.equal(got, expected)
+    same_cache(mine, theirs)
+
+
+@every_kind
+def test_a_conversation_turn_by_turn(kind):
+    base = shared_base(kind)
+    model = FAMILIES[-1].build(base)
+    caches = DynamicCache(config=base.config), DynamicCache(config=base.config)
+    texts = [prompt()["input_ids"]] * 2
+    for turn in range(4):
+        more = torch.tensor([[11 + turn, 40 - turn]])
+        expected = base.generate(torch.cat([texts[0], more], 1), past_key_values=caches[0], max_new_tokens=5)
+        got = model.generate(
+            torch.cat([texts[1], more], 1), past_key_values=caches[1], max_new_tokens=5, draft_tree=TREE
+        )
+        assert torch.equal(got, expected)
+        same_cache(*caches)
+        texts = [expected, got]
+
+
+@every_kind
+def test_the_base_goes_on_from_the_model_s_cache_and_the_model_from_the_base_s(kind):
+    base = shared_base(kind)
+    model = Drafted(base, FAMILIES[0].build(base).drafter)
+    call = {"return_dict_in_generate": True, "eos_token_id": None}
+    once = base.generate(**prompt(), max_new_tokens=24, eos_token_id=None)
+    halves = []
+    for first, second in ((base, model), (model, base)):
+        half = first.generate(**prompt(), **call, max_new_tokens=11)
+        halves.append(second.generate(half.sequences, **call, max_new_tokens=13, past_key_values=half.past_key_values))
+    for half in halves:
+        assert torch.equal(half.sequences, once)
+
+
+def test_no_cache_is_filled_that_nobody_will_see(monkeypatch):
+    base = shared_base("llama-gqa")
+    model = FAMILIES[0].build(base)
+    monkeypatch.setattr(TreeCache, "unload", lambda *a: pytest.fail("the cache was copied for nothing"))
+    model.generate(**prompt(), max_new_tokens=5, draft_tree=TREE)
