@@ -188,7 +188,7 @@ BAD_MODELS = {
     "plain base": ("{folder}/base", "/base' holds a 'llama' model without draft heads: give the folder"),
     "unknown family": (
         "{folder}/owl",
-        "/owl' holds heads of the unknown family 'owl': expected one of hydra, medusa; a",
+        "/owl' holds heads of the unknown family 'owl': expected one of ",
     ),
     "broken weights": ("{folder}/broken", "model.safetensors' is not a readable safetensors file ("),
 }
