@@ -5,8 +5,12 @@ Importing this package registers its model families with `AutoConfig`, `AutoMode
 
 from hf_drafthead.generation import DraftHeadGenerateOutput, DraftTree
 from hf_drafthead.modeling import (
+    AmphistaConfig,
+    AmphistaForCausalLM,
     DraftHeadConfig,
     DraftHeadPreTrainedModel,
+    EagleConfig,
+    EagleForCausalLM,
     HydraConfig,
     HydraForCausalLM,
     MedusaConfig,
@@ -14,10 +18,14 @@ from hf_drafthead.modeling import (
 )
 
 __all__ = [
+    "AmphistaConfig",
+    "AmphistaForCausalLM",
     "DraftHeadConfig",
     "DraftHeadGenerateOutput",
     "DraftHeadPreTrainedModel",
     "DraftTree",
+    "EagleConfig",
+    "EagleForCausalLM",
     "HydraConfig",
     "HydraForCausalLM",
     "MedusaConfig",

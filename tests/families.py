@@ -6,7 +6,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_drafthead.modeling import DraftHeadPreTrainedModel, HydraForCausalLM, MedusaForCausalLM
+from hf_drafthead.modeling import (
+    AmphistaForCausalLM,
+    DraftHeadPreTrainedModel,
+    EagleForCausalLM,
+    HydraForCausalLM,
+    MedusaForCausalLM,
+)
 
 
 @dataclass(frozen=True)
@@ -25,7 +31,7 @@ class Family:
 
     def build(self, base: nn.Module, *, seed: int = 0, **overrides: Any) -> DraftHeadPreTrainedModel:
         """This family's model on a live base, with random weights: no zero, no copy of the lm_head is left."""
-        model = self.model_class.from_base(base, **{"num_draft_heads": 4, **self.fields, **overrides})
+        model = self.model_class.from_base(base, **{**self.fields, **overrides})
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for name, parameter in model.drafter.named_parameters():
@@ -41,4 +47,8 @@ FAMILIES = [
     Family("medusa", MedusaForCausalLM),
     Family("medusa-shared", MedusaForCausalLM, {"share_lm_head": True, "num_layers": 2}),
     Family("hydra", HydraForCausalLM),
+    Family("hydra++", HydraForCausalLM, {"prefix_layer": True, "num_layers": 4}),
+    Family("amphista", AmphistaForCausalLM),
+    Family("amphista-alpha", AmphistaForCausalLM, {"num_auto_embedding_layers": 2, "lm_head_rank": 16}),
+    Family("eagle", EagleForCausalLM),
 ]

@@ -172,14 +172,20 @@ class DraftHeadPreTrainedModel(DraftHeadGenerationMixin, PreTrainedModel):
 
     @classmethod
     def from_base(
-        cls: type[Model], base: str | os.PathLike | nn.Module, *, base_revision: str | None = None, **kwargs: Any
+        cls: type[Model],
+        base: str | os.PathLike | nn.Module,
+        *,
+        config: DraftHeadConfig | None = None,
+        base_revision: str | None = None,
+        **kwargs: Any,
     ) -> Model:
         """Fresh heads on a base.
 
         Args:
             base: Hub id or path of a causal language model, or a loaded one (which is used, not copied).
+            config: take the family's fields from this config.
             base_revision: branch, tag or commit of the base.
-            kwargs: fields of the family's config (`num_draft_heads=4`); everything else goes to
+            kwargs: fields of the family's config (`num_draft_heads=4`), before those of `config`; all others go to
                 `AutoModelForCausalLM.from_pretrained`.
 
         Returns:
@@ -191,7 +197,9 @@ class DraftHeadPreTrainedModel(DraftHeadGenerationMixin, PreTrainedModel):
             ValueError: a config field is out of range, or the base has no lm_head.
         """
         own = {field.name for field in fields(cls.config_class)} - {field.name for field in fields(PreTrainedConfig)}
-        config_fields = {name: kwargs.pop(name) for name in own & set(kwargs)}
+        about_the_base = {"base_config", "base_included", "base_model_name_or_path", "base_model_revision"}
+        config_fields = {name: getattr(config, name) for name in own - about_the_base} if config is not None else {}
+        config_fields |= {name: kwargs.pop(name) for name in own & set(kwargs)}
         loaded: Any = base
         commit = base_revision
         if isinstance(base, nn.Module):

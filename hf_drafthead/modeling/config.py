@@ -38,7 +38,8 @@ class DraftHeadConfig(PreTrainedConfig):
     def __post_init__(self, **kwargs: Any) -> None:
         # The parent's __post_init__ resets the attention implementation of sub-configs in place, which would turn a
         # live base non-causal: only ever hand it a copy.
-        self.base_config = _base_config(self.base_config)
+        for name in self.sub_configs:
+            setattr(self, name, _sub_config(name, getattr(self, name)))
         super().__post_init__(**kwargs)
         self.check()
 
@@ -51,6 +52,11 @@ class DraftHeadConfig(PreTrainedConfig):
         if not isinstance(self.base_config, PreTrainedConfig):
             return self
         return self.base_config.get_text_config(decoder=decoder, encoder=encoder)
+
+    @property
+    def own_layer(self) -> PreTrainedConfig:
+        """Of which model the decoder layers of the heads are; for families that have some."""
+        return getattr(self, "layer_config", None) or self.get_text_config()
 
     def save_pretrained(self, save_directory: str | os.PathLike, push_to_hub: bool = False, **kwargs: Any) -> None:
         """Write `config.json`; a base that lies beside the checkpoint is written as a relative path."""
@@ -76,17 +82,33 @@ class DraftHeadConfig(PreTrainedConfig):
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise ValueError(f"{name} is {value!r}: expected a whole number of at least {least}.")
 
+    def _check_layer(self, name: str, wanted: Any) -> None:
+        """Refuse decoder layers for the heads that cannot be: `name` is the field that asks for them."""
+        if not wanted or not isinstance(self.base_config, PreTrainedConfig):
+            return
+        layer, text = self.own_layer, self.get_text_config()
+        if not getattr(layer, "num_attention_heads", None):
+            raise ValueError(
+                f"{name} is {wanted!r}, but a {layer.model_type!r} model has no attention heads to "
+                "build a decoder layer of: give layer_config= of a model that has, or use Medusa or Hydra heads."
+            )
+        if layer.hidden_size != text.hidden_size:
+            raise ValueError(
+                f"layer_config has hidden size {layer.hidden_size}, but the base has {text.hidden_size}: "
+                "give the layer the base's."
+            )
+
     def _check_fraction(self, name: str) -> None:
         value = getattr(self, name)
         if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value < 1:
             raise ValueError(f"{name} is {value!r}: expected a number from 0 up to, but not including, 1.")
 
 
-def _base_config(given: dict[str, Any] | PreTrainedConfig | None) -> PreTrainedConfig | None:
+def _sub_config(name: str, given: dict[str, Any] | PreTrainedConfig | None) -> PreTrainedConfig | None:
     if given is None or isinstance(given, PreTrainedConfig):
         return copy.deepcopy(given)
     if not isinstance(given, dict):
-        raise ValueError(f"base_config is {type(given).__name__}: expected a config of the base, or its dict.")
+        raise ValueError(f"{name} is {type(given).__name__}: expected the config of a model, or its dict.")
     fields = dict(given)
     model_type = fields.pop("model_type", None)
     if model_type in CONFIG_MAPPING:

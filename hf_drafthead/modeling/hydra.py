@@ -1,17 +1,24 @@
 """Hydra: each head reads the tokens guessed before it, so a path of the tree hangs together (Ankner et al., 2024).
 
+Hydra++ is Hydra with deeper heads, which read what a decoder layer of their own makes of the base's hidden states.
+
 Shapes: B rows, T positions, n nodes of a level, H hidden, V vocabulary.
 """
 
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers import AutoConfig
+from transformers.configuration_utils import PreTrainedConfig
 
 from hf_drafthead.modeling.base import Drafter, DraftHeadPreTrainedModel
 from hf_drafthead.modeling.config import DraftHeadConfig
+from hf_drafthead.modeling.decoder_layer import DecoderLayer
 from hf_drafthead.modeling.layers import OutputProjections, ResidualBlock, last_valid
+from hf_drafthead.modeling.row_cache import RowCache
 
 
 class HydraConfig(DraftHeadConfig):
@@ -20,21 +27,32 @@ class HydraConfig(DraftHeadConfig):
     Args:
         num_layers: residual blocks per head; the first one reads the path, the others are H to H.
         tie_blocks: apply one block num_layers - 1 times, as the published checkpoints do; False gives each its own.
+        prefix_layer: let the heads read a decoder layer over all verified hidden states (Hydra++, section 3.1).
+        layer_config: whose decoder layer that is; None for the base's own kind.
         share_lm_head: project with the base's lm_head instead of one projection per head.
         dropout: before every block and before the projection, in training.
     """
 
     model_type = "drafthead_hydra"
+    sub_configs: ClassVar = {"base_config": AutoConfig, "layer_config": AutoConfig}
 
     num_layers: int = 1
     tie_blocks: bool = False
+    prefix_layer: bool = False
+    layer_config: dict[str, Any] | PreTrainedConfig | None = None
     share_lm_head: bool = False
     dropout: float = 0.0
+
+    @classmethod
+    def plus_plus(cls, **fields: Any) -> "HydraConfig":
+        """Hydra++ as in the paper: four layers per head, prefix layer; the dropout is the published recipe's."""
+        return cls(**{"num_layers": 4, "prefix_layer": True, "dropout": 0.2, **fields})
 
     def check(self) -> None:
         super().check()
         self._check_at_least("num_layers", 1)
         self._check_fraction("dropout")
+        self._check_layer("prefix_layer", self.prefix_layer)
 
 
 class HydraHead(nn.Module):
@@ -71,13 +89,15 @@ class HydraState:
     features: Tensor  # (B, H)
     paths: Tensor  # (B, n, (level + 1) H): h, then the embeddings from the root to the node
     level: int = 0
+    cache: RowCache | None = None  # of the prefix layer
 
 
 class HydraDrafter(Drafter):
     """Sequentially dependent heads (section 3).
 
     State dict: `heads.{i}.path.{weight,bias}` (2H, (i + 2)H), `heads.{i}.blocks.{l}.linear.{weight,bias}`; own
-    projections `projections.up.{i}.{weight,bias}`.
+    projections `projections.up.{i}.{weight,bias}`; the prefix layer `prefix.layer.*` with the base's names, and its
+    `prefix.norm.*`.
     """
 
     config: HydraConfig
@@ -85,6 +105,8 @@ class HydraDrafter(Drafter):
     def __init__(self, config: HydraConfig) -> None:
         super().__init__(config)
         text = config.get_text_config()
+        self.keeps_history = config.prefix_layer
+        self.prefix = DecoderLayer(config.own_layer, final_norm=True) if config.prefix_layer else None
         self.heads = nn.ModuleList(HydraHead(i, text.hidden_size, config) for i in range(config.num_draft_heads))
         self.projections = OutputProjections(
             config.num_draft_heads, text.hidden_size, text.vocab_size, config.share_lm_head, bias=True
@@ -95,22 +117,26 @@ class HydraDrafter(Drafter):
 
     def start(self, batch_size: int, capacity: int) -> HydraState:
         nothing = self.placed(torch.zeros(batch_size, self.config.get_text_config().hidden_size))
-        return HydraState(nothing, nothing.unsqueeze(1))
+        cache = RowCache(batch_size, capacity) if self.prefix is not None else None
+        return HydraState(nothing, nothing.unsqueeze(1), cache=cache)
 
     def observe(self, state: HydraState, features: Tensor, tokens: Tensor, lengths: Tensor) -> HydraState:
-        last = last_valid(state.features, self.placed(features), lengths)
-        return HydraState(last, last.unsqueeze(1))
+        features = self.placed(features)
+        if self.prefix is not None and state.cache is not None:
+            features = self.prefix.over_verified(state.cache, features, lengths)
+        last = last_valid(state.features, features, lengths)
+        return HydraState(last, last.unsqueeze(1), cache=state.cache)
 
     def expand(self, state: HydraState, tokens: Tensor, parents: Tensor) -> tuple[HydraState, Tensor]:
         rows = torch.arange(tokens.shape[0], device=state.paths.device).unsqueeze(1)
         above = state.paths[rows, parents.to(rows.device)]
         paths = torch.cat([above, self.embed(tokens, like=above)], dim=-1)
         logits = self.head_logits(state.level, self.heads[state.level](paths))
-        return HydraState(state.features, paths, state.level + 1), logits
+        return HydraState(state.features, paths, state.level + 1, state.cache), logits
 
     def head_states(self, features: Tensor, input_ids: Tensor, attention_mask: Tensor | None = None) -> list[Tensor]:
         embeddings = self.embed(input_ids, like=features)
-        states, path = [], features
+        states, path = [], self.prefix.over_text(features, attention_mask) if self.prefix is not None else features
         for i, head in enumerate(self.heads):
             path = torch.cat([path, embeddings.roll(-(i + 1), dims=1)], dim=-1)
             states.append(head(path))
@@ -123,7 +149,7 @@ class HydraDrafter(Drafter):
 
 
 class HydraForCausalLM(DraftHeadPreTrainedModel):
-    """A base with Hydra heads."""
+    """A base with Hydra heads; `from_base(base, config=HydraConfig.plus_plus())` for Hydra++."""
 
     config_class = HydraConfig
     config: HydraConfig

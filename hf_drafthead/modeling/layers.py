@@ -51,7 +51,7 @@ class OutputProjections(nn.Module):
         vocab_size: V.
         shared: use the base's lm_head, and have no parameters.
         bias: give the own projections a bias.
-        rank: split the own projections in two factors of this rank (Amphista, table 10); None for full ones.
+        rank: split the own projections in two factors of this rank (Amphista, table 11); None for full ones.
     """
 
     def __init__(

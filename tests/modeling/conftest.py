@@ -8,7 +8,7 @@ from tests.bases import tiny_base
 from tests.families import FAMILIES
 
 
-@pytest.fixture(params=FAMILIES, ids=lambda family: family.name)
+@pytest.fixture(scope="session", params=FAMILIES, ids=lambda family: family.name)
 def family(request):
     return request.param
 

@@ -266,7 +266,7 @@ def test_a_config_without_a_base():
         (MedusaConfig, {"num_layers": 0}, "num_layers is 0: expected a whole number of at least 1."),
         (HydraConfig, {"num_layers": "4"}, "num_layers is '4': expected a whole number of at least 1."),
         (HydraConfig, {"dropout": 1.0}, "dropout is 1.0: expected a number from 0 up to, but not including, 1."),
-        (HydraConfig, {"base_config": 7}, "base_config is int: expected a config of the base, or its dict."),
+        (HydraConfig, {"base_config": 7}, "base_config is int: expected the config of a model, or its dict."),
     ],
 )
 def test_config_fields_out_of_range(config_class, fields, message):

@@ -4,20 +4,24 @@ Shapes: B rows, T positions, H hidden, V vocabulary.
 """
 
 import copy
+from unittest import mock
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
+from hf_drafthead.modeling import EagleForCausalLM, row_cache
 from tests.bases import VOCABULARY, tiny_base
-from tests.families import FAMILIES
+from tests.families import Family
 
 EXACT = {"atol": 1e-10, "rtol": 1e-10}
 
 
-@pytest.fixture(params=FAMILIES, ids=lambda family: family.name)
-def drafter(request):
-    return request.param.build(tiny_base("llama-gqa")).drafter
+@pytest.fixture
+def drafter(family):
+    return family.build(tiny_base("llama-gqa")).drafter
 
 
 def text_and_features(rows: int, length: int, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -27,13 +31,13 @@ def text_and_features(rows: int, length: int, seed: int = 0) -> tuple[Tensor, Te
     return ids, torch.randn(rows, length, 32, generator=generator, dtype=torch.float64)
 
 
-def observed(drafter, features: Tensor, ids: Tensor, ends: list[list[int]]):
+def observed(drafter, features: Tensor, ids: Tensor, ends: list[list[int]], capacity: int = 64):
     """The state after the rows of a text were verified in steps: ends[s][b] = how far row b is after step s.
 
     The unused positions of a step are filled with noise.
     """
-    rows, length = ids.shape
-    state, at = drafter.start(rows, length), [0] * rows
+    rows = ids.shape[0]
+    state, at = drafter.start(rows, capacity), [0] * rows
     for step in ends:
         lengths = [end - start for start, end in zip(at, step, strict=True)]
         width = max(1, *lengths)
@@ -58,6 +62,10 @@ def chain(drafter, state, ids: Tensor, at: list[int], levels: int) -> list[Tenso
     return found
 
 
+def depth_of(drafter) -> int:
+    return drafter.max_depth or 4
+
+
 STEPS = {
     "prompt": [[7, 7, 7]],
     "one by one": [[step] * 3 for step in range(1, 8)],
@@ -70,24 +78,61 @@ STEPS = {
 def test_it_drafts_as_it_was_trained(drafter, steps):
     ids, features = text_and_features(3, 16)
     ends = steps[-1]
-    drafted = chain(drafter, observed(drafter, features, ids, steps), ids, ends, drafter.max_depth)
     trained = drafter.head_states(features, ids)
+    drafted = chain(drafter, observed(drafter, features, ids, steps), ids, ends, len(trained))
     for level, logits in enumerate(drafted):
         for row, end in enumerate(ends):
             expected = drafter.head_logits(level, trained[level][row, end - 1])
             torch.testing.assert_close(logits[row], expected, **EXACT)
 
 
+@pytest.mark.parametrize("capacity, room", [(1000, 1024), (3, 1)], ids=["enough", "too little"])
+@given(data=st.data())
+@settings(max_examples=10, deadline=None)
+@torch.inference_mode()
+def test_it_remembers_every_step_right(family, capacity, room, data):
+    """After any steps, ragged and with rows that stand still, it drafts as from the whole text at once."""
+    drafter = family.build(tiny_base("llama-gqa")).drafter
+    rows = data.draw(st.integers(1, 3), label="rows")
+    ids, features = text_and_features(rows, 40, seed=data.draw(st.integers(0, 5), label="seed"))
+    ends = [[data.draw(st.integers(1, 12)) for _ in range(rows)]]
+    for _ in range(data.draw(st.integers(0, 5), label="steps")):
+        ends.append([end + data.draw(st.integers(0, 4)) for end in ends[-1]])
+    with mock.patch.object(row_cache, "ROOM", room):
+        state = observed(drafter, features, ids, ends, capacity)
+    trained = drafter.head_states(features, ids)
+    for level, logits in enumerate(chain(drafter, state, ids, ends[-1], len(trained))):
+        for row, end in enumerate(ends[-1]):
+            expected = drafter.head_logits(level, trained[level][row, end - 1])
+            torch.testing.assert_close(logits[row], expected, **EXACT)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@torch.inference_mode()
+def test_padding_changes_nothing_for_the_text(drafter, side):
+    ids, features = text_and_features(2, 12)
+    mask = torch.ones_like(ids)
+    padded = slice(0, 3) if side == "left" else slice(9, 12)
+    mask[1, padded] = 0
+    real = mask[1].bool()
+    states = drafter.head_states(features, ids, mask)
+    alone = drafter.head_states(features[1:, real], ids[1:, real])
+    for i, (ours, theirs) in enumerate(zip(states, alone, strict=True)):
+        count = 12 - 3 - 1 - i  # the rolled tokens at the end are not the same ones
+        torch.testing.assert_close(ours[1, real][:count], theirs[0, :count], **EXACT)
+        torch.testing.assert_close(ours[0], drafter.head_states(features[:1], ids[:1])[i][0], **EXACT)
+
+
 @torch.inference_mode()
 def test_a_row_drafts_in_a_batch_as_it_does_alone(drafter):
     ids, features = text_and_features(3, 16)
     steps = STEPS["ragged"]
-    together = chain(drafter, observed(drafter, features, ids, steps), ids, steps[-1], drafter.max_depth)
+    together = chain(drafter, observed(drafter, features, ids, steps), ids, steps[-1], depth_of(drafter))
     for row in range(3):
         own = [[step[row]] for step in steps]
         mine = slice(row, row + 1)
         state = observed(drafter, features[mine], ids[mine], own)
-        alone = chain(drafter, state, ids[mine], own[-1], drafter.max_depth)
+        alone = chain(drafter, state, ids[mine], own[-1], depth_of(drafter))
         for ours, theirs in zip(together, alone, strict=True):
             torch.testing.assert_close(ours[row], theirs[0], **EXACT)
 
@@ -97,7 +142,7 @@ def test_the_nodes_of_a_level_are_drafted_as_each_would_be_alone(drafter):
     ids, features = text_and_features(2, 8)
     state = observed(drafter, features, ids, [[5, 3]])
     generator = torch.Generator().manual_seed(1)
-    widths, depth = [1, 3, 4, 2], drafter.max_depth
+    widths, depth = [1, 3, 4, 2], depth_of(drafter)
     tokens = [torch.randint(3, VOCABULARY, (2, width), generator=generator) for width in widths[:depth]]
     parents = [torch.zeros(2, 1, dtype=torch.long)]
     parents += [torch.randint(0, w, (2, n), generator=generator) for w, n in zip(widths, widths[1:depth], strict=False)]
@@ -130,8 +175,8 @@ def test_a_draft_leaves_nothing_behind(drafter):
     rows = torch.arange(3).unsqueeze(1)
     state = drafter.observe(state, features[rows, at], ids[rows, at + 1], lengths)
     for ours, theirs in zip(
-        chain(drafter, state, ids, [7, 6, 9], drafter.max_depth),
-        chain(drafter, plain, ids, [7, 6, 9], drafter.max_depth),
+        chain(drafter, state, ids, [7, 6, 9], depth_of(drafter)),
+        chain(drafter, plain, ids, [7, 6, 9], depth_of(drafter)),
         strict=True,
     ):
         torch.testing.assert_close(ours, theirs, **EXACT)
@@ -141,7 +186,7 @@ def test_a_draft_leaves_nothing_behind(drafter):
 def test_two_drafts_at_once_do_not_disturb_each_other(drafter):
     ids, features = text_and_features(2, 10)
     other_ids, other_features = text_and_features(1, 10, seed=5)
-    depth = drafter.max_depth
+    depth = depth_of(drafter)
     expected = chain(drafter, observed(drafter, features, ids, [[4, 3]]), ids, [4, 3], depth)
     first = observed(drafter, features, ids, [[4, 3]])
     second, mixed = observed(drafter, other_features, other_ids, [[6]]), []
@@ -155,6 +200,21 @@ def test_two_drafts_at_once_do_not_disturb_each_other(drafter):
         mixed.append(logits[:, 0])
     for ours, theirs in zip(mixed, expected, strict=True):
         torch.testing.assert_close(ours, theirs, **EXACT)
+
+
+@torch.inference_mode()
+def test_a_node_of_eagle_is_what_its_guess_would_be_as_verified_text():
+    drafter = Family("eagle", EagleForCausalLM).build(tiny_base("llama-gqa")).drafter
+    ids, features = text_and_features(2, 10)
+    tree = observed(drafter, features, ids, [[5, 3]])
+    text = copy.deepcopy(tree)
+    tokens = [torch.tensor([[17], [23]]), torch.tensor([[4], [9]]), torch.tensor([[50], [6]])]
+    tree, _ = drafter.expand(tree, ids[torch.arange(2), torch.tensor([5, 3])].unsqueeze(1), torch.zeros_like(tokens[0]))
+    for token in tokens:
+        text = drafter.observe(text, text.last.unsqueeze(1), token, torch.tensor([1, 1]))
+        tree, logits = drafter.expand(tree, token, torch.zeros_like(token))
+        torch.testing.assert_close(tree.level[:, 0], text.last, **EXACT)
+        torch.testing.assert_close(logits[:, 0], drafter.head_logits(0, text.last), **EXACT)
 
 
 def test_heads_learn(drafter):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_drafthead.modeling import HydraForCausalLM, MedusaForCausalLM
+from hf_drafthead.modeling import EagleForCausalLM, HydraForCausalLM, MedusaForCausalLM
 from tests.modeling.golden import TREES, Golden, drafted, golden_model
 
 TOLERANCE = {"atol": 1e-5, "rtol": 1e-5}
@@ -46,7 +46,24 @@ def hydra():
     return golden, golden_model(HydraForCausalLM, hydra_weights(golden.heads, "0", ""), num_draft_heads=4)
 
 
-SETS = [pytest.param(build, id=build.__name__) for build in (medusa_own, medusa_shared, hydra)]
+def hydra_plus_plus():
+    golden = Golden.load("hydrapp_prefix_mlp_l1_grounded")
+    weights = hydra_weights(golden.heads, "1", ".1")
+    for name, tensor in golden.heads.items():
+        _, found, part = name.partition("prefix_embeding_layer.")
+        if found and "embed_tokens" not in part and "inv_freq" not in part:
+            weights[f"prefix.{part.replace('layers.0.', 'layer.')}"] = tensor
+    return golden, golden_model(HydraForCausalLM, weights, num_draft_heads=4, prefix_layer=True)
+
+
+def eagle():
+    golden = Golden.load("eagle1")
+    weights = {name.replace("layers.0.", "body.layer."): tensor for name, tensor in golden.heads.items()}
+    del weights["embed_tokens.weight"]  # the base's
+    return golden, golden_model(EagleForCausalLM, weights, fc_bias=True)
+
+
+SETS = [pytest.param(build, id=build.__name__) for build in (medusa_own, medusa_shared, hydra, hydra_plus_plus)]
 
 
 @pytest.mark.parametrize("build", SETS)
@@ -62,6 +79,39 @@ def test_heads_give_the_published_logits_over_a_text(build):
             if "head_hidden_states" in golden.out:
                 published = golden.out["head_hidden_states"][i][:, :valid]
                 torch.testing.assert_close(state[:, :valid], published, **TOLERANCE)
+
+
+def test_the_prefix_layer_gives_the_published_hidden_states():
+    golden, model = hydra_plus_plus()
+    with torch.no_grad():
+        found = model.drafter.prefix.over_text(golden.given["hidden_states"], None)
+    torch.testing.assert_close(found, golden.out["prefix_hidden_states"], **TOLERANCE)
+
+
+def test_eagle_gives_the_published_hidden_states_and_logits():
+    golden, model = eagle()
+    ids = golden.given["shifted_input_ids"].roll(1, dims=1)
+    with torch.no_grad():
+        (states,) = model.drafter.head_states(golden.given["hidden_states"], ids)
+        logits = model.drafter.head_logits(0, states)
+    torch.testing.assert_close(states, golden.out["draft_hidden_states"], **TOLERANCE)
+    torch.testing.assert_close(logits, golden.out["head_logits"], **TOLERANCE)
+
+
+@pytest.mark.parametrize("tree", [*TREES, "eagle_mc_sim_7b_63"])
+@pytest.mark.parametrize("pieces", [[12], [5, 1, 6]], ids=["prompt", "steps"])
+@torch.inference_mode()
+def test_eagle_drafts_the_published_tree(pieces, tree):
+    golden, model = eagle()
+    follow, at = golden.given["shifted_input_ids"], 0
+    state = model.drafter.start(1, 64)
+    for length in pieces:
+        piece = slice(at, at + length)
+        features = golden.given["hidden_states"][:, piece]
+        state = model.drafter.observe(state, features, follow[:, piece], torch.tensor([length]))
+        at += length
+    published = golden.out[f"{tree}.tree_candidates"][0].tolist()
+    assert drafted(model.drafter, state, follow[:, -1:], golden.trees[tree]) == published
 
 
 @pytest.mark.parametrize("tree", TREES)

@@ -1,0 +1,213 @@
+"""Amphista: heads that guess in parallel and look at each other while they do (Li et al., 2024; arXiv 2406.13170).
+
+    (1)     h_t, E(x_{t+1}) -> stage 1 -> stage 2      causal, over the verified text, each with its own cache
+                                  |          |
+    (2)                        heads 1, 2  heads 3, 4  a residual MLP each
+    (3, 4)                        + their positions
+    (5)                        auto-embedding block    every head sees every other
+                                  |    |    |    |
+    (6)                        output projections
+
+The equations are the paper's. What it leaves open is fixed here as the fields of `AmphistaConfig` say.
+
+Shapes: B rows, A newly verified positions, T positions, N places to guess from, K heads, G stages, H hidden,
+V vocabulary.
+"""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig
+from transformers.configuration_utils import PreTrainedConfig
+
+from hf_drafthead.modeling.base import DraftHeadPreTrainedModel
+from hf_drafthead.modeling.config import DraftHeadConfig
+from hf_drafthead.modeling.decoder_layer import DecoderLayer
+from hf_drafthead.modeling.layers import OutputProjections, ParallelBlocks, last_valid
+from hf_drafthead.modeling.medusa import MedusaDrafter, MedusaState
+from hf_drafthead.modeling.row_cache import RowCache
+
+
+class AmphistaConfig(DraftHeadConfig):
+    """Amphista heads.
+
+    Args:
+        num_stages: staged adaptation layers; heads are dealt out to them evenly, the first ones to the first. 0 for
+            none (tables 4, 5 and 10).
+        use_sampled_token: let the stages read the token that follows each position (tables 4 and 5).
+        num_auto_embedding_layers: layers of the auto-embedding block; 2 is Amphista-alpha, 0 is none (tables 4, 5
+            and 9).
+        use_head_positions: add a learned vector per head before that block (tables 4 and 5).
+        num_layers: residual blocks in each head's MLP. The paper's MLP is d to d; here it is Medusa's block.
+        layer_config: whose decoder layer the stages and the block are made of; None for the base's own kind (pre-norm,
+            with its attention heads and MLP). Stages are causal with rotary positions; the block has neither.
+        lm_head_rank: split each output projection in two factors of this rank (table 11); None for full ones.
+        lm_head_bias: give the output projections a bias.
+        share_lm_head: project with the base's lm_head instead of one projection per head.
+    """
+
+    model_type = "drafthead_amphista"
+    sub_configs: ClassVar = {"base_config": AutoConfig, "layer_config": AutoConfig}
+
+    num_stages: int = 2
+    use_sampled_token: bool = True
+    num_auto_embedding_layers: int = 1
+    use_head_positions: bool = True
+    num_layers: int = 1
+    layer_config: dict[str, Any] | PreTrainedConfig | None = None
+    lm_head_rank: int | None = None
+    lm_head_bias: bool = False
+    share_lm_head: bool = False
+
+    @classmethod
+    def alpha(cls, **fields: Any) -> "AmphistaConfig":
+        """Amphista-alpha (table 9): two layers in the auto-embedding block."""
+        return cls(**{"num_auto_embedding_layers": 2, **fields})
+
+    def check(self) -> None:
+        super().check()
+        self._check_at_least("num_layers", 1)
+        self._check_at_least("num_stages", 0)
+        self._check_at_least("num_auto_embedding_layers", 0)
+        if self.num_stages > self.num_draft_heads:
+            raise ValueError(
+                f"num_stages is {self.num_stages}, but num_draft_heads is {self.num_draft_heads}: a stage that no head "
+                "reads is of no use, ask for as many stages as heads at most."
+            )
+        self._check_layer("num_stages", self.num_stages)
+        self._check_layer("num_auto_embedding_layers", self.num_auto_embedding_layers)
+        if self.lm_head_rank is not None:
+            self._check_at_least("lm_head_rank", 1)
+            hidden_size = getattr(self.get_text_config(), "hidden_size", None)
+            if hidden_size is not None and self.lm_head_rank > hidden_size:
+                raise ValueError(
+                    f"lm_head_rank is {self.lm_head_rank}, but the hidden size is {hidden_size}: a rank above it saves "
+                    "nothing, ask for less or for None."
+                )
+            if self.share_lm_head:
+                raise ValueError(
+                    f"lm_head_rank is {self.lm_head_rank}, but share_lm_head is True: the base's lm_head is not split, "
+                    "set one of them only."
+                )
+
+
+class AdaptationStage(nn.Module):
+    """SAL(fc([x_t; e_{t+1}])), equation 1; without the sampled token SAL(fc(x_t)).
+
+    fc starts as the identity on x_t, so that the base's lm_head is a sensible start for the heads' projections.
+    """
+
+    def __init__(self, config: AmphistaConfig) -> None:
+        super().__init__()
+        hidden_size = config.get_text_config().hidden_size
+        self.fc = nn.Linear((2 if config.use_sampled_token else 1) * hidden_size, hidden_size)
+        with torch.no_grad():
+            self.fc.weight[:, :hidden_size] = torch.eye(hidden_size)
+        self.adaptation = DecoderLayer(config.own_layer)
+
+    def joined(self, x: Tensor, embeddings: Tensor | None) -> Tensor:
+        """What the decoder layer reads (B, A, H)."""
+        return self.fc(x if embeddings is None else torch.cat([x, embeddings], dim=-1))
+
+
+class HeadPositions(nn.Module):
+    """H' + PE, equation 4."""
+
+    def __init__(self, heads: int, hidden_size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(heads, hidden_size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.weight
+
+
+@dataclass
+class AmphistaState(MedusaState):
+    """`features` are each stage's output at the row's last verified position, (G, B, H), G at least 1."""
+
+    caches: tuple[RowCache, ...] = ()
+
+
+class AmphistaDrafter(MedusaDrafter):
+    """Staged adaptation, heads, auto-embedding block; guesses all levels at once, as Medusa does.
+
+    State dict: `stages.{g}.fc.*` and `stages.{g}.adaptation.layer.*` (with the base's names),
+    `blocks.{l}.{weight,bias}` (K, ...), `head_positions.weight` (K, H), `auto_embedding.{l}.layer.*`,
+    `projections.{down,up}.{head}.*`.
+    """
+
+    config: AmphistaConfig  # type: ignore[assignment]
+
+    def __init__(self, config: AmphistaConfig) -> None:
+        nn.Module.__init__(self)
+        self.config = config
+        text = config.get_text_config()
+        heads, hidden_size = config.num_draft_heads, text.hidden_size
+        self.keeps_history = config.num_stages > 0
+        self.stages = nn.ModuleList(AdaptationStage(config) for _ in range(config.num_stages))
+        self.blocks = nn.ModuleList(ParallelBlocks(heads, hidden_size) for _ in range(config.num_layers))
+        depth = config.num_auto_embedding_layers
+        self.auto_embedding = nn.ModuleList(DecoderLayer(config.own_layer) for _ in range(depth))
+        with_positions = depth > 0 and config.use_head_positions
+        self.head_positions = HeadPositions(heads, hidden_size) if with_positions else None
+        self.projections = OutputProjections(
+            heads,
+            hidden_size,
+            text.vocab_size,
+            config.share_lm_head,
+            bias=config.lm_head_bias,
+            rank=config.lm_head_rank,
+        )
+        groups = max(config.num_stages, 1)
+        self._stage_of_head = [head * groups // heads for head in range(heads)]
+
+    def start(self, batch_size: int, capacity: int) -> AmphistaState:
+        groups, hidden_size = max(len(self.stages), 1), self.config.get_text_config().hidden_size
+        caches = tuple(RowCache(batch_size, capacity) for _ in self.stages)
+        return AmphistaState(self.placed(torch.zeros(groups, batch_size, hidden_size)), caches=caches)
+
+    def observe(self, state: MedusaState, features: Tensor, tokens: Tensor, lengths: Tensor) -> AmphistaState:
+        assert isinstance(state, AmphistaState)
+        x = self.placed(features)
+        embeddings = self.embed(tokens, like=x) if self.stages and self.config.use_sampled_token else None
+        outputs = [] if self.stages else [x]
+        for stage, cache in zip(cast("list[AdaptationStage]", self.stages), state.caches, strict=True):
+            x = stage.adaptation.over_verified(cache, stage.joined(x, embeddings), lengths)
+            outputs.append(x)
+        last = [last_valid(kept, new, lengths) for kept, new in zip(state.features, outputs, strict=True)]
+        return AmphistaState(torch.stack(last), caches=state.caches)
+
+    def head_states(self, features: Tensor, input_ids: Tensor, attention_mask: Tensor | None = None) -> list[Tensor]:
+        x = features
+        with_token = self.stages and self.config.use_sampled_token
+        embeddings = self.embed(input_ids, like=x).roll(-1, dims=1) if with_token else None
+        outputs = [] if self.stages else [x]
+        for stage in cast("list[AdaptationStage]", self.stages):
+            x = stage.adaptation.over_text(stage.joined(x, embeddings), attention_mask)
+            outputs.append(x)
+        hidden = self._side_by_side(torch.stack(outputs).flatten(1, 2))
+        return [state.view_as(features) for state in hidden]
+
+    def _side_by_side(self, x: Tensor) -> Tensor:
+        """The stages' outputs (G, N, H) through every head's MLP and the auto-embedding block: (K, N, H)."""
+        x = x[self._stage_of_head]
+        for block in self.blocks:
+            x = block(x)
+        if not self.auto_embedding:
+            return x
+        x = x.transpose(0, 1)  # (N, K, H)
+        if self.head_positions is not None:
+            x = self.head_positions(x)
+        for layer in cast("list[DecoderLayer]", self.auto_embedding):
+            x = layer.without_order(x)
+        return x.transpose(0, 1)
+
+
+class AmphistaForCausalLM(DraftHeadPreTrainedModel):
+    """A base with Amphista heads; `from_base(base, config=AmphistaConfig.alpha())` for Amphista-alpha."""
+
+    config_class = AmphistaConfig
+    config: AmphistaConfig
+    drafter_class = AmphistaDrafter

@@ -1,0 +1,140 @@
+"""A decoder layer of the base's own kind, as some drafters have one: with rotary positions and a cache of its own.
+
+Shapes: B rows, T positions, A newly verified positions, n nodes of a level, M nodes of the tree so far, H hidden.
+"""
+
+import copy
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.configuration_utils import PreTrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_MAPPING
+
+from hf_drafthead.modeling.row_cache import RowCache
+
+FINAL_NORMS = ("norm", "final_layer_norm", "final_layernorm")
+
+
+class DecoderLayer(nn.Module):
+    """One layer as transformers builds it from a model's config; attention to all positions, whatever the base does.
+
+    Args:
+        config: text config of the base, or of another model whose layer is to be used.
+        input_norm: False replaces the layer's first norm by the identity (EAGLE).
+        final_norm: normalise the output as the model does after its last layer (Hydra++).
+
+    Raises:
+        ValueError: no such layer can be built from this config.
+    """
+
+    def __init__(self, config: PreTrainedConfig, input_norm: bool = True, final_norm: bool = False) -> None:
+        super().__init__()
+        model = _one_layer_model(config)
+        self.layer = model.layers[0]
+        self.rotary = model.rotary_emb
+        if not input_norm:
+            self.layer.input_layernorm = nn.Identity()
+        norms = [getattr(model, name) for name in FINAL_NORMS if hasattr(model, name)]
+        self.norm = norms[0] if final_norm and norms else nn.Identity()
+        self._takes_causal_flag = model.config._attn_implementation == "sdpa"
+        layer_arguments = inspect.signature(type(self.layer).forward).parameters
+        self._cache_argument = "layer_past" if "layer_past" in layer_arguments else "past_key_values"
+        # Models with several kinds of layers ask which kind the frequencies are for.
+        several = "layer_type" in inspect.signature(type(self.rotary).forward).parameters
+        self._rotary_kind = {"layer_type": "full_attention"} if several else {}
+
+    def over_text(self, x: Tensor, attention_mask: Tensor | None) -> Tensor:
+        """Every position of a text (B, T, H) sees itself and those before it; padding (B, T) is seen by none."""
+        count = x.shape[1]
+        if attention_mask is None or bool(attention_mask[:, 0].all()):  # padding on the right is never looked back at
+            positions, seen = torch.arange(count, device=x.device).unsqueeze(0), None
+        else:
+            real = attention_mask.to(x.device).bool()
+            positions = (real.cumsum(1) - 1).clamp(min=0)
+            # A padded position sees itself, so that no row of scores is empty.
+            itself = torch.eye(count, dtype=torch.bool, device=x.device)
+            seen = (real.unsqueeze(1) & itself.cumsum(1).T.bool()) | itself
+        if seen is None and not self._takes_causal_flag:
+            seen = positions.unsqueeze(1) <= positions.unsqueeze(2)
+        return self._run(x, positions, seen)
+
+    def over_verified(self, cache: RowCache, x: Tensor, lengths: Tensor) -> Tensor:
+        """New verified positions (B, A, H), the first lengths[b] of them valid: they are remembered."""
+        positions = cache.append(x.shape[1], x.device)
+        # Behind nothing, plain causal attention over the new positions is all there is.
+        seen = None if cache.fresh and self._takes_causal_flag else cache.up_to(positions)
+        out = self._run(x, positions, seen, cache)
+        cache.keep(lengths)
+        return out
+
+    def over_nodes(self, cache: RowCache, x: Tensor, depth: int, ancestors: Tensor) -> Tensor:
+        """A level of nodes (B, n, H): each sees the verified positions and its ancestors, and is soon forgotten.
+
+        Args:
+            cache: of the verified positions, and of the levels before.
+            x: (B, n, H).
+            depth: how many positions the nodes lie behind the last verified one.
+            ancestors: (B, n, M) which nodes of the tree so far each sees; the last n of the M are this level.
+        """
+        count, total = ancestors.shape[1:]
+        cache.append_nodes(total - count, count, x.device)
+        positions = cache.lengths.unsqueeze(1) + (depth - 1)
+        return self._run(x, positions.expand(-1, count), cache.verified_and(ancestors), cache)
+
+    def without_order(self, x: Tensor) -> Tensor:
+        """A set (N, K, H): everything sees everything, and nothing has a position."""
+        nowhere = torch.zeros(1, x.shape[1], dtype=torch.long, device=x.device)  # position 0 is turned by nothing
+        return self._run(x, nowhere, torch.ones(1, x.shape[1], x.shape[1], dtype=torch.bool, device=x.device))
+
+    def _run(self, x: Tensor, positions: Tensor, seen: Tensor | None, cache: RowCache | None = None) -> Tensor:
+        mask = None
+        if seen is not None:
+            # Additive, for eager attention would add a boolean mask as 0 and 1.
+            mask = torch.zeros(seen.shape, dtype=x.dtype, device=x.device)
+            mask = mask.masked_fill_(~seen, torch.finfo(x.dtype).min).unsqueeze(1)
+        out = self.layer(
+            x,
+            attention_mask=mask,
+            position_ids=positions,
+            position_embeddings=self.rotary(x, positions, **self._rotary_kind),
+            **{self._cache_argument: cache},
+        )
+        return self.norm(out[0] if isinstance(out, tuple) else out)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "DecoderLayer":
+        """Move or convert, but leave the rotary frequencies in float32: rounded ones turn far positions wrongly."""
+        exact = dict(self.rotary.named_buffers())
+        super()._apply(fn, recurse)
+        for name, now in list(self.rotary.named_buffers()):
+            if now.dtype != exact[name].dtype:
+                setattr(self.rotary, name, exact[name].to(now.device))
+        return self
+
+
+def _one_layer_model(config: PreTrainedConfig) -> Any:
+    """The model of a config with a single layer, full attention and no vocabulary."""
+    small = copy.deepcopy(config)
+    try:
+        small.num_hidden_layers = 1
+        small.vocab_size, small.pad_token_id = 1, None
+        if getattr(small, "layer_types", None):
+            small.layer_types = ["full_attention"]
+        if getattr(small, "mlp_layer_types", None):
+            small.mlp_layer_types = small.mlp_layer_types[:1]
+        model_class = MODEL_MAPPING[type(config)]
+        small._attn_implementation = "sdpa" if model_class._supports_sdpa else "eager"
+        model = model_class(small)
+        found = inspect.signature(type(model.layers[0]).forward).parameters
+        fits = hasattr(model, "rotary_emb") and {"attention_mask", "position_embeddings"} <= set(found)
+    except (AttributeError, KeyError, IndexError, TypeError):
+        fits = False
+    if not fits:
+        raise ValueError(
+            f"no decoder layer with rotary positions can be built from a {config.model_type!r} config: give "
+            "layer_config= of a model that has one (such as a LlamaConfig of the same hidden size), or use Medusa or "
+            "Hydra heads."
+        )
+    return model

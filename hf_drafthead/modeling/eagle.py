@@ -1,0 +1,141 @@
+"""EAGLE: one decoder layer guesses the base's next hidden state, level after level (Li et al., 2024; version 1).
+
+    verified       h_t, E(x_{t+1})  ->  fc  ->  layer  ->  y, a guess of h_{t+1}  ->  lm_head  ->  x_{t+2}
+    tree           y,   E(guess)    ->  fc  ->  layer  ->  ...
+
+The layer sees the verified positions and, in a tree, the node's ancestors. Embeddings and lm_head are the base's.
+
+Shapes: B rows, A newly verified positions, T positions, n nodes of a level, M nodes of the tree so far,
+F feature layers, H hidden, V vocabulary.
+"""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig
+from transformers.configuration_utils import PreTrainedConfig
+
+from hf_drafthead.modeling.base import Drafter, DraftHeadPreTrainedModel
+from hf_drafthead.modeling.config import DraftHeadConfig
+from hf_drafthead.modeling.decoder_layer import DecoderLayer
+from hf_drafthead.modeling.layers import last_valid
+from hf_drafthead.modeling.row_cache import RowCache
+
+
+class EagleConfig(DraftHeadConfig):
+    """An EAGLE head. There is one, and it guesses as deep as a tree is: num_draft_heads is 1.
+
+    Args:
+        fc_bias: give the joining layer a bias, as most published weights have.
+        feature_layers: which hidden states of the base are read, -1 for the last one after the norm; several are
+            first brought to one by a linear layer.
+        layer_config: whose decoder layer it is; None for the base's own kind.
+    """
+
+    model_type = "drafthead_eagle"
+    sub_configs: ClassVar = {"base_config": AutoConfig, "layer_config": AutoConfig}
+
+    num_draft_heads: int = 1
+    fc_bias: bool = False
+    feature_layers: list[int] | tuple[int, ...] = (-1,)
+    layer_config: dict[str, Any] | PreTrainedConfig | None = None
+
+    def check(self) -> None:
+        super().check()
+        if self.num_draft_heads != 1:
+            raise ValueError(
+                f"num_draft_heads is {self.num_draft_heads}, but EAGLE has 1 head that guesses at every depth: leave "
+                "it out, the tree says how deep to guess."
+            )
+        layers = self.feature_layers
+        if not isinstance(layers, (list, tuple)) or not layers or not all(type(layer) is int for layer in layers):
+            raise ValueError(f"feature_layers is {layers!r}: expected a list of layer numbers, such as [-1].")
+        self.feature_layers = list(layers)
+        self._check_layer("an EAGLE head", True)
+
+
+@dataclass
+class EagleState:
+    """The verified text, and the tree level that was guessed last."""
+
+    cache: RowCache
+    last: Tensor  # (B, H) the layer's output at each row's last verified position
+    level: Tensor  # (B, n, H) the layer's output at the nodes that the next level hangs on
+    ancestors: Tensor  # (B, n, M) which nodes of the tree so far these see: their ancestors and themselves
+    depth: int = 0
+
+
+class EagleDrafter(Drafter):
+    """One layer that runs on its own guesses.
+
+    State dict: `fc.{weight,bias}` (H, 2H), embedding first; `body.layer.*` with the base's names, without the layer's
+    input norm; `reduce.weight` (H, FH) where several feature layers are read.
+    """
+
+    config: EagleConfig
+    keeps_history = True
+
+    def __init__(self, config: EagleConfig) -> None:
+        super().__init__(config)
+        hidden_size = config.get_text_config().hidden_size
+        self.feature_layers = tuple(config.feature_layers)
+        several = len(self.feature_layers)
+        self.reduce = nn.Linear(several * hidden_size, hidden_size, bias=False) if several > 1 else nn.Identity()
+        self.fc = nn.Linear(2 * hidden_size, hidden_size, bias=config.fc_bias)
+        self.body = DecoderLayer(config.own_layer, input_norm=False)
+
+    @property
+    def max_depth(self) -> int | None:
+        return None
+
+    def copy_from_base(self) -> None:
+        """Nothing: embeddings and lm_head stay the base's."""
+
+    def start(self, batch_size: int, capacity: int) -> EagleState:
+        nothing = self.placed(torch.zeros(batch_size, self.config.get_text_config().hidden_size))
+        return self._grown(RowCache(batch_size, capacity), nothing)
+
+    def observe(self, state: EagleState, features: Tensor, tokens: Tensor, lengths: Tensor) -> EagleState:
+        x = self._joined(self.reduce(self.placed(features)), tokens)
+        out = self.body.over_verified(state.cache, x, lengths)
+        return self._grown(state.cache, last_valid(state.last, out, lengths))
+
+    def expand(self, state: EagleState, tokens: Tensor, parents: Tensor) -> tuple[EagleState, Tensor]:
+        if state.depth == 0:  # the root's own pair was observed already
+            out, ancestors = state.level, state.ancestors
+        else:
+            rows = torch.arange(tokens.shape[0], device=state.level.device).unsqueeze(1)
+            parents = parents.to(rows.device)
+            count = tokens.shape[1]
+            itself = torch.eye(count, dtype=torch.bool, device=rows.device).expand(tokens.shape[0], -1, -1)
+            ancestors = torch.cat([state.ancestors[rows, parents], itself], dim=2)
+            x = self._joined(state.level[rows, parents], tokens)
+            out = self.body.over_nodes(state.cache, x, state.depth, ancestors)
+        state = EagleState(state.cache, state.last, out, ancestors, state.depth + 1)
+        return state, self.head_logits(0, out)
+
+    def head_states(self, features: Tensor, input_ids: Tensor, attention_mask: Tensor | None = None) -> list[Tensor]:
+        """One entry: the guess of the base's next hidden state at every position."""
+        x = self._joined(self.reduce(features), input_ids.roll(-1, dims=1))
+        return [self.body.over_text(x, attention_mask)]
+
+    def head_logits(self, head: int, hidden: Tensor) -> Tensor:
+        return self.base.get_output_embeddings()(hidden)
+
+    def _joined(self, features: Tensor, tokens: Tensor) -> Tensor:
+        return self.fc(torch.cat([self.embed(tokens, like=features), features], dim=-1))
+
+    def _grown(self, cache: RowCache, last: Tensor) -> EagleState:
+        """The state at a tree's root, of which no node is in the cache."""
+        nothing = torch.zeros(last.shape[0], 1, 0, dtype=torch.bool, device=last.device)
+        return EagleState(cache, last, last.unsqueeze(1), nothing)
+
+
+class EagleForCausalLM(DraftHeadPreTrainedModel):
+    """A base with an EAGLE head."""
+
+    config_class = EagleConfig
+    config: EagleConfig
+    drafter_class = EagleDrafter
