@@ -175,8 +175,8 @@ def probe(base: PreTrainedModel, feature_layers: tuple[int, ...]) -> BaseReader:
     device = base.get_input_embeddings().weight.device
     past, root, left, right = torch.arange(3, 3 + 16, device=device).remainder(config.vocab_size).split((13, 1, 1, 1))
     tree = DraftTree([(0,), (1,)])
-    plain = [base(torch.cat([past, root, node])[None], use_cache=False).logits[0, -1] for node in (left, right)]
     try:
+        plain = [base(torch.cat([past, root, node])[None], use_cache=False).logits[0, -1] for node in (left, right)]
         reader = BaseReader(base, windows, split=_splits(base, past[None]), feature_layers=feature_layers)
         cache = TreeCache(config.num_hidden_layers, num_nodes=3, capacity=16)
         reader(True, input_ids=past[None], past_key_values=cache, use_cache=True)

@@ -171,8 +171,8 @@ class DraftHeadGenerationMixin(GenerationMixin):
     def _base_reader(self) -> BaseReader:
         """How to run this base, probed once for each attention implementation, dtype and base."""
         base = self.base
-        if base.training:
-            raise Unsupported("the base is in training mode, call model.eval() first")
+        if base.training or self.drafter.training:  # dropout would draw from the generator that sampling uses
+            raise Unsupported("the model is in training mode, call model.eval() first")
         known = self.__dict__.setdefault("_readers", {})
         key = (id(base), base.config._attn_implementation, base.dtype, self.drafter.feature_layers)
         if key not in known:
@@ -195,10 +195,12 @@ def _decode_if_possible(base, input_ids, *, reader, drafter, settings, streamer,
     past = inputs.get("past_key_values")
     if past is None or not can_load(past):
         raise Unsupported(f"a cache of type {type(past).__name__} cannot be compacted")
-    positions = inputs.get("position_ids")
-    if positions is not None and positions.dim() != 2:
+    position_ids = inputs.get("position_ids")
+    if position_ids is not None and position_ids.dim() != 2:
         raise Unsupported("position ids have more than one axis per token")
-    longest = config.max_length + settings.tree.max_depth
+    mask = inputs.get("attention_mask")  # as long as the prompt and the past together, also where it was dropped
+    positions = getattr(config, "_mask_length", input_ids.shape[1]) if mask is None else mask.shape[1]
+    longest = positions + config.max_length - input_ids.shape[1] + settings.tree.max_depth
     check_length(base.config.get_text_config(decoder=True), longest)
     inputs.pop("cache_position", None)
     return decode(
