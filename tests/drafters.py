@@ -80,6 +80,7 @@ class Oracle:
     tolerance: float = 1e-9
     feature_layers: tuple[int, ...] = (-1,)
     states: list[Knowledge] = field(default_factory=list)
+    training: bool = False
 
     def __post_init__(self):
         self.vocabulary = self.base.config.vocab_size
@@ -160,6 +161,7 @@ class Drafted(DraftHeadGenerationMixin):
         self.drafter = drafter
         self.config = base.config
         self.generation_config = copy.deepcopy(base.generation_config)
+        self.generation_config._from_model_config = False  # or settings of our own would not survive being loaded
 
 
 def hidden_states(base: torch.nn.Module, text: Sequence[int]) -> torch.Tensor:

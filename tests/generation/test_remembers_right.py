@@ -97,6 +97,7 @@ def test_several_hidden_states_of_the_base_are_laid_side_by_side():
         feature_layers = (0, 1, -1)
         max_depth = 4
         keeps_history = True
+        training = False
 
         def start(self, batch_size, capacity):
             return heads.drafter.start(batch_size, capacity)

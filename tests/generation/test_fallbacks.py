@@ -1,0 +1,251 @@
+"""Nothing that works on the base stops working: what a tree cannot do the base decodes, and one warning says why."""
+
+import pytest
+import torch
+import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast, StaticCache
+from transformers.utils import ModelOutput
+
+from hf_drafthead.generation.forward import Unsupported, attention_windows, check_length
+from tests.bases import SIZES, SPECIAL, tiny_base
+from tests.drafters import Drafted
+from tests.families import FAMILIES
+from tests.generation.agreement import TREE, agree, prompt, shared_base
+
+
+def sampled_by_hand(model, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs):
+    """A decoding loop of the user's own."""
+    return torch.cat([input_ids, input_ids[:, :3]], dim=1)
+
+
+def static_cache(base):
+    return StaticCache(config=base.config, max_cache_len=32)
+
+
+CALLS = {
+    "beams": (lambda base: {"num_beams": 3}, "beam search"),
+    "sampled beams": (lambda base: {"num_beams": 2, "do_sample": True}, "beam sample"),
+    "returned beams": (lambda base: {"num_beams": 3, "num_return_sequences": 2}, "beam search"),
+    "an assistant": (lambda base: {"assistant_model": tiny_base("llama", seed=9)}, "assisted generation"),
+    "prompt lookup": (lambda base: {"prompt_lookup_num_tokens": 2}, "assisted generation"),
+    "hidden states": (lambda base: {"output_hidden_states": True}, "attentions or hidden states are asked for"),
+    "no cache": (lambda base: {"use_cache": False}, "use_cache is False"),
+    "a static cache by name": (lambda base: {"cache_implementation": "static"}, "cache_implementation is 'static'"),
+    "a static cache": (lambda base: {"past_key_values": static_cache(base)}, "a cache of type StaticCache"),
+    "a loop of the user's own": (lambda base: {"custom_generate": sampled_by_hand}, "custom_generate is given"),
+}
+every_call = pytest.mark.parametrize("make, reason", CALLS.values(), ids=CALLS)
+
+
+def same(one, other) -> None:
+    """Two outputs are alike, field by field."""
+    if isinstance(one, torch.Tensor):
+        assert torch.equal(one, other)
+        return
+    assert isinstance(one, ModelOutput) and set(one) == set(other)
+    assert torch.equal(one.sequences, other.sequences)
+    for name in ("scores", "logits"):
+        for a, b in zip(getattr(one, name) or (), getattr(other, name) or ()):
+            assert torch.equal(a, b)
+    if one.get("hidden_states") is not None:
+        assert torch.equal(one.hidden_states[-1][-1], other.hidden_states[-1][-1])
+    if one.get("attentions") is not None:
+        assert torch.equal(one.attentions[-1][-1], other.attentions[-1][-1])
+
+
+@pytest.fixture(autouse=True)
+def transformers_own_deprecated_calls(request):
+    """Assisted generation in transformers calls what transformers deprecates."""
+    if "assistant" in request.node.name:
+        transformers.logging.set_verbosity_error()
+    yield
+    transformers.logging.set_verbosity_warning()
+
+
+def check(base, make, reason, fallbacks, inputs=None, seed=4, **call) -> None:
+    """The base's result, no accepted lengths, and exactly one warning, which names the reason."""
+    model = Drafted(base, FAMILIES[0].build(shared_base("llama")).drafter)
+    inputs = inputs or prompt()
+    torch.manual_seed(seed)
+    expected = base.generate(**inputs, max_new_tokens=6, **make(base), **call)
+    left_at = torch.get_rng_state()
+    torch.manual_seed(seed)
+    got = model.generate(**inputs, max_new_tokens=6, draft_tree=TREE, **make(base), **call)
+    assert torch.equal(torch.get_rng_state(), left_at)
+    same(expected, got)
+    assert getattr(got, "accepted_lengths", None) is None
+    assert len(fallbacks) == 1 and reason in fallbacks[0]
+
+
+@every_call
+def test_what_the_tree_cannot_do_is_decoded_by_the_base(make, reason, fallbacks):
+    check(shared_base("llama"), make, reason, fallbacks)
+
+
+@every_call
+def test_and_returns_the_base_s_output(make, reason, fallbacks):
+    if reason == "custom_generate is given":
+        pytest.skip("such a loop returns what it likes")
+    check(shared_base("llama"), make, reason, fallbacks, return_dict_in_generate=True, output_scores=True)
+
+
+def test_attentions(fallbacks):
+    base = shared_base("llama", attn_implementation="eager")
+    call = {"return_dict_in_generate": True}
+    check(base, lambda base: {"output_attentions": True}, "attentions or hidden states", fallbacks, **call)
+
+
+def test_a_base_in_training_mode(fallbacks):
+    base = tiny_base("llama", attention_dropout=0.3).train()
+    check(base, lambda base: {}, "in training mode", fallbacks)
+    fallbacks.clear()
+    base.eval()
+    agree(base, call={"max_new_tokens": 6})
+    assert fallbacks == []
+
+
+def test_a_drafter_in_training_mode(fallbacks):
+    base = shared_base("llama")
+    family = next(family for family in FAMILIES if family.name.startswith("hydra"))
+    model = family.build(base, dropout=0.5)
+    model.drafter.train()
+    torch.manual_seed(0)
+    expected = base.generate(**prompt(), max_new_tokens=12, do_sample=True)
+    left_at = torch.get_rng_state()
+    torch.manual_seed(0)
+    got = model.generate(**prompt(), max_new_tokens=12, do_sample=True, draft_tree=TREE)
+    assert torch.equal(got, expected)
+    assert torch.equal(torch.get_rng_state(), left_at)
+    assert len(fallbacks) == 1 and "in training mode" in fallbacks[0]
+
+
+def other_base(model_type: str, **fields):
+    """A tiny base of a kind on which no tree can be checked."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(model_type, **{**SIZES, **SPECIAL, **fields})
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float64).eval()
+
+
+OTHERS = {
+    "mpt": lambda: shared_base("mpt"),
+    "mamba": lambda: shared_base("mamba"),
+    "bloom": lambda: other_base("bloom", n_layer=2, n_head=4),
+    "falcon with alibi": lambda: other_base("falcon", alibi=True, new_decoder_architecture=False),
+}
+
+
+@pytest.mark.parametrize("make", OTHERS.values(), ids=OTHERS)
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_base_that_does_not_honour_a_tree(rows, make, fallbacks):
+    inputs = {"input_ids": prompt(rows)["input_ids"].clamp_min(3)}
+    call = {"return_dict_in_generate": True, "do_sample": True, "use_cache": True}
+    check(make(), lambda base: {}, "the base", fallbacks, inputs, **call)
+
+
+def test_the_silently_wrong_base_is_found_out_by_its_logits(fallbacks):
+    model = Drafted(shared_base("mpt"), FAMILIES[0].build(shared_base("llama")).drafter)
+    with pytest.raises(Unsupported, match="does not honour tree masks|cannot verify a tree"):
+        model._base_reader()
+
+
+def test_a_base_is_probed_once_and_every_call_warns_no_more_than_once(fallbacks):
+    model = Drafted(shared_base("mpt"), FAMILIES[0].build(shared_base("llama")).drafter)
+    for _ in range(3):
+        model.generate(**prompt(), max_new_tokens=2)
+    assert len(fallbacks) == 1
+
+
+def test_a_base_too_short_for_the_probe(fallbacks):
+    base = shared_base("gpt2", max_position_embeddings=8)
+    check(base, lambda base: {}, "the base cannot verify a tree", fallbacks, {"input_ids": torch.tensor([[5, 6]])})
+
+
+def test_model_inputs_that_are_unknown(fallbacks):
+    inputs = {"input_ids": prompt()["input_ids"], "token_type_ids": torch.full((1, 9), 3)}
+    check(shared_base("gpt2"), lambda base: {}, "the base takes the model input token_type_ids", fallbacks, inputs)
+
+
+def scaled(**fields):
+    scaling = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    return tiny_base("llama", rope_parameters=scaling, max_position_embeddings=20, **fields)
+
+
+def test_rotary_frequencies_that_change_with_the_length(fallbacks):
+    reason = "rotary scaling changes with the length beyond 20 positions"
+    check(scaled(), lambda base: {}, reason, fallbacks, prompt(longest=17))
+
+
+def test_rotary_frequencies_that_change_with_the_length_of_embeddings(fallbacks):
+    base, inputs = scaled(), prompt(longest=17)
+    with torch.no_grad():
+        embeddings = base.get_input_embeddings()(inputs["input_ids"])
+    check(base, lambda base: {}, "rotary scaling changes", fallbacks, {"inputs_embeds": embeddings})
+
+
+def test_rotary_frequencies_that_change_with_the_length_of_a_cache(fallbacks):
+    base, inputs = scaled(), prompt(longest=17)
+
+    def make(base):
+        with torch.no_grad():
+            cache = base(inputs["input_ids"][:, :15], use_cache=True).past_key_values
+        return {"past_key_values": cache}
+
+    new = {"input_ids": inputs["input_ids"][:, 15:], "attention_mask": inputs["attention_mask"]}
+    check(base, make, "rotary scaling changes", fallbacks, new)
+
+
+def test_token_healing(fallbacks):
+    symbols = ["<pad>", "<s>", "</s>", *"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789.,"]
+    letters = Tokenizer(models.BPE(vocab={symbol: i for i, symbol in enumerate(symbols)}, merges=[]))
+    letters.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    letters.decoder = decoders.ByteLevel()
+    names = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=letters, **names)
+    check(
+        shared_base("llama"),
+        lambda base: {"token_healing": True, "tokenizer": tokenizer},
+        "token healing",
+        fallbacks,
+    )
+
+
+def test_what_fails_on_the_base_fails_alike_on_the_model():
+    base = shared_base("llama")
+    model = FAMILIES[0].build(base)
+    for call in (
+        {"cache_implementation": "quantized"},
+        {"penalty_alpha": 0.6, "top_k": 4},
+        {"num_return_sequences": 2},
+        {"max_length": 3},
+        {"no_such_argument": 1},
+        {"attention_mask": torch.ones(1, 1, 9, 9)},
+    ):
+        with pytest.raises(Exception) as by_base:
+            base.generate(prompt()["input_ids"], max_new_tokens=None, **call)
+        with pytest.raises(type(by_base.value)) as by_model:
+            model.generate(prompt()["input_ids"], max_new_tokens=None, **call)
+        assert str(by_model.value) == str(by_base.value)
+
+
+def test_a_tree_is_used_again_after_a_fallback(fallbacks):
+    base = shared_base("llama")
+    check(base, lambda base: {"num_beams": 2}, "beam search", fallbacks)
+    agree(base, call={"max_new_tokens": 6})
+
+
+def test_layers_whose_masks_are_unknown():
+    config = shared_base("llama").config.__class__(**SIZES)
+    config.layer_types = ["full_attention", "chunked_attention"]
+    with pytest.raises(Unsupported, match="layers of type chunked_attention"):
+        attention_windows(config)
+    config.layer_types, config.attention_chunk_size = None, 16
+    with pytest.raises(Unsupported, match="attends in chunks"):
+        attention_windows(config)
+
+
+def test_fixed_rotary_scaling_is_no_reason():
+    for kind in ("default", "linear", "llama3", "yarn"):
+        config = shared_base("llama").config.__class__(**SIZES)
+        config.rope_parameters = {"rope_type": kind, "factor": 2.0, "original_max_position_embeddings": 16}
+        check_length(config, 10_000)

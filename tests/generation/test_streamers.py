@@ -1,0 +1,136 @@
+"""Streamers get the tokens that the base's generate would give them, one position at a time, once they are sure."""
+
+import threading
+
+import pytest
+import torch
+from transformers import TextIteratorStreamer, TextStreamer
+from transformers.generation.streamers import BaseStreamer
+
+from tests.drafters import Drafted, Oracle, half_right, right
+from tests.families import FAMILIES
+from tests.generation.agreement import TREE, agree, prompt, shared_base
+from tests.generation.test_stopping import tokenizer  # noqa: F401
+
+
+class Recorder(BaseStreamer):
+    """Notes every call."""
+
+    def __init__(self):
+        self.calls = []
+
+    def put(self, value):
+        assert value.device.type == "cpu"
+        self.calls.append(value.tolist())
+
+    def end(self):
+        self.calls.append("end")
+
+
+@pytest.mark.parametrize("eos", [None, [2, 51]], ids=["all to the end", "some end before"])
+@pytest.mark.parametrize("choice", [{}, {"do_sample": True}, {"repetition_penalty": 1.2}], ids=str)
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("new_tokens", [1, 16])
+def test_a_streamer_sees_the_calls_of_the_base(new_tokens, rows, choice, eos):
+    made = []
+
+    def call():
+        made.append(Recorder())
+        return {"streamer": made[-1], "max_new_tokens": new_tokens, "eos_token_id": eos, **choice}
+
+    found = agree(inputs=prompt(rows), call=call)
+    by_base, by_model = made
+    assert by_model.calls == by_base.calls
+    assert by_model.calls[0] == prompt(rows)["input_ids"].tolist() and by_model.calls[-1] == "end"
+    assert by_model.calls[1:-1] == found.got.sequences[:, 9:].T.tolist()
+
+
+@pytest.mark.filterwarnings("ignore:Passing `repetition_penalty` with `inputs_embeds`")
+def test_a_streamer_of_a_prompt_in_embeddings():
+    base, made = shared_base("llama-gqa"), []
+    with torch.no_grad():
+        embeddings = base.get_input_embeddings()(prompt()["input_ids"])
+
+    def call():
+        made.append(Recorder())
+        return {"streamer": made[-1], "max_new_tokens": 8}
+
+    agree(
+        base,
+        {"inputs_embeds": embeddings},
+        call=call,
+        texts=lambda s: [prompt()["input_ids"][0].tolist() + s[0].tolist()],
+    )
+    assert made[1].calls == made[0].calls
+
+
+def test_tokens_are_streamed_as_soon_as_they_are_sure():
+    base = shared_base("llama-gqa")
+    text = base.generate(**prompt(), max_new_tokens=17, eos_token_id=None)[0].tolist()
+    oracle, streamer, seen = Oracle(base, [text], right), Recorder(), []
+    observe = oracle.observe
+
+    def noted(*arguments):
+        seen.append(len(streamer.calls) - 1)
+        return observe(*arguments)
+
+    oracle.observe = noted
+    Drafted(base, oracle).generate(**prompt(), max_new_tokens=17, eos_token_id=None, draft_tree=TREE, streamer=streamer)
+    assert seen == [1, 5, 9, 13]
+
+
+def test_text_streamer(tokenizer, capsys):  # noqa: F811
+    base = shared_base("llama-gqa")
+    model = FAMILIES[0].build(base)
+    call = {**prompt(), "max_new_tokens": 20}
+    base.generate(**call, streamer=TextStreamer(tokenizer, skip_prompt=True))
+    expected = capsys.readouterr().out
+    model.generate(**call, streamer=TextStreamer(tokenizer, skip_prompt=True), draft_tree=TREE)
+    assert capsys.readouterr().out == expected and len(expected) > 10
+    with pytest.raises(ValueError, match="TextStreamer only supports batch size 1"):
+        model.generate(**prompt(2), max_new_tokens=5, streamer=TextStreamer(tokenizer), draft_tree=TREE)
+
+
+def test_text_iterator_streamer(tokenizer):  # noqa: F811
+    base = shared_base("llama-gqa")
+    model = FAMILIES[0].build(base)
+    call = {**prompt(), "max_new_tokens": 20}
+    streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=60)
+    thread = threading.Thread(target=model.generate, kwargs={**call, "streamer": streamer, "draft_tree": TREE})
+    thread.start()
+    pieces = list(streamer)
+    thread.join()
+    assert "".join(pieces) == tokenizer.decode(base.generate(**call)[0, 9:])
+
+
+class Broken(BaseStreamer):
+    """Fails in the middle of a text."""
+
+    def __init__(self):
+        self.left = 6
+
+    def put(self, value):
+        self.left -= 1
+        if not self.left:
+            raise ConnectionError("the reader has gone")
+
+    def end(self):
+        raise AssertionError("there is no end")
+
+
+def test_a_streamer_that_fails_ends_the_call_and_leaves_the_model_whole():
+    base = shared_base("llama-gqa")
+    model = Drafted(base, FAMILIES[0].build(base).drafter)
+    with pytest.raises(ConnectionError, match="gone"):
+        model.generate(**prompt(), max_new_tokens=20, streamer=Broken(), draft_tree=TREE)
+    got = model.generate(**prompt(), max_new_tokens=20, draft_tree=TREE)
+    assert torch.equal(got, base.generate(**prompt(), max_new_tokens=20))
+
+
+def test_a_fallback_streams_the_prompt_once():
+    base, made = shared_base("llama-gqa"), [Recorder(), Recorder()]
+    text = base.generate(**prompt(), max_new_tokens=5)[0].tolist()
+    base.generate(**prompt(), max_new_tokens=5, streamer=made[0], use_cache=False)
+    model = Drafted(base, Oracle(base, [text], half_right))
+    model.generate(**prompt(), max_new_tokens=5, streamer=made[1], use_cache=False)
+    assert made[0].calls == made[1].calls
