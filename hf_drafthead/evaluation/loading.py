@@ -7,7 +7,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from hf_drafthead.modeling.config import DraftHeadConfig
+from hf_drafthead.modeling import MODEL_CLASSES, AmphistaConfig, DraftHeadConfig, HydraConfig
 
 PREFIX = "drafthead_"  # of every family's model_type
 
@@ -64,13 +64,17 @@ def load(name: str, **kwargs: Any) -> tuple[Any, Any]:
 
 
 def family_of(config: DraftHeadConfig) -> str:
-    """The family's short name: `medusa`, `hydra`, ..."""
+    """The family's short name, as the papers name it: `medusa`, `hydra`, `hydra++`, `amphista`, ..."""
+    if isinstance(config, HydraConfig) and config.prefix_layer:
+        return "hydra++"
+    if isinstance(config, AmphistaConfig) and config.num_auto_embedding_layers > 1:
+        return "amphista-alpha"
     return config.model_type.removeprefix(PREFIX)
 
 
 def known_families() -> list[str]:
-    """Short names of the families that this version has."""
-    return sorted(family_of(config) for config in DraftHeadConfig.__subclasses__())
+    """The families that this version has, by the name in their `model_type`."""
+    return sorted(model.config_class.model_type.removeprefix(PREFIX) for model in MODEL_CLASSES)
 
 
 def one_line(error: BaseException) -> str:
