@@ -276,7 +276,7 @@ def accept(
     else:
         preferred = None
         if settings.acceptance == "typical" and rules.config.do_sample:
-            chances = rules.probabilities(verified.logits, state.sequences)
+            chances = rules.probabilities(verified.logits, tokens, topology, state.sequences, state.lengths)
             preferred = typical_choices(
                 chances, tokens, topology, settings.posterior_threshold, settings.posterior_alpha
             )

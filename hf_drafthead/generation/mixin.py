@@ -17,6 +17,7 @@ from transformers.utils import logging
 from hf_drafthead.generation.cache import can_load
 from hf_drafthead.generation.decoding import DraftHeadGenerateOutput, Settings, decode
 from hf_drafthead.generation.forward import BaseReader, Unsupported, check_length, probe
+from hf_drafthead.generation.rules import ROW_BY_ROW
 from hf_drafthead.generation.tree import DraftTree
 
 logger = logging.get_logger(__name__)
@@ -151,7 +152,7 @@ class DraftHeadGenerationMixin(GenerationMixin):
     def _draft_settings(self, config: GenerationConfig, asked: dict[str, Any]) -> Settings:
         """The call's settings, else the generation config's, else the defaults; checked."""
         found = {name: getattr(config, name, None) if value is None else value for name, value in asked.items()}
-        acceptance = found["acceptance"] or "exact"
+        acceptance = "exact" if found["acceptance"] is None else found["acceptance"]
         if acceptance not in ACCEPTANCES:
             kind = "" if isinstance(acceptance, str) else f" ({type(acceptance).__name__})"
             raise (ValueError if not kind else TypeError)(
@@ -165,7 +166,8 @@ class DraftHeadGenerationMixin(GenerationMixin):
                 raise ValueError(f"{name} is {value}: expected a number from 0 to 1.")
             found[name] = float(value)
         vocabulary = self.base.config.get_text_config(decoder=True).vocab_size
-        tree = DraftTree.resolve(found["draft_tree"] or DEFAULT_TREE, self.drafter.max_depth, vocabulary)
+        tree = DEFAULT_TREE if found["draft_tree"] is None else found["draft_tree"]
+        tree = DraftTree.resolve(tree, self.drafter.max_depth, vocabulary)
         return Settings(tree, acceptance, found["posterior_threshold"], found["posterior_alpha"])
 
     def _base_reader(self) -> BaseReader:
@@ -195,6 +197,9 @@ def _decode_if_possible(base, input_ids, *, reader, drafter, settings, streamer,
     past = inputs.get("past_key_values")
     if past is None or not can_load(past):
         raise Unsupported(f"a cache of type {type(past).__name__} cannot be compacted")
+    if settings.acceptance == "typical" and config.do_sample:
+        if others := sorted({type(p).__name__ for p in processors if type(p) not in ROW_BY_ROW}):
+            raise Unsupported(f"typical acceptance cannot show {', '.join(others)} all nodes at once")
     position_ids = inputs.get("position_ids")
     if position_ids is not None and position_ids.dim() != 2:
         raise Unsupported("position ids have more than one axis per token")

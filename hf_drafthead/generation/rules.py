@@ -15,12 +15,15 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation import logits_process as processors
 from transformers.generation import stopping_criteria as criteria
+
+from hf_drafthead.generation.tree import Topology
 
 # They look at nothing but a row's scores.
 SCORES_ONLY = (
@@ -131,15 +134,37 @@ class Rules:
         noise = [self.tape.noise(lengths[row] - self.prompt_length, chances)[row] for row in rows]
         return (chances / torch.stack(noise)).argmax(-1)
 
-    def probabilities(self, logits: torch.Tensor, sequences: torch.Tensor) -> torch.Tensor:
-        """Processed probabilities at every node at once, (B, N, V); for processors that look only at the scores."""
-        flat = logits.to(sequences.device, torch.float32, copy=True).flatten(0, 1)
-        return (
-            self.processors(sequences[:1, :1].expand(len(flat), 1), flat)
-            .softmax(-1)
-            .view(logits.shape)
-            .to(logits.device)
-        )
+    def probabilities(
+        self,
+        logits: torch.Tensor,
+        tokens: torch.Tensor,
+        topology: Topology,
+        sequences: torch.Tensor,
+        lengths: list[int],
+    ) -> torch.Tensor:
+        """Processed probabilities at every node, (B, N, V); for processors of ROW_BY_ROW.
+
+        Args:
+            logits: (B, N, V) of the base at every node.
+            tokens: (B, N) of the nodes.
+            topology: how the nodes hang together.
+            sequences: (B, L) token ids; row b's prefix, its root included, is its first `lengths[b]`.
+            lengths: B of them.
+        """
+        scores = logits.to(sequences.device, torch.float32, copy=True)
+        if self.scores_only:
+            flat = scores.flatten(0, 1)
+            scores = self.processors(sequences[:1, :1].expand(len(flat), 1), flat).view(logits.shape)
+        else:
+            for row, length in enumerate(lengths):
+                kind = row % len(topology.depths)
+                for depth, nodes in _by_length(range(tokens.shape[1]), topology.depths[kind].tolist()).items():
+                    below_root = topology.paths[kind, nodes, 1 : depth + 1]  # (n, depth)
+                    drafted = tokens[row, below_root].to(sequences.device)
+                    prefixes = torch.cat([sequences[row, :length].expand(len(nodes), -1), drafted], dim=1)
+                    seen = _seen_by(self.processors, [row] * len(nodes))
+                    scores[row, nodes] = seen(prefixes, scores[row, nodes])
+        return scores.softmax(-1).to(logits.device)
 
     def stops(self, rows: list[int], sequences: torch.Tensor, lengths: list[int]) -> list[bool]:
         """Whether a criterion fires on each row's prefix, the newest token included; g answers."""
@@ -225,7 +250,7 @@ class NoiseTape:
             torch.set_rng_state(state)
 
 
-def _by_length(rows: list[int], lengths: list[int]) -> dict[int, list[int]]:
+def _by_length(rows: Iterable[int], lengths: list[int]) -> dict[int, list[int]]:
     """Places in `rows`, grouped by the length of the row's prefix."""
     groups: dict[int, list[int]] = defaultdict(list)
     for place, row in enumerate(rows):
