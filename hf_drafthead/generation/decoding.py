@@ -271,11 +271,12 @@ def accept(
     """Walk down the tree and emit what the base chooses on the way."""
     before, had_ended = list(state.lengths), list(state.ends)
     tokens, topology = candidates.tokens, candidates.topology
-    if rules.vectorized:
+    typical = settings.acceptance == "typical" and rules.config.do_sample
+    if rules.vectorized and not typical:
         accepted = greedy_walk(verified.logits, tokens, topology, state, rules)
     else:
         preferred = None
-        if settings.acceptance == "typical" and rules.config.do_sample:
+        if typical:
             chances = rules.probabilities(verified.logits, tokens, topology, state.sequences, state.lengths)
             preferred = typical_choices(
                 chances, tokens, topology, settings.posterior_threshold, settings.posterior_alpha
