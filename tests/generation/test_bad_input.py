@@ -1,0 +1,113 @@
+"""Bad input: one line that says what was given, what was expected and what to do."""
+
+import pytest
+import torch
+
+from tests.families import FAMILIES
+from tests.generation.agreement import prompt, shared_base
+
+EMPTY = torch.zeros(1, 0, dtype=torch.long)
+SETTINGS = {
+    "unknown acceptance": (
+        {"acceptance": "lossy"},
+        ValueError,
+        r"^acceptance is 'lossy': expected one of 'exact', 'typical'\.$",
+    ),
+    "no acceptance": ({"acceptance": ""}, ValueError, r"^acceptance is '': expected one of 'exact', 'typical'\.$"),
+    "acceptance by number": ({"acceptance": 1}, TypeError, r"^acceptance is 1 \(int\): expected one of 'exact'"),
+    "acceptance by truth": ({"acceptance": False}, TypeError, r"^acceptance is False \(bool\): expected one of"),
+    "acceptance in a list": (
+        {"acceptance": ["exact"]},
+        TypeError,
+        r"^acceptance is \['exact'\] \(list\): expected one of 'exact', 'typical'\.$",
+    ),
+    "threshold above 1": (
+        {"posterior_threshold": 1.5},
+        ValueError,
+        r"^posterior_threshold is 1.5: expected a number from 0 to 1\.$",
+    ),
+    "threshold below 0": (
+        {"posterior_threshold": -0.1},
+        ValueError,
+        r"^posterior_threshold is -0.1: expected a number",
+    ),
+    "no number": ({"posterior_alpha": float("nan")}, ValueError, r"^posterior_alpha is nan: expected a number from 0"),
+    "alpha as text": (
+        {"posterior_alpha": "0.3"},
+        TypeError,
+        r"^posterior_alpha is '0.3' \(str\): expected a number from 0 to 1\.$",
+    ),
+    "alpha by truth": ({"posterior_alpha": True}, TypeError, r"^posterior_alpha is True \(bool\): expected a number"),
+    "unknown tree": (
+        {"draft_tree": "mc_sim_63"},
+        ValueError,
+        r"^draft_tree 'mc_sim_63' is no published tree: expected one of .*mc_sim_7b_63.*, or rank paths such as",
+    ),
+    "no tree": ({"draft_tree": []}, ValueError, r"^a tree without nodes drafts nothing: expected rank paths such as"),
+    "an empty name": ({"draft_tree": ""}, ValueError, r"^draft_tree '' is no published tree: expected one of"),
+    "tree by number": ({"draft_tree": 0}, TypeError, r"^a tree was given as 0 \(int\): expected rank paths such as"),
+    "tree as tensor": ({"draft_tree": torch.tensor([[0]])}, TypeError, r"^a tree has the path tensor\(\[0\]\)"),
+    "orphan": ({"draft_tree": [[0], [1, 0]]}, ValueError, r"^node \(1, 0\) has no parent: add \(1,\) to the tree, or"),
+    "duplicate": ({"draft_tree": [[0], [0]]}, ValueError, r"^node \(0,\) is in the tree 2 times: keep it once\.$"),
+    "rank beyond the vocabulary": (
+        {"draft_tree": [[67]]},
+        ValueError,
+        r"^draft_tree has the node \(67,\) with rank 67, but a vocabulary of 67 tokens has ranks 0 to 66: drop",
+    ),
+    "too deep": (
+        {"draft_tree": [[0], [0, 0], [0, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0, 0]]},
+        ValueError,
+        r"^draft_tree has the node \(0, 0, 0, 0, 0\) at depth 5, but the model has 4 draft heads: drop every path",
+    ),
+    "stop strings without tokenizer": (
+        {"stop_strings": ["ab"]},
+        ValueError,
+        r"^stop_strings is \['ab'\], but no tokenizer was given: pass tokenizer= to generate\(\)\.$",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return FAMILIES[0].build(shared_base("llama"))
+
+
+@pytest.mark.parametrize("settings, error, text", SETTINGS.values(), ids=SETTINGS)
+@pytest.mark.parametrize("where", ["call", "generation config"])
+def test_a_setting_that_cannot_be_is_refused(where, settings, error, text, model):
+    (name, value) = next(iter(settings.items()))
+    if where == "call":
+        with pytest.raises(error, match=text):
+            model.generate(**prompt(), max_new_tokens=3, **settings)
+        return
+    config = model.generation_config
+    missing = object()
+    before = getattr(config, name, missing)
+    setattr(config, name, value)
+    try:
+        with pytest.raises(error, match=text):
+            model.generate(**prompt(), max_new_tokens=3)
+    finally:
+        if before is missing:
+            delattr(config, name)
+        else:
+            setattr(config, name, before)
+
+
+@pytest.mark.parametrize("call", [{"inputs": EMPTY}, {"input_ids": EMPTY}, {"input_ids": EMPTY.expand(3, 0)}], ids=str)
+def test_an_empty_prompt_is_refused(call, model):
+    text = r"^the prompt is empty \(0 tokens\): give at least one token, such as the tokenizer's beginning of text\.$"
+    with pytest.raises(ValueError, match=text):
+        model.generate(**call, max_new_tokens=3)
+
+
+def test_embeddings_beside_an_empty_prompt_are_no_empty_prompt(model):
+    with torch.no_grad():
+        embeddings = model.get_input_embeddings()(prompt()["input_ids"])
+    call = {"inputs_embeds": embeddings, "max_new_tokens": 3}
+    assert torch.equal(model.generate(input_ids=EMPTY, **call), model.base.generate(**call))
+
+
+def test_settings_are_checked_before_a_fallback_too(model):
+    with pytest.raises(ValueError, match="acceptance is 'lossy'"):
+        model.generate(**prompt(), max_new_tokens=3, num_beams=2, acceptance="lossy")

@@ -1,0 +1,163 @@
+"""Draft trees: the published implementations' own buffers, what is refused, and every form in which a tree is given."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from hf_drafthead.generation import DraftTree, published_trees
+from hf_drafthead.generation import tree as tree_module
+
+GOLDEN = Path(__file__).parent.parent / "golden"
+BUFFERS = sorted(path.stem for path in GOLDEN.glob("tree_buffers_*.json"))
+EXAMPLE = [(0,), (1,), (0, 0), (0, 1)]
+
+
+@pytest.mark.parametrize("name", BUFFERS)
+def test_the_buffers_are_those_of_the_published_code(name):
+    golden = json.loads((GOLDEN / f"{name}.json").read_text())
+    tree = DraftTree(golden["paths"])
+    topology = tree.topology()
+    assert torch.equal(topology.ancestors[0].long(), torch.tensor(golden["attn_mask"]))
+    assert topology.depths[0].tolist() == golden["position_depths"] == list(tree.depths)
+    # theirs numbers the best ten guesses of every head one after the other, behind the root
+    ranks = [0, *(path[-1] + 10 * (len(path) - 1) + 1 for path in tree.paths)]
+    assert ranks == golden["tree_indices"]
+    lines = [[node for node in line if node >= 0] for line in golden["retrieve_indices"]]
+    for line in lines:
+        leaf, depth = line[-1], len(line) - 1
+        assert topology.paths[0, leaf, : depth + 1].tolist() == line
+        assert topology.paths[0, leaf, depth + 1 :].sum() == 0
+        assert not tree.children(leaf)
+    assert len(lines) == sum(not tree.children(node) for node in range(tree.num_nodes))
+
+
+def test_there_are_buffers_to_compare_with():
+    assert len(BUFFERS) == 4
+
+
+@pytest.mark.parametrize("name", BUFFERS)
+def test_levels_fill_every_node_once_with_its_own_rank(name):
+    tree = DraftTree(json.loads((GOLDEN / f"{name}.json").read_text())["paths"])
+    filled, before = 1, [0]
+    for depth, level in enumerate(tree.levels()):
+        expanded = level.expanded.tolist()
+        assert all(tree.depths[node] == depth for node in expanded)
+        assert [before[place] for place in level.hang_on.tolist()] == [tree.parents[node] for node in expanded]
+        for slot, rank in zip(level.slots.tolist(), level.ranks.tolist()):
+            assert tree.parents[filled] == expanded[slot] and tree.paths[filled - 1][-1] == rank < level.width
+            filled += 1
+        before = expanded
+    assert filled == tree.num_nodes
+
+
+def test_a_tree_by_hand():
+    tree = DraftTree([(1,), (0, 1), (0,), (0, 0)])
+    assert tree.paths == ((0,), (1,), (0, 0), (0, 1))
+    assert tree.parents == (0, 0, 0, 1, 1)
+    assert tree.depths == (0, 1, 1, 2, 2)
+    assert (tree.num_nodes, tree.max_depth, tree.max_rank) == (5, 2, 1)
+    assert [tree.children(node) for node in range(5)] == [(1, 2), (3, 4), (), (), ()]
+    assert tree.topology().unrelated[0, 3].tolist() == [True, False, True, False, True]
+    assert tree == DraftTree(EXAMPLE) and hash(tree) == hash(DraftTree(EXAMPLE)) and tree != DraftTree([(0,)])
+    assert repr(tree) == "DraftTree(5 nodes, depth 2)"
+
+
+def test_a_drawing():
+    assert DraftTree([*EXAMPLE, (0, 0, 2)]).draw() == "root\n├── 0\n│   ├── 0\n│   │   └── 2\n│   └── 1\n└── 1"
+
+
+def test_json_and_back():
+    tree = DraftTree([(3,), (3, 1), (0,)])
+    assert json.loads(tree.to_json()) == [[0], [3], [3, 1]]
+    assert DraftTree.from_json(tree.to_json()) == tree
+    with pytest.raises(ValueError, match=r"the tree '\[\[0\], ' is not JSON .*: give an array of rank paths such as"):
+        DraftTree.from_json("[[0], ")
+
+
+def test_cutting_a_tree():
+    tree = DraftTree([(0,), (0, 0), (0, 0, 0), (1,)])
+    assert tree.cut(2).paths == ((0,), (1,), (0, 0))
+    assert tree.cut(1).paths == ((0,), (1,))
+    assert tree.cut(3) is tree and tree.cut(9) is tree
+
+
+def test_tensors_are_made_once_per_device():
+    tree = DraftTree(EXAMPLE)
+    assert tree.topology("cpu") is tree.topology(torch.device("cpu")) and tree.levels("cpu") is tree.levels("cpu")
+
+
+REFUSED = {
+    "orphan": (
+        [(0,), (1, 0)],
+        ValueError,
+        r"^node \(1, 0\) has no parent: add \(1,\) to the tree, or drop every node that starts with \(1,\)\.$",
+    ),
+    "deep orphan": ([(0,), (0, 0, 0)], ValueError, r"^node \(0, 0, 0\) has no parent: add \(0, 0\) to the tree"),
+    "duplicate": ([(0,), (1,), (0,)], ValueError, r"^node \(0,\) is in the tree 2 times: keep it once\.$"),
+    "negative": ([(0,), (-1,)], ValueError, r"^node \(-1,\) has the negative rank -1: ranks count from 0"),
+    "no node": ([], ValueError, r"^a tree without nodes drafts nothing: expected rank paths such as \[\[0\], \[1\]"),
+    "the root": ([(0,), ()], ValueError, r"^the empty path is the root, which is always there: drop it"),
+    "a number": (7, TypeError, r"^a tree was given as 7 \(int\): expected rank paths such as"),
+    "text": (b"[[0]]", TypeError, r"^a tree was given as b'\[\[0\]\]' \(bytes\): expected rank paths such as"),
+    "flat": ([0, 1], TypeError, r"^a tree has the path 0 \(int\): expected rank paths such as"),
+    "paths of text": (["00"], TypeError, r"^a tree has the path '00' \(str\): expected rank paths such as"),
+    "fractions": ([[0.5]], TypeError, r"^the path \[0.5\] holds something other than integers: expected rank paths"),
+    "truth": ([[True]], TypeError, r"^the path \[True\] holds something other than integers"),
+}
+
+
+@pytest.mark.parametrize("paths, error, text", REFUSED.values(), ids=REFUSED)
+def test_a_tree_that_cannot_be_is_refused(paths, error, text):
+    with pytest.raises(error, match=text):
+        DraftTree(paths)
+
+
+def test_a_setting_is_resolved():
+    tree = DraftTree(EXAMPLE)
+    assert DraftTree.resolve(tree, None, 10) is tree
+    assert DraftTree.resolve([[0], [1], [0, 0], [0, 1]], 2, 10) == tree
+    assert DraftTree.resolve("mc_sim_7b_63", 2, 100).max_depth == 2
+    assert DraftTree.resolve("mc_sim_7b_63", None, 100).num_nodes == 64
+
+
+def test_a_setting_that_does_not_fit_is_refused():
+    with pytest.raises(ValueError, match=r"node \(0, 0\) at depth 2, but the model has 1 draft heads: drop every path"):
+        DraftTree.resolve(EXAMPLE, 1, 10)
+    with pytest.raises(ValueError, match=r"node \(0, 1\) with rank 1, but a vocabulary of 1 tokens has ranks 0 to 0"):
+        DraftTree.resolve([(0,), (0, 1)], None, 1)
+    with pytest.raises(ValueError, match=r"draft_tree 'mc_sim' is no published tree: expected one of .*mc_sim_7b_63"):
+        DraftTree.resolve("mc_sim", None, 10)
+
+
+PUBLISHED = {
+    "eagle_mc_sim_7b_63": (26, 5),
+    "hydra_single": (2, 1),
+    "mc_sim_7b_63": (64, 4),
+    "medusa_vicuna_13b_stage1": (64, 4),
+    "medusa_vicuna_13b_stage2": (64, 4),
+    "medusa_vicuna_33b_stage1": (64, 3),
+    "medusa_vicuna_33b_stage2": (64, 4),
+    "medusa_vicuna_7b_stage1": (64, 4),
+    "medusa_vicuna_7b_stage1_ablation": (64, 4),
+    "medusa_vicuna_7b_stage2": (64, 4),
+    "medusa_zephyr_stage2": (64, 4),
+}
+
+
+def test_the_published_trees_are_all_there():
+    assert published_trees() == sorted(PUBLISHED)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_tree_is_whole_and_says_where_it_comes_from(name):
+    tree = DraftTree.from_name(name)
+    file = json.loads((Path(tree_module.__file__).parent / "trees" / f"{name}.json").read_text())
+    assert file["name"] == name and len(file["provenance"]) > 20
+    assert DraftTree(file["paths"]) == tree
+    assert (tree.num_nodes, tree.max_depth) == PUBLISHED[name]
+    # siblings' ranks leave none out, so the top-k of a node holds as many guesses as it has children
+    for node in range(tree.num_nodes):
+        assert [tree.paths[child - 1][-1] for child in tree.children(node)] == list(range(len(tree.children(node))))
+    assert DraftTree.from_name(name) is tree
