@@ -139,9 +139,11 @@ def agree(
 
     assert torch.equal(got.sequences, sequences)
     assert torch.equal(torch.get_rng_state(), left_at)
-    assert got.accepted_lengths is not None and got.accepted_lengths.dtype == torch.long
+    assert got.accepted_lengths is not None, "the base decoded by itself"
+    assert got.accepted_lengths.dtype == torch.long
     assert (got.accepted_lengths.sum(1) + 1).tolist() == own
-    assert len(forwards) == got.accepted_lengths.shape[1] + other_forwards(own)
+    needed = got.accepted_lengths.shape[1] + other_forwards(own)
+    assert len(forwards) == needed, f"{len(forwards)} forwards of the base, where {needed} do"
     assert len(oracle.states) == 1
     same_numbers(expected, got, own, tolerance)
     return Agreement(expected, got, oracle, own, forwards)

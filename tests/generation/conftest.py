@@ -5,6 +5,8 @@ import logging
 import pytest
 import transformers
 
+pytest.register_assert_rewrite("tests.drafters", "tests.generation.agreement")
+
 FALLBACK = "Draft heads are not used"
 
 
