@@ -197,7 +197,7 @@ class AmphistaDrafter(MedusaDrafter):
             x = block(x)
         if not self.auto_embedding:
             return x
-        x = x.transpose(0, 1)  # (N, K, H)
+        x = x.transpose(0, 1).contiguous()  # (N, K, H)
         if self.head_positions is not None:
             x = self.head_positions(x)
         for layer in cast("list[DecoderLayer]", self.auto_embedding):

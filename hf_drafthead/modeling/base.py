@@ -313,6 +313,8 @@ class DraftHeadPreTrainedModel(DraftHeadGenerationMixin, PreTrainedModel):
                 kwargs["quantization_config"] = cls._sparing_the_drafter(config, kwargs["quantization_config"])
             model, info = super().from_pretrained(path, *model_args, **heads, **kwargs)
             _refuse_damage(path, info)
+            if "hf_quantizer" in model.__dict__:  # only the base is quantized: heads are saved as they are
+                model.base.hf_quantizer = model.__dict__.pop("hf_quantizer")
             model.base.generation_config = copy.deepcopy(model.generation_config)
             for name in DRAFT_SETTINGS:
                 model.base.generation_config.__dict__.pop(name, None)
@@ -375,7 +377,7 @@ class DraftHeadPreTrainedModel(DraftHeadGenerationMixin, PreTrainedModel):
         """The quantization config, with the drafter (and, as by default, the lm_head) left as they are."""
         spared = copy.deepcopy(quantization)
         values = spared if isinstance(spared, dict) else vars(spared)
-        in_bitsandbytes = "bitsandbytes" in str(values.get("quant_method")).lower()
+        in_bitsandbytes = {"llm_int8_skip_modules", "load_in_4bit", "load_in_8bit", "_load_in_8bit"} & set(values)
         name = "llm_int8_skip_modules" if in_bitsandbytes else "modules_to_not_convert"
         if values.get(name) is None:
             blank = cls._blank(config, build_base=True)

@@ -70,11 +70,11 @@ class DraftHeadConfig(PreTrainedConfig):
         A quantization config left in a heads-only checkpoint would quantize the heads on loading.
         """
         fields = super().to_diff_dict()
-        base = fields.get("base_config")
-        if base:
-            base.pop("_name_or_path", None)
-            if not self.base_included:
-                base.pop("quantization_config", None)
+        base = fields.get("base_config") or {}
+        base.pop("_name_or_path", None)
+        if not self.base_included:
+            for holder in (fields, base):
+                holder.pop("quantization_config", None)
         return fields
 
     def _check_at_least(self, name: str, least: int) -> None:

@@ -1,0 +1,316 @@
+"""What makes a family this family: each config field does what it says, and nothing else."""
+
+import pytest
+import torch
+from transformers import BitsAndBytesConfig, LlamaConfig, QuantoConfig
+
+from hf_drafthead.modeling import (
+    AmphistaConfig,
+    AmphistaForCausalLM,
+    EagleForCausalLM,
+    HydraConfig,
+    HydraForCausalLM,
+    MedusaForCausalLM,
+)
+from tests.bases import KINDS, VOCABULARY, tiny_base
+from tests.families import Family
+
+CANNOT_BUILD = {"gpt2", "mpt", "mamba"}
+
+
+def build(model_class, kind: str = "llama-gqa", **fields):
+    return Family("", model_class, fields).build(tiny_base(kind)).drafter
+
+
+def states(drafter, features, ids):
+    with torch.no_grad():
+        return torch.stack(drafter.head_states(features, ids))  # (K, B, T, H)
+
+
+@pytest.fixture
+def text():
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(3, VOCABULARY, (1, 9), generator=generator)
+    return torch.randn(1, 9, 32, generator=generator, dtype=torch.float64), ids
+
+
+def reads(drafter, features, ids, *, at: int, feature: int | None = None, token: int | None = None) -> list[bool]:
+    """For each head, whether its state at `at` changes with the feature or the token of one position."""
+    before = states(drafter, features, ids)
+    features, ids = features.clone(), ids.clone()
+    if feature is not None:
+        features[0, feature] += 1.0
+    if token is not None:
+        ids[0, token] = (ids[0, token] + 7) % VOCABULARY
+    return [not torch.equal(a, b) for a, b in zip(before[:, 0, at], states(drafter, features, ids)[:, 0, at])]
+
+
+def test_medusa_reads_its_own_position_only(text):
+    drafter = build(MedusaForCausalLM, num_draft_heads=3, num_layers=2)
+    assert all(reads(drafter, *text, at=4, feature=4))
+    for other in ({"feature": 3}, {"feature": 5}, {"token": 4}, {"token": 5}):
+        assert not any(reads(drafter, *text, at=4, **other))
+
+
+def test_hydra_heads_read_one_token_more_each(text):
+    drafter = build(HydraForCausalLM, num_draft_heads=3, num_layers=2)
+    assert not any(reads(drafter, *text, at=2, feature=1))
+    assert reads(drafter, *text, at=2, token=3) == [True, True, True]
+    assert reads(drafter, *text, at=2, token=4) == [False, True, True]
+    assert reads(drafter, *text, at=2, token=5) == [False, False, True]
+    assert reads(drafter, *text, at=2, token=6) == [False, False, False]
+
+
+def test_the_prefix_layer_reads_the_text_so_far(text):
+    drafter = build(HydraForCausalLM, num_draft_heads=2, prefix_layer=True)
+    assert drafter.keeps_history and not build(HydraForCausalLM).keeps_history
+    assert all(reads(drafter, *text, at=4, feature=0))
+    assert not any(reads(drafter, *text, at=4, feature=5))
+    assert not any(reads(drafter, *text, at=4, token=4))
+
+
+def test_hydra_plus_plus_is_four_layers_a_prefix_layer_and_dropout():
+    config = HydraConfig.plus_plus(num_draft_heads=3)
+    assert (config.num_layers, config.prefix_layer, config.dropout, config.tie_blocks) == (4, True, 0.2, False)
+    model = HydraForCausalLM.from_base(tiny_base(), config=config, dropout=0.1)
+    assert (model.config.num_layers, model.config.num_draft_heads, model.config.dropout) == (4, 3, 0.1)
+    assert [len(head.blocks) for head in model.drafter.heads] == [3, 3, 3]
+
+
+def test_tied_blocks_are_one_block_applied_again_and_again(text):
+    tied = build(HydraForCausalLM, num_draft_heads=2, num_layers=4, tie_blocks=True)
+    untied = build(HydraForCausalLM, num_draft_heads=2, num_layers=4)
+    assert [len(head.blocks) for head in tied.heads] == [1, 1]
+    copies = {}
+    for name in untied.state_dict():
+        parts = name.split(".")
+        if "blocks" in parts:
+            parts[parts.index("blocks") + 1] = "0"
+        copies[name] = tied.state_dict()[".".join(parts)]
+    untied.load_state_dict(copies)
+    assert torch.equal(states(tied, *text), states(untied, *text))
+
+
+def test_dropout_is_for_training_only(text):
+    drafter = build(HydraForCausalLM, num_draft_heads=2, num_layers=2, dropout=0.5)
+    assert torch.equal(states(drafter, *text), states(drafter, *text))
+    hidden = text[0][0]
+    assert torch.equal(drafter.head_logits(0, hidden), drafter.head_logits(0, hidden))
+    drafter.train()
+    assert not torch.equal(states(drafter, *text), states(drafter, *text))
+    assert not torch.equal(drafter.head_logits(0, hidden), drafter.head_logits(0, hidden))
+
+
+def test_amphista_reads_the_text_so_far_and_the_root(text):
+    drafter = build(AmphistaForCausalLM)
+    assert all(reads(drafter, *text, at=4, feature=0)) and all(reads(drafter, *text, at=4, token=5))
+    assert not any(reads(drafter, *text, at=4, feature=5)) and not any(reads(drafter, *text, at=4, token=6))
+
+
+def test_amphista_without_the_sampled_token(text):
+    drafter = build(AmphistaForCausalLM, use_sampled_token=False)
+    assert all(reads(drafter, *text, at=4, feature=0)) and not any(reads(drafter, *text, at=4, token=5))
+
+
+def test_amphista_without_stages(text):
+    drafter = build(AmphistaForCausalLM, num_stages=0)
+    assert not drafter.keeps_history
+    assert all(reads(drafter, *text, at=4, feature=4))
+    assert not any(reads(drafter, *text, at=4, feature=3)) and not any(reads(drafter, *text, at=4, token=5))
+
+
+@pytest.mark.parametrize("stages, heads", [(1, [0, 0, 0, 0]), (2, [0, 0, 1, 1]), (3, [0, 0, 1, 2]), (4, [0, 1, 2, 3])])
+def test_heads_are_dealt_out_to_the_stages_evenly(text, stages, heads):
+    drafter = build(AmphistaForCausalLM, num_stages=stages, num_auto_embedding_layers=0)
+    before = states(drafter, *text)
+    for stage in range(stages):
+        drafter.stages[stage].fc.bias.data += 1.0
+        changed = [not torch.equal(a, b) for a, b in zip(before, states(drafter, *text), strict=True)]
+        assert changed == [own >= stage for own in heads]  # a later stage reads the earlier ones
+        drafter.stages[stage].fc.bias.data -= 1.0
+        before = states(drafter, *text)
+
+
+@pytest.mark.parametrize("layers", [0, 1, 2])
+def test_the_auto_embedding_block_lets_every_head_see_every_other(text, layers):
+    drafter = build(AmphistaForCausalLM, num_auto_embedding_layers=layers)
+    before = states(drafter, *text)
+    for head in (0, 3):
+        drafter.blocks[0].bias.data[head] += 1.0
+        changed = [not torch.equal(a, b) for a, b in zip(before, states(drafter, *text), strict=True)]
+        assert changed == [layers > 0 or other == head for other in range(4)]
+        before = states(drafter, *text)
+
+
+def test_the_auto_embedding_block_knows_heads_by_their_vectors_only(text):
+    """With equal heads, equal inputs and no vectors, the block cannot tell the heads apart: it has no order."""
+    fields = {"num_stages": 1, "num_auto_embedding_layers": 2}
+    for with_positions in (False, True):
+        drafter = build(AmphistaForCausalLM, use_head_positions=with_positions, **fields)
+        for parameter in drafter.blocks.parameters():
+            parameter.data[:] = parameter.data[:1].clone()
+        found = states(drafter, *text)
+        assert torch.allclose(found[0], found[3]) == (not with_positions)
+        assert (drafter.head_positions is not None) == with_positions
+
+
+def test_amphista_alpha_has_two_layers_in_its_block():
+    assert AmphistaConfig.alpha(num_draft_heads=3).num_auto_embedding_layers == 2
+    model = AmphistaForCausalLM.from_base(tiny_base(), config=AmphistaConfig.alpha())
+    assert len(model.drafter.auto_embedding) == 2
+
+
+def test_low_rank_projections_start_as_the_nearest_to_the_lm_head():
+    base = tiny_base()
+    full = base.lm_head.weight
+    projections = AmphistaForCausalLM.from_base(base, lm_head_rank=5).drafter.projections
+    start = projections.up[1].weight @ projections.down[1].weight
+    left, scale, right = torch.linalg.svd(full)
+    torch.testing.assert_close(start, (left[:, :5] * scale[:5]) @ right[:5], atol=1e-5, rtol=1e-5)
+
+
+def test_the_first_guess_of_fresh_amphista_heads_is_a_sensible_one(text):
+    """fc starts as the identity on the hidden state, so that heads start near it."""
+    drafter = AmphistaForCausalLM.from_base(tiny_base(), num_auto_embedding_layers=0).drafter
+    joined = drafter.stages[0].joined(text[0], torch.zeros_like(text[0]))
+    torch.testing.assert_close(joined, text[0] + drafter.stages[0].fc.bias)
+
+
+def test_eagle_reads_pairs_of_the_text_so_far(text):
+    drafter = build(EagleForCausalLM)
+    assert drafter.max_depth is None and drafter.keeps_history
+    assert reads(drafter, *text, at=4, feature=0) == [True] == reads(drafter, *text, at=4, token=5)
+    assert reads(drafter, *text, at=4, feature=5) == [False] == reads(drafter, *text, at=4, token=6)
+    assert not hasattr(drafter.body.layer.input_layernorm, "weight")
+    assert {name for name in drafter.state_dict() if not name.startswith("body.layer.")} == {"fc.weight"}
+
+
+def test_eagle_can_read_several_layers(text):
+    drafter = build(EagleForCausalLM, feature_layers=[1, -1], fc_bias=True)
+    assert drafter.feature_layers == (1, -1)
+    features = torch.cat([text[0], text[0].flip(1)], dim=-1)
+    assert states(drafter, features, text[1]).shape == (1, 1, 9, 32)
+    state = drafter.observe(drafter.start(1, 16), features, text[1], torch.tensor([9]))
+    assert drafter.expand(state, text[1][:, :1], torch.zeros(1, 1, dtype=torch.long))[1].shape == (1, 1, VOCABULARY)
+
+
+LAYERED = [
+    pytest.param(HydraForCausalLM, {"prefix_layer": True}, id="hydra++"),
+    pytest.param(AmphistaForCausalLM, {}, id="amphista"),
+    pytest.param(EagleForCausalLM, {}, id="eagle"),
+]
+
+
+@pytest.mark.parametrize("model_class, fields", LAYERED)
+@pytest.mark.parametrize("kind", sorted(set(KINDS) - CANNOT_BUILD))
+@torch.inference_mode()
+def test_layers_of_every_base_remember_right(kind, model_class, fields, text):
+    drafter, (features, ids) = build(model_class, kind, **fields), text
+    state = drafter.start(1, 16)
+    for step in (slice(0, 4), slice(4, 5), slice(5, 8)):
+        follow = ids[:, step.start + 1 : step.stop + 1]
+        state = drafter.observe(state, features[:, step], follow, torch.tensor([follow.shape[1]]))
+    _, logits = drafter.expand(state, ids[:, 8:9], torch.zeros(1, 1, dtype=torch.long))
+    expected = drafter.head_logits(0, drafter.head_states(features, ids)[0][:, 7])
+    torch.testing.assert_close(logits[:, 0], expected, atol=1e-6, rtol=1e-6)  # eager takes its softmax in float32
+
+
+@pytest.mark.parametrize("model_class, fields", LAYERED)
+@pytest.mark.parametrize("kind", ["gpt2", "mpt"])
+def test_a_base_without_such_layers_names_what_to_use_instead(kind, model_class, fields):
+    base = tiny_base(kind)
+    with pytest.raises(ValueError) as refusal:
+        model_class.from_base(base, **fields)
+    assert str(refusal.value) == (
+        f"no decoder layer with rotary positions can be built from a {base.config.model_type!r} config: give "
+        "layer_config= of a model that has one (such as a LlamaConfig of the same hidden size), or use Medusa or "
+        "Hydra heads."
+    )
+    own = LlamaConfig(hidden_size=32, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2)
+    model = model_class.from_base(base, layer_config=own, **fields)
+    prompt = torch.tensor([[5, 9, 33]])
+    assert torch.equal(model.generate(prompt, max_new_tokens=5), base.generate(prompt, max_new_tokens=5))
+
+
+@pytest.mark.parametrize("model_class, fields", LAYERED)
+def test_rotary_frequencies_stay_exact_in_half_precision(model_class, fields, tmp_path):
+    base = tiny_base(dtype=torch.bfloat16)
+    base.save_pretrained(tmp_path / "base")
+    model = model_class.from_base(tmp_path / "base", **fields)
+    model.save_pretrained(tmp_path / "heads")
+    exact = tiny_base().model.rotary_emb.inv_freq
+    for one in (model, model_class.from_pretrained(tmp_path / "heads"), model.half(), model.double()):
+        buffers = [buffer for name, buffer in one.drafter.named_buffers() if name.endswith("inv_freq")]
+        assert buffers and all(torch.equal(buffer, exact) for buffer in buffers)
+
+
+@pytest.mark.parametrize(
+    "quantization",
+    [
+        QuantoConfig(weights="int8"),
+        BitsAndBytesConfig(load_in_8bit=True),
+        {"quant_method": "bitsandbytes", "load_in_8bit": True, "llm_int8_skip_modules": ["lm_head"]},
+    ],
+    ids=["quanto", "bitsandbytes", "dict"],
+)
+def test_quantizing_a_model_with_its_base_spares_the_drafter(quantization):
+    config = MedusaForCausalLM.from_base(tiny_base()).config
+    spared = MedusaForCausalLM._sparing_the_drafter(config, quantization)
+    values = spared if isinstance(spared, dict) else vars(spared)
+    skipped = values.get("llm_int8_skip_modules") or values["modules_to_not_convert"]
+    assert "drafter" in skipped and any("lm_head" in name for name in skipped)
+    assert spared is not quantization and "drafter" not in str(quantization)
+
+
+@pytest.mark.parametrize(
+    "model_class, fields, message",
+    [
+        (
+            AmphistaForCausalLM,
+            {"num_stages": 3, "num_draft_heads": 2},
+            "num_stages is 3, but num_draft_heads is 2: a stage that no head reads is of no use, ask for as many "
+            "stages as heads at most.",
+        ),
+        (
+            AmphistaForCausalLM,
+            {"lm_head_rank": 33},
+            "lm_head_rank is 33, but the hidden size is 32: a rank above it saves nothing, ask for less or for None.",
+        ),
+        (
+            AmphistaForCausalLM,
+            {"lm_head_rank": 8, "share_lm_head": True},
+            "lm_head_rank is 8, but share_lm_head is True: the base's lm_head is not split, set one of them only.",
+        ),
+        (AmphistaForCausalLM, {"num_stages": -1}, "num_stages is -1: expected a whole number of at least 0."),
+        (
+            EagleForCausalLM,
+            {"num_draft_heads": 4},
+            "num_draft_heads is 4, but EAGLE has 1 head that guesses at every depth: leave it out, the tree says how "
+            "deep to guess.",
+        ),
+        (
+            EagleForCausalLM,
+            {"feature_layers": "last"},
+            "feature_layers is 'last': expected a list of layer numbers, such as [-1].",
+        ),
+        (
+            HydraForCausalLM,
+            {"prefix_layer": True, "layer_config": LlamaConfig(hidden_size=48, num_attention_heads=4)},
+            "layer_config has hidden size 48, but the base has 32: give the layer the base's.",
+        ),
+    ],
+)
+def test_relations_that_cannot_be(model_class, fields, message):
+    with pytest.raises(ValueError) as refusal:
+        model_class.from_base(tiny_base(), **fields)
+    assert str(refusal.value) == message
+
+
+def test_a_prefix_layer_without_attention_heads():
+    base = tiny_base("mamba", num_attention_heads=None)
+    with pytest.raises(ValueError) as refusal:
+        HydraForCausalLM.from_base(base, prefix_layer=True)
+    assert str(refusal.value) == (
+        "prefix_layer is True, but a 'mamba' model has no attention heads to build a decoder layer of: give "
+        "layer_config= of a model that has, or use Medusa or Hydra heads."
+    )
