@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -232,7 +232,7 @@ def output(color: bool = False) -> Console:
 @contextmanager
 def bar(total: int) -> Iterator[Callable[[str], Callable[[], None]]]:
     """A progress bar on stderr; what it yields names a part of the work and returns what to call at each step."""
-    columns = (TextColumn("{task.description:<10}"), BarColumn(), TimeElapsedColumn())
+    columns = (TextColumn("{task.description:<10}"), BarColumn(), TimeRemainingColumn())
     console = Console(stderr=True)
     hidden = not console.is_terminal
     # drawn between measurements: a thread that draws would share the clock with what is measured
