@@ -18,6 +18,12 @@ from torch import Tensor
 ROOM = 1024  # new positions for which memory is taken at first; it doubles when they are used up
 
 
+def reads_back(device: torch.device) -> bool:
+    """Whether a length is read back in every step: it makes less to attend to, but would stall a GPU, where besides
+    shapes that stay the same can be captured."""
+    return device.type == "cpu"
+
+
 class RowCache:
     """What a decoder layer of a drafter is given as `past_key_values`.
 
@@ -71,9 +77,8 @@ class RowCache:
     def keep(self, lengths: Tensor) -> None:
         """Count the first lengths[b] of the positions appended last as verified."""
         self.lengths = self.lengths + lengths.to(self.lengths.device)
-        # Reading a length back would stall a GPU: there a bound is enough, and the shapes stay as they are for longer.
-        on_cpu = self.lengths.device.type == "cpu"
-        self._reach = int(self.lengths.max()) if on_cpu else self._reach + self._slots.shape[1]
+        exact = reads_back(self.lengths.device)
+        self._reach = int(self.lengths.max()) if exact else self._reach + self._slots.shape[1]
 
     def update(self, keys: Tensor, values: Tensor, *layer: Any, **unused: Any) -> tuple[Tensor, Tensor]:
         """Write what the layer has computed, each (B, h, A, D), and return all that it gets to see, (B, h, S, D)."""
@@ -89,7 +94,7 @@ class RowCache:
             top = self._reach + offset + count
         if top > self._room:
             self._room = top + min(max(ROOM, self._room), max(self._capacity - top, 64))
-        self._seen = top if self.fresh or device.type == "cpu" else self._room
+        self._seen = top if self.fresh or reads_back(device) else self._room
         self._slots = self.lengths.unsqueeze(1) + torch.arange(offset, offset + count, device=device)
         return self._slots
 

@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -86,9 +86,17 @@ def test_it_drafts_as_it_was_trained(drafter, steps):
             torch.testing.assert_close(logits[row], expected, **EXACT)
 
 
+@pytest.fixture(params=[True, False], ids=["as on a CPU", "as on a GPU"])
+def reads_back(request):
+    """Whether drafters' caches look at their lengths in every step, or go by a bound and fixed shapes."""
+    with mock.patch.object(row_cache, "reads_back", lambda device: request.param):
+        yield
+
+
+@pytest.mark.usefixtures("reads_back")
 @pytest.mark.parametrize("capacity, room", [(1000, 1024), (3, 1)], ids=["enough", "too little"])
 @given(data=st.data())
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @torch.inference_mode()
 def test_it_remembers_every_step_right(family, capacity, room, data):
     """After any steps, ragged and with rows that stand still, it drafts as from the whole text at once."""
@@ -137,6 +145,7 @@ def test_a_row_drafts_in_a_batch_as_it_does_alone(drafter):
             torch.testing.assert_close(ours[row], theirs[0], **EXACT)
 
 
+@pytest.mark.usefixtures("reads_back")
 @torch.inference_mode()
 def test_the_nodes_of_a_level_are_drafted_as_each_would_be_alone(drafter):
     ids, features = text_and_features(2, 8)
@@ -162,6 +171,7 @@ def test_the_nodes_of_a_level_are_drafted_as_each_would_be_alone(drafter):
             torch.testing.assert_close(levels[depth][:, node], logits[:, 0], **EXACT)
 
 
+@pytest.mark.usefixtures("reads_back")
 @torch.inference_mode()
 def test_a_draft_leaves_nothing_behind(drafter):
     ids, features = text_and_features(3, 16)
