@@ -1,4 +1,4 @@
-"""A saved base and saved heads of every family."""
+"""A saved base and saved heads, of every family or of two that stand for all."""
 
 from pathlib import Path
 

@@ -24,6 +24,10 @@ from hf_drafthead.modeling import HydraForCausalLM, MedusaForCausalLM
 from tests.bases import VOCABULARY, tiny_base
 from tests.families import FAMILIES
 
+# For what no family does in its own way: one without and one with a layer of its own.
+two_families = pytest.mark.parametrize(
+    "family", [family for family in FAMILIES if family.name in ("medusa", "eagle")], ids=lambda family: family.name
+)
 IDS = torch.tensor([[5, 9, 33, 21, 8, 40], [7, 7, 12, 64, 3, 11]])
 
 
@@ -69,7 +73,8 @@ def test_round_trip(family, saved, form, door):
     assert torch.equal(loaded.generate(prompt, max_new_tokens=12), model.base.generate(prompt, max_new_tokens=12))
 
 
-def test_only_the_heads_are_stored_unless_the_base_is_asked_for(saved):
+@two_families
+def test_only_the_heads_are_stored_unless_the_base_is_asked_for(family, saved):
     folder, model = saved
     assert stored_names(folder / "heads") == {name for name in model.state_dict() if name.startswith("drafter.")}
     model.save_pretrained(folder / "whole", include_base=True)
@@ -77,7 +82,8 @@ def test_only_the_heads_are_stored_unless_the_base_is_asked_for(saved):
     assert not model.config.base_included
 
 
-def test_a_full_state_dict_from_a_trainer_is_filtered(saved):
+@two_families
+def test_a_full_state_dict_from_a_trainer_is_filtered(family, saved):
     folder, model = saved
     model.save_pretrained(folder / "again", state_dict=model.state_dict())
     assert stored_names(folder / "again") == stored_names(folder / "heads")
@@ -100,6 +106,7 @@ def test_sharded(family, saved, form):
     assert_same(model, family.model_class.from_pretrained(folder / "sharded"))
 
 
+@two_families
 def test_variant(family, saved):
     folder, model = saved
     model.save_pretrained(folder / "other", variant="float64")
@@ -119,6 +126,7 @@ def test_tied_base(family, tmp_path, form):
     assert_same(model, loaded)
 
 
+@two_families
 @pytest.mark.parametrize("form", ["path", "object"])
 def test_another_place_of_the_same_base(family, saved, form):
     folder, model = saved
@@ -130,6 +138,7 @@ def test_another_place_of_the_same_base(family, saved, form):
     assert_same(model, AutoModel.from_pretrained(folder / "heads", base_model=base))
 
 
+@two_families
 def test_heads_and_base_can_be_moved_together(family, saved):
     folder, model = saved
     assert json.loads((folder / "heads" / "config.json").read_text())["base_model_name_or_path"] == "../base"
@@ -142,6 +151,7 @@ def test_heads_and_base_can_be_moved_together(family, saved):
     assert_same(model, family.model_class.from_pretrained(folder / "deep" / "down" / "heads"))
 
 
+@two_families
 def test_a_live_base_stays_as_it_was(family, saved):
     folder, model = saved
     base = tiny_base("llama-gqa")
@@ -162,6 +172,7 @@ def test_deepcopy_and_conversion_move_the_whole_model(family, base):
     assert base.dtype == model.dtype == torch.float64
 
 
+@two_families
 @pytest.mark.parametrize("dtype", [torch.bfloat16, "bfloat16", "auto", None], ids=str)
 @pytest.mark.parametrize("loader", [AutoModel, None], ids=["AutoModel", "own class"])
 def test_the_drafter_takes_the_dtype_of_the_base(family, saved, dtype, loader):
@@ -171,6 +182,7 @@ def test_the_drafter_takes_the_dtype_of_the_base(family, saved, dtype, loader):
     assert {tensor.dtype for tensor in loaded.parameters()} == {expected}
 
 
+@two_families
 @pytest.mark.parametrize("loader", [AutoModel, None], ids=["AutoModel", "own class"])
 @pytest.mark.parametrize("form", ["heads only", "with base"])
 def test_the_choice_of_attention_reaches_the_base(family, saved, loader, form):
@@ -201,6 +213,7 @@ def test_a_model_in_pieces_some_of_them_on_disk(family, saved, form, on_disk):
         assert torch.equal(loaded.generate(prompt, max_new_tokens=8), model.base.generate(prompt, max_new_tokens=8))
 
 
+@two_families
 def test_generation_follows_the_base_and_drafts_as_the_heads_say(family, saved):
     folder, model = saved
     base = tiny_base("llama-gqa")
@@ -229,6 +242,7 @@ def test_generation_follows_the_base_and_drafts_as_the_heads_say(family, saved):
     assert loaded.generation_config.max_new_tokens == 3
 
 
+@two_families
 def test_loading_info(family, saved):
     folder, _ = saved
     model, info = AutoModel.from_pretrained(folder / "heads", output_loading_info=True)
@@ -246,6 +260,7 @@ def test_the_config_round_trips(family, saved):
         assert getattr(config, name) == getattr(model.config, name)
 
 
+@two_families
 def test_a_quantization_of_the_base_is_not_left_in_the_heads(family, saved):
     folder, model = saved
     model.config.base_config.quantization_config = {"quant_method": "quanto", "weights": "int8"}
@@ -255,6 +270,7 @@ def test_a_quantization_of_the_base_is_not_left_in_the_heads(family, saved):
     assert_same(model, AutoModel.from_pretrained(folder / "heads"))
 
 
+@two_families
 def test_forward_is_the_bases_own_and_declares_its_parameters(family, base):
     model = family.build(base)
     parameters = inspect.signature(model.forward).parameters
@@ -296,6 +312,7 @@ def test_from_base_by_path_passes_on_what_is_for_the_base(tmp_path):
     assert model.base.config._attn_implementation == "eager"
 
 
+@two_families
 def test_pipeline(family, saved):
     folder, model = saved
     tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCABULARY)}, unk_token="w3"))
