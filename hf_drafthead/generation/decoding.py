@@ -391,7 +391,7 @@ def _prompt_for_drafter(drafter, root, features, arguments, mask) -> tuple[torch
     follow = torch.cat([tokens[:, 1:], root], dim=1).to(features.device)  # (B, T)
     if mask is None:
         return features, follow, ones * length
-    valid = mask[:, -length:].to(features.device)
+    valid = mask[:, -length:].to(features.device).bool().long()
     order = valid.argsort(dim=1, descending=True, stable=True)
     features = features.gather(1, order[..., None].expand_as(features))
     return features, follow.gather(1, order), valid.sum(1)

@@ -175,8 +175,11 @@ class DraftHeadGenerationMixin(GenerationMixin):
         base = self.base
         if base.training or self.drafter.training:  # dropout would draw from the generator that sampling uses
             raise Unsupported("the model is in training mode, call model.eval() first")
-        known = self.__dict__.setdefault("_readers", {})
-        key = (id(base), base.config._attn_implementation, base.dtype, self.drafter.feature_layers)
+        probed, known = self.__dict__.get("_readers", (None, {}))
+        if probed is not base:  # by identity, which a copy of the whole model keeps
+            known = {}
+            self.__dict__["_readers"] = (base, known)
+        key = (base.config._attn_implementation, base.dtype, self.drafter.feature_layers)
         if key not in known:
             try:
                 known[key] = probe(base, self.drafter.feature_layers)
