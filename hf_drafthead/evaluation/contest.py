@@ -83,7 +83,7 @@ def candidate_trees(model: Any) -> list[DraftTree]:
 
     Calibration stores rank paths in the order of their worth, so the first n of them are the best tree of n + 1 nodes.
     """
-    stored = model.generation_config.draft_tree
+    stored = getattr(model.generation_config, "draft_tree", None) or PUBLISHED_TREE
     if isinstance(stored, str):
         return [DraftTree.resolve(stored, model.drafter.max_depth, model.config.get_text_config().vocab_size)]
     paths = [tuple(path) for path in stored]
