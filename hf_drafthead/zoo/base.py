@@ -4,7 +4,7 @@ import math
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from torch.utils.data import Dataset
 from transformers import (
     GenerationConfig,
@@ -139,4 +139,4 @@ def store_as_bfloat16(file: Path) -> None:
         name: tensor.to(torch.bfloat16) if tensor.dtype == torch.float32 else tensor
         for name, tensor in load_file(file).items()
     }
-    save_file(tensors, file, metadata={"format": "pt"})
+    file.write_bytes(save(tensors, metadata={"format": "pt"}))

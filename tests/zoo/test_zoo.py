@@ -8,8 +8,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_drafthead import zoo
 
-needs_base = pytest.mark.skipif(not (zoo.ASSETS / "base" / "config.json").is_file(), reason="the base is not built")
-
 
 def test_an_unknown_model_is_refused_naming_the_known_ones():
     with pytest.raises(ValueError, match=r"the zoo holds no model 'meduse': expected one of base.*build --part NAME"):
@@ -37,7 +35,6 @@ def test_the_licence_of_the_text_is_there():
     assert "PYTHON SOFTWARE FOUNDATION LICENSE VERSION 2" in notice and "Copyright (c) 2001" in notice
 
 
-@needs_base
 def test_the_base_computes_in_float32_and_was_trained_on_text():
     base = AutoModelForCausalLM.from_pretrained(zoo.path("base"))
     tokenizer = AutoTokenizer.from_pretrained(zoo.path("base"))
