@@ -23,9 +23,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from hf_drafthead.zoo import ASSETS
 from hf_drafthead.zoo.base import ROW, VOCAB_SIZE, save_base, train_base
 from hf_drafthead.zoo.corpus import SourceFile, read_corpus, text_hash
-from hf_drafthead.zoo.heads import FAMILIES, save_heads, train_heads
+from hf_drafthead.zoo.heads import FAMILIES, save_heads, store_tree, train_heads
+from hf_drafthead.zoo.own_text import GIVEN, own_text
 from hf_drafthead.zoo.prompts import cut_prompts, write_prompts
 from hf_drafthead.zoo.tokenizer import pack, train_tokenizer
+
+OWN_TEXTS = 4096  # texts of the base that every family learns from
 
 
 @dataclass(frozen=True)
@@ -57,16 +60,23 @@ def build_base(build: Build) -> None:
 
 
 def build_heads(build: Build, family: str) -> None:
-    """One family's heads for the base that is in the output folder."""
+    """One family's heads for the base that is in the output folder, trained on what that base writes."""
     training, held_out = _split_corpus()
     base = AutoModelForCausalLM.from_pretrained(build.output / "base")
     tokenizer = AutoTokenizer.from_pretrained(build.output / "base")
     rows, held_out_rows = pack(tokenizer, training, ROW), pack(tokenizer, held_out, ROW)
-    model, figures = train_heads(family, base, rows, held_out_rows, build.work / family, steps=600, seed=build.seed)
+    texts = own_text(base, rows, OWN_TEXTS, build.work / "own_text.safetensors", seed=build.seed)
+    held_out_texts = own_text(base, held_out_rows, 64, build.work / "own_text_held_out.safetensors", seed=build.seed)
+    given = min(GIVEN, texts.shape[1] // 4)
+    model, figures = train_heads(
+        family, base, texts, held_out_texts, build.work / family, given=given, steps=1500, seed=build.seed
+    )
+    store_tree(model, texts[:256], given)
     folder = build.output / family
     save_heads(model, folder)
     tokenizer.save_pretrained(folder)
-    _write_summary(build, folder, {"family": family, **_about(training), **figures})
+    own = {"own_texts": len(texts), "own_text_tokens": texts[:, given:].numel()}
+    _write_summary(build, folder, {"family": family, **_about(training), **own, **figures})
 
 
 PARTS: dict[str, Callable[[Build], None]] = {

@@ -3,12 +3,59 @@
 Shapes: R rows, P tokens of a row that are given, T tokens of a finished row.
 """
 
+from pathlib import Path
+
 import torch
+from safetensors.torch import load_file, save_file
+from torch.utils.data import Dataset
 from transformers import DynamicCache, PreTrainedModel
 
+from hf_drafthead.training.objectives import IGNORED
 
-@torch.inference_mode()
-def continue_rows(base: PreTrainedModel, starts: torch.Tensor, length: int, batch_size: int = 64) -> torch.Tensor:
+GIVEN = 64  # tokens of a row that come from the corpus; the rest is the base's own
+LENGTH = 256
+
+
+class OwnRows(Dataset):
+    """Rows of which only what the base wrote is to be learnt."""
+
+    def __init__(self, rows: torch.Tensor, given: int) -> None:
+        self.rows, self.given = rows, given
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        labels = self.rows[index].clone()
+        labels[: self.given] = IGNORED
+        return {"input_ids": self.rows[index], "labels": labels}
+
+
+def starts(rows: torch.Tensor, count: int, given: int, seed: int) -> torch.Tensor:
+    """Beginnings of texts, cut from packed rows at random: (count, given), the first token being a row's own first.
+
+    Args:
+        rows: (rows, length) of a corpus, longer than ``given``.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    picked = torch.randint(0, len(rows), (count,), generator=generator)
+    columns = torch.randint(1, rows.shape[1] - given + 1, (count,), generator=generator)
+    inner = columns[:, None] + torch.arange(given - 1)
+    return torch.cat([rows[picked, :1], rows[picked[:, None], inner]], dim=1)
+
+
+def own_text(base: PreTrainedModel, rows: torch.Tensor, count: int, file: Path, *, seed: int) -> torch.Tensor:
+    """(count, T) greedy text of the base, from beginnings that the corpus gives; kept in ``file`` once written."""
+    if not file.is_file():
+        length = min(LENGTH, rows.shape[1])
+        texts = continue_rows(base, starts(rows, count, min(GIVEN, length // 4), seed), length)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        save_file({"texts": texts.clone()}, file)
+    return load_file(file)["texts"]
+
+
+@torch.no_grad()
+def continue_rows(base: PreTrainedModel, starts: torch.Tensor, length: int, batch_size: int = 256) -> torch.Tensor:
     """Let the base continue rows greedily, past any end of text, as the rows it was trained on go on with another one.
 
     Args:

@@ -9,6 +9,7 @@ from pathlib import Path
 from hf_drafthead.zoo.corpus import SourceFile
 
 SHORTEST, LONGEST = 200, 400  # characters
+Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
 def cut_prompts(files: list[SourceFile], count: int) -> list[dict[str, str]]:
@@ -64,7 +65,7 @@ def _prompts_of(file: SourceFile) -> list[dict[str, str]]:
     return [{"file": file.name, "category": kind, "prompt": "\n".join(lines[start:end])} for start, end, kind in chosen]
 
 
-def _header_end(lines: list[str], node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> int:
+def _header_end(lines: list[str], node: Definition) -> int:
     """Number of lines up to the header's end; comments and blank lines may lie between it and the body's first line."""
     end = max(node.body[0].lineno - 1, node.lineno)
     while end > node.lineno and (not lines[end - 1].strip() or lines[end - 1].lstrip().startswith("#")):
@@ -72,9 +73,9 @@ def _header_end(lines: list[str], node: ast.FunctionDef | ast.AsyncFunctionDef |
     return end
 
 
-def _definitions(tree: ast.Module) -> list[tuple[ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef, str]]:
+def _definitions(tree: ast.Module) -> list[tuple[Definition, str]]:
     """Functions, methods and classes of a module, with their category."""
-    found = []
+    found: list[tuple[Definition, str]] = []
     for parent in ast.walk(tree):
         for node in ast.iter_child_nodes(parent):
             if isinstance(node, ast.ClassDef):

@@ -22,6 +22,7 @@ def small(monkeypatch):
     monkeypatch.setattr(build, "read_corpus", lambda: files)
     monkeypatch.setattr(build, "VOCAB_SIZE", 270)
     monkeypatch.setattr(build, "ROW", 64)
+    monkeypatch.setattr(build, "OWN_TEXTS", 8)
     monkeypatch.setattr(zoo_base, "ROW", 64)
 
     def tiny_config(tokenizer):
@@ -55,6 +56,7 @@ def test_every_part_is_built_and_found_again(small, tmp_path, capsys):
         model = AutoModel.from_pretrained(tmp_path / "assets" / family)
         assert model.config.model_type == f"drafthead_{family}" and model.config.num_draft_heads == 4
         assert {parameter.dtype for parameter in model.drafter.parameters()} == {torch.float32}
+        assert [0] in model.generation_config.draft_tree and max(map(len, model.generation_config.draft_tree)) == 4
         assert AutoTokenizer.from_pretrained(tmp_path / "assets" / family).padding_side == "left"
         config = json.loads((tmp_path / "assets" / family / "config.json").read_text())
         assert config["base_model_name_or_path"] == "../base"
