@@ -51,8 +51,9 @@ def _prompts_of(file: SourceFile) -> list[dict[str, str]]:
     found = []
     for node, category in _definitions(ast.parse(file.text)):
         ends = [(_header_end(lines, node), category)]
-        if ast.get_docstring(node) is not None:
-            ends.append((node.body[0].end_lineno, "docstring"))
+        docstring_end = node.body[0].end_lineno
+        if ast.get_docstring(node) is not None and docstring_end is not None:
+            ends.append((docstring_end, "docstring"))
         for end, kind in ends:
             start = _first_line(lines, end)
             digest = hashlib.sha256(f"{file.name}:{node.name}:{node.lineno}:{kind}".encode()).digest()
