@@ -3,8 +3,9 @@
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from hf_drafthead.modeling.amphista import AmphistaConfig, AmphistaForCausalLM
-from hf_drafthead.modeling.base import Drafter, DraftHeadPreTrainedModel
+from hf_drafthead.modeling.base import DraftHeadPreTrainedModel
 from hf_drafthead.modeling.config import DraftHeadConfig
+from hf_drafthead.modeling.drafter import Drafter
 from hf_drafthead.modeling.eagle import EagleConfig, EagleForCausalLM
 from hf_drafthead.modeling.hydra import HydraConfig, HydraForCausalLM
 from hf_drafthead.modeling.medusa import MedusaConfig, MedusaForCausalLM

@@ -1,15 +1,14 @@
 """Where a checkpoint's parts lie, and whether they are what they should be: nothing is loaded before that is known."""
 
+import copy
 import json
 import os
-import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from transformers import AutoConfig
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.utils import cached_file
 
@@ -17,6 +16,37 @@ from hf_drafthead.modeling.config import DraftHeadConfig
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 FLOATS = {"F64", "F32", "F16", "BF16"}
+
+
+def read_config(family: type[DraftHeadConfig], path: str, given: Any, hub: Mapping[str, Any]) -> DraftHeadConfig:
+    """The checkpoint's config, or a copy of the given one (or what is read at the given path).
+
+    Raises:
+        OSError: there is no config.json.
+        ValueError: it belongs to another family or kind of model.
+    """
+    if isinstance(given, PreTrainedConfig):
+        found, config = given.model_type, copy.deepcopy(given)
+    else:
+        source = os.fspath(given) if given is not None else path
+        try:
+            fields, _ = family.get_config_dict(source, **hub)
+            if not fields:
+                raise OSError("there is no config.json")
+        except OSError as error:
+            raise OSError(
+                f"{source!r} is no draft-head checkpoint ({str(error).splitlines()[0]}): give a folder or Hub id that "
+                "save_pretrained of a draft-head model has written."
+            ) from error
+        found = fields.get("model_type")
+        config = family.from_dict(fields) if found == family.model_type else None
+    if found != family.model_type:
+        other_family = str(found).startswith("drafthead_")
+        advice = "load it with AutoModel" if other_family else "to put new heads on a base use from_base"
+        raise ValueError(
+            f"{path!r} is no {family.model_type} checkpoint: its config.json has model_type {found!r}; {advice}."
+        )
+    return config
 
 
 def checkpoint_files(path: str, variant: str | None, hub: Mapping[str, Any]) -> list[str]:
@@ -95,77 +125,14 @@ def check_tensors(path: str, files: Iterable[str], expected: Mapping[str, torch.
         )
 
 
-def locate_base(config: DraftHeadConfig, checkpoint: str) -> str:
-    """Name of the base that the config asks for: a Hub id, or an absolute path.
-
-    A relative path is looked up in the checkpoint's folder.
-
-    Raises:
-        OSError: the config names no base, or a folder that is not there.
-    """
-    name = config.base_model_name_or_path
-    if not name:
-        raise OSError(
-            f"{checkpoint!r} does not say which base it was trained for: pass base_model= with its id, path or object."
-        )
-    inside = Path(checkpoint) / name
-    if inside.is_dir():
-        return str(inside.resolve())
-    if os.path.isabs(name) or name.startswith("."):
-        if Path(name).is_dir() and os.path.isabs(name):
-            return name
-        raise OSError(
-            f"the base of {checkpoint!r} was not found at {str(inside)!r}: pass base_model= with its id, path or "
-            "object."
-        )
-    return name
-
-
-def is_local(name: str, checkpoint: str) -> bool:
-    """Whether the name of a base, as the checkpoint's config gives it, is a path and no Hub id."""
-    return name.startswith(".") or os.path.isabs(name) or (Path(checkpoint) / name).is_dir()
-
-
-def base_config_at(name: str, checkpoint: str, hub: Mapping[str, Any], trust_remote_code: bool) -> PreTrainedConfig:
-    """Config of the base `name`, read before its weights are.
-
-    Raises:
-        OSError: there is no such base.
-    """
-    try:
-        return AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code, **hub)
-    except OSError as error:
-        reason = str(error).splitlines()[0]
-        raise OSError(
-            f"the base {name!r} of {checkpoint!r} was not found ({reason}): pass base_model= with its id, path or "
-            "object."
-        ) from error
-
-
-def check_base(config: DraftHeadConfig, base_config: PreTrainedConfig, name: str) -> None:
-    """Refuse a base that the heads were not made for.
-
-    Raises:
-        ValueError: model type, hidden size or vocabulary differ.
-    """
-    wanted, given = config.get_text_config(), base_config.get_text_config()
-    trained_for = config.base_model_name_or_path or "another base"
-    for field, words in (("hidden_size", "hidden size"), ("vocab_size", "vocabulary"), ("model_type", "model type")):
-        want, have = getattr(wanted, field, None), getattr(given, field, None)
-        if want is not None and want != have:
+def refuse_damage(path: str, info: dict[str, Any]) -> None:
+    """Raise for what transformers only logs."""
+    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
+        if info.get(kind):
             raise ValueError(
-                f"these heads were trained for {trained_for!r} ({words} {want}); the base at {name!r} has {words} "
-                f"{have}: load the first, or train heads for the second."
+                f"{path!r} does not fit its config: {kind.replace('_', ' ')} {sorted(map(str, info[kind]))[:3]}: "
+                "save the checkpoint again, or correct config.json."
             )
-
-
-def commit_of(name: str, hub: Mapping[str, Any]) -> str | None:
-    """The commit that a Hub id and revision resolve to; None for a local folder."""
-    if os.path.isdir(name):
-        return None
-    file = cached_file(name, "config.json", _raise_exceptions_for_missing_entries=False, **hub)
-    commit = Path(file).parent.name if file else ""
-    return commit if re.fullmatch(r"[0-9a-f]{40}", commit) else None
 
 
 def _with_variant(name: str, variant: str | None) -> str:

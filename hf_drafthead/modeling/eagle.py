@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from transformers import AutoConfig
 from transformers.configuration_utils import PreTrainedConfig
 
-from hf_drafthead.modeling.base import Drafter, DraftHeadPreTrainedModel
+from hf_drafthead.modeling.base import DraftHeadPreTrainedModel
 from hf_drafthead.modeling.config import DraftHeadConfig
 from hf_drafthead.modeling.decoder_layer import DecoderLayer
+from hf_drafthead.modeling.drafter import Drafter
 from hf_drafthead.modeling.layers import last_valid
 from hf_drafthead.modeling.row_cache import RowCache
 

@@ -14,9 +14,10 @@ from torch.nn import functional as F
 from transformers import AutoConfig
 from transformers.configuration_utils import PreTrainedConfig
 
-from hf_drafthead.modeling.base import Drafter, DraftHeadPreTrainedModel
+from hf_drafthead.modeling.base import DraftHeadPreTrainedModel
 from hf_drafthead.modeling.config import DraftHeadConfig
 from hf_drafthead.modeling.decoder_layer import DecoderLayer
+from hf_drafthead.modeling.drafter import Drafter
 from hf_drafthead.modeling.layers import OutputProjections, ResidualBlock, last_valid
 from hf_drafthead.modeling.row_cache import RowCache
 

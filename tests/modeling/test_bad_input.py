@@ -229,6 +229,13 @@ def test_loading_arguments_for_a_base_that_is_loaded(heads, argument):
         MedusaForCausalLM.from_base(base, **argument)
 
 
+def test_a_base_for_new_heads_that_is_not_there(tmp_path):
+    message = "the base '...' was not found (...): give the id or path of a causal language model."
+    for name in (tmp_path, tmp_path / "not there", "org/not-downloaded"):
+        with refused(OSError, message):
+            MedusaForCausalLM.from_base(name, local_files_only=True)
+
+
 def test_a_base_without_lm_head():
     with refused(ValueError, "LlamaModel has no lm_head: draft heads need a causal language model."):
         MedusaForCausalLM.from_base(LlamaModel(tiny_base().config))

@@ -283,6 +283,7 @@ def test_forward_is_the_bases_own_and_declares_its_parameters(family, base):
         assert name in parameters
     mask = torch.ones_like(IDS)
     ours, theirs = (m(IDS, attention_mask=mask, labels=IDS, logits_to_keep=0) for m in (model, base))
+    assert family.model_class.drafter_class.__name__ in model._no_split_modules
     assert torch.equal(ours.loss, theirs.loss) and torch.equal(ours.logits, theirs.logits)
     assert model(IDS, logits_to_keep=1).logits.shape[1] == 1
     assert model.can_generate() and family.model_class.can_generate()
@@ -340,7 +341,7 @@ FIRST, SECOND = "1" * 40, "2" * 40
 
 def forget_warnings() -> None:
     """Let the next `warning_once` be the first."""
-    logging.get_logger("hf_drafthead.modeling.base").warning_once.cache_clear()
+    logging.get_logger("hf_drafthead.modeling.base_model").warning_once.cache_clear()
 
 
 @pytest.fixture
