@@ -173,6 +173,8 @@ def probe(base: PreTrainedModel, feature_layers: tuple[int, ...]) -> BaseReader:
     config = base.config.get_text_config(decoder=True)
     windows = attention_windows(config)
     device = base.get_input_embeddings().weight.device
+    if device.type == "meta":  # offloaded: its hooks take the tokens from wherever they are
+        device = torch.device("cpu")
     past, root, left, right = torch.arange(3, 3 + 16, device=device).remainder(config.vocab_size).split((13, 1, 1, 1))
     tree = DraftTree([(0,), (1,)])
     try:
