@@ -1,12 +1,14 @@
 """Bases: every node of every step has the logits of a plain forward over its path."""
 
+import accelerate
 import pytest
 import torch
 
 from hf_drafthead.generation.forward import BaseReader, probe
-from tests.bases import CANNOT_SDPA, VOCABULARY
+from tests.bases import CANNOT_SDPA, VOCABULARY, tiny_base
 from tests.drafters import half_right
-from tests.generation.agreement import agree, prompt, shared_base
+from tests.families import FAMILIES
+from tests.generation.agreement import TREE, agree, prompt, shared_base
 
 CAN = [
     "llama",
@@ -105,3 +107,14 @@ def test_padding_under_eager_attention_in_float32(kind):
     base = shared_base(kind, attn_implementation="eager", dtype=torch.float32)
     found = agree(base, prompt(4), call={"max_new_tokens": 16}, tolerance=1e-3)
     assert found.got.past_key_values.layers[0].keys.isfinite().all()
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_base_whose_weights_are_offloaded(rows, fallbacks):
+    base = tiny_base("llama-gqa")
+    expected = base.generate(**prompt(rows), max_new_tokens=9)
+    model = FAMILIES[0].build(base)
+    accelerate.cpu_offload(base, execution_device=torch.device("cpu"))
+    assert base.get_input_embeddings().weight.is_meta
+    got = model.generate(**prompt(rows), max_new_tokens=9, draft_tree=TREE)
+    assert torch.equal(got, expected) and fallbacks == []

@@ -106,6 +106,15 @@ def test_after_a_change_of_attention_implementation():
     agree(base, prompt(), call={"max_new_tokens": 8}, tolerance=1e-5)
 
 
+def test_under_autocast():
+    base = shared_base("llama", dtype=torch.float32)
+    model = FAMILIES[0].build(base)
+    model.generate(**prompt(2), max_new_tokens=2)  # probes without it
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got = model.generate(**prompt(2), max_new_tokens=9, return_dict_in_generate=True)
+    assert got.accepted_lengths is not None and got.sequences.shape[1] <= 18
+
+
 def test_without_a_dict_the_tokens_alone_are_returned():
     base = shared_base("llama")
     model = FAMILIES[0].build(base)

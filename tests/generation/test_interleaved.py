@@ -109,6 +109,8 @@ def test_another_base_under_the_same_heads():
     assert torch.equal(model.generate(**ONE, draft_tree=TREE), first.generate(**ONE))
     model.base = second
     assert torch.equal(model.generate(**ONE, draft_tree=TREE), second.generate(**ONE))
+    model.base = first
+    assert model._base_reader().base is first
 
 
 def test_a_copy_of_the_model_runs_its_own_base():

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from transformers import RepetitionPenaltyLogitsProcessor
 
 from hf_drafthead.generation import DraftTree, TreeCache, acceptance, decoding, forward, mixin, rules
 from hf_drafthead.generation.forward import BaseReader, Unsupported
@@ -142,6 +143,10 @@ def test_processors_that_are_shown_another_prefix(monkeypatch):
 
 
 def test_a_penalty_that_is_shown_another_row_s_padding(monkeypatch):
+    try:
+        RepetitionPenaltyLogitsProcessor(2.0, prompt_ignore_length=torch.tensor([1]))
+    except ValueError:
+        pytest.skip("in this version of transformers the penalty knows nothing of padding")
     monkeypatch.setattr(rules, "_seen_by", lambda processors, rows: processors)
     with pytest.raises((AssertionError, ValueError)):
         agree(inputs=prompt(4), call={**LONG, "repetition_penalty": 2.0})

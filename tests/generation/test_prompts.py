@@ -27,6 +27,31 @@ def texts_behind(inputs, rows_given: int = 0):
     return texts
 
 
+ODD_MASKS = {
+    "holes": [[1, 1, 0, 1, 1, 0, 1, 1, 1], [0, 0, 1, 1, 0, 0, 1, 1, 1], [1, 0, 1, 1, 1, 1, 1, 0, 1]],
+    "padding on the right": [[1] * 9, [1] * 5 + [0] * 4, [1] * 7 + [0] * 2],
+    "nothing but padding": [[1] * 9, [0] * 9, [0] * 4 + [1] * 5],
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+@pytest.mark.parametrize("kind", [torch.long, torch.int, torch.bool, torch.float32], ids=str)
+@pytest.mark.parametrize("mask", ODD_MASKS.values(), ids=ODD_MASKS)
+def test_an_odd_attention_mask(mask, kind, family):
+    base = shared_base("llama-gqa")
+    inputs = {"input_ids": prompt(3)["input_ids"], "attention_mask": torch.tensor(mask).to(kind)}
+    expected = base.generate(**inputs, max_new_tokens=10)
+    got = family.build(base).generate(**inputs, max_new_tokens=10, draft_tree=TREE, return_dict_in_generate=True)
+    assert torch.equal(got.sequences, expected) and got.accepted_lengths is not None
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_token_ids_of_a_smaller_type(rows):
+    inputs = {**prompt(rows), "input_ids": prompt(rows)["input_ids"].int()}
+    found = agree(inputs=inputs, call={"max_new_tokens": 9})
+    assert found.got.sequences.dtype == found.expected.sequences.dtype
+
+
 @pytest.mark.parametrize("choice", [{}, {"do_sample": True}], ids=["greedy", "sampled"])
 def test_a_single_token(choice):
     agree(inputs={"input_ids": torch.tensor([[33]])}, call={"max_new_tokens": 20, **choice})

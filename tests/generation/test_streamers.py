@@ -4,13 +4,13 @@ import threading
 
 import pytest
 import torch
-from transformers import TextIteratorStreamer, TextStreamer
+from transformers import StoppingCriteriaList, TextIteratorStreamer, TextStreamer
 from transformers.generation.streamers import BaseStreamer
 
 from tests.drafters import Drafted, Oracle, half_right, right
 from tests.families import FAMILIES
-from tests.generation.agreement import TREE, agree, prompt, shared_base
-from tests.generation.test_stopping import tokenizer  # noqa: F401
+from tests.generation.agreement import TREE, agree, own_lengths, prompt, shared_base
+from tests.generation.test_stopping import OnToken, tokenizer  # noqa: F401
 
 
 class Recorder(BaseStreamer):
@@ -27,7 +27,7 @@ class Recorder(BaseStreamer):
         self.calls.append("end")
 
 
-@pytest.mark.parametrize("eos", [None, [2, 51]], ids=["all to the end", "some end before"])
+@pytest.mark.parametrize("eos", [None, [2, 51], "own"], ids=["all to the end", "some end before", "rows go on"])
 @pytest.mark.parametrize("choice", [{}, {"do_sample": True}, {"repetition_penalty": 1.2}], ids=str)
 @pytest.mark.parametrize("rows", [1, 4])
 @pytest.mark.parametrize("new_tokens", [1, 16])
@@ -36,9 +36,15 @@ def test_a_streamer_sees_the_calls_of_the_base(new_tokens, rows, choice, eos):
 
     def call():
         made.append(Recorder())
-        return {"streamer": made[-1], "max_new_tokens": new_tokens, "eos_token_id": eos, **choice}
+        call = {"streamer": made[-1], "max_new_tokens": new_tokens, **choice}
+        if eos != "own":
+            return {**call, "eos_token_id": eos}
+        return {**call, "eos_token_id": None, "stopping_criteria": StoppingCriteriaList([OnToken([2, 51])])}
 
-    found = agree(inputs=prompt(rows), call=call)
+    def own(sequences):
+        return own_lengths(sequences, 9, [2, 51])
+
+    found = agree(inputs=prompt(rows), call=call, new_tokens=own if eos == "own" else None)
     by_base, by_model = made
     assert by_model.calls == by_base.calls
     assert by_model.calls[0] == prompt(rows)["input_ids"].tolist() and by_model.calls[-1] == "end"
