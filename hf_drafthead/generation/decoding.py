@@ -118,12 +118,11 @@ class DecodingState:
 
     def emit(self, tokens: list[list[int]]) -> None:
         """Append each row's new tokens."""
-        width = self.sequences.shape[1]
-        places = [row * width + self.lengths[row] + i for row, new in enumerate(tokens) for i in range(len(new))]
-        device = self.sequences.device
-        values = torch.tensor([token for new in tokens for token in new], device=device)
-        self.sequences.view(-1).index_copy_(0, torch.tensor(places, device=device), values)
-        self.lengths = [length + len(new) for length, new in zip(self.lengths, tokens)]
+        for row, new in enumerate(tokens):
+            if new:
+                length = self.lengths[row]
+                self.sequences[row, length : length + len(new)] = torch.tensor(new)
+                self.lengths[row] = length + len(new)
 
     def reserve(self, tokens: int) -> None:
         """Make room for `tokens` more per row."""
@@ -295,17 +294,15 @@ def commit(drafter, state: DecodingState, verified: Verified, accepted: Accepted
     starts = [past - len(kept) for past, kept in zip(state.past, accepted.nodes)]
     state.cache.commit(accepted.nodes, starts, verified.logits.shape[1])
     state.cache.extent = max(state.past)
-    device = verified.features.device
-    counts = torch.tensor([len(kept) for kept in accepted.nodes], device=device)
-    rows = torch.arange(len(counts), device=device)[:, None]
-    if drafter.keeps_history:
-        kept = torch.tensor(_filled(accepted.nodes), device=device)  # (B, m)
-        tokens = torch.tensor(_filled(accepted.tokens), device=device)
-        state.unseen = (verified.features[rows, kept], tokens, counts)
-    else:
+    counts = [len(kept) for kept in accepted.nodes]
+    if not drafter.keeps_history:
         # a wrong node here costs speed and never correctness: the tests look at it by itself
-        last = torch.tensor([[kept[-1] if kept else 0] for kept in accepted.nodes], device=device)
-        state.unseen = (verified.features[rows, last], state.root, counts.clamp_max(1))
+        kept = _picked(verified.features, [kept[-1:] or [0] for kept in accepted.nodes])  # (B, 1, F*H)
+        state.unseen = (kept, state.root, torch.tensor([min(count, 1) for count in counts], device=kept.device))
+        return
+    kept = _picked(verified.features, _filled(accepted.nodes))  # (B, m, F*H)
+    tokens = torch.tensor(_filled(accepted.tokens), device=kept.device)
+    state.unseen = (kept, tokens, torch.tensor(counts, device=kept.device))
 
 
 def stream(state: DecodingState, streamer: BaseStreamer | None, rules: Rules) -> None:
@@ -351,6 +348,14 @@ def _filled(rows: list[list[int]]) -> list[list[int]]:
     """Rows of one length, filled up with 0."""
     width = max(len(row) for row in rows)
     return [row + [0] * (width - len(row)) for row in rows]
+
+
+def _picked(features: torch.Tensor, nodes: list[list[int]]) -> torch.Tensor:
+    """Features (B, m, F*H) of m nodes per row, of all nodes' (B, N, F*H)."""
+    step_nodes = features.shape[1]
+    places = [row * step_nodes + node for row, kept in enumerate(nodes) for node in kept]
+    flat = features.flatten(0, 1).index_select(0, torch.tensor(places, device=features.device))
+    return flat.unflatten(0, (len(nodes), -1))
 
 
 def _run_prompt(reader: BaseReader, arguments: dict, chunk: int | None) -> tuple[torch.Tensor, torch.Tensor]:
