@@ -116,9 +116,9 @@ def measure(model: PreTrainedModel, tree: DraftTree, prompt: torch.Tensor, new_t
         rows["step_ms"].append(1e3 * (loop["end"] - loop["start"]) / steps)
         for stage in STAGES:
             rows[f"{stage}_ms"].append(1e3 * sum(spent[stage]) / steps)
+        rows["bookkeeping_ms"].append(rows["step_ms"][-1] - rows["verify_ms"][-1] - rows["draft_ms"][-1])
         rows["tokens_per_step"].append(output.accepted_lengths.sum().item() / output.accepted_lengths.gt(0).sum().item())
     figures = {name: statistics.median(values) for name, values in rows.items()}
-    figures["bookkeeping_ms"] = figures["step_ms"] - figures["verify_ms"] - figures["draft_ms"]
     unit = figures["base_forward_ms"]
     for part in ("step", *STAGES, "bookkeeping", "base_generate"):
         figures[part] = figures[f"{part}_ms"] / unit

@@ -68,7 +68,10 @@ class TreeCache(Cache):
         for pool in self.pools:
             device = pool.data.device
             states = pool.data.index_select(2, torch.tensor(source, device=device))
-            pool.data.index_copy_(2, torch.tensor(target, device=device), states)
+            if len(nodes) == 1:  # in one piece: less than half the time of a scatter
+                pool.data[:, :, target[0] : target[0] + len(target)] = states
+            else:
+                pool.data.index_copy_(2, torch.tensor(target, device=device), states)
 
     def load(self, past: Cache) -> None:
         """Start from the past of an ordinary cache; sliding layers hold only its end."""
