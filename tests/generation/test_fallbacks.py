@@ -131,6 +131,7 @@ OTHERS = {
     "mpt": lambda: shared_base("mpt"),
     "mamba": lambda: shared_base("mamba"),
     "bloom": lambda: other_base("bloom", n_layer=2, n_head=4),
+    "gpt-neox-japanese": lambda: other_base("gpt_neox_japanese", intermediate_multiple_size=2),
     "falcon with alibi": lambda: other_base("falcon", alibi=True, new_decoder_architecture=False),
 }
 
