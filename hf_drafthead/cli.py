@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
@@ -156,7 +157,7 @@ def demo(
     write_json(json_path, {"rows": [one.to_json() for one in contests.values()]})
     if not all(one.identical for one in contests.values()):
         different = ", ".join(name for name, one in contests.items() if not one.identical)
-        complain(f"the output of {different} differs from the base's own: see the column 'identical'.")
+        complain(f"the output of {different} differs from the base's own: see the column 'same text'.")
         raise typer.Exit(1)
 
 
@@ -262,16 +263,26 @@ def legend(pieces: list[tuple[str, int]]) -> Text:
 
 def table_of(contests: dict[str, Any]) -> Table:
     """Every family with its fastest tree, with the published tree, and in a batch."""
-    table = Table()
-    table.add_column("family")
-    table.add_column("tree")
-    for column in ("batch", "tokens\nper step", "base\ntok/s", "heads\ntok/s", "speedup", "effi-\nciency", "identical"):
-        table.add_column(column, justify="right")
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("family", no_wrap=True)
+    table.add_column("tree", no_wrap=True)
+    for column in (
+        "nodes",
+        "batch",
+        "tokens\n/ step",
+        "base\ntok/s",
+        "heads\ntok/s",
+        "speedup",
+        "effi-\nciency",
+        "same\ntext",
+    ):
+        table.add_column(column, justify="right", no_wrap=True)
     for name, one in contests.items():
         for label, run in (("fastest", one.fastest), ("published", one.published), ("fastest", one.batch)):
             table.add_row(
                 name,
-                f"{label}, {run.tree_nodes} nodes",
+                label,
+                str(run.tree_nodes),
                 str(run.batch_size),
                 "-" if run.tokens_per_step is None else f"{run.tokens_per_step:.2f}",
                 f"{run.base_tokens_per_second:.0f}",

@@ -167,7 +167,7 @@ def test_demo_ends_with_1_if_an_output_differs(tiny_zoo, run, monkeypatch):
     assert code == 1
     assert "NO" in out
     assert err.splitlines()[-1].endswith(
-        "the output of medusa differs from the base's own: see the column 'identical'."
+        "the output of medusa differs from the base's own: see the column 'same text'."
     )
 
 
