@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
@@ -263,7 +262,7 @@ def legend(pieces: list[tuple[str, int]]) -> Text:
 
 def table_of(contests: dict[str, Any]) -> Table:
     """Every family with its fastest tree, with the published tree, and in a batch."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    table = Table(box=None, padding=(0, 1, 0, 0))
     table.add_column("family", no_wrap=True)
     table.add_column("tree", no_wrap=True)
     for column in (
