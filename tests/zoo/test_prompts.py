@@ -12,6 +12,11 @@ from hf_drafthead.zoo.prompts import LONGEST, SHORTEST, cut_prompts, write_promp
 COMMITTED = [json.loads(line) for line in (ASSETS / "prompts.jsonl").read_text().splitlines()]
 
 
+@pytest.fixture(scope="module")
+def corpus():
+    return read_corpus()
+
+
 def test_the_committed_prompts_are_held_out_and_of_the_promised_length():
     assert len(COMMITTED) == 40
     assert len({prompt["id"] for prompt in COMMITTED}) == len({prompt["prompt"] for prompt in COMMITTED}) == 40
@@ -22,13 +27,12 @@ def test_the_committed_prompts_are_held_out_and_of_the_promised_length():
         assert not prompt["prompt"].endswith("\n")
 
 
-def test_no_committed_prompt_occurs_in_the_training_text():
-    training = "\n".join(file.text for file in read_corpus() if not file.held_out)
+def test_no_committed_prompt_occurs_in_the_training_text(corpus):
+    training = "\n".join(file.text for file in corpus if not file.held_out)
     assert [prompt["id"] for prompt in COMMITTED if prompt["prompt"] in training] == []
 
 
-def test_prompts_are_the_same_every_time_and_do_not_overlap(tmp_path):
-    corpus = read_corpus()
+def test_prompts_are_the_same_every_time_and_do_not_overlap(tmp_path, corpus):
     prompts = cut_prompts(corpus, 12)
     assert prompts == cut_prompts(list(corpus), 12)
     texts = {file.name: file.text for file in corpus}
@@ -42,8 +46,8 @@ def test_prompts_are_the_same_every_time_and_do_not_overlap(tmp_path):
     assert [json.loads(line) for line in (tmp_path / "prompts.jsonl").read_text().splitlines()] == prompts
 
 
-def test_a_prompt_ends_with_the_header_or_docstring_of_its_category():
-    for prompt in cut_prompts(read_corpus(), 40):
+def test_a_prompt_ends_with_the_header_or_docstring_of_its_category(corpus):
+    for prompt in cut_prompts(corpus, 40):
         last = prompt["prompt"].splitlines()[-1]
         if prompt["category"] == "docstring":
             assert last.rstrip().endswith(('"""', "'''", '"', "'"))
