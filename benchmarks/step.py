@@ -1,4 +1,4 @@
-"""What one step costs, part by part, in units of the base's one-token forward.
+"""What one step costs, part by part, in units of the base's one-token step: a token's share of `base.generate`.
 
     python benchmarks/step.py                         # the bundled models
     python benchmarks/step.py --shape 160m --nodes 16 # random weights of a named LLaMA shape
@@ -112,15 +112,15 @@ def measure(model: PreTrainedModel, tree: DraftTree, prompt: torch.Tensor, new_t
             continue  # warm-up
         steps = output.accepted_lengths.shape[1]
         rows["base_forward_ms"].append(1e3 * statistics.median(spent["forward"][1:]))
-        rows["base_generate_ms"].append(1e3 * base_seconds)
+        rows["base_step_ms"].append(1e3 * base_seconds)
         rows["step_ms"].append(1e3 * (loop["end"] - loop["start"]) / steps)
         for stage in STAGES:
             rows[f"{stage}_ms"].append(1e3 * sum(spent[stage]) / steps)
         rows["bookkeeping_ms"].append(rows["step_ms"][-1] - rows["verify_ms"][-1] - rows["draft_ms"][-1])
         rows["tokens_per_step"].append(output.accepted_lengths.sum().item() / output.accepted_lengths.gt(0).sum().item())
     figures = {name: statistics.median(values) for name, values in rows.items()}
-    unit = figures["base_forward_ms"]
-    for part in ("step", *STAGES, "bookkeeping", "base_generate"):
+    unit = figures["base_step_ms"]
+    for part in ("step", *STAGES, "bookkeeping", "base_forward"):
         figures[part] = figures[f"{part}_ms"] / unit
     return figures
 
@@ -169,11 +169,11 @@ def main() -> None:
 
 
 def show(row: dict, first: bool) -> None:
-    parts = ("step", "verify", "draft", "accept", "commit", "bookkeeping", "base_generate")
+    parts = ("step", "verify", "draft", "accept", "commit", "bookkeeping", "base_forward")
     if first:
         print(f"{'model':<16}{'nodes':>6}{'batch':>6}{'base ms':>9}" + "".join(f"{part:>14}" for part in parts))
     print(
-        f"{row['model']:<16}{row['nodes']:>6}{row['batch']:>6}{row['base_forward_ms']:>9.2f}"
+        f"{row['model']:<16}{row['nodes']:>6}{row['batch']:>6}{row['base_step_ms']:>9.2f}"
         + "".join(f"{row[part]:>14.3f}" for part in parts),
         flush=True,
     )
