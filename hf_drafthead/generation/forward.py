@@ -201,8 +201,10 @@ def probe(base: PreTrainedModel, feature_layers: tuple[int, ...]) -> BaseReader:
 def _splits(base: PreTrainedModel, tokens: torch.Tensor) -> bool:
     """Whether the output projection of the decoder's last hidden state is the base's logits."""
     whole = base(tokens, use_cache=False).logits
-    hidden = base.get_decoder()(tokens, use_cache=False).last_hidden_state
-    parts = base.get_output_embeddings()(hidden)
+    try:
+        parts = base.get_output_embeddings()(base.get_decoder()(tokens, use_cache=False).last_hidden_state)
+    except (AttributeError, RuntimeError, TypeError):  # what it calls its decoder is none, or more lies between
+        return False
     return torch.allclose(parts, whole, rtol=1e-3, atol=1e-5 * whole.abs().max().item())
 
 
