@@ -3,10 +3,11 @@
 import accelerate
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_drafthead.generation.forward import BaseReader, probe
-from tests.bases import CANNOT_SDPA, VOCABULARY, tiny_base
-from tests.drafters import half_right
+from tests.bases import CANNOT_SDPA, SIZES, SPECIAL, VOCABULARY, tiny_base
+from tests.drafters import Drafted, half_right
 from tests.families import FAMILIES
 from tests.generation.agreement import TREE, agree, prompt, shared_base
 
@@ -118,3 +119,17 @@ def test_a_base_whose_weights_are_offloaded(rows, fallbacks):
     assert base.get_input_embeddings().weight.is_meta
     got = model.generate(**prompt(rows), max_new_tokens=9, draft_tree=TREE)
     assert torch.equal(got, expected) and fallbacks == []
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_base_that_calls_something_else_its_decoder(rows, fallbacks):
+    special = {"cls_token_id": 1, "sep_token_id": 2, "max_position_embeddings": 128, "local_attention": 8}
+    config = AutoConfig.for_model("modernbert-decoder", **SIZES | SPECIAL | special)
+    torch.manual_seed(0)
+    base = AutoModelForCausalLM.from_config(config, dtype=torch.float64).eval()
+    assert isinstance(base.get_decoder(), torch.nn.Linear)
+    inputs = {"input_ids": prompt(rows)["input_ids"].clamp_min(3)}
+    expected = base.generate(**inputs, max_new_tokens=20)
+    model = Drafted(base, FAMILIES[0].build(shared_base("llama")).drafter)
+    assert torch.equal(model.generate(**inputs, max_new_tokens=20, draft_tree=TREE), expected)
+    assert fallbacks == []
