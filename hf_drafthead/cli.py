@@ -135,6 +135,7 @@ def demo(
     if not paths:
         raise OSError("the zoo holds no heads: build them with `python -m hf_drafthead.zoo.build`.")
     asked = read_prompts(zoo.ASSETS / "prompts.jsonl")[:prompts]
+    shown = asked[min(3, len(asked) - 1)]  # the bundled base answers this one with code and prose
     console = output()
     threads = torch.get_num_threads()
     console.print(f"{len(asked)} held-out prompts, {max_new_tokens} tokens each, greedy, float32, {threads} threads")
@@ -146,7 +147,7 @@ def demo(
                 model, tokenizer, asked, max_new_tokens=max_new_tokens, repeats=repeats, progress=begin(name)
             )
             samples[name] = sample(
-                model, tokenizer, asked[0].text, tree=one.tree, do_sample=False, max_new_tokens=max_new_tokens
+                model, tokenizer, shown.text, tree=one.tree, do_sample=False, max_new_tokens=max_new_tokens
             )
     console.print(table_of(contests))
     for name, written in samples.items():
