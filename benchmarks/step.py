@@ -117,7 +117,8 @@ def measure(model: PreTrainedModel, tree: DraftTree, prompt: torch.Tensor, new_t
         for stage in STAGES:
             rows[f"{stage}_ms"].append(1e3 * sum(spent[stage]) / steps)
         rows["bookkeeping_ms"].append(rows["step_ms"][-1] - rows["verify_ms"][-1] - rows["draft_ms"][-1])
-        rows["tokens_per_step"].append(output.accepted_lengths.sum().item() / output.accepted_lengths.gt(0).sum().item())
+        accepted = output.accepted_lengths
+        rows["tokens_per_step"].append(accepted.sum().item() / accepted.gt(0).sum().item())
     figures = {name: statistics.median(values) for name, values in rows.items()}
     unit = figures["base_step_ms"]
     for part in ("step", *STAGES, "bookkeeping", "base_forward"):
