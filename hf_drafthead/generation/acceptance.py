@@ -54,9 +54,11 @@ def greedy_walk(
     chosen, drafted = torch.stack([choices, tokens]).tolist()  # the only host sync of the step
     nodes: list[list[int]] = [[] for _ in chosen]
     emitted: list[list[int]] = [[] for _ in chosen]
+    longest = rules.max_length
+    assert longest is not None  # `rules.vectorized` says so
     for row in state.running(rules.pads):
         children = topology.children[row % len(topology.children)]
-        room = rules.max_length - state.lengths[row]
+        room = longest - state.lengths[row]
         at = 0
         while True:
             token = chosen[row][at]

@@ -38,7 +38,7 @@ class DraftHeadGenerateOutput(GenerateDecoderOnlyOutput):
     its new tokens up to its own end. None where the base decoded by itself.
     """
 
-    accepted_lengths: torch.LongTensor | None = None
+    accepted_lengths: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class DecodingState:
     position_shift: torch.Tensor
     visible: torch.Tensor | None
     draft_state: Any
-    unseen: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+    unseen: tuple[torch.Tensor, ...] = ()
     accepted_lengths: list[list[int]] = field(default_factory=list)
     streamed: int = 0
 

@@ -154,7 +154,7 @@ def check_length(config, longest: int) -> None:
     rope = getattr(config, "rope_parameters", None) or {}
     scalings = [rope] if "rope_type" in rope else [value for value in rope.values() if isinstance(value, dict)]
     for scaling in scalings:
-        original = scaling.get("original_max_position_embeddings") or getattr(config, "max_position_embeddings", 0)
+        original: int = scaling.get("original_max_position_embeddings") or config.max_position_embeddings
         if scaling.get("rope_type") in ("dynamic", "longrope") and longest > original:
             raise Unsupported(
                 f"the base's {scaling['rope_type']} rotary scaling changes with the length beyond {original} positions"

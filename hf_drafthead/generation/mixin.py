@@ -151,7 +151,9 @@ class DraftHeadGenerationMixin(GenerationMixin):
 
     def _draft_settings(self, config: GenerationConfig, asked: dict[str, Any]) -> Settings:
         """The call's settings, else the generation config's, else the defaults; checked."""
-        found = {name: getattr(config, name, None) if value is None else value for name, value in asked.items()}
+        found: dict[str, Any] = {
+            name: getattr(config, name, None) if value is None else value for name, value in asked.items()
+        }
         acceptance = "exact" if found["acceptance"] is None else found["acceptance"]
         if acceptance not in ACCEPTANCES:
             kind = "" if isinstance(acceptance, str) else f" ({type(acceptance).__name__})"
