@@ -106,12 +106,9 @@ class Oracle:
     def _check(self, state: Knowledge, row: int, hidden: torch.Tensor, token: int) -> None:
         text, before = self.texts[row], state.at[row]
         distances = (self.features[row] - hidden).abs().amax(-1)
-        if before is not None and self.keeps_history:
-            position = before + 1
-            assert position < len(text) - 1, f"row {row} goes on behind its end"
-        else:
-            position = int(distances.argmin())
-            assert before is None or position > before, f"row {row} went from position {before} to {position}"
+        first = 0 if before is None else before + 1
+        assert first < len(text) - 1, f"row {row} goes on behind its end"
+        position = first if before is not None and self.keeps_history else first + int(distances[first:].argmin())
         assert distances[position] <= self.tolerance, f"row {row}: no hidden state of position {position}"
         assert text[position + 1] == token, f"row {row}: {token} does not follow position {position}"
         state.at[row] = position

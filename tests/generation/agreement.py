@@ -31,6 +31,9 @@ def prompt(rows: int = 1, *, longest: int = 9, seed: int = 0, attention_mask: bo
     generator = torch.Generator().manual_seed(seed)
     lengths = [longest, *torch.randint(1, longest + 1, (rows - 1,), generator=generator).tolist()]
     tokens = torch.randint(3, VOCABULARY, (rows, longest), generator=generator)
+    for row, length in zip(tokens, lengths):  # a token that begins by repeating itself has the same hidden state twice
+        if length > 1 and row[-length] == row[1 - length]:
+            row[1 - length] = 3 + (int(row[-length]) - 2) % (VOCABULARY - 3)
     mask = torch.tensor([[0] * (longest - length) + [1] * length for length in lengths])
     inputs = {"input_ids": tokens.where(mask.bool(), PAD)}
     return inputs | {"attention_mask": mask} if attention_mask else inputs

@@ -2,6 +2,7 @@
 
 import random
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -77,6 +78,7 @@ def calls(draw) -> dict:
     return call
 
 
+@pytest.mark.filterwarnings("ignore:Unfeasible length constraints")
 @settings(max_examples=60, derandomize=True, deadline=None, database=None)
 @given(
     kind=st.sampled_from(["llama-gqa", "llama-gqa", "mistral-sliding", "gpt2"]),
