@@ -173,14 +173,12 @@ def probe(base: PreTrainedModel, feature_layers: tuple[int, ...]) -> BaseReader:
     """
     config = base.config.get_text_config(decoder=True)
     windows = attention_windows(config)
-    device = base.get_input_embeddings().weight.device
-    if device.type == "meta":  # offloaded: its hooks take the tokens from wherever they are
-        device = torch.device("cpu")
-    past, root, left, right = torch.arange(3, 3 + 16, device=device).remainder(config.vocab_size).split((13, 1, 1, 1))
+    past, root, left, right = _probe_tokens(base).split((13, 1, 1, 1))
+    device = past.device
     tree = DraftTree([(0,), (1,)])
     try:
         plain = [base(torch.cat([past, root, node])[None], use_cache=False).logits[0, -1] for node in (left, right)]
-        reader = BaseReader(base, windows, split=_splits(base, past[None]), feature_layers=feature_layers)
+        reader = BaseReader(base, windows, split=splits(base), feature_layers=feature_layers)
         cache = TreeCache(config.num_hidden_layers, num_nodes=3, capacity=16)
         reader(True, input_ids=past.expand(2, -1), past_key_values=cache, use_cache=True)
         cache.append(len(past))
@@ -198,8 +196,19 @@ def probe(base: PreTrainedModel, feature_layers: tuple[int, ...]) -> BaseReader:
     return reader
 
 
-def _splits(base: PreTrainedModel, tokens: torch.Tensor) -> bool:
+def _probe_tokens(base: PreTrainedModel) -> torch.Tensor:
+    """16 different tokens where the base reads them."""
+    device = base.get_input_embeddings().weight.device
+    if device.type == "meta":  # offloaded: its hooks take the tokens from wherever they are
+        device = torch.device("cpu")
+    vocabulary = base.config.get_text_config(decoder=True).vocab_size
+    return torch.arange(3, 3 + 16, device=device).remainder(vocabulary)
+
+
+@torch.no_grad()
+def splits(base: PreTrainedModel) -> bool:
     """Whether the output projection of the decoder's last hidden state is the base's logits."""
+    tokens = _probe_tokens(base)[None, :4]
     whole = base(tokens, use_cache=False).logits
     try:
         parts = base.get_output_embeddings()(base.get_decoder()(tokens, use_cache=False).last_hidden_state)

@@ -54,24 +54,27 @@ class DraftHeadGenerationMixin(GenerationMixin):
         self,
         inputs: torch.Tensor | None = None,
         generation_config: GenerationConfig | None = None,
-        *,
-        draft_tree: str | DraftTree | list | None = None,
-        acceptance: str | None = None,
-        posterior_threshold: float | None = None,
-        posterior_alpha: float | None = None,
         logits_processor=None,
         stopping_criteria=None,
         prefix_allowed_tokens_fn=None,
         synced_gpus: bool | None = None,
         assistant_model=None,
         streamer=None,
+        negative_prompt_ids: torch.Tensor | None = None,
+        negative_prompt_attention_mask: torch.Tensor | None = None,
         custom_generate=None,
+        *,
+        draft_tree: str | DraftTree | list | None = None,
+        acceptance: str | None = None,
+        posterior_threshold: float | None = None,
+        posterior_alpha: float | None = None,
         **kwargs: Any,
     ) -> DraftHeadGenerateOutput | GenerateDecoderOnlyOutput | torch.Tensor:
         """Generate what the base's `generate` would with the same arguments, in fewer forward passes.
 
-        Takes every argument of `GenerationMixin.generate`. What a tree of guesses cannot do (beam search, attentions,
-        an assistant model, a cache that cannot be compacted, ...) is decoded by the base itself, with one warning.
+        Takes every argument of `GenerationMixin.generate`, in its order. What a tree of guesses cannot do (beam search,
+        attentions, an assistant model, a cache that cannot be compacted, ...) is decoded by the base itself, with one
+        warning.
 
         Args:
             inputs: (B, P) prompt token ids, left-padded where B > 1.
@@ -102,6 +105,8 @@ class DraftHeadGenerationMixin(GenerationMixin):
             "logits_processor": logits_processor,
             "prefix_allowed_tokens_fn": prefix_allowed_tokens_fn,
             "synced_gpus": synced_gpus,
+            "negative_prompt_ids": negative_prompt_ids,
+            "negative_prompt_attention_mask": negative_prompt_attention_mask,
             **kwargs,
         }
         try:

@@ -2,6 +2,7 @@
 
 import copy
 import os
+from collections.abc import Callable
 from dataclasses import fields
 from typing import Any, ClassVar, TypeVar
 
@@ -305,9 +306,17 @@ class DraftHeadPreTrainedModel(DraftHeadGenerationMixin, PreTrainedModel):
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
         logits_to_keep: int | Tensor = 0,
+        training_loss: Callable[..., Any] | None = None,
         **kwargs: Any,
     ) -> Any:
-        """The base's own forward: the heads take no part in it."""
+        """The base's own forward: the heads take no part in it.
+
+        Args:
+            training_loss: return `training_loss(model, **kwargs)` instead. A Trainer asks for the heads' loss through
+                this, because what wraps a model to distribute it only sees calls of `forward`.
+        """
+        if training_loss is not None:
+            return training_loss(self, **kwargs)
         given = {
             "input_ids": input_ids,
             "attention_mask": attention_mask,

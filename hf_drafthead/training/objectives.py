@@ -1,7 +1,7 @@
-"""What a draft head is trained for, as functions of one head's logits.
+"""What a draft head is trained for, as functions of the positions that have a label.
 
-Shapes: B rows, T positions, V vocabulary. ``shift`` is how far ahead the head guesses: its logits at position t are for
-the token at t + shift. The base's own lm_head has shift 1, head i (0-based) has shift 2 + i.
+Shapes: B rows, T positions, M labelled positions, H hidden, V vocabulary. `shift` is how far ahead a head guesses: what
+it gives at position t is for the token at t + shift. The base's own lm_head has shift 1, head i (0-based) has 2 + i.
 """
 
 import torch
@@ -10,41 +10,59 @@ import torch.nn.functional as F
 IGNORED = -100  # a label that no objective counts, as everywhere in transformers
 
 
-def next_token_loss(logits: torch.Tensor, labels: torch.Tensor, shift: int) -> torch.Tensor:
-    """Cross-entropy with the token that really came, averaged over the labels that are not ignored (Medusa, eq. 1).
+def labelled(labels: torch.Tensor, shift: int) -> torch.Tensor:
+    """Which positions t of (B, T) have a label at t + shift.
+
+    Raises:
+        ValueError: rows so short that none could have.
+    """
+    length = labels.shape[1]
+    if length <= shift:
+        raise ValueError(
+            f"rows of {length} tokens have no label {shift} tokens ahead: give longer rows, or train fewer heads."
+        )
+    return F.pad(labels[:, shift:] != IGNORED, (0, shift))
+
+
+def next_token_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Cross-entropy with the tokens that really came (Medusa, eq. 1; Amphista's LM loss).
 
     Args:
-        logits: (B, T, V) of one head.
-        labels: (B, T) token ids in the place where they stand, ``-100`` where nothing is to be learnt.
-        shift: how far ahead the head guesses.
+        logits: (M, V) of one head.
+        targets: (M,) token ids.
 
     Returns:
-        scalar; 0 where no label is left.
+        (M,) in nats.
     """
-    guesses, targets = _aligned(logits, labels, shift)
-    total = F.cross_entropy(guesses.float(), targets, ignore_index=IGNORED, reduction="sum")
-    return total / (targets != IGNORED).sum().clamp(min=1)
+    return F.cross_entropy(logits.float(), targets, reduction="none")
 
 
-def teacher_loss(logits: torch.Tensor, base_logits: torch.Tensor, labels: torch.Tensor, shift: int) -> torch.Tensor:
-    """Cross-entropy with the base's own distribution for the same token, averaged over the labels that are not ignored.
-
-    The base gives its distribution for the token at t + shift at position t + shift - 1 (Hydra, section 4.1).
+def teacher_loss(logits: torch.Tensor, teacher_logits: torch.Tensor) -> torch.Tensor:
+    """Cross-entropy with the base's own distribution (Hydra, section 4.1; Amphista's alignment; EAGLE, eq. 2).
 
     Args:
-        logits: (B, T, V) of one head.
-        base_logits: (B, T, V) of the base, no gradient needed.
-        labels: (B, T); only where they are ``-100`` matters.
-        shift: how far ahead the head guesses.
+        logits: (M, V) of one head.
+        teacher_logits: (M, V) of the base for the same tokens; no gradient needed.
 
     Returns:
-        scalar; 0 where no label is left.
+        (M,) in nats.
     """
-    guesses, targets = _aligned(logits, labels, shift)
-    teachers = base_logits[:, shift - 1 : -1].flatten(0, 1)
-    kept = targets != IGNORED
-    loss = F.cross_entropy(guesses.float(), teachers.float().softmax(-1), reduction="none")
-    return loss.where(kept, 0).sum() / kept.sum().clamp(min=1)
+    return F.cross_entropy(logits.float(), teacher_logits.float().softmax(-1), reduction="none")
+
+
+def feature_loss(states: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+    """Smooth L1 distance, averaged over H, to the base's hidden state for the same token (EAGLE, eq. 1).
+
+    Hydra's code has it too, as its reconstruction loss.
+
+    Args:
+        states: (M, H) what a head projects.
+        hidden: (M, H) what the base projects; no gradient needed.
+
+    Returns:
+        (M,).
+    """
+    return F.smooth_l1_loss(states.float(), hidden.float(), reduction="none").mean(-1)
 
 
 def head_weights(heads: int, decay: float) -> list[float]:
@@ -52,31 +70,17 @@ def head_weights(heads: int, decay: float) -> list[float]:
     return [decay ** (head + 1) for head in range(heads)]
 
 
-def rank_counts(logits: torch.Tensor, labels: torch.Tensor, shift: int, ranks: int) -> torch.Tensor:
+def rank_counts(logits: torch.Tensor, targets: torch.Tensor, ranks: int) -> torch.Tensor:
     """How often the label was a head's best guess, its second best, and so on.
 
     Args:
-        logits: (B, T, V) of one head.
-        labels: (B, T); ``-100`` is not counted.
-        shift: how far ahead the head guesses.
+        logits: (M, V) of one head.
+        targets: (M,) token ids.
         ranks: how many ranks to tell apart.
 
     Returns:
         LongTensor (ranks + 1,): labels found at each rank, then those found at none. The sum of the first k over
         the sum of all is the top-k accuracy.
     """
-    guesses, targets = _aligned(logits, labels, shift)
-    kept = targets != IGNORED
-    guesses, targets = guesses[kept], targets[kept]
-    rank = (guesses > guesses.gather(1, targets[:, None])).sum(1)
+    rank = (logits > logits.gather(1, targets[:, None])).sum(1)
     return torch.bincount(rank.clamp(max=ranks), minlength=ranks + 1)
-
-
-def _aligned(logits: torch.Tensor, labels: torch.Tensor, shift: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Guesses (B * (T - shift), V) beside the labels (B * (T - shift),) they are for."""
-    length = labels.shape[1]
-    if length <= shift:
-        raise ValueError(
-            f"rows of {length} tokens have no label {shift} tokens ahead: give longer rows, or train fewer heads."
-        )
-    return logits[:, :-shift].flatten(0, 1), labels[:, shift:].flatten()

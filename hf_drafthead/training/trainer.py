@@ -1,9 +1,10 @@
 """The Hugging Face Trainer for draft heads: a frozen base is run once per batch, every head learns from it.
 
-Shapes: B rows, T positions, H hidden, F feature layers, V vocabulary, K heads.
+Shapes: B rows, T positions, K heads.
 """
 
-from collections.abc import Iterable, Mapping
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,10 +13,9 @@ from torch import nn
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput
 
+from hf_drafthead.generation.forward import splits
 from hf_drafthead.modeling.base import DraftHeadPreTrainedModel
-from hf_drafthead.training.objectives import head_weights, next_token_loss, rank_counts, teacher_loss
-
-RANKS = 5  # top-1 and top-5 accuracies are logged
+from hf_drafthead.training.heads_loss import RANKS, HeadsLoss, label_counts
 
 
 @dataclass
@@ -25,20 +25,26 @@ class DraftHeadTrainingArguments(TrainingArguments):
     Args:
         next_token_weight: weight of the cross-entropy with the tokens of the text (Medusa's objective).
         teacher_weight: weight of the cross-entropy with the base's distribution (Hydra's objective).
+        feature_weight: weight of the distance to the base's hidden states (EAGLE's objective, beside the teacher's).
+        feature_noise: hidden states are read with uniform noise on them of this width, in training only (EAGLE).
         head_decay: head k (counted from 1) counts ``head_decay ** k``; 1.0 counts all the same.
     """
 
     next_token_weight: float = field(default=1.0, metadata={"help": "Weight of the text's own tokens."})
     teacher_weight: float = field(default=0.0, metadata={"help": "Weight of the base's distribution."})
+    feature_weight: float = field(default=0.0, metadata={"help": "Weight of the base's hidden states."})
+    feature_noise: float = field(default=0.0, metadata={"help": "Width of the noise on the hidden states read."})
     head_decay: float = field(default=1.0, metadata={"help": "Weight of head k is this to the power of k."})
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("next_token_weight", "teacher_weight"):
+        for name in ("next_token_weight", "teacher_weight", "feature_weight", "feature_noise"):
             if getattr(self, name) < 0:
-                raise ValueError(f"{name} is {getattr(self, name)}: expected 0 or more, give the objective a weight.")
-        if self.next_token_weight == self.teacher_weight == 0:
-            raise ValueError("next_token_weight and teacher_weight are both 0: nothing to learn, set one above 0.")
+                raise ValueError(f"{name} is {getattr(self, name)}: expected 0 or more, 0 leaves it out.")
+        if self.next_token_weight == self.teacher_weight == self.feature_weight == 0:
+            raise ValueError(
+                "next_token_weight, teacher_weight and feature_weight are all 0: nothing to learn, set one above 0."
+            )
         if self.head_decay <= 0:
             raise ValueError(f"head_decay is {self.head_decay}: expected a number above 0, 1.0 for equal weights.")
 
@@ -47,8 +53,10 @@ class DraftHeadTrainer(Trainer):
     """Trains the drafter of a draft-head model; the base stays as it is and is not saved.
 
     Batches hold ``input_ids`` (B, T), ``labels`` (B, T) with ``-100`` where nothing is to be learnt, and an
-    ``attention_mask`` (B, T) if rows are padded. The logs hold ``head{i}_top1`` and ``head{i}_top5``, the share of
-    labels that are among a head's best guesses, with ``eval_`` in front where they come from the evaluation rows.
+    ``attention_mask`` (B, T) if rows are padded. Every head's loss is the mean over its labels in all of a step's
+    batches, accumulated ones and those of other processes included. The logs hold ``head{i}_top1`` and
+    ``head{i}_top5``, the share of labels that are among a head's best guesses, with ``eval_`` in front where they come
+    from the evaluation rows.
 
     Args:
         model: a draft-head model with its base attached.
@@ -62,7 +70,16 @@ class DraftHeadTrainer(Trainer):
         model.base.requires_grad_(False)
         model.drafter.requires_grad_(True)
         super().__init__(model, args, **kwargs)
-        self.model_accepts_loss_kwargs = False  # the loss is a mean: accumulation must divide it
+        self.model_accepts_loss_kwargs = True  # the loss is divided by the labels of the whole step
+        self._loss = HeadsLoss(
+            next_token=args.next_token_weight,
+            teacher=args.teacher_weight,
+            feature=args.feature_weight,
+            head_decay=args.head_decay,
+            feature_noise=args.feature_noise,
+            split=splits(model.base),
+        )
+        self._heads = model.config.num_draft_heads
         self._counts = self._no_counts()
 
     def compute_loss(
@@ -72,59 +89,51 @@ class DraftHeadTrainer(Trainer):
         return_outputs: bool = False,
         num_items_in_batch: torch.Tensor | None = None,
     ) -> Any:
-        """Weighted sum of the objectives over all heads; counts on the side at which rank each head had the label."""
-        heads = self.accelerator.unwrap_model(model)
-        input_ids, labels = inputs["input_ids"], inputs["labels"]
-        attention_mask = inputs.get("attention_mask")
-        features, base_logits = self._run_base(heads, input_ids, attention_mask)
-        hidden = heads.drafter.head_states(features, input_ids, attention_mask)
-        loss = features.new_zeros((), dtype=torch.float32)
-        for head, weight in enumerate(head_weights(len(hidden), self.args.head_decay)):
-            logits = heads.drafter.head_logits(head, hidden[head])  # (B, T, V)
-            shift = 2 + head
-            if self.args.next_token_weight:
-                loss = loss + weight * self.args.next_token_weight * next_token_loss(logits, labels, shift)
-            if self.args.teacher_weight:
-                loss = loss + weight * self.args.teacher_weight * teacher_loss(logits, base_logits, labels, shift)
-            self._counts[head] += rank_counts(logits.detach(), labels, shift, RANKS).cpu()
+        """The heads' loss; counts on the side at which rank each head had the label.
+
+        Args:
+            num_items_in_batch: (K,) from `get_batch_samples`; of no use in evaluation, where every batch is a mean.
+        """
+        totals = num_items_in_batch if model.training else None
+        loss, counts = model(training_loss=self._loss, inputs=inputs, totals=totals)
+        self._counts += counts.cpu()
+        if totals is not None:
+            loss = loss * self.accelerator.num_processes  # whose gradients are averaged
         return (loss, {}) if return_outputs else loss
 
-    def _run_base(
-        self, model: DraftHeadPreTrainedModel, input_ids: torch.Tensor, attention_mask: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Features (B, T, F*H) that the drafter reads, and the base's logits (B, T, V)."""
-        model.base.eval()  # the Trainer turns on dropout everywhere
-        with torch.no_grad():
-            outputs = model.base(
-                input_ids=input_ids, attention_mask=attention_mask, output_hidden_states=True, use_cache=False
-            )
-        layers = [outputs.hidden_states[layer] for layer in model.drafter.feature_layers]
-        return torch.cat(layers, dim=-1), outputs.logits
+    def get_batch_samples(
+        self, epoch_iterator: Iterator, num_batches: int, device: torch.device
+    ) -> tuple[list, torch.Tensor | int | None]:
+        """The batches of one step, and how many labels each head has in them, in all processes together: (K,)."""
+        batches = list(itertools.islice(epoch_iterator, num_batches))
+        if not batches:
+            return batches, None
+        counts = sum(label_counts(batch["labels"], self._heads) for batch in batches).to(device)  # type: ignore[union-attr]
+        return batches, self.accelerator.reduce(counts).clamp(min=1)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
         """As the Trainer's, with the heads' accuracies among the metrics."""
         training_counts, self._counts = self._counts, self._no_counts()
         output = super().evaluation_loop(*args, **kwargs)
         prefix = kwargs.get("metric_key_prefix", "eval")
-        output.metrics.update({f"{prefix}_{name}": value for name, value in _accuracies(self._counts)})
+        output.metrics.update({f"{prefix}_{name}": value for name, value in self._accuracies()})
         self._counts = training_counts
         return output
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """As the Trainer's, with the accuracies since the last training log."""
         if "loss" in logs:
-            logs.update(_accuracies(self._counts))
+            logs.update(self._accuracies())
             self._counts = self._no_counts()
         super().log(logs, start_time)
 
     def _no_counts(self) -> torch.Tensor:
-        heads = self.accelerator.unwrap_model(self.model).drafter.config.num_draft_heads
-        return torch.zeros(heads, RANKS + 1, dtype=torch.long)  # (K, RANKS + 1)
+        return torch.zeros(self._heads, RANKS + 1, dtype=torch.long)
 
-
-def _accuracies(counts: torch.Tensor) -> Iterable[tuple[str, float]]:
-    """Top-1 and top-5 accuracy of each head from its counts (K, RANKS + 1)."""
-    for head, ranks in enumerate(counts.tolist()):
-        total = max(sum(ranks), 1)
-        yield f"head{head}_top1", ranks[0] / total
-        yield f"head{head}_top5", sum(ranks[:RANKS]) / total
+    def _accuracies(self) -> Iterable[tuple[str, float]]:
+        """Top-1 and top-5 accuracy of each head since the counts (K, RANKS + 1) were begun, over all processes."""
+        counts = self.accelerator.reduce(self._counts.to(self.args.device))
+        for head, ranks in enumerate(counts.tolist()):
+            total = max(sum(ranks), 1)
+            yield f"head{head}_top1", ranks[0] / total
+            yield f"head{head}_top5", sum(ranks[:RANKS]) / total

@@ -24,11 +24,12 @@ from hf_drafthead.zoo import ASSETS
 from hf_drafthead.zoo.base import ROW, VOCAB_SIZE, save_base, train_base
 from hf_drafthead.zoo.corpus import SourceFile, read_corpus, text_hash
 from hf_drafthead.zoo.heads import FAMILIES, save_heads, store_tree, train_heads
-from hf_drafthead.zoo.own_text import GIVEN, own_text
+from hf_drafthead.zoo.own_text import GIVEN, OwnRows, own_text
 from hf_drafthead.zoo.prompts import cut_prompts, write_prompts
 from hf_drafthead.zoo.tokenizer import pack, train_tokenizer
 
 OWN_TEXTS = 4096  # texts of the base that every family learns from
+STEPS = 1500
 
 
 @dataclass(frozen=True)
@@ -68,9 +69,9 @@ def build_heads(build: Build, family: str) -> None:
     texts = own_text(base, rows, OWN_TEXTS, build.work / "own_text.safetensors", seed=build.seed)
     held_out_texts = own_text(base, held_out_rows, 64, build.work / "own_text_held_out.safetensors", seed=build.seed)
     given = min(GIVEN, texts.shape[1] // 4)
-    model, figures = train_heads(
-        family, base, texts, held_out_texts, build.work / family, given=given, steps=1500, seed=build.seed
-    )
+    learnt, checked = OwnRows(texts, given), OwnRows(held_out_texts, given)
+    recipe, work = FAMILIES[family], build.work / family
+    model, figures = train_heads(recipe, base, learnt, checked, work, steps=STEPS, seed=build.seed)
     store_tree(model, texts[:256], given)
     folder = build.output / family
     save_heads(model, folder)

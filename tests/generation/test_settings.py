@@ -1,10 +1,12 @@
 """Settings come from the call, else from the model's generation config, which replaces the base's own."""
 
 import copy
+import inspect
 
 import pytest
 import torch
-from transformers import GenerationConfig
+from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList, StoppingCriteriaList
+from transformers.generation import MaxLengthCriteria, TemperatureLogitsWarper
 
 from tests.bases import tiny_base
 from tests.drafters import Drafted, Oracle, at_rank, right
@@ -121,6 +123,19 @@ def test_the_base_s_generation_config_fills_what_one_for_a_call_leaves_open():
     config = GenerationConfig(max_new_tokens=15)
     got = model.generate(**prompt(), generation_config=config, draft_tree=TREE)
     assert torch.equal(got, base.generate(**prompt(), generation_config=config))
+
+
+def test_arguments_may_be_given_in_transformers_order():
+    ours, theirs = (list(inspect.signature(kind.generate).parameters) for kind in (Drafted, GenerationMixin))
+    assert ours[: len(theirs) - 1] == theirs[:-1]  # what is ours comes after, by name only
+    base = shared_base("llama-gqa")
+    given = GenerationConfig(max_new_tokens=13), LogitsProcessorList([TemperatureLogitsWarper(2.0)])
+    length = prompt()["input_ids"].shape[1] + 3
+    criteria = StoppingCriteriaList([MaxLengthCriteria(length)])
+    expected = base.generate(prompt()["input_ids"], *given, criteria)
+    model = Drafted(base, Oracle(base, [expected[0].tolist()]))
+    got = model.generate(prompt()["input_ids"], *given, criteria, draft_tree=TREE)
+    assert torch.equal(got, expected) and got.shape[1] == length
 
 
 def steps_of(model, **call) -> int:

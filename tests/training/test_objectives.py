@@ -7,7 +7,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from hf_drafthead.training.objectives import IGNORED, head_weights, next_token_loss, rank_counts, teacher_loss
+from hf_drafthead.training.objectives import (
+    IGNORED,
+    feature_loss,
+    head_weights,
+    labelled,
+    next_token_loss,
+    rank_counts,
+    teacher_loss,
+)
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 HEADS = range(4)
@@ -23,57 +31,85 @@ def golden():
     return json.loads((GOLDEN / "losses.json").read_text())
 
 
+def at_labels(given, labels, shift):
+    """What stands at the labelled positions (M, ...), and the labels (M,) that lie `shift` ahead of them."""
+    kept = labelled(labels, shift)
+    return given[kept], labels.roll(-shift, dims=1)[kept]
+
+
+def next_token_mean(logits, labels, shift):
+    return next_token_loss(*at_labels(logits, labels, shift)).mean()
+
+
+def teachers_of(tensors, labels, shift):
+    """The base's logits for the labels: they stand one position before them."""
+    return tensors["base_logits"][labelled(labels, shift).roll(shift - 1, dims=1)]
+
+
 @pytest.mark.parametrize("head", HEADS)
 def test_next_token_loss_is_the_original_one(tensors, golden, head):
-    loss = next_token_loss(tensors["head_logits"][head], tensors["labels"], shift=2 + head)
+    loss = next_token_mean(tensors["head_logits"][head], tensors["labels"], shift=2 + head)
     assert loss.item() == pytest.approx(golden["medusa1_legacy_logs"][f"medusa{head}_loss"], abs=1e-5)
 
 
 @pytest.mark.parametrize("head", HEADS)
 def test_teacher_loss_is_the_original_one(tensors, golden, head):
-    loss = teacher_loss(tensors["head_logits"][head], tensors["base_logits"], tensors["labels"], shift=2 + head)
+    logits, _ = at_labels(tensors["head_logits"][head], tensors["labels"], 2 + head)
+    loss = teacher_loss(logits, teachers_of(tensors, tensors["labels"], 2 + head)).mean()
     assert loss.item() == pytest.approx(golden["hydra_logs_teacher"][f"hydra{head}_teacher_loss"], abs=1e-5)
 
 
+@pytest.mark.parametrize("head", HEADS)
+def test_feature_loss_is_hydra_s_reconstruction(tensors, golden, head):
+    at = labelled(tensors["labels"], 1 + head)  # Hydra asks for a label where the hidden state stands
+    states = tensors["head_hidden_states"][head][at]
+    loss = feature_loss(states, tensors["base_hidden_states"][at.roll(1 + head, dims=1)]).mean()
+    assert loss.item() == pytest.approx(golden["hydra_logs_recon"][f"hydra{head}_reconstruct_loss"], abs=1e-5)
+
+
+def test_eagle_s_loss_is_the_original_one(tensors, golden):
+    kept = tensors["eagle.loss_mask"] != 0
+    guessed, target = tensors["eagle.predict"][kept], tensors["eagle.target"][kept]
+    lm_head = tensors["eagle.lm_head.weight"]
+    feature = feature_loss(guessed, target).mean()
+    teacher = teacher_loss(guessed @ lm_head.T, target @ lm_head.T).mean()
+    assert feature.item() == pytest.approx(golden["eagle_vloss"], abs=1e-4)
+    assert teacher.item() == pytest.approx(golden["eagle_ploss"], abs=1e-4)
+    assert (feature + 0.1 * teacher).item() == pytest.approx(golden["eagle_total_v1.0_p0.1"], abs=1e-4)
+
+
 def test_the_base_has_shift_one(tensors, golden):
-    loss = next_token_loss(tensors["base_logits"], tensors["labels"], shift=1)
+    loss = next_token_mean(tensors["base_logits"], tensors["labels"], shift=1)
     assert loss.item() == pytest.approx(golden["hydra_logs_lm"]["orig_lm_loss"], abs=1e-5)
 
 
 def test_decayed_sum_is_that_of_medusa_1_0(tensors, golden):
-    losses = [next_token_loss(tensors["head_logits"][head], tensors["labels"], shift=2 + head) for head in HEADS]
+    losses = [next_token_mean(tensors["head_logits"][head], tensors["labels"], shift=2 + head) for head in HEADS]
     total = 0.2 * sum(weight * loss for weight, loss in zip(head_weights(4, 0.8), losses, strict=True))
     assert float(total) == pytest.approx(golden["medusa2_axolotl_only_heads_const_h0.2_d0.8"], abs=1e-5)
 
 
 def test_top1_accuracy_is_the_original_one(tensors, golden):
     for head in HEADS:
-        counts = rank_counts(tensors["head_logits"][head], tensors["labels"], shift=2 + head, ranks=5)
+        counts = rank_counts(*at_labels(tensors["head_logits"][head], tensors["labels"], 2 + head), ranks=5)
         assert counts.sum() == (tensors["labels"][:, 2 + head :] != IGNORED).sum()
         assert (counts[0] / counts.sum()).item() == golden["medusa1_legacy_logs"][f"medusa{head}_top1"]
 
 
 def test_ranks_count_the_better_guesses():
-    logits = torch.tensor([[[0.1, 0.4, 0.3, 0.2]] * 5])  # best first: 1, 2, 3, 0
-    labels = torch.tensor([[3, 3, 1, 2, IGNORED]])  # with shift 2 only 1 and 2 are asked for
-    assert rank_counts(logits, labels, shift=2, ranks=1).tolist() == [1, 1]
-    assert rank_counts(logits, labels, shift=2, ranks=3).tolist() == [1, 1, 0, 0]
-    assert rank_counts(logits, labels, shift=1, ranks=2).tolist() == [1, 1, 1]
+    logits = torch.tensor([[0.1, 0.4, 0.3, 0.2]] * 3)  # best first: 1, 2, 3, 0
+    targets = torch.tensor([1, 2, 0])
+    assert rank_counts(logits, targets, ranks=1).tolist() == [1, 2]
+    assert rank_counts(logits, targets, ranks=3).tolist() == [1, 1, 0, 1]
 
 
-@pytest.mark.parametrize("ignored", [[], [0, 1, 2, 3]], ids=["one", "all"])
-def test_ignored_labels_have_no_gradient(tensors, ignored):
-    logits = tensors["head_logits"][0].clone().requires_grad_()
-    labels = torch.full_like(tensors["labels"], IGNORED)
-    if not ignored:
-        labels[0, 6] = 5
-    loss = next_token_loss(logits, labels, 2) + teacher_loss(logits, tensors["base_logits"], labels, 2)
-    loss.backward()
-    touched = logits.grad.abs().sum(-1).nonzero().tolist()
-    assert touched == ([[0, 4]] if not ignored else []) and torch.isfinite(loss)
+def test_ignored_labels_are_not_among_the_labelled():
+    labels = torch.tensor([[5, 6, IGNORED, 8], [IGNORED] * 4])
+    assert labelled(labels, 1).tolist() == [[True, False, True, False], [False] * 4]
+    assert labelled(labels, 3).tolist() == [[True, False, False, False], [False] * 4]
 
 
 def test_rows_without_a_label_far_enough_ahead_are_refused():
     message = r"rows of 3 tokens have no label 4 tokens ahead: give longer rows, or train fewer heads\."
     with pytest.raises(ValueError, match=message):
-        next_token_loss(torch.zeros(1, 3, 7), torch.zeros(1, 3, dtype=torch.long), shift=4)
+        labelled(torch.zeros(1, 3, dtype=torch.long), shift=4)

@@ -7,8 +7,9 @@ import pytest
 import torch
 from transformers import AutoModel
 
-from hf_drafthead.training.objectives import next_token_loss, rank_counts, teacher_loss
-from hf_drafthead.training.trainer import RANKS, DraftHeadTrainer, DraftHeadTrainingArguments
+from hf_drafthead.training.heads_loss import RANKS
+from hf_drafthead.training.objectives import feature_loss, next_token_loss, rank_counts, teacher_loss
+from hf_drafthead.training.trainer import DraftHeadTrainer, DraftHeadTrainingArguments
 from tests.bases import VOCABULARY, tiny_base
 from tests.families import FAMILIES
 
@@ -62,10 +63,18 @@ def test_the_drafter_learns_and_the_base_stays(family, tmp_path):
 
 
 @all_families
-@pytest.mark.parametrize("next_token, teacher, decay", [(1.0, 0.0, 1.0), (0.0, 1.0, 1.0), (0.5, 2.0, 0.8)])
-def test_the_loss_is_the_weighted_sum_over_heads(family, next_token, teacher, decay, tmp_path):
-    model = family.build(tiny_base(dtype=torch.float32))
-    weighting = {"next_token_weight": next_token, "teacher_weight": teacher, "head_decay": decay}
+@pytest.mark.parametrize(
+    "next_token, teacher, feature, decay", [(1.0, 0.0, 0.0, 1.0), (0.0, 1.0, 0.0, 1.0), (0.5, 2.0, 0.7, 0.8)]
+)
+@pytest.mark.parametrize("name", ["llama", "gemma2"])  # gemma2's logits are more than its lm_head's
+def test_the_loss_is_the_weighted_sum_over_heads(family, name, next_token, teacher, feature, decay, tmp_path):
+    model = family.build(tiny_base(name, dtype=torch.float32))
+    weighting = {
+        "next_token_weight": next_token,
+        "teacher_weight": teacher,
+        "feature_weight": feature,
+        "head_decay": decay,
+    }
     trainer = trainer_of(model, tmp_path, **weighting)
     labels = ROWS.masked_fill(torch.arange(24) < 6, -100)
     loss = trainer.compute_loss(model, {"input_ids": ROWS, "labels": labels})
@@ -73,9 +82,12 @@ def test_the_loss_is_the_weighted_sum_over_heads(family, next_token, teacher, de
         outputs = model.base(ROWS, output_hidden_states=True)
         wanted = 0.0
         for head, hidden in enumerate(model.drafter.head_states(outputs.hidden_states[-1], ROWS)):
-            logits = model.drafter.head_logits(head, hidden)
-            objectives = next_token * next_token_loss(logits, labels, head + 2)
-            objectives += teacher * teacher_loss(logits, outputs.logits, labels, head + 2)
+            logits = model.drafter.head_logits(head, hidden)[:, 6 - 2 - head : -2 - head].flatten(0, 1)
+            at_base = slice(5, -1)
+            objectives = next_token * next_token_loss(logits, ROWS[:, 6:].flatten()).mean()
+            objectives += teacher * teacher_loss(logits, outputs.logits[:, at_base].flatten(0, 1)).mean()
+            states = hidden[:, 6 - 2 - head : -2 - head].flatten(0, 1)
+            objectives += feature * feature_loss(states, outputs.hidden_states[-1][:, at_base].flatten(0, 1)).mean()
             wanted += decay ** (head + 1) * objectives
     assert loss.item() == pytest.approx(float(wanted), rel=1e-5)
 
@@ -142,7 +154,8 @@ def test_the_logs_tell_each_heads_accuracy(tmp_path):
         features = model.base(ROWS[:3], output_hidden_states=True).hidden_states[-1]
         hidden = model.drafter.head_states(features, ROWS[:3])
         for head in range(4):
-            ranks = rank_counts(model.drafter.head_logits(head, hidden[head]), ROWS[:3], head + 2, RANKS)
+            logits = model.drafter.head_logits(head, hidden[head][:, : -2 - head]).flatten(0, 1)
+            ranks = rank_counts(logits, ROWS[:3, 2 + head :].flatten(), RANKS)
             assert metrics[f"eval_head{head}_top1"] == pytest.approx((ranks[0] / ranks.sum()).item())
             assert metrics[f"eval_head{head}_top5"] == pytest.approx((ranks[:5].sum() / ranks.sum()).item())
 
@@ -152,7 +165,7 @@ def test_the_logs_tell_each_heads_accuracy(tmp_path):
     [
         (
             {"next_token_weight": 0.0},
-            "next_token_weight and teacher_weight are both 0: nothing to learn, set one",
+            "next_token_weight, teacher_weight and feature_weight are all 0: nothing to learn, set one",
         ),
         ({"teacher_weight": -1.0}, "teacher_weight is -1.0: expected 0 or more"),
         ({"head_decay": 0.0}, "head_decay is 0.0: expected a number above 0"),
