@@ -1,0 +1,163 @@
+"""Tokens per step of every head family over several training seeds, and of Amphista with parts left out.
+
+    python benchmarks/families.py --train             # heads that benchmarks/results/families.jsonl has no line for
+    python benchmarks/families.py                     # the tables, from the lines that are there
+
+Every training is the zoo's (`hf_drafthead/zoo/heads.py`): same text, same steps. The base's hidden states are computed
+once for all. Seed 0 of a family is the bundled model itself. Heads are measured greedily on the zoo's held-out prompts,
+96 new tokens each, with the published 64-node tree; every text is compared with the base's own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch.utils.data import Dataset
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from hf_drafthead import AmphistaForCausalLM, DraftTree, zoo
+from hf_drafthead.evaluation.acceptance import tokens_per_step
+from hf_drafthead.evaluation.prompts import read_prompts
+from hf_drafthead.evaluation.speed import draft, encode, steps_of
+from hf_drafthead.training.objectives import IGNORED
+from hf_drafthead.zoo.build import OWN_TEXTS, STEPS
+from hf_drafthead.zoo.corpus import read_corpus
+from hf_drafthead.zoo.heads import FAMILIES, HEADS, Recipe, train_heads
+from hf_drafthead.zoo.own_text import GIVEN, own_text
+from hf_drafthead.zoo.tokenizer import pack
+
+RESULTS = Path(__file__).parent / "results" / "families.jsonl"
+TREE = "mc_sim_7b_63"
+NEW_TOKENS = 96
+
+
+def without(**fields) -> Recipe:
+    """Amphista with these config fields."""
+    return Recipe(lambda base: AmphistaForCausalLM.from_base(base, **HEADS, **fields))
+
+
+ABLATIONS = {
+    "amphista without auto-embedding": without(num_auto_embedding_layers=0),
+    "amphista without adaptation": without(num_stages=0),
+    "amphista without sampled token": without(use_sampled_token=False),
+    "amphista with one stage": without(num_stages=1),
+    "amphista without head positions": without(use_head_positions=False),
+}
+
+
+class Texts(Dataset):
+    """Rows of the base's own text, each with the base's hidden states."""
+
+    def __init__(self, rows: torch.Tensor, features: torch.Tensor) -> None:
+        self.rows, self.features = rows, features  # (R, T), (R, T, H)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        labels = self.rows[index].clone()
+        labels[:GIVEN] = IGNORED
+        return {"input_ids": self.rows[index], "labels": labels, "features": self.features[index]}
+
+
+def texts_of(base: PreTrainedModel, tokenizer, work: Path) -> tuple[Texts, Texts]:
+    """The texts that heads learn from and are evaluated on, as the zoo's build writes them."""
+    corpus = read_corpus()
+    found = []
+    for name, held_out, count in (("own_text", False, OWN_TEXTS), ("own_text_held_out", True, 64)):
+        rows = pack(tokenizer, [file for file in corpus if file.held_out == held_out], 512)
+        texts = own_text(base, rows, count, work / f"{name}.safetensors", seed=0)
+        file = work / f"{name}_features.safetensors"
+        if not file.is_file():
+            with torch.no_grad():
+                hidden = [base.get_decoder()(part).last_hidden_state for part in texts.split(32)]
+            save_file({"features": torch.cat(hidden)}, file)
+        found.append(Texts(texts, load_file(file)["features"]))
+    return found[0], found[1]
+
+
+def measured(model: PreTrainedModel, tokenizer) -> float:
+    """Tokens per step on the held-out prompts; every text must be the base's own."""
+    prompts = [prompt.text for prompt in read_prompts(zoo.ASSETS / "prompts.jsonl")]
+    tree = DraftTree.resolve(TREE, model.drafter.max_depth, model.base.config.vocab_size)
+    settings = {"do_sample": False, "max_new_tokens": NEW_TOKENS}
+    accepted = []
+    for first in range(0, len(prompts), 8):
+        given = encode(model, tokenizer, prompts[first : first + 8])
+        output = draft(model, tree, given, settings)
+        assert torch.equal(output.sequences, model.base.generate(**given, **settings))
+        accepted.append(steps_of(output))
+    return tokens_per_step(accepted)
+
+
+def train(names: list[str], seeds: list[int], work: Path) -> None:
+    """Add a line for every (name, seed) that has none yet."""
+    base = AutoModelForCausalLM.from_pretrained(zoo.path("base"))
+    tokenizer = AutoTokenizer.from_pretrained(zoo.path("base"))
+    recipes = {**FAMILIES, **ABLATIONS}
+    for seed in seeds:
+        for name in names:
+            if any((line["heads"], line["seed"]) == (name, seed) for line in lines()):
+                continue
+            start = time.perf_counter()
+            if seed == 0 and name in FAMILIES:
+                model = AutoModel.from_pretrained(zoo.path(name))
+            else:
+                rows, held_out = texts_of(base, tokenizer, work)
+                folder = work / "families" / f"{name} {seed}"
+                model, _ = train_heads(recipes[name], base, rows, held_out, folder, steps=STEPS, seed=seed)
+            line = {
+                "heads": name,
+                "seed": seed,
+                "steps": STEPS,
+                "parameters": sum(parameter.numel() for parameter in model.drafter.parameters()),
+                "tokens_per_step": round(measured(model, tokenizer), 4),
+                "minutes": round((time.perf_counter() - start) / 60, 1),
+            }
+            with RESULTS.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+            print(line, flush=True)
+
+
+def lines() -> list[dict]:
+    """What was measured so far."""
+    return [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.is_file() else []
+
+
+def table(title: str, unit: str, chosen: Callable[[str], bool]) -> None:
+    """Mean and standard error over seeds, for names in the order of the recipes."""
+    means = {}
+    for name in [*FAMILIES, *ABLATIONS]:
+        taken = [line for line in lines() if line["heads"] == name]
+        if taken and (chosen(name) or name == unit):
+            values = [line["tokens_per_step"] for line in taken]
+            error = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else float("nan")
+            means[name] = (statistics.mean(values), error, len(values), taken[0]["parameters"])
+    print(f"\n| {title} | tokens per step | seeds | against {unit} | parameters |\n|---|---|---|---|---|")
+    for name, (mean, error, seeds, parameters) in means.items():
+        ratio = f"{mean / means[unit][0]:.3f}" if unit in means else "?"
+        print(f"| {name} | {mean:.3f} ± {error:.3f} | {seeds} | {ratio} | {parameters:,} |")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--train", action="store_true", help="train and measure what is missing")
+    parser.add_argument("--heads", nargs="*", default=[*FAMILIES, *ABLATIONS], choices=[*FAMILIES, *ABLATIONS])
+    parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2])
+    parser.add_argument("--work", type=Path, default=Path(".zoo-build"), help="where texts and checkpoints are kept")
+    args = parser.parse_args()
+    if args.train:
+        train(args.heads, args.seeds, args.work)
+    table("family", "medusa", FAMILIES.__contains__)
+    table("amphista, parts left out", "amphista", ABLATIONS.__contains__)
+
+
+if __name__ == "__main__":
+    main()
