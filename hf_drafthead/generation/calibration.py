@@ -5,7 +5,7 @@ one pass of the heads over a text gives the worth of every node of every tree at
 of positions where head 1 had the next token first and head 2 the one after third. (Medusa, arXiv 2401.10774, section
 2.3.3, multiplies accuracies per head; guesses depend on each other, which counting the paths themselves takes in.)
 
-Shapes: B rows, T tokens, K heads, V vocabulary, M positions, N nodes (root included).
+Shapes: B rows, T tokens, S positions, K levels, V vocabulary, N nodes (root included).
 """
 
 from __future__ import annotations
@@ -17,60 +17,100 @@ import torch
 from hf_drafthead.generation.tree import DraftTree, RankPath
 
 UNLIMITED_DEPTH = 5  # levels that are looked at where the drafter could go on for ever
+UNKNOWN = -1  # rank of a token behind the end of its row
 
 
 @torch.no_grad()
-def rank_paths(model, input_ids: torch.Tensor, prompt_length: int, depth: int | None = None) -> torch.Tensor:
+def rank_paths(
+    model,
+    input_ids: torch.Tensor,
+    prompt_lengths: int | torch.Tensor,
+    lengths: torch.Tensor | None = None,
+    depth: int | None = None,
+) -> torch.Tensor:
     """At which rank each level of guesses has the token that really follows.
 
     The drafter is asked as in a generation: it observes the text position by position, and guesses along the tokens
     that follow.
 
     Args:
-        model: with draft heads.
-        input_ids: (B, T) text, without padding; what follows the prompt should be the base's own greedy answer.
-        prompt_length: P; positions before its last are not counted.
+        model: with draft heads, in eval mode.
+        input_ids: (B, T) texts, padded on the right; what follows the prompts should be the base's own greedy answers.
+        prompt_lengths: (B,), or one number for all; positions before a prompt's last are not counted.
+        lengths: (B,) tokens of each text, prompt included; default: T.
         depth: K, levels to look at; default: the number of heads, or 5 where there is no such limit.
 
     Returns:
-        (M, K) ranks from 0, row by row of the text; M = B * (T - P - K).
+        (B, S, K) ranks from 0, S as many as new tokens in the longest answer less one; -1 behind a row's end.
 
     Raises:
         ValueError: the text is too short to count a position.
     """
     drafter = model.drafter
     depth = depth or drafter.max_depth or UNLIMITED_DEPTH
-    rows, length = input_ids.shape
-    positions = length - prompt_length - depth
+    rows, width = input_ids.shape
+    device = input_ids.device
+    prompts = torch.as_tensor(prompt_lengths, device=device).expand(rows)
+    ends = torch.full((rows,), width, device=device) if lengths is None else lengths
+    positions = int((ends - prompts).max()) - 1
     if positions < 1:
         raise ValueError(
-            f"a text of {length} tokens after a prompt of {prompt_length} leaves no position that {depth} heads can "
-            f"be checked on: give more than {prompt_length + depth} tokens."
+            f"texts of up to {int(ends.max())} tokens after prompts of {int(prompts.min())} or more leave no position "
+            "to check a guess on: give at least two tokens after a prompt."
         )
-    outputs = model.base(input_ids, output_hidden_states=True, use_cache=False)
+    attention_mask = (torch.arange(width, device=device) < ends[:, None]).long()
+    outputs = model.base(input_ids, attention_mask=attention_mask, output_hidden_states=True, use_cache=False)
     features = torch.cat([outputs.hidden_states[layer] for layer in drafter.feature_layers], dim=-1)
-    on_path = torch.zeros(rows, 1, dtype=torch.long, device=input_ids.device)
-    state = drafter.start(rows, length)
-    ranks, seen = [], 0
-    for position in range(prompt_length - 1, prompt_length - 1 + positions):
-        new = slice(seen, position + 1)
-        seen = position + 1
-        counts = torch.full((rows,), new.stop - new.start, device=input_ids.device)
-        state = drafter.observe(state, features[:, new], input_ids[:, new.start + 1 : new.stop + 1], counts)
+    every_row = torch.arange(rows, device=device)
+    on_path = torch.zeros(rows, 1, dtype=torch.long, device=device)
+
+    def token(at: torch.Tensor) -> torch.Tensor:
+        return input_ids[every_row, at.clamp(max=width - 1)].unsqueeze(1)  # (B, 1)
+
+    longest = int(prompts.max())
+    state = drafter.start(rows, width)
+    state = drafter.observe(state, features[:, :longest], input_ids.roll(-1, dims=1)[:, :longest], prompts)
+    ranks = torch.full((rows, positions, depth), UNKNOWN, device=device)
+    for position in range(positions):
+        at = prompts + position - 1
+        if position:
+            new = features[every_row, at.clamp(max=width - 1)].unsqueeze(1)
+            state = drafter.observe(state, new, token(at + 1), (at + 1 < ends).long())
         for level in range(depth):
-            node = input_ids[:, seen + level : seen + level + 1]
-            state, logits = drafter.expand(state, node, on_path)
-            truth = input_ids[:, seen + level + 1, None].to(logits.device)
+            state, logits = drafter.expand(state, token(at + 1 + level), on_path)
             scores = logits[:, 0]  # (B, V)
-            ranks.append((scores > scores.gather(-1, truth)).sum(-1))
-    return torch.stack(ranks, dim=1).view(rows * positions, depth)
+            better = scores > scores.gather(-1, token(at + 2 + level).to(scores.device))
+            ranks[:, position, level] = better.sum(-1).to(device).where(at + 2 + level < ends, UNKNOWN)
+    return ranks
+
+
+def foretold_steps(tree: DraftTree, ranks: torch.Tensor) -> list[list[int]]:
+    """Tokens emitted by each step of generating the texts behind `ranks` with this tree, row by row.
+
+    Args:
+        tree: any.
+        ranks: (B, S, K) from `rank_paths`.
+    """
+    paths = set(tree.paths)
+    steps = []
+    for row in ranks.tolist():
+        taken, position = [], 0
+        end = sum(levels[0] != UNKNOWN for levels in row)  # new tokens after the first, which needs no step
+        while position < end:
+            depth = 0
+            while depth < len(row[position]) and tuple(row[position][: depth + 1]) in paths:
+                depth += 1
+            taken.append(min(depth + 1, end - position))
+            position += taken[-1]
+        steps.append(taken)
+    return steps
 
 
 def grow_tree(ranks: torch.Tensor, nodes: int) -> list[RankPath]:
     """The most valuable rank paths, best first: every beginning of the list is the best tree of its size.
 
     Args:
-        ranks: (M, K) from `rank_paths`.
+        ranks: (..., K) from `rank_paths`.
         nodes: N, the root included; fewer come back where the text shows no more.
 
     Raises:
@@ -83,15 +123,10 @@ def grow_tree(ranks: torch.Tensor, nodes: int) -> list[RankPath]:
     return sorted(worth, key=lambda path: (-worth[path], len(path), path))[: nodes - 1]
 
 
-def expected_tokens_per_step(tree: DraftTree, ranks: torch.Tensor) -> float:
-    """Tokens per step that a tree would give on the text behind `ranks` (M, K): 1 + the chances of all its nodes."""
-    worth = _worth(ranks)
-    return 1 + sum(worth[path] for path in tree.paths) / len(ranks)
-
-
 def _worth(ranks: torch.Tensor) -> Counter[RankPath]:
-    """At how many positions each rank path is what really follows."""
+    """At how many positions each rank path is what really follows; those near a row's end do not tell."""
+    ranks = ranks.flatten(0, -2)
     worth: Counter[RankPath] = Counter()
-    for path in map(tuple, ranks.tolist()):
+    for path in map(tuple, ranks[ranks[:, -1] != UNKNOWN].tolist()):
         worth.update(path[:depth] for depth in range(1, len(path) + 1))
     return worth

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hf_drafthead.generation.calibration import expected_tokens_per_step, grow_tree, rank_paths
+from hf_drafthead.generation.calibration import foretold_steps, grow_tree, rank_paths
 from hf_drafthead.generation.tree import DraftTree
 from tests.bases import VOCABULARY, tiny_base
 from tests.families import FAMILIES
@@ -18,29 +18,30 @@ def greedy_text(model, new_tokens=60):
     return prompt, model.base.generate(prompt, **settings), settings
 
 
-def steps_on(ranks, tree):
-    """Lengths of the steps that the ranks foretell, from the first new token on."""
-    position, lengths = 0, []
-    while position < len(ranks):
-        depth = max(
-            (d for d in range(1, ranks.shape[1] + 1) if tuple(ranks[position, :d].tolist()) in tree.paths), default=0
-        )
-        lengths.append(depth + 1)
-        position += depth + 1
-    return lengths
-
-
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 def test_the_ranks_foretell_every_step_of_generate(family):
     model = family.build(tiny_base("llama-gqa"))
     prompt, text, settings = greedy_text(model)
     output = model.generate(prompt, draft_tree=TREE, return_dict_in_generate=True, **settings)
     assert torch.equal(output.sequences, text)
+    foretold = foretold_steps(TREE, rank_paths(model, text, PROMPT))
     for row in range(2):
-        ranks = rank_paths(model, text[row : row + 1], PROMPT)
-        foretold = steps_on(ranks, TREE)[:-2]  # the last ones are cut by the end of the text
-        assert foretold == output.accepted_lengths[row, : len(foretold)].tolist()
-        assert len(foretold) > 10
+        accepted = output.accepted_lengths[row]
+        assert foretold[row] == accepted[accepted > 0].tolist()
+        assert len(foretold[row]) > 10
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_rows_of_different_lengths_have_the_ranks_they_have_alone(family):
+    model = family.build(tiny_base("llama-gqa"))
+    _, text, _ = greedy_text(model, new_tokens=12)
+    prompts, lengths = torch.tensor([4, 9]), torch.tensor([21, 14])
+    together = rank_paths(model, text, prompts, lengths)
+    for row in range(2):
+        alone = rank_paths(model, text[row : row + 1, : lengths[row]], int(prompts[row]))
+        known = alone.shape[1]
+        assert torch.equal(together[row, :known], alone[0])
+        assert (together[row, known:] == -1).all()
 
 
 def test_some_steps_of_these_models_do_accept_guesses():
@@ -53,7 +54,15 @@ def test_some_steps_of_these_models_do_accept_guesses():
 def test_a_tree_grows_by_what_its_nodes_are_worth():
     ranks = torch.tensor([[0, 0], [0, 0], [0, 2], [1, 0], [0, 0], [3, 1]])
     assert grow_tree(ranks, 4) == [(0,), (0, 0), (1,)]
-    assert expected_tokens_per_step(DraftTree([(0,), (0, 0), (1,)]), ranks) == pytest.approx(1 + (4 + 3 + 1) / 6)
+
+
+def test_a_step_goes_as_deep_as_the_tree_and_no_further_than_the_text():
+    tree = DraftTree([(0,), (0, 0), (1,)])
+    rows = [
+        [[0, 0], [3, 3], [0, 2], [1, 0], [0, 1], [0, -1]],
+        [[0, 0], [0, -1], [-1, -1], [-1, -1], [-1, -1], [-1, -1]],
+    ]
+    assert foretold_steps(tree, torch.tensor(rows)) == [[3, 2, 1], [2]]
 
 
 def test_every_beginning_of_a_grown_tree_is_a_tree():
@@ -65,7 +74,7 @@ def test_every_beginning_of_a_grown_tree_is_a_tree():
 
 def test_too_short_a_text_and_too_small_a_tree_are_refused():
     model = FAMILIES[0].build(tiny_base())
-    with pytest.raises(ValueError, match="a text of 10 tokens after a prompt of 9 leaves no position that 4 heads can"):
+    with pytest.raises(ValueError, match="texts of up to 10 tokens after prompts of 9 or more leave no position"):
         rank_paths(model, torch.ones(1, 10, dtype=torch.long), 9)
     with pytest.raises(ValueError, match="a tree of 1 nodes drafts nothing: ask for at least 2"):
         grow_tree(torch.zeros(3, 4, dtype=torch.long), 1)
