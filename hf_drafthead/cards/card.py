@@ -1,0 +1,215 @@
+"""Write a model card from the facts of a checkpoint, around what a person wrote into an earlier one."""
+
+import math
+import re
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import yaml
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
+
+from hf_drafthead.cards.facts import Facts, read_facts
+from hf_drafthead.cards.pictures import draw_accuracies, draw_tree
+from hf_drafthead.cards.sections import REBUILT, merge
+
+CARD, TREE_PICTURE, ACCURACY_PICTURE = "README.md", "tree.png", "head_accuracies.png"
+TASK = "text-generation"
+METRICS = {"tokens_per_step": "Tokens per step", "speedup": "Speedup over the base"}
+TITLES = {"medusa": "Medusa", "hydra": "Hydra", "amphista": "Amphista", "eagle": "EAGLE"}
+TITLES |= {"hydra++": "Hydra++", "amphista-alpha": "Amphista-alpha"}
+
+
+def write_card(folder: Path, model: Any = None, *, repo_id: str | None = None, license: str | None = None) -> Path:
+    """Write README.md and its pictures into a checkpoint's folder, from the facts in its files.
+
+    Sections that a person wrote, and metadata that the facts do not determine, stay as they are. The same facts give
+    the same bytes.
+
+    Args:
+        folder: of the checkpoint.
+        model: the same, loaded, if it is at hand: it knows the size of its base.
+        repo_id: where it will be found; its folder's name by default.
+        license: its id on the Hub, such as `apache-2.0`; by default that of the existing card, or of the training
+            summary.
+
+    Returns:
+        The path of the card.
+
+    Raises:
+        OSError, ValueError: as `read_facts` does, or the existing card's metadata is no YAML.
+    """
+    folder = Path(folder)
+    facts = read_facts(folder, model)
+    path = folder / CARD
+    old = read_card(path) if path.is_file() else ModelCard("---\n{}\n---\n")
+    repo_id = repo_id or folder.resolve().name
+    data = card_data(facts, old.data, repo_id.rpartition("/")[2], license)
+    if facts.tree is not None:
+        draw_tree(facts.tree, folder / TREE_PICTURE)
+    if facts.accuracies:
+        draw_accuracies(facts.accuracies, folder / ACCURACY_PICTURE)
+    written = ModelCard(render(facts, data, repo_id))
+    written.text = "\n" + merge(old.text, written.text)
+    written.save(path)
+    return path
+
+
+def missing(folder: Path) -> list[str]:
+    """What the card in a folder lacks before it may be published, each with what to do; empty if it is complete.
+
+    Raises:
+        OSError, ValueError: as `write_card` does.
+    """
+    folder = Path(folder)
+    path = folder / CARD
+    if not path.is_file():
+        return [f"card: there is no {CARD}; run `hf-drafthead card {folder}`"]
+    facts, card = read_facts(folder), read_card(path)
+    lacks = []
+    named = card.data.get("base_model")
+    if not named:
+        lacks.append(f"base: the config names {facts.base_named!r}, which others cannot load; name its id on the Hub")
+    elif facts.base and facts.base != named:
+        lacks.append(f"base: the card names {named!r}, the config {facts.base!r}; run `hf-drafthead card {folder}`")
+    if not card.data.get("license"):
+        lacks.append(f"license: run `hf-drafthead card {folder} --license ID`, such as apache-2.0")
+    if not (ours(card.data.get("eval_results")) or "not measured" in card.text.lower()):
+        lacks.append('measured figures: run `hf-drafthead bench`, or write "not measured" into the card')
+    return lacks
+
+
+def read_card(path: Path) -> ModelCard:
+    """The card of a file.
+
+    Raises:
+        ValueError: its metadata cannot be read.
+    """
+    try:
+        return ModelCard.load(path)
+    except (ValueError, yaml.YAMLError) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(
+            f"the metadata of {str(path)!r} cannot be read ({reason}): correct it, or remove it."
+        ) from None
+
+
+def card_data(facts: Facts, old: ModelCardData, name: str, license: str | None) -> ModelCardData:
+    """The metadata: what the facts determine, and of an earlier card's everything else."""
+    kept = {key: value for key, value in old.__dict__.items() if value is not None}
+    foreign = [result for result in kept.pop("eval_results", None) or [] if result.metric_type not in METRICS]
+    name = kept.pop("model_name", name)  # a card that was published keeps the name of its results
+    tags = ["hf-drafthead", "speculative-decoding", "draft-heads", facts.family]
+    datasets = facts.training.get("datasets") or facts.training.get("dataset")
+    results = [*eval_results(facts), *foreign]
+    data: dict[str, Any] = {
+        "license": license or kept.pop("license", None) or facts.training.get("license"),
+        "base_model": facts.base or kept.get("base_model"),
+        "base_model_relation": "adapter",
+        "library_name": "transformers",
+        "pipeline_tag": TASK,
+        "datasets": kept.pop("datasets", None) or ([datasets] if isinstance(datasets, str) else datasets),
+        "tags": [*tags, *(tag for tag in kept.pop("tags", []) if tag not in tags)],
+        "eval_results": results or None,
+        "model_name": name if results else None,
+    }
+    return ModelCardData(**data, **{key: value for key, value in kept.items() if key not in data})
+
+
+def eval_results(facts: Facts) -> list[EvalResult]:
+    """Tokens per step and speedup of every run, over all prompts and by task."""
+    results = []
+    for run in facts.runs:
+        dataset = str(run.get("dataset") or run.get("questions") or "prompts")
+        parts = {"all": run, **(run.get("per_category") or {})}
+        for task, part in parts.items():
+            for metric, title in METRICS.items():
+                if not is_number(part.get(metric)):
+                    continue
+                results.append(
+                    EvalResult(
+                        task_type=TASK,
+                        task_name="Text Generation",
+                        dataset_type=re.sub(r"[^\w./-]+", "-", dataset),
+                        dataset_name=Path(dataset).stem,
+                        dataset_config=str(task),
+                        metric_type=metric,
+                        metric_name=f"{title} ({setting(run)})",
+                        metric_value=round(part[metric], 4),
+                    )
+                )
+    return results
+
+
+def ours(results: list[EvalResult] | None) -> bool:
+    """Whether figures of drafting are among the results."""
+    return any(result.metric_type in METRICS for result in results or [])
+
+
+def render(facts: Facts, data: ModelCardData, repo_id: str) -> str:
+    """The card as the template has it."""
+    room = resources.files("hf_drafthead.cards")
+    environment = jinja2.Environment(undefined=jinja2.ChainableUndefined, keep_trailing_newline=True)
+    environment.filters |= {
+        "cell": cell,
+        "figure": figure,
+        "mebibytes": lambda size: f"{size / 2**20:.1f} MiB",
+        "nodes": lambda tree: str(len(tree) + 1) if isinstance(tree, list) else cell(tree),
+        "setting": setting,
+        "yes_or_no": lambda same: "not measured" if not isinstance(same, bool) else "yes" if same else "**no**",
+    }
+    citation = room / "citations" / f"{facts.family.removesuffix('++').removesuffix('-alpha')}.bib"
+    named = data.get("base_model") or facts.base_named
+    same = [run["identical"] for run in facts.runs if isinstance(run.get("identical"), bool)]
+    return environment.from_string((room / "template.md.jinja").read_text(encoding="utf-8")).render(
+        card_data=data.to_yaml(),
+        facts=facts,
+        name=repo_id.rpartition("/")[2],
+        repo_id=repo_id,
+        rebuilt=REBUILT,
+        family_title=TITLES.get(facts.family, facts.family),
+        base_link=f"`{named}`" if named else "a base that is missing: the config names none",
+        license=data.get("license"),
+        tree_picture=TREE_PICTURE,
+        accuracy_picture=ACCURACY_PICTURE,
+        recipe=recipe(facts.training),
+        exact=all(same) if same else None,
+        citation=citation.read_text(encoding="utf-8").strip() if citation.is_file() else None,
+    )
+
+
+def recipe(training: dict[str, Any]) -> dict[str, Any]:
+    """What the training summary says, in its own order, without what the card shows elsewhere."""
+    shown = {"family", "license"}
+    return {
+        key.replace("_", " "): value
+        for key, value in training.items()
+        if key not in shown and not re.fullmatch(r"head\d+_top\d+", key)
+    }
+
+
+def setting(run: Any) -> str:
+    """Device, dtype and batch size of a run, on one line."""
+    size = run.get("batch_size")
+    parts = [run.get("device") or "device not recorded", run.get("dtype") or "dtype not recorded"]
+    return ", ".join([*map(str, parts), "batch size not recorded" if size is None else f"batch size {size}"])
+
+
+def cell(value: Any) -> str:
+    """A value on one line of a table."""
+    if value is None or isinstance(value, jinja2.Undefined):
+        return "none" if value is None else "?"
+    if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= 10_000:
+        return f"{value:,}"
+    return " ".join(str(value).split()).replace("|", "\\|")
+
+
+def figure(value: Any) -> str:
+    """A measured number, or that there is none."""
+    return f"{value:.2f}" if is_number(value) else "not measured"
+
+
+def is_number(value: Any) -> bool:
+    """Whether it is a finite number."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)

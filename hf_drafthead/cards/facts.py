@@ -1,0 +1,216 @@
+"""The facts of a card, read from a checkpoint's own files; what they do not say is None or empty, never guessed."""
+
+import json
+import os
+import re
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import get_local_safetensors_metadata
+from huggingface_hub.errors import HFValidationError, NotASafetensorsRepoError, SafetensorsParsingError
+from huggingface_hub.utils import validate_repo_id
+from transformers.configuration_utils import PreTrainedConfig
+
+from hf_drafthead.generation.tree import DraftTree
+
+PREFIX = "drafthead_"  # of every family's model_type
+SHARED = {"base_config", "base_included", "base_model_name_or_path", "base_model_revision", "num_draft_heads"}
+SHARED |= {"architectures", "auto_map", "model_type", "layer_config", "transformers_version", "use_cache"}
+BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+DRAFT_SETTINGS = ("acceptance", "posterior_threshold", "posterior_alpha")
+ACCURACY = re.compile(r"head(\d+)_top(\d+)")
+
+
+@dataclass(frozen=True)
+class Facts:
+    """One checkpoint.
+
+    family: as the papers name it, `hydra++` and `amphista-alpha` included; base: its Hub id, None where the config
+    gives a path; base_named: what the config gives; fields: what the family's own config says; accuracies: by k, the
+    share of positions where head i has the true token among its best k; runs: what `hf-drafthead bench --json` wrote.
+    """
+
+    folder: Path
+    family: str
+    model_class: str
+    base: str | None
+    base_named: str | None
+    base_revision: str | None
+    base_type: str | None
+    base_included: bool
+    base_parameters: int | None
+    heads: int | None
+    fields: dict[str, Any]
+    parameters: int
+    stored_bytes: int
+    stored_dtype: str
+    remote_code: bool
+    tree: DraftTree | None
+    tree_name: str | None
+    dynamic_tree: bool
+    settings: dict[str, Any]
+    calibration: list[dict[str, Any]]
+    training: dict[str, Any]
+    accuracies: dict[int, list[float]]
+    runs: list[dict[str, Any]]
+
+
+def read_facts(folder: Path, model: Any = None) -> Facts:
+    """Read a checkpoint's config, generation config, summaries and the headers of its weights.
+
+    Args:
+        folder: of the checkpoint.
+        model: the same, loaded: it knows the size of its base.
+
+    Raises:
+        OSError: there is no checkpoint, or a file of it cannot be read.
+        ValueError: it is no draft-head checkpoint, or a file holds something else than it should.
+    """
+    if not (folder / "config.json").is_file():
+        raise OSError(f"{str(folder)!r} holds no config.json: give the folder of a draft-head checkpoint.")
+    config = read_json(folder / "config.json")
+    model_type = str(config.get("model_type"))
+    if not model_type.startswith(PREFIX):
+        raise ValueError(
+            f"{str(folder)!r} holds a {model_type!r} model without draft heads: give a draft-head checkpoint."
+        )
+    settings = read_json(folder / "generation_config.json") if (folder / "generation_config.json").is_file() else {}
+    training = read_json(folder / "training_summary.json") if (folder / "training_summary.json").is_file() else {}
+    family = _family(model_type.removeprefix(PREFIX), config)
+    runs = _runs(folder, family)
+    sizes, dtypes = _drafter_tensors(folder)
+    base_config = config.get("base_config") or {}
+    named = config.get("base_model_name_or_path")
+    heads = config.get("num_draft_heads")
+    chosen = settings.get("draft_tree")
+    dynamic = chosen == "dynamic"
+    usual = SHARED | {field.name for field in fields(PreTrainedConfig)}
+    measured = [found for run in runs if (found := _accuracies(run))]
+    return Facts(
+        folder=folder,
+        family=family,
+        model_class=(config.get("architectures") or [""])[0],
+        base=named if is_hub_id(named, folder) else None,
+        base_named=named,
+        base_revision=config.get("base_model_revision"),
+        base_type=base_config.get("model_type"),
+        base_included=bool(config.get("base_included")),
+        base_parameters=_base_parameters(folder, named, model),
+        heads=heads,
+        fields={name: value for name, value in config.items() if name not in usual},
+        parameters=sum(sizes.values()),
+        stored_bytes=sum(size * BYTES.get(dtypes[name], 1) for name, size in sizes.items()),
+        stored_dtype=", ".join(sorted(set(dtypes.values()))),
+        remote_code="AutoModelForCausalLM" in (config.get("auto_map") or {}),
+        tree=None if chosen is None or dynamic else _tree(chosen, family, heads, base_config.get("vocab_size")),
+        tree_name=chosen if isinstance(chosen, str) and not dynamic else None,
+        dynamic_tree=dynamic,
+        settings={name: settings[name] for name in DRAFT_SETTINGS if settings.get(name) is not None},
+        calibration=settings.get("calibration") or [],
+        training=training,
+        accuracies=measured[0] if measured else _accuracies(training),
+        runs=runs,
+    )
+
+
+def is_hub_id(name: str | None, folder: Path) -> bool:
+    """Whether the name of a base, as the config in `folder` gives it, can be found by others."""
+    if not name or os.path.isdir(folder / name):
+        return False
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return False
+    return True
+
+
+def read_json(path: Path) -> Any:
+    """What a JSON file holds: an object, or for an evaluation also a list.
+
+    Raises:
+        ValueError: it holds no JSON.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{str(path)!r} is not JSON ({error}): write it again, or remove it.") from None
+    if not isinstance(found, dict) and not path.name.startswith("evaluation"):
+        raise ValueError(f"{str(path)!r} holds a {type(found).__name__}, expected an object: write it again.")
+    return found
+
+
+def _family(name: str, config: dict[str, Any]) -> str:
+    if name == "hydra" and config.get("prefix_layer"):
+        return "hydra++"
+    if name == "amphista" and config.get("num_auto_embedding_layers", 1) > 1:
+        return "amphista-alpha"
+    return name
+
+
+def _tree(chosen: Any, family: str, heads: int | None, vocabulary: int | None) -> DraftTree:
+    # EAGLE's one head guesses at every depth; without a known vocabulary every rank is allowed
+    return DraftTree.resolve(chosen, None if family == "eagle" else heads, vocabulary or 2**31)
+
+
+def _drafter_tensors(folder: Path) -> tuple[dict[str, int], dict[str, str]]:
+    """Number of elements and type of every tensor of the heads, by its name."""
+    try:
+        files = get_local_safetensors_metadata(folder).files_metadata.values()
+    except (NotASafetensorsRepoError, SafetensorsParsingError, FileNotFoundError) as error:
+        reason = " ".join(str(error).split())
+        raise OSError(
+            f"the weights in {str(folder)!r} cannot be read ({reason}): save the heads there again."
+        ) from None
+    tensors = {name: info for file in files for name, info in file.tensors.items() if not name.startswith("base.")}
+    return (
+        {name: info.parameter_count for name, info in tensors.items()},
+        {name: str(info.dtype) for name, info in tensors.items()},
+    )
+
+
+def _base_parameters(folder: Path, named: str | None, model: Any) -> int | None:
+    """Parameters of the base, where it is at hand."""
+    if model is not None:
+        return int(model.base.num_parameters())
+    if named is None or not (folder / named).is_dir():
+        return None
+    try:
+        return sum(get_local_safetensors_metadata(folder / named).parameter_count.values())
+    except (NotASafetensorsRepoError, SafetensorsParsingError, FileNotFoundError):
+        return None
+
+
+def _accuracies(figures: dict[str, Any]) -> dict[int, list[float]]:
+    """`head0_top1`, `head0_top5`, `head1_top1`, ... as one list of heads for each k."""
+    found = {(int(match[2]), int(match[1])): figures[name] for name in figures if (match := ACCURACY.fullmatch(name))}
+    ks = sorted({k for k, _ in found})
+    heads = max((head for _, head in found), default=-1) + 1
+    return {
+        k: [found[k, head] for head in range(heads)] for k in ks if all((k, head) in found for head in range(heads))
+    }
+
+
+def _runs(folder: Path, family: str) -> list[dict[str, Any]]:
+    """Every run that an `evaluation*.json` of the folder holds, in the order of the files' names.
+
+    Raises:
+        ValueError: a file holds something else, or a run of another family's heads.
+    """
+    runs = []
+    for path in sorted(folder.glob("evaluation*.json")):
+        found = read_json(path)
+        rows = found.get("rows", [found]) if isinstance(found, dict) else found
+        for row in rows:
+            if not isinstance(row, dict) or not {"tokens_per_step", "speedup", "identical"} & set(row):
+                raise ValueError(
+                    f"{str(path)!r} holds no figures: expected what `hf-drafthead bench --json` writes; measure again, "
+                    "or remove the file."
+                )
+            if row.get("family", family) != family:
+                raise ValueError(
+                    f"{str(path)!r} was measured with {row['family']!r} heads, but {str(folder)!r} holds {family!r} "
+                    "heads: measure these, or remove the file."
+                )
+            runs.append(row)
+    return runs

@@ -1,0 +1,78 @@
+"""The pictures of a card: the same facts give the same bytes."""
+
+from pathlib import Path
+
+from matplotlib.figure import Figure
+
+from hf_drafthead.generation.tree import DraftTree
+
+INK, PAPER, COLOURS = "#333333", "#ffffff", ("#4c72b0", "#a8bddc", "#dfe6f1")
+
+
+def draw_tree(tree: DraftTree, path: Path) -> None:
+    """The tree from left to right: a dot per node, labelled with its rank among the guesses there."""
+    rows = _rows(tree)
+    height = max(rows) + 1
+    size = min(max(1.5, 0.16 * height), 16)
+    figure = Figure(figsize=(7, size), layout="constrained")
+    axes = figure.subplots()
+    axes.axis("off")
+    for node in range(1, tree.num_nodes):
+        parent = tree.parents[node]
+        axes.plot([tree.depths[parent], tree.depths[node]], [-rows[parent], -rows[node]], color=INK, lw=0.6, zorder=1)
+    axes.scatter(tree.depths, [-row for row in rows], s=60, color=PAPER, edgecolors=INK, linewidths=0.6, zorder=2)
+    for node in range(1, tree.num_nodes):
+        rank = str(tree.paths[node - 1][-1])
+        axes.text(tree.depths[node], -rows[node], rank, size=5, ha="center", va="center", color=INK, zorder=3)
+    _save(figure, path)
+
+
+def draw_accuracies(accuracies: dict[int, list[float]], path: Path) -> None:
+    """A group of bars per head, one bar per k.
+
+    Args:
+        accuracies: by k, each head's share (0 to 1) of positions with the true token among its best k.
+        path: where the picture goes.
+    """
+    figure = Figure(figsize=(6, 3), layout="constrained")
+    axes = figure.subplots()
+    width = 0.8 / len(accuracies)
+    for place, (k, shares) in enumerate(accuracies.items()):
+        left = [head + (place - (len(accuracies) - 1) / 2) * width for head in range(1, len(shares) + 1)]
+        bars = axes.bar(left, [100 * share for share in shares], width, label=f"top {k}", color=_colour(place))
+        axes.bar_label(bars, fmt="%.0f", size=7)
+    axes.set_xticks(range(1, len(next(iter(accuracies.values()))) + 1))
+    axes.set_xlabel("head")
+    axes.set_ylabel("accuracy in %")
+    axes.set_ylim(0, 105)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, ncols=len(accuracies), loc="upper right")
+    _save(figure, path)
+
+
+def _rows(tree: DraftTree) -> list[float]:
+    """Where each node stands: leaves one below the other, every other node in the middle of its children."""
+    rows = [0.0] * tree.num_nodes
+    leaves = 0
+
+    def place(node: int) -> None:
+        nonlocal leaves
+        children = tree.children(node)
+        for child in children:
+            place(child)
+        if children:
+            rows[node] = (rows[children[0]] + rows[children[-1]]) / 2
+        else:
+            rows[node] = leaves
+            leaves += 1
+
+    place(0)
+    return rows
+
+
+def _colour(place: int) -> str:
+    return COLOURS[min(place, len(COLOURS) - 1)]
+
+
+def _save(figure: Figure, path: Path) -> None:
+    figure.savefig(path, dpi=150, metadata={"Software": None})  # the version there would change the bytes

@@ -1,0 +1,66 @@
+"""A card as sections, so that it can be rebuilt around what a person wrote.
+
+A section starts at a heading of level 2 and ends before the next; what comes first has the heading "". One that
+carries the line REBUILT is ours and is written again; all others are somebody's own and stay, also in the place of one
+of ours with the same heading.
+"""
+
+from dataclasses import dataclass
+
+REBUILT = '<!-- rebuilt by "hf-drafthead card": delete this line to keep a text of your own in this section -->'
+FENCES = ("```", "~~~")
+
+
+@dataclass(frozen=True)
+class Section:
+    """heading: with its marks, "" at the start of the card; text: all of it, the heading included."""
+
+    heading: str
+    text: str
+
+    @property
+    def ours(self) -> bool:
+        """Whether it may be written again."""
+        return REBUILT in self.text.splitlines()
+
+
+def split(text: str) -> list[Section]:
+    """The sections of a card's text, in order, without the blank lines between them."""
+    found: list[tuple[str, list[str]]] = [("", [])]
+    fence = ""
+    for line in text.splitlines():
+        start = line.lstrip()[:3]
+        if fence:
+            fence = "" if start == fence else fence
+        elif start in FENCES:
+            fence = start
+        elif line.startswith("## "):
+            found.append((line.strip(), []))
+        found[-1][1].append(line.rstrip())
+    sections = [Section(heading, "\n".join(lines).strip("\n")) for heading, lines in found]
+    return [section for section in sections if section.text]
+
+
+def merge(old: str, new: str) -> str:
+    """The new text, with every section of the old one that is not ours.
+
+    Args:
+        old: text of the card as it lies there, "" if there is none.
+        new: text of the card as it is written now; all of its sections are ours.
+    """
+    fresh = split(new)
+    places = {section.heading for section in fresh}
+    own: dict[str, list[Section]] = {}  # what stays, by the heading that it comes after or takes the place of
+    after = ""
+    for section in split(old):
+        if section.heading in places:
+            after = section.heading
+        if not section.ours:
+            own.setdefault(after, []).append(section)
+    result: list[str] = []
+    for section in fresh:
+        stay = own.get(section.heading, [])
+        if not any(other.heading == section.heading for other in stay):
+            result.append(section.text)
+        result.extend(other.text for other in stay)
+    return "\n\n".join(result) + "\n"
