@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
-import yaml
-from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from huggingface_hub import CardData, EvalResult, ModelCard, ModelCardData
 
 from hf_drafthead.cards.facts import Facts, read_facts
 from hf_drafthead.cards.pictures import draw_accuracies, draw_tree
@@ -88,14 +87,16 @@ def read_card(path: Path) -> ModelCard:
     """
     try:
         return ModelCard.load(path)
-    except (ValueError, yaml.YAMLError) as error:
+    except OSError:
+        raise
+    except Exception as error:  # the YAML reader's own, which is no ValueError, among them
         reason = " ".join(str(error).split())
         raise ValueError(
             f"the metadata of {str(path)!r} cannot be read ({reason}): correct it, or remove it."
         ) from None
 
 
-def card_data(facts: Facts, old: ModelCardData, name: str, license: str | None) -> ModelCardData:
+def card_data(facts: Facts, old: CardData, name: str, license: str | None) -> ModelCardData:
     """The metadata: what the facts determine, and of an earlier card's everything else."""
     kept = {key: value for key, value in old.__dict__.items() if value is not None}
     foreign = [result for result in kept.pop("eval_results", None) or [] if result.metric_type not in METRICS]
