@@ -3,7 +3,9 @@
 Shapes: B rows, T positions, M labelled positions, H hidden, F feature layers, V vocabulary, K heads.
 """
 
-from collections.abc import Mapping
+import contextlib
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -22,47 +24,75 @@ from hf_drafthead.training.objectives import (
 
 RANKS = 5  # top-1 and top-5 accuracies are logged
 CHUNK = 1 << 22  # most logits that exist at a time
+SCHEDULES = ("constant", "linear", "sine")
+
+
+@dataclass(frozen=True)
+class Objective:
+    """Weights of the three objectives, see `objectives`."""
+
+    next_token: float = 0.0
+    teacher: float = 0.0
+    feature: float = 0.0
+
+    def __call__(self, states: Tensor, logits: Tensor, targets: Tensor, hidden: Tensor, teachers: Tensor) -> Tensor:
+        """Weighted sum (M,) for what one head projects (M, H), its logits (M, V), and what both should have been."""
+        loss = logits.new_zeros(len(logits), dtype=torch.float32)
+        if self.next_token:
+            loss = loss + self.next_token * next_token_loss(logits, targets)
+        if self.teacher:
+            loss = loss + self.teacher * teacher_loss(logits, teachers)
+        if self.feature:
+            loss = loss + self.feature * feature_loss(states, hidden)
+        return loss
 
 
 @dataclass(frozen=True)
 class Reading:
     """What the base says about a batch.
 
-    features: (B, T, F*H) for the heads to read; hidden: (B, T, H) after the final norm; logits: (B, T, V), None where
-    the base's lm_head gives them from `hidden`.
+    features: (B, T, F*H) for the heads to read; hidden: (B, T, H) after the final norm; scores: (B, T, V) logits, or
+    (B, T, H) again where the base's lm_head makes logits of them.
     """
 
     features: Tensor
     hidden: Tensor
-    logits: Tensor | None
+    scores: Tensor
 
 
 @dataclass(frozen=True)
 class HeadsLoss:
-    """What counts how much in the loss of all heads.
+    """What counts how much.
 
-    next_token, teacher, feature: weights of the three objectives; head_decay: head k counts `head_decay ** k`;
-    feature_noise: width of the uniform noise on the hidden states that the heads read; split: whether the base's
-    lm_head on its last hidden state gives its logits, so that they can be had for some positions only.
+    objective: of every head; head_decay: head k counts `head_decay ** k`; feature_noise: width of the uniform noise on
+    the hidden states that the heads read; split: whether the base's lm_head on its last hidden state gives its logits,
+    so that they can be had for some positions only; base: weight of the base's own loss, 0 where it is not trained
+    (Medusa-1); adapters_off: where given, the base learns its own distribution without adapters, else the text
+    (Medusa-2, section 2.2.2).
     """
 
-    next_token: float = 1.0
-    teacher: float = 0.0
-    feature: float = 0.0
+    objective: Objective
     head_decay: float = 1.0
     feature_noise: float = 0.0
     split: bool = True
+    base: float = 0.0
+    adapters_off: Callable[[], contextlib.AbstractContextManager] | None = None
 
     def __call__(
-        self, model: DraftHeadPreTrainedModel, inputs: Mapping[str, Tensor], totals: Tensor | None = None
+        self,
+        model: DraftHeadPreTrainedModel,
+        inputs: Mapping[str, Tensor],
+        totals: Tensor | None = None,
+        heads_weight: float = 1.0,
     ) -> tuple[Tensor, Tensor]:
-        """The weighted sum of the objectives over all heads.
+        """The base's loss, if it is trained, and the weighted sum of the objectives over all heads.
 
         Args:
             model: in training mode if noise and dropout are wanted.
             inputs: `input_ids` (B, T), `labels` (B, T), and if rows are padded `attention_mask` (B, T); `features`
                 (B, T, H) if the base's last hidden states are known already.
-            totals: (K,) by how many labels each head's loss is divided; those of this batch by default.
+            totals: (1 + K,) by how many labels the base's and each head's loss is divided; default: of this batch.
+            heads_weight: of all heads' losses beside the base's.
 
         Returns:
             scalar loss, and LongTensor (K, RANKS + 1): at which rank each head had its labels.
@@ -73,84 +103,101 @@ class HeadsLoss:
         if self.feature_noise and model.drafter.training:
             features = features + self.feature_noise * (torch.rand_like(features) - 0.5)
         states = model.drafter.head_states(features, inputs["input_ids"], inputs.get("attention_mask"))
+        totals = label_counts(labels, len(states)).clamp(min=1) if totals is None else totals
         loss = features.new_zeros((), dtype=torch.float32)
+        if self.base:
+            loss = loss + self.base * self._base_loss(model, inputs, reading) / totals[0]
         counts = []
         for head, weight in enumerate(head_weights(len(states), self.head_decay)):
             shift = 2 + head
             kept = labelled(labels, shift)
             same = kept.roll(shift - 1, dims=1)  # the base guesses a token one position before it
-            logits = None if reading.logits is None else reading.logits[same]
-            summed, ranks = self._summed(
-                model, head, states[head][kept], labels.roll(-shift, dims=1)[kept], reading.hidden[same], logits
-            )
-            total = kept.sum().clamp(min=1) if totals is None else totals[head]
-            loss = loss + weight * summed / total
+            hidden, scores = reading.hidden[same].detach(), reading.scores[same].detach()
+            targets = labels.roll(-shift, dims=1)[kept]
+
+            def of_chunk(
+                states: Tensor, targets: Tensor, hidden: Tensor, scores: Tensor, head: int = head
+            ) -> tuple[Tensor, Tensor]:
+                logits = model.drafter.head_logits(head, states)
+                teachers = self._logits(model, scores) if self.objective.teacher else logits
+                lost = self.objective(states, logits, targets, hidden, teachers)
+                return lost.sum(), rank_counts(logits.detach(), targets, RANKS)
+
+            summed, ranks = _in_chunks(of_chunk, model, states[head][kept], targets, hidden, scores)
+            loss = loss + heads_weight * weight * summed / totals[1 + head]
             counts.append(ranks)
         return loss, torch.stack(counts)
 
-    @torch.no_grad()
-    def _read(self, model: DraftHeadPreTrainedModel, inputs: Mapping[str, Tensor]) -> Reading:
-        """Run the base over a batch, or take its hidden states as given."""
+    def _read(self, model: DraftHeadPreTrainedModel, inputs: Mapping[str, Tensor], learn: bool = True) -> Reading:
+        """Run the base over a batch, or take its hidden states as given; with gradients where it learns."""
         if "features" in inputs:
-            return Reading(inputs["features"], inputs["features"], None)
+            return Reading(inputs["features"], inputs["features"], inputs["features"])
         base, was_training = model.base, model.base.training
-        base.eval()  # the Trainer turns on dropout everywhere
-        outputs = (base.get_decoder() if self.split else base)(
-            input_ids=inputs["input_ids"],
-            attention_mask=inputs.get("attention_mask"),
-            output_hidden_states=True,
-            use_cache=False,
-        )
+        learns = bool(self.base) and learn
+        base.train(was_training and learns)  # no dropout in what is only read
+        with torch.set_grad_enabled(learns and torch.is_grad_enabled()):
+            outputs = (base.get_decoder() if self.split else base)(
+                input_ids=inputs["input_ids"],
+                attention_mask=inputs.get("attention_mask"),
+                output_hidden_states=True,
+                use_cache=False,
+            )
         base.train(was_training)
-        hidden = outputs.hidden_states
-        features = torch.cat([hidden[layer] for layer in model.drafter.feature_layers], dim=-1)
-        return Reading(features, hidden[-1], None if self.split else outputs.logits)
+        layers = outputs.hidden_states
+        features = torch.cat([layers[layer] for layer in model.drafter.feature_layers], dim=-1)
+        return Reading(features, layers[-1], layers[-1] if self.split else outputs.logits)
 
-    def _summed(
-        self,
-        model: DraftHeadPreTrainedModel,
-        head: int,
-        states: Tensor,
-        targets: Tensor,
-        hidden: Tensor,
-        teachers: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
-        """One head's objectives summed over M positions, and its ranks; never more than CHUNK logits at a time.
+    def _base_loss(self, model: DraftHeadPreTrainedModel, inputs: Mapping[str, Tensor], reading: Reading) -> Tensor:
+        """Cross-entropy with the text, or KL divergence from what the base says without adapters; summed."""
+        kept = labelled(inputs["labels"], 1)
+        targets = inputs["labels"].roll(-1, dims=1)[kept]
+        before = reading.scores
+        if self.adapters_off is not None:
+            with torch.no_grad(), self.adapters_off():
+                before = self._read(model, inputs, learn=False).scores
 
-        Args:
-            states: (M, H) of the head.
-            targets: (M,) token ids.
-            hidden: (M, H) of the base for the same tokens.
-            teachers: (M, V) logits of the base for the same tokens, None where its lm_head gives them.
-        """
+        def of_chunk(scores: Tensor, targets: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
+            logits = self._logits(model, scores, learn=True)
+            if self.adapters_off is None:
+                return next_token_loss(logits, targets).sum(), targets.new_zeros(())
+            teachers = self._logits(model, before)
+            return (teacher_loss(logits, teachers) - teacher_loss(teachers, teachers)).sum(), targets.new_zeros(())
 
-        def of_chunk(states: Tensor, targets: Tensor, hidden: Tensor, teachers: Tensor | None) -> tuple[Tensor, Tensor]:
-            logits = model.drafter.head_logits(head, states)
-            loss = logits.new_zeros(len(states), dtype=torch.float32)
-            if self.next_token:
-                loss = loss + self.next_token * next_token_loss(logits, targets)
-            if self.teacher:
-                if teachers is None:
-                    with torch.no_grad():
-                        teachers = model.base.get_output_embeddings()(hidden)
-                loss = loss + self.teacher * teacher_loss(logits, teachers)
-            if self.feature:
-                loss = loss + self.feature * feature_loss(states, hidden)
-            return loss.sum(), rank_counts(logits.detach(), targets, RANKS)
+        return _in_chunks(of_chunk, model, reading.scores[kept], targets, before[kept].detach())[0]
 
-        size = max(CHUNK // model.config.get_text_config().vocab_size, 1)
-        if len(states) <= size:
-            return of_chunk(states, targets, hidden, teachers)
-        total = states.new_zeros((), dtype=torch.float32)
-        counts = torch.zeros(RANKS + 1, dtype=torch.long, device=states.device)
-        for first in range(0, len(states), size):
-            rows = slice(first, first + size)
-            part = (states[rows], targets[rows], hidden[rows], None if teachers is None else teachers[rows])
-            loss, ranks = checkpoint(of_chunk, *part, use_reentrant=False)  # the gradient computes logits again
-            total, counts = total + loss, counts + ranks
-        return total, counts
+    def _logits(self, model: DraftHeadPreTrainedModel, scores: Tensor, learn: bool = False) -> Tensor:
+        """The base's logits (M, V) from the scores of a `Reading`."""
+        if not self.split:
+            return scores
+        with torch.set_grad_enabled(learn and torch.is_grad_enabled()):
+            return model.base.get_output_embeddings()(scores)
 
 
 def label_counts(labels: Tensor, heads: int) -> Tensor:
-    """How many labels each head has in a batch (B, T): (K,)."""
-    return torch.stack([labelled(labels, 2 + head).sum() for head in range(heads)])
+    """How many labels the base and each head have in a batch (B, T): (1 + K,)."""
+    return torch.stack([labelled(labels, 1 + head).sum() for head in range(1 + heads)])
+
+
+def heads_share(schedule: str, step: int, steps: int) -> float:
+    """How much of the heads' weight counts at a step: all of it, or rising along a line or a quarter sine to all.
+
+    Args:
+        schedule: "constant", "linear" or "sine".
+        step: optimizer steps done.
+        steps: of the whole training.
+    """
+    done = min(step / max(steps, 1), 1.0)
+    return {"constant": 1.0, "linear": done, "sine": math.sin(math.pi / 2 * done)}[schedule]
+
+
+def _in_chunks(
+    of_chunk: Callable[..., tuple[Tensor, Tensor]], model: DraftHeadPreTrainedModel, *rows: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The sums over all M rows of what `of_chunk` returns for some of them; never more than CHUNK logits at a time."""
+    size = max(CHUNK // model.config.get_text_config().vocab_size, 1)
+    if len(rows[0]) <= size:
+        return of_chunk(*rows)
+    parts = zip(*(tensor.split(size) for tensor in rows), strict=True)
+    # logits are not kept for the gradient but computed again
+    sums = [checkpoint(of_chunk, *part, use_reentrant=False) for part in parts]
+    return torch.stack([loss for loss, _ in sums]).sum(), torch.stack([counts for _, counts in sums]).sum(0)

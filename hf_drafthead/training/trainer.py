@@ -1,86 +1,91 @@
-"""The Hugging Face Trainer for draft heads: a frozen base is run once per batch, every head learns from it.
+"""The Hugging Face Trainer for draft heads: the base is run once per batch, every head learns from it.
 
 Shapes: B rows, T positions, K heads.
 """
 
+import functools
 import itertools
+import json
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import EvalLoopOutput
+from transformers.utils import logging
 
 from hf_drafthead.generation.forward import splits
 from hf_drafthead.modeling.base import DraftHeadPreTrainedModel
-from hf_drafthead.training.heads_loss import RANKS, HeadsLoss, label_counts
+from hf_drafthead.training.arguments import DraftHeadTrainingArguments
+from hf_drafthead.training.foretelling import Foretelling
+from hf_drafthead.training.heads_loss import RANKS, HeadsLoss, Objective, heads_share, label_counts
+from hf_drafthead.training.lora import adapter_layers, adapters_off
 
+logger = logging.get_logger(__name__)
 
-@dataclass
-class DraftHeadTrainingArguments(TrainingArguments):
-    """Training arguments with the weights of the objectives.
-
-    Args:
-        next_token_weight: weight of the cross-entropy with the tokens of the text (Medusa's objective).
-        teacher_weight: weight of the cross-entropy with the base's distribution (Hydra's objective).
-        feature_weight: weight of the distance to the base's hidden states (EAGLE's objective, beside the teacher's).
-        feature_noise: hidden states are read with uniform noise on them of this width, in training only (EAGLE).
-        head_decay: head k (counted from 1) counts ``head_decay ** k``; 1.0 counts all the same.
-    """
-
-    next_token_weight: float = field(default=1.0, metadata={"help": "Weight of the text's own tokens."})
-    teacher_weight: float = field(default=0.0, metadata={"help": "Weight of the base's distribution."})
-    feature_weight: float = field(default=0.0, metadata={"help": "Weight of the base's hidden states."})
-    feature_noise: float = field(default=0.0, metadata={"help": "Width of the noise on the hidden states read."})
-    head_decay: float = field(default=1.0, metadata={"help": "Weight of head k is this to the power of k."})
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("next_token_weight", "teacher_weight", "feature_weight", "feature_noise"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} is {getattr(self, name)}: expected 0 or more, 0 leaves it out.")
-        if self.next_token_weight == self.teacher_weight == self.feature_weight == 0:
-            raise ValueError(
-                "next_token_weight, teacher_weight and feature_weight are all 0: nothing to learn, set one above 0."
-            )
-        if self.head_decay <= 0:
-            raise ValueError(f"head_decay is {self.head_decay}: expected a number above 0, 1.0 for equal weights.")
+BASE_WEIGHTS = "trained_base.safetensors"  # beside a checkpoint's heads: what was trained of the base so far
 
 
 class DraftHeadTrainer(Trainer):
-    """Trains the drafter of a draft-head model; the base stays as it is and is not saved.
+    """Trains the drafter of a draft-head model, and where the arguments say so its base as well.
 
     Batches hold ``input_ids`` (B, T), ``labels`` (B, T) with ``-100`` where nothing is to be learnt, and an
     ``attention_mask`` (B, T) if rows are padded. Every head's loss is the mean over its labels in all of a step's
     batches, accumulated ones and those of other processes included. The logs hold ``head{i}_top1`` and
     ``head{i}_top5``, the share of labels that are among a head's best guesses, with ``eval_`` in front where they come
-    from the evaluation rows.
+    from the evaluation rows, and ``eval_tokens_per_step`` where a `Foretelling` is given.
 
     Args:
-        model: a draft-head model with its base attached.
+        model: a draft-head model with its base attached. Of a base that is trained, adapters (`add_lora`) learn if
+            there are any, else all its weights.
         args: weights of the objectives among all that the Trainer knows.
+        foretelling: held-out prompts whose speed is foretold at each evaluation.
         kwargs: as for ``transformers.Trainer``.
+
+    Raises:
+        ValueError: a base that shall learn from itself has no adapters.
     """
 
     args: DraftHeadTrainingArguments
 
-    def __init__(self, model: DraftHeadPreTrainedModel, args: DraftHeadTrainingArguments, **kwargs: Any) -> None:
-        model.base.requires_grad_(False)
+    def __init__(
+        self,
+        model: DraftHeadPreTrainedModel,
+        args: DraftHeadTrainingArguments,
+        *,
+        foretelling: Foretelling | None = None,
+        **kwargs: Any,
+    ) -> None:
+        adapters = adapter_layers(model.base)
+        if args.base_objective == "itself" and not adapters:
+            raise ValueError(
+                "base_objective is 'itself', but the base has no adapters that could be switched off: call "
+                "add_lora(model) first, or let it learn the text."
+            )
         model.drafter.requires_grad_(True)
+        if not (args.base_weight and adapters):  # peft has chosen what learns where there are adapters
+            model.base.requires_grad_(bool(args.base_weight))
+        if args.n_gpu > 1:
+            logger.warning("One process trains on one GPU: start one per GPU with `accelerate launch`.")
+            args._n_gpu = 1
         super().__init__(model, args, **kwargs)
         self.model_accepts_loss_kwargs = True  # the loss is divided by the labels of the whole step
+        self.foretelling = foretelling
         self._loss = HeadsLoss(
-            next_token=args.next_token_weight,
-            teacher=args.teacher_weight,
-            feature=args.feature_weight,
+            Objective(args.next_token_weight, args.teacher_weight, args.feature_weight),
             head_decay=args.head_decay,
             feature_noise=args.feature_noise,
             split=splits(model.base),
+            base=args.base_weight,
+            adapters_off=functools.partial(adapters_off, model.base) if args.base_objective == "itself" else None,
         )
         self._heads = model.config.num_draft_heads
         self._counts = self._no_counts()
+        if args.max_grad_value is not None:
+            self.add_callback(ClipEveryGradient())
 
     def compute_loss(
         self,
@@ -89,34 +94,68 @@ class DraftHeadTrainer(Trainer):
         return_outputs: bool = False,
         num_items_in_batch: torch.Tensor | None = None,
     ) -> Any:
-        """The heads' loss; counts on the side at which rank each head had the label.
+        """The loss; counts on the side at which rank each head had the label.
 
         Args:
-            num_items_in_batch: (K,) from `get_batch_samples`; of no use in evaluation, where every batch is a mean.
+            num_items_in_batch: (1 + K,) from `get_batch_samples`; of no use in evaluation, where every batch is a mean.
         """
         totals = num_items_in_batch if model.training else None
-        loss, counts = model(training_loss=self._loss, inputs=inputs, totals=totals)
+        weight = self.args.heads_weight * heads_share(
+            self.args.heads_schedule, self.state.global_step, self.state.max_steps
+        )
+        # through `forward`, which is all that wrapped models know
+        loss, counts = model(training_loss=self._loss, inputs=inputs, totals=totals, heads_weight=weight)
         self._counts += counts.cpu()
         if totals is not None:
             loss = loss * self.accelerator.num_processes  # whose gradients are averaged
         return (loss, {}) if return_outputs else loss
 
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """As the Trainer's, but a loss that is no number ends the training before it reaches the weights.
+
+        Raises:
+            FloatingPointError: naming the step and the last checkpoint.
+        """
+        loss = super().training_step(*args, **kwargs)
+        if not torch.isfinite(loss):
+            kept = whole_checkpoint(Path(self.args.output_dir))
+            raise FloatingPointError(
+                f"the loss became {loss.item()} in step {self.state.global_step + 1}: lower the learning rate (now "
+                f"{self.args.learning_rate:g}) or check the data; "
+                + (f"{kept} is whole and can be resumed from." if kept else "no checkpoint had been written yet.")
+            )
+        return loss
+
     def get_batch_samples(
         self, epoch_iterator: Iterator, num_batches: int, device: torch.device
     ) -> tuple[list, torch.Tensor | int | None]:
-        """The batches of one step, and how many labels each head has in them, in all processes together: (K,)."""
+        """The batches of one step, and how many labels base and heads have in them, in all processes together."""
         batches = list(itertools.islice(epoch_iterator, num_batches))
         if not batches:
             return batches, None
         counts = sum(label_counts(batch["labels"], self._heads) for batch in batches).to(device)  # type: ignore[union-attr]
         return batches, self.accelerator.reduce(counts).clamp(min=1)
 
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
+        """As the Trainer's, with the base's weights in groups of their own learning rate."""
+        optimizer = super().create_optimizer(*args, **kwargs)
+        base = {id(parameter) for parameter in self.accelerator.unwrap_model(self.model).base.parameters()}
+        for group in list(optimizer.param_groups):
+            of_base = [parameter for parameter in group["params"] if id(parameter) in base]
+            if of_base:
+                group["params"] = [parameter for parameter in group["params"] if id(parameter) not in base]
+                optimizer.add_param_group({**group, "params": of_base, "lr": self.args.base_learning_rate})
+        return optimizer
+
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
-        """As the Trainer's, with the heads' accuracies among the metrics."""
+        """As the Trainer's, with the heads' accuracies and the tokens per step to expect among the metrics."""
         training_counts, self._counts = self._counts, self._no_counts()
         output = super().evaluation_loop(*args, **kwargs)
         prefix = kwargs.get("metric_key_prefix", "eval")
-        output.metrics.update({f"{prefix}_{name}": value for name, value in self._accuracies()})
+        found = dict(self._accuracies())
+        if self.foretelling is not None and not self.is_fsdp_enabled:  # a sharded base cannot generate
+            found["tokens_per_step"] = self.foretelling(self.accelerator.unwrap_model(self.model))
+        output.metrics.update({f"{prefix}_{name}": value for name, value in found.items()})
         self._counts = training_counts
         return output
 
@@ -137,3 +176,42 @@ class DraftHeadTrainer(Trainer):
             total = max(sum(ranks), 1)
             yield f"head{head}_top1", ranks[0] / total
             yield f"head{head}_top5", sum(ranks[:RANKS]) / total
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, torch.Tensor] | None = None) -> None:
+        super()._save(output_dir, state_dict)
+        if not self.args.base_weight:
+            return
+        model = self.accelerator.unwrap_model(self.model)
+        trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+        tensors = {
+            name: tensor.contiguous()
+            for name, tensor in (state_dict or model.state_dict()).items()
+            if name in trained and name.startswith("base.")
+        }
+        save_file(tensors, Path(output_dir or self.args.output_dir) / BASE_WEIGHTS)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        file = Path(resume_from_checkpoint) / BASE_WEIGHTS
+        if self.args.base_weight and file.is_file():
+            self.accelerator.unwrap_model(self.model).load_state_dict(load_file(file), strict=False)
+
+
+class ClipEveryGradient(TrainerCallback):
+    """Clips by value, as EAGLE's trainer does; the Trainer itself clips by norm."""
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        nn.utils.clip_grad_value_(kwargs["model"].parameters(), args.max_grad_value)
+
+
+def whole_checkpoint(folder: Path) -> Path | None:
+    """The last checkpoint under a folder that was written to its end: the Trainer writes its own state last."""
+    found = [path for path in folder.glob("checkpoint-*") if path.name.removeprefix("checkpoint-").isdigit()]
+    for checkpoint in sorted(found, key=lambda path: int(path.name.removeprefix("checkpoint-")), reverse=True):
+        try:
+            json.loads((checkpoint / "trainer_state.json").read_text())
+            load_file(checkpoint / "model.safetensors")
+        except Exception:  # torn, whatever that looks like
+            continue
+        return checkpoint
+    return None

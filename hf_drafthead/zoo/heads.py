@@ -19,7 +19,8 @@ from hf_drafthead.modeling import (
     HydraForCausalLM,
     MedusaForCausalLM,
 )
-from hf_drafthead.training.trainer import DraftHeadTrainer, DraftHeadTrainingArguments
+from hf_drafthead.training.arguments import DraftHeadTrainingArguments
+from hf_drafthead.training.trainer import DraftHeadTrainer
 from hf_drafthead.zoo.base import last_checkpoint, recent_loss, store_as_bfloat16
 from hf_drafthead.zoo.clock import Clock
 

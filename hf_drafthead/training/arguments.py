@@ -1,0 +1,144 @@
+"""Training arguments for draft heads, and what each family's paper sets them to."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers import TrainingArguments
+
+from hf_drafthead.training.heads_loss import SCHEDULES
+
+WEIGHTS = ("next_token_weight", "teacher_weight", "feature_weight")
+
+# As published; lengths and batch sizes are the user's, whose memory and data are his own.
+RECIPES: dict[str, dict[str, Any]] = {
+    # Cai et al. 2024, section 2.2.1 and the published trainer
+    "medusa": {
+        "next_token_weight": 1.0,
+        "head_decay": 0.8,
+        "learning_rate": 1e-3,
+        "lr_scheduler_type": "cosine",
+        "warmup_steps": 0.1,
+        "weight_decay": 0.0,
+        "num_train_epochs": 2,
+    },
+    # Ankner et al. 2024, section 4
+    "hydra": {
+        "next_token_weight": 1.0,
+        "learning_rate": 1e-3,
+        "lr_scheduler_type": "cosine",
+        "warmup_steps": 0.1,
+        "weight_decay": 0.0,
+        "num_train_epochs": 1,
+    },
+    # section 4 and 5 of the same, and the published command
+    "hydra++": {
+        "next_token_weight": 0.0,
+        "teacher_weight": 1.0,
+        "learning_rate": 5e-4,
+        "lr_scheduler_type": "cosine_with_min_lr",
+        "lr_scheduler_kwargs": {"min_lr_rate": 0.33},
+        "warmup_steps": 100,
+        "weight_decay": 0.1,
+        "num_train_epochs": 10,
+    },
+    # Li et al. 2024 (Amphista), section 4.1; its two weights are not given there
+    "amphista": {
+        "next_token_weight": 1.0,
+        "teacher_weight": 1.0,
+        "learning_rate": 1e-3,
+        "lr_scheduler_type": "cosine",
+        "warmup_steps": 0.1,
+        "weight_decay": 0.0,
+        "num_train_epochs": 4,
+    },
+    # Li et al. 2024 (EAGLE), section 4 and the published trainer; the noise is its 0.2 * 512 / T at T = 2048
+    "eagle": {
+        "next_token_weight": 0.0,
+        "teacher_weight": 0.1,
+        "feature_weight": 1.0,
+        "feature_noise": 0.05,
+        "learning_rate": 3e-5,
+        "lr_scheduler_type": "linear",
+        "warmup_steps": 2000,
+        "adam_beta2": 0.95,
+        "max_grad_value": 0.5,
+        "num_train_epochs": 20,
+    },
+}
+RECIPES["amphista-alpha"] = RECIPES["amphista"]
+
+# Medusa-2 (Cai et al. 2024, section 2.2.2): the base learns at a quarter of the heads' rate, heads count a fifth.
+JOINT: dict[str, Any] = {"base_weight": 1.0, "base_learning_rate": 5e-4, "learning_rate": 2e-3, "heads_weight": 0.2}
+
+
+@dataclass
+class DraftHeadTrainingArguments(TrainingArguments):
+    """Training arguments with the weights of the objectives; `for_family` sets them as a family's paper does.
+
+    Args:
+        next_token_weight: weight of the cross-entropy with the tokens of the text (Medusa's objective).
+        teacher_weight: weight of the cross-entropy with the base's distribution (Hydra's objective).
+        feature_weight: weight of the distance to the base's hidden states (EAGLE's objective, beside the teacher's).
+        feature_noise: hidden states are read with uniform noise on them of this width, in training only (EAGLE).
+        head_decay: head k (counted from 1) counts ``head_decay ** k``; 1.0 counts all the same.
+        heads_weight: weight of all heads' losses.
+        heads_schedule: "constant", or rising with the steps along a "linear" or "sine" curve from 0 to that weight.
+        base_weight: weight of the base's own loss; above 0 the base is trained too (Medusa-2).
+        base_learning_rate: peak learning rate of the base's weights; `learning_rate` is that of the heads.
+        base_objective: what a base learns: the "text", or "itself", that is its distribution without adapters.
+        max_grad_value: clip every gradient to this magnitude (EAGLE).
+    """
+
+    next_token_weight: float = field(default=1.0, metadata={"help": "Weight of the text's own tokens."})
+    teacher_weight: float = field(default=0.0, metadata={"help": "Weight of the base's distribution."})
+    feature_weight: float = field(default=0.0, metadata={"help": "Weight of the base's hidden states."})
+    feature_noise: float = field(default=0.0, metadata={"help": "Width of the noise on the hidden states read."})
+    head_decay: float = field(default=1.0, metadata={"help": "Weight of head k is this to the power of k."})
+    heads_weight: float = field(default=1.0, metadata={"help": "Weight of all heads' losses."})
+    heads_schedule: str = field(default="constant", metadata={"help": "How that weight rises with the steps."})
+    base_weight: float = field(default=0.0, metadata={"help": "Weight of the base's own loss; 0 leaves it as it is."})
+    base_learning_rate: float = field(default=5e-4, metadata={"help": "Learning rate of the base, if it is trained."})
+    base_objective: str = field(default="text", metadata={"help": "What the base learns: 'text' or 'itself'."})
+    max_grad_value: float | None = field(default=None, metadata={"help": "Clip every gradient to this magnitude."})
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in (*WEIGHTS, "feature_noise", "heads_weight", "base_weight"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} is {getattr(self, name)}: expected 0 or more, 0 leaves it out.")
+        if not any(getattr(self, name) for name in WEIGHTS):
+            raise ValueError(
+                f"{WEIGHTS[0]}, {WEIGHTS[1]} and {WEIGHTS[2]} are all 0: nothing to learn, set one above 0."
+            )
+        for name in ("head_decay", "base_learning_rate", "max_grad_value"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ValueError(f"{name} is {value}: expected a number above 0.")
+        for name, known in (("heads_schedule", SCHEDULES), ("base_objective", ("text", "itself"))):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name} is {getattr(self, name)!r}: expected one of {', '.join(map(repr, known))}.")
+
+    @classmethod
+    def for_family(cls, family: str, output_dir: str, **arguments: Any) -> "DraftHeadTrainingArguments":
+        """The recipe of a family's paper.
+
+        Args:
+            family: one of "medusa", "hydra", "hydra++", "amphista", "amphista-alpha", "eagle".
+            output_dir: where checkpoints go.
+            arguments: what is to be otherwise.
+
+        Raises:
+            ValueError: no such family.
+        """
+        return cls(output_dir=output_dir, **{**recipe(family), **arguments})
+
+
+def recipe(family: str) -> dict[str, Any]:
+    """Training arguments of a family's paper.
+
+    Raises:
+        ValueError: no such family.
+    """
+    if family not in RECIPES:
+        raise ValueError(f"the family {family!r} is not known: expected one of {', '.join(sorted(RECIPES))}.")
+    return dict(RECIPES[family])

@@ -1,0 +1,58 @@
+"""Low-rank adapters on the base, for training it together with its heads (Medusa-2); peft does the work."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from peft import LoraConfig
+from peft.tuners.tuners_utils import BaseTunerLayer
+
+from hf_drafthead.modeling.base import DraftHeadPreTrainedModel
+
+
+def add_lora(model: DraftHeadPreTrainedModel, rank: int = 32, alpha: int = 16, dropout: float = 0.05) -> None:
+    """Put adapters on all linear layers of the base but its lm_head; the defaults are the published ones.
+
+    Args:
+        model: its base must have no adapters yet.
+        rank: of the adapters, above 0.
+        alpha: their outputs count alpha / rank.
+        dropout: on their inputs, in training.
+
+    Raises:
+        ValueError: a rank below 1, or adapters are there already.
+    """
+    if rank < 1:
+        raise ValueError(f"the rank of the adapters is {rank}: expected at least 1, or train the base without them.")
+    if adapter_layers(model.base):
+        raise ValueError("the base has adapters already: merge them first, with merge_lora(model).")
+    config = LoraConfig(
+        r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules="all-linear", task_type="CAUSAL_LM"
+    )
+    model.base.add_adapter(config)
+
+
+@contextmanager
+def adapters_off(base: Any) -> Iterator[None]:
+    """The base as it was before its adapters."""
+    base.disable_adapters()
+    try:
+        yield
+    finally:
+        base.enable_adapters()
+
+
+def merge_lora(model: DraftHeadPreTrainedModel) -> None:
+    """Add the adapters to the base's own weights and take them off: from now on this base is what `exact` means."""
+    base: Any = model.base
+    for name, layer in adapter_layers(base):
+        layer.merge()
+        parent, _, child = name.rpartition(".")
+        setattr(base.get_submodule(parent), child, layer.get_base_layer())
+    base._hf_peft_config_loaded = False
+    base.__dict__.pop("peft_config", None)
+
+
+def adapter_layers(base: Any) -> list[tuple[str, BaseTunerLayer]]:
+    """Every layer of the base that has an adapter, by name."""
+    return [(name, module) for name, module in base.named_modules() if isinstance(module, BaseTunerLayer)]
