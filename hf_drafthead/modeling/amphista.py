@@ -43,7 +43,8 @@ class AmphistaConfig(DraftHeadConfig):
         num_layers: residual blocks in each head's MLP. The paper's MLP is d to d; here it is Medusa's block.
         layer_config: whose decoder layer the stages and the block are made of; None for the base's own kind (pre-norm,
             with its attention heads and MLP). Stages are causal with rotary positions; the block has neither.
-        lm_head_rank: split each output projection in two factors of this rank (table 11); None for full ones.
+        lm_head_rank: split each output projection in two factors of this rank (appendix A.2.5, table 11);
+            None for full ones.
         lm_head_bias: give the output projections a bias.
         share_lm_head: project with the base's lm_head instead of one projection per head.
     """
@@ -63,7 +64,7 @@ class AmphistaConfig(DraftHeadConfig):
 
     @classmethod
     def alpha(cls, **fields: Any) -> "AmphistaConfig":
-        """Amphista-alpha (table 9): two layers in the auto-embedding block."""
+        """Amphista-alpha (appendix A.2.4, table 9): two layers in the auto-embedding block."""
         return cls(**{"num_auto_embedding_layers": 2, **fields})
 
     def check(self) -> None:
@@ -76,8 +77,15 @@ class AmphistaConfig(DraftHeadConfig):
                 f"num_stages is {self.num_stages}, but num_draft_heads is {self.num_draft_heads}: a stage that no head "
                 "reads is of no use, ask for as many stages as heads at most."
             )
-        self._check_layer("num_stages", self.num_stages)
-        self._check_layer("num_auto_embedding_layers", self.num_auto_embedding_layers)
+        for name in ("use_sampled_token", "use_head_positions", "lm_head_bias", "share_lm_head"):
+            self._check_flag(name)
+        stages, layers = self.num_stages, self.num_auto_embedding_layers
+        self._check_layer(f"num_stages is {stages} and num_auto_embedding_layers is {layers}", stages + layers > 0)
+        if self.lm_head_bias and self.share_lm_head:
+            raise ValueError(
+                "lm_head_bias is True, but share_lm_head is True: the base's lm_head is used as it is, set one of them "
+                "only."
+            )
         if self.lm_head_rank is not None:
             self._check_at_least("lm_head_rank", 1)
             hidden_size = getattr(self.get_text_config(), "hidden_size", None)
@@ -191,7 +199,11 @@ class AmphistaDrafter(MedusaDrafter):
         return [state.view_as(features) for state in hidden]
 
     def _side_by_side(self, x: Tensor) -> Tensor:
-        """The stages' outputs (G, N, H) through every head's MLP and the auto-embedding block: (K, N, H)."""
+        """The stages' outputs (G, N, H) through every head's MLP and the auto-embedding block, equations 2 to 5.
+
+        Returns:
+            (K, N, H), of which the output projections give the logits, equation 6.
+        """
         x = x[self._stage_of_head]
         for block in self.blocks:
             x = block(x)

@@ -53,6 +53,20 @@ class DraftHeadConfig(PreTrainedConfig):
             return self
         return self.base_config.get_text_config(decoder=decoder, encoder=encoder)
 
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """As in transformers, which would only log that the dict is another kind of model's.
+
+        Raises:
+            ValueError: it is.
+        """
+        found = config_dict.get("model_type")
+        if found not in (None, cls.model_type):
+            raise ValueError(
+                f"the config has model_type {found!r}, expected {cls.model_type!r}: read it with AutoConfig."
+            )
+        return super().from_dict(config_dict, **kwargs)
+
     @property
     def own_layer(self) -> PreTrainedConfig:
         """Of which model the decoder layers of the heads are; for families that have some."""
@@ -82,20 +96,47 @@ class DraftHeadConfig(PreTrainedConfig):
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise ValueError(f"{name} is {value!r}: expected a whole number of at least {least}.")
 
-    def _check_layer(self, name: str, wanted: Any) -> None:
-        """Refuse decoder layers for the heads that cannot be: `name` is the field that asks for them."""
-        if not wanted or not isinstance(self.base_config, PreTrainedConfig):
+    def _check_flag(self, name: str) -> None:
+        value = getattr(self, name)
+        if not isinstance(value, bool):
+            raise ValueError(f"{name} is {value!r}: expected True or False.")
+
+    def _check_layer(self, asking: str, wanted: bool) -> None:
+        """Refuse decoder layers for the heads that cannot be.
+
+        Args:
+            asking: which fields ask for such layers, with their values, as the message is to say it.
+            wanted: whether they do.
+        """
+        own, layer, text = getattr(self, "layer_config", None), self.own_layer, self.get_text_config()
+        if own is not None and not own.model_type:
+            raise ValueError("layer_config has no model_type: give the config of a model, such as a LlamaConfig.")
+        if not wanted:
+            if own is not None:
+                raise ValueError(
+                    f"layer_config is of a {own.model_type!r} model, but {asking}: there is no layer to build from it, "
+                    "leave it out or ask for one."
+                )
             return
-        layer, text = self.own_layer, self.get_text_config()
+        if not isinstance(self.base_config, PreTrainedConfig):
+            return
         if not getattr(layer, "num_attention_heads", None):
             raise ValueError(
-                f"{name} is {wanted!r}, but a {layer.model_type!r} model has no attention heads to "
-                "build a decoder layer of: give layer_config= of a model that has, or use Medusa or Hydra heads."
+                f"{asking}, but a {layer.model_type!r} model has no attention heads to build a decoder layer of: give "
+                "layer_config= of a model that has, or use Medusa or Hydra heads."
             )
-        if layer.hidden_size != text.hidden_size:
+        if own is None:
+            return
+        if getattr(own, "hidden_size", None) != text.hidden_size:
             raise ValueError(
-                f"layer_config has hidden size {layer.hidden_size}, but the base has {text.hidden_size}: "
-                "give the layer the base's."
+                f"layer_config has hidden size {getattr(own, 'hidden_size', None)}, but the base has "
+                f"{text.hidden_size}: give the layer the base's."
+            )
+        heads, groups = own.num_attention_heads, getattr(own, "num_key_value_heads", None)
+        if groups and heads % groups:
+            raise ValueError(
+                f"layer_config has num_attention_heads {heads}, but num_key_value_heads {groups}: the first must be a "
+                "multiple of the second."
             )
 
     def _check_fraction(self, name: str) -> None:

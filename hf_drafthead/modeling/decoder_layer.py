@@ -119,7 +119,7 @@ def _one_layer_model(config: PreTrainedConfig) -> Any:
     small = copy.deepcopy(config)
     try:
         small.num_hidden_layers = 1
-        small.vocab_size, small.pad_token_id = 1, None
+        small.vocab_size, small.pad_token_id = 1, 0
         if getattr(small, "layer_types", None):
             small.layer_types = ["full_attention"]
         if getattr(small, "mlp_layer_types", None):

@@ -54,7 +54,14 @@ class EagleConfig(DraftHeadConfig):
         if not isinstance(layers, (list, tuple)) or not layers or not all(type(layer) is int for layer in layers):
             raise ValueError(f"feature_layers is {layers!r}: expected a list of layer numbers, such as [-1].")
         self.feature_layers = list(layers)
-        self._check_layer("an EAGLE head", True)
+        depth = getattr(self.get_text_config(), "num_hidden_layers", None)
+        if depth and not all(-depth - 1 <= layer <= depth for layer in layers):
+            raise ValueError(
+                f"feature_layers is {self.feature_layers}, but the base has {depth} layers: its hidden states are "
+                f"numbered from 0 (embeddings) to {depth}, or from -1 down to {-depth - 1}."
+            )
+        self._check_flag("fc_bias")
+        self._check_layer("an EAGLE head is a decoder layer", True)
 
 
 @dataclass

@@ -28,7 +28,8 @@ class HydraConfig(DraftHeadConfig):
     Args:
         num_layers: residual blocks per head; the first one reads the path, the others are H to H.
         tie_blocks: apply one block num_layers - 1 times, as the published checkpoints do; False gives each its own.
-        prefix_layer: let the heads read a decoder layer over all verified hidden states (Hydra++, section 3.1).
+        prefix_layer: let the heads read a decoder layer over all verified hidden states (Hydra++; section 3.1 and
+            appendix A.2).
         layer_config: whose decoder layer that is; None for the base's own kind.
         share_lm_head: project with the base's lm_head instead of one projection per head.
         dropout: before every block and before the projection, in training.
@@ -53,7 +54,14 @@ class HydraConfig(DraftHeadConfig):
         super().check()
         self._check_at_least("num_layers", 1)
         self._check_fraction("dropout")
-        self._check_layer("prefix_layer", self.prefix_layer)
+        for name in ("tie_blocks", "prefix_layer", "share_lm_head"):
+            self._check_flag(name)
+        if self.tie_blocks and self.num_layers == 1:
+            raise ValueError(
+                "tie_blocks is True, but num_layers is 1: there is no block behind the first one to tie, ask for more "
+                "layers or for tie_blocks=False."
+            )
+        self._check_layer(f"prefix_layer is {self.prefix_layer}", self.prefix_layer)
 
 
 class HydraHead(nn.Module):

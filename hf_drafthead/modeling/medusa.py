@@ -30,6 +30,7 @@ class MedusaConfig(DraftHeadConfig):
     def check(self) -> None:
         super().check()
         self._check_at_least("num_layers", 1)
+        self._check_flag("share_lm_head")
 
 
 @dataclass
@@ -42,7 +43,7 @@ class MedusaState:
 
 
 class MedusaDrafter(Drafter):
-    """K heads side by side (equation 1): p_i = softmax(P_i block^n(h)), head i for the token i + 2 after h's own.
+    """K heads side by side (section 2.1.1): p_i = softmax(P_i block^n(h)), head i for the token i + 2 after h's own.
 
     State dict: `blocks.{layer}.weight` (K, H, H) and `.bias` (K, H); own projections `projections.up.{head}.weight`.
     """

@@ -9,8 +9,17 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModel, LlamaModel
 
-from hf_drafthead.modeling import HydraConfig, HydraForCausalLM, MedusaConfig, MedusaForCausalLM
+from hf_drafthead.modeling import (
+    MODEL_CLASSES,
+    AmphistaConfig,
+    EagleConfig,
+    HydraConfig,
+    HydraForCausalLM,
+    MedusaConfig,
+    MedusaForCausalLM,
+)
 from tests.bases import tiny_base
+from tests.families import FAMILIES
 
 
 @pytest.fixture
@@ -133,6 +142,31 @@ def test_heads_of_another_family(heads):
     )
     with refused(ValueError, message):
         HydraForCausalLM.from_pretrained(heads)
+
+
+@pytest.fixture(scope="module", params=FAMILIES, ids=lambda family: family.name)
+def checkpoint(request, tmp_path_factory) -> Path:
+    """Heads of one family, without weights: the config alone must be enough to refuse them."""
+    folder = tmp_path_factory.mktemp("one") / "heads"
+    request.param.build(tiny_base()).config.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("model_class", MODEL_CLASSES)
+def test_a_checkpoint_of_one_family_opened_as_another(checkpoint, model_class):
+    config_class, found = model_class.config_class, json.loads((checkpoint / "config.json").read_text())["model_type"]
+    if found == config_class.model_type:
+        assert config_class.from_pretrained(checkpoint).model_type == found
+        return
+    message = (
+        f"'...heads' is no {config_class.model_type} checkpoint: its config.json has model_type '{found}'; load it "
+        "with AutoModel."
+    )
+    with refused(ValueError, message):
+        model_class.from_pretrained(checkpoint)
+    message = f"the config has model_type '{found}', expected '{config_class.model_type}': read it with AutoConfig."
+    with refused(ValueError, message):
+        config_class.from_pretrained(checkpoint)
 
 
 def test_a_folder_without_a_config(tmp_path):
@@ -273,6 +307,15 @@ def test_a_config_without_a_base():
         (MedusaConfig, {"num_layers": 0}, "num_layers is 0: expected a whole number of at least 1."),
         (HydraConfig, {"num_layers": "4"}, "num_layers is '4': expected a whole number of at least 1."),
         (HydraConfig, {"dropout": 1.0}, "dropout is 1.0: expected a number from 0 up to, but not including, 1."),
+        (HydraConfig, {"dropout": -0.1}, "dropout is -0.1: expected a number from 0 up to, but not including, 1."),
+        (HydraConfig, {"prefix_layer": "no"}, "prefix_layer is 'no': expected True or False."),
+        (HydraConfig, {"tie_blocks": 1, "num_layers": 2}, "tie_blocks is 1: expected True or False."),
+        (MedusaConfig, {"share_lm_head": None}, "share_lm_head is None: expected True or False."),
+        (AmphistaConfig, {"use_sampled_token": 1}, "use_sampled_token is 1: expected True or False."),
+        (AmphistaConfig, {"use_head_positions": 0}, "use_head_positions is 0: expected True or False."),
+        (AmphistaConfig, {"lm_head_bias": "yes"}, "lm_head_bias is 'yes': expected True or False."),
+        (EagleConfig, {"fc_bias": "yes"}, "fc_bias is 'yes': expected True or False."),
+        (HydraConfig, {"layer_config": "llama"}, "layer_config is str: expected the config of a model, or its dict."),
         (HydraConfig, {"base_config": 7}, "base_config is int: expected the config of a model, or its dict."),
     ],
 )

@@ -298,6 +298,56 @@ def test_quantizing_a_model_with_its_base_spares_the_drafter(quantization):
             {"prefix_layer": True, "layer_config": LlamaConfig(hidden_size=48, num_attention_heads=4)},
             "layer_config has hidden size 48, but the base has 32: give the layer the base's.",
         ),
+        (
+            HydraForCausalLM,
+            {"tie_blocks": True},
+            "tie_blocks is True, but num_layers is 1: there is no block behind the first one to tie, ask for more "
+            "layers or for tie_blocks=False.",
+        ),
+        (
+            HydraForCausalLM,
+            {"layer_config": LlamaConfig(hidden_size=32, num_attention_heads=4)},
+            "layer_config is of a 'llama' model, but prefix_layer is False: there is no layer to build from it, leave "
+            "it out or ask for one.",
+        ),
+        (
+            AmphistaForCausalLM,
+            {"num_stages": 0, "num_auto_embedding_layers": 0, "layer_config": LlamaConfig(hidden_size=32)},
+            "layer_config is of a 'llama' model, but num_stages is 0 and num_auto_embedding_layers is 0: there is no "
+            "layer to build from it, leave it out or ask for one.",
+        ),
+        (
+            AmphistaForCausalLM,
+            {"layer_config": {"hidden_size": 32}},
+            "layer_config has no model_type: give the config of a model, such as a LlamaConfig.",
+        ),
+        (
+            EagleForCausalLM,
+            {"layer_config": LlamaConfig(hidden_size=32, num_attention_heads=4, num_key_value_heads=3)},
+            "layer_config has num_attention_heads 4, but num_key_value_heads 3: the first must be a multiple of the "
+            "second.",
+        ),
+        (
+            AmphistaForCausalLM,
+            {"lm_head_bias": True, "share_lm_head": True},
+            "lm_head_bias is True, but share_lm_head is True: the base's lm_head is used as it is, set one of them "
+            "only.",
+        ),
+        (
+            AmphistaForCausalLM,
+            {"num_auto_embedding_layers": -1},
+            "num_auto_embedding_layers is -1: expected a whole number of at least 0.",
+        ),
+        (AmphistaForCausalLM, {"lm_head_rank": 0}, "lm_head_rank is 0: expected a whole number of at least 1."),
+        *(
+            (
+                EagleForCausalLM,
+                {"feature_layers": layers},
+                f"feature_layers is {layers}, but the base has 2 layers: its hidden states are numbered from 0 "
+                "(embeddings) to 2, or from -1 down to -3.",
+            )
+            for layers in ([3], [-1, -4])
+        ),
     ],
 )
 def test_relations_that_cannot_be(model_class, fields, message):
@@ -306,11 +356,24 @@ def test_relations_that_cannot_be(model_class, fields, message):
     assert str(refusal.value) == message
 
 
-def test_a_prefix_layer_without_attention_heads():
+@pytest.mark.parametrize(
+    "model_class, fields, asking",
+    [
+        (HydraForCausalLM, {"prefix_layer": True}, "prefix_layer is True"),
+        (AmphistaForCausalLM, {"num_stages": 1}, "num_stages is 1 and num_auto_embedding_layers is 1"),
+        (EagleForCausalLM, {}, "an EAGLE head is a decoder layer"),
+    ],
+)
+def test_decoder_layers_for_a_base_without_attention_heads(model_class, fields, asking):
     base = tiny_base("mamba", num_attention_heads=None)
     with pytest.raises(ValueError) as refusal:
-        HydraForCausalLM.from_base(base, prefix_layer=True)
+        model_class.from_base(base, **fields)
     assert str(refusal.value) == (
-        "prefix_layer is True, but a 'mamba' model has no attention heads to build a decoder layer of: give "
-        "layer_config= of a model that has, or use Medusa or Hydra heads."
+        f"{asking}, but a 'mamba' model has no attention heads to build a decoder layer of: give layer_config= of a "
+        "model that has, or use Medusa or Hydra heads."
     )
+
+
+@pytest.mark.parametrize("layer", [0, 2, -1, -3])
+def test_every_hidden_state_of_the_base_can_be_read(layer):
+    assert EagleForCausalLM.from_base(tiny_base(), feature_layers=[layer]).drafter.feature_layers == (layer,)
