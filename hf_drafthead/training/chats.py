@@ -1,0 +1,103 @@
+"""Chats as people have them, mended where the meaning is clear and refused where it is not."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+ROLES = {
+    "system": "system",
+    **dict.fromkeys(("user", "human", "prompter"), "user"),
+    **dict.fromkeys(("assistant", "gpt", "chatgpt", "bing", "bard", "claude", "model", "bot"), "assistant"),
+}
+
+
+class Refused(ValueError):
+    """A row that nothing can be learnt from; the text says why."""
+
+
+@dataclass
+class Chat:
+    """Turns that alternate between user and assistant, behind one system turn or none.
+
+    Attributes:
+        messages: turns with `role` (system, user or assistant) and `content`, as chat templates take them.
+        cut: the last answer was broken off: no end of turn follows it.
+        mapped: what was changed, in words, each kind once.
+    """
+
+    messages: list[dict[str, str]]
+    cut: bool = False
+    mapped: dict[str, None] = field(default_factory=dict)
+
+    def answered(self) -> "Chat":
+        """Without a question at the end that nobody answers.
+
+        Raises:
+            Refused: there is no answer.
+        """
+        if not any(turn["role"] == "assistant" for turn in self.messages):
+            raise Refused("it has no assistant turn")
+        if self.messages[-1]["role"] == "user":
+            return Chat(self.messages[:-1], mapped={**self.mapped, "unanswered last turn dropped": None})
+        return self
+
+    def without_system(self) -> "Chat":
+        """The system's words at the head of the first question, for templates that know no system."""
+        if self.messages[0]["role"] != "system":
+            return self
+        system, question, *rest = self.messages
+        first = {"role": "user", "content": f"{system['content']}\n\n{question['content']}"}
+        return Chat([first, *rest], self.cut, {**self.mapped, "system turn put into the first question": None})
+
+
+def mend(messages: Sequence[Mapping[str, Any]] | None) -> Chat:
+    """A chat of known roles in an order that templates understand.
+
+    Renames roles; drops empty system turns, and answers before the first question; joins system turns at the beginning,
+    and questions that follow one another, by an empty line. Never changes an answer.
+
+    Args:
+        messages: turns with `role` and `content`, and `cut` where an answer was broken off.
+
+    Raises:
+        Refused: no turns, an unknown role, a turn without text, a system turn in the middle, two answers in a row, or no
+            question.
+    """
+    if not messages:
+        raise Refused("it has no turns")
+    chat = Chat([])
+    for number, turn in enumerate(messages):
+        given, content = turn.get("role"), turn.get("content")
+        if not given:
+            raise Refused(f"turn {number} has no role")
+        role = ROLES.get(given.lower())
+        if role is None:
+            raise Refused(f"turn {number} has the unknown role {given!r}")
+        if content is None:
+            raise Refused(f"turn {number} has no text")
+        if role != given:
+            chat.mapped[f"{given} -> {role}"] = None
+        _add(chat, number, role, content)
+        chat.cut = bool(turn.get("cut"))
+    if not any(turn["role"] == "user" for turn in chat.messages):
+        raise Refused("it has no user turn")
+    return chat
+
+
+def _add(chat: Chat, number: int, role: str, content: str) -> None:
+    before = chat.messages[-1]["role"] if chat.messages else None
+    if not content.strip():
+        if role != "system":
+            raise Refused(f"turn {number} ({role}) is empty")
+        chat.mapped["empty system turn dropped"] = None
+    elif role == "system" and before not in (None, "system"):
+        raise Refused(f"turn {number} is a system turn in the middle")
+    elif role == "assistant" and before in (None, "system"):
+        chat.mapped["leading assistant turn dropped"] = None
+    elif role == "assistant" and before == "assistant":
+        raise Refused(f"turns {number - 1} and {number} are both the assistant's")
+    elif role == before:
+        chat.mapped[f"{role} turns joined"] = None
+        chat.messages[-1] = {"role": role, "content": f"{chat.messages[-1]['content']}\n\n{content}"}
+    else:
+        chat.messages.append({"role": role, "content": content})

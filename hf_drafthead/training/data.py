@@ -1,0 +1,336 @@
+"""From rows of chats or text to rows of token ids and labels.
+
+What is to be learnt: of chats the assistant's tokens, exactly; of plain text every token. Rows that cannot be used are
+left out, counted and named in the report.
+
+Shapes: B rows, T positions.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from datasets import Dataset, Features, IterableDataset, List, Value
+
+from hf_drafthead.training.chats import Refused, mend
+from hf_drafthead.training.objectives import IGNORED
+from hf_drafthead.training.sources import data_hash, read_rows, uniform
+from hf_drafthead.training.templates import ChatEncoder, encode_span, without_post_processor
+
+__all__ = ["DataReport", "PaddingCollator", "data_hash", "read_rows", "tokenize_rows"]
+
+TOKENS = Features({"input_ids": List(Value("int32")), "labels": List(Value("int32"))})
+ENCODED = Features(
+    {
+        **TOKENS,
+        "mapped": List(Value("string")),
+        "refused": Value("string"),
+        "cut": Value("bool"),
+        "split": Value("bool"),
+    }
+)
+WINDOW = 1000  # rows that are packed together
+FORM = "1"  # of what is cached: another number makes caches of older versions void
+
+
+@dataclass
+class DataReport:
+    """What became of the rows of a source.
+
+    With streaming it counts what has been read, in this process, and every pass over the data anew.
+
+    Attributes:
+        rows: read from the source.
+        kept: rows that something is learnt from.
+        refused: rows left out.
+        refusals: the first of these, each with its number (from 0) and the reason.
+        mapped: how many rows were changed, by what was done to them.
+        cut: chats that were too long and lost their end.
+        split: texts that were too long and became several examples.
+        examples: rows of token ids that came out.
+        tokens: in them.
+        labels: tokens that are to be learnt.
+    """
+
+    rows: int = 0
+    kept: int = 0
+    refused: int = 0
+    refusals: list[str] = field(default_factory=list)
+    mapped: dict[str, int] = field(default_factory=dict)
+    cut: int = 0
+    split: int = 0
+    examples: int = 0
+    tokens: int = 0
+    labels: int = 0
+
+    NAMED = 5
+
+    def to_json(self) -> dict[str, Any]:
+        """The counts, for a summary."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        changed = [f"{count:,} {kind}" for kind, count in sorted(self.mapped.items(), key=lambda item: -item[1])]
+        changed += [f"{self.cut:,} cut"] * bool(self.cut) + [f"{self.split:,} split"] * bool(self.split)
+        line = f"{self.rows:,} rows read, {self.kept:,} kept"
+        line += f" ({', '.join(changed)})" if changed else ""
+        line += f": {self.examples:,} examples of {self.tokens:,} tokens, {self.labels:,} of them to be learnt"
+        if self.refused:
+            more = ", ..." if self.refused > len(self.refusals) else ""
+            line += f"\n{self.refused:,} rows refused: {', '.join(self.refusals)}{more}"
+        return line
+
+    def _count_rows(self, batch: Mapping[str, Sequence[Any]]) -> None:
+        self.rows += len(batch["refused"])
+        for refused, mapped in zip(batch["refused"], batch["mapped"]):
+            if refused is not None:
+                self.refused += 1
+                if len(self.refusals) < self.NAMED:
+                    self.refusals.append(refused)
+                continue
+            self.kept += 1
+            for kind in mapped:
+                self.mapped[kind] = self.mapped.get(kind, 0) + 1
+        self.cut += sum(batch["cut"])
+        self.split += sum(batch["split"])
+
+    def _count_examples(self, batch: Mapping[str, Sequence[Sequence[int]]]) -> None:
+        self.examples += len(batch["labels"])
+        self.tokens += sum(map(len, batch["labels"]))
+        self.labels += sum(label != IGNORED for row in batch["labels"] for label in row)
+
+
+def tokenize_rows(
+    rows: Dataset | IterableDataset,
+    tokenizer: Any,
+    max_length: int | None = None,
+    *,
+    packing: bool = False,
+    positions: int | None = None,
+) -> tuple[Dataset | IterableDataset, DataReport]:
+    """Rows of token ids and labels, in the order of the source.
+
+    Chats longer than `max_length` lose their end; longer texts become several examples, each beginning as the tokenizer
+    begins a text. With packing, examples are joined and cut into rows of exactly `max_length`, with nothing lost, but one
+    shorter row at the end of every thousand source rows. The base then sees several examples in one row.
+
+    Args:
+        rows: from `read_rows`, or a data set with a column `messages`, `conversations` or `text`.
+        tokenizer: the base's, a fast one; with a chat template if there are chats.
+        max_length: most tokens of a row; by default as many as the longest one has, with packing `positions`.
+        packing: fill rows up.
+        positions: how many the base has, if that is known: nothing may be longer.
+
+    Returns:
+        Rows with `input_ids` and `labels` (IGNORED where nothing is to be learnt), each with at least one label; and
+        what became of the rows. A streamed source gives a stream, whose report grows while it is read.
+
+    Raises:
+        ValueError: nothing can be learnt from any row; `max_length` is too large, or missing where a row is too long
+            for the base; chats without a chat template.
+    """
+    if max_length is not None and max_length < 2:
+        raise ValueError(f"max_length is {max_length}: expected at least 2 tokens, of which one can be guessed.")
+    if max_length is not None and positions is not None and max_length > positions:
+        raise ValueError(f"max_length is {max_length}, but the base has {positions} positions: give at most that many.")
+    if packing and max_length is None:
+        max_length = positions
+        if max_length is None:
+            raise ValueError("packing needs max_length, the tokens of a full row: give one.")
+    rows = uniform(rows)
+    encode = _Encode(tokenizer, max_length, positions, packing)
+    fit = _Fit(max_length, packing, encode.beginning)
+    report = DataReport()
+    if isinstance(rows, IterableDataset):
+        first = DataReport()  # a look at the first example is no pass over the data
+        if next(iter(_stream(rows, encode, fit, first)), None) is None:
+            raise _nothing_left(first)
+        return _stream(rows, encode, fit, report), report
+    known_by = hashlib.sha256(repr((FORM, rows._fingerprint, encode.known_by)).encode()).hexdigest()
+    encoded = rows.map(
+        encode,
+        batched=True,
+        remove_columns=rows.column_names,
+        features=ENCODED,
+        new_fingerprint=known_by[:32],
+        desc="tokenizing",
+    )
+    examples = encoded.map(
+        fit,
+        batched=True,
+        batch_size=WINDOW,
+        remove_columns=encoded.column_names,
+        features=TOKENS,
+        new_fingerprint=known_by[32:],
+        desc="packing" if packing else "fitting",
+    )
+    # read from what was written, for it may come from a cache
+    for batch in encoded.remove_columns(["input_ids", "labels"]).iter(WINDOW):
+        report._count_rows(batch)
+    for batch in examples.with_format("arrow").iter(WINDOW):
+        labels = batch["labels"].combine_chunks().flatten().to_numpy()
+        report.examples += len(batch)
+        report.tokens += len(labels)
+        report.labels += int((labels != IGNORED).sum())
+    if not report.examples:
+        raise _nothing_left(report)
+    return examples, report
+
+
+class PaddingCollator:
+    """Makes a batch of rows: padded on the right to the longest.
+
+    Args:
+        pad_token_id: what `input_ids` are filled up with.
+    """
+
+    def __init__(self, pad_token_id: int) -> None:
+        if not isinstance(pad_token_id, int):
+            raise TypeError(f"pad_token_id is {pad_token_id!r}: expected a token id, any will do, for it is masked.")
+        self.pad_token_id = pad_token_id
+
+    def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
+        """Tensors `input_ids`, `labels` and `attention_mask`, each (B, T)."""
+        ids = [torch.as_tensor(row["input_ids"], dtype=torch.long) for row in rows]
+        labels = [torch.as_tensor(row["labels"], dtype=torch.long) for row in rows]
+        return {
+            "input_ids": _pad(ids, self.pad_token_id),
+            "labels": _pad(labels, IGNORED),
+            "attention_mask": _pad([torch.ones_like(one) for one in ids], 0),
+        }
+
+
+def _pad(rows: list[torch.Tensor], value: int) -> torch.Tensor:
+    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=value)
+
+
+class _Encode:
+    """Batches of rows to token ids and labels, one for one; what is refused says why instead."""
+
+    def __init__(self, tokenizer: Any, max_length: int | None, positions: int | None, packing: bool) -> None:
+        self.tokenizer, self.max_length, self.positions, self.packing = tokenizer, max_length, positions, packing
+        self._bare = without_post_processor(tokenizer)
+        self._chats: ChatEncoder | None = None  # made at the first chat: plain text needs no chat template
+        plain = self._bare("a", add_special_tokens=False)["input_ids"]
+        full = tokenizer("a")["input_ids"]
+        starts = [at for at in range(len(full)) if full[at : at + len(plain)] == plain]
+        self.beginning = full[: starts[0]] if starts else []
+        self._ending = full[starts[0] + len(plain) :] if starts else []
+        known = (
+            tokenizer.backend_tokenizer.to_str(),
+            repr(tokenizer.chat_template),
+            repr(tokenizer.special_tokens_map),
+        )
+        self.known_by = (*known, max_length, positions, packing)
+
+    def __call__(self, batch: Mapping[str, Sequence[Any]]) -> dict[str, list]:
+        out: dict[str, list] = {name: [] for name in ENCODED}
+        for values in zip(*(batch[name] for name in batch)):
+            for name, value in self._row(dict(zip(batch, values))).items():
+                out[name].append(value)
+        return out
+
+    def _row(self, row: dict[str, Any]) -> dict[str, Any]:
+        name = f"{row['source']} row {row['row']}".strip()
+        cut = split = False
+        mapped: list[str] = []
+        try:
+            if row["messages"] is not None:
+                if self._chats is None:
+                    self._chats = ChatEncoder(self.tokenizer)
+                chat = self._chats.fit(mend(row["messages"]).answered())
+                mapped = list(chat.mapped)
+                ids, labels = self._chats.encode(chat)
+            else:
+                ids, labels = self._text(row)
+            if self.max_length is None and self.positions is not None and len(ids) > self.positions:
+                raise TooLong(
+                    f"{name} has {len(ids)} tokens, but the base has {self.positions} positions: "
+                    f"set max_length to cut such rows, at most {self.positions}."
+                )
+            if self.max_length is not None and len(ids) > self.max_length and not self.packing:
+                cut, split = row["messages"] is not None, row["messages"] is None
+                if cut:
+                    ids, labels = ids[: self.max_length], labels[: self.max_length]
+            if all(label == IGNORED for label in labels):
+                raise Refused(
+                    f"no answer within the first {self.max_length} tokens" if cut else "no token to learn from"
+                )
+        except Refused as reason:
+            ids, labels, mapped, cut, split = [], [], [], False, False
+            refused = f"{name}: {reason}"
+        else:
+            refused = None
+        return {
+            "input_ids": ids,
+            "labels": labels,
+            "mapped": mapped,
+            "refused": refused,
+            "cut": cut,
+            "split": split,
+        }
+
+    def _text(self, row: dict[str, Any]) -> tuple[list[int], list[int]]:
+        if row["text"] is None:
+            raise Refused("it has neither messages nor text")
+        ids, labels = encode_span(self._bare, row["text"], [(row["given"], len(row["text"]))])
+        beginning = [IGNORED if row["given"] else token for token in self.beginning]
+        return self.beginning + ids + self._ending, beginning + labels + self._ending
+
+
+class TooLong(ValueError):
+    """A row that the base has no positions for."""
+
+
+class _Fit:
+    """Batches of encoded rows to examples of the wanted length; rows without labels fall out."""
+
+    def __init__(self, max_length: int | None, packing: bool, beginning: list[int]) -> None:
+        self.max_length, self.packing, self.beginning = max_length, packing, beginning
+
+    def __call__(self, batch: Mapping[str, Sequence[Any]]) -> dict[str, list]:
+        pairs: Iterable[tuple[list[int], list[int]]]
+        pairs = [pair for pair in zip(batch["input_ids"], batch["labels"]) if pair[0]]
+        if self.packing:
+            joined = ([token for ids, _ in pairs for token in ids], [label for _, labels in pairs for label in labels])
+            pairs = self._pieces(*joined, beginning=[])
+        elif self.max_length is not None:
+            pairs = [piece for pair in pairs for piece in self._pieces(*pair, beginning=self.beginning)]
+        kept = [(ids, labels) for ids, labels in pairs if any(label != IGNORED for label in labels)]
+        return {"input_ids": [ids for ids, _ in kept], "labels": [labels for _, labels in kept]}
+
+    def _pieces(self, ids: list[int], labels: list[int], beginning: list[int]) -> list[tuple[list[int], list[int]]]:
+        """A row cut into pieces; those after the first start with `beginning`, from which nothing is learnt."""
+        assert self.max_length is not None
+        pieces = [(ids[: self.max_length], labels[: self.max_length])]
+        room = self.max_length - len(beginning)
+        for at in range(self.max_length, len(ids), room):
+            context = [IGNORED] * len(beginning)
+            pieces.append((beginning + ids[at : at + room], context + labels[at : at + room]))
+        return pieces
+
+
+def _stream(rows: IterableDataset, encode: _Encode, fit: _Fit, report: DataReport) -> IterableDataset:
+    def counted(step: Callable, count: Callable) -> Callable:
+        def run(batch: Mapping[str, Sequence[Any]]) -> dict[str, list]:
+            out = step(batch)
+            count(out)
+            return out
+
+        return run
+
+    batched: dict[str, Any] = {"batched": True, "batch_size": WINDOW}
+    columns = list(rows.column_names or ())
+    encoded = rows.map(counted(encode, report._count_rows), remove_columns=columns, features=ENCODED, **batched)
+    fitted = counted(fit, report._count_examples)
+    return encoded.map(fitted, remove_columns=list(ENCODED), features=TOKENS, **batched)
+
+
+def _nothing_left(report: DataReport) -> ValueError:
+    why = f" ({'; '.join(report.refusals)})" if report.refusals else ""
+    return ValueError(
+        f"nothing can be learnt from the data: {report.refused} of {report.rows} rows were refused{why}. "
+        "Give chats with answers of the assistant, or text."
+    )

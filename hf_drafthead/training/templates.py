@@ -1,0 +1,201 @@
+"""Which tokens of a chat are the assistant's, found exactly with the tokenizer's own chat template, or not at all.
+
+What counts as the assistant's: everything the base would write after the generation prompt, with the end-of-turn token
+where the template puts one. A token that holds any of these characters counts. Where a template marks its answers itself
+(`{% generation %}`), its marks hold.
+"""
+
+import copy
+import re
+from typing import Any
+
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from hf_drafthead.training.chats import Chat, Refused
+from hf_drafthead.training.objectives import IGNORED
+
+# words that no chat holds; nothing about them that a template would strip, split or change
+QUESTION, ANSWER, SYSTEM = "QzPxquestionQzPx", "QzPxanswerQzPx", "QzPxsystemQzPx"
+
+
+def need_offsets(tokenizer: Any) -> None:
+    """Refuse a tokenizer that cannot say which characters a token holds.
+
+    Raises:
+        ValueError: it is not a fast one.
+    """
+    if not getattr(tokenizer, "is_fast", False):
+        raise ValueError(
+            f"{type(tokenizer).__name__} does not tell which characters a token holds, so answers cannot be marked: "
+            "load a fast tokenizer."
+        )
+
+
+def encode_span(tokenizer: Any, text: str, spans: list[tuple[int, int]]) -> tuple[list[int], list[int]]:
+    """Token ids of a text without special tokens of its own, and labels: the ids within the spans, else IGNORED.
+
+    Args:
+        tokenizer: one whose offsets are whole (`without_post_processor`).
+        text: as a template rendered it.
+        spans: characters from (included) and to (excluded), in order.
+    """
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    ids = encoded["input_ids"]
+    labels = [IGNORED] * len(ids)
+    left = iter(spans)
+    span = next(left, None)
+    for place, (begin, end) in enumerate(encoded["offset_mapping"]):
+        while span is not None and begin >= span[1]:
+            span = next(left, None)
+        if span is not None and end > span[0]:
+            labels[place] = ids[place]
+    return ids, labels
+
+
+def without_post_processor(tokenizer: Any) -> Any:
+    """A copy whose offsets are whole: some post-processors take the white space off them."""
+    need_offsets(tokenizer)
+    bare = copy.deepcopy(tokenizer)
+    bare.backend_tokenizer.post_processor = None
+    return bare
+
+
+class ChatEncoder:
+    """Encodes chats with a tokenizer's chat template and marks what the assistant wrote.
+
+    Args:
+        tokenizer: a fast tokenizer with a chat template.
+
+    Attributes:
+        takes_system: the template shows a system turn.
+        end_of_turn: what the template puts behind an answer, up to and including the first special token; may be empty.
+        lead: what the template puts between the generation prompt and an answer, often nothing or a space.
+
+    Raises:
+        ValueError: there is no chat template, it cannot show a question and an answer, or the tokenizer is not fast.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        if getattr(tokenizer, "chat_template", None) is None:
+            raise ValueError(
+                f"the data holds chats, but the tokenizer of {tokenizer.name_or_path!r} has no chat template: "
+                "set tokenizer.chat_template to the one the base was trained with, or give plain text."
+            )
+        self._bare = without_post_processor(tokenizer)
+        self._template = tokenizer.get_chat_template()
+        question, answer = {"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWER}
+        try:
+            pair = self.render([question, answer])
+        except Refused as error:
+            raise ValueError(f"the chat template cannot show a question and an answer: {error}.") from None
+        if pair.count(QUESTION) != 1 or pair.count(ANSWER) != 1:
+            raise ValueError(
+                "the chat template does not show the question and the answer of a chat once each: set another."
+            )
+        before, after = pair.split(ANSWER)
+        self.end_of_turn = self._up_to_special(after)
+        prompt = self.render([question], prompt=True)
+        self._has_prompt = prompt != self.render([question])
+        self.lead = before[len(prompt) :] if before.startswith(prompt) else ""
+        self.takes_system = self._shows([{"role": "system", "content": SYSTEM}, question, answer], SYSTEM)
+        self._marks = self._marks_are_right([question, answer])
+
+    def render(self, messages: list[dict[str, str]], prompt: bool = False) -> str:
+        """The text of a chat, with the generation prompt behind it if asked for.
+
+        Raises:
+            Refused: the template refuses the chat.
+        """
+        return self._render(messages, prompt)[0]
+
+    def fit(self, chat: Chat) -> Chat:
+        """The chat as the template can show it."""
+        return chat if self.takes_system else chat.without_system()
+
+    def encode(self, chat: Chat) -> tuple[list[int], list[int]]:
+        """Token ids of a chat, and labels: the ids of the assistant's tokens, IGNORED elsewhere.
+
+        Raises:
+            Refused: the template refuses the chat, or where an answer begins or ends cannot be told.
+        """
+        text, spans = self.spans(chat)
+        return encode_span(self._bare, text, spans)
+
+    def spans(self, chat: Chat) -> tuple[str, list[tuple[int, int]]]:
+        """The text of a chat, and from and to which character each answer goes."""
+        if not self._marks:
+            text = self.render(chat.messages)
+            return text, self._search(chat, text)
+        text, spans = self._render(chat.messages, marks=True)
+        if chat.cut and spans and (end := self.end_of_turn) and text[slice(*spans[-1])].endswith(end):
+            spans[-1] = (spans[-1][0], spans[-1][1] - len(end))
+        return text, spans
+
+    def _search(self, chat: Chat, text: str) -> list[tuple[int, int]]:
+        """Each answer is what changes when another is put in its place."""
+        spans: list[tuple[int, int]] = []
+        for number, turn in enumerate(chat.messages):
+            if turn["role"] != "assistant":
+                continue
+            other = [*chat.messages[:number], {**turn, "content": ANSWER}, *chat.messages[number + 1 :]]
+            parts = self.render(other).split(ANSWER)
+            if len(parts) != 2:
+                raise Refused(f"the chat template shows turn {number} {len(parts) - 1} times")
+            before, after = parts
+            end = len(text) - len(after)
+            begin = len(before) if text.startswith(before) else None
+            if self._has_prompt:  # what the base is given before it answers; some templates leave parts of it out later
+                prompt = self.render(chat.messages[:number], prompt=True)
+                if text.startswith(prompt) and len(prompt) <= end:
+                    begin = len(prompt)
+            if begin is None or not text.endswith(after) or not (spans[-1][1] if spans else 0) <= begin <= end:
+                raise Refused(f"where turn {number} begins and ends cannot be told from the chat template")
+            broken_off = chat.cut and number == len(chat.messages) - 1
+            if not broken_off and text.startswith(self.end_of_turn, end):
+                end += len(self.end_of_turn)
+            spans.append((begin, end))
+        return spans
+
+    def _render(
+        self, messages: list[dict[str, str]], prompt: bool = False, marks: bool = False
+    ) -> tuple[str, list[tuple[int, int]]]:
+        try:
+            texts, spans = render_jinja_template(
+                conversations=[messages],
+                chat_template=self._template,
+                add_generation_prompt=prompt,
+                return_assistant_tokens_mask=marks,
+                **self.tokenizer.special_tokens_map,
+            )
+        except Exception as error:  # a template is a program of its own: it may raise anything
+            raise Refused(f"the chat template refuses it ({' '.join(str(error).split())})") from None
+        return texts[0], list(spans[0]) if marks else []
+
+    def _shows(self, messages: list[dict[str, str]], words: str) -> bool:
+        try:
+            return words in self.render(messages)
+        except Refused:
+            return False
+
+    def _marks_are_right(self, pair: list[dict[str, str]]) -> bool:
+        """Whether the template marks answers, all of them and nothing else; marks within macros are misplaced."""
+        if not re.search(r"\{%[-+]?\s*generation\s*[-+]?%\}", self._template):
+            return False
+        try:
+            text, spans = self._render([*pair, *pair], marks=True)
+        except Refused:
+            return False
+        marked = [text[begin:end] for begin, end in spans]
+        return sum(words.count(ANSWER) for words in marked) == 2 and not any(QUESTION in words for words in marked)
+
+    def _up_to_special(self, text: str) -> str:
+        """The beginning of a text up to and including its first special token; nothing if it holds none."""
+        special = {str(token) for token in self.tokenizer.added_tokens_decoder.values()} | {self.tokenizer.eos_token}
+        ends = [
+            (text.index(token), text.index(token) + len(token))
+            for token in special
+            if token and not token.isspace() and token in text
+        ]
+        # of two that begin at one place the longer one is meant
+        return text[: min(ends, key=lambda found: (found[0], -found[1]))[1]] if ends else ""
