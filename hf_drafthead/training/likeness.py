@@ -1,0 +1,62 @@
+"""Does the data look like what the base itself writes? Heads learn to guess the base, not the data.
+
+Shapes: B rows, T positions, M labelled positions, V vocabulary.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_drafthead.training.objectives import labelled, next_token_loss, teacher_loss
+
+MOST_EXCESS = 0.25  # nats per token
+
+
+@dataclass(frozen=True)
+class Likeness:
+    """How a base sees the labels of some rows.
+
+    agreement: share of labels that are the base's own best guess; excess: how much more surprising the labels are than
+    the base's own samples would be, in nats per token: about 0 for what it wrote itself, below 0 for greedy text.
+    """
+
+    agreement: float
+    excess: float
+
+    def warning(self) -> str | None:
+        """One line, if heads trained on this will guess worse than they could."""
+        if self.excess <= MOST_EXCESS:
+            return None
+        return (
+            f"the data does not look like what the base writes ({self.excess:.2f} nats per token more surprising than "
+            f"its own text, {self.agreement:.0%} of the tokens are its first choice): let the base answer the prompts "
+            "itself, with `hf-drafthead distill`, and train on that."
+        )
+
+
+@torch.no_grad()
+def likeness(base: Any, batches: Iterable[Mapping[str, Tensor]]) -> Likeness | None:
+    """Read some rows with the base.
+
+    Args:
+        base: causal LM in eval mode.
+        batches: `input_ids`, `labels` and `attention_mask`, (B, T) each.
+
+    Returns:
+        None where nothing is labelled.
+    """
+    device = base.get_input_embeddings().weight.device
+    count, agreed, excess = 0, 0.0, 0.0
+    for batch in batches:
+        inputs = {name: batch[name].to(device) for name in ("input_ids", "attention_mask") if name in batch}
+        labels = batch["labels"].to(device)
+        kept = labelled(labels, 1)
+        logits = base(**inputs, use_cache=False).logits[kept]  # (M, V)
+        targets = labels.roll(-1, dims=1)[kept]
+        count += len(targets)
+        agreed += (logits.argmax(-1) == targets).sum().item()
+        excess += (next_token_loss(logits, targets) - teacher_loss(logits, logits)).sum().item()
+    return Likeness(agreed / count, excess / count) if count else None

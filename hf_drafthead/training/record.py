@@ -1,0 +1,109 @@
+"""What a training leaves behind beside the weights: how it came about, and what must not change when it goes on."""
+
+import hashlib
+import json
+import os
+import platform
+import shutil
+import sys
+import tempfile
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from hf_drafthead.modeling.base import DraftHeadPreTrainedModel
+
+SUMMARY = "training_summary.json"
+RUN = "run.json"  # beside the checkpoints: what they are checkpoints of
+
+
+def provenance() -> dict[str, Any]:
+    """Command, versions and machine."""
+    cuda = torch.cuda.is_available()
+    return {
+        "command": " ".join([os.path.basename(sys.argv[0]), *sys.argv[1:]]),
+        "hf_drafthead": version("hf-drafthead"),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "hardware": torch.cuda.get_device_name() if cuda else f"CPU, {os.cpu_count()} cores",
+        "devices": torch.cuda.device_count() if cuda else 1,
+    }
+
+
+def fingerprint(base: Any) -> str:
+    """A short hash of a base: its shapes, and some of its weights."""
+    digest = hashlib.sha256()
+    for name, parameter in sorted(base.named_parameters()):
+        digest.update(f"{name} {tuple(parameter.shape)}".encode())
+    weight = base.get_output_embeddings().weight.detach().flatten()[:4096]
+    digest.update(weight.float().cpu().numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def check_run(output: Path, run: dict[str, Any], resume: bool) -> None:
+    """Remember what is being trained in a folder, or refuse to go on with something else there.
+
+    Args:
+        output: where checkpoints are.
+        run: what has to stay the same.
+        resume: go on from what is there.
+
+    Raises:
+        ValueError: another run's checkpoints are there, or some are and they are not to be resumed.
+    """
+    file = output / RUN
+    checkpoints = sorted(output.glob("checkpoint-*"))
+    if resume and file.is_file():
+        before = json.loads(file.read_text())
+        for name, value in run.items():
+            if before.get(name) != value:
+                raise ValueError(
+                    f"{str(output)!r} holds a training with {name} {before.get(name)!r}, this one has {value!r}: go on "
+                    "with the same, or give another --output."
+                )
+    elif checkpoints and not resume:
+        raise ValueError(
+            f"{str(output)!r} holds checkpoints of an earlier training ({checkpoints[-1].name}): go on with it by "
+            "--resume, or give another --output."
+        )
+    output.mkdir(parents=True, exist_ok=True)
+    write_whole(file, json.dumps(run, indent=2) + "\n")
+
+
+def save_whole(model: DraftHeadPreTrainedModel, tokenizer: Any, output: Path, include_base: bool) -> None:
+    """Save the model so that a folder which held one before holds the old or the new one, never a torn one.
+
+    Raises:
+        OSError: there is no room, or no right to write.
+    """
+    with tempfile.TemporaryDirectory(dir=output, prefix=".saving-") as folder:
+        # relative paths (of a base beside the checkpoint) are reckoned from the folder: it lies one deeper
+        model.save_pretrained(folder, include_base=include_base)
+        tokenizer.save_pretrained(folder)
+        config = Path(folder) / "config.json"
+        saved = json.loads(config.read_text())
+        name = saved.get("base_model_name_or_path")
+        if name and name.startswith(".." + os.sep):
+            saved["base_model_name_or_path"] = os.path.relpath(Path(folder) / name, output)
+            config.write_text(json.dumps(saved, indent=2, sort_keys=True) + "\n")
+        files = sorted(Path(folder).iterdir(), key=lambda file: file.name == "config.json")
+        for file in files:
+            os.replace(file, output / file.name)
+
+
+def write_whole(file: Path, text: str) -> None:
+    """Write a text file in one go: it is there whole, or as it was."""
+    beside = file.with_name(f".{file.name}.new")
+    beside.write_text(text)
+    os.replace(beside, file)
+
+
+def free_bytes(folder: Path) -> int:
+    """Room on the disk of a folder that may not be there yet."""
+    while not folder.exists():
+        folder = folder.parent
+    return shutil.disk_usage(folder).free

@@ -1,0 +1,71 @@
+"""What is foretold while training is what generate then does; and what the data looks like to the base."""
+
+import pytest
+import torch
+
+from hf_drafthead.evaluation.acceptance import tokens_per_step
+from hf_drafthead.generation.tree import DraftTree
+from hf_drafthead.training.foretelling import Foretelling
+from hf_drafthead.training.likeness import likeness
+from hf_drafthead.training.objectives import IGNORED
+from tests.bases import VOCABULARY, tiny_base
+from tests.families import FAMILIES
+
+TREE = DraftTree([(0,), (1,), (2,), (3,), (0, 0), (0, 1), (1, 0), (2, 2), (0, 0, 0), (0, 0, 1)])
+LENGTHS = (3, 9, 5, 1, 7)
+
+
+def prompts():
+    generator = torch.Generator().manual_seed(5)
+    return [torch.randint(3, VOCABULARY, (length,), generator=generator) for length in LENGTHS]
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_the_tokens_per_step_are_those_of_generate(family):
+    model = family.build(tiny_base("llama-gqa"))
+    text = model.base.generate(prompts()[1][None], max_new_tokens=40, do_sample=False, eos_token_id=None)
+    model.generation_config.eos_token_id = int(text[0, 9 + 20])  # so that an answer ends early
+    settings = {"max_new_tokens": 40, "do_sample": False, "draft_tree": TREE, "return_dict_in_generate": True}
+    measured = [model.generate(prompt[None], **settings) for prompt in prompts()]
+    assert min(output.sequences.shape[1] - length for output, length in zip(measured, LENGTHS)) < 40
+    expected = tokens_per_step(output.accepted_lengths for output in measured)
+    foretold = Foretelling(prompts(), 40, TREE, batch_size=2)
+    assert foretold(model) == pytest.approx(expected)
+    assert foretold(model) == pytest.approx(expected)  # from answers that it remembers
+
+
+def test_answers_are_asked_for_again_where_the_base_changes():
+    model = FAMILIES[0].build(tiny_base("llama-gqa"))
+    foretold = [Foretelling(prompts(), 30, TREE, base_changes=changes) for changes in (True, False)]
+    before = [each(model) for each in foretold]
+    with torch.no_grad():
+        model.base.model.layers[0].mlp.down_proj.weight.add_(0.5)
+    after = [each(model) for each in foretold]
+    fresh = Foretelling(prompts(), 30, TREE)(model)
+    assert before[0] == before[1]
+    assert after[0] == fresh
+
+
+def test_no_prompt_is_refused():
+    with pytest.raises(ValueError, match="there is no held-out prompt to foretell the speed on"):
+        Foretelling([])
+
+
+def test_the_base_s_own_text_looks_like_its_own_and_other_text_does_not():
+    base = tiny_base("llama-gqa", dtype=torch.float32)
+    base.get_output_embeddings().weight.data.mul_(6)  # sure of itself, as a trained model is
+    torch.manual_seed(0)
+    start = torch.randint(3, VOCABULARY, (32, 4))
+    sampled = base.generate(start, do_sample=True, top_k=0, max_new_tokens=40, eos_token_id=None)
+    other = torch.randint(3, VOCABULARY, sampled.shape)
+
+    def look(rows):
+        labels = rows.clone()
+        labels[:, :4] = IGNORED
+        return likeness(base, [{"input_ids": rows, "labels": labels}])
+
+    own, foreign = look(sampled), look(other)
+    assert abs(own.excess) < 0.15 and own.warning() is None
+    assert foreign.excess > 1 and "does not look like what the base writes" in foreign.warning()
+    greedy = look(base.generate(start, do_sample=False, max_new_tokens=40, eos_token_id=None))
+    assert greedy.agreement == 1.0 and greedy.excess < 0
