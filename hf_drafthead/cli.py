@@ -161,6 +161,42 @@ def demo(
         raise typer.Exit(1)
 
 
+@app.command()
+def push(
+    folder: Annotated[str, typer.Argument(metavar="FOLDER", help="Folder of a draft-head checkpoint.")],
+    repo_id: Annotated[str, typer.Argument(metavar="REPO_ID", help="Where to: ORG/NAME on the Hub.")],
+    private: Annotated[bool | None, typer.Option("--private/--public", help="Of a new repository.")] = None,
+    revision: Annotated[str | None, typer.Option(help="Branch to push to; made if it is not there.")] = None,
+    create_pr: Annotated[bool, typer.Option("--create-pr", help="Propose the commit instead of making it.")] = False,
+    commit_message: Annotated[str | None, typer.Option(help="Title of the commit.")] = None,
+    include_base: Annotated[bool, typer.Option("--include-base", help="Push the base's weights too.")] = False,
+    base: Annotated[
+        str | None, typer.Option(metavar="ORG/NAME", help="The base on the Hub, if it is local here.")
+    ] = None,
+    license: Annotated[str | None, typer.Option(metavar="ID", help="License of the heads, such as apache-2.0.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything and show it; send nothing.")] = False,
+    json_path: Json = None,
+) -> None:
+    """Publish heads with tokenizer, settings, figures and card, after checking that others can use them."""
+    from hf_drafthead.hub_upload import Target, push_folder
+
+    check_writable(json_path)
+    target = Target(repo_id, commit_message, None, private, None, revision, create_pr, None, license)
+    done = push_folder(folder, target, base=base, include_base=include_base, dry_run=dry_run)
+    console = output()
+    for line in done.lines():
+        console.print(line, soft_wrap=True)
+    write_json(json_path, done.to_json())
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def serve(model: Model, context: typer.Context) -> None:
+    """Serve a model with an OpenAI-compatible API: all other options are those of `transformers serve`."""
+    from hf_drafthead.hub_upload.serve import serve as run
+
+    run(model, context.args)
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line; a user's mistake ends in one line on stderr and exit code 2.
 

@@ -281,6 +281,9 @@ class DraftHeadPreTrainedModel(DraftHeadGenerationMixin, PreTrainedModel):
                 f"the base is quantized ({quantizer.quantization_config.quant_method}) and cannot be saved with its "
                 "heads: save the heads only, or load the base without quantization_config=."
             )
+        publish = kwargs.pop("push_to_hub", False)
+        words = ("commit_message", "commit_description", "private", "revision", "create_pr", "tags", "license")
+        told = {name: kwargs.pop(name) for name in ("repo_id", *words) if name in kwargs}
         tensors = self.state_dict() if state_dict is None else state_dict
         if not include_base:
             tensors = {name: tensor for name, tensor in tensors.items() if name.startswith("drafter.")}
@@ -290,6 +293,53 @@ class DraftHeadPreTrainedModel(DraftHeadGenerationMixin, PreTrainedModel):
             super().save_pretrained(save_directory, is_main_process=is_main_process, state_dict=tensors, **kwargs)
         finally:
             self.config.base_included = False
+        if publish and is_main_process:
+            repo_id = told.pop("repo_id", None) or os.path.basename(os.path.abspath(save_directory))
+            shard = {name: kwargs[name] for name in ("max_shard_size", "token") if name in kwargs}
+            self.push_to_hub(repo_id, include_base=include_base, **shard, **told)
+
+    def push_to_hub(  # type: ignore[override]
+        self,
+        repo_id: str,
+        *,
+        commit_message: str | None = None,
+        commit_description: str | None = None,
+        private: bool | None = None,
+        token: bool | str | None = None,
+        revision: str | None = None,
+        create_pr: bool = False,
+        max_shard_size: int | str | None = "50GB",
+        tags: list[str] | None = None,
+        include_base: bool = False,
+        license: str | None = None,
+    ) -> Any:
+        """Publish the heads, with tokenizer, settings, figures and card, in one commit.
+
+        Args:
+            repo_id: `org/name` on the Hub; made if it is not there.
+            commit_message, commit_description: of the commit.
+            private: whether a new repository is private.
+            token: of the Hub; by default that of `hf auth login`.
+            revision: branch to push to; made if it is not there.
+            create_pr: propose the commit instead of making it.
+            max_shard_size: of a file of weights.
+            tags: for the card, besides its own.
+            include_base: publish the base's weights too, for a base that was trained together with its heads.
+            license: of the heads, as the Hub names it (`apache-2.0`), if no card or summary says it yet.
+
+        Returns:
+            The commit, as `huggingface_hub.CommitInfo`.
+
+        Raises:
+            OSError: the Hub refuses, or cannot be reached.
+            ValueError: others could not use these heads: their base is a local path, a tensor is not finite, the card
+                is not complete.
+        """
+        from hf_drafthead.hub_upload import Target, push_model
+
+        target = Target(repo_id, commit_message, commit_description, private, token, revision, create_pr, tags, license)
+        sizes = {} if max_shard_size is None else {"max_shard_size": max_shard_size}
+        return push_model(self, target, include_base=include_base, **sizes).commit
 
     # ---- being a model ----------------------------------------------------------------------------------------------
 

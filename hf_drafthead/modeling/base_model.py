@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.utils import cached_file, logging
 
+from hf_drafthead.modeling.checkpoint import why_refused
 from hf_drafthead.modeling.config import DraftHeadConfig
 
 logger = logging.get_logger(__name__)
@@ -35,6 +36,9 @@ def load_new_base(
     try:
         _config_at(name, hub, arguments)
     except (OSError, ValueError) as error:  # ValueError: a folder that holds no model
+        refused = why_refused(error)
+        if refused:
+            raise OSError(f"the base {name!r} cannot be fetched: {refused}.") from error
         raise OSError(
             f"the base {name!r} was not found ({_first_line(error)}): give the id or path of a causal language model."
         ) from error
@@ -76,6 +80,12 @@ def load_base(
         try:
             found = _config_at(name, hub, arguments)
         except (OSError, ValueError) as error:  # ValueError: a folder that holds no model
+            refused = why_refused(error)
+            if refused:
+                raise OSError(
+                    f"the base {name!r} of {checkpoint!r} cannot be fetched at {revision!r}: {refused}; base_model= "
+                    "takes another place of it."
+                ) from error
             raise OSError(
                 f"the base {name!r} of {checkpoint!r} was not found ({_first_line(error)}): pass base_model= with its "
                 "id, path or object."

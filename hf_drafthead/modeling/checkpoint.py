@@ -3,18 +3,20 @@
 import copy
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
 from safetensors import SafetensorError, safe_open
 from transformers.configuration_utils import PreTrainedConfig
-from transformers.utils import cached_file
+from transformers.utils import cached_file, has_file
 
 from hf_drafthead.modeling.config import DraftHeadConfig
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+PICKLE = "pytorch_model.bin"
 FLOATS = {"F64", "F32", "F16", "BF16"}
 
 
@@ -34,6 +36,9 @@ def read_config(family: type[DraftHeadConfig], path: str, given: Any, hub: Mappi
             if not fields:
                 raise OSError("there is no config.json")
         except OSError as error:
+            refused = why_refused(error)
+            if refused:
+                raise OSError(f"the heads {source!r} cannot be fetched: {refused}.") from error
             raise OSError(
                 f"{source!r} is no draft-head checkpoint ({str(error).splitlines()[0]}): give a folder or Hub id that "
                 "save_pretrained of a draft-head model has written."
@@ -66,6 +71,12 @@ def checkpoint_files(path: str, variant: str | None, hub: Mapping[str, Any]) -> 
         return [found]
     found = cached_file(path, index, _raise_exceptions_for_missing_entries=False, **hub)
     if found is None:
+        here = {name: value for name, value in hub.items() if name != "subfolder"}
+        if not hub.get("subfolder") and has_file(path, PICKLE, **here):
+            raise OSError(
+                f"{path!r} holds {PICKLE}, a pickle, where {weights} is expected: it is never opened, for it can run "
+                "code; ask its author to save the heads as safetensors."
+            )
         raise OSError(f"{path!r} holds no {weights}: save the model there again, or give the folder that has it.")
     shards = sorted(set(json.loads(Path(found).read_text())["weight_map"].values()))
     files = [cached_file(path, shard, _raise_exceptions_for_missing_entries=False, **hub) for shard in shards]
@@ -73,6 +84,32 @@ def checkpoint_files(path: str, variant: str | None, hub: Mapping[str, Any]) -> 
     if missing:
         raise OSError(f"{path!r} lacks {missing[0]}, which its {index} names: copy or download the checkpoint again.")
     return files
+
+
+def why_refused(error: BaseException) -> str | None:
+    """What the Hub had against a download, and what to do; None for an error that is not about that."""
+    for cause in _causes(error):
+        if isinstance(cause, GatedRepoError):
+            return "the repository is gated: ask for access on its page, then sign in or pass token="
+        if isinstance(cause, RepositoryNotFoundError):
+            return (
+                "the Hub has no such repository, or it is private: check the name, and sign in (`hf auth login`) or "
+                "pass token= of somebody who can read it"
+            )
+        if isinstance(cause, RevisionNotFoundError):
+            return "the repository has no such revision: give a branch, tag or commit that it has"
+        if isinstance(cause, HfHubHTTPError) and cause.response is not None:
+            if cause.response.status_code == 401:
+                return "the Hub does not accept the token: sign in anew (`hf auth login`), or pass another token="
+            return f"the Hub answered {cause.response.status_code}: try again later, or use what is in the cache"
+    return None
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """The error, what it came from, what that came from, and so on."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
 
 
 def check_tensors(path: str, files: Iterable[str], expected: Mapping[str, torch.Size], heads_only: bool) -> None:

@@ -1,0 +1,5 @@
+"""What leaves for the Hub, and what is served: nothing goes out unchecked."""
+
+from hf_drafthead.hub_upload.push import Push, Target, push_folder, push_model
+
+__all__ = ["Push", "Target", "push_folder", "push_model"]

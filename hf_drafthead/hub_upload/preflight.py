@@ -1,0 +1,226 @@
+"""What is checked before anything leaves the machine."""
+
+import re
+from collections.abc import Iterator, Mapping
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import HfApi, get_token
+from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from hf_drafthead.modeling import MODEL_CLASSES, DraftHeadConfig, DraftHeadPreTrainedModel
+from hf_drafthead.modeling.checkpoint import INDEX, checkpoint_files
+
+TRAINING = ("optimizer*", "scheduler.*", "scaler.pt", "rng_state*", "training_args.bin", "trainer_state.json")
+TRAINING += ("checkpoint-*", "global_step*", "events.out.tfevents*", "wandb", "mlruns")
+CACHES = ("__pycache__", ".cache", ".git", ".ipynb_checkpoints", ".*_cache", "*.pyc", "*.lock", "*.incomplete", "*.tmp")
+PICKLES = ("*.bin", "*.pt", "*.pth", "*.pkl", "*.pickle", "*.ckpt", "*.joblib")
+PRIVATE = (".env*", ".netrc", ".git-credentials", ".pypirc", ".npmrc", "*.pem", "*.key", "id_rsa*", "id_ed25519*")
+PRIVATE += ("token", "stored_tokens", "credentials*")
+WORDS = ("tokenizer.json", "vocab.json", "vocab.txt", "merges.txt")  # any string may be a word of a vocabulary
+SECRET = re.compile(
+    rb"\bhf_[A-Za-z0-9]{30,}|\bsk-[A-Za-z0-9_-]{20,}|\bAKIA[0-9A-Z]{16}\b|\bgh[pousr]_[A-Za-z0-9]{36}"
+    rb"|\bgithub_pat_\w{22,}|-----BEGIN [A-Z ]*PRIVATE KEY-----|://[^\s/:@]+:[^\s/@]+@"
+)
+TEXT_AT_MOST = 16 * 2**20  # bytes; longer files are no text that anybody wrote
+
+
+def files_of(folder: Path) -> dict[str, Path]:
+    """Every file of a folder, by its path there, in alphabetical order; without the one that git hosts write."""
+    found = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
+    return {name: path for name, path in found.items() if name != ".gitattributes"}
+
+
+def check_files(folder: Path) -> None:
+    """Refuse what does not belong in a repository: states of a training, caches, pickles, secrets.
+
+    Raises:
+        ValueError: there is such a file.
+    """
+    kinds = (
+        (PRIVATE, "looks like a secret", "remove it from the folder"),
+        (TRAINING, "is the state of a training", "remove it, or push the folder that save_pretrained wrote"),
+        (CACHES, "belongs to a cache", "remove it from the folder"),
+        (PICKLES, "is a pickle, which can run code when it is opened", "save the weights as safetensors instead"),
+    )
+    signed_in = (get_token() or "").encode()
+    for name, path in files_of(folder).items():
+        for patterns, what, advice in kinds:
+            if any(fnmatch(part, pattern) for part in Path(name).parts for pattern in patterns):
+                raise ValueError(f"{name!r} in {str(folder)!r} {what} and is not for the Hub: {advice}.")
+        if path.name in WORDS or path.suffix == ".safetensors" or path.stat().st_size > TEXT_AT_MOST:
+            continue
+        data = path.read_bytes()
+        found = SECRET.search(data)
+        if found or (signed_in and signed_in in data):
+            line = data.count(b"\n", 0, found.start() if found else data.index(signed_in)) + 1
+            raise ValueError(
+                f"{name!r} in {str(folder)!r} holds what looks like a token, password or private key (line {line}): "
+                "take it out, and revoke it if anybody may have seen it."
+            )
+
+
+def check_base(config: DraftHeadConfig, folder: Path, token: str | bool | None) -> list[str]:
+    """Refuse heads whose base nobody else can load.
+
+    Args:
+        config: of the heads.
+        folder: where they lie: their base may be named by its path from there.
+        token: as in huggingface_hub.
+
+    Returns:
+        What is worth knowing about the base: it is gated, it is private, it was not looked up.
+
+    Raises:
+        OSError: there is no such base on the Hub, or not at its revision.
+        ValueError: the base is a local path, or not named.
+    """
+    if config.base_included:
+        return []
+    name, revision = config.base_model_name_or_path, config.base_model_revision
+    ways = "name it on the Hub (--base ORG/NAME, or model.config.base_model_name_or_path = 'org/name'), or push it "
+    ways += "along with its heads (--include-base, or include_base=True)"
+    if not name:
+        raise ValueError(f"the heads do not say which base they are for: {ways}.")
+    if name.startswith((".", "~")) or Path(name).is_absolute() or name.count("/") > 1 or (folder / name).is_dir():
+        raise ValueError(f"the base of these heads is the local path {name!r}, which nobody else has: {ways}.")
+    try:
+        found = HfApi(token=token).model_info(name, revision=revision)
+    except GatedRepoError:
+        return [f"the base {name!r} is gated: who loads these heads needs access to it"]
+    except RepositoryNotFoundError as error:
+        raise OSError(
+            f"there is no base {name!r} on the Hub (or it is private and the token cannot see it): {ways}."
+        ) from error
+    except RevisionNotFoundError as error:
+        raise OSError(
+            f"the base {name!r} has no revision {revision!r}: set base_model_revision to a commit that it has."
+        ) from error
+    except HfHubHTTPError as error:
+        if error.response.status_code in (401, 403):
+            raise
+        return [f"the base {name!r} was not looked up: the Hub answered {error.response.status_code}"]
+    except Exception as error:  # no network: each client of HTTP has its own words for it
+        return [f"the base {name!r} was not looked up ({type(error).__name__}: the Hub could not be reached)"]
+    notes = []
+    if found.gated:
+        notes.append(f"the base {name!r} is gated: who loads these heads needs access to it")
+    if found.private:
+        notes.append(f"the base {name!r} is private: only who can read it can load these heads")
+    return notes
+
+
+def check_weights(folder: Path, live: Mapping[str, Tensor] | None = None) -> None:
+    """Refuse weights that are not finite, or that do not load again to the same tensors.
+
+    Args:
+        folder: a checkpoint with the heads only, or with the base too.
+        live: the tensors that were saved, by their names in the model.
+
+    Raises:
+        OSError: there is no safetensors file, or it cannot be read.
+        ValueError: a tensor is not finite, or comes back as another.
+    """
+    loaded: dict[str, Tensor] | None = None
+    for name, tensor in tensors_of(folder):
+        if not torch.isfinite(tensor).all():
+            raise ValueError(
+                f"the tensor {name!r} in {str(folder)!r} holds NaN or infinity: train these heads again, or go back to "
+                "an earlier checkpoint."
+            )
+        if loaded is None:
+            loaded = dict(load_again(folder, tensor.dtype).state_dict())
+        for other, where in ((loaded, "when it is loaded again"), (live, "than in the model that was saved")):
+            if other is not None and not _same(tensor, other.get(name)):
+                raise ValueError(f"the tensor {name!r} in {str(folder)!r} is another {where}: save the model again.")
+
+
+def load_again(folder: Path, dtype: torch.dtype) -> DraftHeadPreTrainedModel:
+    """The checkpoint as others will load it; heads only on a base without memory, for theirs is not asked for."""
+    family = family_of(folder)
+    config = family.config_class.from_pretrained(folder)
+    if config.base_included:
+        return family.from_pretrained(folder, dtype="auto")
+    with torch.device("meta"):
+        base = AutoModelForCausalLM.from_config(config.base_config, dtype=dtype)
+    return family.from_pretrained(folder, base_model=base)
+
+
+def family_of(folder: Path) -> type[DraftHeadPreTrainedModel]:
+    """The model class of a checkpoint.
+
+    Raises:
+        OSError: there is no checkpoint in the folder.
+        ValueError: it is a model without draft heads.
+    """
+    if not (folder / "config.json").is_file():
+        raise OSError(
+            f"{str(folder)!r} holds no config.json: give the folder of a draft-head checkpoint, as save_pretrained "
+            "writes it."
+        )
+    fields, _ = DraftHeadConfig.get_config_dict(folder)
+    known = {one.config_class.model_type: one for one in MODEL_CLASSES}
+    found = fields.get("model_type")
+    if found not in known:
+        raise ValueError(
+            f"{str(folder)!r} holds a {found!r} model without draft heads: give the folder of a draft-head checkpoint."
+        )
+    return known[found]
+
+
+def tensors_of(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a checkpoint, one after the other."""
+    for file in checkpoint_files(str(folder), None, {"local_files_only": True}):
+        try:
+            with safe_open(file, framework="pt") as stored:
+                for name in stored.keys():
+                    yield name, stored.get_tensor(name)
+        except SafetensorError as error:
+            raise OSError(
+                f"{file!r} is not a readable safetensors file ({error}): save or download it again."
+            ) from None
+
+
+def check_card(folder: Path, shown: str) -> None:
+    """Refuse a card that does not say what a reader needs.
+
+    Args:
+        folder: of the checkpoint.
+        shown: what the user knows it by.
+
+    Raises:
+        ValueError: something is missing.
+    """
+    from hf_drafthead.cards import missing
+
+    included = DraftHeadConfig.get_config_dict(folder)[0].get("base_included")
+    lacking = [one for one in missing(folder) if not (included and one.startswith("base:"))]
+    if lacking:
+        words = "; ".join(one.replace(str(folder), shown) for one in lacking)
+        raise ValueError(
+            f"the card of {shown!r} is not complete: {words} (license= and --license of a push write the license)."
+        )
+
+
+def check_index(folder: Path) -> None:
+    """Refuse shards beside a whole file: a reader would take the one for the other.
+
+    Raises:
+        ValueError: both are there.
+    """
+    if (folder / INDEX).is_file() and (folder / "model.safetensors").is_file():
+        raise ValueError(
+            f"{str(folder)!r} holds model.safetensors and {INDEX}: remove the one that is not meant, for only the "
+            "first would be read."
+        )
+
+
+def _same(stored: Tensor, other: Any) -> bool:
+    if other is None or other.shape != stored.shape:
+        return False
+    return torch.equal(stored.to(other.dtype), other.detach().cpu())

@@ -1,0 +1,328 @@
+"""Publish draft heads: put together what belongs to them, check it, and send it in one commit."""
+
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi
+from huggingface_hub.errors import (
+    BadRequestError,
+    HfHubHTTPError,
+    HFValidationError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+from huggingface_hub.hf_api import RepoFile
+from huggingface_hub.utils import validate_repo_id
+from huggingface_hub.utils.sha import git_hash, sha_fileobj
+from transformers.utils import logging
+
+from hf_drafthead.hub_upload import preflight, staging
+from hf_drafthead.hub_upload.bundle import add_bundle
+from hf_drafthead.modeling import DraftHeadPreTrainedModel
+
+logger = logging.get_logger(__name__)
+
+NEW, CHANGED, UNCHANGED, REMOVED = "new", "changed", "unchanged", "removed"
+
+
+@dataclass
+class Push:
+    """What is to be sent, after every check has passed.
+
+    Attributes:
+        repo_id: where to.
+        folder: where the files lie; gone after the push.
+        sizes: bytes of every file by its path.
+        states: new, changed or unchanged against what the repository holds, by path; removed for weights that this
+            push replaces; empty where that could not be asked.
+        notes: what a user should know.
+        commit: what the Hub answered; None before it is sent.
+        committed: False if the repository held all of this before, so that no commit was made.
+    """
+
+    repo_id: str
+    folder: Path
+    sizes: dict[str, int]
+    states: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    commit: CommitInfo | None = None
+    committed: bool = False
+
+    @property
+    def total(self) -> int:
+        """Bytes of all files."""
+        return sum(self.sizes.values())
+
+    def lines(self) -> list[str]:
+        """What was sent, or would be: a line per file, notes, and where it is to be found."""
+        names = [*self.sizes, *(name for name in self.states if name not in self.sizes)]
+        wide = max(map(len, names))
+        lines = [f"{name:<{wide}} {_size(self.sizes.get(name)):>10}  {self.states.get(name, '')}" for name in names]
+        lines.append(f"{'':<{wide}} {_size(self.total):>10}  in {len(self.sizes)} files for {self.repo_id}")
+        lines += [f"note: {note}" for note in self.notes]
+        if self.commit is None:
+            lines.append("dry run: nothing was sent")
+        elif not self.committed:
+            lines.append("nothing has changed: no commit was made")
+        else:
+            lines.append(self.commit.pr_url or self.commit.commit_url)
+        return [line.rstrip() for line in lines]
+
+    def to_json(self) -> dict[str, Any]:
+        """Repository, files with size and state, notes and the commit's address."""
+        names = [*self.sizes, *(name for name in self.states if name not in self.sizes)]
+        files = [{"path": name, "bytes": self.sizes.get(name), "state": self.states.get(name)} for name in names]
+        url = self.commit.commit_url if self.commit else None
+        proposal = self.commit.pr_url if self.commit else None
+        return {
+            "repo_id": self.repo_id,
+            "files": files,
+            "bytes": self.total,
+            "notes": self.notes,
+            "committed": self.committed,
+            "commit": url,
+            "pull_request": proposal,
+        }
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where a push goes and how it is told, in transformers' own words."""
+
+    repo_id: str
+    commit_message: str | None = None
+    commit_description: str | None = None
+    private: bool | None = None
+    token: str | bool | None = None
+    revision: str | None = None
+    create_pr: bool = False
+    tags: list[str] | None = None
+    license: str | None = None
+
+    def __post_init__(self) -> None:
+        try:
+            validate_repo_id(self.repo_id)
+        except HFValidationError as error:
+            raise ValueError(
+                f"{self.repo_id!r} is no name of a repository ({_first(error)}): expected 'name' or 'org/name', of "
+                "letters, digits, '-', '_' and '.'."
+            ) from None
+
+
+def push_model(
+    model: DraftHeadPreTrainedModel,
+    target: Target,
+    *,
+    include_base: bool = False,
+    max_shard_size: int | str = staging.SHARD,
+    dry_run: bool = False,
+) -> Push:
+    """Push a loaded model; the tokenizer and the figures come from where its heads were loaded from.
+
+    Raises:
+        OSError: the Hub does not let it through, or cannot be reached.
+        ValueError: something in it is not fit for others to use.
+    """
+    with _staged(target) as folder:
+        with _told(target):
+            notes = staging.stage_model(
+                model, folder, include_base=include_base, max_shard_size=max_shard_size, token=target.token
+            )
+        return _push(folder, target, notes, shown=target.repo_id, model=model, dry_run=dry_run)
+
+
+def push_folder(
+    folder: str | os.PathLike,
+    target: Target,
+    *,
+    base: str | None = None,
+    include_base: bool = False,
+    max_shard_size: int | str = staging.SHARD,
+    dry_run: bool = False,
+) -> Push:
+    """Push a checkpoint's folder, which stays as it is.
+
+    Args:
+        folder: as `save_pretrained` wrote it.
+        target: where to.
+        base: Hub id of the base, if the folder names a local one.
+        include_base: push the base's weights too.
+        max_shard_size: of the weights, with `include_base`.
+        dry_run: check and compare only; nothing is sent.
+
+    Raises:
+        OSError: there is no such folder, the Hub does not let it through, or cannot be reached.
+        ValueError: something in it is not fit for others to use.
+    """
+    source = Path(folder)
+    if not source.is_dir():
+        raise OSError(f"there is no folder {str(folder)!r}: give the folder of a draft-head checkpoint.")
+    preflight.check_files(source)
+    preflight.check_index(source)
+    with _staged(target) as staged:
+        with _told(target):
+            notes = staging.stage_folder(
+                source,
+                staged,
+                base=base,
+                include_base=include_base,
+                max_shard_size=max_shard_size,
+                token=target.token,
+            )
+        return _push(staged, target, notes, shown=str(source), model=None, dry_run=dry_run)
+
+
+def _push(
+    folder: Path,
+    target: Target,
+    notes: list[str],
+    *,
+    shown: str,
+    model: DraftHeadPreTrainedModel | None,
+    dry_run: bool,
+) -> Push:
+    from hf_drafthead.cards import write_card
+
+    config = preflight.family_of(folder).config_class.from_pretrained(folder)
+    with _told(target):
+        notes = notes + preflight.check_base(config, folder, target.token)
+    preflight.check_weights(folder, None if model is None else model.state_dict())
+    add_bundle(folder)
+    staging.published_card(folder, target.repo_id, target.revision, target.token)
+    write_card(folder, model, repo_id=target.repo_id, license=target.license)
+    staging.add_tags(folder, target.tags)
+    preflight.check_card(folder, shown)
+    preflight.check_files(folder)
+    files = preflight.files_of(folder)
+    push = Push(target.repo_id, folder, {name: path.stat().st_size for name, path in files.items()}, notes=notes)
+    for note in notes:
+        logger.info(note)
+    if dry_run:
+        push.states = _compare(files, target)
+        return push
+    with _told(target):
+        push.commit, push.committed = _send(files, target)
+    return push
+
+
+def _send(files: dict[str, Path], target: Target) -> tuple[CommitInfo, bool]:
+    """One commit that makes the repository hold these files, and no other weights; and whether that changed it."""
+    api = HfApi(token=target.token)
+    repo_id = api.create_repo(target.repo_id, private=target.private, exist_ok=True).repo_id
+    if target.revision is not None and not target.revision.startswith("refs/pr"):
+        try:
+            api.create_branch(repo_id, branch=target.revision, exist_ok=True)
+        except HfHubHTTPError as error:
+            # Whoever may only propose a change cannot make a branch; the commit tells whether it is there.
+            if not (error.response.status_code == 403 and target.create_pr):
+                raise
+    before = api.model_info(repo_id, revision=target.revision)
+    there = [file.rfilename for file in before.siblings or []]
+    operations: list[Any] = [CommitOperationAdd(name, str(path)) for name, path in files.items()]
+    operations += [CommitOperationDelete(name) for name in _replaced(there, files)]
+    logger.info(f"pushing {len(files)} files to {repo_id}: {', '.join(files)}")
+    commit = api.create_commit(
+        repo_id,
+        operations,
+        commit_message=target.commit_message or "Upload draft heads",
+        commit_description=target.commit_description,
+        revision=target.revision,
+        create_pr=target.create_pr,
+    )
+    return commit, commit.oid != before.sha
+
+
+def _replaced(there: list[str], files: dict[str, Path]) -> list[str]:
+    """Weights at the Hub that are not sent again: left there, they would be read instead of the new ones."""
+    endings = (".safetensors", ".safetensors.index.json")
+    return [name for name in there if name.startswith("model") and name.endswith(endings) and name not in files]
+
+
+def _compare(files: dict[str, Path], target: Target) -> dict[str, str]:
+    """How each file differs from what the repository holds; nothing where that cannot be asked."""
+    api = HfApi(token=target.token)
+    try:
+        listed = list(api.list_repo_tree(target.repo_id, recursive=True, revision=target.revision))
+    except (RepositoryNotFoundError, RevisionNotFoundError):
+        listed = []
+    except Exception:  # no network: a dry run still tells what the folder holds
+        return {}
+    there = {one.path: one for one in listed if isinstance(one, RepoFile)}
+    states = {}
+    for name, path in files.items():
+        if name not in there:
+            states[name] = NEW
+            continue
+        large = there[name].lfs
+        if large is not None:
+            with path.open("rb") as content:
+                same = sha_fileobj(content).hex() == large.sha256
+        else:
+            same = git_hash(path.read_bytes()) == there[name].blob_id
+        states[name] = UNCHANGED if same else CHANGED
+    return states | dict.fromkeys(_replaced(list(there), files), REMOVED)
+
+
+@contextmanager
+def _staged(target: Target) -> Iterator[Path]:
+    """An empty folder that has the repository's name, for as long as the push takes."""
+    with tempfile.TemporaryDirectory(prefix="hf-drafthead-") as place:
+        folder = Path(place) / target.repo_id.rpartition("/")[2]
+        folder.mkdir()
+        yield folder
+
+
+@contextmanager
+def _told(target: Target) -> Iterator[None]:
+    """Turn what the Hub answers into one line that says what was refused, and what to do."""
+    owner = target.repo_id.rpartition("/")[0]
+    try:
+        yield
+    except RevisionNotFoundError as error:
+        raise OSError(f"{target.repo_id!r} has no revision {target.revision!r}: push to a branch.") from error
+    except BadRequestError as error:
+        raise ValueError(f"the Hub refused what was sent to {target.repo_id!r}: {_first(error)}") from error
+    except HfHubHTTPError as error:
+        status, said = error.response.status_code, error.server_message or _first(error)
+        if status == 401:
+            line = (
+                f"the Hub does not know who pushes to {target.repo_id!r} ({said}): sign in with `hf auth login`, or "
+                "pass a valid token."
+            )
+        elif status == 403:
+            line = (
+                f"the token may not write to {target.repo_id!r} ({said}): use one with write right"
+                f"{f' for {owner!r}' if owner else ''}, or propose the change (create_pr=True, --create-pr)."
+            )
+        elif isinstance(error, RepositoryNotFoundError):
+            line = f"there is no repository {target.repo_id!r} that the token can see: check the name and the token."
+        else:
+            line = f"the Hub answered {status} to the push to {target.repo_id!r} ({said}): push again later."
+        raise OSError(line) from error
+    except (OSError, ValueError, TypeError):
+        raise
+    except Exception as error:  # a broken connection: the client of HTTP has its own errors, which are no OSError
+        raise OSError(
+            f"the push to {target.repo_id!r} was interrupted ({type(error).__name__}: {_first(error)}): push again; "
+            "what has arrived is not sent twice."
+        ) from error
+
+
+def _size(count: int | None) -> str:
+    """Bytes as people read them."""
+    if count is None:
+        return "-"
+    for unit, factor in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if count >= factor:
+            return f"{count / factor:.1f} {unit}"
+    return f"{count} B"
+
+
+def _first(error: Exception) -> str:
+    """The first line of an error, without a full stop."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(". ")

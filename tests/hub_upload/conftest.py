@@ -1,0 +1,45 @@
+"""The loopback Hub and its clients, one of each for all tests here; every test finds the Hub empty."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.hub_upload.clients import Clients
+from tests.hub_upload.loopback import LoopbackHub
+
+
+@pytest.fixture(scope="session")
+def running(tmp_path_factory) -> Iterator[tuple[LoopbackHub, Clients]]:
+    with LoopbackHub() as hub:
+        clients = Clients(hub.url, tmp_path_factory.mktemp("clients"))
+        yield hub, clients
+        clients.close()
+
+
+@pytest.fixture
+def hub(running) -> Iterator[LoopbackHub]:
+    """An empty Hub; afterwards, no token has been sent to its storage, and none was printed."""
+    hub, clients = running
+    hub.reset()
+    clients.answers.clear()
+    yield hub
+    assert [one for one in hub.asked if one.storage and one.token] == []
+    assert [one for one in clients.answers for token in hub.users if token in one.out + one.err] == []
+
+
+@pytest.fixture
+def clients(running) -> Clients:
+    return running[1]
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory) -> Path:
+    """A tiny base with a tokenizer under base/, and heads for it under medusa/ and hydra/."""
+    from tests.checkpoints import FAMILIES, save_base, save_heads
+
+    folder = tmp_path_factory.mktemp("models")
+    base = save_base(folder)
+    for family in FAMILIES:
+        save_heads(folder, base, family)
+    return folder
