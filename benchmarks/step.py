@@ -1,7 +1,8 @@
 """What one step costs, part by part, in units of the base's one-token step: a token's share of `base.generate`.
 
     python benchmarks/step.py                         # the bundled models
-    python benchmarks/step.py --shape 160m --nodes 16 # random weights of a named LLaMA shape
+    python benchmarks/step.py --shape 160m --nodes 16 # random weights of a named LLaMA shape, fresh heads of any family
+    python benchmarks/step.py --shape 160m --family medusa --family eagle
 
 The parts are timed inside `generate()`, base and heads in turns in one process; figures are medians over the repeats.
 `bookkeeping` is the step without verify and draft: walk, commit and the loop around them.
@@ -10,7 +11,6 @@ The parts are timed inside `generate()`, base and heads in turns in one process;
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import statistics
 import time
@@ -20,9 +20,10 @@ from collections.abc import Iterator
 import torch
 from transformers import AutoModel, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-import hf_drafthead
 from hf_drafthead import DraftTree, zoo
+from hf_drafthead.evaluation.stages import STAGES, clocked_loop, timed
 from hf_drafthead.generation import decoding
+from hf_drafthead.training.families import CLASSES, fresh_heads
 
 SHAPES = {
     "68m": {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 2, "num_attention_heads": 12},
@@ -37,56 +38,6 @@ SHAPES = {
     },
     "7b": {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32},
 }
-STAGES = ("draft", "verify", "accept", "commit")
-
-
-@contextlib.contextmanager
-def timed(holder: object, names: tuple[str, ...], spent: dict[str, list[float]]) -> Iterator[None]:
-    """Note the seconds of every call of `holder`'s functions `names`."""
-    originals = {name: getattr(holder, name) for name in names}
-
-    def watch(name: str):
-        def call(*args, **kwargs):
-            _synchronize()
-            start = time.perf_counter()
-            result = originals[name](*args, **kwargs)
-            _synchronize()
-            spent[name].append(time.perf_counter() - start)
-            return result
-
-        return call
-
-    for name in names:
-        setattr(holder, name, watch(name))
-    try:
-        yield
-    finally:
-        for name in names:
-            setattr(holder, name, originals[name])
-
-
-@contextlib.contextmanager
-def clocked_loop() -> Iterator[dict[str, float]]:
-    """Note when the loop starts and ends: what happens once per call, before and after it, is no part of a step."""
-    clock: dict[str, float] = {}
-    prefill, finish = decoding.prefill, decoding.finish
-
-    def starting(*args, **kwargs):
-        state = prefill(*args, **kwargs)
-        _synchronize()
-        clock["start"] = time.perf_counter()
-        return state
-
-    def ending(*args, **kwargs):
-        _synchronize()
-        clock["end"] = time.perf_counter()
-        return finish(*args, **kwargs)
-
-    decoding.prefill, decoding.finish = starting, ending
-    try:
-        yield clock
-    finally:
-        decoding.prefill, decoding.finish = prefill, finish
 
 
 def measure(model: PreTrainedModel, tree: DraftTree, prompt: torch.Tensor, new_tokens: int, repeats: int) -> dict:
@@ -127,19 +78,39 @@ def measure(model: PreTrainedModel, tree: DraftTree, prompt: torch.Tensor, new_t
 
 
 def random_model(shape: str, family: str, dtype: torch.dtype) -> PreTrainedModel:
-    """Random weights of a named shape, with fresh heads."""
+    """Random weights of a named shape, with fresh heads of a family as the paper has it."""
     torch.manual_seed(0)
     config = LlamaConfig(**({"vocab_size": 32000, "max_position_embeddings": 4096} | SHAPES[shape]))
     base = LlamaForCausalLM(config).to(dtype).eval()
-    classes = {"medusa": hf_drafthead.MedusaForCausalLM, "hydra": hf_drafthead.HydraForCausalLM}
-    return classes[family].from_base(base)
+    return fresh_heads(family, base)
+
+
+def models(args: argparse.Namespace) -> Iterator[tuple[str, PreTrainedModel, torch.Tensor]]:
+    """The models asked for, one at a time, each with a name and a prompt (B, P)."""
+    dtype = getattr(torch, args.dtype)
+    if args.shape:
+        asked = args.family or ["medusa"]
+        for family in CLASSES if "all" in asked else asked:
+            prompt = torch.randint(0, 32000, (args.batch, 64), generator=torch.Generator().manual_seed(0))
+            yield f"{args.shape} {family}", random_model(args.shape, family, dtype).to(args.device), prompt
+        return
+    for path in [args.model] if args.model else [zoo.path(family) for family in zoo.families()]:
+        tokenizer = AutoTokenizer.from_pretrained(path)
+        prompt = tokenizer(["import os\n\n\ndef walk("] * args.batch, return_tensors="pt").input_ids
+        yield str(path).rsplit("/")[-1], AutoModel.from_pretrained(path, dtype=dtype).to(args.device), prompt
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="a draft-head checkpoint; default: every one in the zoo")
-    parser.add_argument("--shape", choices=SHAPES, help="random weights of this shape instead")
-    parser.add_argument("--family", default="medusa", help="heads of the random shape")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--model", help="a draft-head checkpoint; default: every one in the zoo")
+    what.add_argument("--shape", choices=SHAPES, help="random weights of this shape instead")
+    parser.add_argument(
+        "--family",
+        action="append",
+        choices=[*CLASSES, "all"],
+        help="heads of the random shape, may be repeated; default: medusa",
+    )
     parser.add_argument("--nodes", type=int, nargs="*", default=[8, 16, 32, 64], help="tree sizes, root included")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--tokens", type=int, default=128)
@@ -148,21 +119,15 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--json", help="also write the figures here")
     args = parser.parse_args()
-    names = [args.shape] if args.shape else [args.model] if args.model else [zoo.path(f) for f in zoo.families()]
+    if args.family and not args.shape:
+        parser.error(f"--family {args.family[0]} is for --shape: a checkpoint has the heads it has, drop --family.")
     table = []
-    for name in names:
-        if args.shape:
-            model = random_model(name, args.family, getattr(torch, args.dtype)).to(args.device)
-            prompt = torch.randint(0, 32000, (args.batch, 64))
-        else:
-            model = AutoModel.from_pretrained(name, dtype=getattr(torch, args.dtype)).to(args.device)
-            tokenizer = AutoTokenizer.from_pretrained(name)
-            prompt = tokenizer(["import os\n\n\ndef walk("] * args.batch, return_tensors="pt").input_ids
+    for name, model, prompt in models(args):
         for nodes in args.nodes:
             paths = sorted(DraftTree.from_name("mc_sim_7b_63").paths, key=lambda path: (len(path) + sum(path), path))
             tree = DraftTree(paths[: nodes - 1])
             figures = measure(model, tree, prompt.to(args.device), args.tokens, args.repeats)
-            table.append({"model": str(name).rsplit("/")[-1], "nodes": nodes, "batch": args.batch, **figures})
+            table.append({"model": name, "nodes": nodes, "batch": args.batch, **figures})
             show(table[-1], first=len(table) == 1)
     if args.json:
         with open(args.json, "w") as file:
@@ -172,17 +137,12 @@ def main() -> None:
 def show(row: dict, first: bool) -> None:
     parts = ("step", "verify", "draft", "accept", "commit", "bookkeeping", "base_forward")
     if first:
-        print(f"{'model':<16}{'nodes':>6}{'batch':>6}{'base ms':>9}" + "".join(f"{part:>14}" for part in parts))
+        print(f"{'model':<20}{'nodes':>6}{'batch':>6}{'base ms':>9}" + "".join(f"{part:>14}" for part in parts))
     print(
-        f"{row['model']:<16}{row['nodes']:>6}{row['batch']:>6}{row['base_step_ms']:>9.2f}"
+        f"{row['model']:<20}{row['nodes']:>6}{row['batch']:>6}{row['base_step_ms']:>9.2f}"
         + "".join(f"{row[part]:>14.3f}" for part in parts),
         flush=True,
     )
-
-
-def _synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
 
 
 if __name__ == "__main__":

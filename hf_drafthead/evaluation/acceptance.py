@@ -52,3 +52,26 @@ def guess_depths(accepted_lengths: torch.Tensor) -> list[int]:
     for length in accepted_lengths.tolist():
         depths += [*range(1, length), 0] if length else []
     return depths
+
+
+def top_k_accuracy(ranks: Iterable[torch.Tensor], most: int = 5) -> list[list[float]] | None:
+    """By head, how often the token that follows is among its best 1, 2 ... `most` guesses (Amphista, figure 1).
+
+    Args:
+        ranks: (..., K) from 0, one tensor per call of `generation.calibration.rank_paths`; -1 is not counted.
+        most: the largest k.
+
+    Returns:
+        K lists of `most` shares; None where nothing is counted.
+
+    >>> top_k_accuracy([torch.tensor([[0, 3], [1, 0], [0, -1]])], most=2)
+    [[0.6666666666666666, 1.0], [0.5, 0.5]]
+    """
+    parts = [part.flatten(0, -2) for part in ranks]
+    found = torch.cat(parts) if parts else torch.zeros(0, 0)
+    known = found >= 0
+    if not known.any():
+        return None
+    counts = known.sum(0).clamp(min=1).double()
+    hits = [(known & (found < k)).sum(0) / counts for k in range(1, most + 1)]
+    return torch.stack(hits, dim=1).tolist()

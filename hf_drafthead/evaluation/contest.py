@@ -1,11 +1,13 @@
 """Heads at their best on this machine: the tree that is fastest here, beside the tree that was published."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
-from hf_drafthead.evaluation.prompts import Prompt
-from hf_drafthead.evaluation.speed import Measurement, batched, fastest_tree, measure
+from hf_drafthead.evaluation.bench import measure
+from hf_drafthead.evaluation.measurement import Measurement
+from hf_drafthead.evaluation.questions import Question
+from hf_drafthead.evaluation.speed import batched, fastest_tree
 from hf_drafthead.generation.tree import DraftTree, RankPath
 
 PUBLISHED_TREE = "mc_sim_7b_63"
@@ -30,7 +32,7 @@ class Contest:
     def to_json(self) -> dict[str, Any]:
         """The fastest run's fields, and what the other two add."""
         return {
-            **asdict(self.fastest),
+            **self.fastest.to_json(),
             "identical": self.identical,
             "tree": [list(path) for path in self.tree.paths],
             "tokens_per_step_published_tree": self.published.tokens_per_step,
@@ -44,7 +46,7 @@ class Contest:
 def contest(
     model: Any,
     tokenizer: Any,
-    prompts: Sequence[Prompt],
+    prompts: Sequence[Question],
     *,
     max_new_tokens: int,
     repeats: int = 3,
@@ -73,7 +75,7 @@ def contest(
     )
 
 
-def rounds(prompts: Sequence[Prompt], batch_size: int = 8) -> int:
+def rounds(prompts: Sequence[Question], batch_size: int = 8) -> int:
     """How often a `contest` over these prompts calls `progress`."""
     return len(prompts[:TRIED_PROMPTS]) + 2 * len(prompts) + len(batched(prompts, batch_size))
 

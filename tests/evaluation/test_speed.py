@@ -7,14 +7,15 @@ import pytest
 import torch
 
 from hf_drafthead.evaluation import contest, speed
+from hf_drafthead.evaluation.bench import measure
 from hf_drafthead.evaluation.loading import load
-from hf_drafthead.evaluation.prompts import Prompt
-from hf_drafthead.evaluation.speed import Measurement, measure
+from hf_drafthead.evaluation.measurement import Measurement
+from hf_drafthead.evaluation.questions import Question
 from hf_drafthead.generation.mixin import DraftHeadGenerationMixin
 from hf_drafthead.generation.tree import DraftTree
 from tests.checkpoints import TREE, save_base, save_heads
 
-PROMPTS = [Prompt("def t", "x"), Prompt("a much longer w", "y"), Prompt("q", "x"), Prompt("A", "x")]
+PROMPTS = [Question((text,), kind) for text, kind in [("def t", "x"), ("a much longer w", "y"), ("q", "x"), ("A", "x")]]
 TREE = DraftTree(TREE)
 
 
@@ -89,7 +90,7 @@ def test_where_the_base_decodes_by_itself_there_are_no_steps(loaded, monkeypatch
     assert found.identical and found.tokens_per_step is None and found.efficiency is None
 
 
-def test_runs_take_turns_and_the_median_counts(monkeypatch):
+def test_runs_take_turns_and_each_has_its_time(monkeypatch):
     now = iter([0, 1, 10, 12, 20, 29, 30, 34, 40, 42, 50, 53])
     monkeypatch.setattr(speed.time, "perf_counter", lambda: next(now))
     order = []
@@ -97,14 +98,14 @@ def test_runs_take_turns_and_the_median_counts(monkeypatch):
     results, seconds = speed.race(runs, 3, torch.device("cpu"))
     assert order == ["a", "b"] * 3
     assert results == {"a": 5, "b": 6}
-    assert seconds == {"a": 2, "b": 3}
+    assert seconds == {"a": [1, 9, 2], "b": [2, 4, 3]}
 
 
 def test_the_fastest_tree_is_the_one_that_took_least_time(loaded, monkeypatch):
     model, tokenizer = loaded
     trees = [DraftTree([[0]]), DraftTree([[0], [1]]), DraftTree([[0], [0, 0]])]
     seconds = dict(zip(trees, (3.0, 1.0, 2.0), strict=True))
-    monkeypatch.setattr(speed, "race", lambda runs, repeats, device: ({}, {tree: seconds[tree] for tree in runs}))
+    monkeypatch.setattr(speed, "race", lambda runs, repeats, device: ({}, {tree: [seconds[tree]] for tree in runs}))
     assert speed.fastest_tree(model, tokenizer, PROMPTS[:2], trees, max_new_tokens=4) == trees[1]
 
 
@@ -130,7 +131,7 @@ def test_the_report_names_every_field_of_the_fastest_run(loaded):
     "prompts, options, text",
     [
         ([], {}, "there is no prompt to measure on: give at least one."),
-        ([Prompt("")], {}, "the prompt is empty: give the text that the model shall continue."),
+        ([Question(("",))], {}, "the prompt is empty: give the text that the model shall continue."),
         (PROMPTS, {"batch_size": 0}, "batch_size is 0: expected at least 1."),
         (PROMPTS, {"max_new_tokens": 120}, "a prompt of 15 tokens and 120 new ones exceed the base's 128 positions: "),
     ],

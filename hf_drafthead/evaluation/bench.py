@@ -1,0 +1,347 @@
+"""Speed, acceptance and exactness of a model with draft heads against its own base, on questions.
+
+Contenders take turns on every prompt in one process; a conversation goes on with the base's own answers, so that all
+are asked the same.
+
+Shapes: B rows, P prompt tokens, M positions, K heads.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from hf_drafthead.evaluation.compare import Contender, cannot_batch, contenders
+from hf_drafthead.evaluation.loading import one_line
+from hf_drafthead.evaluation.measurement import BASE, HEADS, Measurement, Round, Run, summed_up
+from hf_drafthead.evaluation.memory import PeakMemory, out_of_memory
+from hf_drafthead.evaluation.quality import quality
+from hf_drafthead.evaluation.questions import Question
+from hf_drafthead.evaluation.speed import (
+    ForwardCount,
+    batched,
+    encode_all,
+    encode_turn,
+    has_room,
+    new_rows,
+    race,
+    steps_of,
+)
+from hf_drafthead.evaluation.stages import time_split
+from hf_drafthead.generation.calibration import rank_paths
+from hf_drafthead.generation.tree import DraftTree
+
+INTERRUPTED, NO_MEMORY = "interrupted", "out of memory"
+
+
+def measure(
+    model: Any,
+    tokenizer: Any,
+    prompts: Sequence[Question],
+    *,
+    tree: DraftTree,
+    max_new_tokens: int,
+    batch_size: int = 1,
+    repeats: int = 3,
+    progress: Callable[[], object] = lambda: None,
+) -> Measurement:
+    """Decode texts greedily with the base and with the heads, in turn: speed and exactness, and nothing else.
+
+    Args:
+        model: a model with draft heads; its base is what it is compared with.
+        tokenizer: the base's.
+        prompts: what to continue, `batch_size` of one category at a time, padded on the left.
+        tree: the draft tree of every step.
+        max_new_tokens: per prompt, at most.
+        batch_size: prompts per call.
+        repeats: timed runs of each prompt, of which the median counts.
+        progress: called after each batch.
+
+    Raises:
+        ValueError: no prompt, one that is empty, or one that leaves the base no room for `max_new_tokens`.
+    """
+    course = Course(
+        model,
+        tokenizer,
+        contenders(model, tokenizer, tree=tree),
+        {"do_sample": False, "max_new_tokens": max_new_tokens},
+        batch_size=batch_size,
+        repeats=repeats,
+        closely=False,
+        progress=progress,
+    )
+    course.rounds += course.run(prompts)
+    return course.measurement(tree_nodes=tree.num_nodes)
+
+
+@dataclass
+class Course:
+    """One measurement: how it is done, and the rounds so far.
+
+    Attributes:
+        model: with draft heads.
+        tokenizer: the base's.
+        runners: who takes part; those that cannot run here are taken out, with a notice.
+        settings: of every call, `max_new_tokens` among them.
+        batch_size: B, questions of one category at a time.
+        repeats: timed runs, of which the median counts.
+        seed: of sampling; every contender starts each round from the same state.
+        closely: also look into the steps, the guesses and the answers, in a run that is not timed.
+        progress: called after each batch of questions.
+        stopped: why it ended early, if it did.
+        notices: what was left out.
+    """
+
+    model: Any
+    tokenizer: Any
+    runners: dict[str, Contender]
+    settings: Mapping[str, Any]
+    batch_size: int = 1
+    repeats: int = 3
+    seed: int = 0
+    closely: bool = True
+    progress: Callable[[], object] = lambda: None
+    rounds: list[Round] = field(default_factory=list)
+    stopped: str | None = None
+    notices: list[str] = field(default_factory=list)
+
+    def run_as_far_as_possible(self, questions: Sequence[Question]) -> None:
+        """Keep the rounds that were finished when the memory is full, or when the user has seen enough."""
+        try:
+            for one in self.run(questions):
+                self.rounds.append(one)
+        except KeyboardInterrupt:
+            self.stopped = INTERRUPTED
+        except (RuntimeError, MemoryError) as error:
+            if not out_of_memory(error):
+                raise
+            self.stopped = NO_MEMORY
+        if self.stopped == NO_MEMORY and torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    def run(self, questions: Sequence[Question]) -> Iterator[Round]:
+        """Decode the questions with every contender, one batch and one turn of the conversation at a time.
+
+        Raises:
+            ValueError: as `encode_all` does.
+        """
+        batches = batched(questions, self.batch_size)
+        first_turns = encode_all(self.model, self.tokenizer, batches, self.settings["max_new_tokens"])
+        self._warm_up(max(first_turns, key=lambda given: given["input_ids"].shape[1]))
+        with ForwardCount(self.model.base) as count:
+            for batch, given in zip(batches, first_turns, strict=True):
+                answers: list[list[str]] = [[] for _ in batch]
+                turn, asked = 0, list(range(len(batch)))
+                while asked:
+                    one, told = self._round([batch[row] for row in asked], turn, given, count)
+                    yield one
+                    for row, answer in zip(asked, told):
+                        answers[row].append(answer)
+                    turn += 1
+                    asked = [row for row in asked if self._goes_on(batch[row], answers[row])]
+                    if asked:
+                        rest = [batch[row] for row in asked]
+                        given = encode_turn(self.model, self.tokenizer, rest, [answers[row] for row in asked])
+                self.progress()
+
+    def measurement(self, **said: Any) -> Measurement:
+        """What the rounds add up to."""
+        return summed_up(
+            self.model,
+            self.rounds,
+            batch_size=self.batch_size,
+            repeats=self.repeats,
+            settings=dict(self.settings),
+            complete=self.stopped is None,
+            stopped=self.stopped,
+            notices=self.notices,
+            **said,
+        )
+
+    def _warm_up(self, given: Mapping[str, torch.Tensor]) -> None:
+        """Everything that only the first call pays for: the probe of the base, compiling, allocations, tensors."""
+        for name, runner in list(self.runners.items()):
+            if name in (BASE, HEADS):
+                runner(given, self.settings)
+                continue
+            if self.batch_size > 1 and cannot_batch(name):
+                reason = "transformers decodes this way for one prompt at a time only"
+            else:
+                try:
+                    runner(given, self.settings)
+                    continue
+                except Exception as error:  # of compilers and others' decoding, which the heads can do without
+                    if out_of_memory(error):
+                        raise
+                    reason = one_line(error)
+            del self.runners[name]
+            self.notices.append(f"{name} is left out: {reason}.")
+
+    def _round(
+        self, batch: Sequence[Question], turn: int, given: Mapping[str, torch.Tensor], count: ForwardCount
+    ) -> tuple[Round, list[str]]:
+        """One turn of a batch, and the base's answers."""
+        peak, peaks, forwards = PeakMemory(self.model.base.device), dict.fromkeys(self.runners, 0), {}
+        seed, self.seed = self.seed, self.seed + 1
+
+        def before() -> None:
+            torch.manual_seed(seed)
+            peak.reset()
+            count.take()
+
+        def after(name: str) -> None:
+            forwards[name] = count.take()
+            peaks[name] = max(peaks[name], peak.read() or 0)
+
+        calls = {
+            name: lambda runner=runner: runner(given, self.settings)  # type: ignore[misc]
+            for name, runner in self.runners.items()
+        }
+        outputs, seconds = race(calls, self.repeats, self.model.base.device, before=before, after=after)
+        sequences = {name: getattr(output, "sequences", output) for name, output in outputs.items()}
+        rows = {name: new_rows(self.model, given, found, self.settings) for name, found in sequences.items()}
+        one = Round(
+            category=batch[0].category,
+            rows=len(batch),
+            runs={
+                name: Run(
+                    seconds=seconds[name],
+                    tokens=sum(map(len, rows[name])),
+                    forwards=forwards[name],
+                    identical=torch.equal(sequences[name], sequences[BASE]),
+                    peak_memory=peaks[name] or None,
+                )
+                for name in self.runners
+            },
+            accepted=steps_of(outputs[HEADS]),
+        )
+        texts = {name: self.tokenizer.batch_decode(rows[name], skip_special_tokens=True) for name in (BASE, HEADS)}
+        if self.closely:
+            before()
+            one.time_split = time_split(lambda: self.runners[HEADS](given, self.settings))
+            one.ranks = self._ranks(given, rows[BASE])
+            for question, *answers in zip(batch, texts[BASE], texts[HEADS]):
+                if any(question.references[turn : turn + 1]):
+                    base, heads = (quality(answer, question.references[turn]) for answer in answers)
+                    one.quality.append((base, heads))
+        return one, [answer.strip() for answer in texts[BASE]]
+
+    def _goes_on(self, question: Question, answers: list[str]) -> bool:
+        """Whether there is a next turn, and room for it."""
+        turn = len(answers)
+        if turn == len(question.turns):
+            return False
+        length = encode_turn(self.model, self.tokenizer, [question], [answers])["input_ids"].shape[1]
+        if has_room(self.model, length, self.settings["max_new_tokens"]):
+            return True
+        self.notices.append(
+            f"{question.where}: turn {turn + 1} is left out, its {length} tokens leave no room in the base's positions."
+        )
+        return False
+
+    def _ranks(self, given: Mapping[str, torch.Tensor], rows: list[list[int]]) -> torch.Tensor | None:
+        """(M, K) at which each head had the base's own tokens, -1 behind a row's end; None where no answer is long."""
+        prompts = [tokens[mask.bool()] for tokens, mask in zip(given["input_ids"], given["attention_mask"])]
+        texts = [torch.cat([prompt, prompt.new_tensor(row)]) for prompt, row in zip(prompts, rows)]
+        if max(map(len, rows)) < 2:
+            return None
+        lengths = torch.tensor([len(text) for text in texts], device=prompts[0].device)
+        prompt_lengths = torch.tensor([len(prompt) for prompt in prompts], device=prompts[0].device)
+        padded = torch.nn.utils.rnn.pad_sequence(texts, batch_first=True)
+        return rank_paths(self.model, padded, prompt_lengths, lengths).flatten(0, 1).cpu()
+
+
+def bench(
+    model: Any,
+    tokenizer: Any,
+    questions: Sequence[Question],
+    settings: Mapping[str, Any],
+    *,
+    tree: str | DraftTree | None = None,
+    acceptance: Mapping[str, Any] | None = None,
+    compare: Sequence[str] = (),
+    batch_sizes: Sequence[int] = (1,),
+    repeats: int = 3,
+    seed: int = 0,
+    progress: Callable[[], object] = lambda: None,
+    tell: Callable[[str], object] = lambda notice: None,
+) -> list[Measurement]:
+    """One measurement for every batch size; where the memory does not suffice, half of it takes its place.
+
+    Under `accelerate launch` every process takes its share of the questions, and all return the figures of all.
+
+    Args:
+        model: with draft heads.
+        tokenizer: the base's.
+        questions: what to ask.
+        settings: of every call of `generate`, `max_new_tokens` among them.
+        tree: of the heads; None for the model's own.
+        acceptance: settings that only the heads are given.
+        compare: see `contenders`.
+        batch_sizes: each at least 1.
+        repeats: timed runs of each prompt, of which the median counts.
+        seed: of sampling.
+        progress: called after each batch of questions.
+        tell: is given every notice at once.
+
+    Returns:
+        those that were begun, also if they are not complete; nothing after one that was interrupted.
+
+    Raises:
+        KeyboardInterrupt: before there was anything to return.
+        OSError, ValueError: as `contenders` and `encode_all` do, or the memory does not suffice for one prompt.
+    """
+    shard = Shard(questions)
+    encode_all(model, tokenizer, batched(questions, 1), settings["max_new_tokens"])  # refused by all processes alike
+    runners = contenders(model, tokenizer, tree=tree, acceptance=acceptance, compare=compare)
+    waiting, found = list(dict.fromkeys(batch_sizes)), []
+    done = set(waiting)
+    while waiting:
+        size = waiting.pop(0)
+        course = Course(model, tokenizer, dict(runners), settings, size, repeats=repeats, seed=seed, progress=progress)
+        course.run_as_far_as_possible(shard.questions)
+        shard.gather(course)
+        if course.stopped == NO_MEMORY:
+            kept = f"{sum(one.rows for one in course.rounds)} prompts were measured"
+            course.notices.append(f"out of memory at a batch size of {size}: {kept}.")
+            if size > 1 and size // 2 not in done:
+                waiting.insert(0, size // 2)
+                done.add(size // 2)
+                course.notices[-1] = f"{course.notices[-1][:-1]}, the rest goes on with {size // 2}."
+        for notice in course.notices:
+            tell(notice)
+        if course.rounds:
+            found.append(course.measurement(compared=compare, processes=shard.processes))
+        if course.stopped == INTERRUPTED:
+            break
+    if not found:
+        if course.stopped == INTERRUPTED:
+            raise KeyboardInterrupt
+        raise OSError("the memory does not suffice for a single prompt: use a smaller model, or fewer new tokens.")
+    return found
+
+
+class Shard:
+    """This process's share of the questions, and the rounds of all processes."""
+
+    def __init__(self, questions: Sequence[Question]):
+        from accelerate import PartialState
+
+        state = PartialState()
+        self.processes = state.num_processes
+        if self.processes > max(len(questions), 1):
+            raise ValueError(
+                f"{len(questions)} questions cannot be shared among {self.processes} processes: start fewer of them."
+            )
+        self.questions = list(questions)[state.process_index :: self.processes]
+
+    def gather(self, course: Course) -> None:
+        """Give every process the rounds of all."""
+        if self.processes == 1:
+            return
+        from accelerate.utils import gather_object
+
+        course.rounds = gather_object(course.rounds)
+        course.notices = list(dict.fromkeys(gather_object(course.notices)))
+        course.stopped = next(filter(None, gather_object([course.stopped])), None)

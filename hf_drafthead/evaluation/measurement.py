@@ -1,0 +1,246 @@
+"""What was measured: one `Round` per batch of prompts, and the figures that a list of rounds adds up to."""
+
+import operator
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+import transformers
+
+from hf_drafthead.evaluation.acceptance import histogram, tokens_per_step, top_k_accuracy
+from hf_drafthead.evaluation.loading import family_of
+from hf_drafthead.evaluation.quality import METRIC
+from hf_drafthead.evaluation.speed import device_name
+from hf_drafthead.evaluation.stages import TimeSplit
+
+BASE, HEADS, COMPILED = "base", "heads", "compiled"
+
+
+@dataclass
+class Run:
+    """What one contender did in a round.
+
+    seconds: of each repeat; tokens: generated, each row up to its own end; forwards: of the base, prefill included;
+    identical: whether its tokens are the base's; peak_memory: the most bytes in use, None where that is not known.
+    """
+
+    seconds: list[float]
+    tokens: int
+    forwards: int = 0
+    identical: bool = True
+    peak_memory: int | None = None
+
+
+@dataclass
+class Round:
+    """One batch of prompts, decoded by every contender in turn.
+
+    runs: by contender; accepted: (B, S) of the heads; time_split: of a further run of the heads; ranks: (M, K) at
+    which each head had the next tokens; quality: of the base's and the heads' answer, where there is a reference.
+    """
+
+    category: str
+    rows: int
+    runs: dict[str, Run]
+    accepted: torch.Tensor
+    time_split: TimeSplit = field(default_factory=TimeSplit)
+    ranks: torch.Tensor | None = None
+    quality: list[tuple[float, float]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One model on one list of prompts; `to_json` is its JSON form.
+
+    Speeds are sums of tokens over sums of each round's median seconds; a spread is the lowest and the highest of the
+    repeats, each summed over all rounds; `speedup_by_round` is the median and the quartiles over the rounds.
+    """
+
+    model: str
+    base: str
+    family: str
+    device: str
+    dtype: str
+    batch_size: int
+    prompts: int
+    new_tokens: int  # over all prompts, each row up to its own end
+    base_forwards: int  # what the heads needed for them, prefills included
+    tokens_per_step: float | None
+    base_tokens_per_second: float
+    tokens_per_second: float
+    speedup: float
+    speedup_over_compiled: float | None
+    efficiency: float | None  # speedup / tokens_per_step: 1.0 if drafting, tree and bookkeeping cost nothing
+    identical: bool
+    per_category: dict[str, dict[str, Any]]
+    tree_nodes: int
+    accepted_lengths: dict[int, int]  # how many steps emitted 1, 2, 3 ... tokens
+    transformers: str
+    torch: str
+    repeats: int
+    settings: dict[str, Any]  # of `generate`
+    speedup_spread: list[float]
+    base_tokens_per_second_spread: list[float]
+    tokens_per_second_spread: list[float]
+    speedup_by_round: dict[str, float]
+    head_accuracy: list[list[float]] | None  # by head: how often the next token is among its best 1, 2, 3 ...
+    time_split: dict[str, float] | None  # milliseconds per step
+    peak_memory: dict[str, int] | None  # bytes, by contender
+    compared: dict[str, dict[str, Any] | None]  # others than the base, None where one could not run
+    quality: dict[str, Any] | None
+    complete: bool = True
+    stopped: str | None = None  # why it is not complete
+    processes: int = 1
+    notices: list[str] = field(default_factory=list)
+
+    def to_json(self) -> dict[str, Any]:
+        """All fields by name."""
+        return asdict(self)
+
+
+def summed_up(
+    model: Any,
+    rounds: Sequence[Round],
+    *,
+    batch_size: int,
+    repeats: int,
+    tree_nodes: int | None = None,
+    settings: dict[str, Any] | None = None,
+    compared: Iterable[str] = (),
+    **said: Any,
+) -> Measurement:
+    """The figures of some rounds.
+
+    Args:
+        model: what was measured.
+        rounds: at least one.
+        batch_size, repeats, settings: how it was measured.
+        tree_nodes: N, where it is known beforehand; else what the steps showed.
+        compared: contenders that were asked for, also those that could not run.
+        said: the fields that tell how the measurement ended.
+    """
+    split = sum((one.time_split for one in rounds), TimeSplit())
+    names = list(dict.fromkeys(name for one in rounds for name in one.runs))
+    forms = {name: paces(rounds, name) for name in names}
+    whole = figures(rounds)
+    peaks = {name: max(known) for name in names if (known := peaks_of(rounds, name))}
+    others: dict[str, dict[str, Any] | None] = {
+        name: other_figures(rounds, name) if name in names else None for name in compared
+    }
+    fast = others.get(COMPILED)
+    return Measurement(
+        model=model.name_or_path,
+        base=model.base.name_or_path,
+        family=family_of(model.config),
+        device=device_name(model.base.device),
+        dtype=str(model.base.dtype).removeprefix("torch."),
+        batch_size=batch_size,
+        new_tokens=sum(one.runs[HEADS].tokens for one in rounds),
+        base_forwards=sum(one.runs[HEADS].forwards for one in rounds),
+        speedup_over_compiled=None if fast is None else fast["speedup_of_heads"],
+        efficiency=efficiency(whole["speedup"], whole["tokens_per_step"]),
+        per_category=by_category(rounds),
+        tree_nodes=split.nodes if tree_nodes is None else tree_nodes,
+        accepted_lengths=histogram(one.accepted for one in rounds),
+        transformers=transformers.__version__,
+        torch=torch.__version__,
+        repeats=repeats,
+        settings=settings or {},
+        speedup_spread=spread([fast / slow for fast, slow in zip(forms[HEADS], forms[BASE])]),
+        base_tokens_per_second_spread=spread(forms[BASE]),
+        tokens_per_second_spread=spread(forms[HEADS]),
+        speedup_by_round=quartiles([pace([one], HEADS) / pace([one], BASE) for one in rounds]),
+        head_accuracy=top_k_accuracy(one.ranks for one in rounds if one.ranks is not None),
+        time_split=split.to_json(),
+        peak_memory=peaks or None,
+        compared=others,
+        **whole,
+        **said,
+    )
+
+
+def figures(rounds: Sequence[Round]) -> dict[str, Any]:
+    """What is reported of all rounds, and of those of each category."""
+    tau = tokens_per_step(one.accepted for one in rounds)
+    scores = [score for one in rounds for score in one.quality]
+    quality = None
+    if scores:
+        base, heads = (statistics.mean(values) for values in zip(*scores))
+        quality = {"metric": METRIC, "answers": len(scores), "base": base, "heads": heads}
+    return {
+        "prompts": sum(one.rows for one in rounds),
+        "tokens_per_step": tau,
+        "base_tokens_per_second": pace(rounds, BASE),
+        "tokens_per_second": pace(rounds, HEADS),
+        "speedup": pace(rounds, HEADS) / pace(rounds, BASE),
+        "identical": all(one.runs[HEADS].identical for one in rounds),
+        "quality": quality,
+    }
+
+
+def by_category(rounds: Sequence[Round]) -> dict[str, dict[str, Any]]:
+    """`figures` of each category, in the order in which they were met."""
+    groups: dict[str, list[Round]] = {}
+    for one in rounds:
+        groups.setdefault(one.category, []).append(one)
+    return {category: figures(group) for category, group in groups.items()}
+
+
+def other_figures(rounds: Sequence[Round], name: str) -> dict[str, Any]:
+    """What another contender did, against the base and against the heads, over the rounds that it ran in."""
+    ran = [one for one in rounds if name in one.runs]
+    theirs = pace(ran, name)
+    return {
+        "tokens_per_second": theirs,
+        "speedup": theirs / pace(ran, BASE),
+        "speedup_of_heads": pace(ran, HEADS) / theirs,
+        "tokens_per_forward": sum(one.runs[name].tokens for one in ran) / sum(one.runs[name].forwards for one in ran),
+        "identical": all(one.runs[name].identical for one in ran),
+        "tokens_per_second_spread": spread(paces(ran, name)),
+    }
+
+
+def pace(rounds: Sequence[Round], name: str) -> float:
+    """Tokens per second of a contender, every round counting with its median time."""
+    return _pace(rounds, name, statistics.median)
+
+
+def paces(rounds: Sequence[Round], name: str) -> list[float]:
+    """Tokens per second of a contender, repeat by repeat, over the rounds that it ran in."""
+    ran = [one for one in rounds if name in one.runs]
+    repeats = min(len(one.runs[name].seconds) for one in ran)
+    return [_pace(ran, name, operator.itemgetter(repeat)) for repeat in range(repeats)]
+
+
+def _pace(rounds: Sequence[Round], name: str, chosen: Callable[[list[float]], float]) -> float:
+    runs = [one.runs[name] for one in rounds]
+    return sum(run.tokens for run in runs) / sum(chosen(run.seconds) for run in runs)
+
+
+def efficiency(speedup: float, tau: float | None) -> float | None:
+    """How much of tau became speed."""
+    return None if tau is None else speedup / tau
+
+
+def spread(values: Sequence[float]) -> list[float]:
+    """The lowest and the highest."""
+    return [min(values), max(values)]
+
+
+def quartiles(values: Sequence[float]) -> dict[str, float]:
+    """The median, and the values that a quarter lies below and above.
+
+    >>> quartiles([1.0, 2.0, 3.0, 4.0, 5.0])
+    {'lower': 2.0, 'median': 3.0, 'upper': 4.0}
+    """
+    if len(values) == 1:
+        return dict.fromkeys(("lower", "median", "upper"), values[0])
+    return dict(zip(("lower", "median", "upper"), statistics.quantiles(values, n=4, method="inclusive")))
+
+
+def peaks_of(rounds: Sequence[Round], name: str) -> list[int]:
+    """The peaks that are known of a contender."""
+    runs = [one.runs[name] for one in rounds if name in one.runs]
+    return [run.peak_memory for run in runs if run.peak_memory is not None]
