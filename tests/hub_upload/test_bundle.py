@@ -1,0 +1,251 @@
+"""The model code as one file does what the package does, where the package is not."""
+
+import ast
+import json
+import os
+import shutil
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from hf_drafthead.hub_upload import bundle_modules
+from hf_drafthead.hub_upload.bundle import FILE, add_bundle, build_bundle, families
+from tests.bases import tiny_base
+from tests.families import FAMILIES
+from tests.hub_upload.stranger import PROMPT, SETTINGS
+
+STRANGER = Path(__file__).parent / "stranger.py"
+# What transformers itself requires, and so is wherever transformers and torch are.
+BROUGHT_ALONG = {"torch", "transformers", "safetensors", "huggingface_hub", "numpy", "tokenizers"}
+
+all_families = pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+all_codes = pytest.mark.parametrize("code", sorted(families()))
+
+
+def alone(script: str | Path, *arguments: object, modules: Path) -> str:
+    """Run Python by itself, away from this checkout and with a fresh place for the code it fetches."""
+    words = ["-c", script] if isinstance(script, str) else [str(script)]
+    run = subprocess.run(
+        [sys.executable, "-I", *words, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        cwd=modules,
+        env={**os.environ, "HF_MODULES_CACHE": str(modules / "code"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
+        stdin=subprocess.DEVNULL,
+    )
+    assert run.returncode == 0, run.stderr
+    return run.stdout
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A base, and heads of every family for it, each with the file of code."""
+    folder = tmp_path_factory.mktemp("bundled")
+    base = tiny_base("llama-gqa")
+    base.save_pretrained(folder / "base")
+    base.name_or_path = base.config._name_or_path = str(folder / "base")
+    for family in FAMILIES:
+        family.build(base).save_pretrained(folder / family.name)
+        add_bundle(folder / family.name)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def seen(folder, tmp_path_factory) -> dict:
+    """What a stranger finds, all families in one process."""
+    return json.loads(alone(STRANGER, folder, modules=tmp_path_factory.mktemp("stranger")))
+
+
+@all_families
+@pytest.mark.parametrize("case", ["greedy", "sampled", "penalised"])
+def test_a_stranger_gets_the_base_s_own_text(seen, family, case):
+    assert seen["families"][family.name]["same"][case]
+
+
+@all_families
+def test_a_stranger_s_heads_guess_as_the_package_s_do(seen, folder, family):
+    found = seen["families"][family.name]
+    model = AutoModelForCausalLM.from_pretrained(folder / family.name, dtype=torch.float64)
+    assert type(model).__module__.startswith("hf_drafthead.")
+    greedy = model.generate(**PROMPT, **SETTINGS, do_sample=False)
+    torch.manual_seed(3)
+    sampled = model.generate(**PROMPT, **SETTINGS, do_sample=True, temperature=0.8, top_p=0.9)
+    assert found["greedy"] == greedy.sequences.tolist()
+    assert found["accepted_lengths"] == greedy.accepted_lengths.tolist()
+    assert found["sampled_accepted_lengths"] == sampled.accepted_lengths.tolist()
+
+
+@all_families
+def test_a_stranger_s_classes_are_those_of_the_file_and_carry_the_version(seen, family):
+    found = seen["families"][family.name]
+    assert found["class"] == family.model_class.__name__
+    assert found["config"] == family.model_class.config_class.__name__
+    assert found["module"].startswith("transformers_modules.")
+    assert found["version"] == metadata.version("hf-drafthead")
+    assert "hf_drafthead" not in seen["imported"]
+
+
+@all_families
+def test_a_stranger_saves_and_loads_heads_with_and_without_their_base(seen, family):
+    found = seen["families"][family.name]
+    assert {"config.json", "model.safetensors", FILE} <= set(found["saved_files"])
+    assert found["saved_code"]
+    for again in found["saved_again"]:
+        assert again["tensors"]
+        assert again["greedy"] == found["greedy"]
+
+
+@all_families
+def test_a_stranger_has_the_published_trees(seen, family):
+    found = seen["families"][family.name]
+    assert found["published"]
+    assert "'nonesuch' is no published tree: expected one of eagle_mc_sim_7b_63, hydra_single," in found["refusal"]
+
+
+def test_where_the_package_is_imported_its_classes_win(folder, tmp_path):
+    script = """
+import sys, hf_drafthead
+from transformers import AutoModel, AutoModelForCausalLM
+for one in (AutoModel, AutoModelForCausalLM):
+    for trust in (True, None):
+        print(type(one.from_pretrained(sys.argv[1], trust_remote_code=trust)).__module__)
+"""
+    assert alone(script, folder / "hydra", modules=tmp_path).split() == ["hf_drafthead.modeling.hydra"] * 4
+    assert not list((tmp_path / "code").rglob(FILE))
+
+
+@all_codes
+def test_the_file_is_the_same_every_time_and_compiles(code):
+    text = build_bundle(code)
+    assert text == build_bundle(code)
+    compile(text, FILE, "exec")
+    assert f'__version__ = "{metadata.version("hf-drafthead")}"' in text.splitlines()
+
+
+@all_codes
+def test_the_file_imports_nothing_that_transformers_and_torch_do_not_bring(code):
+    tree = ast.parse(build_bundle(code))
+    names = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    names |= {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) if not guarded(tree, node)}
+    tops = {name.partition(".")[0] for name in names}
+    assert tops - set(sys.stdlib_module_names) <= BROUGHT_ALONG
+
+
+def guarded(tree: ast.Module, wanted: ast.AST) -> bool:
+    """Whether a statement stands in a `try`."""
+    return any(wanted in ast.walk(node) for node in ast.walk(tree) if isinstance(node, ast.Try))
+
+
+@all_codes
+def test_the_file_holds_no_other_family_than_those_it_needs(code):
+    text = build_bundle(code)
+    held = {one for one, model_class in families().items() if f"class {model_class.__name__}(" in text}
+    assert held == {code} | ({"medusa"} if code == "amphista" else set())
+
+
+def test_the_config_says_where_the_code_is_and_keeps_the_rest(tmp_path, folder):
+    shutil.copytree(folder / "eagle", tmp_path / "eagle")
+    path = tmp_path / "eagle" / "config.json"
+    before = {key: value for key, value in json.loads(path.read_text()).items() if key != "auto_map"}
+    path.write_text(json.dumps(before))
+    add_bundle(tmp_path / "eagle")
+    once = path.read_bytes()
+    add_bundle(tmp_path / "eagle")
+    assert path.read_bytes() == once
+    model = "modeling_drafthead.EagleForCausalLM"
+    assert json.loads(once) == {
+        **before,
+        "auto_map": {"AutoConfig": "modeling_drafthead.EagleConfig", "AutoModel": model, "AutoModelForCausalLM": model},
+    }
+
+
+def test_what_is_no_draft_head_checkpoint_is_refused(tmp_path, folder):
+    with pytest.raises(OSError, match="holds no config.json: give the folder of a draft-head checkpoint"):
+        add_bundle(tmp_path)
+    with pytest.raises(ValueError, match="holds a 'llama' model without draft heads"):
+        add_bundle(folder / "base")
+    assert not (folder / "base" / FILE).exists()
+    with pytest.raises(ValueError, match="there is no family 'lion': expected one of amphista, eagle, hydra, medusa"):
+        build_bundle("lion")
+
+
+@pytest.fixture
+def rooms(tmp_path, monkeypatch):
+    """Write modules of a small package: what each name holds."""
+
+    def write(**sources: str) -> str:
+        for name, text in sources.items():
+            (tmp_path / "generation").mkdir(exist_ok=True)
+            (tmp_path / "generation" / f"{name}.py").write_text(text)
+        monkeypatch.setattr(bundle_modules, "FOLDER", tmp_path)
+        return f"hf_drafthead.generation.{next(iter(sources))}"
+
+    return write
+
+
+def test_modules_stand_in_the_order_of_their_needs(rooms):
+    name = rooms(
+        top="from hf_drafthead.generation.middle import b\nfrom .low import a\n\nc = a + b\n",
+        middle="from hf_drafthead.generation.low import a\n\nb = a + 1\n",
+        low="a = 1\n",
+    )
+    modules = bundle_modules.in_order(name)
+    assert [module.text for module in modules] == ["a = 1", "b = a + 1", "c = a + b"]
+
+
+def test_imports_inside_functions_are_resolved_too(rooms):
+    name = rooms(
+        top=(
+            "def f():\n    from hf_drafthead.generation.late import g\n\n    return g()\n\n\n"
+            "def h():\n    from ..hub_upload.push import push\n\n    return push\n"
+        ),
+        late="import math\n\n\ndef g():\n    return math.pi\n",
+    )
+    modules = bundle_modules.in_order(name)
+    assert [module.name.rpartition(".")[2] for module in modules] == ["top", "late"]
+    space: dict = {"math": __import__("math")}
+    text = "\n".join(module.text for module in modules)
+    exec(text, space)
+    assert space["f"]() == space["math"].pi
+    assert "try:\n        from hf_drafthead.hub_upload.push import push\n    except ImportError as error:" in text
+
+
+def test_what_is_imported_for_types_alone_needs_no_order(rooms):
+    name = rooms(
+        top="from .low import a\n\nb = a\n",
+        low="if TYPE_CHECKING:\n    from .top import b\n    from typing import Any\n\na = 1\n",
+    )
+    modules = bundle_modules.in_order(name)
+    assert [module.text for module in modules] == ["a = 1", "b = a"]
+    assert modules[0].imports == {"Any": "from typing import Any"}
+
+
+@pytest.mark.parametrize(
+    "sources, message",
+    [
+        ({"top": "from .low import a\n\nx = 1\n", "low": "x = 2\n"}, "mean different things by 'x'"),
+        ({"top": "from .low import a\nimport numpy as F\n", "low": "import torch as F\na = 1\n"}, "things by 'F'"),
+        ({"top": "from .low import a as b\n", "low": "a = 1\n"}, "which one file cannot follow"),
+        ({"top": "import hf_drafthead.generation.low\n", "low": "a = 1\n"}, "which one file cannot follow"),
+        ({"top": "from hf_drafthead import generation\n"}, "which one file cannot follow"),
+        ({"top": "from .low import a\n", "low": "from .top import b\na = 1\n"}, "import each other"),
+    ],
+    ids=["defined-twice", "imported-twice", "renamed", "module", "room", "cycle"],
+)
+def test_what_one_file_cannot_hold_is_refused(rooms, sources, message):
+    name = rooms(**sources)
+    with pytest.raises(ValueError, match=message):
+        bundle_modules.check_names(bundle_modules.in_order(name))
+
+
+def test_a_function_that_is_replaced_must_be_there(rooms):
+    name = rooms(top="def f():\n    return 1\n")
+    place = (name, "f")
+    assert bundle_modules.in_order(name, {place: "def f():\n    return 2"})[0].text == "def f():\n    return 2"
+    with pytest.raises(ValueError, match=r"has no g\(\) any more"):
+        bundle_modules.in_order(name, {(name, "g"): ""})
