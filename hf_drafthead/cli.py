@@ -162,6 +162,146 @@ def demo(
 
 
 @app.command()
+def bench(
+    models: Models,
+    questions: Annotated[
+        str,
+        typer.Option(
+            metavar="FILE", help="MT-Bench or Spec-Bench file, JSON lines with `turns` or `prompt`, data set."
+        ),
+    ],
+    split: Annotated[str | None, typer.Option(help="Of the data set.")] = None,
+    chat_template: ChatTemplate = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Only the first so many questions.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens per answer, at most.")] = 256,
+    batch_size: Annotated[str, typer.Option(metavar="N[,N...]", help="Questions per call; several for a curve.")] = "1",
+    repeats: Annotated[int, typer.Option(min=1, help="Timed runs of each prompt; the median counts.")] = 3,
+    temperature: Annotated[
+        float | None, typer.Option(min=0.0, help="0, the default, is greedy; 0.7 with --epsilon.")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the sampling.")] = 0,
+    epsilon: Annotated[
+        str | None,
+        typer.Option(metavar="X[,X...]", help="Also typical acceptance with these thresholds, alpha being their root."),
+    ] = None,
+    compare: Annotated[
+        str | None, typer.Option(metavar="NAME[,NAME...]", help="Also prompt-lookup, assistant=PATH, compiled.")
+    ] = None,
+    tree: Annotated[
+        str | None, typer.Option(help="Draft tree: a published one's name, rank paths as JSON, or a JSON file.")
+    ] = None,
+    settings: Settings = None,
+    dtype: Annotated[str, typer.Option(help="Of the weights: auto, float32, bfloat16, float16.")] = "auto",
+    plot: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Draw pictures there.")] = None,
+    csv_path: Annotated[
+        Path | None, typer.Option("--csv", metavar="PATH", help="Write the figures by category.")
+    ] = None,
+    json_path: Json = None,
+) -> None:
+    """Speed, acceptance and exactness of models with draft heads against their bases, on questions."""
+    from hf_drafthead.evaluation.command import BenchPlan, run_bench
+
+    check_writable(json_path)
+    check_writable(csv_path, "--csv")
+    thresholds = parse_numbers("--epsilon", epsilon, float)
+    heat = temperature if temperature is not None else 0.7 if thresholds else 0.0
+    plan = BenchPlan(
+        models=models,
+        questions=questions,
+        split=split,
+        chat_template=chat_template,
+        limit=limit,
+        settings={
+            "max_new_tokens": max_new_tokens,
+            **({"do_sample": True, "temperature": heat} if heat else {"do_sample": False}),
+            **parse_settings(settings),
+        },
+        tree=None if tree is None else parse_tree(tree),
+        batch_sizes=parse_numbers("--batch-size", batch_size, int),
+        thresholds=thresholds,
+        compare=compare.split(",") if compare else [],
+        repeats=repeats,
+        seed=seed,
+        dtype=dtype,
+        command=command_line(),
+    )
+    console = output()
+    with bar(1) as begin:
+        report = run_bench(plan, begin=begin, tell=complain, json_path=json_path, csv_path=csv_path, plot=plot)
+    for table in report.tables:
+        console.print(table)
+        console.print()
+    if report.stopped:
+        complain(f"{report.stopped}: the figures are those of what was finished until then.")
+    raise typer.Exit(130 if report.stopped == "interrupted" else 0)
+
+
+@app.command()
+def train(
+    base: Annotated[str, typer.Option(help="Folder of a causal language model, or its id on the Hub.")],
+    family: Annotated[str, typer.Option(help="medusa, hydra, hydra++, amphista, amphista-alpha or eagle.")],
+    data: Annotated[str, typer.Option(help="Chats or texts: a file, a folder, or the name of a data set.")],
+    output_folder: Annotated[str, typer.Option("--output", help="Folder for checkpoints and the trained heads.")],
+    heads: Annotated[str | None, typer.Option(help="Go on from these trained heads.")] = None,
+    joint: Annotated[bool, typer.Option("--joint", help="Train the base too (Medusa-2).")] = False,
+    lora_rank: Annotated[int, typer.Option(min=0, help="Adapters of a trained base; 0: all its weights.")] = 32,
+    max_length: Annotated[int | None, typer.Option(min=8, help="Tokens of a row, at most.")] = None,
+    packing: Annotated[bool, typer.Option("--packing", help="Fill rows up with whole texts.")] = False,
+    streaming: Annotated[bool, typer.Option("--streaming", help="Read the data while training.")] = False,
+    split: Annotated[str, typer.Option(help="Of a data set.")] = "train",
+    held_out_rows: Annotated[int, typer.Option(min=1, help="Rows to evaluate on.")] = 64,
+    answer_tokens: Annotated[int, typer.Option(min=2, help="Of the answers that tell the speed.")] = 128,
+    dtype: Annotated[str, typer.Option(help="Of base and heads: auto, float32, bfloat16 or float16.")] = "auto",
+    load_in_4bit: Annotated[bool, typer.Option("--load-in-4bit", help="Quantize the base (bitsandbytes).")] = False,
+    option: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="NAME=VALUE", help="A config field or training argument (may be repeated)."),
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the last whole checkpoint.")] = False,
+    json_path: Json = None,
+) -> None:
+    """Train draft heads, showing what they will be worth; defaults are the recipe of the family's paper."""
+    from hf_drafthead.training.run import sort_options, train_heads
+
+    check_writable(json_path)
+    fields, arguments = sort_options(family, parse_options(option or []))
+    load: dict[str, Any] = {"dtype": dtype}
+    if load_in_4bit:
+        from transformers import BitsAndBytesConfig
+
+        load["quantization_config"] = BitsAndBytesConfig(load_in_4bit=True)
+    trained = train_heads(
+        base,
+        family,
+        data,
+        output_folder,
+        heads=heads,
+        fields=fields,
+        joint=joint,
+        lora_rank=lora_rank,
+        max_length=max_length,
+        packing=packing,
+        streaming=streaming,
+        split=split,
+        held_out_rows=held_out_rows,
+        answer_tokens=answer_tokens,
+        resume=resume,
+        load=load,
+        **arguments,
+    )
+    console = output()
+    held_out = trained.summary["held_out"]
+    for name, value in held_out.items():
+        if name.endswith(("_top1", "_top5")):
+            console.print(f"{name:<14} {value:.3f}")
+    expected = trained.summary["tokens_per_step"]
+    if expected is not None:
+        console.print(f"expected tokens per step of a 64-node tree: {expected:.2f}")
+    console.print(f"the heads are in {output_folder}", soft_wrap=True)
+    write_json(json_path, trained.summary)
+
+
+@app.command()
 def push(
     folder: Annotated[str, typer.Argument(metavar="FOLDER", help="Folder of a draft-head checkpoint.")],
     repo_id: Annotated[str, typer.Argument(metavar="REPO_ID", help="Where to: ORG/NAME on the Hub.")],
@@ -218,7 +358,7 @@ def main(arguments: list[str] | None = None) -> None:
         asked = error.ctx.command_path if error.ctx else "hf-drafthead"
         complain(f"{error.format_message().rstrip('.')}: see `{asked} --help`.")
         code = 2
-    except (OSError, TypeError, ValueError) as error:
+    except (FloatingPointError, OSError, TypeError, ValueError) as error:
         complain(str(error))
         code = 2
     except (typer.Abort, KeyboardInterrupt):
@@ -241,6 +381,24 @@ def parse_tree(given: str) -> Any:
             raise OSError(f"there is no tree file {given!r}: give a file of rank paths such as [[0], [1], [0, 0]].")
         return DraftTree.from_json(Path(given).read_text(encoding="utf-8"))
     return DraftTree.from_name(given)
+
+
+def parse_options(given: list[str]) -> dict[str, Any]:
+    """NAME=VALUE pairs; values are read as JSON where they are some, else as text.
+
+    Raises:
+        ValueError: one is no such pair.
+    """
+    options = {}
+    for pair in given:
+        name, equals, value = pair.partition("=")
+        if not (name and equals):
+            raise ValueError(f"--set {pair!r} is no NAME=VALUE: give for example --set learning_rate=1e-3.")
+        try:
+            options[name] = json.loads(value)
+        except json.JSONDecodeError:
+            options[name] = value
+    return options
 
 
 def check_writable(path: Path | None) -> None:

@@ -152,7 +152,7 @@ class DraftHeadTrainer(Trainer):
         training_counts, self._counts = self._counts, self._no_counts()
         output = super().evaluation_loop(*args, **kwargs)
         prefix = kwargs.get("metric_key_prefix", "eval")
-        found = dict(self._accuracies())
+        found: dict[str, float | None] = dict(self._accuracies())
         if self.foretelling is not None and not self.is_fsdp_enabled:  # a sharded base cannot generate
             found["tokens_per_step"] = self.foretelling(self.accelerator.unwrap_model(self.model))
         output.metrics.update({f"{prefix}_{name}": value for name, value in found.items()})
