@@ -60,8 +60,8 @@ def mend(messages: Sequence[Mapping[str, Any]] | None) -> Chat:
         messages: turns with `role` and `content`, and `cut` where an answer was broken off.
 
     Raises:
-        Refused: no turns, an unknown role, a turn without text, a system turn in the middle, two answers in a row, or no
-            question.
+        Refused: no turns, an unknown role, a turn without text, a system turn in the middle, two answers in a row, or
+            no question.
     """
     if not messages:
         raise Refused("it has no turns")

@@ -17,7 +17,7 @@ from datasets import Dataset, Features, IterableDataset, List, Value
 from hf_drafthead.training.chats import Refused, mend
 from hf_drafthead.training.objectives import IGNORED
 from hf_drafthead.training.sources import data_hash, read_rows, uniform
-from hf_drafthead.training.templates import ChatEncoder, encode_span, without_post_processor
+from hf_drafthead.training.templates import ChatEncoder, encode_span, frame, without_post_processor
 
 __all__ = ["DataReport", "PaddingCollator", "data_hash", "read_rows", "tokenize_rows"]
 
@@ -113,8 +113,8 @@ def tokenize_rows(
     """Rows of token ids and labels, in the order of the source.
 
     Chats longer than `max_length` lose their end; longer texts become several examples, each beginning as the tokenizer
-    begins a text. With packing, examples are joined and cut into rows of exactly `max_length`, with nothing lost, but one
-    shorter row at the end of every thousand source rows. The base then sees several examples in one row.
+    begins a text. With packing, examples are joined and cut into rows of exactly `max_length`, with nothing lost, but
+    one shorter row at the end of every thousand source rows. The base then sees several examples in one row.
 
     Args:
         rows: from `read_rows`, or a data set with a column `messages`, `conversations` or `text`.
@@ -213,11 +213,7 @@ class _Encode:
         self.tokenizer, self.max_length, self.positions, self.packing = tokenizer, max_length, positions, packing
         self._bare = without_post_processor(tokenizer)
         self._chats: ChatEncoder | None = None  # made at the first chat: plain text needs no chat template
-        plain = self._bare("a", add_special_tokens=False)["input_ids"]
-        full = tokenizer("a")["input_ids"]
-        starts = [at for at in range(len(full)) if full[at : at + len(plain)] == plain]
-        self.beginning = full[: starts[0]] if starts else []
-        self._ending = full[starts[0] + len(plain) :] if starts else []
+        self.beginning, self._ending = frame(tokenizer)
         known = (
             tokenizer.backend_tokenizer.to_str(),
             repr(tokenizer.chat_template),
@@ -236,6 +232,7 @@ class _Encode:
         name = f"{row['source']} row {row['row']}".strip()
         cut = split = False
         mapped: list[str] = []
+        refused: str | None = None
         try:
             if row["messages"] is not None:
                 if self._chats is None:
@@ -261,8 +258,6 @@ class _Encode:
         except Refused as reason:
             ids, labels, mapped, cut, split = [], [], [], False, False
             refused = f"{name}: {reason}"
-        else:
-            refused = None
         return {
             "input_ids": ids,
             "labels": labels,

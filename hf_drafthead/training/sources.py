@@ -2,7 +2,8 @@
 
 A row has these columns; of `messages` and `text` one is None:
 
-- `messages`: turns of a chat, each with `role`, `content` and `cut` (True: the answer was broken off, no end of turn follows).
+- `messages`: turns of a chat, each with `role`, `content` and `cut` (True: the answer was broken off, and no end of
+  turn follows it).
 - `text`: plain text.
 - `given`: how many characters of the text are only context, from which nothing is learnt.
 - `source`, `row`: the file's name (empty for a data set), and the row's number in it, counted from 0.
@@ -52,8 +53,8 @@ def read_rows(source: str | Path, *, streaming: bool = False, split: str = "trai
     """Rows of a source, in its order.
 
     Args:
-        source: a file of chats (ShareGPT `.json`, `.jsonl` of `messages`), of texts (`.jsonl` of `text`, `.txt`, `.md`),
-            a folder of such files, a folder of `Dataset.save_to_disk`, or a name or folder for `datasets.load_dataset`.
+        source: a file of chats (ShareGPT `.json`, `.jsonl` of `messages`) or of texts (`.jsonl` of `text`, `.txt`,
+            `.md`), a folder of such files, a folder of `Dataset.save_to_disk`, or what `datasets.load_dataset` takes.
         streaming: read while iterating, for data larger than memory and disk; the rows are the same.
         split: of a data set.
 
@@ -119,7 +120,8 @@ def _turn(turn: Any) -> dict[str, Any]:
     role, content = fields.get("role", fields.get("from")), fields.get("content", fields.get("value"))
     if isinstance(content, list):  # parts: text is put together, anything else is not for a language model
         parts = [part.get("text") if isinstance(part, Mapping) else part for part in content]
-        content = "".join(parts) if parts and all(isinstance(part, str) for part in parts) else None
+        texts = [part for part in parts if isinstance(part, str)]
+        content = "".join(texts) if len(texts) == len(parts) else None
     return {
         "role": role if isinstance(role, str) else None,
         "content": content if isinstance(content, str) else None,

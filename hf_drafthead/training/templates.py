@@ -1,8 +1,8 @@
 """Which tokens of a chat are the assistant's, found exactly with the tokenizer's own chat template, or not at all.
 
 What counts as the assistant's: everything the base would write after the generation prompt, with the end-of-turn token
-where the template puts one. A token that holds any of these characters counts. Where a template marks its answers itself
-(`{% generation %}`), its marks hold.
+where the template puts one. A token that holds any of these characters counts. Where a template marks its answers
+itself (`{% generation %}`), its marks hold.
 """
 
 import copy
@@ -60,6 +60,14 @@ def without_post_processor(tokenizer: Any) -> Any:
     return bare
 
 
+def frame(tokenizer: Any) -> tuple[list[int], list[int]]:
+    """What a tokenizer puts in front of every text, and behind it: special tokens, or nothing."""
+    inner = tokenizer("a", add_special_tokens=False)["input_ids"]
+    whole = tokenizer("a")["input_ids"]
+    at = next(at for at in range(len(whole)) if whole[at : at + len(inner)] == inner)
+    return whole[:at], whole[at + len(inner) :]
+
+
 class ChatEncoder:
     """Encodes chats with a tokenizer's chat template and marks what the assistant wrote.
 
@@ -68,7 +76,8 @@ class ChatEncoder:
 
     Attributes:
         takes_system: the template shows a system turn.
-        end_of_turn: what the template puts behind an answer, up to and including the first special token; may be empty.
+        end_of_turn: what the template puts behind an answer, up to and including the first special token.
+        trail: the part of it in front of that token, nearly always nothing.
         lead: what the template puts between the generation prompt and an answer, often nothing or a space.
 
     Raises:
@@ -94,7 +103,8 @@ class ChatEncoder:
                 "the chat template does not show the question and the answer of a chat once each: set another."
             )
         before, after = pair.split(ANSWER)
-        self.end_of_turn = self._up_to_special(after)
+        self.trail, special = self._before_special(after)
+        self.end_of_turn = self.trail + special
         prompt = self.render([question], prompt=True)
         self._has_prompt = prompt != self.render([question])
         self.lead = before[len(prompt) :] if before.startswith(prompt) else ""
@@ -189,13 +199,11 @@ class ChatEncoder:
         marked = [text[begin:end] for begin, end in spans]
         return sum(words.count(ANSWER) for words in marked) == 2 and not any(QUESTION in words for words in marked)
 
-    def _up_to_special(self, text: str) -> str:
-        """The beginning of a text up to and including its first special token; nothing if it holds none."""
+    def _before_special(self, text: str) -> tuple[str, str]:
+        """What a text holds in front of its first special token, and that token; nothing if it holds none."""
         special = {str(token) for token in self.tokenizer.added_tokens_decoder.values()} | {self.tokenizer.eos_token}
-        ends = [
-            (text.index(token), text.index(token) + len(token))
-            for token in special
-            if token and not token.isspace() and token in text
-        ]
-        # of two that begin at one place the longer one is meant
-        return text[: min(ends, key=lambda found: (found[0], -found[1]))[1]] if ends else ""
+        found = [token for token in special if token and not token.isspace() and token in text]
+        if not found:
+            return "", ""
+        first = min(found, key=lambda token: (text.index(token), -len(token)))  # the longer one of two at one place
+        return text[: text.index(first)], first

@@ -1,0 +1,260 @@
+"""The base's own answers to the questions of chats, and its own continuations of texts, a batch at a time.
+
+Greedy or sampled, what a row becomes depends on that row, the settings and the seed alone: not on the rows beside it,
+nor on where a run was interrupted. (As far as the base's arithmetic goes: rows of another batch are padded otherwise,
+which can turn a near-tie, in half precision more often.)
+
+Shapes: B rows, P positions of the longest prompt, V vocabulary.
+"""
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import LogitsProcessor, LogitsProcessorList, TopPLogitsWarper
+
+from hf_drafthead.training.chats import Refused, mend
+from hf_drafthead.training.templates import ChatEncoder, frame, without_post_processor
+
+
+@dataclass
+class Task:
+    """One row on its way: its prompt, and what the base has said so far.
+
+    Attributes:
+        index: the row's place in the data.
+        questions: those that are not asked yet, the next one first; of a chat.
+        messages: system, questions asked and the base's answers.
+        given: the beginning of a text.
+        text: the beginning with what the base wrote behind it, once it has.
+        answers: how many the base has given.
+        done: nothing more is asked.
+    """
+
+    index: int
+    questions: list[str] = field(default_factory=list)
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    given: str | None = None
+    text: str | None = None
+    answers: int = 0
+    done: bool = False
+
+    def to_row(self) -> dict[str, Any]:
+        """What is written to the file: a row that `read_rows` understands."""
+        if self.given is None:
+            return {"row": self.index, "messages": self.messages}
+        return {"row": self.index, "text": self.text, "given": len(self.given)}
+
+
+@dataclass
+class Counts:
+    """What was generated: answers, those broken off at a limit, their tokens, and the forward passes of the base.
+
+    `steps` counts for each row those that it took part in; it stays 0 without draft heads.
+    """
+
+    answers: int = 0
+    cut: int = 0
+    tokens: int = 0
+    steps: int = 0
+    step_tokens: int = 0
+
+
+class Answerer:
+    """Lets a model answer.
+
+    Args:
+        model: a causal language model, with or without draft heads.
+        tokenizer: its fast tokenizer, with a chat template if there are chats.
+        max_new_tokens: of each answer.
+        max_length: of a prompt and its answer together; None for no limit.
+        temperature: 0 is greedy.
+        top_p: sample from the likeliest tokens that have this probability together.
+        prompt_tokens: of a text, how many are given.
+        seed: of the sampling.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        *,
+        max_new_tokens: int,
+        max_length: int | None,
+        temperature: float,
+        top_p: float,
+        prompt_tokens: int,
+        seed: int,
+    ) -> None:
+        self.model, self.tokenizer = model, tokenizer
+        self.max_new_tokens, self.max_length, self.prompt_tokens = max_new_tokens, max_length, prompt_tokens
+        self.temperature, self.top_p, self.seed = temperature, top_p, seed
+        self.counts = Counts()
+        self._bare = without_post_processor(tokenizer)
+        self._first, _ = frame(tokenizer)
+        self._chats: ChatEncoder | None = None
+        known = model.generation_config.eos_token_id
+        self._ends = {*(known if isinstance(known, list) else [known]), tokenizer.eos_token_id} - {None}
+        self._pad = next(
+            (token for token in (tokenizer.pad_token_id, model.generation_config.pad_token_id) if token is not None),
+            min(self._ends, default=0),
+        )
+
+    def begin(self, index: int, row: Mapping[str, Any]) -> Task:
+        """The task that a row sets; answers that it holds are not looked at.
+
+        Raises:
+            Refused: it holds neither text nor a chat that can be understood, or its prompt is too long.
+        """
+        if row.get("messages") is None:
+            if not row.get("text"):
+                raise Refused("it has neither messages nor text")
+            task = Task(index, given=self._beginning_of(row["text"]))
+        else:
+            if self._chats is None:
+                self._chats = ChatEncoder(self.tokenizer)
+                stop = self._bare(self._chats.end_of_turn, add_special_tokens=False)["input_ids"]
+                self._ends |= set(stop[-1:])
+            chat = self._chats.fit(mend(row["messages"]))
+            asked = [turn["content"] for turn in chat.messages if turn["role"] == "user"]
+            task = Task(index, asked[1:], [turn for turn in chat.messages if turn["role"] == "system"])
+            task.messages.append({"role": "user", "content": asked[0]})
+        if self._room(length := len(self._prompt(task))) < 1:
+            raise Refused(f"its prompt of {length} tokens leaves no room for an answer in {self.max_length}")
+        return task
+
+    def answer(self, tasks: list[Task]) -> None:
+        """Ask every task's next question, the tasks together in a batch; those that are through are `done` then."""
+        prompts = [self._prompt(task) for task in tasks]
+        rooms = [self._room(len(prompt)) for prompt in prompts]
+        together = [number for number, room in enumerate(rooms) if room == self.max_new_tokens]
+        # the others end at limits of their own, so each of them goes alone
+        alone = [[number] for number, room in enumerate(rooms) if room < self.max_new_tokens]
+        for group in [together, *alone]:
+            if group:
+                part = [tasks[number] for number in group]
+                written = self._generate(part, [prompts[number] for number in group], rooms[group[0]])
+                for task, prompt, tokens in zip(part, (prompts[number] for number in group), written):
+                    self._take(task, prompt, tokens)
+
+    def _prompt(self, task: Task) -> list[int]:
+        if task.given is not None:
+            return self._first + self._bare(task.given, add_special_tokens=False, verbose=False)["input_ids"]
+        assert self._chats is not None
+        text = self._chats.render(task.messages, prompt=True)
+        return self._bare(text, add_special_tokens=False, verbose=False)["input_ids"]
+
+    def _room(self, length: int) -> int:
+        """How many tokens may follow a prompt."""
+        return self.max_new_tokens if self.max_length is None else min(self.max_new_tokens, self.max_length - length)
+
+    def _beginning_of(self, text: str) -> str:
+        """The text's first tokens, whole characters only."""
+        encoded = self._bare(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        offsets = encoded["offset_mapping"]
+        last = min(self.prompt_tokens, len(offsets))
+        while 1 < last < len(offsets) and offsets[last][0] < offsets[last - 1][1]:
+            last -= 1
+        return text[: offsets[last - 1][1]] if last < len(offsets) else text
+
+    def _generate(self, tasks: list[Task], prompts: list[list[int]], new_tokens: int) -> list[list[int]]:
+        """What the model writes after each prompt, up to and including the token that ends it."""
+        width = max(map(len, prompts))
+        ids = torch.tensor([[self._pad] * (width - len(prompt)) + prompt for prompt in prompts])  # (B, P)
+        mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+        processors = LogitsProcessorList()
+        if self.temperature > 0:
+            keys = [f"{self.seed}/{task.index}/{task.answers}" for task in tasks]
+            processors.append(RowNoise(keys, width, self.temperature, self.top_p))
+        ends = sorted(self._ends)
+        output = self.model.generate(
+            input_ids=ids.to(self.model.device),
+            attention_mask=mask.to(self.model.device),
+            max_new_tokens=new_tokens,
+            do_sample=False,
+            eos_token_id=ends or None,
+            pad_token_id=self._pad,
+            logits_processor=processors,
+            return_dict_in_generate=True,
+        )
+        accepted = getattr(output, "accepted_lengths", None)
+        if accepted is not None:
+            self.counts.steps += int((accepted > 0).sum())
+            self.counts.step_tokens += int(accepted.sum())
+        written = []
+        for tokens in output.sequences[:, width:].tolist():
+            length = next((place + 1 for place, token in enumerate(tokens) if token in self._ends), len(tokens))
+            written.append(tokens[:length])
+        return written
+
+    def _take(self, task: Task, prompt: list[int], tokens: list[int]) -> None:
+        """Put what was written into the task, and the next question behind it."""
+        ended = bool(tokens) and tokens[-1] in self._ends
+        self.counts.answers += 1
+        self.counts.cut += not ended
+        self.counts.tokens += len(tokens)
+        words = self._words(prompt, tokens[:-1] if ended else tokens)
+        if not ended:
+            words = words.rstrip("\N{REPLACEMENT CHARACTER}")  # half a character
+        task.done = True
+        task.answers += 1
+        if task.given is not None:
+            task.text = task.given + words
+            return
+        assert self._chats is not None
+        words = words.removeprefix(self._chats.lead)
+        if ended and self._chats.trail:
+            words = words.removesuffix(self._chats.trail)
+        if not words.strip():
+            return
+        task.messages.append({"role": "assistant", "content": words} | ({} if ended else {"cut": True}))
+        if ended and task.questions:
+            task.messages.append({"role": "user", "content": task.questions.pop(0)})
+            task.done = self._room(len(self._prompt(task))) < 1
+            if task.done:
+                task.messages.pop()
+
+    def _words(self, prompt: list[int], tokens: list[int]) -> str:
+        """Tokens as text; behind their prompt, for some tokenizers drop a space at the very beginning."""
+        before, both, alone = (
+            self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+            for ids in (prompt, prompt + tokens, tokens)
+        )
+        return both[len(before) :] if both.startswith(before) else alone
+
+
+class RowNoise(LogitsProcessor):
+    """Makes the greedy choice a draw from the processed distribution: argmax(log p - log noise), noise exponential.
+
+    The noise of a row's position comes from a generator of its own, so neither the batch nor the position at which an
+    interrupted run went on can change the draw.
+
+    Args:
+        keys: one for each row of the batch, in its order.
+        prompt_length: P.
+        temperature: above 0.
+        top_p: 1.0 keeps all tokens.
+    """
+
+    def __init__(self, keys: list[str], prompt_length: int, temperature: float, top_p: float) -> None:
+        self.keys, self.prompt_length, self.temperature = keys, prompt_length, temperature
+        self.top_p = top_p
+
+    def for_rows(self, rows: list[int]) -> "RowNoise":
+        """The noise of some rows of the batch only, for decoding in which each row advances at its own pace."""
+        return RowNoise([self.keys[row] for row in rows], self.prompt_length, self.temperature, self.top_p)
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """Scores (B, V) whose greatest is the token drawn."""
+        scores = scores.float() / self.temperature
+        if self.top_p < 1:
+            scores = TopPLogitsWarper(self.top_p)(input_ids, scores)
+        position = input_ids.shape[1] - self.prompt_length
+        noise = torch.empty_like(scores)
+        generator = torch.Generator(scores.device)
+        for row, key in zip(noise, self.keys, strict=True):
+            digest = hashlib.blake2b(f"{key}/{position}".encode(), digest_size=7).digest()
+            row.exponential_(generator=generator.manual_seed(int.from_bytes(digest, "big")))
+        return scores - noise.clamp_min(torch.finfo(noise.dtype).tiny).log()
