@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from huggingface_hub import HfApi, get_token
@@ -16,12 +16,12 @@ from transformers import AutoModelForCausalLM
 from hf_drafthead.modeling import MODEL_CLASSES, DraftHeadConfig, DraftHeadPreTrainedModel
 from hf_drafthead.modeling.checkpoint import INDEX, checkpoint_files
 
-TRAINING = ("optimizer*", "scheduler.*", "scaler.pt", "rng_state*", "training_args.bin", "trainer_state.json")
-TRAINING += ("checkpoint-*", "global_step*", "events.out.tfevents*", "wandb", "mlruns")
-CACHES = ("__pycache__", ".cache", ".git", ".ipynb_checkpoints", ".*_cache", "*.pyc", "*.lock", "*.incomplete", "*.tmp")
-PICKLES = ("*.bin", "*.pt", "*.pth", "*.pkl", "*.pickle", "*.ckpt", "*.joblib")
-PRIVATE = (".env*", ".netrc", ".git-credentials", ".pypirc", ".npmrc", "*.pem", "*.key", "id_rsa*", "id_ed25519*")
-PRIVATE += ("token", "stored_tokens", "credentials*")
+TRAINING = ["optimizer*", "scheduler.*", "scaler.pt", "rng_state*", "training_args.bin", "trainer_state.json"]
+TRAINING += ["checkpoint-*", "global_step*", "events.out.tfevents*", "wandb", "mlruns"]
+CACHES = ["__pycache__", ".cache", ".git", ".ipynb_checkpoints", ".*_cache", "*.pyc", "*.lock", "*.incomplete", "*.tmp"]
+PICKLES = ["*.bin", "*.pt", "*.pth", "*.pkl", "*.pickle", "*.ckpt", "*.joblib"]
+PRIVATE = [".env*", ".netrc", ".git-credentials", ".pypirc", ".npmrc", "*.pem", "*.key", "id_rsa*", "id_ed25519*"]
+PRIVATE += ["token", "stored_tokens", "credentials*"]
 WORDS = ("tokenizer.json", "vocab.json", "vocab.txt", "merges.txt")  # any string may be a word of a vocabulary
 SECRET = re.compile(
     rb"\bhf_[A-Za-z0-9]{30,}|\bsk-[A-Za-z0-9_-]{20,}|\bAKIA[0-9A-Z]{16}\b|\bgh[pousr]_[A-Za-z0-9]{36}"
@@ -145,10 +145,10 @@ def load_again(folder: Path, dtype: torch.dtype) -> DraftHeadPreTrainedModel:
     family = family_of(folder)
     config = family.config_class.from_pretrained(folder)
     if config.base_included:
-        return family.from_pretrained(folder, dtype="auto")
+        return cast(DraftHeadPreTrainedModel, family.from_pretrained(folder, dtype="auto"))
     with torch.device("meta"):
         base = AutoModelForCausalLM.from_config(config.base_config, dtype=dtype)
-    return family.from_pretrained(folder, base_model=base)
+    return cast(DraftHeadPreTrainedModel, family.from_pretrained(folder, base_model=base))
 
 
 def family_of(folder: Path) -> type[DraftHeadPreTrainedModel]:

@@ -19,9 +19,9 @@ from hf_drafthead.modeling.checkpoint import INDEX
 CARD = "README.md"
 SHARD = "50GB"  # as in transformers
 # What a training and its measurements leave beside the weights; the pictures are drawn again with the card.
-FACTS = ("training_summary.json", "evaluation*.json", "LICENSE*", "NOTICE*")
-TOKENIZER = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "spiece.model")
-TOKENIZER += ("chat_template*", "additional_chat_templates/*")
+FACTS = ["training_summary.json", "evaluation*.json", "LICENSE*", "NOTICE*"]
+TOKENIZER = ["tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "spiece.model"]
+TOKENIZER += ["chat_template*", "additional_chat_templates/*"]
 # What a tokenizer config says about where it was loaded from here.
 OF_THIS_PLACE = ("is_local", "local_files_only", "name_or_path", "cache_dir", "token", "_commit_hash")
 
@@ -51,9 +51,9 @@ def stage_model(
     source = _source(model, token)
     if source is not None:
         if _same_heads(source, target):
-            _copy(source, target, FACTS + (CARD,))
+            _copy(source, target, [*FACTS, CARD])
         else:
-            _copy(source, target, ("LICENSE*", "NOTICE*"))
+            _copy(source, target, ["LICENSE*", "NOTICE*"])
             notes.append(f"figures in {str(source)!r} are of other heads than these, and stay there")
         _copy(source, target, TOKENIZER)
     return notes + add_tokenizer(target, str(model.base.name_or_path), model.config.base_model_revision, token)
@@ -172,7 +172,7 @@ def _same_heads(source: Path, target: Path) -> bool:
     )
 
 
-def _copy(source: Path, target: Path, patterns: tuple[str, ...]) -> None:
+def _copy(source: Path, target: Path, patterns: list[str]) -> None:
     for pattern in patterns:
         for path in sorted(source.glob(pattern)):
             copy = target / path.relative_to(source)

@@ -338,8 +338,7 @@ class DraftHeadPreTrainedModel(DraftHeadGenerationMixin, PreTrainedModel):
         from hf_drafthead.hub_upload import Target, push_model
 
         target = Target(repo_id, commit_message, commit_description, private, token, revision, create_pr, tags, license)
-        sizes = {} if max_shard_size is None else {"max_shard_size": max_shard_size}
-        return push_model(self, target, include_base=include_base, **sizes).commit
+        return push_model(self, target, include_base=include_base, max_shard_size=max_shard_size or "50GB").commit
 
     # ---- being a model ----------------------------------------------------------------------------------------------
 

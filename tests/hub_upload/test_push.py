@@ -1,0 +1,263 @@
+"""What a push sends, in how many commits, and what survives when the line is cut."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load
+
+# What a client does who has trained heads on a base that is at the Hub.
+TRAINED = """
+torch.manual_seed(seed)
+model = MedusaForCausalLM.from_base("org/base", num_draft_heads=2)
+model.generation_config.draft_tree = [[0], [1], [0, 0]]
+for parameter in model.drafter.parameters():
+    torch.nn.init.normal_(parameter)
+"""
+PUSH = TRAINED + "commit = model.push_to_hub('org/heads', license='mit', **words)\nprint(json.dumps(commit.oid))"
+SENT = {
+    "README.md",
+    "config.json",
+    "generation_config.json",
+    "model.safetensors",
+    "modeling_drafthead.py",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tree.png",
+}
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.fixture
+def base(hub, models):
+    return hub.add("org/base", content(models / "base"))
+
+
+def push(clients, *, seed: int = 0, token: str | None = "hf_owner", **words):
+    return clients.run(PUSH, token=token, seed=seed, words=words)
+
+
+def command(clients, *words, token: str | None = "hf_owner"):
+    line = "hf_drafthead.cli.main(words)"
+    return clients.run(line, token=token, words=[str(word) for word in words])
+
+
+def test_a_push_is_one_commit_with_all_that_belongs_to_the_heads(hub, base, clients):
+    assert push(clients).said == hub.repos["org/heads"].refs["main"]
+    repo = hub.repos["org/heads"]
+    assert not repo.private
+    assert [commit.title for commit in repo.commits] == ["initial commit", "Upload draft heads"]
+    files = repo.files()
+    assert set(files) - {".gitattributes"} == SENT
+    assert all(name.startswith("drafter.") for name in load(files["model.safetensors"]))
+    config = json.loads(files["config.json"])
+    assert config["base_model_name_or_path"] == "org/base"
+    assert config["base_model_revision"] == base.refs["main"]
+    assert json.loads(files["generation_config.json"])["draft_tree"] == [[0], [1], [0, 0]]
+    assert b"license: mit" in files["README.md"] and b"base_model: org/base" in files["README.md"]
+
+
+def test_a_second_push_of_the_same_heads_makes_no_commit(hub, base, clients):
+    first, again = push(clients).said, push(clients).said
+    assert first == again == hub.repos["org/heads"].refs["main"]
+    assert len(hub.repos["org/heads"].commits) == 2
+    assert hub.count("PUT", "^/lfs/") == 2  # weights and picture, once
+    assert push(clients, seed=1).said != first
+    assert len(hub.repos["org/heads"].commits) == 3
+
+
+def test_transformers_words_for_a_push_are_understood(hub, base, clients):
+    words = {
+        "private": True,
+        "commit_message": "heads",
+        "revision": "trial",
+        "tags": ["mine"],
+        "max_shard_size": "10KB",
+    }
+    push(clients, **words)
+    repo = hub.repos["org/heads"]
+    assert repo.private and set(repo.refs) == {"main", "trial"}
+    assert repo.commits[-1].title == "heads" and repo.refs["trial"] == repo.commits[-1].oid
+    assert list(repo.files("main")) == [".gitattributes"]
+    files = repo.files("trial")
+    assert "model.safetensors.index.json" in files and "model.safetensors" not in files
+    assert b"- mine\n" in files["README.md"]
+
+
+def test_shards_do_not_outlive_the_push_of_one_file(hub, base, clients):
+    push(clients, max_shard_size="10KB")
+    push(clients, seed=1)
+    weights = {name for name in hub.repos["org/heads"].files() if "safetensors" in name}
+    assert weights == {"model.safetensors"}
+
+
+def test_who_may_not_write_can_propose(hub, base, clients):
+    push(clients)
+    refused = push(clients, seed=1, token="hf_stranger")
+    assert "OSError: the token may not write to 'org/heads' (You don't have the rights" in refused.err
+    assert "use one with write right for 'org', or propose the change (create_pr=True, --create-pr)." in refused.err
+    assert push(clients, seed=1, token="hf_stranger", create_pr=True).code == 0
+    repo = hub.repos["org/heads"]
+    assert set(repo.refs) == {"main", "refs/pr/1"}
+    assert repo.files("refs/pr/1")["model.safetensors"] != repo.files()["model.safetensors"]
+
+
+def test_a_push_with_the_base_needs_no_other_repository(hub, base, clients):
+    assert push(clients, include_base=True).code == 0
+    names = set(load(hub.repos["org/heads"].files()["model.safetensors"]))
+    assert {"base.model.norm.weight", "drafter.blocks.0.weight"} <= names
+    del hub.repos["org/base"]
+    loaded = "model = AutoModel.from_pretrained('org/heads'); print(json.dumps(len(model.state_dict())))"
+    assert clients.run(loaded).said == len(names)
+
+
+def test_save_pretrained_publishes_in_the_same_way(hub, base, clients):
+    code = TRAINED + "model.save_pretrained('heads', push_to_hub=True, repo_id='org/heads', license='mit')"
+    assert clients.run(code, token="hf_owner", seed=0).code == 0
+    assert set(hub.repos["org/heads"].files()) - {".gitattributes"} == SENT
+    code += "\nmodel.save_pretrained('org-heads', push_to_hub=True, commit_message='more', license='mit')"
+    assert clients.run(code, token="hf_owner", seed=0).code == 0
+    assert hub.repos["owner/org-heads"].commits[-1].title == "more"
+
+
+def test_figures_go_along_with_the_heads_that_they_are_of(hub, base, clients, models, tmp_path):
+    (tmp_path / "heads").mkdir()
+    code = (
+        TRAINED
+        + """
+model.save_pretrained(folder)
+for name, facts in (("training_summary", {"steps": 7}), ("evaluation", {"tokens_per_step": 2.5, "identical": True})):
+    open(f"{folder}/{name}.json", "w").write(json.dumps(facts))
+model = AutoModel.from_pretrained(folder)
+model.push_to_hub("org/same", license="mit")
+model.drafter.blocks[0].weight.data += 1
+model.push_to_hub("org/other", license="mit")
+"""
+    )
+    answer = clients.run(code, token="hf_owner", seed=0, folder=str(tmp_path / "heads"))
+    assert answer.code == 0, answer.err
+    figures = {"training_summary.json", "evaluation.json"}
+    assert set(hub.repos["org/same"].files()) - {".gitattributes"} == SENT | figures
+    assert set(hub.repos["org/other"].files()) - {".gitattributes"} == SENT
+    assert b"2.5" in hub.repos["org/same"].files()["README.md"]
+    assert b"not measured" in hub.repos["org/other"].files()["README.md"]
+
+
+def test_what_people_wrote_into_the_published_card_stays(hub, base, clients):
+    push(clients)
+    files = dict(hub.repos["org/heads"].files())
+    files["README.md"] += b"\n## Thanks\n\nTo my cat.\n"
+    hub.add("org/heads", files)
+    push(clients, seed=1)
+    assert b"To my cat." in hub.repos["org/heads"].files()["README.md"]
+
+
+def test_a_folder_with_a_local_base_is_pushed_once_the_base_is_named(hub, base, clients, models):
+    before = content(models / "medusa")
+    refused = command(clients, "push", models / "medusa", "org/heads", "--license", "mit")
+    assert refused.code == 2
+    assert refused.err.endswith(
+        "the base of these heads is the local path '../base', which nobody else has: name it on the Hub (--base "
+        "ORG/NAME, or model.config.base_model_name_or_path = 'org/name'), or push it along with its heads "
+        "(--include-base, or include_base=True).\n"
+    )
+    assert "org/heads" not in hub.repos
+    words = ("push", models / "medusa", "org/heads", "--license", "mit", "--base", "org/base")
+    done = command(clients, *words)
+    assert done.code == 0, done.err
+    assert done.out.splitlines()[-1] == f"{hub.url}/org/heads/commit/{hub.repos['org/heads'].refs['main']}"
+    assert command(clients, *words).out.splitlines()[-1] == "nothing has changed: no commit was made"
+    assert hub.repos["org/heads"].files()["model.safetensors"] == before["model.safetensors"]
+    assert content(models / "medusa") == before  # the folder itself stays as it is
+
+
+def test_a_dry_run_shows_what_would_be_sent_and_sends_nothing(hub, base, clients, models, tmp_path):
+    words = ("push", models / "medusa", "org/heads", "--license", "mit", "--base", "org/base")
+    file = tmp_path / "plan.json"
+    dry = command(clients, *words, "--dry-run", "--json", file)
+    assert dry.code == 0 and dry.out.splitlines()[-1] == "dry run: nothing was sent"
+    assert "org/heads" not in hub.repos
+    assert {one.method for one in hub.asked} <= {"GET", "HEAD"}
+    plan = json.loads(file.read_text())
+    command(clients, *words)
+    sent = hub.repos["org/heads"].files()
+    assert {one["path"]: one["bytes"] for one in plan["files"]} == {
+        name: len(data) for name, data in sent.items() if name != ".gitattributes"
+    }
+    assert {one["state"] for one in plan["files"]} == {"new"}
+    files = dict(sent)
+    files["config.json"] += b" "
+    files["model-00001-of-00001.safetensors"] = b"old"
+    hub.add("org/heads", files)
+    command(clients, *words, "--dry-run", "--json", file)
+    states = {one["path"]: one["state"] for one in json.loads(file.read_text())["files"]}
+    assert states.pop("config.json") == "changed"
+    assert states.pop("model-00001-of-00001.safetensors") == "removed"
+    assert set(states.values()) == {"unchanged"}
+
+
+def test_an_upload_that_is_cut_is_completed_by_pushing_again(hub, base, clients):
+    hub.fail("PUT", "^/lfs/", times=20, after=1000)
+    hub.fail("PUT", "^/lfs/", times=20, status=503)
+    cut = clients.run(PATIENCE + PUSH, token="hf_owner", seed=0, words={})
+    assert "OSError: the push to 'org/heads' was interrupted (" in cut.err
+    assert "push again; what has arrived is not sent twice." in cut.err
+    assert len(hub.repos["org/heads"].commits) == 1  # no half of a push
+    hub.faults.clear()
+    assert push(clients).code == 0
+    assert set(hub.repos["org/heads"].files()) - {".gitattributes"} == SENT
+
+
+def test_an_upload_goes_on_after_a_cut_and_a_busy_storage(hub, base, clients):
+    hub.fail("PUT", "^/lfs/", times=1, after=1000)
+    hub.fail("PUT", "^/lfs/", times=1, status=503)
+    hub.fail("POST", "/preupload/", times=1, status=503)
+    assert clients.run(PATIENCE + PUSH, token="hf_owner", seed=0, words={}).code == 0
+    assert set(hub.repos["org/heads"].files()) - {".gitattributes"} == SENT
+    assert hub.count("PUT", "^/lfs/") == 4
+
+
+# The client waits a second, two, four ... between its tries; a test need not.
+PATIENCE = "import time\ntime.sleep = lambda seconds: None\n"
+
+
+@pytest.mark.parametrize(
+    "token, repo_id, line",
+    [
+        ("hf_nobody", "org/heads", "the Hub does not know who pushes to 'org/heads' (Invalid credentials"),
+        (None, "org/heads", "the Hub does not know who pushes to 'org/heads' ("),
+        ("hf_reader", "org/heads", "the token may not write to 'org/heads' ("),
+        ("hf_owner", "org//heads", "'org//heads' is no name of a repository ("),
+        ("hf_owner", "org/a b", "'org/a b' is no name of a repository ("),
+    ],
+    ids=["wrong token", "no token", "no write right", "two slashes", "blank"],
+)
+def test_a_push_that_is_refused_says_so_in_one_line(hub, base, clients, models, token, repo_id, line):
+    words = ("push", models / "medusa", repo_id, "--license", "mit", "--base", "org/base")
+    answer = command(clients, *words, token=token)
+    assert answer.code == 2 and "Traceback" not in answer.err
+    assert answer.err.splitlines()[-1].startswith(f"hf-drafthead: {line}")
+    assert "org/heads" not in hub.repos
+
+
+def test_no_network(hub, base, clients, models):
+    hub.fail("POST", "/api/repos/create", times=9, after=0)
+    words = ("push", models / "medusa", "org/heads", "--license", "mit", "--base", "org/base")
+    answer = command(clients, *words)
+    assert answer.code == 2
+    assert answer.err.splitlines()[-1].startswith("hf-drafthead: the push to 'org/heads' was interrupted (")
+
+
+def test_tensors_come_back_as_they_were(hub, base, clients):
+    said = clients.run(
+        TRAINED
+        + "model.push_to_hub('org/heads', license='mit')\nprint(json.dumps(model.drafter.blocks[0].bias.tolist()))",
+        token="hf_owner",
+        seed=3,
+    ).said
+    stored = load(hub.repos["org/heads"].files()["model.safetensors"])
+    assert torch.equal(stored["drafter.blocks.0.bias"], torch.tensor(said))
