@@ -2,6 +2,7 @@
 
     python benchmarks/families.py --train             # heads that benchmarks/results/families.jsonl has no line for
     python benchmarks/families.py                     # the tables, from the lines that are there
+    python benchmarks/families.py --docs docs         # and into the pages, with the figures of results/step.json
 
 Every training is the zoo's (`hf_drafthead/zoo/heads.py`): same text, same steps. The base's hidden states are computed
 once for all. Seed 0 of a family is the bundled model itself. Heads are measured greedily on the zoo's held-out prompts,
@@ -14,10 +15,11 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from figures import accuracies, fill, markdown, steps
 from safetensors.torch import load_file, save_file
 from torch.utils.data import Dataset
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
@@ -131,19 +133,34 @@ def lines() -> list[dict]:
     return [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.is_file() else []
 
 
-def table(title: str, unit: str, chosen: Callable[[str], bool]) -> None:
-    """Mean and standard error over seeds, for names in the order of the recipes."""
+def table(title: str, unit: str, names: Sequence[str]) -> str:
+    """Mean and standard error over seeds, in Markdown, for names in the order of the recipes and the unit they have."""
     means = {}
     for name in [*FAMILIES, *ABLATIONS]:
         taken = [line for line in lines() if line["heads"] == name]
-        if taken and (chosen(name) or name == unit):
+        if taken and (name in names or name == unit):
             values = [line["tokens_per_step"] for line in taken]
-            error = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else float("nan")
+            error = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else None
             means[name] = (statistics.mean(values), error, len(values), taken[0]["parameters"])
-    print(f"\n| {title} | tokens per step | seeds | against {unit} | parameters |\n|---|---|---|---|---|")
+    rows = []
     for name, (mean, error, seeds, parameters) in means.items():
         ratio = f"{mean / means[unit][0]:.3f}" if unit in means else "?"
-        print(f"| {name} | {mean:.3f} ± {error:.3f} | {seeds} | {ratio} | {parameters:,} |")
+        spread = "" if error is None else f" ± {error:.3f}"
+        rows.append([name, f"{mean:.3f}{spread}", str(seeds), ratio, f"{parameters:,}"])
+    return markdown([title, "tokens per step", "seeds", f"against {unit}", "parameters"], rows)
+
+
+def of_families(names: Sequence[str] = ()) -> str:
+    """The families' table."""
+    return table("family", "medusa", names or list(FAMILIES))
+
+
+def of_ablations(names: Sequence[str] = ()) -> str:
+    """The table of Amphista with parts left out."""
+    return table("amphista, parts left out", "amphista", names or list(ABLATIONS))
+
+
+TABLES = {"families": of_families, "ablations": of_ablations, "accuracies": accuracies, "steps": steps}
 
 
 def main() -> None:
@@ -152,11 +169,14 @@ def main() -> None:
     parser.add_argument("--heads", nargs="*", default=[*FAMILIES, *ABLATIONS], choices=[*FAMILIES, *ABLATIONS])
     parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2])
     parser.add_argument("--work", type=Path, default=Path(".zoo-build"), help="where texts and checkpoints are kept")
+    parser.add_argument("--docs", type=Path, metavar="DIR", help="also write the tables into the pages under DIR")
     args = parser.parse_args()
     if args.train:
         train(args.heads, args.seeds, args.work)
-    table("family", "medusa", FAMILIES.__contains__)
-    table("amphista, parts left out", "amphista", ABLATIONS.__contains__)
+    print(f"\n{of_families()}\n\n{of_ablations()}")
+    if args.docs:
+        for page in fill(args.docs, TABLES):
+            print(f"wrote {page}")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,78 @@
+"""Writes measured figures into Markdown pages, so that none is typed by hand.
+
+A page says where a table goes, which one it is, and which families are in it (all of them if it names none); what
+stands between the two comments is replaced:
+
+    <!-- figures: families medusa hydra -->
+    <!-- end of figures -->
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from hf_drafthead import zoo
+from hf_drafthead.zoo.heads import FAMILIES
+
+STEPS = Path(__file__).parent / "results" / "step.json"  # what `step.py --json` has written
+PLACE = re.compile(r"(<!-- figures: ([^>]*?) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
+NOTHING = "*Not measured yet.*"
+
+# A table for the families named, or for all of them if none is.
+Table = Callable[[Sequence[str]], str]
+
+
+def fill(folder: Path, tables: Mapping[str, Table]) -> list[Path]:
+    """Write the tables into the pages under a folder; the pages that are other than before are returned.
+
+    Raises:
+        ValueError: a page asks for a table that there is not.
+    """
+    changed = []
+    for page in sorted(folder.rglob("*.md")):
+
+        def written(place: re.Match, page: Path = page) -> str:
+            name, *families = place[2].split()
+            if name not in tables:
+                raise ValueError(f"{page} asks for the table {name!r}: expected one of {', '.join(tables)}.")
+            return f"{place[1]}{tables[name](families) or NOTHING}\n{place[3]}"
+
+        text = page.read_text(encoding="utf-8")
+        filled = PLACE.sub(written, text)
+        if filled != text:
+            page.write_text(filled, encoding="utf-8")
+            changed.append(page)
+    return changed
+
+
+def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table; nothing if it has no rows."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines) if rows else ""
+
+
+def accuracies(families: Sequence[str]) -> str:
+    """How often each head of the bundled models was right, from what their training noted down."""
+    rows = []
+    for family in families or FAMILIES:
+        summary = zoo.ASSETS / family / "training_summary.json"
+        if summary.is_file():
+            noted = json.loads(summary.read_text())
+            heads = [noted.get(f"head{head}_top1") for head in range(4)]
+            rows.append([family, *("" if share is None else f"{share:.3f}" for share in heads)])
+    return markdown(["top-1 accuracy", "head 0", "head 1", "head 2", "head 3"], rows)
+
+
+def steps(families: Sequence[str]) -> str:
+    """The parts of a step, in units of the base's one-token step."""
+    parts = ("step", "verify", "draft", "bookkeeping")
+    measured = json.loads(STEPS.read_text()) if STEPS.is_file() else []
+    rows = [
+        [row["model"], str(row["nodes"]), str(row["batch"]), *(f"{row[part]:.2f}" for part in parts)]
+        for row in measured
+        if not families or row["model"].split()[-1] in families
+    ]
+    return markdown(["heads", "nodes", "batch", *parts], rows)

@@ -1,0 +1,155 @@
+"""The docs say what is so: code runs, fields are the configs' own, links lead somewhere, figures come from results."""
+
+import importlib.util
+import re
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import torch
+
+from hf_drafthead import AmphistaConfig, DraftHeadConfig, EagleConfig, HydraConfig, MedusaConfig
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.rglob("*.md"))
+CODE = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+FAMILIES = {
+    "medusa": MedusaConfig(),
+    "hydra": HydraConfig(),
+    "hydra-plus-plus": HydraConfig.plus_plus(),
+    "amphista": AmphistaConfig(),
+    "eagle": EagleConfig(),
+}
+SECTIONS = ["Idea", "Drawing", "Config fields", "Recipe", "Figures", "When to choose it"]
+
+
+def page_id(page: Path) -> str:
+    return str(page.relative_to(DOCS))
+
+
+def family_page(name: str) -> str:
+    return (DOCS / "families" / f"{name}.md").read_text(encoding="utf-8")
+
+
+def section(page: str, title: str) -> str:
+    (found,) = re.findall(rf"^## {title}\n(.*?)(?=^## |\Z)", page, re.DOTALL | re.MULTILINE)
+    return found.strip()
+
+
+def own_fields(config: DraftHeadConfig) -> set[str]:
+    """The family's fields, and the number of heads."""
+    shared = {field.name for field in fields(DraftHeadConfig)} - {"num_draft_heads"}
+    return {field.name for field in fields(type(config))} - shared
+
+
+def documented(page: str) -> dict[str, str]:
+    """Field to value, as the table under "Config fields" has them."""
+    rows = re.findall(r"^\| `(\w+)` \| `(.*?)` \| \S.* \|$", section(page, "Config fields"), re.MULTILINE)
+    assert len(rows) == len(dict(rows)), "a field is there twice"
+    return dict(rows)
+
+
+@pytest.fixture(scope="module")
+def figures():
+    spec = importlib.util.spec_from_file_location("figures", ROOT / "benchmarks" / "figures.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if CODE.search(page.read_text(encoding="utf-8"))], ids=page_id)
+def test_code_runs(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    names: dict = {}
+    for block in CODE.findall(page.read_text(encoding="utf-8")):
+        exec(compile(block, str(page), "exec"), names)
+
+
+def test_every_family_shows_code():
+    assert {page.stem for page in PAGES if CODE.search(page.read_text(encoding="utf-8"))} >= set(FAMILIES)
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "hydra-plus-plus"])
+def test_every_config_field_is_documented_with_its_default(name):
+    config = FAMILIES[name]
+    assert documented(family_page(name)) == {field: repr(getattr(config, field)) for field in own_fields(config)}
+
+
+def test_hydra_plus_plus_documents_what_it_sets():
+    config, plain = FAMILIES["hydra-plus-plus"], FAMILIES["hydra"]
+    differing = {name for name in own_fields(config) if getattr(config, name) != getattr(plain, name)}
+    assert documented(family_page("hydra-plus-plus")) == {name: repr(getattr(config, name)) for name in differing}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_family_page_has_every_section(name):
+    page = family_page(name)
+    titles = re.findall(r"^## (.*)$", page, re.MULTILINE)
+    last = "What the paper leaves open" if name == "amphista" else "Where published code departs from the paper"
+    assert titles == [*SECTIONS[:-1], last, SECTIONS[-1]]
+    assert re.fullmatch(r"```text\n.*\n```.*", section(page, "Drawing"), re.DOTALL)
+    idea = section(page, "Idea").replace("\n", " ")
+    assert len(re.findall(r"[a-z][.?!](?= [A-Z]|$)", idea)) == 5
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)#]+)\)", page.read_text(encoding="utf-8")):
+        assert (page.parent / target).exists(), target
+
+
+def test_every_page_can_be_reached():
+    found, waiting = set(), [DOCS / "README.md"]
+    while waiting:
+        page = waiting.pop().resolve()
+        if page not in found and page.is_relative_to(DOCS):
+            found.add(page)
+            links = re.findall(r"\]\(([^)#]+\.md)\)", page.read_text(encoding="utf-8"))
+            waiting += [page.parent / link for link in links]
+    assert found == {page.resolve() for page in PAGES}
+
+
+def test_places_for_figures_are_ones_that_are_filled(figures):
+    families = set(figures.FAMILIES)
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        places = [place[2].split() for place in figures.PLACE.finditer(text)]
+        assert len(places) == text.count("<!-- figures:") == text.count("<!-- end of figures -->")
+        for table, *names in places:
+            assert table in ("families", "ablations", "accuracies", "steps")
+            assert set(names) <= families
+
+
+def test_figures_are_written_between_the_comments(figures, tmp_path):
+    page = tmp_path / "deep" / "page.md"
+    page.parent.mkdir()
+    page.write_text(
+        "a\n<!-- figures: one x y -->\nold\n<!-- end of figures -->\nb\n"
+        "<!-- figures: none -->\n<!-- end of figures -->\n"
+    )
+    (tmp_path / "other.md").write_text("no figures\n")
+    tables = {"one": lambda names: figures.markdown(["n"], [[name] for name in names]), "none": lambda names: ""}
+    assert figures.fill(tmp_path, tables) == [page]
+    assert page.read_text() == (
+        "a\n<!-- figures: one x y -->\n| n |\n| --- |\n| x |\n| y |\n<!-- end of figures -->\nb\n"
+        "<!-- figures: none -->\n*Not measured yet.*\n<!-- end of figures -->\n"
+    )
+    assert figures.fill(tmp_path, tables) == []
+    with pytest.raises(ValueError, match=r"page\.md asks for the table 'one': expected one of none\.$"):
+        figures.fill(tmp_path, {"none": tables["none"]})
+
+
+def test_steps_are_those_of_the_families_asked_for(figures, tmp_path, monkeypatch):
+    figures_of = {"step": 2.0, "verify": 1.5, "draft": 0.456, "bookkeeping": 0.04}
+    rows = [{"model": name, "nodes": 8, "batch": 1, **figures_of} for name in ("hydra", "160m hydra", "hydra++")]
+    monkeypatch.setattr(figures, "STEPS", tmp_path / "step.json")
+    assert figures.steps([]) == ""
+    figures.STEPS.write_text(figures.json.dumps(rows))
+    found = figures.steps(["hydra"]).splitlines()
+    assert found[2:] == [
+        "| hydra | 8 | 1 | 2.00 | 1.50 | 0.46 | 0.04 |",
+        "| 160m hydra | 8 | 1 | 2.00 | 1.50 | 0.46 | 0.04 |",
+    ]
+    assert len(figures.steps([]).splitlines()) == 2 + 3
