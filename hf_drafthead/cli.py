@@ -4,6 +4,7 @@ Exit codes: 0 success; 1 a check failed; 2 bad input, with one line that says wh
 """
 
 import json
+import shlex
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -28,6 +29,13 @@ UsageError: Any = typer.BadParameter.__base__  # of click, which typer brings al
 COLOURS = ("green", "cyan", "blue", "magenta", "red", "yellow")
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="Folder of a draft-head checkpoint, or its id on the Hub.")]
+Models = Annotated[list[str], typer.Argument(metavar="MODEL...", help="As MODEL; several are put side by side.")]
+Template = Annotated[
+    Path | None, typer.Option("--chat-template", metavar="FILE", help="Jinja template, instead of the tokenizer's.")
+]
+Settings = Annotated[
+    list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="Setting of `generate` (may be repeated).")
+]
 Json = Annotated[Path | None, typer.Option("--json", metavar="PATH", help="Write the figures there as JSON.")]
 
 
@@ -171,7 +179,7 @@ def bench(
         ),
     ],
     split: Annotated[str | None, typer.Option(help="Of the data set.")] = None,
-    chat_template: ChatTemplate = None,
+    chat_template: Template = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first so many questions.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens per answer, at most.")] = 256,
     batch_size: Annotated[str, typer.Option(metavar="N[,N...]", help="Questions per call; several for a curve.")] = "1",
@@ -199,41 +207,50 @@ def bench(
     json_path: Json = None,
 ) -> None:
     """Speed, acceptance and exactness of models with draft heads against their bases, on questions."""
-    from hf_drafthead.evaluation.command import BenchPlan, run_bench
+    from accelerate import PartialState
+
+    from hf_drafthead.evaluation import plots, report
+    from hf_drafthead.evaluation.plan import Plan, carry_out
+    from hf_drafthead.evaluation.questions import read_questions
 
     check_writable(json_path)
     check_writable(csv_path, "--csv")
     thresholds = parse_numbers("--epsilon", epsilon, float)
     heat = temperature if temperature is not None else 0.7 if thresholds else 0.0
-    plan = BenchPlan(
+    sampling = {"do_sample": True, "temperature": heat} if heat else {"do_sample": False}
+    plan = Plan(
         models=models,
-        questions=questions,
-        split=split,
-        chat_template=chat_template,
-        limit=limit,
-        settings={
-            "max_new_tokens": max_new_tokens,
-            **({"do_sample": True, "temperature": heat} if heat else {"do_sample": False}),
-            **parse_settings(settings),
-        },
+        questions=read_questions(questions, split)[:limit],
+        settings={"max_new_tokens": max_new_tokens, **sampling, **parse_options(settings or [])},
         tree=None if tree is None else parse_tree(tree),
-        batch_sizes=parse_numbers("--batch-size", batch_size, int),
+        chat_template=read_template(chat_template),
         thresholds=thresholds,
-        compare=compare.split(",") if compare else [],
+        compare=compare.split(",") if compare else (),
+        batch_sizes=parse_numbers("--batch-size", batch_size, int),
         repeats=repeats,
         seed=seed,
         dtype=dtype,
-        command=command_line(),
     )
-    console = output()
-    with bar(1) as begin:
-        report = run_bench(plan, begin=begin, tell=complain, json_path=json_path, csv_path=csv_path, plot=plot)
-    for table in report.tables:
-        console.print(table)
-        console.print()
-    if report.stopped:
-        complain(f"{report.stopped}: the figures are those of what was finished until then.")
-    raise typer.Exit(130 if report.stopped == "interrupted" else 0)
+    said = {"questions": Path(questions).name, "command": command_line()}
+    first = PartialState().is_main_process
+
+    def keep(measurements: list[Any]) -> None:
+        if first:
+            write_json(json_path, report.to_json(measurements, **said))
+            if csv_path is not None:
+                report.write_csv(csv_path, measurements)
+
+    with bar(plan.batches) as begin:
+        outcome = carry_out(plan, begin=begin, tell=complain if first else lambda notice: None, keep=keep)
+    if first:
+        console = output()
+        for table in report.tables(outcome.measurements):
+            console.print(table)
+        if plot is not None:
+            plots.draw(outcome.measurements, plot)
+    if outcome.stopped:
+        complain(f"{outcome.stopped}: the figures, marked with *, are those of the prompts that were finished.")
+        raise typer.Exit(130)
 
 
 @app.command()
@@ -401,11 +418,35 @@ def parse_options(given: list[str]) -> dict[str, Any]:
     return options
 
 
-def check_writable(path: Path | None) -> None:
+def parse_numbers(option: str, given: str | None, kind: Callable[[str], Any]) -> list[Any]:
+    """Numbers above 0 with commas between them."""
+    try:
+        found = [kind(word) for word in given.split(",")] if given else []
+    except ValueError:
+        found = [0]
+    if not all(0 < number < float("inf") for number in found):
+        expected = "whole numbers" if kind is int else "numbers"
+        raise ValueError(f"{option} {given!r}: expected {expected} above 0 with commas between them.")
+    return found
+
+
+def read_template(path: Path | None) -> str | None:
+    """The text of a chat template."""
+    if path is not None and not path.is_file():
+        raise OSError(f"there is no chat template {str(path)!r}: give a Jinja file.")
+    return None if path is None else path.read_text(encoding="utf-8")
+
+
+def command_line() -> str:
+    """What the user typed, for whoever wants to measure again."""
+    return shlex.join(["hf-drafthead", *sys.argv[1:]])
+
+
+def check_writable(path: Path | None, option: str = "--json") -> None:
     """Refuse a place where no file can be written, before any work is done for it."""
     if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
         found = "is a folder" if path.is_dir() else f"lies in {str(path.parent)!r}, which does not exist"
-        raise OSError(f"--json {str(path)!r} {found}: give the path of a file in a folder that exists.")
+        raise OSError(f"{option} {str(path)!r} {found}: give the path of a file in a folder that exists.")
 
 
 def write_json(path: Path | None, figures: dict[str, Any]) -> None:

@@ -18,6 +18,7 @@ from hf_drafthead.evaluation.measurement import BASE, HEADS, Measurement, Round,
 from hf_drafthead.evaluation.memory import PeakMemory, out_of_memory
 from hf_drafthead.evaluation.quality import quality
 from hf_drafthead.evaluation.questions import Question
+from hf_drafthead.evaluation.sharding import Shard
 from hf_drafthead.evaluation.speed import (
     ForwardCount,
     batched,
@@ -312,7 +313,8 @@ def bench(
         for notice in course.notices:
             tell(notice)
         if course.rounds:
-            found.append(course.measurement(compared=compare, processes=shard.processes))
+            how = {"compared": compare, "acceptance": dict(acceptance or {}), "processes": shard.processes}
+            found.append(course.measurement(**how))
         if course.stopped == INTERRUPTED:
             break
     if not found:
@@ -320,28 +322,3 @@ def bench(
             raise KeyboardInterrupt
         raise OSError("the memory does not suffice for a single prompt: use a smaller model, or fewer new tokens.")
     return found
-
-
-class Shard:
-    """This process's share of the questions, and the rounds of all processes."""
-
-    def __init__(self, questions: Sequence[Question]):
-        from accelerate import PartialState
-
-        state = PartialState()
-        self.processes = state.num_processes
-        if self.processes > max(len(questions), 1):
-            raise ValueError(
-                f"{len(questions)} questions cannot be shared among {self.processes} processes: start fewer of them."
-            )
-        self.questions = list(questions)[state.process_index :: self.processes]
-
-    def gather(self, course: Course) -> None:
-        """Give every process the rounds of all."""
-        if self.processes == 1:
-            return
-        from accelerate.utils import gather_object
-
-        course.rounds = gather_object(course.rounds)
-        course.notices = list(dict.fromkeys(gather_object(course.notices)))
-        course.stopped = next(filter(None, gather_object([course.stopped])), None)

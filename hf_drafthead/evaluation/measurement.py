@@ -81,6 +81,7 @@ class Measurement:
     torch: str
     repeats: int
     settings: dict[str, Any]  # of `generate`
+    acceptance: dict[str, Any]  # settings that only the heads were given
     speedup_spread: list[float]
     base_tokens_per_second_spread: list[float]
     tokens_per_second_spread: list[float]
@@ -95,9 +96,17 @@ class Measurement:
     processes: int = 1
     notices: list[str] = field(default_factory=list)
 
+    @property
+    def lossless(self) -> bool:
+        """Whether the text was meant to be the base's own."""
+        return self.acceptance.get("acceptance", "exact") == "exact"
+
     def to_json(self) -> dict[str, Any]:
-        """All fields by name."""
-        return asdict(self)
+        """All fields by name; the heads' accuracies as `head0_top1`, `head0_top2` ..., as a training reports them."""
+        plain = asdict(self)
+        by_head = plain.pop("head_accuracy") or []
+        named = {f"head{i}_top{k}": share for i, shares in enumerate(by_head) for k, share in enumerate(shares, 1)}
+        return {**plain, **named}
 
 
 def summed_up(
@@ -108,6 +117,7 @@ def summed_up(
     repeats: int,
     tree_nodes: int | None = None,
     settings: dict[str, Any] | None = None,
+    acceptance: dict[str, Any] | None = None,
     compared: Iterable[str] = (),
     **said: Any,
 ) -> Measurement:
@@ -116,7 +126,7 @@ def summed_up(
     Args:
         model: what was measured.
         rounds: at least one.
-        batch_size, repeats, settings: how it was measured.
+        batch_size, repeats, settings, acceptance: how it was measured.
         tree_nodes: N, where it is known beforehand; else what the steps showed.
         compared: contenders that were asked for, also those that could not run.
         said: the fields that tell how the measurement ended.
@@ -148,6 +158,7 @@ def summed_up(
         torch=torch.__version__,
         repeats=repeats,
         settings=settings or {},
+        acceptance=acceptance or {},
         speedup_spread=spread([fast / slow for fast, slow in zip(forms[HEADS], forms[BASE])]),
         base_tokens_per_second_spread=spread(forms[BASE]),
         tokens_per_second_spread=spread(forms[HEADS]),

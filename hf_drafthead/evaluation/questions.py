@@ -130,7 +130,7 @@ def _references(given: Any, where: str) -> tuple[tuple[str, ...], ...]:
     several = [[one] if isinstance(one, str) else one for one in by_turn] if isinstance(by_turn, list) else [by_turn]
     if not all(isinstance(answers, list) and all(isinstance(text, str) for text in answers) for answers in several):
         raise ValueError(
-            f'{where} has the "reference" {json.dumps(given, default=str)}: expected a text, or one or several per turn.'
+            f'{where} has the "reference" {json.dumps(given, default=str)}: expected a text, or some per turn.'
         )
     return tuple(tuple(text for text in answers if text) for answers in several)
 

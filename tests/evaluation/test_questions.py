@@ -63,7 +63,7 @@ def test_a_data_set_is_read_by_name(tmp_path):
         ('{"turns": ["a", 3]}', 'line 1 is {"turns": ["a", 3]}: expected an object with "turns"'),
         (
             '{"prompt": "a", "reference": [3]}',
-            'line 1 has the "reference" (3,): expected a text, or one text per turn.',
+            'line 1 has the "reference" [3]: expected a text, or some per turn.',
         ),
     ],
 )

@@ -1,0 +1,130 @@
+"""One call of `hf-drafthead bench`: several models on the same questions, with everything that was asked for."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from accelerate import PartialState
+
+from hf_drafthead.evaluation.bench import INTERRUPTED, bench
+from hf_drafthead.evaluation.loading import load
+from hf_drafthead.evaluation.measurement import Measurement
+from hf_drafthead.evaluation.questions import Question
+from hf_drafthead.evaluation.speed import batched
+from hf_drafthead.generation.tree import DraftTree
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to measure.
+
+    models: folders or ids; questions: for all of them; settings: of `generate`; tree: None for each model's own;
+    chat_template: text of a template that takes the place of the tokenizers'; thresholds: of typical acceptance, each
+    measured besides exact acceptance, with its root for alpha as in the Medusa paper; compare, batch_sizes, repeats,
+    seed: see `bench`; dtype: of the weights.
+    """
+
+    models: Sequence[str]
+    questions: Sequence[Question]
+    settings: dict[str, Any]
+    tree: DraftTree | None = None
+    chat_template: str | None = None
+    thresholds: Sequence[float] = ()
+    compare: Sequence[str] = ()
+    batch_sizes: Sequence[int] = (1,)
+    repeats: int = 3
+    seed: int = 0
+    dtype: str = "auto"
+
+    @property
+    def batches(self) -> int:
+        """How often `progress` is called at most: less where memory runs out, or where processes share the work."""
+        each = sum(len(batched(self.questions, size)) for size in self.batch_sizes)
+        return len(self.models) * (1 + len(self.thresholds)) * each
+
+
+@dataclass
+class Outcome:
+    """What was measured, and why it is not all, if it is not."""
+
+    measurements: list[Measurement] = field(default_factory=list)
+    stopped: str | None = None
+
+
+def carry_out(
+    plan: Plan,
+    *,
+    begin: Callable[[str], Callable[[], object]],
+    tell: Callable[[str], object],
+    keep: Callable[[list[Measurement]], object],
+) -> Outcome:
+    """Measure one model after the other.
+
+    Args:
+        plan: what to measure.
+        begin: is given each model's name, and gives what to call after each batch of questions.
+        tell: is given every notice at once.
+        keep: is given all measurements so far, whenever there are new ones, so that none is lost.
+
+    Raises:
+        KeyboardInterrupt: before anything was measured.
+        OSError, TypeError, ValueError: what `load` or `bench` refuse.
+    """
+    outcome = Outcome()
+    try:
+        for name in plan.models:
+            model, tokenizer = load_here(name, plan.dtype)
+            if plan.chat_template is not None:
+                tokenizer.chat_template = plan.chat_template
+            progress = begin(name.rstrip("/").rsplit("/")[-1])
+            for acceptance in _acceptances(plan):
+                outcome.measurements += bench(
+                    model,
+                    tokenizer,
+                    plan.questions,
+                    plan.settings,
+                    tree=plan.tree,
+                    acceptance=acceptance,
+                    compare=() if acceptance else plan.compare,
+                    batch_sizes=plan.batch_sizes,
+                    repeats=plan.repeats,
+                    seed=plan.seed,
+                    progress=progress,
+                    tell=tell,
+                )
+                keep(outcome.measurements)
+                if outcome.measurements[-1].stopped == INTERRUPTED:
+                    raise KeyboardInterrupt
+    except KeyboardInterrupt:
+        if not outcome.measurements:
+            raise
+        outcome.stopped = INTERRUPTED
+    return outcome
+
+
+def _acceptances(plan: Plan) -> Iterator[dict[str, Any]]:
+    yield {}
+    for threshold in plan.thresholds:
+        yield {"acceptance": "typical", "posterior_threshold": threshold, "posterior_alpha": threshold**0.5}
+
+
+def load_here(name: str, dtype: str) -> tuple[Any, Any]:
+    """Model and tokenizer, on the GPU of this process, or on all of them if there is one process.
+
+    Args:
+        name: folder or id.
+        dtype: `auto`, or a floating point type of torch by name.
+
+    Raises:
+        OSError, ValueError: as `load` does, or there is no such type.
+    """
+    wanted = dtype if dtype == "auto" else getattr(torch, dtype, None)
+    if wanted != "auto" and not (isinstance(wanted, torch.dtype) and wanted.is_floating_point):
+        raise ValueError(f"--dtype {dtype!r} is no floating point type: expected auto, float32, bfloat16 or float16.")
+    state = PartialState()
+    place = None
+    if torch.cuda.is_available():
+        place = "auto" if state.num_processes == 1 else {"": state.device}
+    model, tokenizer = load(name, dtype=wanted, device_map=place)
+    return model.eval(), tokenizer

@@ -1,0 +1,139 @@
+"""Measurements as pictures."""
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from hf_drafthead.evaluation.measurement import Measurement
+from hf_drafthead.evaluation.report import labels
+
+
+def draw(measurements: Sequence[Measurement], folder: Path) -> list[Path]:
+    """Draw what these measurements can tell, one PNG file for each picture.
+
+    Args:
+        measurements: of one call, of one or several models.
+        folder: made if it is not there.
+
+    Returns:
+        the files.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    swept = {one.model for one in measurements if "posterior_threshold" in one.acceptance}
+    several = {
+        one.model for one in measurements if len({o.batch_size for o in measurements if o.model == one.model}) > 1
+    }
+    pictures: list[tuple[str, Callable[[Axes, Sequence[Measurement]], None], Sequence[Measurement]]] = [
+        ("speedup_by_category", speedup_by_category, measurements),
+        ("accepted_lengths", accepted_lengths, [one for one in measurements if one.accepted_lengths]),
+        ("head_accuracy", head_accuracy, [one for one in measurements if one.head_accuracy]),
+        ("throughput_by_batch", throughput_by_batch, [one for one in measurements if one.model in several]),
+        ("epsilon", epsilon, [one for one in measurements if one.model in swept]),
+    ]
+    written = []
+    for name, picture, shown in pictures:
+        if not shown:
+            continue
+        figure = Figure(figsize=(7, 4), layout="constrained")
+        picture(figure.add_subplot(), shown)
+        figure.savefig(folder / f"{name}.png", dpi=150)
+        written.append(folder / f"{name}.png")
+    return written
+
+
+def speedup_by_category(axes: Axes, measurements: Sequence[Measurement]) -> None:
+    """Bars in groups, one group per category; the base is the line at 1."""
+    categories = list(dict.fromkeys(category for one in measurements for category in one.per_category))
+    width = 0.8 / len(measurements)
+    for place, (label, one) in enumerate(zip(labels(measurements), measurements)):
+        known = [
+            (at, one.per_category[name]["speedup"]) for at, name in enumerate(categories) if name in one.per_category
+        ]
+        left = [at + (place - (len(measurements) - 1) / 2) * width for at, _ in known]
+        axes.bar(left, [speedup for _, speedup in known], width, label=label)
+    axes.axhline(1, color="grey", linewidth=1)
+    axes.set_xticks(range(len(categories)), categories, rotation=30, ha="right")
+    axes.set_ylabel("speedup over the base")
+    axes.legend(frameon=False)
+
+
+def accepted_lengths(axes: Axes, measurements: Sequence[Measurement]) -> None:
+    """The share of steps that emitted 1, 2, 3 ... tokens."""
+    width = 0.8 / len(measurements)
+    for place, (label, one) in enumerate(zip(labels(measurements), measurements)):
+        steps = sum(one.accepted_lengths.values())
+        left = [length + (place - (len(measurements) - 1) / 2) * width for length in one.accepted_lengths]
+        axes.bar(left, [count / steps for count in one.accepted_lengths.values()], width, label=label)
+    axes.set_xlabel("tokens emitted by a step")
+    axes.set_ylabel("share of steps")
+    axes.legend(frameon=False)
+
+
+def head_accuracy(axes: Axes, measurements: Sequence[Measurement]) -> None:
+    """How often each head has the next token first, and among its best five (Amphista, arXiv 2406.13170, figure 1)."""
+    for number, (label, one) in enumerate(zip(labels(measurements), measurements)):
+        shares = one.head_accuracy or []
+        heads = range(1, len(shares) + 1)
+        axes.plot(heads, [100 * share[-1] for share in shares], "o--", color=f"C{number}", label=f"{label}, top 5")
+        axes.plot(heads, [100 * share[0] for share in shares], "o-", color=f"C{number}", label=f"{label}, top 1")
+    axes.set_xticks(range(1, 1 + max(len(one.head_accuracy or []) for one in measurements)))
+    axes.set_xlabel("head")
+    axes.set_ylabel("accuracy in %")
+    axes.set_ylim(0, 100)
+    axes.legend(frameon=False)
+
+
+def throughput_by_batch(axes: Axes, measurements: Sequence[Measurement]) -> None:
+    """Tokens per second of the heads and of the base by batch size (Hydra, arXiv 2402.05109, figure 3)."""
+    for number, model in enumerate(dict.fromkeys(one.model for one in measurements)):
+        own = sorted((one for one in measurements if one.model == model), key=lambda one: one.batch_size)
+        sizes = [one.batch_size for one in own]
+        colour = f"C{number}"
+        axes.plot(sizes, [one.tokens_per_second for one in own], "o-", color=colour, label=own[0].family)
+        axes.plot(
+            sizes, [one.base_tokens_per_second for one in own], "o:", color=colour, label=f"base of {own[0].family}"
+        )
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(sorted({one.batch_size for one in measurements}))
+    axes.get_xaxis().set_major_formatter(lambda value, _: f"{value:g}")
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("batch size")
+    axes.set_ylabel("tokens per second")
+    axes.legend(frameon=False)
+
+
+def epsilon(axes: Axes, measurements: Sequence[Measurement]) -> None:
+    """Tokens per step and quality by the threshold of typical acceptance; exact sampling as a level line.
+
+    Hydra, arXiv 2402.05109, figure 4; Medusa, arXiv 2401.10774, figure 5.
+    """
+    right = axes.twinx()
+    for number, model in enumerate(dict.fromkeys(one.model for one in measurements)):
+        own = [one for one in measurements if one.model == model]
+        typical = sorted(
+            (one for one in own if not one.lossless), key=lambda one: one.acceptance["posterior_threshold"]
+        )
+        at = [one.acceptance["posterior_threshold"] for one in typical]
+        for side, style, value in ((axes, "o-", _tau), (right, "s--", _quality)):
+            side.plot(at, [value(one) for one in typical], style, color=f"C{number}")
+            for one in own:
+                if one.lossless:
+                    side.axhline(value(one), color=f"C{number}", linewidth=0.8, linestyle=style[1:])
+        axes.plot([], [], color=f"C{number}", label=own[0].family)
+    axes.plot([], [], "o-", color="grey", label="tokens per step")
+    axes.plot([], [], "s--", color="grey", label="ROUGE-L")
+    axes.set_xlabel("epsilon (level lines: exact sampling)")
+    axes.set_ylabel("tokens per step")
+    right.set_ylabel("ROUGE-L against the references")
+    axes.legend(frameon=False)
+
+
+def _tau(one: Measurement) -> float:
+    return math.nan if one.tokens_per_step is None else one.tokens_per_step
+
+
+def _quality(one: Measurement) -> float:
+    return one.quality["heads"] if one.quality else math.nan

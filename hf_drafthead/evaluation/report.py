@@ -1,0 +1,149 @@
+"""Measurements as a table, as JSON and as CSV."""
+
+import csv
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from hf_drafthead.evaluation.measurement import Measurement
+
+CSV_COLUMNS = (
+    "model",
+    "family",
+    "acceptance",
+    "posterior_threshold",
+    "batch_size",
+    "category",
+    "prompts",
+    "tokens_per_step",
+    "base_tokens_per_second",
+    "tokens_per_second",
+    "speedup",
+    "identical",
+    "quality_base",
+    "quality_heads",
+    "complete",
+)
+
+
+def to_json(measurements: Sequence[Measurement], **said: Any) -> dict[str, Any]:
+    """One measurement as an object, several as the `rows` of one; `said` is told in each."""
+    rows = [{**one.to_json(), **said} for one in measurements]
+    return rows[0] if len(rows) == 1 else {"rows": rows}
+
+
+def write_csv(path: Path, measurements: Sequence[Measurement]) -> None:
+    """One line for all prompts of a measurement, and one for each category."""
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, CSV_COLUMNS, extrasaction="ignore", lineterminator="\n")
+        writer.writeheader()
+        for one in measurements:
+            whole = one.to_json()
+            acceptance = {"acceptance": "exact", **one.acceptance}
+            for category, figures in {"all": whole, **one.per_category}.items():
+                judged = figures["quality"] or {}
+                scores = {"quality_base": judged.get("base"), "quality_heads": judged.get("heads")}
+                writer.writerow({**whole, **figures, **acceptance, **scores, "category": category})
+
+
+def labels(measurements: Sequence[Measurement]) -> list[str]:
+    """What tells the measurements of one call apart: the family, and whatever else differs."""
+    families = {one.model: one.family for one in measurements}
+    clear = len(set(families.values())) == len(families)
+    sizes = {one.batch_size for one in measurements}
+    found = []
+    for one in measurements:
+        parts = [one.family if clear else one.model.rstrip("/").rsplit("/")[-1]]
+        parts += [f"batch {one.batch_size}"] if len(sizes) > 1 else []
+        if not one.lossless:
+            parts.append(f"typical {one.acceptance.get('posterior_threshold', '')}".strip())
+        found.append(" ".join(parts))
+    return found
+
+
+def tables(measurements: Sequence[Measurement]) -> list[Table]:
+    """What the command line prints."""
+    return [view(measurements) for view in (summary_table, category_table, details_table)]
+
+
+def summary_table(measurements: Sequence[Measurement]) -> Table:
+    """One line per measurement."""
+    table = _table(
+        "", "nodes", "batch", "prompts", "tokens\n/ step", "base\ntok/s", "heads\ntok/s", "speedup", "spread"
+    )
+    judged = any(one.quality for one in measurements)
+    compiled = any(one.speedup_over_compiled for one in measurements)
+    for name in ("effi-\nciency", *["over\ncompiled"] * compiled, *["base\nROUGE-L", "heads\nROUGE-L"] * judged):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("same\ntext", justify="right", no_wrap=True)
+    for label, one in zip(labels(measurements), measurements):
+        low, high = one.speedup_spread
+        quality = one.quality or {}
+        table.add_row(
+            label + ("" if one.complete else " *"),
+            str(one.tree_nodes or "-"),
+            str(one.batch_size),
+            str(one.prompts),
+            _figure(one.tokens_per_step),
+            f"{one.base_tokens_per_second:.0f}",
+            f"{one.tokens_per_second:.0f}",
+            _figure(one.speedup),
+            f"{low:.2f}-{high:.2f}",
+            _figure(one.efficiency),
+            *[_figure(one.speedup_over_compiled)] * compiled,
+            *[_figure(quality.get("base")), _figure(quality.get("heads"))] * judged,
+            "yes" if one.identical else "NO" if one.lossless else "no",
+        )
+    return table
+
+
+def category_table(measurements: Sequence[Measurement]) -> Table:
+    """Speedup and tokens per step by category, the measurements side by side."""
+    table = _table("speedup (tokens per step)", *labels(measurements))
+    categories = dict.fromkeys(category for one in measurements for category in one.per_category)
+    for category in categories:
+        cells = []
+        for one in measurements:
+            figures = one.per_category.get(category)
+            told = "-" if figures is None else f"{figures['speedup']:.2f} ({_figure(figures['tokens_per_step'])})"
+            cells.append(told)
+        table.add_row(category, *cells)
+    return table
+
+
+def details_table(measurements: Sequence[Measurement]) -> Table:
+    """Where the time of a step goes, how good the guesses are, and what the others do; side by side."""
+    table = _table("", *labels(measurements))
+
+    def line(name: str, cells: list[str]) -> None:
+        if set(cells) != {"-"}:
+            table.add_row(name, *cells)
+
+    for stage in ("draft", "verify", "accept", "commit", "rest", "step"):
+        line(f"{stage}, ms per step", [_figure((one.time_split or {}).get(stage)) for one in measurements])
+    heads = max(len(one.head_accuracy or []) for one in measurements)
+    for head in range(heads):
+        shares = [(one.head_accuracy or [])[head : head + 1] for one in measurements]
+        told = [f"{100 * share[0][0]:.0f} / {100 * share[0][-1]:.0f} %" if share else "-" for share in shares]
+        line(f"head {head + 1}, top 1 / top 5", told)
+    for name in dict.fromkeys(name for one in measurements for name in one.compared):
+        figures = [one.compared.get(name) for one in measurements]
+        line(f"{name}, speedup", ["-" if one is None else f"{one['speedup']:.2f}" for one in figures])
+    for who in dict.fromkeys(name for one in measurements for name in one.peak_memory or {}):
+        peaks = [(one.peak_memory or {}).get(who) for one in measurements]
+        line(f"{who}, peak memory", ["-" if peak is None else f"{peak / 2**20:.0f} MiB" for peak in peaks])
+    return table
+
+
+def _table(first: str, *columns: str) -> Table:
+    table = Table(box=None, padding=(0, 1, 0, 0))
+    table.add_column(first, no_wrap=True)
+    for column in columns:
+        table.add_column(column, justify="right", no_wrap=True)
+    return table
+
+
+def _figure(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
