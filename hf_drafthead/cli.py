@@ -319,6 +319,25 @@ def train(
 
 
 @app.command()
+def card(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder of a draft-head checkpoint.")],
+    license: Annotated[str | None, typer.Option(metavar="ID", help="License of the heads, such as apache-2.0.")] = None,
+    json_path: Json = None,
+) -> None:
+    """Write the model card from the facts in a folder; sections that a person wrote stay."""
+    from hf_drafthead.cards import missing, write_card
+
+    check_writable(json_path)
+    path = write_card(folder, license=license)
+    lacks = missing(folder)
+    console = output()
+    console.print(str(path), soft_wrap=True)
+    for one in lacks:
+        console.print(f"still missing: {one}", soft_wrap=True)
+    write_json(json_path, {"card": str(path), "missing": lacks})
+
+
+@app.command()
 def push(
     folder: Annotated[str, typer.Argument(metavar="FOLDER", help="Folder of a draft-head checkpoint.")],
     repo_id: Annotated[str, typer.Argument(metavar="REPO_ID", help="Where to: ORG/NAME on the Hub.")],

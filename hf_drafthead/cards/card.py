@@ -9,11 +9,12 @@ from typing import Any
 import jinja2
 from huggingface_hub import CardData, EvalResult, ModelCard, ModelCardData
 
-from hf_drafthead.cards.facts import Facts, read_facts
+from hf_drafthead.cards.facts import ACCURACY, Facts, read_facts
 from hf_drafthead.cards.pictures import draw_accuracies, draw_tree
 from hf_drafthead.cards.sections import REBUILT, merge
 
 CARD, TREE_PICTURE, ACCURACY_PICTURE = "README.md", "tree.png", "head_accuracies.png"
+TRAINING_PICTURE = "training.png"  # drawn by the training, if it was
 TASK = "text-generation"
 METRICS = {"tokens_per_step": "Tokens per step", "speedup": "Speedup over the base"}
 TITLES = {"medusa": "Medusa", "hydra": "Hydra", "amphista": "Amphista", "eagle": "EAGLE"}
@@ -162,7 +163,7 @@ def render(facts: Facts, data: ModelCardData, repo_id: str) -> str:
     }
     citation = room / "citations" / f"{facts.family.removesuffix('++').removesuffix('-alpha')}.bib"
     named = data.get("base_model") or facts.base_named
-    same = [run["identical"] for run in facts.runs if isinstance(run.get("identical"), bool)]
+    same = [run["identical"] for run in facts.runs if is_exact(run) and isinstance(run.get("identical"), bool)]
     return environment.from_string((room / "template.md.jinja").read_text(encoding="utf-8")).render(
         card_data=data.to_yaml(),
         facts=facts,
@@ -175,26 +176,43 @@ def render(facts: Facts, data: ModelCardData, repo_id: str) -> str:
         tree_picture=TREE_PICTURE,
         accuracy_picture=ACCURACY_PICTURE,
         recipe=recipe(facts.training),
+        training_picture=TRAINING_PICTURE if (facts.folder / TRAINING_PICTURE).is_file() else None,
         exact=all(same) if same else None,
         citation=citation.read_text(encoding="utf-8").strip() if citation.is_file() else None,
     )
 
 
 def recipe(training: dict[str, Any]) -> dict[str, Any]:
-    """What the training summary says, in its own order, without what the card shows elsewhere."""
-    shown = {"family", "license"}
-    return {
-        key.replace("_", " "): value
-        for key, value in training.items()
-        if key not in shown and not re.fullmatch(r"head\d+_top\d+", key)
-    }
+    """What the training summary says, in its own order, without what the card shows elsewhere; objects on one line."""
+    shown = {"base", "base_revision", "family", "license"}
+    rows = {}
+    for key, value in training.items():
+        if key in shown or ACCURACY.fullmatch(key):
+            continue
+        if isinstance(value, dict):
+            inner = [f"{name} {part}" for name, part in value.items() if not ACCURACY.fullmatch(name)]
+            value = ", ".join(inner)
+        rows["tokens per step, foretold" if key == "tokens_per_step" else key.replace("_", " ")] = value
+    return rows
 
 
-def setting(run: Any) -> str:
-    """Device, dtype and batch size of a run, on one line."""
+def setting(run: dict[str, Any]) -> str:
+    """Device, dtype and batch size of a run, and how it chose its tokens, on one line."""
+    parts = [str(run.get(name) or f"{name} not recorded") for name in ("device", "dtype")]
     size = run.get("batch_size")
-    parts = [run.get("device") or "device not recorded", run.get("dtype") or "dtype not recorded"]
-    return ", ".join([*map(str, parts), "batch size not recorded" if size is None else f"batch size {size}"])
+    parts.append("batch size not recorded" if size is None else f"batch size {size}")
+    settings, acceptance = run.get("settings") or {}, run.get("acceptance") or {}
+    if "do_sample" in settings:
+        parts.append(f"temperature {settings.get('temperature', 1.0)}" if settings["do_sample"] else "greedy")
+    if not is_exact(run):
+        parts.append(f"{acceptance['acceptance']} acceptance")
+        parts += [f"threshold {acceptance['posterior_threshold']}"] if "posterior_threshold" in acceptance else []
+    return ", ".join(parts)
+
+
+def is_exact(run: dict[str, Any]) -> bool:
+    """Whether a run was meant to give the base's own text."""
+    return (run.get("acceptance") or {}).get("acceptance", "exact") == "exact"
 
 
 def cell(value: Any) -> str:

@@ -109,7 +109,7 @@ def read_facts(folder: Path, model: Any = None) -> Facts:
         settings={name: settings[name] for name in DRAFT_SETTINGS if settings.get(name) is not None},
         calibration=settings.get("calibration") or [],
         training=training,
-        accuracies=measured[0] if measured else _accuracies(training),
+        accuracies=measured[0] if measured else _accuracies({**training, **(training.get("held_out") or {})}),
         runs=runs,
     )
 

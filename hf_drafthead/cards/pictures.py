@@ -6,7 +6,7 @@ from matplotlib.figure import Figure
 
 from hf_drafthead.generation.tree import DraftTree
 
-INK, PAPER, COLOURS = "#333333", "#ffffff", ("#4c72b0", "#a8bddc", "#dfe6f1")
+INK, PAPER, COLOURS = "#333333", "#ffffff", ("#4c72b0", "#a8bddc")
 
 
 def draw_tree(tree: DraftTree, path: Path) -> None:
@@ -28,25 +28,26 @@ def draw_tree(tree: DraftTree, path: Path) -> None:
 
 
 def draw_accuracies(accuracies: dict[int, list[float]], path: Path) -> None:
-    """A group of bars per head, one bar per k.
+    """A group of bars per head: its best guess, and the most guesses that were looked at.
 
     Args:
         accuracies: by k, each head's share (0 to 1) of positions with the true token among its best k.
         path: where the picture goes.
     """
+    shown = {k: accuracies[k] for k in sorted({min(accuracies), max(accuracies)})}
     figure = Figure(figsize=(6, 3), layout="constrained")
     axes = figure.subplots()
-    width = 0.8 / len(accuracies)
-    for place, (k, shares) in enumerate(accuracies.items()):
-        left = [head + (place - (len(accuracies) - 1) / 2) * width for head in range(1, len(shares) + 1)]
-        bars = axes.bar(left, [100 * share for share in shares], width, label=f"top {k}", color=_colour(place))
+    width = 0.8 / len(shown)
+    for colour, (place, (k, shares)) in zip(COLOURS, enumerate(shown.items())):
+        left = [head + (place - (len(shown) - 1) / 2) * width for head in range(1, len(shares) + 1)]
+        bars = axes.bar(left, [100 * share for share in shares], width, label=f"top {k}", color=colour)
         axes.bar_label(bars, fmt="%.0f", size=7)
-    axes.set_xticks(range(1, len(next(iter(accuracies.values()))) + 1))
+    axes.set_xticks(range(1, len(accuracies[min(accuracies)]) + 1))
     axes.set_xlabel("head")
     axes.set_ylabel("accuracy in %")
     axes.set_ylim(0, 105)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, ncols=len(accuracies), loc="upper right")
+    axes.legend(frameon=False, ncols=len(shown), loc="upper right")
     _save(figure, path)
 
 
@@ -68,10 +69,6 @@ def _rows(tree: DraftTree) -> list[float]:
 
     place(0)
     return rows
-
-
-def _colour(place: int) -> str:
-    return COLOURS[min(place, len(COLOURS) - 1)]
 
 
 def _save(figure: Figure, path: Path) -> None:
