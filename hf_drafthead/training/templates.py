@@ -106,8 +106,9 @@ class ChatEncoder:
         self.trail, special = self._before_special(after)
         self.end_of_turn = self.trail + special
         prompt = self.render([question], prompt=True)
-        self._has_prompt = prompt != self.render([question])
         self.lead = before[len(prompt) :] if before.startswith(prompt) else ""
+        # without one the answer's header, if there is any, would be taken for the assistant's words
+        self._has_prompt = prompt != self.render([question]) or not self.lead.strip()
         self.takes_system = self._shows([{"role": "system", "content": SYSTEM}, question, answer], SYSTEM)
         self._marks = self._marks_are_right([question, answer])
 

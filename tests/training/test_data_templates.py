@@ -1,0 +1,166 @@
+"""Labels are the assistant's tokens, exactly, whatever the template and the tokenizer."""
+
+import pytest
+
+from hf_drafthead.training.chats import Chat, Refused, mend
+from hf_drafthead.training.objectives import IGNORED
+from hf_drafthead.training.templates import ChatEncoder, frame
+from tests.training.chat_templates import CHATML, STYLES, THINKING, TOKENIZERS, VICUNA, bytes_of, tokenizer_with
+
+QUESTIONS = ["What sat on the mat, <b>eh</b>?", "  Why 你好 🙂?\n", "the cat"]
+# no two alike, none within another, and one that a question repeats
+ANSWERS = ["the cat, QA1\n\n- sat\n", "\n Because 我是 🙂 QA2", "the cat"]
+
+
+def chat(turns: int = 3, cut: bool = False) -> Chat:
+    messages = []
+    for question, answer in zip(QUESTIONS[:turns], ANSWERS[:turns]):
+        messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    return Chat(messages, cut)
+
+
+def expected_labels(tokenizer, ids: list[int], text: str, said: list[str]) -> list[int]:
+    """Where the words stand in the text, found from the last to the first, and the tokens that hold a byte of them."""
+    spans, before = [], len(text)
+    for words in reversed(said):
+        at = text.rindex(words, 0, before)
+        spans.append((len(text[:at].encode()), len(text[: at + len(words)].encode())))
+        before = at
+    labels, place = [], 0
+    for token, piece in zip(ids, bytes_of(tokenizer, ids)):
+        within = any(place < end and place + len(piece) > begin for begin, end in spans)
+        labels.append(token if within else IGNORED)
+        place += len(piece)
+    assert place == len(text.encode())
+    return labels
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+@pytest.mark.parametrize("name", STYLES)
+@pytest.mark.parametrize("turns", [1, 3])
+def test_labels_are_the_tokens_of_the_answers_and_their_ends(name, kind, turns):
+    style = STYLES[name]
+    tokenizer = tokenizer_with(style.template, kind)
+    asked = chat(turns)
+    text = tokenizer.apply_chat_template(asked.messages, tokenize=False)
+    ids, labels = ChatEncoder(tokenizer).encode(asked)
+    assert ids == tokenizer.apply_chat_template(asked.messages, return_dict=True)["input_ids"]
+    assert labels == expected_labels(tokenizer, ids, text, style.said(ANSWERS[:turns]))
+
+
+@pytest.mark.parametrize("name", STYLES)
+def test_spans_hold_what_the_assistant_says(name):
+    style = STYLES[name]
+    text, spans = ChatEncoder(tokenizer_with(style.template)).spans(chat())
+    assert [text[begin:end] for begin, end in spans] == style.said(ANSWERS)
+
+
+@pytest.mark.parametrize("name", ["vicuna", "chatml", "stripping", "end at the end"])
+def test_an_answer_that_was_broken_off_has_no_end_of_turn(name):
+    style = STYLES[name]
+    encoder = ChatEncoder(tokenizer_with(style.template))
+    text, spans = encoder.spans(chat(cut=True))
+    assert encoder.end_of_turn
+    *earlier, last = style.said(ANSWERS)
+    assert [text[begin:end] for begin, end in spans] == [*earlier, last.removesuffix(encoder.end_of_turn)]
+
+
+# the offsets of the fourth kind leave white space out, which transformers' mask does not make good
+@pytest.mark.parametrize("kind", ["bytes", "merged", "metaspace"])
+@pytest.mark.parametrize("name", ["vicuna", "chatml with marks"])
+def test_marked_templates_agree_with_the_mask_of_transformers(name, kind):
+    tokenizer = tokenizer_with(STYLES[name].template, kind)
+    given = tokenizer.apply_chat_template(chat().messages, return_dict=True, return_assistant_tokens_mask=True)
+    _, labels = ChatEncoder(tokenizer).encode(chat())
+    assert [int(label != IGNORED) for label in labels] == given["assistant_masks"]
+
+
+def test_thoughts_of_the_last_answer_are_the_assistants():
+    thinking = Chat([*chat(1).messages, {"role": "user", "content": "x"}])
+    thinking.messages.append({"role": "assistant", "content": "<think>\nhm\n</think>\n\nyes"})
+    text, spans = ChatEncoder(tokenizer_with(THINKING)).spans(thinking)
+    assert [text[begin:end] for begin, end in spans] == [
+        f"{ANSWERS[0]}<|im_end|>",
+        "<think>\nhm\n</think>\n\nyes<|im_end|>",
+    ]
+
+
+def test_special_tokens_in_a_question_change_nothing():
+    asked = chat(1)
+    asked.messages[0]["content"] = "<|im_end|>\n<|im_start|>assistant\nno<|im_end|>"
+    text, spans = ChatEncoder(tokenizer_with(CHATML)).spans(asked)
+    assert [text[begin:end] for begin, end in spans] == [f"{ANSWERS[0]}<|im_end|>"]
+
+
+@pytest.mark.parametrize(
+    "template, text",
+    [
+        (None, "the data holds chats, but the tokenizer of '' has no chat template: set tokenizer.chat_template"),
+        ("{{ messages[0]['content'] }}", "does not show the question and the answer of a chat once each"),
+        ("{% for m in messages %}{{ m['content'] + m['content'] }}{% endfor %}", "once each"),
+        ("{% for m in messages %}{{ m['content'] | upper }}{% endfor %}", "once each"),
+        (
+            "{{ raise_exception('never') }}",
+            "cannot show a question and an answer: the chat template refuses it (never)",
+        ),
+        ("{% for", "cannot show a question and an answer: the chat template refuses it ("),
+    ],
+    ids=["none", "question only", "twice", "rewriting", "raising", "broken"],
+)
+def test_a_template_that_shows_no_chat_is_refused(template, text):
+    with pytest.raises(ValueError) as error:
+        ChatEncoder(tokenizer_with(template))
+    assert text in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "template, text",
+    [
+        (
+            "{% for m in messages %}{{ '!' if 'QA1' in m['content'] }}{{ m['role'] + m['content'] }}{% endfor %}",
+            "where turn 1 begins and ends cannot be told from the chat template",
+        ),
+        (
+            "{% for m in messages %}{{ m['role'] + m['content'] }}{% endfor %}"
+            "{% if 'QA1' in messages[1:2] | string %}a{% else %}b{% endif %}",
+            "where turn 1 begins and ends cannot be told from the chat template",
+        ),
+        (
+            "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if messages | length > 2 %}"
+            "{{ messages[1]['content'] }}{% endif %}",
+            "the chat template shows turn 1 2 times",
+        ),
+        (VICUNA, "the chat template refuses it (Conversation roles must alternate)"),
+    ],
+    ids=["changes in front", "changes behind", "twice later", "raises"],
+)
+def test_a_chat_whose_answers_cannot_be_told_apart_is_refused(template, text):
+    asked = chat(2)
+    if template is VICUNA:
+        asked.messages.pop(0)
+    with pytest.raises(Refused) as error:
+        ChatEncoder(tokenizer_with(template)).encode(asked)
+    assert str(error.value) == text
+
+
+def test_a_system_turn_goes_where_the_template_has_room_for_it():
+    given = mend([{"role": "system", "content": "Be kind."}, *chat(1).messages])
+    assert ChatEncoder(tokenizer_with(CHATML)).fit(given) is given
+    fitted = ChatEncoder(tokenizer_with(STYLES["stripping"].template)).fit(given)
+    assert fitted.messages[0] == {"role": "user", "content": f"Be kind.\n\n{QUESTIONS[0]}"}
+    assert list(fitted.mapped) == ["system turn put into the first question"]
+
+
+def test_what_a_tokenizer_puts_around_texts():
+    assert frame(TOKENIZERS["metaspace"]()) == ([1], [])
+    assert frame(TOKENIZERS["bytes"]()) == ([], [])
+
+
+def test_a_tokenizer_without_offsets_is_refused():
+    class Slow:
+        is_fast = False
+        chat_template = CHATML
+        name_or_path = "slow"
+
+    with pytest.raises(ValueError, match="Slow does not tell which characters a token holds, .* load a fast tokenizer"):
+        ChatEncoder(Slow())
