@@ -20,7 +20,7 @@ class NotInstalled:
 sys.meta_path.insert(0, NotInstalled())
 
 import torch  # noqa: E402
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, pipeline  # noqa: E402
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM  # noqa: E402
 
 TRUST = {"trust_remote_code": True, "dtype": torch.float64}
 # Two rows of different lengths, padded on the left.
@@ -81,12 +81,6 @@ def found(folder: Path) -> dict:
         ],
         "refusal": refusal,
     }
-
-
-def told_by_a_pipeline(folder: Path) -> str:
-    """One text of a pipeline."""
-    writer = pipeline("text-generation", model=str(folder), trust_remote_code=True)
-    return writer("a", max_new_tokens=4, do_sample=False)[0]["generated_text"]
 
 
 if __name__ == "__main__":

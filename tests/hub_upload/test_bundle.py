@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModel, AutoModelForCausalLM
 
+from hf_drafthead import HydraConfig, HydraForCausalLM
 from hf_drafthead.hub_upload import bundle_modules
 from hf_drafthead.hub_upload.bundle import FILE, add_bundle, build_bundle, families
 from tests.bases import tiny_base
@@ -27,11 +28,10 @@ all_families = pytest.mark.parametrize("family", FAMILIES, ids=lambda family: fa
 all_codes = pytest.mark.parametrize("code", sorted(families()))
 
 
-def alone(script: str | Path, *arguments: object, modules: Path) -> str:
-    """Run Python by itself, away from this checkout and with a fresh place for the code it fetches."""
-    words = ["-c", script] if isinstance(script, str) else [str(script)]
+def alone(folder: Path, modules: Path) -> dict:
+    """Run the stranger's script by itself, away from this checkout and with a fresh place for the code it fetches."""
     run = subprocess.run(
-        [sys.executable, "-I", *words, *map(str, arguments)],
+        [sys.executable, "-I", str(STRANGER), str(folder)],
         capture_output=True,
         text=True,
         cwd=modules,
@@ -39,7 +39,7 @@ def alone(script: str | Path, *arguments: object, modules: Path) -> str:
         stdin=subprocess.DEVNULL,
     )
     assert run.returncode == 0, run.stderr
-    return run.stdout
+    return json.loads(run.stdout)
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +58,7 @@ def folder(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def seen(folder, tmp_path_factory) -> dict:
     """What a stranger finds, all families in one process."""
-    return json.loads(alone(STRANGER, folder, modules=tmp_path_factory.mktemp("stranger")))
+    return alone(folder, tmp_path_factory.mktemp("stranger"))
 
 
 @all_families
@@ -107,16 +107,12 @@ def test_a_stranger_has_the_published_trees(seen, family):
     assert "'nonesuch' is no published tree: expected one of eagle_mc_sim_7b_63, hydra_single," in found["refusal"]
 
 
-def test_where_the_package_is_imported_its_classes_win(folder, tmp_path):
-    script = """
-import sys, hf_drafthead
-from transformers import AutoModel, AutoModelForCausalLM
-for one in (AutoModel, AutoModelForCausalLM):
-    for trust in (True, None):
-        print(type(one.from_pretrained(sys.argv[1], trust_remote_code=trust)).__module__)
-"""
-    assert alone(script, folder / "hydra", modules=tmp_path).split() == ["hf_drafthead.modeling.hydra"] * 4
-    assert not list((tmp_path / "code").rglob(FILE))
+@pytest.mark.parametrize("trust", [True, None])
+@pytest.mark.parametrize("auto", [AutoModel, AutoModelForCausalLM])
+def test_where_the_package_is_imported_its_classes_win(folder, auto, trust):
+    model = auto.from_pretrained(folder / "hydra", trust_remote_code=trust)
+    assert type(model) is HydraForCausalLM
+    assert type(model.config) is HydraConfig
 
 
 @all_codes
@@ -129,16 +125,17 @@ def test_the_file_is_the_same_every_time_and_compiles(code):
 
 @all_codes
 def test_the_file_imports_nothing_that_transformers_and_torch_do_not_bring(code):
-    tree = ast.parse(build_bundle(code))
-    names = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
-    names |= {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) if not guarded(tree, node)}
-    tops = {name.partition(".")[0] for name in names}
-    assert tops - set(sys.stdlib_module_names) <= BROUGHT_ALONG
-
-
-def guarded(tree: ast.Module, wanted: ast.AST) -> bool:
-    """Whether a statement stands in a `try`."""
-    return any(wanted in ast.walk(node) for node in ast.walk(tree) if isinstance(node, ast.Try))
+    names = set()
+    waiting: list[ast.AST] = [ast.parse(build_bundle(code))]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names.add(node.module)
+        if not isinstance(node, ast.Try):  # what may be absent
+            waiting.extend(ast.iter_child_nodes(node))
+    assert {name.partition(".")[0] for name in names} - set(sys.stdlib_module_names) <= BROUGHT_ALONG
 
 
 @all_codes

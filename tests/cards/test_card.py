@@ -1,0 +1,329 @@
+"""A card says what the files of a checkpoint say, and where they are silent it says so."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+from huggingface_hub import EvalResult, ModelCard
+from huggingface_hub.repocard_data import eval_results_to_model_index, model_index_to_eval_results
+
+from hf_drafthead import zoo
+from hf_drafthead.cards import missing, write_card
+from hf_drafthead.cards.facts import read_facts
+from tests.cards.checkpoints import TREE, put, run, write_checkpoint
+
+FAMILIES = {
+    "medusa": ({}, "Medusa", "cai2024medusa"),
+    "hydra": ({}, "Hydra", "ankner2024hydra"),
+    "hydra++": ({"prefix_layer": True}, "Hydra++", "ankner2024hydra"),
+    "amphista": ({"num_auto_embedding_layers": 1}, "Amphista", "li2025amphista"),
+    "amphista-alpha": ({"num_auto_embedding_layers": 2}, "Amphista-alpha", "li2025amphista"),
+    "eagle": ({"num_draft_heads": 1}, "EAGLE", "li2024eagle"),
+}
+
+
+@pytest.fixture
+def heads(tmp_path) -> Path:
+    return write_checkpoint(tmp_path / "vicuna-hydra")
+
+
+def card_of(folder: Path, **options) -> ModelCard:
+    return ModelCard.load(write_card(folder, **options))
+
+
+def rows_of(card: ModelCard) -> dict[str, str]:
+    """The cells of all tables of two columns."""
+    cells = [line.strip("| ").split(" | ") for line in card.text.splitlines() if line.startswith("| ")]
+    return {row[0]: row[1] for row in cells if len(row) == 2}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_card_names_family_base_and_paper(tmp_path, name):
+    fields, title, key = FAMILIES[name]
+    folder = write_checkpoint(tmp_path / "heads", name.removesuffix("++").removesuffix("-alpha"), **fields)
+    card = card_of(folder)
+    rows = rows_of(card)
+    assert rows["family"] == title
+    assert rows["base"] == "`org/base`"
+    assert rows["base revision"] == "`0123456789abcdef0123456789abcdef01234567`"
+    assert name in card.data.tags
+    assert f"{{{key}," in card.text
+
+
+def test_a_card_counts_what_the_heads_add(heads):
+    rows = rows_of(card_of(heads))
+    assert rows["parameters added"] == "320"
+    assert rows["draft heads"] == "3"
+    assert rows["`num_layers`"] == "2"
+    assert "on disk (BF16)" in rows["memory added"]
+    assert not {"`dtype`", "`transformers_version`", "`base_included`"} & set(rows)
+
+
+def test_an_included_base_is_said_and_not_counted(tmp_path):
+    card = card_of(write_checkpoint(tmp_path / "heads", base_included=True))
+    rows = rows_of(card)
+    assert rows["base"] == "`org/base`, included here"
+    assert rows["parameters added"] == "320"
+    assert "Base and heads come from this repository." in card.text
+
+
+def test_a_loaded_model_tells_the_size_of_its_base(heads):
+    class Base:
+        def num_parameters(self):
+            return 6400
+
+    class Model:
+        base = Base()
+
+    assert rows_of(card_of(heads, model=Model()))["parameters added"] == "320 (5.0 % of the base's 6,400)"
+
+
+def test_metadata_is_what_the_hub_reads(heads):
+    put(heads, "training_summary.json", {"datasets": ["org/chats"]})
+    data = card_of(heads, license="apache-2.0").data.to_dict()
+    assert data == {
+        "license": "apache-2.0",
+        "base_model": "org/base",
+        "base_model_relation": "adapter",
+        "library_name": "transformers",
+        "pipeline_tag": "text-generation",
+        "tags": ["hf-drafthead", "speculative-decoding", "draft-heads", "hydra"],
+        "datasets": ["org/chats"],
+    }
+
+
+def test_measured_figures_stand_in_the_text_and_in_the_model_index(heads):
+    put(heads, "evaluation.json", run())
+    card = card_of(heads, repo_id="org/vicuna-hydra")
+    assert "**NVIDIA A100, float16, batch size 1**: 40 prompts of `mt_bench.jsonl`, 3,840 new tokens" in card.text
+    assert "| all | 40 | 2.71 | 1.48 | yes |" in card.text
+    assert "| writing | 20 | 2.50 | 1.30 | yes |" in card.text
+    assert "| math | 20 | not measured | 1.70 | yes |" in card.text
+    assert "over the base compiled: not measured." in card.text
+    assert "\nhf-drafthead bench heads --questions mt_bench.jsonl --json evaluation.json\n" in card.text
+    assert "the output was the base's own, token by token" in card.text
+    assert card.data.model_name == "vicuna-hydra"
+    found = {(one.dataset_config, one.metric_type): one.metric_value for one in card.data.eval_results}
+    assert found == {
+        ("all", "tokens_per_step"): 2.713,
+        ("all", "speedup"): 1.4815,
+        ("writing", "tokens_per_step"): 2.5,
+        ("writing", "speedup"): 1.3,
+        ("math", "speedup"): 1.7,
+    }
+    assert {one.metric_name for one in card.data.eval_results} == {
+        "Tokens per step (NVIDIA A100, float16, batch size 1)",
+        "Speedup over the base (NVIDIA A100, float16, batch size 1)",
+    }
+    index = eval_results_to_model_index(card.data.model_name, card.data.eval_results)
+    assert model_index_to_eval_results(index) == (card.data.model_name, card.data.eval_results)
+
+
+def test_every_run_of_every_file_is_told(heads):
+    put(heads, "evaluation.json", {"rows": [run(), run(batch_size=8, speedup=1.1)]})
+    put(heads, "evaluation_cpu.json", run(device="cpu", dtype="float32", command=None, speedup=float("inf")))
+    card = card_of(heads)
+    runs = [line.split(":")[0] for line in card.text.splitlines() if line.startswith("**")]
+    assert runs == [
+        "**NVIDIA A100, float16, batch size 1**",
+        "**NVIDIA A100, float16, batch size 8**",
+        "**cpu, float32, batch size 1**",
+    ]
+    assert card.text.count("The command was not recorded.") == 1
+    assert all(one.metric_value < 3 for one in card.data.eval_results)
+
+
+def test_a_difference_from_the_base_is_told_in_so_many_words(heads):
+    put(heads, "evaluation.json", run(identical=False))
+    text = card_of(heads).text
+    assert "| all | 40 | 2.71 | 1.48 | **no** |" in text
+    assert "**The output differed from the base's own in at least one run above" in text
+
+
+def test_a_lossy_run_is_marked_and_does_not_count_as_a_difference(heads):
+    typical = {"acceptance": "typical", "posterior_threshold": 0.09}
+    put(heads, "evaluation.json", [run(), run(identical=False, acceptance=typical, settings={"do_sample": True})])
+    text = card_of(heads).text
+    assert "**NVIDIA A100, float16, batch size 1, temperature 1.0, typical acceptance, threshold 0.09**" in text
+    assert "the output was the base's own, token by token" in text
+
+
+def test_heads_that_are_set_to_be_lossy_are_told_apart(heads):
+    put(heads, "generation_config.json", {"draft_tree": TREE, "acceptance": "typical"})
+    assert 'These heads are set to `acceptance="typical"`, which is lossy' in card_of(heads).text
+
+
+def test_missing_facts_are_shown_as_missing(tmp_path):
+    folder = write_checkpoint(tmp_path / "bare", base_model_name_or_path=None, base_model_revision=None)
+    (folder / "generation_config.json").unlink()
+    card = card_of(folder)
+    rows = rows_of(card)
+    assert rows["base"] == "a base that is missing: the config names none"
+    assert rows["base revision"] == "not recorded"
+    assert rows["license"].startswith("missing")
+    for line in (
+        "Tokens per step, speedup and exactness: not measured. `hf-drafthead bench` measures them.",
+        "Data and recipe: missing, there is no `training_summary.json`.",
+        "Missing: `generation_config.json` names no tree.",
+        "Without the package: missing.",
+        "### Accuracy of the heads\n\nNot measured.",
+        "### Exactness\n\nNot measured here.",
+    ):
+        assert line in card.text
+    assert "base_model" not in card.data.to_dict()
+    assert not list(folder.glob("*.png"))
+
+
+def test_how_to_load_without_the_package_is_told_where_the_code_is_there(heads, tmp_path):
+    model = "modeling_drafthead.HydraForCausalLM"
+    folder = write_checkpoint(tmp_path / "with-code", auto_map={"AutoModelForCausalLM": model})
+    text = card_of(folder, repo_id="org/name").text
+    assert 'AutoModelForCausalLM.from_pretrained("org/name", trust_remote_code=True)' in text
+    assert "trust_remote_code" not in card_of(heads).text
+
+
+@pytest.mark.parametrize("place", ["top", "held_out"])
+def test_accuracies_of_the_training_are_a_table_and_a_picture(heads, place):
+    figures = {f"head{head}_top{k}": 0.1 * head + 0.05 * k for head in range(3) for k in (1, 5)}
+    summary = {"seed": 4, "data_report": {"rows": 7, "cut": 2}, "tokens_per_step": 2.2}
+    put(heads, "training_summary.json", {**summary, **(figures if place == "top" else {"held_out": figures})})
+    card = card_of(heads)
+    assert "| top 1 | 5.0 % | 15.0 % | 25.0 % |" in card.text
+    assert "| top 5 | 25.0 % | 35.0 % | 45.0 % |" in card.text
+    rows = rows_of(card)
+    assert rows["seed"] == "4"
+    assert rows["data report"] == "rows 7, cut 2"
+    assert rows["tokens per step, foretold"] == "2.2"
+    assert not [name for name in rows if name.startswith("head0")]
+    assert (heads / "head_accuracies.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_measured_accuracies_come_before_those_of_the_training(heads):
+    put(heads, "training_summary.json", {"head0_top1": 0.25})
+    put(heads, "evaluation.json", run(head0_top1=0.5, head1_top1=0.75))
+    assert "| top 1 | 50.0 % | 75.0 % |" in card_of(heads).text
+
+
+def test_the_tree_is_drawn_and_named(heads):
+    text = card_of(heads).text
+    assert "A step checks 7 nodes at once" in text
+    assert "![the draft tree](tree.png)" in text
+    first = (heads / "tree.png").read_bytes()
+    assert first.startswith(b"\x89PNG")
+    put(heads, "generation_config.json", {"draft_tree": "mc_sim_7b_63"})
+    text = card_of(heads).text
+    assert "(the published tree `mc_sim_7b_63`)" in text
+    assert "3 guesses deep" in text  # cut to the heads there are
+    assert (heads / "tree.png").read_bytes() != first
+    put(heads, "generation_config.json", {"draft_tree": "dynamic"})
+    assert "every step grows its own tree" in card_of(heads).text
+
+
+def test_calibrated_trees_are_listed(heads):
+    entry = {"device": "NVIDIA A100", "dtype": "float16", "batch_size": 4, "tree": [[0], [1]]}
+    put(heads, "generation_config.json", {"draft_tree": TREE, "calibration": [entry]})
+    assert "| NVIDIA A100 | float16 | 4 | 3 |" in card_of(heads).text
+
+
+def test_the_same_facts_give_the_same_bytes(heads):
+    put(heads, "evaluation.json", run())
+    put(heads, "training_summary.json", {"head0_top1": 0.25, "seed": 0})
+    names = ["README.md", "tree.png", "head_accuracies.png"]
+    write_card(heads, license="mit", repo_id="org/one")
+    first = [(heads / name).read_bytes() for name in names]
+    write_card(heads, repo_id="org/one")
+    assert [(heads / name).read_bytes() for name in names] == first
+
+
+def test_what_a_person_wrote_survives_in_text_and_metadata(heads):
+    foreign = EvalResult("text-generation", "org/other", "Other", "rouge", 0.5)
+    card = card_of(heads, license="mit")
+    card.data.language, card.data.tags = "en", [*card.data.tags, "mine"]
+    card.data.eval_results, card.data.model_name = [foreign], "published"
+    card.text = card.text.replace("## Limits", "## Thanks\n\nTo all.\n\n## Limits")
+    card.save(heads / "README.md")
+    put(heads, "evaluation.json", run())
+    again = card_of(heads)
+    assert "## Thanks\n\nTo all.\n\n## Limits" in again.text
+    assert "| all | 40 | 2.71 | 1.48 | yes |" in again.text
+    assert again.data.license == "mit"
+    assert again.data.language == "en"
+    assert again.data.tags[-1] == "mine"
+    assert again.data.model_name == "published"
+    assert foreign in again.data.eval_results
+    assert len(again.data.eval_results) == 6
+
+
+def test_the_base_that_a_person_named_stays_where_the_config_has_a_path(tmp_path):
+    folder = write_checkpoint(tmp_path / "heads", base_model_name_or_path="../base")
+    (folder / "README.md").write_text("---\nbase_model: org/published\n---\n\n# Mine\n\nBy hand.\n")
+    card = card_of(folder)
+    assert card.data.base_model == "org/published"
+    assert card.text.startswith("\n# Mine\n\nBy hand.\n\n## Use")
+
+
+@pytest.mark.parametrize("name", zoo.families())
+def test_cards_of_the_zoo_are_whole_and_read_back_the_same(name, tmp_path):
+    shutil.copytree(zoo.path(name), tmp_path / name)
+    shutil.copytree(zoo.path("base"), tmp_path / "base")
+    path = write_card(tmp_path / name, license="apache-2.0")
+    card = ModelCard.load(path)
+    assert str(card) == path.read_text()
+    assert ModelCard(str(card)).data.to_dict() == card.data.to_dict()
+    assert card.data.library_name == "transformers"
+    assert rows_of(card)["parameters added"].endswith("% of the base's 1,870,944)")
+    assert "| top 1 |" in card.text
+    assert "python -m hf_drafthead.zoo.build" in card.text
+    assert [one.partition(":")[0] for one in missing(tmp_path / name)] == ["base"]
+
+
+def test_missing_says_what_a_card_lacks_and_what_to_do(tmp_path):
+    folder = write_checkpoint(tmp_path / "heads", base_model_name_or_path="../base")
+    assert missing(folder) == [f"card: there is no README.md; run `hf-drafthead card {folder}`"]
+    write_card(folder)
+    assert [one.partition(":")[0] for one in missing(folder)] == ["base", "license"]
+    write_checkpoint(folder)
+    write_card(folder, license="mit")
+    assert missing(folder) == []
+    write_checkpoint(folder, base_model_name_or_path="org/another")
+    assert missing(folder) == [
+        f"base: the card names 'org/base', the config 'org/another'; run `hf-drafthead card {folder}`"
+    ]
+
+
+def test_a_card_without_figures_has_to_say_so(heads):
+    (heads / "README.md").write_text("---\nbase_model: org/base\nlicense: mit\n---\n\n# Mine\n")
+    assert missing(heads) == ['measured figures: run `hf-drafthead bench`, or write "not measured" into the card']
+    (heads / "README.md").write_text("---\nbase_model: org/base\nlicense: mit\n---\n\n# Mine\n\nNot measured.\n")
+    assert missing(heads) == []
+
+
+@pytest.mark.parametrize(
+    "name, text, error, message",
+    [
+        ("config.json", "{", ValueError, "is not JSON"),
+        ("config.json", '{"model_type": "llama"}', ValueError, "holds a 'llama' model without draft heads"),
+        ("training_summary.json", "[]", ValueError, "holds a list, expected an object"),
+        ("evaluation.json", '{"loss": 3}', ValueError, "holds no figures: expected what `hf-drafthead bench --json`"),
+        ("evaluation.json", '{"speedup": 3, "family": "eagle"}', ValueError, "measured with 'eagle' heads, but"),
+        ("model.safetensors", "pickle", OSError, "the weights in .* cannot be read"),
+        ("generation_config.json", '{"draft_tree": [[0, 0]]}', ValueError, r"node \(0, 0\) has no parent"),
+        ("README.md", "---\na: [\n---\n", ValueError, "the metadata of .* cannot be read"),
+        ("README.md", "---\n- a\n---\n", ValueError, "the metadata of .* cannot be read"),
+    ],
+)
+def test_damaged_files_are_refused_in_one_line(heads, name, text, error, message):
+    (heads / name).write_text(text)
+    with pytest.raises(error, match=message) as caught:
+        write_card(heads)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_folder_without_a_checkpoint_is_refused(tmp_path):
+    for what in (write_card, read_facts):
+        with pytest.raises(OSError, match="holds no config.json: give the folder of a draft-head checkpoint"):
+            what(tmp_path)
+    write_checkpoint(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(OSError, match="save the heads there again"):
+        write_card(tmp_path)

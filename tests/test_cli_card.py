@@ -1,0 +1,42 @@
+"""`hf-drafthead card`: writes the card, tells what it lacks, and answers bad input in one line."""
+
+import json
+
+import pytest
+
+from hf_drafthead import cli
+from tests.cards.checkpoints import write_checkpoint
+
+
+@pytest.fixture
+def run(capsys):
+    def call(*arguments) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as end:
+            cli.main([str(argument) for argument in arguments])
+        return end.value.code, *capsys.readouterr()
+
+    return call
+
+
+def test_it_writes_the_card_and_says_what_it_lacks(run, tmp_path):
+    folder = write_checkpoint(tmp_path / "heads")
+    code, out, err = run("card", folder, "--json", tmp_path / "out.json")
+    assert (code, err) == (0, "")
+    assert out.splitlines()[0] == str(folder / "README.md")
+    assert out.splitlines()[1].startswith("still missing: license: run `hf-drafthead card")
+    told = json.loads((tmp_path / "out.json").read_text())
+    assert told["card"] == str(folder / "README.md")
+    assert len(told["missing"]) == 1
+
+
+def test_a_license_completes_it_and_stays(run, tmp_path):
+    folder = write_checkpoint(tmp_path / "heads")
+    assert run("card", folder, "--license", "apache-2.0")[1] == f"{folder / 'README.md'}\n"
+    assert run("card", folder)[1] == f"{folder / 'README.md'}\n"
+    assert "\nlicense: apache-2.0\n" in (folder / "README.md").read_text()
+
+
+def test_a_folder_without_heads_is_a_user_s_mistake(run, tmp_path):
+    code, out, err = run("card", tmp_path)
+    assert (code, out) == (2, "")
+    assert err == f"hf-drafthead: {str(tmp_path)!r} holds no config.json: give the folder of a draft-head checkpoint.\n"
