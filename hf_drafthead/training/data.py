@@ -243,7 +243,7 @@ class _Encode:
             else:
                 ids, labels = self._text(row)
             if self.max_length is None and self.positions is not None and len(ids) > self.positions:
-                raise TooLong(
+                raise ValueError(
                     f"{name} has {len(ids)} tokens, but the base has {self.positions} positions: "
                     f"set max_length to cut such rows, at most {self.positions}."
                 )
@@ -273,10 +273,6 @@ class _Encode:
         ids, labels = encode_span(self._bare, row["text"], [(row["given"], len(row["text"]))])
         beginning = [IGNORED if row["given"] else token for token in self.beginning]
         return self.beginning + ids + self._ending, beginning + labels + self._ending
-
-
-class TooLong(ValueError):
-    """A row that the base has no positions for."""
 
 
 class _Fit:

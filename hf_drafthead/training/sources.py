@@ -150,15 +150,14 @@ def _files(path: Path) -> list[Path]:
 def _read_files(files: list[Path], streaming: bool) -> Dataset | IterableDataset:
     # size and time are part of what a cached data set is known by: a file that has changed is read again
     known_by = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    if next(_rows_of(known_by), None) is None:
+        raise ValueError(f"{', '.join(map(str, files[:3]))}: there is no row in it: {EXPECTED}")
     if streaming:
         return IterableDataset.from_generator(_rows_of, features=FEATURES, gen_kwargs={"files": known_by})
     try:
-        rows = Dataset.from_generator(_rows_of, features=FEATURES, gen_kwargs={"files": known_by})
+        return Dataset.from_generator(_rows_of, features=FEATURES, gen_kwargs={"files": known_by})
     except DatasetGenerationError as error:
         raise (error.__cause__ or error) from None
-    if not len(rows):
-        raise ValueError(f"{', '.join(map(str, files[:3]))}: there is no row in it: {EXPECTED}")
-    return rows
 
 
 def _rows_of(files: list[tuple[str, int, int]]) -> Iterator[dict[str, Any]]:
@@ -171,7 +170,7 @@ def _rows_of(files: list[tuple[str, int, int]]) -> Iterator[dict[str, Any]]:
                     raise ValueError(f"{path} begins with {json.dumps(record)[:60]!r}: {EXPECTED}")
                 yield as_row(record, os.path.basename(path), number)
         except UnicodeDecodeError as error:
-            raise ValueError(f"{path} is not UTF-8 text ({error.reason} at byte {error.start}): convert it.") from None
+            raise ValueError(f"{path} is not UTF-8 text ({error.reason}): convert it.") from None
 
 
 def _texts(path: str) -> Iterator[dict[str, Any]]:

@@ -1,0 +1,382 @@
+"""From files and data sets to rows of tokens: nothing lost, nothing changed unsaid, everything counted."""
+
+import json
+
+import datasets
+import pytest
+import torch
+
+from hf_drafthead.training import sources
+from hf_drafthead.training.chats import Refused, mend
+from hf_drafthead.training.data import DataReport, PaddingCollator, data_hash, read_rows, tokenize_rows
+from hf_drafthead.training.objectives import IGNORED
+from tests.training.chat_templates import CHATML, STYLES, tokenizer_with
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    datasets.disable_progress_bars()
+
+
+def turns(*contents: str) -> list[dict[str, str]]:
+    return [{"role": ("user", "assistant")[place % 2], "content": words} for place, words in enumerate(contents)]
+
+
+def sharegpt(*contents: str) -> list[dict[str, str]]:
+    return [{"from": ("human", "gpt")[place % 2], "value": words} for place, words in enumerate(contents)]
+
+
+CHATS = [[f"question {row}", f"answer {row}", "and?", f"more {row} 🙂"] for row in range(7)]
+
+
+def write_lines(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def chats(tmp_path):
+    return write_lines(tmp_path / "chats.jsonl", [{"messages": turns(*one)} for one in CHATS])
+
+
+def listed(rows) -> list[dict]:
+    return [dict(row) for row in rows]
+
+
+def said(rows) -> list:
+    return [(row["messages"], row["text"]) for row in rows]
+
+
+# ---- reading -------------------------------------------------------------------------------------------------------
+
+
+def test_every_form_of_the_same_chats_gives_the_same_messages(tmp_path, chats):
+    array = tmp_path / "chats.json"
+    array.write_text(json.dumps([{"id": "x", "conversations": sharegpt(*one)} for one in CHATS], indent=1))
+    lines = write_lines(tmp_path / "lines.json", [{"conversations": sharegpt(*one)} for one in CHATS])
+    read = {path: listed(read_rows(path)) for path in (chats, array, lines)}
+    words = {path: [[turn["content"] for turn in row["messages"]] for row in rows] for path, rows in read.items()}
+    assert words[chats] == words[array] == words[lines] == CHATS
+    assert [row["row"] for row in read[array]] == list(range(7))
+    assert {row["source"] for row in read[array]} == {"chats.json"}
+
+
+def test_a_data_set_gives_the_same_rows_by_folder_and_in_hand(tmp_path, chats):
+    rows = read_rows(chats)
+    plain = datasets.Dataset.from_list([{"messages": turns(*one), "id": 0} for one in CHATS])
+    plain.save_to_disk(tmp_path / "saved")
+    datasets.DatasetDict({"train": plain, "test": plain.select([0])}).save_to_disk(tmp_path / "both")
+    plain.to_parquet(tmp_path / "hub" / "train.parquet")
+    assert said(sources.uniform(plain)) == said(rows)
+    for name in ("saved", "both", "hub"):
+        for streaming in (False, True):
+            assert said(read_rows(tmp_path / name, streaming=streaming)) == said(rows)
+    assert len(read_rows(tmp_path / "both", split="test")) == 1
+
+
+def test_texts_come_from_files_and_folders(tmp_path):
+    folder = tmp_path / "texts"
+    (folder / "inner").mkdir(parents=True)
+    (folder / "b.txt").write_text("second\n")
+    (folder / "a.md").write_text("first")
+    (folder / "inner" / "c.jsonl").write_text('{"text": "third"}\n\n{"text": "fourth", "given": 2}\n')
+    (folder / "picture.png").write_bytes(b"\x89PNG")
+    (folder / ".hidden.txt").write_text("hidden")
+    rows = listed(read_rows(folder))
+    assert [row["text"] for row in rows] == ["first", "second\n", "third", "fourth"]
+    assert [(row["source"], row["row"]) for row in rows[1:]] == [("b.txt", 0), ("c.jsonl", 0), ("c.jsonl", 1)]
+    assert [row["given"] for row in rows] == [0, 0, 0, 2]
+    assert listed(read_rows(folder, streaming=True)) == rows
+    assert [row["text"] for row in read_rows(folder / "b.txt")] == ["second\n"]
+
+
+def test_a_long_text_becomes_rows_at_ends_of_lines(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "BLOCK", 30)
+    text = "".join(f"line {number}\n" for number in range(50))
+    (tmp_path / "long.txt").write_text(text)
+    rows = [row["text"] for row in read_rows(tmp_path / "long.txt")]
+    assert len(rows) > 10 and "".join(rows) == text
+    assert all(row.endswith("\n") for row in rows)
+
+
+@pytest.mark.parametrize("block", [1, 2, 7, 64, 1 << 16])
+def test_an_array_is_read_in_pieces_of_any_size(tmp_path, monkeypatch, block):
+    monkeypatch.setattr(sources, "BLOCK", block)
+    rows = [{"conversations": sharegpt(*one), "n": [1, -2.5e3, None, True, 'q"\\u00e9 ]', {}]} for one in CHATS]
+    for number, text in enumerate([json.dumps(rows), f"\n {json.dumps(rows, indent=2)} \n\n", "[\n]"]):
+        path = tmp_path / f"{number}.json"
+        path.write_text(text)
+        assert list(sources._records(str(path))) == ([] if text == "[\n]" else rows)
+
+
+def test_what_is_no_text_becomes_none_and_parts_are_put_together(tmp_path):
+    parts = [{"type": "text", "text": "one, "}, {"type": "text", "text": "two"}]
+    picture = [{"type": "image", "url": "x"}]
+    contents = [parts, picture, 5, None, [], "x"]
+    path = write_lines(tmp_path / "x.jsonl", [{"messages": [{"role": "user", "content": c} for c in contents]}])
+    (row,) = read_rows(path)
+    assert [turn["content"] for turn in row["messages"]] == ["one, two", None, None, None, "", "x"]
+    assert sources.as_row("no object", "f", 3) == {"messages": None, "text": None, "given": 0, "source": "f", "row": 3}
+
+
+def test_a_file_that_has_changed_is_read_again(tmp_path, chats):
+    assert len(read_rows(chats)) == 7
+    write_lines(chats, [{"messages": turns("a", "b")}])
+    assert len(read_rows(chats)) == 1
+
+
+def test_the_hash_tells_what_is_said_and_not_how_it_is_stored(tmp_path, chats):
+    array = tmp_path / "other.json"
+    array.write_text(json.dumps([{"messages": turns(*one)} for one in CHATS]))
+    known = data_hash(read_rows(chats))
+    assert known == data_hash(read_rows(array)) == data_hash(read_rows(array, streaming=True))
+    assert len(known) == 64
+    for other in (CHATS[1:], CHATS[::-1], [["question"], *CHATS[1:]]):
+        assert data_hash(read_rows(write_lines(chats, [{"messages": turns(*one)} for one in other]))) != known
+
+
+BAD_FILES = {
+    "no.json": ("[1", "x", "there is no data at"),
+    "line.jsonl": (
+        '{"text": "a"}\n\n{"text": \n',
+        None,
+        "line.jsonl line 3 is not JSON (Expecting value): write one object",
+    ),
+    "within.json": ('[{"text": "a"},\n{"text" 5}]', None, "within.json line 2 is not JSON (Expecting ':' delimiter): "),
+    "cut.json": ('[{"text": "a"},\n', None, "cut.json line 2 is not JSON (Expecting value): expected an array"),
+    "open.json": ('[{"text": "a"}\n', None, "open.json line 2 is not JSON (the file ends within the array): "),
+    "comma.json": (
+        '[{"text": "a"} {"text": "b"}]',
+        None,
+        'line 1 is not JSON (\'{"text": "b"}]\' instead of a comma): ',
+    ),
+    "two.json": ('[{"text": "a"}]\n[]', None, "two.json line 2 is not JSON ('[]' after the array): expected an array"),
+    "kind.csv": ("a,b", None, "kind.csv' is not known: expected a file that ends in one of .json, .jsonl, .txt, .md."),
+    "form.jsonl": ('{"prompt": "a"}', None, 'form.jsonl begins with \'{"prompt": "a"}\': expected a chat as {"conv'),
+    "plain.json": ("[[1]]", None, "plain.json begins with '[1]': expected a chat as "),
+    "empty.jsonl": ("\n", None, "empty.jsonl: there is no row in it: expected a chat as "),
+    "empty.json": ("[ ]", None, "empty.json: there is no row in it"),
+    "latin.txt": ("caf\xe9", "latin-1", "latin.txt is not UTF-8 text (unexpected end of data): convert it."),
+}
+
+
+@pytest.mark.parametrize("name", BAD_FILES)
+def test_bad_files_are_refused_in_one_line(tmp_path, name):
+    content, encoding, text = BAD_FILES[name]
+    if encoding != "x":
+        (tmp_path / name).write_bytes(content.encode(encoding or "utf-8"))
+    with pytest.raises((ValueError, OSError)) as error:
+        read_rows(tmp_path / name)
+    assert text in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["line.jsonl", "within.json", "form.jsonl"])
+def test_a_stream_names_the_line_as_well(tmp_path, name):
+    content, _, text = BAD_FILES[name]
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ValueError) as error:
+        list(read_rows(tmp_path / name, streaming=True))
+    assert text in str(error.value)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_unknown_data_sets_are_refused(tmp_path, streaming):
+    with pytest.raises(OSError, match="no data could be read at 'org/none' .*: give a .json, .jsonl or .txt file"):
+        read_rows("org/none", streaming=streaming)
+    with pytest.raises(OSError, match="there is no data at './nowhere': give a"):
+        read_rows("./nowhere", streaming=streaming)
+    datasets.Dataset.from_list([{"prompt": "x"}]).save_to_disk(tmp_path / "saved")
+    with pytest.raises(ValueError, match="saved has the columns prompt: expected a chat as"):
+        read_rows(tmp_path / "saved", streaming=streaming)
+    datasets.DatasetDict({"train": datasets.Dataset.from_list([{"text": "x"}])}).save_to_disk(tmp_path / "both")
+    with pytest.raises(ValueError, match="both' has no split 'test': expected one of train."):
+        read_rows(tmp_path / "both", streaming=streaming, split="test")
+
+
+# ---- mending -------------------------------------------------------------------------------------------------------
+
+
+def turn_of(role):
+    return lambda content: {"role": role, "content": content}
+
+
+U, A, S = turn_of("user"), turn_of("assistant"), turn_of("system")
+MENDED = {
+    "as it should be": ([S("s"), U("u"), A("a")], "s u a", []),
+    "other names": (
+        [{"role": "human", "content": "u"}, {"role": "GPT", "content": "a"}],
+        "u a",
+        ["human -> user", "GPT -> assistant"],
+    ),
+    "answer first": ([A("x"), U("u"), A("a")], "u a", ["leading assistant turn dropped"]),
+    "answer behind the system": ([S("s"), A("x"), U("u"), A("a")], "s u a", ["leading assistant turn dropped"]),
+    "empty system": ([S(" \n"), U("u"), A("a")], "u a", ["empty system turn dropped"]),
+    "two systems": ([S("s"), S("t"), U("u"), A("a")], "s\n\nt u a", ["system turns joined"]),
+    "two questions": ([U("u"), U("v"), A("a")], "u\n\nv a", ["user turns joined"]),
+    "unanswered": ([U("u"), A("a"), U("v")], "u a", ["unanswered last turn dropped"]),
+}
+REFUSED = {
+    "empty": ([], "it has no turns"),
+    "unknown role": ([U("u"), {"role": "tool", "content": "x"}, A("a")], "turn 1 has the unknown role 'tool'"),
+    "no role": ([U("u"), {"role": None, "content": "x"}], "turn 1 has no role"),
+    "no content": ([U("u"), A(None)], "turn 1 has no text"),
+    "blank": ([U("u"), A(" ")], "turn 1 (assistant) is empty"),
+    "two answers": ([U("u"), A("a"), A("b")], "turns 1 and 2 are both the assistant's"),
+    "system in the middle": ([U("u"), A("a"), S("s"), U("v"), A("b")], "turn 2 is a system turn in the middle"),
+    "no question": ([S("s"), A("a")], "it has no user turn"),
+    "no answer": ([U("u")], "it has no assistant turn"),
+}
+
+
+@pytest.mark.parametrize("name", MENDED)
+def test_awkward_chats_are_mended_and_it_is_told(name):
+    messages, words, mapped = MENDED[name]
+    chat = mend(messages).answered()
+    assert [turn["content"] for turn in chat.messages] == words.split(" ")
+    assert list(chat.mapped) == mapped
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_chats_without_a_clear_meaning_are_refused(name):
+    messages, text = REFUSED[name]
+    with pytest.raises(Refused) as error:
+        mend(messages).answered()
+    assert str(error.value) == text
+
+
+# ---- tokens --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_rows_are_mapped_refused_and_counted(tmp_path, streaming):
+    rows = [{"messages": messages} for messages, *_ in [*MENDED.values(), *REFUSED.values()]] + [{"other": 1}]
+    path = write_lines(tmp_path / "awkward.jsonl", rows)
+    examples, report = tokenize_rows(read_rows(path, streaming=streaming), tokenizer_with(CHATML), 64)
+    found = listed(examples)
+    assert len(found) == report.examples == report.kept == len(MENDED)
+    assert (report.rows, report.refused) == (len(rows), len(REFUSED) + 1)
+    assert (
+        report.refusals
+        == [f"awkward.jsonl row {len(MENDED) + place}: {text}" for place, (_, text) in enumerate(REFUSED.values())][:5]
+    )
+    assert report.mapped["leading assistant turn dropped"] == 2
+    assert sum(report.mapped.values()) == sum(len(mapped) for *_, mapped in MENDED.values())
+    assert report.tokens == sum(len(row["input_ids"]) for row in found)
+    assert report.labels == sum(label != IGNORED for row in found for label in row["labels"])
+    assert str(report).splitlines()[0].startswith("18 rows read, 8 kept (2 leading assistant turn dropped, ")
+    assert str(report).splitlines()[1].startswith("10 rows refused: awkward.jsonl row 8: it has no turns, awkward")
+    assert json.loads(json.dumps(report.to_json()))["rows"] == 18
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_a_stream_gives_the_same_examples_and_the_same_counts(tmp_path, packing):
+    folder = tmp_path / "many"
+    folder.mkdir()
+    for number in range(3):
+        lines = [{"messages": turns(*one)} for one in CHATS] + [{"text": "x" * 70 * number}, {"messages": []}]
+        write_lines(folder / f"{number}.jsonl", lines)
+    tokenizer = tokenizer_with(STYLES["vicuna"].template)
+    kept, told = tokenize_rows(read_rows(folder), tokenizer, 50, packing=packing)
+    streamed, grows = tokenize_rows(read_rows(folder, streaming=True), tokenizer, 50, packing=packing)
+    assert grows == DataReport()
+    assert listed(streamed) == listed(kept)
+    assert grows == told
+    assert listed(streamed) == listed(kept)  # a second pass
+
+
+def test_counts_are_the_same_when_tokens_come_from_the_cache(chats, monkeypatch):
+    tokenizer = tokenizer_with(CHATML)
+    first = tokenize_rows(read_rows(chats), tokenizer, 64)
+    monkeypatch.setattr("hf_drafthead.training.templates.ChatEncoder.encode", None)
+    again = tokenize_rows(read_rows(chats), tokenizer_with(CHATML), 64)
+    assert listed(again[0]) == listed(first[0]) and again[1] == first[1]
+    with pytest.raises(TypeError):  # another template is not in the cache
+        tokenize_rows(read_rows(chats), tokenizer_with(STYLES["vicuna"].template), 64)
+
+
+def test_chats_are_cut_and_texts_are_split(tmp_path):
+    tokenizer = tokenizer_with(CHATML, "metaspace")
+    text = "the cat sat on the mat. " * 10
+    rows = [{"text": text}, {"messages": turns("the cat", "sat " * 60)}, {"messages": turns("why " * 99, "a")}]
+    examples, report = tokenize_rows(read_rows(write_lines(tmp_path / "x.jsonl", rows)), tokenizer, 40)
+    *pieces, chat = listed(examples)
+    plain = tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert [piece["input_ids"][0] for piece in pieces] == [tokenizer.bos_token_id] * len(pieces)
+    assert [token for piece in pieces for token in piece["input_ids"][1:]] == plain
+    assert [token for piece in pieces for token in piece["labels"][1:]] == plain
+    full = tokenizer.apply_chat_template(rows[1]["messages"], return_dict=True)["input_ids"]
+    assert chat["input_ids"] == full[:40] and len(full) > 40
+    assert (report.rows, report.kept, report.cut, report.split) == (3, 2, 1, 1)
+    assert report.refusals == ["x.jsonl row 2: no answer within the first 40 tokens"]
+
+
+def test_what_is_given_of_a_text_is_not_learnt(tmp_path):
+    rows = read_rows(write_lines(tmp_path / "x.jsonl", [{"text": "the cat sat", "given": 4}]))
+    tokenizer = tokenizer_with(None)
+    (example,) = tokenize_rows(rows, tokenizer)[0]
+    assert example["labels"] == [IGNORED] * 4 + tokenizer("cat sat")["input_ids"]
+
+
+def test_packing_loses_nothing_and_fills_rows_up(chats):
+    tokenizer = tokenizer_with(CHATML)
+    plain, _ = tokenize_rows(read_rows(chats), tokenizer)
+    packed, report = tokenize_rows(read_rows(chats), tokenizer, 50, packing=True)
+    for name in ("input_ids", "labels"):
+        assert [x for row in packed for x in row[name]] == [x for row in plain for x in row[name]]
+    lengths = [len(row["input_ids"]) for row in packed]
+    assert set(lengths[:-1]) == {50} and lengths[-1] <= 50
+    assert report.tokens == sum(lengths)
+    assert report.cut == 0
+
+
+def test_batches_are_padded_on_the_right():
+    rows = [{"input_ids": [5, 6, 7], "labels": [IGNORED, 6, 7]}, {"input_ids": [8], "labels": [8]}]
+    batch = PaddingCollator(0)(rows)
+    assert batch["input_ids"].tolist() == [[5, 6, 7], [8, 0, 0]]
+    assert batch["labels"].tolist() == [[IGNORED, 6, 7], [8, IGNORED, IGNORED]]
+    assert batch["attention_mask"].tolist() == [[1, 1, 1], [1, 0, 0]]
+    assert {tensor.dtype for tensor in batch.values()} == {torch.long}
+    with pytest.raises(TypeError, match="pad_token_id is None: expected a token id"):
+        PaddingCollator(None)
+
+
+BAD_SETTINGS = [
+    ({"max_length": 1}, "max_length is 1: expected at least 2 tokens"),
+    ({"max_length": 65, "positions": 64}, "max_length is 65, but the base has 64 positions: give at most that many."),
+    ({"packing": True}, "packing needs max_length, the tokens of a full row: give one."),
+    (
+        {"positions": 60},
+        "chats.jsonl row 0 has 92 tokens, but the base has 60 positions: set max_length to cut such rows, at most 60.",
+    ),
+]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("settings, text", BAD_SETTINGS, ids=["short", "long", "packing", "row"])
+def test_lengths_that_do_not_fit_are_refused(tmp_path, streaming, settings, text):
+    path = write_lines(tmp_path / "chats.jsonl", [{"messages": turns("q" * 40, "a" * 31)}])
+    with pytest.raises(ValueError) as error:
+        tokenize_rows(read_rows(path, streaming=streaming), tokenizer_with(CHATML), **settings)
+    assert text in str(error.value)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_data_of_which_nothing_is_left_is_refused(tmp_path, streaming):
+    rows = [{"messages": [U("u")]}, {"messages": [U("u"), {"role": "owl", "content": "x"}]}]
+    rows = read_rows(write_lines(tmp_path / "x.jsonl", rows), streaming=streaming)
+    with pytest.raises(ValueError) as error:
+        tokenize_rows(rows, tokenizer_with(CHATML), 64)
+    assert str(error.value) == (
+        "nothing can be learnt from the data: 2 of 2 rows were refused (x.jsonl row 0: it has no assistant turn; "
+        "x.jsonl row 1: turn 1 has the unknown role 'owl'). Give chats with answers of the assistant, or text."
+    )
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_chats_need_a_template_and_texts_do_not(tmp_path, chats, streaming):
+    with pytest.raises(ValueError, match="the data holds chats, but the tokenizer of '' has no chat template: set"):
+        tokenize_rows(read_rows(chats, streaming=streaming), tokenizer_with(None), 64)
+    rows = read_rows(write_lines(tmp_path / "x.jsonl", [{"text": "abc"}]), streaming=streaming)
+    (example,) = tokenize_rows(rows, tokenizer_with(None), 64)[0]
+    assert example["labels"] == example["input_ids"] == tokenizer_with(None)("abc")["input_ids"]
