@@ -319,6 +319,56 @@ def train(
 
 
 @app.command()
+def distill(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="Folder or id of a causal language model, or of one with draft heads.")
+    ],
+    data: Annotated[str, typer.Option(help="Chats or texts: a file, a folder, or the name of a data set.")],
+    output_file: Annotated[Path, typer.Option("--output", metavar="FILE.jsonl", help="The answers go there.")],
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer, at most.")] = 512,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Sample from the likeliest tokens of this probability.")] = 1.0,
+    batch_size: Annotated[int, typer.Option(min=1, help="Rows at a time, in each process.")] = 8,
+    max_length: Annotated[int | None, typer.Option(min=2, help="Tokens of a prompt with its answer, at most.")] = None,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Of a plain text, how many are given.")] = 64,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the sampling.")] = 0,
+    split: Annotated[str, typer.Option(help="Of a data set.")] = "train",
+    chat_template: Template = None,
+    json_path: Json = None,
+) -> None:
+    """Let a model answer the questions of the data itself: what its heads should learn. Goes on where it was killed."""
+    from hf_drafthead.training import distill as room
+    from hf_drafthead.training.sources import read_rows
+
+    check_writable(json_path)
+    check_writable(output_file, "--output")
+    template = read_template(chat_template)
+    state = room.processes()
+    with state.main_process_first():  # the others find the rows in its cache
+        rows = read_rows(data, split=split)
+    loaded, tokenizer = room.load_model(model, state.device)
+    tokenizer.chat_template = template or tokenizer.chat_template
+    with bar(len(rows)) as begin:
+        report = room.distill(
+            loaded,
+            tokenizer,
+            rows,
+            output_file,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_p=top_p,
+            batch_size=batch_size,
+            max_length=max_length,
+            prompt_tokens=prompt_tokens,
+            seed=seed,
+            progress=begin("answering"),
+        )
+    if state.is_main_process:
+        output().print(str(report), soft_wrap=True)
+        write_json(json_path, report.to_json())
+
+
+@app.command()
 def card(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder of a draft-head checkpoint.")],
     license: Annotated[str | None, typer.Option(metavar="ID", help="License of the heads, such as apache-2.0.")] = None,

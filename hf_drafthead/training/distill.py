@@ -129,8 +129,7 @@ def distill(
     }
     template = hashlib.sha256(repr(tokenizer.chat_template).encode()).hexdigest()
     about = {"base": base.name_or_path, "chat_template": template, "data": data_hash(rows)}
-    # a process that is through waits for the others, however long they take
-    state = PartialState(timeout=timedelta(days=30))
+    state = processes()
     shards = Shards(output, {**about, **choices}, state.process_index)
     state.wait_for_everyone()
     if state.is_main_process:
@@ -156,6 +155,11 @@ def distill(
         shards.merge()
     state.wait_for_everyone()
     return total
+
+
+def processes() -> PartialState:
+    """The processes of `accelerate launch`, or this one alone; one that is through waits for the others for days."""
+    return PartialState(timeout=timedelta(days=30))
 
 
 def load_model(name: str, device: torch.device | None = None) -> tuple[Any, Any]:
