@@ -36,6 +36,7 @@ Template = Annotated[
 Settings = Annotated[
     list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="Setting of `generate` (may be repeated).")
 ]
+Dtype = Annotated[str, typer.Option(help="Of the weights: auto, float32, bfloat16, float16.")]
 Json = Annotated[Path | None, typer.Option("--json", metavar="PATH", help="Write the figures there as JSON.")]
 
 
@@ -199,7 +200,7 @@ def bench(
         str | None, typer.Option(help="Draft tree: a published one's name, rank paths as JSON, or a JSON file.")
     ] = None,
     settings: Settings = None,
-    dtype: Annotated[str, typer.Option(help="Of the weights: auto, float32, bfloat16, float16.")] = "auto",
+    dtype: Dtype = "auto",
     plot: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Draw pictures there.")] = None,
     csv_path: Annotated[
         Path | None, typer.Option("--csv", metavar="PATH", help="Write the figures by category.")
@@ -251,6 +252,46 @@ def bench(
     if outcome.stopped:
         complain(f"{outcome.stopped}: the figures, marked with *, are those of the prompts that were finished.")
         raise typer.Exit(130)
+
+
+@app.command()
+def verify(
+    model: Model,
+    prompts: Annotated[
+        str, typer.Option(metavar="FILE", help="As the questions of `bench`; of a chat the first turn.")
+    ],
+    chat_template: Template = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Only the first so many prompts.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens per prompt.")] = 64,
+    batch_size: Annotated[int, typer.Option(min=1, help="Rows of the checks in batches.")] = 4,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the sampling.")] = 0,
+    settings: Settings = None,
+    dtype: Dtype = "auto",
+    json_path: Json = None,
+) -> None:
+    """Whether a model with draft heads writes what its base writes; ends with 1 if it does not."""
+    from hf_drafthead.evaluation.plan import load_here
+    from hf_drafthead.evaluation.questions import read_questions
+    from hf_drafthead.evaluation.speed import batched, encode_all
+    from hf_drafthead.evaluation.verify import calls, verdict_table, verify
+
+    check_writable(json_path)
+    given = parse_options(settings or [])
+    asked, template = read_questions(prompts)[:limit], read_template(chat_template)
+    loaded, tokenizer = load_here(model, dtype)
+    tokenizer.chat_template = template or tokenizer.chat_template
+    encoded = encode_all(loaded, tokenizer, batched(asked, 1), max_new_tokens)
+    rows = [one["input_ids"][0].tolist() for one in encoded]
+    options: dict[str, Any] = {"batch_size": batch_size, "settings": given}
+    with bar(calls(rows, **options)) as begin:
+        found = verify(loaded, rows, max_new_tokens=max_new_tokens, seed=seed, progress=begin("verify"), **options)
+    output().print(verdict_table(found))
+    write_json(json_path, found.to_json(tokenizer))
+    if undrafted := sum(check.undrafted for check in found.checks):
+        complain(f"{undrafted} calls were decoded by the base itself, so they verified nothing: see the warning above.")
+    if found.shortest is not None:
+        complain(found.shortest.told(tokenizer))
+        raise typer.Exit(1)
 
 
 @app.command()
@@ -321,7 +362,8 @@ def train(
 @app.command()
 def distill(
     model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="Folder or id of a causal language model, or of one with draft heads.")
+        str,
+        typer.Argument(metavar="MODEL", help="Folder or id of a causal language model, or of one with draft heads."),
     ],
     data: Annotated[str, typer.Option(help="Chats or texts: a file, a folder, or the name of a data set.")],
     output_file: Annotated[Path, typer.Option("--output", metavar="FILE.jsonl", help="The answers go there.")],

@@ -1,0 +1,302 @@
+"""Does a model with draft heads write what its base writes? Token by token, greedily and from seeds, alone and in
+batches, up to an end of text, and with whatever settings the user has.
+
+Shapes: B rows, P prompt positions.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+import transformers
+from rich.table import Table
+
+from hf_drafthead.evaluation.loading import family_of
+from hf_drafthead.evaluation.near_tie import margin_of
+from hf_drafthead.evaluation.speed import device_name
+
+Tokens = list[int]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One text that is not the base's.
+
+    check: which; prompt: its tokens; rows: of the call; position: new tokens on which both agree; base, heads: the
+    tokens that follow, None where a text has ended; margin: see `margin_of`, None where no token was chosen
+    differently; near_tie: whether rounding explains it.
+    """
+
+    check: str
+    prompt: Tokens
+    rows: int
+    position: int
+    base: int | None
+    heads: int | None
+    margin: float | None = None
+    near_tie: bool = False
+
+    def told(self, tokenizer: Any) -> str:
+        """The difference on one line."""
+        where = "" if self.rows == 1 else f" in a batch of {self.rows}"
+        if self.base is None and self.heads is None:
+            return f"{self.check}: the text is the base's, but not its length or the state of the random generator."
+        theirs, ours = (
+            "its end" if token is None else repr(tokenizer.decode([token])) for token in (self.base, self.heads)
+        )
+        margin = "" if self.margin is None else f", {self.margin:.3g} apart in the base's logits"
+        return (
+            f"{self.check}: the shortest prompt that shows a difference is {tokenizer.decode(self.prompt)!r}{where}; "
+            f"after {self.position} new tokens the base has {theirs} and the heads have {ours}{margin}."
+        )
+
+    def to_json(self, tokenizer: Any) -> dict[str, Any]:
+        """All fields, and the prompt as text."""
+        return {**asdict(self), "text": tokenizer.decode(self.prompt)}
+
+
+@dataclass
+class Check:
+    """One way to decode: the settings of its calls, how many prompts go into each, and what came of it."""
+
+    name: str
+    settings: dict[str, Any]
+    rows: int
+    ends: bool = False  # whether a token from the middle of the base's own answer shall end the text
+    texts: int = 0
+    same: int = 0
+    undrafted: int = 0  # calls that the base decoded by itself
+    differences: list[Difference] = field(default_factory=list)
+
+    @property
+    def near_ties(self) -> list[Difference]:
+        """Differences that rounding explains."""
+        return [one for one in self.differences if one.near_tie]
+
+    @property
+    def largest_margin(self) -> float | None:
+        """Of the near ties."""
+        return max((tie.margin or 0.0 for tie in self.near_ties), default=None)
+
+    @property
+    def faults(self) -> list[Difference]:
+        """Differences that nothing explains."""
+        return [one for one in self.differences if not one.near_tie]
+
+
+@dataclass
+class Verdict:
+    """What all checks found, and the shortest prompt that shows a fault."""
+
+    about: dict[str, Any]
+    checks: list[Check]
+    shortest: Difference | None
+
+    @property
+    def identical(self) -> bool:
+        """Whether nothing but rounding was found."""
+        return self.shortest is None
+
+    def to_json(self, tokenizer: Any) -> dict[str, Any]:
+        """Counts of each check, every near tie, and the shortest prompt of a fault."""
+        checks = [
+            {
+                "name": one.name,
+                "texts": one.texts,
+                "same": one.same,
+                "near_ties": len(one.near_ties),
+                "largest_margin": one.largest_margin,
+                "different": len(one.faults),
+                "undrafted_calls": one.undrafted,
+            }
+            for one in self.checks
+        ]
+        ties = [tie.to_json(tokenizer) for one in self.checks for tie in one.near_ties]
+        shortest = None if self.shortest is None else self.shortest.to_json(tokenizer)
+        return {**self.about, "identical": self.identical, "checks": checks, "near_ties": ties, "shortest": shortest}
+
+
+def verify(
+    model: Any,
+    prompts: Sequence[Tokens],
+    *,
+    max_new_tokens: int = 64,
+    batch_size: int = 4,
+    seed: int = 0,
+    settings: Mapping[str, Any] | None = None,
+    progress: Callable[[], object] = lambda: None,
+) -> Verdict:
+    """Compare the heads with their base on every prompt, in every way.
+
+    Args:
+        model: with draft heads.
+        prompts: token ids, each with at least one.
+        max_new_tokens: of every text.
+        batch_size: rows of the checks in batches, padded on the left.
+        seed: of sampling; the random generator must also be left in the same state.
+        settings: of `generate`, such as processors; everything is checked with and without them.
+        progress: called after each call that was compared.
+    """
+    checks = all_checks(max_new_tokens, batch_size, settings or {}, model.base.generation_config.pad_token_id)
+    for check in checks:
+        for group in groups(prompts, check.rows):
+            compare(model, check, group, seed)
+            progress()
+    return Verdict(
+        about={
+            "model": model.name_or_path,
+            "base": model.base.name_or_path,
+            "family": family_of(model.config),
+            "device": device_name(model.base.device),
+            "dtype": str(model.base.dtype).removeprefix("torch."),
+            "prompts": len(prompts),
+            "batch_size": batch_size,
+            "max_new_tokens": max_new_tokens,
+            "seed": seed,
+            "settings": dict(settings or {}),
+            "transformers": transformers.__version__,
+            "torch": torch.__version__,
+        },
+        checks=checks,
+        shortest=shortest_fault(model, checks, seed),
+    )
+
+
+def calls(prompts: Sequence[Tokens], *, batch_size: int, settings: Mapping[str, Any]) -> int:
+    """How often `verify` calls `progress`."""
+    return sum(len(list(groups(prompts, check.rows))) for check in all_checks(1, batch_size, settings))
+
+
+def all_checks(
+    max_new_tokens: int, batch_size: int, settings: Mapping[str, Any], pad: int | None = None
+) -> list[Check]:
+    """Greedy, sampled and up to an end of text, alone and in batches; and all again with the user's settings."""
+    plain = {"max_new_tokens": max_new_tokens, "pad_token_id": 0 if pad is None else pad}
+    named = ", ".join(f"{name}={value}" for name, value in settings.items())
+    checks = []
+    for suffix, more in {"": {}, f" with {named}": settings}.items() if settings else {"": {}}.items():
+        for rows in dict.fromkeys((1, batch_size)):
+            where = "" if rows == 1 else f", batches of {rows}"
+            greedy, sampled = ({**plain, "do_sample": samples, **more} for samples in (False, True))
+            checks += [
+                Check(f"greedy{where}{suffix}", greedy, rows),
+                Check(f"sampled{where}{suffix}", sampled, rows),
+                Check(f"end of text{where}{suffix}", greedy, rows, ends=True),
+            ]
+    return checks
+
+
+def groups(prompts: Sequence[Tokens], rows: int) -> Iterator[list[Tokens]]:
+    """The prompts in groups of `rows`, of different lengths so that they need padding; ends of prompts fill up."""
+    pool = sorted(prompts, key=len)
+    while len(pool) % rows:
+        longest = max(pool, key=len)
+        pool.append(longest[-max(len(longest) // (2 + len(pool) % rows), 1) :])
+    count = len(pool) // rows
+    for first in range(count):
+        yield pool[first::count]
+
+
+def compare(model: Any, check: Check, prompts: Sequence[Tokens], seed: int) -> None:
+    """One call of the base and one of the heads; the check is told what came of it."""
+    given = padded(prompts, check.settings["pad_token_id"], model.base.device)
+    settings = dict(check.settings)
+    if check.ends:
+        torch.manual_seed(seed)
+        answers = model.base.generate(**given, **settings)[:, given["input_ids"].shape[1] :]
+        settings["eos_token_id"] = sorted({int(answer[len(answer) // 2]) for answer in answers})
+    torch.manual_seed(seed)
+    expected = model.base.generate(**given, **settings)
+    left_at = generator_state(expected.device)
+    torch.manual_seed(seed)
+    output = model.generate(**given, **settings, return_dict_in_generate=True)
+    generator_same = torch.equal(generator_state(expected.device), left_at)
+    check.undrafted += getattr(output, "accepted_lengths", None) is None
+
+    ends = settings.get("eos_token_id", model.base.generation_config.eos_token_id)
+    ends = set(ends if isinstance(ends, list) else [] if ends is None else [ends])
+    found: list[Difference] = []
+    start = given["input_ids"].shape[1]
+    for row, prompt in enumerate(prompts):
+        base, heads = (
+            without_padding(rows[row, start:].tolist(), ends, settings["pad_token_id"])
+            for rows in (expected, output.sequences)
+        )
+        if base != heads:
+            found.append(judged(model, check, settings, given, row, prompt, base, heads, seed))
+    widths = expected.shape[1], output.sequences.shape[1]
+    if not found and (not generator_same or widths[0] != widths[1]):
+        found.append(Difference(check.name, list(prompts[0]), len(prompts), min(widths) - start, None, None))
+    check.texts += len(prompts)
+    check.same += len(prompts) - len(found)
+    check.differences += found
+
+
+def judged(model, check, settings, given, row, prompt, base: Tokens, heads: Tokens, seed: int) -> Difference:
+    """Where two texts part, and whether rounding explains it."""
+    shorter = min(len(base), len(heads))
+    position = next((at for at in range(shorter) if base[at] != heads[at]), shorter)
+    theirs, ours = ((text[position] if position < len(text) else None) for text in (base, heads))
+    parted = Difference(check.name, list(prompt), len(given["input_ids"]), position, theirs, ours)
+    if theirs is None or ours is None:
+        return parted
+    margin, allowed = margin_of(model.base, given, settings, row, base[:position], ours, seed)
+    return Difference(**{**asdict(parted), "margin": margin, "near_tie": margin <= allowed})
+
+
+def shortest_fault(model: Any, checks: Sequence[Check], seed: int) -> Difference | None:
+    """The fault with the shortest prompt; one that shows alone is shortened further, to an end of the prompt."""
+    faults = [(check, fault) for check in checks for fault in check.faults]
+    if not faults:
+        return None
+    check, shortest = min(faults, key=lambda pair: (len(pair[1].prompt), pair[1].rows))
+    size = 1
+    while shortest.rows == 1 and size < len(shortest.prompt):
+        again = Check(check.name, check.settings, 1, check.ends)
+        compare(model, again, [shortest.prompt[-size:]], seed)
+        if again.faults:
+            return again.faults[0]
+        size *= 2
+    return shortest
+
+
+def verdict_table(verdict: Verdict) -> Table:
+    """One line per check, as the command line prints it."""
+    table = Table(box=None, padding=(0, 1, 0, 0))
+    table.add_column("check")
+    for column in ("texts", "same", "near ties", "largest margin", "different"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for one in verdict.checks:
+        margin = "-" if one.largest_margin is None else f"{one.largest_margin:.3g}"
+        table.add_row(one.name, *map(str, (one.texts, one.same, len(one.near_ties), margin, len(one.faults))))
+    return table
+
+
+def padded(prompts: Sequence[Tokens], pad: int, device: torch.device) -> dict[str, torch.Tensor]:
+    """`input_ids` and `attention_mask` (B, P), padded on the left."""
+    width = max(map(len, prompts))
+    rows = [[pad] * (width - len(prompt)) + list(prompt) for prompt in prompts]
+    mask = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
+    return {
+        "input_ids": torch.tensor(rows, device=device),
+        "attention_mask": torch.tensor(mask, device=device),
+    }
+
+
+def without_padding(tokens: Tokens, ends: set[int], pad: int) -> Tokens:
+    """A row's new tokens up to its end; what follows the end without being padding stays, for it should not be there.
+
+    >>> without_padding([7, 2, 0, 0], {2}, 0), without_padding([7, 2, 5, 0], {2}, 0), without_padding([7, 0], {2}, 0)
+    ([7, 2], [7, 2, 5], [7, 0])
+    """
+    end = next((at for at, token in enumerate(tokens) if token in ends), None)
+    if end is None:
+        return tokens
+    last = max((at for at in range(end + 1, len(tokens)) if tokens[at] != pad), default=end)
+    return tokens[: last + 1]
+
+
+def generator_state(device: torch.device) -> torch.Tensor:
+    """Of the random generator that sampling draws from."""
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()

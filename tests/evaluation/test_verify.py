@@ -1,0 +1,209 @@
+"""`verify` passes a model that is exact, finds planted faults, and tells rounding from faults."""
+
+import pytest
+import torch
+
+from hf_drafthead.evaluation import near_tie
+from hf_drafthead.evaluation import verify as verifying
+from hf_drafthead.evaluation.verify import Check, compare, groups, verify
+from hf_drafthead.generation import TreeCache, acceptance, decoding, mixin, rules
+from hf_drafthead.generation.forward import BaseReader, Unsupported
+from tests.bases import tiny_base
+from tests.checkpoints import byte_tokenizer
+from tests.families import FAMILIES
+
+# Few tokens and a wide tree: random heads guess right often enough to walk down, and wrong often enough to stop.
+VOCABULARY = 12
+TREE = [[0], [1], [2], [3], [0, 0], [0, 1], [1, 0], [1, 1], [2, 0], [3, 0], [0, 0, 0], [0, 1, 0], [1, 0, 0]]
+PROMPTS = [[5, 9, 3, 8, 11, 4, 7], [6, 10, 3], [4], [9, 9, 3, 4, 8]]
+SETTINGS = {"repetition_penalty": 3.0, "no_repeat_ngram_size": 2}
+
+
+@pytest.fixture(scope="module")
+def model():
+    model = FAMILIES[0].build(tiny_base("llama-gqa", vocab_size=VOCABULARY))
+    model.generation_config.draft_tree = TREE
+    model.generation_config.eos_token_id = model.base.generation_config.eos_token_id = None
+    return model
+
+
+def verdict_of(model, **options):
+    return verify(model, PROMPTS, **{"max_new_tokens": 10, "batch_size": 3, **options})
+
+
+def test_an_exact_model_passes_every_check(model):
+    calls = []
+    found = verdict_of(model, settings=SETTINGS, progress=lambda: calls.append(0))
+    assert found.identical and found.shortest is None
+    names = [check.name for check in found.checks]
+    assert names[:6] == [
+        "greedy",
+        "sampled",
+        "end of text",
+        "greedy, batches of 3",
+        "sampled, batches of 3",
+        "end of text, batches of 3",
+    ]
+    assert names[6] == "greedy with repetition_penalty=3.0, no_repeat_ngram_size=2"
+    assert all(check.same == check.texts >= len(PROMPTS) and not check.undrafted for check in found.checks)
+    assert len(calls) == 2 * 3 * (4 + 2) == verifying.calls(PROMPTS, batch_size=3, settings=SETTINGS)
+    report = found.to_json(byte_tokenizer())
+    assert report["identical"] is True and report["near_ties"] == [] and report["shortest"] is None
+    assert report["checks"][0] == {
+        "name": "greedy",
+        "texts": 4,
+        "same": 4,
+        "near_ties": 0,
+        "largest_margin": None,
+        "different": 0,
+        "undrafted_calls": 0,
+    }
+
+
+def phantom_token(patch):
+    greedy_walk = acceptance.greedy_walk
+
+    def lenient(logits, tokens, *rest):
+        tokens = tokens.clone()
+        tokens[:, 1] = logits[:, 0].argmax(-1)  # the first guess is always taken for right
+        return greedy_walk(logits, tokens, *rest)
+
+    patch.setattr(decoding, "greedy_walk", lenient)
+
+
+def overshoot_past_the_end(patch):
+    greedy_walk = acceptance.greedy_walk
+
+    def overshooting(logits, tokens, topology, state, rules):
+        ends, rules.eos_tokens = rules.eos_tokens, set()
+        accepted = greedy_walk(logits, tokens, topology, state, rules)
+        rules.eos_tokens = ends
+        for row, emitted in enumerate(accepted.tokens):
+            if ends.intersection(emitted):
+                state.ends[row] = state.lengths[row]
+        return accepted
+
+    patch.setattr(decoding, "greedy_walk", overshooting)
+
+
+def wrong_row_s_cache(patch):
+    commit = TreeCache.commit
+    patch.setattr(TreeCache, "commit", lambda self, nodes, starts, *rest: commit(self, nodes[::-1], starts, *rest))
+
+
+def wrong_position(patch):
+    nodes = BaseReader.nodes
+
+    def shifted(self, tokens, topology, cache, past, positions, visible):
+        return nodes(self, tokens, topology, cache, past, positions + (topology.depths > 0), visible)
+
+    patch.setattr(BaseReader, "nodes", shifted)
+
+
+def processor_skipped(patch):
+    patch.setattr(rules.Rules, "_process", lambda self, rows, logits, sequences, lengths: logits)
+
+
+@pytest.mark.parametrize(
+    "plant, found_by, passes",
+    [
+        (phantom_token, "greedy", "sampled"),
+        (overshoot_past_the_end, "end of text", "greedy"),
+        (wrong_row_s_cache, "greedy, batches of 3", "greedy"),
+        (wrong_position, "sampled", None),
+        (processor_skipped, "greedy with repetition_penalty=3.0, no_repeat_ngram_size=2", "greedy"),
+    ],
+    ids=lambda value: value.__name__ if callable(value) else "",
+)
+def test_a_planted_fault_is_found(model, monkeypatch, plant, found_by, passes):
+    model._base_reader()  # probed while all is well
+    plant(monkeypatch)
+    found = verdict_of(model, settings=SETTINGS if plant is processor_skipped else None)
+    faults = {check.name: len(check.faults) for check in found.checks}
+    assert not found.identical
+    assert faults[found_by] > 0
+    assert passes is None or faults[passes] == 0
+    assert not any(check.near_ties for check in found.checks)
+    if found.shortest.rows == 1:
+        again = Check("again", next(c for c in found.checks if c.name == found.shortest.check).settings, 1)
+        again.ends = found.shortest.check.startswith("end of text")
+        compare(model, again, [found.shortest.prompt], 0)
+        assert again.faults, "the prompt that is reported does not show the fault"
+    assert len(found.shortest.prompt) <= min(len(one.prompt) for check in found.checks for one in check.faults)
+
+
+def test_a_generator_that_is_left_elsewhere_is_found(model, monkeypatch):
+    monkeypatch.setattr(rules.NoiseTape, "rewind", lambda self, positions: torch.rand(1))
+    found = verdict_of(model)
+    assert {check.name for check in found.checks if check.faults} == {"sampled, batches of 3"}
+
+
+def test_what_the_base_decoded_by_itself_is_told(model, monkeypatch):
+    def refuse(*arguments):
+        raise Unsupported("no reason")
+
+    monkeypatch.setattr(mixin, "_check_call", refuse)
+    found = verdict_of(model)
+    assert [check.undrafted for check in found.checks] == [4, 4, 4, 2, 2, 2]
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"do_sample": True, "top_p": 0.9, "temperature": 0.7}], ids=["greedy", "sampled"]
+)
+@pytest.mark.parametrize("rows", [1, 3])
+def test_the_margin_is_what_parts_the_tokens(model, settings, rows):
+    given = verifying.padded(PROMPTS[:rows], 0, model.device)
+    call = {"do_sample": False, "max_new_tokens": 6, "pad_token_id": 0, "eos_token_id": None, **settings}
+    torch.manual_seed(3)
+    answers = model.base.generate(**given, **call)[:, given["input_ids"].shape[1] :].tolist()
+    for row, answer in enumerate(answers):
+        own = near_tie.margin_of(model.base, given, call, row, answer[:4], answer[4], 3)
+        assert own[0] == 0.0  # no disturbance makes the base choose its own token
+        others = [
+            near_tie.margin_of(model.base, given, call, row, answer[:4], token, 3)[0]
+            for token in range(VOCABULARY)
+            if token != answer[4]
+        ]
+        assert min(others) > own[1]  # a random model is never undecided within rounding
+    if not settings:
+        prefix = torch.tensor([PROMPTS[0] + answers[0][:4]])
+        best, second = model.base(prefix).logits[0, -1].float().topk(2)[0].tolist() if rows == 1 else (0, 0)
+        if rows == 1:
+            assert min(
+                near_tie.margin_of(model.base, given, call, 0, answers[0][:4], token, 3)[0]
+                for token in range(VOCABULARY)
+                if token != answers[0][4]
+            ) == pytest.approx(best - second, rel=1e-3)
+
+
+def test_a_tie_that_rounding_decides_is_no_fault(monkeypatch):
+    base = tiny_base("llama-gqa", vocab_size=VOCABULARY, dtype=torch.bfloat16)
+    with torch.no_grad():  # tokens 3 and 4 tie for ever, and the base takes the first
+        base.lm_head.weight[4] = base.lm_head.weight[3]
+        base.lm_head.weight[5:] = base.lm_head.weight[3] * 0.5
+        base.lm_head.weight[:3] = base.lm_head.weight[3] * 0.25
+    model = FAMILIES[0].build(base)
+    model.generation_config.draft_tree = TREE
+    model.generation_config.eos_token_id = model.base.generation_config.eos_token_id = None
+    nodes = BaseReader.nodes
+
+    def rounded_otherwise(self, *arguments):
+        logits, features = nodes(self, *arguments)
+        logits[..., 4] += logits[..., 4].abs() * torch.finfo(torch.bfloat16).eps
+        return logits, features
+
+    model._base_reader()
+    monkeypatch.setattr(BaseReader, "nodes", rounded_otherwise)
+    found = verdict_of(model, max_new_tokens=8, batch_size=2)
+    ties = [tie for check in found.checks for tie in check.near_ties]
+    assert found.identical and ties
+    assert {(tie.base, tie.heads) for tie in ties if "sampled" not in tie.check} <= {(3, 4), (4, 3)}
+    assert max(tie.margin for tie in ties) < 1.0
+
+
+def test_groups_need_padding_and_are_full():
+    for prompts in (PROMPTS, PROMPTS[:1], [[3]]):
+        found = list(groups(prompts, 3))
+        assert all(len(group) == 3 for group in found)
+        assert all(any(prompt in group for group in found) for prompt in prompts)
+    assert len({len(prompt) for prompt in list(groups(PROMPTS, 3))[0]}) > 1

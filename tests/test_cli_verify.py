@@ -1,0 +1,98 @@
+"""`hf-drafthead verify`: what it prints and writes, and the code that it ends with."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from hf_drafthead import cli
+from hf_drafthead.generation.mixin import DraftHeadGenerationMixin
+from tests.checkpoints import save_base, save_heads
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A base, heads for it and prompts."""
+    folder = tmp_path_factory.mktemp("models")
+    save_heads(folder, save_base(folder), "medusa")
+    rows = [{"prompt": "def f"}, {"prompt": "a class and more"}, {"prompt": "xy"}]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+@pytest.fixture
+def run(folder, capsys):
+    def call(*arguments) -> tuple[int, str, str]:
+        fixed = ("verify", folder / "medusa", "--prompts", folder / "prompts.jsonl", "--max-new-tokens", 8)
+        with pytest.raises(SystemExit) as end:
+            cli.main([str(argument) for argument in (*fixed, *arguments)])
+        return end.value.code, *capsys.readouterr()
+
+    return call
+
+
+def test_heads_that_write_what_the_base_writes_pass(run, tmp_path):
+    file = tmp_path / "verdict.json"
+    code, out, err = run("--set", "repetition_penalty=1.3", "--batch-size", 2, "--json", file)
+    assert (code, err) == (0, "")
+    assert "sampled, batches of 2 with repetition_penalty=1.3" in " ".join(out.split())
+    verdict = json.loads(file.read_text())
+    assert verdict["identical"] is True and verdict["shortest"] is None
+    assert verdict["prompts"] == 3 and verdict["settings"] == {"repetition_penalty": 1.3}
+    assert len(verdict["checks"]) == 12 and all(check["same"] == check["texts"] >= 3 for check in verdict["checks"])
+
+
+def test_a_difference_ends_with_1_and_the_shortest_prompt_that_shows_it(run, tmp_path, monkeypatch):
+    right = DraftHeadGenerationMixin.generate
+
+    def wrong(self, *arguments, **kwargs):
+        out = right(self, *arguments, **kwargs)
+        if kwargs["input_ids"].shape[1] > 2:
+            out.sequences[:, -1] += 1
+        return out
+
+    monkeypatch.setattr(DraftHeadGenerationMixin, "generate", wrong)
+    file = tmp_path / "verdict.json"
+    code, out, err = run("--batch-size", 1, "--json", file)
+    assert code == 1
+    assert err.startswith("hf-drafthead: greedy: the shortest prompt that shows a difference is 'ef f'; after 7 new ")
+    assert err.count("\n") == 1
+    verdict = json.loads(file.read_text())
+    assert verdict["identical"] is False
+    assert verdict["shortest"]["text"] == "ef f" and verdict["shortest"]["heads"] == verdict["shortest"]["base"] + 1
+    assert [check["different"] for check in verdict["checks"]] == [2, 2, 2]
+
+
+def test_calls_that_the_base_decoded_are_told(run):
+    code, _, err = run("--set", "num_beams=2", "--limit", 1, "--batch-size", 1)
+    assert code == 0
+    assert "3 calls were decoded by the base itself, so they verified nothing" in err
+
+
+@pytest.mark.parametrize(
+    "arguments, text",
+    [
+        (["--set", "penalty"], "--set 'penalty' is no NAME=VALUE: give for example"),
+        (["--set", "no_such_setting=1"], "no_such_setting"),
+        (["--prompts", "nowhere.jsonl"], "there is no question file 'nowhere.jsonl': give a JSON lines file"),
+        (
+            ["--max-new-tokens", "120"],
+            "prompts.jsonl line 2: a prompt of 16 tokens and 120 new ones exceed the base's 128",
+        ),
+        (["--dtype", "int8"], "--dtype 'int8' is no floating point type: expected auto, float32,"),
+        (["--chat-template", "nowhere.jinja"], "there is no chat template 'nowhere.jinja': give a Jinja file."),
+    ],
+)
+def test_bad_input_is_refused_in_one_line(run, arguments, text):
+    code, _, err = run(*arguments)
+    assert code == 2
+    assert err.startswith("hf-drafthead: ") and err.count("\n") == 1
+    assert text in err
+
+
+def test_half_precision_is_loaded_when_asked_for(run, tmp_path):
+    file = tmp_path / "verdict.json"
+    code, _, _ = run("--dtype", "bfloat16", "--limit", 1, "--batch-size", 1, "--json", file)
+    assert code == 0
+    assert json.loads(file.read_text())["dtype"] == str(torch.bfloat16).removeprefix("torch.")
