@@ -152,9 +152,8 @@ def _source(model: DraftHeadPreTrainedModel, token: str | bool | None) -> Path |
     if os.path.isdir(name):
         return Path(name) if (Path(name) / "config.json").is_file() else None
     wanted = ["config.json", "model*.safetensors", INDEX, CARD, *FACTS, *TOKENIZER]
-    commit = getattr(model.config, "_commit_hash", None)
     try:
-        return Path(snapshot_download(name, revision=commit, token=token, allow_patterns=wanted))
+        return Path(snapshot_download(name, token=token, allow_patterns=wanted))
     except (OSError, ValueError):
         return None
 

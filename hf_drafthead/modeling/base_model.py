@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.utils import cached_file, logging
 
-from hf_drafthead.modeling.checkpoint import why_refused
+from hf_drafthead.modeling.checkpoint import HTTP_ERROR, why_refused
 from hf_drafthead.modeling.config import DraftHeadConfig
 
 logger = logging.get_logger(__name__)
@@ -98,7 +98,15 @@ def load_base(
                 f"the base is {name!r} at {commit}: fewer guesses may be accepted."
             )
         hub["revision"] = commit or revision
-        base = AutoModelForCausalLM.from_pretrained(name, **hub, **arguments)
+        try:
+            base = AutoModelForCausalLM.from_pretrained(name, **hub, **arguments)
+        except (OSError, HTTP_ERROR) as error:
+            refused = why_refused(error)
+            if refused is None:
+                raise
+            raise OSError(
+                f"the base {name!r} of {checkpoint!r} cannot be fetched at {revision!r}: {refused}."
+            ) from error
     # A Hub id stays as the record of what the heads were trained for; a path is only where the base lies here.
     recorded = config.base_model_name_or_path
     if name and (given is None or not recorded or _is_local(recorded, checkpoint)):

@@ -17,6 +17,7 @@ from hf_drafthead.modeling.config import DraftHeadConfig
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLE = "pytorch_model.bin"
+HTTP_ERROR = HfHubHTTPError.__bases__[0]  # of whichever HTTP client huggingface_hub uses
 FLOATS = {"F64", "F32", "F16", "BF16"}
 
 
@@ -35,7 +36,7 @@ def read_config(family: type[DraftHeadConfig], path: str, given: Any, hub: Mappi
             fields, _ = family.get_config_dict(source, **hub)
             if not fields:
                 raise OSError("there is no config.json")
-        except OSError as error:
+        except (OSError, HTTP_ERROR) as error:
             refused = why_refused(error)
             if refused:
                 raise OSError(f"the heads {source!r} cannot be fetched: {refused}.") from error
@@ -66,10 +67,10 @@ def checkpoint_files(path: str, variant: str | None, hub: Mapping[str, Any]) -> 
         OSError: there are no weights, or a shard is missing.
     """
     weights, index = (_with_variant(name, variant) for name in (WEIGHTS, INDEX))
-    found = cached_file(path, weights, _raise_exceptions_for_missing_entries=False, **hub)
+    found = _fetch(path, weights, hub)
     if found is not None:
         return [found]
-    found = cached_file(path, index, _raise_exceptions_for_missing_entries=False, **hub)
+    found = _fetch(path, index, hub)
     if found is None:
         here = {name: value for name, value in hub.items() if name != "subfolder"}
         if not hub.get("subfolder") and has_file(path, PICKLE, **here):
@@ -79,11 +80,22 @@ def checkpoint_files(path: str, variant: str | None, hub: Mapping[str, Any]) -> 
             )
         raise OSError(f"{path!r} holds no {weights}: save the model there again, or give the folder that has it.")
     shards = sorted(set(json.loads(Path(found).read_text())["weight_map"].values()))
-    files = [cached_file(path, shard, _raise_exceptions_for_missing_entries=False, **hub) for shard in shards]
+    files = [_fetch(path, shard, hub) for shard in shards]
     missing = [shard for shard, file in zip(shards, files, strict=True) if file is None]
     if missing:
         raise OSError(f"{path!r} lacks {missing[0]}, which its {index} names: copy or download the checkpoint again.")
     return files
+
+
+def _fetch(path: str, name: str, hub: Mapping[str, Any]) -> str | None:
+    """A file of the heads, here; None if they have no such file."""
+    try:
+        return cached_file(path, name, _raise_exceptions_for_missing_entries=False, **hub)
+    except (OSError, HTTP_ERROR) as error:
+        refused = why_refused(error)
+        if refused is None:
+            raise
+        raise OSError(f"{name} of the heads {path!r} cannot be fetched: {refused}.") from error
 
 
 def why_refused(error: BaseException) -> str | None:
@@ -101,7 +113,9 @@ def why_refused(error: BaseException) -> str | None:
         if isinstance(cause, HfHubHTTPError) and cause.response is not None:
             if cause.response.status_code == 401:
                 return "the Hub does not accept the token: sign in anew (`hf auth login`), or pass another token="
-            return f"the Hub answered {cause.response.status_code}: try again later, or use what is in the cache"
+            return f"the Hub answered {cause.response.status_code}: try again later"
+        if isinstance(cause, HTTP_ERROR):
+            return f"the connection broke ({type(cause).__name__}): try again, files that have arrived are kept"
     return None
 
 

@@ -1,0 +1,270 @@
+"""Heads and their base, fetched from the Hub: every argument gets through, every refusal says whose it is."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+# Loads, says one fact about what came, and generates as the base alone does.
+USE = """
+prompt = AutoTokenizer.from_pretrained("org/heads", **words)("abc", return_tensors="pt")
+def same(model):
+    ids = model.generate(**prompt, max_new_tokens=8)
+    assert torch.equal(ids, model.base.generate(**prompt, max_new_tokens=8))
+    return ids[0].tolist()
+"""
+
+
+def content(folder: Path, **edits) -> dict[str, bytes]:
+    files = {path.name: path.read_bytes() for path in folder.iterdir()}
+    if edits:
+        files["config.json"] = json.dumps(json.loads(files["config.json"]) | edits).encode()
+    return files
+
+
+@pytest.fixture
+def base(hub, models):
+    return hub.add("org/base", content(models / "base"))
+
+
+@pytest.fixture
+def heads(hub, base, models):
+    """Heads that name the base's commit."""
+    edits = {"base_model_name_or_path": "org/base", "base_model_revision": base.refs["main"]}
+    return hub.add("org/heads", content(models / "medusa", **edits))
+
+
+def load(clients, words: dict | None = None, *, loader: str = "MedusaForCausalLM", **how):
+    code = f"model = {loader}.from_pretrained('org/heads', **words)\nprint(json.dumps(len(model.drafter.state_dict())))"
+    return clients.run(code, words=words or {}, **how)
+
+
+def last_line(answer) -> str:
+    assert answer.code != 0
+    return answer.err.strip().splitlines()[-1]
+
+
+def test_every_door_leads_to_heads_on_their_base(hub, heads, clients):
+    said = clients.run(
+        USE
+        + """
+one = same(AutoModel.from_pretrained("org/heads"))
+two = same(AutoModelForCausalLM.from_pretrained("org/heads", device_map="auto", dtype="float64"))
+said = pipeline("text-generation", model="org/heads", device_map="auto")("abc", max_new_tokens=8, do_sample=False)
+print(json.dumps([one == two, said[0]["generated_text"]]))
+""",
+        words={},
+    ).said
+    assert said == [True, "abcdefghijk"]
+
+
+def test_arguments_reach_the_base_and_the_heads(hub, heads, clients):
+    said = clients.run(
+        """
+seen = []
+for loader in (AutoModel, AutoModelForCausalLM):
+    model = loader.from_pretrained("org/heads", dtype="bfloat16", device_map={"": "cpu"}, attn_implementation="eager",
+                                   cache_dir="elsewhere")
+    seen.append([str(model.base.dtype), str(next(model.drafter.parameters()).dtype),
+                 model.base.config._attn_implementation])
+own = pipeline("text-generation", model="org/heads", model_kwargs={"base_model": model.base}).model
+seen.append([own.base is model.base])
+import os
+seen.append(sorted(name for name in os.listdir("elsewhere") if name.startswith("models")))
+print(json.dumps(seen))
+"""
+    ).said
+    one = ["torch.bfloat16", "torch.bfloat16", "eager"]
+    assert said == [one, one, [True], ["models--org--base", "models--org--heads"]]
+
+
+def test_a_revision_of_the_heads_is_not_one_of_the_base(hub, base, heads, clients, models):
+    first = heads.refs["main"]
+    hub.add("org/heads", content(models / "hydra", base_model_name_or_path="org/base"))
+    heads.refs["old"] = first
+    code = """
+found = [type(loader.from_pretrained("org/heads", **words)).__name__ for loader in (AutoModel, AutoModelForCausalLM)]
+print(json.dumps(found))
+"""
+    assert clients.run(code, words={"revision": "old"}).said == ["MedusaForCausalLM"] * 2
+    assert clients.run(code, words={"revision": first}).said == ["MedusaForCausalLM"] * 2
+    assert clients.run(code, words={}).said == ["HydraForCausalLM"] * 2
+
+
+def test_the_heads_get_the_commit_of_the_base_that_they_were_trained_on(hub, base, heads, clients, models):
+    trained_on = base.refs["main"]
+    changed = content(models / "base")
+    changed["generation_config.json"] = b'{"max_length": 99}'
+    hub.add("org/base", changed)
+    code = """
+model = AutoModel.from_pretrained("org/heads", **words)
+print(json.dumps(model.generation_config.max_length == 99))
+"""
+    as_it_was = clients.run(code, words={})
+    assert as_it_was.said is False and "were trained on" not in as_it_was.err
+    assert hub.count("GET", f"/org/base/resolve/(?!{trained_on})") == 0
+    newer = clients.run(code, words={"base_revision": "main"})
+    assert newer.said is True
+    assert f"these heads were trained on 'org/base' at {trained_on}" in newer.err
+
+
+def test_without_the_network_the_cache_will_do(hub, heads, clients):
+    load(clients, home="shared")
+    hub.asked.clear()
+    assert load(clients, {"local_files_only": True}, home="shared").code == 0
+    assert hub.asked == []
+    line = last_line(load(clients, {"local_files_only": True}))
+    assert line.startswith("OSError: 'org/heads' is no draft-head checkpoint (")
+    hub.fail("HEAD", "/org/", times=99, status=503)
+    hub.fail("GET", "/api/", times=99, status=503)
+    assert load(clients, home="shared").code == 0
+
+
+NO_SUCH = (
+    "the Hub has no such repository, or it is private: check the name, and sign in (`hf auth login`) or pass token= "
+)
+NO_SUCH += "of somebody who can read it"
+IS_GATED = "the repository is gated: ask for access on its page, then sign in or pass token="
+WRONG = "the Hub does not accept the token: sign in anew (`hf auth login`), or pass another token="
+REFUSALS = {
+    "private": ({"private": True}, None, NO_SUCH),
+    "private, to a stranger": ({"private": True}, "hf_stranger", NO_SUCH),
+    "gated": ({"gated": True}, None, IS_GATED),
+    "gated, to a stranger": ({"gated": True}, "hf_stranger", IS_GATED),
+    "missing": (None, None, NO_SUCH),
+    "missing, to its owner": (None, "hf_owner", NO_SUCH),
+}
+
+
+def change(hub, repo_id: str, state: dict | None) -> None:
+    if state is None:
+        del hub.repos[repo_id]
+    else:
+        for name, value in state.items():
+            setattr(hub.repos[repo_id], name, value)
+
+
+@pytest.mark.parametrize("state, token, reason", REFUSALS.values(), ids=REFUSALS)
+def test_heads_that_are_refused_are_named(hub, heads, clients, state, token, reason):
+    change(hub, "org/heads", state)
+    assert last_line(load(clients, token=token)) == f"OSError: the heads 'org/heads' cannot be fetched: {reason}."
+    through_auto = load(clients, loader="AutoModel", token=token)
+    assert "org/heads" in through_auto.err and "org/base" not in through_auto.err
+
+
+@pytest.mark.parametrize("loader", ["MedusaForCausalLM", "AutoModel"])
+@pytest.mark.parametrize("state, token, reason", REFUSALS.values(), ids=REFUSALS)
+def test_a_base_that_is_refused_is_named(hub, base, heads, clients, loader, state, token, reason):
+    change(hub, "org/base", state)
+    assert last_line(load(clients, loader=loader, token=token)) == (
+        f"OSError: the base 'org/base' of 'org/heads' cannot be fetched at '{base.refs['main']}': {reason}; "
+        "base_model= takes another place of it."
+    )
+
+
+def test_a_token_gets_heads_and_base_through(hub, heads, clients):
+    for repo in hub.repos.values():
+        repo.private = True
+    assert load(clients, {"token": "hf_owner"}, loader="AutoModel").code == 0
+    assert load(clients, token="hf_owner", loader="AutoModelForCausalLM").code == 0
+    code = "said = pipeline('text-generation', model='org/heads', token='hf_owner')('abc', max_new_tokens=2)"
+    assert clients.run(code).code == 0
+    hub.repos["org/heads"].private = False
+    assert "the base 'org/base' of 'org/heads' cannot be fetched" in last_line(load(clients))
+
+
+def test_a_token_that_nobody_has(hub, heads, clients):
+    line = f"OSError: the heads 'org/heads' cannot be fetched: {WRONG}."
+    assert last_line(load(clients, token="hf_nobody")) == line
+    assert last_line(load(clients, {"token": "hf_nobody"})) == line
+
+
+def test_a_revision_that_is_not_there(hub, base, heads, clients):
+    line = last_line(load(clients, {"revision": "v9"}))
+    assert line == (
+        "OSError: the heads 'org/heads' cannot be fetched: the repository has no such revision: give a branch, tag or "
+        "commit that it has."
+    )
+    line = last_line(load(clients, {"base_revision": "v9"}, loader="AutoModel"))
+    assert line.startswith(
+        "OSError: the base 'org/base' of 'org/heads' cannot be fetched at 'v9': the repository has no"
+    )
+    base.commits.clear()  # the history was rewritten
+    base.commit({}, "all anew")
+    line = last_line(load(clients, loader="AutoModel"))
+    assert line.startswith("OSError: the base 'org/base' of 'org/heads' cannot be fetched at '")
+
+
+# What has arrived is written down in pieces of 10 MB: here of 1 kB, so that small files will do.
+PIECES = "import huggingface_hub\nhuggingface_hub.constants.DOWNLOAD_CHUNK_SIZE = 1000\n"
+GET_HEADS = PIECES + "model = AutoModel.from_pretrained('org/heads')"
+
+
+def test_a_download_that_is_cut_goes_on_where_it_was(hub, heads, clients):
+    hub.fail("GET", "^/lfs/", times=2, after=30_000)
+    assert clients.run(GET_HEADS).code == 0
+    assert [one.range for one in hub.asked if one.storage][:3] == [None, "bytes=30000-", "bytes=60000-"]
+
+
+def test_a_download_that_was_given_up_keeps_the_files_that_have_arrived(hub, heads, clients):
+    hub.fail("GET", "^/lfs/", times=1, after=30_000)
+    hub.fail("GET", "^/lfs/", times=1, status=500)
+    line = last_line(clients.run(GET_HEADS, home="given up"))
+    reason = "the Hub answered 500: try again later"
+    assert line == f"OSError: model.safetensors of the heads 'org/heads' cannot be fetched: {reason}."
+    hub.asked.clear()
+    assert clients.run(GET_HEADS, home="given up").code == 0
+    assert hub.count("GET", "^/org/heads/resolve/.*/config.json") == 0
+
+
+def test_a_busy_storage_says_whose_file_it_is(hub, base, heads, clients):
+    hub.fail("GET", "^/lfs/", times=1, status=503)
+    line = last_line(load(clients, home="busy"))
+    reason = "the Hub answered 503: try again later."
+    assert line == f"OSError: model.safetensors of the heads 'org/heads' cannot be fetched: {reason}"
+    weights = base.at("main").files["model.safetensors"].sha256
+    hub.fail("GET", f"^/lfs/{weights}", times=1, status=503)
+    line = last_line(load(clients, home="busy"))
+    at = base.refs["main"]
+    assert line == f"OSError: the base 'org/base' of 'org/heads' cannot be fetched at '{at}': {reason}"
+    assert load(clients, home="busy").code == 0
+
+
+def test_a_repository_without_heads(hub, base, clients):
+    line = last_line(clients.run("MedusaForCausalLM.from_pretrained('org/base')"))
+    assert line == (
+        "ValueError: 'org/base' is no drafthead_medusa checkpoint: its config.json has model_type 'llama'; to put new "
+        "heads on a base use from_base."
+    )
+    hub.add("org/empty", {"README.md": b"soon"})
+    assert last_line(clients.run("MedusaForCausalLM.from_pretrained('org/empty')")).startswith(
+        "OSError: 'org/empty' is no draft-head checkpoint ("
+    )
+
+
+def test_a_pickle_is_never_opened(hub, heads, clients):
+    files = dict(heads.files())
+    files["pytorch_model.bin"] = files.pop("model.safetensors")
+    hub.add("org/heads", files)
+    for loader in ("MedusaForCausalLM", "AutoModel"):
+        assert last_line(load(clients, loader=loader)) == (
+            "OSError: 'org/heads' holds pytorch_model.bin, a pickle, where model.safetensors is expected: it is never "
+            "opened, for it can run code; ask its author to save the heads as safetensors."
+        )
+    assert not any(one.storage for one in hub.asked)
+
+
+def test_a_truncated_file(hub, heads, clients):
+    files = dict(heads.files())
+    files["model.safetensors"] = files["model.safetensors"][:-50]
+    hub.add("org/heads", files)
+    line = last_line(load(clients, loader="AutoModel"))
+    assert "model.safetensors' is not a readable safetensors file (" in line and "copy or download it again." in line
+
+
+@pytest.mark.parametrize("name", ["org//heads", "org/a b", "a/b/c"])
+def test_a_name_that_is_none(hub, clients, name):
+    answer = clients.run("hf_drafthead.cli.main(['info', name])", name=name)
+    assert answer.code == 2 and len(answer.err.splitlines()) == 1
+    assert name in answer.err
+    assert hub.asked == []
