@@ -71,6 +71,8 @@ class DraftHeadTrainer(Trainer):
         if args.n_gpu > 1:
             logger.warning("One process trains on one GPU: start one per GPU with `accelerate launch`.")
             args._n_gpu = 1
+        # Sharded on its own the drafter would be whole inside its `forward` only, which is not how it is used.
+        model._no_split_modules.discard(type(model.drafter).__name__)
         super().__init__(model, args, **kwargs)
         self.model_accepts_loss_kwargs = True  # the loss is divided by the labels of the whole step
         self.foretelling = foretelling
