@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
-from accelerate.utils import gather_object
+from accelerate.utils import gather_object, parse_flag_from_env
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_drafthead.training.answers import Answerer, Task
@@ -159,7 +159,9 @@ def distill(
 
 def processes() -> PartialState:
     """The processes of `accelerate launch`, or this one alone; one that is through waits for the others for days."""
-    return PartialState(timeout=timedelta(days=30))
+    # accelerate forms no group of CPU processes unless it is told that they are
+    cpu = parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.accelerator.is_available()
+    return PartialState(cpu=cpu, timeout=timedelta(days=30))
 
 
 def load_model(name: str, device: torch.device | None = None) -> tuple[Any, Any]:

@@ -1,0 +1,372 @@
+"""The base answers by itself; nothing is lost, and nothing depends on batches, processes or interruptions."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+from hf_drafthead.modeling import MedusaForCausalLM
+from hf_drafthead.training.answers import RowNoise
+from hf_drafthead.training.chats import mend
+from hf_drafthead.training.distill import DistillReport, distill, load_model
+from hf_drafthead.training.shards import Shards
+from hf_drafthead.training.templates import ChatEncoder
+from tests.bases import tiny_base
+from tests.checkpoints import FAMILIES, save_base, save_heads
+from tests.training.chat_templates import CHATML, STYLES, VICUNA, tokenizer_with
+
+WORDS = ["why", "what is it", "who are you then", "a", "is that so", "when", "how", "but where"]
+CHATS = [
+    {"messages": [{"role": "user", "content": WORDS[(3 * row + turn) % 8]} for turn in range(1 + row % 3)]}
+    for row in range(7)
+]
+for chat in CHATS:  # each question with an answer that nobody is to see
+    chat["messages"] = [turn for one in chat["messages"] for turn in (one, {"role": "assistant", "content": "NEVER"})]
+SETTINGS = {"max_new_tokens": 12, "batch_size": 3}
+SAMPLED = {"temperature": 1.1, "top_p": 0.9, "seed": 3}
+
+
+def letters_base(tokenizer, **overrides):
+    """A random base that writes letters, spaces and its ends, and nothing that is no text."""
+    base = tiny_base("llama", vocab_size=len(tokenizer), **overrides)
+    allowed = set(tokenizer("abcdefghijklmnop ")["input_ids"]) | {tokenizer.eos_token_id}
+    base.generation_config.suppress_tokens = sorted(set(range(len(tokenizer))) - allowed)
+    return base
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return tokenizer_with(VICUNA)
+
+
+@pytest.fixture(scope="module")
+def base(tokenizer):
+    return letters_base(tokenizer)
+
+
+@pytest.fixture(scope="module")
+def heads(tokenizer):
+    return MedusaForCausalLM.from_base(letters_base(tokenizer), num_draft_heads=3).eval()
+
+
+def read(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def by_hand(base, tokenizer, questions: list[str], max_new_tokens: int) -> list[dict]:
+    """A chat, one generate() per turn, nothing else in the batch."""
+    messages = []
+    for question in questions:
+        messages.append({"role": "user", "content": question})
+        prompt = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+        ids = base.generate(**prompt, max_new_tokens=max_new_tokens, do_sample=False)[0, prompt["input_ids"].shape[1] :]
+        ended = ids[-1] == tokenizer.eos_token_id
+        answer = tokenizer.decode(ids, skip_special_tokens=True).removeprefix(" ")
+        if not answer.strip():
+            break
+        messages.append({"role": "assistant", "content": answer} | ({} if ended else {"cut": True}))
+        if not ended:
+            break
+    return messages
+
+
+def test_an_answer_is_what_generate_says_to_the_chat_so_far(base, tokenizer, tmp_path):
+    report = distill(base, tokenizer, CHATS, tmp_path / "out.jsonl", **SETTINGS)
+    rows = read(tmp_path / "out.jsonl")
+    for row, chat in zip(rows, CHATS):
+        questions = [turn["content"] for turn in chat["messages"] if turn["role"] == "user"]
+        assert row["messages"] == by_hand(base, tokenizer, questions, 12)
+    assert [row["row"] for row in rows] == list(range(7))
+    assert any(len(row["messages"]) > 2 for row in rows) and "NEVER" not in (tmp_path / "out.jsonl").read_text()
+    assert (report.rows, report.written, report.found, report.refused) == (7, 7, 0, 0)
+    assert report.cut == sum(turn.get("cut", False) for row in rows for turn in row["messages"])
+
+
+@pytest.mark.parametrize("sampling", [{}, SAMPLED], ids=["greedy", "sampled"])
+def test_heads_change_nothing_but_the_steps(base, heads, tokenizer, tmp_path, sampling):
+    plain = distill(base, tokenizer, CHATS, tmp_path / "plain.jsonl", **SETTINGS, **sampling)
+    fast = distill(heads, tokenizer, CHATS, tmp_path / "fast.jsonl", **SETTINGS, **sampling)
+    assert read(tmp_path / "fast.jsonl") == read(tmp_path / "plain.jsonl")
+    assert plain.tokens_per_step is None and fast.tokens_per_step >= 1
+    assert (plain.answers, plain.cut, plain.tokens) == (fast.answers, fast.cut, fast.tokens)
+
+
+@pytest.mark.parametrize("sampling", [{}, SAMPLED], ids=["greedy", "sampled"])
+def test_rows_do_not_depend_on_the_batch(base, tokenizer, tmp_path, sampling):
+    texts = []
+    for size in (1, 2, 8):
+        distill(base, tokenizer, CHATS, tmp_path / f"{size}.jsonl", max_new_tokens=12, batch_size=size, **sampling)
+        texts.append((tmp_path / f"{size}.jsonl").read_text())
+    assert texts[0] == texts[1] == texts[2]
+
+
+def test_seeds_and_rows_differ(base, tokenizer, tmp_path):
+    same = [{"messages": [{"role": "user", "content": "why"}]}] * 6
+    answers = []
+    for seed in (0, 1):
+        distill(base, tokenizer, same, tmp_path / f"{seed}.jsonl", max_new_tokens=12, temperature=4.0, seed=seed)
+        answers += [json.dumps(row["messages"]) for row in read(tmp_path / f"{seed}.jsonl")]
+    assert len(set(answers)) > 9  # some are alike for being short
+
+
+@pytest.mark.parametrize("top_p", [1.0, 0.8])
+def test_the_noise_draws_from_the_distribution(top_p):
+    chances = torch.tensor([0.5, 0.3, 0.15, 0.05])
+    draws = 4000
+    noise = RowNoise([f"0/{row}/0" for row in range(draws)], 1, temperature=2.0, top_p=top_p)
+    tokens = noise(torch.zeros(draws, 5, dtype=torch.long), 2 * chances.log().expand(draws, -1)).argmax(-1)
+    kept = torch.where(torch.tensor([True, True, top_p == 1, top_p == 1]), chances, torch.zeros(4))
+    expected = kept / kept.sum()
+    found = torch.tensor([Counter(tokens.tolist())[token] / draws for token in range(4)])
+    assert (found - expected).abs().max() < 0.025  # three standard deviations
+    assert ((expected > 0) | (found == 0)).all()
+
+
+def test_the_noise_of_some_rows_is_theirs():
+    keys, scores = ["a", "b", "c"], torch.zeros(3, 5)
+    prefix = torch.zeros(3, 4, dtype=torch.long)
+    noise = RowNoise(keys, 2, 1.0, 1.0)
+    assert torch.equal(noise.for_rows([2, 0])(prefix[:2], scores[:2]), noise(prefix, scores)[[2, 0]])
+    assert not torch.equal(noise(prefix[:, :3], scores), noise(prefix, scores))
+
+
+class Killed(Exception):
+    pass
+
+
+def killer(after: int):
+    left = iter(range(after))
+
+    def step() -> None:
+        if next(left, None) is None:
+            raise Killed
+
+    return step
+
+
+@pytest.mark.parametrize("sampling", [{}, SAMPLED], ids=["greedy", "sampled"])
+def test_a_run_that_was_killed_goes_on_where_it_stopped(base, tokenizer, tmp_path, sampling):
+    whole, output = tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
+    distill(base, tokenizer, CHATS, whole, **SETTINGS, **sampling)
+    found = []
+    for after in (1, 4):
+        with pytest.raises(Killed):
+            distill(base, tokenizer, CHATS, output, **SETTINGS | {"batch_size": 2}, **sampling, progress=killer(after))
+        found.append(len((tmp_path / "out.jsonl.part0").read_bytes().splitlines()))
+        with open(tmp_path / "out.jsonl.part0", "ab") as part:
+            part.write(b'{"row": 6, "messages": [{"ro')
+    assert 0 < found[0] < found[1] < 7 and not output.exists()
+    report = distill(base, tokenizer, CHATS, output, **SETTINGS, **sampling)
+    assert (report.found, report.written) == (found[1], 7 - found[1])
+    assert output.read_text() == whole.read_text()
+    again = distill(base, tokenizer, CHATS, output, **SETTINGS, **sampling)
+    assert (again.found, again.written) == (7, 0)
+    assert sorted(path.name for path in tmp_path.glob("out*")) == ["out.jsonl", "out.jsonl.settings.json"]
+    assert output.read_text() == whole.read_text()
+
+
+@pytest.mark.parametrize(
+    "change, text",
+    [
+        (
+            {"seed": 4},
+            "was begun with seed=3, but seed=4 is asked for: ask for the same again, or give another output.",
+        ),
+        ({"temperature": 0.5}, "was begun with temperature=1.1, but temperature=0.5 is asked for"),
+        ({"max_new_tokens": 3}, "was begun with max_new_tokens=12, but max_new_tokens=3 is asked for"),
+        ({"rows": CHATS[1:]}, "was begun with data='"),
+    ],
+    ids=["seed", "temperature", "length", "data"],
+)
+def test_an_output_is_not_mixed_from_two_settings(base, tokenizer, tmp_path, change, text):
+    asked = {"rows": CHATS[:2], **SETTINGS, **SAMPLED}
+    distill(base, tokenizer, output=tmp_path / "out.jsonl", **asked)
+    before = (tmp_path / "out.jsonl").read_bytes()
+    with pytest.raises(ValueError) as error:
+        distill(base, tokenizer, output=tmp_path / "out.jsonl", **asked | change)
+    assert text in str(error.value)
+    assert (tmp_path / "out.jsonl").read_bytes() == before
+
+
+def test_another_file_is_not_overwritten(base, tokenizer, tmp_path):
+    (tmp_path / "out.jsonl").write_text("mine")
+    with pytest.raises(OSError, match="exists and was not written by this command: move it away, or give another"):
+        distill(base, tokenizer, CHATS, tmp_path / "out.jsonl")
+    with pytest.raises(OSError, match="no file can be written at '.*nowhere/out.jsonl': give the path of a file"):
+        distill(base, tokenizer, CHATS, tmp_path / "nowhere" / "out.jsonl")
+    assert (tmp_path / "out.jsonl").read_text() == "mine"
+
+
+def test_parts_of_any_number_of_processes_are_put_together(tmp_path):
+    output = tmp_path / "out.jsonl"
+    for process, rows in enumerate([[4, 0], [2], [3, 1]]):
+        shards = Shards(output, {}, process)
+        shards.write_settings()
+        shards.open()
+        shards.write({"row": row, "text": "é" * row} for row in rows)
+        shards.close()
+    with open(tmp_path / "out.jsonl.part2", "ab") as torn:
+        torn.write(b'{"row": 5')
+    shards = Shards(output, {})
+    assert shards.done() == {0, 1, 2, 3, 4}
+    shards.merge()
+    assert read(output) == [{"row": row, "text": "é" * row} for row in range(5)]
+    output.write_text("{}\n")
+    with pytest.raises(ValueError, match="out.jsonl line 1 is no row: mend it, or move the file away to begin again"):
+        shards.done()
+
+
+def test_texts_are_continued_from_their_beginning(base, tokenizer, tmp_path):
+    texts = [{"text": "the cat sat on the mat"}, {"text": "hm"}, {"text": "a 🙂 b"}]
+    distill(base, tokenizer, texts, tmp_path / "out.jsonl", max_new_tokens=9, prompt_tokens=4)
+    rows = read(tmp_path / "out.jsonl")
+    assert [row["text"][: row["given"]] for row in rows] == ["the ", "hm", "a "]  # the fourth token is half a smile
+    for row in rows:
+        prompt = tokenizer(row["text"][: row["given"]], return_tensors="pt")
+        ids = base.generate(**prompt, max_new_tokens=9, do_sample=False)
+        assert row["text"] == tokenizer.decode(ids[0], skip_special_tokens=True)
+
+
+def test_a_chat_ends_where_it_has_no_more_room(base, tokenizer, tmp_path):
+    lengths = []
+    for chat in CHATS:
+        text = tokenizer.apply_chat_template(chat["messages"][:1], add_generation_prompt=True, tokenize=False)
+        lengths.append(len(tokenizer(text)["input_ids"]))
+    limit = sorted(lengths)[3] + 5
+    report = distill(base, tokenizer, CHATS, tmp_path / "out.jsonl", max_length=limit, **SETTINGS)
+    free = tmp_path / "free.jsonl"
+    distill(base, tokenizer, CHATS, free, **SETTINGS)
+    full = {row["row"]: row["messages"] for row in read(free)}
+    rows = {row["row"]: row["messages"] for row in read(tmp_path / "out.jsonl")}
+    assert set(rows) == {row for row, length in enumerate(lengths) if length < limit}
+    assert report.refused == 7 - len(rows) > 0
+    assert "leaves no room for an answer in" in report.refusals[0]
+    for row, messages in rows.items():
+        text = tokenizer.apply_chat_template(messages[:1], add_generation_prompt=True, tokenize=False) + " "
+        answer = messages[1]["content"] if len(messages) > 1 else ""
+        assert len(tokenizer(text + answer)["input_ids"]) <= limit + 1  # the template's space is not the base's
+        assert answer == "" or full[row][1]["content"].startswith(answer)
+
+
+def test_an_answer_ends_at_the_end_of_turn_that_only_the_template_knows(tmp_path):
+    tokenizer = tokenizer_with(CHATML)
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    base = letters_base(tokenizer)
+    base.generation_config.suppress_tokens = None
+    base.generation_config.forced_eos_token_id = None
+    base.generation_config.sequence_bias = {(end,): 1000.0}
+    report = distill(base, tokenizer, CHATS[:1], tmp_path / "end.jsonl", max_new_tokens=5)
+    assert (report.tokens, report.cut) == (1, 0)
+    assert read(tmp_path / "end.jsonl")[0]["messages"] == CHATS[0]["messages"][:1]
+
+
+@pytest.mark.parametrize("name", ["vicuna", "chatml", "stripping", "without end of turn"])
+def test_what_was_written_is_learnt_as_it_was_written(tmp_path, name):
+    tokenizer = tokenizer_with(STYLES[name].template)
+    base = letters_base(tokenizer)
+    distill(base, tokenizer, CHATS, tmp_path / "out.jsonl", **SETTINGS, **SAMPLED)
+    encoder, learnt = ChatEncoder(tokenizer), 0
+    for row in read(tmp_path / "out.jsonl"):
+        answers = [turn["content"] for turn in row["messages"] if turn["role"] == "assistant"]
+        if answers:
+            chat = mend(row["messages"]).answered()
+            text, spans = encoder.spans(chat)
+            found = [text[begin:end] for begin, end in spans]
+            said = STYLES[name].said(answers)
+            if chat.cut:
+                said[-1] = said[-1].removesuffix(encoder.end_of_turn)
+            assert found == said
+            learnt += len(found)
+    assert learnt > 4
+
+
+BAD_SETTINGS = [
+    ({"max_new_tokens": 0}, "max_new_tokens is 0: expected at least 1."),
+    ({"batch_size": 0}, "batch_size is 0: expected at least 1."),
+    ({"prompt_tokens": 0}, "prompt_tokens is 0: expected at least 1."),
+    ({"temperature": -1.0}, "temperature is -1.0: expected 0 for greedy, or a number above it."),
+    ({"top_p": 0.0}, "top_p is 0.0: expected a number above 0, at most 1."),
+    ({"max_length": 513}, "max_length is 513, but the base has 512 positions: give at most that many."),
+    ({"rows": []}, "there is nothing to ask in the data: 0 of 0 rows were refused."),
+    (
+        {"rows": [{"messages": [{"role": "owl", "content": "x"}]}]},
+        "there is nothing to ask in the data: 1 of 1 rows were refused (row 0: turn 0 has the unknown role 'owl').",
+    ),
+]
+
+
+@pytest.mark.parametrize("settings, text", BAD_SETTINGS)
+def test_bad_settings_are_refused_in_one_line(base, tokenizer, tmp_path, settings, text):
+    with pytest.raises(ValueError) as error:
+        distill(base, tokenizer, output=tmp_path / "out.jsonl", **{"rows": CHATS, **settings})
+    assert str(error.value) == text
+    assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_chats_need_a_template(base, tmp_path):
+    with pytest.raises(ValueError, match="the tokenizer of '' has no chat template: set tokenizer.chat_template"):
+        distill(base, tokenizer_with(None), CHATS, tmp_path / "out.jsonl")
+
+
+def test_models_come_with_their_tokenizer(tmp_path):
+    folder = save_base(tmp_path)
+    heads = save_heads(tmp_path, folder, "medusa")
+    (heads / "tokenizer.json").unlink()
+    (heads / "tokenizer_config.json").unlink()
+    for name, kind in ((folder, "LlamaForCausalLM"), (heads, FAMILIES["medusa"].__name__)):
+        model, tokenizer = load_model(str(name))
+        assert type(model).__name__ == kind and len(tokenizer) == 259
+    with pytest.raises(OSError, match="no model could be read at '.*nowhere' .*: give the folder of a causal language"):
+        load_model(str(tmp_path / "nowhere"))
+
+
+def test_the_report_is_two_lines():
+    report = DistillReport(9, 5, 3, 1, ["row 2: why"], 8, 2, 1000, 2.5, 3.25)
+    assert str(report) == (
+        "5 rows written, 3 were there already: 8 answers of 1,000 tokens in 3.2 s, 2 broken off, 2.50 tokens per step\n"
+        "1 rows refused: row 2: why"
+    )
+    assert report.to_json()["refusals"] == ["row 2: why"]
+
+
+SCRIPT = """
+import sys
+from tests.training.test_distill import CHATS, SAMPLED, SETTINGS, VICUNA, distill, letters_base, tokenizer_with
+tokenizer = tokenizer_with(VICUNA)
+report = distill(letters_base(tokenizer), tokenizer, CHATS, sys.argv[1], **SETTINGS, **SAMPLED)
+print(report.rows, report.written, report.found)
+"""
+
+
+def test_two_processes_write_the_same_rows_as_one(base, tokenizer, tmp_path):
+    distill(base, tokenizer, CHATS, tmp_path / "one.jsonl", **SETTINGS, **SAMPLED)
+    output = tmp_path / "two.jsonl"
+    with pytest.raises(Killed):  # one process begins, two go on
+        distill(base, tokenizer, CHATS, output, **SETTINGS, **SAMPLED, progress=killer(1))
+    found = len((tmp_path / "two.jsonl.part0").read_bytes().splitlines())
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "ACCELERATE_USE_CPU": "true"}
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", SCRIPT, output],
+            env={**os.environ, **group, "RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=Path(__file__).parents[2],
+        )
+        for rank in range(2)
+    ]
+    told = [process.communicate(timeout=300)[0] for process in started]
+    assert told == [f"7 {7 - found} {found}\n"] * 2
+    assert output.read_text() == (tmp_path / "one.jsonl").read_text()
+    assert sorted(path.name for path in tmp_path.glob("two*")) == ["two.jsonl", "two.jsonl.settings.json"]
