@@ -21,7 +21,7 @@ RECIPES: dict[str, dict[str, Any]] = {
         "weight_decay": 0.0,
         "num_train_epochs": 2,
     },
-    # Ankner et al. 2024, section 4
+    # Ankner et al. 2024, section 5
     "hydra": {
         "next_token_weight": 1.0,
         "learning_rate": 1e-3,
@@ -30,7 +30,7 @@ RECIPES: dict[str, dict[str, Any]] = {
         "weight_decay": 0.0,
         "num_train_epochs": 1,
     },
-    # section 4 and 5 of the same, and the published command
+    # sections 3.1 and 5 of the same, and the published command
     "hydra++": {
         "next_token_weight": 0.0,
         "teacher_weight": 1.0,
@@ -51,7 +51,7 @@ RECIPES: dict[str, dict[str, Any]] = {
         "weight_decay": 0.0,
         "num_train_epochs": 4,
     },
-    # Li et al. 2024 (EAGLE), section 4 and the published trainer; the noise is its 0.2 * 512 / T at T = 2048
+    # Li et al. 2024 (EAGLE) and the published trainer; the noise is its 0.2 * 512 / T at T = 2048
     "eagle": {
         "next_token_weight": 0.0,
         "teacher_weight": 0.1,

@@ -25,7 +25,7 @@ def labelled(labels: torch.Tensor, shift: int) -> torch.Tensor:
 
 
 def next_token_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Cross-entropy with the tokens that really came (Medusa, eq. 1; Amphista's LM loss).
+    """Cross-entropy with the tokens that really came (Medusa, section 2.1.1; Amphista, eq. 9).
 
     Args:
         logits: (M, V) of one head.
@@ -38,7 +38,8 @@ def next_token_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor
 
 
 def teacher_loss(logits: torch.Tensor, teacher_logits: torch.Tensor) -> torch.Tensor:
-    """Cross-entropy with the base's own distribution (Hydra, section 4.1; Amphista's alignment; EAGLE, eq. 2).
+    """Cross-entropy with the base's own distribution (Hydra, section 3.1; Amphista, eq. 8; EAGLE's
+    classification loss).
 
     Args:
         logits: (M, V) of one head.
@@ -51,7 +52,7 @@ def teacher_loss(logits: torch.Tensor, teacher_logits: torch.Tensor) -> torch.Te
 
 
 def feature_loss(states: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-    """Smooth L1 distance, averaged over H, to the base's hidden state for the same token (EAGLE, eq. 1).
+    """Smooth L1 distance, averaged over H, to the base's hidden state for the same token (EAGLE's regression loss).
 
     Hydra's code has it too, as its reconstruction loss.
 

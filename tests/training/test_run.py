@@ -1,0 +1,229 @@
+"""`train_heads`: from a base and some text to a folder that loads, with what it needs to be trusted."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
+
+from hf_drafthead import zoo
+from hf_drafthead.training.arguments import RECIPES, DraftHeadTrainingArguments
+from hf_drafthead.training.foretelling import Foretelling
+from hf_drafthead.training.record import check_run, save_whole
+from hf_drafthead.training.run import own_prompts, sort_options, train_heads
+from hf_drafthead.training.trainer import whole_checkpoint
+from tests.bases import tiny_base
+from tests.families import FAMILIES
+from tests.training.test_trainer import ROWS, trainer_of, weights
+
+QUICK = {
+    "max_steps": 4,
+    "per_device_train_batch_size": 2,
+    "held_out_rows": 3,
+    "answer_tokens": 8,
+    "use_cpu": True,
+    "disable_tqdm": True,
+    "report_to": "none",
+}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A folder with a tiny base that has the zoo's tokenizer, and some texts."""
+    folder = tmp_path_factory.mktemp("run")
+    tokenizer = AutoTokenizer.from_pretrained(zoo.path("base"))
+    tiny_base(dtype=torch.float32, vocab_size=len(tokenizer), max_position_embeddings=128).save_pretrained(
+        folder / "base"
+    )
+    tokenizer.save_pretrained(folder / "base")
+    texts = [f"def function_{number}(a, b):\n    return a * {number} + b\n" for number in range(24)]
+    (folder / "texts.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    return folder
+
+
+def train(place, output, family="medusa", **arguments):
+    return train_heads(str(place / "base"), family, str(place / "texts.jsonl"), output, **{**QUICK, **arguments})
+
+
+@pytest.mark.parametrize("family", list(RECIPES))
+def test_every_family_trains_saves_and_loads(family, place, tmp_path):
+    trained = train(place, tmp_path / "heads", family)
+    files = {file.name for file in (tmp_path / "heads").iterdir()}
+    assert {"model.safetensors", "config.json", "generation_config.json", "tokenizer.json", "training.png"} <= files
+    loaded = AutoModel.from_pretrained(tmp_path / "heads")
+    for name, tensor in weights(trained.model.drafter).items():
+        assert torch.equal(weights(loaded.drafter)[name], tensor)
+    summary = json.loads((tmp_path / "heads" / "training_summary.json").read_text())
+    assert {"command", "torch", "transformers", "hf_drafthead", "hardware", "hours", "seed"} <= set(summary)
+    assert summary["family"] == family and summary["steps"] == 4 and len(summary["data_sha256"]) == 64
+    assert summary["data_report"]["rows"] == 21 and 0 <= summary["held_out"]["head0_top1"] <= 1
+    assert summary["learning_rate"] == RECIPES[family]["learning_rate"]
+    prompts = own_prompts([{"input_ids": ids, "labels": ids} for ids in held_out_rows(place)], 3, 100)
+    assert summary["tokens_per_step"] == pytest.approx(Foretelling(prompts, 8)(loaded))
+
+
+def held_out_rows(place):
+    tokenizer = AutoTokenizer.from_pretrained(place / "base")
+    texts = [json.loads(line)["text"] for line in (place / "texts.jsonl").read_text().splitlines()[:3]]
+    return [tokenizer(text).input_ids for text in texts]
+
+
+def test_a_base_that_learnt_is_saved_with_its_heads(place, tmp_path):
+    trained = train(place, tmp_path / "both", joint=True, lora_rank=4, base_learning_rate=0.05)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "both")
+    assert loaded.config.base_included
+    before = AutoModelForCausalLM.from_pretrained(place / "base")
+    with torch.no_grad():
+        after = loaded.base(ROWS).logits
+        torch.testing.assert_close(after, trained.model.base(ROWS).logits)
+        assert not torch.allclose(after, before(ROWS).logits, atol=1e-3)
+    expected = loaded.base.generate(ROWS[:1, :6], max_new_tokens=10, do_sample=False)
+    assert torch.equal(loaded.generate(ROWS[:1, :6], max_new_tokens=10, do_sample=False), expected)
+
+
+def test_trained_heads_can_be_trained_on(place, tmp_path):
+    first = train(place, tmp_path / "first")
+    start = weights(first.model.drafter)
+    second = train(place, tmp_path / "second", heads=str(tmp_path / "first"), learning_rate=1e-12)
+    for name, tensor in weights(second.model.drafter).items():
+        torch.testing.assert_close(tensor, start[name])
+
+
+def test_an_interrupted_run_goes_on_bit_for_bit(place, tmp_path):
+    whole = train(place, tmp_path / "whole")
+    settings = {"save_steps": 2, "eval_strategy": "no", "max_steps": 4}
+    stopped = train(place, tmp_path / "parts", **settings)
+    for name in ("checkpoint-4", "model.safetensors"):
+        path = tmp_path / "parts" / name
+        subprocess.run(["rm", "-r", str(path)], check=True)
+    (tmp_path / "parts" / "checkpoint-3").mkdir()  # torn: killed while it was written
+    resumed = train(place, tmp_path / "parts", resume=True, **settings)
+    for name, tensor in weights(whole.model.drafter).items():
+        assert torch.equal(weights(resumed.model.drafter)[name], tensor), name
+        assert torch.equal(weights(stopped.model.drafter)[name], tensor), name
+
+
+@pytest.mark.parametrize(
+    "changed, line",
+    [
+        ({"family": "hydra"}, "holds a training with family 'medusa', this one has 'hydra': go on with the same"),
+        ({"fields": {"num_draft_heads": 3}}, "holds a training with config .* this one has"),
+        ({"data": "other.jsonl"}, "holds a training with data '[0-9a-f]{64}', this one has"),
+        ({"base": "other"}, "holds a training with base '[0-9a-f]{16}', this one has"),
+    ],
+    ids=["family", "config", "data", "base"],
+)
+def test_going_on_with_something_else_is_refused(changed, line, place, tmp_path):
+    tiny_base(seed=1, dtype=torch.float32, vocab_size=1024, max_position_embeddings=128).save_pretrained(
+        place / "other"
+    )
+    AutoTokenizer.from_pretrained(place / "base").save_pretrained(place / "other")
+    rows = (place / "texts.jsonl").read_text().splitlines()
+    (place / "other.jsonl").write_text("\n".join(rows[1:]))
+    given = {"family": "medusa", "base": "base", "data": "texts.jsonl", "fields": {}}
+    settings = {**QUICK, "max_steps": 2, "save_steps": 1, "eval_strategy": "no"}
+
+    def run(output, resume, base, family, data, fields):
+        train_heads(str(place / base), family, str(place / data), output, fields=fields, resume=resume, **settings)
+
+    run(tmp_path / "run", False, **given)
+    with pytest.raises(ValueError, match=line):
+        run(tmp_path / "run", True, **{**given, **changed})
+    with pytest.raises(
+        ValueError, match=r"holds checkpoints of an earlier training \(checkpoint-2\): go on with it by"
+    ):
+        run(tmp_path / "run", False, **given)
+
+
+def test_a_loss_that_is_no_number_stops_before_the_weights(tmp_path):
+    model = FAMILIES[0].build(tiny_base(dtype=torch.float32))
+    trainer = trainer_of(model, tmp_path, max_steps=6, save_strategy="steps", save_steps=2)
+    trainer.train()
+    start = weights(model.drafter)
+    model.base.get_input_embeddings().weight.data[ROWS[0, 0]] = float("nan")
+    again = trainer_of(model, tmp_path, max_steps=8)
+    with pytest.raises(FloatingPointError, match=r"the loss became nan in step 1: lower .*checkpoint-6 is whole"):
+        again.train()
+    assert all(torch.equal(tensor, start[name]) for name, tensor in weights(model.drafter).items())
+
+
+@pytest.mark.parametrize("torn", ["trainer_state.json", "model.safetensors"])
+def test_a_torn_checkpoint_is_passed_over(torn, tmp_path):
+    model = FAMILIES[0].build(tiny_base(dtype=torch.float32))
+    trainer_of(model, tmp_path, max_steps=4, save_strategy="steps", save_steps=2).train()
+    assert whole_checkpoint(tmp_path).name == "checkpoint-4"
+    file = tmp_path / "checkpoint-4" / torn
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    assert whole_checkpoint(tmp_path).name == "checkpoint-2"
+
+
+def test_a_save_that_fails_leaves_what_was_there(place, tmp_path, monkeypatch):
+    model = FAMILIES[0].build(tiny_base(dtype=torch.float32))
+    tokenizer = AutoTokenizer.from_pretrained(zoo.path("base"))
+    save_whole(model, tokenizer, tmp_path, include_base=False)
+    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(tokenizer, "save_pretrained", full)
+    with torch.no_grad():
+        next(model.drafter.parameters()).add_(1.0)
+    with pytest.raises(OSError, match="No space left"):
+        save_whole(model, tokenizer, tmp_path, include_base=False)
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
+
+
+def test_a_killed_training_can_be_resumed(place, tmp_path):
+    script = (
+        "from tests.training.test_run import *\n"
+        f"train(Path({str(place)!r}), Path({str(tmp_path / 'run')!r}), max_steps=2000, save_steps=1, eval_strategy='no',"
+        " save_total_limit=3)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen([sys.executable, "-c", script], env=environment, stderr=subprocess.PIPE)
+    deadline = time.monotonic() + 240
+    while time.monotonic() < deadline and len(list((tmp_path / "run").glob("checkpoint-*"))) < 3:
+        assert process.poll() is None, process.stderr.read()[-2000:]
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert whole_checkpoint(tmp_path / "run") is not None
+
+
+def test_recipes_are_the_papers_and_can_be_changed(tmp_path):
+    arguments = DraftHeadTrainingArguments.for_family("hydra++", str(tmp_path), learning_rate=1e-2)
+    assert (arguments.teacher_weight, arguments.next_token_weight, arguments.learning_rate) == (1.0, 0.0, 1e-2)
+    with pytest.raises(ValueError, match="the family 'hidra' is not known: expected one of amphista, amphista-alpha"):
+        DraftHeadTrainingArguments.for_family("hidra", str(tmp_path))
+
+
+def test_options_are_told_apart():
+    given = {"num_draft_heads": 3, "max_steps": 5}
+    assert sort_options("medusa", given) == ({"num_draft_heads": 3}, {"max_steps": 5})
+    with pytest.raises(
+        ValueError, match=r"'num_heads' is neither a config field of medusa \(.*num_draft_heads.*\) nor"
+    ):
+        sort_options("medusa", {"num_heads": 3})
+
+
+def test_bad_input(place, tmp_path):
+    with pytest.raises(ValueError, match="the data holds 24 rows, of which 24 are to be held out: give more data, or"):
+        train(place, tmp_path / "a", held_out_rows=24)
+    with pytest.raises(ValueError, match="with streaming nobody knows how long an epoch is"):
+        train_heads(str(place / "base"), "medusa", str(place / "texts.jsonl"), tmp_path / "b", streaming=True)
+    with pytest.raises(ValueError, match="holds no whole checkpoint to go on from: leave --resume out"):
+        train(place, tmp_path / "c", resume=True)
+    with pytest.raises(ValueError, match="num_draft_heads cannot be chosen for trained heads"):
+        train(place, tmp_path / "d", heads=str(tmp_path), fields={"num_draft_heads": 2})
+    with pytest.raises(ValueError, match="have no label .* tokens ahead: give longer rows, or train fewer heads"):
+        train(place, tmp_path / "e", fields={"num_draft_heads": 80})
+    check_run(tmp_path / "f", {"family": "medusa"}, resume=False)
+    with pytest.raises(ValueError, match="holds a training with family 'medusa', this one has 'hydra': go on with the"):
+        check_run(tmp_path / "f", {"family": "hydra"}, resume=True)
