@@ -20,7 +20,7 @@ class NotInstalled:
 sys.meta_path.insert(0, NotInstalled())
 
 import torch  # noqa: E402
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM  # noqa: E402
+from transformers import AutoModel, AutoModelForCausalLM  # noqa: E402
 
 TRUST = {"trust_remote_code": True, "dtype": torch.float64}
 # Two rows of different lengths, padded on the left.
@@ -53,7 +53,7 @@ def found(folder: Path) -> dict:
     model.save_pretrained(saved)
     model.save_pretrained(whole, include_base=True)
     again = AutoModel.from_pretrained(saved, **TRUST, base_model=folder.parent / "base")
-    with_base = AutoModelForCausalLM.from_pretrained(whole, **TRUST)
+    with_base = type(model).from_pretrained(whole, dtype=torch.float64)
     name = type(model).__module__
     try:
         model.generate(**PROMPT, draft_tree="nonesuch")
@@ -62,7 +62,7 @@ def found(folder: Path) -> dict:
         refusal = str(error)
     return {
         "class": type(model).__name__,
-        "config": type(AutoConfig.from_pretrained(folder, trust_remote_code=True)).__name__,
+        "config": type(model.config).__name__,
         "module": name,
         "version": sys.modules[name].__version__,
         "greedy": greedy.sequences.tolist(),

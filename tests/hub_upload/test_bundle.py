@@ -21,6 +21,7 @@ from tests.families import FAMILIES
 from tests.hub_upload.stranger import PROMPT, SETTINGS
 
 STRANGER = Path(__file__).parent / "stranger.py"
+PYTHON = os.environ.get("STRANGER_PYTHON", sys.executable)  # one that has transformers and torch
 # What transformers itself requires, and so is wherever transformers and torch are.
 BROUGHT_ALONG = {"torch", "transformers", "safetensors", "huggingface_hub", "numpy", "tokenizers"}
 
@@ -31,7 +32,7 @@ all_codes = pytest.mark.parametrize("code", sorted(families()))
 def alone(folder: Path, modules: Path) -> dict:
     """Run the stranger's script by itself, away from this checkout and with a fresh place for the code it fetches."""
     run = subprocess.run(
-        [sys.executable, "-I", str(STRANGER), str(folder)],
+        [PYTHON, "-I", str(STRANGER), str(folder)],
         capture_output=True,
         text=True,
         cwd=modules,
