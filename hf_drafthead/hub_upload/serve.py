@@ -1,9 +1,8 @@
 """transformers' own server, with the classes of draft heads made known to it."""
 
-import importlib.metadata
-import importlib.util
 import os
 import sys
+from importlib.util import find_spec
 
 import transformers
 
@@ -23,7 +22,7 @@ def serve(model: str, arguments: list[str]) -> None:
         OSError: packages for serving are missing, or the model cannot be read.
         ValueError: the model has no draft heads or no tokenizer, or an option asks for what heads cannot do.
     """
-    lacking = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    lacking = [name for name in NEEDED if find_spec(name) is None]
     if lacking:
         raise OSError(f"to serve a model {', '.join(lacking)} must be installed: pip install 'transformers[serving]'.")
     if any(argument.startswith(("--continuous-batching", "--cb-")) for argument in arguments):

@@ -5,7 +5,7 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
@@ -17,7 +17,7 @@ from hf_drafthead.modeling.config import DraftHeadConfig
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLE = "pytorch_model.bin"
-HTTP_ERROR = HfHubHTTPError.__bases__[0]  # of whichever HTTP client huggingface_hub uses
+HTTP_ERROR = cast(type[Exception], HfHubHTTPError.__bases__[0])  # of whichever HTTP client huggingface_hub uses
 FLOATS = {"F64", "F32", "F16", "BF16"}
 
 
@@ -84,7 +84,7 @@ def checkpoint_files(path: str, variant: str | None, hub: Mapping[str, Any]) -> 
     missing = [shard for shard, file in zip(shards, files, strict=True) if file is None]
     if missing:
         raise OSError(f"{path!r} lacks {missing[0]}, which its {index} names: copy or download the checkpoint again.")
-    return files
+    return [file for file in files if file is not None]
 
 
 def _fetch(path: str, name: str, hub: Mapping[str, Any]) -> str | None:

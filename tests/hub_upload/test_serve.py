@@ -1,0 +1,147 @@
+"""transformers' own server on a model with draft heads, asked as any OpenAI-compatible server is."""
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from hf_drafthead.hub_upload import serve as serving
+from tests.checkpoints import byte_tokenizer
+from tests.hub_upload.clients import environment
+
+NEEDED = ("fastapi", "uvicorn", "openai", "starlette")
+SAID = {"prompt": "abc", "max_tokens": 12}
+ANSWER = "defghijklmno"
+ASKED = {"messages": [{"role": "user", "content": "ab"}, {"role": "user", "content": "c"}], "max_tokens": 12}
+
+
+def served() -> None:
+    for name in NEEDED:
+        pytest.importorskip(name, reason=f"{name} is not installed: pip install 'transformers[serving]'")
+
+
+@pytest.fixture(scope="module")
+def folder(models, tmp_path_factory) -> Path:
+    """Heads with a chat template, which says the turns one behind the other."""
+    folder = tmp_path_factory.mktemp("served")
+    shutil.copytree(models / "base", folder / "base")
+    shutil.copytree(models / "medusa", folder / "heads")
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    tokenizer.save_pretrained(folder / "heads")
+    return folder / "heads"
+
+
+@pytest.fixture(scope="module")
+def server(folder) -> Iterator[tuple[str, str]]:
+    """Address and model of a running `hf-drafthead serve`."""
+    served()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    words = ["serve", str(folder), "--host", "127.0.0.1", "--port", port, "--device", "cpu", "--dtype", "float32"]
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    log = folder.parent / "log"
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-c", "from hf_drafthead.cli import main; main()", *words],
+            env=environ,
+            stdout=output,
+            stderr=output,
+        )
+    for _ in range(1200):
+        with socket.socket() as probe:
+            if process.poll() is not None or probe.connect_ex(("127.0.0.1", int(port))) == 0:
+                break
+        time.sleep(0.1)
+    assert process.poll() is None, log.read_text()
+    yield f"http://127.0.0.1:{port}", str(folder)
+    process.terminate()
+    process.wait(20)
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    from openai import OpenAI
+
+    return OpenAI(base_url=f"{server[0]}/v1", api_key="none", max_retries=0)
+
+
+def test_completions(server, client):
+    done = client.completions.create(model=server[1], **SAID)
+    assert done.choices[0].text == ANSWER
+    assert done.usage.completion_tokens == 12
+
+
+def test_completions_as_a_stream(server, client):
+    pieces = list(client.completions.create(model=server[1], stream=True, **SAID))
+    assert "".join(piece.choices[0].text for piece in pieces) == ANSWER
+    assert sum(1 for piece in pieces if piece.choices[0].text) == 12
+
+
+def test_chat(server, client):
+    done = client.chat.completions.create(model=server[1], **ASKED)
+    assert done.choices[0].message.content == ANSWER
+
+
+def test_chat_as_a_stream(server, client):
+    pieces = list(client.chat.completions.create(model=server[1], stream=True, **ASKED))
+    assert "".join(piece.choices[0].delta.content or "" for piece in pieces if piece.choices) == ANSWER
+
+
+def test_requests_at_once_do_not_disturb_each_other(server, client):
+    def ask(start: str) -> str:
+        if start < "e":
+            return client.completions.create(model=server[1], prompt=start, max_tokens=8).choices[0].text
+        stream = client.completions.create(model=server[1], prompt=start, max_tokens=8, stream=True)
+        return "".join(piece.choices[0].text for piece in stream)
+
+    letters = "abcdefghijklmnopqrstuvwxyz"
+    starts = letters[:8]
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(ask, starts))
+    assert answers == [letters[place + 1 : place + 9] for place in range(8)]
+
+
+def test_transformers_chat_talks_to_it(server, tmp_path):
+    code = "from transformers.cli.transformers import app; app()"
+    words = [sys.executable, "-c", code, "chat", server[1], server[0], "max_new_tokens=5", "do_sample=False"]
+    environ = environment("http://127.0.0.1:9", tmp_path) | {"COLUMNS": "200"}
+    said = subprocess.run(words, input="abc\n!exit\n", text=True, capture_output=True, env=environ, timeout=200)
+    assert "defgh" in said.stdout, said.stdout + said.stderr
+
+
+@pytest.mark.parametrize("missing", [["openai"], ["fastapi", "uvicorn"]])
+def test_missing_packages_are_named(folder, monkeypatch, missing):
+    monkeypatch.setattr(serving, "find_spec", lambda name: None if name in missing else object())
+    with pytest.raises(OSError) as refused:
+        serving.serve(str(folder), [])
+    assert str(refused.value) == (
+        f"to serve a model {', '.join(missing)} must be installed: pip install 'transformers[serving]'."
+    )
+
+
+@pytest.mark.parametrize(
+    "model, options, line",
+    [
+        ("heads", ["--continuous-batching"], "continuous batching decodes without draft heads: serve the base with"),
+        ("base", [], "'...base' holds a 'llama' model without draft heads: give a draft-head checkpoint, or use"),
+        ("bare", [], "'...bare' has no tokenizer: save the base's there, tokenizer.save_pretrained('"),
+        ("nowhere", [], "there is no folder '...nowhere': give the folder of a draft-head checkpoint, or its id"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_before_the_server_starts(folder, monkeypatch, model, options, line):
+    monkeypatch.setattr(serving, "find_spec", lambda name: object())
+    bare = folder.parent / "bare"
+    if not bare.exists():
+        shutil.copytree(folder, bare, ignore=shutil.ignore_patterns("tokenizer*", "chat_template*"))
+    with pytest.raises((OSError, ValueError)) as refused:
+        serving.serve(str(folder.parent / model), options)
+    assert str(refused.value).replace(str(folder.parent) + "/", "...").startswith(line)
