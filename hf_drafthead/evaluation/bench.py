@@ -6,6 +6,7 @@ are asked the same.
 Shapes: B rows, P prompt tokens, M positions, K heads.
 """
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 
 from hf_drafthead.evaluation.compare import Contender, cannot_batch, contenders
 from hf_drafthead.evaluation.loading import one_line
-from hf_drafthead.evaluation.measurement import BASE, HEADS, Measurement, Round, Run, summed_up
+from hf_drafthead.evaluation.measurement import BASE, COMPILED, HEADS, Measurement, Round, Run, summed_up
 from hf_drafthead.evaluation.memory import PeakMemory, out_of_memory
 from hf_drafthead.evaluation.quality import quality
 from hf_drafthead.evaluation.questions import Question
@@ -130,21 +131,20 @@ class Course:
         batches = batched(questions, self.batch_size)
         first_turns = encode_all(self.model, self.tokenizer, batches, self.settings["max_new_tokens"])
         self._warm_up(max(first_turns, key=lambda given: given["input_ids"].shape[1]))
-        with ForwardCount(self.model.base) as count:
-            for batch, given in zip(batches, first_turns, strict=True):
-                answers: list[list[str]] = [[] for _ in batch]
-                turn, asked = 0, list(range(len(batch)))
-                while asked:
-                    one, told = self._round([batch[row] for row in asked], turn, given, count)
-                    yield one
-                    for row, answer in zip(asked, told):
-                        answers[row].append(answer)
-                    turn += 1
-                    asked = [row for row in asked if self._goes_on(batch[row], answers[row])]
-                    if asked:
-                        rest = [batch[row] for row in asked]
-                        given = encode_turn(self.model, self.tokenizer, rest, [answers[row] for row in asked])
-                self.progress()
+        for batch, given in zip(batches, first_turns, strict=True):
+            answers: list[list[str]] = [[] for _ in batch]
+            turn, asked = 0, list(range(len(batch)))
+            while asked:
+                one, told = self._round([batch[row] for row in asked], turn, given)
+                yield one
+                for row, answer in zip(asked, told):
+                    answers[row].append(answer)
+                turn += 1
+                asked = [row for row in asked if self._goes_on(batch[row], answers[row])]
+                if asked:
+                    rest = [batch[row] for row in asked]
+                    given = encode_turn(self.model, self.tokenizer, rest, [answers[row] for row in asked])
+            self.progress()
 
     def measurement(self, **said: Any) -> Measurement:
         """What the rounds add up to."""
@@ -180,25 +180,29 @@ class Course:
             self.notices.append(f"{name} is left out: {reason}.")
 
     def _round(
-        self, batch: Sequence[Question], turn: int, given: Mapping[str, torch.Tensor], count: ForwardCount
+        self, batch: Sequence[Question], turn: int, given: Mapping[str, torch.Tensor]
     ) -> tuple[Round, list[str]]:
         """One turn of a batch, and the base's answers."""
-        peak, peaks, forwards = PeakMemory(self.model.base.device), dict.fromkeys(self.runners, 0), {}
+        peak, peaks = PeakMemory(self.model.base.device), dict.fromkeys(self.runners, 0)
+        forwards: dict[str, int] = {}
         seed, self.seed = self.seed, self.seed + 1
 
         def before() -> None:
             torch.manual_seed(seed)
             peak.reset()
-            count.take()
 
         def after(name: str) -> None:
-            forwards[name] = count.take()
             peaks[name] = max(peaks[name], peak.read() or 0)
 
-        calls = {
-            name: lambda runner=runner: runner(given, self.settings)  # type: ignore[misc]
-            for name, runner in self.runners.items()
-        }
+        def counted(name: str) -> Any:
+            if name == COMPILED:  # what counts would be compiled too, and again whenever the count has changed
+                return self.runners[name](given, self.settings)
+            with ForwardCount(self.model.base) as count:
+                output = self.runners[name](given, self.settings)
+            forwards[name] = count.take()
+            return output
+
+        calls = {name: functools.partial(counted, name) for name in self.runners}
         outputs, seconds = race(calls, self.repeats, self.model.base.device, before=before, after=after)
         sequences = {name: getattr(output, "sequences", output) for name, output in outputs.items()}
         rows = {name: new_rows(self.model, given, found, self.settings) for name, found in sequences.items()}
@@ -209,7 +213,7 @@ class Course:
                 name: Run(
                     seconds=seconds[name],
                     tokens=sum(map(len, rows[name])),
-                    forwards=forwards[name],
+                    forwards=forwards.get(name, max(map(len, rows[name]))),
                     identical=torch.equal(sequences[name], sequences[BASE]),
                     peak_memory=peaks[name] or None,
                 )

@@ -37,6 +37,10 @@ class Plan:
     seed: int = 0
     dtype: str = "auto"
 
+    def __post_init__(self):
+        if not all(0 <= threshold <= 1 for threshold in self.thresholds):
+            raise ValueError(f"--epsilon is {list(self.thresholds)}: expected probabilities, from 0 to 1.")
+
     @property
     def batches(self) -> int:
         """How often `progress` is called at most: less where memory runs out, or where processes share the work."""

@@ -8,6 +8,7 @@ from typing import Any
 from rich.table import Table
 
 from hf_drafthead.evaluation.measurement import Measurement
+from hf_drafthead.evaluation.quality import METRIC
 
 CSV_COLUMNS = (
     "model",
@@ -48,15 +49,20 @@ def write_csv(path: Path, measurements: Sequence[Measurement]) -> None:
                 writer.writerow({**whole, **figures, **acceptance, **scores, "category": category})
 
 
-def labels(measurements: Sequence[Measurement]) -> list[str]:
-    """What tells the measurements of one call apart: the family, and whatever else differs."""
+def labels(measurements: Sequence[Measurement], sizes_shown: bool = True) -> list[str]:
+    """What tells the measurements of one call apart: the family, and whatever else differs.
+
+    Args:
+        measurements: of one call.
+        sizes_shown: whether the batch size is part of it, where there are several.
+    """
     families = {one.model: one.family for one in measurements}
     clear = len(set(families.values())) == len(families)
     sizes = {one.batch_size for one in measurements}
     found = []
     for one in measurements:
         parts = [one.family if clear else one.model.rstrip("/").rsplit("/")[-1]]
-        parts += [f"batch {one.batch_size}"] if len(sizes) > 1 else []
+        parts += [f"batch {one.batch_size}"] if len(sizes) > 1 and sizes_shown else []
         if not one.lossless:
             parts.append(f"typical {one.acceptance.get('posterior_threshold', '')}".strip())
         found.append(" ".join(parts))
@@ -73,14 +79,10 @@ def summary_table(measurements: Sequence[Measurement]) -> Table:
     table = _table(
         "", "nodes", "batch", "prompts", "tokens\n/ step", "base\ntok/s", "heads\ntok/s", "speedup", "spread"
     )
-    judged = any(one.quality for one in measurements)
-    compiled = any(one.speedup_over_compiled for one in measurements)
-    for name in ("effi-\nciency", *["over\ncompiled"] * compiled, *["base\nROUGE-L", "heads\nROUGE-L"] * judged):
+    for name in ("effi-\nciency", "same\ntext"):
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("same\ntext", justify="right", no_wrap=True)
-    for label, one in zip(labels(measurements), measurements):
+    for label, one in zip(labels(measurements, sizes_shown=False), measurements):
         low, high = one.speedup_spread
-        quality = one.quality or {}
         table.add_row(
             label + ("" if one.complete else " *"),
             str(one.tree_nodes or "-"),
@@ -92,8 +94,6 @@ def summary_table(measurements: Sequence[Measurement]) -> Table:
             _figure(one.speedup),
             f"{low:.2f}-{high:.2f}",
             _figure(one.efficiency),
-            *[_figure(one.speedup_over_compiled)] * compiled,
-            *[_figure(quality.get("base")), _figure(quality.get("heads"))] * judged,
             "yes" if one.identical else "NO" if one.lossless else "no",
         )
     return table
@@ -131,6 +131,8 @@ def details_table(measurements: Sequence[Measurement]) -> Table:
     for name in dict.fromkeys(name for one in measurements for name in one.compared):
         figures = [one.compared.get(name) for one in measurements]
         line(f"{name}, speedup", ["-" if one is None else f"{one['speedup']:.2f}" for one in figures])
+    for who in ("base", "heads"):
+        line(f"{METRIC} of the {who}", [_figure((one.quality or {}).get(who)) for one in measurements])
     for who in dict.fromkeys(name for one in measurements for name in one.peak_memory or {}):
         peaks = [(one.peak_memory or {}).get(who) for one in measurements]
         line(f"{who}, peak memory", ["-" if peak is None else f"{peak / 2**20:.0f} MiB" for peak in peaks])

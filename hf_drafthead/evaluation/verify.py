@@ -12,9 +12,10 @@ import torch
 import transformers
 from rich.table import Table
 
+from hf_drafthead.evaluation.acceptance import guess_depths
 from hf_drafthead.evaluation.loading import family_of
 from hf_drafthead.evaluation.near_tie import margin_of
-from hf_drafthead.evaluation.speed import device_name
+from hf_drafthead.evaluation.speed import device_name, steps_of
 
 Tokens = list[int]
 
@@ -63,7 +64,7 @@ class Check:
     name: str
     settings: dict[str, Any]
     rows: int
-    ends: bool = False  # whether a token from the middle of the base's own answer shall end the text
+    ends: bool = False  # whether a token inside a step shall end the text
     texts: int = 0
     same: int = 0
     undrafted: int = 0  # calls that the base decoded by itself
@@ -203,9 +204,7 @@ def compare(model: Any, check: Check, prompts: Sequence[Tokens], seed: int) -> N
     given = padded(prompts, check.settings["pad_token_id"], model.base.device)
     settings = dict(check.settings)
     if check.ends:
-        torch.manual_seed(seed)
-        answers = model.base.generate(**given, **settings)[:, given["input_ids"].shape[1] :]
-        settings["eos_token_id"] = sorted({int(answer[len(answer) // 2]) for answer in answers})
+        settings["eos_token_id"] = ends_inside_steps(model, given, settings)
     torch.manual_seed(seed)
     expected = model.base.generate(**given, **settings)
     left_at = generator_state(expected.device)
@@ -231,6 +230,18 @@ def compare(model: Any, check: Check, prompts: Sequence[Tokens], seed: int) -> N
     check.texts += len(prompts)
     check.same += len(prompts) - len(found)
     check.differences += found
+
+
+def ends_inside_steps(model: Any, given: Mapping[str, torch.Tensor], settings: Mapping[str, Any]) -> list[int]:
+    """For each row a token that the heads guessed, and after which the step went on: the hardest place to end at."""
+    output = model.generate(**given, **settings, return_dict_in_generate=True)
+    answers = output.sequences[:, given["input_ids"].shape[1] :].tolist()
+    chosen = set()
+    for answer, accepted in zip(answers, steps_of(output)):
+        inside = [at for at, (_, depth) in enumerate(zip(answer, guess_depths(accepted))) if depth]
+        first_seen = [at for at in inside if answer[at] not in answer[:at]]
+        chosen.add(answer[(first_seen or inside or [len(answer) // 2])[-1]])
+    return sorted(chosen)
 
 
 def judged(model, check, settings, given, row, prompt, base: Tokens, heads: Tokens, seed: int) -> Difference:

@@ -1,0 +1,167 @@
+"""The bundled models from end to end: every family against its base, against the base at its best, and against what
+needs no trained heads.
+
+    python benchmarks/end_to_end.py                                        # writes RESULTS.md and results/end_to_end.json
+    python benchmarks/end_to_end.py --limit 4 --tokens 16 --output /tmp    # a short look
+
+Held-out code prompts of the zoo, greedy, float32, one prompt at a time and in batches; base, heads and the others take
+turns on every prompt in one process (`hf_drafthead.evaluation.bench`). `compiled` is the base with a static cache under
+`torch.compile`, `prompt lookup` and `assisted` are transformers' own; the assistant is a smaller LLaMA, trained on the
+base's training text unless one is given. The draft tree of each family is the one that is fastest on this machine, as
+`hf-drafthead demo` chooses it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import shlex
+import sys
+from pathlib import Path
+
+import torch
+import transformers
+from transformers import AutoTokenizer, LlamaForCausalLM, Trainer, TrainingArguments, set_seed
+
+from hf_drafthead import zoo
+from hf_drafthead.evaluation import report
+from hf_drafthead.evaluation.bench import INTERRUPTED, bench
+from hf_drafthead.evaluation.contest import TRIED_PROMPTS, candidate_trees
+from hf_drafthead.evaluation.loading import load
+from hf_drafthead.evaluation.measurement import Measurement
+from hf_drafthead.evaluation.prompts import read_prompts
+from hf_drafthead.evaluation.speed import fastest_tree
+from hf_drafthead.zoo.base import ROW, Rows, base_config
+from hf_drafthead.zoo.corpus import read_corpus
+from hf_drafthead.zoo.tokenizer import pack
+
+HERE = Path(__file__).parent
+LINE = "\n"
+
+
+def trained_assistant(folder: Path, steps: int) -> Path:
+    """A LLaMA of two layers that has read the base's training text, made once under `folder`."""
+    if (folder / "config.json").is_file():
+        return folder
+    set_seed(0)
+    tokenizer = AutoTokenizer.from_pretrained(zoo.path("base"))
+    config = base_config(tokenizer)
+    config.num_hidden_layers = 2
+    rows = pack(tokenizer, [file for file in read_corpus() if not file.held_out], ROW)
+    arguments = TrainingArguments(
+        output_dir=str(folder / "training"),
+        max_steps=steps,
+        per_device_train_batch_size=8,
+        learning_rate=3e-3,
+        lr_scheduler_type="cosine",
+        warmup_steps=min(50, steps),
+        save_strategy="no",
+        report_to=[],
+        use_cpu=True,
+        seed=0,
+    )
+    trainer = Trainer(LlamaForCausalLM(config), arguments, train_dataset=Rows(rows))
+    trainer.train()
+    trainer.model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def rows_of(measurements: list[Measurement]) -> list[str]:
+    """One line per measurement and contender."""
+    lines = ["| | batch | tokens per step | base tokens/s | tokens/s | speedup | spread | over compiled | same text |"]
+    lines.append("|---|---|---|---|---|---|---|---|---|")
+    for one in measurements:
+        low, high = one.speedup_spread
+        over = "-" if one.speedup_over_compiled is None else f"{one.speedup_over_compiled:.2f}"
+        lines.append(
+            f"| {one.family}, {one.tree_nodes} nodes | {one.batch_size} | {one.tokens_per_step or 1:.2f} | "
+            f"{one.base_tokens_per_second:.0f} | {one.tokens_per_second:.0f} | **{one.speedup:.2f}** | "
+            f"{low:.2f} to {high:.2f} | {over} | {'yes' if one.identical else 'NO'} |"
+        )
+    for one in measurements:
+        for name, found in one.compared.items():
+            if found is None:
+                continue
+            called = name.partition("=")[0].replace("assistant", "assisted").replace("-", " ")
+            lines.append(
+                f"| {called}, beside {one.family} | {one.batch_size} | {found['tokens_per_forward']:.2f} | "
+                f"{one.base_tokens_per_second:.0f} | {found['tokens_per_second']:.0f} | {found['speedup']:.2f} | | | "
+                f"{'yes' if found['identical'] else 'NO'} |"
+            )
+    return lines
+
+
+def page_of(measurements: list[Measurement], command: str) -> str:
+    """The page, with everything that is needed to measure again."""
+    one = measurements[0]
+    machine = f"{one.device} ({platform.processor() or platform.machine()}, {torch.get_num_threads()} threads)"
+    notices = dict.fromkeys(notice for measurement in measurements for notice in measurement.notices)
+    return f"""# Results
+
+Written by
+
+    {command}
+
+{one.prompts} held-out prompts of the zoo, {one.settings["max_new_tokens"]} new tokens each, greedy, {one.dtype},
+{machine}, {one.repeats} repeats of which the median counts; torch {one.torch}, transformers {one.transformers}.
+
+{LINE.join(rows_of(measurements))}
+
+`tokens per step` is tokens per forward of the base after the prompt's; for the others per forward, the prompt's
+included. `spread` is the lowest and the highest speedup of the repeats, `over compiled` the speedup over the base with a
+static cache under `torch.compile`.
+
+{LINE.join(f"- {notice}" for notice in notices)}
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--family", nargs="*", help="only these; default: every one in the zoo")
+    parser.add_argument("--limit", type=int, help="only the first so many prompts")
+    parser.add_argument("--tokens", type=int, default=96)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--batch", type=int, nargs="*", default=[1, 8])
+    parser.add_argument("--assistant", help="for assisted decoding; default: trained on first use")
+    parser.add_argument("--assistant-steps", type=int, default=600)
+    parser.add_argument("--without-compiled", action="store_true", help="where no C++ compiler is at hand")
+    parser.add_argument("--output", type=Path, default=HERE)
+    args = parser.parse_args()
+    transformers.utils.logging.disable_progress_bar()
+    assistant = args.assistant or trained_assistant(HERE.parent / ".zoo-build" / "assistant", args.assistant_steps)
+    compare = ["prompt-lookup", f"assistant={assistant}"]
+    compare += [] if args.without_compiled else ["compiled"]
+    prompts = read_prompts(zoo.ASSETS / "prompts.jsonl")[: args.limit]
+    command = shlex.join(["python", "benchmarks/end_to_end.py", *sys.argv[1:]])
+    results = args.output / "results"
+    results.mkdir(parents=True, exist_ok=True)
+    measurements: list[Measurement] = []
+    for family in args.family or zoo.families():
+        print(family, flush=True)
+        model, tokenizer = load(zoo.path(family), dtype=torch.float32)
+        tree = fastest_tree(
+            model, tokenizer, prompts[:TRIED_PROMPTS], candidate_trees(model), max_new_tokens=args.tokens
+        )
+        measurements += bench(
+            model,
+            tokenizer,
+            prompts,
+            {"do_sample": False, "max_new_tokens": args.tokens},
+            tree=tree,
+            compare=compare,
+            batch_sizes=args.batch,
+            repeats=args.repeats,
+            tell=print,
+        )
+        figures = json.dumps(report.to_json(measurements, command=command), indent=1)
+        (results / "end_to_end.json").write_text(figures + "\n")
+        (args.output / "RESULTS.md").write_text(page_of(measurements, command))
+        if measurements[-1].stopped == INTERRUPTED:
+            break
+    print((args.output / "RESULTS.md").read_text())
+
+
+if __name__ == "__main__":
+    main()

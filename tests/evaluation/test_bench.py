@@ -1,0 +1,265 @@
+"""`bench` measures what `generate` does, asks every turn after the base's own answers, and keeps what it has."""
+
+import dataclasses
+import types
+
+import pytest
+import torch
+from matplotlib.image import imread
+
+from hf_drafthead.evaluation import bench as benching
+from hf_drafthead.evaluation import compare, plots, report, sharding, speed
+from hf_drafthead.evaluation.bench import bench
+from hf_drafthead.evaluation.loading import load
+from hf_drafthead.evaluation.questions import Question
+from hf_drafthead.generation.mixin import DraftHeadGenerationMixin
+from hf_drafthead.generation.tree import DraftTree
+from tests.checkpoints import TREE, save_base, save_heads
+
+TREE = DraftTree(TREE)
+GREEDY = {"do_sample": False, "max_new_tokens": 10}
+PROMPTS = [Question((text,), kind) for text, kind in [("def t", "x"), ("more w", "y"), ("q", "x"), ("A", "x")]]
+TEMPLATE = "{% for m in messages %}<{{ m.content }}>{% endfor %}"
+CHATS = [
+    Question(("ab", "cd"), "x", (("lmnop",),), chat=True, where="q line 1"),
+    Question(("e",), "x", chat=True, where="q line 2"),
+]
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    model, tokenizer = load(str(save_heads(folder, save_base(folder), "medusa")))
+    tokenizer.chat_template = TEMPLATE
+    return model, tokenizer
+
+
+def measured(loaded, questions=PROMPTS, settings=GREEDY, **options):
+    return bench(*loaded, questions, settings, **{"tree": TREE, "repeats": 1, **options})
+
+
+def test_tokens_per_step_are_exactly_those_of_accepted_lengths(loaded):
+    model, tokenizer = loaded
+    emitted = steps = 0
+    for prompt in PROMPTS:
+        given = speed.encode(model, tokenizer, [prompt.text])
+        lengths = model.generate(**given, **GREEDY, draft_tree=TREE, return_dict_in_generate=True).accepted_lengths
+        emitted, steps = emitted + int(lengths.sum()), steps + int((lengths > 0).sum())
+    (found,) = measured(loaded, repeats=2)
+    assert found.tokens_per_step == emitted / steps > 1
+    assert found.identical and found.complete and found.stopped is None
+    assert found.tree_nodes == TREE.num_nodes
+    assert found.prompts == 4 and found.new_tokens == 40 and found.base_forwards == steps + 4
+    assert found.speedup_spread[0] <= found.speedup_spread[1]
+    split = found.time_split
+    assert split["step"] == pytest.approx(sum(split[part] for part in ("draft", "verify", "accept", "commit", "rest")))
+    assert len(found.head_accuracy) == 3 and all(shares == sorted(shares) for shares in found.head_accuracy)
+    assert found.to_json()["head2_top5"] == found.head_accuracy[2][4]
+    assert found.peak_memory is None or found.peak_memory["heads"] > 0
+
+
+def test_the_model_s_own_tree_is_counted_as_it_is_used(loaded):
+    (found,) = measured(loaded, PROMPTS[:1], tree=None)
+    assert found.tree_nodes == TREE.num_nodes
+
+
+def test_a_later_turn_follows_the_base_s_own_answer(loaded, monkeypatch):
+    model, tokenizer = loaded
+    asked = []
+    generate = type(model.base).generate
+
+    def listening(self, *arguments, **kwargs):
+        if "custom_generate" not in kwargs:
+            asked.append(tokenizer.batch_decode(kwargs["input_ids"], skip_special_tokens=True))
+        return generate(self, *arguments, **kwargs)
+
+    monkeypatch.setattr(type(model.base), "generate", listening)
+    (found,) = measured(loaded, CHATS, batch_sizes=[2])
+    answer = tokenizer.decode(
+        generate(model.base, **speed.encode(model, tokenizer, ["<ab>"], special_tokens=False), **GREEDY)[0, 4:]
+    )
+    assert asked[-1] == [f"<ab><{answer.strip()}><cd>"]
+    assert found.prompts == 3 and found.batch_size == 2  # the second conversation has one turn
+
+
+def test_a_later_turn_without_room_is_left_out_and_told(loaded):
+    notices = []
+    settings = {**GREEDY, "max_new_tokens": 60}
+    (found,) = measured(loaded, CHATS, settings, tell=notices.append)
+    assert found.prompts == 2
+    assert (
+        notices
+        == found.notices
+        == ["q line 1: turn 2 is left out, its 70 tokens leave no room in the base's positions."]
+    )
+
+
+def test_sampling_from_the_same_seed_gives_the_same_text(loaded):
+    settings = {"do_sample": True, "temperature": 2.0, "max_new_tokens": 10}
+    (found,) = measured(loaded, settings=settings, batch_sizes=[2], seed=3)
+    assert found.identical and found.settings == settings
+
+
+def test_quality_under_typical_acceptance_is_set_against_the_references(loaded):
+    questions = [Question(("abc",), "x", (("d e f", "defghijklm"),)), Question(("b",), "y")]
+    acceptance = {"acceptance": "typical", "posterior_threshold": 0.1, "posterior_alpha": 0.3}
+    settings = {**GREEDY, "do_sample": True, "temperature": 0.01}
+    (found,) = measured(loaded, questions, settings, acceptance=acceptance)
+    assert found.quality == {"metric": "rougeL", "answers": 1, "base": 1.0, "heads": 1.0}
+    assert found.per_category["y"]["quality"] is None
+    assert not found.lossless and found.acceptance == acceptance
+
+
+def out_of_memory_above(rows: int, monkeypatch, calls_before: int = 0):
+    right, calls = DraftHeadGenerationMixin.generate, []
+
+    def limited(self, *arguments, **kwargs):
+        calls.append(0)
+        if kwargs["input_ids"].shape[0] > rows and len(calls) > calls_before:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")
+        return right(self, *arguments, **kwargs)
+
+    monkeypatch.setattr(DraftHeadGenerationMixin, "generate", limited)
+
+
+def test_out_of_memory_steps_the_batch_down_and_keeps_what_was_measured(loaded, monkeypatch):
+    out_of_memory_above(1, monkeypatch, calls_before=3)  # the warm-up, and one round of two calls
+    notices = []
+    questions = [dataclasses.replace(prompt, category="x") for prompt in PROMPTS]
+    halves, alone = measured(loaded, questions, batch_sizes=[2], tell=notices.append)
+    assert (halves.batch_size, halves.prompts, halves.complete, halves.stopped) == (2, 2, False, "out of memory")
+    assert (alone.batch_size, alone.prompts, alone.complete, alone.stopped) == (1, 4, True, None)
+    assert notices == ["out of memory at a batch size of 2: 2 prompts were measured, the rest goes on with 1."]
+
+
+def test_out_of_memory_with_a_single_prompt_is_refused(loaded, monkeypatch):
+    out_of_memory_above(0, monkeypatch)
+    with pytest.raises(OSError, match="the memory does not suffice for a single prompt: use a smaller model"):
+        measured(loaded, batch_sizes=[2])
+
+
+def test_an_interruption_leaves_what_was_measured_and_is_marked(loaded, monkeypatch):
+    done = []
+
+    def interrupt():
+        done.append(0)
+        if len(done) == 3:
+            raise KeyboardInterrupt
+
+    (found,) = measured(loaded, batch_sizes=[1, 2], progress=interrupt)
+    assert (found.prompts, found.complete, found.stopped) == (3, False, "interrupted")
+    with pytest.raises(KeyboardInterrupt):
+        monkeypatch.setattr(benching.Course, "_round", lambda *arguments: interrupt() or interrupt() or interrupt())
+        done.clear()
+        measured(loaded)
+
+
+def test_others_are_compared_in_the_same_run(loaded, monkeypatch):
+    model, _ = loaded
+    generate, assistants, notices = type(model.base).generate, set(), []
+
+    def without_assistant(self, *arguments, **kwargs):  # assisted decoding uses what transformers itself deprecates
+        assistants.add(type(kwargs.pop("assistant_model", None)).__name__)
+        return generate(self, *arguments, **kwargs)
+
+    monkeypatch.setattr(type(model.base), "generate", without_assistant)
+    names = ["prompt-lookup", f"assistant={model.base.name_or_path}"]
+    alone, pairs = measured(loaded, compare=names, batch_sizes=[1, 2], tell=notices.append)
+    for name in names:
+        assert alone.compared[name]["identical"] and alone.compared[name]["tokens_per_forward"] >= 1
+        assert pairs.compared[name] is None
+    assert len(notices) == 2 and notices[0].startswith("prompt-lookup is left out: transformers decodes this way for")
+    assert assistants == {"NoneType", "LlamaForCausalLM"}
+    assert alone.speedup_over_compiled is None
+
+
+def test_the_compiled_base_is_compared_or_left_out_with_a_notice(loaded, monkeypatch):
+    model, _ = loaded
+    generate, asked = type(model.base).generate, []
+
+    def pretending(self, *arguments, **kwargs):
+        if kwargs.pop("cache_implementation", None) == "static":
+            asked.append(kwargs.pop("compile_config"))
+        return generate(self, *arguments, **kwargs)
+
+    monkeypatch.setattr(type(model.base), "generate", pretending)
+    (found,) = measured(loaded, compare=["compiled"])
+    assert asked and all(config._compile_all_devices for config in asked)
+    expected = found.tokens_per_second / found.compared["compiled"]["tokens_per_second"]
+    assert found.speedup_over_compiled == pytest.approx(expected)
+
+    def failing(self, *arguments, **kwargs):
+        if "compile_config" in kwargs:
+            raise RuntimeError("no compiler\nanywhere")
+        return generate(self, *arguments, **kwargs)
+
+    monkeypatch.setattr(type(model.base), "generate", failing)
+    (found,) = measured(loaded, compare=["compiled"])
+    assert found.speedup_over_compiled is None and found.compared == {"compiled": None}
+    assert found.notices == ["compiled is left out: no compiler anywhere."]
+
+
+@pytest.mark.parametrize(
+    "name, text",
+    [
+        ("lookup", "--compare 'lookup' is not known: expected prompt-lookup, assistant=PATH or compiled."),
+        ("assistant=nowhere/at/all", "no assistant could be read at 'nowhere/at/all' ("),
+    ],
+)
+def test_others_that_are_not_known_are_refused(loaded, name, text):
+    with pytest.raises((OSError, ValueError)) as refused:
+        compare.contenders(*loaded, compare=[name])
+    assert text in str(refused.value)
+
+
+def test_processes_share_the_questions_and_add_up(loaded, monkeypatch):
+    (whole,) = measured(loaded)
+    courses = []
+    for index in range(2):
+        state = types.SimpleNamespace(num_processes=2, process_index=index)
+        monkeypatch.setattr(sharding, "PartialState", lambda state=state: state)
+
+        def gather_object(mine, index=index):
+            """What the other process has, as far as it is known, and mine."""
+            if mine and not isinstance(mine[0], (str, type(None))):
+                courses.append(mine)
+                return [one for course in courses[-2:] for one in course]
+            return mine
+
+        monkeypatch.setattr(sharding, "gather_object", gather_object)
+        (found,) = measured(loaded)
+    assert [sum(one.rows for one in course) for course in courses] == [2, 2]
+    assert found.processes == 2 and found.prompts == whole.prompts
+    assert found.tokens_per_step == whole.tokens_per_step
+    assert {name: one["prompts"] for name, one in found.per_category.items()} == {"x": 3, "y": 1}
+    with pytest.raises(ValueError, match="1 questions cannot be shared among 2 processes: start fewer of them."):
+        sharding.Shard(PROMPTS[:1])
+
+
+def test_every_picture_that_the_figures_allow_is_drawn(loaded, tmp_path):
+    one, two = measured(loaded, batch_sizes=[1, 2])
+    typical = dataclasses.replace(one, acceptance={"acceptance": "typical", "posterior_threshold": 0.1})
+    assert {file.stem for file in plots.draw([one], tmp_path / "a")} == {
+        "speedup_by_category",
+        "accepted_lengths",
+        "head_accuracy",
+    }
+    drawn = plots.draw([one, two, typical], tmp_path / "b")
+    assert {file.stem for file in drawn} >= {"throughput_by_batch", "epsilon"}
+    assert all(imread(file).std() > 0 for file in drawn)
+
+
+def test_tables_and_csv_tell_measurements_apart(loaded, tmp_path):
+    one, two = measured(loaded, batch_sizes=[1, 2])
+    other = dataclasses.replace(one, model="other", family="hydra")
+    assert report.labels([one, two]) == ["medusa batch 1", "medusa batch 2"]
+    assert report.labels([one, other]) == ["medusa", "hydra"]
+    assert report.labels([one, dataclasses.replace(other, family="medusa")]) == ["medusa", "other"]
+    for table in report.tables([one, two, other]):
+        assert table.row_count > 1
+    report.write_csv(tmp_path / "figures.csv", [one, two])
+    lines = (tmp_path / "figures.csv").read_text().splitlines()
+    assert len(lines) == 1 + 2 * 3
+    assert lines[1].split(",")[1:7] == ["medusa", "exact", "", "1", "all", "4"]
+    assert report.to_json([one], questions="q")["questions"] == "q"
+    assert [row["batch_size"] for row in report.to_json([one, two])["rows"]] == [1, 2]

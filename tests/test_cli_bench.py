@@ -1,0 +1,180 @@
+"""`hf-drafthead bench`: what it prints and writes, and how it answers bad input."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from hf_drafthead import cli
+from hf_drafthead.evaluation import bench as benching
+from tests.checkpoints import FAMILIES, save_base, save_heads
+
+FIELDS = {
+    "model",
+    "base",
+    "family",
+    "device",
+    "dtype",
+    "batch_size",
+    "prompts",
+    "new_tokens",
+    "base_forwards",
+    "tokens_per_step",
+    "base_tokens_per_second",
+    "tokens_per_second",
+    "speedup",
+    "speedup_over_compiled",
+    "efficiency",
+    "identical",
+    "per_category",
+    "tree_nodes",
+    "transformers",
+    "torch",
+    "questions",
+    "command",
+    "speedup_spread",
+    "accepted_lengths",
+    "time_split",
+    "head0_top1",
+    "complete",
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A base, heads of two families, prompts and conversations."""
+    folder = tmp_path_factory.mktemp("models")
+    base = save_base(folder)
+    for family in FAMILIES:
+        save_heads(folder, base, family)
+    rows = {
+        "prompts": [{"prompt": "def f", "category": "a", "reference": "ghijklmn"}, {"prompt": "xy", "category": "b"}],
+        "chats": [{"turns": ["ab", "cd"], "category": "a"}, {"turns": ["ef"], "category": "b"}],
+        "long": [{"prompt": "x" * 125}],
+        "odd": [{"prompt": "x"}, {"question": "x"}],
+    }
+    for name, lines in rows.items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "chat.jinja").write_text("{% for m in messages %}{{ m.content }} {% endfor %}")
+    return folder
+
+
+@pytest.fixture
+def run(folder, capsys, monkeypatch):
+    def call(*arguments) -> tuple[int, str, str]:
+        words = [str(argument).format(folder=folder) for argument in ("bench", *arguments)]
+        monkeypatch.setattr("sys.argv", ["hf-drafthead", *words])
+        with pytest.raises(SystemExit) as end:
+            cli.main(words)
+        return end.value.code, *capsys.readouterr()
+
+    return call
+
+
+QUICK = ("--max-new-tokens", 8, "--repeats", 1)
+
+
+def test_one_model_gives_one_object_with_every_field(run, tmp_path):
+    file = tmp_path / "evaluation.json"
+    code, out, err = run("{folder}/medusa", "--questions", "{folder}/prompts.jsonl", *QUICK, "--json", file)
+    figures = json.loads(file.read_text())
+    assert (code, err) == (0, "")
+    assert FIELDS <= set(figures)
+    assert figures["questions"] == "prompts.jsonl" and "bench" in figures["command"]
+    assert (
+        figures["identical"] is True and figures["quality"] is not None and list(figures["per_category"]) == ["a", "b"]
+    )
+    assert figures["efficiency"] == pytest.approx(figures["speedup"] / figures["tokens_per_step"])
+    assert "medusa" in out and "yes" in out and "head 1, top 1 / top 5" in out
+
+
+def test_several_models_stand_side_by_side(run, tmp_path):
+    file, table, pictures = tmp_path / "figures.json", tmp_path / "figures.csv", tmp_path / "pictures"
+    models = ("{folder}/medusa", "{folder}/hydra")
+    written = ("--json", file, "--csv", table, "--plot", pictures)
+    code, out, _ = run(
+        *models, "--questions", "{folder}/chats.jsonl", "--chat-template", "{folder}/chat.jinja", *QUICK, *written
+    )
+    assert code == 0
+    rows = json.loads(file.read_text())["rows"]
+    assert [(row["family"], row["prompts"], row["identical"]) for row in rows] == [
+        ("medusa", 3, True),
+        ("hydra", 3, True),
+    ]
+    assert out.count("medusa") == out.count("hydra") == 3
+    assert len(table.read_text().splitlines()) == 1 + 2 * 3
+    assert len(list(pictures.glob("*.png"))) == 3
+
+
+def test_sampling_batches_and_thresholds_are_measurements_of_their_own(run, tmp_path):
+    file = tmp_path / "figures.json"
+    options = ("--batch-size", "1,2", "--epsilon", "0.09,0.25", "--seed", 5, "--set", "top_k=20", "--limit", 1)
+    code, _, _ = run("{folder}/medusa", "--questions", "{folder}/prompts.jsonl", *QUICK, *options, "--json", file)
+    assert code == 0
+    rows = json.loads(file.read_text())["rows"]
+    thresholds = [(row["batch_size"], row["acceptance"].get("posterior_threshold")) for row in rows]
+    assert thresholds == [(1, None), (2, None), (1, 0.09), (2, 0.09), (1, 0.25), (2, 0.25)]
+    assert rows[4]["acceptance"]["posterior_alpha"] == 0.5
+    expected = {"max_new_tokens": 8, "do_sample": True, "temperature": 0.7, "top_k": 20}
+    assert all(row["settings"] == expected for row in rows)
+    assert all(row["quality"]["answers"] == 1 for row in rows)
+
+
+def test_an_interruption_writes_and_marks_what_was_measured(run, tmp_path, monkeypatch):
+    right, calls = benching.Course._round, []
+
+    def interrupted(self, *arguments):
+        calls.append(0)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return right(self, *arguments)
+
+    monkeypatch.setattr(benching.Course, "_round", interrupted)
+    file = tmp_path / "figures.json"
+    code, out, err = run("{folder}/medusa", "--questions", "{folder}/prompts.jsonl", *QUICK, "--json", file)
+    assert code == 130
+    assert (
+        err == "hf-drafthead: interrupted: the figures, marked with *, are those of the prompts that were finished.\n"
+    )
+    assert "medusa *" in out
+    figures = json.loads(file.read_text())
+    assert (figures["prompts"], figures["complete"], figures["stopped"]) == (1, False, "interrupted")
+
+
+@pytest.mark.parametrize(
+    "arguments, text",
+    [
+        (
+            ["--questions", "{folder}/odd.jsonl"],
+            'odd.jsonl line 2 is {{"question": "x"}}: expected an object with "turns"',
+        ),
+        (
+            ["--questions", "{folder}/long.jsonl"],
+            "long.jsonl line 1: a prompt of 125 tokens and 256 new ones exceed the",
+        ),
+        (["--questions", "{folder}/chats.jsonl"], "chats.jsonl line 1 is a conversation, but the tokenizer at "),
+        (["--questions", "nowhere.jsonl"], "there is no question file 'nowhere.jsonl': give a JSON lines file"),
+        (
+            ["--questions", "{folder}/prompts.jsonl", "--batch-size", "1,0"],
+            "--batch-size '1,0': expected whole numbers",
+        ),
+        (
+            ["--questions", "{folder}/prompts.jsonl", "--batch-size", "x"],
+            "--batch-size 'x': expected whole numbers above",
+        ),
+        (["--questions", "{folder}/prompts.jsonl", "--epsilon", "a"], "--epsilon 'a': expected numbers above 0"),
+        (
+            ["--questions", "{folder}/prompts.jsonl", "--epsilon", "2", *map(str, QUICK)],
+            "--epsilon is [2.0]: expected prob",
+        ),
+        (["--questions", "{folder}/prompts.jsonl", "--compare", "x", *map(str, QUICK)], "--compare 'x' is not known: "),
+        (["--questions", "{folder}/prompts.jsonl", "--csv", "no/such/x"], "--csv 'no/such/x' lies in 'no/such', which"),
+        (["--questions", "{folder}/prompts.jsonl", "--set", "x=1", *map(str, QUICK)], "`model_kwargs` are not used by"),
+        ([], "Missing option '--questions': see `hf-drafthead bench --help`."),
+    ],
+)
+def test_bad_input_is_refused_in_one_line(run, arguments, text):
+    code, _, err = run("{folder}/medusa", *arguments)
+    assert code == 2
+    assert err.startswith("hf-drafthead: ") and err.count("\n") == 1
+    assert text.replace("{{", "{").replace("}}", "}") in err
