@@ -20,19 +20,17 @@ from pathlib import Path
 
 import torch
 from figures import accuracies, fill, markdown, steps
-from safetensors.torch import load_file, save_file
-from torch.utils.data import Dataset
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from hf_drafthead import AmphistaForCausalLM, DraftTree, zoo
 from hf_drafthead.evaluation.acceptance import tokens_per_step
 from hf_drafthead.evaluation.prompts import read_prompts
 from hf_drafthead.evaluation.speed import draft, encode, steps_of
-from hf_drafthead.training.objectives import IGNORED
+from hf_drafthead.zoo.base import ROW
 from hf_drafthead.zoo.build import OWN_TEXTS, STEPS
 from hf_drafthead.zoo.corpus import read_corpus
-from hf_drafthead.zoo.heads import FAMILIES, HEADS, Recipe, train_heads
-from hf_drafthead.zoo.own_text import GIVEN, own_text
+from hf_drafthead.zoo.heads import AMPHISTA_OBJECTIVE, FAMILIES, HEADS, Recipe, train_heads
+from hf_drafthead.zoo.own_text import OwnRows, own_text
 from hf_drafthead.zoo.tokenizer import pack
 
 RESULTS = Path(__file__).parent / "results" / "families.jsonl"
@@ -42,7 +40,7 @@ NEW_TOKENS = 96
 
 def without(**fields) -> Recipe:
     """Amphista with these config fields."""
-    return Recipe(lambda base: AmphistaForCausalLM.from_base(base, **HEADS, **fields))
+    return Recipe(lambda base: AmphistaForCausalLM.from_base(base, **HEADS, **fields), AMPHISTA_OBJECTIVE)
 
 
 ABLATIONS = {
@@ -54,34 +52,12 @@ ABLATIONS = {
 }
 
 
-class Texts(Dataset):
-    """Rows of the base's own text, each with the base's hidden states."""
-
-    def __init__(self, rows: torch.Tensor, features: torch.Tensor) -> None:
-        self.rows, self.features = rows, features  # (R, T), (R, T, H)
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        labels = self.rows[index].clone()
-        labels[:GIVEN] = IGNORED
-        return {"input_ids": self.rows[index], "labels": labels, "features": self.features[index]}
-
-
-def texts_of(base: PreTrainedModel, tokenizer, work: Path) -> tuple[Texts, Texts]:
+def texts_of(base: PreTrainedModel, tokenizer, work: Path) -> tuple[OwnRows, OwnRows]:
     """The texts that heads learn from and are evaluated on, as the zoo's build writes them."""
-    corpus = read_corpus()
     found = []
     for name, held_out, count in (("own_text", False, OWN_TEXTS), ("own_text_held_out", True, 64)):
-        rows = pack(tokenizer, [file for file in corpus if file.held_out == held_out], 512)
-        texts = own_text(base, rows, count, work / f"{name}.safetensors", seed=0)
-        file = work / f"{name}_features.safetensors"
-        if not file.is_file():
-            with torch.no_grad():
-                hidden = [base.get_decoder()(part).last_hidden_state for part in texts.split(32)]
-            save_file({"features": torch.cat(hidden)}, file)
-        found.append(Texts(texts, load_file(file)["features"]))
+        rows = pack(tokenizer, [file for file in read_corpus() if file.held_out == held_out], ROW)
+        found.append(own_text(base, rows, count, work / f"{name}.safetensors", seed=0))
     return found[0], found[1]
 
 

@@ -24,7 +24,7 @@ from hf_drafthead.zoo import ASSETS
 from hf_drafthead.zoo.base import ROW, VOCAB_SIZE, save_base, train_base
 from hf_drafthead.zoo.corpus import SourceFile, read_corpus, text_hash
 from hf_drafthead.zoo.heads import FAMILIES, save_heads, store_tree, train_heads
-from hf_drafthead.zoo.own_text import GIVEN, OwnRows, own_text
+from hf_drafthead.zoo.own_text import own_text
 from hf_drafthead.zoo.prompts import cut_prompts, write_prompts
 from hf_drafthead.zoo.tokenizer import pack, train_tokenizer
 
@@ -66,17 +66,15 @@ def build_heads(build: Build, family: str) -> None:
     base = AutoModelForCausalLM.from_pretrained(build.output / "base")
     tokenizer = AutoTokenizer.from_pretrained(build.output / "base")
     rows, held_out_rows = pack(tokenizer, training, ROW), pack(tokenizer, held_out, ROW)
-    texts = own_text(base, rows, OWN_TEXTS, build.work / "own_text.safetensors", seed=build.seed)
-    held_out_texts = own_text(base, held_out_rows, 64, build.work / "own_text_held_out.safetensors", seed=build.seed)
-    given = min(GIVEN, texts.shape[1] // 4)
-    learnt, checked = OwnRows(texts, given), OwnRows(held_out_texts, given)
+    learnt = own_text(base, rows, OWN_TEXTS, build.work / "own_text.safetensors", seed=0)
+    checked = own_text(base, held_out_rows, 64, build.work / "own_text_held_out.safetensors", seed=0)
     recipe, work = FAMILIES[family], build.work / family
     model, figures = train_heads(recipe, base, learnt, checked, work, steps=STEPS, seed=build.seed)
-    store_tree(model, texts[:256], given)
+    store_tree(model, learnt.rows[:256], learnt.given)
     folder = build.output / family
     save_heads(model, folder)
     tokenizer.save_pretrained(folder)
-    own = {"own_texts": len(texts), "own_text_tokens": texts[:, given:].numel()}
+    own = {"own_texts": len(learnt), "own_text_tokens": learnt.rows[:, learnt.given :].numel()}
     _write_summary(build, folder, {"family": family, **_about(training), **own, **figures})
 
 

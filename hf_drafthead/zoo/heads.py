@@ -26,6 +26,7 @@ from hf_drafthead.zoo.clock import Clock
 
 BATCH = 8  # rows a step
 HEADS: dict[str, Any] = {"num_draft_heads": 4}
+AMPHISTA_OBJECTIVE = {"teacher_weight": 1.0}  # alignment with the base beside the text's own tokens
 # The base's next hidden state, and a little of its distribution there: the head learns to go on from its own guesses.
 EAGLE_OBJECTIVE = {"next_token_weight": 0.0, "teacher_weight": 0.1, "feature_weight": 1.0}
 
@@ -45,8 +46,10 @@ FAMILIES: dict[str, Recipe] = {
     "medusa": Recipe(lambda base: MedusaForCausalLM.from_base(base, **HEADS)),
     "hydra": Recipe(lambda base: HydraForCausalLM.from_base(base, **HEADS)),
     "hydra++": Recipe(lambda base: HydraForCausalLM.from_base(base, config=HYDRA_PLUS_PLUS, **HEADS)),
-    "amphista": Recipe(lambda base: AmphistaForCausalLM.from_base(base, **HEADS)),
-    "amphista-alpha": Recipe(lambda base: AmphistaForCausalLM.from_base(base, config=AmphistaConfig.alpha(), **HEADS)),
+    "amphista": Recipe(lambda base: AmphistaForCausalLM.from_base(base, **HEADS), AMPHISTA_OBJECTIVE),
+    "amphista-alpha": Recipe(
+        lambda base: AmphistaForCausalLM.from_base(base, config=AmphistaConfig.alpha(), **HEADS), AMPHISTA_OBJECTIVE
+    ),
     "eagle": Recipe(lambda base: EagleForCausalLM.from_base(base), EAGLE_OBJECTIVE),
 }
 

@@ -1,6 +1,6 @@
 """Text that the base itself writes: what its heads will have to guess, which is not quite what people write.
 
-Shapes: R rows, P tokens of a row that are given, T tokens of a finished row.
+Shapes: R rows, P tokens of a row that are given, T tokens of a finished row, H hidden.
 """
 
 from pathlib import Path
@@ -17,10 +17,16 @@ LENGTH = 256
 
 
 class OwnRows(Dataset):
-    """Rows of which only what the base wrote is to be learnt."""
+    """Rows of which only what the base wrote is to be learnt, with the base's hidden states where they are known.
 
-    def __init__(self, rows: torch.Tensor, given: int) -> None:
-        self.rows, self.given = rows, given
+    Args:
+        rows: (R, T).
+        given: tokens at the beginning of each that the base did not write.
+        features: (R, T, H).
+    """
+
+    def __init__(self, rows: torch.Tensor, given: int, features: torch.Tensor | None = None) -> None:
+        self.rows, self.given, self.features = rows, given, features
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -28,7 +34,8 @@ class OwnRows(Dataset):
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         labels = self.rows[index].clone()
         labels[: self.given] = IGNORED
-        return {"input_ids": self.rows[index], "labels": labels}
+        known = {} if self.features is None else {"features": self.features[index]}
+        return {"input_ids": self.rows[index], "labels": labels, **known}
 
 
 def starts(rows: torch.Tensor, count: int, given: int, seed: int) -> torch.Tensor:
@@ -44,14 +51,27 @@ def starts(rows: torch.Tensor, count: int, given: int, seed: int) -> torch.Tenso
     return torch.cat([rows[picked, :1], rows[picked[:, None], inner]], dim=1)
 
 
-def own_text(base: PreTrainedModel, rows: torch.Tensor, count: int, file: Path, *, seed: int) -> torch.Tensor:
-    """(count, T) greedy text of the base, from beginnings that the corpus gives; kept in ``file`` once written."""
+def own_text(base: PreTrainedModel, rows: torch.Tensor, count: int, file: Path, *, seed: int) -> OwnRows:
+    """`count` greedy texts of the base, from beginnings that the corpus gives, with its hidden states.
+
+    Both are kept in ``file`` once they were made: six families learn from the same.
+    """
+    length = min(LENGTH, rows.shape[1])
+    given = min(GIVEN, length // 4)
     if not file.is_file():
-        length = min(LENGTH, rows.shape[1])
-        texts = continue_rows(base, starts(rows, count, min(GIVEN, length // 4), seed), length)
+        texts = continue_rows(base, starts(rows, count, given, seed), length)
         file.parent.mkdir(parents=True, exist_ok=True)
-        save_file({"texts": texts.clone()}, file)
-    return load_file(file)["texts"]
+        torn = file.with_suffix(".new")
+        save_file({"texts": texts.clone(), "features": hidden_states(base, texts)}, torn)
+        torn.replace(file)
+    kept = load_file(file)
+    return OwnRows(kept["texts"], given, kept["features"])
+
+
+@torch.no_grad()
+def hidden_states(base: PreTrainedModel, rows: torch.Tensor, batch_size: int = 32) -> torch.Tensor:
+    """(R, T, H) of the base after its final norm."""
+    return torch.cat([base.get_decoder()(part).last_hidden_state for part in rows.split(batch_size)])
 
 
 @torch.no_grad()
