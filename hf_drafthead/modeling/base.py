@@ -53,6 +53,7 @@ class DraftHeadPreTrainedModel(DraftHeadGenerationMixin, PreTrainedModel):
                 f"{type(config).__name__} has no base_config: give it the config of the base, or use "
                 f"{type(self).__name__}.from_base(...)."
             )
+        self._refuse_other_family(config)
         super().__init__(config)
         # The base comes first: device and dtype of the model are those of its first parameter.
         self.register_module("base", None)
@@ -92,6 +93,8 @@ class DraftHeadPreTrainedModel(DraftHeadGenerationMixin, PreTrainedModel):
             TypeError: an argument that neither the config nor a loaded base has.
             ValueError: a config field is out of range, or the base has no lm_head.
         """
+        if config is not None:
+            cls._refuse_other_family(config)
         own = {field.name for field in fields(cls.config_class)} - {field.name for field in fields(PreTrainedConfig)}
         about_the_base = {"base_config", "base_included", "base_model_name_or_path", "base_model_revision"}
         config_fields = {name: getattr(config, name) for name in own - about_the_base} if config is not None else {}
@@ -117,6 +120,14 @@ class DraftHeadPreTrainedModel(DraftHeadGenerationMixin, PreTrainedModel):
         model._take_generation_config(None)
         model.generation_config.draft_tree = PUBLISHED_TREE
         return model
+
+    @classmethod
+    def _refuse_other_family(cls, config: DraftHeadConfig) -> None:
+        if not isinstance(config, cls.config_class):
+            raise TypeError(
+                f"config is a {type(config).__name__}, but {cls.__name__} is configured by a "
+                f"{cls.config_class.__name__}: give one of these, or use the model class of that family."
+            )
 
     def _attach(self, base: Any) -> None:
         """Make `base` this model's base, and put the drafter where the base's last layer is.

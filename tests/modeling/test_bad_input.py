@@ -322,3 +322,11 @@ def test_a_config_without_a_base():
 def test_config_fields_out_of_range(config_class, fields, message):
     with refused(ValueError, message):
         config_class(**fields)
+
+
+def test_a_config_of_another_family_is_refused():
+    line = "config is a HydraConfig, but MedusaForCausalLM is configured by a MedusaConfig: give one of these"
+    with pytest.raises(TypeError, match=line):
+        MedusaForCausalLM.from_base(tiny_base(), config=HydraConfig())
+    with pytest.raises(TypeError, match=line):
+        MedusaForCausalLM(HydraConfig(base_config=tiny_base().config))
