@@ -1,8 +1,8 @@
 """The bundled models from end to end: every family against its base, against the base at its best, and against what
 needs no trained heads.
 
-    python benchmarks/end_to_end.py                                        # writes RESULTS.md and results/end_to_end.json
-    python benchmarks/end_to_end.py --limit 4 --tokens 16 --output /tmp    # a short look
+    python benchmarks/end_to_end.py                                      # writes RESULTS.md, results/end_to_end.json
+    python benchmarks/end_to_end.py --limit 4 --tokens 16 --output /tmp  # a short look
 
 Held-out code prompts of the zoo, greedy, float32, one prompt at a time and in batches; base, heads and the others take
 turns on every prompt in one process (`hf_drafthead.evaluation.bench`). `compiled` is the base with a static cache under
@@ -110,8 +110,8 @@ Written by
 {LINE.join(rows_of(measurements))}
 
 `tokens per step` is tokens per forward of the base after the prompt's; for the others per forward, the prompt's
-included. `spread` is the lowest and the highest speedup of the repeats, `over compiled` the speedup over the base with a
-static cache under `torch.compile`.
+included. `spread` is the lowest and the highest speedup of the repeats, `over compiled` the speedup over the base with
+a static cache under `torch.compile`.
 
 {LINE.join(f"- {notice}" for notice in notices)}
 """
