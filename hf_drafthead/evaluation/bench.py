@@ -200,6 +200,8 @@ class Course:
             with ForwardCount(self.model.base) as count:
                 output = self.runners[name](given, self.settings)
             forwards[name] = count.take()
+            if getattr(output, "past_key_values", None) is not None:
+                output.past_key_values = None  # else it would count as memory of whoever comes next
             return output
 
         calls = {name: functools.partial(counted, name) for name in self.runners}
@@ -299,6 +301,7 @@ def bench(
     """
     shard = Shard(questions)
     encode_all(model, tokenizer, batched(questions, 1), settings["max_new_tokens"])  # refused by all processes alike
+    acceptance = acceptance_of(model, acceptance or {})
     runners = contenders(model, tokenizer, tree=tree, acceptance=acceptance, compare=compare)
     waiting, found = list(dict.fromkeys(batch_sizes)), []
     done = set(waiting)
@@ -317,7 +320,7 @@ def bench(
         for notice in course.notices:
             tell(notice)
         if course.rounds:
-            how = {"compared": compare, "acceptance": dict(acceptance or {}), "processes": shard.processes}
+            how = {"compared": compare, "acceptance": acceptance, "processes": shard.processes}
             found.append(course.measurement(**how))
         if course.stopped == INTERRUPTED:
             break
@@ -326,3 +329,11 @@ def bench(
             raise KeyboardInterrupt
         raise OSError("the memory does not suffice for a single prompt: use a smaller model, or fewer new tokens.")
     return found
+
+
+def acceptance_of(model: Any, asked: Mapping[str, Any]) -> dict[str, Any]:
+    """How the heads accept: as asked, else as the model's generation config says, else exactly."""
+    names = ("acceptance", "posterior_threshold", "posterior_alpha")
+    stored = {name: value for name in names if (value := getattr(model.generation_config, name, None)) is not None}
+    merged = {"acceptance": "exact", **stored, **asked}
+    return merged if merged["acceptance"] == "typical" else {"acceptance": merged["acceptance"]}

@@ -42,11 +42,10 @@ def write_csv(path: Path, measurements: Sequence[Measurement]) -> None:
         writer.writeheader()
         for one in measurements:
             whole = one.to_json()
-            acceptance = {"acceptance": "exact", **one.acceptance}
             for category, figures in {"all": whole, **one.per_category}.items():
                 judged = figures["quality"] or {}
                 scores = {"quality_base": judged.get("base"), "quality_heads": judged.get("heads")}
-                writer.writerow({**whole, **figures, **acceptance, **scores, "category": category})
+                writer.writerow({**whole, **figures, **one.acceptance, **scores, "category": category})
 
 
 def labels(measurements: Sequence[Measurement], sizes_shown: bool = True) -> list[str]:

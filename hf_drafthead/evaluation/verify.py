@@ -209,7 +209,8 @@ def compare(model: Any, check: Check, prompts: Sequence[Tokens], seed: int) -> N
     expected = model.base.generate(**given, **settings)
     left_at = generator_state(expected.device)
     torch.manual_seed(seed)
-    output = model.generate(**given, **settings, return_dict_in_generate=True)
+    exactly = {"acceptance": "exact", **settings}  # whatever the model has been set to
+    output = model.generate(**given, **exactly, return_dict_in_generate=True)
     generator_same = torch.equal(generator_state(expected.device), left_at)
     check.undrafted += getattr(output, "accepted_lengths", None) is None
 

@@ -110,6 +110,14 @@ def test_quality_under_typical_acceptance_is_set_against_the_references(loaded):
     assert not found.lossless and found.acceptance == acceptance
 
 
+def test_what_the_model_is_set_to_is_what_is_measured_and_told(loaded, monkeypatch):
+    model, _ = loaded
+    monkeypatch.setattr(model.generation_config, "acceptance", "typical", raising=False)
+    monkeypatch.setattr(model.generation_config, "posterior_threshold", 0.2, raising=False)
+    assert benching.acceptance_of(model, {}) == {"acceptance": "typical", "posterior_threshold": 0.2}
+    assert benching.acceptance_of(model, {"acceptance": "exact"}) == {"acceptance": "exact"}
+
+
 def out_of_memory_above(rows: int, monkeypatch, calls_before: int = 0):
     right, calls = DraftHeadGenerationMixin.generate, []
 
