@@ -163,7 +163,8 @@ def render(facts: Facts, data: ModelCardData, repo_id: str) -> str:
     }
     citation = room / "citations" / f"{facts.family.removesuffix('++').removesuffix('-alpha')}.bib"
     named = data.get("base_model") or facts.base_named
-    same = [run["identical"] for run in facts.runs if is_exact(run) and isinstance(run.get("identical"), bool)]
+    asked = [*filter(is_exact, facts.runs), *facts.verifications]
+    same = [one["identical"] for one in asked if isinstance(one.get("identical"), bool)]
     return environment.from_string((room / "template.md.jinja").read_text(encoding="utf-8")).render(
         card_data=data.to_yaml(),
         facts=facts,

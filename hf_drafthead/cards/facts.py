@@ -28,7 +28,8 @@ class Facts:
 
     family: as the papers name it, `hydra++` and `amphista-alpha` included; base: its Hub id, None where the config
     gives a path; base_named: what the config gives; fields: what the family's own config says; accuracies: by k, the
-    share of positions where head i has the true token among its best k; runs: what `hf-drafthead bench --json` wrote.
+    share of positions where head i has the true token among its best k; runs: what `hf-drafthead bench --json` wrote;
+    verifications: what `hf-drafthead verify --json` did.
     """
 
     folder: Path
@@ -54,6 +55,7 @@ class Facts:
     training: dict[str, Any]
     accuracies: dict[int, list[float]]
     runs: list[dict[str, Any]]
+    verifications: list[dict[str, Any]]
 
 
 def read_facts(folder: Path, model: Any = None) -> Facts:
@@ -78,7 +80,8 @@ def read_facts(folder: Path, model: Any = None) -> Facts:
     settings = read_json(folder / "generation_config.json") if (folder / "generation_config.json").is_file() else {}
     training = read_json(folder / "training_summary.json") if (folder / "training_summary.json").is_file() else {}
     family = _family(model_type.removeprefix(PREFIX), config)
-    runs = _runs(folder, family)
+    told = _evaluations(folder, family)
+    runs = [one for one in told if "checks" not in one]
     sizes, dtypes = _drafter_tensors(folder)
     base_config = config.get("base_config") or {}
     named = config.get("base_model_name_or_path")
@@ -111,6 +114,7 @@ def read_facts(folder: Path, model: Any = None) -> Facts:
         training=training,
         accuracies=measured[0] if measured else _accuracies({**training, **(training.get("held_out") or {})}),
         runs=runs,
+        verifications=[one for one in told if "checks" in one],
     )
 
 
@@ -191,13 +195,13 @@ def _accuracies(figures: dict[str, Any]) -> dict[int, list[float]]:
     }
 
 
-def _runs(folder: Path, family: str) -> list[dict[str, Any]]:
-    """Every run that an `evaluation*.json` of the folder holds, in the order of the files' names.
+def _evaluations(folder: Path, family: str) -> list[dict[str, Any]]:
+    """What the `evaluation*.json` of the folder hold, in the order of the files' names.
 
     Raises:
         ValueError: a file holds something else, or a run of another family's heads.
     """
-    runs = []
+    told = []
     for path in sorted(folder.glob("evaluation*.json")):
         found = read_json(path)
         rows = found.get("rows", [found]) if isinstance(found, dict) else found
@@ -212,5 +216,5 @@ def _runs(folder: Path, family: str) -> list[dict[str, Any]]:
                     f"{str(path)!r} was measured with {row['family']!r} heads, but {str(folder)!r} holds {family!r} "
                     "heads: measure these, or remove the file."
                 )
-            runs.append(row)
-    return runs
+            told.append(row)
+    return told

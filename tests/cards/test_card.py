@@ -137,7 +137,7 @@ def test_a_difference_from_the_base_is_told_in_so_many_words(heads):
     put(heads, "evaluation.json", run(identical=False))
     text = card_of(heads).text
     assert "| all | 40 | 2.71 | 1.48 | **no** |" in text
-    assert "**The output differed from the base's own in at least one run above" in text
+    assert "**The output differed from the base's own in at least one run that was to be exact.**" in text
 
 
 def test_a_lossy_run_is_marked_and_does_not_count_as_a_difference(heads):
@@ -146,6 +146,19 @@ def test_a_lossy_run_is_marked_and_does_not_count_as_a_difference(heads):
     text = card_of(heads).text
     assert "**NVIDIA A100, float16, batch size 1, temperature 1.0, typical acceptance, threshold 0.09**" in text
     assert "the output was the base's own, token by token" in text
+
+
+@pytest.mark.parametrize("different", [0, 2])
+def test_what_verify_found_is_told(heads, different):
+    check = {"name": "greedy, batch 4", "texts": 40, "same": 39, "near_ties": 1, "different": different}
+    found = {"device": "cpu", "dtype": "bfloat16", "batch_size": 4, "identical": not different, "checks": [check]}
+    put(heads, "evaluation_verify.json", {**found, "family": "hydra"})
+    card = card_of(heads)
+    assert "`hf-drafthead verify`, cpu, bfloat16, batch size 4:" in card.text
+    assert f"| greedy, batch 4 | 40 | 39 | 1 | {different} |" in card.text
+    assert ("**The output differed from the base's own" in card.text) == bool(different)
+    assert "Tokens per step and speedup: not measured." in card.text
+    assert card.data.eval_results is None
 
 
 def test_heads_that_are_set_to_be_lossy_are_told_apart(heads):
@@ -162,12 +175,12 @@ def test_missing_facts_are_shown_as_missing(tmp_path):
     assert rows["base revision"] == "not recorded"
     assert rows["license"].startswith("missing")
     for line in (
-        "Tokens per step, speedup and exactness: not measured. `hf-drafthead bench` measures them.",
+        "Tokens per step and speedup: not measured. `hf-drafthead bench` measures them.",
         "Data and recipe: missing, there is no `training_summary.json`.",
         "Missing: `generation_config.json` names no tree.",
         "Without the package: missing.",
         "### Accuracy of the heads\n\nNot measured.",
-        "### Exactness\n\nNot measured here.",
+        "### Exactness\n\nNot measured here;",
     ):
         assert line in card.text
     assert "base_model" not in card.data.to_dict()

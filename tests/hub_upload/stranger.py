@@ -32,13 +32,13 @@ TREE = [[0], [1], [0, 0], [2], [0, 1], [1, 0], [0, 0, 0]]
 SETTINGS = {"max_new_tokens": 24, "draft_tree": TREE, "return_dict_in_generate": True}
 
 
-def generated(model, seed=0, **settings):
+def generated(model, seed=0, prompt=PROMPT, **settings):
     """The heads' output, and whether the base gives the same tokens and leaves the generator in the same state."""
     torch.manual_seed(seed)
-    got = model.generate(**PROMPT, **SETTINGS, **settings)
+    got = model.generate(**prompt, **SETTINGS, **settings)
     left_at = torch.get_rng_state()
     torch.manual_seed(seed)
-    expected = model.base.generate(**PROMPT, max_new_tokens=24, **settings)
+    expected = model.base.generate(**prompt, max_new_tokens=24, **settings)
     return got, torch.equal(got.sequences, expected) and torch.equal(left_at, torch.get_rng_state())
 
 
@@ -47,6 +47,8 @@ def found(folder: Path) -> dict:
     model = AutoModelForCausalLM.from_pretrained(folder, **TRUST)
     greedy, same_greedy = generated(model, do_sample=False)
     sampled, same_sampled = generated(model, seed=3, do_sample=True, temperature=0.8, top_p=0.9)
+    one_row = {name: rows[1:] for name, rows in PROMPT.items()}
+    _, same_alone = generated(model, seed=4, prompt=one_row, do_sample=True, temperature=1.2)
     _, same_penalised = generated(model, do_sample=False, repetition_penalty=1.3, no_repeat_ngram_size=2)
     published = model.generate(**PROMPT, max_new_tokens=8, draft_tree="mc_sim_7b_63", do_sample=False)
     saved, whole = folder.parent / f"{folder.name}-saved", folder.parent / f"{folder.name}-whole"
@@ -68,7 +70,7 @@ def found(folder: Path) -> dict:
         "greedy": greedy.sequences.tolist(),
         "accepted_lengths": greedy.accepted_lengths.tolist(),
         "sampled_accepted_lengths": sampled.accepted_lengths.tolist(),
-        "same": {"greedy": same_greedy, "sampled": same_sampled, "penalised": same_penalised},
+        "same": {"greedy": same_greedy, "sampled": same_sampled, "alone": same_alone, "penalised": same_penalised},
         "published": torch.equal(published, model.base.generate(**PROMPT, max_new_tokens=8, do_sample=False)),
         "saved_files": sorted(path.name for path in saved.iterdir()),
         "saved_code": (saved / "modeling_drafthead.py").read_text() == (folder / "modeling_drafthead.py").read_text(),

@@ -63,7 +63,7 @@ def seen(folder, tmp_path_factory) -> dict:
 
 
 @all_families
-@pytest.mark.parametrize("case", ["greedy", "sampled", "penalised"])
+@pytest.mark.parametrize("case", ["greedy", "sampled", "alone", "penalised"])
 def test_a_stranger_gets_the_base_s_own_text(seen, family, case):
     assert seen["families"][family.name]["same"][case]
 
