@@ -40,7 +40,8 @@ FEATURES = Features(
     }
 )
 CHATS = ("messages", "conversations")
-TEXTS = (".txt", ".md")
+TEXTS = (".txt",)
+TABLES = (".parquet", ".arrow")
 RECORDS = (".json", ".jsonl")
 EXPECTED = (
     'expected a chat as {"conversations": [{"from": "human", "value": "..."}]} or '
@@ -53,8 +54,8 @@ def read_rows(source: str | Path, *, streaming: bool = False, split: str = "trai
     """Rows of a source, in its order.
 
     Args:
-        source: a file of chats (ShareGPT `.json`, `.jsonl` of `messages`) or of texts (`.jsonl` of `text`, `.txt`,
-            `.md`), a folder of such files, a folder of `Dataset.save_to_disk`, or what `datasets.load_dataset` takes.
+        source: a file of chats (ShareGPT `.json`, `.jsonl` of `messages`) or of texts (`.jsonl` of `text`, `.txt`),
+            a folder of such files, a folder of `Dataset.save_to_disk`, or what `datasets.load_dataset` takes.
         streaming: read while iterating, for data larger than memory and disk; the rows are the same.
         split: of a data set.
 
@@ -133,18 +134,20 @@ def _turn(turn: Any) -> dict[str, Any]:
 
 
 def _files(path: Path) -> list[Path]:
-    """The file itself, or those of a folder that can be read, in the order of their names."""
+    """The file itself, or those of a folder that are read one by one, in the order of their names."""
     if path.is_file():
         if path.suffix not in TEXTS + RECORDS:
             wanted = ", ".join(RECORDS + TEXTS)
             raise ValueError(f"the kind of {str(path)!r} is not known: expected a file that ends in one of {wanted}.")
         return [path]
-    hidden = [file for file in path.rglob("*") if file.name.startswith(".")]
-    return sorted(
-        file
-        for file in path.rglob("*")
-        if file.suffix in TEXTS + RECORDS and file.is_file() and not any(file.is_relative_to(h) for h in hidden)
-    )
+    found = [file for file in sorted(path.rglob("*")) if not _hidden(file.relative_to(path)) and file.is_file()]
+    if any(file.suffix in TABLES for file in found):
+        return []  # a data set, whose other files only describe it
+    return [file for file in found if file.suffix in TEXTS + RECORDS]
+
+
+def _hidden(path: Path) -> bool:
+    return any(part.startswith(".") for part in path.parts)
 
 
 def _read_files(files: list[Path], streaming: bool) -> Dataset | IterableDataset:

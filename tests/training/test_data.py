@@ -68,6 +68,7 @@ def test_a_data_set_gives_the_same_rows_by_folder_and_in_hand(tmp_path, chats):
     plain.save_to_disk(tmp_path / "saved")
     datasets.DatasetDict({"train": plain, "test": plain.select([0])}).save_to_disk(tmp_path / "both")
     plain.to_parquet(tmp_path / "hub" / "train.parquet")
+    (tmp_path / "hub" / "dataset_infos.json").write_text("{}")
     assert said(sources.uniform(plain)) == said(rows)
     for name in ("saved", "both", "hub"):
         for streaming in (False, True):
@@ -79,10 +80,11 @@ def test_texts_come_from_files_and_folders(tmp_path):
     folder = tmp_path / "texts"
     (folder / "inner").mkdir(parents=True)
     (folder / "b.txt").write_text("second\n")
-    (folder / "a.md").write_text("first")
+    (folder / "a.txt").write_text("first")
     (folder / "inner" / "c.jsonl").write_text('{"text": "third"}\n\n{"text": "fourth", "given": 2}\n')
     (folder / "picture.png").write_bytes(b"\x89PNG")
-    (folder / ".hidden.txt").write_text("hidden")
+    (folder / ".hidden").mkdir()
+    (folder / ".hidden" / "d.txt").write_text("hidden")
     rows = listed(read_rows(folder))
     assert [row["text"] for row in rows] == ["first", "second\n", "third", "fourth"]
     assert [(row["source"], row["row"]) for row in rows[1:]] == [("b.txt", 0), ("c.jsonl", 0), ("c.jsonl", 1)]
@@ -152,7 +154,7 @@ BAD_FILES = {
         'line 1 is not JSON (\'{"text": "b"}]\' instead of a comma): ',
     ),
     "two.json": ('[{"text": "a"}]\n[]', None, "two.json line 2 is not JSON ('[]' after the array): expected an array"),
-    "kind.csv": ("a,b", None, "kind.csv' is not known: expected a file that ends in one of .json, .jsonl, .txt, .md."),
+    "kind.csv": ("a,b", None, "kind.csv' is not known: expected a file that ends in one of .json, .jsonl, .txt."),
     "form.jsonl": ('{"prompt": "a"}', None, 'form.jsonl begins with \'{"prompt": "a"}\': expected a chat as {"conv'),
     "plain.json": ("[[1]]", None, "plain.json begins with '[1]': expected a chat as "),
     "empty.jsonl": ("\n", None, "empty.jsonl: there is no row in it: expected a chat as "),
