@@ -208,11 +208,10 @@ def bench(
     json_path: Json = None,
 ) -> None:
     """Speed, acceptance and exactness of models with draft heads against their bases, on questions."""
-    from accelerate import PartialState
-
     from hf_drafthead.evaluation import plots, report
     from hf_drafthead.evaluation.plan import Plan, carry_out
     from hf_drafthead.evaluation.questions import read_questions
+    from hf_drafthead.evaluation.sharding import process_state
 
     check_writable(json_path)
     check_writable(csv_path, "--csv")
@@ -233,7 +232,7 @@ def bench(
         dtype=dtype,
     )
     said = {"questions": Path(questions).name, "command": command_line()}
-    first = PartialState().is_main_process
+    first = process_state().is_main_process
 
     def keep(measurements: list[Any]) -> None:
         if first:

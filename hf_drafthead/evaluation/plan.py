@@ -5,12 +5,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from accelerate import PartialState
 
 from hf_drafthead.evaluation.bench import INTERRUPTED, bench
 from hf_drafthead.evaluation.loading import load
 from hf_drafthead.evaluation.measurement import Measurement
 from hf_drafthead.evaluation.questions import Question
+from hf_drafthead.evaluation.sharding import process_state
 from hf_drafthead.evaluation.speed import batched
 from hf_drafthead.generation.tree import DraftTree
 
@@ -129,7 +129,7 @@ def load_here(name: str, dtype: str) -> tuple[Any, Any]:
     wanted = dtype if dtype == "auto" else getattr(torch, dtype, None)
     if wanted != "auto" and not (isinstance(wanted, torch.dtype) and wanted.is_floating_point):
         raise ValueError(f"--dtype {dtype!r} is no floating point type: expected auto, float32, bfloat16 or float16.")
-    state = PartialState()
+    state = process_state()
     place = None
     if torch.cuda.is_available():
         place = "auto" if state.num_processes == 1 else {"": state.device}

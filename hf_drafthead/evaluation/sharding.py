@@ -3,10 +3,16 @@
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from accelerate import PartialState
 from accelerate.utils import gather_object
 
 from hf_drafthead.evaluation.questions import Question
+
+
+def process_state() -> PartialState:
+    """This process among its likes; without a GPU, those that `torchrun` or MPI start on the processor count too."""
+    return PartialState(cpu=not torch.cuda.is_available())
 
 
 class Shard:
@@ -20,7 +26,7 @@ class Shard:
     """
 
     def __init__(self, questions: Sequence[Question]):
-        state = PartialState()
+        state = process_state()
         self.processes = state.num_processes
         if self.processes > max(len(questions), 1):
             raise ValueError(

@@ -225,7 +225,7 @@ def test_processes_share_the_questions_and_add_up(loaded, monkeypatch):
     courses = []
     for index in range(2):
         state = types.SimpleNamespace(num_processes=2, process_index=index)
-        monkeypatch.setattr(sharding, "PartialState", lambda state=state: state)
+        monkeypatch.setattr(sharding, "process_state", lambda state=state: state)
 
         def gather_object(mine, index=index):
             """What the other process has, as far as it is known, and mine."""
