@@ -413,12 +413,16 @@ def distill(
 def card(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder of a draft-head checkpoint.")],
     license: Annotated[str | None, typer.Option(metavar="ID", help="License of the heads, such as apache-2.0.")] = None,
+    with_code: Annotated[bool, typer.Option("--with-code", help="Write the model code too, as a push does.")] = False,
     json_path: Json = None,
 ) -> None:
     """Write the model card from the facts in a folder; sections that a person wrote stay."""
     from hf_drafthead.cards import missing, write_card
+    from hf_drafthead.hub_upload.bundle import add_bundle
 
     check_writable(json_path)
+    if with_code:
+        add_bundle(folder)
     path = write_card(folder, license=license)
     lacks = missing(folder)
     console = output()

@@ -36,6 +36,13 @@ def test_a_license_completes_it_and_stays(run, tmp_path):
     assert "\nlicense: apache-2.0\n" in (folder / "README.md").read_text()
 
 
+def test_with_code_it_tells_how_to_load_without_the_package(run, tmp_path):
+    folder = write_checkpoint(tmp_path / "heads")
+    assert run("card", folder, "--with-code")[0] == 0
+    assert "class HydraForCausalLM(" in (folder / "modeling_drafthead.py").read_text()
+    assert "trust_remote_code=True" in (folder / "README.md").read_text()
+
+
 def test_a_folder_without_heads_is_a_user_s_mistake(run, tmp_path):
     code, out, err = run("card", tmp_path)
     assert (code, out) == (2, "")
