@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from huggingface_hub import HfApi, get_token
-from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
+from huggingface_hub import HfApi, ModelInfo, get_token
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from hf_drafthead.modeling import MODEL_CLASSES, DraftHeadConfig, DraftHeadPreTrainedModel
-from hf_drafthead.modeling.checkpoint import INDEX, checkpoint_files
+from hf_drafthead.modeling.checkpoint import HTTP_ERROR, INDEX, checkpoint_files
 
 TRAINING = ["optimizer*", "scheduler.*", "scaler.pt", "rng_state*", "training_args.bin", "trainer_state.json"]
 TRAINING += ["checkpoint-*", "global_step*", "events.out.tfevents*", "wandb", "mlruns"]
@@ -27,6 +27,8 @@ SECRET = re.compile(
     rb"\bhf_[A-Za-z0-9]{30,}|\bsk-[A-Za-z0-9_-]{20,}|\bAKIA[0-9A-Z]{16}\b|\bgh[pousr]_[A-Za-z0-9]{36}"
     rb"|\bgithub_pat_\w{22,}|-----BEGIN [A-Z ]*PRIVATE KEY-----|://[^\s/:@]+:[^\s/@]+@"
 )
+WAYS = "name it on the Hub (--base ORG/NAME, or model.config.base_model_name_or_path = 'org/name'), or push it along "
+WAYS += "with its heads (--include-base, or include_base=True)"
 TEXT_AT_MOST = 16 * 2**20  # bytes; longer files are no text that anybody wrote
 
 
@@ -83,19 +85,32 @@ def check_base(config: DraftHeadConfig, folder: Path, token: str | bool | None) 
     if config.base_included:
         return []
     name, revision = config.base_model_name_or_path, config.base_model_revision
-    ways = "name it on the Hub (--base ORG/NAME, or model.config.base_model_name_or_path = 'org/name'), or push it "
-    ways += "along with its heads (--include-base, or include_base=True)"
     if not name:
-        raise ValueError(f"the heads do not say which base they are for: {ways}.")
+        raise ValueError(f"the heads do not say which base they are for: {WAYS}.")
     if name.startswith((".", "~")) or Path(name).is_absolute() or name.count("/") > 1 or (folder / name).is_dir():
-        raise ValueError(f"the base of these heads is the local path {name!r}, which nobody else has: {ways}.")
+        raise ValueError(f"the base of these heads is the local path {name!r}, which nobody else has: {WAYS}.")
+    found, notes = find_base(name, revision, token)
+    if found is not None and found.gated:
+        notes.append(f"the base {name!r} is gated: who loads these heads needs access to it")
+    if found is not None and found.private:
+        notes.append(f"the base {name!r} is private: only who can read it can load these heads")
+    return notes
+
+
+def find_base(name: str, revision: str | None, token: str | bool | None) -> tuple[ModelInfo | None, list[str]]:
+    """What the Hub says about a base; None, and a note that says why, where it cannot be asked.
+
+    Raises:
+        OSError: there is no such base, or not at that revision.
+        ValueError: the name cannot be one of a repository.
+    """
     try:
-        found = HfApi(token=token).model_info(name, revision=revision)
-    except GatedRepoError:
-        return [f"the base {name!r} is gated: who loads these heads needs access to it"]
+        return HfApi(token=token).model_info(name, revision=revision), []
+    except HFValidationError:
+        raise ValueError(f"{name!r} is no name of a base on the Hub: {WAYS}.") from None
     except RepositoryNotFoundError as error:
         raise OSError(
-            f"there is no base {name!r} on the Hub (or it is private and the token cannot see it): {ways}."
+            f"there is no base {name!r} on the Hub (or it is private and the token cannot see it): {WAYS}."
         ) from error
     except RevisionNotFoundError as error:
         raise OSError(
@@ -104,15 +119,9 @@ def check_base(config: DraftHeadConfig, folder: Path, token: str | bool | None) 
     except HfHubHTTPError as error:
         if error.response.status_code in (401, 403):
             raise
-        return [f"the base {name!r} was not looked up: the Hub answered {error.response.status_code}"]
-    except Exception as error:  # no network: each client of HTTP has its own words for it
-        return [f"the base {name!r} was not looked up ({type(error).__name__}: the Hub could not be reached)"]
-    notes = []
-    if found.gated:
-        notes.append(f"the base {name!r} is gated: who loads these heads needs access to it")
-    if found.private:
-        notes.append(f"the base {name!r} is private: only who can read it can load these heads")
-    return notes
+        return None, [f"the base {name!r} was not looked up: the Hub answered {error.response.status_code}"]
+    except (HTTP_ERROR, OSError) as error:
+        return None, [f"the base {name!r} was not looked up ({type(error).__name__}: the Hub could not be reached)"]
 
 
 def check_weights(folder: Path, live: Mapping[str, Tensor] | None = None) -> None:

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import HfApi, ModelCard, hf_hub_download, snapshot_download
+from huggingface_hub import ModelCard, hf_hub_download, snapshot_download
 from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError
 from transformers import AutoTokenizer
 
-from hf_drafthead.hub_upload.preflight import family_of, files_of, tensors_of
+from hf_drafthead.hub_upload.preflight import family_of, files_of, find_base, tensors_of
 from hf_drafthead.modeling import DraftHeadPreTrainedModel
 from hf_drafthead.modeling.base_model import locate_base
 from hf_drafthead.modeling.checkpoint import INDEX
@@ -97,7 +97,8 @@ def stage_folder(
             shutil.copyfile(path, copy)
     if base is not None:
         # What the heads were trained on may have lain elsewhere; from now on it is this commit that they are loaded on.
-        commit = HfApi(token=token).model_info(base).sha
+        found, _ = find_base(base, None, token)
+        commit = None if found is None else found.sha
         _edit_json(target / "config.json", base_model_name_or_path=base, base_model_revision=commit)
         return add_tokenizer(target, base, commit, token)
     if config.base_included:

@@ -46,6 +46,7 @@ for line in sys.stdin:
         sys.stdout.flush(), sys.stderr.flush()
         os._exit(code)
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+os._exit(0)
 """
 
 

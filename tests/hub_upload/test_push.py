@@ -244,6 +244,29 @@ def test_a_push_that_is_refused_says_so_in_one_line(hub, base, clients, models, 
     assert "org/heads" not in hub.repos
 
 
+@pytest.mark.parametrize("token", ["hf_owner", None], ids=["signed in", "anonymous"])
+def test_a_base_that_is_not_there(hub, base, clients, models, token):
+    words = ("push", models / "medusa", "org/heads", "--license", "mit", "--base")
+    answer = command(clients, *words, "org/nowhere", "--dry-run", token=token)
+    assert answer.code == 2
+    start = "hf-drafthead: there is no base 'org/nowhere' on the Hub (or it is private and the token cannot see it): "
+    assert answer.err.splitlines()[-1].startswith(start)
+    answer = command(clients, *words, "org//base")
+    assert answer.code == 2 and "'org//base' is no name of a base on the Hub" in answer.err.splitlines()[-1]
+    code = TRAINED + "model.config.base_model_revision = 'f' * 40\nmodel.push_to_hub('org/heads', license='mit')"
+    answer = clients.run(code, token="hf_owner", seed=0)
+    assert f"OSError: the base 'org/base' has no revision '{'f' * 40}'" in answer.err
+    assert "org/heads" not in hub.repos
+
+
+def test_a_base_that_not_everybody_may_have_is_noted(hub, base, clients, models):
+    words = ("push", models / "medusa", "org/heads", "--license", "mit", "--base", "org/base", "--dry-run")
+    base.gated = base.private = True
+    lines = command(clients, *words).out.splitlines()
+    assert "note: the base 'org/base' is gated: who loads these heads needs access to it" in lines
+    assert "note: the base 'org/base' is private: only who can read it can load these heads" in lines
+
+
 def test_no_network(hub, base, clients, models):
     hub.fail("POST", "/api/repos/create", times=9, after=0)
     words = ("push", models / "medusa", "org/heads", "--license", "mit", "--base", "org/base")
