@@ -8,8 +8,8 @@ from hf_drafthead.training.templates import ChatEncoder, frame
 from tests.training.chat_templates import CHATML, STYLES, THINKING, TOKENIZERS, VICUNA, bytes_of, tokenizer_with
 
 QUESTIONS = ["What sat on the mat, <b>eh</b>?", "  Why 你好 🙂?\n", "the cat"]
-# no two alike, none within another, and one that a question repeats
-ANSWERS = ["the cat, QA1\n\n- sat\n", "\n Because 我是 🙂 QA2", "the cat"]
+# white space at both ends, and words that a question repeats
+ANSWERS = ["the cat, QA1\n\n- sat\n", "\n Because 我是 🙂 QA2 ", "the cat"]
 
 
 def chat(turns: int = 3, cut: bool = False) -> Chat:
