@@ -36,7 +36,7 @@ from hf_drafthead.zoo.base import ROW, Rows, base_config
 from hf_drafthead.zoo.corpus import read_corpus
 from hf_drafthead.zoo.tokenizer import pack
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).resolve().parent
 LINE = "\n"
 
 
@@ -156,8 +156,9 @@ def main() -> None:
             tell=print,
         )
         figures = json.dumps(report.to_json(measurements, command=command), indent=1)
-        (results / "end_to_end.json").write_text(figures + "\n")
-        (args.output / "RESULTS.md").write_text(page_of(measurements, command))
+        here = f"{HERE.parent}/"  # the page and the figures name the project's own files, wherever it lies
+        (results / "end_to_end.json").write_text(figures.replace(here, "") + "\n")
+        (args.output / "RESULTS.md").write_text(page_of(measurements, command).replace(here, ""))
         if measurements[-1].stopped == INTERRUPTED:
             break
     print((args.output / "RESULTS.md").read_text())
