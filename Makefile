@@ -6,10 +6,10 @@ BIN := .venv/bin
 READY := .venv/.ready
 
 # One thread per process: the models of the tests are tiny, and two workers use two cores better than two threads do.
-TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check style build
+.PHONY: help demo test check style build stranger
 
 help:  ## this list
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 10
@@ -33,6 +33,11 @@ build: $(READY)  ## sdist and wheel in dist/, checked
 	rm -rf dist build
 	$(BIN)/python -m build --no-isolation
 	$(BIN)/twine check --strict dist/*
+
+stranger: $(READY)  ## pushed heads where only transformers and torch are installed (needs a package index)
+	test -x .stranger/bin/pip || $(PYTHON) -m venv .stranger
+	.stranger/bin/pip install --disable-pip-version-check --quiet --constraint constraints.txt torch transformers
+	STRANGER_PYTHON=$(CURDIR)/.stranger/bin/python OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/hub_upload/test_bundle.py tests/hub_upload/test_stranger.py
 
 $(READY): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "no Python found: install Python 3.10 or newer, or name one: make PYTHON=/path/to/python3"; exit 1; }

@@ -4,7 +4,8 @@ The base applies its processors and criteria once per position, to all rows at o
 cannot always be shown that way. Three kinds of call follow:
 
 - vectorized: greedy, no processors, only length and EOS criteria; the walk is a few tensor operations.
-- own pace: every processor and criterion is known to treat each row by itself; rows of one length are shown together.
+- own pace: every processor and criterion is known to treat each row by itself, or makes a view of some rows by a method
+  `for_rows(rows)`; rows of one length are shown together.
 - lockstep: anything else. All rows stay at one length, and each processor and criterion sees exactly the calls that the
   base would make, in order, so even one that keeps a state or knows its batch works. One row is always lockstep.
 
@@ -93,7 +94,7 @@ class Rules:
             and self.max_length is not None
         )
         self.lockstep = self.batch_size == 1 or not (
-            all(type(processor) in ROW_BY_ROW for processor in self.processors)
+            all(type(processor) in ROW_BY_ROW or hasattr(processor, "for_rows") for processor in self.processors)
             and types_of.issubset(CRITERIA_ROW_BY_ROW)
         )
         self.scores_only = all(type(processor) in SCORES_ONLY for processor in self.processors)
@@ -262,6 +263,8 @@ def _seen_by(all_processors: LogitsProcessorList, rows: list[int]) -> LogitsProc
     """The processors as these rows see them: a repetition penalty holds the padding of every row of the batch."""
     views = LogitsProcessorList()
     for processor in all_processors:
+        if hasattr(processor, "for_rows"):
+            processor = processor.for_rows(rows)
         padding = getattr(processor, "prompt_ignore_length", None)
         if isinstance(padding, torch.Tensor):
             processor = copy.copy(processor)

@@ -4,6 +4,7 @@ import pytest
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList, SynthIDTextWatermarkingConfig, WatermarkingConfig
 
+from tests.bases import VOCABULARY
 from tests.drafters import right
 from tests.generation.agreement import agree, prompt, shared_base
 
@@ -160,3 +161,30 @@ def test_a_processor_that_draws_random_numbers(rows, choice):
         inputs=prompt(rows),
         call=lambda: {"logits_processor": LogitsProcessorList([Noisy()]), "max_new_tokens": 15, **choice},
     )
+
+
+class RowBias(LogitsProcessor):
+    """Every row its own bias (B, V); with views, rows may be at different positions."""
+
+    def __init__(self, bias):
+        self.bias = bias
+
+    def __call__(self, input_ids, scores):
+        assert len(scores) == len(self.bias)
+        return scores + self.bias.roll(input_ids.shape[1], dims=1).to(scores)
+
+
+class ViewedRowBias(RowBias):
+    def for_rows(self, rows):
+        return ViewedRowBias(self.bias[rows])
+
+
+@pytest.mark.parametrize("choice", [{}, {"do_sample": True}], ids=["greedy", "sampled"])
+def test_a_processor_that_makes_views_of_rows_does_not_hold_them_in_step(choice):
+    bias = 4 * torch.randn(3, VOCABULARY, generator=torch.Generator().manual_seed(0))
+    steps = {}
+    for kind in (RowBias, ViewedRowBias):
+        call = {"max_new_tokens": 18, **choice}
+        processors = LogitsProcessorList([kind(bias)])
+        steps[kind] = agree(inputs=prompt(3), call=lambda p=processors, c=call: {"logits_processor": p, **c}).steps
+    assert steps[ViewedRowBias] < steps[RowBias]
