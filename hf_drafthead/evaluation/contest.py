@@ -49,7 +49,7 @@ def contest(
     prompts: Sequence[Question],
     *,
     max_new_tokens: int,
-    repeats: int = 3,
+    repeats: int = 1,
     batch_size: int = 8,
     progress: Callable[[], object] = lambda: None,
 ) -> Contest:
