@@ -1,0 +1,46 @@
+"""The command line `hf-drafthead`: each command parses, calls one function and prints.
+
+Exit codes: 0 success; 1 a check failed; 2 bad input, with one line that says what to do.
+"""
+
+import sys
+from typing import Any
+
+import typer
+
+from hf_drafthead.cli import demo, measure, models, publish, train  # each adds its commands to the application
+from hf_drafthead.cli.common import app, complain
+
+__all__ = ["app", "demo", "main", "measure", "models", "publish", "train"]
+
+UsageError: Any = typer.BadParameter.__base__  # of click, which typer brings along without exporting this
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command line; a user's mistake ends in one line on stderr and exit code 2.
+
+    Args:
+        arguments: the words after `hf-drafthead`; those of the process by default.
+
+    Raises:
+        SystemExit: always, with the exit code.
+    """
+    from huggingface_hub.utils import logging as hub_logging
+    from transformers.utils import logging
+
+    hub_logging.set_verbosity_error()  # a Hub that cannot be reached is told once, not at every retry
+    logging.disable_progress_bar()
+    try:
+        words = sys.argv[1:] if arguments is None else arguments
+        code = app(args=words or ["--help"], prog_name="hf-drafthead", standalone_mode=False)
+    except UsageError as error:
+        asked = error.ctx.command_path if error.ctx else "hf-drafthead"
+        complain(f"{error.format_message().rstrip('.')}: see `{asked} --help`.")
+        code = 2
+    except (FloatingPointError, OSError, TypeError, ValueError) as error:
+        complain(str(error))
+        code = 2
+    except (typer.Abort, KeyboardInterrupt):
+        complain("interrupted.")
+        code = 130
+    sys.exit(code or 0)

@@ -1,0 +1,144 @@
+"""What the commands share: the application, options, checks, printing."""
+
+import json
+import shlex
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.text import Text
+
+app = typer.Typer(
+    name="hf-drafthead",
+    help="Draft heads as ordinary Hugging Face models: the base's own text in fewer forward passes.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+# by the depth of the guess; the base's own tokens stay plain
+COLOURS = ("green", "cyan", "blue", "magenta", "red", "yellow")
+
+Model = Annotated[str, typer.Argument(metavar="MODEL", help="Folder of a draft-head checkpoint, or its id on the Hub.")]
+Models = Annotated[list[str], typer.Argument(metavar="MODEL...", help="As MODEL; several are put side by side.")]
+Template = Annotated[
+    Path | None, typer.Option("--chat-template", metavar="FILE", help="Jinja template, instead of the tokenizer's.")
+]
+Settings = Annotated[
+    list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="Setting of `generate` (may be repeated).")
+]
+Dtype = Annotated[str, typer.Option(help="Of the weights: auto, float32, bfloat16, float16.")]
+Json = Annotated[Path | None, typer.Option("--json", metavar="PATH", help="Write the figures there as JSON.")]
+
+
+def parse_tree(given: str) -> Any:
+    """A draft tree from the command line: rank paths as JSON, a file that holds them, or a published tree's name."""
+    from hf_drafthead.generation.tree import DraftTree
+
+    if given.lstrip().startswith("["):
+        return DraftTree.from_json(given)
+    if given.endswith(".json"):
+        if not Path(given).is_file():
+            raise OSError(f"there is no tree file {given!r}: give a file of rank paths such as [[0], [1], [0, 0]].")
+        return DraftTree.from_json(Path(given).read_text(encoding="utf-8"))
+    return DraftTree.from_name(given)
+
+
+def parse_options(given: list[str]) -> dict[str, Any]:
+    """NAME=VALUE pairs; values are read as JSON where they are some, else as text.
+
+    Raises:
+        ValueError: one is no such pair.
+    """
+    options = {}
+    for pair in given:
+        name, equals, value = pair.partition("=")
+        if not (name and equals):
+            raise ValueError(f"--set {pair!r} is no NAME=VALUE: give for example --set learning_rate=1e-3.")
+        try:
+            options[name] = json.loads(value)
+        except json.JSONDecodeError:
+            options[name] = value
+    return options
+
+
+def parse_numbers(option: str, given: str | None, kind: Callable[[str], Any]) -> list[Any]:
+    """Numbers above 0 with commas between them."""
+    try:
+        found = [kind(word) for word in given.split(",")] if given else []
+    except ValueError:
+        found = [0]
+    if not all(0 < number < float("inf") for number in found):
+        expected = "whole numbers" if kind is int else "numbers"
+        raise ValueError(f"{option} {given!r}: expected {expected} above 0 with commas between them.")
+    return found
+
+
+def read_template(path: Path | None) -> str | None:
+    """The text of a chat template."""
+    if path is not None and not path.is_file():
+        raise OSError(f"there is no chat template {str(path)!r}: give a Jinja file.")
+    return None if path is None else path.read_text(encoding="utf-8")
+
+
+def command_line() -> str:
+    """What the user typed, for whoever wants to measure again."""
+    return shlex.join(["hf-drafthead", *sys.argv[1:]])
+
+
+def check_writable(path: Path | None, option: str = "--json") -> None:
+    """Refuse a place where no file can be written, before any work is done for it."""
+    if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
+        found = "is a folder" if path.is_dir() else f"lies in {str(path.parent)!r}, which does not exist"
+        raise OSError(f"{option} {str(path)!r} {found}: give the path of a file in a folder that exists.")
+
+
+def write_json(path: Path | None, figures: dict[str, Any]) -> None:
+    """Write figures as one JSON object, if a path was given."""
+    if path is not None:
+        path.write_text(json.dumps(figures, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def complain(message: str) -> None:
+    """One line on stderr."""
+    print(f"hf-drafthead: {' '.join(message.split())}", file=sys.stderr)
+
+
+def output(color: bool = False) -> Console:
+    """Standard output; coloured on a terminal, or wherever it goes if that was asked for."""
+    return Console(highlight=False, markup=False, force_terminal=True if color else None)
+
+
+@contextmanager
+def bar(total: int) -> Iterator[Callable[[str], Callable[[], None]]]:
+    """A progress bar on stderr; what it yields names a part of the work and returns what to call at each step."""
+    columns = (TextColumn("{task.description:<10}"), BarColumn(), TimeRemainingColumn())
+    console = Console(stderr=True)
+    hidden = not console.is_terminal
+    # drawn between measurements: a thread that draws would share the clock with what is measured
+    with Progress(*columns, console=console, transient=True, disable=hidden, auto_refresh=False) as progress:
+        task = progress.add_task("", total=total)
+
+        def begin(part: str) -> Callable[[], None]:
+            progress.update(task, description=part, refresh=True)
+            return lambda: progress.update(task, advance=1, refresh=True)
+
+        yield begin
+
+
+def coloured(piece: str, depth: int) -> Text:
+    """A piece of text in the colour of the depth at which it was accepted."""
+    return Text(piece, style=COLOURS[(depth - 1) % len(COLOURS)] if depth else "")
+
+
+def legend(pieces: list[tuple[str, int]]) -> Text:
+    """Which colour is which depth, and how many pieces were accepted there."""
+    line = Text("plain: the base's own token", style="dim")
+    for depth in sorted({depth for _, depth in pieces} - {0}):
+        count = sum(1 for _, other in pieces if other == depth)
+        line.append(f"  depth {depth}: {count}", style=COLOURS[(depth - 1) % len(COLOURS)])
+    return line

@@ -1,0 +1,149 @@
+"""`hf-drafthead bench` and `verify`: how fast, and whether exact."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from hf_drafthead.cli.common import (
+    Dtype,
+    Json,
+    Model,
+    Models,
+    Settings,
+    Template,
+    app,
+    bar,
+    check_writable,
+    command_line,
+    complain,
+    output,
+    parse_numbers,
+    parse_options,
+    parse_tree,
+    read_template,
+    write_json,
+)
+
+
+@app.command()
+def bench(
+    models: Models,
+    questions: Annotated[
+        str,
+        typer.Option(
+            metavar="FILE", help="MT-Bench or Spec-Bench file, JSON lines with `turns` or `prompt`, data set."
+        ),
+    ],
+    split: Annotated[str | None, typer.Option(help="Of the data set.")] = None,
+    chat_template: Template = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Only the first so many questions.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens per answer, at most.")] = 256,
+    batch_size: Annotated[str, typer.Option(metavar="N[,N...]", help="Questions per call; several for a curve.")] = "1",
+    repeats: Annotated[int, typer.Option(min=1, help="Timed runs of each prompt; the median counts.")] = 3,
+    temperature: Annotated[
+        float | None, typer.Option(min=0.0, help="0, the default, is greedy; 0.7 with --epsilon.")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the sampling.")] = 0,
+    epsilon: Annotated[
+        str | None,
+        typer.Option(metavar="X[,X...]", help="Also typical acceptance with these thresholds, alpha being their root."),
+    ] = None,
+    compare: Annotated[
+        str | None, typer.Option(metavar="NAME[,NAME...]", help="Also prompt-lookup, assistant=PATH, compiled.")
+    ] = None,
+    tree: Annotated[
+        str | None, typer.Option(help="Draft tree: a published one's name, rank paths as JSON, or a JSON file.")
+    ] = None,
+    settings: Settings = None,
+    dtype: Dtype = "auto",
+    plot: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Draw pictures there.")] = None,
+    csv_path: Annotated[
+        Path | None, typer.Option("--csv", metavar="PATH", help="Write the figures by category.")
+    ] = None,
+    json_path: Json = None,
+) -> None:
+    """Speed, acceptance and exactness of models with draft heads against their bases, on questions."""
+    from hf_drafthead.evaluation import plots, report
+    from hf_drafthead.evaluation.plan import Plan, carry_out
+    from hf_drafthead.evaluation.questions import read_questions
+    from hf_drafthead.evaluation.sharding import process_state
+
+    check_writable(json_path)
+    check_writable(csv_path, "--csv")
+    thresholds = parse_numbers("--epsilon", epsilon, float)
+    heat = temperature if temperature is not None else 0.7 if thresholds else 0.0
+    sampling = {"do_sample": True, "temperature": heat} if heat else {"do_sample": False}
+    plan = Plan(
+        models=models,
+        questions=read_questions(questions, split)[:limit],
+        settings={"max_new_tokens": max_new_tokens, **sampling, **parse_options(settings or [])},
+        tree=None if tree is None else parse_tree(tree),
+        chat_template=read_template(chat_template),
+        thresholds=thresholds,
+        compare=compare.split(",") if compare else (),
+        batch_sizes=parse_numbers("--batch-size", batch_size, int),
+        repeats=repeats,
+        seed=seed,
+        dtype=dtype,
+    )
+    said = {"questions": Path(questions).name, "command": command_line()}
+    first = process_state().is_main_process
+
+    def keep(measurements: list[Any]) -> None:
+        if first:
+            write_json(json_path, report.to_json(measurements, **said))
+            if csv_path is not None:
+                report.write_csv(csv_path, measurements)
+
+    with bar(plan.batches) as begin:
+        outcome = carry_out(plan, begin=begin, tell=complain if first else lambda notice: None, keep=keep)
+    if first:
+        console = output()
+        for table in report.tables(outcome.measurements):
+            console.print(table)
+        if plot is not None:
+            plots.draw(outcome.measurements, plot)
+    if outcome.stopped:
+        complain(f"{outcome.stopped}: the figures, marked with *, are those of the prompts that were finished.")
+        raise typer.Exit(130)
+
+
+@app.command()
+def verify(
+    model: Model,
+    prompts: Annotated[
+        str, typer.Option(metavar="FILE", help="As the questions of `bench`; of a chat the first turn.")
+    ],
+    chat_template: Template = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Only the first so many prompts.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens per prompt.")] = 64,
+    batch_size: Annotated[int, typer.Option(min=1, help="Rows of the checks in batches.")] = 4,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the sampling.")] = 0,
+    settings: Settings = None,
+    dtype: Dtype = "auto",
+    json_path: Json = None,
+) -> None:
+    """Whether a model with draft heads writes what its base writes; ends with 1 if it does not."""
+    from hf_drafthead.evaluation.plan import load_here
+    from hf_drafthead.evaluation.questions import read_questions
+    from hf_drafthead.evaluation.speed import batched, encode_all
+    from hf_drafthead.evaluation.verify import calls, verdict_table, verify
+
+    check_writable(json_path)
+    given = parse_options(settings or [])
+    asked, template = read_questions(prompts)[:limit], read_template(chat_template)
+    loaded, tokenizer = load_here(model, dtype)
+    tokenizer.chat_template = template or tokenizer.chat_template
+    encoded = encode_all(loaded, tokenizer, batched(asked, 1), max_new_tokens)
+    rows = [one["input_ids"][0].tolist() for one in encoded]
+    options: dict[str, Any] = {"batch_size": batch_size, "settings": given}
+    with bar(calls(rows, **options)) as begin:
+        found = verify(loaded, rows, max_new_tokens=max_new_tokens, seed=seed, progress=begin("verify"), **options)
+    output().print(verdict_table(found))
+    write_json(json_path, found.to_json(tokenizer))
+    if undrafted := sum(check.undrafted for check in found.checks):
+        complain(f"{undrafted} calls were decoded by the base itself, so they verified nothing: see the warning above.")
+    if found.shortest is not None:
+        complain(found.shortest.told(tokenizer))
+        raise typer.Exit(1)

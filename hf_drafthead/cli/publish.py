@@ -1,0 +1,67 @@
+"""`hf-drafthead card`, `push` and `serve`: heads for others."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from hf_drafthead.cli.common import Json, Model, app, check_writable, output, write_json
+
+
+@app.command()
+def card(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder of a draft-head checkpoint.")],
+    license: Annotated[str | None, typer.Option(metavar="ID", help="License of the heads, such as apache-2.0.")] = None,
+    with_code: Annotated[bool, typer.Option("--with-code", help="Write the model code too, as a push does.")] = False,
+    json_path: Json = None,
+) -> None:
+    """Write the model card from the facts in a folder; sections that a person wrote stay."""
+    from hf_drafthead.cards import missing, write_card
+    from hf_drafthead.hub_upload.bundle import add_bundle
+
+    check_writable(json_path)
+    if with_code:
+        add_bundle(folder)
+    path = write_card(folder, license=license)
+    lacks = missing(folder)
+    console = output()
+    console.print(str(path), soft_wrap=True)
+    for one in lacks:
+        console.print(f"still missing: {one}", soft_wrap=True)
+    write_json(json_path, {"card": str(path), "missing": lacks})
+
+
+@app.command()
+def push(
+    folder: Annotated[str, typer.Argument(metavar="FOLDER", help="Folder of a draft-head checkpoint.")],
+    repo_id: Annotated[str, typer.Argument(metavar="REPO_ID", help="Where to: ORG/NAME on the Hub.")],
+    private: Annotated[bool | None, typer.Option("--private/--public", help="Of a new repository.")] = None,
+    revision: Annotated[str | None, typer.Option(help="Branch to push to; made if it is not there.")] = None,
+    create_pr: Annotated[bool, typer.Option("--create-pr", help="Propose the commit instead of making it.")] = False,
+    commit_message: Annotated[str | None, typer.Option(help="Title of the commit.")] = None,
+    include_base: Annotated[bool, typer.Option("--include-base", help="Push the base's weights too.")] = False,
+    base: Annotated[
+        str | None, typer.Option(metavar="ORG/NAME", help="The base on the Hub, if it is local here.")
+    ] = None,
+    license: Annotated[str | None, typer.Option(metavar="ID", help="License of the heads, such as apache-2.0.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything and show it; send nothing.")] = False,
+    json_path: Json = None,
+) -> None:
+    """Publish heads with tokenizer, settings, figures and card, after checking that others can use them."""
+    from hf_drafthead.hub_upload import Target, push_folder
+
+    check_writable(json_path)
+    target = Target(repo_id, commit_message, None, private, None, revision, create_pr, None, license)
+    done = push_folder(folder, target, base=base, include_base=include_base, dry_run=dry_run)
+    console = output()
+    for line in done.lines():
+        console.print(line, soft_wrap=True)
+    write_json(json_path, done.to_json())
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def serve(model: Model, context: typer.Context) -> None:
+    """Serve a model with an OpenAI-compatible API: all other options are those of `transformers serve`."""
+    from hf_drafthead.hub_upload.serve import serve as run
+
+    run(model, context.args)
