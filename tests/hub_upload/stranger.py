@@ -17,7 +17,8 @@ class NotInstalled:
             raise ModuleNotFoundError(f"No module named {name!r}")
 
 
-sys.meta_path.insert(0, NotInstalled())
+if __name__ == "__main__":  # whoever only reads this file keeps the package
+    sys.meta_path.insert(0, NotInstalled())
 
 import torch  # noqa: E402
 from transformers import AutoModel, AutoModelForCausalLM  # noqa: E402
