@@ -4,9 +4,10 @@
     python benchmarks/families.py                     # the tables, from the lines that are there
     python benchmarks/families.py --docs docs         # and into the pages, with the figures of results/step.json
 
-Every training is the zoo's (`hf_drafthead/zoo/heads.py`): same text, same steps. The base's hidden states are computed
-once for all. Seed 0 of a family is the bundled model itself. Heads are measured greedily on the zoo's held-out prompts,
-96 new tokens each, with the published 64-node tree; every text is compared with the base's own.
+Every training is the zoo's (`hf_drafthead/zoo/heads.py`): same text, same steps; with parts left out half of them. The
+base's hidden states are computed once for all. Seed 0 of a family is the bundled model itself. Heads are measured
+greedily on the zoo's held-out prompts, 96 new tokens each, with the published 64-node tree; every text is compared with
+the base's own.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from hf_drafthead.evaluation.speed import draft, encode, steps_of
 from hf_drafthead.zoo.base import ROW
 from hf_drafthead.zoo.build import OWN_TEXTS, STEPS
 from hf_drafthead.zoo.corpus import read_corpus
-from hf_drafthead.zoo.heads import AMPHISTA_OBJECTIVE, FAMILIES, HEADS, Recipe, train_heads
+from hf_drafthead.zoo.heads import AMPHISTA, FAMILIES, HEADS, Recipe, train_heads
 from hf_drafthead.zoo.own_text import OwnRows, own_text
 from hf_drafthead.zoo.tokenizer import pack
 
@@ -40,15 +41,30 @@ NEW_TOKENS = 96
 
 def without(**fields) -> Recipe:
     """Amphista with these config fields."""
-    return Recipe(lambda base: AmphistaForCausalLM.from_base(base, **HEADS, **fields), AMPHISTA_OBJECTIVE)
+    return Recipe(lambda base: AmphistaForCausalLM.from_base(base, **HEADS, **fields), AMPHISTA)
 
 
+ABLATION_STEPS = STEPS // 2
 ABLATIONS = {
+    "amphista with all parts": without(),
     "amphista without auto-embedding": without(num_auto_embedding_layers=0),
     "amphista without adaptation": without(num_stages=0),
     "amphista without sampled token": without(use_sampled_token=False),
     "amphista with one stage": without(num_stages=1),
     "amphista without head positions": without(use_head_positions=False),
+}
+
+# Amphista's recipe was chosen among these.
+TRIED = {
+    f"amphista, {name}": Recipe(FAMILIES["amphista"].fresh, arguments)
+    for name, arguments in {
+        "the text's tokens alone": {},
+        "both objectives": {"teacher_weight": 1.0},
+        "both, weight decay 0.1": {"teacher_weight": 1.0, "weight_decay": 0.1},
+        "both, rate 2.5e-3": {"teacher_weight": 1.0, "learning_rate": 2.5e-3},
+        "both, rate 6e-3, weight decay 0.1": {"teacher_weight": 1.0, "learning_rate": 6e-3, "weight_decay": 0.1},
+        "both, rate 8e-3, weight decay 0.1": {"teacher_weight": 1.0, "learning_rate": 8e-3, "weight_decay": 0.1},
+    }.items()
 }
 
 
@@ -79,22 +95,23 @@ def train(names: list[str], seeds: list[int], work: Path) -> None:
     """Add a line for every (name, seed) that has none yet."""
     base = AutoModelForCausalLM.from_pretrained(zoo.path("base"))
     tokenizer = AutoTokenizer.from_pretrained(zoo.path("base"))
-    recipes = {**FAMILIES, **ABLATIONS}
+    recipes = {**FAMILIES, **ABLATIONS, **TRIED}
     for seed in seeds:
         for name in names:
             if any((line["heads"], line["seed"]) == (name, seed) for line in lines()):
                 continue
             start = time.perf_counter()
+            length = ABLATION_STEPS if name in ABLATIONS else STEPS
             if seed == 0 and name in FAMILIES:
                 model = AutoModel.from_pretrained(zoo.path(name))
             else:
                 rows, held_out = texts_of(base, tokenizer, work)
                 folder = work / "families" / f"{name} {seed}"
-                model, _ = train_heads(recipes[name], base, rows, held_out, folder, steps=STEPS, seed=seed)
+                model, _ = train_heads(recipes[name], base, rows, held_out, folder, steps=length, seed=seed)
             line = {
                 "heads": name,
                 "seed": seed,
-                "steps": STEPS,
+                "steps": length,
                 "parameters": sum(parameter.numel() for parameter in model.drafter.parameters()),
                 "tokens_per_step": round(measured(model, tokenizer), 4),
                 "minutes": round((time.perf_counter() - start) / 60, 1),
@@ -112,7 +129,7 @@ def lines() -> list[dict]:
 def table(title: str, unit: str, names: Sequence[str]) -> str:
     """Mean and standard error over seeds, in Markdown, for names in the order of the recipes and the unit they have."""
     means = {}
-    for name in [*FAMILIES, *ABLATIONS]:
+    for name in [*FAMILIES, *ABLATIONS, *TRIED]:
         taken = [line for line in lines() if line["heads"] == name]
         if taken and (name in names or name == unit):
             values = [line["tokens_per_step"] for line in taken]
@@ -133,16 +150,29 @@ def of_families(names: Sequence[str] = ()) -> str:
 
 def of_ablations(names: Sequence[str] = ()) -> str:
     """The table of Amphista with parts left out."""
-    return table("amphista, parts left out", "amphista", names or list(ABLATIONS))
+    title = f"amphista, {ABLATION_STEPS} steps"
+    return table(title, "amphista with all parts", names or list(ABLATIONS))
 
 
-TABLES = {"families": of_families, "ablations": of_ablations, "accuracies": accuracies, "steps": steps}
+def of_tried(names: Sequence[str] = ()) -> str:
+    """The table of recipes that Amphista's was chosen from."""
+    return table("recipe", "amphista", names or list(TRIED))
+
+
+TABLES = {
+    "families": of_families,
+    "ablations": of_ablations,
+    "tried": of_tried,
+    "accuracies": accuracies,
+    "steps": steps,
+}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--train", action="store_true", help="train and measure what is missing")
-    parser.add_argument("--heads", nargs="*", default=[*FAMILIES, *ABLATIONS], choices=[*FAMILIES, *ABLATIONS])
+    names = [*FAMILIES, *ABLATIONS, *TRIED]
+    parser.add_argument("--heads", nargs="*", default=names, choices=names)
     parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2])
     parser.add_argument("--work", type=Path, default=Path(".zoo-build"), help="where texts and checkpoints are kept")
     parser.add_argument("--docs", type=Path, metavar="DIR", help="also write the tables into the pages under DIR")

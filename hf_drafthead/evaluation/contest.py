@@ -17,29 +17,27 @@ TRIED_PROMPTS = 6
 
 @dataclass(frozen=True)
 class Contest:
-    """One family against its base: with its fastest tree, with the published one, and in a batch."""
+    """One family against its base: with its fastest tree one by one, and with the published tree in batches."""
 
     fastest: Measurement
     published: Measurement
-    batch: Measurement
     tree: DraftTree
 
     @property
     def identical(self) -> bool:
         """Whether every output of every run was the base's own."""
-        return self.fastest.identical and self.published.identical and self.batch.identical
+        return self.fastest.identical and self.published.identical
 
     def to_json(self) -> dict[str, Any]:
-        """The fastest run's fields, and what the other two add."""
+        """The fastest run's fields, and what the other one adds."""
         return {
             **self.fastest.to_json(),
             "identical": self.identical,
             "tree": [list(path) for path in self.tree.paths],
             "tokens_per_step_published_tree": self.published.tokens_per_step,
             "speedup_published_tree": self.published.speedup,
-            "identical_in_batches": self.batch.identical,
-            "batch_size_in_batches": self.batch.batch_size,
-            "speedup_in_batches": self.batch.speedup,
+            "batch_size_published_tree": self.published.batch_size,
+            "identical_published_tree": self.published.identical,
         }
 
 
@@ -53,7 +51,7 @@ def contest(
     batch_size: int = 8,
     progress: Callable[[], object] = lambda: None,
 ) -> Contest:
-    """Measure a model with the tree that is fastest here, with the published tree, and in batches.
+    """Measure a model with the tree that is fastest here, and in batches with the published tree.
 
     Args:
         model: a model with draft heads.
@@ -61,7 +59,7 @@ def contest(
         prompts: what to continue; the first few also choose the tree.
         max_new_tokens: per prompt, at most.
         repeats: timed runs of each prompt with the fastest tree.
-        batch_size: rows of the run in batches, padded on the left.
+        batch_size: rows of the run with the published tree, padded on the left.
         progress: called after each batch of prompts, see `rounds`.
     """
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "progress": progress}
@@ -69,15 +67,14 @@ def contest(
     published = DraftTree.resolve(PUBLISHED_TREE, model.drafter.max_depth, model.config.get_text_config().vocab_size)
     return Contest(
         fastest=measure(model, tokenizer, prompts, tree=tree, repeats=repeats, **options),
-        published=measure(model, tokenizer, prompts, tree=published, repeats=1, **options),
-        batch=measure(model, tokenizer, prompts, tree=tree, repeats=1, batch_size=batch_size, **options),
+        published=measure(model, tokenizer, prompts, tree=published, repeats=1, batch_size=batch_size, **options),
         tree=tree,
     )
 
 
 def rounds(prompts: Sequence[Question], batch_size: int = 8) -> int:
     """How often a `contest` over these prompts calls `progress`."""
-    return len(prompts[:TRIED_PROMPTS]) + 2 * len(prompts) + len(batched(prompts, batch_size))
+    return len(prompts[:TRIED_PROMPTS]) + len(prompts) + len(batched(prompts, batch_size))
 
 
 def candidate_trees(model: Any) -> list[DraftTree]:
