@@ -2,8 +2,8 @@
 
     python benchmarks/training_memory.py              # batch 4, length 1024, vocabulary 32000, 4 heads, hidden 512
 
-Each variant runs in a process of its own; what is compared is the most memory it held during one step, less what it held
-before (weights and their gradients are in both).
+Each variant runs in a process of its own; what is compared is the most memory it held during one step, less what it
+held before (weights and their gradients are in both).
 """
 
 from __future__ import annotations

@@ -183,8 +183,8 @@ def test_a_save_that_fails_leaves_what_was_there(place, tmp_path, monkeypatch):
 def test_a_killed_training_can_be_resumed(place, tmp_path):
     script = (
         "from tests.training.test_run import *\n"
-        f"train(Path({str(place)!r}), Path({str(tmp_path / 'run')!r}), max_steps=2000, save_steps=1, eval_strategy='no',"
-        " save_total_limit=3)\n"
+        f"train(Path({str(place)!r}), Path({str(tmp_path / 'run')!r}), max_steps=2000, save_steps=1,"
+        " eval_strategy='no', save_total_limit=3)\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen([sys.executable, "-c", script], env=environment, stderr=subprocess.PIPE)

@@ -7,9 +7,9 @@ import pytest
 import torch
 from transformers import AutoModel
 
+from hf_drafthead.training.arguments import DraftHeadTrainingArguments
 from hf_drafthead.training.heads_loss import RANKS
 from hf_drafthead.training.objectives import feature_loss, next_token_loss, rank_counts, teacher_loss
-from hf_drafthead.training.arguments import DraftHeadTrainingArguments
 from hf_drafthead.training.trainer import DraftHeadTrainer
 from tests.bases import VOCABULARY, tiny_base
 from tests.families import FAMILIES
