@@ -4,7 +4,6 @@ import hashlib
 import json
 import os
 import platform
-import shutil
 import sys
 import tempfile
 from importlib.metadata import version
@@ -100,10 +99,3 @@ def write_whole(file: Path, text: str) -> None:
     beside = file.with_name(f".{file.name}.new")
     beside.write_text(text)
     os.replace(beside, file)
-
-
-def free_bytes(folder: Path) -> int:
-    """Room on the disk of a folder that may not be there yet."""
-    while not folder.exists():
-        folder = folder.parent
-    return shutil.disk_usage(folder).free

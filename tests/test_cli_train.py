@@ -1,0 +1,32 @@
+"""`hf-drafthead train` answers bad input with one line and exit code 2, before it trains anything."""
+
+import json
+
+import pytest
+
+from hf_drafthead import cli, zoo
+
+
+@pytest.mark.parametrize(
+    "changed, line",
+    [
+        (["--family", "meduza"], "the family 'meduza' is not known: expected one of amphista, amphista-alpha, eagle,"),
+        (["--data", "nowhere.jsonl"], "there is no data at 'nowhere.jsonl': give a .json, .jsonl or .txt file"),
+        (["--base", "/no/base"], "the base '/no/base' was not found ("),
+        (["--set", "lr"], "--set 'lr' is no NAME=VALUE: give for example --set learning_rate=1e-3."),
+        (["--set", "num_heads=3"], "'num_heads' is neither a config field of medusa ("),
+        (["--set", "head_decay=0"], "head_decay is 0: expected a number above 0."),
+        ([], "the data holds 1 rows, of which 64 are to be held out: give more data, or hold out fewer with"),
+    ],
+    ids=["family", "data", "base", "no pair", "unknown name", "value", "too little"],
+)
+def test_bad_input_is_one_line(changed, line, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "one.jsonl").write_text(json.dumps({"text": "def f(a):\n    return a"}))
+    given = {"--base": zoo.path("base"), "--family": "medusa", "--data": "one.jsonl", "--output": "out"}
+    given |= dict(zip(changed[::2], changed[1::2], strict=True))
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["train", *(word for pair in given.items() for word in pair)])
+    said = capsys.readouterr().err.strip().splitlines()[-1]
+    assert ended.value.code == 2 and said.startswith("hf-drafthead: ") and line in said
+    assert not (tmp_path / "out").exists()
