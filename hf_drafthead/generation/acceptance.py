@@ -9,6 +9,7 @@ Shapes: B rows, N nodes (root included), D nodes on the longest path, V vocabula
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -48,12 +49,9 @@ def greedy_walk(
         state: sequences and lengths are brought up to date.
         rules: gives the EOS tokens and the longest length.
     """
-    if logits.dtype == torch.float64:
-        logits = logits.float()  # as the base rounds before it chooses
-    choices = logits.argmax(-1)  # (B, N)
-    chosen, drafted = torch.stack([choices, tokens]).tolist()  # the only host sync of the step
-    nodes: list[list[int]] = [[] for _ in chosen]
-    emitted: list[list[int]] = [[] for _ in chosen]
+    choice, drafted = _on_host(logits, tokens)
+    nodes: list[list[int]] = [[] for _ in drafted]
+    emitted: list[list[int]] = [[] for _ in drafted]
     longest = rules.max_length
     assert longest is not None  # `rules.vectorized` says so
     for row in state.running(rules.pads):
@@ -61,7 +59,7 @@ def greedy_walk(
         room = longest - state.lengths[row]
         at = 0
         while True:
-            token = chosen[row][at]
+            token = choice(row, at)
             nodes[row].append(at)
             emitted[row].append(token)
             if len(emitted[row]) == room or token in rules.eos_tokens:
@@ -72,6 +70,19 @@ def greedy_walk(
                 break
     state.emit(emitted)
     return Accepted(nodes, emitted)
+
+
+def _on_host(logits: torch.Tensor, tokens: torch.Tensor) -> tuple[Callable[[int, int], int], list[list[int]]]:
+    """The base's greedy choice at (row, node), of logits (B, N, V), and the tokens (B, N) of the nodes."""
+    if logits.device.type == "cpu":  # nothing to wait for, so only the nodes that are walked are looked at
+        return lambda row, node: int(_rounded(logits[row, node]).argmax()), tokens.tolist()
+    choices, drafted = torch.stack([_rounded(logits).argmax(-1), tokens]).tolist()  # the only host sync of the step
+    return lambda row, node: choices[row][node], drafted
+
+
+def _rounded(logits: torch.Tensor) -> torch.Tensor:
+    """As the base rounds before it chooses."""
+    return logits.float() if logits.dtype == torch.float64 else logits
 
 
 def walk(

@@ -352,6 +352,8 @@ def _filled(rows: list[list[int]]) -> list[list[int]]:
 
 def _picked(features: torch.Tensor, nodes: list[list[int]]) -> torch.Tensor:
     """Features (B, m, F*H) of m nodes per row, of all nodes' (B, N, F*H)."""
+    if len(nodes) == 1:  # fewer operations: a few percent of a small model's step
+        return features.index_select(1, torch.tensor(nodes[0], device=features.device))
     step_nodes = features.shape[1]
     places = [row * step_nodes + node for row, kept in enumerate(nodes) for node in kept]
     flat = features.flatten(0, 1).index_select(0, torch.tensor(places, device=features.device))
