@@ -2,6 +2,7 @@
 needs no trained heads.
 
     python benchmarks/end_to_end.py                                      # writes RESULTS.md, results/end_to_end.json
+    python benchmarks/end_to_end.py --cards                              # and each model's own evaluation.json
     python benchmarks/end_to_end.py --limit 4 --tokens 16 --output /tmp  # a short look
 
 Held-out code prompts of the zoo, greedy, float32, one prompt at a time and in batches; base, heads and the others take
@@ -127,6 +128,7 @@ def main() -> None:
     parser.add_argument("--assistant", help="for assisted decoding; default: trained on first use")
     parser.add_argument("--assistant-steps", type=int, default=600)
     parser.add_argument("--without-compiled", action="store_true", help="where no C++ compiler is at hand")
+    parser.add_argument("--cards", action="store_true", help="keep each model's figures in its folder, for its card")
     parser.add_argument("--output", type=Path, default=HERE)
     args = parser.parse_args()
     transformers.utils.logging.disable_progress_bar()
@@ -144,7 +146,7 @@ def main() -> None:
         tree = fastest_tree(
             model, tokenizer, prompts[:TRIED_PROMPTS], candidate_trees(model), max_new_tokens=args.tokens
         )
-        measurements += bench(
+        measured = bench(
             model,
             tokenizer,
             prompts,
@@ -155,9 +157,14 @@ def main() -> None:
             repeats=args.repeats,
             tell=print,
         )
-        figures = json.dumps(report.to_json(measurements, command=command), indent=1)
+        measurements += measured
         here = f"{HERE.parent}/"  # the page and the figures name the project's own files, wherever it lies
-        (results / "end_to_end.json").write_text(figures.replace(here, "") + "\n")
+        files = {results / "end_to_end.json": measurements}
+        if args.cards:
+            files[Path(zoo.path(family)) / "evaluation.json"] = measured
+        for file, told in files.items():
+            said = report.to_json(told, command=command, questions="hf_drafthead/zoo/assets/prompts.jsonl")
+            file.write_text(json.dumps(said, indent=1).replace(here, "") + "\n")
         (args.output / "RESULTS.md").write_text(page_of(measurements, command).replace(here, ""))
         if measurements[-1].stopped == INTERRUPTED:
             break

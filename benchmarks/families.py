@@ -20,19 +20,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from figures import accuracies, fill, markdown, steps
+from figures import accuracies, fill, markdown, steps, trainings
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from hf_drafthead import AmphistaForCausalLM, DraftTree, zoo
+from hf_drafthead import DraftTree, zoo
 from hf_drafthead.evaluation.acceptance import tokens_per_step
 from hf_drafthead.evaluation.prompts import read_prompts
 from hf_drafthead.evaluation.speed import draft, encode, steps_of
-from hf_drafthead.zoo.base import ROW
-from hf_drafthead.zoo.build import OWN_TEXTS, STEPS
-from hf_drafthead.zoo.corpus import read_corpus
+from hf_drafthead.zoo.build import STEPS, own_data
 from hf_drafthead.zoo.heads import AMPHISTA, FAMILIES, HEADS, Recipe, train_heads
-from hf_drafthead.zoo.own_text import OwnRows, own_text
-from hf_drafthead.zoo.tokenizer import pack
 
 RESULTS = Path(__file__).parent / "results" / "families.jsonl"
 TREE = "mc_sim_7b_63"
@@ -41,7 +37,7 @@ NEW_TOKENS = 96
 
 def without(**fields) -> Recipe:
     """Amphista with these config fields."""
-    return Recipe(lambda base: AmphistaForCausalLM.from_base(base, **HEADS, **fields), AMPHISTA)
+    return Recipe("amphista", {**HEADS, **fields}, AMPHISTA)
 
 
 ABLATION_STEPS = STEPS // 2
@@ -56,7 +52,7 @@ ABLATIONS = {
 
 # Amphista's recipe was chosen among these.
 TRIED = {
-    f"amphista, {name}": Recipe(FAMILIES["amphista"].fresh, arguments)
+    f"amphista, {name}": Recipe("amphista", HEADS, arguments)
     for name, arguments in {
         "the text's tokens alone": {},
         "both objectives": {"teacher_weight": 1.0},
@@ -66,15 +62,6 @@ TRIED = {
         "both, rate 8e-3, weight decay 0.1": {"teacher_weight": 1.0, "learning_rate": 8e-3, "weight_decay": 0.1},
     }.items()
 }
-
-
-def texts_of(base: PreTrainedModel, tokenizer, work: Path) -> tuple[OwnRows, OwnRows]:
-    """The texts that heads learn from and are evaluated on, as the zoo's build writes them."""
-    found = []
-    for name, held_out, count in (("own_text", False, OWN_TEXTS), ("own_text_held_out", True, 64)):
-        rows = pack(tokenizer, [file for file in read_corpus() if file.held_out == held_out], ROW)
-        found.append(own_text(base, rows, count, work / f"{name}.safetensors", seed=0))
-    return found[0], found[1]
 
 
 def measured(model: PreTrainedModel, tokenizer) -> float:
@@ -105,9 +92,10 @@ def train(names: list[str], seeds: list[int], work: Path) -> None:
             if seed == 0 and name in FAMILIES:
                 model = AutoModel.from_pretrained(zoo.path(name))
             else:
-                rows, held_out = texts_of(base, tokenizer, work)
+                data = own_data(base, tokenizer, work)
                 folder = work / "families" / f"{name} {seed}"
-                model, _ = train_heads(recipes[name], base, rows, held_out, folder, steps=length, seed=seed)
+                place = Path(zoo.path("base"))
+                model = train_heads(recipes[name], place, data, folder, steps=length, seed=seed).model
             line = {
                 "heads": name,
                 "seed": seed,
@@ -165,6 +153,7 @@ TABLES = {
     "tried": of_tried,
     "accuracies": accuracies,
     "steps": steps,
+    "trainings": trainings,
 }
 
 

@@ -11,13 +11,16 @@ from __future__ import annotations
 
 import json
 import re
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from hf_drafthead import zoo
 from hf_drafthead.zoo.heads import FAMILIES
 
-STEPS = Path(__file__).parent / "results" / "step.json"  # what `step.py --json` has written
+RESULTS = Path(__file__).parent / "results"
+STEPS = RESULTS / "step.json"  # what `step.py --json` has written
+TRAININGS = RESULTS / "training.jsonl"  # a line for each of `training.py`
 PLACE = re.compile(r"(<!-- figures: ([^>]*?) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
 NOTHING = "*Not measured yet.*"
 
@@ -61,6 +64,7 @@ def accuracies(families: Sequence[str]) -> str:
         summary = zoo.ASSETS / family / "training_summary.json"
         if summary.is_file():
             noted = json.loads(summary.read_text())
+            noted |= noted.get("held_out", {})
             heads = [noted.get(f"head{head}_top1") for head in range(4)]
             rows.append([family, *("" if share is None else f"{share:.3f}" for share in heads)])
     return markdown(["top-1 accuracy", "head 0", "head 1", "head 2", "head 3"], rows)
@@ -76,3 +80,20 @@ def steps(families: Sequence[str]) -> str:
         if not families or row["model"].split()[-1] in families
     ]
     return markdown(["heads", "nodes", "batch", *parts], rows)
+
+
+def trainings(ways: Sequence[str] = ()) -> str:
+    """What each way to train gave, mean and standard error over the seeds; all ways if none is named."""
+    lines = [json.loads(line) for line in TRAININGS.read_text().splitlines()] if TRAININGS.is_file() else []
+    rows = []
+    for way in dict.fromkeys(line["way"] for line in lines if not ways or line["way"] in ways):
+        taken = [line for line in lines if line["way"] == way]
+
+        def cell(name: str, digits: int, taken: list[dict] = taken) -> str:
+            values = [line[name] for line in taken]
+            error = f" ± {statistics.stdev(values) / len(values) ** 0.5:.{digits}f}" if len(values) > 1 else ""
+            return f"{statistics.mean(values):.{digits}f}{error}"
+
+        there = [cell("tokens_per_step", 3), cell("perplexity", 3), cell("foretold", 3), cell("generated", 3)]
+        rows.append([way, *there, f"{sum(line['generated_steps'] for line in taken):,}", str(len(taken))])
+    return markdown(["trained on", "tokens per step", "perplexity", "foretold", "generated", "steps", "seeds"], rows)

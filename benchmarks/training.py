@@ -9,76 +9,75 @@
   distribution without them
 
 A step is 8 rows of 256 tokens. Tokens per step are measured greedily on the zoo's held-out prompts with the published
-64-node tree, against the base that the heads belong to; perplexity is that base's, on held-out files.
+64-node tree, against the base that the heads belong to; perplexity is that base's, on held-out files. `foretold` is
+what the training said at its end for its held-out rows, `generated` what `generate` then gave on the same rows.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import math
-import statistics
 import tempfile
 from pathlib import Path
 
 import torch
-from families import NEW_TOKENS, TREE, measured, texts_of
-from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
+from families import TREE, measured
+from figures import TRAININGS, trainings
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_drafthead import MedusaForCausalLM, zoo
-from hf_drafthead.training.arguments import DraftHeadTrainingArguments
-from hf_drafthead.training.lora import add_lora, merge_lora
-from hf_drafthead.training.trainer import DraftHeadTrainer
+from hf_drafthead import zoo
+from hf_drafthead.evaluation.acceptance import tokens_per_step
+from hf_drafthead.modeling import DraftHeadPreTrainedModel
+from hf_drafthead.training.run import FORETOLD_PROMPTS, PreparedData, Trained, own_prompts, train_heads
+from hf_drafthead.zoo.build import own_data
 from hf_drafthead.zoo.corpus import read_corpus
+from hf_drafthead.zoo.heads import ALIKE, HEADS
 from hf_drafthead.zoo.own_text import OwnRows
 from hf_drafthead.zoo.tokenizer import pack
 
-RESULTS = Path(__file__).parent / "results" / "training.jsonl"
+BASE = zoo.path("base")
 STEPS = 600
+ANSWER_TOKENS = 192  # with the 64 that are given as long as the rows
 WAYS = ("other text", "own text", "medusa-2")
-SETTINGS = {
-    "per_device_train_batch_size": 8,
-    "learning_rate": 4e-3,
-    "lr_scheduler_type": "cosine",
-    "warmup_steps": 50,
-    "weight_decay": 0.0,
-    "logging_steps": 100,
-    "save_strategy": "no",
-    "remove_unused_columns": False,
-    "report_to": [],
-    "use_cpu": True,
-    "disable_tqdm": True,
-}
-JOINT = {"base_weight": 1.0, "base_objective": "itself", "base_learning_rate": 1e-3, "heads_weight": 0.2}
+JOINT = {"base_objective": "itself", "base_learning_rate": 1e-3, "learning_rate": ALIKE["learning_rate"]}
 
 
-def trained(way: str, seed: int, work: Path):
-    """A Medusa model on a base of its own."""
-    base = AutoModelForCausalLM.from_pretrained(zoo.path("base"))
-    tokenizer = AutoTokenizer.from_pretrained(zoo.path("base"))
-    rows, _ = texts_of(base, tokenizer, work)
-    set_seed(seed)
-    model = MedusaForCausalLM.from_base(base, num_draft_heads=4)
-    if way == "other text":
-        files = [file for file in read_corpus() if not file.held_out]
-        corpus = pack(tokenizer, files, 256)
-        picked = torch.randperm(len(corpus), generator=torch.Generator().manual_seed(seed))[: len(rows)]
-        fit(model, OwnRows(corpus[picked], rows.given), seed, STEPS)
-    elif way == "own text":
-        fit(model, rows, seed, STEPS)
-    else:
-        fit(model, rows, seed, STEPS // 2)
-        add_lora(model)
-        fit(model, OwnRows(rows.rows, rows.given), seed + 100, STEPS // 2, **JOINT)
-        merge_lora(model)
-    return model.eval(), tokenizer
-
-
-def fit(model, rows: OwnRows, seed: int, steps: int, **more) -> None:
-    """Train with the Trainer, keeping nothing but the weights."""
+def trained(way: str, seed: int, work: Path) -> tuple[Trained, PreparedData]:
+    """Medusa heads, on a base of their own where it learnt too, and what they learnt from."""
+    base, tokenizer = (one.from_pretrained(BASE) for one in (AutoModelForCausalLM, AutoTokenizer))
+    data = own_data(base, tokenizer, work)
     with tempfile.TemporaryDirectory() as folder:
-        arguments = DraftHeadTrainingArguments(output_dir=folder, seed=seed, max_steps=steps, **SETTINGS, **more)
-        DraftHeadTrainer(model, arguments, train_dataset=rows).train()
+        if way == "medusa-2":
+            fit(data, f"{folder}/heads", seed, STEPS // 2)
+            moving = dataclasses.replace(data, rows=OwnRows(data.rows.rows, data.rows.given))  # so do its hidden states
+            more = {"heads": f"{folder}/heads", "joint": True, **JOINT}
+            return fit(moving, f"{folder}/both", seed, STEPS // 2, **more), data
+        if way == "other text":
+            files = [file for file in read_corpus() if not file.held_out]
+            corpus = pack(tokenizer, files, data.rows.rows.shape[1])
+            picked = torch.randperm(len(corpus), generator=torch.Generator().manual_seed(seed))[: len(data.rows)]
+            data = dataclasses.replace(data, rows=OwnRows(corpus[picked], data.rows.given))
+        return fit(data, f"{folder}/heads", seed, STEPS), data
+
+
+def fit(data: PreparedData, folder: str, seed: int, steps: int, **more) -> Trained:
+    """What `hf-drafthead train` does."""
+    fields = {} if "heads" in more else HEADS
+    given = {**ALIKE, "save_strategy": "no", "max_steps": steps, "seed": seed, "answer_tokens": ANSWER_TOKENS, **more}
+    return train_heads(BASE, "medusa", data, folder, fields=fields, **given)
+
+
+def generated(model: DraftHeadPreTrainedModel, data: PreparedData) -> tuple[float, int]:
+    """Tokens per step of `generate` on the rows whose speed was foretold, and how many steps that were."""
+    prompts = torch.stack(own_prompts(data.held_out, FORETOLD_PROMPTS, data.rows.given))
+    settings = {"do_sample": False, "max_new_tokens": ANSWER_TOKENS, "draft_tree": TREE}
+    accepted = []
+    for part in prompts.split(8):
+        output = model.generate(part, attention_mask=torch.ones_like(part), return_dict_in_generate=True, **settings)
+        accepted.append(output.accepted_lengths)
+    return tokens_per_step(accepted), sum(int((lengths > 0).sum()) for lengths in accepted)
 
 
 @torch.no_grad()
@@ -89,11 +88,6 @@ def perplexity(base, tokenizer) -> float:
     return math.exp(sum(losses) / len(losses))
 
 
-def lines() -> list[dict]:
-    """What was measured so far."""
-    return [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.is_file() else []
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--train", action="store_true", help="train and measure what is missing")
@@ -101,29 +95,29 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2])
     parser.add_argument("--work", type=Path, default=Path(".zoo-build"), help="where texts are kept")
     args = parser.parse_args()
+    tokenizer = AutoTokenizer.from_pretrained(BASE)
+    done = [json.loads(line) for line in TRAININGS.read_text().splitlines()] if TRAININGS.is_file() else []
     for seed in args.seeds if args.train else []:
         for way in args.ways:
-            if any((line["way"], line["seed"]) == (way, seed) for line in lines()):
+            if any((line["way"], line["seed"]) == (way, seed) for line in done):
                 continue
-            model, tokenizer = trained(way, seed, args.work)
+            told, data = trained(way, seed, args.work)
+            model = told.model
+            there, steps = generated(model, data)
             line = {
                 "way": way,
                 "seed": seed,
                 "steps": STEPS,
+                "foretold": round(told.summary["tokens_per_step"], 4),
+                "generated": round(there, 4),
+                "generated_steps": steps,
                 "tokens_per_step": round(measured(model, tokenizer), 4),
                 "perplexity": round(perplexity(model.base, tokenizer), 4),
             }
-            with RESULTS.open("a") as file:
+            with TRAININGS.open("a") as file:
                 file.write(json.dumps(line) + "\n")
             print(line, flush=True)
-    print(f"\n| way | tokens per step ({TREE}, {NEW_TOKENS} tokens) | perplexity | seeds |\n|---|---|---|---|")
-    for way in WAYS:
-        taken = [line for line in lines() if line["way"] == way]
-        if taken:
-            taus = [line["tokens_per_step"] for line in taken]
-            error = statistics.stdev(taus) / len(taus) ** 0.5 if len(taus) > 1 else float("nan")
-            mean = statistics.mean(line["perplexity"] for line in taken)
-            print(f"| {way} | {statistics.mean(taus):.3f} ± {error:.3f} | {mean:.3f} | {len(taken)} |")
+    print(f"\n{trainings()}")
 
 
 if __name__ == "__main__":

@@ -159,7 +159,7 @@ def render(facts: Facts, data: ModelCardData, repo_id: str) -> str:
         "mebibytes": lambda size: f"{size / 2**20:.1f} MiB",
         "nodes": lambda tree: str(len(tree) + 1) if isinstance(tree, list) else cell(tree),
         "setting": setting,
-        "yes_or_no": lambda same: "not measured" if not isinstance(same, bool) else "yes" if same else "**no**",
+        "same": same_text,
     }
     citation = room / "citations" / f"{facts.family.removesuffix('++').removesuffix('-alpha')}.bib"
     named = data.get("base_model") or facts.base_named
@@ -209,6 +209,13 @@ def setting(run: dict[str, Any]) -> str:
         parts.append(f"{acceptance['acceptance']} acceptance")
         parts += [f"threshold {acceptance['posterior_threshold']}"] if "posterior_threshold" in acceptance else []
     return ", ".join(parts)
+
+
+def same_text(same: Any, run: dict[str, Any]) -> str:
+    """Whether a run gave the base's own text, where it was meant to."""
+    if not is_exact(run):
+        return "not asked for"
+    return "not measured" if not isinstance(same, bool) else "yes" if same else "**no**"
 
 
 def is_exact(run: dict[str, Any]) -> bool:

@@ -192,14 +192,17 @@ class PaddingCollator:
         self.pad_token_id = pad_token_id
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
-        """Tensors `input_ids`, `labels` and `attention_mask`, each (B, T)."""
+        """Tensors `input_ids`, `labels` and `attention_mask`, each (B, T); of rows that have them `features`."""
         ids = [torch.as_tensor(row["input_ids"], dtype=torch.long) for row in rows]
         labels = [torch.as_tensor(row["labels"], dtype=torch.long) for row in rows]
-        return {
+        batch = {
             "input_ids": _pad(ids, self.pad_token_id),
             "labels": _pad(labels, IGNORED),
             "attention_mask": _pad([torch.ones_like(one) for one in ids], 0),
         }
+        if "features" in rows[0]:
+            batch["features"] = _pad([torch.as_tensor(row["features"]) for row in rows], 0)
+        return batch
 
 
 def _pad(rows: list[torch.Tensor], value: int) -> torch.Tensor:

@@ -6,6 +6,7 @@ import os
 import platform
 import sys
 import tempfile
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,12 @@ def fingerprint(base: Any) -> str:
     weight = base.get_output_embeddings().weight.detach().flatten()[:4096]
     digest.update(weight.float().cpu().numpy().tobytes())
     return digest.hexdigest()[:16]
+
+
+def recent_loss(history: Sequence[dict[str, Any]]) -> float | None:
+    """Training loss over the last four of a Trainer's logs."""
+    losses = [entry["loss"] for entry in history if "loss" in entry][-4:]
+    return round(sum(losses) / len(losses), 4) if losses else None
 
 
 def check_run(output: Path, run: dict[str, Any], resume: bool) -> None:

@@ -1,12 +1,11 @@
 """From a base and some text to trained heads in a folder: what `hf-drafthead train` does.
 
-read data -> fresh heads (or trained ones) -> look at the data -> train -> save heads, summary, picture
+fresh heads (or trained ones) -> read data -> look at the data -> train -> save heads, summary, picture
 """
 
 import dataclasses
 import json
 import os
-import time
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from itertools import islice
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from datasets import Dataset, IterableDataset
+from datasets import Dataset
 from torch import Tensor
 from transformers import AutoTokenizer, set_seed
 from transformers.configuration_utils import PreTrainedConfig
@@ -22,6 +21,7 @@ from transformers.utils import logging
 
 from hf_drafthead.modeling.base import DraftHeadPreTrainedModel
 from hf_drafthead.training.arguments import JOINT, WEIGHTS, DraftHeadTrainingArguments, recipe
+from hf_drafthead.training.clock import Clock
 from hf_drafthead.training.data import DataReport, PaddingCollator, tokenize_rows
 from hf_drafthead.training.families import CLASSES, fresh_heads
 from hf_drafthead.training.foretelling import Foretelling
@@ -29,7 +29,15 @@ from hf_drafthead.training.likeness import Likeness, likeness
 from hf_drafthead.training.lora import add_lora, merge_lora
 from hf_drafthead.training.objectives import IGNORED
 from hf_drafthead.training.plots import plot_training
-from hf_drafthead.training.record import SUMMARY, check_run, fingerprint, provenance, save_whole, write_whole
+from hf_drafthead.training.record import (
+    SUMMARY,
+    check_run,
+    fingerprint,
+    provenance,
+    recent_loss,
+    save_whole,
+    write_whole,
+)
 from hf_drafthead.training.sources import data_hash, read_rows
 from hf_drafthead.training.trainer import DraftHeadTrainer, whole_checkpoint
 
@@ -37,6 +45,22 @@ logger = logging.get_logger(__name__)
 
 FORETOLD_PROMPTS = 32
 PICTURE = "training.png"
+
+
+@dataclasses.dataclass(frozen=True)
+class PreparedData:
+    """Rows of tokens that are ready to learn from.
+
+    rows: each with `input_ids` and `labels` (T,), -100 where nothing is to be learnt, and if the base's last hidden
+    states are known, `features` (T, H); held_out: rows to evaluate on; source: what they were made from, for the
+    training summary; sha256: of that; report: what became of it.
+    """
+
+    rows: Any
+    held_out: Any
+    source: str
+    sha256: str
+    report: DataReport | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +74,7 @@ class Trained:
 def train_heads(
     base: str | os.PathLike,
     family: str,
-    data: str | os.PathLike,
+    data: str | os.PathLike | PreparedData,
     output: str | os.PathLike,
     *,
     heads: str | os.PathLike | None = None,
@@ -72,7 +96,8 @@ def train_heads(
     Args:
         base: id or path of a causal LM.
         family: one of "medusa", "hydra", "hydra++", "amphista", "amphista-alpha", "eagle".
-        data: what `read_rows` reads. Its first rows are held out.
+        data: what `read_rows` reads, whose first rows are held out; or rows that are ready (`max_length` to
+            `held_out_rows` are about reading).
         output: folder for checkpoints, and for the heads at the end; with `joint` for the base as well.
         heads: go on from these trained heads instead of fresh ones.
         fields: config fields of fresh heads (`num_draft_heads`, ...).
@@ -93,40 +118,43 @@ def train_heads(
         FloatingPointError: the loss became NaN or infinite.
     """
     output = Path(output)
-    started = time.monotonic()
     settings = DraftHeadTrainingArguments.for_family(
         family, str(output), **{**(JOINT if joint else {}), **_defaults(streaming, arguments), **arguments}
     )
     set_seed(settings.seed)
     model = _model(base, family, heads, fields or {}, load or {})
     tokenizer = AutoTokenizer.from_pretrained(base)
-    rows, held_out, report, hashed = _data(model, tokenizer, data, max_length, packing, streaming, split, held_out_rows)
+    if not isinstance(data, PreparedData):
+        data = _read(model, tokenizer, str(data), max_length, packing, streaming, split, held_out_rows)
     run = {
         "family": family,
         "config": _own_fields(model),
         "base": fingerprint(model.base),
-        "data": hashed,
+        "data": data.sha256,
         "joint": joint,
     }
     if settings.process_index == 0:
         check_run(output, run, resume)
     collator = PaddingCollator(tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0)
-    looks = _look(model, held_out, collator, settings.per_device_eval_batch_size)
+    looks = _look(model, data.held_out, collator, settings.per_device_eval_batch_size)
     if joint and lora_rank:
         add_lora(model, lora_rank)
-    prompts = own_prompts(held_out, FORETOLD_PROMPTS, _positions(model) - answer_tokens)
+    prompts = own_prompts(data.held_out, FORETOLD_PROMPTS, _positions(model) - answer_tokens)
+    clock = Clock(output / "clock.json")
     trainer = DraftHeadTrainer(
         model,
         settings,
-        train_dataset=rows,
-        eval_dataset=held_out,
+        train_dataset=data.rows,
+        eval_dataset=data.held_out,
         data_collator=collator,
+        callbacks=[clock],
         foretelling=Foretelling(prompts, answer_tokens, base_changes=joint) if prompts else None,
     )
     checkpoint = whole_checkpoint(output) if resume else None
     if resume and checkpoint is None:
         raise ValueError(f"{str(output)!r} holds no whole checkpoint to go on from: leave --resume out.")
     trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+    hours = clock.hours
     evaluated = [entry for entry in trainer.state.log_history if "eval_loss" in entry]
     done = bool(evaluated) and evaluated[-1]["step"] == trainer.state.global_step
     metrics = evaluated[-1] if done else trainer.evaluate()
@@ -136,9 +164,9 @@ def train_heads(
         "family": family,
         "base": str(base),
         "base_revision": model.config.base_model_revision,
-        "data": str(data),
-        "data_sha256": hashed,
-        "data_report": report.to_json(),
+        "data": data.source,
+        "data_sha256": data.sha256,
+        "data_report": data.report and data.report.to_json(),
         "likeness": None if looks is None else vars(looks),
         "seed": settings.seed,
         "joint": joint,
@@ -149,7 +177,8 @@ def train_heads(
         "objective": {name: getattr(settings, name) for name in WEIGHTS},
         "held_out": {name.removeprefix("eval_"): value for name, value in metrics.items() if name.startswith("eval_")},
         "tokens_per_step": metrics.get("eval_tokens_per_step"),
-        "hours": round((time.monotonic() - started) / 3600, 4),
+        "train_loss": recent_loss(trainer.state.log_history),
+        "hours": round(hours, 4),
     }
     if trainer.is_world_process_zero():
         if joint and lora_rank:
@@ -210,18 +239,18 @@ def _model(
     return trained
 
 
-def _data(
+def _read(
     model: DraftHeadPreTrainedModel,
     tokenizer: Any,
-    data: str | os.PathLike,
+    data: str,
     max_length: int | None,
     packing: bool,
     streaming: bool,
     split: str,
     held_out_rows: int,
-) -> tuple[Dataset | IterableDataset, Dataset, DataReport, str]:
-    """Training rows, held-out rows, the report on them, and the hash of what was read."""
-    raw = read_rows(str(data), streaming=streaming, split=split)
+) -> PreparedData:
+    """What `data` names, as tokens."""
+    raw = read_rows(data, streaming=streaming, split=split)
     first = list(islice(iter(raw), held_out_rows + 1))
     if len(first) <= held_out_rows:
         raise ValueError(
@@ -234,11 +263,11 @@ def _data(
     if packing:
         limits["max_length"] = max_length or _positions(model)
     rows, report = tokenize_rows(raw.skip(held_out_rows), tokenizer, packing=packing, **limits)
-    return rows, held_out, report, data_hash(first if streaming else raw)
+    return PreparedData(rows, held_out, data, data_hash(first if streaming else raw), report)
 
 
 def _look(
-    model: DraftHeadPreTrainedModel, held_out: Dataset, collator: PaddingCollator, batch_size: int
+    model: DraftHeadPreTrainedModel, held_out: Any, collator: PaddingCollator, batch_size: int
 ) -> Likeness | None:
     """Warn about data that the base would not have written."""
 

@@ -17,7 +17,8 @@ from transformers import (
 )
 from transformers.trainer_utils import get_last_checkpoint
 
-from hf_drafthead.zoo.clock import Clock
+from hf_drafthead.training.clock import Clock
+from hf_drafthead.training.record import recent_loss
 
 VOCAB_SIZE = 1024
 ROW = 512  # tokens per training row, and the most positions the base holds
@@ -102,12 +103,12 @@ def train_base(
     clock = Clock(work / "clock.json")
     trainer = Trainer(model, arguments, train_dataset=Rows(rows), eval_dataset=Rows(held_out), callbacks=[clock])
     trainer.train(resume_from_checkpoint=last_checkpoint(work))
-    minutes = round(clock.minutes, 1)
+    minutes = round(60 * clock.hours, 1)
     held_out_loss = trainer.evaluate()["eval_loss"]
     return model.eval(), {
         "steps": steps,
         "tokens": steps * 8 * ROW,
-        "train_loss": recent_loss(trainer),
+        "train_loss": recent_loss(trainer.state.log_history),
         "held_out_loss": round(held_out_loss, 4),
         "held_out_perplexity": round(math.exp(held_out_loss), 3),
         "minutes": minutes,
@@ -117,12 +118,6 @@ def train_base(
 def last_checkpoint(work: Path) -> str | None:
     """The Trainer's last checkpoint under ``work``, if there is one to go on from."""
     return get_last_checkpoint(work) if work.is_dir() else None
-
-
-def recent_loss(trainer: Trainer) -> float:
-    """Training loss over the last four logs."""
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry][-4:]
-    return round(sum(losses) / len(losses), 4)
 
 
 def save_base(model: LlamaForCausalLM, folder: Path) -> None:

@@ -17,9 +17,10 @@ from typing import Any
 
 import tokenizers
 import torch
-import transformers
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from hf_drafthead.training.record import provenance
+from hf_drafthead.training.run import PreparedData
 from hf_drafthead.zoo import ASSETS
 from hf_drafthead.zoo.base import ROW, VOCAB_SIZE, save_base, train_base
 from hf_drafthead.zoo.corpus import SourceFile, read_corpus, text_hash
@@ -30,6 +31,7 @@ from hf_drafthead.zoo.tokenizer import pack, train_tokenizer
 
 OWN_TEXTS = 4096  # texts of the base that every family learns from
 STEPS = 1500
+LICENSE = {"license": "apache-2.0"}  # of the heads: the project's own
 
 
 @dataclass(frozen=True)
@@ -60,22 +62,28 @@ def build_base(build: Build) -> None:
     _write_summary(build, folder, {**_about(training), "text_tokens": rows.numel(), **figures})
 
 
+def own_data(base: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, work: Path) -> PreparedData:
+    """What every family learns from: text that the base writes itself, going on from the corpus."""
+    training, held_out = _split_corpus()
+    rows, held_out_rows = pack(tokenizer, training, ROW), pack(tokenizer, held_out, ROW)
+    learnt = own_text(base, rows, OWN_TEXTS, work / "own_text.safetensors", seed=0)
+    checked = own_text(base, held_out_rows, 64, work / "own_text_held_out.safetensors", seed=0)
+    text = _about(training)
+    return PreparedData(learnt, checked, f"{text['text']}, continued by the base", text["text_sha256"])
+
+
 def build_heads(build: Build, family: str) -> None:
     """One family's heads for the base that is in the output folder, trained on what that base writes."""
-    training, held_out = _split_corpus()
-    base = AutoModelForCausalLM.from_pretrained(build.output / "base")
-    tokenizer = AutoTokenizer.from_pretrained(build.output / "base")
-    rows, held_out_rows = pack(tokenizer, training, ROW), pack(tokenizer, held_out, ROW)
-    learnt = own_text(base, rows, OWN_TEXTS, build.work / "own_text.safetensors", seed=0)
-    checked = own_text(base, held_out_rows, 64, build.work / "own_text_held_out.safetensors", seed=0)
-    recipe, work = FAMILIES[family], build.work / family
-    model, figures = train_heads(recipe, base, learnt, checked, work, steps=STEPS, seed=build.seed)
-    store_tree(model, learnt.rows[:256], learnt.given)
-    folder = build.output / family
-    save_heads(model, folder)
+    place, folder = build.output / "base", build.output / family
+    tokenizer = AutoTokenizer.from_pretrained(place)
+    data = own_data(AutoModelForCausalLM.from_pretrained(place), tokenizer, build.work)
+    trained = train_heads(FAMILIES[family], place, data, build.work / family, steps=STEPS, seed=build.seed)
+    store_tree(trained.model, data.rows.rows[:256], data.rows.given)
+    save_heads(trained.model, folder)
     tokenizer.save_pretrained(folder)
-    own = {"own_texts": len(learnt), "own_text_tokens": learnt.rows[:, learnt.given :].numel()}
-    _write_summary(build, folder, {"family": family, **_about(training), **own, **figures})
+    figures = {name: value for name, value in trained.summary.items() if name != "base"}
+    own_tokens = data.rows.rows[:, data.rows.given :].numel()
+    _write_summary(build, folder, {**figures, "own_texts": len(data.rows), "own_text_tokens": own_tokens, **LICENSE})
 
 
 PARTS: dict[str, Callable[[Build], None]] = {
@@ -128,14 +136,12 @@ def _about(training: list[SourceFile]) -> dict[str, Any]:
 def _write_summary(build: Build, folder: Path, figures: dict[str, Any]) -> None:
     """Write ``training_summary.json``: how these weights came to be."""
     summary = {
-        "command": build.command,
-        "seed": build.seed,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
+        **provenance(),
         "tokenizers": tokenizers.__version__,
         "threads": torch.get_num_threads(),
         **figures,
+        "command": build.command,
+        "seed": build.seed,
     }
     (folder / "training_summary.json").write_text(json.dumps(summary, indent=2) + "\n")
 

@@ -1,127 +1,101 @@
-"""Draft heads of every family for the zoo's base, all trained alike."""
+"""Draft heads of every family for the zoo's base, all trained alike, by what `hf-drafthead train` calls."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.data import Dataset
-from transformers import PreTrainedModel, set_seed
 
 from hf_drafthead.generation.calibration import grow_tree, rank_paths
-from hf_drafthead.modeling import (
-    AmphistaConfig,
-    AmphistaForCausalLM,
-    DraftHeadPreTrainedModel,
-    EagleForCausalLM,
-    HydraConfig,
-    HydraForCausalLM,
-    MedusaForCausalLM,
-)
-from hf_drafthead.training.arguments import DraftHeadTrainingArguments
-from hf_drafthead.training.trainer import DraftHeadTrainer
-from hf_drafthead.zoo.base import last_checkpoint, recent_loss, store_as_bfloat16
-from hf_drafthead.zoo.clock import Clock
+from hf_drafthead.modeling import DraftHeadPreTrainedModel
+from hf_drafthead.training import run
+from hf_drafthead.training.trainer import whole_checkpoint
+from hf_drafthead.zoo.base import store_as_bfloat16
 
 BATCH = 8  # rows a step
-HEADS: dict[str, Any] = {"num_draft_heads": 4}
+HEADS = {"num_draft_heads": 4}
 # Alignment with the base beside the text's own tokens, and weights held small: its layers learn the text by heart.
 AMPHISTA = {"teacher_weight": 1.0, "weight_decay": 0.3}
 # The base's next hidden state, and a little of its distribution there: the head learns to go on from its own guesses.
 EAGLE = {"next_token_weight": 0.0, "teacher_weight": 0.1, "feature_weight": 1.0}
+NO_DROPOUT = {"dropout": 0.0}  # 0.2 is published for ten readings of the text; here are three
 
-HYDRA_PLUS_PLUS = HydraConfig.plus_plus(dropout=0.0)  # 0.2 is published for ten readings of the text; here are three
+# Of every family, instead of what its paper does for a base a thousand times as large: so that they can be compared.
+ALIKE: dict[str, Any] = {
+    "per_device_train_batch_size": BATCH,
+    "per_device_eval_batch_size": 2 * BATCH,
+    "next_token_weight": 1.0,
+    "teacher_weight": 0.0,
+    "feature_weight": 0.0,
+    "feature_noise": 0.0,
+    "head_decay": 1.0,
+    "learning_rate": 4e-3,
+    "lr_scheduler_type": "cosine",
+    "lr_scheduler_kwargs": {},
+    "warmup_steps": 50,
+    "weight_decay": 0.0,
+    "adam_beta2": 0.999,
+    "max_grad_norm": 1.0,
+    "max_grad_value": None,
+    "eval_strategy": "no",
+    "logging_steps": 50,
+    "save_steps": 200,
+    "save_total_limit": 1,
+    "remove_unused_columns": False,  # the base's hidden states are one
+    "report_to": "none",
+    "use_cpu": True,
+    "disable_tqdm": True,
+}
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a family comes to the zoo: fresh heads on a base, and what its training has that others do not."""
+    """How a family comes to the zoo: config fields of its heads, and what its training has that others do not."""
 
-    fresh: Callable[[PreTrainedModel], DraftHeadPreTrainedModel]
+    family: str
+    fields: dict[str, Any] = field(default_factory=dict)
     arguments: dict[str, Any] = field(default_factory=dict)
 
 
 # Heads with a vocabulary projection of their own each, so that the figures can be compared; EAGLE has no own one.
 FAMILIES: dict[str, Recipe] = {
-    "medusa": Recipe(lambda base: MedusaForCausalLM.from_base(base, **HEADS)),
-    "hydra": Recipe(lambda base: HydraForCausalLM.from_base(base, **HEADS)),
-    "hydra++": Recipe(lambda base: HydraForCausalLM.from_base(base, config=HYDRA_PLUS_PLUS, **HEADS)),
-    "amphista": Recipe(lambda base: AmphistaForCausalLM.from_base(base, **HEADS), AMPHISTA),
-    "amphista-alpha": Recipe(
-        lambda base: AmphistaForCausalLM.from_base(base, config=AmphistaConfig.alpha(), **HEADS), AMPHISTA
-    ),
-    "eagle": Recipe(lambda base: EagleForCausalLM.from_base(base), EAGLE),
+    "medusa": Recipe("medusa", HEADS),
+    "hydra": Recipe("hydra", HEADS),
+    "hydra++": Recipe("hydra++", {**HEADS, **NO_DROPOUT}),
+    "amphista": Recipe("amphista", HEADS, AMPHISTA),
+    "amphista-alpha": Recipe("amphista-alpha", HEADS, AMPHISTA),
+    "eagle": Recipe("eagle", {}, EAGLE),
 }
 
 
 def train_heads(
     recipe: Recipe,
-    base: PreTrainedModel,
-    rows: Dataset,
-    held_out: Dataset,
+    base: Path,
+    data: run.PreparedData,
     work: Path,
     *,
     steps: int,
     seed: int,
-) -> tuple[DraftHeadPreTrainedModel, dict[str, float | int]]:
+) -> run.Trained:
     """Train one family's heads on the base, or go on from the last checkpoint under ``work``.
 
     Args:
         recipe: which heads, and how.
-        base: the base, loaded from where the heads will look for it.
-        rows: text of the base to learn from.
-        held_out: text of the base to evaluate on.
-        work: folder of the Trainer's checkpoints.
+        base: folder of the base.
+        data: text of the base.
+        work: folder of checkpoints, and of the heads in float32.
         steps: optimizer steps of 8 rows each.
         seed: of the heads' initial weights and the order of the rows.
-
-    Returns:
-        the model, and its figures: losses summed over heads in nats per token, accuracies, tokens seen, minutes.
     """
-    set_seed(seed)
-    model = recipe.fresh(base)
-    settings: dict[str, Any] = {
-        "max_steps": steps,
-        "per_device_train_batch_size": BATCH,
-        "per_device_eval_batch_size": 2 * BATCH,
-        "learning_rate": 4e-3,
-        "lr_scheduler_type": "cosine",
-        "warmup_steps": 50,
-        "weight_decay": 0.0,
-        "max_grad_norm": 1.0,
-        "logging_steps": min(50, steps),
-        "save_steps": 200,
-        "save_total_limit": 1,
-        "remove_unused_columns": False,
-        "report_to": [],
-        "use_cpu": True,
-        "disable_tqdm": True,
-        "seed": seed,
-    }
-    arguments = DraftHeadTrainingArguments(output_dir=str(work), **(settings | recipe.arguments))
-    clock = Clock(work / "clock.json")
-    trainer = DraftHeadTrainer(
-        model,
-        arguments,
-        train_dataset=rows,
-        eval_dataset=held_out,
-        callbacks=[clock],
+    return run.train_heads(
+        str(base),
+        recipe.family,
+        data,
+        work,
+        fields=recipe.fields,
+        resume=whole_checkpoint(work) is not None,
+        **{**ALIKE, **recipe.arguments, "max_steps": steps, "seed": seed},
     )
-    trainer.train(resume_from_checkpoint=last_checkpoint(work))
-    minutes = round(clock.minutes, 1)
-    metrics = trainer.evaluate()
-    accuracies = {
-        name.removeprefix("eval_"): round(value, 4) for name, value in metrics.items() if name.startswith("eval_head")
-    }
-    return model.eval(), {
-        "steps": steps,
-        "tokens": steps * BATCH * rows[0]["input_ids"].numel(),
-        "train_loss": recent_loss(trainer),
-        "held_out_loss": round(metrics["eval_loss"], 4),
-        **accuracies,
-        "minutes": minutes,
-    }
 
 
 def store_tree(model: DraftHeadPreTrainedModel, texts: torch.Tensor, given: int, nodes: int = 48) -> None:

@@ -146,6 +146,7 @@ def test_a_lossy_run_is_marked_and_does_not_count_as_a_difference(heads):
     text = card_of(heads).text
     assert "**NVIDIA A100, float16, batch size 1, temperature 1.0, typical acceptance, threshold 0.09**" in text
     assert "the output was the base's own, token by token" in text
+    assert "| all | 40 | 2.71 | 1.48 | yes |" in text and "| all | 40 | 2.71 | 1.48 | not asked for |" in text
 
 
 @pytest.mark.parametrize("different", [0, 2])

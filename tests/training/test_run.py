@@ -16,7 +16,7 @@ from hf_drafthead import zoo
 from hf_drafthead.training.arguments import RECIPES, DraftHeadTrainingArguments
 from hf_drafthead.training.foretelling import Foretelling
 from hf_drafthead.training.record import check_run, save_whole
-from hf_drafthead.training.run import own_prompts, sort_options, train_heads
+from hf_drafthead.training.run import PreparedData, own_prompts, sort_options, train_heads
 from hf_drafthead.training.trainer import whole_checkpoint
 from tests.bases import tiny_base
 from tests.families import FAMILIES
@@ -69,8 +69,12 @@ def test_every_family_trains_saves_and_loads(family, place, tmp_path):
 
 
 def held_out_rows(place):
+    return token_rows(place)[:3]
+
+
+def token_rows(place):
     tokenizer = AutoTokenizer.from_pretrained(place / "base")
-    texts = [json.loads(line)["text"] for line in (place / "texts.jsonl").read_text().splitlines()[:3]]
+    texts = [json.loads(line)["text"] for line in (place / "texts.jsonl").read_text().splitlines()]
     return [tokenizer(text).input_ids for text in texts]
 
 
@@ -93,6 +97,31 @@ def test_trained_heads_can_be_trained_on(place, tmp_path):
     second = train(place, tmp_path / "second", heads=str(tmp_path / "first"), learning_rate=1e-12)
     for name, tensor in weights(second.model.drafter).items():
         torch.testing.assert_close(tensor, start[name])
+
+
+@pytest.mark.parametrize("family", ["medusa", "eagle"])
+def test_rows_that_are_ready_are_learnt_from_with_hidden_states_that_are_known(family, place, tmp_path):
+    base = AutoModelForCausalLM.from_pretrained(place / "base").eval()
+    ids = [torch.tensor(row) for row in token_rows(place)]
+    with torch.no_grad():
+        known = [base.model(row[None]).last_hidden_state[0] for row in ids]
+    bare = [{"input_ids": row, "labels": row} for row in ids]
+    rich = [{**row, "features": features} for row, features in zip(bare, known)]
+    settings = {**QUICK, "remove_unused_columns": False}
+    drafters, summaries = [], []
+    for name, rows in (("bare", bare), ("rich", rich)):
+        data = PreparedData(rows[3:], rows[:3], "some functions", "0" * 64)
+        trained = train_heads(str(place / "base"), family, data, tmp_path / name, **settings)
+        drafters.append(weights(trained.model.drafter))
+        summaries.append(trained.summary)
+    for name, tensor in drafters[0].items():
+        torch.testing.assert_close(drafters[1][name], tensor)
+    assert summaries[1]["data"] == "some functions" and summaries[1]["data_report"] is None
+    assert summaries[1]["tokens_per_step"] == summaries[0]["tokens_per_step"] > 0
+    wrong = [{**row, "features": features.flip(0)} for row, features in zip(bare, known)]
+    data = PreparedData(wrong[3:], bare[:3], "some functions", "0" * 64)
+    other = weights(train_heads(str(place / "base"), family, data, tmp_path / "wrong", **settings).model.drafter)
+    assert any(not torch.allclose(tensor, drafters[0][name]) for name, tensor in other.items())
 
 
 def test_an_interrupted_run_goes_on_bit_for_bit(place, tmp_path):

@@ -20,9 +20,9 @@ class Clock(TrainerCallback):
         self.started = time.monotonic()
 
     @property
-    def minutes(self) -> float:
-        """Minutes up to now."""
-        return (self.seconds + time.monotonic() - self.started) / 60
+    def hours(self) -> float:
+        """Hours up to now."""
+        return (self.seconds + time.monotonic() - self.started) / 3600
 
     def on_train_begin(self, args, state, control, **kwargs) -> None:
         self.started = time.monotonic()
@@ -30,4 +30,5 @@ class Clock(TrainerCallback):
             self.seconds = json.loads(self.file.read_text())["seconds"]
 
     def on_save(self, args, state, control, **kwargs) -> None:
-        self.file.write_text(json.dumps({"step": state.global_step, "seconds": self.minutes * 60}))
+        if state.is_world_process_zero:
+            self.file.write_text(json.dumps({"step": state.global_step, "seconds": self.hours * 3600}))
