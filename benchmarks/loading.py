@@ -1,11 +1,11 @@
 """What loading a model with draft heads costs beside loading its base: peak memory and time.
 
-    python benchmarks/loading.py [--runs 5] [--dtype bfloat16] [--json PATH]
+    python benchmarks/loading.py [--shape 220m] [--runs 5] [--dtype bfloat16] [--json PATH]
 
-Makes a random LLaMA of 220 million parameters and Medusa heads for it in a temporary folder, then loads in turn, each
-time in a process of its own: the base alone, the heads' tensors alone, and the model (heads on disk, the base found
-through their config). Memory is the peak of the process over what it used before loading, mapped files included; time
-is that of the loading call, on the clock and of the CPU. Medians over the runs, which are interleaved.
+Makes a random LLaMA of 220 million parameters (or 1.1 billion) and Medusa heads for it in a temporary folder, then
+loads in turn, each time in a process of its own: the base alone, the heads' tensors alone, and the model (heads on
+disk, the base found through their config). Memory is the peak of the process over what it used before loading, mapped
+files included; time is that of the loading call, on the clock and of the CPU. Medians over the runs, interleaved.
 
 It ends with 1 if the model's peak is more than 5% over the base's peak plus the heads, or its time more than 1.1 times
 that of the base plus that of reading the heads.
@@ -59,10 +59,15 @@ print(json.dumps([clock, cpu, memory("VmHWM") - before]))
 """
 
 
-def prepare(folder: Path, dtype: torch.dtype) -> tuple[int, int, int]:
+SHAPES = {
+    "220m": {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 12, "num_attention_heads": 16},
+    "1b": {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22, "num_attention_heads": 16},
+}
+
+
+def prepare(folder: Path, shape: str, dtype: torch.dtype) -> tuple[int, int, int]:
     """Write base, heads and a tiny base; returns the base's parameters, its bytes and the heads' bytes."""
-    sizes = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 12, "num_attention_heads": 16}
-    base = LlamaForCausalLM(LlamaConfig(vocab_size=32000, **sizes)).to(dtype)
+    base = LlamaForCausalLM(LlamaConfig(vocab_size=32000, **SHAPES[shape])).to(dtype)
     base.save_pretrained(folder / "base", max_shard_size="50GB")
     tiny = dict.fromkeys(("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size"), 16)
     LlamaForCausalLM(LlamaConfig(num_hidden_layers=1, **tiny)).save_pretrained(folder / "small")
@@ -74,12 +79,13 @@ def prepare(folder: Path, dtype: torch.dtype) -> tuple[int, int, int]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="220m", choices=SHAPES)
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     parser.add_argument("--json", type=Path, help="also write the figures here")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as place:
-        parameters, base_bytes, heads_bytes = prepare(Path(place), getattr(torch, args.dtype))
+        parameters, base_bytes, heads_bytes = prepare(Path(place), args.shape, getattr(torch, args.dtype))
         measured: dict[str, list[list[float]]] = {name: [] for name in LOADS}
         for _ in range(args.runs):
             for name, load in LOADS.items():

@@ -31,6 +31,7 @@ def train(
     packing: Annotated[bool, typer.Option("--packing", help="Fill rows up with whole texts.")] = False,
     streaming: Annotated[bool, typer.Option("--streaming", help="Read the data while training.")] = False,
     split: Annotated[str, typer.Option(help="Of a data set.")] = "train",
+    chat_template: Template = None,
     held_out_rows: Annotated[int, typer.Option(min=1, help="Rows to evaluate on.")] = 64,
     answer_tokens: Annotated[int, typer.Option(min=2, help="Of the answers that tell the speed.")] = 128,
     dtype: Annotated[str, typer.Option(help="Of base and heads: auto, float32, bfloat16 or float16.")] = "auto",
@@ -46,12 +47,11 @@ def train(
     from hf_drafthead.training.run import sort_options, train_heads
 
     check_writable(json_path)
+    template = read_template(chat_template)
     fields, arguments = sort_options(family, parse_options(option or []))
     load: dict[str, Any] = {"dtype": dtype}
     if load_in_4bit:
-        from transformers import BitsAndBytesConfig
-
-        load["quantization_config"] = BitsAndBytesConfig(load_in_4bit=True)
+        load["quantization_config"] = four_bits(dtype)
     trained = train_heads(
         base,
         family,
@@ -65,6 +65,7 @@ def train(
         packing=packing,
         streaming=streaming,
         split=split,
+        chat_template=template,
         held_out_rows=held_out_rows,
         answer_tokens=answer_tokens,
         resume=resume,
@@ -81,6 +82,22 @@ def train(
         console.print(f"expected tokens per step of a 64-node tree: {expected:.2f}")
     console.print(f"the heads are in {output_folder}", soft_wrap=True)
     write_json(json_path, trained.summary)
+
+
+def four_bits(dtype: str) -> Any:
+    """How `--load-in-4bit` quantizes a base: NF4, computing in the type asked for, else in bfloat16.
+
+    Raises:
+        OSError: bitsandbytes is missing.
+    """
+    from importlib.util import find_spec
+
+    from transformers import BitsAndBytesConfig
+
+    if find_spec("bitsandbytes") is None:
+        raise OSError("--load-in-4bit needs bitsandbytes: pip install 'hf-drafthead[quantized]', or leave it out.")
+    computed_in = "bfloat16" if dtype == "auto" else dtype
+    return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=computed_in)
 
 
 @app.command()

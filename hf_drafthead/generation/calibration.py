@@ -14,6 +14,7 @@ from collections import Counter
 
 import torch
 
+from hf_drafthead.generation.forward import text_features
 from hf_drafthead.generation.tree import DraftTree, RankPath
 
 UNLIMITED_DEPTH = 5  # levels that are looked at where the drafter could go on for ever
@@ -59,8 +60,7 @@ def rank_paths(
             "to check a guess on: give at least two tokens after a prompt."
         )
     attention_mask = (torch.arange(width, device=device) < ends[:, None]).long()
-    outputs = model.base(input_ids, attention_mask=attention_mask, output_hidden_states=True, use_cache=False)
-    features = torch.cat([outputs.hidden_states[layer] for layer in drafter.feature_layers], dim=-1)
+    features = text_features(model.base, drafter.feature_layers, input_ids, attention_mask)
     every_row = torch.arange(rows, device=device)
     on_path = torch.zeros(rows, 1, dtype=torch.long, device=device)
 
@@ -79,7 +79,7 @@ def rank_paths(
         for level in range(depth):
             state, logits = drafter.expand(state, token(at + 1 + level), on_path)
             scores = logits[:, 0]  # (B, V)
-            better = scores > scores.gather(-1, token(at + 2 + level).to(scores.device))
+            better = ~(scores <= scores.gather(-1, token(at + 2 + level).to(scores.device)))  # a NaN guesses nothing
             ranks[:, position, level] = better.sum(-1).to(device).where(at + 2 + level < ends, UNKNOWN)
     return ranks
 

@@ -217,6 +217,16 @@ def splits(base: PreTrainedModel) -> bool:
     return torch.allclose(parts, whole, rtol=1e-3, atol=1e-5 * whole.abs().max().item())
 
 
+def text_features(
+    base: PreTrainedModel, layers: tuple[int, ...], input_ids: torch.Tensor, attention_mask: torch.Tensor
+) -> torch.Tensor:
+    """(B, T, F*H) hidden states of whole texts, those that a drafter reads and no others where that can be had."""
+    if layers == (-1,) and splits(base):
+        return base.get_decoder()(input_ids, attention_mask=attention_mask, use_cache=False).last_hidden_state
+    outputs = base(input_ids, attention_mask=attention_mask, output_hidden_states=True, use_cache=False)
+    return torch.cat([outputs.hidden_states[layer] for layer in layers], dim=-1)
+
+
 def prefill_inputs(base: PreTrainedModel, input_ids: torch.Tensor, config, inputs: dict, past: Cache | None) -> dict:
     """The base's own arguments for the prompt; where a cache holds its beginning, only for the rest.
 

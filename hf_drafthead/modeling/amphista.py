@@ -67,6 +67,10 @@ class AmphistaConfig(DraftHeadConfig):
         """Amphista-alpha (appendix A.2.4, table 9): two layers in the auto-embedding block."""
         return cls(**{"num_auto_embedding_layers": 2, **fields})
 
+    @property
+    def family(self) -> str:
+        return "amphista-alpha" if self.num_auto_embedding_layers > 1 else "amphista"
+
     def check(self) -> None:
         super().check()
         self._check_at_least("num_layers", 1)

@@ -47,6 +47,11 @@ class DraftHeadConfig(PreTrainedConfig):
         """Refuse values that cannot be built; families extend it."""
         self._check_at_least("num_draft_heads", 1)
 
+    @property
+    def family(self) -> str:
+        """The family's short name, as the papers name it: `medusa`, `hydra`, `hydra++`, `amphista`, ..."""
+        return self.model_type.removeprefix("drafthead_")
+
     def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None) -> PreTrainedConfig:
         """The base's text config; this config itself while there is no base."""
         if not isinstance(self.base_config, PreTrainedConfig):

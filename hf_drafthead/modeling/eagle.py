@@ -21,7 +21,7 @@ from hf_drafthead.modeling.base import DraftHeadPreTrainedModel
 from hf_drafthead.modeling.config import DraftHeadConfig
 from hf_drafthead.modeling.decoder_layer import DecoderLayer
 from hf_drafthead.modeling.drafter import Drafter
-from hf_drafthead.modeling.layers import last_valid
+from hf_drafthead.modeling.layers import base_logits, last_valid
 from hf_drafthead.modeling.row_cache import RowCache
 
 
@@ -130,7 +130,7 @@ class EagleDrafter(Drafter):
         return [self.body.over_text(x, attention_mask)]
 
     def head_logits(self, head: int, hidden: Tensor) -> Tensor:
-        return self.base.get_output_embeddings()(hidden)
+        return base_logits(self.base, hidden)
 
     def _joined(self, features: Tensor, tokens: Tensor) -> Tensor:
         return self.fc(torch.cat([self.embed(tokens, like=features), features], dim=-1))

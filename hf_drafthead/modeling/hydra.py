@@ -50,6 +50,10 @@ class HydraConfig(DraftHeadConfig):
         """Hydra++ as in the paper: four layers per head, prefix layer; the dropout is the published recipe's."""
         return cls(**{"num_layers": 4, "prefix_layer": True, "dropout": 0.2, **fields})
 
+    @property
+    def family(self) -> str:
+        return "hydra++" if self.prefix_layer else "hydra"
+
     def check(self) -> None:
         super().check()
         self._check_at_least("num_layers", 1)

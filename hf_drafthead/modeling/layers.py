@@ -91,10 +91,17 @@ class OutputProjections(nn.Module):
         Not a `forward`: the hooks of an offloaded model would try to move the base, being an argument.
         """
         if self.shared:
-            return base.get_output_embeddings()(hidden)
+            return base_logits(base, hidden)
         if self.down:
             hidden = self.down[head](hidden)
         return self.up[head](hidden)
+
+
+def base_logits(base: Any, hidden: Tensor) -> Tensor:
+    """What the base's lm_head makes of states (..., H), in its own dtype: heads in training have another."""
+    head = base.get_output_embeddings()
+    dtype = head.weight.dtype
+    return head(hidden.to(dtype) if dtype.is_floating_point else hidden)
 
 
 def last_valid(kept: Tensor, new: Tensor, lengths: Tensor) -> Tensor:

@@ -61,6 +61,7 @@ RECIPES: dict[str, dict[str, Any]] = {
         "lr_scheduler_type": "linear",
         "warmup_steps": 2000,
         "adam_beta2": 0.95,
+        "max_grad_norm": 0.0,  # clipped by value instead
         "max_grad_value": 0.5,
         "num_train_epochs": 20,
     },
@@ -68,7 +69,8 @@ RECIPES: dict[str, dict[str, Any]] = {
 RECIPES["amphista-alpha"] = RECIPES["amphista"]
 
 # Medusa-2 (Cai et al. 2024, section 2.2.2): the base learns at a quarter of the heads' rate, heads count a fifth.
-JOINT: dict[str, Any] = {"base_weight": 1.0, "base_learning_rate": 5e-4, "learning_rate": 2e-3, "heads_weight": 0.2}
+JOINT: dict[str, Any] = {"base_weight": 1.0, "base_learning_rate": 5e-4, "heads_weight": 0.2}
+JOINT_MEDUSA: dict[str, Any] = {**JOINT, "learning_rate": 2e-3}
 
 
 @dataclass

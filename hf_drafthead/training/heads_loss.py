@@ -23,7 +23,7 @@ from hf_drafthead.training.objectives import (
 )
 
 RANKS = 5  # top-1 and top-5 accuracies are logged
-CHUNK = 1 << 22  # most logits that exist at a time
+CHUNK = 1 << 22  # most logits that exist at a time on a CPU; GPUs are slow at many small products: 16 times as many
 SCHEDULES = ("constant", "linear", "sine")
 
 
@@ -97,13 +97,29 @@ class HeadsLoss:
         Returns:
             scalar loss, and LongTensor (K, RANKS + 1): at which rank each head had its labels.
         """
-        labels = inputs["labels"]
         reading = self._read(model, inputs)
-        features = reading.features
+        features = model.drafter.placed(reading.features)
+        labels = inputs["labels"].to(features.device)  # of a base on several devices the heads are on the last
+        half = reading.features.dtype != features.dtype
+        with torch.autocast(features.device.type, torch.bfloat16, enabled=half):  # of float32 heads on such a base
+            loss, counts = self._of_heads(model, inputs, reading, features, labels, totals, heads_weight)
+        return loss.to(inputs["labels"].device), counts
+
+    def _of_heads(
+        self,
+        model: DraftHeadPreTrainedModel,
+        inputs: Mapping[str, Tensor],
+        reading: Reading,
+        features: Tensor,
+        labels: Tensor,
+        totals: Tensor | None,
+        heads_weight: float,
+    ) -> tuple[Tensor, Tensor]:
+        """As above, from what the base said, where the heads are."""
         if self.feature_noise and model.drafter.training:
             features = features + self.feature_noise * (torch.rand_like(features) - 0.5)
         states = model.drafter.head_states(features, inputs["input_ids"], inputs.get("attention_mask"))
-        totals = label_counts(labels, len(states)).clamp(min=1) if totals is None else totals
+        totals = label_counts(labels, len(states)).clamp(min=1) if totals is None else totals.to(labels.device)
         loss = features.new_zeros((), dtype=torch.float32)
         if self.base:
             loss = loss + self.base * self._base_loss(model, inputs, reading) / totals[0]
@@ -136,13 +152,17 @@ class HeadsLoss:
         learns = bool(self.base) and learn
         base.train(was_training and learns)  # no dropout in what is only read
         with torch.set_grad_enabled(learns and torch.is_grad_enabled()):
+            last_only = self.split and model.drafter.feature_layers == (-1,)
             outputs = (base.get_decoder() if self.split else base)(
                 input_ids=inputs["input_ids"],
                 attention_mask=inputs.get("attention_mask"),
-                output_hidden_states=True,
+                output_hidden_states=not last_only,
                 use_cache=False,
             )
         base.train(was_training)
+        if last_only:
+            hidden = outputs.last_hidden_state
+            return Reading(hidden, hidden, hidden)
         layers = outputs.hidden_states
         features = torch.cat([layers[layer] for layer in model.drafter.feature_layers], dim=-1)
         return Reading(features, layers[-1], layers[-1] if self.split else outputs.logits)
@@ -150,7 +170,7 @@ class HeadsLoss:
     def _base_loss(self, model: DraftHeadPreTrainedModel, inputs: Mapping[str, Tensor], reading: Reading) -> Tensor:
         """Cross-entropy with the text, or KL divergence from what the base says without adapters; summed."""
         kept = labelled(inputs["labels"], 1)
-        targets = inputs["labels"].roll(-1, dims=1)[kept]
+        targets = inputs["labels"].roll(-1, dims=1)[kept].to(reading.scores.device)
         before = reading.scores
         if self.adapters_off is not None:
             with torch.no_grad(), self.adapters_off():
@@ -194,7 +214,8 @@ def _in_chunks(
     of_chunk: Callable[..., tuple[Tensor, Tensor]], model: DraftHeadPreTrainedModel, *rows: Tensor
 ) -> tuple[Tensor, Tensor]:
     """The sums over all M rows of what `of_chunk` returns for some of them; never more than CHUNK logits at a time."""
-    size = max(CHUNK // model.config.get_text_config().vocab_size, 1)
+    most = CHUNK if rows[0].device.type == "cpu" else 16 * CHUNK
+    size = max(most // model.config.get_text_config().vocab_size, 1)
     if len(rows[0]) <= size:
         return of_chunk(*rows)
     parts = zip(*(tensor.split(size) for tensor in rows), strict=True)

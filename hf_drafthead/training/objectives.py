@@ -11,16 +11,9 @@ IGNORED = -100  # a label that no objective counts, as everywhere in transformer
 
 
 def labelled(labels: torch.Tensor, shift: int) -> torch.Tensor:
-    """Which positions t of (B, T) have a label at t + shift.
-
-    Raises:
-        ValueError: rows so short that none could have.
-    """
-    length = labels.shape[1]
-    if length <= shift:
-        raise ValueError(
-            f"rows of {length} tokens have no label {shift} tokens ahead: give longer rows, or train fewer heads."
-        )
+    """Which positions t of (B, T) have a label at t + shift; in short rows none has."""
+    if labels.shape[1] <= shift:
+        return torch.zeros_like(labels, dtype=torch.bool)
     return F.pad(labels[:, shift:] != IGNORED, (0, shift))
 
 
@@ -80,8 +73,8 @@ def rank_counts(logits: torch.Tensor, targets: torch.Tensor, ranks: int) -> torc
         ranks: how many ranks to tell apart.
 
     Returns:
-        LongTensor (ranks + 1,): labels found at each rank, then those found at none. The sum of the first k over
-        the sum of all is the top-k accuracy.
+        LongTensor (ranks + 1,): labels found at each rank, then those found at none, which is where a NaN is. The sum
+        of the first k over the sum of all is the top-k accuracy.
     """
-    rank = (logits > logits.gather(1, targets[:, None])).sum(1)
+    rank = (~(logits <= logits.gather(1, targets[:, None]))).sum(1)
     return torch.bincount(rank.clamp(max=ranks), minlength=ranks + 1)

@@ -13,14 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 from torch import Tensor
 from transformers import AutoTokenizer, set_seed
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.utils import logging
 
 from hf_drafthead.modeling.base import DraftHeadPreTrainedModel
-from hf_drafthead.training.arguments import JOINT, WEIGHTS, DraftHeadTrainingArguments, recipe
+from hf_drafthead.modeling.base_model import last_layer
+from hf_drafthead.training.arguments import JOINT, JOINT_MEDUSA, WEIGHTS, DraftHeadTrainingArguments, recipe
 from hf_drafthead.training.clock import Clock
 from hf_drafthead.training.data import DataReport, PaddingCollator, tokenize_rows
 from hf_drafthead.training.families import CLASSES, fresh_heads
@@ -38,12 +39,14 @@ from hf_drafthead.training.record import (
     save_whole,
     write_whole,
 )
-from hf_drafthead.training.sources import data_hash, read_rows
+from hf_drafthead.training.sources import data_hash, read_rows, stream_hash
 from hf_drafthead.training.trainer import DraftHeadTrainer, whole_checkpoint
 
 logger = logging.get_logger(__name__)
 
 FORETOLD_PROMPTS = 32
+USUAL_LENGTH = 2048  # tokens of a row, as in the papers
+SHUFFLED = 4096  # rows of a stream that are shuffled among each other
 PICTURE = "training.png"
 
 
@@ -85,6 +88,7 @@ def train_heads(
     packing: bool = False,
     streaming: bool = False,
     split: str = "train",
+    chat_template: str | None = None,
     held_out_rows: int = 64,
     answer_tokens: int = 128,
     resume: bool = False,
@@ -103,10 +107,12 @@ def train_heads(
         fields: config fields of fresh heads (`num_draft_heads`, ...).
         joint: train the base too (Medusa-2).
         lora_rank: of the adapters through which a base learns; 0 for all its weights.
-        max_length: tokens of a row, at most; default: the base's positions.
+        max_length: tokens of a row, at most; default: 2048, or the base's positions if they are fewer.
         packing: fill rows up with whole texts, one behind the other.
-        streaming: read the data while training; `max_steps` must be given.
+        streaming: read the data while training, in an order that is shuffled a window at a time; `max_steps` must be
+            given.
         split: of a data set.
+        chat_template: text of a Jinja template that takes the place of the tokenizer's, and is saved with the heads.
         held_out_rows: rows to evaluate on.
         answer_tokens: of the base's answers on which the speed is foretold.
         resume: go on from the last whole checkpoint in `output`.
@@ -118,14 +124,22 @@ def train_heads(
         FloatingPointError: the loss became NaN or infinite.
     """
     output = Path(output)
+    _refuse_contradictions(joint, lora_rank, load or {}, arguments)
+    together = (JOINT_MEDUSA if family == "medusa" else JOINT) if joint else {}
     settings = DraftHeadTrainingArguments.for_family(
-        family, str(output), **{**(JOINT if joint else {}), **_defaults(streaming, arguments), **arguments}
+        family, str(output), **{**together, **_defaults(streaming, arguments), **arguments}
     )
     set_seed(settings.seed)
     model = _model(base, family, heads, fields or {}, load or {})
     tokenizer = AutoTokenizer.from_pretrained(base)
+    tokenizer.chat_template = chat_template or tokenizer.chat_template
     if not isinstance(data, PreparedData):
-        data = _read(model, tokenizer, str(data), max_length, packing, streaming, split, held_out_rows)
+        data = _read(
+            model, tokenizer, str(data), max_length, packing, streaming, split, held_out_rows, settings.data_seed
+        )
+        if data.report is not None and settings.process_index == 0:
+            logger.warning(str(data.report)) if data.report.refused else logger.info(str(data.report))
+    _refuse_short_rows(model, data.held_out)
     run = {
         "family": family,
         "config": _own_fields(model),
@@ -136,7 +150,11 @@ def train_heads(
     if settings.process_index == 0:
         check_run(output, run, resume)
     collator = PaddingCollator(tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0)
-    looks = _look(model, data.held_out, collator, settings.per_device_eval_batch_size)
+    looks = None
+    if settings.process_index == 0:
+        if not (hasattr(model.base, "hf_quantizer") or hasattr(model.base, "hf_device_map")):
+            model.to(settings.device)  # as the Trainer does next
+        looks = _look(model, data.held_out, collator, settings.per_device_eval_batch_size)
     if joint and lora_rank:
         add_lora(model, lora_rank)
     prompts = own_prompts(data.held_out, FORETOLD_PROMPTS, _positions(model) - answer_tokens)
@@ -153,12 +171,13 @@ def train_heads(
     checkpoint = whole_checkpoint(output) if resume else None
     if resume and checkpoint is None:
         raise ValueError(f"{str(output)!r} holds no whole checkpoint to go on from: leave --resume out.")
-    trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+    trainer.go_on(checkpoint)
     hours = clock.hours
     evaluated = [entry for entry in trainer.state.log_history if "eval_loss" in entry]
     done = bool(evaluated) and evaluated[-1]["step"] == trainer.state.global_step
     metrics = evaluated[-1] if done else trainer.evaluate()
     model.eval()
+    model.drafter.to(last_layer(model.base)[1])  # in the type that they are loaded in
     summary = {
         **provenance(),
         "family": family,
@@ -174,7 +193,14 @@ def train_heads(
         "epochs": round(trainer.state.epoch or 0.0, 3),
         "batch_size": settings.train_batch_size * settings.gradient_accumulation_steps * settings.world_size,
         "learning_rate": settings.learning_rate,
-        "objective": {name: getattr(settings, name) for name in WEIGHTS},
+        "objective": {name: getattr(settings, name) for name in (*WEIGHTS, "feature_noise", "head_decay")},
+        "schedule": str(settings.lr_scheduler_type),
+        "warmup": settings.warmup_steps,
+        "weight_decay": settings.weight_decay,
+        "max_length": max_length or _most_tokens(model),
+        "packing": packing,
+        "dtype": str(model.base.dtype).removeprefix("torch."),
+        "lora_rank": lora_rank if joint else None,
         "held_out": {name.removeprefix("eval_"): value for name, value in metrics.items() if name.startswith("eval_")},
         "tokens_per_step": metrics.get("eval_tokens_per_step"),
         "train_loss": recent_loss(trainer.state.log_history),
@@ -184,6 +210,7 @@ def train_heads(
         if joint and lora_rank:
             merge_lora(model)
         save_whole(model, tokenizer, output, include_base=joint)
+        model.name_or_path = str(output)  # a push finds there what belongs to these heads
         write_whole(output / SUMMARY, json.dumps(summary, indent=2, default=str) + "\n")
         plot_training(trainer.state.log_history, output / PICTURE)
     return Trained(model, summary)
@@ -236,6 +263,10 @@ def _model(
     if fields:
         raise ValueError(f"{', '.join(sorted(fields))} cannot be chosen for trained heads: they are as they are.")
     trained: Any = CLASSES[family].from_pretrained(heads, base_model=base, **load)
+    if (found := trained.config.family) != family:
+        raise ValueError(
+            f"the heads in {str(heads)!r} are {found!r} heads, not {family!r} ones: give --family {found}."
+        )
     return trained
 
 
@@ -248,6 +279,7 @@ def _read(
     streaming: bool,
     split: str,
     held_out_rows: int,
+    seed: int | None,
 ) -> PreparedData:
     """What `data` names, as tokens."""
     raw = read_rows(data, streaming=streaming, split=split)
@@ -257,13 +289,37 @@ def _read(
             f"the data holds {len(first)} rows, of which {held_out_rows} are to be held out: give more data, or hold "
             "out fewer with --held-out-rows."
         )
-    limits: dict[str, Any] = {"max_length": max_length, "positions": _positions(model)}
+    limits: dict[str, Any] = {"max_length": max_length or _most_tokens(model), "positions": _positions(model)}
     chosen = Dataset.from_list(first[:held_out_rows], features=raw.features)
     held_out, _ = tokenize_rows(chosen, tokenizer, **limits)
-    if packing:
-        limits["max_length"] = max_length or _positions(model)
     rows, report = tokenize_rows(raw.skip(held_out_rows), tokenizer, packing=packing, **limits)
-    return PreparedData(rows, held_out, data, data_hash(first if streaming else raw), report)
+    if isinstance(rows, IterableDataset):
+        rows = rows.shuffle(seed=seed, buffer_size=SHUFFLED)
+        return PreparedData(rows, held_out, data, stream_hash(data, first), report)
+    return PreparedData(rows, held_out, data, data_hash(raw), report)
+
+
+def _refuse_contradictions(joint: bool, lora_rank: int, load: dict[str, Any], arguments: dict[str, Any]) -> None:
+    """Refuse what would be found out only when the training is over."""
+    if joint and load.get("quantization_config") is not None:
+        raise ValueError("a quantized base cannot be trained with its heads: drop --joint, or the quantization.")
+    if joint and os.environ.get("ACCELERATE_USE_FSDP", "false").lower() in ("1", "true"):
+        raise ValueError("a base that is sharded (FSDP) cannot be trained along with its heads here: drop --joint.")
+    for name in ("base_weight", "base_objective"):
+        if name in arguments and not joint:
+            raise ValueError(f"{name} is for a base that is trained along with its heads: add --joint, or drop it.")
+    if arguments.get("base_objective") == "itself" and not lora_rank:
+        raise ValueError("a base learns from itself through adapters: give a --lora-rank above 0.")
+
+
+def _refuse_short_rows(model: DraftHeadPreTrainedModel, rows: Any) -> None:
+    """Refuse data in which the last head never has anything to guess."""
+    ahead = model.config.num_draft_heads + 1
+    longest = max(len(rows[row]["input_ids"]) for row in range(len(rows)))
+    if longest <= ahead:
+        raise ValueError(
+            f"rows of {longest} tokens have no label {ahead} tokens ahead: give longer rows, or train fewer heads."
+        )
 
 
 def _look(
@@ -279,6 +335,11 @@ def _look(
     if looks is not None and (warning := looks.warning()):
         logger.warning(warning)
     return looks
+
+
+def _most_tokens(model: DraftHeadPreTrainedModel) -> int:
+    """Of a row, where nobody says otherwise."""
+    return min(USUAL_LENGTH, _positions(model))
 
 
 def _positions(model: DraftHeadPreTrainedModel) -> int:
@@ -307,4 +368,6 @@ def _defaults(streaming: bool, arguments: dict[str, Any]) -> dict[str, Any]:
         "save_total_limit": 2,
         "logging_steps": 10,
         "report_to": "tensorboard" if find_spec("tensorboard") else "none",
+        # rows of a stream have many lengths: every process makes its own batches
+        **({"accelerator_config": {"dispatch_batches": False}} if streaming else {}),
     }

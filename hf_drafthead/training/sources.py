@@ -96,6 +96,8 @@ def as_row(record: Any, source: str, number: int) -> dict[str, Any]:
     """One record in the form of a row; what cannot be understood is None, to be refused where it is used."""
     fields = record if isinstance(record, Mapping) else {}
     turns = next((fields[name] for name in CHATS if fields.get(name) is not None), None)
+    if isinstance(turns, Mapping):  # how data sets may store a list of objects: an object of lists
+        turns = [dict(zip(turns, values)) for values in zip(*turns.values())]
     messages = None if turns is None else [_turn(turn) for turn in turns] if isinstance(turns, list) else []
     text, given = fields.get("text"), fields.get("given")
     return {
@@ -113,6 +115,19 @@ def data_hash(rows: Iterable[Mapping[str, Any]]) -> str:
     for row in rows:
         said = {name: row.get(name) for name in ("messages", "text", "given")}
         digest.update(json.dumps(said, sort_keys=True, ensure_ascii=False, separators=(",", ":")).encode() + b"\n")
+    return digest.hexdigest()
+
+
+def stream_hash(source: str, first: Iterable[Mapping[str, Any]]) -> str:
+    """SHA-256 of a source that is too large to be read twice as rows: of its files' bytes, else of its first rows."""
+    path = Path(source)
+    if not path.exists():
+        return data_hash(first)
+    digest = hashlib.sha256()
+    for file in [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file()):
+        with file.open("rb") as content:
+            while block := content.read(1 << 20):
+                digest.update(block)
     return digest.hexdigest()
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import Trainer, TrainerCallback
+from transformers import Trainer, TrainerCallback, TrainerState
 from transformers.trainer_utils import EvalLoopOutput
 from transformers.utils import logging
 
@@ -37,6 +37,8 @@ class DraftHeadTrainer(Trainer):
     batches, accumulated ones and those of other processes included. The logs hold ``head{i}_top1`` and
     ``head{i}_top5``, the share of labels that are among a head's best guesses, with ``eval_`` in front where they come
     from the evaluation rows, and ``eval_tokens_per_step`` where a `Foretelling` is given.
+
+    The heads learn in float32 and stay in it; on a base in half precision they compute in bfloat16.
 
     Args:
         model: a draft-head model with its base attached. Of a base that is trained, adapters (`add_lora`) learn if
@@ -65,7 +67,7 @@ class DraftHeadTrainer(Trainer):
                 "base_objective is 'itself', but the base has no adapters that could be switched off: call "
                 "add_lora(model) first, or let it learn the text."
             )
-        model.drafter.requires_grad_(True)
+        model.drafter.float().requires_grad_(True)  # small updates are lost in half precision
         if not (args.base_weight and adapters):  # peft has chosen what learns where there are adapters
             model.base.requires_grad_(bool(args.base_weight))
         if args.n_gpu > 1:
@@ -86,8 +88,20 @@ class DraftHeadTrainer(Trainer):
         )
         self._heads = model.config.num_draft_heads
         self._counts = self._no_counts()
+        self.add_callback(RefuseWhatIsNoNumber())
         if args.max_grad_value is not None:
             self.add_callback(ClipEveryGradient())
+
+    def go_on(self, checkpoint: Path | None) -> None:
+        """Train from a checkpoint on, or from the start; what had come to its end already is only loaded."""
+        if checkpoint is not None:
+            state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
+            most, epochs = self.args.max_steps, self.args.num_train_epochs
+            if state.global_step >= most if most > 0 else (state.epoch or 0) >= epochs:
+                self.state = state
+                self._load_from_checkpoint(str(checkpoint))
+                return
+        self.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
 
     def compute_loss(
         self,
@@ -120,12 +134,7 @@ class DraftHeadTrainer(Trainer):
         """
         loss = super().training_step(*args, **kwargs)
         if not torch.isfinite(loss):
-            kept = whole_checkpoint(Path(self.args.output_dir))
-            raise FloatingPointError(
-                f"the loss became {loss.item()} in step {self.state.global_step + 1}: lower the learning rate (now "
-                f"{self.args.learning_rate:g}) or check the data; "
-                + (f"{kept} is whole and can be resumed from." if kept else "no checkpoint had been written yet.")
-            )
+            raise no_number(f"the loss became {loss.item()}", self.args, self.state)
         return loss
 
     def get_batch_samples(
@@ -181,7 +190,7 @@ class DraftHeadTrainer(Trainer):
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, torch.Tensor] | None = None) -> None:
         super()._save(output_dir, state_dict)
-        if not self.args.base_weight:
+        if not (self.args.base_weight and self.args.should_save):
             return
         model = self.accelerator.unwrap_model(self.model)
         trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -198,6 +207,19 @@ class DraftHeadTrainer(Trainer):
         if self.args.base_weight and file.is_file():
             self.accelerator.unwrap_model(self.model).load_state_dict(load_file(file), strict=False)
 
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        """Nothing: a checkpoint holds the heads only, so the base's tensors are missing in it as they should be."""
+
+
+class RefuseWhatIsNoNumber(TrainerCallback):
+    """Ends the training before a gradient that is no number reaches the weights."""
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        gradients = [parameter.grad for parameter in kwargs["model"].parameters() if parameter.grad is not None]
+        norm = nn.utils.get_total_norm(gradients)
+        if not (args.fp16 or torch.isfinite(norm)):  # a scaler passes such steps over by itself
+            raise no_number(f"the gradient became {norm.item()}", args, state)
+
 
 class ClipEveryGradient(TrainerCallback):
     """Clips by value, as EAGLE's trainer does; the Trainer itself clips by norm."""
@@ -206,14 +228,26 @@ class ClipEveryGradient(TrainerCallback):
         nn.utils.clip_grad_value_(kwargs["model"].parameters(), args.max_grad_value)
 
 
+def no_number(what: str, args: Any, state: Any) -> FloatingPointError:
+    """What to say of a step whose loss or gradient is NaN or infinite."""
+    kept = whole_checkpoint(Path(args.output_dir))
+    return FloatingPointError(
+        f"{what} in step {state.global_step + 1}: lower the learning rate (now {args.learning_rate:g}) or check the "
+        f"data; {f'{kept} is whole and can be resumed from.' if kept else 'no checkpoint had been written yet.'}"
+    )
+
+
 def whole_checkpoint(folder: Path) -> Path | None:
-    """The last checkpoint under a folder that was written to its end: the Trainer writes its own state last."""
+    """The last checkpoint under a folder that was written to its end, which the Trainer does with its own state, and
+    whose weights are numbers.
+    """
     found = [path for path in folder.glob("checkpoint-*") if path.name.removeprefix("checkpoint-").isdigit()]
     for checkpoint in sorted(found, key=lambda path: int(path.name.removeprefix("checkpoint-")), reverse=True):
         try:
             json.loads((checkpoint / "trainer_state.json").read_text())
-            load_file(checkpoint / "model.safetensors")
+            tensors = load_file(checkpoint / "model.safetensors")
         except Exception:  # torn, whatever that looks like
             continue
-        return checkpoint
+        if all(bool(torch.isfinite(tensor).all()) for tensor in tensors.values()):
+            return checkpoint
     return None

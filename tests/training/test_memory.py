@@ -42,7 +42,7 @@ def test_loss_and_gradients_are_those_of_the_plain_way(family, chunk, monkeypatc
 
 
 def test_a_step_needs_at_most_half_the_memory():
-    sizes = ["--batch", "2", "--length", "256", "--vocabulary", "16000", "--hidden", "32"]
+    sizes = ["--batch", "4", "--length", "256", "--vocabulary", "16000", "--hidden", "32"]
     found = {}
     for kind in ("plain", "chunks"):
         run = subprocess.run(

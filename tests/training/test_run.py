@@ -10,16 +10,20 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging
 
 from hf_drafthead import zoo
 from hf_drafthead.training.arguments import RECIPES, DraftHeadTrainingArguments
 from hf_drafthead.training.foretelling import Foretelling
 from hf_drafthead.training.record import check_run, save_whole
 from hf_drafthead.training.run import PreparedData, own_prompts, sort_options, train_heads
-from hf_drafthead.training.trainer import whole_checkpoint
+from hf_drafthead.training.sources import stream_hash
+from hf_drafthead.training.trainer import DraftHeadTrainer, whole_checkpoint
 from tests.bases import tiny_base
 from tests.families import FAMILIES
+from tests.training.chat_templates import CHATML
 from tests.training.test_trainer import ROWS, trainer_of, weights
 
 QUICK = {
@@ -124,7 +128,21 @@ def test_rows_that_are_ready_are_learnt_from_with_hidden_states_that_are_known(f
     assert any(not torch.allclose(tensor, drafters[0][name]) for name, tensor in other.items())
 
 
-def test_an_interrupted_run_goes_on_bit_for_bit(place, tmp_path):
+@pytest.fixture
+def steps_taken(monkeypatch):
+    """The numbers of the steps that were really taken, not loaded."""
+    taken = []
+    step = DraftHeadTrainer.training_step
+
+    def counted(self, *args, **kwargs):
+        taken.append(self.state.global_step + 1)
+        return step(self, *args, **kwargs)
+
+    monkeypatch.setattr(DraftHeadTrainer, "training_step", counted)
+    return taken
+
+
+def test_an_interrupted_run_goes_on_bit_for_bit(place, tmp_path, steps_taken):
     whole = train(place, tmp_path / "whole")
     settings = {"save_steps": 2, "eval_strategy": "no", "max_steps": 4}
     stopped = train(place, tmp_path / "parts", **settings)
@@ -132,10 +150,25 @@ def test_an_interrupted_run_goes_on_bit_for_bit(place, tmp_path):
         path = tmp_path / "parts" / name
         subprocess.run(["rm", "-r", str(path)], check=True)
     (tmp_path / "parts" / "checkpoint-3").mkdir()  # torn: killed while it was written
+    steps_taken.clear()
     resumed = train(place, tmp_path / "parts", resume=True, **settings)
+    assert steps_taken == [3, 4]
     for name, tensor in weights(whole.model.drafter).items():
         assert torch.equal(weights(resumed.model.drafter)[name], tensor), name
         assert torch.equal(weights(stopped.model.drafter)[name], tensor), name
+
+
+def test_what_had_come_to_its_end_is_only_loaded(place, tmp_path, steps_taken):
+    settings = {"save_steps": 2, "lr_scheduler_type": "constant"}
+    done = train(place, tmp_path / "run", "hydra++", **settings)
+    (tmp_path / "run" / "model.safetensors").unlink()  # killed while it was saved
+    steps_taken.clear()
+    again = train(place, tmp_path / "run", "hydra++", resume=True, **settings)
+    assert steps_taken == [] and again.summary["steps"] == 4
+    assert again.summary["train_loss"] == done.summary["train_loss"]
+    for name, tensor in weights(done.model.drafter).items():
+        assert torch.equal(weights(again.model.drafter)[name], tensor), name
+    assert (tmp_path / "run" / "model.safetensors").is_file()
 
 
 @pytest.mark.parametrize(
@@ -145,14 +178,20 @@ def test_an_interrupted_run_goes_on_bit_for_bit(place, tmp_path):
         ({"fields": {"num_draft_heads": 3}}, "holds a training with config .* this one has"),
         ({"data": "other.jsonl"}, "holds a training with data '[0-9a-f]{64}', this one has"),
         ({"base": "other"}, "holds a training with base '[0-9a-f]{16}', this one has"),
+        ({"base": "touched"}, "holds a training with base '[0-9a-f]{16}', this one has"),
     ],
-    ids=["family", "config", "data", "base"],
+    ids=["family", "config", "data", "base", "base of other weights"],
 )
 def test_going_on_with_something_else_is_refused(changed, line, place, tmp_path):
     tiny_base(seed=1, dtype=torch.float32, vocab_size=1024, max_position_embeddings=128).save_pretrained(
         place / "other"
     )
-    AutoTokenizer.from_pretrained(place / "base").save_pretrained(place / "other")
+    touched = AutoModelForCausalLM.from_pretrained(place / "base")
+    with torch.no_grad():
+        touched.model.layers[0].mlp.up_proj.weight.add_(0.01)
+    touched.save_pretrained(place / "touched")
+    for name in ("other", "touched"):
+        AutoTokenizer.from_pretrained(place / "base").save_pretrained(place / name)
     rows = (place / "texts.jsonl").read_text().splitlines()
     (place / "other.jsonl").write_text("\n".join(rows[1:]))
     given = {"family": "medusa", "base": "base", "data": "texts.jsonl", "fields": {}}
@@ -182,6 +221,26 @@ def test_a_loss_that_is_no_number_stops_before_the_weights(tmp_path):
     assert all(torch.equal(tensor, start[name]) for name, tensor in weights(model.drafter).items())
 
 
+def test_a_gradient_that_is_no_number_stops_before_the_weights(tmp_path):
+    model = FAMILIES[0].build(tiny_base(dtype=torch.float32))
+    trainer = trainer_of(model, tmp_path, max_steps=6, save_strategy="steps", save_steps=1)
+    parameter = next(model.drafter.parameters())
+    parameter.register_hook(lambda grad: grad * float("nan") if trainer.state.global_step == 3 else grad)
+    with pytest.raises(FloatingPointError, match=r"the gradient became nan in step 4: lower .*checkpoint-3 is whole"):
+        trainer.train()
+    assert all(torch.isfinite(tensor).all() for tensor in weights(model.drafter).values())
+
+
+def test_a_checkpoint_of_what_is_no_number_is_not_whole(tmp_path):
+    model = FAMILIES[0].build(tiny_base(dtype=torch.float32))
+    trainer_of(model, tmp_path, max_steps=4, save_strategy="steps", save_steps=2).train()
+    file = tmp_path / "checkpoint-4" / "model.safetensors"
+    tensors = load_file(file)
+    next(iter(tensors.values())).view(-1)[0] = float("nan")
+    save_file(tensors, file)
+    assert whole_checkpoint(tmp_path).name == "checkpoint-2"
+
+
 @pytest.mark.parametrize("torn", ["trainer_state.json", "model.safetensors"])
 def test_a_torn_checkpoint_is_passed_over(torn, tmp_path):
     model = FAMILIES[0].build(tiny_base(dtype=torch.float32))
@@ -209,11 +268,11 @@ def test_a_save_that_fails_leaves_what_was_there(place, tmp_path, monkeypatch):
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
 
 
-def test_a_killed_training_can_be_resumed(place, tmp_path):
+def test_a_killed_training_can_be_resumed(place, tmp_path, steps_taken):
     script = (
         "from tests.training.test_run import *\n"
         f"train(Path({str(place)!r}), Path({str(tmp_path / 'run')!r}), max_steps=2000, save_steps=1,"
-        " eval_strategy='no', save_total_limit=3)\n"
+        " eval_strategy='no', save_total_limit=3, lr_scheduler_type='constant')\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen([sys.executable, "-c", script], env=environment, stderr=subprocess.PIPE)
@@ -223,7 +282,10 @@ def test_a_killed_training_can_be_resumed(place, tmp_path):
         time.sleep(0.01)
     process.send_signal(signal.SIGKILL)
     process.wait()
-    assert whole_checkpoint(tmp_path / "run") is not None
+    last = int(whole_checkpoint(tmp_path / "run").name.removeprefix("checkpoint-"))
+    settings = {"save_steps": 1, "eval_strategy": "no", "save_total_limit": 3, "lr_scheduler_type": "constant"}
+    resumed = train(place, tmp_path / "run", resume=True, max_steps=last + 2, **settings)
+    assert steps_taken == [last + 1, last + 2] and resumed.summary["steps"] == last + 2
 
 
 def test_recipes_are_the_papers_and_can_be_changed(tmp_path):
@@ -253,6 +315,70 @@ def test_bad_input(place, tmp_path):
         train(place, tmp_path / "d", heads=str(tmp_path), fields={"num_draft_heads": 2})
     with pytest.raises(ValueError, match="have no label .* tokens ahead: give longer rows, or train fewer heads"):
         train(place, tmp_path / "e", fields={"num_draft_heads": 80})
+    train(place, tmp_path / "hydra", "hydra")
+    with pytest.raises(ValueError, match=r"are 'hydra' heads, not 'hydra\+\+' ones: give --family hydra\."):
+        train(place, tmp_path / "g", "hydra++", heads=str(tmp_path / "hydra"))
     check_run(tmp_path / "f", {"family": "medusa"}, resume=False)
     with pytest.raises(ValueError, match="holds a training with family 'medusa', this one has 'hydra': go on with the"):
         check_run(tmp_path / "f", {"family": "hydra"}, resume=True)
+
+
+@pytest.mark.parametrize(
+    "given, line",
+    [
+        ({"base_weight": 1.0}, "base_weight is for a base that is trained along with its heads: add --joint, or drop"),
+        ({"base_objective": "itself"}, "base_objective is for a base that is trained .*: add --joint, or drop it"),
+        ({"joint": True, "lora_rank": 0, "base_objective": "itself"}, "learns from itself through adapters: give a"),
+        ({"joint": True, "load": {"quantization_config": {}}}, "a quantized base cannot be trained with its heads"),
+    ],
+    ids=["weight", "objective", "no adapters", "quantized"],
+)
+def test_contradictions_are_refused_before_anything_is_read(given, line, tmp_path):
+    with pytest.raises(ValueError, match=line):
+        train_heads("no/base", "medusa", "no data", tmp_path, **given)
+
+
+def test_a_base_that_is_sharded_is_not_trained_along(tmp_path, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(ValueError, match=r"a base that is sharded \(FSDP\) cannot be trained along with its heads"):
+        train_heads("no/base", "medusa", "no data", tmp_path, joint=True)
+
+
+def test_chats_are_written_by_the_template_that_was_given_and_saved(place, tmp_path):
+    chats = [
+        [{"role": "user", "content": f"question {n}"}, {"role": "assistant", "content": f"answer {n}"}]
+        for n in range(9)
+    ]
+    (tmp_path / "chats.jsonl").write_text("\n".join(json.dumps({"messages": chat}) for chat in chats))
+    given = (str(place / "base"), "medusa", str(tmp_path / "chats.jsonl"))
+    with pytest.raises(ValueError, match="chat template"):
+        train_heads(*given, tmp_path / "none", **QUICK)
+    trained = train_heads(*given, tmp_path / "heads", chat_template=CHATML, **QUICK)
+    assert trained.summary["data_report"]["rows"] == 6
+    assert AutoTokenizer.from_pretrained(tmp_path / "heads").chat_template == CHATML
+
+
+def test_a_stream_is_shuffled_learnt_from_and_known_by_its_bytes(place, tmp_path):
+    streamed = train(place, tmp_path / "a", streaming=True)
+    assert streamed.summary["steps"] == 4 and streamed.summary["data_report"]["rows"] >= 8
+    rows = (place / "texts.jsonl").read_text().splitlines()
+    (tmp_path / "other.jsonl").write_text("\n".join([*rows[:20], *rows[21:], rows[20]]))
+    first = stream_hash(str(place / "texts.jsonl"), [])
+    assert streamed.summary["data_sha256"] == first != stream_hash(str(tmp_path / "other.jsonl"), [])
+
+
+def test_refused_rows_are_told(place, tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(logging.get_logger("hf_drafthead"), "propagate", True)
+    texts = (place / "texts.jsonl").read_text().splitlines()
+    (tmp_path / "texts.jsonl").write_text("\n".join([*texts, json.dumps({"text": None})]))
+    train_heads(str(place / "base"), "medusa", str(tmp_path / "texts.jsonl"), tmp_path / "heads", **QUICK)
+    assert "refused" in caplog.text and "texts.jsonl row 24" in caplog.text
+
+
+def test_short_rows_are_no_harm(place, tmp_path):
+    texts = (place / "texts.jsonl").read_text().splitlines()
+    short = [json.dumps({"text": "y"})] * 2
+    (tmp_path / "texts.jsonl").write_text("\n".join([*short[:1], *texts[:4], *short, *texts[4:]]))
+    settings = {**QUICK, "per_device_train_batch_size": 1, "max_steps": 26}
+    trained = train_heads(str(place / "base"), "medusa", str(tmp_path / "texts.jsonl"), tmp_path / "heads", **settings)
+    assert trained.summary["steps"] == 26 and trained.summary["held_out"]["loss"] > 0

@@ -1,0 +1,47 @@
+"""Heads learn in float32, whatever the base computes in: half precision has no room for small updates."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModel, AutoTokenizer
+
+from hf_drafthead import zoo
+from hf_drafthead.training.arguments import RECIPES
+from hf_drafthead.training.run import train_heads
+from tests.bases import tiny_base
+from tests.training.test_run import QUICK
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """Tiny bases in half precision that have the zoo's tokenizer, and some texts."""
+    folder = tmp_path_factory.mktemp("half")
+    tokenizer = AutoTokenizer.from_pretrained(zoo.path("base"))
+    for dtype in ("bfloat16", "float16"):
+        base = tiny_base(dtype=getattr(torch, dtype), vocab_size=len(tokenizer), max_position_embeddings=128)
+        base.save_pretrained(folder / dtype)
+        tokenizer.save_pretrained(folder / dtype)
+    texts = [f"def function_{number}(a, b):\n    return a * {number} + b\n" for number in range(24)]
+    (folder / "texts.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    return folder
+
+
+@pytest.mark.parametrize(
+    "family, dtype", [*((family, "bfloat16") for family in RECIPES), ("medusa", "float16"), ("eagle", "float16")]
+)
+def test_heads_of_a_base_in_half_precision_learn(family, dtype, place, tmp_path):
+
+    arguments = {**QUICK, "max_steps": 6, "warmup_steps": 0, "save_steps": 1, "save_total_limit": 9}
+    heads = tmp_path / "heads"
+    trained = train_heads(
+        str(place / dtype), family, str(place / "texts.jsonl"), heads, load={"dtype": "auto"}, **arguments
+    )
+    first, last = (load_file(heads / f"checkpoint-{step}" / "model.safetensors") for step in (1, 6))
+    assert {tensor.dtype for tensor in last.values()} == {torch.float32}
+    moved = torch.cat([(last[name] != first[name]).flatten() for name in last]).float().mean().item()
+    assert moved > 0.9
+    loaded = AutoModel.from_pretrained(heads)
+    assert {parameter.dtype for parameter in loaded.drafter.parameters()} == {getattr(torch, dtype)}
+    assert trained.summary["tokens_per_step"] >= 1
