@@ -1,5 +1,6 @@
 """`hf-drafthead train` answers bad input with one line and exit code 2, before it trains anything."""
 
+import importlib.util
 import json
 
 import pytest
@@ -30,3 +31,14 @@ def test_bad_input_is_one_line(changed, line, tmp_path, monkeypatch, capsys):
     said = capsys.readouterr().err.strip().splitlines()[-1]
     assert ended.value.code == 2 and said.startswith("hf-drafthead: ") and line in said
     assert not (tmp_path / "out").exists()
+
+
+def test_a_base_in_four_bits_needs_bitsandbytes(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *_: None)
+    given = ["--base", zoo.path("base"), "--family", "medusa", "--data", "one.jsonl", "--output", "out"]
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["train", *given, "--load-in-4bit"])
+    said = capsys.readouterr().err.strip().splitlines()[-1]
+    assert ended.value.code == 2
+    assert "--load-in-4bit needs bitsandbytes: pip install 'hf-drafthead[quantized]', or leave it out." in said

@@ -79,15 +79,28 @@ def check_run(output: Path, run: dict[str, Any], resume: bool) -> None:
     write_whole(file, json.dumps(run, indent=2) + "\n")
 
 
-def save_whole(model: DraftHeadPreTrainedModel, tokenizer: Any, output: Path, include_base: bool) -> None:
+def save_whole(
+    model: DraftHeadPreTrainedModel,
+    tokenizer: Any,
+    output: Path,
+    include_base: bool,
+    state_dict: dict[str, torch.Tensor] | None = None,
+) -> None:
     """Save the model so that a folder which held one before holds the old or the new one, never a torn one.
+
+    Args:
+        model: heads and base.
+        tokenizer: the base's.
+        output: folder.
+        include_base: save the base too.
+        state_dict: the model's tensors, where it is spread over processes.
 
     Raises:
         OSError: there is no room, or no right to write.
     """
     with tempfile.TemporaryDirectory(dir=output, prefix=".saving-") as folder:
         # relative paths (of a base beside the checkpoint) are reckoned from the folder: it lies one deeper
-        model.save_pretrained(folder, include_base=include_base)
+        model.save_pretrained(folder, include_base=include_base, state_dict=state_dict)
         tokenizer.save_pretrained(folder)
         config = Path(folder) / "config.json"
         saved = json.loads(config.read_text())

@@ -125,6 +125,8 @@ def train_heads(
     """
     output = Path(output)
     _refuse_contradictions(joint, lora_rank, load or {}, arguments)
+    if _sharded():  # every process looks at the base before it is sharded
+        os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
     together = (JOINT_MEDUSA if family == "medusa" else JOINT) if joint else {}
     settings = DraftHeadTrainingArguments.for_family(
         family, str(output), **{**together, **_defaults(streaming, arguments), **arguments}
@@ -152,7 +154,8 @@ def train_heads(
     collator = PaddingCollator(tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0)
     looks = None
     if settings.process_index == 0:
-        if not (hasattr(model.base, "hf_quantizer") or hasattr(model.base, "hf_device_map")):
+        placed = hasattr(model.base, "hf_quantizer") or hasattr(model.base, "hf_device_map")
+        if not (placed or _sharded()):
             model.to(settings.device)  # as the Trainer does next
         looks = _look(model, data.held_out, collator, settings.per_device_eval_batch_size)
     if joint and lora_rank:
@@ -206,10 +209,11 @@ def train_heads(
         "train_loss": recent_loss(trainer.state.log_history),
         "hours": round(hours, 4),
     }
+    gathered = trainer.accelerator.get_state_dict(trainer.model_wrapped) if trainer.is_fsdp_enabled else None
     if trainer.is_world_process_zero():
         if joint and lora_rank:
             merge_lora(model)
-        save_whole(model, tokenizer, output, include_base=joint)
+        save_whole(model, tokenizer, output, include_base=joint, state_dict=gathered)
         model.name_or_path = str(output)  # a push finds there what belongs to these heads
         write_whole(output / SUMMARY, json.dumps(summary, indent=2, default=str) + "\n")
         plot_training(trainer.state.log_history, output / PICTURE)
@@ -303,13 +307,18 @@ def _refuse_contradictions(joint: bool, lora_rank: int, load: dict[str, Any], ar
     """Refuse what would be found out only when the training is over."""
     if joint and load.get("quantization_config") is not None:
         raise ValueError("a quantized base cannot be trained with its heads: drop --joint, or the quantization.")
-    if joint and os.environ.get("ACCELERATE_USE_FSDP", "false").lower() in ("1", "true"):
+    if joint and _sharded():
         raise ValueError("a base that is sharded (FSDP) cannot be trained along with its heads here: drop --joint.")
     for name in ("base_weight", "base_objective"):
         if name in arguments and not joint:
             raise ValueError(f"{name} is for a base that is trained along with its heads: add --joint, or drop it.")
     if arguments.get("base_objective") == "itself" and not lora_rank:
         raise ValueError("a base learns from itself through adapters: give a --lora-rank above 0.")
+
+
+def _sharded() -> bool:
+    """Whether `accelerate launch` shards the model over the processes (FSDP)."""
+    return os.environ.get("ACCELERATE_USE_FSDP", "false").lower() in ("1", "true")
 
 
 def _refuse_short_rows(model: DraftHeadPreTrainedModel, rows: Any) -> None:

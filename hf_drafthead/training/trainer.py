@@ -76,6 +76,8 @@ class DraftHeadTrainer(Trainer):
         # Sharded on its own the drafter would be whole inside its `forward` only, which is not how it is used.
         model._no_split_modules.discard(type(model.drafter).__name__)
         super().__init__(model, args, **kwargs)
+        if self.is_fsdp_enabled:  # heads are small: a checkpoint holds them in one file, as without sharding
+            self.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
         self.model_accepts_loss_kwargs = True  # the loss is divided by the labels of the whole step
         self.foretelling = foretelling
         self._loss = HeadsLoss(

@@ -7,8 +7,8 @@ import pytest
 import torch
 from transformers import AutoModel
 
-from hf_drafthead.training.arguments import DraftHeadTrainingArguments
-from hf_drafthead.training.heads_loss import RANKS
+from hf_drafthead.training.arguments import RECIPES, DraftHeadTrainingArguments
+from hf_drafthead.training.heads_loss import RANKS, HeadsLoss, Objective
 from hf_drafthead.training.objectives import feature_loss, next_token_loss, rank_counts, teacher_loss
 from hf_drafthead.training.trainer import DraftHeadTrainer
 from tests.bases import VOCABULARY, tiny_base
@@ -136,6 +136,37 @@ def test_dropout_of_the_base_is_off_while_its_heads_learn(tmp_path):
     model.train()
     losses = {trainer.compute_loss(model, {"input_ids": ROWS, "labels": ROWS}).item() for _ in range(3)}
     assert len(losses) == 1
+
+
+def test_gradients_are_clipped_by_value_as_eagle_s_recipe_asks(tmp_path):
+    model = FAMILIES[0].build(tiny_base(dtype=torch.float32))
+    seen = []
+    trainer = trainer_of(model, tmp_path, max_steps=2, max_grad_value=1e-4, max_grad_norm=0.0, optim="sgd")
+    trainer.create_optimizer()
+    trainer.optimizer.register_step_pre_hook(
+        lambda *_: seen.append(max(p.grad.abs().max().item() for p in model.drafter.parameters()))
+    )
+    trainer.train()
+    assert len(seen) == 2 and all(value == pytest.approx(1e-4) for value in seen)
+    assert RECIPES["eagle"]["max_grad_value"] == 0.5 and RECIPES["eagle"]["max_grad_norm"] == 0.0
+
+
+def test_noise_on_the_hidden_states_is_for_training_alone(tmp_path):
+    model = FAMILIES[0].build(tiny_base(dtype=torch.float32))
+    batch = {"input_ids": ROWS[:2], "labels": ROWS[:2]}
+    calm = HeadsLoss(Objective(next_token=1.0))
+    noisy = HeadsLoss(Objective(next_token=1.0), feature_noise=0.5)
+    plain = calm(model.eval(), batch)[0]
+    assert torch.equal(noisy(model, batch)[0], plain)
+    model.train()
+    read = []
+    states = model.drafter.head_states
+    model.drafter.head_states = lambda features, *rest: (read.append(features), states(features, *rest))[1]
+    assert not torch.equal(noisy(model, batch)[0], plain)
+    calm(model, batch)
+    difference = read[0] - read[1]
+    assert 0.2 < difference.abs().max() <= 0.25  # a width of 0.5, around 0
+    assert difference.mean().abs() < 0.02
 
 
 def test_the_logs_tell_each_heads_accuracy(tmp_path):
