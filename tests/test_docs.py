@@ -118,7 +118,7 @@ def test_places_for_figures_are_ones_that_are_filled(figures):
         places = [place[2].split() for place in figures.PLACE.finditer(text)]
         assert len(places) == text.count("<!-- figures:") == text.count("<!-- end of figures -->")
         for table, *names in places:
-            assert table in ("families", "ablations", "tried", "accuracies", "steps")
+            assert table in ("families", "ablations", "tried", "accuracies", "steps", "trainings")
             assert set(names) <= families
 
 
@@ -153,3 +153,15 @@ def test_steps_are_those_of_the_families_asked_for(figures, tmp_path, monkeypatc
         "| 160m hydra | 8 | 1 | 2.00 | 1.50 | 0.46 | 0.04 |",
     ]
     assert len(figures.steps([]).splitlines()) == 2 + 3
+
+
+def test_trainings_are_told_with_their_spread(figures, tmp_path, monkeypatch):
+    monkeypatch.setattr(figures, "TRAININGS", tmp_path / "training.jsonl")
+    assert figures.trainings() == ""
+    numbers = {"perplexity": 10.0, "foretold": 2.5, "generated": 2.5, "generated_steps": 1000}
+    lines = [{"way": "own", "tokens_per_step": tau, **numbers} for tau in (2.0, 3.0)]
+    lines.append({"way": "other", "tokens_per_step": 1.5, **numbers})
+    figures.TRAININGS.write_text("".join(figures.json.dumps(line) + "\n" for line in lines))
+    rows = figures.trainings().splitlines()[2:]
+    assert rows[0] == "| own | 2.500 ± 0.500 | 10.000 ± 0.000 | 2.500 ± 0.000 | 2.500 ± 0.000 | 2,000 | 2 |"
+    assert rows[1] == "| other | 1.500 | 10.000 | 2.500 | 2.500 | 1,000 | 1 |"
