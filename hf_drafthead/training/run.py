@@ -131,6 +131,11 @@ def train_heads(
     settings = DraftHeadTrainingArguments.for_family(
         family, str(output), **{**together, **_defaults(streaming, arguments), **arguments}
     )
+    if 0 < settings.max_steps <= settings.get_warmup_steps(settings.max_steps):
+        logger.warning(
+            f"the learning rate rises for {settings.get_warmup_steps(settings.max_steps)} steps, but the training has "
+            f"{settings.max_steps}: it will not reach {settings.learning_rate:g}; set warmup_steps lower."
+        )
     set_seed(settings.seed)
     model = _model(base, family, heads, fields or {}, load or {})
     tokenizer = AutoTokenizer.from_pretrained(base)

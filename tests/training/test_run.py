@@ -382,3 +382,9 @@ def test_short_rows_are_no_harm(place, tmp_path):
     settings = {**QUICK, "per_device_train_batch_size": 1, "max_steps": 26}
     trained = train_heads(str(place / "base"), "medusa", str(tmp_path / "texts.jsonl"), tmp_path / "heads", **settings)
     assert trained.summary["steps"] == 26 and trained.summary["held_out"]["loss"] > 0
+
+
+def test_a_peak_that_is_never_reached_is_told(place, tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(logging.get_logger("hf_drafthead"), "propagate", True)
+    train(place, tmp_path / "heads", "eagle")
+    assert "the learning rate rises for 2000 steps, but the training has 4: it will not reach 3e-05" in caplog.text
