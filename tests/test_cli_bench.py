@@ -1,12 +1,17 @@
 """`hf-drafthead bench`: what it prints and writes, and how it answers bad input."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from hf_drafthead import cli
+from hf_drafthead.cards import write_card
 from hf_drafthead.evaluation import bench as benching
+from hf_drafthead.evaluation import plan, questions
+from hf_drafthead.evaluation.questions import read_questions
 from tests.checkpoints import FAMILIES, save_base, save_heads
 
 FIELDS = {
@@ -139,6 +144,64 @@ def test_an_interruption_writes_and_marks_what_was_measured(run, tmp_path, monke
     assert "medusa *" in out
     figures = json.loads(file.read_text())
     assert (figures["prompts"], figures["complete"], figures["stopped"]) == (1, False, "interrupted")
+
+
+def test_an_interruption_between_two_models_is_written_too(run, tmp_path, monkeypatch):
+    right = plan.load_here
+
+    def interrupted(name, dtype):
+        if name.endswith("hydra"):
+            raise KeyboardInterrupt
+        return right(name, dtype)
+
+    monkeypatch.setattr(plan, "load_here", interrupted)
+    file = tmp_path / "figures.json"
+    models = ("{folder}/medusa", "{folder}/hydra")
+    code, _, err = run(*models, "--questions", "{folder}/prompts.jsonl", *QUICK, "--json", file)
+    assert code == 130
+    assert err == "hf-drafthead: interrupted: the figures are those of the prompts that were finished.\n"
+    figures = json.loads(file.read_text())
+    assert (figures["family"], figures["complete"], figures["stopped"]) == ("medusa", True, "interrupted")
+
+
+def test_questions_are_named_so_that_they_can_be_found(run, folder, tmp_path, monkeypatch):
+    file = tmp_path / "figures.json"
+    source = read_questions(folder / "prompts.jsonl")
+    monkeypatch.setattr(questions, "read_questions", lambda name, split: source)
+    options = ("--split", "test", "--limit", 1)
+    run("{folder}/medusa", "--questions", "org/mt", *options, *QUICK, "--json", file)
+    figures = json.loads(file.read_text())
+    assert (figures["questions"], figures["split"], figures["limit"]) == ("org/mt", "test", 1)
+    run("{folder}/medusa", "--questions", "{folder}/prompts.jsonl", *QUICK, "--json", file)
+    figures = json.loads(file.read_text())
+    assert figures["questions"] == "prompts.jsonl" and not {"split", "limit"} & set(figures)
+
+
+def test_figures_name_the_heads_that_the_card_looks_for(run, folder, tmp_path):
+    shutil.copytree(folder, tmp_path / "models")
+    heads = tmp_path / "models" / "medusa"
+    for name, command in (("evaluation", "bench"), ("evaluation_verify", "verify")):
+        given = "--questions" if command == "bench" else "--prompts"
+        words = [command, heads, given, folder / "prompts.jsonl", "--limit", 1, "--max-new-tokens", 4]
+        with pytest.raises(SystemExit) as end:
+            cli.main([str(word) for word in [*words, "--dtype", "bfloat16", "--json", heads / f"{name}.json"]])
+        assert end.value.code == 0
+        assert len(json.loads((heads / f"{name}.json").read_text())["heads_hash"]) == 16
+    write_card(heads)
+    weights = load_file(heads / "model.safetensors")
+    save_file({key: weight + 1 for key, weight in weights.items()}, heads / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match="evaluation.json' was measured with other heads"):
+        write_card(heads)
+
+
+def test_texts_to_stop_at_are_looked_for(run, tmp_path):
+    file = tmp_path / "figures.json"
+    stops = ("--set", 'stop_strings=["hi"]')
+    code, _, err = run("{folder}/medusa", "--questions", "{folder}/prompts.jsonl", *QUICK, *stops, "--json", file)
+    assert (code, err) == (0, "")
+    figures = json.loads(file.read_text())
+    assert figures["settings"]["stop_strings"] == ["hi"] and "tokenizer" not in figures["settings"]
+    assert figures["identical"] and figures["new_tokens"] < 16
 
 
 @pytest.mark.parametrize(

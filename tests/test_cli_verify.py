@@ -5,8 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
+import typer
 
 from hf_drafthead import cli
+from hf_drafthead.evaluation import loading
 from hf_drafthead.generation.mixin import DraftHeadGenerationMixin
 from tests.checkpoints import save_base, save_heads
 
@@ -62,6 +64,68 @@ def test_a_difference_ends_with_1_and_the_shortest_prompt_that_shows_it(run, tmp
     assert verdict["identical"] is False
     assert verdict["shortest"]["text"] == "ef f" and verdict["shortest"]["heads"] == verdict["shortest"]["base"] + 1
     assert [check["different"] for check in verdict["checks"]] == [2, 2, 2]
+
+
+def test_texts_to_stop_at_are_looked_for(run, tmp_path):
+    file = tmp_path / "verdict.json"
+    code, _, err = run("--set", 'stop_strings=["hi"]', "--limit", 1, "--batch-size", 2, "--json", file)
+    assert (code, err) == (0, "")
+    verdict = json.loads(file.read_text())
+    assert verdict["settings"] == {"stop_strings": ["hi"]} and len(verdict["checks"]) == 12
+    assert all(check["same"] == check["texts"] for check in verdict["checks"])
+
+
+@pytest.mark.parametrize("command", ["generate", "verify"])
+@pytest.mark.parametrize("moment", ["load", "generate"])
+@pytest.mark.parametrize(
+    "error, text",
+    [
+        (torch.OutOfMemoryError("CUDA out of memory.\n\nMore."), "the memory does not suffice: use a smaller model, "),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: x"), "the memory does not suffice: use a smaller "),
+        (MemoryError(), "the memory does not suffice: use a smaller model, fewer new tokens, or half precision."),
+        (
+            ImportError("using 4 bits requires\nbitsandbytes: install it."),
+            "a package is missing or broken (using 4 bits requires bitsandbytes: install it): install it, then",
+        ),
+    ],
+    ids=["gpu", "cpu", "python", "import"],
+)
+def test_what_the_machine_lacks_is_told_in_one_line(folder, capsys, monkeypatch, command, moment, error, text):
+    def failing(*arguments, **kwargs):
+        raise error
+
+    if moment == "load":
+        monkeypatch.setattr(loading.AutoModelForCausalLM, "from_pretrained", failing)
+    else:
+        monkeypatch.setattr(DraftHeadGenerationMixin, "generate", failing)
+    given = ["--prompt", "x"] if command == "generate" else ["--prompts", str(folder / "prompts.jsonl")]
+    with pytest.raises(SystemExit) as end:
+        cli.main([command, str(folder / "medusa"), *given])
+    err = capsys.readouterr().err
+    assert end.value.code == 2
+    assert err.startswith(f"hf-drafthead: {text}") and err.count("\n") == 1
+
+
+def test_other_errors_are_not_hidden(folder, monkeypatch):
+    for error in (RuntimeError("a shape is wrong"), ModuleNotFoundError("x", name="hf_drafthead.x")):
+
+        def failing(*arguments, error=error, **kwargs):
+            raise error
+
+        monkeypatch.setattr(DraftHeadGenerationMixin, "generate", failing)
+        with pytest.raises(type(error)):
+            cli.main(["generate", str(folder / "medusa"), "--prompt", "x"])
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, typer.Abort])
+def test_an_interruption_has_its_own_code(folder, monkeypatch, capsys, error):
+    def interrupted(*arguments, **kwargs):
+        raise error
+
+    monkeypatch.setattr(DraftHeadGenerationMixin, "generate", interrupted)
+    with pytest.raises(SystemExit) as end:
+        cli.main(["generate", str(folder / "medusa"), "--prompt", "x"])
+    assert end.value.code == 130 and "Traceback" not in capsys.readouterr().err
 
 
 def test_calls_that_the_base_decoded_are_told(run):

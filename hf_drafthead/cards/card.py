@@ -16,6 +16,7 @@ from hf_drafthead.cards.sections import REBUILT, merge
 CARD, TREE_PICTURE, ACCURACY_PICTURE = "README.md", "tree.png", "head_accuracies.png"
 TRAINING_PICTURE = "training.png"  # drawn by the training, if it was
 TASK = "text-generation"
+WHOLE, UNCATEGORISED = "all", "uncategorised"  # all prompts of a run, and those that name no category
 METRICS = {"tokens_per_step": "Tokens per step", "speedup": "Speedup over the base"}
 TITLES = {"medusa": "Medusa", "hydra": "Hydra", "amphista": "Amphista", "eagle": "EAGLE"}
 TITLES |= {"hydra++": "Hydra++", "amphista-alpha": "Amphista-alpha"}
@@ -124,8 +125,8 @@ def eval_results(facts: Facts) -> list[EvalResult]:
     results = []
     for run in facts.runs:
         dataset = str(run.get("dataset") or run.get("questions") or "prompts")
-        parts = {"all": run, **(run.get("per_category") or {})}
-        for task, part in parts.items():
+        shown = Path(dataset).stem if Path(dataset).suffix in (".json", ".jsonl") else dataset
+        for task, part in parts(run).items():
             for metric, title in METRICS.items():
                 if not is_number(part.get(metric)):
                     continue
@@ -134,14 +135,21 @@ def eval_results(facts: Facts) -> list[EvalResult]:
                         task_type=TASK,
                         task_name="Text Generation",
                         dataset_type=re.sub(r"[^\w./-]+", "-", dataset),
-                        dataset_name=Path(dataset).stem,
+                        dataset_name=shown + (f", first {run['limit']}" if run.get("limit") else ""),
                         dataset_config=str(task),
+                        dataset_split=run.get("split"),
                         metric_type=metric,
                         metric_name=f"{title} ({setting(run)})",
                         metric_value=round(part[metric], 4),
                     )
                 )
     return results
+
+
+def parts(run: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """A run's figures over all prompts, and by category; rows without a category are never called `all`."""
+    found = {UNCATEGORISED if name == WHOLE else name: part for name, part in (run.get("per_category") or {}).items()}
+    return {WHOLE: run, **({} if list(found) == [UNCATEGORISED] else found)}
 
 
 def ours(results: list[EvalResult] | None) -> bool:
@@ -158,13 +166,16 @@ def render(facts: Facts, data: ModelCardData, repo_id: str) -> str:
         "figure": figure,
         "mebibytes": lambda size: f"{size / 2**20:.1f} MiB",
         "nodes": lambda tree: str(len(tree) + 1) if isinstance(tree, list) else cell(tree),
+        "parts": parts,
         "setting": setting,
+        "asked": asked_text,
         "same": same_text,
     }
     citation = room / "citations" / f"{facts.family.removesuffix('++').removesuffix('-alpha')}.bib"
     named = data.get("base_model") or facts.base_named
     asked = [*filter(is_exact, facts.runs), *facts.verifications]
-    same = [one["identical"] for one in asked if isinstance(one.get("identical"), bool)]
+    told = [one for one in asked if isinstance(one.get("identical"), bool)]
+    same = [one["identical"] for one in told if was_drafted(one) or not one["identical"]]
     return environment.from_string((room / "template.md.jinja").read_text(encoding="utf-8")).render(
         card_data=data.to_yaml(),
         facts=facts,
@@ -179,6 +190,7 @@ def render(facts: Facts, data: ModelCardData, repo_id: str) -> str:
         recipe=recipe(facts.training),
         training_picture=TRAINING_PICTURE if (facts.folder / TRAINING_PICTURE).is_file() else None,
         exact=all(same) if same else None,
+        nothing_drafted=bool(told) and not same,
         citation=citation.read_text(encoding="utf-8").strip() if citation.is_file() else None,
     )
 
@@ -203,24 +215,51 @@ def setting(run: dict[str, Any]) -> str:
     size = run.get("batch_size")
     parts.append("batch size not recorded" if size is None else f"batch size {size}")
     settings, acceptance = run.get("settings") or {}, run.get("acceptance") or {}
-    if "do_sample" in settings:
-        parts.append(f"temperature {settings.get('temperature', 1.0)}" if settings["do_sample"] else "greedy")
+    if settings.get("do_sample") is False:
+        parts.append("greedy")
+    elif settings.get("do_sample"):
+        heat = settings.get("temperature")
+        parts.append("sampled, temperature not recorded" if heat is None else f"temperature {heat}")
     if not is_exact(run):
         parts.append(f"{acceptance['acceptance']} acceptance")
         parts += [f"threshold {acceptance['posterior_threshold']}"] if "posterior_threshold" in acceptance else []
+    if (run.get("processes") or 1) > 1:
+        parts.append(f"{run['processes']} processes")
+    if run.get("complete") is False:
+        parts.append(f"not complete: {run.get('stopped') or 'stopped early'}")
     return ", ".join(parts)
 
 
-def same_text(same: Any, run: dict[str, Any]) -> str:
-    """Whether a run gave the base's own text, where it was meant to."""
+def asked_text(run: dict[str, Any]) -> str:
+    """How many prompts of which questions, as far as it is recorded."""
+    told = [f"{cell(run.get('prompts', '?'))} prompts"]
+    if run.get("questions"):
+        told[0] += f" of `{run['questions']}`"
+    told += [f"split {run['split']}"] if run.get("split") else []
+    told += [f"the first {run['limit']} questions"] if run.get("limit") else []
+    return ", ".join(told)
+
+
+def same_text(part: dict[str, Any], run: dict[str, Any]) -> str:
+    """Whether a part of a run gave the base's own text, where it was meant to."""
+    same = part.get("identical")
     if not is_exact(run):
         return "not asked for"
+    if same is True and not was_drafted(part):
+        return "nothing drafted"
     return "not measured" if not isinstance(same, bool) else "yes" if same else "**no**"
 
 
 def is_exact(run: dict[str, Any]) -> bool:
     """Whether a run was meant to give the base's own text."""
     return (run.get("acceptance") or {}).get("acceptance", "exact") == "exact"
+
+
+def was_drafted(found: dict[str, Any]) -> bool:
+    """Whether the heads took part at all, in a run, in a part of one, or in what `verify` checked."""
+    if "checks" not in found:
+        return found.get("tokens_per_step", 1.0) is not None
+    return any(check.get("undrafted_calls", 0) < check.get("calls", 1) for check in found["checks"])
 
 
 def cell(value: Any) -> str:

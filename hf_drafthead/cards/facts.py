@@ -7,11 +7,14 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import torch
 from huggingface_hub import get_local_safetensors_metadata
 from huggingface_hub.errors import HFValidationError, NotASafetensorsRepoError, SafetensorsParsingError
 from huggingface_hub.utils import validate_repo_id
+from safetensors import safe_open
 from transformers.configuration_utils import PreTrainedConfig
 
+from hf_drafthead.cards.identity import heads_hash
 from hf_drafthead.generation.tree import DraftTree
 
 PREFIX = "drafthead_"  # of every family's model_type
@@ -80,9 +83,9 @@ def read_facts(folder: Path, model: Any = None) -> Facts:
     settings = read_json(folder / "generation_config.json") if (folder / "generation_config.json").is_file() else {}
     training = read_json(folder / "training_summary.json") if (folder / "training_summary.json").is_file() else {}
     family = _family(model_type.removeprefix(PREFIX), config)
+    sizes, dtypes = _drafter_tensors(folder)
     told = _evaluations(folder, family)
     runs = [one for one in told if "checks" not in one]
-    sizes, dtypes = _drafter_tensors(folder)
     base_config = config.get("base_config") or {}
     named = config.get("base_model_name_or_path")
     heads = config.get("num_draft_heads")
@@ -199,9 +202,10 @@ def _evaluations(folder: Path, family: str) -> list[dict[str, Any]]:
     """What the `evaluation*.json` of the folder hold, in the order of the files' names.
 
     Raises:
-        ValueError: a file holds something else, or a run of another family's heads.
+        ValueError: a file holds something else, or a run of other heads.
     """
     told = []
+    hashes: dict[str | None, str] = {}  # by the type that the weights were loaded in
     for path in sorted(folder.glob("evaluation*.json")):
         found = read_json(path)
         rows = found.get("rows", [found]) if isinstance(found, dict) else found
@@ -216,5 +220,33 @@ def _evaluations(folder: Path, family: str) -> list[dict[str, Any]]:
                     f"{str(path)!r} was measured with {row['family']!r} heads, but {str(folder)!r} holds {family!r} "
                     "heads: measure these, or remove the file."
                 )
+            if row.get("heads_hash") and not _is_of_these(folder, row, hashes):
+                raise ValueError(
+                    f"{str(path)!r} was measured with other heads (heads_hash {row['heads_hash']}) than "
+                    f"{str(folder)!r} holds ({hashes[None]}): measure these, or remove the file."
+                )
             told.append(row)
     return told
+
+
+def _is_of_these(folder: Path, row: dict[str, Any], hashes: dict[str | None, str]) -> bool:
+    """Whether a row's heads are the folder's: as they are stored, or rounded to the type that the row names."""
+    for name in (None, str(row.get("dtype"))):
+        dtype = getattr(torch, name, None) if name else None
+        if name and not isinstance(dtype, torch.dtype):
+            continue
+        if name not in hashes:
+            hashes[name] = heads_hash(_drafter_weights(folder), dtype)
+        if hashes[name] == row["heads_hash"]:
+            return True
+    return False
+
+
+def _drafter_weights(folder: Path) -> list[tuple[str, torch.Tensor]]:
+    """Name and tensor of the heads' weights."""
+    found = []
+    for file in get_local_safetensors_metadata(folder).files_metadata:
+        with safe_open(folder / file, framework="pt") as tensors:
+            names = [name for name in tensors.keys() if not name.startswith("base.")]
+            found += [(name, tensors.get_tensor(name)) for name in names]
+    return found

@@ -40,7 +40,29 @@ def main(arguments: list[str] | None = None) -> None:
     except (FloatingPointError, OSError, TypeError, ValueError) as error:
         complain(str(error))
         code = 2
-    except (typer.Abort, KeyboardInterrupt):
+    except (typer.Abort, KeyboardInterrupt):  # before the errors at run time, of which an Abort is one
         complain("interrupted.")
         code = 130
+    except ImportError as error:  # of a package that only some of the work needs
+        if (error.name or "").partition(".")[0] == "hf_drafthead":
+            raise
+        complain(f"a package is missing or broken ({_first_line(error)}): install it, then try again.")
+        code = 2
+    except (RuntimeError, MemoryError) as error:
+        if not _out_of_memory(error):
+            raise
+        complain("the memory does not suffice: use a smaller model, fewer new tokens, or half precision.")
+        code = 2
     sys.exit(code or 0)
+
+
+def _first_line(error: BaseException) -> str:
+    from hf_drafthead.evaluation.loading import one_line
+
+    return one_line(error)
+
+
+def _out_of_memory(error: BaseException) -> bool:
+    from hf_drafthead.evaluation.memory import out_of_memory
+
+    return out_of_memory(error)

@@ -87,7 +87,8 @@ def bench(
         seed=seed,
         dtype=dtype,
     )
-    said = {"questions": Path(questions).name, "command": command_line()}
+    said = {"questions": named(questions), "split": split, "limit": limit, "command": command_line()}
+    said = {name: value for name, value in said.items() if value is not None}
     first = process_state().is_main_process
 
     def keep(measurements: list[Any]) -> None:
@@ -105,8 +106,14 @@ def bench(
         if plot is not None:
             plots.draw(outcome.measurements, plot)
     if outcome.stopped:
-        complain(f"{outcome.stopped}: the figures, marked with *, are those of the prompts that were finished.")
+        marked = ", marked with *," if any(not one.complete for one in outcome.measurements) else ""
+        complain(f"{outcome.stopped}: the figures{marked} are those of the prompts that were finished.")
         raise typer.Exit(130)
+
+
+def named(questions: str) -> str:
+    """What the figures call the questions: a file or folder by its own name, a data set by its whole id."""
+    return Path(questions).resolve().name if Path(questions).exists() else questions
 
 
 @app.command()
@@ -139,7 +146,15 @@ def verify(
     rows = [one["input_ids"][0].tolist() for one in encoded]
     options: dict[str, Any] = {"batch_size": batch_size, "settings": given}
     with bar(calls(rows, **options)) as begin:
-        found = verify(loaded, rows, max_new_tokens=max_new_tokens, seed=seed, progress=begin("verify"), **options)
+        found = verify(
+            loaded,
+            rows,
+            max_new_tokens=max_new_tokens,
+            seed=seed,
+            tokenizer=tokenizer,
+            progress=begin("verify"),
+            **options,
+        )
     output().print(verdict_table(found))
     write_json(json_path, found.to_json(tokenizer))
     if undrafted := sum(check.undrafted for check in found.checks):

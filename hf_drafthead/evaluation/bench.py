@@ -8,14 +8,24 @@ Shapes: B rows, P prompt tokens, M positions, K heads.
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from hf_drafthead.evaluation.compare import Contender, cannot_batch, contenders
 from hf_drafthead.evaluation.loading import one_line
-from hf_drafthead.evaluation.measurement import BASE, COMPILED, HEADS, Measurement, Round, Run, summed_up
+from hf_drafthead.evaluation.measurement import (
+    BASE,
+    COMPILED,
+    HEADS,
+    Measurement,
+    Round,
+    Run,
+    identity,
+    summed_up,
+    undrafted_notice,
+)
 from hf_drafthead.evaluation.memory import PeakMemory, out_of_memory
 from hf_drafthead.evaluation.quality import quality
 from hf_drafthead.evaluation.questions import Question
@@ -23,6 +33,7 @@ from hf_drafthead.evaluation.sharding import Shard
 from hf_drafthead.evaluation.speed import (
     ForwardCount,
     batched,
+    drafted,
     encode_all,
     encode_turn,
     has_room,
@@ -74,6 +85,7 @@ def measure(
         progress=progress,
     )
     course.rounds += course.run(prompts)
+    course.notices += undrafted_notice(course.rounds)
     return course.measurement(tree_nodes=tree.num_nodes)
 
 
@@ -107,6 +119,7 @@ class Course:
     rounds: list[Round] = field(default_factory=list)
     stopped: str | None = None
     notices: list[str] = field(default_factory=list)
+    _compiled_for: set[torch.Size] = field(default_factory=set, init=False, repr=False)
 
     def run_as_far_as_possible(self, questions: Sequence[Question]) -> None:
         """Keep the rounds that were finished when the memory is full, or when the user has seen enough."""
@@ -153,7 +166,7 @@ class Course:
             self.rounds,
             batch_size=self.batch_size,
             repeats=self.repeats,
-            settings=dict(self.settings),
+            settings=told_settings(self.model, self.settings),
             complete=self.stopped is None,
             stopped=self.stopped,
             notices=self.notices,
@@ -165,24 +178,32 @@ class Course:
         for name, runner in list(self.runners.items()):
             if name in (BASE, HEADS):
                 runner(given, self.settings)
-                continue
-            if self.batch_size > 1 and cannot_batch(name):
-                reason = "transformers decodes this way for one prompt at a time only"
+            elif self.batch_size > 1 and cannot_batch(name):
+                self._leave_out(name, "transformers decodes this way for one prompt at a time only")
             else:
-                try:
-                    runner(given, self.settings)
-                    continue
-                except Exception as error:  # of compilers and others' decoding, which the heads can do without
-                    if out_of_memory(error):
-                        raise
-                    reason = one_line(error)
-            del self.runners[name]
-            self.notices.append(f"{name} is left out: {reason}.")
+                self._try(name, given)
+
+    def _try(self, name: str, given: Mapping[str, torch.Tensor]) -> None:
+        """One call that is not timed; who fails at it is left out."""
+        try:
+            self.runners[name](given, self.settings)
+        except Exception as error:  # of compilers and others' decoding, which the heads can do without
+            if out_of_memory(error):
+                raise
+            self._leave_out(name, one_line(error))
+        if name == COMPILED:
+            self._compiled_for.add(given["input_ids"].shape)
+
+    def _leave_out(self, name: str, reason: str) -> None:
+        del self.runners[name]
+        self.notices.append(f"{name} is left out: {reason}.")
 
     def _round(
         self, batch: Sequence[Question], turn: int, given: Mapping[str, torch.Tensor]
     ) -> tuple[Round, list[str]]:
         """One turn of a batch, and the base's answers."""
+        if COMPILED in self.runners and given["input_ids"].shape not in self._compiled_for:
+            self._try(COMPILED, given)  # every new shape is compiled anew
         peak, peaks = PeakMemory(self.model.base.device), dict.fromkeys(self.runners, 0)
         forwards: dict[str, int] = {}
         seed, self.seed = self.seed, self.seed + 1
@@ -222,6 +243,7 @@ class Course:
                 for name in self.runners
             },
             accepted=steps_of(outputs[HEADS]),
+            undrafted=int(not drafted(outputs[HEADS])),
         )
         texts = {name: self.tokenizer.batch_decode(rows[name], skip_special_tokens=True) for name in (BASE, HEADS)}
         if self.closely:
@@ -293,7 +315,8 @@ def bench(
         tell: is given every notice at once.
 
     Returns:
-        those that were begun, also if they are not complete; nothing after one that was interrupted.
+        those that were begun, also if they are not complete; nothing after an interruption, of which the last one's
+        `stopped` tells, also where it was finished before.
 
     Raises:
         KeyboardInterrupt: before there was anything to return.
@@ -303,8 +326,9 @@ def bench(
     encode_all(model, tokenizer, batched(questions, 1), settings["max_new_tokens"])  # refused by all processes alike
     acceptance = acceptance_of(model, acceptance or {})
     runners = contenders(model, tokenizer, tree=tree, acceptance=acceptance, compare=compare)
-    waiting, found = list(dict.fromkeys(batch_sizes)), []
+    waiting, found = list(dict.fromkeys(batch_sizes)), list[Measurement]()
     done = set(waiting)
+    how = {"compared": compare, "acceptance": acceptance, "processes": shard.processes, **identity(model)}
     while waiting:
         size = waiting.pop(0)
         course = Course(model, tokenizer, dict(runners), settings, size, repeats=repeats, seed=seed, progress=progress)
@@ -317,11 +341,14 @@ def bench(
                 waiting.insert(0, size // 2)
                 done.add(size // 2)
                 course.notices[-1] = f"{course.notices[-1][:-1]}, the rest goes on with {size // 2}."
+        course.notices += undrafted_notice(course.rounds)
         for notice in course.notices:
             tell(notice)
         if course.rounds:
-            how = {"compared": compare, "acceptance": acceptance, "processes": shard.processes}
             found.append(course.measurement(**how))
+        elif found:
+            stopped = course.stopped if course.stopped == INTERRUPTED else found[-1].stopped
+            found[-1] = replace(found[-1], stopped=stopped, notices=[*found[-1].notices, *course.notices])
         if course.stopped == INTERRUPTED:
             break
     if not found:
@@ -329,6 +356,15 @@ def bench(
             raise KeyboardInterrupt
         raise OSError("the memory does not suffice for a single prompt: use a smaller model, or fewer new tokens.")
     return found
+
+
+def told_settings(model: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of the calls, with how tokens are chosen where only the base's generation config says it."""
+    usual = model.base.generation_config
+    told = {"do_sample": bool(usual.do_sample), **settings}
+    if told["do_sample"] and told.get("temperature") is None:
+        told["temperature"] = 1.0 if usual.temperature is None else usual.temperature
+    return told
 
 
 def acceptance_of(model: Any, asked: Mapping[str, Any]) -> dict[str, Any]:

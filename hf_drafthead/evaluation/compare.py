@@ -42,8 +42,10 @@ def contenders(
     """
     base = model.base
     found: dict[str, Contender] = {
-        BASE: lambda given, settings: base.generate(**given, **settings),
-        HEADS: lambda given, settings: draft(model, tree, given, {**settings, **(acceptance or {})}),
+        BASE: lambda given, settings: base.generate(**given, **with_reader(settings, tokenizer)),
+        HEADS: lambda given, settings: draft(
+            model, tree, given, {**with_reader(settings, tokenizer), **(acceptance or {})}
+        ),
     }
     for name in compare:
         kind, _, path = name.partition("=")
@@ -57,7 +59,7 @@ def contenders(
             raise ValueError(
                 f"--compare {name!r} is not known: expected {PROMPT_LOOKUP}, {ASSISTANT}=PATH or {COMPILED}."
             )
-        found[name] = _with(base, more)
+        found[name] = _with(base, tokenizer, more)
     return found
 
 
@@ -66,8 +68,13 @@ def cannot_batch(name: str) -> bool:
     return name == PROMPT_LOOKUP or name.startswith(ASSISTANT)
 
 
-def _with(base: Any, more: Mapping[str, Any]) -> Contender:
-    return lambda given, settings: base.generate(**given, **settings, **more)
+def with_reader(settings: Mapping[str, Any], tokenizer: Any) -> dict[str, Any]:
+    """The settings, with the tokenizer where `generate` must look for texts to stop at."""
+    return {**settings, "tokenizer": tokenizer} if settings.get("stop_strings") else dict(settings)
+
+
+def _with(base: Any, tokenizer: Any, more: Mapping[str, Any]) -> Contender:
+    return lambda given, settings: base.generate(**given, **{**with_reader(settings, tokenizer), **more})
 
 
 def _compile_everywhere() -> CompileConfig:

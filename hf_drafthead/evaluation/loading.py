@@ -7,7 +7,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from hf_drafthead.modeling import MODEL_CLASSES, AmphistaConfig, DraftHeadConfig, HydraConfig
+from hf_drafthead.modeling import MODEL_CLASSES, DraftHeadConfig
 
 PREFIX = "drafthead_"  # of every family's model_type
 
@@ -61,15 +61,6 @@ def load(name: str, **kwargs: Any) -> tuple[Any, Any]:
     except (OSError, ValueError):
         tokenizer = AutoTokenizer.from_pretrained(model.base.name_or_path)
     return model, tokenizer
-
-
-def family_of(config: DraftHeadConfig) -> str:
-    """The family's short name, as the papers name it: `medusa`, `hydra`, `hydra++`, `amphista`, ..."""
-    if isinstance(config, HydraConfig) and config.prefix_layer:
-        return "hydra++"
-    if isinstance(config, AmphistaConfig) and config.num_auto_embedding_layers > 1:
-        return "amphista-alpha"
-    return config.model_type.removeprefix(PREFIX)
 
 
 def known_families() -> list[str]:

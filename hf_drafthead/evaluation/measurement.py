@@ -9,8 +9,8 @@ from typing import Any
 import torch
 import transformers
 
+from hf_drafthead.cards.identity import heads_hash
 from hf_drafthead.evaluation.acceptance import histogram, tokens_per_step, top_k_accuracy
-from hf_drafthead.evaluation.loading import family_of
 from hf_drafthead.evaluation.quality import METRIC
 from hf_drafthead.evaluation.speed import device_name
 from hf_drafthead.evaluation.stages import TimeSplit
@@ -38,7 +38,8 @@ class Round:
     """One batch of prompts, decoded by every contender in turn.
 
     runs: by contender; accepted: (B, S) of the heads; time_split: of a further run of the heads; ranks: (M, K) at
-    which each head had the next tokens; quality: of the base's and the heads' answer, where there is a reference.
+    which each head had the next tokens; quality: of the base's and the heads' answer, where there is a reference;
+    undrafted: calls of the heads that the base decoded by itself.
     """
 
     category: str
@@ -48,6 +49,7 @@ class Round:
     time_split: TimeSplit = field(default_factory=TimeSplit)
     ranks: torch.Tensor | None = None
     quality: list[tuple[float, float]] = field(default_factory=list)
+    undrafted: int = 0
 
 
 @dataclass(frozen=True)
@@ -91,8 +93,11 @@ class Measurement:
     peak_memory: dict[str, int] | None  # bytes, by contender
     compared: dict[str, dict[str, Any] | None]  # others than the base, None where one could not run
     quality: dict[str, Any] | None
+    undrafted: int = 0  # calls that the base decoded by itself, which say nothing of the heads
+    heads_hash: str | None = None  # of the weights that were measured
+    base_revision: str | None = None
     complete: bool = True
-    stopped: str | None = None  # why it is not complete
+    stopped: str | None = None  # why the call ended early; if this one is complete, it ended after it
     processes: int = 1
     notices: list[str] = field(default_factory=list)
 
@@ -135,6 +140,7 @@ def summed_up(
     names = list(dict.fromkeys(name for one in rounds for name in one.runs))
     forms = {name: paces(rounds, name) for name in names}
     whole = figures(rounds)
+    said = said if "heads_hash" in said else {**identity(model), **said}
     peaks = {name: max(known) for name in names if (known := peaks_of(rounds, name))}
     others: dict[str, dict[str, Any] | None] = {
         name: other_figures(rounds, name) if name in names else None for name in compared
@@ -143,7 +149,7 @@ def summed_up(
     return Measurement(
         model=model.name_or_path,
         base=model.base.name_or_path,
-        family=family_of(model.config),
+        family=model.config.family,
         device=device_name(model.base.device),
         dtype=str(model.base.dtype).removeprefix("torch."),
         batch_size=batch_size,
@@ -188,7 +194,28 @@ def figures(rounds: Sequence[Round]) -> dict[str, Any]:
         "speedup": pace(rounds, HEADS) / pace(rounds, BASE),
         "identical": all(one.runs[HEADS].identical for one in rounds),
         "quality": quality,
+        "undrafted": sum(one.undrafted for one in rounds),
     }
+
+
+def identity(model: Any) -> dict[str, str | None]:
+    """`heads_hash` and `base_revision`: what was measured. There is no hash of weights that lie elsewhere."""
+    weights = [(f"drafter.{name}", weight) for name, weight in model.drafter.named_parameters()]
+    elsewhere = any(weight.is_meta for _, weight in weights)
+    commit = getattr(model.base.config, "_commit_hash", None)
+    return {
+        "heads_hash": None if elsewhere else heads_hash(weights),
+        "base_revision": commit or model.config.base_model_revision,
+    }
+
+
+def undrafted_notice(rounds: Sequence[Round]) -> list[str]:
+    """One line where the base decoded calls by itself; empty where it did not."""
+    count = sum(one.undrafted for one in rounds)
+    if not count:
+        return []
+    told = "which counts in the speedup and not in the tokens per step"
+    return [f"{count} of {len(rounds)} calls were decoded by the base itself, {told}."]
 
 
 def by_category(rounds: Sequence[Round]) -> dict[str, dict[str, Any]]:

@@ -1,7 +1,7 @@
 """One call of `hf-drafthead bench`: several models on the same questions, with everything that was asked for."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -107,6 +107,9 @@ def carry_out(
         if not outcome.measurements:
             raise
         outcome.stopped = INTERRUPTED
+        if outcome.measurements[-1].stopped != INTERRUPTED:  # it came between two measurements
+            outcome.measurements[-1] = replace(outcome.measurements[-1], stopped=INTERRUPTED)
+            keep(outcome.measurements)
     return outcome
 
 

@@ -8,7 +8,7 @@ several, any of which will do.
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,12 @@ from hf_drafthead.evaluation.loading import one_line
 EXPECTED = (
     'expected an object with "turns", a list of texts to ask one after the other, or "prompt", a text to continue'
 )
+
+
+UNCATEGORISED = "uncategorised"
+MT_BENCH = "mt_bench"  # as Spec-Bench calls the eight topics of MT-Bench, taken together
+TOPICS = frozenset({"writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"})
+SPEC_BENCH_TASKS = frozenset({"translation", "summarization", "qa", "math_reasoning", "rag"})
 
 
 @dataclass(frozen=True)
@@ -29,7 +35,7 @@ class Question:
     """
 
     turns: tuple[str, ...]
-    category: str = "all"
+    category: str = UNCATEGORISED
     references: tuple[tuple[str, ...], ...] = ()
     chat: bool = False
     where: str = field(default="the prompt", compare=False)
@@ -47,6 +53,9 @@ def read_questions(source: str | Path, split: str | None = None) -> list[Questio
         source: the file, or the data set's name or folder.
         split: of the data set; by default its only one, or the one called `test`.
 
+    Returns:
+        in their order; the topics of MT-Bench are one category where the file is Spec-Bench's.
+
     Raises:
         OSError: there is neither such a file nor such a data set.
         ValueError: it holds no question, or a row that is none; the message names the row.
@@ -61,7 +70,15 @@ def read_questions(source: str | Path, split: str | None = None) -> list[Questio
     questions = [question_of(row, where) for where, row in rows]
     if not questions:
         raise ValueError(f'{source} holds no prompt: write one {{"prompt": "..."}} or {{"turns": [...]}} per line.')
-    return questions
+    return as_spec_bench_groups(questions)
+
+
+def as_spec_bench_groups(questions: Sequence[Question]) -> list[Question]:
+    """MT-Bench's topics as one task where Spec-Bench's other tasks stand beside them, as in its tables."""
+    found = {question.category for question in questions}
+    if not (found & SPEC_BENCH_TASKS and found <= SPEC_BENCH_TASKS | TOPICS):
+        return list(questions)
+    return [replace(one, category=MT_BENCH) if one.category in TOPICS else one for one in questions]
 
 
 def question_of(row: Any, where: str) -> Question:
@@ -83,7 +100,9 @@ def question_of(row: Any, where: str) -> Question:
         raise ValueError(f"{where} is {shown}: {EXPECTED}.")
     if not all(turn.strip() if chat else turn for turn in turns):
         raise ValueError(f"{where} is {shown}, a prompt that is empty: give the text that the model shall answer.")
-    return Question(turns, str(row.get("category", "all")), _references(row.get("reference"), where), chat, where)
+    category = row.get("category")
+    category = UNCATEGORISED if category in (None, "") else str(category)
+    return Question(turns, category, _references(row.get("reference"), where), chat, where)
 
 
 def check_template(tokenizer: Any, questions: Iterable[Question]) -> None:

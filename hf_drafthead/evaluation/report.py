@@ -23,6 +23,7 @@ CSV_COLUMNS = (
     "tokens_per_second",
     "speedup",
     "identical",
+    "undrafted",
     "quality_base",
     "quality_heads",
     "complete",
@@ -42,7 +43,7 @@ def write_csv(path: Path, measurements: Sequence[Measurement]) -> None:
         writer.writeheader()
         for one in measurements:
             whole = one.to_json()
-            for category, figures in {"all": whole, **one.per_category}.items():
+            for category, figures in [("all", whole), *one.per_category.items()]:
                 judged = figures["quality"] or {}
                 scores = {"quality_base": judged.get("base"), "quality_heads": judged.get("heads")}
                 writer.writerow({**whole, **figures, **one.acceptance, **scores, "category": category})
@@ -93,9 +94,16 @@ def summary_table(measurements: Sequence[Measurement]) -> Table:
             _figure(one.speedup),
             f"{low:.2f}-{high:.2f}",
             _figure(one.efficiency),
-            "yes" if one.identical else "NO" if one.lossless else "no",
+            same_text(one),
         )
     return table
+
+
+def same_text(one: Measurement) -> str:
+    """Whether the text was the base's own; a difference counts where none was allowed."""
+    if not one.identical:
+        return "NO" if one.lossless else "no"
+    return "-" if one.undrafted and one.tokens_per_step is None else "yes"
 
 
 def category_table(measurements: Sequence[Measurement]) -> Table:

@@ -77,10 +77,16 @@ def draft(
     return model.generate(**given, **settings, **chosen, return_dict_in_generate=True)
 
 
-def steps_of(drafted: Any) -> torch.Tensor:
+def drafted(output: Any) -> bool:
+    """Whether the heads drafted it; False where the base decoded by itself."""
+    return getattr(output, "accepted_lengths", None) is not None
+
+
+def steps_of(output: Any) -> torch.Tensor:
     """`accepted_lengths` (B, S) of one output; without steps where the base decoded by itself."""
-    accepted = getattr(drafted, "accepted_lengths", None)
-    return torch.zeros(len(drafted.sequences), 0, dtype=torch.long) if accepted is None else accepted.cpu()
+    if not drafted(output):
+        return torch.zeros(len(output.sequences), 0, dtype=torch.long)
+    return output.accepted_lengths.cpu()
 
 
 def warm_up(model: Any, tree: DraftTree, given: Mapping[str, torch.Tensor], settings: Mapping[str, Any]) -> None:

@@ -6,12 +6,13 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from huggingface_hub import get_safetensors_metadata
+from huggingface_hub.errors import NotASafetensorsRepoError, SafetensorsParsingError
 from safetensors import SafetensorError, safe_open
 from transformers import GenerationConfig
 
-from hf_drafthead.evaluation.loading import family_of, read_config
+from hf_drafthead.evaluation.loading import one_line, read_config
 from hf_drafthead.generation.tree import DraftTree
-from hf_drafthead.modeling.checkpoint import checkpoint_files
+from hf_drafthead.modeling.checkpoint import HTTP_ERROR, checkpoint_files, why_refused
 from hf_drafthead.modeling.config import DraftHeadConfig
 
 BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
@@ -59,7 +60,7 @@ def summarize(name: str) -> Summary:
     chosen = settings.get("draft_tree")
     return Summary(
         model=name,
-        family=family_of(config),
+        family=config.family,
         base=config.base_model_name_or_path,
         base_type=text_config.model_type,
         base_revision=config.base_model_revision,
@@ -76,7 +77,7 @@ def summarize(name: str) -> Summary:
 
 def deepest(config: DraftHeadConfig) -> int | None:
     """The deepest level that the heads can guess: EAGLE's one head guesses at every depth."""
-    return None if family_of(config) == "eagle" else config.num_draft_heads
+    return None if config.family == "eagle" else config.num_draft_heads
 
 
 def family_fields(config: DraftHeadConfig) -> dict[str, Any]:
@@ -96,9 +97,23 @@ def drafting_settings(name: str) -> dict[str, Any]:
 
 
 def tensor_headers(name: str) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Shape and type of every tensor of a checkpoint; from the Hub only the headers are fetched."""
+    """Shape and type of every tensor of a checkpoint; from the Hub only the headers are fetched.
+
+    Raises:
+        OSError: there are no weights as safetensors, or they cannot be read.
+    """
     if not os.path.isdir(name):
-        files = get_safetensors_metadata(name).files_metadata.values()
+        try:
+            files = get_safetensors_metadata(name).files_metadata.values()
+        except NotASafetensorsRepoError:
+            raise OSError(
+                f"{name!r} holds no weights as safetensors: a pickle is never opened, for it can run code; ask its "
+                "author to save the heads as safetensors."
+            ) from None
+        except SafetensorsParsingError as error:
+            raise OSError(f"the weights of {name!r} cannot be read ({one_line(error)}): ask its author.") from None
+        except HTTP_ERROR as error:
+            raise OSError(f"the weights of {name!r} cannot be read: {why_refused(error)}.") from error
         return {key: (tuple(info.shape), str(info.dtype)) for file in files for key, info in file.tensors.items()}
     headers = {}
     for file in checkpoint_files(name, None, {}):

@@ -13,9 +13,10 @@ import transformers
 from rich.table import Table
 
 from hf_drafthead.evaluation.acceptance import guess_depths
-from hf_drafthead.evaluation.loading import family_of
+from hf_drafthead.evaluation.compare import with_reader
+from hf_drafthead.evaluation.measurement import identity
 from hf_drafthead.evaluation.near_tie import margin_of
-from hf_drafthead.evaluation.speed import device_name, steps_of
+from hf_drafthead.evaluation.speed import device_name, drafted, steps_of
 
 Tokens = list[int]
 
@@ -67,6 +68,7 @@ class Check:
     ends: bool = False  # whether a token inside a step shall end the text
     texts: int = 0
     same: int = 0
+    calls: int = 0
     undrafted: int = 0  # calls that the base decoded by itself
     differences: list[Difference] = field(default_factory=list)
 
@@ -109,6 +111,7 @@ class Verdict:
                 "near_ties": len(one.near_ties),
                 "largest_margin": one.largest_margin,
                 "different": len(one.faults),
+                "calls": one.calls,
                 "undrafted_calls": one.undrafted,
             }
             for one in self.checks
@@ -126,6 +129,7 @@ def verify(
     batch_size: int = 4,
     seed: int = 0,
     settings: Mapping[str, Any] | None = None,
+    tokenizer: Any = None,
     progress: Callable[[], object] = lambda: None,
 ) -> Verdict:
     """Compare the heads with their base on every prompt, in every way.
@@ -137,10 +141,12 @@ def verify(
         batch_size: rows of the checks in batches, padded on the left.
         seed: of sampling; the random generator must also be left in the same state.
         settings: of `generate`, such as processors; everything is checked with and without them.
+        tokenizer: the base's, needed where the settings have `stop_strings`.
         progress: called after each call that was compared.
     """
     checks = all_checks(max_new_tokens, batch_size, settings or {}, model.base.generation_config.pad_token_id)
     for check in checks:
+        check.settings = with_reader(check.settings, tokenizer)
         for group in groups(prompts, check.rows):
             compare(model, check, group, seed)
             progress()
@@ -148,7 +154,8 @@ def verify(
         about={
             "model": model.name_or_path,
             "base": model.base.name_or_path,
-            "family": family_of(model.config),
+            "family": model.config.family,
+            **identity(model),
             "device": device_name(model.base.device),
             "dtype": str(model.base.dtype).removeprefix("torch."),
             "prompts": len(prompts),
@@ -212,7 +219,8 @@ def compare(model: Any, check: Check, prompts: Sequence[Tokens], seed: int) -> N
     exactly = {"acceptance": "exact", **settings}  # whatever the model has been set to
     output = model.generate(**given, **exactly, return_dict_in_generate=True)
     generator_same = torch.equal(generator_state(expected.device), left_at)
-    check.undrafted += getattr(output, "accepted_lengths", None) is None
+    check.calls += 1
+    check.undrafted += not drafted(output)
 
     ends = settings.get("eos_token_id", model.base.generation_config.eos_token_id)
     ends = set(ends if isinstance(ends, list) else [] if ends is None else [ends])

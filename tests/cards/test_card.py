@@ -4,12 +4,16 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from huggingface_hub import EvalResult, ModelCard
 from huggingface_hub.repocard_data import eval_results_to_model_index, model_index_to_eval_results
+from safetensors.torch import load_file, save_file
 
 from hf_drafthead import zoo
 from hf_drafthead.cards import missing, write_card
 from hf_drafthead.cards.facts import read_facts
+from hf_drafthead.cards.identity import heads_hash
+from hf_drafthead.evaluation.questions import UNCATEGORISED
 from tests.cards.checkpoints import TREE, put, run, write_checkpoint
 
 FAMILIES = {
@@ -98,8 +102,8 @@ def test_measured_figures_stand_in_the_text_and_in_the_model_index(heads):
     assert "**NVIDIA A100, float16, batch size 1**: 40 prompts of `mt_bench.jsonl`, 3,840 new tokens" in card.text
     assert "| all | 40 | 2.71 | 1.48 | yes |" in card.text
     assert "| writing | 20 | 2.50 | 1.30 | yes |" in card.text
-    assert "| math | 20 | not measured | 1.70 | yes |" in card.text
-    assert "over the base compiled: not measured." in card.text
+    assert "| math | 20 | not measured | 1.70 | nothing drafted |" in card.text
+    assert "over the base compiled: not measured; calls that the base decoded by itself: ?." in card.text
     assert "\nhf-drafthead bench heads --questions mt_bench.jsonl --json evaluation.json\n" in card.text
     assert "the output was the base's own, token by token" in card.text
     assert card.data.model_name == "vicuna-hydra"
@@ -117,6 +121,125 @@ def test_measured_figures_stand_in_the_text_and_in_the_model_index(heads):
     }
     index = eval_results_to_model_index(card.data.model_name, card.data.eval_results)
     assert model_index_to_eval_results(index) == (card.data.model_name, card.data.eval_results)
+
+
+def test_rows_without_a_category_do_not_take_the_place_of_the_whole(heads):
+    part = {"prompts": 20, "identical": True, "speedup": 1.75}
+    for name in ("all", UNCATEGORISED):  # the first is what these rows were once called
+        split = {name: {**part, "tokens_per_step": 2.75}, "x": {**part, "tokens_per_step": 1.5}}
+        put(heads, "evaluation.json", run(tokens_per_step=2.2, per_category=split))
+        card = card_of(heads)
+        found = {(one.dataset_config, one.metric_type): one.metric_value for one in card.data.eval_results}
+        assert found["all", "tokens_per_step"] == 2.2 and found["uncategorised", "tokens_per_step"] == 2.75
+        assert "| all | 40 | 2.20 | 1.48 | yes |\n| uncategorised | 20 | 2.75 | 1.75 | yes |" in card.text
+    put(heads, "evaluation.json", run(per_category={UNCATEGORISED: {**part, "tokens_per_step": 2.713}}))
+    card = card_of(heads)
+    assert {one.dataset_config for one in card.data.eval_results} == {"all"} and "uncategorised" not in card.text
+
+
+def test_calls_that_the_base_decoded_are_told_and_prove_nothing(heads):
+    put(heads, "evaluation.json", run(undrafted=13, notices=["13 of 40 calls were decoded by the base itself."]))
+    text = card_of(heads).text
+    assert "calls that the base decoded by itself: 13." in text
+    assert "\n- 13 of 40 calls were decoded by the base itself.\n" in text
+    assert "the output was the base's own, token by token" in text
+    part = {"prompts": 40, "identical": True, "tokens_per_step": None, "speedup": 1.0, "undrafted": 40}
+    put(heads, "evaluation.json", run(**part, per_category={"x": part}))
+    text = card_of(heads).text
+    assert "| all | 40 | not measured | 1.00 | nothing drafted |" in text
+    assert "the output was the base's own, token by token" not in text
+    assert "### Exactness\n\nNot measured: the base decoded every call by itself, so nothing was drafted.\n" in text
+
+
+def test_a_verification_in_which_nothing_was_drafted_proves_nothing(heads):
+    check = {"name": "greedy", "texts": 4, "same": 4, "near_ties": 0, "different": 0, "calls": 4}
+    for undrafted, claimed in ((0, True), (3, True), (4, False)):
+        told = {"identical": True, "checks": [{**check, "undrafted_calls": undrafted}]}
+        put(heads, "evaluation_verify.json", told)
+        text = card_of(heads).text
+        assert f"| greedy | 4 | 4 | 0 | 0 | {undrafted} |" in text
+        assert ("the output was the base's own, token by token" in text) == claimed
+
+
+def test_what_was_cut_short_or_shared_out_is_not_shown_as_whole(heads):
+    notices = ["out of memory at a batch size of 4: 7 prompts were measured.", "compiled is left out: no | compiler."]
+    put(heads, "evaluation.json", run(complete=False, stopped="out of memory", processes=2, notices=notices))
+    card = card_of(heads)
+    assert "**NVIDIA A100, float16, batch size 1, 2 processes, not complete: out of memory**: 40 prompts" in card.text
+    assert "\n- out of memory at a batch size of 4: 7 prompts were measured.\n" in card.text
+    assert "- compiled is left out: no \\| compiler.\n" in card.text
+    assert all("not complete: out of memory" in one.metric_name for one in card.data.eval_results)
+    put(heads, "evaluation.json", run(complete=True, stopped="interrupted", processes=1, notices=[]))
+    assert "not complete" not in card_of(heads).text
+
+
+def test_one_difference_is_enough(heads):
+    put(heads, "evaluation.json", [run(), run(identical=False), run()])
+    text = card_of(heads).text
+    assert "**The output differed from the base's own in at least one run that was to be exact.**" in text
+    assert "the output was the base's own, token by token" not in text
+
+
+def test_limits_claim_no_more_than_was_found(heads):
+    def limits():
+        return card_of(heads).text.partition("## Limits")[2].partition("## Citation")[0]
+
+    assert "is meant to be the base's own in float32 and float64; that was not measured here." in limits()
+    put(heads, "evaluation.json", run())
+    assert "- The text was the base's own in the runs above;" in limits()
+    put(heads, "evaluation.json", run(identical=False))
+    assert "should be the base's own in float32 and float64, but a run above differed: see Exactness." in limits()
+    put(heads, "evaluation.json", run(identical=True, tokens_per_step=None))
+    assert "that was not measured here." in limits()
+
+
+def test_the_temperature_is_the_one_that_was_recorded(heads):
+    put(heads, "evaluation.json", run(settings={"do_sample": True, "temperature": 0.6}))
+    assert "**NVIDIA A100, float16, batch size 1, temperature 0.6**" in card_of(heads).text
+
+
+def test_a_data_set_keeps_its_name_split_and_limit(heads):
+    put(heads, "evaluation.json", run(questions="org/mt", split="test", limit=40))
+    card = card_of(heads)
+    assert "40 prompts of `org/mt`, split test, the first 40 questions, 3,840 new tokens" in card.text
+    result = card.data.eval_results[0]
+    assert (result.dataset_type, result.dataset_name, result.dataset_split) == ("org/mt", "org/mt, first 40", "test")
+    put(heads, "evaluation.json", run())
+    assert card_of(heads).data.eval_results[0].dataset_name == "mt_bench"
+
+
+def hash_of(folder, dtype=None) -> str:
+    return heads_hash(load_file(folder / "model.safetensors").items(), dtype)
+
+
+def test_figures_of_other_heads_are_refused(heads):
+    put(heads, "evaluation.json", run(heads_hash=hash_of(heads)))
+    put(heads, "evaluation_verify.json", {"identical": True, "checks": [], "heads_hash": hash_of(heads)})
+    card_of(heads)
+    retrained = {name: tensor + 1 for name, tensor in load_file(heads / "model.safetensors").items()}
+    save_file(retrained, heads / "model.safetensors")
+    for name in ("evaluation.json", "evaluation_verify.json"):
+        with pytest.raises(ValueError) as refused:
+            write_card(heads)
+        assert f"{name}' was measured with other heads (heads_hash " in str(refused.value)
+        assert str(refused.value).endswith(f"({hash_of(heads)}): measure these, or remove the file.")
+        (heads / name).unlink()
+    write_card(heads)
+
+
+def test_heads_that_were_measured_in_another_type_are_the_same(heads):
+    torch.manual_seed(0)
+    weights = {name: torch.randn(shape) for name, shape in (("drafter.a", (3, 8)), ("drafter.b", (4,)))}
+    save_file({**weights, "base.x": torch.ones(3)}, heads / "model.safetensors")
+    stored = heads_hash(weights.items())
+    half = heads_hash((name, weight.bfloat16()) for name, weight in weights.items())
+    assert stored != half
+    for found, dtype in ((stored, "float32"), (half, "bfloat16"), (stored, None)):
+        put(heads, "evaluation.json", run(heads_hash=found, dtype=dtype))
+        card_of(heads)
+    put(heads, "evaluation.json", run(heads_hash=half, dtype="float32"))
+    with pytest.raises(ValueError, match="was measured with other heads"):
+        card_of(heads)
 
 
 def test_every_run_of_every_file_is_told(heads):
@@ -144,7 +267,8 @@ def test_a_lossy_run_is_marked_and_does_not_count_as_a_difference(heads):
     typical = {"acceptance": "typical", "posterior_threshold": 0.09}
     put(heads, "evaluation.json", [run(), run(identical=False, acceptance=typical, settings={"do_sample": True})])
     text = card_of(heads).text
-    assert "**NVIDIA A100, float16, batch size 1, temperature 1.0, typical acceptance, threshold 0.09**" in text
+    assert "**NVIDIA A100, float16, batch size 1, sampled, temperature not recorded, typical acceptance" in text
+    assert ", threshold 0.09**" in text
     assert "the output was the base's own, token by token" in text
     assert "| all | 40 | 2.71 | 1.48 | yes |" in text and "| all | 40 | 2.71 | 1.48 | not asked for |" in text
 

@@ -8,10 +8,10 @@ import torch
 from matplotlib.image import imread
 
 from hf_drafthead.evaluation import bench as benching
-from hf_drafthead.evaluation import compare, plots, report, sharding, speed
+from hf_drafthead.evaluation import compare, plan, plots, report, sharding, speed, stages
 from hf_drafthead.evaluation.bench import bench
 from hf_drafthead.evaluation.loading import load
-from hf_drafthead.evaluation.questions import Question
+from hf_drafthead.evaluation.questions import UNCATEGORISED, Question
 from hf_drafthead.generation.mixin import DraftHeadGenerationMixin
 from hf_drafthead.generation.tree import DraftTree
 from tests.checkpoints import TREE, save_base, save_heads
@@ -56,6 +56,119 @@ def test_tokens_per_step_are_exactly_those_of_accepted_lengths(loaded):
     assert len(found.head_accuracy) == 3 and all(shares == sorted(shares) for shares in found.head_accuracy)
     assert found.to_json()["head2_top5"] == found.head_accuracy[2][4]
     assert found.peak_memory is None or found.peak_memory["heads"] > 0
+
+
+def rounds_of(loaded, questions=PROMPTS, **options):
+    """The rounds of a course, before they are summed up."""
+    course = benching.Course(*loaded, compare.contenders(*loaded, tree=TREE), GREEDY, **options)
+    return list(course.run(questions))
+
+
+def test_everybody_runs_as_often_as_asked(loaded):
+    for one in rounds_of(loaded, PROMPTS[:2], repeats=3):
+        assert {name: len(run.seconds) for name, run in one.runs.items()} == {"base": 3, "heads": 3}
+
+
+def test_the_accuracy_of_the_heads_is_a_count_of_right_guesses(loaded):
+    (found,) = measured(loaded, PROMPTS[:1])
+    answer = "uvwxyzzzzz"  # fresh heads say again what the base says, so they are right where letters repeat
+    for head, shares in enumerate(found.head_accuracy, start=1):
+        pairs = list(zip(answer, answer[head:]))
+        assert shares[0] == pytest.approx(sum(said == follows for said, follows in pairs) / len(pairs))
+
+
+def test_each_side_s_answer_has_its_own_quality(loaded, monkeypatch):
+    right = DraftHeadGenerationMixin.generate
+
+    def babbling(self, **kwargs):
+        output = right(self, **kwargs)
+        output.sequences[:, -10:] = 90
+        return output
+
+    monkeypatch.setattr(DraftHeadGenerationMixin, "generate", babbling)
+    (found,) = measured(loaded, [Question(("abc",), "x", (("defghijklm",),))])
+    assert not found.identical
+    assert found.quality == {"metric": "rougeL", "answers": 1, "base": 1.0, "heads": 0.0}
+
+
+def test_the_peak_of_memory_is_forgotten_before_every_call(loaded, monkeypatch):
+    class Rising:
+        """Rises with every reading until it is reset."""
+
+        def __init__(self, device):
+            self.peak = 0
+
+        def reset(self):
+            self.peak = 0
+
+        def read(self):
+            self.peak += 1
+            return self.peak
+
+    monkeypatch.setattr(benching, "PeakMemory", Rising)
+    (found,) = measured(loaded, PROMPTS[:2], repeats=2)
+    assert found.peak_memory == {"base": 1, "heads": 1}
+
+
+@pytest.mark.parametrize("stage", stages.STAGES)
+def test_a_stage_s_time_is_told_under_its_name(loaded, monkeypatch, stage):
+    clock = types.SimpleNamespace(now=0.0)
+    right = getattr(stages.decoding, stage)
+
+    def slow(*arguments, **kwargs):
+        clock.now += 0.25
+        return right(*arguments, **kwargs)
+
+    monkeypatch.setattr(stages, "time", types.SimpleNamespace(perf_counter=lambda: clock.now))
+    monkeypatch.setattr(stages.decoding, stage, slow)
+    (found,) = measured(loaded, PROMPTS[:1])
+    others = dict.fromkeys([*stages.STAGES, "rest"], 0.0)
+    assert found.time_split == {**others, stage: 250.0, "step": 250.0}
+
+
+def undrafted_where(monkeypatch, length):
+    """The base decodes by itself where a prompt has so many tokens; any number if None."""
+    right = DraftHeadGenerationMixin.generate
+
+    def falling_back(self, **kwargs):
+        output = right(self, **kwargs)
+        if length in (None, kwargs["input_ids"].shape[1]):
+            output.accepted_lengths = None
+        return output
+
+    monkeypatch.setattr(DraftHeadGenerationMixin, "generate", falling_back)
+
+
+def test_calls_that_the_base_decoded_are_counted_and_told(loaded, monkeypatch):
+    undrafted_where(monkeypatch, len("def t"))
+    notices = []
+    (found,) = measured(loaded, tell=notices.append)
+    assert found.undrafted == 1 and found.to_json()["undrafted"] == 1 and found.tokens_per_step > 1
+    assert {name: part["undrafted"] for name, part in found.per_category.items()} == {"x": 1, "y": 0}
+    told = "1 of 4 calls were decoded by the base itself, which counts in the speedup and not in the tokens per step."
+    assert notices == found.notices == [told]
+
+
+def test_where_nothing_was_drafted_nothing_is_called_the_same(loaded, monkeypatch):
+    (right,) = measured(loaded, PROMPTS[:1])
+    undrafted_where(monkeypatch, None)
+    (found,) = measured(loaded)
+    assert found.undrafted == 4 and found.tokens_per_step is None
+    assert (report.same_text(right), report.same_text(found)) == ("yes", "-")
+    alone = benching.measure(*loaded, PROMPTS, tree=TREE, max_new_tokens=4, repeats=1)
+    assert alone.undrafted == 4 and len(alone.notices) == 1
+
+
+def test_how_hot_it_was_is_told_also_where_only_the_base_says_so(loaded, monkeypatch):
+    config = loaded[0].base.generation_config
+    assert benching.told_settings(loaded[0], {"max_new_tokens": 4}) == {"do_sample": False, "max_new_tokens": 4}
+    assert benching.told_settings(loaded[0], {"do_sample": True})["temperature"] == 1.0
+    monkeypatch.setattr(config, "temperature", 0.6)
+    monkeypatch.setattr(config, "do_sample", True)
+    assert benching.told_settings(loaded[0], {}) == {"do_sample": True, "temperature": 0.6}
+    assert benching.told_settings(loaded[0], {"temperature": 0.9})["temperature"] == 0.9
+    (found,) = measured(loaded, PROMPTS[:1], {"do_sample": True, "max_new_tokens": 4})
+    assert found.settings == {"do_sample": True, "max_new_tokens": 4, "temperature": 0.6}
 
 
 def test_the_model_s_own_tree_is_counted_as_it_is_used(loaded):
@@ -162,6 +275,52 @@ def test_an_interruption_leaves_what_was_measured_and_is_marked(loaded, monkeypa
         measured(loaded)
 
 
+def test_an_interruption_of_a_warm_up_ends_the_call_and_is_told(loaded, monkeypatch):
+    warm_up = benching.Course._warm_up
+
+    def interrupted(self, given):
+        if self.batch_size == 2:
+            raise KeyboardInterrupt
+        warm_up(self, given)
+
+    monkeypatch.setattr(benching.Course, "_warm_up", interrupted)
+    (found,) = measured(loaded, batch_sizes=[1, 2, 3])
+    assert (found.batch_size, found.prompts, found.complete, found.stopped) == (1, 4, True, "interrupted")
+
+
+@pytest.mark.parametrize("moment", ["loading", "warm-up"])
+def test_an_interruption_between_two_measurements_ends_the_plan_and_is_told(loaded, monkeypatch, moment):
+    warm_up, begun, kept = benching.Course._warm_up, [], []
+
+    def loading(name, dtype):
+        begun.append(name)
+        if (moment, name) == ("loading", "b"):
+            raise KeyboardInterrupt
+        return loaded
+
+    def warming(self, given):
+        if (moment, self.batch_size) == ("warm-up", 2):
+            raise KeyboardInterrupt
+        warm_up(self, given)
+
+    monkeypatch.setattr(plan, "load_here", loading)
+    monkeypatch.setattr(benching.Course, "_warm_up", warming)
+    sizes = [1] if moment == "loading" else [1, 2]
+    asked = plan.Plan(["a", "b", "c"], PROMPTS[:1], GREEDY, tree=TREE, batch_sizes=sizes, repeats=1)
+    outcome = plan.carry_out(
+        asked, begin=lambda name: lambda: None, tell=print, keep=lambda found: kept.append(list(found))
+    )
+    assert outcome.stopped == "interrupted" and begun == (["a", "b"] if moment == "loading" else ["a"])
+    assert [one.stopped for one in kept[-1]] == ["interrupted"]
+
+
+def test_a_notice_without_figures_of_its_own_stays_with_the_last(loaded, monkeypatch):
+    out_of_memory_above(1, monkeypatch)
+    (found,) = measured(loaded, batch_sizes=[1, 2])
+    assert found.complete and found.stopped is None
+    assert found.notices == ["out of memory at a batch size of 2: 0 prompts were measured."]
+
+
 def test_others_are_compared_in_the_same_run(loaded, monkeypatch):
     model, _ = loaded
     generate, assistants, notices = type(model.base).generate, set(), []
@@ -205,6 +364,28 @@ def test_the_compiled_base_is_compared_or_left_out_with_a_notice(loaded, monkeyp
     (found,) = measured(loaded, compare=["compiled"])
     assert found.speedup_over_compiled is None and found.compared == {"compiled": None}
     assert found.notices == ["compiled is left out: no compiler anywhere."]
+
+
+def test_every_new_shape_is_compiled_before_the_clock_runs(loaded, monkeypatch):
+    model, _ = loaded
+    generate, asked = type(model.base).generate, []
+
+    def pretending(self, *arguments, **kwargs):
+        if kwargs.pop("cache_implementation", None) == "static":
+            kwargs.pop("compile_config")
+            asked.append(kwargs["input_ids"].shape[1])
+            if asked[-1] == fails_at:
+                raise RuntimeError("no such shape")
+        return generate(self, *arguments, **kwargs)
+
+    monkeypatch.setattr(type(model.base), "generate", pretending)
+    fails_at = None
+    measured(loaded, compare=["compiled"], repeats=2)
+    assert asked == [6, *[5, 5, 5], *[1, 1, 1], *[1, 1], *[6, 6]]
+    fails_at = 1
+    (found,) = measured(loaded, compare=["compiled"])
+    assert found.notices == ["compiled is left out: no such shape."]
+    assert found.compared["compiled"]["speedup"] > 0  # of the prompts before
 
 
 @pytest.mark.parametrize(
@@ -270,4 +451,13 @@ def test_tables_and_csv_tell_measurements_apart(loaded, tmp_path):
     assert len(lines) == 1 + 2 * 3
     assert lines[1].split(",")[1:7] == ["medusa", "exact", "", "1", "all", "4"]
     assert report.to_json([one], questions="q")["questions"] == "q"
+    some = [Question(("ab",)), Question(("cd",), "x"), Question(("ef",), "x")]
+    (found,) = measured(loaded, some)
+    report.write_csv(tmp_path / "figures.csv", [found])
+    lines = (tmp_path / "figures.csv").read_text().splitlines()
+    assert [line.split(",")[5:7] for line in lines[1:]] == [["all", "3"], [UNCATEGORISED, "1"], ["x", "2"]]
+    found.per_category["all"] = found.per_category.pop("x")  # a name that a file may give as well
+    report.write_csv(tmp_path / "figures.csv", [found])
+    lines = (tmp_path / "figures.csv").read_text().splitlines()
+    assert [line.split(",")[5:7] for line in lines[1:]] == [["all", "3"], [UNCATEGORISED, "1"], ["all", "2"]]
     assert [row["batch_size"] for row in report.to_json([one, two])["rows"]] == [1, 2]

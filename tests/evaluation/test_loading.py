@@ -2,7 +2,7 @@
 
 import pytest
 
-from hf_drafthead.evaluation.loading import family_of, known_families
+from hf_drafthead.evaluation.loading import known_families
 from hf_drafthead.modeling import AmphistaConfig, EagleConfig, HydraConfig, MedusaConfig
 
 
@@ -19,7 +19,7 @@ from hf_drafthead.modeling import AmphistaConfig, EagleConfig, HydraConfig, Medu
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_a_family_is_named_as_in_the_papers(config, name):
-    assert family_of(config) == name
+    assert config.family == name
 
 
 def test_every_model_class_is_a_known_family():

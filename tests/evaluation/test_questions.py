@@ -5,7 +5,15 @@ import json
 import pytest
 from datasets import Dataset
 
-from hf_drafthead.evaluation.questions import Question, check_template, read_questions, text_of
+from hf_drafthead.evaluation.questions import (
+    SPEC_BENCH_TASKS,
+    TOPICS,
+    UNCATEGORISED,
+    Question,
+    check_template,
+    read_questions,
+    text_of,
+)
 from tests.checkpoints import byte_tokenizer
 
 MT_BENCH = {"question_id": 81, "category": "writing", "turns": ["Write.", "Again."], "reference": ["Yes", "No"]}
@@ -24,14 +32,28 @@ def file_of(folder, *rows):
 
 def test_mt_bench_spec_bench_and_plain_rows_are_read(tmp_path):
     plain = {"prompt": "def f(\u2028)", "reference": "pass"}  # a line separator inside a text ends no line
-    found = read_questions(file_of(tmp_path, MT_BENCH, SPEC_BENCH, plain, {"prompt": ["Hi", "And?"]}))
+    nothing = {"prompt": ["Hi", "And?"], "category": None}
+    found = read_questions(file_of(tmp_path, MT_BENCH, SPEC_BENCH, plain, nothing))
     assert found == [
         Question(("Write.", "Again."), "writing", (("Yes",), ("No",)), chat=True),
         Question(("Translate: ja",), "translation", (("yes",),), chat=True),
-        Question(("def f(\u2028)",), "all", (("pass",),)),
+        Question(("def f(\u2028)",), UNCATEGORISED, (("pass",),)),
         Question(("Hi", "And?"), chat=True),
     ]
     assert found[2].where.endswith("questions.jsonl line 3")
+
+
+def test_spec_bench_s_file_has_the_topics_of_mt_bench_as_one_task(tmp_path):
+    topics = [{**MT_BENCH, "category": name} for name in sorted(TOPICS)]
+    tasks = [{**SPEC_BENCH, "category": name} for name in sorted(SPEC_BENCH_TASKS)]
+    assert {one.category for one in read_questions(file_of(tmp_path, *topics, *tasks))} == {
+        "mt_bench",
+        *("translation", "summarization", "qa", "math_reasoning", "rag"),
+    }
+    assert {one.category for one in read_questions(file_of(tmp_path, *topics))} == TOPICS
+    assert [one.category for one in read_questions(file_of(tmp_path, topics[0], tasks[0]))][0] == "mt_bench"
+    own = {**SPEC_BENCH, "category": "mine"}  # whoever groups by hand is left alone
+    assert read_questions(file_of(tmp_path, *topics, *tasks, own))[0].category == topics[0]["category"]
 
 
 def test_several_references_of_a_turn_are_kept_together(tmp_path):

@@ -5,6 +5,7 @@ import torch
 
 from hf_drafthead.evaluation import near_tie
 from hf_drafthead.evaluation import verify as verifying
+from hf_drafthead.evaluation.measurement import identity
 from hf_drafthead.evaluation.verify import Check, compare, groups, verify
 from hf_drafthead.generation import TreeCache, acceptance, decoding, mixin, rules
 from hf_drafthead.generation.forward import BaseReader, Unsupported
@@ -56,8 +57,10 @@ def test_an_exact_model_passes_every_check(model):
         "near_ties": 0,
         "largest_margin": None,
         "different": 0,
+        "calls": 4,
         "undrafted_calls": 0,
     }
+    assert report["heads_hash"] == identity(model)["heads_hash"] and "base_revision" in report
 
 
 def phantom_token(patch):
@@ -145,6 +148,7 @@ def test_what_the_base_decoded_by_itself_is_told(model, monkeypatch):
     monkeypatch.setattr(mixin, "_check_call", refuse)
     found = verdict_of(model)
     assert [check.undrafted for check in found.checks] == [4, 4, 4, 2, 2, 2]
+    assert [check.calls for check in found.checks] == [4, 4, 4, 2, 2, 2]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,132 @@
+"""Every figure of a measurement against a calculation by hand, from rounds whose seconds and tokens are known."""
+
+import types
+
+import pytest
+import torch
+
+from hf_drafthead.cards.identity import heads_hash
+from hf_drafthead.evaluation.measurement import Round, Run, pace, quartiles, summed_up
+from hf_drafthead.evaluation.stages import TimeSplit
+
+
+def model_of(weights=None):
+    """What a measurement asks of a model: names, types, the weights of the heads."""
+    drafter = torch.nn.Linear(2, 2, bias=False)
+    with torch.no_grad():
+        drafter.weight.copy_(torch.eye(2) if weights is None else weights)
+    base = types.SimpleNamespace(name_or_path="base", device=torch.device("cpu"), dtype=torch.float32)
+    base.config = types.SimpleNamespace(_commit_hash=None)
+    config = types.SimpleNamespace(family="medusa", base_model_revision="c0ffee")
+    return types.SimpleNamespace(name_or_path="heads", base=base, config=config, drafter=drafter)
+
+
+def rounds():
+    """Two rounds of 3 repeats: medians of 4 and 2 seconds for the base, of 1 and 2 for the heads, of 3 for another."""
+    first = Round(
+        category="x",
+        rows=2,
+        runs={
+            "base": Run([4.0, 8.0, 2.0], tokens=20, forwards=10, peak_memory=7),
+            "heads": Run([1.0, 5.0, 1.0], tokens=20, forwards=6, peak_memory=9),
+            "other": Run([3.0, 3.0, 6.0], tokens=20, forwards=5, identical=False),
+        },
+        accepted=torch.tensor([[4, 3, 2], [5, 4, 0]]),
+        time_split=TimeSplit({"draft": 1.0, "verify": 2.0, "accept": 4.0, "commit": 8.0}, 17.0, steps=2, nodes=9),
+        quality=[(0.25, 0.75), (0.5, 1.0)],
+    )
+    second = Round(
+        category="y",
+        rows=1,
+        runs={
+            "base": Run([2.0, 2.0, 6.0], tokens=10, forwards=10),
+            "heads": Run([2.0, 2.0, 1.0], tokens=10, forwards=5),
+        },
+        accepted=torch.tensor([[3, 2, 2, 2]]),
+        time_split=TimeSplit({"draft": 0.5, "verify": 1.0, "accept": 0.0, "commit": 0.5}, 3.0, steps=3, nodes=5),
+    )
+    return [first, second]
+
+
+@pytest.fixture
+def found():
+    return summed_up(model_of(), rounds(), batch_size=2, repeats=3, compared=["other", "absent"])
+
+
+def test_speeds_are_tokens_over_the_sum_of_median_seconds(found):
+    assert found.base_tokens_per_second == 30 / (4.0 + 2.0)
+    assert found.tokens_per_second == 30 / (1.0 + 2.0)
+    assert found.speedup == 10.0 / 5.0
+    assert (found.prompts, found.new_tokens, found.base_forwards) == (3, 30, 11)
+    assert pace(rounds()[:1], "base") == 20 / 4.0
+
+
+def test_categories_have_their_own_speeds(found):
+    x, y = found.per_category["x"], found.per_category["y"]
+    assert (x["prompts"], x["base_tokens_per_second"], x["tokens_per_second"], x["speedup"]) == (2, 5.0, 20.0, 4.0)
+    assert (y["prompts"], y["base_tokens_per_second"], y["tokens_per_second"], y["speedup"]) == (1, 5.0, 5.0, 1.0)
+    assert (x["tokens_per_step"], y["tokens_per_step"]) == (18 / 5, 9 / 4)
+
+
+def test_a_spread_is_the_lowest_and_the_highest_repeat(found):
+    base = [30 / 6.0, 30 / 10.0, 30 / 8.0]  # of the three repeats
+    heads = [30 / 3.0, 30 / 7.0, 30 / 2.0]
+    speedups = [theirs / own for theirs, own in zip(heads, base)]
+    assert found.base_tokens_per_second_spread == [3.0, 5.0]
+    assert found.tokens_per_second_spread == [pytest.approx(30 / 7), 15.0]
+    assert found.speedup_spread == [pytest.approx(min(speedups)), pytest.approx(max(speedups))]
+    assert found.speedup_by_round == quartiles([4.0, 1.0])
+
+
+def test_tokens_per_step_and_efficiency_follow_from_what_was_accepted(found):
+    assert found.tokens_per_step == 27 / 9
+    assert found.efficiency == 2.0 / 3.0
+    assert found.accepted_lengths == {2: 4, 3: 2, 4: 2, 5: 1}
+
+
+def test_another_is_set_against_base_and_heads_over_its_own_rounds(found):
+    other = found.compared["other"]
+    assert other["tokens_per_second"] == 20 / 3.0
+    assert other["speedup"] == pytest.approx((20 / 3.0) / 5.0)
+    assert other["speedup_of_heads"] == pytest.approx(20.0 / (20 / 3.0))
+    assert (other["tokens_per_forward"], other["identical"]) == (4.0, False)
+    assert found.compared["absent"] is None
+
+
+def test_quality_is_the_mean_of_each_side(found):
+    assert found.quality == {"metric": "rougeL", "answers": 2, "base": 0.375, "heads": 0.875}
+
+
+def test_the_time_split_names_each_stage_in_milliseconds_per_step(found):
+    assert found.time_split == {
+        "draft": 300.0,
+        "verify": 600.0,
+        "accept": 800.0,
+        "commit": 1700.0,
+        "rest": 600.0,
+        "step": 4000.0,
+    }
+    assert found.tree_nodes == 9
+
+
+def test_the_peak_of_memory_is_the_largest_that_is_known(found):
+    assert found.peak_memory == {"base": 7, "heads": 9}
+
+
+def test_the_figures_name_the_weights_that_gave_them(found):
+    weight = torch.eye(2)
+    assert found.heads_hash == heads_hash([("drafter.weight", weight)])
+    half = model_of()
+    half.drafter.bfloat16()
+    assert summed_up(half, rounds(), batch_size=2, repeats=3).heads_hash == found.heads_hash
+    assert summed_up(model_of(2 * weight), rounds(), batch_size=2, repeats=3).heads_hash != found.heads_hash
+    assert found.base_revision == "c0ffee"
+    loaded = model_of()
+    loaded.base.config._commit_hash = "beef"
+    assert summed_up(loaded, rounds(), batch_size=2, repeats=3).base_revision == "beef"
+
+
+def test_weights_that_lie_elsewhere_have_no_hash():
+    model = model_of()
+    model.drafter.to("meta")
+    assert summed_up(model, rounds(), batch_size=2, repeats=3).heads_hash is None
