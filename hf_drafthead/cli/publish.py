@@ -35,13 +35,15 @@ def card(
 def push(
     folder: Annotated[str, typer.Argument(metavar="FOLDER", help="Folder of a draft-head checkpoint.")],
     repo_id: Annotated[str, typer.Argument(metavar="REPO_ID", help="Where to: ORG/NAME on the Hub.")],
-    private: Annotated[bool | None, typer.Option("--private/--public", help="Of a new repository.")] = None,
+    private: Annotated[
+        bool | None, typer.Option("--private/--public", help="Of a new repository; another must be so.")
+    ] = None,
     revision: Annotated[str | None, typer.Option(help="Branch to push to; made if it is not there.")] = None,
     create_pr: Annotated[bool, typer.Option("--create-pr", help="Propose the commit instead of making it.")] = False,
     commit_message: Annotated[str | None, typer.Option(help="Title of the commit.")] = None,
     include_base: Annotated[bool, typer.Option("--include-base", help="Push the base's weights too.")] = False,
     base: Annotated[
-        str | None, typer.Option(metavar="ORG/NAME", help="The base on the Hub, if it is local here.")
+        str | None, typer.Option(metavar="ORG/NAME", help="The base on the Hub, if another is recorded.")
     ] = None,
     license: Annotated[str | None, typer.Option(metavar="ID", help="License of the heads, such as apache-2.0.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything and show it; send nothing.")] = False,

@@ -11,13 +11,12 @@ from huggingface_hub import HfApi, ModelInfo, get_token
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from hf_drafthead.modeling import MODEL_CLASSES, DraftHeadConfig, DraftHeadPreTrainedModel
-from hf_drafthead.modeling.checkpoint import HTTP_ERROR, INDEX, checkpoint_files
+from hf_drafthead.modeling.checkpoint import HTTP_ERROR, INDEX, checkpoint_files, refuse_damage
 
 TRAINING = ["optimizer*", "scheduler.*", "scaler.pt", "rng_state*", "training_args.bin", "trainer_state.json"]
-TRAINING += ["checkpoint-*", "global_step*", "events.out.tfevents*", "wandb", "mlruns"]
+TRAINING += ["checkpoint-*", "global_step*", "events.out.tfevents*", "wandb", "mlruns", "run.json", "clock.json"]
 CACHES = ["__pycache__", ".cache", ".git", ".ipynb_checkpoints", ".*_cache", "*.pyc", "*.lock", "*.incomplete", "*.tmp"]
 PICKLES = ["*.bin", "*.pt", "*.pth", "*.pkl", "*.pickle", "*.ckpt", "*.joblib"]
 PRIVATE = [".env*", ".netrc", ".git-credentials", ".pypirc", ".npmrc", "*.pem", "*.key", "id_rsa*", "id_ed25519*"]
@@ -33,20 +32,39 @@ TEXT_AT_MOST = 16 * 2**20  # bytes; longer files are no text that anybody wrote
 
 
 def files_of(folder: Path) -> dict[str, Path]:
-    """Every file of a folder, by its path there, in alphabetical order; without the one that git hosts write."""
+    """Every file of a folder that may be sent, by its path there, in alphabetical order.
+
+    The state of a training stays behind (`left_behind`), and so does the file that git hosts write.
+    """
     found = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
-    return {name: path for name, path in found.items() if name != ".gitattributes"}
+    return {name: path for name, path in found.items() if name != ".gitattributes" and not _of_training(name)}
+
+
+def left_behind(folder: Path) -> list[str]:
+    """Files and folders that are the state of a training, in alphabetical order: nobody else can use them."""
+    paths = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
+    return sorted({found for path in paths if (found := _of_training(path))})
+
+
+def _of_training(name: str) -> str:
+    """The path down to the part of it that says that it is the state of a training; empty if none does."""
+    parts = Path(name).parts
+    for depth, part in enumerate(parts, 1):
+        if any(fnmatch(part, pattern) for pattern in TRAINING):
+            return "/".join(parts[:depth])
+    return ""
 
 
 def check_files(folder: Path) -> None:
-    """Refuse what does not belong in a repository: states of a training, caches, pickles, secrets.
+    """Refuse what does not belong in a repository: caches, pickles, secrets.
+
+    The state of a training is not looked at: it stays where it is.
 
     Raises:
         ValueError: there is such a file.
     """
     kinds = (
         (PRIVATE, "looks like a secret", "remove it from the folder"),
-        (TRAINING, "is the state of a training", "remove it, or push the folder that save_pretrained wrote"),
         (CACHES, "belongs to a cache", "remove it from the folder"),
         (PICKLES, "is a pickle, which can run code when it is opened", "save the weights as safetensors instead"),
     )
@@ -150,14 +168,23 @@ def check_weights(folder: Path, live: Mapping[str, Tensor] | None = None) -> Non
 
 
 def load_again(folder: Path, dtype: torch.dtype) -> DraftHeadPreTrainedModel:
-    """The checkpoint as others will load it; heads only on a base without memory, for theirs is not asked for."""
+    """The checkpoint as others will load it; heads alone are loaded without their base.
+
+    Raises:
+        OSError, ValueError: as `from_pretrained` does.
+    """
     family = family_of(folder)
     config = family.config_class.from_pretrained(folder)
     if config.base_included:
         return cast(DraftHeadPreTrainedModel, family.from_pretrained(folder, dtype="auto"))
-    with torch.device("meta"):
-        base = AutoModelForCausalLM.from_config(config.base_config, dtype=dtype)
-    return cast(DraftHeadPreTrainedModel, family.from_pretrained(folder, base_model=base))
+    # The code of the base may be remote, so that not even its shapes could be built here.
+    family._check_files(str(folder), config, None, {"local_files_only": True})
+    without_base: Any = super(DraftHeadPreTrainedModel, family)
+    model, info = without_base.from_pretrained(
+        folder, build_base=False, config=config, dtype=dtype, use_safetensors=True, output_loading_info=True
+    )
+    refuse_damage(str(folder), info)
+    return cast(DraftHeadPreTrainedModel, model)
 
 
 def family_of(folder: Path) -> type[DraftHeadPreTrainedModel]:

@@ -1,32 +1,30 @@
 """Publish draft heads: put together what belongs to them, check it, and send it in one commit."""
 
 import os
+import re
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi
-from huggingface_hub.errors import (
-    BadRequestError,
-    HfHubHTTPError,
-    HFValidationError,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-)
+from huggingface_hub.errors import HfHubHTTPError
 from huggingface_hub.hf_api import RepoFile
-from huggingface_hub.utils import validate_repo_id
 from huggingface_hub.utils.sha import git_hash, sha_fileobj
 from transformers.utils import logging
 
 from hf_drafthead.hub_upload import preflight, staging
 from hf_drafthead.hub_upload.bundle import add_bundle
+from hf_drafthead.hub_upload.destination import Destination, Target, check_destination, first_line, look, told
 from hf_drafthead.modeling import DraftHeadPreTrainedModel
+from hf_drafthead.modeling.checkpoint import HTTP_ERROR
 
 logger = logging.get_logger(__name__)
 
+# What a reader takes for the weights; variants and what lies in folders are somebody's own.
+WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
 NEW, CHANGED, UNCHANGED, REMOVED = "new", "changed", "unchanged", "removed"
 
 
@@ -90,30 +88,6 @@ class Push:
         }
 
 
-@dataclass(frozen=True)
-class Target:
-    """Where a push goes and how it is told, in transformers' own words."""
-
-    repo_id: str
-    commit_message: str | None = None
-    commit_description: str | None = None
-    private: bool | None = None
-    token: str | bool | None = None
-    revision: str | None = None
-    create_pr: bool = False
-    tags: list[str] | None = None
-    license: str | None = None
-
-    def __post_init__(self) -> None:
-        try:
-            validate_repo_id(self.repo_id)
-        except HFValidationError as error:
-            raise ValueError(
-                f"{self.repo_id!r} is no name of a repository ({_first(error)}): expected 'name' or 'org/name', of "
-                "letters, digits, '-', '_' and '.'."
-            ) from None
-
-
 def push_model(
     model: DraftHeadPreTrainedModel,
     target: Target,
@@ -129,11 +103,14 @@ def push_model(
         ValueError: something in it is not fit for others to use.
     """
     with _staged(target) as folder:
-        with _told(target):
+        with told(target):
             notes = staging.stage_model(
                 model, folder, include_base=include_base, max_shard_size=max_shard_size, token=target.token
             )
-        return _push(folder, target, notes, shown=target.repo_id, model=model, dry_run=dry_run)
+        push = _push(folder, target, notes, shown=target.repo_id, model=model, dry_run=dry_run)
+    for note in push.notes:  # who calls push_to_hub gets the commit only
+        logger.warning(note)
+    return push
 
 
 def push_folder(
@@ -165,7 +142,7 @@ def push_folder(
     preflight.check_files(source)
     preflight.check_index(source)
     with _staged(target) as staged:
-        with _told(target):
+        with told(target):
             notes = staging.stage_folder(
                 source,
                 staged,
@@ -189,31 +166,43 @@ def _push(
     from hf_drafthead.cards import write_card
 
     config = preflight.family_of(folder).config_class.from_pretrained(folder)
-    with _told(target):
-        notes = notes + preflight.check_base(config, folder, target.token)
-    preflight.check_weights(folder, None if model is None else model.state_dict())
-    add_bundle(folder)
-    staging.published_card(folder, target.repo_id, target.revision, target.token)
+    with told(target):
+        there, unseen = _look(target, dry_run)
+        check_destination(there, target, config.base_model_name_or_path)
+        notes = notes + unseen + preflight.check_base(config, folder, target.token)
+        preflight.check_weights(folder, None if model is None else model.state_dict())
+        add_bundle(folder)
+        notes += staging.published_card(folder, there.fetch(staging.CARD))
     write_card(folder, model, repo_id=target.repo_id, license=target.license)
     staging.add_tags(folder, target.tags)
     preflight.check_card(folder, shown)
     preflight.check_files(folder)
     files = preflight.files_of(folder)
     push = Push(target.repo_id, folder, {name: path.stat().st_size for name, path in files.items()}, notes=notes)
-    for note in notes:
-        logger.info(note)
     if dry_run:
-        push.states = _compare(files, target)
+        push.states = {} if unseen else _compare(files, there)
         return push
-    with _told(target):
-        push.commit, push.committed = _send(files, target)
+    with told(target, sending=True):
+        push.commit, push.committed = _send(files, target, there)
     return push
 
 
-def _send(files: dict[str, Path], target: Target) -> tuple[CommitInfo, bool]:
+def _look(target: Target, dry_run: bool) -> tuple[Destination, list[str]]:
+    """What is where the push goes; a dry run tells what the folder holds even if nobody can be asked, and notes it."""
+    try:
+        return look(target), []
+    except (HTTP_ERROR, OSError) as error:
+        if not dry_run or (isinstance(error, HfHubHTTPError) and error.response.status_code < 500):
+            raise
+        return Destination(target.repo_id), [f"{target.repo_id!r} was not looked at: {first_line(error)}"]
+
+
+def _send(files: dict[str, Path], target: Target, there: Destination) -> tuple[CommitInfo, bool]:
     """One commit that makes the repository hold these files, and no other weights; and whether that changed it."""
     api = HfApi(token=target.token)
-    repo_id = api.create_repo(target.repo_id, private=target.private, exist_ok=True).repo_id
+    repo_id = there.repo_id
+    if there.info is None:
+        repo_id = api.create_repo(repo_id, private=target.private, exist_ok=True).repo_id
     if target.revision is not None and not target.revision.startswith("refs/pr"):
         try:
             api.create_branch(repo_id, branch=target.revision, exist_ok=True)
@@ -222,9 +211,9 @@ def _send(files: dict[str, Path], target: Target) -> tuple[CommitInfo, bool]:
             if not (error.response.status_code == 403 and target.create_pr):
                 raise
     before = api.model_info(repo_id, revision=target.revision)
-    there = [file.rfilename for file in before.siblings or []]
+    held = [file.rfilename for file in before.siblings or []]
     operations: list[Any] = [CommitOperationAdd(name, str(path)) for name, path in files.items()]
-    operations += [CommitOperationDelete(name) for name in _replaced(there, files)]
+    operations += [CommitOperationDelete(name) for name in _replaced(held, files)]
     logger.info(f"pushing {len(files)} files to {repo_id}: {', '.join(files)}")
     commit = api.create_commit(
         repo_id,
@@ -237,21 +226,16 @@ def _send(files: dict[str, Path], target: Target) -> tuple[CommitInfo, bool]:
     return commit, commit.oid != before.sha
 
 
-def _replaced(there: list[str], files: dict[str, Path]) -> list[str]:
+def _replaced(held: Iterable[str], files: dict[str, Path]) -> list[str]:
     """Weights at the Hub that are not sent again: left there, they would be read instead of the new ones."""
-    endings = (".safetensors", ".safetensors.index.json")
-    return [name for name in there if name.startswith("model") and name.endswith(endings) and name not in files]
+    return [name for name in held if WEIGHTS.fullmatch(name) and name not in files]
 
 
-def _compare(files: dict[str, Path], target: Target) -> dict[str, str]:
-    """How each file differs from what the repository holds; nothing where that cannot be asked."""
-    api = HfApi(token=target.token)
-    try:
-        listed = list(api.list_repo_tree(target.repo_id, recursive=True, revision=target.revision))
-    except (RepositoryNotFoundError, RevisionNotFoundError):
-        listed = []
-    except Exception:  # no network: a dry run still tells what the folder holds
-        return {}
+def _compare(files: dict[str, Path], destination: Destination) -> dict[str, str]:
+    """How each file differs from what the repository holds."""
+    info, listed = destination.info, []
+    if info is not None:
+        listed = list(HfApi(token=destination.token).list_repo_tree(info.id, recursive=True, revision=info.sha))
     there = {one.path: one for one in listed if isinstance(one, RepoFile)}
     states = {}
     for name, path in files.items():
@@ -265,7 +249,7 @@ def _compare(files: dict[str, Path], target: Target) -> dict[str, str]:
         else:
             same = git_hash(path.read_bytes()) == there[name].blob_id
         states[name] = UNCHANGED if same else CHANGED
-    return states | dict.fromkeys(_replaced(list(there), files), REMOVED)
+    return states | dict.fromkeys(_replaced(there, files), REMOVED)
 
 
 @contextmanager
@@ -277,42 +261,6 @@ def _staged(target: Target) -> Iterator[Path]:
         yield folder
 
 
-@contextmanager
-def _told(target: Target) -> Iterator[None]:
-    """Turn what the Hub answers into one line that says what was refused, and what to do."""
-    owner = target.repo_id.rpartition("/")[0]
-    try:
-        yield
-    except RevisionNotFoundError as error:
-        raise OSError(f"{target.repo_id!r} has no revision {target.revision!r}: push to a branch.") from error
-    except BadRequestError as error:
-        raise ValueError(f"the Hub refused what was sent to {target.repo_id!r}: {_first(error)}") from error
-    except HfHubHTTPError as error:
-        status, said = error.response.status_code, error.server_message or _first(error)
-        if status == 401:
-            line = (
-                f"the Hub does not know who pushes to {target.repo_id!r} ({said}): sign in with `hf auth login`, or "
-                "pass a valid token."
-            )
-        elif status == 403:
-            line = (
-                f"the token may not write to {target.repo_id!r} ({said}): use one with write right"
-                f"{f' for {owner!r}' if owner else ''}, or propose the change (create_pr=True, --create-pr)."
-            )
-        elif isinstance(error, RepositoryNotFoundError):
-            line = f"there is no repository {target.repo_id!r} that the token can see: check the name and the token."
-        else:
-            line = f"the Hub answered {status} to the push to {target.repo_id!r} ({said}): push again later."
-        raise OSError(line) from error
-    except (OSError, ValueError, TypeError):
-        raise
-    except Exception as error:  # a broken connection: the client of HTTP has its own errors, which are no OSError
-        raise OSError(
-            f"the push to {target.repo_id!r} was interrupted ({type(error).__name__}: {_first(error)}): push again; "
-            "what has arrived is not sent twice."
-        ) from error
-
-
 def _size(count: int | None) -> str:
     """Bytes as people read them."""
     if count is None:
@@ -321,8 +269,3 @@ def _size(count: int | None) -> str:
         if count >= factor:
             return f"{count / factor:.1f} {unit}"
     return f"{count} B"
-
-
-def _first(error: Exception) -> str:
-    """The first line of an error, without a full stop."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(". ")

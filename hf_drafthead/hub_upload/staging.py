@@ -8,18 +8,18 @@ from typing import Any
 
 import torch
 from huggingface_hub import ModelCard, hf_hub_download, snapshot_download
-from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError
+from huggingface_hub.errors import HFValidationError, RemoteEntryNotFoundError
 from transformers import AutoTokenizer
 
-from hf_drafthead.hub_upload.preflight import family_of, files_of, find_base, tensors_of
-from hf_drafthead.modeling import DraftHeadPreTrainedModel
-from hf_drafthead.modeling.base_model import locate_base
-from hf_drafthead.modeling.checkpoint import INDEX
+from hf_drafthead.hub_upload.preflight import family_of, files_of, find_base, left_behind, tensors_of
+from hf_drafthead.modeling import DraftHeadConfig, DraftHeadPreTrainedModel
+from hf_drafthead.modeling.base_model import check_base, fetch_config, locate_base
+from hf_drafthead.modeling.checkpoint import HTTP_ERROR, INDEX, why_refused
 
 CARD = "README.md"
 SHARD = "50GB"  # as in transformers
-# What a training and its measurements leave beside the weights; the pictures are drawn again with the card.
-FACTS = ["training_summary.json", "evaluation*.json", "LICENSE*", "NOTICE*"]
+# What a training and its measurements leave beside the weights; all other pictures are drawn again with the card.
+FACTS = ["training_summary.json", "training.png", "evaluation*.json", "LICENSE*", "NOTICE*"]
 TOKENIZER = ["tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "spiece.model"]
 TOKENIZER += ["chat_template*", "additional_chat_templates/*"]
 # What a tokenizer config says about where it was loaded from here.
@@ -56,7 +56,9 @@ def stage_model(
             _copy(source, target, ["LICENSE*", "NOTICE*"])
             notes.append(f"figures in {str(source)!r} are of other heads than these, and stay there")
         _copy(source, target, TOKENIZER)
-    return notes + add_tokenizer(target, str(model.base.name_or_path), model.config.base_model_revision, token)
+    base = str(model.base.name_or_path)
+    revision = model.config.base_model_revision if base == model.config.base_model_name_or_path else None
+    return notes + add_tokenizer(target, base, revision, token)
 
 
 def stage_folder(
@@ -73,13 +75,17 @@ def stage_folder(
     Args:
         folder: of the checkpoint.
         target: an empty folder.
-        base: Hub id of the base, to be written into the config.
+        base: Hub id of the base, to be written into the config if these heads fit it.
         include_base: load the base, and save it with the heads.
         max_shard_size: as in `save_pretrained`, with `include_base`.
         token: as in huggingface_hub.
 
     Returns:
-        What is not there, and why.
+        What was left behind or is not there, and why.
+
+    Raises:
+        OSError: the base that is named is not there, or the Hub does not give out what is asked of it.
+        ValueError: it is no draft-head checkpoint, or the heads were not made for the base that is named.
     """
     family = family_of(folder)
     config = family.config_class.from_pretrained(folder)
@@ -95,45 +101,132 @@ def stage_folder(
             copy.symlink_to(path.resolve())  # gigabytes: read from where they are
         elif not copy.exists():
             shutil.copyfile(path, copy)
+    behind = left_behind(folder)
+    notes = [f"left behind, as it is the state of a training: {', '.join(behind)}"] if behind else []
     if base is not None:
-        # What the heads were trained on may have lain elsewhere; from now on it is this commit that they are loaded on.
-        found, _ = find_base(base, None, token)
-        commit = None if found is None else found.sha
-        _edit_json(target / "config.json", base_model_name_or_path=base, base_model_revision=commit)
-        return add_tokenizer(target, base, commit, token)
-    if config.base_included:
-        return add_tokenizer(target, None, None, token)
-    if any((target / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
-        return add_tokenizer(target, None, None, token)
-    return add_tokenizer(target, locate_base(config, str(folder)), config.base_model_revision, token)
+        revision, unchecked = _named_base(config, base, token)
+        _edit_json(target / "config.json", base_model_name_or_path=base, base_model_revision=revision)
+        return notes + unchecked + add_tokenizer(target, base, revision, token)
+    if config.base_included or _has_tokenizer(target):
+        return notes + add_tokenizer(target, None, None, token)
+    return notes + add_tokenizer(target, locate_base(config, str(folder)), config.base_model_revision, token)
+
+
+def _named_base(config: DraftHeadConfig, base: str, token: str | bool | None) -> tuple[str | None, list[str]]:
+    """The commit of the base that a user names for heads: the recorded one, or of another base the newest.
+
+    Returns:
+        The commit, and if the base is gated for this user, that nobody has checked whether the heads fit it.
+
+    Raises:
+        OSError: there is no such base, or its config cannot be fetched.
+        ValueError: these heads were not made for it.
+    """
+    recorded = base == config.base_model_name_or_path
+    if recorded and config.base_model_revision:
+        return config.base_model_revision, []
+    found, _ = find_base(base, None, token)
+    commit = None if found is None else found.sha
+    if recorded:
+        return commit, []
+    # What the heads were trained on may have lain elsewhere; from now on they are loaded on this one.
+    try:
+        fields = fetch_config(base, commit, token)
+    except OSError as error:
+        if found is None or not found.gated:
+            raise
+        return commit, [f"whether the heads fit the base was not checked: {error}".rstrip(".")]
+    check_base(config, fields, base)
+    return commit, []
+
+
+def _has_tokenizer(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))
 
 
 def add_tokenizer(target: Path, base: str | None, revision: str | None, token: str | bool | None) -> list[str]:
     """The base's tokenizer, if the folder has none.
 
     Returns:
-        That there is none, if so.
+        That there is none, if so, or that it cannot be loaded.
+
+    Raises:
+        OSError: the Hub does not give it out, so that nobody knows whether there is one.
     """
-    if not any((target / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
-        try:
-            where = {} if base is None or os.path.isdir(base) else {"revision": revision, "token": token}
-            AutoTokenizer.from_pretrained(base or target, **where).save_pretrained(target)
-        except (OSError, ValueError, TypeError, KeyError):
+    if not _has_tokenizer(target):
+        on_hub = bool(base) and not os.path.isdir(str(base))
+        if base and on_hub and not _fetch_tokenizer(base, revision, token):
             return ["there is no tokenizer: neither the heads nor their base bring one"]
+        where = {"revision": revision, "token": token} if on_hub else {}
+        try:
+            AutoTokenizer.from_pretrained(base or target, **where).save_pretrained(target)
+        except (HTTP_ERROR, OSError, ValueError, TypeError, KeyError) as error:
+            if not on_hub:
+                return ["there is no tokenizer: neither the heads nor their base bring one"]
+            said = str(error).strip().partition("\n")[0].rstrip(".")
+            return [f"there is no tokenizer: that of the base {base!r} cannot be loaded ({said})"]
     if (target / "tokenizer_config.json").is_file():
         _edit_json(target / "tokenizer_config.json", **dict.fromkeys(OF_THIS_PLACE))
     return []
 
 
-def published_card(target: Path, repo_id: str, revision: str | None, token: str | bool | None) -> None:
-    """The card that the repository has already, so that what people wrote there survives; unless one is here."""
-    if (target / CARD).is_file():
-        return
-    try:
-        found = hf_hub_download(repo_id, CARD, revision=revision, token=token)
-    except (EntryNotFoundError, HfHubHTTPError):
-        return
-    shutil.copyfile(found, target / CARD)
+def _fetch_tokenizer(base: str, revision: str | None, token: str | bool | None) -> bool:
+    """Fetch a base's tokenizer, and say whether there is one: transformers takes one that is refused for none.
+
+    Raises:
+        OSError: the Hub does not give it out.
+    """
+    there = False
+    for name in ("tokenizer_config.json", "tokenizer.json"):
+        try:
+            hf_hub_download(base, name, revision=revision, token=token)
+            there = True
+        except (RemoteEntryNotFoundError, HFValidationError):  # a path that was one when the base was loaded
+            continue
+        except (HTTP_ERROR, OSError) as error:
+            at = f" at {revision!r}" if revision else ""
+            refused = why_refused(error) or str(error).strip().partition("\n")[0].rstrip(".")
+            raise OSError(f"the tokenizer of the base {base!r} cannot be fetched{at}: {refused}.") from error
+    return there
+
+
+def published_card(target: Path, published: Path | None) -> list[str]:
+    """Put the card that the repository has together with the folder's, so that what people wrote in either survives.
+
+    Args:
+        target: a folder, with or without a card.
+        published: the repository's card, here; None if it has none.
+
+    Returns:
+        Which sections differ in the two: those of the folder are kept.
+
+    Raises:
+        ValueError: the metadata of a card cannot be read.
+    """
+    from hf_drafthead.cards.card import read_card
+    from hf_drafthead.cards.sections import merge, split
+
+    path = target / CARD
+    if published is None:
+        return []
+    if not path.is_file():
+        shutil.copyfile(published, path)
+        return []
+    here, there = read_card(path), read_card(published)
+    own = {section.heading: section.text for section in split(here.text) if not section.ours}
+    sections = split(there.text)
+    kept = [section.text for section in sections if section.ours or section.heading not in own]
+    differ = [
+        section.heading or "the text before the first section"
+        for section in sections
+        if not section.ours and own.get(section.heading, section.text) != section.text
+    ]
+    here.text = "\n" + merge("\n\n".join(kept), here.text)
+    for name, value in there.data.__dict__.items():
+        if value is not None and getattr(here.data, name, None) is None:
+            setattr(here.data, name, value)
+    here.save(path)
+    return [f"{heading!r} in the published card differs from the folder's, which is sent" for heading in differ]
 
 
 def add_tags(target: Path, tags: list[str] | None) -> None:

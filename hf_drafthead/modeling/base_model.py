@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.configuration_utils import PreTrainedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils import cached_file, logging
 
 from hf_drafthead.modeling.checkpoint import HTTP_ERROR, why_refused
@@ -155,6 +156,30 @@ def check_base(config: DraftHeadConfig, base_config: PreTrainedConfig, name: str
                 f"these heads were trained for {trained_for!r} ({words} {want}); the base at {name!r} has {words} "
                 f"{have}: load the first, or train heads for the second."
             )
+
+
+def fetch_config(name: str, revision: str | None, token: str | bool | None) -> PreTrainedConfig:
+    """The config of a base on the Hub, without running code that may lie beside it.
+
+    Args:
+        name: Hub id.
+        revision: branch, tag or commit.
+        token: as in huggingface_hub.
+
+    Raises:
+        OSError: there is none, or it cannot be fetched.
+    """
+    try:
+        fields, _ = PreTrainedConfig.get_config_dict(name, revision=revision or "main", token=token)
+    except (OSError, HTTP_ERROR) as error:
+        refused = why_refused(error) or _first_line(error)
+        raise OSError(f"config.json of the base {name!r} cannot be fetched: {refused.rstrip('.')}.") from error
+    model_type = fields.get("model_type")
+    if model_type in CONFIG_MAPPING:
+        return CONFIG_MAPPING[model_type].from_dict(fields)
+    config = PreTrainedConfig.from_dict(fields)
+    config.model_type = model_type
+    return config
 
 
 def last_layer(base: Any) -> tuple[torch.device, torch.dtype]:

@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 import textwrap
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,11 @@ class Answer:
         """The last line of its output, as JSON."""
         assert self.code == 0, self.err
         return json.loads(self.out.splitlines()[-1])
+
+
+def printed(answers: list[Answer], tokens: Iterable[str]) -> list[str]:
+    """The tokens that clients have printed."""
+    return [token for token in tokens if any(token in answer.out + answer.err for answer in answers)]
 
 
 class Clients:

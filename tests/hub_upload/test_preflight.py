@@ -34,10 +34,6 @@ def test_a_good_folder_passes(folder):
 @pytest.mark.parametrize(
     "name, words",
     [
-        ("optimizer.pt", "is the state of a training"),
-        ("checkpoint-500/model.safetensors", "is the state of a training"),
-        ("training_args.bin", "is the state of a training"),
-        ("events.out.tfevents.17", "is the state of a training"),
         ("__pycache__/model.cpython-311.pyc", "belongs to a cache"),
         (".cache/huggingface/x.lock", "belongs to a cache"),
         (".git/HEAD", "belongs to a cache"),
@@ -54,6 +50,28 @@ def test_files_that_do_not_belong_there(folder, name, words):
     with pytest.raises(ValueError) as refused:
         preflight.check_files(folder)
     assert str(refused.value).startswith(f"{name!r} in {str(folder)!r} {words}")
+
+
+STATE = {
+    "optimizer.pt": "optimizer.pt",
+    "checkpoint-500/model.safetensors": "checkpoint-500",
+    "checkpoint-500/rng_state.pth": "checkpoint-500",
+    "runs/day1/events.out.tfevents.17": "runs/day1/events.out.tfevents.17",
+    "training_args.bin": "training_args.bin",
+    "run.json": "run.json",
+    "clock.json": "clock.json",
+}
+
+
+def test_the_state_of_a_training_stays_behind(folder):
+    before = set(preflight.files_of(folder))
+    assert preflight.left_behind(folder) == []
+    for name in STATE:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(b"x")
+    preflight.check_files(folder)
+    assert set(preflight.files_of(folder)) == before
+    assert preflight.left_behind(folder) == sorted(set(STATE.values()))
 
 
 SECRETS = {
@@ -127,6 +145,19 @@ def test_a_checkpoint_with_its_base(folder, models):
     preflight.check_weights(folder, model.state_dict())
     edit_weights(folder, lambda tensors: tensors["base.model.norm.weight"].fill_(float("nan")))
     with pytest.raises(ValueError, match=r"'base.model.norm.weight' in .* holds NaN or infinity"):
+        preflight.check_weights(folder)
+
+
+def test_heads_for_a_base_of_remote_code(folder):
+    config = json.loads((folder / "config.json").read_text())
+    config["base_config"] |= {"model_type": "of_somebody", "auto_map": {"AutoModelForCausalLM": "theirs.Model"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    preflight.check_weights(folder)
+
+
+def test_heads_that_their_config_does_not_describe(folder):
+    edit_weights(folder, lambda tensors: tensors.pop("drafter.blocks.0.bias"))
+    with pytest.raises(ValueError, match=r"lacks the tensor 'drafter.blocks.0.bias'"):
         preflight.check_weights(folder)
 
 

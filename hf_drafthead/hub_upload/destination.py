@@ -1,0 +1,188 @@
+"""Where a push goes: what the repository holds already, whether heads may go there, what the Hub has against it."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from huggingface_hub import HfApi, ModelInfo, hf_hub_download
+from huggingface_hub.errors import (
+    BadRequestError,
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    LocalTokenNotFoundError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+from huggingface_hub.utils import validate_repo_id
+
+from hf_drafthead.modeling.checkpoint import HTTP_ERROR, why_refused
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where a push goes and how it is told, in transformers' own words."""
+
+    repo_id: str
+    commit_message: str | None = None
+    commit_description: str | None = None
+    private: bool | None = None
+    token: str | bool | None = None
+    revision: str | None = None
+    create_pr: bool = False
+    tags: list[str] | None = None
+    license: str | None = None
+
+    def __post_init__(self) -> None:
+        try:
+            validate_repo_id(self.repo_id)
+        except HFValidationError as error:
+            raise ValueError(
+                f"{self.repo_id!r} is no name of a repository ({first_line(error)}): expected 'name' or 'org/name', of "
+                "letters, digits, '-', '_' and '.'."
+            ) from None
+
+
+@dataclass(frozen=True)
+class Destination:
+    """The repository before a push.
+
+    Attributes:
+        repo_id: its name, with its owner.
+        info: what the Hub says of the branch that is pushed to, or of main if there is no such branch yet; None if
+            there is no repository.
+        token: as in huggingface_hub.
+    """
+
+    repo_id: str
+    info: ModelInfo | None = None
+    token: str | bool | None = None
+
+    def fetch(self, name: str) -> Path | None:
+        """A file of it, here; None if it holds no such file.
+
+        Raises:
+            OSError: the file is there, and cannot be fetched.
+        """
+        if self.info is None or name not in [file.rfilename for file in self.info.siblings or []]:
+            return None
+        try:
+            return Path(hf_hub_download(self.info.id, name, revision=self.info.sha, token=self.token))
+        except (OSError, HTTP_ERROR) as error:
+            refused = why_refused(error)
+            if refused is None:
+                raise
+            raise OSError(f"{name} of {self.repo_id!r}, where the push goes, cannot be read: {refused}.") from error
+
+
+def look(target: Target) -> Destination:
+    """Ask the Hub what there is where a push goes.
+
+    Raises:
+        OSError: the Hub cannot be asked; most often an error of huggingface_hub, which `told` puts into words.
+    """
+    api = HfApi(token=target.token)
+    repo_id = target.repo_id
+    if "/" not in repo_id:  # the Hub would look for it among the models that have no owner
+        repo_id = f"{api.whoami()['name']}/{repo_id}"
+    try:
+        info = api.model_info(repo_id, revision=target.revision)
+    except GatedRepoError:
+        raise
+    except RepositoryNotFoundError:
+        return Destination(repo_id, None, target.token)
+    except RevisionNotFoundError:
+        if (target.revision or "").startswith("refs/pr"):
+            raise
+        info = api.model_info(repo_id)  # a new branch starts there
+    return Destination(repo_id, info, target.token)
+
+
+def check_destination(there: Destination, target: Target, base: str | None) -> None:
+    """Refuse a repository in which heads would destroy another model, or be seen by others than was asked for.
+
+    Args:
+        there: what the repository holds.
+        target: what was asked for.
+        base: Hub id of the base.
+
+    Raises:
+        OSError: its config cannot be read.
+        ValueError: it is the base's, holds a model of another kind, or has another visibility.
+    """
+    if base is not None and base.lower() in (there.repo_id.lower(), there.info.id.lower() if there.info else ""):
+        raise ValueError(
+            f"{there.repo_id!r} is the repository of the base, which the heads would overwrite: push them to another."
+        )
+    if there.info is None:
+        return
+    if target.private is not None and there.info.private is not None and there.info.private != target.private:
+        words = ("public", "private")
+        raise ValueError(
+            f"{there.repo_id!r} is {words[there.info.private]} already, and {words[target.private]} was asked for: "
+            "change it in its settings on the Hub, or leave private= (--private, --public) out."
+        )
+    config = there.fetch("config.json")
+    if config is None:
+        return
+    try:
+        found = json.loads(config.read_text(encoding="utf-8")).get("model_type")
+    except (ValueError, AttributeError):
+        found = None
+    if not str(found).startswith("drafthead_"):
+        raise ValueError(
+            f"{there.repo_id!r} holds a {found!r} model without draft heads, which the heads would overwrite: push "
+            "them to a repository of their own."
+        )
+
+
+@contextmanager
+def told(target: Target, sending: bool = False) -> Iterator[None]:
+    """Turn what the Hub answers into one line that says what was refused, and what to do.
+
+    Args:
+        target: of the push.
+        sending: whether files are on their way, so that a RuntimeError is huggingface_hub's word for a broken upload.
+    """
+    owner = target.repo_id.rpartition("/")[0]
+    try:
+        yield
+    except RevisionNotFoundError as error:
+        raise OSError(f"{target.repo_id!r} has no revision {target.revision!r}: push to a branch.") from error
+    except BadRequestError as error:
+        raise ValueError(f"the Hub refused what was sent to {target.repo_id!r}: {first_line(error)}") from error
+    except HfHubHTTPError as error:
+        status, said = error.response.status_code, error.server_message or first_line(error)
+        if status == 401:
+            line = (
+                f"the Hub does not know who pushes to {target.repo_id!r} ({said}): sign in with `hf auth login`, or "
+                "pass a valid token."
+            )
+        elif status == 403:
+            line = (
+                f"the token may not write to {target.repo_id!r} ({said}): use one with write right"
+                f"{f' for {owner!r}' if owner else ''}, or propose the change (create_pr=True, --create-pr)."
+            )
+        elif isinstance(error, RepositoryNotFoundError):
+            line = f"there is no repository {target.repo_id!r} that the token can see: check the name and the token."
+        else:
+            line = f"the Hub answered {status} to the push to {target.repo_id!r} ({said}): push again later."
+        raise OSError(line) from error
+    except LocalTokenNotFoundError as error:
+        raise OSError(
+            f"the Hub does not know who pushes to {target.repo_id!r}: sign in with `hf auth login`, or pass a token."
+        ) from error
+    except (HTTP_ERROR, RuntimeError) as error:  # a broken connection is no OSError for the client of HTTP
+        if isinstance(error, RuntimeError) and not sending:
+            raise
+        raise OSError(
+            f"the push to {target.repo_id!r} was interrupted ({type(error).__name__}: {first_line(error)}): push "
+            "again; what has arrived is not sent twice."
+        ) from error
+
+
+def first_line(error: Exception) -> str:
+    """The first line of an error, without a full stop."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(". ")

@@ -1,0 +1,148 @@
+"""What a push finds where it goes: another model stays, and so does what people wrote."""
+
+import shutil
+
+import pytest
+
+from tests.hub_upload.clients import Answer, printed
+from tests.hub_upload.conftest import tokens_of
+from tests.hub_upload.test_push import PATIENCE, PUSH, command, content, push
+
+THANKS = b"\n## Thanks\n\nTo my cat.\n"
+
+
+@pytest.fixture
+def base(hub, models):
+    return hub.add("org/base", content(models / "base"))
+
+
+@pytest.fixture
+def folder(models, tmp_path):
+    """Heads without a card."""
+    shutil.copytree(models / "medusa", tmp_path / "heads")
+    return tmp_path / "heads"
+
+
+def words(folder, repo_id: str = "org/heads") -> tuple:
+    return "push", folder, repo_id, "--license", "mit", "--base", "org/base"
+
+
+def append_to_card(hub, text: bytes) -> None:
+    files = dict(hub.repos["org/heads"].files())
+    files["README.md"] += text
+    hub.add("org/heads", files)
+
+
+def nothing_was_sent(hub) -> bool:
+    return {one.method for one in hub.asked} <= {"GET", "HEAD"}
+
+
+OF_THE_BASE = "'org/base' is the repository of the base, which the heads would overwrite: push them to another."
+OF_A_MODEL = (
+    "'org/other' holds a 'llama' model without draft heads, which the heads would overwrite: push them to a repository "
+    "of their own."
+)
+
+
+@pytest.mark.parametrize("repo_id, line", [("org/base", OF_THE_BASE), ("org/other", OF_A_MODEL)])
+@pytest.mark.parametrize("extra", [(), ("--dry-run",), ("--create-pr",), ("--revision", "trial")], ids=" ".join)
+def test_another_model_is_not_overwritten(hub, base, clients, models, folder, repo_id, line, extra):
+    hub.add("org/other", content(models / "base"))
+    answer = command(clients, *words(folder, repo_id), *extra)
+    assert answer.code == 2 and answer.err.splitlines()[-1] == f"hf-drafthead: {line}"
+    assert nothing_was_sent(hub) and len(hub.repos[repo_id].commits) == 1
+
+
+def test_a_loaded_model_does_not_overwrite_its_base(hub, base, clients):
+    code = PUSH.replace("org/heads", "org/base")
+    answer = clients.run(code, token="hf_owner", seed=0, words={})
+    assert answer.err.splitlines()[-1] == f"ValueError: {OF_THE_BASE}"
+    assert nothing_was_sent(hub) and len(base.commits) == 1
+
+
+def test_only_weights_that_would_be_read_instead_are_removed(hub, base, clients):
+    push(clients)
+    files = dict(hub.repos["org/heads"].files())
+    read = {"model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "model.safetensors.index.json"}
+    other = {"model.fp16.safetensors", "model_ema.safetensors", "old/model.safetensors", "models/model.safetensors"}
+    hub.add("org/heads", files | dict.fromkeys(read | other, b"weights"))
+    assert push(clients, seed=1).code == 0
+    assert set(hub.repos["org/heads"].files()) == set(files) | other
+
+
+def test_a_card_that_cannot_be_read_is_not_overwritten(hub, base, clients):
+    push(clients)
+    append_to_card(hub, THANKS)
+    hub.fail("HEAD", "/org/heads/resolve/.*README.md", times=99, status=503)
+    answer = clients.run(PATIENCE + PUSH, token="hf_owner", seed=1, words={})
+    assert answer.err.splitlines()[-1] == (
+        "OSError: README.md of 'org/heads', where the push goes, cannot be read: the Hub answered 503: try again later."
+    )
+    assert b"To my cat." in hub.repos["org/heads"].files()["README.md"]
+
+
+def test_a_new_branch_starts_with_what_people_wrote(hub, base, clients):
+    push(clients)
+    append_to_card(hub, THANKS)
+    assert push(clients, seed=1, revision="trial").code == 0
+    assert b"To my cat." in hub.repos["org/heads"].files("trial")["README.md"]
+
+
+def test_the_card_of_a_folder_and_the_published_one_become_one(hub, base, clients, folder):
+    command(clients, "card", folder, "--license", "mit")
+    card = folder / "README.md"
+    card.write_text(card.read_text() + "\n## Advice\n\nTrain longer.\n")
+    assert command(clients, *words(folder)).code == 0
+    append_to_card(hub, THANKS)
+    files = dict(hub.repos["org/heads"].files())
+    files["README.md"] = files["README.md"].replace(b"license: mit\n", b"license: mit\nlanguage: en\n")
+    hub.add("org/heads", files)
+    assert command(clients, *words(folder)).code == 0
+    joined = hub.repos["org/heads"].files()["README.md"]
+    assert joined.count(b"To my cat.") == joined.count(b"Train longer.") == 1 and b"language: en\n" in joined
+    again = command(clients, *words(folder))
+    assert again.out.splitlines()[-1] == "nothing has changed: no commit was made"
+    card.write_text(card.read_text().replace("Train longer.", "Train shorter."))
+    answer = command(clients, *words(folder))
+    assert "note: '## Advice' in the published card differs from the folder's, which is sent" in answer.out.splitlines()
+    joined = hub.repos["org/heads"].files()["README.md"]
+    assert b"To my cat." in joined and b"Train shorter." in joined and b"Train longer." not in joined
+
+
+@pytest.mark.parametrize("private", [True, False], ids=["private", "public"])
+def test_a_repository_that_others_see_otherwise_than_asked(hub, base, clients, private):
+    push(clients, private=not private)
+    hub.asked.clear()
+    answer = push(clients, seed=1, private=private)
+    is_, asked = ("public", "private") if private else ("private", "public")
+    assert answer.err.splitlines()[-1] == (
+        f"ValueError: 'org/heads' is {is_} already, and {asked} was asked for: change it in its settings on the Hub, "
+        "or leave private= (--private, --public) out."
+    )
+    assert nothing_was_sent(hub) and len(hub.repos["org/heads"].commits) == 2
+    assert push(clients, seed=1, private=not private).code == 0
+
+
+def test_a_dry_run_without_the_network_tells_what_the_folder_holds(hub, base, clients, folder):
+    hub.fail("GET", "/api/models/org/heads", times=99, status=503)
+    answer = command(clients, *words(folder), "--dry-run")
+    assert answer.code == 0, answer.err
+    lines = answer.out.splitlines()
+    assert any(line.startswith("note: 'org/heads' was not looked at: ") for line in lines)
+    assert any(line.startswith("model.safetensors ") for line in lines)
+
+
+def test_a_failure_that_is_not_the_hubs_is_told_as_it_is(hub, base, clients):
+    code = """
+def full(*given, **more):
+    raise RuntimeError("CUDA out of memory")
+MedusaForCausalLM.save_pretrained = full
+"""
+    answer = clients.run(code + PUSH, token="hf_owner", seed=0, words={})
+    assert answer.err.splitlines()[-1] == "RuntimeError: CUDA out of memory"
+
+
+def test_a_wrong_token_that_is_printed_is_noticed(hub, clients):
+    clients.run("HfApi().model_info('org/heads')".replace("HfApi", "transformers.utils.hub.HfApi"), token="hf_nobody")
+    assert "hf_nobody" in tokens_of(hub)
+    assert printed([Answer(1, "", "the token hf_nobody is wrong")], tokens_of(hub)) == ["hf_nobody"]

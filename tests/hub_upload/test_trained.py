@@ -1,0 +1,58 @@
+"""From a training straight to the Hub: what belongs to the heads goes along, what belongs to the training stays."""
+
+import json
+
+import pytest
+
+from hf_drafthead.training.run import train_heads
+from tests.hub_upload.test_push import TRAINED, command, content
+
+
+@pytest.fixture
+def base(hub, models):
+    return hub.add("org/base", content(models / "base"))
+
+
+def test_the_folder_of_a_training_is_pushed_as_it_is(hub, base, clients, models, tmp_path):
+    rows = [{"text": f"abcdefgh ijkl {number} mnop qrst uvwx"} for number in range(12)]
+    (tmp_path / "texts.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    heads = tmp_path / "heads"
+    few = {"max_steps": 2, "save_steps": 1, "per_device_train_batch_size": 2, "held_out_rows": 3, "answer_tokens": 4}
+    quiet = {"use_cpu": True, "disable_tqdm": True, "report_to": "none"}
+    train_heads(str(models / "base"), "medusa", tmp_path / "texts.jsonl", heads, **few, **quiet)
+    assert (heads / "checkpoint-2").is_dir()
+    before = sorted(heads.rglob("*"))
+    words = ("push", heads, "org/heads", "--license", "mit", "--base", "org/base")
+    dry = command(clients, *words, "--dry-run", "--json", tmp_path / "plan.json")
+    assert dry.code == 0, dry.err
+    told = [line for line in dry.out.splitlines() if line.startswith("note: left behind")]
+    behind = "checkpoint-1, checkpoint-2, clock.json, run.json"
+    assert told == [f"note: left behind, as it is the state of a training: {behind}"]
+    planned = {one["path"] for one in json.loads((tmp_path / "plan.json").read_text())["files"]}
+    assert {"model.safetensors", "tokenizer.json", "training_summary.json", "training.png"} <= planned
+    assert command(clients, *words).code == 0
+    sent = set(hub.repos["org/heads"].files()) - {".gitattributes"}
+    assert sent == planned and not any("checkpoint" in name or name in ("run.json", "clock.json") for name in sent)
+    assert sorted(heads.rglob("*")) == before
+
+
+def test_heads_that_were_just_trained_find_their_facts_where_they_were_saved(hub, base, clients, tmp_path):
+    code = (
+        TRAINED
+        + """
+model.save_pretrained("heads")
+open("heads/training_summary.json", "w").write(json.dumps({"steps": 7}))
+open("heads/evaluation.json", "w").write(json.dumps({"tokens_per_step": 2.5, "identical": True}))
+open("heads/training.png", "wb").write(b"picture")
+tokenizer = AutoTokenizer.from_pretrained("org/base")
+tokenizer.chat_template = "{{ messages }}"
+tokenizer.save_pretrained("heads")
+model.name_or_path = "heads"
+model.push_to_hub("org/heads", license="mit")
+"""
+    )
+    answer = clients.run(code, token="hf_owner", seed=0)
+    assert answer.code == 0, answer.err
+    sent = hub.repos["org/heads"].files()
+    assert {"training_summary.json", "evaluation.json", "training.png", "chat_template.jinja"} <= set(sent)
+    assert sent["training.png"] == b"picture" and b"2.5" in sent["README.md"]
