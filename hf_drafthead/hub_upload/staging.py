@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from huggingface_hub import ModelCard, hf_hub_download, snapshot_download
-from huggingface_hub.errors import HFValidationError, RemoteEntryNotFoundError
+from huggingface_hub.errors import HFValidationError, RemoteEntryNotFoundError, RepositoryNotFoundError
 from transformers import AutoTokenizer
 
 from hf_drafthead.hub_upload.preflight import family_of, files_of, find_base, left_behind, tensors_of
@@ -239,7 +239,11 @@ def add_tags(target: Path, tags: list[str] | None) -> None:
 
 
 def _source(model: DraftHeadPreTrainedModel, token: str | bool | None) -> Path | None:
-    """Where the heads were loaded from: a folder, or their files from the Hub."""
+    """Where the heads were loaded from: a folder, or their files from the Hub; None if that is not known.
+
+    Raises:
+        OSError: the Hub does not give the files out.
+    """
     name = str(model.name_or_path or "")
     if not name:
         return None
@@ -248,8 +252,11 @@ def _source(model: DraftHeadPreTrainedModel, token: str | bool | None) -> Path |
     wanted = ["config.json", "model*.safetensors", INDEX, CARD, *FACTS, *TOKENIZER]
     try:
         return Path(snapshot_download(name, token=token, allow_patterns=wanted))
-    except (OSError, ValueError):
-        return None
+    except (HTTP_ERROR, OSError, ValueError) as error:
+        refused = why_refused(error)
+        if refused is None or isinstance(error, RepositoryNotFoundError):
+            return None
+        raise OSError(f"what belongs to the heads {name!r} cannot be fetched: {refused}.") from error
 
 
 def _same_heads(source: Path, target: Path) -> bool:

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from hf_drafthead.training.run import train_heads
-from tests.hub_upload.test_push import TRAINED, command, content
+from tests.hub_upload.test_push import PATIENCE, TRAINED, command, content
 
 
 @pytest.fixture
@@ -56,3 +56,22 @@ model.push_to_hub("org/heads", license="mit")
     sent = hub.repos["org/heads"].files()
     assert {"training_summary.json", "evaluation.json", "training.png", "chat_template.jinja"} <= set(sent)
     assert sent["training.png"] == b"picture" and b"2.5" in sent["README.md"]
+
+
+def test_facts_that_the_hub_does_not_give_out_are_not_left_out(hub, base, clients, models):
+    config = json.loads((models / "medusa" / "config.json").read_text()) | {"base_model_name_or_path": "org/base"}
+    files = content(models / "medusa") | {"config.json": json.dumps(config).encode()}
+    hub.add("org/heads", files | {"training_summary.json": b'{"steps": 7}'})
+    hub.fail("HEAD", "/org/heads/resolve/.*training_summary", times=99, status=503)
+    code = """
+model = AutoModel.from_pretrained("org/heads")
+model.push_to_hub("org/copy", license="mit")
+"""
+    answer = clients.run(PATIENCE + code, token="hf_owner", home="facts")
+    assert answer.err.splitlines()[-1] == (
+        "OSError: what belongs to the heads 'org/heads' cannot be fetched: the Hub answered 503: try again later."
+    )
+    assert "org/copy" not in hub.repos
+    hub.faults.clear()
+    assert clients.run(code, token="hf_owner", home="facts").code == 0
+    assert "training_summary.json" in hub.repos["org/copy"].files()
