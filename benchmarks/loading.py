@@ -1,11 +1,13 @@
 """What loading a model with draft heads costs beside loading its base: peak memory and time.
 
-    python benchmarks/loading.py [--shape 220m] [--runs 5] [--dtype bfloat16] [--json PATH]
+    python benchmarks/loading.py [--shape 220m] [--runs 5] [--dtype bfloat16] [--as float32] [--json PATH]
 
 Makes a random LLaMA of 220 million parameters (or 1.1 billion) and Medusa heads for it in a temporary folder, then
 loads in turn, each time in a process of its own: the base alone, the heads' tensors alone, and the model (heads on
 disk, the base found through their config). Memory is the peak of the process over what it used before loading, mapped
 files included; time is that of the loading call, on the clock and of the CPU. Medians over the runs, interleaved.
+What is loaded in the type that it is stored in is only mapped, at a cost that hardly grows with it; `--as` another
+type has every weight read.
 
 It ends with 1 if the model's peak is more than 5% over the base's peak plus the heads, or its time more than 1.1 times
 that of the base plus that of reading the heads.
@@ -27,9 +29,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from hf_drafthead import MedusaForCausalLM
 
 LOADS = {
-    "base": "AutoModelForCausalLM.from_pretrained(folder + '/base', dtype='auto')",
-    "heads": "load_file(folder + '/heads/model.safetensors')",
-    "model": "AutoModelForCausalLM.from_pretrained(folder + '/heads', dtype='auto')",
+    "base": "AutoModelForCausalLM.from_pretrained(folder + '/base', dtype=dtype)",
+    "heads": "read(folder + '/heads/model.safetensors')",
+    "model": "AutoModelForCausalLM.from_pretrained(folder + '/heads', dtype=dtype)",
 }
 # Prints seconds on the clock, seconds of CPU, and bytes of the peak over those before. What any first loading imports
 # is imported before, for it belongs to neither. Tensors are mapped, not read, by loading: one element of every page is
@@ -40,7 +42,11 @@ import torch, hf_drafthead
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging
-folder = sys.argv[1]
+folder, dtype = sys.argv[1:]
+
+def read(file):
+    return {name: t if dtype == "auto" else t.to(getattr(torch, dtype)) for name, t in load_file(file).items()}
+
 logging.disable_progress_bar()
 AutoModelForCausalLM.from_pretrained(folder + "/small")
 
@@ -82,14 +88,18 @@ def main() -> None:
     parser.add_argument("--shape", default="220m", choices=SHAPES)
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
+    parser.add_argument("--as", dest="into", default="auto", help="type to load into")
     parser.add_argument("--json", type=Path, help="also write the figures here")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as place:
-        parameters, base_bytes, heads_bytes = prepare(Path(place), args.shape, getattr(torch, args.dtype))
+        dtype = getattr(torch, args.dtype)
+        parameters, *sizes = prepare(Path(place), args.shape, dtype)
+        grown = 1 if args.into == "auto" else getattr(torch, args.into).itemsize / dtype.itemsize
+        base_bytes, heads_bytes = (size * grown for size in sizes)
         measured: dict[str, list[list[float]]] = {name: [] for name in LOADS}
         for _ in range(args.runs):
             for name, load in LOADS.items():
-                words = [sys.executable, "-c", PROCESS.replace("{load}", load), place]
+                words = [sys.executable, "-c", PROCESS.replace("{load}", load), place, args.into]
                 done = subprocess.run(words, capture_output=True, text=True, check=True)
                 measured[name].append(json.loads(done.stdout.splitlines()[-1]))
     clock, cpu, peak = ({name: statistics.median(run[i] for run in measured[name]) for name in LOADS} for i in range(3))
@@ -98,6 +108,7 @@ def main() -> None:
         "base_bytes": base_bytes,
         "heads_bytes": heads_bytes,
         "dtype": args.dtype,
+        "loaded_as": args.into,
         "runs": args.runs,
         "seconds": clock,
         "cpu_seconds": cpu,

@@ -224,7 +224,9 @@ class DraftHeadPreTrainedModel(DraftHeadGenerationMixin, PreTrainedModel):
             for name in DRAFT_SETTINGS:
                 model.base.generation_config.__dict__.pop(name, None)
         else:
-            base = load_base(path, config, base_model, base_revision, fetch, kwargs)
+            inside = heads.get("subfolder")
+            place = os.path.join(path, inside) if inside and os.path.isdir(path) else path
+            base = load_base(place, config, base_model, base_revision, fetch, kwargs)
             for holder in (config, config.base_config):
                 holder.__dict__.pop("quantization_config", None)  # it would quantize the heads
             model, info = super().from_pretrained(

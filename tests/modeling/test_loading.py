@@ -152,6 +152,12 @@ def test_heads_and_base_can_be_moved_together(family, saved):
 
 
 @two_families
+def test_a_relative_base_is_looked_up_from_the_subfolder(family, saved):
+    folder, model = saved
+    assert_same(model, family.model_class.from_pretrained(folder, subfolder="heads"))
+
+
+@two_families
 def test_a_live_base_stays_as_it_was(family, saved):
     folder, model = saved
     base = tiny_base("llama-gqa")
