@@ -404,11 +404,12 @@ def test_the_base_that_a_person_named_stays_where_the_config_has_a_path(tmp_path
 def test_cards_of_the_zoo_are_whole_and_read_back_the_same(name, tmp_path):
     shutil.copytree(zoo.path(name), tmp_path / name)
     shutil.copytree(zoo.path("base"), tmp_path / "base")
-    path = write_card(tmp_path / name, license="apache-2.0")
+    path = write_card(tmp_path / name)
     card = ModelCard.load(path)
     assert str(card) == path.read_text()
     assert ModelCard(str(card)).data.to_dict() == card.data.to_dict()
-    assert card.data.library_name == "transformers"
+    assert card.data.library_name == "transformers" and card.data.license == "apache-2.0"
+    assert {result.metric_type for result in card.data.eval_results} == {"tokens_per_step", "speedup"}
     assert rows_of(card)["parameters added"].endswith("% of the base's 1,870,944)")
     assert "| top 1 |" in card.text
     assert "python -m hf_drafthead.zoo.build" in card.text
