@@ -8,6 +8,8 @@ from pathlib import Path
 
 from transformers import AutoModel
 
+from hf_drafthead import HydraForCausalLM
+
 PAGE = Path(__file__).parents[1] / "docs" / "training.md"
 FEWER = {
     'glob("*.py")': 'glob("a*.py")',
@@ -31,5 +33,5 @@ def test_the_tutorial_runs(tmp_path):
     assert run.returncode == 0, run.stderr[-3000:]
     assert "expected tokens per step of a 64-node tree" in run.stdout
     assert {"training_summary.json", "training.png"} <= {file.name for file in (tmp_path / "my-heads").iterdir()}
-    assert AutoModel.from_pretrained(tmp_path / "my-heads").config.model_type == "drafthead_hydra"
+    assert isinstance(AutoModel.from_pretrained(tmp_path / "my-heads"), HydraForCausalLM)
     assert (tmp_path / "bench.json").is_file()
