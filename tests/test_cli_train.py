@@ -17,9 +17,10 @@ from hf_drafthead import cli, zoo
         (["--set", "lr"], "--set 'lr' is no NAME=VALUE: give for example --set learning_rate=1e-3."),
         (["--set", "num_heads=3"], "'num_heads' is neither a config field of medusa ("),
         (["--set", "head_decay=0"], "head_decay is 0: expected a number above 0."),
+        (["--dtype", "float99"], "--dtype 'float99' is no floating point type: expected auto, float32, bfloat16 or"),
         ([], "the data holds 1 rows, of which 64 are to be held out: give more data, or hold out fewer with"),
     ],
-    ids=["family", "data", "base", "no pair", "unknown name", "value", "too little"],
+    ids=["family", "data", "base", "no pair", "unknown name", "value", "type", "too little"],
 )
 def test_bad_input_is_one_line(changed, line, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)

@@ -44,12 +44,13 @@ def train(
     json_path: Json = None,
 ) -> None:
     """Train draft heads, showing what they will be worth; defaults are the recipe of the family's paper."""
+    from hf_drafthead.evaluation.plan import floating_type
     from hf_drafthead.training.run import sort_options, train_heads
 
     check_writable(json_path)
     template = read_template(chat_template)
     fields, arguments = sort_options(family, parse_options(option or []))
-    load: dict[str, Any] = {"dtype": dtype}
+    load: dict[str, Any] = {"dtype": floating_type(dtype)}
     if load_in_4bit:
         load["quantization_config"] = four_bits(dtype)
     trained = train_heads(

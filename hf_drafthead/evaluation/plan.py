@@ -119,6 +119,18 @@ def _acceptances(plan: Plan) -> Iterator[dict[str, Any]]:
         yield {"acceptance": "typical", "posterior_threshold": threshold, "posterior_alpha": threshold**0.5}
 
 
+def floating_type(name: str) -> Any:
+    """What `--dtype` names: `auto`, or a floating point type of torch.
+
+    Raises:
+        ValueError: there is no such type.
+    """
+    wanted = name if name == "auto" else getattr(torch, name, None)
+    if wanted != "auto" and not (isinstance(wanted, torch.dtype) and wanted.is_floating_point):
+        raise ValueError(f"--dtype {name!r} is no floating point type: expected auto, float32, bfloat16 or float16.")
+    return wanted
+
+
 def load_here(name: str, dtype: str) -> tuple[Any, Any]:
     """Model and tokenizer, on the GPU of this process, or on all of them if there is one process.
 
@@ -129,9 +141,7 @@ def load_here(name: str, dtype: str) -> tuple[Any, Any]:
     Raises:
         OSError, ValueError: as `load` does, or there is no such type.
     """
-    wanted = dtype if dtype == "auto" else getattr(torch, dtype, None)
-    if wanted != "auto" and not (isinstance(wanted, torch.dtype) and wanted.is_floating_point):
-        raise ValueError(f"--dtype {dtype!r} is no floating point type: expected auto, float32, bfloat16 or float16.")
+    wanted = floating_type(dtype)
     state = process_state()
     place = None
     if torch.cuda.is_available():

@@ -141,11 +141,11 @@ def train_heads(
     tokenizer = AutoTokenizer.from_pretrained(base)
     tokenizer.chat_template = chat_template or tokenizer.chat_template
     if not isinstance(data, PreparedData):
-        data = _read(
-            model, tokenizer, str(data), max_length, packing, streaming, split, held_out_rows, settings.data_seed
-        )
+        seed = settings.seed if settings.data_seed is None else settings.data_seed
+        data = _read(model, tokenizer, str(data), max_length, packing, streaming, split, held_out_rows, seed)
         if data.report is not None and settings.process_index == 0:
-            logger.warning(str(data.report)) if data.report.refused else logger.info(str(data.report))
+            tell = logger.warning if data.report.refused else logger.info
+            tell(str(data.report))
     _refuse_short_rows(model, data.held_out)
     run = {
         "family": family,
@@ -288,7 +288,7 @@ def _read(
     streaming: bool,
     split: str,
     held_out_rows: int,
-    seed: int | None,
+    seed: int,
 ) -> PreparedData:
     """What `data` names, as tokens."""
     raw = read_rows(data, streaming=streaming, split=split)

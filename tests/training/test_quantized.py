@@ -11,8 +11,6 @@ from hf_drafthead.training.run import train_heads
 from tests.bases import tiny_base
 from tests.training.test_run import QUICK
 
-pytest.importorskip("bitsandbytes", reason="bitsandbytes quantizes the base")
-
 BITS = {
     "4 bits": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.float32},
     "8 bits": {"load_in_8bit": True},

@@ -166,6 +166,8 @@ def test_what_had_come_to_its_end_is_only_loaded(place, tmp_path, steps_taken):
     again = train(place, tmp_path / "run", "hydra++", resume=True, **settings)
     assert steps_taken == [] and again.summary["steps"] == 4
     assert again.summary["train_loss"] == done.summary["train_loss"]
+    kept = json.loads((tmp_path / "run" / "clock.json").read_text())["seconds"]
+    assert again.summary["hours"] == round(kept / 3600, 4)
     for name, tensor in weights(done.model.drafter).items():
         assert torch.equal(weights(again.model.drafter)[name], tensor), name
     assert (tmp_path / "run" / "model.safetensors").is_file()
@@ -360,6 +362,9 @@ def test_chats_are_written_by_the_template_that_was_given_and_saved(place, tmp_p
 
 def test_a_stream_is_shuffled_learnt_from_and_known_by_its_bytes(place, tmp_path):
     streamed = train(place, tmp_path / "a", streaming=True)
+    again = train(place, tmp_path / "b", streaming=True)
+    for name, tensor in weights(streamed.model.drafter).items():
+        assert torch.equal(weights(again.model.drafter)[name], tensor), name
     assert streamed.summary["steps"] == 4 and streamed.summary["data_report"]["rows"] >= 8
     rows = (place / "texts.jsonl").read_text().splitlines()
     (tmp_path / "other.jsonl").write_text("\n".join([*rows[:20], *rows[21:], rows[20]]))
