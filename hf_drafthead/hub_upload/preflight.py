@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from hf_drafthead.modeling import MODEL_CLASSES, DraftHeadConfig, DraftHeadPreTrainedModel
-from hf_drafthead.modeling.checkpoint import HTTP_ERROR, INDEX, checkpoint_files, refuse_damage
+from hf_drafthead.modeling.checkpoint import HTTP_ERROR, INDEX, checkpoint_files
 
 TRAINING = ["optimizer*", "scheduler.*", "scaler.pt", "rng_state*", "training_args.bin", "trainer_state.json"]
 TRAINING += ["checkpoint-*", "global_step*", "events.out.tfevents*", "wandb", "mlruns", "run.json", "clock.json"]
@@ -178,13 +178,9 @@ def load_again(folder: Path, dtype: torch.dtype) -> DraftHeadPreTrainedModel:
     if config.base_included:
         return cast(DraftHeadPreTrainedModel, family.from_pretrained(folder, dtype="auto"))
     # The code of the base may be remote, so that not even its shapes could be built here.
-    family._check_files(str(folder), config, None, {"local_files_only": True})
-    without_base: Any = super(DraftHeadPreTrainedModel, family)
-    model, info = without_base.from_pretrained(
-        folder, build_base=False, config=config, dtype=dtype, use_safetensors=True, output_loading_info=True
-    )
-    refuse_damage(str(folder), info)
-    return cast(DraftHeadPreTrainedModel, model)
+    model, files = family._without_memory(str(folder), config, None, {"local_files_only": True})
+    model._fill(files, torch.device("cpu"), dtype)
+    return model
 
 
 def family_of(folder: Path) -> type[DraftHeadPreTrainedModel]:

@@ -251,7 +251,7 @@ def _source(model: DraftHeadPreTrainedModel, token: str | bool | None) -> Path |
         return Path(name) if (Path(name) / "config.json").is_file() else None
     wanted = ["config.json", "model*.safetensors", INDEX, CARD, *FACTS, *TOKENIZER]
     try:
-        return Path(snapshot_download(name, token=token, allow_patterns=wanted))
+        return Path(snapshot_download(name, revision=model.checkpoint_revision, token=token, allow_patterns=wanted))
     except (HTTP_ERROR, OSError, ValueError) as error:
         refused = why_refused(error)
         if refused is None or isinstance(error, RepositoryNotFoundError):

@@ -2,25 +2,33 @@
 
 import copy
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any, ClassVar, TypeVar
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.configuration_utils import PreTrainedConfig
+from transformers.initialization import no_init_weights
 
 from hf_drafthead.generation.mixin import DraftHeadGenerationMixin
 from hf_drafthead.modeling.base_model import full_name, last_layer, load_base, load_new_base, refuse_loading_arguments
-from hf_drafthead.modeling.checkpoint import check_tensors, checkpoint_files, read_config, refuse_damage
+from hf_drafthead.modeling.checkpoint import (
+    check_tensors,
+    checkpoint_files,
+    read_config,
+    read_generation_settings,
+    refuse_damage,
+)
 from hf_drafthead.modeling.config import DraftHeadConfig
 from hf_drafthead.modeling.drafter import Drafter
 
 Model = TypeVar("Model", bound="DraftHeadPreTrainedModel")
 
 # Arguments of from_pretrained that speak of the heads' own files, and of how any file is fetched.
-HEADS_ARGUMENTS = {"revision", "subfolder", "variant", "_from_auto", "_from_pipeline", "adapter_kwargs", "key_mapping"}
+HEADS_ARGUMENTS = {"revision", "subfolder", "variant", "_from_auto", "_from_pipeline", "adapter_kwargs"}
 HUB_ARGUMENTS = {"cache_dir", "force_download", "local_files_only", "proxies", "token"}
 # What a generation config says about drafting: it belongs to the heads; everything else belongs to the base.
 DRAFT_SETTINGS = ("draft_tree", "acceptance", "posterior_threshold", "posterior_alpha", "calibration")
@@ -36,10 +44,12 @@ class DraftHeadPreTrainedModel(DraftHeadGenerationMixin, PreTrainedModel):
     Attributes:
         base: the causal language model whose text is reproduced.
         drafter: the heads.
+        checkpoint_revision: branch, tag or commit of the Hub that the heads were loaded from.
     """
 
     config: DraftHeadConfig
     drafter_class: ClassVar[type[Drafter]]
+    checkpoint_revision: str | None = None
     # The outer model has no attention of its own: any choice is passed to the base, which knows what it can do.
     _supports_sdpa = True
     _supports_flash_attn = True
@@ -117,7 +127,7 @@ class DraftHeadPreTrainedModel(DraftHeadGenerationMixin, PreTrainedModel):
         model.drafter.copy_from_base()
         model.drafter.train(loaded.training)
         model.training = loaded.training
-        model._take_generation_config(None)
+        model._take_generation_config({})
         model.generation_config.draft_tree = PUBLISHED_TREE
         return model
 
@@ -157,13 +167,13 @@ class DraftHeadPreTrainedModel(DraftHeadGenerationMixin, PreTrainedModel):
             self.hf_device_map = {f"base.{name}" if name else "base": place for name, place in placed.items()}
             self.hf_device_map["drafter"] = device
 
-    def _take_generation_config(self, heads: GenerationConfig | None) -> None:
+    def _take_generation_config(self, heads: Mapping[str, Any]) -> None:
         """Generate as the base does, with the heads' own settings on top."""
         ours = copy.deepcopy(getattr(self.base, "generation_config", None) or GenerationConfig())
         ours._from_model_config = False  # such a config drops the settings that transformers does not know when loaded
         for name in DRAFT_SETTINGS:
-            if heads is not None and getattr(heads, name, None) is not None:
-                setattr(ours, name, copy.deepcopy(getattr(heads, name)))
+            if heads.get(name) is not None:
+                setattr(ours, name, heads[name])
         self.generation_config = ours
 
     # ---- load -------------------------------------------------------------------------------------------------------
@@ -209,13 +219,15 @@ class DraftHeadPreTrainedModel(DraftHeadGenerationMixin, PreTrainedModel):
         if kwargs["attn_implementation"] is None:
             del kwargs["attn_implementation"]
         config._attn_implementation = None
-        cls._check_files(path, config, heads.get("variant"), hub)
-        heads |= fetch | {"config": config, "use_safetensors": True, "output_loading_info": True}
+        config.name_or_path = path
+        untouched = copy.deepcopy(config) if config.base_included else config
+        model, files = cls._without_memory(path, untouched, heads.get("variant"), hub)
         if config.base_included:
             if base_model is not None or base_revision is not None:
                 raise ValueError(f"{path!r} contains its own base: drop base_model= and base_revision=.")
             if kwargs.get("quantization_config") is not None:
                 kwargs["quantization_config"] = cls._sparing_the_drafter(config, kwargs["quantization_config"])
+            heads |= fetch | {"config": config, "use_safetensors": True, "output_loading_info": True}
             model, info = super().from_pretrained(path, *model_args, **heads, **kwargs)
             refuse_damage(path, info)
             if "hf_quantizer" in model.__dict__:  # only the base is quantized: heads are saved as they are
@@ -226,30 +238,49 @@ class DraftHeadPreTrainedModel(DraftHeadGenerationMixin, PreTrainedModel):
         else:
             inside = heads.get("subfolder")
             place = os.path.join(path, inside) if inside and os.path.isdir(path) else path
-            base = load_base(place, config, base_model, base_revision, fetch, kwargs)
-            for holder in (config, config.base_config):
-                holder.__dict__.pop("quantization_config", None)  # it would quantize the heads
-            model, info = super().from_pretrained(
-                path, *model_args, build_base=False, dtype=last_layer(base)[1], **heads
-            )
-            refuse_damage(path, info)
+            base = load_base(place, model.config, base_model, base_revision, fetch, kwargs)
+            model._fill(files, *last_layer(base))
             model._attach(base)
-            model._take_generation_config(model.generation_config)
+            model._take_generation_config(read_generation_settings(path, hub))
+            info = {"missing_keys": set(), "unexpected_keys": set(), "mismatched_keys": set(), "error_msgs": []}
+        model.checkpoint_revision = heads.get("revision")
         if generation_config is not None:
             model.generation_config = copy.deepcopy(generation_config)
         return (model, info) if output_loading_info else model
 
     @classmethod
     def _blank(cls: type[Model], config: DraftHeadConfig, build_base: bool) -> Model:
-        """The model without memory, to look at its names and shapes."""
-        with torch.device("meta"):
-            return cls(copy.deepcopy(config), build_base=build_base)
+        """The model without memory: its names and shapes."""
+        with torch.device("meta"), no_init_weights():
+            return cls(config, build_base=build_base)
 
     @classmethod
-    def _check_files(cls, path: str, config: DraftHeadConfig, variant: str | None, hub: dict[str, Any]) -> None:
-        expected = {name: tensor.shape for name, tensor in cls._blank(config, build_base=False).state_dict().items()}
+    def _without_memory(
+        cls: type[Model], path: str, config: DraftHeadConfig, variant: str | None, hub: dict[str, Any]
+    ) -> tuple[Model, list[str]]:
+        """The model without base and memory, and the checkpoint's files, which fit it.
+
+        Raises:
+            OSError, ValueError: as `from_pretrained`.
+        """
+        model = cls._blank(config, build_base=False)
         files = checkpoint_files(path, variant, hub)
+        expected = {name: tensor.shape for name, tensor in model.state_dict().items()}
         check_tensors(path, files, expected, heads_only=not config.base_included)
+        return model, files
+
+    def _fill(self, files: list[str], device: torch.device, dtype: torch.dtype) -> None:
+        """Give a drafter without memory the tensors of its checkpoint, as they are mapped from disk where that fits."""
+        device = torch.device("cpu") if device.type == "meta" else device  # all of the base is offloaded
+        tensors = {name: tensor for file in files for name, tensor in load_file(file, device=str(device)).items()}
+        for name in tensors:
+            tensors[name] = tensors[name].to(dtype)
+        self.load_state_dict(tensors, assign=True)
+        for module in self.drafter.modules():
+            for name in module._non_persistent_buffers_set:
+                setattr(module, name, torch.empty_like(getattr(module, name), device=device))
+            self._init_weights(module)
+        self.eval()
 
     @classmethod
     def _sparing_the_drafter(cls, config: DraftHeadConfig, quantization: Any) -> Any:
@@ -259,7 +290,7 @@ class DraftHeadPreTrainedModel(DraftHeadGenerationMixin, PreTrainedModel):
         in_bitsandbytes = {"llm_int8_skip_modules", "load_in_4bit", "load_in_8bit", "_load_in_8bit"} & set(values)
         name = "llm_int8_skip_modules" if in_bitsandbytes else "modules_to_not_convert"
         if values.get(name) is None:
-            blank = cls._blank(config, build_base=True)
+            blank = cls._blank(copy.deepcopy(config), build_base=True)
             head = blank.base.get_output_embeddings()
             values[name] = [name for name, module in blank.named_modules() if module is head]
         values[name] = [*values[name], "drafter"]

@@ -18,6 +18,8 @@ from hf_drafthead.modeling.config import DraftHeadConfig
 
 logger = logging.get_logger(__name__)
 
+BESIDE_THE_CONFIG = {"dtype", "torch_dtype", "quantization_config", "trust_remote_code", "code_revision"}
+
 
 def load_new_base(
     name: str, revision: str | None, fetch: Mapping[str, Any], arguments: Mapping[str, Any]
@@ -35,7 +37,7 @@ def load_new_base(
     """
     hub = {**fetch, "revision": revision or "main"}
     try:
-        _config_at(name, hub, arguments)
+        _, arguments = _config_at(name, hub, arguments)
     except (OSError, ValueError) as error:  # ValueError: a folder that holds no model
         refused = why_refused(error)
         if refused:
@@ -79,7 +81,7 @@ def load_base(
         revision = revision or (config.base_model_revision if given is None else None) or "main"
         hub = {**fetch, "revision": revision}
         try:
-            found = _config_at(name, hub, arguments)
+            found, arguments = _config_at(name, hub, arguments)
         except (OSError, ValueError) as error:  # ValueError: a folder that holds no model
             refused = why_refused(error)
             if refused:
@@ -223,9 +225,23 @@ def _is_local(name: str, checkpoint: str) -> bool:
     return name.startswith(".") or os.path.isabs(name) or (Path(checkpoint) / name).is_dir()
 
 
-def _config_at(name: str, hub: Mapping[str, Any], arguments: Mapping[str, Any]) -> PreTrainedConfig:
-    """The base's config, read before its weights are."""
-    return AutoConfig.from_pretrained(name, trust_remote_code=arguments.get("trust_remote_code"), **hub)
+def _config_at(
+    name: str, hub: Mapping[str, Any], arguments: Mapping[str, Any]
+) -> tuple[PreTrainedConfig, dict[str, Any]]:
+    """The base's config, read before its weights are, and the arguments to load these with: the config among them."""
+    # As AutoModel does: these are not for the config, everything that it knows goes into it.
+    beside = {name: arguments[name] for name in BESIDE_THE_CONFIG & set(arguments)}
+    fields = {name: value for name, value in arguments.items() if name not in beside}
+    trust = arguments.get("trust_remote_code")
+    config, left = AutoConfig.from_pretrained(
+        name,
+        trust_remote_code=trust,
+        code_revision=arguments.get("code_revision"),
+        return_unused_kwargs=True,
+        **hub,
+        **fields,
+    )
+    return config, {**beside, **left, "config": config}
 
 
 def _commit_of(name: str, hub: Mapping[str, Any]) -> str | None:

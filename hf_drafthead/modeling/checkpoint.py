@@ -11,7 +11,7 @@ import torch
 from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
 from safetensors import SafetensorError, safe_open
 from transformers.configuration_utils import PreTrainedConfig
-from transformers.utils import cached_file, has_file
+from transformers.utils import GENERATION_CONFIG_NAME, cached_file, has_file
 
 from hf_drafthead.modeling.config import DraftHeadConfig
 
@@ -53,6 +53,20 @@ def read_config(family: type[DraftHeadConfig], path: str, given: Any, hub: Mappi
             f"{path!r} is no {family.model_type} checkpoint: its config.json has model_type {found!r}; {advice}."
         )
     return config
+
+
+def read_generation_settings(path: str, hub: Mapping[str, Any]) -> dict[str, Any]:
+    """What the checkpoint's generation config says; nothing if it has none.
+
+    Raises:
+        OSError: it cannot be read, or the Hub does not give it out.
+    """
+    found = _fetch(path, GENERATION_CONFIG_NAME, hub)
+    try:
+        settings = json.loads(Path(found).read_text(encoding="utf-8")) if found else {}
+    except ValueError as error:
+        raise OSError(f"{found!r} is not readable JSON ({error}): copy or download it again.") from None
+    return settings if isinstance(settings, dict) else {}
 
 
 def checkpoint_files(path: str, variant: str | None, hub: Mapping[str, Any]) -> list[str]:

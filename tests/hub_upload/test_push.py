@@ -147,6 +147,18 @@ model.push_to_hub("org/other", license="mit")
     assert b"not measured" in hub.repos["org/other"].files()["README.md"]
 
 
+@pytest.mark.parametrize("loader", ["AutoModel", "MedusaForCausalLM"])
+def test_what_belongs_to_heads_of_a_revision_comes_from_there(hub, base, clients, loader):
+    push(clients)
+    files = hub.repos["org/heads"].files()
+    heads = hub.add("org/heads", {**files, "NOTICE": b"of the first"})
+    heads.refs["first"] = heads.refs["main"]
+    hub.add("org/heads", {**files, "NOTICE": b"of the second"})
+    code = f"{loader}.from_pretrained('org/heads', revision='first').push_to_hub('org/copy', license='mit')"
+    assert clients.run(code, token="hf_owner").code == 0
+    assert hub.repos["org/copy"].files()["NOTICE"] == b"of the first"
+
+
 def test_what_people_wrote_into_the_published_card_stays(hub, base, clients):
     push(clients)
     files = dict(hub.repos["org/heads"].files())

@@ -106,6 +106,12 @@ def test_a_corrupt_file(heads, damage, loader):
         loader.from_pretrained(heads)
 
 
+def test_generation_settings_that_are_no_json(heads):
+    (heads / "generation_config.json").write_text('{"draft_tree": [[0]')
+    with refused(OSError, "'...generation_config.json' is not readable JSON (...): copy or download it again."):
+        MedusaForCausalLM.from_pretrained(heads)
+
+
 def test_no_weights(heads):
     (heads / "model.safetensors").unlink()
     message = "'...heads' holds no model.safetensors: save the model there again, or give the folder that has it."

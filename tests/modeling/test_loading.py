@@ -188,6 +188,17 @@ def test_the_drafter_takes_the_dtype_of_the_base(family, saved, dtype, loader):
     assert {tensor.dtype for tensor in loaded.parameters()} == {expected}
 
 
+def test_what_the_heads_compute_and_do_not_store_is_as_exact_in_any_type(family, saved):
+    folder, model = saved
+    loaded = family.model_class.from_pretrained(folder / "heads", dtype="bfloat16")
+    computed = {
+        name: buffer for name, buffer in model.drafter.named_buffers() if "drafter." + name not in model.state_dict()
+    }
+    assert bool(computed) == family.name.startswith(("hydra++", "amphista", "eagle"))
+    for name, buffer in computed.items():
+        assert torch.equal(loaded.drafter.get_buffer(name), buffer), name
+
+
 @two_families
 @pytest.mark.parametrize("loader", [AutoModel, None], ids=["AutoModel", "own class"])
 @pytest.mark.parametrize("form", ["heads only", "with base"])
@@ -247,6 +258,20 @@ def test_generation_follows_the_base_and_drafts_as_the_heads_say(family, saved):
     given = GenerationConfig(max_new_tokens=3)
     loaded = family.model_class.from_pretrained(folder / "heads", generation_config=given)
     assert loaded.generation_config.max_new_tokens == 3
+
+
+@two_families
+@pytest.mark.parametrize("form", ["heads only", "with base"])
+def test_a_checkpoint_can_be_saved_where_it_was_loaded_from(family, saved, form):
+    folder, model = saved
+    model.save_pretrained(folder / "heads", include_base=form == "with base")
+    loaded = family.model_class.from_pretrained(folder / "heads")
+    for parameter in loaded.drafter.parameters():
+        parameter.data.add_(1)
+    loaded.save_pretrained(folder / "heads", include_base=form == "with base")
+    again = family.model_class.from_pretrained(folder / "heads")
+    assert_same(loaded, again)
+    assert not torch.equal(next(again.drafter.parameters()), next(model.drafter.parameters()))
 
 
 @two_families
