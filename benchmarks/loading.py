@@ -1,13 +1,13 @@
 """What loading a model with draft heads costs beside loading its base: peak memory and time.
 
-    python benchmarks/loading.py [--shape 220m] [--rounds 40] [--dtype bfloat16] [--as float32] [--json PATH]
+    python benchmarks/loading.py [--shape 220m] [--rounds 100] [--dtype bfloat16] [--as float32] [--json PATH]
 
 Makes a random LLaMA of 220 million parameters (or 1.3 billion) and Medusa heads for it in a temporary folder, then
 loads in turn: the base alone, the heads' tensors alone, and the model (heads on disk, the base found through their
 config). Memory is the peak of a process of its own over what it used before loading, mapped files included: the median
 of three. Time is taken in one process, in turns, on the clock, of the loading call and then of asking for one element
 of every page: what is loaded in the type that it is stored in is only mapped until then, at a cost that hardly grows
-with it. `--as` another type has every weight read by the call. Medians over the rounds.
+with it. `--as` another type has every weight read by the call. Medians over the rounds, the ratio's of each round's.
 
 It ends with 1 if the model's peak is more than 5% over the base's peak plus the heads, or its time, pages included,
 more than 1.1 times that of the base plus that of reading the heads.
@@ -21,6 +21,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +110,7 @@ def in_new_process(work: str, words: list[str]) -> Any:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="220m", choices=SHAPES)
-    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--rounds", type=int, default=100)
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     parser.add_argument("--as", dest="into", default="auto", help="type to load into")
     parser.add_argument("--json", type=Path, help="also write the figures here")
@@ -130,6 +131,14 @@ def main() -> None:
         {name: statistics.median(measure(*taken) for taken in seconds[name]) for name in LOADS}
         for measure in (lambda call, pages: call, lambda call, pages: pages, lambda call, pages: call + pages)
     )
+
+    def ratio(measure: Callable[[float, float], float]) -> float:
+        """Of what a round took, for each; a machine that changes its pace changes it for all of them."""
+        rounds = zip(
+            *([measure(*taken) for taken in seconds[name]] for name in ("model", "base", "heads")), strict=True
+        )
+        return statistics.median(model / (base + heads) for model, base, heads in rounds)
+
     figures = {
         "base_parameters": parameters,
         "base_bytes": base_bytes,
@@ -143,8 +152,8 @@ def main() -> None:
         "peak_bytes": peak,
         "memory_ratio": peak["model"] / (peak["base"] + heads_bytes),
         "memory_over_tensors": peak["model"] / (base_bytes + heads_bytes),
-        "time_ratio": both["model"] / (both["base"] + both["heads"]),
-        "call_ratio": call["model"] / (call["base"] + call["heads"]),
+        "time_ratio": ratio(lambda call, pages: call + pages),
+        "call_ratio": ratio(lambda call, pages: call),
     }
     print(f"base {parameters / 1e6:.0f}M parameters, {base_bytes / 1e6:.0f} MB; heads {heads_bytes / 1e6:.0f} MB")
     for name in LOADS:

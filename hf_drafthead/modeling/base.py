@@ -7,7 +7,6 @@ from dataclasses import fields
 from typing import Any, ClassVar, TypeVar
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.configuration_utils import PreTrainedConfig
@@ -18,6 +17,7 @@ from hf_drafthead.modeling.base_model import full_name, last_layer, load_base, l
 from hf_drafthead.modeling.checkpoint import (
     check_tensors,
     checkpoint_files,
+    map_tensors,
     read_config,
     read_generation_settings,
     refuse_damage,
@@ -221,7 +221,7 @@ class DraftHeadPreTrainedModel(DraftHeadGenerationMixin, PreTrainedModel):
         config._attn_implementation = None
         config.name_or_path = path
         untouched = copy.deepcopy(config) if config.base_included else config
-        model, files = cls._without_memory(path, untouched, heads.get("variant"), hub)
+        model, tensors = cls._without_memory(path, untouched, heads.get("variant"), hub)
         if config.base_included:
             if base_model is not None or base_revision is not None:
                 raise ValueError(f"{path!r} contains its own base: drop base_model= and base_revision=.")
@@ -239,7 +239,7 @@ class DraftHeadPreTrainedModel(DraftHeadGenerationMixin, PreTrainedModel):
             inside = heads.get("subfolder")
             place = os.path.join(path, inside) if inside and os.path.isdir(path) else path
             base = load_base(place, model.config, base_model, base_revision, fetch, kwargs)
-            model._fill(files, *last_layer(base))
+            model._fill(tensors, *last_layer(base))
             model._attach(base)
             model._take_generation_config(read_generation_settings(path, hub))
             info = {"missing_keys": set(), "unexpected_keys": set(), "mismatched_keys": set(), "error_msgs": []}
@@ -257,25 +257,24 @@ class DraftHeadPreTrainedModel(DraftHeadGenerationMixin, PreTrainedModel):
     @classmethod
     def _without_memory(
         cls: type[Model], path: str, config: DraftHeadConfig, variant: str | None, hub: dict[str, Any]
-    ) -> tuple[Model, list[str]]:
-        """The model without base and memory, and the checkpoint's files, which fit it.
+    ) -> tuple[Model, dict[str, Tensor]]:
+        """The model without base and memory, and the heads' tensors in the checkpoint, which fit it.
 
         Raises:
             OSError, ValueError: as `from_pretrained`.
         """
         model = cls._blank(config, build_base=False)
-        files = checkpoint_files(path, variant, hub)
-        expected = {name: tensor.shape for name, tensor in model.state_dict().items()}
-        check_tensors(path, files, expected, heads_only=not config.base_included)
-        return model, files
+        tensors = map_tensors(checkpoint_files(path, variant, hub))
+        if config.base_included:
+            tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith("base.")}
+        check_tensors(path, tensors, model.state_dict())
+        return model, tensors
 
-    def _fill(self, files: list[str], device: torch.device, dtype: torch.dtype) -> None:
-        """Give a drafter without memory the tensors of its checkpoint, as they are mapped from disk where that fits."""
+    def _fill(self, tensors: Mapping[str, Tensor], device: torch.device, dtype: torch.dtype) -> None:
+        """Give a drafter without memory its tensors; where device and type are theirs, they stay mapped from disk."""
         device = torch.device("cpu") if device.type == "meta" else device  # all of the base is offloaded
-        tensors = {name: tensor for file in files for name, tensor in load_file(file, device=str(device)).items()}
-        for name in tensors:
-            tensors[name] = tensors[name].to(dtype)
-        self.load_state_dict(tensors, assign=True)
+        placed = {name: tensor.to(device=device, dtype=dtype) for name, tensor in tensors.items()}
+        self.load_state_dict(placed, assign=True)
         for module in self.drafter.modules():
             for name in module._non_persistent_buffers_set:
                 setattr(module, name, torch.empty_like(getattr(module, name), device=device))

@@ -9,7 +9,9 @@ from typing import Any, cast
 
 import torch
 from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.utils import GENERATION_CONFIG_NAME, cached_file, has_file
 
@@ -18,7 +20,7 @@ from hf_drafthead.modeling.config import DraftHeadConfig
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLE = "pytorch_model.bin"
 HTTP_ERROR = cast(type[Exception], HfHubHTTPError.__bases__[0])  # of whichever HTTP client huggingface_hub uses
-FLOATS = {"F64", "F32", "F16", "BF16"}
+FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 def read_config(family: type[DraftHeadConfig], path: str, given: Any, hub: Mapping[str, Any]) -> DraftHeadConfig:
@@ -140,47 +142,49 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or error.__context__
 
 
-def check_tensors(path: str, files: Iterable[str], expected: Mapping[str, torch.Size], heads_only: bool) -> None:
-    """Compare the checkpoint's drafter, as its headers describe it, with what its config asks for.
-
-    Args:
-        path: the checkpoint, for the message.
-        files: its safetensors files.
-        expected: shape of every drafter tensor by its name in the checkpoint.
-        heads_only: refuse tensors of a base too; False where the base is part of the checkpoint.
+def map_tensors(files: Iterable[str]) -> dict[str, Tensor]:
+    """The tensors of safetensors files, by name: mapped, so that nothing is read before it is used.
 
     Raises:
         OSError: a file is no readable safetensors file.
-        ValueError: a tensor is missing, unknown, of another shape, or not floating point.
     """
-    found: dict[str, tuple[torch.Size, str]] = {}
+    tensors: dict[str, Tensor] = {}
     for file in files:
         try:
-            with safe_open(file, framework="pt") as tensors:
-                for name in tensors.keys():
-                    piece = tensors.get_slice(name)
-                    found[name] = torch.Size(piece.get_shape()), piece.get_dtype()
+            tensors |= load_file(file)
         except SafetensorError as error:
             raise OSError(
                 f"{file!r} is not a readable safetensors file ({error}): copy or download it again."
             ) from None
-    if not heads_only:
-        found = {name: tensor for name, tensor in found.items() if not name.startswith("base.")}
-    for name, shape in expected.items():
+    return tensors
+
+
+def check_tensors(path: str, found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    """Compare the tensors of a checkpoint's drafter with what its config asks for.
+
+    Args:
+        path: the checkpoint, for the message.
+        found: its tensors, by their names in it.
+        expected: tensors of the shapes that there should be, by the same names.
+
+    Raises:
+        ValueError: a tensor is missing, unknown, of another shape, or not floating point.
+    """
+    for name, wanted in expected.items():
         if name not in found:
             raise ValueError(
-                f"{path!r} lacks the tensor {name!r} {list(shape)} that its config asks for: "
+                f"{path!r} lacks the tensor {name!r} {list(wanted.shape)} that its config asks for: "
                 "save the checkpoint again, or correct config.json."
             )
-        if found[name][0] != shape:
+        if found[name].shape != wanted.shape:
             raise ValueError(
-                f"{path!r} has {name!r} of shape {list(found[name][0])}, but its config asks for {list(shape)}: "
-                "save the checkpoint again, or correct config.json."
+                f"{path!r} has {name!r} of shape {list(found[name].shape)}, but its config asks for "
+                f"{list(wanted.shape)}: save the checkpoint again, or correct config.json."
             )
-        if found[name][1] not in FLOATS:
+        if found[name].dtype not in FLOATS:
             raise ValueError(
-                f"{path!r} has {name!r} in {found[name][1]}, expected one of {', '.join(sorted(FLOATS))}: "
-                "save the heads in a floating point type."
+                f"{path!r} has {name!r} in {_type_name(found[name].dtype)}, expected one of "
+                f"{', '.join(map(_type_name, FLOATS))}: save the heads in a floating point type."
             )
     unknown = sorted(set(found) - set(expected))
     if unknown:
@@ -198,6 +202,10 @@ def refuse_damage(path: str, info: dict[str, Any]) -> None:
                 f"{path!r} does not fit its config: {kind.replace('_', ' ')} {sorted(map(str, info[kind]))[:3]}: "
                 "save the checkpoint again, or correct config.json."
             )
+
+
+def _type_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _with_variant(name: str, variant: str | None) -> str:
