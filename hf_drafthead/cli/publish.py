@@ -17,9 +17,11 @@ def card(
 ) -> None:
     """Write the model card from the facts in a folder; sections that a person wrote stay."""
     from hf_drafthead.cards import missing, write_card
+    from hf_drafthead.cards.facts import check_folder
     from hf_drafthead.hub_upload.bundle import add_bundle
 
     check_writable(json_path)
+    check_folder(folder)
     if with_code:
         add_bundle(folder)
     path = write_card(folder, license=license)
@@ -46,6 +48,10 @@ def push(
         str | None, typer.Option(metavar="ORG/NAME", help="The base on the Hub, if another is recorded.")
     ] = None,
     license: Annotated[str | None, typer.Option(metavar="ID", help="License of the heads, such as apache-2.0.")] = None,
+    token: Annotated[str | None, typer.Option(help="Of the Hub, instead of that of `hf auth login`.")] = None,
+    max_shard_size: Annotated[
+        str, typer.Option(metavar="SIZE", help="Of a file of weights, with --include-base.")
+    ] = "50GB",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything and show it; send nothing.")] = False,
     json_path: Json = None,
 ) -> None:
@@ -53,8 +59,10 @@ def push(
     from hf_drafthead.hub_upload import Target, push_folder
 
     check_writable(json_path)
-    target = Target(repo_id, commit_message, None, private, None, revision, create_pr, None, license)
-    done = push_folder(folder, target, base=base, include_base=include_base, dry_run=dry_run)
+    target = Target(repo_id, commit_message, None, private, token, revision, create_pr, None, license)
+    done = push_folder(
+        folder, target, base=base, include_base=include_base, max_shard_size=max_shard_size, dry_run=dry_run
+    )
     console = output()
     for line in done.lines():
         console.print(line, soft_wrap=True)

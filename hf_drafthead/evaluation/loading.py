@@ -8,6 +8,7 @@ from transformers.configuration_utils import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from hf_drafthead.modeling import MODEL_CLASSES, DraftHeadConfig
+from hf_drafthead.modeling.checkpoint import HTTP_ERROR, why_refused
 
 PREFIX = "drafthead_"  # of every family's model_type
 
@@ -30,7 +31,10 @@ def read_config(name: str) -> DraftHeadConfig:
         raise OSError(f"the folder {name!r} holds no config.json: {wanted}")
     try:
         given, _ = PreTrainedConfig.get_config_dict(name)
-    except OSError as error:
+    except (OSError, HTTP_ERROR) as error:
+        refused = why_refused(error)
+        if refused is not None and not os.path.isdir(name):
+            raise OSError(f"the heads {name!r} cannot be fetched: {refused}.") from error
         raise OSError(f"no model could be read at {name!r} ({one_line(error)}): {wanted}") from error
     model_type = given.get("model_type")
     if not str(model_type).startswith(PREFIX):

@@ -1,6 +1,7 @@
 """Where a push goes: what the repository holds already, whether heads may go there, what the Hub has against it."""
 
 import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,6 +20,11 @@ from huggingface_hub.errors import (
 from huggingface_hub.utils import validate_repo_id
 
 from hf_drafthead.modeling.checkpoint import HTTP_ERROR, why_refused
+
+# What makes a repository one of a model: its weights in any form, or what says where they lie.
+OF_A_MODEL = re.compile(
+    r".*\.(safetensors|bin|gguf|pth?|ckpt|onnx|h5|msgpack)|(.*/)?(adapter_config|model_index)\.json"
+)
 
 
 @dataclass(frozen=True)
@@ -60,13 +66,18 @@ class Destination:
     info: ModelInfo | None = None
     token: str | bool | None = None
 
+    @property
+    def files(self) -> list[str]:
+        """The paths of all its files."""
+        return [file.rfilename for file in self.info.siblings or []] if self.info else []
+
     def fetch(self, name: str) -> Path | None:
         """A file of it, here; None if it holds no such file.
 
         Raises:
             OSError: the file is there, and cannot be fetched.
         """
-        if self.info is None or name not in [file.rfilename for file in self.info.siblings or []]:
+        if self.info is None or name not in self.files:
             return None
         try:
             return Path(hf_hub_download(self.info.id, name, revision=self.info.sha, token=self.token))
@@ -126,6 +137,12 @@ def check_destination(there: Destination, target: Target, base: str | None) -> N
         )
     config = there.fetch("config.json")
     if config is None:
+        weights = [name for name in there.files if OF_A_MODEL.fullmatch(name)]
+        if weights:
+            raise ValueError(
+                f"{there.repo_id!r} holds another model ({weights[0]}), whose card the heads' would replace: push them "
+                "to a repository of their own."
+            )
         return
     try:
         found = json.loads(config.read_text(encoding="utf-8")).get("model_type")
@@ -163,7 +180,8 @@ def told(target: Target, sending: bool = False) -> Iterator[None]:
         elif status == 403:
             line = (
                 f"the token may not write to {target.repo_id!r} ({said}): use one with write right"
-                f"{f' for {owner!r}' if owner else ''}, or propose the change (create_pr=True, --create-pr)."
+                f"{f' for {owner!r}' if owner else ''}"
+                f"{'' if target.create_pr else ', or propose the change (create_pr=True, --create-pr)'}."
             )
         elif isinstance(error, RepositoryNotFoundError):
             line = f"there is no repository {target.repo_id!r} that the token can see: check the name and the token."

@@ -105,7 +105,7 @@ def check_base(config: DraftHeadConfig, folder: Path, token: str | bool | None) 
     name, revision = config.base_model_name_or_path, config.base_model_revision
     if not name:
         raise ValueError(f"the heads do not say which base they are for: {WAYS}.")
-    if name.startswith((".", "~")) or Path(name).is_absolute() or name.count("/") > 1 or (folder / name).is_dir():
+    if is_local(name, folder):
         raise ValueError(f"the base of these heads is the local path {name!r}, which nobody else has: {WAYS}.")
     found, notes = find_base(name, revision, token)
     if found is not None and found.gated:
@@ -113,6 +113,13 @@ def check_base(config: DraftHeadConfig, folder: Path, token: str | bool | None) 
     if found is not None and found.private:
         notes.append(f"the base {name!r} is private: only who can read it can load these heads")
     return notes
+
+
+def is_local(name: str | None, folder: Path) -> bool:
+    """Whether the name of a base is a path, from the folder of its heads or of this machine."""
+    if not name:
+        return False
+    return name.startswith((".", "~")) or Path(name).is_absolute() or name.count("/") > 1 or (folder / name).is_dir()
 
 
 def find_base(name: str, revision: str | None, token: str | bool | None) -> tuple[ModelInfo | None, list[str]]:

@@ -23,8 +23,9 @@ from hf_drafthead.modeling.checkpoint import HTTP_ERROR
 
 logger = logging.get_logger(__name__)
 
-# What a reader takes for the weights; variants and what lies in folders are somebody's own.
+# What a reader takes for the weights, and for what was measured with them; all else is somebody's own.
 WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
+FIGURES = re.compile(r"training_summary\.json|evaluation[^/]*\.json|training\.png|head_accuracies\.png|tree\.png")
 NEW, CHANGED, UNCHANGED, REMOVED = "new", "changed", "unchanged", "removed"
 
 
@@ -36,8 +37,8 @@ class Push:
         repo_id: where to.
         folder: where the files lie; gone after the push.
         sizes: bytes of every file by its path.
-        states: new, changed or unchanged against what the repository holds, by path; removed for weights that this
-            push replaces; empty where that could not be asked.
+        states: new, changed or unchanged against what the repository holds, by path; removed for weights and
+            figures that this push replaces; empty where that could not be asked.
         notes: what a user should know.
         commit: what the Hub answered; None before it is sent.
         committed: False if the repository held all of this before, so that no commit was made.
@@ -166,19 +167,28 @@ def _push(
     from hf_drafthead.cards import write_card
 
     config = preflight.family_of(folder).config_class.from_pretrained(folder)
+    if config.base_included and preflight.is_local(config.base_model_name_or_path, folder):
+        config.base_model_name_or_path = None
+        staging.edit_json(folder / "config.json", base_model_name_or_path=None, base_model_revision=None)
     with told(target):
         there, unseen = _look(target, dry_run)
         check_destination(there, target, config.base_model_name_or_path)
         notes = notes + unseen + preflight.check_base(config, folder, target.token)
-        preflight.check_weights(folder, None if model is None else model.state_dict())
+        with _known_as(folder, shown):
+            preflight.check_weights(folder, None if model is None else model.state_dict())
         add_bundle(folder)
         notes += staging.published_card(folder, there.fetch(staging.CARD))
-    write_card(folder, model, repo_id=target.repo_id, license=target.license)
-    staging.add_tags(folder, target.tags)
-    preflight.check_card(folder, shown)
-    preflight.check_files(folder)
+    notes += staging.published_figures(folder, there.repo_id, config.base_model_name_or_path)
+    with _known_as(folder, shown):
+        write_card(folder, model, repo_id=there.repo_id, license=target.license)
+        staging.add_tags(folder, target.tags)
+        preflight.check_card(folder, shown)
+        preflight.check_files(folder)
     files = preflight.files_of(folder)
-    push = Push(target.repo_id, folder, {name: path.stat().st_size for name, path in files.items()}, notes=notes)
+    stale = sorted(name for name in _replaced(there.files, files) if FIGURES.fullmatch(name))
+    if stale:
+        notes.append(f"removed there, for these heads do not bring them: {', '.join(stale)}")
+    push = Push(there.repo_id, folder, {name: path.stat().st_size for name, path in files.items()}, notes=notes)
     if dry_run:
         push.states = {} if unseen else _compare(files, there)
         return push
@@ -198,7 +208,7 @@ def _look(target: Target, dry_run: bool) -> tuple[Destination, list[str]]:
 
 
 def _send(files: dict[str, Path], target: Target, there: Destination) -> tuple[CommitInfo, bool]:
-    """One commit that makes the repository hold these files, and no other weights; and whether that changed it."""
+    """One commit that makes the repository hold these files, and no weights or figures of others; and if it did."""
     api = HfApi(token=target.token)
     repo_id = there.repo_id
     if there.info is None:
@@ -227,8 +237,8 @@ def _send(files: dict[str, Path], target: Target, there: Destination) -> tuple[C
 
 
 def _replaced(held: Iterable[str], files: dict[str, Path]) -> list[str]:
-    """Weights at the Hub that are not sent again: left there, they would be read instead of the new ones."""
-    return [name for name in held if WEIGHTS.fullmatch(name) and name not in files]
+    """Weights and figures at the Hub that are not sent again: left there, they would be taken for those of the new."""
+    return [name for name in held if name not in files and (WEIGHTS.fullmatch(name) or FIGURES.fullmatch(name))]
 
 
 def _compare(files: dict[str, Path], destination: Destination) -> dict[str, str]:
@@ -250,6 +260,17 @@ def _compare(files: dict[str, Path], destination: Destination) -> dict[str, str]
             same = git_hash(path.read_bytes()) == there[name].blob_id
         states[name] = UNCHANGED if same else CHANGED
     return states | dict.fromkeys(_replaced(there, files), REMOVED)
+
+
+@contextmanager
+def _known_as(folder: Path, shown: str) -> Iterator[None]:
+    """Refusals name what the user gave, not the folder in which a push is put together."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        if type(error) not in (OSError, ValueError):
+            raise
+        raise type(error)(str(error).replace(str(folder), shown)) from error
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,12 @@ from huggingface_hub import ModelCard, hf_hub_download, snapshot_download
 from huggingface_hub.errors import HFValidationError, RemoteEntryNotFoundError, RepositoryNotFoundError
 from transformers import AutoTokenizer
 
-from hf_drafthead.hub_upload.preflight import family_of, files_of, find_base, left_behind, tensors_of
-from hf_drafthead.modeling import DraftHeadConfig, DraftHeadPreTrainedModel
+from hf_drafthead.hub_upload.preflight import family_of, files_of, find_base, is_local, left_behind, tensors_of
+from hf_drafthead.modeling import MODEL_CLASSES, DraftHeadConfig, DraftHeadPreTrainedModel
 from hf_drafthead.modeling.base_model import check_base, fetch_config, locate_base
 from hf_drafthead.modeling.checkpoint import HTTP_ERROR, INDEX, why_refused
 
+FAMILIES = {model.config_class.model_type.removeprefix("drafthead_") for model in MODEL_CLASSES}
 CARD = "README.md"
 SHARD = "50GB"  # as in transformers
 # What a training and its measurements leave beside the weights; all other pictures are drawn again with the card.
@@ -105,7 +107,7 @@ def stage_folder(
     notes = [f"left behind, as it is the state of a training: {', '.join(behind)}"] if behind else []
     if base is not None:
         revision, unchecked = _named_base(config, base, token)
-        _edit_json(target / "config.json", base_model_name_or_path=base, base_model_revision=revision)
+        edit_json(target / "config.json", base_model_name_or_path=base, base_model_revision=revision)
         return notes + unchecked + add_tokenizer(target, base, revision, token)
     if config.base_included or _has_tokenizer(target):
         return notes + add_tokenizer(target, None, None, token)
@@ -166,7 +168,7 @@ def add_tokenizer(target: Path, base: str | None, revision: str | None, token: s
             said = str(error).strip().partition("\n")[0].rstrip(".")
             return [f"there is no tokenizer: that of the base {base!r} cannot be loaded ({said})"]
     if (target / "tokenizer_config.json").is_file():
-        _edit_json(target / "tokenizer_config.json", **dict.fromkeys(OF_THIS_PLACE))
+        edit_json(target / "tokenizer_config.json", **dict.fromkeys(OF_THIS_PLACE))
     return []
 
 
@@ -209,10 +211,13 @@ def published_card(target: Path, published: Path | None) -> list[str]:
     path = target / CARD
     if published is None:
         return []
+    there = read_card(published)
+    data: Any = there.data
+    data.tags = [tag for tag in data.tags or [] if tag not in FAMILIES] or None  # of the heads before
     if not path.is_file():
-        shutil.copyfile(published, path)
+        there.save(path)
         return []
-    here, there = read_card(path), read_card(published)
+    here = read_card(path)
     own = {section.heading: section.text for section in split(here.text) if not section.ours}
     sections = split(there.text)
     kept = [section.text for section in sections if section.ours or section.heading not in own]
@@ -227,6 +232,42 @@ def published_card(target: Path, published: Path | None) -> list[str]:
             setattr(here.data, name, value)
     here.save(path)
     return [f"{heading!r} in the published card differs from the folder's, which is sent" for heading in differ]
+
+
+def published_figures(target: Path, repo_id: str, base: str | None) -> list[str]:
+    """Let measurements name heads and base as others know them, where they name folders of this machine.
+
+    Returns:
+        In which of them the command that measured still shows paths.
+    """
+    notes = []
+    for path in sorted(target.glob("evaluation*.json")):
+        try:
+            figures = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError:  # the card refuses it, in words
+            continue
+        before = json.dumps(figures)
+        shown = set()
+        for name, value, holder in _strings(figures):
+            if name in ("model", "base") and is_local(value, target):
+                holder[name] = repo_id if name == "model" else base or "its base"
+            if name == "command":
+                shown |= {word for word in value.split() if word.startswith("/")}
+        if json.dumps(figures) != before:
+            path.write_text(json.dumps(figures, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        if shown:
+            notes.append(f"the command in {path.name} shows paths of this machine: {', '.join(sorted(shown))}")
+    return notes
+
+
+def _strings(value: Any) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Every text in nested dicts and lists that has a name, with its name and what holds it."""
+    if isinstance(value, dict):
+        for name, one in value.items():
+            if isinstance(one, str):
+                yield name, one, value
+    for one in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from _strings(one)
 
 
 def add_tags(target: Path, tags: list[str] | None) -> None:
@@ -285,7 +326,7 @@ def _is_weights(name: str) -> bool:
     return name.endswith((".safetensors", ".safetensors.index.json"))
 
 
-def _edit_json(path: Path, **fields: Any) -> None:
+def edit_json(path: Path, **fields: Any) -> None:
     """Set fields; None removes one."""
     before = json.loads(path.read_text(encoding="utf-8"))
     after = {name: value for name, value in (before | fields).items() if name not in fields or value is not None}

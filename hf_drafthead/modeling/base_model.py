@@ -78,6 +78,11 @@ def load_base(
         check_base(config, base.config, name or type(base).__name__)
     else:
         name = locate_base(config, checkpoint) if given is None else os.fspath(given)
+        if (os.path.isabs(name) or name.startswith(".")) and not os.path.isdir(name):
+            raise OSError(
+                f"the base {name!r} of {checkpoint!r} was not found (there is no such folder): pass base_model= with "
+                "its id, path or object."
+            )
         revision = revision or (config.base_model_revision if given is None else None) or "main"
         hub = {**fetch, "revision": revision}
         try:
@@ -154,6 +159,11 @@ def check_base(config: DraftHeadConfig, base_config: PreTrainedConfig, name: str
     for field, words in (("hidden_size", "hidden size"), ("vocab_size", "vocabulary"), ("model_type", "model type")):
         want, have = getattr(wanted, field, None), getattr(given, field, None)
         if want is not None and want != have:
+            if name == trained_for:
+                raise ValueError(
+                    f"the base {name!r} has changed since these heads were trained for it ({words} {want} then, {have} "
+                    "now): give the commit that they were trained on (base_revision=), or train heads for the new one."
+                )
             raise ValueError(
                 f"these heads were trained for {trained_for!r} ({words} {want}); the base at {name!r} has {words} "
                 f"{have}: load the first, or train heads for the second."

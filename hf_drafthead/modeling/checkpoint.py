@@ -154,7 +154,8 @@ def map_tensors(files: Iterable[str]) -> dict[str, Tensor]:
             tensors |= load_file(file)
         except SafetensorError as error:
             raise OSError(
-                f"{file!r} is not a readable safetensors file ({error}): copy or download it again."
+                f"{file!r} is not a readable safetensors file ({error}): copy or download it again, and if it stays "
+                "so, ask its author."
             ) from None
     return tensors
 

@@ -1,8 +1,10 @@
 """What a push finds where it goes: another model stays, and so does what people wrote."""
 
+import json
 import shutil
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from tests.hub_upload.clients import Answer, printed
 from tests.hub_upload.conftest import tokens_of
@@ -53,6 +55,17 @@ def test_another_model_is_not_overwritten(hub, base, clients, models, folder, re
     assert nothing_was_sent(hub) and len(hub.repos[repo_id].commits) == 1
 
 
+@pytest.mark.parametrize("name", ["adapter_model.safetensors", "unet/model.bin", "model_index.json"])
+def test_a_model_without_a_config_is_one_all_the_same(hub, base, clients, folder, name):
+    hub.add("org/other", {name: b"{}", "README.md": b"mine"})
+    answer = command(clients, *words(folder, "org/other"))
+    assert answer.code == 2 and answer.err.splitlines()[-1] == (
+        f"hf-drafthead: 'org/other' holds another model ({name}), whose card the heads' would replace: push them to a "
+        "repository of their own."
+    )
+    assert nothing_was_sent(hub)
+
+
 def test_a_loaded_model_does_not_overwrite_its_base(hub, base, clients):
     code = PUSH.replace("org/heads", "org/base")
     answer = clients.run(code, token="hf_owner", seed=0, words={})
@@ -68,6 +81,73 @@ def test_only_weights_that_would_be_read_instead_are_removed(hub, base, clients)
     hub.add("org/heads", files | dict.fromkeys(read | other, b"weights"))
     assert push(clients, seed=1).code == 0
     assert set(hub.repos["org/heads"].files()) == set(files) | other
+
+
+def test_nothing_is_left_of_what_other_heads_were_measured_to_do(hub, base, clients, models, folder):
+    stale = ["evaluation-chat.json", "head_accuracies.png", "training.png", "training_summary.json"]
+    for name in stale:
+        (folder / name).write_text("{}")
+    (folder / "NOTICE").write_text("mine")
+    push(clients)
+    there = hub.repos["org/heads"].files()
+    hub.add("org/heads", there | {path.name: path.read_bytes() for path in folder.iterdir() if path.name in stale})
+    other = words(models / "hydra")
+    lines = command(clients, *other, "--dry-run").out.splitlines()
+    assert f"note: removed there, for these heads do not bring them: {', '.join(stale)}" in lines
+    assert len([line for line in lines if line.endswith(" removed")]) == len(stale)
+    assert command(clients, *other).code == 0
+    after = hub.repos["org/heads"].files()
+    assert not set(stale) & set(after)
+    tags = after["README.md"].decode().partition("tags:")[2].partition("\n---")[0]
+    assert "- hydra\n" in tags and "- medusa\n" not in tags
+
+
+def test_a_name_without_an_owner_is_completed_everywhere(hub, base, clients, folder):
+    answer = command(clients, *words(folder, "mine"))
+    assert answer.code == 0 and "files for owner/mine" in answer.out
+    card = hub.repos["owner/mine"].files()["README.md"].decode()
+    assert '"owner/mine"' in card and '"mine"' not in card
+
+
+def test_paths_of_this_machine_stay_here(hub, base, clients, folder):
+    figures = {"model": "/home/me/heads", "base": "../base", "tokens_per_step": 2.5, "identical": True}
+    figures["command"] = "hf-drafthead bench /home/me/heads --repeats 3"
+    (folder / "evaluation.json").write_text(json.dumps(figures))
+    answer = command(clients, *words(folder))
+    assert answer.code == 0
+    assert "note: the command in evaluation.json shows paths of this machine: /home/me/heads" in answer.out.splitlines()
+    sent = json.loads(hub.repos["org/heads"].files()["evaluation.json"])
+    assert sent == figures | {"model": "org/heads", "base": "org/base"}
+
+
+def test_a_base_that_goes_along_is_not_named_by_its_path(hub, clients, models):
+    assert command(clients, *words(models / "medusa")[:-2], "--include-base").code == 0
+    files = hub.repos["org/heads"].files()
+    assert not json.loads(files["config.json"]).get("base_model_name_or_path")
+    for name in ("config.json", "README.md", "generation_config.json", "tokenizer_config.json"):
+        assert str(models).encode() not in files[name] and b"../base" not in files[name], name
+    code = "model = AutoModel.from_pretrained('org/heads')\nprint(json.dumps(type(model.base).__name__))"
+    assert clients.run(code).said == "LlamaForCausalLM"
+
+
+def test_refusals_name_the_folder_that_was_given(hub, base, clients, folder):
+    tensors = load_file(folder / "model.safetensors")
+    next(iter(tensors.values())).view(-1)[0] = float("nan")
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    line = command(clients, *words(folder)).err.splitlines()[-1]
+    assert f"in {str(folder)!r} holds NaN or infinity" in line
+
+
+def test_a_token_and_the_size_of_files_can_be_given(hub, base, clients, folder, models):
+    given = ("--token", "hf_owner", "--include-base", "--max-shard-size", "20KB")
+    answer = command(clients, *words(models / "medusa"), *given, token=None)
+    assert answer.code == 0 and "hf_owner" not in answer.out + answer.err
+    assert "model.safetensors.index.json" in hub.repos["org/heads"].files()
+
+
+def test_who_proposes_already_is_not_told_to(hub, base, clients, folder):
+    line = command(clients, *words(folder), "--create-pr", token="hf_reader").err.splitlines()[-1]
+    assert "the token may not write to 'org/heads'" in line and "propose" not in line
 
 
 def test_a_card_that_cannot_be_read_is_not_overwritten(hub, base, clients):

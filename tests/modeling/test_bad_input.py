@@ -101,7 +101,8 @@ def test_a_tensor_of_whole_numbers(heads):
 def test_a_corrupt_file(heads, damage, loader):
     file = heads / "model.safetensors"
     file.write_bytes(damage(file.read_bytes()))
-    message = "'...model.safetensors' is not a readable safetensors file (...): copy or download it again."
+    message = "'...model.safetensors' is not a readable safetensors file (...): copy or download it again, "
+    message += "and if it stays so, ask its author."
     with refused(OSError, message):
         loader.from_pretrained(heads)
 
@@ -234,6 +235,20 @@ def test_heads_for_another_base(heads, form, kind, fields, words, trained, given
     )
     with refused(ValueError, message):
         MedusaForCausalLM.from_pretrained(heads, base_model=heads.parent / "other" if form == "path" else other)
+
+
+def test_a_base_that_has_changed(heads):
+    config = json.loads((heads / "config.json").read_text())
+    base = str((heads / config["base_model_name_or_path"]).resolve())
+    config["base_model_name_or_path"] = base
+    (heads / "config.json").write_text(json.dumps(config))
+    tiny_base("llama-gqa", hidden_size=64, intermediate_size=64).save_pretrained(base)
+    message = (
+        f"the base {base!r} has changed since these heads were trained for it (hidden size 32 then, 64 now): give the "
+        "commit that they were trained on (base_revision=), or train heads for the new one."
+    )
+    with refused(ValueError, message):
+        MedusaForCausalLM.from_pretrained(heads)
 
 
 def test_a_base_for_a_checkpoint_that_has_its_own(heads):
