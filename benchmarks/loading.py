@@ -70,7 +70,7 @@ print(json.dumps(memory("VmHWM") - before))
 TIME = """
 loads = {loads}
 seconds = {name: [] for name in loads}
-for _ in range(rounds):
+for _ in range(rounds + 1):
     for name, load in loads.items():
         gc.collect()
         start = time.perf_counter()
@@ -112,7 +112,7 @@ def main() -> None:
     parser.add_argument("--shape", default="220m", choices=SHAPES)
     parser.add_argument("--rounds", type=int, default=100)
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
-    parser.add_argument("--as", dest="into", default="auto", help="type to load into")
+    parser.add_argument("--as", dest="into", default="auto", choices=["auto", "bfloat16", "float16", "float32"])
     parser.add_argument("--json", type=Path, help="also write the figures here")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as place:

@@ -17,6 +17,7 @@ from hf_drafthead.modeling.base_model import full_name, last_layer, load_base, l
 from hf_drafthead.modeling.checkpoint import (
     check_tensors,
     checkpoint_files,
+    has_adapter,
     map_tensors,
     read_config,
     read_generation_settings,
@@ -160,6 +161,7 @@ class DraftHeadPreTrainedModel(DraftHeadGenerationMixin, PreTrainedModel):
             setattr(self, name, set(getattr(self, name) or ()) | set(getattr(base, name, None) or ()))
         self._no_split_modules.add(type(self.drafter).__name__)  # all of it on one device
         device, dtype = last_layer(base)
+        self.config.dtype = dtype
         if device.type != "meta":
             self.drafter.to(device=device, dtype=dtype)
         placed = getattr(base, "hf_device_map", None)
@@ -182,7 +184,7 @@ class DraftHeadPreTrainedModel(DraftHeadGenerationMixin, PreTrainedModel):
     def from_pretrained(  # type: ignore[override]
         cls: type[Model],
         pretrained_model_name_or_path: str | os.PathLike,
-        *model_args: Any,
+        *,
         config: DraftHeadConfig | str | os.PathLike | None = None,
         base_model: str | os.PathLike | nn.Module | None = None,
         base_revision: str | None = None,
@@ -198,7 +200,8 @@ class DraftHeadPreTrainedModel(DraftHeadGenerationMixin, PreTrainedModel):
             base_model: Hub id, path or loaded model to use instead of the base that the config names.
             base_revision: branch, tag or commit of the base; default: the one that the heads were trained on.
             generation_config: use this one instead of the base's with the heads' settings.
-            output_loading_info: also return what transformers says about the loading.
+            output_loading_info: also return what transformers tells about a loading: which tensors were missing,
+                unexpected or mismatched. There are none, for such a checkpoint is refused.
             kwargs: `revision`, `subfolder` and `variant` speak of the heads' checkpoint; `cache_dir`,
                 `force_download`, `local_files_only`, `proxies` and `token` of every download; all others (`dtype`,
                 `device_map`, `quantization_config`, `attn_implementation`, ...) are for the base. The drafter goes to
@@ -228,7 +231,7 @@ class DraftHeadPreTrainedModel(DraftHeadGenerationMixin, PreTrainedModel):
             if kwargs.get("quantization_config") is not None:
                 kwargs["quantization_config"] = cls._sparing_the_drafter(config, kwargs["quantization_config"])
             heads |= fetch | {"config": config, "use_safetensors": True, "output_loading_info": True}
-            model, info = super().from_pretrained(path, *model_args, **heads, **kwargs)
+            model, info = super().from_pretrained(path, **heads, **kwargs)
             refuse_damage(path, info)
             if "hf_quantizer" in model.__dict__:  # only the base is quantized: heads are saved as they are
                 model.base.hf_quantizer = model.__dict__.pop("hf_quantizer")
@@ -236,12 +239,17 @@ class DraftHeadPreTrainedModel(DraftHeadGenerationMixin, PreTrainedModel):
             for name in DRAFT_SETTINGS:
                 model.base.generation_config.__dict__.pop(name, None)
         else:
+            model.config.__dict__.pop("quantization_config", None)  # of a base that is not here
             inside = heads.get("subfolder")
             place = os.path.join(path, inside) if inside and os.path.isdir(path) else path
             base = load_base(place, model.config, base_model, base_revision, fetch, kwargs)
             model._fill(tensors, *last_layer(base))
             model._attach(base)
             model._take_generation_config(read_generation_settings(path, hub))
+            adapter = dict(heads.get("adapter_kwargs") or {})
+            adapted = adapter.pop("_adapter_model_path", path if has_adapter(path, hub) else None)
+            if adapted is not None:
+                model.load_adapter(adapted, adapter_kwargs=adapter)
             info = {"missing_keys": set(), "unexpected_keys": set(), "mismatched_keys": set(), "error_msgs": []}
         model.checkpoint_revision = heads.get("revision")
         if generation_config is not None:
@@ -270,6 +278,7 @@ class DraftHeadPreTrainedModel(DraftHeadGenerationMixin, PreTrainedModel):
         check_tensors(path, tensors, model.state_dict())
         return model, tensors
 
+    @torch.inference_mode(False)
     def _fill(self, tensors: Mapping[str, Tensor], device: torch.device, dtype: torch.dtype) -> None:
         """Give a drafter without memory its tensors; where device and type are theirs, they stay mapped from disk."""
         device = torch.device("cpu") if device.type == "meta" else device  # all of the base is offloaded

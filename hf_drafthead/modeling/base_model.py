@@ -18,7 +18,7 @@ from hf_drafthead.modeling.config import DraftHeadConfig
 
 logger = logging.get_logger(__name__)
 
-BESIDE_THE_CONFIG = {"dtype", "torch_dtype", "quantization_config", "trust_remote_code", "code_revision"}
+BESIDE_THE_CONFIG = ("dtype", "torch_dtype", "quantization_config")
 
 
 def load_new_base(
@@ -239,18 +239,12 @@ def _config_at(
     name: str, hub: Mapping[str, Any], arguments: Mapping[str, Any]
 ) -> tuple[PreTrainedConfig, dict[str, Any]]:
     """The base's config, read before its weights are, and the arguments to load these with: the config among them."""
-    # As AutoModel does: these are not for the config, everything that it knows goes into it.
-    beside = {name: arguments[name] for name in BESIDE_THE_CONFIG & set(arguments)}
-    fields = {name: value for name, value in arguments.items() if name not in beside}
-    trust = arguments.get("trust_remote_code")
-    config, left = AutoConfig.from_pretrained(
-        name,
-        trust_remote_code=trust,
-        code_revision=arguments.get("code_revision"),
-        return_unused_kwargs=True,
-        **hub,
-        **fields,
-    )
+    # As AutoModel does: these are not for the config, everything else that it knows goes into it.
+    beside = {key: arguments[key] for key in BESIDE_THE_CONFIG if arguments.get(key) is not None}
+    code = {key: arguments[key] for key in ("trust_remote_code", "code_revision") if key in arguments}
+    fields = {key: value for key, value in arguments.items() if key not in beside and key not in code}
+    config, left = AutoConfig.from_pretrained(name, return_unused_kwargs=True, **code, **hub, **fields)
+    beside |= code
     return config, {**beside, **left, "config": config}
 
 

@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers.configuration_utils import PreTrainedConfig
-from transformers.utils import GENERATION_CONFIG_NAME, cached_file, has_file
+from transformers.utils import ADAPTER_CONFIG_NAME, GENERATION_CONFIG_NAME, cached_file, has_file
 
 from hf_drafthead.modeling.config import DraftHeadConfig
 
@@ -65,10 +65,19 @@ def read_generation_settings(path: str, hub: Mapping[str, Any]) -> dict[str, Any
     """
     found = _fetch(path, GENERATION_CONFIG_NAME, hub)
     try:
-        settings = json.loads(Path(found).read_text(encoding="utf-8")) if found else {}
+        settings = json.loads(Path(found).read_text(encoding="utf-8-sig")) if found else {}
     except ValueError as error:
         raise OSError(f"{found!r} is not readable JSON ({error}): copy or download it again.") from None
     return settings if isinstance(settings, dict) else {}
+
+
+def has_adapter(path: str, hub: Mapping[str, Any]) -> bool:
+    """Whether a PEFT adapter lies beside the heads.
+
+    Raises:
+        OSError: the Hub does not say.
+    """
+    return _fetch(path, ADAPTER_CONFIG_NAME, hub) is not None
 
 
 def checkpoint_files(path: str, variant: str | None, hub: Mapping[str, Any]) -> list[str]:
@@ -142,6 +151,7 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or error.__context__
 
 
+@torch.inference_mode(False)
 def map_tensors(files: Iterable[str]) -> dict[str, Tensor]:
     """The tensors of safetensors files, by name: mapped, so that nothing is read before it is used.
 

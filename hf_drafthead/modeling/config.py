@@ -86,7 +86,7 @@ class DraftHeadConfig(PreTrainedConfig):
     def to_diff_dict(self) -> dict[str, Any]:
         """What `config.json` holds: without the base's local path, and without its quantization unless it is included.
 
-        A quantization config left in a heads-only checkpoint would quantize the heads on loading.
+        In a heads-only checkpoint a quantization config would speak of a base that is not there.
         """
         fields = super().to_diff_dict()
         base = fields.get("base_config") or {}

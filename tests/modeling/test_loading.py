@@ -8,12 +8,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from safetensors import safe_open
 from tokenizers import Tokenizer, models, pre_tokenizers
+from torch import nn
 from transformers import (
     AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
+    BitsAndBytesConfig,
     GenerationConfig,
     PreTrainedTokenizerFast,
     pipeline,
@@ -28,6 +31,7 @@ from tests.families import FAMILIES
 two_families = pytest.mark.parametrize(
     "family", [family for family in FAMILIES if family.name in ("medusa", "eagle")], ids=lambda family: family.name
 )
+medusa = pytest.mark.parametrize("family", FAMILIES[:1], ids=["medusa"])
 IDS = torch.tensor([[5, 9, 33, 21, 8, 40], [7, 7, 12, 64, 3, 11]])
 
 
@@ -188,6 +192,28 @@ def test_the_drafter_takes_the_dtype_of_the_base(family, saved, dtype, loader):
     assert {tensor.dtype for tensor in loaded.parameters()} == {expected}
 
 
+@medusa
+@pytest.mark.parametrize("dtype", [torch.bfloat16, "bfloat16", None], ids=str)
+@pytest.mark.parametrize("loader", [AutoModel, None], ids=["AutoModel", "own class"])
+def test_the_config_says_what_type_was_loaded(saved, dtype, loader):
+    folder, model = saved
+    loaded = (loader or type(model)).from_pretrained(folder / "heads", dtype=dtype)
+    assert loaded.config.dtype == loaded.dtype == (torch.bfloat16 if dtype else torch.float64)
+    live = tiny_base("llama-gqa").to(torch.bfloat16)
+    assert type(model).from_pretrained(folder / "heads", base_model=live).config.dtype == torch.bfloat16
+    assert type(model).from_base(live).config.dtype == torch.bfloat16
+
+
+@medusa
+def test_heads_loaded_for_inference_can_be_trained_later(saved):
+    folder, model = saved
+    with torch.inference_mode():
+        loaded = type(model).from_pretrained(folder / "heads", base_model=model.base)
+    states = loaded.drafter.head_states(torch.randn(1, 6, 32, dtype=torch.float64), IDS[:1])
+    sum(state.sum() for state in states).backward()
+    assert all(parameter.grad is not None for parameter in loaded.drafter.blocks.parameters())
+
+
 def test_what_the_heads_compute_and_do_not_store_is_as_exact_in_any_type(family, saved):
     folder, model = saved
     loaded = family.model_class.from_pretrained(folder / "heads", dtype="bfloat16")
@@ -303,7 +329,43 @@ def test_a_quantization_of_the_base_does_not_reach_the_heads(family, saved):
     del model.config.base_config.quantization_config, model.config.quantization_config
     stored["quantization_config"] = stored["base_config"]["quantization_config"] = quantization
     (folder / "heads" / "config.json").write_text(json.dumps(stored))
-    assert_same(model, AutoModel.from_pretrained(folder / "heads"))
+    loaded = AutoModel.from_pretrained(folder / "heads")
+    assert_same(model, loaded)
+    assert not hasattr(loaded.config, "quantization_config")
+
+
+@medusa
+def test_a_quantized_base_can_be_loaded_without_its_quantization(saved):
+    folder, model = saved
+    AutoModelForCausalLM.from_pretrained(
+        folder / "base", quantization_config=BitsAndBytesConfig(load_in_8bit=True)
+    ).save_pretrained(folder / "small")
+    for words, kind in (({}, "Linear8bitLt"), ({"quantization_config": None}, "Linear")):
+        loaded = type(model).from_pretrained(folder / "heads", base_model=folder / "small", **words)
+        assert type(loaded.base.model.layers[0].self_attn.q_proj).__name__ == kind
+        if words:
+            assert (
+                type(model).from_base(folder / "small", **words).base.model.layers[0].mlp.up_proj.__class__ is nn.Linear
+            )
+
+
+# A folder of an adapter alone has no config: only AutoModel looks there for whose it is.
+@medusa
+@pytest.mark.parametrize(
+    "loader, place",
+    [(AutoModel, "of its own"), (AutoModel, "beside the heads"), (MedusaForCausalLM, "beside the heads")],
+    ids=["own folder", "same folder", "same folder, own class"],
+)
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # peft asks for it
+def test_an_adapter_is_loaded_with_the_heads_that_it_was_trained_on(saved, loader, place):
+    folder, _ = saved
+    at = folder / ("heads" if place == "beside the heads" else "adapter")
+    settings = LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+    adapted = get_peft_model(MedusaForCausalLM.from_pretrained(folder / "heads"), settings)
+    adapted.save_pretrained(at)
+    loaded = loader.from_pretrained(at)
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(IDS).logits, adapted(IDS).logits)
 
 
 @two_families
