@@ -47,3 +47,13 @@ def test_a_folder_without_heads_is_a_user_s_mistake(run, tmp_path):
     code, out, err = run("card", tmp_path)
     assert (code, out) == (2, "")
     assert err == f"hf-drafthead: {str(tmp_path)!r} holds no config.json: give the folder of a draft-head checkpoint.\n"
+
+
+@pytest.mark.parametrize("options", [[], ["--with-code"]], ids=["plain", "with-code"])
+def test_what_is_no_folder_is_said_to_be_none(run, options):
+    code, out, err = run("card", "org/heads", *options)
+    assert (code, out) == (2, "")
+    assert err == (
+        "hf-drafthead: there is no folder 'org/heads': give the folder of a draft-head checkpoint; a repository of the "
+        "Hub is downloaded first (`hf download org/name --local-dir name`).\n"
+    )

@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections.abc import Iterable
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import jinja2
 from huggingface_hub import CardData, EvalResult, ModelCard, ModelCardData
 
-from hf_drafthead.cards.facts import ACCURACY, Facts, read_facts
+from hf_drafthead.cards.facts import ACCURACY, FULL, Facts, is_hub_id, read_facts
 from hf_drafthead.cards.pictures import draw_accuracies, draw_tree
 from hf_drafthead.cards.sections import REBUILT, merge
 
@@ -17,6 +18,7 @@ CARD, TREE_PICTURE, ACCURACY_PICTURE = "README.md", "tree.png", "head_accuracies
 TRAINING_PICTURE = "training.png"  # drawn by the training, if it was
 TASK = "text-generation"
 WHOLE, UNCATEGORISED = "all", "uncategorised"  # all prompts of a run, and those that name no category
+PATH = re.compile(r"(?<![\w.:/~-])~?/(?:[^\s'\"/]+/)*(?=[^\s'\"/])")  # all of an absolute path but its last name
 METRICS = {"tokens_per_step": "Tokens per step", "speedup": "Speedup over the base"}
 TITLES = {"medusa": "Medusa", "hydra": "Hydra", "amphista": "Amphista", "eagle": "EAGLE"}
 TITLES |= {"hydra++": "Hydra++", "amphista-alpha": "Amphista-alpha"}
@@ -70,9 +72,9 @@ def missing(folder: Path) -> list[str]:
     facts, card = read_facts(folder), read_card(path)
     lacks = []
     named = card.data.get("base_model")
-    if not named:
+    if not named and not facts.base_included:
         lacks.append(f"base: the config names {facts.base_named!r}, which others cannot load; name its id on the Hub")
-    elif facts.base and facts.base != named:
+    elif named and facts.base and facts.base != named:
         lacks.append(f"base: the card names {named!r}, the config {facts.base!r}; run `hf-drafthead card {folder}`")
     if not card.data.get("license"):
         lacks.append(f"license: run `hf-drafthead card {folder} --license ID`, such as apache-2.0")
@@ -103,16 +105,19 @@ def card_data(facts: Facts, old: CardData, name: str, license: str | None) -> Mo
     kept = {key: value for key, value in old.__dict__.items() if value is not None}
     foreign = [result for result in kept.pop("eval_results", None) or [] if result.metric_type not in METRICS]
     name = kept.pop("model_name", name)  # a card that was published keeps the name of its results
+    base = facts.base or kept.pop("base_model", None)
+    base = None if isinstance(base, str) and not is_hub_id(base, facts.folder) else base
     tags = ["hf-drafthead", "speculative-decoding", "draft-heads", facts.family]
-    datasets = facts.training.get("datasets") or facts.training.get("dataset")
+    named = facts.training.get("datasets") or facts.training.get("dataset") or []
+    datasets = [without_folders(str(one)) for one in ([named] if isinstance(named, str) else named)]
     results = [*eval_results(facts), *foreign]
     data: dict[str, Any] = {
         "license": license or kept.pop("license", None) or facts.training.get("license"),
-        "base_model": facts.base or kept.get("base_model"),
-        "base_model_relation": "adapter",
+        "base_model": base,
+        "base_model_relation": "adapter" if base else None,
         "library_name": "transformers",
         "pipeline_tag": TASK,
-        "datasets": kept.pop("datasets", None) or ([datasets] if isinstance(datasets, str) else datasets),
+        "datasets": kept.pop("datasets", None) or datasets or None,
         "tags": [*tags, *(tag for tag in kept.pop("tags", []) if tag not in tags)],
         "eval_results": results or None,
         "model_name": name if results else None,
@@ -124,7 +129,7 @@ def eval_results(facts: Facts) -> list[EvalResult]:
     """Tokens per step and speedup of every run, over all prompts and by task."""
     results = []
     for run in facts.runs:
-        dataset = str(run.get("dataset") or run.get("questions") or "prompts")
+        dataset = without_folders(str(run.get("dataset") or run.get("questions") or "prompts"))
         shown = Path(dataset).stem if Path(dataset).suffix in (".json", ".jsonl") else dataset
         for task, part in parts(run).items():
             for metric, title in METRICS.items():
@@ -169,13 +174,22 @@ def render(facts: Facts, data: ModelCardData, repo_id: str) -> str:
         "parts": parts,
         "setting": setting,
         "asked": asked_text,
+        "without_folders": without_folders,
+        "names": names,
+        "dtypes": lambda runs: listed(dtype_of(run) for run in runs),
+        "choice": choice,
+        "dtype": dtype_of,
+        "trees": lambda sizes: ("trees" if len(sizes) > 1 else "a tree") + f" of {listed(sizes)} nodes",
         "same": same_text,
     }
     citation = room / "citations" / f"{facts.family.removesuffix('++').removesuffix('-alpha')}.bib"
-    named = data.get("base_model") or facts.base_named
+    named = data.get("base_model") or (None if facts.base_included else facts.base_named)
+    unnamed = "a base that is included here" if facts.base_included else "a base that is missing: the config names none"
     asked = [*filter(is_exact, facts.runs), *facts.verifications]
     told = [one for one in asked if isinstance(one.get("identical"), bool)]
-    same = [one["identical"] for one in told if was_drafted(one) or not one["identical"]]
+    same = [one for one in told if one["identical"] and was_drafted(one)]
+    differed = [one for one in told if not one["identical"]]
+    drafted = [run for run in facts.runs if was_drafted(run)]
     return environment.from_string((room / "template.md.jinja").read_text(encoding="utf-8")).render(
         card_data=data.to_yaml(),
         facts=facts,
@@ -183,16 +197,35 @@ def render(facts: Facts, data: ModelCardData, repo_id: str) -> str:
         repo_id=repo_id,
         rebuilt=REBUILT,
         family_title=TITLES.get(facts.family, facts.family),
-        base_link=f"`{named}`" if named else "a base that is missing: the config names none",
+        base_link=f"`{named}`" if named else unnamed,
+        base_named=bool(named),
         license=data.get("license"),
         tree_picture=TREE_PICTURE,
         accuracy_picture=ACCURACY_PICTURE,
         recipe=recipe(facts.training),
         training_picture=TRAINING_PICTURE if (facts.folder / TRAINING_PICTURE).is_file() else None,
-        exact=all(same) if same else None,
-        nothing_drafted=bool(told) and not same,
+        same=same,
+        wrong=[one for one in differed if not is_half(one)],
+        rounded=[one for one in differed if is_half(one)],
+        whole=[one for one in same if one.get("dtype") in FULL],
+        nothing_drafted=bool(told),
+        fewer=any(is_number(run.get("tokens_per_step")) and run["tokens_per_step"] > 1 for run in facts.runs),
+        drafted=drafted,
+        slow=[run for run in drafted if is_number(run.get("speedup")) and round(run["speedup"], 2) <= 1],
+        **other_trees(facts, drafted),
         citation=citation.read_text(encoding="utf-8").strip() if citation.is_file() else None,
     )
+
+
+def other_trees(facts: Facts, drafted: list[dict[str, Any]]) -> dict[str, Any]:
+    """The sizes of the trees that were measured, if not only of the one that is set, and whether that was too.
+
+    A dynamic tree has no size of its own.
+    """
+    sizes = {run["tree_nodes"] for run in drafted if is_number(run.get("tree_nodes"))}
+    own = {facts.tree.num_nodes} if facts.tree else set()
+    others = set() if facts.dynamic_tree else sizes - own
+    return {"other_nodes": sorted(others), "own_measured": bool(sizes & own)}
 
 
 def recipe(training: dict[str, Any]) -> dict[str, Any]:
@@ -214,12 +247,8 @@ def setting(run: dict[str, Any]) -> str:
     parts = [str(run.get(name) or f"{name} not recorded") for name in ("device", "dtype")]
     size = run.get("batch_size")
     parts.append("batch size not recorded" if size is None else f"batch size {size}")
-    settings, acceptance = run.get("settings") or {}, run.get("acceptance") or {}
-    if settings.get("do_sample") is False:
-        parts.append("greedy")
-    elif settings.get("do_sample"):
-        heat = settings.get("temperature")
-        parts.append("sampled, temperature not recorded" if heat is None else f"temperature {heat}")
+    parts += [choice(run)] if choice(run) else []
+    acceptance = run.get("acceptance") or {}
     if not is_exact(run):
         parts.append(f"{acceptance['acceptance']} acceptance")
         parts += [f"threshold {acceptance['posterior_threshold']}"] if "posterior_threshold" in acceptance else []
@@ -230,11 +259,42 @@ def setting(run: dict[str, Any]) -> str:
     return ", ".join(parts)
 
 
+def choice(run: dict[str, Any]) -> str:
+    """How a run chose its tokens; empty if that is not recorded."""
+    settings = run.get("settings") or {}
+    if not settings.get("do_sample"):
+        return "greedy" if settings.get("do_sample") is False else ""
+    heat = settings.get("temperature")
+    return "sampled, temperature not recorded" if heat is None else f"temperature {heat}"
+
+
+def names(runs: list[dict[str, Any]]) -> str:
+    """What tells these runs from others, in one line."""
+    shown = [("`hf-drafthead verify`, " if "checks" in run else "") + setting(run) for run in runs]
+    return "; ".join(dict.fromkeys(shown))
+
+
+def listed(values: Iterable[Any]) -> str:
+    """Different values as "a, b and c", in their order."""
+    words = list(dict.fromkeys(str(value) for value in values))
+    return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
+
+
+def dtype_of(run: dict[str, Any]) -> str:
+    """The type that a run computed in."""
+    return str(run.get("dtype") or "dtype not recorded")
+
+
+def is_half(run: dict[str, Any]) -> bool:
+    """Whether a run computed in a type in which rounding may change the text."""
+    return bool(run.get("dtype")) and run["dtype"] not in FULL
+
+
 def asked_text(run: dict[str, Any]) -> str:
     """How many prompts of which questions, as far as it is recorded."""
     told = [f"{cell(run.get('prompts', '?'))} prompts"]
     if run.get("questions"):
-        told[0] += f" of `{run['questions']}`"
+        told[0] += f" of `{without_folders(str(run['questions']))}`"
     told += [f"split {run['split']}"] if run.get("split") else []
     told += [f"the first {run['limit']} questions"] if run.get("limit") else []
     return ", ".join(told)
@@ -268,7 +328,16 @@ def cell(value: Any) -> str:
         return "none" if value is None else "?"
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= 10_000:
         return f"{value:,}"
-    return " ".join(str(value).split()).replace("|", "\\|")
+    return without_folders(" ".join(str(value).split())).replace("|", "\\|")
+
+
+def without_folders(text: str) -> str:
+    """A text in which absolute paths, which are of one machine only, are their last names.
+
+    >>> without_folders("bench heads --base /home/me/base --json=~/out/a.json, see https://org/a/b")
+    'bench heads --base base --json=a.json, see https://org/a/b'
+    """
+    return PATH.sub("", text)
 
 
 def figure(value: Any) -> str:

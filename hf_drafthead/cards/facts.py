@@ -20,6 +20,7 @@ from hf_drafthead.generation.tree import DraftTree
 PREFIX = "drafthead_"  # of every family's model_type
 SHARED = {"base_config", "base_included", "base_model_name_or_path", "base_model_revision", "num_draft_heads"}
 SHARED |= {"architectures", "auto_map", "model_type", "layer_config", "transformers_version", "use_cache"}
+FULL = ("float32", "float64")  # the types in which the text has to be the base's own
 BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 DRAFT_SETTINGS = ("acceptance", "posterior_threshold", "posterior_alpha")
 ACCURACY = re.compile(r"head(\d+)_top(\d+)")
@@ -30,9 +31,10 @@ class Facts:
     """One checkpoint.
 
     family: as the papers name it, `hydra++` and `amphista-alpha` included; base: its Hub id, None where the config
-    gives a path; base_named: what the config gives; fields: what the family's own config says; accuracies: by k, the
-    share of positions where head i has the true token among its best k; runs: what `hf-drafthead bench --json` wrote;
-    verifications: what `hf-drafthead verify --json` did.
+    gives a path; base_named: what the config gives; fields: what the family's own config says; tree_cut: whether the
+    named tree is deeper than there are heads; accuracies: by k, the share of positions where head i has the true token
+    among its best k; accuracy_run: the run they are of, None if the training reported them; runs: what `hf-drafthead
+    bench --json` wrote; verifications: what `hf-drafthead verify --json` did.
     """
 
     folder: Path
@@ -52,11 +54,13 @@ class Facts:
     remote_code: bool
     tree: DraftTree | None
     tree_name: str | None
+    tree_cut: bool
     dynamic_tree: bool
     settings: dict[str, Any]
     calibration: list[dict[str, Any]]
     training: dict[str, Any]
     accuracies: dict[int, list[float]]
+    accuracy_run: dict[str, Any] | None
     runs: list[dict[str, Any]]
     verifications: list[dict[str, Any]]
 
@@ -72,6 +76,7 @@ def read_facts(folder: Path, model: Any = None) -> Facts:
         OSError: there is no checkpoint, or a file of it cannot be read.
         ValueError: it is no draft-head checkpoint, or a file holds something else than it should.
     """
+    check_folder(folder)
     if not (folder / "config.json").is_file():
         raise OSError(f"{str(folder)!r} holds no config.json: give the folder of a draft-head checkpoint.")
     config = read_json(folder / "config.json")
@@ -92,7 +97,9 @@ def read_facts(folder: Path, model: Any = None) -> Facts:
     chosen = settings.get("draft_tree")
     dynamic = chosen == "dynamic"
     usual = SHARED | {field.name for field in fields(PreTrainedConfig)}
-    measured = [found for run in runs if (found := _accuracies(run))]
+    tree = None if chosen is None or dynamic else _tree(chosen, family, heads, base_config.get("vocab_size"))
+    tree_name = chosen if isinstance(chosen, str) and not dynamic else None
+    measured = min((run for run in runs if _accuracies(run)), key=_plainness, default=None)
     return Facts(
         folder=folder,
         family=family,
@@ -109,16 +116,31 @@ def read_facts(folder: Path, model: Any = None) -> Facts:
         stored_bytes=sum(size * BYTES.get(dtypes[name], 1) for name, size in sizes.items()),
         stored_dtype=", ".join(sorted(set(dtypes.values()))),
         remote_code="AutoModelForCausalLM" in (config.get("auto_map") or {}),
-        tree=None if chosen is None or dynamic else _tree(chosen, family, heads, base_config.get("vocab_size")),
-        tree_name=chosen if isinstance(chosen, str) and not dynamic else None,
+        tree=tree,
+        tree_name=tree_name,
+        tree_cut=bool(tree and tree_name and DraftTree.from_name(tree_name).max_depth > tree.max_depth),
         dynamic_tree=dynamic,
         settings={name: settings[name] for name in DRAFT_SETTINGS if settings.get(name) is not None},
         calibration=settings.get("calibration") or [],
         training=training,
-        accuracies=measured[0] if measured else _accuracies({**training, **(training.get("held_out") or {})}),
+        accuracies=_accuracies(measured or {**training, **(training.get("held_out") or {})}),
+        accuracy_run=measured,
         runs=runs,
         verifications=[one for one in told if "checks" in one],
     )
+
+
+def check_folder(folder: Path) -> None:
+    """Refuse what is no folder: an id on the Hub is none.
+
+    Raises:
+        OSError: there is no such folder.
+    """
+    if not folder.is_dir():
+        raise OSError(
+            f"there is no folder {str(folder)!r}: give the folder of a draft-head checkpoint; a repository of the Hub "
+            "is downloaded first (`hf download org/name --local-dir name`)."
+        )
 
 
 def is_hub_id(name: str | None, folder: Path) -> bool:
@@ -186,6 +208,12 @@ def _base_parameters(folder: Path, named: str | None, model: Any) -> int | None:
         return sum(get_local_safetensors_metadata(folder / named).parameter_count.values())
     except (NotASafetensorsRepoError, SafetensorsParsingError, FileNotFoundError):
         return None
+
+
+def _plainness(run: dict[str, Any]) -> tuple[bool, bool]:
+    """The order in which runs are asked for accuracies: greedy ones first, of these the ones that round least."""
+    greedy = (run.get("settings") or {}).get("do_sample") is False
+    return not greedy, greedy and run.get("dtype") not in FULL
 
 
 def _accuracies(figures: dict[str, Any]) -> dict[int, list[float]]:

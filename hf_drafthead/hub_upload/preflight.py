@@ -237,8 +237,7 @@ def check_card(folder: Path, shown: str) -> None:
     """
     from hf_drafthead.cards import missing
 
-    included = DraftHeadConfig.get_config_dict(folder)[0].get("base_included")
-    lacking = [one for one in missing(folder) if not (included and one.startswith("base:"))]
+    lacking = missing(folder)
     if lacking:
         words = "; ".join(one.replace(str(folder), shown) for one in lacking)
         raise ValueError(

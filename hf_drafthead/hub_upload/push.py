@@ -178,7 +178,7 @@ def _push(
             preflight.check_weights(folder, None if model is None else model.state_dict())
         add_bundle(folder)
         notes += staging.published_card(folder, there.fetch(staging.CARD))
-    notes += staging.published_figures(folder, there.repo_id, config.base_model_name_or_path)
+    staging.name_for_others(folder, there.repo_id, config.base_model_name_or_path)
     with _known_as(folder, shown):
         write_card(folder, model, repo_id=there.repo_id, license=target.license)
         staging.add_tags(folder, target.tags)

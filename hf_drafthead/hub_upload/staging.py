@@ -234,30 +234,30 @@ def published_card(target: Path, published: Path | None) -> list[str]:
     return [f"{heading!r} in the published card differs from the folder's, which is sent" for heading in differ]
 
 
-def published_figures(target: Path, repo_id: str, base: str | None) -> list[str]:
-    """Let measurements name heads and base as others know them, where they name folders of this machine.
+def name_for_others(target: Path, repo_id: str, base: str | None) -> None:
+    """Let measurements name heads, base and files as others know them, where they show folders of this machine.
 
-    Returns:
-        In which of them the command that measured still shows paths.
+    Args:
+        target: folder with `evaluation*.json` in it, or none of them.
+        repo_id: what the heads are called from now on.
+        base: id of their base; None if it is included and has none.
     """
-    notes = []
+    from hf_drafthead.cards.card import without_folders
+
     for path in sorted(target.glob("evaluation*.json")):
         try:
             figures = json.loads(path.read_text(encoding="utf-8"))
         except ValueError:  # the card refuses it, in words
             continue
-        before = json.dumps(figures)
-        shown = set()
+        changed = False
         for name, value, holder in _strings(figures):
             if name in ("model", "base") and is_local(value, target):
                 holder[name] = repo_id if name == "model" else base or "its base"
-            if name == "command":
-                shown |= {word for word in value.split() if word.startswith("/")}
-        if json.dumps(figures) != before:
+            elif name == "command":
+                holder[name] = without_folders(value)
+            changed = changed or holder[name] != value
+        if changed:
             path.write_text(json.dumps(figures, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-        if shown:
-            notes.append(f"the command in {path.name} shows paths of this machine: {', '.join(sorted(shown))}")
-    return notes
 
 
 def _strings(value: Any) -> Iterator[tuple[str, str, dict[str, Any]]]:

@@ -71,6 +71,23 @@ def test_an_included_base_is_said_and_not_counted(tmp_path):
     assert "Base and heads come from this repository." in card.text
 
 
+@pytest.mark.parametrize("name", [None, "/home/me/models/base", "../models/base", "./base"])
+def test_an_included_base_without_a_name_on_the_hub_shows_no_path(tmp_path, name):
+    folder = write_checkpoint(tmp_path / "heads", base_included=True, base_model_name_or_path=name)
+    command = "hf-drafthead bench heads --base /home/me/models/base --json=~/models/e.json"
+    put(folder, "evaluation.json", run(command=command, questions="/home/me/models/q.jsonl", base=name))
+    put(folder, "training_summary.json", {"data": "/home/me/models/chats.jsonl", "datasets": ["/home/me/models/x"]})
+    (folder / "README.md").write_text("---\nbase_model: /home/me/models/base\nbase_model_relation: adapter\n---\n")
+    card = card_of(folder, license="mit")
+    assert "models" not in str(card).replace("base_model", "").replace("the model classes", "")
+    assert "Hydra draft heads for a base that is included here: with them" in card.text
+    assert rows_of(card)["base"] == "included here; the config gives it no name on the Hub"
+    assert "hf-drafthead bench heads --base base --json=e.json" in card.text
+    assert rows_of(card)["data"] == "chats.jsonl"
+    assert not {"base_model", "base_model_relation"} & set(card.data.to_dict())
+    assert missing(folder) == []
+
+
 def test_a_loaded_model_tells_the_size_of_its_base(heads):
     class Base:
         def num_parameters(self):
@@ -176,8 +193,35 @@ def test_what_was_cut_short_or_shared_out_is_not_shown_as_whole(heads):
 def test_one_difference_is_enough(heads):
     put(heads, "evaluation.json", [run(), run(identical=False), run()])
     text = card_of(heads).text
-    assert "**The output differed from the base's own in at least one run that was to be exact.**" in text
+    assert "the output differed from the base's own" in text
     assert "the output was the base's own, token by token" not in text
+
+
+def exactness_of(folder: Path) -> str:
+    return card_of(folder).text.partition("### Exactness")[2].partition("## Training")[0].strip()
+
+
+GREEDY, SAMPLED = {"do_sample": False}, {"do_sample": True, "temperature": 0.7}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_a_difference_in_full_precision_is_an_alarm_that_names_the_run(heads, dtype):
+    put(heads, "evaluation.json", [run(dtype=dtype, identical=False, settings=GREEDY), run(dtype=dtype, batch_size=8)])
+    assert exactness_of(heads) == (
+        "**The output differed from the base's own where it should not: "
+        f"NVIDIA A100, {dtype}, batch size 1, greedy.**\n\n"
+        f"The same as the base's own, token by token: NVIDIA A100, {dtype}, batch size 8."
+    )
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_difference_in_half_precision_is_told_by_its_run_and_is_no_alarm(heads, dtype):
+    put(heads, "evaluation.json", [run(dtype=dtype, identical=False, settings=SAMPLED), run(dtype="float32")])
+    assert exactness_of(heads) == (
+        "In half precision the output differed from the base's own (see Limits): "
+        f"NVIDIA A100, {dtype}, batch size 1, temperature 0.7.\n\n"
+        "The same as the base's own, token by token: NVIDIA A100, float32, batch size 1."
+    )
 
 
 def test_limits_claim_no_more_than_was_found(heads):
@@ -187,8 +231,13 @@ def test_limits_claim_no_more_than_was_found(heads):
     assert "is meant to be the base's own in float32 and float64; that was not measured here." in limits()
     put(heads, "evaluation.json", run())
     assert "- The text was the base's own in the runs above;" in limits()
-    put(heads, "evaluation.json", run(identical=False))
-    assert "should be the base's own in float32 and float64, but a run above differed: see Exactness." in limits()
+    put(heads, "evaluation.json", run(identical=False, dtype="float32"))
+    assert "the base's own in float32 and float64, but a run in float32 differed: see Exactness." in limits()
+    put(heads, "evaluation.json", [run(identical=False, dtype="bfloat16"), run(dtype="float32")])
+    assert "and was so in the runs above in float32.\n  It differed in bfloat16: see Exactness." in limits()
+    assert "should be" not in limits()
+    put(heads, "evaluation.json", [run(identical=False, dtype="bfloat16"), run()])
+    assert "that was not measured here.\n  It differed in bfloat16: see Exactness." in limits()
     put(heads, "evaluation.json", run(identical=True, tokens_per_step=None))
     assert "that was not measured here." in limits()
 
@@ -260,7 +309,7 @@ def test_a_difference_from_the_base_is_told_in_so_many_words(heads):
     put(heads, "evaluation.json", run(identical=False))
     text = card_of(heads).text
     assert "| all | 40 | 2.71 | 1.48 | **no** |" in text
-    assert "**The output differed from the base's own in at least one run that was to be exact.**" in text
+    assert "the output differed from the base's own (see Limits): NVIDIA A100, float16, batch size 1." in text
 
 
 def test_a_lossy_run_is_marked_and_does_not_count_as_a_difference(heads):
@@ -281,7 +330,8 @@ def test_what_verify_found_is_told(heads, different):
     card = card_of(heads)
     assert "`hf-drafthead verify`, cpu, bfloat16, batch size 4:" in card.text
     assert f"| greedy, batch 4 | 40 | 39 | 1 | {different} |" in card.text
-    assert ("**The output differed from the base's own" in card.text) == bool(different)
+    told = "differed from the base's own (see Limits): `hf-drafthead verify`, cpu, bfloat16, batch size 4."
+    assert (told in card.text) == bool(different)
     assert "Tokens per step and speedup: not measured." in card.text
     assert card.data.eval_results is None
 
@@ -308,7 +358,7 @@ def test_missing_facts_are_shown_as_missing(tmp_path):
         "### Exactness\n\nNot measured here;",
     ):
         assert line in card.text
-    assert "base_model" not in card.data.to_dict()
+    assert not {"base_model", "base_model_relation"} & set(card.data.to_dict())
     assert not list(folder.glob("*.png"))
 
 
@@ -342,6 +392,47 @@ def test_measured_accuracies_come_before_those_of_the_training(heads):
     assert "| top 1 | 50.0 % | 75.0 % |" in card_of(heads).text
 
 
+def test_accuracies_are_of_the_plainest_run_and_say_which(heads):
+    kinds = [
+        (SAMPLED, "bfloat16", "Measured over 40 prompts of `mt_bench.jsonl`: bfloat16, temperature 0.7."),
+        (GREEDY, "float16", "Measured over 40 prompts of `mt_bench.jsonl`: float16, greedy."),
+        (GREEDY, "float32", "Measured over 40 prompts of `mt_bench.jsonl`: float32, greedy."),
+    ]
+    rows = []
+    for place, (settings, dtype, sentence) in enumerate(kinds, 1):
+        rows.append(run(settings=settings, dtype=dtype, head0_top1=0.25 * place))
+        put(heads, "evaluation.json", rows)
+        text = card_of(heads).text
+        assert f"| top 1 | {25 * place}.0 % |" in text
+        assert sentence in text
+
+
+def test_accuracies_of_the_training_are_called_so(heads):
+    put(heads, "training_summary.json", {"head0_top1": 0.25})
+    put(heads, "evaluation.json", run())
+    assert "after the base's own. As the training reported.\n" in card_of(heads).text
+
+
+def test_the_intro_claims_no_more_than_was_measured(heads):
+    claim = "with them `generate` needs fewer forward passes of the base"
+    purpose = "Such heads are there to save `generate` forward passes of the base."
+    for rows, measured in (([], False), ([run()], True), ([run(tokens_per_step=1.0)], False)):
+        put(heads, "evaluation.json", rows)
+        text = card_of(heads).text
+        assert (claim in text, purpose in text) == (measured, not measured)
+
+
+def test_heads_that_were_no_faster_are_said_to_be(heads):
+    slow = "- With the heads `generate` was no faster than the base in "
+    put(heads, "evaluation.json", run())
+    assert slow not in card_of(heads).text
+    put(heads, "evaluation.json", [run(), run(batch_size=8, speedup=0.93), run(batch_size=9, speedup=1.001)])
+    some = "some runs above: NVIDIA A100, float16, batch size 8; NVIDIA A100, float16, batch size 9."
+    assert slow + some in card_of(heads).text
+    put(heads, "evaluation.json", run(speedup=0.93))
+    assert slow + "every run above." in card_of(heads).text
+
+
 def test_the_tree_is_drawn_and_named(heads):
     text = card_of(heads).text
     assert "A step checks 7 nodes at once" in text
@@ -350,11 +441,36 @@ def test_the_tree_is_drawn_and_named(heads):
     assert first.startswith(b"\x89PNG")
     put(heads, "generation_config.json", {"draft_tree": "mc_sim_7b_63"})
     text = card_of(heads).text
-    assert "(the published tree `mc_sim_7b_63`)" in text
-    assert "3 guesses deep" in text  # cut to the heads there are
+    assert "3 guesses deep (the published tree `mc_sim_7b_63`, cut to the depth of the 3 heads)." in text
     assert (heads / "tree.png").read_bytes() != first
     put(heads, "generation_config.json", {"draft_tree": "dynamic"})
     assert "every step grows its own tree" in card_of(heads).text
+
+
+def test_a_published_tree_that_fits_is_not_called_cut(tmp_path):
+    folder = write_checkpoint(tmp_path / "heads", num_draft_heads=9)
+    put(folder, "generation_config.json", {"draft_tree": "mc_sim_7b_63"})
+    assert "(the published tree `mc_sim_7b_63`)." in card_of(folder).text
+
+
+def test_figures_of_other_trees_are_told_apart_from_this_one(heads):
+    def told(*nodes) -> list[str]:
+        put(heads, "evaluation.json", [run(tree_nodes=number) for number in nodes])
+        return [line for line in card_of(heads).text.splitlines() if "measured with" in line]
+
+    assert told(7, 7) == []
+    assert told(16, 32, 16) == [
+        "The figures below were measured with trees of 16 and 32 nodes, not with this one (`draft_tree=`).",
+        "All were measured with trees of 16 and 32 nodes, not with the 7 nodes these heads are set to.",
+    ]
+    assert told(7, 12) == [
+        "Some of the figures below were measured with a tree of 12 nodes, not with this one (`draft_tree=`).",
+        "Some were measured with a tree of 12 nodes, not with the 7 nodes these heads are set to.",
+    ]
+    put(heads, "generation_config.json", {"draft_tree": "dynamic"})
+    assert told(7, 12) == []
+    put(heads, "generation_config.json", {})
+    assert told(12) == ["The figures below were measured with a tree of 12 nodes (`draft_tree=`)."]
 
 
 def test_calibrated_trees_are_listed(heads):
