@@ -69,6 +69,7 @@ def sharded(folder):
     if int(os.environ.get("RANK", "0")) == 0:
         write(folder, {"loss": loss.item(), "processes": PROCESSES}, gradients)
     if PROCESSES > 1:
+        dist.barrier()  # nobody leaves while the other is still at work
         dist.destroy_process_group()
 
 
