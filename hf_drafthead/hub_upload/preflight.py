@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from hf_drafthead.modeling import MODEL_CLASSES, DraftHeadConfig, DraftHeadPreTrainedModel
+from hf_drafthead.modeling.base_model import is_local
 from hf_drafthead.modeling.checkpoint import HTTP_ERROR, INDEX, checkpoint_files
 
 TRAINING = ["optimizer*", "scheduler.*", "scaler.pt", "rng_state*", "training_args.bin", "trainer_state.json"]
@@ -113,13 +114,6 @@ def check_base(config: DraftHeadConfig, folder: Path, token: str | bool | None) 
     if found is not None and found.private:
         notes.append(f"the base {name!r} is private: only who can read it can load these heads")
     return notes
-
-
-def is_local(name: str | None, folder: Path) -> bool:
-    """Whether the name of a base is a path, from the folder of its heads or of this machine."""
-    if not name:
-        return False
-    return name.startswith((".", "~")) or Path(name).is_absolute() or name.count("/") > 1 or (folder / name).is_dir()
 
 
 def find_base(name: str, revision: str | None, token: str | bool | None) -> tuple[ModelInfo | None, list[str]]:

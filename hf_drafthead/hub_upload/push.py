@@ -19,6 +19,7 @@ from hf_drafthead.hub_upload import preflight, staging
 from hf_drafthead.hub_upload.bundle import add_bundle
 from hf_drafthead.hub_upload.destination import Destination, Target, check_destination, first_line, look, told
 from hf_drafthead.modeling import DraftHeadPreTrainedModel
+from hf_drafthead.modeling.base_model import is_local
 from hf_drafthead.modeling.checkpoint import HTTP_ERROR
 
 logger = logging.get_logger(__name__)
@@ -167,7 +168,8 @@ def _push(
     from hf_drafthead.cards import write_card
 
     config = preflight.family_of(folder).config_class.from_pretrained(folder)
-    if config.base_included and preflight.is_local(config.base_model_name_or_path, folder):
+    base = config.base_model_name_or_path
+    if config.base_included and base and is_local(base, folder):
         config.base_model_name_or_path = None
         staging.edit_json(folder / "config.json", base_model_name_or_path=None, base_model_revision=None)
     with told(target):

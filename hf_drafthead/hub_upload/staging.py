@@ -12,9 +12,9 @@ from huggingface_hub import ModelCard, hf_hub_download, snapshot_download
 from huggingface_hub.errors import HFValidationError, RemoteEntryNotFoundError, RepositoryNotFoundError
 from transformers import AutoTokenizer
 
-from hf_drafthead.hub_upload.preflight import family_of, files_of, find_base, is_local, left_behind, tensors_of
+from hf_drafthead.hub_upload.preflight import family_of, files_of, find_base, left_behind, tensors_of
 from hf_drafthead.modeling import MODEL_CLASSES, DraftHeadConfig, DraftHeadPreTrainedModel
-from hf_drafthead.modeling.base_model import check_base, fetch_config, locate_base
+from hf_drafthead.modeling.base_model import check_base, fetch_config, is_local, locate_base
 from hf_drafthead.modeling.checkpoint import HTTP_ERROR, INDEX, why_refused
 
 FAMILIES = {model.config_class.model_type.removeprefix("drafthead_") for model in MODEL_CLASSES}

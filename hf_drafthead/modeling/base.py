@@ -247,7 +247,7 @@ class DraftHeadPreTrainedModel(DraftHeadGenerationMixin, PreTrainedModel):
             model._attach(base)
             model._take_generation_config(read_generation_settings(path, hub))
             adapter = dict(heads.get("adapter_kwargs") or {})
-            adapted = adapter.pop("_adapter_model_path", path if has_adapter(path, hub) else None)
+            adapted = adapter.pop("_adapter_model_path", None) or (path if has_adapter(path, hub) else None)
             if adapted is not None:
                 model.load_adapter(adapted, adapter_kwargs=adapter)
             info = {"missing_keys": set(), "unexpected_keys": set(), "mismatched_keys": set(), "error_msgs": []}

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.configuration_utils import PreTrainedConfig
@@ -117,7 +119,7 @@ def load_base(
             ) from error
     # A Hub id stays as the record of what the heads were trained for; a path is only where the base lies here.
     recorded = config.base_model_name_or_path
-    if name and (given is None or not recorded or _is_local(recorded, checkpoint)):
+    if name and (given is None or not recorded or is_local(recorded, checkpoint)):
         config.base_model_name_or_path = full_name(name)
     return base
 
@@ -230,9 +232,13 @@ def full_name(name: str) -> str:
     return str(Path(name).resolve()) if os.path.isdir(name) else name
 
 
-def _is_local(name: str, checkpoint: str) -> bool:
-    """Whether the name of a base, as the checkpoint's config gives it, is a path and no Hub id."""
-    return name.startswith(".") or os.path.isabs(name) or (Path(checkpoint) / name).is_dir()
+def is_local(name: str, checkpoint: str | os.PathLike) -> bool:
+    """Whether the name of a base, as the config of a checkpoint gives it, is a path and no Hub id."""
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return True
+    return (Path(checkpoint) / name).is_dir()
 
 
 def _config_at(
@@ -244,8 +250,7 @@ def _config_at(
     code = {key: arguments[key] for key in ("trust_remote_code", "code_revision") if key in arguments}
     fields = {key: value for key, value in arguments.items() if key not in beside and key not in code}
     config, left = AutoConfig.from_pretrained(name, return_unused_kwargs=True, **code, **hub, **fields)
-    beside |= code
-    return config, {**beside, **left, "config": config}
+    return config, {**beside, **code, **left, "config": config}
 
 
 def _commit_of(name: str, hub: Mapping[str, Any]) -> str | None:
