@@ -11,18 +11,19 @@ The parts are timed inside `generate()`, base and heads in turns in one process;
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import statistics
 import time
 from collections import defaultdict
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from transformers import AutoModel, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from hf_drafthead import DraftTree, zoo
-from hf_drafthead.evaluation.stages import STAGES, clocked_loop, timed
-from hf_drafthead.generation import decoding
+from hf_drafthead.evaluation.stages import STAGES, time_split
 from hf_drafthead.training.families import CLASSES, fresh_heads
 
 SHAPES = {
@@ -52,29 +53,52 @@ def measure(model: PreTrainedModel, tree: DraftTree, prompt: torch.Tensor, new_t
     settings = {"max_new_tokens": new_tokens, "do_sample": False, "eos_token_id": None}
     rows: dict[str, list[float]] = defaultdict(list)
     for repeat in range(repeats + 1):
-        spent: dict[str, list[float]] = defaultdict(list)
-        with timed(model.base, ("forward",), spent):
+        forwards: list[float] = []
+        with timed_forward(model.base, forwards):
             start = time.perf_counter()
             model.base.generate(prompt, **settings)
             base_seconds = (time.perf_counter() - start) / new_tokens
-        with timed(decoding, STAGES, spent), clocked_loop() as loop:
-            output = model.generate(prompt, draft_tree=tree, return_dict_in_generate=True, **settings)
+        outputs = []
+
+        def drafted(note: Any, outputs: list = outputs) -> None:
+            outputs.append(
+                model.generate(prompt, draft_tree=tree, return_dict_in_generate=True, on_step=note, **settings)
+            )
+
+        split = time_split(drafted).to_json()
         if repeat == 0:
             continue  # warm-up
-        steps = output.accepted_lengths.shape[1]
-        rows["base_forward_ms"].append(1e3 * statistics.median(spent["forward"][1:]))
+        rows["base_forward_ms"].append(1e3 * statistics.median(forwards[1:]))
         rows["base_step_ms"].append(1e3 * base_seconds)
-        rows["step_ms"].append(1e3 * (loop["end"] - loop["start"]) / steps)
+        rows["step_ms"].append(split["step"])
         for stage in STAGES:
-            rows[f"{stage}_ms"].append(1e3 * sum(spent[stage]) / steps)
+            rows[f"{stage}_ms"].append(split[stage])
         rows["bookkeeping_ms"].append(rows["step_ms"][-1] - rows["verify_ms"][-1] - rows["draft_ms"][-1])
-        accepted = output.accepted_lengths
+        accepted = outputs[0].accepted_lengths
         rows["tokens_per_step"].append(accepted.sum().item() / accepted.gt(0).sum().item())
     figures = {name: statistics.median(values) for name, values in rows.items()}
     unit = figures["base_step_ms"]
     for part in ("step", *STAGES, "bookkeeping", "base_forward"):
         figures[part] = figures[f"{part}_ms"] / unit
     return figures
+
+
+@contextlib.contextmanager
+def timed_forward(base: PreTrainedModel, seconds: list[float]) -> Iterator[None]:
+    """Note the seconds of every forward of a base."""
+    forward = base.forward
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        start = time.perf_counter()
+        result = forward(*args, **kwargs)
+        seconds.append(time.perf_counter() - start)
+        return result
+
+    base.forward = call
+    try:
+        yield
+    finally:
+        del base.forward
 
 
 def random_model(shape: str, family: str, dtype: torch.dtype) -> PreTrainedModel:

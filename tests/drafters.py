@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from hf_drafthead.generation import DraftHeadGenerationMixin
+from hf_drafthead.generation import DraftHeadGenerationMixin, Guesses
 
 # Rank at which the right token for position `position` of row `row` is guessed; None = not at all.
 Guess = Callable[[int, int], int | None]
@@ -78,7 +78,7 @@ class Oracle:
     per_node: bool = False
     max_depth: int | None = None
     tolerance: float = 1e-9
-    feature_layers: tuple[int, ...] = (-1,)
+    reads: tuple[int, ...] = (-1,)
     states: list[Knowledge] = field(default_factory=list)
     training: bool = False
 
@@ -130,9 +130,9 @@ class Oracle:
         state.level += 1
         logits = torch.stack([self._guesses(row, at + 1 + state.level) for row, at in enumerate(state.at)])[:, None]
         if not self.per_node:
-            return state, logits
+            return state, Guesses(logits)
         useless = -torch.arange(self.vocabulary, dtype=logits.dtype).expand(rows, nodes, -1)
-        return state, torch.where(state.followed[..., None], logits, useless)
+        return state, Guesses(torch.where(state.followed[..., None], logits, useless))
 
     def _token(self, row: int, position: int) -> int:
         return self.texts[row][position] if position < len(self.texts[row]) else -1

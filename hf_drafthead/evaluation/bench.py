@@ -248,7 +248,7 @@ class Course:
         texts = {name: self.tokenizer.batch_decode(rows[name], skip_special_tokens=True) for name in (BASE, HEADS)}
         if self.closely:
             before()
-            one.time_split = time_split(lambda: self.runners[HEADS](given, self.settings))
+            one.time_split = time_split(lambda note: self.runners[HEADS](given, {**self.settings, "on_step": note}))
             one.ranks = self._ranks(given, rows[BASE])
             for question, *answers in zip(batch, texts[BASE], texts[HEADS]):
                 if any(question.references[turn : turn + 1]):

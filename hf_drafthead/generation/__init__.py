@@ -1,8 +1,17 @@
-"""Draft trees, the tree cache, the walk and the decoding loop: tensors only, no head family."""
+"""Draft trees, their cache, the walks and the decoding loop: tensors only, no head family."""
 
-from hf_drafthead.generation.cache import TreeCache
-from hf_drafthead.generation.decoding import DraftHeadGenerateOutput
+from hf_drafthead.generation.drafting import Guesses
 from hf_drafthead.generation.mixin import DraftHeadGenerationMixin
+from hf_drafthead.generation.slots import SlotCache
+from hf_drafthead.generation.state import DraftHeadGenerateOutput, StepRecord
 from hf_drafthead.generation.tree import DraftTree, published_trees
 
-__all__ = ["DraftHeadGenerateOutput", "DraftHeadGenerationMixin", "DraftTree", "TreeCache", "published_trees"]
+__all__ = [
+    "DraftHeadGenerateOutput",
+    "DraftHeadGenerationMixin",
+    "DraftTree",
+    "Guesses",
+    "SlotCache",
+    "StepRecord",
+    "published_trees",
+]

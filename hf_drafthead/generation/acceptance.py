@@ -1,144 +1,138 @@
-"""Which nodes of a step are kept: the walk down the tree, with exact or typical acceptance.
+"""Which nodes of a step are kept: walks down the tree. They only look; `step.commit` writes.
 
 At a node the base's own next token is chosen, emitted and looked for among the node's children; if a child carries it
 the walk goes on there, else it ends. So the text is the base's whatever was drafted, and the chance to go on at a node
 is the probability of all its children together.
 
-Shapes: B rows, N nodes (root included), D nodes on the longest path, V vocabulary, g rows of a group, m tokens kept.
+    tokens     A ── B ── D        the base's choice after A is B, after B it is D, after D it is F:
+               └─── C             emitted are B, D, F; F is the next root
+
+`walk_on_device` looks at all nodes at once and never waits for the device. `walk_on_host` goes node by node and shows
+every processor and criterion exactly the prefixes that the base would show them.
+
+Shapes: B rows, N nodes (root included), D nodes on the longest path, V vocabulary, g rows of a group.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
 from hf_drafthead.generation.rules import Rules
-from hf_drafthead.generation.tree import Topology
-
-if TYPE_CHECKING:
-    from hf_drafthead.generation.decoding import DecodingState
+from hf_drafthead.generation.state import Candidates, Limits, Rows, Walk, running
 
 
-@dataclass
-class Accepted:
-    """The outcome of a walk, row by row; a row that stood still has empty lists.
-
-    nodes: from the root down, those whose keys and values become past; tokens: the choice of the base at each of them,
-    which is what was emitted. The last token is the next root.
-    """
-
-    nodes: list[list[int]]
-    tokens: list[list[int]]
-
-
-def greedy_walk(
-    logits: torch.Tensor, tokens: torch.Tensor, topology: Topology, state: DecodingState, rules: Rules
-) -> Accepted:
-    """The exact walk of all rows at once, where nothing but greedy choice, length and EOS decide (`rules.vectorized`).
-
-            tokens     A ── B ── D        the base's choice after A is B, after B it is D, after D it is F:
-                       └─── C             emitted are B, D, F; F is the next root
+def walk_on_device(
+    choice: torch.Tensor, valid: torch.Tensor, candidates: Candidates, rows: Rows, limits: Limits, reach: torch.Tensor
+) -> Walk:
+    """The walk of all rows at once, where nothing but scores, length and EOS decide.
 
     Args:
-        logits: (B, N, V) of the base at every node.
-        tokens: (B, N) of the nodes.
-        topology: how the nodes hang together.
-        state: sequences and lengths are brought up to date.
-        rules: gives the EOS tokens and the longest length.
+        choice: (B, N) the base's choice at every node.
+        valid: (B, N) whether it could choose there.
+        candidates: the nodes.
+        rows: lengths, and which rows have ended.
+        limits: EOS tokens and longest length.
+        reach: (B,) depth of the deepest nodes at positions that the base can be asked about.
     """
-    choice, drafted = _on_host(logits, tokens)
-    nodes: list[list[int]] = [[] for _ in drafted]
-    emitted: list[list[int]] = [[] for _ in drafted]
-    longest = rules.max_length
-    assert longest is not None  # `rules.vectorized` says so
-    for row in state.running(rules.pads):
-        children = topology.children[row % len(topology.children)]
-        room = longest - state.lengths[row]
-        at = 0
-        while True:
-            token = choice(row, at)
-            nodes[row].append(at)
-            emitted[row].append(token)
-            if len(emitted[row]) == room or token in rules.eos_tokens:
-                state.ends[row] = state.lengths[row] + len(emitted[row])
-                break
-            at = next((child for child in children[at] if drafted[row][child] == token), 0)
-            if at == 0:
-                break
-    state.emit(emitted)
-    return Accepted(nodes, emitted)
+    tokens, topology = candidates
+    batch = tokens.shape[0]
+    parents, depths = topology.parents.expand(batch, -1), topology.depths.expand(batch, -1)
+    right = tokens == choice.gather(1, parents)  # (B, N)
+    reached = (right[:, None] | topology.unrelated).all(-1) & (depths <= reach[:, None])
+    deepest, last = torch.where(reached, depths, -1).max(1)  # (B,); siblings differ, so that there is one such node
+    nodes = topology.paths.expand(batch, -1, -1)[torch.arange(batch, device=last.device), last]  # (B, D)
+    emitted = choice.gather(1, nodes)
+    place = torch.arange(nodes.shape[1], device=nodes.device)
+    stops = (emitted[..., None] == limits.eos).any(-1) & (place <= deepest[:, None])
+    first_stop = torch.where(stops, place, nodes.shape[1]).min(1).values
+    room = limits.max_length - rows.lengths
+    counts = torch.minimum(torch.minimum(deepest, first_stop) + 1, room)
+    counts = torch.where(rows.ends > 0, 0, counts)
+    ends_now = (rows.ends == 0) & ((first_stop < counts) | (counts >= room))
+    ends = torch.where(ends_now, rows.lengths + counts, rows.ends)
+    walked = place < counts[:, None]
+    return Walk(nodes, emitted, counts, ends, (valid.gather(1, nodes) | ~walked).all(1))
 
 
-def _on_host(logits: torch.Tensor, tokens: torch.Tensor) -> tuple[Callable[[int, int], int], list[list[int]]]:
-    """The base's greedy choice at (row, node), of logits (B, N, V), and the tokens (B, N) of the nodes."""
-    if logits.device.type == "cpu":  # nothing to wait for, so only the nodes that are walked are looked at
-        return lambda row, node: int(_rounded(logits[row, node]).argmax()), tokens.tolist()
-    choices, drafted = torch.stack([_rounded(logits).argmax(-1), tokens]).tolist()  # the only host sync of the step
-    return lambda row, node: choices[row][node], drafted
-
-
-def _rounded(logits: torch.Tensor) -> torch.Tensor:
-    """As the base rounds before it chooses."""
-    return logits.float() if logits.dtype == torch.float64 else logits
-
-
-def walk(
+def walk_on_host(
     logits: torch.Tensor,
-    tokens: torch.Tensor,
-    topology: Topology,
-    state: DecodingState,
+    candidates: Candidates,
+    sequences: torch.Tensor,
+    lengths: list[int],
+    ends: list[int | None],
+    reach: list[int],
     rules: Rules,
+    *,
     preferred: torch.Tensor | None = None,
-) -> Accepted:
+    show: Callable[[torch.Tensor], None] | None = None,
+) -> Walk:
     """The walk token by token, with every processor and criterion applied to exactly the row's own prefix.
 
     Args:
         logits: (B, N, V) of the base at every node.
-        tokens: (B, N) of the nodes.
-        topology: how the nodes hang together.
-        state: sequences, lengths and ends are brought up to date.
+        candidates: the nodes.
+        sequences: (B, W) with room for D more tokens in every row; this one is written to.
+        lengths: B of them: tokens of each row.
+        ends: B of them: at which length each row ended, or None.
+        reach: B of them, see `walk_on_device`.
         rules: chooses tokens and says which rows end.
         preferred: (B, N) token to emit at a node instead of the base's choice, -1 for none (`typical_choices`).
+        show: is given every token (B,) before the criteria are asked, where all rows stay at one length.
     """
-    drafted = tokens.tolist()
-    all_rows = list(range(len(drafted)))
-    at = [0] * len(all_rows)
-    nodes: list[list[int]] = [[] for _ in all_rows]
-    emitted: list[list[int]] = [[] for _ in all_rows]
-    moving = state.running(rules.pads)
+    tokens, topology = candidates
+    lengths, ends = list(lengths), list(ends)
+    batch, depth = tokens.shape[0], topology.paths.shape[-1]
+    drafted, parents = tokens.tolist(), topology.parents.expand_as(tokens).tolist()
+    depths = topology.depths.expand_as(tokens).tolist()
+    below = [
+        {(parents[row][node], drafted[row][node]): node for node in reversed(range(1, tokens.shape[1]))}
+        for row in range(batch)
+    ]
+    at = [0] * batch
+    nodes: list[list[int]] = [[] for _ in range(batch)]
+    emitted: list[list[int]] = [[] for _ in range(batch)]
+    moving = running(lengths, ends, rules.pads)
     while moving:
-        group = all_rows if rules.lockstep else moving
+        group = list(range(batch)) if rules.lockstep else moving
         here = [at[row] for row in group]
-        chosen = rules.choose(group, logits[group, here], state.sequences, state.lengths)  # (g,)
+        chosen = rules.choose(group, logits[group, here], sequences, lengths)  # (g,)
         if preferred is not None:
             instead = preferred[group, here].to(chosen.device)
             chosen = torch.where(instead >= 0, instead, chosen)
         token_of = dict(zip(group, chosen.tolist()))
-        state.emit([[token_of[row]] if row in moving else [] for row in all_rows])
         for row in moving:
+            sequences[row, lengths[row]] = token_of[row]
+            lengths[row] += 1
             nodes[row].append(at[row])
             emitted[row].append(token_of[row])
-        for row, fired in zip(group, rules.stops(group, state.sequences, state.lengths)):
-            if fired and state.ends[row] is None:
-                state.ends[row] = state.lengths[row]
-        running = state.running(rules.pads)
+        if show is not None and rules.lockstep:
+            show(sequences[:, max(lengths) - 1])
+        for row, fired in zip(group, rules.stops(group, sequences, lengths)):
+            if fired and ends[row] is None:
+                ends[row] = lengths[row]
+        now = running(lengths, ends, rules.pads)
         going_on = []
         for row in moving:
-            children = topology.children[row % len(topology.children)][at[row]]
-            at[row] = next((child for child in children if drafted[row][child] == token_of[row]), 0)
-            if at[row] and row in running:
+            at[row] = below[row].get((at[row], token_of[row]), 0)
+            if at[row] and row in now and depths[row][at[row]] <= reach[row]:
                 going_on.append(row)
-        if rules.lockstep and len(going_on) < len(running):
+        if rules.lockstep and len(going_on) < len(now):
             break
         moving = going_on
-    return Accepted(nodes, emitted)
+    device = tokens.device
+
+    def padded(lists: list[list[int]]) -> torch.Tensor:
+        return torch.tensor([one + [0] * (depth - len(one)) for one in lists], device=device)
+
+    counts = torch.tensor([len(one) for one in nodes], device=device)
+    ended = torch.tensor([end or 0 for end in ends], device=device)
+    return Walk(padded(nodes), padded(emitted), counts, ended, torch.ones_like(ended, dtype=torch.bool))
 
 
 def typical_choices(
-    probabilities: torch.Tensor, tokens: torch.Tensor, topology: Topology, threshold: float, alpha: float
+    probabilities: torch.Tensor, candidates: Candidates, reach: torch.Tensor, threshold: float, alpha: float
 ) -> torch.Tensor:
     """Typical acceptance (Medusa, arXiv 2401.10774, section 2.3.2): NOT the base's distribution, but longer steps.
 
@@ -147,21 +141,22 @@ def typical_choices(
 
     Args:
         probabilities: (B, N, V) of the base at every node, after the processors.
-        tokens: (B, N) of the nodes.
-        topology: how the nodes hang together.
+        candidates: the nodes.
+        reach: (B,), see `walk_on_device`.
         threshold: epsilon, in probability.
         alpha: delta, in probability.
 
     Returns:
         (B, N): at every node of the accepted path the token of the next one, elsewhere -1.
     """
+    tokens, topology = candidates
     parents = topology.parents.expand_as(tokens)
     entropy = -(probabilities * (probabilities + 1e-5).log()).sum(-1)  # (B, N)
     enough = torch.clamp(alpha * torch.exp(-entropy), max=threshold)
     rows = torch.arange(tokens.shape[0], device=tokens.device)[:, None]
     chance = probabilities[rows, parents, tokens]  # (B, N)
     accepted = chance > enough.gather(1, parents)
-    reached = (accepted[:, None] | topology.unrelated).all(-1)  # (B, N)
+    reached = (accepted[:, None] | topology.unrelated).all(-1) & (topology.depths <= reach[:, None])  # (B, N)
     depths = reached * topology.depths
     longest = depths == depths.max(-1, keepdim=True).values
     logs = chance.clamp_min(1e-30).log()

@@ -14,7 +14,7 @@ from collections import Counter
 
 import torch
 
-from hf_drafthead.generation.forward import text_features
+from hf_drafthead.generation.reader import BaseReader
 from hf_drafthead.generation.tree import DraftTree, RankPath
 
 UNLIMITED_DEPTH = 5  # levels that are looked at where the drafter could go on for ever
@@ -60,7 +60,8 @@ def rank_paths(
             "to check a guess on: give at least two tokens after a prompt."
         )
     attention_mask = (torch.arange(width, device=device) < ends[:, None]).long()
-    features = text_features(model.base, drafter.feature_layers, input_ids, attention_mask)
+    features = BaseReader.of_texts(model.base, drafter.reads).texts(input_ids, attention_mask).features
+    vocabulary = model.base.config.get_text_config(decoder=True).vocab_size
     every_row = torch.arange(rows, device=device)
     on_path = torch.zeros(rows, 1, dtype=torch.long, device=device)
 
@@ -77,8 +78,8 @@ def rank_paths(
             new = features[every_row, at.clamp(max=width - 1)].unsqueeze(1)
             state = drafter.observe(state, new, token(at + 1), (at + 1 < ends).long())
         for level in range(depth):
-            state, logits = drafter.expand(state, token(at + 1 + level), on_path)
-            scores = logits[:, 0]  # (B, V)
+            state, guesses = drafter.expand(state, token(at + 1 + level), on_path)
+            scores = guesses.over_base(vocabulary)[:, 0]  # (B, V)
             better = ~(scores <= scores.gather(-1, token(at + 2 + level).to(scores.device)))  # a NaN guesses nothing
             ranks[:, position, level] = better.sum(-1).to(device).where(at + 2 + level < ends, UNKNOWN)
     return ranks

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,16 +15,17 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.integrations.fsdp import is_fsdp_managed_module
 from transformers.utils import logging
 
-from hf_drafthead.generation.cache import can_load
-from hf_drafthead.generation.decoding import DraftHeadGenerateOutput, Settings, decode
-from hf_drafthead.generation.forward import BaseReader, Unsupported, check_length, probe
+from hf_drafthead.generation.capture import Capture
+from hf_drafthead.generation.decoding import decode
+from hf_drafthead.generation.reader import BaseReader, Unsupported, check_length, probe
 from hf_drafthead.generation.rules import ROW_BY_ROW
+from hf_drafthead.generation.settings import DraftSettings
+from hf_drafthead.generation.slots import can_load
+from hf_drafthead.generation.state import DraftHeadGenerateOutput, StepRecord
 from hf_drafthead.generation.tree import DraftTree
 
 logger = logging.get_logger(__name__)
 
-DEFAULT_TREE = "mc_sim_7b_63"
-ACCEPTANCES = ("exact", "typical")
 # What the base's preparation hands over that the loop knows how to use.
 KNOWN_INPUTS = {
     "attention_mask",
@@ -68,13 +70,15 @@ class DraftHeadGenerationMixin(GenerationMixin):
         acceptance: str | None = None,
         posterior_threshold: float | None = None,
         posterior_alpha: float | None = None,
+        on_step: Callable[[StepRecord], None] | None = None,
         **kwargs: Any,
     ) -> DraftHeadGenerateOutput | GenerateDecoderOnlyOutput | torch.Tensor:
         """Generate what the base's `generate` would with the same arguments, in fewer forward passes.
 
         Takes every argument of `GenerationMixin.generate`, in its order. What a tree of guesses cannot do (beam search,
         attentions, an assistant model, a cache that cannot be compacted, ...) is decoded by the base itself, with one
-        warning.
+        warning. With `cache_implementation="static"` or `compile_config` the whole step is compiled once, for a tree and
+        a batch size, and kept on the model.
 
         Args:
             inputs: (B, P) prompt token ids, left-padded where B > 1.
@@ -84,6 +88,7 @@ class DraftHeadGenerationMixin(GenerationMixin):
                 tokens), or "typical" (Medusa's lossy rule: under sampling it keeps any guess that is likely enough, so
                 the text is NOT a sample of the base; greedy decoding is exact all the same).
             posterior_threshold, posterior_alpha: epsilon and delta of typical acceptance, both from 0 to 1.
+            on_step: is given a `StepRecord` after the prefill and after every step; the stages are timed for it.
 
         Returns:
             (B, length) token ids; with `return_dict_in_generate` an output that also holds `accepted_lengths`.
@@ -118,7 +123,9 @@ class DraftHeadGenerationMixin(GenerationMixin):
                 reader=self._base_reader(),
                 drafter=self.drafter,
                 settings=settings,
+                capture=Capture.wanted(self, config),
                 streamer=streamer,
+                on_step=on_step,
             )
             return self.base.generate(
                 inputs, custom_generate=loop, **call | _stop_strings_as_criterion(config, stopping_criteria, kwargs)
@@ -154,28 +161,10 @@ class DraftHeadGenerationMixin(GenerationMixin):
         config.settled = tuple(name for name, value in vars(config).items() if value is None and name not in lengths)
         return config, rest
 
-    def _draft_settings(self, config: GenerationConfig, asked: dict[str, Any]) -> Settings:
+    def _draft_settings(self, config: GenerationConfig, asked: dict[str, Any]) -> DraftSettings:
         """The call's settings, else the generation config's, else the defaults; checked."""
-        found: dict[str, Any] = {
-            name: getattr(config, name, None) if value is None else value for name, value in asked.items()
-        }
-        acceptance = "exact" if found["acceptance"] is None else found["acceptance"]
-        if acceptance not in ACCEPTANCES:
-            kind = "" if isinstance(acceptance, str) else f" ({type(acceptance).__name__})"
-            raise (ValueError if not kind else TypeError)(
-                f"acceptance is {acceptance!r}{kind}: expected one of {', '.join(map(repr, ACCEPTANCES))}."
-            )
-        for name, default in (("posterior_threshold", 0.09), ("posterior_alpha", 0.3)):
-            value = default if found[name] is None else found[name]
-            if isinstance(value, bool) or not isinstance(value, (int, float)):
-                raise TypeError(f"{name} is {value!r} ({type(value).__name__}): expected a number from 0 to 1.")
-            if not 0 <= value <= 1:
-                raise ValueError(f"{name} is {value}: expected a number from 0 to 1.")
-            found[name] = float(value)
         vocabulary = self.base.config.get_text_config(decoder=True).vocab_size
-        tree = DEFAULT_TREE if found["draft_tree"] is None else found["draft_tree"]
-        tree = DraftTree.resolve(tree, self.drafter.max_depth, vocabulary)
-        return Settings(tree, acceptance, found["posterior_threshold"], found["posterior_alpha"])
+        return DraftSettings.from_config(config, **asked).resolved(self.drafter.max_depth, vocabulary)
 
     def _base_reader(self) -> BaseReader:
         """How to run this base, probed once for each attention implementation, dtype and base."""
@@ -186,10 +175,10 @@ class DraftHeadGenerationMixin(GenerationMixin):
         if probed is not base:  # by identity, which a copy of the whole model keeps
             known = {}
             self.__dict__["_readers"] = (base, known)
-        key = (base.config._attn_implementation, base.dtype, self.drafter.feature_layers)
+        key = (base.config._attn_implementation, base.dtype, self.drafter.reads)
         if key not in known:
             try:
-                known[key] = probe(base, self.drafter.feature_layers)
+                known[key] = probe(base, self.drafter.reads)
             except Unsupported as reason:
                 known[key] = str(reason)  # not the exception, whose traceback would keep the probe's tensors alive
         if isinstance(known[key], str):
@@ -197,7 +186,7 @@ class DraftHeadGenerationMixin(GenerationMixin):
         return known[key]
 
 
-def _decode_if_possible(base, input_ids, *, reader, drafter, settings, streamer, **call):
+def _decode_if_possible(base, input_ids, *, reader, drafter, settings, capture, streamer, on_step, **call):
     """The loop, as the base's `custom_generate`, after a look at what the base has prepared."""
     processors, criteria = call.pop("logits_processor"), call.pop("stopping_criteria")
     config = call.pop("generation_config")
@@ -227,7 +216,9 @@ def _decode_if_possible(base, input_ids, *, reader, drafter, settings, streamer,
         reader=reader,
         drafter=drafter,
         settings=settings,
+        capture=capture,
         streamer=streamer,
+        on_step=on_step,
         **inputs,
     )
 
@@ -243,7 +234,7 @@ def _check_call(base, config: GenerationConfig, assistant_model, synced_gpus: bo
         raise Unsupported(f"the generation mode is {mode.value.replace('_', ' ')}")
     if config.use_cache is False:
         raise Unsupported("use_cache is False")
-    if config.cache_implementation not in (None, "dynamic", "hybrid"):
+    if config.cache_implementation not in (None, "dynamic", "hybrid", "static"):
         raise Unsupported(f"cache_implementation is {config.cache_implementation!r}")
     if config.output_attentions or config.output_hidden_states:
         raise Unsupported("attentions or hidden states are asked for")

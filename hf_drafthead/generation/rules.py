@@ -3,13 +3,13 @@
 The base applies its processors and criteria once per position, to all rows at once. Rows that advance at their own pace
 cannot always be shown that way. Three kinds of call follow:
 
-- vectorized: greedy, no processors, only length and EOS criteria; the walk is a few tensor operations.
+- on device: processors that look at scores only, and only length and EOS criteria; all nodes can be chosen at once.
 - own pace: every processor and criterion is known to treat each row by itself, or makes a view of some rows by a method
-  `for_rows(rows)`; rows of one length are shown together.
+  `for_rows(rows)`; rows of one length are shown together, node by node.
 - lockstep: anything else. All rows stay at one length, and each processor and criterion sees exactly the calls that the
   base would make, in order, so even one that keeps a state or knows its batch works. One row is always lockstep.
 
-Shapes: B rows, g rows of a group, V vocabulary.
+Shapes: B rows, N nodes, D nodes on the longest path, g rows of a group, V vocabulary.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 from transformers.generation import logits_process as processors
 from transformers.generation import stopping_criteria as criteria
 
+from hf_drafthead.generation.state import NOT_A_DISTRIBUTION
 from hf_drafthead.generation.tree import Topology
 
 # They look at nothing but a row's scores.
@@ -60,7 +61,12 @@ CRITERIA_ROW_BY_ROW = (
     criteria.StopStringCriteria,
     criteria.EosTokenCriteria,
 )
-CRITERIA_VECTORIZED = (criteria.MaxLengthCriteria, criteria.EosTokenCriteria)
+CRITERIA_ON_DEVICE = (criteria.MaxLengthCriteria, criteria.EosTokenCriteria)
+
+
+def rounded(logits: torch.Tensor) -> torch.Tensor:
+    """As the base rounds before it chooses."""
+    return logits.float() if logits.dtype == torch.float64 else logits
 
 
 @dataclass
@@ -72,6 +78,7 @@ class Rules:
     config: GenerationConfig
     batch_size: int
     prompt_length: int
+    device: torch.device  # of the caller's token ids, where processors and criteria look at them
     samples: bool
     scores: list[torch.Tensor] = field(default_factory=list)  # (B, V) per new position
     logits: list[torch.Tensor] = field(default_factory=list)  # (B, V) per new position
@@ -88,23 +95,26 @@ class Rules:
         self.pads = any(hasattr(criterion, "eos_token_id") for criterion in self.criteria)
         self.pad_token = config._pad_token_tensor.item() if self.pads else 0
         types_of = {type(criterion) for criterion in self.criteria}
-        self.vectorized = (
-            not (self.samples or self.processors or self.keeps_scores or self.keeps_logits)
-            and types_of.issubset(CRITERIA_VECTORIZED)
+        self.scores_only = all(type(processor) in SCORES_ONLY for processor in self.processors)
+        self.on_device = (
+            self.scores_only
+            and not (self.keeps_scores or self.keeps_logits)
+            and types_of.issubset(CRITERIA_ON_DEVICE)
             and self.max_length is not None
         )
         self.lockstep = self.batch_size == 1 or not (
             all(type(processor) in ROW_BY_ROW or hasattr(processor, "for_rows") for processor in self.processors)
             and types_of.issubset(CRITERIA_ROW_BY_ROW)
         )
-        self.scores_only = all(type(processor) in SCORES_ONLY for processor in self.processors)
-        self.eos_tokens = {
-            token
-            for criterion in self.criteria
-            if isinstance(criterion, criteria.EosTokenCriteria)
-            for token in criterion.eos_token_id.flatten().tolist()
-        }
-        if self.samples and not self.lockstep:
+        self.eos_tokens = sorted(
+            {
+                token
+                for criterion in self.criteria
+                if isinstance(criterion, criteria.EosTokenCriteria)
+                for token in criterion.eos_token_id.flatten().tolist()
+            }
+        )
+        if self.samples and (self.on_device or not self.lockstep):
             self.tape = NoiseTape(self.batch_size)
 
     def choose(
@@ -132,8 +142,57 @@ class Rules:
         chances = scores.softmax(-1)
         if self.tape is None:
             return torch.multinomial(chances, num_samples=1)[:, 0]
+        if not chances.isfinite().all():
+            raise RuntimeError(NOT_A_DISTRIBUTION)
         noise = [self.tape.noise(lengths[row] - self.prompt_length, chances)[row] for row in rows]
         return (chances / torch.stack(noise)).argmax(-1)
+
+    def choose_everywhere(
+        self, logits: torch.Tensor, depths: torch.Tensor, noise: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The base's choice at every node, on the device; for calls that are `on_device`.
+
+        Args:
+            logits: (B, N, V) of the base.
+            depths: (R, N) of the nodes.
+            noise: (B, D, V) of the next D positions, under sampling.
+
+        Returns:
+            (B, N) token ids, and (B, N) whether the probabilities there are numbers.
+        """
+        scores = rounded(logits)
+        if self.processors:
+            flat = scores.to(torch.float32, copy=True).flatten(0, 1)
+            scores = self.processors(flat.new_zeros(len(flat), 1, dtype=torch.long), flat).view(logits.shape)
+        if noise is None:
+            return self.choose_greedily(scores)
+        chances = scores.float().softmax(-1)
+        at_node = noise.take_along_dim(depths.expand(noise.shape[0], -1)[..., None], dim=1)  # (B, N, V)
+        return (chances / at_node).argmax(-1), chances.sum(-1).isfinite()
+
+    @staticmethod
+    def choose_greedily(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `choose_everywhere`, without processors and sampling."""
+        choice = rounded(logits).argmax(-1)
+        return choice, torch.ones_like(choice, dtype=torch.bool)
+
+    def noise_ahead(self, lengths: list[int], depth: int, like: torch.Tensor) -> torch.Tensor | None:
+        """(B, D, V) noise with which the base will choose each row's next D tokens; None where it does not sample.
+
+        Args:
+            lengths: B of them: tokens of each row.
+            depth: D.
+            like: (..., V) float32, for V and the device.
+        """
+        if self.tape is None:
+            return None
+        firsts = [length - self.prompt_length for length in lengths]
+        return torch.stack(
+            [
+                torch.stack([self.tape.noise(first + ahead, like)[row] for ahead in range(depth)])
+                for row, first in enumerate(firsts)
+            ]
+        )
 
     def probabilities(
         self,
@@ -159,6 +218,7 @@ class Rules:
         else:
             for row, length in enumerate(lengths):
                 kind = row % len(topology.depths)
+                # nodes of one depth have prefixes of one length, which the processors can be shown together
                 for depth, nodes in _by_length(range(tokens.shape[1]), topology.depths[kind].tolist()).items():
                     below_root = topology.paths[kind, nodes, 1 : depth + 1]  # (n, depth)
                     drafted = tokens[row, below_root].to(sequences.device)
@@ -211,7 +271,7 @@ class NoiseTape:
     drawn again, and the generator can be left as the base would leave it.
     """
 
-    KEPT = 16  # positions whose noise is held; older ones are redrawn from their state
+    KEPT = 32  # positions whose noise is held; older ones are redrawn from their state
 
     def __init__(self, batch_size: int):
         self.batch_size = batch_size

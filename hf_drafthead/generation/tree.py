@@ -21,19 +21,19 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 RankPath = tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class Topology:
+class Topology(NamedTuple):
     """How the nodes of a step hang together, as tensors; R is 1 (all rows alike) or the batch size.
 
     parents (R, N) with the root as its own parent; depths (R, N); ancestors (R, N, N), True where the column is the
     row's node or above it; unrelated (R, N, N), True where the column is the root or no ancestor; paths (R, N, D), the
-    nodes from the root down to each node, padded with 0; children: R lists of each node's children, on the host.
+    nodes from the root down to each node, padded with 0.
     """
 
     parents: torch.Tensor
@@ -41,7 +41,6 @@ class Topology:
     ancestors: torch.Tensor
     unrelated: torch.Tensor
     paths: torch.Tensor
-    children: list[list[tuple[int, ...]]]
 
 
 @dataclass(frozen=True)
@@ -131,7 +130,6 @@ class DraftTree:
                 ancestors=ancestors.to(device),
                 unrelated=unrelated.to(device),
                 paths=paths.to(device),
-                children=[[self.children(node) for node in range(self.num_nodes)]],
             )
         return self._topologies[device]
 

@@ -14,20 +14,19 @@ Shapes: B rows, A newly verified positions, T positions, N places to guess from,
 V vocabulary.
 """
 
-from dataclasses import dataclass
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig
 from transformers.configuration_utils import PreTrainedConfig
 
+from hf_drafthead.generation.slots import ROOM, SlotCache
 from hf_drafthead.modeling.base import DraftHeadPreTrainedModel
 from hf_drafthead.modeling.config import DraftHeadConfig
 from hf_drafthead.modeling.decoder_layer import DecoderLayer
 from hf_drafthead.modeling.layers import OutputProjections, ParallelBlocks, last_valid
 from hf_drafthead.modeling.medusa import MedusaDrafter, MedusaState
-from hf_drafthead.modeling.row_cache import RowCache
 
 
 class AmphistaConfig(DraftHeadConfig):
@@ -135,11 +134,13 @@ class HeadPositions(nn.Module):
         return x + self.weight
 
 
-@dataclass
-class AmphistaState(MedusaState):
-    """`features` are each stage's output at the row's last verified position, (G, B, H), G at least 1."""
+class AmphistaState(NamedTuple):
+    """As Medusa's, but `features` are each stage's output at the row's last verified position."""
 
-    caches: tuple[RowCache, ...] = ()
+    features: Tensor  # (G, B, H), G at least 1
+    level: int = 0
+    guesses: Tensor | None = None  # of all heads: logits (K, B, V) if shared, else hidden (K, B, H)
+    caches: tuple[SlotCache, ...] = ()
 
 
 class AmphistaDrafter(MedusaDrafter):
@@ -177,7 +178,7 @@ class AmphistaDrafter(MedusaDrafter):
 
     def start(self, batch_size: int, capacity: int) -> AmphistaState:
         groups, hidden_size = max(len(self.stages), 1), self.config.get_text_config().hidden_size
-        caches = tuple(RowCache(batch_size, capacity) for _ in self.stages)
+        caches = tuple(SlotCache(batch_size, 1, min(capacity, ROOM)) for _ in self.stages)
         return AmphistaState(self.placed(torch.zeros(groups, batch_size, hidden_size)), caches=caches)
 
     def observe(self, state: MedusaState, features: Tensor, tokens: Tensor, lengths: Tensor) -> AmphistaState:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
-from hf_drafthead.modeling.row_cache import RowCache
+from hf_drafthead.generation.slots import SlotCache, slot_mask
 
 FINAL_NORMS = ("norm", "final_layer_norm", "final_layernorm")
 
@@ -59,42 +59,55 @@ class DecoderLayer(nn.Module):
             seen = (real.unsqueeze(1) & itself.cumsum(1).T.bool()) | itself
         if seen is None and not self._takes_causal_flag:
             seen = positions.unsqueeze(1) <= positions.unsqueeze(2)
-        return self._run(x, positions, seen)
+        return self._run(x, positions, self._additive(seen, x))
 
-    def over_verified(self, cache: RowCache, x: Tensor, lengths: Tensor) -> Tensor:
+    def over_verified(self, cache: SlotCache, x: Tensor, lengths: Tensor) -> Tensor:
         """New verified positions (B, A, H), the first lengths[b] of them valid: they are remembered."""
-        positions = cache.append(x.shape[1], x.device)
-        # Behind nothing, plain causal attention over the new positions is all there is.
-        seen = None if cache.fresh and self._takes_causal_flag else cache.up_to(positions)
-        out = self._run(x, positions, seen, cache)
-        cache.keep(lengths)
+        count = x.shape[1]
+        order = torch.arange(count, device=x.device)
+        if cache.extent == 0 and not cache.fixed:  # behind nothing, plain causal attention is all there is
+            cache.append()
+            seen = None if self._takes_causal_flag else (order <= order[:, None])[None]
+            out = self._run(x, order[None], self._additive(seen, x), cache)
+            cache.count(count, lengths.to(x.device))
+            return out
+        cache.place(count)
+        out = self._run(x, cache.lengths[:, None] + order, self._mask(cache, (order <= order[:, None])[None], x), cache)
+        cache.keep(order.expand(len(x), -1), lengths.to(x.device))
         return out
 
-    def over_nodes(self, cache: RowCache, x: Tensor, depth: int, ancestors: Tensor) -> Tensor:
+    def over_nodes(self, cache: SlotCache, x: Tensor, depth: int, ancestors: Tensor) -> Tensor:
         """A level of nodes (B, n, H): each sees the verified positions and its ancestors, and is soon forgotten.
 
         Args:
             cache: of the verified positions, and of the levels before.
             x: (B, n, H).
             depth: how many positions the nodes lie behind the last verified one.
-            ancestors: (B, n, M) which nodes of the tree so far each sees; the last n of the M are this level.
+            ancestors: (B, n, M) which nodes of the tree so far each sees, those of this level first, then those of the
+                level before, and so on: the order in which the cache holds them.
         """
-        count, total = ancestors.shape[1:]
-        cache.append_nodes(total - count, count, x.device)
-        positions = cache.lengths.unsqueeze(1) + (depth - 1)
-        return self._run(x, positions.expand(-1, count), cache.verified_and(ancestors), cache)
+        count = x.shape[1]
+        cache.place(count, again=ancestors.shape[2] > count)
+        positions = cache.lengths[:, None] + (depth - 1)
+        return self._run(x, positions.expand(-1, count), self._mask(cache, ancestors, x), cache)
 
     def without_order(self, x: Tensor) -> Tensor:
         """A set (N, K, H): everything sees everything, and nothing has a position."""
         nowhere = torch.zeros(1, x.shape[1], dtype=torch.long, device=x.device)  # position 0 is turned by nothing
-        return self._run(x, nowhere, torch.ones(1, x.shape[1], x.shape[1], dtype=torch.bool, device=x.device))
+        seen = torch.ones(1, x.shape[1], x.shape[1], dtype=torch.bool, device=x.device)
+        return self._run(x, nowhere, self._additive(seen, x))
 
-    def _run(self, x: Tensor, positions: Tensor, seen: Tensor | None, cache: RowCache | None = None) -> Tensor:
-        mask = None
-        if seen is not None:
-            # Additive, for eager attention would add a boolean mask as 0 and 1.
-            mask = torch.zeros(seen.shape, dtype=x.dtype, device=x.device)
-            mask = mask.masked_fill_(~seen, torch.finfo(x.dtype).min).unsqueeze(1)
+    def _mask(self, cache: SlotCache, ancestors: Tensor, x: Tensor) -> Tensor:
+        return slot_mask(ancestors, cache.lengths, cache.seen_extent, x.dtype)
+
+    def _additive(self, seen: Tensor | None, x: Tensor) -> Tensor | None:
+        """The additive mask of what is seen (B, A, S), for eager attention would add a boolean one as 0 and 1."""
+        if seen is None:
+            return None
+        mask = torch.zeros(seen.shape, dtype=x.dtype, device=x.device)
+        return mask.masked_fill_(~seen, torch.finfo(x.dtype).min).unsqueeze(1)
+
+    def _run(self, x: Tensor, positions: Tensor, mask: Tensor | None, cache: SlotCache | None = None) -> Tensor:
         out = self.layer(
             x,
             attention_mask=mask,

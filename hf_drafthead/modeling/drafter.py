@@ -8,23 +8,25 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from hf_drafthead.generation.drafting import Guesses
 from hf_drafthead.modeling.config import DraftHeadConfig
 
 
 class Drafter(nn.Module):
     """A family's heads, and how they guess.
 
-    `generation` calls `start` once, then in every step `observe` with what was verified and `expand` once per tree
-    level; training calls `head_states` and `head_logits`. What a generation needs to remember is in the state that
-    these pass on, never on the module.
+    `generation` calls `start` once, `observe` with the prompt, then in every step `expand` once per tree level and
+    `observe` with what was verified; training calls `head_states` and `head_logits`. What a generation needs to
+    remember is in the state that these pass on, never on the module. A state is made of tensors and `SlotCache`s alone
+    and has the same shapes after every `observe` of a step, so that a step can be compiled.
 
     Attributes:
-        feature_layers: which hidden states of the base are read; -1 is the last one, after the base's final norm.
+        reads: which hidden states of the base are read; -1 is the last one, after the base's final norm.
         keeps_history: True if `observe` needs every verified position, False if only each row's last one counts.
         base: the base model: a plain reference, so that it is neither saved nor moved with the drafter.
     """
 
-    feature_layers: tuple[int, ...] = (-1,)
+    reads: tuple[int, ...] = (-1,)
     keeps_history: bool = False
     base: Any
 
@@ -68,7 +70,7 @@ class Drafter(nn.Module):
         """
         raise NotImplementedError
 
-    def expand(self, state: Any, tokens: Tensor, parents: Tensor) -> tuple[Any, Tensor]:
+    def expand(self, state: Any, tokens: Tensor, parents: Tensor) -> tuple[Any, Guesses]:
         """Guess the children of the nodes of a tree level; the d-th call since `observe` asks head d.
 
         Args:
@@ -77,7 +79,7 @@ class Drafter(nn.Module):
             parents: (B, n) where each node hangs: index of its parent among the nodes of the previous call.
 
         Returns:
-            The state to go on with, and logits (B, n, V), or (B, 1, V) if the guess is the same for all nodes.
+            The state to go on with, and scores (B, n, V), or (B, 1, V) if the guesses are the same for all nodes.
         """
         raise NotImplementedError
 

@@ -9,20 +9,20 @@ Shapes: B rows, A newly verified positions, T positions, n nodes of a level, M n
 F feature layers, H hidden, V vocabulary.
 """
 
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig
 from transformers.configuration_utils import PreTrainedConfig
 
+from hf_drafthead.generation.drafting import Guesses
+from hf_drafthead.generation.slots import ROOM, SlotCache
 from hf_drafthead.modeling.base import DraftHeadPreTrainedModel
 from hf_drafthead.modeling.config import DraftHeadConfig
 from hf_drafthead.modeling.decoder_layer import DecoderLayer
 from hf_drafthead.modeling.drafter import Drafter
 from hf_drafthead.modeling.layers import base_logits, last_valid
-from hf_drafthead.modeling.row_cache import RowCache
 
 
 class EagleConfig(DraftHeadConfig):
@@ -64,14 +64,13 @@ class EagleConfig(DraftHeadConfig):
         self._check_layer("an EAGLE head is a decoder layer", True)
 
 
-@dataclass
-class EagleState:
+class EagleState(NamedTuple):
     """The verified text, and the tree level that was guessed last."""
 
-    cache: RowCache
+    cache: SlotCache
     last: Tensor  # (B, H) the layer's output at each row's last verified position
     level: Tensor  # (B, n, H) the layer's output at the nodes that the next level hangs on
-    ancestors: Tensor  # (B, n, M) which nodes of the tree so far these see: their ancestors and themselves
+    ancestors: Tensor  # (B, n, M) which nodes of the tree so far these see, the last level first
     depth: int = 0
 
 
@@ -88,8 +87,8 @@ class EagleDrafter(Drafter):
     def __init__(self, config: EagleConfig) -> None:
         super().__init__(config)
         hidden_size = config.get_text_config().hidden_size
-        self.feature_layers = tuple(config.feature_layers)
-        several = len(self.feature_layers)
+        self.reads = tuple(config.feature_layers)
+        several = len(self.reads)
         self.reduce = nn.Linear(several * hidden_size, hidden_size, bias=False) if several > 1 else nn.Identity()
         self.fc = nn.Linear(2 * hidden_size, hidden_size, bias=config.fc_bias)
         self.body = DecoderLayer(config.own_layer, input_norm=False)
@@ -103,14 +102,14 @@ class EagleDrafter(Drafter):
 
     def start(self, batch_size: int, capacity: int) -> EagleState:
         nothing = self.placed(torch.zeros(batch_size, self.config.get_text_config().hidden_size))
-        return self._grown(RowCache(batch_size, capacity), nothing)
+        return self._grown(SlotCache(batch_size, 1, min(capacity, ROOM)), nothing)
 
     def observe(self, state: EagleState, features: Tensor, tokens: Tensor, lengths: Tensor) -> EagleState:
         x = self._joined(self.reduce(self.placed(features)), tokens)
         out = self.body.over_verified(state.cache, x, lengths)
         return self._grown(state.cache, last_valid(state.last, out, lengths))
 
-    def expand(self, state: EagleState, tokens: Tensor, parents: Tensor) -> tuple[EagleState, Tensor]:
+    def expand(self, state: EagleState, tokens: Tensor, parents: Tensor) -> tuple[EagleState, Guesses]:
         if state.depth == 0:  # the root's own pair was observed already
             out, ancestors = state.level, state.ancestors
         else:
@@ -118,11 +117,11 @@ class EagleDrafter(Drafter):
             parents = parents.to(rows.device)
             count = tokens.shape[1]
             itself = torch.eye(count, dtype=torch.bool, device=rows.device).expand(tokens.shape[0], -1, -1)
-            ancestors = torch.cat([state.ancestors[rows, parents], itself], dim=2)
+            ancestors = torch.cat([itself, state.ancestors[rows, parents]], dim=2)
             x = self._joined(state.level[rows, parents], tokens)
             out = self.body.over_nodes(state.cache, x, state.depth, ancestors)
         state = EagleState(state.cache, state.last, out, ancestors, state.depth + 1)
-        return state, self.head_logits(0, out)
+        return state, Guesses(self.head_logits(0, out))
 
     def head_states(self, features: Tensor, input_ids: Tensor, attention_mask: Tensor | None = None) -> list[Tensor]:
         """One entry: the guess of the base's next hidden state at every position."""
@@ -135,7 +134,7 @@ class EagleDrafter(Drafter):
     def _joined(self, features: Tensor, tokens: Tensor) -> Tensor:
         return self.fc(torch.cat([self.embed(tokens, like=features), features], dim=-1))
 
-    def _grown(self, cache: RowCache, last: Tensor) -> EagleState:
+    def _grown(self, cache: SlotCache, last: Tensor) -> EagleState:
         """The state at a tree's root, of which no node is in the cache."""
         nothing = torch.zeros(last.shape[0], 1, 0, dtype=torch.bool, device=last.device)
         return EagleState(cache, last, last.unsqueeze(1), nothing)

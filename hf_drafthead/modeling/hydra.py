@@ -5,8 +5,7 @@ Hydra++ is Hydra with deeper heads, which read what a decoder layer of their own
 Shapes: B rows, T positions, n nodes of a level, H hidden, V vocabulary.
 """
 
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,12 +13,13 @@ from torch.nn import functional as F
 from transformers import AutoConfig
 from transformers.configuration_utils import PreTrainedConfig
 
+from hf_drafthead.generation.drafting import Guesses
+from hf_drafthead.generation.slots import ROOM, SlotCache
 from hf_drafthead.modeling.base import DraftHeadPreTrainedModel
 from hf_drafthead.modeling.config import DraftHeadConfig
 from hf_drafthead.modeling.decoder_layer import DecoderLayer
 from hf_drafthead.modeling.drafter import Drafter
 from hf_drafthead.modeling.layers import OutputProjections, ResidualBlock, last_valid
-from hf_drafthead.modeling.row_cache import RowCache
 
 
 class HydraConfig(DraftHeadConfig):
@@ -95,14 +95,13 @@ class HydraHead(nn.Module):
         return F.dropout(x, self.dropout, self.training) if self.dropout else x
 
 
-@dataclass
-class HydraState:
+class HydraState(NamedTuple):
     """The last verified position, and for the current tree level what each node's path has come to."""
 
     features: Tensor  # (B, H)
     paths: Tensor  # (B, n, (level + 1) H): h, then the embeddings from the root to the node
     level: int = 0
-    cache: RowCache | None = None  # of the prefix layer
+    cache: SlotCache | None = None  # of the prefix layer
 
 
 class HydraDrafter(Drafter):
@@ -130,7 +129,7 @@ class HydraDrafter(Drafter):
 
     def start(self, batch_size: int, capacity: int) -> HydraState:
         nothing = self.placed(torch.zeros(batch_size, self.config.get_text_config().hidden_size))
-        cache = RowCache(batch_size, capacity) if self.prefix is not None else None
+        cache = SlotCache(batch_size, 1, min(capacity, ROOM)) if self.prefix is not None else None
         return HydraState(nothing, nothing.unsqueeze(1), cache=cache)
 
     def observe(self, state: HydraState, features: Tensor, tokens: Tensor, lengths: Tensor) -> HydraState:
@@ -140,12 +139,12 @@ class HydraDrafter(Drafter):
         last = last_valid(state.features, features, lengths)
         return HydraState(last, last.unsqueeze(1), cache=state.cache)
 
-    def expand(self, state: HydraState, tokens: Tensor, parents: Tensor) -> tuple[HydraState, Tensor]:
+    def expand(self, state: HydraState, tokens: Tensor, parents: Tensor) -> tuple[HydraState, Guesses]:
         rows = torch.arange(tokens.shape[0], device=state.paths.device).unsqueeze(1)
         above = state.paths[rows, parents.to(rows.device)]
         paths = torch.cat([above, self.embed(tokens, like=above)], dim=-1)
         logits = self.head_logits(state.level, self.heads[state.level](paths))
-        return HydraState(state.features, paths, state.level + 1, state.cache), logits
+        return HydraState(state.features, paths, state.level + 1, state.cache), Guesses(logits)
 
     def head_states(self, features: Tensor, input_ids: Tensor, attention_mask: Tensor | None = None) -> list[Tensor]:
         embeddings = self.embed(input_ids, like=features)

@@ -3,11 +3,12 @@
 Shapes: B rows, T positions, K heads, H hidden, V vocabulary.
 """
 
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from hf_drafthead.generation.drafting import Guesses
 from hf_drafthead.modeling.base import DraftHeadPreTrainedModel
 from hf_drafthead.modeling.config import DraftHeadConfig
 from hf_drafthead.modeling.drafter import Drafter
@@ -33,13 +34,12 @@ class MedusaConfig(DraftHeadConfig):
         self._check_flag("share_lm_head")
 
 
-@dataclass
-class MedusaState:
+class MedusaState(NamedTuple):
     """What a row's guesses depend on: its last verified position, and how far the current tree has come."""
 
     features: Tensor  # (B, H)
     level: int = 0
-    guesses: list[Tensor] = field(default_factory=list)  # K tensors: logits (B, V) if shared, else hidden (B, H)
+    guesses: Tensor | None = None  # of all heads: logits (K, B, V) if shared, else hidden (K, B, H)
 
 
 class MedusaDrafter(Drafter):
@@ -67,15 +67,14 @@ class MedusaDrafter(Drafter):
     def observe(self, state: MedusaState, features: Tensor, tokens: Tensor, lengths: Tensor) -> MedusaState:
         return MedusaState(last_valid(state.features, self.placed(features), lengths))
 
-    def expand(self, state: MedusaState, tokens: Tensor, parents: Tensor) -> tuple[MedusaState, Tensor]:
-        level = state.level
-        if level == 0:
-            hidden = self._side_by_side(state.features)  # (K, B, H)
+    def expand(self, state: MedusaState, tokens: Tensor, parents: Tensor) -> tuple[MedusaState, Guesses]:
+        level, guesses = state.level, state.guesses
+        if guesses is None:
+            guesses = self._side_by_side(state.features)  # (K, B, H)
             # One product reads a shared lm_head once for all heads; own projections wait until their level is asked.
-            state.guesses = list(self.head_logits(0, hidden) if self.projections.shared else hidden)
-        state.level += 1
-        guess = state.guesses[level]
-        return state, (guess if self.projections.shared else self.head_logits(level, guess)).unsqueeze(1)
+            guesses = self.head_logits(0, guesses) if self.projections.shared else guesses
+        guess = guesses[level] if self.projections.shared else self.head_logits(level, guesses[level])
+        return state._replace(level=level + 1, guesses=guesses), Guesses(guess.unsqueeze(1))
 
     def head_states(self, features: Tensor, input_ids: Tensor, attention_mask: Tensor | None = None) -> list[Tensor]:
         hidden = self._side_by_side(features.flatten(0, 1))

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from hf_drafthead.generation.reader import BaseReader, Reading
 from hf_drafthead.modeling.base import DraftHeadPreTrainedModel
 from hf_drafthead.training.objectives import (
     feature_loss,
@@ -48,25 +49,12 @@ class Objective:
 
 
 @dataclass(frozen=True)
-class Reading:
-    """What the base says about a batch.
-
-    features: (B, T, F*H) for the heads to read; hidden: (B, T, H) after the final norm; scores: (B, T, V) logits, or
-    (B, T, H) again where the base's lm_head makes logits of them.
-    """
-
-    features: Tensor
-    hidden: Tensor
-    scores: Tensor
-
-
-@dataclass(frozen=True)
 class HeadsLoss:
     """What counts how much.
 
     objective: of every head; head_decay: head k counts `head_decay ** k`; feature_noise: width of the uniform noise on
-    the hidden states that the heads read; split: whether the base's lm_head on its last hidden state gives its logits,
-    so that they can be had for some positions only; base: weight of the base's own loss, 0 where it is not trained
+    the hidden states that the heads read; reader: reads the base, default: the output projection of
+    the last hidden state gives the logits; base: weight of the base's own loss, 0 where it is not trained
     (Medusa-1); adapters_off: where given, the base learns its own distribution without adapters, else the text
     (Medusa-2, section 2.2.2).
     """
@@ -74,7 +62,7 @@ class HeadsLoss:
     objective: Objective
     head_decay: float = 1.0
     feature_noise: float = 0.0
-    split: bool = True
+    reader: BaseReader | None = None
     base: float = 0.0
     adapters_off: Callable[[], contextlib.AbstractContextManager] | None = None
 
@@ -152,20 +140,12 @@ class HeadsLoss:
         learns = bool(self.base) and learn
         base.train(was_training and learns)  # no dropout in what is only read
         with torch.set_grad_enabled(learns and torch.is_grad_enabled()):
-            last_only = self.split and model.drafter.feature_layers == (-1,)
-            outputs = (base.get_decoder() if self.split else base)(
-                input_ids=inputs["input_ids"],
-                attention_mask=inputs.get("attention_mask"),
-                output_hidden_states=not last_only,
-                use_cache=False,
-            )
+            reading = self._reader(model).texts(inputs["input_ids"], inputs.get("attention_mask"))
         base.train(was_training)
-        if last_only:
-            hidden = outputs.last_hidden_state
-            return Reading(hidden, hidden, hidden)
-        layers = outputs.hidden_states
-        features = torch.cat([layers[layer] for layer in model.drafter.feature_layers], dim=-1)
-        return Reading(features, layers[-1], layers[-1] if self.split else outputs.logits)
+        return reading
+
+    def _reader(self, model: DraftHeadPreTrainedModel) -> BaseReader:
+        return self.reader or BaseReader(model.base, {}, split=True, reads=model.drafter.reads)
 
     def _base_loss(self, model: DraftHeadPreTrainedModel, inputs: Mapping[str, Tensor], reading: Reading) -> Tensor:
         """Cross-entropy with the text, or KL divergence from what the base says without adapters; summed."""
@@ -187,10 +167,8 @@ class HeadsLoss:
 
     def _logits(self, model: DraftHeadPreTrainedModel, scores: Tensor, learn: bool = False) -> Tensor:
         """The base's logits (M, V) from the scores of a `Reading`."""
-        if not self.split:
-            return scores
         with torch.set_grad_enabled(learn and torch.is_grad_enabled()):
-            return model.base.get_output_embeddings()(scores)
+            return self._reader(model).logits(scores)
 
 
 def label_counts(labels: Tensor, heads: int) -> Tensor:

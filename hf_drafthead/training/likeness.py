@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_drafthead.generation.forward import splits
+from hf_drafthead.generation.reader import BaseReader
 from hf_drafthead.training.heads_loss import CHUNK
 from hf_drafthead.training.objectives import labelled, next_token_loss, teacher_loss
 
@@ -51,19 +51,16 @@ def likeness(base: Any, batches: Iterable[Mapping[str, Tensor]]) -> Likeness | N
         None where nothing is labelled.
     """
     device = base.get_input_embeddings().weight.device
-    split, size = splits(base), max(CHUNK // base.config.get_text_config().vocab_size, 1)
+    reader, size = BaseReader.of_texts(base), max(CHUNK // base.config.get_text_config().vocab_size, 1)
     count, agreed, excess = 0, 0.0, 0.0
     for batch in batches:
         inputs = {name: batch[name].to(device) for name in ("input_ids", "attention_mask") if name in batch}
         labels = batch["labels"].to(device)
         kept = labelled(labels, 1)
-        if split:
-            scores = base.get_decoder()(**inputs, use_cache=False).last_hidden_state[kept]  # (M, H)
-        else:
-            scores = base(**inputs, use_cache=False).logits[kept]  # (M, V)
+        scores = reader.texts(**inputs).scores[kept]  # (M, H) or (M, V)
         count += len(scores)
         for some, targets in zip(scores.split(size), labels.roll(-1, dims=1)[kept].to(scores.device).split(size)):
-            logits = base.get_output_embeddings()(some) if split else some
+            logits = reader.logits(some)
             agreed += (logits.argmax(-1) == targets).sum().item()
             excess += (next_token_loss(logits, targets) - teacher_loss(logits, logits)).sum().item()
     return Likeness(agreed / count, excess / count) if count else None

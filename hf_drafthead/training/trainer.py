@@ -17,7 +17,7 @@ from transformers import Trainer, TrainerCallback, TrainerState
 from transformers.trainer_utils import EvalLoopOutput
 from transformers.utils import logging
 
-from hf_drafthead.generation.forward import splits
+from hf_drafthead.generation.reader import BaseReader
 from hf_drafthead.modeling.base import DraftHeadPreTrainedModel
 from hf_drafthead.training.arguments import DraftHeadTrainingArguments
 from hf_drafthead.training.foretelling import Foretelling
@@ -84,7 +84,7 @@ class DraftHeadTrainer(Trainer):
             Objective(args.next_token_weight, args.teacher_weight, args.feature_weight),
             head_decay=args.head_decay,
             feature_noise=args.feature_noise,
-            split=splits(model.base),
+            reader=BaseReader.of_texts(model.base, model.drafter.reads),
             base=args.base_weight,
             adapters_off=functools.partial(adapters_off, model.base) if args.base_objective == "itself" else None,
         )

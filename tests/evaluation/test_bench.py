@@ -12,6 +12,7 @@ from hf_drafthead.evaluation import compare, plan, plots, report, sharding, spee
 from hf_drafthead.evaluation.bench import bench
 from hf_drafthead.evaluation.loading import load
 from hf_drafthead.evaluation.questions import UNCATEGORISED, Question
+from hf_drafthead.generation import step
 from hf_drafthead.generation.mixin import DraftHeadGenerationMixin
 from hf_drafthead.generation.tree import DraftTree
 from tests.checkpoints import TREE, save_base, save_heads
@@ -113,14 +114,15 @@ def test_the_peak_of_memory_is_forgotten_before_every_call(loaded, monkeypatch):
 @pytest.mark.parametrize("stage", stages.STAGES)
 def test_a_stage_s_time_is_told_under_its_name(loaded, monkeypatch, stage):
     clock = types.SimpleNamespace(now=0.0)
-    right = getattr(stages.decoding, stage)
+    holder, name = (step.Step, "walk") if stage == "accept" else (step, stage)
+    right = getattr(holder, name)
 
     def slow(*arguments, **kwargs):
         clock.now += 0.25
         return right(*arguments, **kwargs)
 
-    monkeypatch.setattr(stages, "time", types.SimpleNamespace(perf_counter=lambda: clock.now))
-    monkeypatch.setattr(stages.decoding, stage, slow)
+    monkeypatch.setattr(step, "time", types.SimpleNamespace(perf_counter=lambda: clock.now))
+    monkeypatch.setattr(holder, name, slow)
     (found,) = measured(loaded, PROMPTS[:1])
     others = dict.fromkeys([*stages.STAGES, "rest"], 0.0)
     assert found.time_split == {**others, stage: 250.0, "step": 250.0}

@@ -7,8 +7,8 @@ from hf_drafthead.evaluation import near_tie
 from hf_drafthead.evaluation import verify as verifying
 from hf_drafthead.evaluation.measurement import identity
 from hf_drafthead.evaluation.verify import Check, compare, groups, verify
-from hf_drafthead.generation import TreeCache, acceptance, decoding, mixin, rules
-from hf_drafthead.generation.forward import BaseReader, Unsupported
+from hf_drafthead.generation import SlotCache, acceptance, mixin, rules, step
+from hf_drafthead.generation.reader import BaseReader, Unsupported
 from tests.bases import tiny_base
 from tests.checkpoints import byte_tokenizer
 from tests.families import FAMILIES
@@ -64,41 +64,37 @@ def test_an_exact_model_passes_every_check(model):
 
 
 def phantom_token(patch):
-    greedy_walk = acceptance.greedy_walk
+    walk = acceptance.walk_on_device
 
-    def lenient(logits, tokens, *rest):
-        tokens = tokens.clone()
-        tokens[:, 1] = logits[:, 0].argmax(-1)  # the first guess is always taken for right
-        return greedy_walk(logits, tokens, *rest)
+    def lenient(choice, valid, candidates, *rest):
+        tokens = candidates.tokens.clone()
+        tokens[:, 1] = choice[:, 0]  # the first guess is always taken for right
+        return walk(choice, valid, candidates._replace(tokens=tokens), *rest)
 
-    patch.setattr(decoding, "greedy_walk", lenient)
+    patch.setattr(step, "walk_on_device", lenient)
 
 
 def overshoot_past_the_end(patch):
-    greedy_walk = acceptance.greedy_walk
+    walk = acceptance.walk_on_device
 
-    def overshooting(logits, tokens, topology, state, rules):
-        ends, rules.eos_tokens = rules.eos_tokens, set()
-        accepted = greedy_walk(logits, tokens, topology, state, rules)
-        rules.eos_tokens = ends
-        for row, emitted in enumerate(accepted.tokens):
-            if ends.intersection(emitted):
-                state.ends[row] = state.lengths[row]
-        return accepted
+    def overshooting(choice, valid, candidates, rows, limits, reach):
+        found = walk(choice, valid, candidates, rows, limits, reach)
+        longer = walk(choice, valid, candidates, rows, limits._replace(eos=torch.tensor([-1])), reach)
+        return found._replace(counts=longer.counts, ends=torch.where(found.ends > 0, rows.lengths + longer.counts, 0))
 
-    patch.setattr(decoding, "greedy_walk", overshooting)
+    patch.setattr(step, "walk_on_device", overshooting)
 
 
 def wrong_row_s_cache(patch):
-    commit = TreeCache.commit
-    patch.setattr(TreeCache, "commit", lambda self, nodes, starts, *rest: commit(self, nodes[::-1], starts, *rest))
+    keep = SlotCache.keep
+    patch.setattr(SlotCache, "keep", lambda self, nodes, counts: keep(self, nodes.flip(0), counts))
 
 
 def wrong_position(patch):
     nodes = BaseReader.nodes
 
-    def shifted(self, tokens, topology, cache, past, positions, visible):
-        return nodes(self, tokens, topology, cache, past, positions + (topology.depths > 0), visible)
+    def shifted(self, tokens, topology, cache, positions, visible):
+        return nodes(self, tokens, topology, cache, positions + (topology.depths > 0), visible)
 
     patch.setattr(BaseReader, "nodes", shifted)
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from hf_drafthead.generation.forward import BaseReader, probe
+from hf_drafthead.generation.reader import BaseReader, probe
 from tests.bases import CANNOT_SDPA, SIZES, SPECIAL, VOCABULARY, tiny_base
 from tests.drafters import Drafted, half_right
 from tests.families import FAMILIES
@@ -52,9 +52,10 @@ def test_every_node_has_the_logits_of_a_plain_forward_over_its_path(rows, kind, 
     inputs = ragged(rows, attention)
     steps, nodes = [], BaseReader.nodes
 
-    def spy(self, tokens, topology, cache, past, positions, visible):
-        logits, features = nodes(self, tokens, topology, cache, past, positions, visible)
-        steps.append((tokens.clone(), topology, past.tolist(), logits.clone(), features.clone()))
+    def spy(self, tokens, topology, cache, positions, visible):
+        past = cache.lengths.tolist()
+        logits, features = nodes(self, tokens, topology, cache, positions, visible)
+        steps.append((tokens.clone(), topology, past, logits.clone(), features.clone()))
         return logits, features
 
     probe(base, (-1,))

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from hf_drafthead.generation import TreeCache
+from hf_drafthead.generation import SlotCache
 from tests.drafters import Drafted, half_right, right
 from tests.families import FAMILIES
 from tests.generation.agreement import TREE, Agreement, agree, prompt, shared_base
@@ -35,10 +35,10 @@ def same_cache(one, other, visible: torch.Tensor | None = None, tolerance: float
 
 
 def rows_of_their_own(found: Agreement, inputs) -> torch.Tensor:
-    """(B, T) the positions of each row from its first token to its last but one."""
+    """(B, T) the positions of each row from its first token to its last: that of a row that ended early is fed too."""
     visible = torch.zeros_like(found.got.sequences, dtype=torch.bool)
     for row, (mask, own) in enumerate(zip(inputs["attention_mask"], found.new_tokens)):
-        visible[row, 9 - int(mask.sum()) : 9 + own - 1] = True
+        visible[row, 9 - int(mask.sum()) : 9 + own] = True
     return visible[:, :-1]
 
 
@@ -207,5 +207,5 @@ def test_the_base_goes_on_from_the_model_s_cache_and_the_model_from_the_base_s(k
 def test_no_cache_is_filled_that_nobody_will_see(monkeypatch):
     base = shared_base("llama-gqa")
     model = FAMILIES[0].build(base)
-    monkeypatch.setattr(TreeCache, "unload", lambda *a: pytest.fail("the cache was copied for nothing"))
+    monkeypatch.setattr(SlotCache, "unload", lambda *a: pytest.fail("the cache was copied for nothing"))
     model.generate(**prompt(), max_new_tokens=5, draft_tree=TREE)

@@ -7,7 +7,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast, StaticCache
 from transformers.utils import ModelOutput
 
-from hf_drafthead.generation.forward import Unsupported, attention_windows, check_length
+from hf_drafthead.generation.reader import Unsupported, attention_windows, check_length
 from tests.bases import SIZES, SPECIAL, tiny_base
 from tests.drafters import Drafted
 from tests.families import FAMILIES
@@ -31,7 +31,6 @@ CALLS = {
     "prompt lookup": (lambda base: {"prompt_lookup_num_tokens": 2}, "assisted generation"),
     "hidden states": (lambda base: {"output_hidden_states": True}, "attentions or hidden states are asked for"),
     "no cache": (lambda base: {"use_cache": False}, "use_cache is False"),
-    "a static cache by name": (lambda base: {"cache_implementation": "static"}, "cache_implementation is 'static'"),
     "a static cache": (lambda base: {"past_key_values": static_cache(base)}, "a cache of type StaticCache"),
     "a loop of the user's own": (lambda base: {"custom_generate": sampled_by_hand}, "custom_generate is given"),
 }

@@ -4,8 +4,8 @@ import pytest
 import torch
 from transformers import RepetitionPenaltyLogitsProcessor
 
-from hf_drafthead.generation import DraftTree, TreeCache, acceptance, decoding, forward, mixin, rules
-from hf_drafthead.generation.forward import BaseReader, Unsupported
+from hf_drafthead.generation import DraftTree, SlotCache, acceptance, decoding, mixin, reader, rules, step
+from hf_drafthead.generation.reader import BaseReader, Unsupported
 from tests.drafters import half_right, right, wrong
 from tests.families import FAMILIES
 from tests.generation.agreement import TREE, agree, prompt, shared_base
@@ -24,14 +24,14 @@ def breaks(guess=half_right, rows: int = 1, match: str | None = None, **argument
 
 @pytest.mark.parametrize("rows", [1, 3])
 def test_a_phantom_token_that_is_accepted(rows, monkeypatch):
-    greedy_walk = acceptance.greedy_walk
+    walk = acceptance.walk_on_device
 
-    def lenient(logits, tokens, topology, state, rules):
-        tokens = tokens.clone()
-        tokens[:, 1] = logits[:, 0].argmax(-1)  # the first guess is always taken for right
-        return greedy_walk(logits, tokens, topology, state, rules)
+    def lenient(choice, valid, candidates, *rest):
+        tokens = candidates.tokens.clone()
+        tokens[:, 1] = choice[:, 0]  # the first guess is always taken for right
+        return walk(choice, valid, candidates._replace(tokens=tokens), *rest)
 
-    monkeypatch.setattr(decoding, "greedy_walk", lenient)
+    monkeypatch.setattr(step, "walk_on_device", lenient)
     agree(inputs=prompt(rows), guess=right, call=LONG)  # a drafter that is always right does not see it
     breaks(half_right, rows)
     breaks(wrong, rows)
@@ -39,41 +39,31 @@ def test_a_phantom_token_that_is_accepted(rows, monkeypatch):
 
 @pytest.mark.parametrize("rows", [1, 3])
 def test_a_step_that_goes_on_behind_the_end_of_text(rows, monkeypatch):
-    greedy_walk = acceptance.greedy_walk
+    walk = acceptance.walk_on_device
 
-    def overshooting(logits, tokens, topology, state, rules):
-        ends, rules.eos_tokens = rules.eos_tokens, set()
-        accepted = greedy_walk(logits, tokens, topology, state, rules)
-        rules.eos_tokens = ends
-        for row, emitted in enumerate(accepted.tokens):
-            if ends.intersection(emitted):
-                state.ends[row] = state.lengths[row]
-        return accepted
+    def overshooting(choice, valid, candidates, rows, limits, reach):
+        found = walk(choice, valid, candidates, rows, limits, reach)
+        longer = walk(choice, valid, candidates, rows, limits._replace(eos=torch.tensor([-1])), reach)
+        return found._replace(counts=longer.counts, ends=torch.where(found.ends > 0, rows.lengths + longer.counts, 0))
 
     base = shared_base("llama-gqa")
     text = base.generate(**prompt(rows), **LONG)
     call = {"max_new_tokens": 20, "eos_token_id": int(text[0, 9 + 6])}
-    monkeypatch.setattr(decoding, "greedy_walk", overshooting)
+    monkeypatch.setattr(step, "walk_on_device", overshooting)
     agree(inputs=prompt(rows), guess=wrong, call=call)  # a drafter that is never right hides it
     breaks(right, rows, call=call)
 
 
 @pytest.mark.parametrize("rows", [1, 3])
 def test_the_wrong_node_that_is_kept_in_the_cache(rows, monkeypatch):
-    commit = TreeCache.commit
-
-    def off_by_one(self, nodes, *arguments):
-        commit(self, [[node - (node > 1) for node in row] for row in nodes], *arguments)
-
-    monkeypatch.setattr(TreeCache, "commit", off_by_one)
+    keep = SlotCache.keep
+    monkeypatch.setattr(SlotCache, "keep", lambda self, nodes, counts: keep(self, nodes - (nodes > 1).long(), counts))
     breaks(half_right, rows)
 
 
 def test_rows_of_the_cache_that_are_mixed_up(monkeypatch):
-    commit = TreeCache.commit
-    monkeypatch.setattr(
-        TreeCache, "commit", lambda self, nodes, starts, *rest: commit(self, nodes, starts[::-1], *rest)
-    )
+    keep = SlotCache.keep
+    monkeypatch.setattr(SlotCache, "keep", lambda self, nodes, counts: keep(self, nodes.flip(0), counts))
     breaks(half_right, 3)
 
 
@@ -81,36 +71,36 @@ def test_rows_of_the_cache_that_are_mixed_up(monkeypatch):
 def test_a_position_that_is_off_by_one(rows, monkeypatch):
     nodes = BaseReader.nodes
 
-    def shifted(self, tokens, topology, cache, past, positions, visible):
-        return nodes(self, tokens, topology, cache, past, positions + (topology.depths > 1), visible)
+    def shifted(self, tokens, topology, cache, positions, visible):
+        return nodes(self, tokens, topology, cache, positions + (topology.depths > 1), visible)
 
     monkeypatch.setattr(BaseReader, "nodes", shifted)
     breaks(right, rows)
 
 
 def test_siblings_that_see_each_other(monkeypatch):
-    tree_mask = forward.tree_mask
+    slot_mask = reader.slot_mask
 
-    def open_mask(topology, past, extent, visible, window, dtype):
-        mask = tree_mask(topology, past, extent, visible, window, dtype)
-        nodes = topology.depths.shape[1]
-        mask[..., 2:, 1] = 0  # all but the root and the first guess see the first guess
-        return mask if nodes > 3 else tree_mask(topology, past, extent, visible, window, dtype)
+    def open_mask(ancestors, *arguments, **named):
+        mask = slot_mask(ancestors, *arguments, **named)
+        if ancestors.shape[1] > 3:
+            mask[..., 2:, 1] = 0  # all but the root and the first guess see the first guess
+        return mask
 
-    monkeypatch.setattr(forward, "tree_mask", open_mask)
+    monkeypatch.setattr(reader, "slot_mask", open_mask)
     breaks(half_right)
     breaks(half_right, 3)
 
 
 def test_the_probe_finds_siblings_that_see_each_other(monkeypatch):
-    tree_mask = forward.tree_mask
+    slot_mask = reader.slot_mask
 
-    def open_mask(*arguments):
-        return torch.zeros_like(tree_mask(*arguments))
+    def open_mask(*arguments, **named):
+        return torch.zeros_like(slot_mask(*arguments, **named))
 
-    monkeypatch.setattr(forward, "tree_mask", open_mask)
+    monkeypatch.setattr(reader, "slot_mask", open_mask)
     with pytest.raises(Unsupported, match="does not honour tree masks"):
-        forward.probe(shared_base("llama"), (-1,))
+        reader.probe(shared_base("llama"), (-1,))
 
 
 def test_padding_that_is_seen(monkeypatch):
@@ -120,7 +110,7 @@ def test_padding_that_is_seen(monkeypatch):
 
 
 def test_a_window_that_is_forgotten(monkeypatch):
-    monkeypatch.setattr(forward, "attention_windows", lambda config: {"full_attention": None})
+    monkeypatch.setattr(reader, "attention_windows", lambda config: {"full_attention": None})
     with pytest.raises((AssertionError, Unsupported)):
         agree(shared_base("mistral-sliding"), call=LONG)
 
@@ -165,16 +155,15 @@ def test_a_generator_that_is_left_where_the_fastest_row_was(monkeypatch):
 @pytest.mark.parametrize("keeps_history", [False, True], ids=["last position", "all positions"])
 @pytest.mark.parametrize("rows", [1, 3])
 def test_the_drafter_is_given_another_node_s_hidden_state(rows, keeps_history, monkeypatch):
-    commit = decoding.commit
+    commit = step.commit
 
-    def off_by_one(drafter, state, verified, accepted):
-        commit(drafter, state, verified, accepted)
-        features, tokens, counts = state.unseen
-        state.unseen = (features.roll(1, dims=-1), tokens, counts)
+    def off_by_one(drafter, draft_state, cache, rows, verified, *rest):
+        neighbours = verified._replace(features=verified.features.roll(1, dims=1))
+        return commit(drafter, draft_state, cache, rows, neighbours, *rest)
 
-    monkeypatch.setattr(decoding, "commit", off_by_one)
+    monkeypatch.setattr(step, "commit", off_by_one)
     # the text is right all the same: only the drafter's own look finds it
-    breaks(half_right, rows, match="no hidden state of position", draft={"keeps_history": keeps_history})
+    breaks(half_right, rows, match="(no hidden state of|does not follow) position", draft={"keeps_history": keeps_history})
 
 
 def test_guesses_that_hang_on_the_wrong_node(monkeypatch):
@@ -216,8 +205,8 @@ def test_a_second_forward_in_a_step(monkeypatch):
 
 
 def test_a_cache_that_lacks_its_last_position(monkeypatch):
-    unload = TreeCache.unload
-    monkeypatch.setattr(TreeCache, "unload", lambda self, target, start, stop: unload(self, target, start, stop - 1))
+    unload = SlotCache.unload
+    monkeypatch.setattr(SlotCache, "unload", lambda self, target, start, stop: unload(self, target, start, stop - 1))
     found = agree(call=LONG)
     with pytest.raises(AssertionError):
         same_cache(found.got.past_key_values, found.expected.past_key_values)
@@ -230,10 +219,10 @@ def test_a_cache_that_two_calls_share(monkeypatch):
     shared = []
 
     def one_for_all(*arguments, **named):
-        shared.append(TreeCache(*arguments, **named))
+        shared.append(SlotCache(*arguments, **named))
         return shared[0]
 
-    monkeypatch.setattr(decoding, "TreeCache", one_for_all)
+    monkeypatch.setattr(decoding, "SlotCache", one_for_all)
     inner = CallsAnother(lambda: model.generate(**ONE | {"max_new_tokens": 7}, draft_tree=TREE))
     call = {**ONE, "stopping_criteria": [inner], "draft_tree": TREE}
     try:

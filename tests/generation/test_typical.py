@@ -8,10 +8,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import GenerationConfig, LogitsProcessorList, MaxLengthCriteria, StoppingCriteriaList
 
-from hf_drafthead.generation import DraftTree, TreeCache
-from hf_drafthead.generation.acceptance import typical_choices, walk
-from hf_drafthead.generation.decoding import DecodingState
+from hf_drafthead.generation import DraftTree
+from hf_drafthead.generation.acceptance import typical_choices, walk_on_host
 from hf_drafthead.generation.rules import Rules
+from hf_drafthead.generation.state import Candidates
 from tests.drafters import Drafted, Oracle, half_right
 from tests.families import FAMILIES
 from tests.generation.agreement import TREE, agree, prompt, shared_base
@@ -21,6 +21,7 @@ CASES = json.loads((GOLDEN / "acceptance_typical.json").read_text())["cases"]
 TENSORS = load_file(GOLDEN / "acceptance_typical.safetensors")
 CHAIN = {"paths": [[0], [0, 0], [0, 0, 0]], "retrieve_indices": [[0, 1, 2, 3]]}
 every_case = pytest.mark.parametrize("case", CASES)
+FAR = torch.tensor([99])
 temperatures = pytest.mark.parametrize("temperature", ["0.7", "1.0"])
 
 
@@ -55,7 +56,7 @@ def accepted_path(choices: torch.Tensor, tokens: torch.Tensor, tree: DraftTree) 
 def test_the_accepted_path_is_the_published_one(case, temperature):
     tree, tokens, logits, lines = given(case)
     probabilities = (logits / float(temperature)).softmax(-1)
-    choices = typical_choices(probabilities, tokens, tree.topology(), threshold=0.09, alpha=0.3)
+    choices = typical_choices(probabilities, Candidates(tokens, tree.topology()), FAR, threshold=0.09, alpha=0.3)
     path = accepted_path(choices, tokens, tree)
     assert path == published(case, temperature, "hydra", lines)
     assert (choices >= 0).sum() == len(path) - 1
@@ -75,29 +76,27 @@ def test_the_published_padding_is_accepted_somewhere():
 def test_at_temperature_zero_the_walk_is_the_published_one(case):
     tree, tokens, logits, lines = given(case)
     criteria = StoppingCriteriaList([MaxLengthCriteria(99)])
-    rules = Rules(LogitsProcessorList(), criteria, GenerationConfig(), batch_size=1, prompt_length=1, samples=False)
-    state = DecodingState(
-        sequences=torch.zeros(1, 99, dtype=torch.long),
-        padding=0,
+    rules = Rules(
+        LogitsProcessorList(),
+        criteria,
+        GenerationConfig(),
+        batch_size=1,
         prompt_length=1,
-        lengths=[1],
-        ends=[None],
-        cache=TreeCache(1, tree.num_nodes, 99),
-        past_shift=0,
-        position_shift=torch.zeros(1, 1, dtype=torch.long),
-        visible=None,
-        draft_state=None,
+        device=torch.device("cpu"),
+        samples=False,
     )
-    accepted = walk(logits, tokens, tree.topology(), state, rules)
-    assert list(accepted.nodes[0]) == published(case, "0", "medusa_fast_typical", lines)
-    assert list(accepted.nodes[0]) == published(case, "0", "hydra", lines)
+    sequences = torch.zeros(1, 99, dtype=torch.long)
+    walk = walk_on_host(logits, Candidates(tokens, tree.topology()), sequences, [1], [None], [99], rules)
+    nodes = walk.nodes[0, : walk.counts[0]].tolist()
+    assert nodes == published(case, "0", "medusa_fast_typical", lines)
+    assert nodes == published(case, "0", "hydra", lines)
 
 
 def test_a_row_that_accepts_nothing_prefers_nothing():
     tree = DraftTree([(0,), (0, 0)])
     probabilities = torch.full((1, 3, 4), 0.25)
     probabilities[0, 0] = torch.tensor([0.0, 1.0, 0.0, 0.0])
-    choices = typical_choices(probabilities, torch.tensor([[3, 2, 1]]), tree.topology(), 0.09, 0.3)
+    choices = typical_choices(probabilities, Candidates(torch.tensor([[3, 2, 1]]), tree.topology()), FAR, 0.09, 0.3)
     assert choices.tolist() == [[-1, -1, -1]]
 
 

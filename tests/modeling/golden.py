@@ -70,10 +70,10 @@ def drafted(drafter: Drafter, state, root: Tensor, paths: list[list[int]]) -> li
     for depth in range(1, max(map(len, paths)) + 1):
         level_tokens = torch.tensor([[tokens[path] for path in expanded]])
         parents = torch.tensor([[previous.index(path[:-1]) if path else 0 for path in expanded]])
-        state, logits = drafter.expand(state, level_tokens, parents)
+        state, guesses = drafter.expand(state, level_tokens, parents)
         for path in (path for path in paths if len(path) == depth):
-            node = expanded.index(path[:-1]) if logits.shape[1] > 1 else 0
-            tokens[path] = logits[0, node].topk(path[-1] + 1).indices[-1].item()
+            node = expanded.index(path[:-1]) if guesses.logits.shape[1] > 1 else 0
+            tokens[path] = guesses.top(path[-1] + 1)[0][0, node, -1].item()
         previous = expanded
         expanded = [path for path in paths if len(path) == depth and any(p[:-1] == path for p in paths)]
     return [tokens[()], *(tokens[path] for path in paths)]

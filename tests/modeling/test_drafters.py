@@ -12,7 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hf_drafthead.modeling import EagleForCausalLM, row_cache
+from hf_drafthead.generation import SlotCache, slots
+from hf_drafthead.modeling import EagleForCausalLM
 from tests.bases import VOCABULARY, tiny_base
 from tests.families import Family
 
@@ -57,8 +58,8 @@ def chain(drafter, state, ids: Tensor, at: list[int], levels: int) -> list[Tenso
     found = []
     for level in range(levels):
         tokens = torch.stack([ids[row, start + level] for row, start in enumerate(at)]).unsqueeze(1)
-        state, logits = drafter.expand(state, tokens, torch.zeros_like(tokens))
-        found.append(logits[:, 0])
+        state, guesses = drafter.expand(state, tokens, torch.zeros_like(tokens))
+        found.append(guesses.logits[:, 0])
     return found
 
 
@@ -88,8 +89,11 @@ def test_it_drafts_as_it_was_trained(drafter, steps):
 
 @pytest.fixture(params=[True, False], ids=["as on a CPU", "as on a GPU"])
 def reads_back(request):
-    """Whether drafters' caches look at their lengths in every step, or go by a bound and fixed shapes."""
-    with mock.patch.object(row_cache, "reads_back", lambda device: request.param):
+    """Whether drafters' caches look at their lengths in every step, or go by a bound."""
+    longest = SlotCache._longest
+    with mock.patch.object(
+        SlotCache, "_longest", lambda cache, bound: longest(cache, bound) if request.param else bound
+    ):
         yield
 
 
@@ -106,7 +110,7 @@ def test_it_remembers_every_step_right(family, capacity, room, data):
     ends = [[data.draw(st.integers(1, 12)) for _ in range(rows)]]
     for _ in range(data.draw(st.integers(0, 5), label="steps")):
         ends.append([end + data.draw(st.integers(0, 4)) for end in ends[-1]])
-    with mock.patch.object(row_cache, "ROOM", room):
+    with mock.patch.object(slots, "ROOM", room):
         state = observed(drafter, features, ids, ends, capacity)
     trained = drafter.head_states(features, ids)
     for level, logits in enumerate(chain(drafter, state, ids, ends[-1], len(trained))):
@@ -157,8 +161,8 @@ def test_the_nodes_of_a_level_are_drafted_as_each_would_be_alone(drafter):
     parents += [torch.randint(0, w, (2, n), generator=generator) for w, n in zip(widths, widths[1:depth], strict=False)]
     tree, levels = copy.deepcopy(state), []
     for level_tokens, level_parents in zip(tokens, parents, strict=True):
-        tree, logits = drafter.expand(tree, level_tokens, level_parents)
-        levels.append(logits.expand(-1, level_tokens.shape[1], -1))
+        tree, guesses = drafter.expand(tree, level_tokens, level_parents)
+        levels.append(guesses.logits.expand(-1, level_tokens.shape[1], -1))
     for depth, width in enumerate(widths[: len(levels)]):
         for node in range(width):
             path, at = [], torch.full((2,), node)
@@ -167,8 +171,8 @@ def test_the_nodes_of_a_level_are_drafted_as_each_would_be_alone(drafter):
                 at = parents[level].gather(1, at.unsqueeze(1)).squeeze(1)
             alone = copy.deepcopy(state)
             for token in path:
-                alone, logits = drafter.expand(alone, token, torch.zeros_like(token))
-            torch.testing.assert_close(levels[depth][:, node], logits[:, 0], **EXACT)
+                alone, guesses = drafter.expand(alone, token, torch.zeros_like(token))
+            torch.testing.assert_close(levels[depth][:, node], guesses.logits[:, 0], **EXACT)
 
 
 @pytest.mark.usefixtures("reads_back")
@@ -202,12 +206,12 @@ def test_two_drafts_at_once_do_not_disturb_each_other(drafter):
     second, mixed = observed(drafter, other_features, other_ids, [[6]]), []
     for level in range(depth):
         tokens = torch.stack([ids[0, 4 + level], ids[1, 3 + level]]).unsqueeze(1)
-        first, logits = drafter.expand(first, tokens, torch.zeros_like(tokens))
+        first, guesses = drafter.expand(first, tokens, torch.zeros_like(tokens))
         second, _ = drafter.expand(second, other_ids[:, [level]], torch.zeros(1, 1, dtype=torch.long))
         if level == 1:
             second = drafter.observe(second, other_features[:, :2], other_ids[:, :2], torch.tensor([2]))
             second, _ = drafter.expand(second, other_ids[:, [0]], torch.zeros(1, 1, dtype=torch.long))
-        mixed.append(logits[:, 0])
+        mixed.append(guesses.logits[:, 0])
     for ours, theirs in zip(mixed, expected, strict=True):
         torch.testing.assert_close(ours, theirs, **EXACT)
 
@@ -222,9 +226,9 @@ def test_a_node_of_eagle_is_what_its_guess_would_be_as_verified_text():
     tree, _ = drafter.expand(tree, ids[torch.arange(2), torch.tensor([5, 3])].unsqueeze(1), torch.zeros_like(tokens[0]))
     for token in tokens:
         text = drafter.observe(text, text.last.unsqueeze(1), token, torch.tensor([1, 1]))
-        tree, logits = drafter.expand(tree, token, torch.zeros_like(token))
+        tree, guesses = drafter.expand(tree, token, torch.zeros_like(token))
         torch.testing.assert_close(tree.level[:, 0], text.last, **EXACT)
-        torch.testing.assert_close(logits[:, 0], drafter.head_logits(0, text.last), **EXACT)
+        torch.testing.assert_close(guesses.logits[:, 0], drafter.head_logits(0, text.last), **EXACT)
 
 
 def test_heads_learn(drafter):

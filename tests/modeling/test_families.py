@@ -187,11 +187,11 @@ def test_eagle_reads_pairs_of_the_text_so_far(text):
 
 def test_eagle_can_read_several_layers(text):
     drafter = build(EagleForCausalLM, feature_layers=[1, -1], fc_bias=True)
-    assert drafter.feature_layers == (1, -1)
+    assert drafter.reads == (1, -1)
     features = torch.cat([text[0], text[0].flip(1)], dim=-1)
     assert states(drafter, features, text[1]).shape == (1, 1, 9, 32)
     state = drafter.observe(drafter.start(1, 16), features, text[1], torch.tensor([9]))
-    assert drafter.expand(state, text[1][:, :1], torch.zeros(1, 1, dtype=torch.long))[1].shape == (1, 1, VOCABULARY)
+    assert drafter.expand(state, text[1][:, :1], torch.zeros(1, 1, dtype=torch.long))[1].logits.shape == (1, 1, VOCABULARY)
 
 
 LAYERED = [
@@ -210,9 +210,9 @@ def test_layers_of_every_base_remember_right(kind, model_class, fields, text):
     for step in (slice(0, 4), slice(4, 5), slice(5, 8)):
         follow = ids[:, step.start + 1 : step.stop + 1]
         state = drafter.observe(state, features[:, step], follow, torch.tensor([follow.shape[1]]))
-    _, logits = drafter.expand(state, ids[:, 8:9], torch.zeros(1, 1, dtype=torch.long))
+    _, guesses = drafter.expand(state, ids[:, 8:9], torch.zeros(1, 1, dtype=torch.long))
     expected = drafter.head_logits(0, drafter.head_states(features, ids)[0][:, 7])
-    torch.testing.assert_close(logits[:, 0], expected, atol=1e-6, rtol=1e-6)  # eager takes its softmax in float32
+    torch.testing.assert_close(guesses.logits[:, 0], expected, atol=1e-6, rtol=1e-6)  # eager takes its softmax in float32
 
 
 @pytest.mark.parametrize("model_class, fields", LAYERED)
@@ -376,4 +376,4 @@ def test_decoder_layers_for_a_base_without_attention_heads(model_class, fields, 
 
 @pytest.mark.parametrize("layer", [0, 2, -1, -3])
 def test_every_hidden_state_of_the_base_can_be_read(layer):
-    assert EagleForCausalLM.from_base(tiny_base(), feature_layers=[layer]).drafter.feature_layers == (layer,)
+    assert EagleForCausalLM.from_base(tiny_base(), feature_layers=[layer]).drafter.reads == (layer,)

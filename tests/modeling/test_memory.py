@@ -1,6 +1,7 @@
 """While a model generates, its drafter's memory stays what a run over each row's whole verified text would give."""
 
 import copy
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -10,6 +11,13 @@ from tests.bases import VOCABULARY, tiny_base
 from tests.families import FAMILIES
 
 TREE = [[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0]]
+
+
+class Told(NamedTuple):
+    """A drafter's own state, and the features and tokens of each row that it was told."""
+
+    own: Any
+    told: list
 
 
 class Watched:
@@ -24,9 +32,7 @@ class Watched:
 
     def start(self, batch_size, capacity):
         self.calls += 1
-        state = self.plain["start"](batch_size, capacity)
-        state.told = [([], []) for _ in range(batch_size)]
-        return state
+        return Told(self.plain["start"](batch_size, capacity), [([], []) for _ in range(batch_size)])
 
     def observe(self, state, features, tokens, lengths):
         told = [(list(hidden), list(follow)) for hidden, follow in state.told]
@@ -35,26 +41,23 @@ class Watched:
                 told[row] = [], []
             told[row][0].extend(features[row, :length].unbind())
             told[row][1].extend(tokens[row, :length].tolist())
-        state = self.plain["observe"](state, features, tokens, lengths)
-        state.told = told
+        state = Told(self.plain["observe"](state.own, features, tokens, lengths), told)
         self.check(state)
         return state
 
     def expand(self, state, tokens, parents):
-        told = state.told
-        state, logits = self.plain["expand"](state, tokens, parents)
-        state.told = told
-        return state, logits
+        own, guesses = self.plain["expand"](state.own, tokens, parents)
+        return Told(own, state.told), guesses
 
     def check(self, state):
         roots = torch.tensor([[follow[-1]] for _, follow in state.told])
-        _, logits = self.plain["expand"](copy.deepcopy(state), roots, torch.zeros_like(roots))
+        _, guesses = self.plain["expand"](copy.deepcopy(state.own), roots, torch.zeros_like(roots))
         for row, (hidden, follow) in enumerate(state.told):
             features = torch.stack([*hidden, torch.zeros_like(hidden[0])]).unsqueeze(0)  # and the root's own, unknown
             ids = torch.tensor([[0, *follow]])
             from_scratch = self.drafter.head_states(features, ids)[0][:, len(follow) - 1]
             expected = self.drafter.head_logits(0, from_scratch)
-            torch.testing.assert_close(logits[row], expected, atol=1e-9, rtol=1e-9)
+            torch.testing.assert_close(guesses.logits[row], expected, atol=1e-9, rtol=1e-9)
             self.checks += 1
 
 

@@ -1,10 +1,10 @@
-"""The base's forward over a prompt and over the nodes of a step, and the probe whether it can be trusted with a tree.
+"""How a base is read: over a prompt, over the nodes of a step, over whole texts; and the probe whether trees can go.
 
 The tree enters through public arguments alone: `position_ids` (past length + depth), a 4-D additive `attention_mask`
 (one per layer type where the base has several) and a `Cache`. Some models ignore one of them, some crash; hence
 `probe`.
 
-Shapes: B rows, N nodes, P prompt positions, S past slots in use, R = 1 or B, H hidden, F feature layers, V vocabulary.
+Shapes: B rows, N nodes, T positions of a text, R = 1 or B, H hidden, F feature layers, V vocabulary, M any number.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from hf_drafthead.generation.cache import TreeCache
+from hf_drafthead.generation.slots import SlotCache, slot_mask
 from hf_drafthead.generation.tree import DraftTree, Topology
 
 KNOWN_LAYER_TYPES = {"full_attention", "sliding_attention"}
@@ -30,42 +30,70 @@ class Unsupported(Exception):
 
 
 @dataclass(frozen=True)
+class Reading:
+    """What the base says about whole texts.
+
+    features: (B, T, F*H) for a drafter to read; hidden: (B, T, H) after the final norm; scores: (B, T, V) logits, or
+    (B, T, H) again where `BaseReader.logits` makes logits of them.
+    """
+
+    features: torch.Tensor
+    hidden: torch.Tensor
+    scores: torch.Tensor
+
+
+@dataclass(frozen=True)
 class BaseReader:
     """How to run one base and read logits and features from it.
 
     base: the causal LM; windows: attention window (None = all) by layer type; split: whether the logits are the output
-    projection of the decoder's last hidden state, so that the decoder can be run alone; feature_layers: the hidden
-    states that the drafter reads.
+    projection of the decoder's last hidden state, so that the decoder can be run alone; reads: the layers whose hidden
+    states the drafter reads, -1 being the last after the final norm.
     """
 
     base: PreTrainedModel
     windows: dict[str, int | None]
     split: bool
-    feature_layers: tuple[int, ...] = (-1,)
+    reads: tuple[int, ...] = (-1,)
+
+    @classmethod
+    def of_texts(cls, base: PreTrainedModel, reads: tuple[int, ...] = (-1,)) -> BaseReader:
+        """A reader of whole texts, for which a base need not be able to verify trees."""
+        return cls(base, {}, splits(base), reads)
 
     def __call__(self, last_only: bool, **inputs) -> tuple[torch.Tensor, torch.Tensor]:
         """Logits (B, 1 or length, V) and features (B, length, F*H) of a forward with the base's own arguments."""
         inputs.pop("logits_to_keep", None)
-        last_layer_only = self.feature_layers == (-1,)
+        reading = self._read(inputs)
+        return self.logits(reading.scores[:, -1:] if last_only else reading.scores), reading.features
+
+    def texts(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> Reading:
+        """Read whole texts (B, T), padded where the mask (B, T) is 0."""
+        return self._read({"input_ids": input_ids, "attention_mask": attention_mask, "use_cache": False})
+
+    def logits(self, scores: torch.Tensor) -> torch.Tensor:
+        """Logits (..., V) from the scores of a `Reading`."""
+        return self.base.get_output_embeddings()(scores) if self.split else scores
+
+    def _read(self, inputs: dict) -> Reading:
+        last_layer_only = self.reads in ((-1,), ())
         if self.split:
             wanted = {} if last_layer_only else {"output_hidden_states": True}
             outputs = self.base.get_decoder()(**inputs, **wanted, return_dict=True)
-            hidden = outputs.last_hidden_state
-            logits = self.base.get_output_embeddings()(hidden[:, -1:] if last_only else hidden)
+            hidden = scores = outputs.last_hidden_state
         else:
             outputs = self.base(**inputs, output_hidden_states=True, return_dict=True)
-            hidden = outputs.hidden_states[-1]
-            logits = outputs.logits[:, -1:] if last_only else outputs.logits
+            hidden, scores = outputs.hidden_states[-1], outputs.logits
         if last_layer_only:
-            return logits, hidden
-        return logits, torch.cat([outputs.hidden_states[layer] for layer in self.feature_layers], dim=-1)
+            return Reading(hidden, hidden, scores)
+        features = torch.cat([outputs.hidden_states[layer].to(hidden.device) for layer in self.reads], dim=-1)
+        return Reading(features, hidden, scores)
 
     def nodes(
         self,
         tokens: torch.Tensor,
         topology: Topology,
-        cache: TreeCache,
-        past: torch.Tensor,
+        cache: SlotCache,
         positions: torch.Tensor,
         visible: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -75,57 +103,33 @@ class BaseReader:
             tokens: (B, N), node 0 the root.
             topology: how the nodes hang together.
             cache: the past; the nodes' states are written before it.
-            past: (B,) past positions of each row.
             positions: (B, N) position ids.
-            visible: (B, S') bool, which of the first S' past slots may be attended to; None = all.
+            visible: (B, S) bool, which past slots hold no padding; None = all.
 
         Returns:
             logits (B, N, V) and features (B, N, F*H).
         """
+        cache.place(tokens.shape[1])
         masks = {
-            kind: tree_mask(topology, past, cache.extent, visible, window, self.base.dtype)
+            kind: slot_mask(
+                topology.ancestors,
+                cache.lengths,
+                cache.seen_extent,
+                self.base.dtype,
+                visible=visible,
+                window=window,
+                depths=topology.depths,
+            )
             for kind, window in self.windows.items()
         }
-        cache.in_step = True
-        try:
-            return self(
-                False,
-                input_ids=tokens,
-                attention_mask=masks if len(masks) > 1 else next(iter(masks.values())),
-                position_ids=positions,
-                past_key_values=cache,
-                use_cache=True,
-            )
-        finally:
-            cache.in_step = False
-
-
-def tree_mask(
-    topology: Topology,
-    past: torch.Tensor,
-    extent: int,
-    visible: torch.Tensor | None,
-    window: int | None,
-    dtype: torch.dtype,
-) -> torch.Tensor:
-    """(B, 1, N, N + extent) additive mask: a node sees its ancestors, itself and its row's past.
-
-    Additive and not boolean, because eager attention adds a boolean mask as 0 and 1. Distances for a sliding window are
-    those of the sequence the node stands for, not of the slots.
-    """
-    slots = torch.arange(extent, device=past.device)
-    behind = slots < past[:, None]  # (B, S)
-    if visible is not None:
-        behind[:, : visible.shape[1]] &= visible[:, :extent]
-    rows, nodes = past.shape[0], topology.depths.shape[1]
-    above = topology.ancestors.expand(rows, nodes, nodes)
-    behind = behind[:, None].expand(rows, nodes, extent)
-    if window is not None:
-        depths = topology.depths
-        above = above & (depths[:, :, None] - depths[:, None, :] < window)
-        behind = behind & (past[:, None, None] + depths[:, :, None] - slots < window)
-    seen = torch.cat([above, behind], dim=-1)[:, None]
-    return torch.zeros(seen.shape, dtype=dtype, device=past.device).masked_fill_(~seen, torch.finfo(dtype).min)
+        return self(
+            False,
+            input_ids=tokens,
+            attention_mask=masks if len(masks) > 1 else next(iter(masks.values())),
+            position_ids=positions,
+            past_key_values=cache,
+            use_cache=True,
+        )
 
 
 def attention_windows(config) -> dict[str, int | None]:
@@ -161,8 +165,15 @@ def check_length(config, longest: int) -> None:
             )
 
 
+def position_table(config) -> int | None:
+    """How many positions a base without rotary frequencies can embed; None where there is no such table."""
+    if getattr(config, "rope_parameters", None):
+        return None
+    return getattr(config, "max_position_embeddings", None)
+
+
 @torch.no_grad()
-def probe(base: PreTrainedModel, feature_layers: tuple[int, ...]) -> BaseReader:
+def probe(base: PreTrainedModel, reads: tuple[int, ...]) -> BaseReader:
     """Find out by running whether this base honours a tree, and how its logits are read.
 
     Two sibling nodes are compared with two plain forwards over their paths. Two rows, with the siblings swapped, for
@@ -178,14 +189,13 @@ def probe(base: PreTrainedModel, feature_layers: tuple[int, ...]) -> BaseReader:
     tree = DraftTree([(0,), (1,)])
     try:
         plain = [base(torch.cat([past, root, node])[None], use_cache=False).logits[0, -1] for node in (left, right)]
-        reader = BaseReader(base, windows, split=splits(base), feature_layers=feature_layers)
-        cache = TreeCache(config.num_hidden_layers, num_nodes=3, capacity=16)
+        reader = BaseReader(base, windows, split=splits(base), reads=reads)
+        cache = SlotCache(2, config.num_hidden_layers, capacity=16, nodes=3)
         reader(True, input_ids=past.expand(2, -1), past_key_values=cache, use_cache=True)
-        cache.append(len(past))
+        cache.count(len(past))
         topology = tree.topology(device)
-        lengths = torch.full((2,), len(past), device=device)
         nodes = torch.stack([torch.cat([root, left, right]), torch.cat([root, right, left])])
-        logits, _ = reader.nodes(nodes, topology, cache, lengths, lengths[:, None] + topology.depths, None)
+        logits, _ = reader.nodes(nodes, topology, cache, cache.lengths[:, None] + topology.depths, None)
     except Exception as error:  # whatever a model raises on a tree, its own decoding still works
         raise Unsupported(f"the base cannot verify a tree ({type(error).__name__}: {error})".splitlines()[0]) from error
     tolerance = PROBE_TOLERANCE.get(base.dtype, PROBE_TOLERANCE_HALF)
@@ -215,16 +225,6 @@ def splits(base: PreTrainedModel) -> bool:
     except (AttributeError, RuntimeError, TypeError):  # what it calls its decoder is none, or more lies between
         return False
     return torch.allclose(parts, whole, rtol=1e-3, atol=1e-5 * whole.abs().max().item())
-
-
-def text_features(
-    base: PreTrainedModel, layers: tuple[int, ...], input_ids: torch.Tensor, attention_mask: torch.Tensor
-) -> torch.Tensor:
-    """(B, T, F*H) hidden states of whole texts, those that a drafter reads and no others where that can be had."""
-    if layers == (-1,) and splits(base):
-        return base.get_decoder()(input_ids, attention_mask=attention_mask, use_cache=False).last_hidden_state
-    outputs = base(input_ids, attention_mask=attention_mask, output_hidden_states=True, use_cache=False)
-    return torch.cat([outputs.hidden_states[layer] for layer in layers], dim=-1)
 
 
 def prefill_inputs(base: PreTrainedModel, input_ids: torch.Tensor, config, inputs: dict, past: Cache | None) -> dict:

@@ -1,0 +1,256 @@
+"""Captured steps: the whole step as one program of fixed shapes, compiled once and kept for later calls.
+
+A program is made for a tree, a batch size and what the call decides by (`Captured.key`). Only the capacity of the caches
+may differ between two runs of it, so that a text can grow, and prompts of any length share it. What the programs are
+made of are the stages of `step`; nothing here knows what they do.
+
+    greedy               draft, verify, walk, commit                       one program
+    anything else        draft, verify | walk as without capture | commit  two programs around it
+
+Compiled programs are kept without guards: dynamo would compare every weight and attribute of the base before each
+step. What can change between two calls is compared once per call instead (`fingerprint`).
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import types
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from transformers import CompileConfig, GenerationConfig
+from transformers.utils import logging
+
+from hf_drafthead.generation.acceptance import walk_on_device
+from hf_drafthead.generation.state import DecodingState, Limits, Rows, Walk
+from hf_drafthead.generation.step import Step, commit, draft, verify
+
+logger = logging.get_logger(__name__)
+
+MOST_PROGRAMS = 8  # kept per model; the one that was not used for the longest time goes first
+BUCKET = 64  # capacities are multiples of this, since attention looks at all of it
+AHEAD = 256  # positions for which a capacity is taken at first; it grows as the text does
+
+
+@dataclass
+class Programs:
+    """What is kept for one model: its programs by key, and what they were made from."""
+
+    made: OrderedDict[Hashable, Captured] = field(default_factory=OrderedDict)
+    fingerprint: Hashable = None
+    refused: dict[Hashable, str] = field(default_factory=dict)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+# not on the model, which must stay a thing that can be copied and pickled
+_PROGRAMS: WeakKeyDictionary[Any, Programs] = WeakKeyDictionary()
+
+
+class Capture:
+    """How the steps of one call are to be captured.
+
+    Args:
+        model: with `base` and `drafter`; its programs are kept as long as it lives.
+        config: of `torch.compile`.
+    """
+
+    def __init__(self, model: Any, config: CompileConfig):
+        self.model, self.config = model, config
+
+    @classmethod
+    def wanted(cls, model: Any, config: GenerationConfig) -> Capture | None:
+        """The capture that a call asks for, by a static cache or a `compile_config`; None where it does not.
+
+        Raises:
+            TypeError: `compile_config` is something else.
+        """
+        asked = config.compile_config
+        if asked is not None and not isinstance(asked, CompileConfig):
+            raise TypeError(
+                f"compile_config is {asked!r} ({type(asked).__name__}): expected a transformers.CompileConfig."
+            )
+        if config.disable_compile or (asked is None and config.cache_implementation != "static"):
+            return None
+        return cls(model, asked or CompileConfig(mode="default"))
+
+    def prepared(self, step: Step, state: DecodingState) -> Step | CapturedStep:
+        """The captured form of a call's step; the step itself where it cannot be captured, with one warning."""
+        programs = _PROGRAMS.setdefault(self.model, Programs())
+        if not programs.lock.acquire(blocking=False):
+            return step  # another thread is capturing on this model: this call need not wait for it
+        try:
+            now = fingerprint(self.model)
+            if now != programs.fingerprint:
+                programs.made.clear()
+                programs.refused.clear()
+                programs.fingerprint = now
+            key = self._key(step, state)
+            if key in programs.refused:
+                return step
+            captured = programs.made.get(key)
+            if captured is None:
+                captured = Captured(step, self.config)
+            captured_step = CapturedStep(captured, step, state)
+            if captured.seconds is None:
+                captured_step.first = captured_step(state)
+                logger.warning(
+                    f"a step of {step.tree.num_nodes} nodes for {state.rows.lengths.shape[0]} row(s) was compiled in "
+                    f"{captured.seconds:.1f} s; it is kept for later calls."
+                )
+            programs.made[key] = captured
+            programs.made.move_to_end(key)
+            while len(programs.made) > MOST_PROGRAMS:
+                programs.made.popitem(last=False)
+            return captured_step
+        except Exception as error:  # whatever a compiler says of a base: uncaptured steps work all the same
+            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+            programs.refused[self._key(step, state)] = reason
+            logger.warning_once(f"Steps are not captured, they run operation by operation: {reason}")
+            for cache in state.caches():
+                cache.free()
+            return step
+        finally:
+            programs.lock.release()
+
+    def _key(self, step: Step, state: DecodingState) -> Hashable:
+        base, rows = self.model.base, state.rows
+        return (
+            step.tree,
+            whole(step),
+            rows.lengths.shape[0],
+            rows.lengths.device,
+            rows.visible is None,
+            len(state.limits.eos),
+            base.dtype,
+            base.config._attn_implementation,
+            step.drafter.reads,
+            repr(sorted(self.config.to_dict().items())),
+        )
+
+
+def whole(step: Step) -> bool:
+    """Whether the walk of a step can be compiled with the rest: greedy, and nothing to ask on the host."""
+    rules = step.rules
+    typical = step.settings.acceptance == "typical" and rules.config.do_sample
+    return rules.on_device and not (rules.samples or rules.processors or typical)
+
+
+class Captured:
+    """The programs of one key. They hold the base and the drafter, and nothing of a call."""
+
+    def __init__(self, step: Step, config: CompileConfig):
+        reader, drafter, tree, choose = step.reader, step.drafter, step.tree, step.rules.choose_greedily
+
+        def first(rows: Rows, cache: Any, limits: Limits) -> Any:
+            draft_state, candidates = draft(drafter, rows, tree)
+            return draft_state, candidates, verify(reader, cache, candidates, rows, limits)
+
+        def last(draft_state: Any, cache: Any, rows: Rows, verified: Any, walk: Walk, limits: Limits) -> Rows:
+            return commit(drafter, draft_state, cache, rows, verified, walk, limits)
+
+        def all_in_one(rows: Rows, cache: Any, limits: Limits) -> tuple[Walk, Rows]:
+            reach = (limits.last_position - cache.lengths[:, None]).clamp(min=0)[:, 0]
+            draft_state, candidates, verified = first(rows, cache, limits)
+            choice, valid = choose(verified.logits.to(rows.lengths.device))
+            walk = walk_on_device(choice, valid, candidates, rows, limits, reach)
+            return walk, last(draft_state, cache, rows, verified, walk, limits)
+
+        self.seconds: float | None = None  # that the preparation took
+        self.whole = compiled(all_in_one, config) if whole(step) else None
+        self.first = compiled(first, config)
+        self.last = compiled(last, config)
+
+
+def compiled(function: Callable, config: CompileConfig) -> Callable:
+    """`torch.compile` without guards, for a function of which the caller knows that nothing but tensors changes."""
+    # dynamo keeps its programs by code object, and without guards it takes the first: each gets a code object of its own
+    alone = types.FunctionType(
+        function.__code__.replace(),
+        function.__globals__,
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+    options = {} if config.mode in ("default", "reduce-overhead") else torch._inductor.list_mode_options(config.mode)
+    options = {**options, **(config.options or {}), "guard_filter_fn": lambda guards: [False] * len(guards)}
+    return torch.compile(alone, fullgraph=True, dynamic=False, backend=config.backend, options=options)
+
+
+class CapturedStep:
+    """A step that runs the programs of its key, in place of `Step`.
+
+    Args:
+        captured: the programs.
+        step: the step that they were made from.
+        state: of the call, whose caches get fixed shapes here.
+    """
+
+    ahead = 0
+
+    def __init__(self, captured: Captured, step: Step, state: DecodingState):
+        self.captured, self.step = captured, step
+        self.first: tuple[Walk, dict[str, float]] | None = None
+        self._fix(state)
+
+    def __call__(self, state: DecodingState) -> tuple[Walk, dict[str, float]]:
+        """Take one step; returns what it kept, and no seconds: the stages are one program."""
+        if self.first is not None:
+            done, self.first = self.first, None
+            return done
+        if max(state.lengths) + state.past_shift + 2 * (self.step.tree.max_depth + 1) > state.cache.capacity:
+            self._fix(state)
+        captured, rows, cache, limits = self.captured, state.rows, state.cache, state.limits
+        start = time.perf_counter()
+        if captured.whole is not None:
+            walk, state.rows = captured.whole(rows, cache, limits)
+        else:
+            draft_state, candidates, verified = captured.first(rows, cache, limits)
+            walk = self.step.walk(state, candidates, verified)
+            state.rows = captured.last(draft_state, cache, rows, verified, walk, limits)
+        if captured.seconds is None:
+            captured.seconds = time.perf_counter() - start
+        return walk, {}
+
+    def _fix(self, state: DecodingState) -> None:
+        """Give all tensors of the call the shapes for the next stretch of text."""
+        depth, nodes = self.step.tree.max_depth + 1, self.step.tree.num_nodes
+        past = max(state.lengths) + state.past_shift
+        left = int(state.limits.max_length) - max(state.lengths)
+        capacity = past + min(left, AHEAD) + 2 * depth
+        capacity = -(-capacity // BUCKET) * BUCKET
+        for cache in state.caches():
+            cache.fix(capacity, nodes)
+            for pool in cache.pools:
+                torch._dynamo.mark_dynamic(pool.data, 3)
+        # the compiler takes equal sizes for one size: what need not be equal must differ
+        width = max(capacity - state.past_shift, 0) + depth + nodes + 1
+        rows = state.rows
+        sequences = rows.sequences.new_full((rows.sequences.shape[0], width), self.step.rules.pad_token)
+        known = min(width, rows.sequences.shape[1])
+        sequences[:, :known] = rows.sequences[:, :known]
+        torch._dynamo.mark_dynamic(sequences, 1)
+        visible = rows.visible
+        if visible is not None:
+            visible = nn.functional.pad(visible, (0, capacity - visible.shape[1]), value=True)
+            torch._dynamo.mark_dynamic(visible, 1)
+        state.rows = rows._replace(sequences=sequences, visible=visible)
+
+
+def fingerprint(model: Any) -> Hashable:
+    """What programs depend on and what a user may change between two calls: modules, hooks, shapes; not the weights."""
+    return tuple(_facts(model.base)), tuple(_facts(model.drafter)) if isinstance(model.drafter, nn.Module) else ()
+
+
+def _facts(model: nn.Module) -> Iterator[Hashable]:
+    for module in model.modules():
+        hooks = len(module._forward_hooks) + len(module._forward_pre_hooks)
+        yield id(module), hooks, id(module.__dict__.get("forward")), module.training
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                yield tuple(parameter.shape), parameter.stride(), parameter.dtype, parameter.device

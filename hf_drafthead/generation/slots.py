@@ -1,0 +1,348 @@
+"""The one cache of the package: keys and values of a verified past, row by row, and of the nodes of one step.
+
+Every layer, of the base or of a drafter, holds `nodes` slots for the step and behind them `capacity` for the past:
+
+    slot      0 ........ nodes | nodes + 0, + 1, ...
+    holds     the step's nodes | the row's past, position by position
+
+Nodes are written right before the past, later ones in front of earlier ones, so that [nodes, past] is one slice without
+a copy, whatever the lengths of the rows. `keep` moves accepted nodes behind each row's own past, all layers at once.
+
+Shapes: B rows, n nodes of one forward, M nodes written so far (n included), m nodes to keep, S slots, H key/value heads,
+E head size, R = 1 or B.
+"""
+
+from __future__ import annotations
+
+import torch
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    StaticLayer,
+    StaticSlidingWindowLayer,
+)
+
+# Layers whose keys have one shape share a tensor, so that moving nodes is one copy for all of them. Where shapes or
+# devices differ between layers, a shared tensor may stay partly unused: this bounds the waste.
+SLABS_PER_POOL = 64
+ROOM = 1024  # positions by which the memory grows at most, unless more is needed at once
+
+
+class SlotCache(Cache):
+    """Keys and values of the verified past and of the nodes of one step.
+
+    Args:
+        batch_size: B.
+        num_layers: layers that write here.
+        capacity: past positions to hold at first.
+        nodes: nodes of one step to hold at first.
+
+    Attributes:
+        lengths: (B,) past positions of each row, on the device where attention is computed.
+        extent: past slots that attention looks at; no row is longer.
+        fixed: nothing grows and every slot is attended to, so that all shapes stay the same (`fix`).
+    """
+
+    def __init__(self, batch_size: int, num_layers: int, capacity: int, nodes: int = 0):
+        self.rows = batch_size
+        self.capacity, self.nodes = capacity, nodes
+        self.lengths = torch.zeros(batch_size, dtype=torch.long)
+        self.extent = 0
+        self.placed: int | None = None  # nodes of this step so far; None while the past itself is written
+        self.fixed = False
+        self.pools: list[_Pool] = []
+        super().__init__(layers=[SlotLayer(self) for _ in range(num_layers)])
+
+    @property
+    def seen_extent(self) -> int:
+        """Past slots that a step attends to."""
+        return self.slots - self.nodes if self.fixed else self.extent
+
+    @property
+    def slots(self) -> int:
+        """S: the nodes' slots and the past's; read off the memory, of which a compiler knows that it may grow."""
+        return self.pools[0].data.shape[3] if self.pools else self.nodes + self.capacity
+
+    # ---- what the next forward writes ---------------------------------------------------------------------------
+
+    def append(self) -> None:
+        """The next forward writes past positions from `extent` on, the same for all rows."""
+        self.placed = None
+
+    def count(self, length: int, lengths: torch.Tensor | None = None) -> None:
+        """Count `length` positions, which a forward has just appended, as past; in each row only the first of them.
+
+        Args:
+            length: positions.
+            lengths: (B,) how many of them are each row's own; default: all.
+        """
+        if lengths is None:
+            self.extent += length
+            self.lengths = self.lengths + length
+        else:
+            self.lengths = self.lengths.to(lengths.device) + lengths
+            self.extent = self._longest(self.extent + length)
+
+    def place(self, count: int, again: bool = False) -> int:
+        """The next forward writes `count` nodes, in front of those of this step (`again`) or in place of the last's.
+
+        Returns:
+            M, the nodes written after it.
+        """
+        before = self.placed if again and self.placed is not None else 0
+        self.placed = before + count
+        if not self.fixed:
+            self.reserve(self.capacity, self.placed)
+        return self.placed
+
+    def keep(self, nodes: torch.Tensor, counts: torch.Tensor) -> None:
+        """Move nodes of the step behind each row's past.
+
+        All m of them are moved; what lies beyond `counts` is not seen, and is written over by the next ones.
+
+        Args:
+            nodes: (B, m) node numbers in the order in which they were placed at once.
+            counts: (B,) how many of them become past.
+        """
+        m = nodes.shape[1]
+        assert self.placed is not None
+        if not self.fixed:
+            self.reserve(self.extent + m, self.nodes)
+        rows = torch.arange(self.rows, device=nodes.device)[:, None] * self.slots
+        lengths = self.lengths.to(nodes.device)
+        source = (rows + (self.nodes - self.placed) + nodes).flatten()
+        target = (rows + self.nodes + lengths[:, None] + torch.arange(m, device=nodes.device)).flatten()
+        for pool in self.pools:
+            pool.move(source, target)
+        self.lengths.add_(counts.to(self.lengths.device))
+        self.extent = self._longest(self.extent + m)
+
+    # ---- memory --------------------------------------------------------------------------------------------------
+
+    def reserve(self, capacity: int, nodes: int) -> None:
+        """Make room for `capacity` past positions and for `nodes` nodes per row."""
+        if capacity <= self.capacity and nodes <= self.nodes:
+            return
+        if capacity > self.capacity and self.pools:
+            capacity = max(capacity, self.capacity + min(self.capacity, ROOM))
+        old_nodes, self.nodes, self.capacity = self.nodes, max(nodes, self.nodes), max(capacity, self.capacity)
+        for pool in self.pools:
+            pool.grow(self.nodes + self.capacity, self.nodes - old_nodes)
+        for layer in self.layers:
+            layer.bind()
+
+    def fix(self, capacity: int, nodes: int) -> None:
+        """From now on every shape stays the same: room for so many positions and nodes, all of it attended to."""
+        self.reserve(capacity, nodes)
+        for layer in self.layers:
+            layer.part()
+        self.pools = [pool for layer in self.layers if layer.is_initialized for pool, _ in layer.places]
+        self.fixed = True
+
+    def free(self) -> None:
+        """Take `fix` back: the memory may grow again."""
+        self.fixed = False
+        self.extent = int(self.lengths.max())
+        for layer in self.layers:
+            layer.bind()
+
+    def load(self, past: Cache) -> None:
+        """Start from the past of an ordinary cache; sliding layers hold only its end."""
+        known = int(past.get_seq_length())
+        self.reserve(known + 1, self.nodes)
+        for mine, theirs in zip(self.layers, past.layers):
+            if theirs.is_initialized and theirs.keys.numel():
+                mine.put(theirs.keys, theirs.values, known - theirs.keys.shape[-2])
+        self.count(known)
+
+    def unload(self, target: Cache, start: int, stop: int) -> None:
+        """Append positions `start` to `stop` of every row to an ordinary cache."""
+        for index, layer in enumerate(self.layers):
+            if layer.is_initialized and stop > start:
+                past = slice(self.nodes + start, self.nodes + stop)
+                keys, values = layer.views()
+                target.update(keys[..., past, :], values[..., past, :], index)
+
+    def slab(self, like: torch.Tensor) -> tuple[_Pool, int]:
+        """A place for one layer's keys or values, of the shape of `like` but for the length."""
+        for pool in self.pools:
+            if pool.fits(like):
+                return pool, pool.take()
+        unplaced = sum(not layer.is_initialized for layer in self.layers)
+        self.pools.append(_Pool(min(2 * unplaced, SLABS_PER_POOL), self.nodes + self.capacity, like))
+        return self.pools[-1], self.pools[-1].take()
+
+    def _longest(self, bound: int) -> int:
+        """The longest row. It is read back on a CPU only: a GPU would wait, and goes by the bound."""
+        if self.fixed:
+            return self.extent
+        return int(self.lengths.max()) if self.lengths.device.type == "cpu" else bound
+
+
+class SlotLayer(CacheLayerMixin):
+    """One layer's view of a `SlotCache`."""
+
+    is_sliding = False
+    is_croppable = False
+
+    def __init__(self, cache: SlotCache):
+        super().__init__()
+        self.cache = cache
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        if not any(layer.is_initialized for layer in self.cache.layers):
+            self.cache.lengths = self.cache.lengths.to(key_states.device)
+        self.places = (self.cache.slab(key_states), self.cache.slab(value_states))
+        self.is_initialized = True
+        self.bind()
+
+    def bind(self) -> None:
+        """Look at the pools anew, after they moved."""
+        if self.is_initialized:
+            self.keys, self.values = (pool.slab(index) for pool, index in self.places)
+
+    def part(self) -> None:
+        """Give this layer tensors of its own: a compiler would take a write to a shared one for a write to all of it."""
+        if self.is_initialized:
+            self.places = tuple((pool.alone(index), 0) for pool, index in self.places)
+            self.keys = self.values = None
+
+    def views(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values (B, H, S, E) of all slots."""
+        if self.cache.fixed:
+            (keys, _), (values, _) = self.places
+            return keys.slab(0), values.slab(0)
+        return self.keys, self.values
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
+        """Write what the layer has computed, (B, H, n, E) each, and return all keys and values to attend to."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        cache, length = self.cache, key_states.shape[-2]
+        if cache.placed is None:
+            cache.reserve(cache.extent + length, cache.nodes)
+            first, write = cache.nodes, cache.nodes + cache.extent
+            end: int | None = write + length
+        else:
+            first = write = cache.nodes - cache.placed
+            end = None if cache.fixed else cache.nodes + cache.extent
+        keys, values = self.views()
+        keys[..., write : write + length, :] = key_states
+        values[..., write : write + length, :] = value_states
+        return keys[..., first:end, :], values[..., first:end, :]
+
+    def put(self, keys: torch.Tensor, values: torch.Tensor, start: int) -> None:
+        """Copy ready keys and values to the past, from position `start` on."""
+        if not self.is_initialized:
+            self.lazy_initialization(keys, values)
+        where = slice(self.cache.nodes + start, self.cache.nodes + start + keys.shape[-2])
+        self.keys[..., where, :] = keys
+        self.values[..., where, :] = values
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.cache.extent + query_length, 0
+
+    def get_seq_length(self) -> int:
+        return self.cache.extent
+
+    def get_max_length(self) -> int:
+        return -1
+
+
+class _Pool:
+    """Equally shaped slabs in one tensor (slabs, H, B, S, E), so that moving nodes is one copy.
+
+    Zeroed at first, because a NaN spreads even where it is masked.
+    """
+
+    def __init__(self, slabs: int, slots: int, like: torch.Tensor):
+        rows, heads, _, size = like.shape
+        self.data = torch.zeros(slabs, heads, rows, slots, size, dtype=like.dtype, device=like.device)
+        self.taken = 0
+
+    def fits(self, like: torch.Tensor) -> bool:
+        slabs, heads, _, _, size = self.data.shape
+        alike = like.shape[1::2] == (heads, size) and self.data.dtype == like.dtype and self.data.device == like.device
+        return alike and self.taken < slabs
+
+    def take(self) -> int:
+        self.taken += 1
+        return self.taken - 1
+
+    def slab(self, index: int) -> torch.Tensor:
+        """(B, H, S, E), a view."""
+        return self.data[index].transpose(0, 1)
+
+    def alone(self, index: int) -> _Pool:
+        """A pool that holds a copy of one slab."""
+        pool = _Pool.__new__(_Pool)
+        pool.data, pool.taken = self.data[index : index + 1].clone(), 1
+        return pool
+
+    def move(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Copy slots to slots, both counted over all rows."""
+        flat = self.data.flatten(2, 3)
+        source, target = source.to(flat.device), target.to(flat.device)
+        flat.index_copy_(2, target, flat.index_select(2, source))
+
+    def grow(self, slots: int, front: int) -> None:
+        """Hold `slots` slots, `front` of the new ones before the old ones."""
+        old = self.data
+        slabs, heads, rows, before, size = old.shape
+        self.data = old.new_zeros(slabs, heads, rows, slots, size)
+        self.data[..., front : front + before, :] = old
+
+
+def slot_mask(
+    ancestors: torch.Tensor,
+    past: torch.Tensor,
+    extent: int,
+    dtype: torch.dtype,
+    *,
+    visible: torch.Tensor | None = None,
+    window: int | None = None,
+    depths: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The additive mask of a step, for the base and for drafters: a node sees its ancestors and its row's past.
+
+    Additive and not boolean, because eager attention adds a boolean mask as 0 and 1. Distances for a sliding window are
+    those of the sequence that the node stands for, not of the slots.
+
+    Args:
+        ancestors: (R, n, M) which nodes each sees, itself included, in the order of the slots.
+        past: (B,) past positions of each row.
+        extent: past slots.
+        dtype: of the attention.
+        visible: (B, S') which of the first S' past slots hold no padding; None = all.
+        window: positions that a sliding layer sees; None = all.
+        depths: (R, n) of the nodes, where there is a window; the M nodes are these n.
+
+    Returns:
+        (B, 1, n, M + extent).
+    """
+    rows, nodes = past.shape[0], ancestors.shape[1]
+    slots = torch.arange(extent, device=past.device)
+    behind = slots < past[:, None]  # (B, S)
+    if visible is not None:
+        behind = behind & torch.nn.functional.pad(visible[:, :extent], (0, max(extent - visible.shape[1], 0)), value=True)
+    behind = behind[:, None].expand(rows, nodes, -1)
+    above = ancestors.expand(rows, -1, -1)
+    if window is not None and depths is not None:
+        above = above & (depths[:, :, None] - depths[:, None, :] < window)
+        behind = behind & (past[:, None, None] + depths[:, :, None] - slots < window)
+    seen = torch.cat([above, behind], dim=-1)[:, None]
+    return torch.zeros(seen.shape, dtype=dtype, device=past.device).masked_fill_(~seen, torch.finfo(dtype).min)
+
+
+def can_load(past: Cache) -> bool:
+    """Whether `SlotCache.load` understands this cache: plain or sliding dynamic layers, nothing offloaded.
+
+    A static cache that the base prepared for this call has nothing in it yet, and is only filled at the end.
+    """
+    if past.offloading:
+        return False
+    prepared = not getattr(past, "_is_user_defined", False)
+    known = (DynamicLayer, DynamicSlidingWindowLayer, *((StaticLayer, StaticSlidingWindowLayer) if prepared else ()))
+    return all(type(layer) in known for layer in past.layers)

@@ -1,0 +1,182 @@
+"""What the stages of a step hand on, and what a call knows between two steps.
+
+Shapes: B rows, N nodes (root included), D nodes on the longest path, V vocabulary, F*H features, W width of the
+sequences, E end-of-sequence tokens, S steps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._pytree import tree_leaves
+from transformers.generation import GenerateDecoderOnlyOutput
+
+from hf_drafthead.generation.slots import ROOM, SlotCache
+from hf_drafthead.generation.tree import Topology
+
+
+# What `torch.multinomial` says, with which the base samples.
+NOT_A_DISTRIBUTION = "probability tensor contains either `inf`, `nan` or element < 0"
+
+
+@dataclass
+class DraftHeadGenerateOutput(GenerateDecoderOnlyOutput):
+    """What `generate(return_dict_in_generate=True)` returns: the base's own fields and one more.
+
+    accepted_lengths: (B, S) tokens emitted in each step, 0 after a row's own end; a row's sum + 1 is the number of
+    its new tokens up to its own end. None where the base decoded by itself.
+    """
+
+    accepted_lengths: torch.Tensor | None = None
+
+
+class Candidates(NamedTuple):
+    """The nodes of a step: tokens (B, N), node 0 the root, and how they hang together."""
+
+    tokens: torch.Tensor
+    topology: Topology
+
+
+class Verified(NamedTuple):
+    """The base's answer at every node: logits (B, N, V) and features (B, N, F*H)."""
+
+    logits: torch.Tensor
+    features: torch.Tensor
+
+
+class Walk(NamedTuple):
+    """What a step keeps.
+
+    nodes: (B, D) from the root down, those whose keys and values become past; tokens: (B, D) the base's choice at each
+    of them, which is what is emitted, the last one being the next root; counts: (B,) how many of the D are kept, 0 in
+    rows that stand still; ends: (B,) tokens at which a row ended, 0 where it has not; valid: (B,) False where the
+    base's probabilities are not numbers.
+    """
+
+    nodes: torch.Tensor
+    tokens: torch.Tensor
+    counts: torch.Tensor
+    ends: torch.Tensor
+    valid: torch.Tensor
+
+    def packed(self) -> torch.Tensor:
+        """(B, 3 + 2 D) everything in one tensor, which the host reads at once; see `DecodingState.note`."""
+        facts = torch.stack([self.counts, self.ends, self.valid.long()], dim=1)
+        return torch.cat([facts, self.tokens, self.nodes], dim=1)
+
+
+class Limits(NamedTuple):
+    """Where a call must stop, as tensors, so that a captured step serves every call.
+
+    max_length: () longest row; eos: (E,) tokens that end a row; last_position: (B, 1) the last past position whose
+    node the base may be asked about; padding: () token behind a row's end.
+    """
+
+    max_length: torch.Tensor
+    eos: torch.Tensor
+    last_position: torch.Tensor
+    padding: torch.Tensor
+
+
+class Rows(NamedTuple):
+    """What a step starts from and leaves behind, on the device where the base computes; `commit` is the only writer.
+
+    sequences: (B, W) token ids, with padding behind each row's length; lengths: (B,) tokens of each row so far; ends:
+    (B,) at how many of them it ended, 0 where it has not; position_shift: (B, 1) position id minus past position; visible: (B, S) False where past slots hold padding,
+    or None; draft_state: the drafter's own, of tensors and caches.
+
+    The cache, which holds all tokens but each row's last, and the sequences are written in place.
+    """
+
+    sequences: torch.Tensor
+    lengths: torch.Tensor
+    ends: torch.Tensor
+    position_shift: torch.Tensor
+    visible: torch.Tensor | None
+    draft_state: Any
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One step as the host sees it, row by row; `generate(on_step=...)` is given one after the prefill and every step.
+
+    step: 0 is the prefill, which emits one token and has no nodes; tokens: emitted; nodes: walked, node 0 the root;
+    counts: emitted up to the row's own end; drafted: N; seconds: of each stage (`prefill`, or `draft`, `verify`,
+    `accept`, `commit` of a step that is not captured) and of the whole `step`.
+    """
+
+    step: int
+    tokens: list[list[int]]
+    nodes: list[list[int]]
+    counts: list[int]
+    drafted: int
+    seconds: dict[str, float]
+
+
+@dataclass
+class DecodingState:
+    """All that one call knows. It belongs to the call: nothing of it lives on a module.
+
+    rows: on the device; cache: of the base; limits: where the call stops; prompt_length: tokens of the prompt;
+    past_shift: past positions minus tokens (not 0 where the call began with a cache or embeddings); lengths, ends:
+    what the host knows of each row, its tokens and at how many of them it ended, or None; counted: tokens of each step,
+    row by row, up to the row's own end; streamed: positions that the streamer was given.
+    """
+
+    rows: Rows
+    cache: SlotCache
+    limits: Limits
+    prompt_length: int
+    past_shift: int
+    lengths: list[int]
+    ends: list[int | None]
+    counted: list[list[int]] = field(default_factory=list)
+    streamed: int = 0
+
+    def running(self, pads: bool) -> list[int]:
+        """Rows that still emit. Without padding a row that has ended goes on until the last one ends."""
+        return running(self.lengths, self.ends, pads)
+
+    def caches(self) -> list[SlotCache]:
+        """The base's cache, and those of the drafter."""
+        found = [leaf for leaf in tree_leaves(self.rows.draft_state) if isinstance(leaf, SlotCache)]
+        return [self.cache, *found]
+
+    def reserve(self, tokens: int, padding: int) -> None:
+        """Make room for `tokens` more in every row."""
+        longest = max(self.lengths) + tokens
+        self.cache.reserve(longest + self.past_shift, self.cache.nodes)
+        sequences = self.rows.sequences
+        if longest > sequences.shape[1]:
+            more = sequences.new_full((sequences.shape[0], max(longest - sequences.shape[1], ROOM)), padding)
+            self.rows = self.rows._replace(sequences=torch.cat([sequences, more], dim=1))
+
+    def note(self, walk: Walk, drafted: int, seconds: dict[str, float]) -> StepRecord:
+        """Read the outcome of a step, and remember what the host needs to know of it. Here the host waits.
+
+        Raises:
+            RuntimeError: as the base, which was to sample from what is no distribution.
+        """
+        depth = walk.tokens.shape[1]
+        read = walk.packed().tolist()
+        if not all(valid for _, _, valid, *_ in read):
+            raise RuntimeError(NOT_A_DISTRIBUTION)
+        counted = []
+        for row, (count, end, _, *_) in enumerate(read):
+            before, had_ended = self.lengths[row], self.ends[row] is not None
+            self.lengths[row], self.ends[row] = before + count, end or None
+            counted.append(0 if had_ended else (end or before + count) - before)
+        self.counted.append(counted)
+        tokens = [row[3 : 3 + row[0]] for row in read]
+        nodes = [row[3 + depth : 3 + depth + row[0]] for row in read]
+        return StepRecord(len(self.counted), tokens, nodes, counted, drafted, seconds)
+
+
+def running(lengths: list[int], ends: list[int | None], pads: bool) -> list[int]:
+    """Rows that still emit, given their lengths and where they ended; see `DecodingState.running`."""
+    if pads:
+        return [row for row, end in enumerate(ends) if end is None]
+    horizon = max(length + 1 if end is None else end for length, end in zip(lengths, ends))
+    return [row for row, end in enumerate(ends) if end is None or lengths[row] < horizon]

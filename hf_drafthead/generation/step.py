@@ -1,0 +1,152 @@
+"""One step: draft, verify, walk, commit. Each stage returns what it found; `commit` is the only writer.
+
+    draft    the drafter guesses the tokens of a tree below the root, the token that the base chose last
+    verify   the base runs once over all nodes; each sees its row's past and its ancestors
+    walk     down from the root as long as a child carries what the base chooses (`acceptance`)
+    commit   keep keys, values and hidden states of the nodes walked; the last choice is the next root
+
+Shapes: B rows, N nodes, D nodes on the longest path, F*H features, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+
+from hf_drafthead.generation.acceptance import typical_choices, walk_on_device, walk_on_host
+from hf_drafthead.generation.drafting import draft_static
+from hf_drafthead.generation.reader import BaseReader
+from hf_drafthead.generation.rules import Rules
+from hf_drafthead.generation.settings import DraftSettings
+from hf_drafthead.generation.slots import SlotCache
+from hf_drafthead.generation.state import Candidates, DecodingState, Limits, Rows, Verified, Walk
+from hf_drafthead.generation.tree import DraftTree
+
+
+def draft(drafter, rows: Rows, tree: DraftTree) -> tuple[Any, Candidates]:
+    """Let the drafter fill the tree below each row's newest token; also returns its state."""
+    root = rows.sequences.gather(1, rows.lengths[:, None] - 1)
+    return draft_static(drafter, rows.draft_state, root, tree)
+
+
+def verify(reader: BaseReader, cache: SlotCache, candidates: Candidates, rows: Rows, limits: Limits) -> Verified:
+    """One forward of the base over all nodes.
+
+    Nodes behind the last position that the base would be asked about stay on that position, which exists; the walk does
+    not go there.
+    """
+    past = cache.lengths[:, None]
+    positions = torch.minimum(past + candidates.topology.depths, torch.maximum(limits.last_position, past))
+    logits, features = reader.nodes(
+        candidates.tokens, candidates.topology, cache, positions + rows.position_shift, rows.visible
+    )
+    return Verified(logits, features)
+
+
+def commit(
+    drafter, draft_state: Any, cache: SlotCache, rows: Rows, verified: Verified, walk: Walk, limits: Limits
+) -> Rows:
+    """Keep what was walked: keys and values, tokens, lengths, and hidden states for the drafter; drop the rest."""
+    cache.keep(walk.nodes, walk.counts)
+    place = torch.arange(walk.tokens.shape[1], device=walk.tokens.device)
+    kept = torch.where(place < walk.counts[:, None], walk.tokens, limits.padding)
+    rows.sequences.scatter_(1, rows.lengths[:, None] + place, kept)
+    nodes, tokens, counts = walk.nodes, walk.tokens, walk.counts
+    if not drafter.keeps_history:
+        # a wrong node here costs speed and never correctness: the tests look at it by itself
+        last = (counts[:, None] - 1).clamp(min=0)
+        nodes, tokens, counts = nodes.gather(1, last), tokens.gather(1, last), counts.clamp(max=1)
+    nodes = nodes.to(verified.features.device)
+    features = verified.features.take_along_dim(nodes[..., None], dim=1)  # (B, D or 1, F*H)
+    draft_state = drafter.observe(draft_state, features, tokens, counts)
+    return rows._replace(lengths=rows.lengths + walk.counts, ends=walk.ends, draft_state=draft_state)
+
+
+class Step:
+    """A step that is run operation by operation.
+
+    Args:
+        reader: how to run the base.
+        drafter: what guesses.
+        settings: tree and acceptance.
+        rules: of the call.
+        show: is given every token before a criterion is asked, see `walk_on_host`.
+        timed: note the seconds of every stage, for which the host waits after each.
+    """
+
+    ahead = 0  # steps that are launched before the result of the first of them is read
+
+    def __init__(
+        self, reader: BaseReader, drafter, settings: DraftSettings, rules: Rules, show=None, timed: bool = False
+    ):
+        self.reader, self.drafter, self.settings, self.rules, self.show = reader, drafter, settings, rules, show
+        self.tree = settings.tree
+        self.timed = timed
+
+    def __call__(self, state: DecodingState) -> tuple[Walk, dict[str, float]]:
+        """Take one step; returns what it kept, and the seconds of its stages."""
+        watch = Stopwatch(self.timed, state.rows.lengths.device)
+        state.reserve(self.tree.max_depth + 2, self.rules.pad_token)
+        rows, cache, limits = state.rows, state.cache, state.limits
+        draft_state, candidates = draft(self.drafter, rows, self.tree)
+        watch.lap("draft")
+        verified = verify(self.reader, cache, candidates, rows, limits)
+        watch.lap("verify")
+        walk = self.walk(state, candidates, verified)
+        watch.lap("accept")
+        state.rows = commit(self.drafter, draft_state, cache, rows, verified, walk, limits)
+        watch.lap("commit")
+        return walk, watch.seconds
+
+    def walk(self, state: DecodingState, candidates: Candidates, verified: Verified) -> Walk:
+        """The walk that suits the call: on the device where it can be."""
+        rules, logits, rows = self.rules, verified.logits, state.rows
+        reach = (state.limits.last_position - state.cache.lengths[:, None]).clamp(min=0)[:, 0]
+        typical = self.settings.acceptance == "typical" and rules.config.do_sample
+        # under sampling a CPU, which waits for nothing, looks at the nodes that are visited only
+        if rules.on_device and not typical and not ((rules.samples or rules.processors) and logits.device.type == "cpu"):
+            logits = logits.to(rows.lengths.device)
+            depths = candidates.topology.depths
+            noise = rules.noise_ahead(state.lengths, self.tree.max_depth + 1, logits.float()) if rules.samples else None
+            choice, valid = rules.choose_everywhere(logits, depths, noise)
+            return walk_on_device(choice, valid, candidates, rows, state.limits, reach)
+        sequences = rows.sequences.to(rules.device, copy=True)
+        preferred = None
+        if typical:
+            chances = rules.probabilities(logits, *candidates, sequences, state.lengths).to(reach.device)
+            preferred = typical_choices(
+                chances, candidates, reach, self.settings.posterior_threshold, self.settings.posterior_alpha
+            )
+        return walk_on_host(
+            logits,
+            candidates,
+            sequences,
+            state.lengths,
+            state.ends,
+            reach.tolist(),
+            rules,
+            preferred=preferred,
+            show=self.show,
+        )
+
+
+class Stopwatch:
+    """Seconds between laps; does nothing unless it is switched on."""
+
+    def __init__(self, on: bool, device: torch.device):
+        self.on, self.device = on, device
+        self.seconds: dict[str, float] = {}
+        self.last = self._now() if on else 0.0
+
+    def lap(self, name: str) -> None:
+        """Note what has passed since the last lap under this name."""
+        if self.on:
+            now = self._now()
+            self.seconds[name], self.last = now - self.last, now
+
+    def _now(self) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
