@@ -25,6 +25,7 @@ from hf_drafthead.generation.acceptance import Accepted, greedy_walk, typical_ch
 from hf_drafthead.generation.cache import TreeCache
 from hf_drafthead.generation.forward import BaseReader, prefill_inputs
 from hf_drafthead.generation.rules import Rules
+from hf_drafthead.generation.settings import DraftSettings
 from hf_drafthead.generation.tree import DraftTree, Topology
 
 FIRST_ROOM = 512  # new positions for which memory is taken at first; it doubles when they are used up
@@ -39,16 +40,6 @@ class DraftHeadGenerateOutput(GenerateDecoderOnlyOutput):
     """
 
     accepted_lengths: torch.Tensor | None = None
-
-
-@dataclass(frozen=True)
-class Settings:
-    """How one call drafts and accepts."""
-
-    tree: DraftTree
-    acceptance: str = "exact"
-    posterior_threshold: float = 0.09
-    posterior_alpha: float = 0.3
 
 
 @dataclass
@@ -143,7 +134,7 @@ def decode(
     *,
     reader: BaseReader,
     drafter,
-    settings: Settings,
+    settings: DraftSettings,
     streamer: BaseStreamer | None = None,
     **inputs,
 ) -> DraftHeadGenerateOutput | torch.Tensor:
@@ -265,7 +256,7 @@ def verify(reader: BaseReader, state: DecodingState, candidates: Candidates, rul
 
 
 def accept(
-    verified: Verified, candidates: Candidates, state: DecodingState, rules: Rules, settings: Settings
+    verified: Verified, candidates: Candidates, state: DecodingState, rules: Rules, settings: DraftSettings
 ) -> Accepted:
     """Walk down the tree and emit what the base chooses on the way."""
     before, had_ended = list(state.lengths), list(state.ends)

@@ -15,15 +15,14 @@ from transformers.integrations.fsdp import is_fsdp_managed_module
 from transformers.utils import logging
 
 from hf_drafthead.generation.cache import can_load
-from hf_drafthead.generation.decoding import DraftHeadGenerateOutput, Settings, decode
+from hf_drafthead.generation.decoding import DraftHeadGenerateOutput, decode
 from hf_drafthead.generation.forward import BaseReader, Unsupported, check_length, probe
 from hf_drafthead.generation.rules import ROW_BY_ROW
+from hf_drafthead.generation.settings import DraftSettings
 from hf_drafthead.generation.tree import DraftTree
 
 logger = logging.get_logger(__name__)
 
-DEFAULT_TREE = "mc_sim_7b_63"
-ACCEPTANCES = ("exact", "typical")
 # What the base's preparation hands over that the loop knows how to use.
 KNOWN_INPUTS = {
     "attention_mask",
@@ -154,28 +153,10 @@ class DraftHeadGenerationMixin(GenerationMixin):
         config.settled = tuple(name for name, value in vars(config).items() if value is None and name not in lengths)
         return config, rest
 
-    def _draft_settings(self, config: GenerationConfig, asked: dict[str, Any]) -> Settings:
+    def _draft_settings(self, config: GenerationConfig, asked: dict[str, Any]) -> DraftSettings:
         """The call's settings, else the generation config's, else the defaults; checked."""
-        found: dict[str, Any] = {
-            name: getattr(config, name, None) if value is None else value for name, value in asked.items()
-        }
-        acceptance = "exact" if found["acceptance"] is None else found["acceptance"]
-        if acceptance not in ACCEPTANCES:
-            kind = "" if isinstance(acceptance, str) else f" ({type(acceptance).__name__})"
-            raise (ValueError if not kind else TypeError)(
-                f"acceptance is {acceptance!r}{kind}: expected one of {', '.join(map(repr, ACCEPTANCES))}."
-            )
-        for name, default in (("posterior_threshold", 0.09), ("posterior_alpha", 0.3)):
-            value = default if found[name] is None else found[name]
-            if isinstance(value, bool) or not isinstance(value, (int, float)):
-                raise TypeError(f"{name} is {value!r} ({type(value).__name__}): expected a number from 0 to 1.")
-            if not 0 <= value <= 1:
-                raise ValueError(f"{name} is {value}: expected a number from 0 to 1.")
-            found[name] = float(value)
         vocabulary = self.base.config.get_text_config(decoder=True).vocab_size
-        tree = DEFAULT_TREE if found["draft_tree"] is None else found["draft_tree"]
-        tree = DraftTree.resolve(tree, self.drafter.max_depth, vocabulary)
-        return Settings(tree, acceptance, found["posterior_threshold"], found["posterior_alpha"])
+        return DraftSettings.from_config(config, **asked).resolved(self.drafter.max_depth, vocabulary)
 
     def _base_reader(self) -> BaseReader:
         """How to run this base, probed once for each attention implementation, dtype and base."""

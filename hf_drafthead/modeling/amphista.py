@@ -29,6 +29,17 @@ from hf_drafthead.modeling.layers import OutputProjections, ParallelBlocks, last
 from hf_drafthead.modeling.medusa import MedusaDrafter, MedusaState
 from hf_drafthead.modeling.row_cache import RowCache
 
+# Li et al. 2024 (Amphista), section 4.1; its two weights are not given there
+AMPHISTA_RECIPE: dict[str, Any] = {
+    "next_token_weight": 1.0,
+    "teacher_weight": 1.0,
+    "learning_rate": 1e-3,
+    "lr_scheduler_type": "cosine",
+    "warmup_steps": 0.1,
+    "weight_decay": 0.0,
+    "num_train_epochs": 4,
+}
+
 
 class AmphistaConfig(DraftHeadConfig):
     """Amphista heads.

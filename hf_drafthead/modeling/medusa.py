@@ -4,6 +4,7 @@ Shapes: B rows, T positions, K heads, H hidden, V vocabulary.
 """
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +13,19 @@ from hf_drafthead.modeling.base import DraftHeadPreTrainedModel
 from hf_drafthead.modeling.config import DraftHeadConfig
 from hf_drafthead.modeling.drafter import Drafter
 from hf_drafthead.modeling.layers import OutputProjections, ParallelBlocks, last_valid
+
+# Cai et al. 2024, section 2.2.1 and the published trainer; lengths and batch sizes depend on the user's memory and data
+MEDUSA_RECIPE: dict[str, Any] = {
+    "next_token_weight": 1.0,
+    "head_decay": 0.8,
+    "learning_rate": 1e-3,
+    "lr_scheduler_type": "cosine",
+    "warmup_steps": 0.1,
+    "weight_decay": 0.0,
+    "num_train_epochs": 2,
+}
+# section 2.2.2: the base learns at a quarter of the heads' rate
+MEDUSA_JOINT_RECIPE: dict[str, Any] = {"learning_rate": 2e-3}
 
 
 class MedusaConfig(DraftHeadConfig):

@@ -1,0 +1,93 @@
+"""The settings of drafting: their names, defaults and checks, wherever they are given or stored."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+from hf_drafthead.generation.tree import DraftTree
+
+DEFAULT_TREE = "mc_sim_7b_63"  # the 64 nodes that the Medusa and Hydra papers' code drafts
+ACCEPTANCES = ("exact", "typical")
+
+
+@dataclass(frozen=True)
+class DraftSettings:
+    """How one call drafts and accepts; a generation config stores the same fields.
+
+    Args:
+        draft_tree: name of a published tree, rank paths, or a `DraftTree`.
+        acceptance: "exact", or "typical" (Medusa's lossy rule).
+        posterior_threshold, posterior_alpha: epsilon and delta of typical acceptance, both from 0 to 1.
+        calibration: which tree was measured to be the fastest, an entry for each device, dtype and batch size.
+
+    Raises:
+        TypeError: a setting of another type.
+        ValueError: a setting that is out of range.
+    """
+
+    draft_tree: Any = DEFAULT_TREE
+    acceptance: str = "exact"
+    posterior_threshold: float = 0.09
+    posterior_alpha: float = 0.3
+    calibration: list[dict[str, Any]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if self.acceptance not in ACCEPTANCES:
+            text = isinstance(self.acceptance, str)
+            kind = "" if text else f" ({type(self.acceptance).__name__})"
+            raise (ValueError if text else TypeError)(
+                f"acceptance is {self.acceptance!r}{kind}: expected one of {', '.join(map(repr, ACCEPTANCES))}."
+            )
+        for name in ("posterior_threshold", "posterior_alpha"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)):
+                raise TypeError(f"{name} is {value!r} ({type(value).__name__}): expected a number from 0 to 1.")
+            if not 0 <= value <= 1:
+                raise ValueError(f"{name} is {value}: expected a number from 0 to 1.")
+        entries = self.calibration
+        if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+            raise TypeError(
+                f"calibration is {entries!r} ({type(entries).__name__}): expected a list of entries as "
+                "`hf-drafthead calibrate` writes them."
+            )
+
+    @classmethod
+    def names(cls) -> tuple[str, ...]:
+        """The names of all settings, as a generation config has them."""
+        return tuple(setting.name for setting in fields(cls))
+
+    @classmethod
+    def stored_in(cls, config: Any) -> dict[str, Any]:
+        """The settings that a generation config, or its dict, holds; not checked."""
+        stored = config if isinstance(config, Mapping) else vars(config)
+        return {name: stored[name] for name in cls.names() if stored.get(name) is not None}
+
+    @classmethod
+    def from_config(cls, config: Any, **given: Any) -> DraftSettings:
+        """The settings given, else the generation config's, else the defaults; None is a setting not given.
+
+        Raises:
+            TypeError, ValueError: as the class does.
+        """
+        given = {name: value for name, value in given.items() if value is not None}
+        return cls(**{**cls.stored_in(config), **given})
+
+    def resolved(self, max_depth: int | None, vocabulary: int) -> DraftSettings:
+        """The same settings, with the tree itself in the place of its name or rank paths.
+
+        Args:
+            max_depth: deepest level that the drafter can guess; None if there is no limit.
+            vocabulary: number of tokens.
+
+        Raises:
+            TypeError, ValueError: no such tree, or one that does not fit.
+        """
+        return replace(self, draft_tree=DraftTree.resolve(self.draft_tree, max_depth, vocabulary))
+
+    @property
+    def tree(self) -> DraftTree:
+        """The tree of resolved settings."""
+        assert isinstance(self.draft_tree, DraftTree)
+        return self.draft_tree
