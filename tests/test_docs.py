@@ -8,19 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_drafthead import AmphistaConfig, DraftHeadConfig, EagleConfig, HydraConfig, MedusaConfig
+from hf_drafthead import DraftHeadConfig
+from hf_drafthead.modeling import families
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
 CODE = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
-FAMILIES = {
-    "medusa": MedusaConfig(),
-    "hydra": HydraConfig(),
-    "hydra-plus-plus": HydraConfig.plus_plus(),
-    "amphista": AmphistaConfig(),
-    "eagle": EagleConfig(),
-}
+# The config of each page's family; the first one where a page has several.
+FAMILIES = {family.page or name: family.config() for name, family in reversed(families.FAMILIES.items())}
 SECTIONS = ["Idea", "Drawing", "Config fields", "Recipe", "Figures", "When to choose it"]
 
 

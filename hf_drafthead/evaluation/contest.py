@@ -8,9 +8,9 @@ from hf_drafthead.evaluation.bench import measure
 from hf_drafthead.evaluation.measurement import Measurement
 from hf_drafthead.evaluation.questions import Question
 from hf_drafthead.evaluation.speed import batched, fastest_tree
+from hf_drafthead.generation.settings import DEFAULT_TREE
 from hf_drafthead.generation.tree import DraftTree, RankPath
 
-PUBLISHED_TREE = "mc_sim_7b_63"
 SIZES = (8, 12, 16, 24, 32)  # nodes, root included
 TRIED_PROMPTS = 6
 
@@ -64,7 +64,7 @@ def contest(
     """
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "progress": progress}
     tree = fastest_tree(model, tokenizer, prompts[:TRIED_PROMPTS], candidate_trees(model), **options)
-    published = DraftTree.resolve(PUBLISHED_TREE, model.drafter.max_depth, model.config.get_text_config().vocab_size)
+    published = DraftTree.resolve(DEFAULT_TREE, model.drafter.max_depth, model.config.get_text_config().vocab_size)
     return Contest(
         fastest=measure(model, tokenizer, prompts, tree=tree, repeats=repeats, **options),
         published=measure(model, tokenizer, prompts, tree=published, repeats=1, batch_size=batch_size, **options),
@@ -82,7 +82,7 @@ def candidate_trees(model: Any) -> list[DraftTree]:
 
     Calibration stores rank paths in the order of their worth, so the first n of them are the best tree of n + 1 nodes.
     """
-    stored = getattr(model.generation_config, "draft_tree", None) or PUBLISHED_TREE
+    stored = getattr(model.generation_config, "draft_tree", None) or DEFAULT_TREE
     if isinstance(stored, str):
         return [DraftTree.resolve(stored, model.drafter.max_depth, model.config.get_text_config().vocab_size)]
     paths = [tuple(path) for path in stored]

@@ -20,6 +20,7 @@ from huggingface_hub.errors import (
 from huggingface_hub.utils import validate_repo_id
 
 from hf_drafthead.modeling.checkpoint import HTTP_ERROR, why_refused
+from hf_drafthead.modeling.config import MODEL_TYPE_PREFIX
 
 # What makes a repository one of a model: its weights in any form, or what says where they lie.
 OF_A_MODEL = re.compile(
@@ -148,7 +149,7 @@ def check_destination(there: Destination, target: Target, base: str | None) -> N
         found = json.loads(config.read_text(encoding="utf-8")).get("model_type")
     except (ValueError, AttributeError):
         found = None
-    if not str(found).startswith("drafthead_"):
+    if not str(found).startswith(MODEL_TYPE_PREFIX):
         raise ValueError(
             f"{there.repo_id!r} holds a {found!r} model without draft heads, which the heads would overwrite: push "
             "them to a repository of their own."

@@ -12,9 +12,10 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, Repository
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from hf_drafthead.modeling import MODEL_CLASSES, DraftHeadConfig, DraftHeadPreTrainedModel
+from hf_drafthead.modeling import DraftHeadConfig, DraftHeadPreTrainedModel
 from hf_drafthead.modeling.base_model import is_local
 from hf_drafthead.modeling.checkpoint import HTTP_ERROR, INDEX, checkpoint_files
+from hf_drafthead.modeling.families import BY_MODEL_TYPE
 
 TRAINING = ["optimizer*", "scheduler.*", "scaler.pt", "rng_state*", "training_args.bin", "trainer_state.json"]
 TRAINING += ["checkpoint-*", "global_step*", "events.out.tfevents*", "wandb", "mlruns", "run.json", "clock.json"]
@@ -197,13 +198,12 @@ def family_of(folder: Path) -> type[DraftHeadPreTrainedModel]:
             "writes it."
         )
     fields, _ = DraftHeadConfig.get_config_dict(folder)
-    known = {one.config_class.model_type: one for one in MODEL_CLASSES}
     found = fields.get("model_type")
-    if found not in known:
+    if found not in BY_MODEL_TYPE:
         raise ValueError(
             f"{str(folder)!r} holds a {found!r} model without draft heads: give the folder of a draft-head checkpoint."
         )
-    return known[found]
+    return BY_MODEL_TYPE[found]
 
 
 def tensors_of(folder: Path) -> Iterator[tuple[str, Tensor]]:

@@ -13,11 +13,11 @@ from huggingface_hub.errors import HFValidationError, RemoteEntryNotFoundError, 
 from transformers import AutoTokenizer
 
 from hf_drafthead.hub_upload.preflight import family_of, files_of, find_base, left_behind, tensors_of
-from hf_drafthead.modeling import MODEL_CLASSES, DraftHeadConfig, DraftHeadPreTrainedModel
+from hf_drafthead.modeling import DraftHeadConfig, DraftHeadPreTrainedModel
 from hf_drafthead.modeling.base_model import check_base, fetch_config, is_local, locate_base
 from hf_drafthead.modeling.checkpoint import HTTP_ERROR, INDEX, why_refused
+from hf_drafthead.modeling.families import FAMILIES
 
-FAMILIES = {model.config_class.model_type.removeprefix("drafthead_") for model in MODEL_CLASSES}
 CARD = "README.md"
 SHARD = "50GB"  # as in transformers
 # What a training and its measurements leave beside the weights; all other pictures are drawn again with the card.

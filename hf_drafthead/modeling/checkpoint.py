@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.utils import ADAPTER_CONFIG_NAME, GENERATION_CONFIG_NAME, cached_file, has_file
 
-from hf_drafthead.modeling.config import DraftHeadConfig
+from hf_drafthead.modeling.config import MODEL_TYPE_PREFIX, DraftHeadConfig
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLE = "pytorch_model.bin"
@@ -49,7 +49,7 @@ def read_config(family: type[DraftHeadConfig], path: str, given: Any, hub: Mappi
         found = fields.get("model_type")
         config = family.from_dict(fields) if found == family.model_type else None
     if found != family.model_type:
-        other_family = str(found).startswith("drafthead_")
+        other_family = str(found).startswith(MODEL_TYPE_PREFIX)
         advice = "load it with AutoModel" if other_family else "to put new heads on a base use from_base"
         raise ValueError(
             f"{path!r} is no {family.model_type} checkpoint: its config.json has model_type {found!r}; {advice}."

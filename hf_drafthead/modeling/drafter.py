@@ -37,7 +37,7 @@ class Drafter(nn.Module):
     @property
     def max_depth(self) -> int | None:
         """Deepest tree level that can be guessed; None if there is no limit."""
-        return self.config.num_draft_heads
+        return self.config.max_depth
 
     def attach(self, base: nn.Module) -> None:
         """Read embeddings and lm_head from this base from now on."""

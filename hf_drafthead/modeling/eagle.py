@@ -24,6 +24,21 @@ from hf_drafthead.modeling.decoder_layer import DecoderLayer
 from hf_drafthead.modeling.drafter import Drafter
 from hf_drafthead.modeling.layers import base_logits, last_valid
 
+# Li et al. 2024 (EAGLE) and the published trainer; the noise is its 0.2 * 512 / T at T = 2048
+EAGLE_RECIPE: dict[str, Any] = {
+    "next_token_weight": 0.0,
+    "teacher_weight": 0.1,
+    "feature_weight": 1.0,
+    "feature_noise": 0.05,
+    "learning_rate": 3e-5,
+    "lr_scheduler_type": "linear",
+    "warmup_steps": 2000,
+    "adam_beta2": 0.95,
+    "max_grad_norm": 0.0,  # clipped by value instead
+    "max_grad_value": 0.5,
+    "num_train_epochs": 20,
+}
+
 
 class EagleConfig(DraftHeadConfig):
     """An EAGLE head. There is one, and it guesses as deep as a tree is: num_draft_heads is 1.
@@ -42,6 +57,10 @@ class EagleConfig(DraftHeadConfig):
     fc_bias: bool = False
     feature_layers: list[int] | tuple[int, ...] = (-1,)
     layer_config: dict[str, Any] | PreTrainedConfig | None = None
+
+    @property
+    def max_depth(self) -> int | None:
+        return None
 
     def check(self) -> None:
         super().check()
@@ -92,10 +111,6 @@ class EagleDrafter(Drafter):
         self.reduce = nn.Linear(several * hidden_size, hidden_size, bias=False) if several > 1 else nn.Identity()
         self.fc = nn.Linear(2 * hidden_size, hidden_size, bias=config.fc_bias)
         self.body = DecoderLayer(config.own_layer, input_norm=False)
-
-    @property
-    def max_depth(self) -> int | None:
-        return None
 
     def copy_from_base(self) -> None:
         """Nothing: embeddings and lm_head stay the base's."""

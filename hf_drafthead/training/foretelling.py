@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from hf_drafthead.generation.calibration import foretold_steps, rank_paths
+from hf_drafthead.generation.settings import DEFAULT_TREE
 from hf_drafthead.generation.tree import DraftTree
-
-PUBLISHED_TREE = "mc_sim_7b_63"
 
 
 class Foretelling:
@@ -46,7 +45,7 @@ class Foretelling:
     def __call__(self, model: Any) -> float | None:
         """Tokens per step of a model with draft heads, in eval mode; None where every answer is one token long."""
         vocabulary = model.config.get_text_config().vocab_size
-        tree = self.tree or DraftTree.resolve(PUBLISHED_TREE, model.drafter.max_depth, vocabulary)
+        tree = self.tree or DraftTree.resolve(DEFAULT_TREE, model.drafter.max_depth, vocabulary)
         tokens = steps = 0
         for texts, prompts, lengths in self._texts(model):
             if int((lengths - prompts).max()) < 2:

@@ -16,15 +16,14 @@ import torch
 from datasets import Dataset, IterableDataset
 from torch import Tensor
 from transformers import AutoTokenizer, set_seed
-from transformers.configuration_utils import PreTrainedConfig
 from transformers.utils import logging
 
 from hf_drafthead.modeling.base import DraftHeadPreTrainedModel
 from hf_drafthead.modeling.base_model import last_layer
-from hf_drafthead.training.arguments import JOINT, JOINT_MEDUSA, WEIGHTS, DraftHeadTrainingArguments, recipe
+from hf_drafthead.modeling.families import find_family, fresh_heads
+from hf_drafthead.training.arguments import JOINT, WEIGHTS, DraftHeadTrainingArguments
 from hf_drafthead.training.clock import Clock
 from hf_drafthead.training.data import DataReport, PaddingCollator, tokenize_rows
-from hf_drafthead.training.families import CLASSES, fresh_heads
 from hf_drafthead.training.foretelling import Foretelling
 from hf_drafthead.training.likeness import Likeness, likeness
 from hf_drafthead.training.lora import add_lora, merge_lora
@@ -99,7 +98,7 @@ def train_heads(
 
     Args:
         base: id or path of a causal LM.
-        family: one of "medusa", "hydra", "hydra++", "amphista", "amphista-alpha", "eagle".
+        family: a name in `modeling.families.FAMILIES`.
         data: what `read_rows` reads, whose first rows are held out; or rows that are ready (`max_length` to
             `held_out_rows` are about reading).
         output: folder for checkpoints, and for the heads at the end; with `joint` for the base as well.
@@ -127,7 +126,7 @@ def train_heads(
     _refuse_contradictions(joint, lora_rank, load or {}, arguments)
     if _sharded():  # every process looks at the base before it is sharded
         os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
-    together = (JOINT_MEDUSA if family == "medusa" else JOINT) if joint else {}
+    together = {**JOINT, **find_family(family).joint_recipe} if joint else {}
     settings = DraftHeadTrainingArguments.for_family(
         family, str(output), **{**together, **_defaults(streaming, arguments), **arguments}
     )
@@ -231,9 +230,7 @@ def sort_options(family: str, options: dict[str, Any]) -> tuple[dict[str, Any], 
     Raises:
         ValueError: an unknown family, or a name that is neither.
     """
-    recipe(family)
-    config_fields = {field.name for field in dataclasses.fields(CLASSES[family].config_class)}
-    own = config_fields - {field.name for field in dataclasses.fields(PreTrainedConfig)}
+    own = find_family(family).model_class.config_class.heads_fields()
     known = {field.name for field in dataclasses.fields(DraftHeadTrainingArguments)}
     if unknown := sorted(set(options) - own - known):
         raise ValueError(
@@ -271,7 +268,7 @@ def _model(
         return fresh_heads(family, base, **fields, **load)
     if fields:
         raise ValueError(f"{', '.join(sorted(fields))} cannot be chosen for trained heads: they are as they are.")
-    trained: Any = CLASSES[family].from_pretrained(heads, base_model=base, **load)
+    trained: Any = find_family(family).model_class.from_pretrained(heads, base_model=base, **load)
     if (found := trained.config.family) != family:
         raise ValueError(
             f"the heads in {str(heads)!r} are {found!r} heads, not {family!r} ones: give --family {found}."
@@ -362,10 +359,7 @@ def _positions(model: DraftHeadPreTrainedModel) -> int:
 
 def _own_fields(model: DraftHeadPreTrainedModel) -> dict[str, Any]:
     """The family's fields of a config that are plain values."""
-    own = {field.name for field in dataclasses.fields(model.config)}
-    shared = {field.name for field in dataclasses.fields(PreTrainedConfig)}
-    about_the_base = {"base_config", "base_model_name_or_path", "base_model_revision", "base_included"}
-    values = {name: getattr(model.config, name) for name in sorted(own - shared - about_the_base)}
+    values = {name: getattr(model.config, name) for name in sorted(model.config.heads_fields())}
     return {name: value for name, value in values.items() if isinstance(value, (bool, int, float, str, list))}
 
 

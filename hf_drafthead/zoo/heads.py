@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from hf_drafthead.generation.calibration import grow_tree, rank_paths
-from hf_drafthead.modeling import DraftHeadPreTrainedModel
+from hf_drafthead.modeling import DraftHeadPreTrainedModel, families
 from hf_drafthead.training import run
 from hf_drafthead.training.trainer import whole_checkpoint
 from hf_drafthead.zoo.base import store_as_bfloat16
@@ -57,14 +57,16 @@ class Recipe:
     arguments: dict[str, Any] = field(default_factory=dict)
 
 
-# Heads with a vocabulary projection of their own each, so that the figures can be compared; EAGLE has no own one.
+FIELDS: dict[str, dict[str, Any]] = {"hydra++": NO_DROPOUT}
+ARGUMENTS: dict[str, dict[str, Any]] = {"amphista": AMPHISTA, "amphista-alpha": AMPHISTA, "eagle": EAGLE}
+# As many heads each where there are several, with a vocabulary projection of their own, so that the figures compare.
 FAMILIES: dict[str, Recipe] = {
-    "medusa": Recipe("medusa", HEADS),
-    "hydra": Recipe("hydra", HEADS),
-    "hydra++": Recipe("hydra++", {**HEADS, **NO_DROPOUT}),
-    "amphista": Recipe("amphista", HEADS, AMPHISTA),
-    "amphista-alpha": Recipe("amphista-alpha", HEADS, AMPHISTA),
-    "eagle": Recipe("eagle", {}, EAGLE),
+    name: Recipe(
+        name,
+        {**({} if family.config().max_depth is None else HEADS), **FIELDS.get(name, {})},
+        ARGUMENTS.get(name, {}),
+    )
+    for name, family in families.FAMILIES.items()
 }
 
 

@@ -15,7 +15,8 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
 from hf_drafthead import zoo
-from hf_drafthead.training.arguments import RECIPES, DraftHeadTrainingArguments
+from hf_drafthead.modeling import families
+from hf_drafthead.training.arguments import DraftHeadTrainingArguments
 from hf_drafthead.training.foretelling import Foretelling
 from hf_drafthead.training.record import check_run, save_whole
 from hf_drafthead.training.run import PreparedData, own_prompts, sort_options, train_heads
@@ -55,7 +56,7 @@ def train(place, output, family="medusa", **arguments):
     return train_heads(str(place / "base"), family, str(place / "texts.jsonl"), output, **{**QUICK, **arguments})
 
 
-@pytest.mark.parametrize("family", list(RECIPES))
+@pytest.mark.parametrize("family", list(families.FAMILIES))
 def test_every_family_trains_saves_and_loads(family, place, tmp_path):
     trained = train(place, tmp_path / "heads", family)
     files = {file.name for file in (tmp_path / "heads").iterdir()}
@@ -67,7 +68,7 @@ def test_every_family_trains_saves_and_loads(family, place, tmp_path):
     assert {"command", "torch", "transformers", "hf_drafthead", "hardware", "hours", "seed"} <= set(summary)
     assert summary["family"] == family and summary["steps"] == 4 and len(summary["data_sha256"]) == 64
     assert summary["data_report"]["rows"] == 21 and 0 <= summary["held_out"]["head0_top1"] <= 1
-    assert summary["learning_rate"] == RECIPES[family]["learning_rate"]
+    assert summary["learning_rate"] == families.FAMILIES[family].recipe["learning_rate"]
     prompts = own_prompts([{"input_ids": ids, "labels": ids} for ids in held_out_rows(place)], 3, 100)
     assert summary["tokens_per_step"] == pytest.approx(Foretelling(prompts, 8)(loaded))
 

@@ -7,7 +7,8 @@ import pytest
 import torch
 from transformers import AutoModel
 
-from hf_drafthead.training.arguments import RECIPES, DraftHeadTrainingArguments
+from hf_drafthead.modeling.families import find_family
+from hf_drafthead.training.arguments import DraftHeadTrainingArguments
 from hf_drafthead.training.heads_loss import RANKS, HeadsLoss, Objective
 from hf_drafthead.training.objectives import feature_loss, next_token_loss, rank_counts, teacher_loss
 from hf_drafthead.training.trainer import DraftHeadTrainer
@@ -148,7 +149,8 @@ def test_gradients_are_clipped_by_value_as_eagle_s_recipe_asks(tmp_path):
     )
     trainer.train()
     assert len(seen) == 2 and all(value == pytest.approx(1e-4) for value in seen)
-    assert RECIPES["eagle"]["max_grad_value"] == 0.5 and RECIPES["eagle"]["max_grad_norm"] == 0.0
+    recipe = find_family("eagle").recipe
+    assert recipe["max_grad_value"] == 0.5 and recipe["max_grad_norm"] == 0.0
 
 
 def test_noise_on_the_hidden_states_is_for_training_alone(tmp_path):
