@@ -318,7 +318,8 @@ def slot_mask(
         dtype: of the attention.
         visible: (B, S') which of the first S' past slots hold no padding; None = all.
         window: positions that a sliding layer sees; None = all.
-        depths: (R, n) of the nodes, where there is a window; the M nodes are these n.
+        depths: (R, n) of the nodes, where there is a window. Where the M nodes are more than these n, they are levels of
+            a tree that is no deeper than the window.
 
     Returns:
         (B, 1, n, M + extent).
@@ -333,7 +334,8 @@ def slot_mask(
     behind = behind[:, None].expand(rows, nodes, -1)
     above = ancestors.expand(rows, -1, -1)
     if window is not None and depths is not None:
-        above = above & (depths[:, :, None] - depths[:, None, :] < window)
+        if depths.shape[1] == above.shape[2]:
+            above = above & (depths[:, :, None] - depths[:, None, :] < window)
         behind = behind & (past[:, None, None] + depths[:, :, None] - slots < window)
     seen = torch.cat([above, behind], dim=-1)[:, None]
     return torch.zeros(seen.shape, dtype=dtype, device=past.device).masked_fill_(~seen, torch.finfo(dtype).min)

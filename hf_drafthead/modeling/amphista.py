@@ -25,6 +25,7 @@ from hf_drafthead.generation.slots import ROOM, SlotCache
 from hf_drafthead.modeling.base import DraftHeadPreTrainedModel
 from hf_drafthead.modeling.config import DraftHeadConfig
 from hf_drafthead.modeling.decoder_layer import DecoderLayer
+from hf_drafthead.modeling.drafter import Drafter
 from hf_drafthead.modeling.layers import OutputProjections, ParallelBlocks, last_valid
 from hf_drafthead.modeling.medusa import MedusaDrafter
 
@@ -165,8 +166,7 @@ class AmphistaDrafter(MedusaDrafter):
     config: AmphistaConfig  # type: ignore[assignment]
 
     def __init__(self, config: AmphistaConfig) -> None:
-        nn.Module.__init__(self)
-        self.config = config
+        Drafter.__init__(self, config)
         text = config.get_text_config()
         heads, hidden_size = config.num_draft_heads, text.hidden_size
         self.keeps_history = config.num_stages > 0

@@ -228,6 +228,7 @@ class DraftHeadPreTrainedModel(DraftHeadGenerationMixin, PreTrainedModel):
             heads |= fetch | {"config": config, "use_safetensors": True, "output_loading_info": True}
             model, info = super().from_pretrained(path, **heads, **kwargs)
             refuse_damage(path, info)
+            model.drafter.check_values(path)
             if "hf_quantizer" in model.__dict__:  # only the base is quantized: heads are saved as they are
                 model.base.hf_quantizer = model.__dict__.pop("hf_quantizer")
             model.base.generation_config = copy.deepcopy(model.generation_config)
@@ -239,6 +240,7 @@ class DraftHeadPreTrainedModel(DraftHeadGenerationMixin, PreTrainedModel):
             place = os.path.join(path, inside) if inside and os.path.isdir(path) else path
             base = load_base(place, model.config, base_model, base_revision, fetch, kwargs)
             model._fill(tensors, *last_layer(base))
+            model.drafter.check_values(path)
             model._attach(base)
             model._take_generation_config(read_generation_settings(path, hub))
             adapter = dict(heads.get("adapter_kwargs") or {})
@@ -277,7 +279,10 @@ class DraftHeadPreTrainedModel(DraftHeadGenerationMixin, PreTrainedModel):
     def _fill(self, tensors: Mapping[str, Tensor], device: torch.device, dtype: torch.dtype) -> None:
         """Give a drafter without memory its tensors; where device and type are theirs, they stay mapped from disk."""
         device = torch.device("cpu") if device.type == "meta" else device  # all of the base is offloaded
-        placed = {name: tensor.to(device=device, dtype=dtype) for name, tensor in tensors.items()}
+        placed = {
+            name: tensor.to(device=device, dtype=dtype if tensor.is_floating_point() else None)
+            for name, tensor in tensors.items()
+        }
         self.load_state_dict(placed, assign=True)
         for module in self.drafter.modules():
             for name in module._non_persistent_buffers_set:

@@ -179,7 +179,7 @@ def check_tensors(path: str, found: Mapping[str, Tensor], expected: Mapping[str,
         expected: tensors of the shapes that there should be, by the same names.
 
     Raises:
-        ValueError: a tensor is missing, unknown, of another shape, or not floating point.
+        ValueError: a tensor is missing, unknown, of another shape, or of another kind of number.
     """
     for name, wanted in expected.items():
         if name not in found:
@@ -192,7 +192,13 @@ def check_tensors(path: str, found: Mapping[str, Tensor], expected: Mapping[str,
                 f"{path!r} has {name!r} of shape {list(found[name].shape)}, but its config asks for "
                 f"{list(wanted.shape)}: save the checkpoint again, or correct config.json."
             )
-        if found[name].dtype not in FLOATS:
+        if not wanted.dtype.is_floating_point:
+            if found[name].dtype != wanted.dtype:
+                raise ValueError(
+                    f"{path!r} has {name!r} in {_type_name(found[name].dtype)}, expected {_type_name(wanted.dtype)}: "
+                    "these are whole numbers, save them as such."
+                )
+        elif found[name].dtype not in FLOATS:
             raise ValueError(
                 f"{path!r} has {name!r} in {_type_name(found[name].dtype)}, expected one of "
                 f"{', '.join(map(_type_name, FLOATS))}: save the heads in a floating point type."

@@ -122,12 +122,13 @@ class DraftHeadConfig(PreTrainedConfig):
         if not isinstance(value, bool):
             raise ValueError(f"{name} is {value!r}: expected True or False.")
 
-    def _check_layer(self, asking: str, wanted: bool) -> None:
+    def _check_layer(self, asking: str, wanted: bool, same_width: bool = True) -> None:
         """Refuse decoder layers for the heads that cannot be.
 
         Args:
             asking: which fields ask for such layers, with their values, as the message is to say it.
             wanted: whether they do.
+            same_width: whether they must be as wide as the base.
         """
         own, layer, text = getattr(self, "layer_config", None), self.own_layer, self.get_text_config()
         if own is not None and not own.model_type:
@@ -148,7 +149,7 @@ class DraftHeadConfig(PreTrainedConfig):
             )
         if own is None:
             return
-        if getattr(own, "hidden_size", None) != text.hidden_size:
+        if same_width and getattr(own, "hidden_size", None) != text.hidden_size:
             raise ValueError(
                 f"layer_config has hidden size {getattr(own, 'hidden_size', None)}, but the base has "
                 f"{text.hidden_size}: give the layer the base's."

@@ -102,6 +102,8 @@ class EagleDrafter(Drafter):
 
     config: EagleConfig
     keeps_history = True
+    layers = 1
+    body: DecoderLayer
 
     def __init__(self, config: EagleConfig) -> None:
         super().__init__(config)
@@ -116,11 +118,11 @@ class EagleDrafter(Drafter):
         """Nothing: embeddings and lm_head stay the base's."""
 
     def start(self, batch_size: int, capacity: int) -> EagleState:
-        nothing = self.placed(torch.zeros(batch_size, self.config.get_text_config().hidden_size))
-        return self._grown(SlotCache(batch_size, 1, min(capacity, ROOM)), nothing)
+        nothing = self.placed(torch.zeros(batch_size, self.config.own_layer.hidden_size))
+        return self._grown(SlotCache(batch_size, self.layers, min(capacity, ROOM)), nothing)
 
     def observe(self, state: EagleState, features: Tensor, tokens: Tensor, lengths: Tensor) -> EagleState:
-        x = self._joined(self.reduce(self.placed(features)), tokens)
+        x = self._joined(self._projected(self.placed(features)), tokens)
         out = self.body.over_verified(state.cache, x, lengths)
         return self._grown(state.cache, last_valid(state.last, out, lengths))
 
@@ -133,18 +135,26 @@ class EagleDrafter(Drafter):
             count = tokens.shape[1]
             itself = torch.eye(count, dtype=torch.bool, device=rows.device).expand(tokens.shape[0], -1, -1)
             ancestors = torch.cat([itself, state.ancestors[rows, parents]], dim=2)
-            x = self._joined(state.level[rows, parents], tokens)
+            x = self._joined(self._fed_back(state.level[rows, parents]), tokens)
             out = self.body.over_nodes(state.cache, x, state.depth, ancestors)
         state = EagleState(state.cache, state.last, out, ancestors, state.depth + 1)
-        return state, Guesses(self.head_logits(0, out))
+        return state, Guesses(self.head_logits(0, out), self.draft_tokens)
 
     def head_states(self, features: Tensor, input_ids: Tensor, attention_mask: Tensor | None = None) -> list[Tensor]:
         """One entry: the guess of the base's next hidden state at every position."""
-        x = self._joined(self.reduce(features), input_ids.roll(-1, dims=1))
+        x = self._joined(self._projected(features), input_ids.roll(-1, dims=1))
         return [self.body.over_text(x, attention_mask)]
 
     def head_logits(self, head: int, hidden: Tensor) -> Tensor:
         return base_logits(self.base, hidden)
+
+    def _projected(self, features: Tensor) -> Tensor:
+        """The base's features (..., F*H) as the layer reads them (..., H)."""
+        return self.reduce(features)
+
+    def _fed_back(self, out: Tensor) -> Tensor:
+        """What the layer reads of its own output in the place of features, (..., H)."""
+        return out
 
     def _joined(self, features: Tensor, tokens: Tensor) -> Tensor:
         return self.fc(torch.cat([self.embed(tokens, like=features), features], dim=-1))

@@ -21,6 +21,11 @@ from hf_drafthead.modeling.amphista import (
     AmphistaForCausalLM as AmphistaForCausalLM,
 )
 from hf_drafthead.modeling.eagle import EAGLE_RECIPE, EagleConfig as EagleConfig, EagleForCausalLM as EagleForCausalLM
+from hf_drafthead.modeling.eagle3 import (
+    EAGLE3_RECIPE,
+    Eagle3Config as Eagle3Config,
+    Eagle3ForCausalLM as Eagle3ForCausalLM,
+)
 from hf_drafthead.modeling.hydra import (
     HYDRA_PLUS_PLUS_RECIPE,
     HYDRA_RECIPE,
@@ -84,6 +89,7 @@ _TABLE = (
         page="amphista",
     ),
     Family("eagle", "EAGLE", "2401.15077", EagleForCausalLM, EagleConfig, EAGLE_RECIPE),
+    Family("eagle3", "EAGLE-3", "2503.01840", Eagle3ForCausalLM, Eagle3Config, EAGLE3_RECIPE),
 )
 FAMILIES: dict[str, Family] = {family.name: family for family in _TABLE}
 BY_MODEL_TYPE: dict[str, type[DraftHeadPreTrainedModel]] = {

@@ -17,6 +17,7 @@ from hf_drafthead.modeling.base import DraftHeadPreTrainedModel
 from hf_drafthead.training.objectives import (
     feature_loss,
     head_weights,
+    in_draft_vocabulary,
     labelled,
     next_token_loss,
     rank_counts,
@@ -78,14 +79,24 @@ class HeadsLoss:
         Args:
             model: in training mode if noise and dropout are wanted.
             inputs: `input_ids` (B, T), `labels` (B, T), and if rows are padded `attention_mask` (B, T); `features`
-                (B, T, H) if the base's last hidden states are known already.
+                (B, T, H) if the base's last hidden states are known already, of use to heads that read no others.
             totals: (1 + K,) by how many labels the base's and each head's loss is divided; default: of this batch.
             heads_weight: of all heads' losses beside the base's.
 
         Returns:
             scalar loss, and LongTensor (K, RANKS + 1): at which rank each head had its labels.
         """
-        reading = self._read(model, inputs)
+        return self.of_reading(model, inputs, self._read(model, inputs), totals, heads_weight)
+
+    def of_reading(
+        self,
+        model: DraftHeadPreTrainedModel,
+        inputs: Mapping[str, Tensor],
+        reading: Reading,
+        totals: Tensor | None = None,
+        heads_weight: float = 1.0,
+    ) -> tuple[Tensor, Tensor]:
+        """As above, from what the base has said."""
         features = model.drafter.placed(reading.features)
         labels = inputs["labels"].to(features.device)  # of a base on several devices the heads are on the last
         half = reading.features.dtype != features.dtype
@@ -123,8 +134,13 @@ class HeadsLoss:
                 states: Tensor, targets: Tensor, hidden: Tensor, scores: Tensor, head: int = head
             ) -> tuple[Tensor, Tensor]:
                 logits = model.drafter.head_logits(head, states)
-                teachers = self._logits(model, scores) if self.objective.teacher else logits
+                own = model.drafter.draft_tokens
+                teachers = self._logits(model, scores) if self.objective.teacher or own is not None else logits
+                learnt = None
+                if own is not None:
+                    targets, teachers, learnt = in_draft_vocabulary(own, targets, teachers)
                 lost = self.objective(states, logits, targets, hidden, teachers)
+                lost = lost if learnt is None else lost * learnt
                 return lost.sum(), rank_counts(logits.detach(), targets, RANKS)
 
             summed, ranks = _in_chunks(of_chunk, model, states[head][kept], targets, hidden, scores)
@@ -134,7 +150,7 @@ class HeadsLoss:
 
     def _read(self, model: DraftHeadPreTrainedModel, inputs: Mapping[str, Tensor], learn: bool = True) -> Reading:
         """Run the base over a batch, or take its hidden states as given; with gradients where it learns."""
-        if "features" in inputs:
+        if "features" in inputs and model.drafter.reads in ((-1,), ()):
             return Reading(inputs["features"], inputs["features"], inputs["features"])
         base, was_training = model.base, model.base.training
         learns = bool(self.base) and learn

@@ -22,10 +22,10 @@ def next_token_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor
 
     Args:
         logits: (M, V) of one head.
-        targets: (M,) token ids.
+        targets: (M,) token ids, or IGNORED.
 
     Returns:
-        (M,) in nats.
+        (M,) in nats, 0 where there is no target.
     """
     return F.cross_entropy(logits.float(), targets, reduction="none")
 
@@ -69,12 +69,31 @@ def rank_counts(logits: torch.Tensor, targets: torch.Tensor, ranks: int) -> torc
 
     Args:
         logits: (M, V) of one head.
-        targets: (M,) token ids.
+        targets: (M,) token ids, or IGNORED for one that the head cannot guess.
         ranks: how many ranks to tell apart.
 
     Returns:
         LongTensor (ranks + 1,): labels found at each rank, then those found at none, which is where a NaN is. The sum
         of the first k over the sum of all is the top-k accuracy.
     """
-    rank = (~(logits <= logits.gather(1, targets[:, None]))).sum(1)
-    return torch.bincount(rank.clamp(max=ranks), minlength=ranks + 1)
+    rank = (~(logits <= logits.gather(1, targets.clamp(min=0)[:, None]))).sum(1).clamp(max=ranks)
+    return torch.bincount(rank.where(targets != IGNORED, ranks), minlength=ranks + 1)
+
+
+def in_draft_vocabulary(
+    draft_tokens: torch.Tensor, targets: torch.Tensor, teacher_logits: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Targets as a drafter with a vocabulary of its own sees them (EAGLE-3's trainer).
+
+    Args:
+        draft_tokens: (D,) the base's ids of its tokens.
+        targets: (M,) token ids of the base.
+        teacher_logits: (M, V) of the base.
+
+    Returns:
+        (M,) targets among the D, IGNORED where there is none; (M, D) the base's logits for them; (M,) whether the
+        base's own choice is one of them: elsewhere nothing is learnt.
+    """
+    places = torch.full_like(teacher_logits[:1], IGNORED, dtype=torch.long).squeeze(0)
+    places[draft_tokens] = torch.arange(len(draft_tokens), device=places.device)
+    return places[targets], teacher_logits[:, draft_tokens], places[teacher_logits.argmax(-1)] != IGNORED

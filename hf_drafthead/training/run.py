@@ -20,6 +20,7 @@ from transformers.utils import logging
 
 from hf_drafthead.modeling.base import DraftHeadPreTrainedModel
 from hf_drafthead.modeling.base_model import last_layer
+from hf_drafthead.modeling.eagle3 import Eagle3Drafter
 from hf_drafthead.modeling.families import find_family, fresh_heads
 from hf_drafthead.training.arguments import JOINT, WEIGHTS, DraftHeadTrainingArguments
 from hf_drafthead.training.clock import Clock
@@ -40,6 +41,7 @@ from hf_drafthead.training.record import (
 )
 from hf_drafthead.training.sources import data_hash, read_rows, stream_hash
 from hf_drafthead.training.trainer import DraftHeadTrainer, whole_checkpoint
+from hf_drafthead.training.vocabulary import frequent_tokens
 
 logger = logging.get_logger(__name__)
 
@@ -146,6 +148,7 @@ def train_heads(
             tell = logger.warning if data.report.refused else logger.info
             tell(str(data.report))
     _refuse_short_rows(model, data.held_out)
+    coverage = _choose_vocabulary(model, data.rows) if heads is None else None
     run = {
         "family": family,
         "config": _own_fields(model),
@@ -206,6 +209,7 @@ def train_heads(
         "weight_decay": settings.weight_decay,
         "max_length": max_length or _most_tokens(model),
         "packing": packing,
+        "draft_vocab_coverage": coverage,
         "dtype": str(model.base.dtype).removeprefix("torch."),
         "lora_rank": lora_rank if joint else None,
         "held_out": {name.removeprefix("eval_"): value for name, value in metrics.items() if name.startswith("eval_")},
@@ -331,6 +335,16 @@ def _refuse_short_rows(model: DraftHeadPreTrainedModel, rows: Any) -> None:
         raise ValueError(
             f"rows of {longest} tokens have no label {ahead} tokens ahead: give longer rows, or train fewer heads."
         )
+
+
+def _choose_vocabulary(model: DraftHeadPreTrainedModel, rows: Any) -> float | None:
+    """Let heads that choose among some of the base's tokens take the most frequent ones; the share these make up."""
+    if not isinstance(model.drafter, Eagle3Drafter) or model.drafter.draft_tokens is None:
+        return None
+    vocabulary = model.config.get_text_config().vocab_size
+    tokens, share = frequent_tokens(rows, len(model.drafter.draft_tokens), vocabulary)
+    model.drafter.choose_vocabulary(tokens)
+    return share
 
 
 def _look(

@@ -48,7 +48,8 @@ class DraftHeadTrainer(Trainer):
         kwargs: as for ``transformers.Trainer``.
 
     Raises:
-        ValueError: a base that shall learn from itself has no adapters.
+        ValueError: a base that shall learn from itself has no adapters, or heads of another width than the base shall
+            learn its hidden states.
     """
 
     args: DraftHeadTrainingArguments
@@ -66,6 +67,12 @@ class DraftHeadTrainer(Trainer):
             raise ValueError(
                 "base_objective is 'itself', but the base has no adapters that could be switched off: call "
                 "add_lora(model) first, or let it learn the text."
+            )
+        own, of_base = model.config.own_layer.hidden_size, model.config.get_text_config().hidden_size
+        if args.feature_weight and own != of_base:
+            raise ValueError(
+                f"feature_weight is {args.feature_weight}, but the heads' states have size {own} and the base's hidden "
+                f"states {of_base}: set it to 0, they cannot be alike."
             )
         model.drafter.float().requires_grad_(True)  # small updates are lost in half precision
         if not (args.base_weight and adapters):  # peft has chosen what learns where there are adapters

@@ -108,7 +108,7 @@ def test_config_and_model_are_exported_and_registered(model_class):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_fresh_heads_are_of_the_family(name):
-    model = fresh_heads(name, tiny_base(dtype=torch.float32))
+    model = fresh_heads(name, tiny_base(dtype=torch.float32, num_hidden_layers=7))
     assert type(model) is FAMILIES[name].model_class and model.config.family == name
 
 

@@ -58,7 +58,8 @@ def train(place, output, family="medusa", **arguments):
 
 @pytest.mark.parametrize("family", list(families.FAMILIES))
 def test_every_family_trains_saves_and_loads(family, place, tmp_path):
-    trained = train(place, tmp_path / "heads", family)
+    fields = {"feature_layers": [0, 1], "draft_vocab_size": 200} if family == "eagle3" else {}
+    trained = train(place, tmp_path / "heads", family, fields=fields)
     files = {file.name for file in (tmp_path / "heads").iterdir()}
     assert {"model.safetensors", "config.json", "generation_config.json", "tokenizer.json", "training.png"} <= files
     loaded = AutoModel.from_pretrained(tmp_path / "heads")
@@ -71,6 +72,11 @@ def test_every_family_trains_saves_and_loads(family, place, tmp_path):
     assert summary["learning_rate"] == families.FAMILIES[family].recipe["learning_rate"]
     prompts = own_prompts([{"input_ids": ids, "labels": ids} for ids in held_out_rows(place)], 3, 100)
     assert summary["tokens_per_step"] == pytest.approx(Foretelling(prompts, 8)(loaded))
+    if family == "eagle3":
+        counts = torch.bincount(torch.cat([torch.as_tensor(ids) for ids in token_rows(place)[3:]]), minlength=1024)
+        tokens = loaded.drafter.draft_tokens
+        assert len(tokens) == 200 and torch.equal(tokens, tokens.unique())
+        assert summary["draft_vocab_coverage"] == pytest.approx((counts[tokens].sum() / counts.sum()).item()) == 1.0
 
 
 def held_out_rows(place):
