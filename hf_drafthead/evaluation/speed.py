@@ -89,7 +89,7 @@ def steps_of(output: Any) -> torch.Tensor:
     return output.accepted_lengths.cpu()
 
 
-def warm_up(model: Any, tree: DraftTree, given: Mapping[str, torch.Tensor], settings: Mapping[str, Any]) -> None:
+def warm_up(model: Any, tree: DraftTree | None, given: Mapping[str, torch.Tensor], settings: Mapping[str, Any]) -> None:
     """Everything that only the first call pays for: the probe of the base, allocations, the tree's tensors."""
     model.base.generate(**given, **settings)
     draft(model, tree, given, settings)
