@@ -1,7 +1,7 @@
 """One call of `generate`, and the time of several calls that alternate.
 
-Every prompt is decoded alternately by the base and by the heads, several times in one process, and counts with its median
-time: other load on the machine affects both, and a single slow call affects neither.
+Every prompt is decoded alternately by the base and by the heads, several times in one process, and counts with its
+median time: other load on the machine affects both, and a single slow call affects neither.
 """
 
 import statistics
