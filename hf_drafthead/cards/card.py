@@ -248,7 +248,7 @@ def recipe(training: dict[str, Any]) -> dict[str, Any]:
         if isinstance(value, dict):
             inner = [f"{name} {part}" for name, part in value.items() if not ACCURACY.fullmatch(name)]
             value = ", ".join(inner)
-        rows["tokens per step, foretold" if key == "tokens_per_step" else key.replace("_", " ")] = value
+        rows["expected tokens per step" if key == "tokens_per_step" else key.replace("_", " ")] = value
     return rows
 
 

@@ -21,7 +21,7 @@ def demo(
     import torch
 
     from hf_drafthead import zoo
-    from hf_drafthead.evaluation.contest import contest, rounds
+    from hf_drafthead.evaluation.compare_with_base import compare_with_base, rounds
     from hf_drafthead.evaluation.loading import load
     from hf_drafthead.evaluation.prompts import read_prompts
     from hf_drafthead.evaluation.sample import sample
@@ -39,7 +39,7 @@ def demo(
     with bar(len(paths) * rounds(asked)) as begin:
         for name, path in paths.items():
             model, tokenizer = load(path, dtype=torch.float32)
-            contests[name] = one = contest(
+            contests[name] = one = compare_with_base(
                 model, tokenizer, asked, max_new_tokens=max_new_tokens, repeats=repeats, progress=begin(name)
             )
             samples[name] = sample(

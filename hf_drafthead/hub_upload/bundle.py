@@ -1,8 +1,8 @@
 """The package's model code as one file, for places where only transformers and torch are installed.
 
-transformers fetches that file from beside the weights when it is told `trust_remote_code=True`. It holds the modules
-that a family needs, one behind the other in the order in which they need each other: imports between them fall away,
-all others stand once at the top, and the published trees are in it as data.
+transformers fetches that file from the repository of the weights if `trust_remote_code=True` is given. It holds the
+modules that a family needs, each after the modules that it imports: imports between them are removed, all other imports
+stand once at the top, and the published trees are included as data.
 """
 
 import json

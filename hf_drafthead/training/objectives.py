@@ -1,4 +1,4 @@
-"""What a draft head is trained for, as functions of the positions that have a label.
+"""The objectives of a draft head, as functions of the positions that have a label.
 
 Shapes: B rows, T positions, M labelled positions, H hidden, V vocabulary. `shift` is how far ahead a head guesses: what
 it gives at position t is for the token at t + shift. The base's own lm_head has shift 1, head i (0-based) has 2 + i.
@@ -7,18 +7,18 @@ it gives at position t is for the token at t + shift. The base's own lm_head has
 import torch
 import torch.nn.functional as F
 
-IGNORED = -100  # a label that no objective counts, as everywhere in transformers
+IGNORED = -100  # label without a loss, as everywhere in transformers
 
 
 def labelled(labels: torch.Tensor, shift: int) -> torch.Tensor:
-    """Which positions t of (B, T) have a label at t + shift; in short rows none has."""
+    """Which positions t of (B, T) have a label at t + shift; none in rows of at most `shift` tokens."""
     if labels.shape[1] <= shift:
         return torch.zeros_like(labels, dtype=torch.bool)
     return F.pad(labels[:, shift:] != IGNORED, (0, shift))
 
 
 def next_token_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Cross-entropy with the tokens that really came (Medusa, section 2.1.1; Amphista, eq. 9).
+    """Cross-entropy with the tokens of the text (Medusa, section 2.1.1; Amphista, eq. 9).
 
     Args:
         logits: (M, V) of one head.
@@ -70,7 +70,7 @@ def rank_counts(logits: torch.Tensor, targets: torch.Tensor, ranks: int) -> torc
     Args:
         logits: (M, V) of one head.
         targets: (M,) token ids, or IGNORED for one that the head cannot guess.
-        ranks: how many ranks to tell apart.
+        ranks: number of ranks to count separately.
 
     Returns:
         LongTensor (ranks + 1,): labels found at each rank, then those found at none, which is where a NaN is. The sum

@@ -25,7 +25,7 @@ from hf_drafthead.modeling.families import find_family, fresh_heads
 from hf_drafthead.training.arguments import JOINT, WEIGHTS, DraftHeadTrainingArguments
 from hf_drafthead.training.clock import Clock
 from hf_drafthead.training.data import DataReport, PaddingCollator, tokenize_rows
-from hf_drafthead.training.foretelling import Foretelling
+from hf_drafthead.training.expected_tokens_per_step import ExpectedTokensPerStep
 from hf_drafthead.training.likeness import Likeness, likeness
 from hf_drafthead.training.lora import add_lora, merge_lora
 from hf_drafthead.training.objectives import IGNORED
@@ -115,7 +115,7 @@ def train_heads(
         split: of a data set.
         chat_template: text of a Jinja template that takes the place of the tokenizer's, and is saved with the heads.
         held_out_rows: rows to evaluate on.
-        answer_tokens: of the base's answers on which the speed is foretold.
+        answer_tokens: of the base's answers from which the expected tokens per step are computed.
         resume: go on from the last whole checkpoint in `output`.
         load: arguments for loading base or heads (`dtype`, `device_map`, `quantization_config`, ...).
         arguments: training arguments other than the recipe's.
@@ -176,12 +176,12 @@ def train_heads(
         eval_dataset=data.held_out,
         data_collator=collator,
         callbacks=[clock],
-        foretelling=Foretelling(prompts, answer_tokens, base_changes=joint) if prompts else None,
+        expected_tokens_per_step=ExpectedTokensPerStep(prompts, answer_tokens, base_changes=joint) if prompts else None,
     )
     checkpoint = whole_checkpoint(output) if resume else None
     if resume and checkpoint is None:
         raise ValueError(f"{str(output)!r} holds no whole checkpoint to go on from: leave --resume out.")
-    trainer.go_on(checkpoint)
+    trainer.resume(checkpoint)
     hours = clock.hours
     evaluated = [entry for entry in trainer.state.log_history if "eval_loss" in entry]
     done = bool(evaluated) and evaluated[-1]["step"] == trainer.state.global_step

@@ -1,4 +1,4 @@
-"""Heads at their best on this machine: the tree that is fastest here, beside the tree that was published."""
+"""Heads compared with their base: with the tree that is fastest on this hardware, and with the published tree."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ TRIED_PROMPTS = 6
 
 
 @dataclass(frozen=True)
-class Contest:
+class BaseComparison:
     """One family against its base: with its fastest tree one by one, and with the published tree in batches."""
 
     fastest: Measurement
@@ -41,7 +41,7 @@ class Contest:
         }
 
 
-def contest(
+def compare_with_base(
     model: Any,
     tokenizer: Any,
     prompts: Sequence[Question],
@@ -50,7 +50,7 @@ def contest(
     repeats: int = 1,
     batch_size: int = 8,
     progress: Callable[[], object] = lambda: None,
-) -> Contest:
+) -> BaseComparison:
     """Measure a model with the tree that is fastest here, and in batches with the published tree.
 
     Args:
@@ -65,7 +65,7 @@ def contest(
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "progress": progress}
     tree = fastest_tree(model, tokenizer, prompts[:TRIED_PROMPTS], candidate_trees(model), **options)
     published = DraftTree.resolve(DEFAULT_TREE, model.drafter.max_depth, model.config.get_text_config().vocab_size)
-    return Contest(
+    return BaseComparison(
         fastest=measure(model, tokenizer, prompts, tree=tree, repeats=repeats, **options),
         published=measure(model, tokenizer, prompts, tree=published, repeats=1, batch_size=batch_size, **options),
         tree=tree,
@@ -73,7 +73,7 @@ def contest(
 
 
 def rounds(prompts: Sequence[Question], batch_size: int = 8) -> int:
-    """How often a `contest` over these prompts calls `progress`."""
+    """How often a `compare_with_base` over these prompts calls `progress`."""
     return len(prompts[:TRIED_PROMPTS]) + len(prompts) + len(batched(prompts, batch_size))
 
 

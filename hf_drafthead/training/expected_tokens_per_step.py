@@ -1,4 +1,4 @@
-"""How fast will it be: tokens per step on what the base itself answers to held-out prompts.
+"""The expected tokens per step of `generate`, computed from the base's own answers to held-out prompts.
 
 Shapes: B rows, P tokens of the longest prompt, T tokens of the longest text.
 """
@@ -14,15 +14,15 @@ from hf_drafthead.generation.settings import DEFAULT_TREE
 from hf_drafthead.generation.tree import DraftTree
 
 
-class Foretelling:
-    """Foretells what `generate` needs for some prompts, from one reading of the base's answers to them.
+class ExpectedTokensPerStep:
+    """Computes the tokens per step of `generate` on some prompts from one forward pass over the base's answers to them.
 
     Args:
         prompts: (P,) token ids each.
         new_tokens: of an answer, at most.
-        tree: the published 64-node one by default.
+        tree: the published 64-node tree by default.
         batch_size: prompts at a time.
-        base_changes: whether the answers must be asked for again each time, because the base is being trained.
+        base_changes: whether the answers must be generated again each time, because the base is being trained.
 
     Raises:
         ValueError: no prompt.
@@ -37,7 +37,7 @@ class Foretelling:
         base_changes: bool = False,
     ) -> None:
         if not prompts:
-            raise ValueError("there is no held-out prompt to foretell the speed on: give at least one.")
+            raise ValueError("there is no held-out prompt to compute the expected speed on: give at least one.")
         self.new_tokens, self.tree, self.base_changes = new_tokens, tree, base_changes
         self._batches = [prompts[first : first + batch_size] for first in range(0, len(prompts), batch_size)]
         self._answers: list[tuple[Tensor, Tensor, Tensor]] = []
