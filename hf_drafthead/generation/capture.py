@@ -65,16 +65,8 @@ class Capture:
 
     @classmethod
     def wanted(cls, model: Any, config: GenerationConfig) -> Capture | None:
-        """The capture that a call asks for, by a static cache or a `compile_config`; None where it does not.
-
-        Raises:
-            TypeError: `compile_config` is something else.
-        """
+        """The capture that a call asks for, by a static cache or a `compile_config`; None where it does not."""
         asked = config.compile_config
-        if asked is not None and not isinstance(asked, CompileConfig):
-            raise TypeError(
-                f"compile_config is {asked!r} ({type(asked).__name__}): expected a transformers.CompileConfig."
-            )
         if config.disable_compile or (asked is None and config.cache_implementation != "static"):
             return None
         return cls(model, asked or CompileConfig(mode="default"))
@@ -109,7 +101,7 @@ class Capture:
                 programs.made.popitem(last=False)
             return captured_step
         except Exception as error:  # whatever a compiler says of a base: uncaptured steps work all the same
-            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+            reason = " ".join(f"{type(error).__name__}: {error}".split("\n")[:2])
             programs.refused[self._key(step, state)] = reason
             logger.warning_once(f"Steps are not captured, they run operation by operation: {reason}")
             for cache in state.caches():

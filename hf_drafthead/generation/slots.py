@@ -135,9 +135,9 @@ class SlotCache(Cache):
 
     def fix(self, capacity: int, nodes: int) -> None:
         """From now on every shape stays the same: room for so many positions and nodes, all of it attended to."""
-        self.reserve(capacity, nodes)
         for layer in self.layers:
-            layer.part()
+            layer.part(nodes + capacity, nodes - self.nodes)
+        self.nodes, self.capacity = nodes, capacity
         self.pools = [pool for layer in self.layers if layer.is_initialized for pool, _ in layer.places]
         self.fixed = True
 
@@ -203,12 +203,12 @@ class SlotLayer(CacheLayerMixin):
         if self.is_initialized:
             self.keys, self.values = (pool.slab(index) for pool, index in self.places)
 
-    def part(self) -> None:
+    def part(self, slots: int, front: int) -> None:
         """Give this layer tensors of its own: a compiler takes a write to a shared one for a write to all of it."""
         if self.is_initialized:
-            keys, values = ((pool.alone(index), 0) for pool, index in self.places)
+            keys, values = ((pool.alone(index, slots, front), 0) for pool, index in self.places)
             self.places = keys, values
-            del self.keys, self.values
+            self.__dict__.pop("keys", None), self.__dict__.pop("values", None)
 
     def views(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values (B, H, S, E) of all slots."""
@@ -276,10 +276,14 @@ class _Pool:
         """(B, H, S, E), a view."""
         return self.data[index].transpose(0, 1)
 
-    def alone(self, index: int) -> _Pool:
-        """A pool that holds a copy of one slab."""
+    def alone(self, index: int, slots: int, front: int) -> _Pool:
+        """A pool of `slots` slots with a copy of one slab, behind `front` new ones or without its first `-front`."""
+        old = self.data[index : index + 1, ..., max(-front, 0) :, :]
+        front = max(front, 0)
         pool = _Pool.__new__(_Pool)
-        pool.data, pool.taken = self.data[index : index + 1].clone(), 1
+        pool.data, pool.taken = old.new_zeros(*old.shape[:3], slots, old.shape[4]), 1
+        known = min(old.shape[3], slots - front)
+        pool.data[..., front : front + known, :] = old[..., :known, :]
         return pool
 
     def move(self, source: torch.Tensor, target: torch.Tensor) -> None:
@@ -318,8 +322,8 @@ def slot_mask(
         dtype: of the attention.
         visible: (B, S') which of the first S' past slots hold no padding; None = all.
         window: positions that a sliding layer sees; None = all.
-        depths: (R, n) of the nodes, where there is a window. Where the M nodes are more than these n, they are levels of
-            a tree that is no deeper than the window.
+        depths: (R, n) of the nodes, where there is a window. Where the M nodes are more than these n, they are levels
+            of a tree that is no deeper than the window.
 
     Returns:
         (B, 1, n, M + extent).

@@ -237,7 +237,10 @@ def launch(blocks: gr.Blocks, *, host: str, port: int, open_browser: bool = Fals
         OSError: the port is taken.
     """
     # fonts of the visitor's own system, so that the page fetches nothing from elsewhere
-    fonts = {"font": ["ui-sans-serif", "system-ui", "sans-serif"], "font_mono": ["ui-monospace", "monospace"]}
+    fonts: dict[str, Any] = {
+        "font": ["ui-sans-serif", "system-ui", "sans-serif"],
+        "font_mono": ["ui-monospace", "monospace"],
+    }
     _, address, _ = blocks.launch(
         server_name=host,
         server_port=port,

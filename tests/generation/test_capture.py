@@ -1,0 +1,224 @@
+"""Captured steps say what the base says, are made once, and are never wrong for the next call.
+
+Most cases trace the step with dynamo and run the trace as it is (backend "eager"); one compiles it.
+"""
+
+import threading
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import CompileConfig
+
+from hf_drafthead.generation import capture
+from tests.bases import tiny_base
+from tests.families import FAMILIES
+from tests.generation.agreement import TREE, prompt
+
+TRACED = CompileConfig(backend="eager", mode="default")
+LONG = {"max_new_tokens": 24, "eos_token_id": None}
+every_family = pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """The programs that are made."""
+    found = []
+
+    class Noted(capture.Captured):
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
+            found.append(self)
+
+    monkeypatch.setattr(capture, "Captured", Noted)
+    return found
+
+
+def both(model, rows=1, **call):
+    """Generate captured and with the base, from the same seed; also returns the captured output."""
+    call = {**prompt(rows), **LONG, **call}
+    config = call.pop("compile_config", TRACED)
+    torch.manual_seed(3)
+    expected = model.base.generate(**call)
+    left_at = torch.get_rng_state()
+    torch.manual_seed(3)
+    got = model.generate(**call, compile_config=config, draft_tree=TREE, return_dict_in_generate=True)
+    assert torch.equal(got.sequences, expected)
+    assert torch.equal(torch.get_rng_state(), left_at)
+    return got
+
+
+CALLS = {
+    "greedy": {},
+    "end of text": {"eos_token_id": list(range(3, 12))},
+    "sampled": {"do_sample": True, "temperature": 0.7, "top_k": 20},
+    "processors": {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2},
+    "scores": {"suppress_tokens": [5, 6, 7]},
+}
+
+
+@every_family
+def test_exact(family, made, fallbacks):
+    model = family.build(tiny_base("llama-gqa"))
+    for call in (CALLS["greedy"], CALLS["sampled"]):
+        both(model, 3, **call)
+    got = both(model, 3)
+    plain = model.generate(**prompt(3), **LONG, draft_tree=TREE, return_dict_in_generate=True)
+    assert torch.equal(got.accepted_lengths, plain.accepted_lengths)
+    assert len(made) == 2 and fallbacks == []
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_exact_whatever_the_call_decides_by(rows, made, fallbacks):
+    model = FAMILIES[0].build(tiny_base("llama-gqa"))
+    for call in CALLS.values():
+        both(model, rows, **call)
+    # greedy calls with one and with nine tokens that end a text, and everything that the host looks at
+    assert len(made) == 3 and fallbacks == []
+
+
+@pytest.mark.parametrize("kind", ["mistral-sliding", "gpt2", "qwen3", "gpt-neox"])
+def test_exact_on_other_bases(kind, made, fallbacks):
+    both(FAMILIES[0].build(tiny_base(kind)), 3)
+    assert len(made) == 1 and fallbacks == []
+
+
+def test_a_text_outgrows_its_memory_and_prompts_differ_in_length_without_another_program(made, monkeypatch):
+    monkeypatch.setattr(capture, "AHEAD", 4)
+    monkeypatch.setattr(capture, "BUCKET", 8)
+    model = next(family for family in FAMILIES if family.name == "eagle").build(tiny_base("llama-gqa"))
+    fixed, fix = [], capture.CapturedStep._fix
+    monkeypatch.setattr(capture.CapturedStep, "_fix", lambda self, state: (fix(self, state), fixed.append(state)))
+    both(model, max_new_tokens=60)
+    assert len(fixed) > 4
+    for length in (2, 5, 7):
+        both(model, input_ids=prompt()["input_ids"][:, :length], max_new_tokens=20 + length)
+    assert len(made) == 1
+
+
+def test_sampling_settings_need_no_other_program(made):
+    model = FAMILIES[0].build(tiny_base("llama"))
+    for temperature in (0.5, 0.9, 1.3):
+        both(model, do_sample=True, temperature=temperature, top_p=0.9)
+    both(model, do_sample=True, top_k=3)
+    assert len(made) == 1
+
+
+def test_no_more_programs_are_kept_than_the_limit(made, monkeypatch):
+    monkeypatch.setattr(capture, "MOST_PROGRAMS", 2)
+    model = FAMILIES[0].build(tiny_base("llama"))
+    for rows in (1, 2, 3, 1):
+        both(model, rows)
+    assert len(made) == 4 and len(capture._PROGRAMS[model].made) == 2
+
+
+def test_a_static_cache_by_name_is_captured_and_returned(made, fallbacks):
+    model = FAMILIES[0].build(tiny_base("llama-gqa"))
+    call = {**prompt(2), **LONG, "cache_implementation": "static", "return_dict_in_generate": True}
+    expected = model.base.generate(**call)
+    theirs = [layer.keys.clone() for layer in expected.past_key_values.layers]
+    got = model.generate(**call, compile_config=TRACED, draft_tree=TREE)
+    assert torch.equal(got.sequences, expected.sequences)
+    assert type(got.past_key_values) is type(expected.past_key_values)
+    length = got.sequences.shape[1] - 1
+    for keys, layer in zip(theirs, got.past_key_values.layers):
+        torch.testing.assert_close(layer.keys[0, :, :length], keys[0, :, :length])
+    assert len(made) == 1 and fallbacks == []
+
+
+def test_weights_that_change_between_two_calls(made):
+    model = FAMILIES[0].build(tiny_base("llama"))
+    before = both(model).sequences
+    with torch.no_grad():
+        for parameter in model.base.parameters():
+            parameter.data = parameter.flip(-1).clone()
+    assert not torch.equal(both(model).sequences, before)
+    assert len(made) == 1
+
+
+def test_a_hook_that_is_added_between_two_calls(made):
+    model = FAMILIES[0].build(tiny_base("llama"))
+    before = both(model).sequences
+    layer = model.base.get_decoder().layers[0].mlp
+    layer.register_forward_hook(lambda module, given, output: output * -3)
+    assert not torch.equal(both(model).sequences, before)
+    assert len(made) == 2
+
+
+def refusing(error):
+    def backend(graph, inputs):
+        raise error
+
+    return CompileConfig(backend=backend, mode="default")
+
+
+def test_what_the_compiler_refuses_runs_uncaptured_with_one_warning(monkeypatch):
+    warnings = []
+    monkeypatch.setattr(capture.logger, "warning_once", warnings.append)
+    model = FAMILIES[0].build(tiny_base("llama"))
+    both(model, compile_config=refusing(ValueError("no such kernel")))
+    (warning,) = warnings
+    assert warning.startswith("Steps are not captured, they run operation by operation: ") and "\n" not in warning
+    assert "no such kernel" in warning
+
+
+def test_an_interrupted_capture_leaves_nothing_behind(made):
+    model = FAMILIES[0].build(tiny_base("llama"))
+    with pytest.raises(KeyboardInterrupt):
+        both(model, compile_config=refusing(KeyboardInterrupt()))
+    both(model)
+    assert len(made) == 2
+
+
+def test_a_second_call_while_a_step_is_being_captured(made):
+    model = FAMILIES[0].build(tiny_base("llama"))
+    meanwhile = []
+
+    def backend(graph, inputs):
+        other = threading.Thread(target=lambda: meanwhile.append(both(model, 2, max_new_tokens=9)))
+        other.start()
+        other.join()
+        return graph.forward
+
+    both(model, compile_config=CompileConfig(backend=backend, mode="default"))
+    assert len(meanwhile) == 1 and len(made) == 1
+
+
+@pytest.mark.parametrize("given", ["max-autotune", {"backend": "inductor"}], ids=str)
+def test_a_compile_config_of_another_type_is_refused_as_the_base_refuses_it(given):
+    model = FAMILIES[0].build(tiny_base("llama"))
+    with pytest.raises(ValueError, match="^You provided `compile_config` as an instance of .*`CompileConfig`.$"):
+        model.generate(**prompt(), compile_config=given)
+
+
+class NothingWaits(TorchDispatchMode):
+    """Refuses what makes a GPU wait for the host, or the host for the GPU."""
+
+    WAITS = ("aten._local_scalar_dense", "aten.nonzero", "aten.lift_fresh", "aten.masked_select", "aten.unique")
+
+    def __torch_dispatch__(self, function, types, arguments=(), named=None):
+        assert not str(function).startswith(self.WAITS), f"{function} waits"
+        return function(*arguments, **(named or {}))
+
+
+@every_family
+def test_no_operation_of_a_captured_step_waits_for_the_device(family, monkeypatch):
+    def watched(function, config):
+        def run(*arguments):
+            with NothingWaits():
+                return function(*arguments)
+
+        return run
+
+    monkeypatch.setattr(capture, "compiled", watched)
+    both(family.build(tiny_base("llama-gqa")), 2)
+
+
+def test_the_watch_can_fail(monkeypatch):
+    with pytest.raises(AssertionError, match="waits"), NothingWaits():
+        torch.ones(1).item()
+
+
+def test_a_compiled_step():
+    model = next(family for family in FAMILIES if family.name == "hydra").build(tiny_base("llama-gqa"))
+    both(model, 2, compile_config=CompileConfig(mode="default"))
