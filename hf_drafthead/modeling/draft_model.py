@@ -1,8 +1,7 @@
-"""A draft model: a small language model of the same vocabulary guesses for the base (Leviathan et al., 2023; Chen et al.,
-2023).
+"""A draft model: a small language model of the same vocabulary guesses for the base (Leviathan et al., 2023).
 
-It reads nothing of the base but its tokens, from the first one on, and keeps a cache of its own. Each level of a tree is
-one forward of it over the level's nodes, which see the verified text and their ancestors.
+It reads nothing of the base but its tokens, from the first one on, and keeps a cache of its own. Each level of a tree
+is one forward of it over the level's nodes, which see the verified text and their ancestors.
 
 Shapes: B rows, A newly verified tokens, T positions, n nodes of a level, M nodes of the tree so far, H hidden, V'
 vocabulary that both models share, S whatever the logits are made of: H, or V' where these cannot be had apart.
@@ -90,13 +89,13 @@ class DraftModelConfig(DraftHeadConfig):
         super().check()
         if self.num_draft_heads != 1:
             raise ValueError(
-                f"num_draft_heads is {self.num_draft_heads}, but a draft model guesses at every depth: leave it out, the "
-                "tree says how deep to guess."
+                f"num_draft_heads is {self.num_draft_heads}, but a draft model guesses at every depth: leave it out, "
+                "the tree says how deep to guess."
             )
         self._check_flag("draft_included")
         if self.draft_config is None and isinstance(self.base_config, PreTrainedConfig):
             self.draft_config = llama_like(self.get_text_config(), FRESH_LAYERS)
-        if getattr(self.draft_config, "is_encoder_decoder", False):
+        if isinstance(self.draft_config, PreTrainedConfig) and self.draft_config.is_encoder_decoder:
             raise ValueError(
                 f"the draft model is an encoder-decoder ({self.draft_config.model_type!r}): it cannot go on from the "
                 "base's text, give a causal language model."
@@ -116,8 +115,8 @@ class DraftModelConfig(DraftHeadConfig):
 class DraftModelState(NamedTuple):
     """The verified text, and where in a tree the guessing is.
 
-    cache: of the draft model; scores: (B, S) at each row's root; ancestors: (B, n, M) which nodes of the tree so far the
-    last level's nodes see, the last level first; depth: levels that were guessed; over: the draft model has come to the
+    cache: of the draft model; scores: (B, S) at each row's root; ancestors: (B, n, M) which nodes of the tree so far
+    the last level's nodes see, the last level first; depth: levels that were guessed; over: the draft model has come to the
     end of its positions, and guesses no more in this call.
     """
 
@@ -146,6 +145,14 @@ class DraftModelDrafter(Drafter):
             self.draft_tokens = torch.arange(self.size)
         self.limit = getattr(config.draft_text_config, "max_position_embeddings", None)
 
+    def prepare(self) -> None:
+        """Find out how the draft model is run.
+
+        Raises:
+            Unsupported: it cannot score a tree.
+        """
+        _ = self.reader
+
     @property
     def reader(self) -> BaseReader:
         """How the draft model is run: found out by running it, once for each way to attend and type.
@@ -161,7 +168,9 @@ class DraftModelDrafter(Drafter):
             try:
                 known[key] = probe(self.model, ())
             except Unsupported as reason:
-                raise Unsupported(f"the draft model cannot draft a tree: {str(reason).replace('the base', 'it')}") from None
+                raise Unsupported(
+                    f"the draft model cannot draft a tree: {str(reason).replace('the base', 'it')}"
+                ) from None
             finally:
                 self.model.train(was_training)
         return known[key]
@@ -238,9 +247,7 @@ class DraftModelDrafter(Drafter):
         """
         past = cache.lengths[:, None] + depths
         masks = {
-            kind: slot_mask(
-                ancestors, cache.lengths, cache.seen_extent, self.model.dtype, window=window, depths=depths
-            )
+            kind: slot_mask(ancestors, cache.lengths, cache.seen_extent, self.model.dtype, window=window, depths=depths)
             for kind, window in self.reader.windows.items()
         }
         mask = masks if len(masks) > 1 else next(iter(masks.values()))
@@ -319,7 +326,7 @@ class DraftModelForCausalLM(DraftHeadPreTrainedModel):
             model._take_draft(loaded)
             check_token_maps(model.config, fetch)
         try:
-            model.drafter.reader
+            model.drafter.prepare()
         except Unsupported as reason:
             raise ValueError(f"{reason}; give another draft model.") from None
         return model
@@ -424,6 +431,6 @@ def load_draft(name: str, revision: str | None, fetch: Mapping[str, Any]) -> Any
             "causal language model."
         ) from error
     raise ValueError(
-        f"the draft model {name!r} is an encoder-decoder ({config.model_type!r}): it cannot go on from the base's text, "
-        "give a causal language model."
+        f"the draft model {name!r} is an encoder-decoder ({config.model_type!r}): it cannot go on from the base's "
+        "text, give a causal language model."
     )

@@ -25,16 +25,16 @@ def check_token_maps(config: Any, fetch: Mapping[str, Any]) -> None:
         sizes = config.get_text_config().vocab_size, config.draft_text_config.vocab_size
         if sizes[0] != sizes[1]:
             raise ValueError(
-                f"the base has {sizes[0]} tokens and the draft model {sizes[1]}, and their tokenizers are not at hand to "
-                "be compared: give both by name, with their tokenizers, or a draft model of the base's vocabulary."
+                f"the base has {sizes[0]} tokens and the draft model {sizes[1]}, and their tokenizers are not at hand "
+                "to be compared: give both by name, with their tokenizers, or a draft model of the base's vocabulary."
             )
         return
     for token in sorted(ours.keys() & theirs.keys()):
         if ours[token] != theirs[token]:
             raise ValueError(
                 f"the tokenizers of the base {base!r} and the draft model {draft!r} differ: token {token} is "
-                f"{ours[token]!r} for the first and {theirs[token]!r} for the second; give a draft model with the base's "
-                "tokenizer."
+                f"{ours[token]!r} for the first and {theirs[token]!r} for the second; give a draft model with the "
+                "base's tokenizer."
             )
 
 

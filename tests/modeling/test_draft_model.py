@@ -1,6 +1,7 @@
 """A draft model drafts what it would write itself, wherever it is loaded from, and is refused where it cannot."""
 
 import re
+from functools import partial
 
 import pytest
 import torch
@@ -56,7 +57,7 @@ def test_the_base_as_its_own_draft_model_is_right_at_every_level(base, rows):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_drafts_what_it_would_write_itself(base, kind):
-    """Its guesses along its own greedy text are that text, whatever its kind of layers: windows, tables, tied weights."""
+    """Its guesses along its own greedy text are that text, with windows, position tables and tied weights too."""
     draft = tiny_base(kind, seed=5)
     drafter = DraftModelForCausalLM.from_base(base, draft=draft).drafter
     text = draft.generate(torch.tensor([[7, 9, 33]]), max_new_tokens=24, do_sample=False, eos_token_id=None)
@@ -113,7 +114,7 @@ def test_the_draft_model_given_is_used_and_the_base_stays_as_it_is(base):
 
 @pytest.mark.parametrize("sizes", [(67, 61), (67, 71)], ids=["draft smaller", "draft larger"])
 def test_padded_vocabularies_of_one_family(sizes, tmp_path):
-    """Sizes differ, tokens do not: what only one of the models scores is never drafted, and read as a token like any."""
+    """Sizes differ, tokens do not: what only one of the models scores is read, but never drafted."""
     tokens = [f"token{i}" for i in range(60)]
     for name, size, seed in (("base", sizes[0], 0), ("draft", sizes[1], 5)):
         tiny_base("llama-gqa", seed=seed, vocab_size=size).save_pretrained(tmp_path / name)
@@ -138,8 +139,9 @@ def test_tokenizers_that_differ_are_refused_with_the_first_such_token(tmp_path):
     with pytest.raises(ValueError) as refusal:
         DraftModelForCausalLM.from_base(tmp_path / "base", draft=tmp_path / "draft")
     assert str(refusal.value) == (
-        f"the tokenizers of the base {str(tmp_path / 'base')!r} and the draft model {str(tmp_path / 'draft')!r} differ: "
-        "token 17 is 'token17' for the first and 'token18' for the second; give a draft model with the base's tokenizer."
+        f"the tokenizers of the base {str(tmp_path / 'base')!r} and the draft model {str(tmp_path / 'draft')!r} "
+        "differ: token 17 is 'token17' for the first and 'token18' for the second; give a draft model with the base's "
+        "tokenizer."
     )
 
 
@@ -168,7 +170,9 @@ def test_it_stops_drafting_at_its_own_limit_and_the_text_goes_on(base, kind, mon
             assert len(read) < 4 * found.accepted_lengths.shape[1]
     prompt = torch.randint(3, VOCABULARY, (1, 30))
     read.clear()
-    assert torch.equal(model.generate(prompt, max_new_tokens=4, draft_tree=TREE), base.generate(prompt, max_new_tokens=4))
+    assert torch.equal(
+        model.generate(prompt, max_new_tokens=4, draft_tree=TREE), base.generate(prompt, max_new_tokens=4)
+    )
     assert not read
 
 
@@ -197,8 +201,10 @@ def test_a_model_that_cannot_take_a_tree(base):
 
 def test_a_draft_model_that_is_not_there(base, tmp_path):
     for name in (tmp_path, tmp_path / "not there", "org/not-downloaded"):
-        line = rf"the draft model '{name}' cannot be loaded \(.*\): give the id or path of a small causal language model\."
-        refused(OSError, line, lambda: DraftModelForCausalLM.from_base(base, draft=name, local_files_only=True))
+        line = (
+            rf"the draft model '{name}' cannot be loaded \(.*\): give the id or path of a small causal language model."
+        )
+        refused(OSError, line, partial(DraftModelForCausalLM.from_base, base, draft=name, local_files_only=True))
 
 
 def test_a_name_that_nobody_gave(base, tmp_path):
@@ -208,7 +214,9 @@ def test_a_name_that_nobody_gave(base, tmp_path):
 
 
 def test_heads_of_its_own_are_not_asked_for(base):
-    line = "num_draft_heads is 3, but a draft model guesses at every depth: leave it out, the tree says how deep to guess."
+    line = (
+        "num_draft_heads is 3, but a draft model guesses at every depth: leave it out, the tree says how deep to guess."
+    )
     refused(ValueError, re.escape(line), lambda: DraftModelForCausalLM.from_base(base, num_draft_heads=3))
 
 
