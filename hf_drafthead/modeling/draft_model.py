@@ -28,7 +28,7 @@ from hf_drafthead.modeling.drafter import Drafter
 from hf_drafthead.modeling.layers import last_valid, llama_like
 from hf_drafthead.modeling.token_maps import check_token_maps
 
-Model = TypeVar("Model", bound="DraftModelForCausalLM")
+WithDraftModel = TypeVar("WithDraftModel", bound="DraftModelForCausalLM")
 
 # Distillation: the base's distribution, at the base's own answers.
 DRAFT_MODEL_RECIPE: dict[str, Any] = {
@@ -116,8 +116,8 @@ class DraftModelState(NamedTuple):
     """The verified text, and where in a tree the guessing is.
 
     cache: of the draft model; scores: (B, S) at each row's root; ancestors: (B, n, M) which nodes of the tree so far
-    the last level's nodes see, the last level first; depth: levels that were guessed; over: the draft model has come to the
-    end of its positions, and guesses no more in this call.
+    the last level's nodes see, the last level first; depth: levels that were guessed; over: the draft model has come
+    to the end of its positions, and guesses no more in this call.
     """
 
     cache: SlotCache
@@ -277,14 +277,14 @@ class DraftModelForCausalLM(DraftHeadPreTrainedModel):
 
     @classmethod
     def from_base(
-        cls: type[Model],
+        cls: type[WithDraftModel],
         base: str | os.PathLike | nn.Module,
         *,
         draft: str | os.PathLike | nn.Module | PreTrainedConfig | None = None,
         draft_revision: str | None = None,
         config: DraftHeadConfig | None = None,
         **kwargs: Any,
-    ) -> Model:
+    ) -> WithDraftModel:
         """A draft model for a base.
 
         Args:
@@ -349,8 +349,8 @@ class DraftModelForCausalLM(DraftHeadPreTrainedModel):
 
     @classmethod
     def _without_memory(
-        cls: type[Model], path: str, config: DraftHeadConfig, variant: str | None, hub: dict[str, Any]
-    ) -> tuple[Model, dict[str, Tensor]]:
+        cls: type[WithDraftModel], path: str, config: DraftHeadConfig, variant: str | None, hub: dict[str, Any]
+    ) -> tuple[WithDraftModel, dict[str, Tensor]]:
         if cast(DraftModelConfig, config).draft_included:
             return super()._without_memory(path, config, variant, hub)
         model = cls._blank(config, build_base=False)
@@ -369,7 +369,7 @@ class DraftModelForCausalLM(DraftHeadPreTrainedModel):
         return model, tensors
 
     @classmethod
-    def _complete(cls: type[Model], model: Model, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    def _complete(cls: type[WithDraftModel], model: WithDraftModel, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         tied = {target: tensors[source] for target, source in model._tied_in_draft().items() if source in tensors}
         return {**tied, **tensors}
 

@@ -97,7 +97,7 @@ _TABLE = (
     Family("eagle3", "EAGLE-3", "2503.01840", Eagle3ForCausalLM, Eagle3Config, EAGLE3_RECIPE),
     Family(
         "draft-model",
-        "a draft model",
+        "Draft model",
         "2211.17192",
         DraftModelForCausalLM,
         DraftModelConfig,
