@@ -9,6 +9,7 @@ from huggingface_hub import get_safetensors_metadata
 from huggingface_hub.errors import NotASafetensorsRepoError, SafetensorsParsingError
 from safetensors import SafetensorError, safe_open
 from transformers import GenerationConfig
+from transformers.configuration_utils import PreTrainedConfig
 
 from hf_drafthead.evaluation.loading import one_line, read_config
 from hf_drafthead.generation.settings import DraftSettings
@@ -77,9 +78,10 @@ def summarize(name: str) -> Summary:
 
 
 def family_fields(config: DraftHeadConfig) -> dict[str, Any]:
-    """The config fields that this family adds to what all have."""
+    """The config fields that this family adds to what all have; of another config only the kind of model."""
     own = config.heads_fields() - DraftHeadConfig.heads_fields()
-    return {field.name: getattr(config, field.name) for field in fields(config) if field.name in own}
+    found = {field.name: getattr(config, field.name) for field in fields(config) if field.name in own}
+    return {name: value.model_type if isinstance(value, PreTrainedConfig) else value for name, value in found.items()}
 
 
 def drafting_settings(name: str) -> dict[str, Any]:

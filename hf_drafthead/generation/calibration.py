@@ -70,7 +70,10 @@ def rank_paths(
 
     longest = int(prompts.max())
     state = drafter.start(rows, width)
-    state = drafter.observe(state, features[:, :longest], input_ids.roll(-1, dims=1)[:, :longest], prompts)
+    if drafter.reads:
+        state = drafter.observe(state, features[:, :longest], input_ids.roll(-1, dims=1)[:, :longest], prompts)
+    else:  # a model of its own reads every token, the first one too
+        state = drafter.observe(state, features[:, : longest + 1], input_ids[:, : longest + 1], prompts + 1)
     ranks = torch.full((rows, positions, depth), UNKNOWN, device=device)
     for position in range(positions):
         at = prompts + position - 1

@@ -262,17 +262,19 @@ def _prompt_for_drafter(drafter, root, features, arguments, mask) -> tuple[torch
     """What the drafter may observe of the prompt: valid positions first, each with the token that follows it.
 
     A drafter without a memory needs the last position only; so does one whose prompt came as embeddings, since the
-    tokens are not known.
+    tokens are not known. One that reads nothing of the base observes every token, the first one too.
     """
     rows, length = features.shape[:2]
-    ones = torch.ones(rows, dtype=torch.long, device=features.device)
     tokens = arguments.get("input_ids")
     if not drafter.keeps_history or tokens is None:
-        return features[:, -1:], root, ones
-    follow = torch.cat([tokens[:, 1:], root], dim=1).to(features.device)  # (B, T)
-    if mask is None:
-        return features, follow, ones * length
-    valid = mask[:, -length:].to(features.device).bool().long()
-    order = valid.argsort(dim=1, descending=True, stable=True)
-    features = features.gather(1, order[..., None].expand_as(features))
-    return features, follow.gather(1, order), valid.sum(1)
+        return features[:, -1:], root, torch.ones(rows, dtype=torch.long, device=features.device)
+    follow = torch.cat([tokens[:, 1:] if drafter.reads else tokens, root], dim=1).to(features.device)  # (B, T)
+    valid = torch.ones_like(follow)
+    if mask is not None:
+        valid[:, :length] = mask[:, -length:].to(valid)
+    if not drafter.reads:
+        features = features.new_zeros(*follow.shape, 0)
+    if mask is not None:
+        order = valid.argsort(dim=1, descending=True, stable=True)
+        features, follow = features.take_along_dim(order[..., None], dim=1), follow.gather(1, order)
+    return features, follow, valid.sum(1)

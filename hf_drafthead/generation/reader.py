@@ -64,18 +64,19 @@ class BaseReader:
     def __call__(self, last_only: bool, **inputs) -> tuple[torch.Tensor, torch.Tensor]:
         """Logits (B, 1 or length, V) and features (B, length, F*H) of a forward with the base's own arguments."""
         inputs.pop("logits_to_keep", None)
-        reading = self._read(inputs)
+        reading = self.read(inputs)
         return self.logits(reading.scores[:, -1:] if last_only else reading.scores), reading.features
 
     def texts(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> Reading:
         """Read whole texts (B, T), padded where the mask (B, T) is 0."""
-        return self._read({"input_ids": input_ids, "attention_mask": attention_mask, "use_cache": False})
+        return self.read({"input_ids": input_ids, "attention_mask": attention_mask, "use_cache": False})
 
     def logits(self, scores: torch.Tensor) -> torch.Tensor:
         """Logits (..., V) from the scores of a `Reading`."""
         return self.base.get_output_embeddings()(scores) if self.split else scores
 
-    def _read(self, inputs: dict) -> Reading:
+    def read(self, inputs: dict) -> Reading:
+        """A forward with the base's own arguments."""
         last_layer_only = self.reads in ((-1,), ())
         if self.split:
             wanted = {} if last_layer_only else {"output_hidden_states": True}

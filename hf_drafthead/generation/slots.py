@@ -322,8 +322,8 @@ def slot_mask(
         dtype: of the attention.
         visible: (B, S') which of the first S' past slots hold no padding; None = all.
         window: positions that a sliding layer sees; None = all.
-        depths: (R, n) of the nodes, where there is a window. Where the M nodes are more than these n, they are levels
-            of a tree that is no deeper than the window.
+        depths: (R, n) of the nodes, where there is a window. Where the M nodes are more than these n, they are a tree
+            that is no deeper than the window.
 
     Returns:
         (B, 1, n, M + extent).

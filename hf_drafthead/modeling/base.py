@@ -272,8 +272,14 @@ class DraftHeadPreTrainedModel(DraftHeadGenerationMixin, PreTrainedModel):
         tensors = map_tensors(checkpoint_files(path, variant, hub))
         if config.base_included:
             tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith("base.")}
+        tensors = cls._complete(model, tensors)
         check_tensors(path, tensors, model.state_dict())
         return model, tensors
+
+    @classmethod
+    def _complete(cls: type[Model], model: Model, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The tensors of a checkpoint with those that it leaves out because they are others of them."""
+        return tensors
 
     @torch.inference_mode(False)
     def _fill(self, tensors: Mapping[str, Tensor], device: torch.device, dtype: torch.dtype) -> None:

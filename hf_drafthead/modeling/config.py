@@ -96,7 +96,7 @@ class DraftHeadConfig(PreTrainedConfig):
     def save_pretrained(self, save_directory: str | os.PathLike, push_to_hub: bool = False, **kwargs: Any) -> None:
         """Write `config.json`; a base that lies beside the checkpoint is written as a relative path."""
         saved = copy.deepcopy(self)
-        saved.base_model_name_or_path = _portable(self.base_model_name_or_path, save_directory)
+        saved.base_model_name_or_path = portable(self.base_model_name_or_path, save_directory)
         super(DraftHeadConfig, saved).save_pretrained(save_directory, push_to_hub=push_to_hub, **kwargs)
 
     def to_diff_dict(self) -> dict[str, Any]:
@@ -182,7 +182,7 @@ def _sub_config(name: str, given: dict[str, Any] | PreTrainedConfig | None) -> P
     return config
 
 
-def _portable(name: str | None, save_directory: str | os.PathLike) -> str | None:
+def portable(name: str | None, save_directory: str | os.PathLike) -> str | None:
     """The path of a base from the checkpoint's folder if both lie in the same folder; else the name as it is."""
     if not name or not os.path.isabs(name):
         return name

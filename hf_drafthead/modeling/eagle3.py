@@ -216,7 +216,7 @@ class PairLayers(DecoderLayer):
         self.layer = PairLayer(self.layer, config.eps, config.norm_before_residual)
         self.more = nn.ModuleList(DecoderLayer(config.own_layer).layer for _ in range(config.num_layers - 1))
         for index, layer in enumerate(self.more):
-            cast("Any", layer).self_attn.layer_idx = 1 + index
+            cast(Any, layer).self_attn.layer_idx = 1 + index  # where the cache holds its keys
 
     def _run(self, x: Tensor, positions: Tensor, mask: Tensor | None, cache: Cache | None = None) -> Tensor:
         for layer in (self.layer, *self.more):

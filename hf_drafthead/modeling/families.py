@@ -20,6 +20,11 @@ from hf_drafthead.modeling.amphista import (
     AmphistaConfig as AmphistaConfig,
     AmphistaForCausalLM as AmphistaForCausalLM,
 )
+from hf_drafthead.modeling.draft_model import (
+    DRAFT_MODEL_RECIPE,
+    DraftModelConfig as DraftModelConfig,
+    DraftModelForCausalLM as DraftModelForCausalLM,
+)
 from hf_drafthead.modeling.eagle import EAGLE_RECIPE, EagleConfig as EagleConfig, EagleForCausalLM as EagleForCausalLM
 from hf_drafthead.modeling.eagle3 import (
     EAGLE3_RECIPE,
@@ -90,6 +95,14 @@ _TABLE = (
     ),
     Family("eagle", "EAGLE", "2401.15077", EagleForCausalLM, EagleConfig, EAGLE_RECIPE),
     Family("eagle3", "EAGLE-3", "2503.01840", Eagle3ForCausalLM, Eagle3Config, EAGLE3_RECIPE),
+    Family(
+        "draft-model",
+        "Draft model",
+        "2211.17192",
+        DraftModelForCausalLM,
+        DraftModelConfig,
+        DRAFT_MODEL_RECIPE,
+    ),
 )
 FAMILIES: dict[str, Family] = {family.name: family for family in _TABLE}
 BY_MODEL_TYPE: dict[str, type[DraftHeadPreTrainedModel]] = {

@@ -22,6 +22,8 @@ EAGLE = {"next_token_weight": 0.0, "teacher_weight": 0.1, "feature_weight": 1.0}
 # 768 of the 1024 tokens are 99.97% of what the base writes.
 EAGLE3_FIELDS = {"num_draft_heads": 5, "draft_vocab_size": 768}
 EAGLE3 = {"next_token_weight": 0.0, "teacher_weight": 1.0, "head_decay": 0.8, "heads_weight": 1.25}
+# As a trainer of small models does: towards the base's distribution.
+DRAFT_MODEL = {"next_token_weight": 0.0, "teacher_weight": 1.0}
 NO_DROPOUT = {"dropout": 0.0}  # 0.2 is published for ten epochs; here there are three
 
 # The same for every family, instead of the recipes of the papers for much larger bases, so that they can be compared.
@@ -67,6 +69,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "amphista-alpha": AMPHISTA,
     "eagle": EAGLE,
     "eagle3": EAGLE3,
+    "draft-model": DRAFT_MODEL,
 }
 # As many heads each where there are several, with a vocabulary projection of their own, so that the figures compare.
 FAMILIES: dict[str, Recipe] = {

@@ -38,7 +38,8 @@ def observed(drafter, features: Tensor, ids: Tensor, ends: list[list[int]], capa
     The unused positions of a step are filled with noise.
     """
     rows = ids.shape[0]
-    state, at = drafter.start(rows, capacity), [0] * rows
+    # a model that reads nothing of the base is told every token, the first one too
+    state, at = drafter.start(rows, capacity), [0 if drafter.reads else -1] * rows
     for step in ends:
         lengths = [end - start for start, end in zip(at, step, strict=True)]
         width = max(1, *lengths)
@@ -46,7 +47,8 @@ def observed(drafter, features: Tensor, ids: Tensor, ends: list[list[int]], capa
         piece = torch.randn(rows, width, features.shape[-1], generator=noise, dtype=features.dtype)
         follow = torch.randint(0, VOCABULARY, (rows, width), generator=noise)
         for row, (start, end) in enumerate(zip(at, step, strict=True)):
-            piece[row, : end - start] = features[row, start:end]
+            if drafter.reads:
+                piece[row, : end - start] = features[row, start:end]
             follow[row, : end - start] = ids[row, start + 1 : end + 1]
         state = drafter.observe(state, piece, follow, torch.tensor(lengths))
         at = step

@@ -19,7 +19,7 @@ TEXT = "def add(x, y):\n    return x + y\n\n\nclass Pair:\n    def __init__(self
 
 @pytest.fixture
 def small(monkeypatch):
-    """A corpus of two files, a base of one layer, trainings of a few steps."""
+    """A corpus of two files, a base of seven layers, trainings of a few steps."""
     files = [SourceFile("argparse.py", TEXT), SourceFile("heapq.py", TEXT)]
     monkeypatch.setattr(build, "read_corpus", lambda: files)
     monkeypatch.setattr(build, "VOCAB_SIZE", 270)
@@ -29,10 +29,11 @@ def small(monkeypatch):
 
     def tiny_config(tokenizer):
         ids = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-        sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+        sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 7, "num_attention_heads": 2}
         return LlamaConfig(vocab_size=270, max_position_embeddings=64, tie_word_embeddings=True, **sizes, **ids)
 
     monkeypatch.setattr(zoo_base, "base_config", tiny_config)
+    monkeypatch.setitem(heads.FAMILIES["eagle3"].fields, "draft_vocab_size", 200)
     for room, name in ((build, "train_base"), (build, "train_heads")):
         monkeypatch.setattr(room, name, in_two_steps(getattr(room, name)))
 

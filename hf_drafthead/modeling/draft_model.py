@@ -1,0 +1,436 @@
+"""A draft model: a small language model of the same vocabulary guesses for the base (Leviathan et al., 2023).
+
+It reads nothing of the base but its tokens, from the first one on, and keeps a cache of its own. Each level of a tree
+is one forward of it over the level's nodes, which see the verified text and their ancestors.
+
+Shapes: B rows, A newly verified tokens, T positions, n nodes of a level, M nodes of the tree so far, H hidden, V'
+vocabulary that both models share, S whatever the logits are made of: H, or V' where these cannot be had apart.
+"""
+
+import copy
+import os
+from collections.abc import Mapping
+from typing import Any, ClassVar, NamedTuple, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.configuration_utils import PreTrainedConfig
+
+from hf_drafthead.generation.drafting import Guesses
+from hf_drafthead.generation.reader import BaseReader, Unsupported, probe
+from hf_drafthead.generation.slots import ROOM, SlotCache, slot_mask
+from hf_drafthead.modeling.base import HUB_ARGUMENTS, DraftHeadPreTrainedModel
+from hf_drafthead.modeling.base_model import full_name
+from hf_drafthead.modeling.checkpoint import check_tensors
+from hf_drafthead.modeling.config import DraftHeadConfig, portable
+from hf_drafthead.modeling.drafter import Drafter
+from hf_drafthead.modeling.layers import last_valid, llama_like
+from hf_drafthead.modeling.token_maps import check_token_maps
+
+WithDraftModel = TypeVar("WithDraftModel", bound="DraftModelForCausalLM")
+
+# Distillation: the base's distribution, at the base's own answers.
+DRAFT_MODEL_RECIPE: dict[str, Any] = {
+    "next_token_weight": 0.0,
+    "teacher_weight": 1.0,
+    "learning_rate": 1e-4,
+    "lr_scheduler_type": "cosine",
+    "warmup_steps": 0.03,
+    "weight_decay": 0.0,
+    "max_grad_norm": 1.0,
+    "num_train_epochs": 2,
+}
+FRESH_LAYERS = 2
+
+
+class DraftModelConfig(DraftHeadConfig):
+    """A draft model, which guesses as deep as a tree is: num_draft_heads is 1.
+
+    Args:
+        draft_config: config of the draft model; None: a fresh LLaMA of two layers and the base's other sizes.
+        draft_model_name_or_path: where it comes from; a relative path is looked up in the checkpoint's own folder.
+        draft_model_revision: its commit, if it came from the Hub.
+        draft_included: False in a checkpoint that only names it.
+    """
+
+    model_type = "drafthead_draft_model"
+    sub_configs: ClassVar = {"base_config": AutoConfig, "draft_config": AutoConfig}
+
+    num_draft_heads: int = 1
+    draft_config: dict[str, Any] | PreTrainedConfig | None = None
+    draft_model_name_or_path: str | None = None
+    draft_model_revision: str | None = None
+    draft_included: bool = True
+
+    @property
+    def family(self) -> str:
+        return "draft-model"
+
+    @property
+    def max_depth(self) -> int | None:
+        return None
+
+    @property
+    def own_layer(self) -> PreTrainedConfig:
+        return self.draft_text_config
+
+    @property
+    def draft_text_config(self) -> PreTrainedConfig:
+        """What the draft model's text part is configured by."""
+        return cast(PreTrainedConfig, self.draft_config).get_text_config(decoder=True)
+
+    @property
+    def shared_vocabulary(self) -> int:
+        """V', tokens that both models score: sizes may differ by the padding of one family's vocabularies."""
+        return min(self.draft_text_config.vocab_size, self.get_text_config().vocab_size)
+
+    def check(self) -> None:
+        super().check()
+        if self.num_draft_heads != 1:
+            raise ValueError(
+                f"num_draft_heads is {self.num_draft_heads}, but a draft model guesses at every depth: leave it out, "
+                "the tree says how deep to guess."
+            )
+        self._check_flag("draft_included")
+        if self.draft_config is None and isinstance(self.base_config, PreTrainedConfig):
+            self.draft_config = llama_like(self.get_text_config(), FRESH_LAYERS)
+        if isinstance(self.draft_config, PreTrainedConfig) and self.draft_config.is_encoder_decoder:
+            raise ValueError(
+                f"the draft model is an encoder-decoder ({self.draft_config.model_type!r}): it cannot go on from the "
+                "base's text, give a causal language model."
+            )
+
+    def save_pretrained(self, save_directory: str | os.PathLike, push_to_hub: bool = False, **kwargs: Any) -> None:
+        saved = copy.deepcopy(self)
+        saved.draft_model_name_or_path = portable(self.draft_model_name_or_path, save_directory)
+        super(DraftModelConfig, saved).save_pretrained(save_directory, push_to_hub=push_to_hub, **kwargs)
+
+    def to_diff_dict(self) -> dict[str, Any]:
+        fields = super().to_diff_dict()
+        (fields.get("draft_config") or {}).pop("_name_or_path", None)
+        return fields
+
+
+class DraftModelState(NamedTuple):
+    """The verified text, and where in a tree the guessing is.
+
+    cache: of the draft model; scores: (B, S) at each row's root; ancestors: (B, n, M) which nodes of the tree so far
+    the last level's nodes see, the last level first; depth: levels that were guessed; over: the draft model has come
+    to the end of its positions, and guesses no more in this call.
+    """
+
+    cache: SlotCache
+    scores: Tensor
+    ancestors: Tensor
+    depth: int = 0
+    over: bool = False
+
+
+class DraftModelDrafter(Drafter):
+    """A language model and its own cache.
+
+    State dict: `model.*` with the draft model's names; `draft_tokens` (V',) where it scores fewer tokens than the base.
+    """
+
+    config: DraftModelConfig
+    keeps_history = True
+    reads = ()
+
+    def __init__(self, config: DraftModelConfig) -> None:
+        super().__init__(config)
+        self.model: Any = AutoModelForCausalLM.from_config(copy.deepcopy(config.draft_config))
+        self.size = config.shared_vocabulary
+        if self.size < config.get_text_config().vocab_size:
+            self.draft_tokens = torch.arange(self.size)
+        self.limit = getattr(config.draft_text_config, "max_position_embeddings", None)
+
+    def prepare(self) -> None:
+        """Find out how the draft model is run.
+
+        Raises:
+            Unsupported: it cannot score a tree.
+        """
+        _ = self.reader
+
+    @property
+    def reader(self) -> BaseReader:
+        """How the draft model is run: found out by running it, once for each way to attend and type.
+
+        Raises:
+            Unsupported: it cannot score a tree.
+        """
+        key = (self.model.config._attn_implementation, self.model.dtype)
+        known = self.__dict__.setdefault("_readers", {})
+        if key not in known:
+            was_training = self.model.training
+            self.model.eval()
+            try:
+                known[key] = probe(self.model, ())
+            except Unsupported as reason:
+                raise Unsupported(
+                    f"the draft model cannot draft a tree: {str(reason).replace('the base', 'it')}"
+                ) from None
+            finally:
+                self.model.train(was_training)
+        return known[key]
+
+    def copy_from_base(self) -> None:
+        """Nothing: it has learnt what it knows; a fresh one takes over what fits, see `take_from_base`."""
+
+    def take_from_base(self) -> None:
+        """Start a fresh model from the base's embeddings and lm_head, where they are as wide."""
+        with torch.no_grad():
+            for find in ("get_input_embeddings", "get_output_embeddings"):
+                ours, theirs = getattr(self.model, find)().weight, getattr(self.base, find)().weight
+                if ours.shape == theirs.shape and theirs.is_floating_point() and not theirs.is_meta:
+                    ours.copy_(theirs)
+
+    def start(self, batch_size: int, capacity: int) -> DraftModelState:
+        layers = self.config.draft_text_config.num_hidden_layers
+        cache = SlotCache(batch_size, layers, min(capacity, ROOM))
+        width = self.model.get_output_embeddings().weight.shape[-1] if self.reader.split else self.size
+        return self._at_root(cache, self.placed(torch.zeros(batch_size, width)), False)
+
+    def observe(self, state: DraftModelState, features: Tensor, tokens: Tensor, lengths: Tensor) -> DraftModelState:
+        """Read newly verified tokens; of the prompt all of them, the first one too."""
+        cache, device = state.cache, state.scores.device
+        tokens, lengths = tokens.to(device), lengths.to(device)
+        count = tokens.shape[1]
+        if state.over or (not cache.fixed and self.limit is not None and cache.extent + count > self.limit):
+            return self._at_root(cache, state.scores, True)
+        order = torch.arange(count, device=device)
+        if cache.extent == 0 and not cache.fixed:  # behind nothing it is read as any text is
+            cache.append()
+            scores = self._scores(tokens, order.expand_as(tokens), None, cache)
+            cache.count(count, lengths)
+        else:
+            cache.place(count)
+            seen = (order <= order[:, None])[None]
+            scores = self._over_nodes(cache, tokens, order[None], seen)
+            cache.keep(order.expand_as(tokens), lengths)
+        return self._at_root(cache, last_valid(state.scores, scores, lengths), False)
+
+    def expand(self, state: DraftModelState, tokens: Tensor, parents: Tensor) -> tuple[DraftModelState, Guesses]:
+        cache, device = state.cache, state.scores.device
+        if state.over:
+            return state, Guesses(state.scores.new_zeros(len(tokens), 1, self.size), self.draft_tokens)
+        if state.depth == 0:  # the root was read already
+            scores, ancestors = state.scores.unsqueeze(1), state.ancestors
+        else:
+            count = tokens.shape[1]
+            rows = torch.arange(len(tokens), device=device).unsqueeze(1)
+            itself = torch.eye(count, dtype=torch.bool, device=device).expand(len(tokens), -1, -1)
+            ancestors = torch.cat([itself, state.ancestors[rows, parents.to(device)]], dim=2)
+            cache.place(count, again=state.depth > 1)
+            depths = torch.full((1, count), state.depth - 1, device=device)
+            scores = self._over_nodes(cache, tokens.to(device), depths, ancestors)
+        state = state._replace(ancestors=ancestors, depth=state.depth + 1)
+        return state, Guesses(self.head_logits(0, scores), self.draft_tokens)
+
+    def head_states(self, features: Tensor, input_ids: Tensor, attention_mask: Tensor | None = None) -> list[Tensor]:
+        """One entry: what the guess of the token after next is made of, the next one being read."""
+        inputs = {"input_ids": self._known(input_ids), "attention_mask": attention_mask, "use_cache": False}
+        if attention_mask is not None:
+            inputs["position_ids"] = (attention_mask.cumsum(1) - 1).clamp(min=0)
+        return [self.reader.read(inputs).scores.roll(-1, dims=1)]
+
+    def head_logits(self, head: int, hidden: Tensor) -> Tensor:
+        """Logits (..., V') from what they are made of (..., S)."""
+        return self.reader.logits(hidden)[..., : self.size]
+
+    def _over_nodes(self, cache: SlotCache, tokens: Tensor, depths: Tensor, ancestors: Tensor) -> Tensor:
+        """What the logits at nodes (B, n) are made of, (B, n, S), each node seeing the past and its ancestors.
+
+        Args:
+            depths: (1, n) how many positions each lies behind the row's past.
+        """
+        past = cache.lengths[:, None] + depths
+        masks = {
+            kind: slot_mask(ancestors, cache.lengths, cache.seen_extent, self.model.dtype, window=window, depths=depths)
+            for kind, window in self.reader.windows.items()
+        }
+        mask = masks if len(masks) > 1 else next(iter(masks.values()))
+        # positions behind the last one are those of a tree that reaches beyond it, or of a step of fixed shapes
+        return self._scores(tokens, past if self.limit is None else past.clamp(max=self.limit - 1), mask, cache)
+
+    def _scores(self, tokens: Tensor, positions: Tensor, mask: Any, cache: SlotCache) -> Tensor:
+        inputs = {"attention_mask": mask, "position_ids": positions, "past_key_values": cache, "use_cache": True}
+        return self.reader.read({"input_ids": self._known(tokens), **inputs}).scores
+
+    def _known(self, tokens: Tensor) -> Tensor:
+        """Tokens as the draft model can embed them: those that only pad the base's vocabulary are never written."""
+        return tokens.clamp(max=self.config.draft_text_config.vocab_size - 1)
+
+    def _at_root(self, cache: SlotCache, scores: Tensor, over: bool) -> DraftModelState:
+        nothing = torch.zeros(len(scores), 1, 0, dtype=torch.bool, device=scores.device)
+        return DraftModelState(cache, scores, nothing, over=over)
+
+
+class DraftModelForCausalLM(DraftHeadPreTrainedModel):
+    """A base with a small language model that drafts for it."""
+
+    config_class = DraftModelConfig
+    config: DraftModelConfig
+    drafter_class = DraftModelDrafter
+    drafter: DraftModelDrafter
+
+    @classmethod
+    def from_base(
+        cls: type[WithDraftModel],
+        base: str | os.PathLike | nn.Module,
+        *,
+        draft: str | os.PathLike | nn.Module | PreTrainedConfig | None = None,
+        draft_revision: str | None = None,
+        config: DraftHeadConfig | None = None,
+        **kwargs: Any,
+    ) -> WithDraftModel:
+        """A draft model for a base.
+
+        Args:
+            base: Hub id or path of a causal language model, or a loaded one (which is used, not copied).
+            draft: the same for the draft model; or the config of a fresh one, which has to be trained before it is of
+                use. Default: the one that the config names, else a fresh LLaMA of two layers.
+            draft_revision: branch, tag or commit of the draft model.
+            config: take the family's fields from this config.
+            kwargs: as in every family: config fields, `base_revision`, and arguments for loading the base.
+
+        Raises:
+            OSError: there is no such base or draft model.
+            ValueError: the two have different tokens, or the draft model cannot draft a tree.
+        """
+        loaded: Any = None
+        fields: dict[str, Any] = {}
+        named = kwargs.pop("draft_model_name_or_path", getattr(config, "draft_model_name_or_path", None))
+        draft = named if draft is None else draft
+        fetch = {key: kwargs[key] for key in HUB_ARGUMENTS & set(kwargs)}
+        if isinstance(draft, PreTrainedConfig):
+            fields["draft_config"] = draft
+        elif isinstance(draft, nn.Module):
+            loaded = draft
+            name = getattr(loaded.config, "_name_or_path", "") or None
+            fields = {"draft_config": loaded.config, "draft_model_name_or_path": full_name(name) if name else None}
+        elif draft is not None:
+            name = os.fspath(draft)
+            loaded = load_draft(name, draft_revision, fetch)
+            commit = getattr(loaded.config, "_commit_hash", None) or draft_revision
+            fields = {
+                "draft_config": loaded.config,
+                "draft_model_name_or_path": full_name(name),
+                "draft_model_revision": commit,
+            }
+        model = super().from_base(base, config=config, **fields, **kwargs)
+        if loaded is None:
+            model.drafter.take_from_base()
+        else:
+            model._take_draft(loaded)
+            check_token_maps(model.config, fetch)
+        try:
+            model.drafter.prepare()
+        except Unsupported as reason:
+            raise ValueError(f"{reason}; give another draft model.") from None
+        return model
+
+    def _take_draft(self, loaded: Any) -> None:
+        """Draft with a loaded model, as it is where device and type are right."""
+        like = next(self.drafter.parameters())
+        if loaded is self.base or loaded.dtype != like.dtype or loaded.device != like.device:
+            loaded = copy.deepcopy(loaded).to(device=like.device, dtype=like.dtype)
+        self.drafter.model = loaded.eval() if not self.training else loaded
+
+    def _attach(self, base: Any) -> None:
+        super()._attach(base)
+        for target, source in self._tied_in_draft().items():
+            self.all_tied_weights_keys[target] = source
+
+    def _tied_in_draft(self) -> dict[str, str]:
+        tied = getattr(self.drafter.model, "all_tied_weights_keys", None) or {}
+        return {f"drafter.model.{target}": f"drafter.model.{source}" for target, source in tied.items()}
+
+    @classmethod
+    def _without_memory(
+        cls: type[WithDraftModel], path: str, config: DraftHeadConfig, variant: str | None, hub: dict[str, Any]
+    ) -> tuple[WithDraftModel, dict[str, Tensor]]:
+        if cast(DraftModelConfig, config).draft_included:
+            return super()._without_memory(path, config, variant, hub)
+        model = cls._blank(config, build_base=False)
+        name = model.config.draft_model_name_or_path
+        if not name:
+            raise OSError(f"{path!r} neither holds nor names a draft model: save it again.")
+        beside = os.path.join(path, name)
+        fetch = {key: hub[key] for key in HUB_ARGUMENTS & set(hub)}
+        draft = load_draft(beside if os.path.isdir(beside) else name, model.config.draft_model_revision, fetch)
+        tensors = {f"drafter.model.{key}": tensor for key, tensor in draft.state_dict().items()}
+        expected = model.state_dict()
+        if "drafter.draft_tokens" in expected:
+            tensors["drafter.draft_tokens"] = torch.arange(model.config.shared_vocabulary)
+        check_tensors(name, tensors, expected)
+        model.config.draft_included = True
+        return model, tensors
+
+    @classmethod
+    def _complete(cls: type[WithDraftModel], model: WithDraftModel, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        tied = {target: tensors[source] for target, source in model._tied_in_draft().items() if source in tensors}
+        return {**tied, **tensors}
+
+    def _fill(self, tensors: Mapping[str, Tensor], device: torch.device, dtype: torch.dtype) -> None:
+        super()._fill(tensors, device, dtype)
+        self.drafter.model.tie_weights()
+
+    def _init_weights(self, module: nn.Module) -> None:
+        # What the draft model computes instead of storing it, it knows itself; its parameters are there already.
+        if module in set(self.drafter.model.modules()) and any(True for _ in module.buffers(recurse=False)):
+            for parameter in module.parameters(recurse=False):
+                parameter._is_hf_initialized = True  # type: ignore[attr-defined]
+            self.drafter.model._init_weights(module)
+        else:
+            super()._init_weights(module)
+
+    def save_pretrained(  # type: ignore[override]
+        self, save_directory: str | os.PathLike, *args: Any, include_draft: bool = True, **kwargs: Any
+    ) -> None:
+        """Save the draft model; with `include_draft=False` only its name, for one that is used as it was published.
+
+        Raises:
+            ValueError: as in every family, or there is no name, or the base is to be included.
+        """
+        if include_draft:
+            kwargs.setdefault("save_original_format", False)  # renamings of an architecture would reach the draft too
+            super().save_pretrained(save_directory, *args, **kwargs)
+            return
+        if self.config.draft_model_name_or_path is None or kwargs.get("include_base") or kwargs.get("push_to_hub"):
+            raise ValueError(
+                "include_draft=False saves names only: the draft model must have come from a folder or the Hub, and "
+                "include_base= and push_to_hub= are for checkpoints with weights."
+            )
+        os.makedirs(save_directory, exist_ok=True)
+        self.config.architectures = [type(self).__name__]
+        self.config.draft_included = False
+        try:
+            self.config.save_pretrained(save_directory)
+        finally:
+            self.config.draft_included = True
+        self.generation_config.save_pretrained(save_directory)
+
+
+def load_draft(name: str, revision: str | None, fetch: Mapping[str, Any]) -> Any:
+    """A draft model by its Hub id or path, in the type that it was saved in.
+
+    Raises:
+        OSError: there is none.
+        ValueError: it is an encoder-decoder.
+    """
+    hub = {**fetch, "revision": revision or "main"}
+    try:
+        config = AutoConfig.from_pretrained(name, **hub)
+        if not config.is_encoder_decoder:
+            return AutoModelForCausalLM.from_pretrained(name, config=config, dtype="auto", **hub)
+    except (OSError, ValueError) as error:  # ValueError: a folder that holds no model, or one of another kind
+        raise OSError(
+            f"the draft model {name!r} cannot be loaded ({str(error).splitlines()[0]}): give the id or path of a small "
+            "causal language model."
+        ) from error
+    raise ValueError(
+        f"the draft model {name!r} is an encoder-decoder ({config.model_type!r}): it cannot go on from the base's "
+        "text, give a causal language model."
+    )
