@@ -9,10 +9,10 @@ READY := .venv/.ready
 TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check style docs build stranger
+.PHONY: help demo test check style docs build stranger test-formats
 
 help:  ## this list
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 10
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 10
 
 demo: $(READY)  ## draft heads against their base on the bundled models
 	$(BIN)/hf-drafthead demo
@@ -41,6 +41,13 @@ stranger: $(READY)  ## pushed heads where only transformers and torch are instal
 	test -x .stranger/bin/pip || $(PYTHON) -m venv .stranger
 	.stranger/bin/pip install --disable-pip-version-check --quiet --constraint constraints.txt torch transformers
 	STRANGER_PYTHON=$(CURDIR)/.stranger/bin/python OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/hub_upload/test_bundle.py tests/hub_upload/test_stranger.py
+
+test-formats: $(READY)  ## exported heads in the speculators library, in an environment of its own (needs a package index)
+	test -x .speculators/bin/pip || $(PYTHON) -m venv .speculators
+	.speculators/bin/pip install --disable-pip-version-check --quiet 'speculators==0.9.0'
+# It asks for these, but only for other kinds of heads, and they must be of the very build of torch.
+	.speculators/bin/pip uninstall --yes --quiet torchvision torchaudio
+	SPECULATORS_PYTHON=$(CURDIR)/.speculators/bin/python $(BIN)/python -m pytest -q tests/formats/test_speculators.py
 
 $(READY): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "no Python found: install Python 3.10 or newer, or name one: make PYTHON=/path/to/python3"; exit 1; }

@@ -5,6 +5,7 @@ Importing this package registers its model families with `AutoConfig`, `AutoMode
 
 from typing import TYPE_CHECKING
 
+from hf_drafthead.formats import convert_checkpoint, export_checkpoint
 from hf_drafthead.generation import DraftHeadGenerateOutput, DraftTree
 from hf_drafthead.modeling import DraftHeadConfig, DraftHeadPreTrainedModel
 from hf_drafthead.modeling.families import CLASSES
@@ -13,4 +14,12 @@ if TYPE_CHECKING:  # at run time these are the classes of the table
     from hf_drafthead.modeling.families import *  # noqa: F403
 
 globals().update(CLASSES)
-__all__ = ["DraftHeadConfig", "DraftHeadGenerateOutput", "DraftHeadPreTrainedModel", "DraftTree", *CLASSES]
+__all__ = [
+    "DraftHeadConfig",
+    "DraftHeadGenerateOutput",
+    "DraftHeadPreTrainedModel",
+    "DraftTree",
+    "convert_checkpoint",
+    "export_checkpoint",
+    *CLASSES,
+]

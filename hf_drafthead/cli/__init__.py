@@ -8,10 +8,10 @@ from typing import Any
 
 import typer
 
-from hf_drafthead.cli import demo, measure, models, page, publish, train  # each adds its commands to the application
+from hf_drafthead.cli import demo, formats, measure, models, page, publish, train  # each adds its commands
 from hf_drafthead.cli.common import app, complain
 
-__all__ = ["app", "demo", "main", "measure", "models", "page", "publish", "train"]
+__all__ = ["app", "demo", "formats", "main", "measure", "models", "page", "publish", "train"]
 
 UsageError: Any = typer.BadParameter.__base__  # of click, which typer brings along without exporting this
 

@@ -10,6 +10,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from hf_drafthead.modeling.checkpoint import HTTP_ERROR, why_refused
 from hf_drafthead.modeling.config import MODEL_TYPE_PREFIX, DraftHeadConfig
 from hf_drafthead.modeling.families import FAMILIES
+from hf_drafthead.modeling.foreign import how_to_convert
 
 
 def read_config(name: str) -> DraftHeadConfig:
@@ -27,6 +28,9 @@ def read_config(name: str) -> DraftHeadConfig:
     if looks_local and not os.path.isdir(name):
         raise OSError(f"there is no folder {name!r}: {wanted}")
     if os.path.isdir(name) and not os.path.isfile(os.path.join(name, "config.json")):
+        advice = how_to_convert(name, {}, lambda file: os.path.isfile(os.path.join(name, file)))
+        if advice is not None:
+            raise OSError(f"{name!r} is no checkpoint of this library: {advice}.")
         raise OSError(f"the folder {name!r} holds no config.json: {wanted}")
     try:
         given, _ = PreTrainedConfig.get_config_dict(name)
@@ -37,6 +41,8 @@ def read_config(name: str) -> DraftHeadConfig:
         raise OSError(f"no model could be read at {name!r} ({one_line(error)}): {wanted}") from error
     model_type = given.get("model_type")
     if not str(model_type).startswith(MODEL_TYPE_PREFIX):
+        if advice := how_to_convert(name, given):
+            raise ValueError(f"{name!r} is no checkpoint of this library: {advice}.")
         raise ValueError(f"{name!r} holds a {model_type!r} model without draft heads: {wanted}")
     if model_type not in CONFIG_MAPPING:
         family = model_type.removeprefix(MODEL_TYPE_PREFIX)

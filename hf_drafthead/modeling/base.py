@@ -183,6 +183,7 @@ class DraftHeadPreTrainedModel(DraftHeadGenerationMixin, PreTrainedModel):
         config: DraftHeadConfig | str | os.PathLike | None = None,
         base_model: str | os.PathLike | nn.Module | None = None,
         base_revision: str | None = None,
+        convert: bool = False,
         generation_config: GenerationConfig | None = None,
         output_loading_info: bool = False,
         **kwargs: Any,
@@ -194,6 +195,9 @@ class DraftHeadPreTrainedModel(DraftHeadGenerationMixin, PreTrainedModel):
             config: use this config instead of the checkpoint's.
             base_model: Hub id, path or loaded model to use instead of the base that the config names.
             base_revision: branch, tag or commit of the base; default: the one that the heads were trained on.
+            convert: the heads are in the layout of another project (`docs/formats.md` lists them); a file of weights
+                may be given as well. What the layout does not say is to be given here: the base, or fields of the
+                family's config.
             generation_config: use this one instead of the base's with the heads' settings.
             output_loading_info: also return what transformers tells about a loading: which tensors were missing,
                 unexpected or mismatched. There are none, for such a checkpoint is refused.
@@ -211,7 +215,18 @@ class DraftHeadPreTrainedModel(DraftHeadGenerationMixin, PreTrainedModel):
         fetch = {key: kwargs.pop(key) for key in HUB_ARGUMENTS & set(kwargs)}
         heads = {key: kwargs.pop(key) for key in HEADS_ARGUMENTS & set(kwargs)}
         hub = fetch | {key: heads[key] for key in ("revision", "subfolder") if heads.get(key) is not None}
-        config = read_config(cls.config_class, path, config, hub)
+        settings: Mapping[str, Any] | None = None
+        if convert:
+            if config is not None:
+                raise ValueError("config= cannot be given with convert=True, which reads it from the layout: drop it.")
+            from hf_drafthead.formats import converted
+
+            given = {name: kwargs.pop(name) for name in cls.config_class.heads_fields() & set(kwargs)}
+            config, found, settings = converted(
+                cls, path, base_model=base_model, base_revision=base_revision, fields=given, hub=hub
+            )
+        else:
+            config, found = read_config(cls.config_class, path, config, hub), None
         # AutoModel puts the choice of attention into the config; it is meant for the base.
         kwargs.setdefault("attn_implementation", config._attn_implementation)
         if kwargs["attn_implementation"] is None:
@@ -219,7 +234,10 @@ class DraftHeadPreTrainedModel(DraftHeadGenerationMixin, PreTrainedModel):
         config._attn_implementation = None
         config.name_or_path = path
         untouched = copy.deepcopy(config) if config.base_included else config
-        model, tensors = cls._without_memory(path, untouched, heads.get("variant"), hub)
+        if found is not None:
+            model, tensors = cls._blank(untouched, build_base=False), found
+        else:
+            model, tensors = cls._without_memory(path, untouched, heads.get("variant"), hub)
         if config.base_included:
             if base_model is not None or base_revision is not None:
                 raise ValueError(f"{path!r} contains its own base: drop base_model= and base_revision=.")
@@ -242,9 +260,10 @@ class DraftHeadPreTrainedModel(DraftHeadGenerationMixin, PreTrainedModel):
             model._fill(tensors, *last_layer(base))
             model.drafter.check_values(path)
             model._attach(base)
-            model._take_generation_config(read_generation_settings(path, hub))
+            model._take_generation_config(read_generation_settings(path, hub) if settings is None else settings)
             adapter = dict(heads.get("adapter_kwargs") or {})
-            adapted = adapter.pop("_adapter_model_path", None) or (path if has_adapter(path, hub) else None)
+            beside = settings is None and has_adapter(path, hub)
+            adapted = adapter.pop("_adapter_model_path", None) or (path if beside else None)
             if adapted is not None:
                 model.load_adapter(adapted, adapter_kwargs=adapter)
             info = {"missing_keys": set(), "unexpected_keys": set(), "mismatched_keys": set(), "error_msgs": []}

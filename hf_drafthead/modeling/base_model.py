@@ -47,7 +47,7 @@ def load_new_base(
         raise OSError(
             f"the base {name!r} was not found ({_first_line(error)}): give the id or path of a causal language model."
         ) from error
-    commit = _commit_of(name, hub)
+    commit = commit_of(name, hub)
     hub["revision"] = commit or hub["revision"]
     return AutoModelForCausalLM.from_pretrained(name, **hub, **arguments), commit
 
@@ -101,7 +101,7 @@ def load_base(
                 "id, path or object."
             ) from error
         check_base(config, found, name)
-        commit = _commit_of(name, hub)
+        commit = commit_of(name, hub)
         if commit and config.base_model_revision and commit != config.base_model_revision:
             logger.warning_once(
                 f"these heads were trained on {config.base_model_name_or_path!r} at {config.base_model_revision}; "
@@ -172,19 +172,20 @@ def check_base(config: DraftHeadConfig, base_config: PreTrainedConfig, name: str
             )
 
 
-def fetch_config(name: str, revision: str | None, token: str | bool | None) -> PreTrainedConfig:
-    """The config of a base on the Hub, without running code that may lie beside it.
+def fetch_config(name: str, revision: str | None, token: str | bool | None, **hub: Any) -> PreTrainedConfig:
+    """The config of a base, without running code that may lie beside it.
 
     Args:
-        name: Hub id.
+        name: Hub id or folder.
         revision: branch, tag or commit.
         token: as in huggingface_hub.
+        hub: `cache_dir`, `local_files_only`, ...
 
     Raises:
         OSError: there is none, or it cannot be fetched.
     """
     try:
-        fields, _ = PreTrainedConfig.get_config_dict(name, revision=revision or "main", token=token)
+        fields, _ = PreTrainedConfig.get_config_dict(name, revision=revision or "main", token=token, **hub)
     except (OSError, HTTP_ERROR) as error:
         refused = why_refused(error) or _first_line(error)
         raise OSError(f"config.json of the base {name!r} cannot be fetched: {refused.rstrip('.')}.") from error
@@ -253,7 +254,7 @@ def _config_at(
     return config, {**beside, **code, **left, "config": config}
 
 
-def _commit_of(name: str, hub: Mapping[str, Any]) -> str | None:
+def commit_of(name: str, hub: Mapping[str, Any]) -> str | None:
     """The commit that a Hub id and revision resolve to; None for a local folder."""
     if os.path.isdir(name):
         return None

@@ -16,6 +16,7 @@ from transformers.configuration_utils import PreTrainedConfig
 from transformers.utils import ADAPTER_CONFIG_NAME, GENERATION_CONFIG_NAME, cached_file, has_file
 
 from hf_drafthead.modeling.config import MODEL_TYPE_PREFIX, DraftHeadConfig
+from hf_drafthead.modeling.foreign import how_to_convert
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLE = "pytorch_model.bin"
@@ -42,6 +43,8 @@ def read_config(family: type[DraftHeadConfig], path: str, given: Any, hub: Mappi
             refused = why_refused(error)
             if refused:
                 raise OSError(f"the heads {source!r} cannot be fetched: {refused}.") from error
+            if advice := how_to_convert(source, {}, lambda name: os.path.isfile(os.path.join(source, name))):
+                raise OSError(f"{source!r} is no checkpoint of this library: {advice}.") from error
             raise OSError(
                 f"{source!r} is no draft-head checkpoint ({str(error).splitlines()[0]}): give a folder or Hub id that "
                 "save_pretrained of a draft-head model has written."
@@ -50,7 +53,10 @@ def read_config(family: type[DraftHeadConfig], path: str, given: Any, hub: Mappi
         config = family.from_dict(fields) if found == family.model_type else None
     if found != family.model_type:
         other_family = str(found).startswith(MODEL_TYPE_PREFIX)
-        advice = "load it with AutoModel" if other_family else "to put new heads on a base use from_base"
+        advice = "load it with AutoModel" if other_family else None
+        if not isinstance(given, PreTrainedConfig):
+            advice = advice or how_to_convert(path, fields)
+        advice = advice or "to put new heads on a base use from_base"
         raise ValueError(
             f"{path!r} is no {family.model_type} checkpoint: its config.json has model_type {found!r}; {advice}."
         )
@@ -63,7 +69,7 @@ def read_generation_settings(path: str, hub: Mapping[str, Any]) -> dict[str, Any
     Raises:
         OSError: it cannot be read, or the Hub does not give it out.
     """
-    found = _fetch(path, GENERATION_CONFIG_NAME, hub)
+    found = fetch_file(path, GENERATION_CONFIG_NAME, hub)
     try:
         settings = json.loads(Path(found).read_text(encoding="utf-8-sig")) if found else {}
     except ValueError as error:
@@ -77,7 +83,7 @@ def has_adapter(path: str, hub: Mapping[str, Any]) -> bool:
     Raises:
         OSError: the Hub does not say.
     """
-    return _fetch(path, ADAPTER_CONFIG_NAME, hub) is not None
+    return fetch_file(path, ADAPTER_CONFIG_NAME, hub) is not None
 
 
 def checkpoint_files(path: str, variant: str | None, hub: Mapping[str, Any]) -> list[str]:
@@ -92,10 +98,10 @@ def checkpoint_files(path: str, variant: str | None, hub: Mapping[str, Any]) -> 
         OSError: there are no weights, or a shard is missing.
     """
     weights, index = (_with_variant(name, variant) for name in (WEIGHTS, INDEX))
-    found = _fetch(path, weights, hub)
+    found = fetch_file(path, weights, hub)
     if found is not None:
         return [found]
-    found = _fetch(path, index, hub)
+    found = fetch_file(path, index, hub)
     if found is None:
         here = {name: value for name, value in hub.items() if name != "subfolder"}
         if not hub.get("subfolder") and has_file(path, PICKLE, **here):
@@ -105,14 +111,14 @@ def checkpoint_files(path: str, variant: str | None, hub: Mapping[str, Any]) -> 
             )
         raise OSError(f"{path!r} holds no {weights}: save the model there again, or give the folder that has it.")
     shards = sorted(set(json.loads(Path(found).read_text())["weight_map"].values()))
-    files = [_fetch(path, shard, hub) for shard in shards]
+    files = [fetch_file(path, shard, hub) for shard in shards]
     missing = [shard for shard, file in zip(shards, files, strict=True) if file is None]
     if missing:
         raise OSError(f"{path!r} lacks {missing[0]}, which its {index} names: copy or download the checkpoint again.")
     return [file for file in files if file is not None]
 
 
-def _fetch(path: str, name: str, hub: Mapping[str, Any]) -> str | None:
+def fetch_file(path: str, name: str, hub: Mapping[str, Any]) -> str | None:
     """A file of the heads, here; None if they have no such file."""
     try:
         return cached_file(path, name, _raise_exceptions_for_missing_entries=False, **hub)

@@ -1,0 +1,293 @@
+"""From another project's checkpoint to one of this library, on disk or in memory."""
+
+import os
+import re
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import AutoTokenizer, GenerationConfig
+from transformers.configuration_utils import PreTrainedConfig
+
+from hf_drafthead.formats.base_tensors import base_tensor, same_values
+from hf_drafthead.formats.heads import Heads, Joined
+from hf_drafthead.formats.layout import Layout
+from hf_drafthead.formats.layouts import find
+from hf_drafthead.formats.published import base_of
+from hf_drafthead.formats.source import Source
+from hf_drafthead.formats.writer import new_folder, refuse_existing, write_safetensors
+from hf_drafthead.modeling.base import DraftHeadPreTrainedModel
+from hf_drafthead.modeling.base_model import commit_of, fetch_config, full_name
+from hf_drafthead.modeling.checkpoint import WEIGHTS, check_tensors
+from hf_drafthead.modeling.config import DraftHeadConfig
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What was found at a place, and what it became.
+
+    Attributes:
+        source: the checkpoint, as it was named.
+        layout: name of its layout.
+        family: of the heads.
+        base: Hub id or path of their base; None if nothing names one.
+        fields: of the family's config.
+        shapes: of the drafter's tensors, by their names here.
+        sources: which tensors of the file each of them was made of.
+        dropped: tensors of the file that were left out, and why.
+        notes: what was assumed, or disagreed.
+        folder: where the converted heads lie; None if nothing was written.
+    """
+
+    source: str
+    layout: str
+    family: str
+    base: str | None
+    fields: dict[str, Any]
+    shapes: dict[str, list[int]]
+    sources: dict[str, list[str]]
+    dropped: dict[str, str]
+    notes: list[str] = field(default_factory=list)
+    folder: str | None = None
+
+    def table(self) -> list[tuple[str, str, str]]:
+        """Rows of (names in the file, number of tensors and shape here, names here), numbers left open."""
+        rows: Counter[tuple[str, str, str]] = Counter()
+        for name, shape in self.shapes.items():
+            theirs = " + ".join(dict.fromkeys(_open(source) for source in self.sources[name])) or "(zeros)"
+            rows[theirs, str(shape), _open(name)] += 1
+        return [(theirs, f"{count} x {shape}", ours) for (theirs, shape, ours), count in rows.items()]
+
+    def to_json(self) -> dict[str, Any]:
+        """All of it."""
+        return dict(vars(self))
+
+
+def convert_checkpoint(
+    source: str | os.PathLike,
+    folder: str | os.PathLike | None = None,
+    *,
+    base_model: str | os.PathLike | None = None,
+    base_revision: str | None = None,
+    fields: Mapping[str, Any] | None = None,
+    revision: str | None = None,
+    token: str | bool | None = None,
+    **hub: Any,
+) -> Conversion:
+    """Convert draft heads of another project; the layout is told by the names of the tensors.
+
+    Args:
+        source: folder, file or Hub id. Files are read as tensors and never run; `docs/formats.md` lists the layouts.
+        folder: new folder for the converted heads; None only looks. A model that holds its base as well is written with
+            it, heads alone are written alone.
+        base_model: Hub id or path of the base, where the layout does not name it.
+        base_revision: branch, tag or commit of the base.
+        fields: config fields that hold instead of what the layout says, where that has two meanings.
+        revision, token: of the source, if it is on the Hub.
+        hub: `cache_dir`, `local_files_only`, `force_download`, `subfolder`.
+
+    Returns:
+        What was found and what it became.
+
+    Raises:
+        OSError: a file is not there or cannot be read, or the folder exists.
+        ValueError: the layout is not known, the heads do not fit the base, or the family here cannot hold them.
+    """
+    name = os.fspath(source)
+    if folder is not None:
+        refuse_existing(folder)
+    fetch = {key: value for key, value in {"revision": revision, "token": token, **hub}.items() if value is not None}
+    found, layout = find(name, fetch)
+    heads = _read(name, found, layout, fields or {})
+    report = _report(name, layout.name, heads)
+    if folder is None and base_model is None and heads.base is None and not heads.base_inside:
+        return report
+    base = None if base_model is None else os.fspath(base_model)
+    config = _config_of(name, found, heads, base, base_revision, fetch)
+    if folder is None:
+        return _report(name, layout.name, heads, config)
+    if heads.base_inside:
+        model: Any = heads.model_class.from_pretrained(name, convert=True, dtype="auto", **fetch)
+        with new_folder(folder) as staged:
+            model.save_pretrained(staged, include_base=True)
+            _save_tokenizer(name, None, fetch, staged)
+    else:
+        with new_folder(folder) as staged:
+            config.save_pretrained(staged)
+            write_safetensors(staged / WEIGHTS, {f"drafter.{key}": tensor for key, tensor in heads.tensors.items()})
+            settings = GenerationConfig()
+            settings.draft_tree = heads.tree
+            settings.save_pretrained(staged)
+            _save_tokenizer(config.base_model_name_or_path, config.base_model_revision, fetch, staged)
+    return _report(name, layout.name, heads, config, os.fspath(folder))
+
+
+def converted(
+    model_class: type[DraftHeadPreTrainedModel],
+    source: str,
+    *,
+    base_model: str | os.PathLike | nn.Module | None = None,
+    base_revision: str | None = None,
+    fields: Mapping[str, Any],
+    hub: Mapping[str, Any],
+) -> tuple[DraftHeadConfig, dict[str, Tensor], dict[str, Any]]:
+    """Config, tensors and generation settings of heads of another project, for `from_pretrained(convert=True)`.
+
+    Args:
+        model_class: of the family that the heads should be of.
+        source: folder, file or Hub id.
+        base_model: loaded model, Hub id or path; None for the base that the layout names.
+        base_revision: branch, tag or commit of the base.
+        fields: config fields that hold instead of what the layout says.
+        hub: keyword arguments of `transformers.utils.cached_file`.
+
+    Raises:
+        OSError, ValueError: as `convert_checkpoint`; and the heads are of another family.
+    """
+    found, layout = find(source, hub)
+    if not issubclass(layout.family, model_class):
+        raise ValueError(
+            f"{source!r} holds heads in the layout {layout.name!r}: load them with "
+            f"{layout.family.__name__}.from_pretrained(..., convert=True)."
+        )
+    heads = _read(source, found, layout, fields)
+    base = base_model if base_model is None or isinstance(base_model, nn.Module) else os.fspath(base_model)
+    config = _config_of(source, found, heads, base, base_revision, hub)
+    tensors = {f"drafter.{key}": tensor.tensor() for key, tensor in heads.tensors.items()}
+    return config, tensors, {"draft_tree": heads.tree}
+
+
+def _read(name: str, found: Source, layout: Layout, fields: Mapping[str, Any]) -> Heads:
+    """The heads, with the base that published ones of this name are known to be for.
+
+    Raises:
+        ValueError: as `Layout.read`; or a field that the family does not have.
+    """
+    known_fields = layout.family.config_class.heads_fields()
+    if unknown := sorted(set(fields) - known_fields):
+        raise ValueError(
+            f"{unknown[0]!r} is no config field of {layout.family.__name__}: expected some of "
+            f"{', '.join(sorted(known_fields))}."
+        )
+    heads = layout.read(found, fields)
+    heads.fields |= fields
+    if not heads.base and not heads.base_inside and (known := base_of(name)) is not None:
+        heads.base = known
+        heads.notes.append(f"the layout names no base: {known} is the one that heads of this name were published for.")
+    return heads
+
+
+def _config_of(
+    name: str,
+    found: Source,
+    heads: Heads,
+    base: str | nn.Module | None,
+    base_revision: str | None,
+    hub: Mapping[str, Any],
+) -> Any:
+    """The family's config on its base, which fits the heads."""
+    commit: str | None = None
+    if heads.base_inside:
+        if base is not None:
+            raise ValueError(f"{name!r} contains the base that its heads were trained with: drop base_model=.")
+        base, base_revision = name, found.commit or hub.get("revision")
+    if isinstance(base, nn.Module):
+        live: Any = base
+        base_config: PreTrainedConfig = live.config
+        base_name = getattr(base_config, "_name_or_path", "") or heads.base
+    else:
+        base_name = base or heads.base
+        if not base_name:
+            raise ValueError(
+                f"{name!r} does not say which base its heads were trained for: give its id or path (base_model=, on "
+                "the command line --base)."
+            )
+        if base is None and not os.path.isabs(base_name) and os.path.isdir(os.path.join(found.folder, base_name)):
+            base_name = os.path.join(found.folder, base_name)
+        fetch = {key: value for key, value in hub.items() if key not in ("revision", "subfolder")}
+        base_config = fetch_config(base_name, base_revision, **{"token": None, **fetch})
+        commit = commit_of(base_name, {**fetch, "revision": base_revision or "main"})
+    _refuse_misfit(name, heads, base_config.get_text_config(), base_name or type(base).__name__)
+    _check_copies(name, heads, base if isinstance(base, nn.Module) else base_name, commit or base_revision)
+    config: Any = heads.model_class.config_class(
+        base_config=base_config,
+        base_model_name_or_path=full_name(base_name) if base_name else None,
+        base_model_revision=commit,
+        **heads.fields,
+    )
+    config.architectures = [heads.model_class.__name__]
+    config.dtype = next(tensor.dtype for tensor in heads.tensors.values() if tensor.dtype.is_floating_point)
+    blank = heads.model_class._blank(config, build_base=False)
+    shapes: Mapping[str, Any] = {f"drafter.{key}": tensor for key, tensor in heads.tensors.items()}
+    check_tensors(name, shapes, blank.state_dict())
+    return config
+
+
+def _refuse_misfit(name: str, heads: Heads, text: Any, base: str) -> None:
+    for words, mine, field_name in (
+        ("hidden size", heads.hidden_size, "hidden_size"),
+        ("vocabulary", heads.vocab_size, "vocab_size"),
+    ):
+        theirs = getattr(text, field_name, None)
+        if mine is not None and mine != theirs:
+            raise ValueError(
+                f"the heads at {name!r} were trained for a base of {words} {mine}; the base {base!r} has {theirs}: "
+                "give the base that they were trained for (base_model=, on the command line --base)."
+            )
+
+
+def _check_copies(name: str, heads: Heads, base: str | nn.Module | None, revision: str | None) -> None:
+    """Compare the base's tensors that the file holds a copy of with the base's own, where these are at hand."""
+    for which, copy in heads.copies.items():
+        own = None if base is None else base_tensor(base, which, revision)
+        if own is None:
+            heads.notes.append(
+                f"the {which} in the file were not compared with the base's: its weights are not on this machine."
+            )
+        elif not same_values(copy, own):
+            raise ValueError(
+                f"{name!r} holds {which} that are not those of the base {_name_of(base)!r}: its heads were trained for "
+                "another base, or have some of their own; give the base that they were trained for (base_model=, on "
+                "the command line --base), or convert the file that these were made of."
+            )
+
+
+def _name_of(base: Any) -> str:
+    return base if isinstance(base, str) else getattr(base, "name_or_path", "") or type(base).__name__
+
+
+def _save_tokenizer(base: str | None, revision: str | None, hub: Mapping[str, Any], folder: Any) -> None:
+    """Put the base's tokenizer beside the heads, if it has one and it can be had."""
+    fetch = {key: value for key, value in hub.items() if key in ("token", "cache_dir", "local_files_only")}
+    try:
+        AutoTokenizer.from_pretrained(base, revision=revision or "main", **fetch).save_pretrained(folder)
+    except (OSError, ValueError, KeyError, ImportError):
+        return  # heads without a tokenizer are loaded with the base's
+
+
+def _report(name: str, layout: str, heads: Heads, config: Any = None, folder: str | None = None) -> Conversion:
+    fields = ((key, value if config is None else getattr(config, key)) for key, value in heads.fields.items())
+    plain = {key: value.to_diff_dict() if isinstance(value, PreTrainedConfig) else value for key, value in fields}
+    joined: dict[str, Joined] = heads.tensors
+    base = heads.base if config is None else config.base_model_name_or_path
+    return Conversion(
+        source=name,
+        layout=layout,
+        family=(config or heads.model_class.config_class(**heads.fields)).family,
+        base=base,
+        fields=plain,
+        shapes={key: list(tensor.shape) for key, tensor in joined.items()},
+        sources={key: list(tensor.sources) for key, tensor in joined.items()},
+        dropped=dict(heads.dropped),
+        notes=list(heads.notes),
+        folder=folder,
+    )
+
+
+def _open(name: str) -> str:
+    """The name with its numbers left open."""
+    return re.sub(r"\d+", "{}", name)

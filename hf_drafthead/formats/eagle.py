@@ -1,0 +1,150 @@
+"""EAGLE heads, of version 1 or 2 (the weights are alike), as SafeAILab saves them, and as vLLM and SGLang read them.
+
+    fc.weight [H, 2H], fc.bias [H]                       embedding first; some have no bias, whatever their config says
+    layers.0.self_attn.{q,k,v,o}_proj.weight, layers.0.mlp.{gate,up,down}_proj.weight
+    layers.0.post_attention_layernorm.weight [H]         no input_layernorm, no norm behind the layer
+    embed_tokens.weight [V, H]                           a copy of the base's; not in every file
+
+config.json is a Llama's with one layer, and `bias` for that of fc (True where it is missing). It names no base.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_drafthead.formats.fold import folded_embeddings
+from hf_drafthead.formats.heads import INPUT, OUTPUT, Heads, Reader
+from hf_drafthead.formats.layer_config import llama_fields, read_layer_config
+from hf_drafthead.formats.layout import Files, Layout, Own, refuse, refuse_own_base
+from hf_drafthead.formats.source import Source
+from hf_drafthead.modeling import EagleForCausalLM
+
+LAYER = "layers.0."
+COPIES = {"embed_tokens.weight": INPUT, "lm_head.weight": OUTPUT}
+LAYER_KINDS = ("llama", "mistral", "qwen2")  # layers of one form; Qwen2's has biases on queries, keys and values
+ARCHITECTURES = {"vllm": "LlamaForCausalLM", "sglang": "LlamaForCausalLMEagle", "eagle": "LlamaForCausalLM"}
+
+
+class Eagle(Layout):
+    """One layer and fc."""
+
+    name = "EAGLE"
+    family = EagleForCausalLM
+    targets = ("eagle", "vllm", "sglang")
+
+    def detect(self, keys: Iterable[str], config: Mapping[str, Any]) -> bool:
+        names = set(keys)
+        needed = {"fc.weight", f"{LAYER}self_attn.q_proj.weight"}
+        return needed <= names and f"{LAYER}hidden_norm.weight" not in names
+
+    def read(self, source: Source, given: Mapping[str, Any]) -> Heads:
+        reader, config = Reader(source.name, source.tensors), source.config
+        hidden_size = reader.take("fc.weight").shape[0]
+        tensors = {"fc.weight": reader.one("fc.weight", (hidden_size, 2 * hidden_size))}
+        there = "fc.bias" in reader
+        biased = there and bool(reader.take("fc.bias", (hidden_size,)).any())
+        if biased:
+            tensors["fc.bias"] = reader.one("fc.bias")
+        elif there:
+            reader.drop("fc.bias", "zeros, which SGLang needs and which are the same as no bias")
+        notes: list[str] = []
+        if config and config.get("bias", True) != there:
+            said = f"bias {config['bias']!r}" if "bias" in config else "nothing of fc's bias, which means True"
+            notes.append(f"config.json says {said}, the file has {'one' if there else 'none'}: the tensors are right.")
+        if f"{LAYER}input_layernorm.weight" in reader:
+            raise ValueError(
+                f"{source.name!r} has {LAYER + 'input_layernorm.weight'!r}: the first layer of EAGLE heads has no norm "
+                "before attention, these are of another kind and cannot be converted."
+            )
+        copies = {}
+        for key, which in COPIES.items():
+            if key in reader:
+                copies[which] = reader.drop(key, f"a copy of the base's {which}")
+        vocab_size = next((tensor.shape[0] for tensor in copies.values()), None)
+        wanted = vocab_size or config.get("vocab_size", 0)
+        layer_config = read_layer_config(reader, LAYER, config, hidden_size, wanted, notes)
+        for key in source.tensors:
+            if key.startswith(LAYER):
+                name = f"body.layer.{key.removeprefix(LAYER)}"
+                if key.endswith("inv_freq"):
+                    reader.drop(key, "computed from the config")
+                else:
+                    tensors[name] = reader.one(key)
+        fields = {"fc_bias": biased, "layer_config": layer_config}
+        heads = Heads(EagleForCausalLM, fields, tensors, hidden_size, vocab_size, copies=copies, notes=notes)
+        heads.tree, heads.dropped = "eagle_mc_sim_7b_63", reader.dropped
+        reader.finish(self.name)
+        return heads
+
+    def write(self, own: Own, target: str, fold_bias: bool = False) -> Files:
+        config, layer = own.config, own.config.own_layer
+        text = config.get_text_config()
+        refuse_own_base(own, target)
+        if list(config.feature_layers) != [-1]:
+            refuse(
+                own,
+                target,
+                f"it reads the hidden states {list(config.feature_layers)} of the base, and the target the last one",
+                "train it with feature_layers=[-1]",
+            )
+        if layer.model_type not in LAYER_KINDS:
+            refuse(
+                own,
+                target,
+                f"its layer is that of a {layer.model_type!r} model, and the target builds a Llama's",
+                "train it with layer_config= of a Llama",
+            )
+        tensors = {name: own.tensors[name] for name in ("fc.weight", "fc.bias") if name in own.tensors}
+        for key, tensor in own.tensors.items():
+            if key.startswith("body.layer."):
+                tensors[LAYER + key.removeprefix("body.layer.")] = tensor
+        biased = f"{LAYER}self_attn.q_proj.bias" in tensors
+        about = llama_fields(layer, text.vocab_size) | {"architectures": [ARCHITECTURES[target]]}
+        if biased:
+            _refuse_biases(own, target, tensors)
+            about["qkv_bias"] = True
+        notes = []
+        if target == "eagle":
+            about["bias"] = config.fc_bias
+        elif target == "sglang":
+            # The engine builds fc with a bias and leaves it random where the file has none.
+            tensors.setdefault("fc.bias", torch.zeros_like(tensors["fc.weight"][:, 0]))
+            notes.append(
+                "python -m sglang.launch_server --model-path BASE --speculative-algorithm EAGLE "
+                "--speculative-draft-model-path FOLDER"
+            )
+        elif config.fc_bias:
+            if not fold_bias:
+                refuse(
+                    own,
+                    target,
+                    "fc has a bias, which vLLM drops without a word",
+                    "let --fold-bias (fold_bias=True) move it into embeddings of its own, which adds a tensor of the "
+                    "vocabulary's size, or train a head with fc_bias=False",
+                )
+            tensors["embed_tokens.weight"], note = folded_embeddings(own, target)
+            del tensors["fc.bias"]
+            notes.append(note)
+        if target == "vllm":
+            notes.append(
+                'vllm serve BASE --speculative-config \'{"method": "eagle", "model": FOLDER, '
+                '"num_speculative_tokens": 4}\'; it drafts a chain, without a tree'
+            )
+        return Files("model.safetensors", tensors, about, notes)
+
+
+def _refuse_biases(own: Own, target: str, tensors: Mapping[str, Tensor]) -> None:
+    """Refuse a layer with biases where the target's layer has none, or has one where this one has not.
+
+    Raises:
+        ValueError: it is so.
+    """
+    if target == "sglang" or f"{LAYER}self_attn.o_proj.bias" in tensors or f"{LAYER}mlp.gate_proj.bias" in tensors:
+        refuse(
+            own,
+            target,
+            "its layer has biases on projections where the target has none, and would drop them",
+            "train it with layer_config= of a Llama without biases",
+        )

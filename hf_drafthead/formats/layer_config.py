@@ -1,0 +1,102 @@
+"""Which decoder layer a draft head has: what its config says, as far as its tensors bear it out."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from transformers import LlamaConfig, Qwen2Config, Qwen3Config
+from transformers.configuration_utils import PreTrainedConfig
+
+from hf_drafthead.formats.heads import Reader, told
+
+KEPT = (
+    "max_position_embeddings",
+    "rms_norm_eps",
+    "rope_theta",
+    "rope_scaling",
+    "rope_parameters",
+    "hidden_act",
+    "initializer_range",
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+)
+ATTENTION = "self_attn."
+
+
+def read_layer_config(
+    reader: Reader, prefix: str, config: Mapping[str, Any], hidden_size: int, vocab_size: int, notes: list[str]
+) -> PreTrainedConfig:
+    """The config of the layer whose tensors stand under a prefix; sizes are those of the tensors.
+
+    Args:
+        reader: of the file.
+        prefix: `layers.0.`, ...
+        config: of the draft head, a Llama's fields.
+        hidden_size: of what the layer gives out.
+        vocab_size: of the base.
+        notes: what disagrees is added here.
+
+    Raises:
+        ValueError: there is no config, or its number of heads does not divide the tensors.
+    """
+    if not config.get("num_attention_heads"):
+        raise ValueError(
+            f"{reader.name!r} has no config.json that says num_attention_heads: tensors do not tell into how many "
+            "heads attention is divided, give the folder that has it."
+        )
+    rows = {name: reader.take(f"{prefix}{ATTENTION}{name}_proj.weight").shape[0] for name in ("q", "k")}
+    heads = config["num_attention_heads"]
+    head_dim, rest = divmod(rows["q"], heads)
+    groups, rest_of_groups = divmod(rows["k"], head_dim) if head_dim else (0, 1)
+    if rest or rest_of_groups or heads % groups:
+        raise ValueError(
+            f"{reader.name!r} has query and key projections of {rows['q']} and {rows['k']} rows, which {heads} "
+            "attention heads (num_attention_heads of its config.json) do not divide: correct the config."
+        )
+    sizes = {
+        "hidden_size": hidden_size,
+        "intermediate_size": reader.take(f"{prefix}mlp.gate_proj.weight").shape[0],
+        "num_key_value_heads": groups,
+        "head_dim": head_dim,
+        "vocab_size": vocab_size,
+    }
+    for name, found in sizes.items():
+        if config.get(name) is not None:
+            told(notes, config, name, found)
+    fields = {name: config[name] for name in KEPT if config.get(name) is not None}
+    fields |= sizes | {"num_attention_heads": heads, "num_hidden_layers": 1, "tie_word_embeddings": False}
+    if f"{prefix}{ATTENTION}q_norm.weight" in reader:
+        return Qwen3Config(**fields)
+    if f"{prefix}{ATTENTION}o_proj.bias" in reader or f"{prefix}mlp.gate_proj.bias" in reader:
+        attention, mlp = f"{prefix}{ATTENTION}o_proj.bias" in reader, f"{prefix}mlp.gate_proj.bias" in reader
+        return LlamaConfig(**fields, attention_bias=attention, mlp_bias=mlp)
+    if f"{prefix}{ATTENTION}q_proj.bias" in reader:  # on queries, keys and values alone, as Qwen2 has it
+        return Qwen2Config(**fields)
+    return LlamaConfig(**fields)
+
+
+def llama_fields(layer: PreTrainedConfig, vocab_size: int) -> dict[str, Any]:
+    """A Llama config for one layer, as projects of before transformers 5 read it: rotary fields on the top level."""
+    rope = dict(getattr(layer, "rope_parameters", None) or {})
+    theta = rope.pop("rope_theta", 10000.0)
+    scaling = rope if rope.pop("rope_type", "default") != "default" else None
+    if scaling is not None:
+        scaling = {"rope_type": layer.rope_parameters["rope_type"], **scaling}
+        scaling.pop("type", None)
+    heads = layer.num_attention_heads
+    return {
+        "model_type": "llama",
+        "hidden_size": layer.hidden_size,
+        "intermediate_size": layer.intermediate_size,
+        "num_attention_heads": heads,
+        "num_key_value_heads": getattr(layer, "num_key_value_heads", None) or heads,
+        "head_dim": getattr(layer, "head_dim", None) or layer.hidden_size // heads,
+        "num_hidden_layers": 1,
+        "max_position_embeddings": layer.max_position_embeddings,
+        "rms_norm_eps": layer.rms_norm_eps,
+        "rope_theta": theta,
+        "rope_scaling": scaling,
+        "hidden_act": layer.hidden_act,
+        "vocab_size": vocab_size,
+        "tie_word_embeddings": False,
+    }

@@ -1,0 +1,116 @@
+"""EAGLE-3 heads as the speculators library saves them, with which `vllm serve FOLDER` starts base and head.
+
+The tensors are those of the other EAGLE-3 layouts, with `layers.0.*`. config.json says on its top level what kind of
+head it is (`speculators_model_type` and the flags), in `transformer_layer_config` what its layer is, and in
+`speculators_config` what its base is. `norm_before_residual` is always written: where it is missing, that library takes
+it for false and vLLM for true.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from hf_drafthead.formats.eagle3 import IDS, published_features
+from hf_drafthead.formats.eagle3_tensors import own_tensors, read_pair_head
+from hf_drafthead.formats.heads import Heads
+from hf_drafthead.formats.layer_config import llama_fields
+from hf_drafthead.formats.layout import Files, Layout, Own, refuse, refuse_own_base
+from hf_drafthead.formats.source import Source
+from hf_drafthead.modeling.eagle3 import Eagle3ForCausalLM
+
+VERSION = "0.9.0"  # of the library whose format is written
+TOKENS = 5  # that vLLM drafts at a time, if the command line does not say
+LAYERS = {"llama": "llama", "mistral": "llama", "qwen3": "qwen3"}
+KIND = "speculators_model_type"
+
+
+class Speculators(Layout):
+    """A head with the name of its base."""
+
+    name = "speculators"
+    family = Eagle3ForCausalLM
+    targets = ("speculators",)
+
+    def detect(self, keys: Iterable[str], config: Mapping[str, Any]) -> bool:
+        return KIND in config
+
+    def read(self, source: Source, given: Mapping[str, Any]) -> Heads:
+        config = source.config
+        if config[KIND] != "eagle3":
+            raise ValueError(
+                f"{source.name!r} holds a speculator of the kind {config[KIND]!r}: of these only 'eagle3' has a family "
+                "here."
+            )
+        if "norm_before_residual" not in config and given.get("norm_before_residual") is None:
+            raise ValueError(
+                f"{source.name!r} does not say norm_before_residual, which speculators takes for false and vLLM for "
+                "true: say which by norm_before_residual=True or norm_before_residual=False (on the command line "
+                "--set)."
+            )
+        ids = config.get(IDS)
+        flags = {
+            "feature_layers": given.get("feature_layers") or (list(ids) if ids else None),
+            "norm_before_residual": bool(config.get("norm_before_residual")),
+            "norm_output": bool(config.get("norm_output")),
+        }
+        heads = read_pair_head(source, config.get("transformer_layer_config") or {}, flags, self.name)
+        verifier = (config.get("speculators_config") or {}).get("verifier") or {}
+        heads.base = verifier.get("name_or_path")
+        return heads
+
+    def write(self, own: Own, target: str, fold_bias: bool = False) -> Files:
+        config, layer, text = own.config, own.config.own_layer, own.config.get_text_config()
+        refuse_own_base(own, target)
+        if config.fc_bias:
+            refuse(own, target, "fc has a bias, and the target builds it without", "train it without fc_bias")
+        if layer.model_type not in LAYERS:
+            what = f"its layer is that of a {layer.model_type!r} model, and the target builds those of Llama and Qwen3"
+            refuse(own, target, what, "train it with layer_config= of one of these")
+        if layer.hidden_size != text.hidden_size:
+            what = (
+                f"it is {layer.hidden_size} wide and its base {text.hidden_size}, and the target takes them for alike"
+            )
+            refuse(own, target, what, "use --to vllm or --to sglang")
+        if list(config.feature_layers) != sorted(config.feature_layers):
+            what = f"it reads the layers {list(config.feature_layers)}, and vLLM sorts them"
+            refuse(own, target, what, "train it with ascending feature_layers")
+        tensors, notes = own_tensors(own, first="layers.0.")
+        features: list[int] | None = list(config.feature_layers)
+        if features == published_features(text.num_hidden_layers):
+            features = None
+        biased = any(key.startswith("layers.") and key.endswith("o_proj.bias") for key in tensors)
+        proposal = {
+            "proposal_type": "greedy",
+            "speculative_tokens": min(config.num_draft_heads, TOKENS),
+            "verifier_accept_k": 1,
+            "accept_tolerance": 0.0,
+        }
+        about = {
+            KIND: "eagle3",
+            "speculators_version": VERSION,
+            "architectures": ["Eagle3Speculator"],
+            "draft_vocab_size": config.draft_vocab_size,
+            "norm_before_residual": config.norm_before_residual,
+            "norm_before_fc": config.norm_before_fc,
+            "fc_norm": config.fc_norm,
+            "norm_output": config.norm_output,
+            "target_hidden_size": None,
+            IDS: features,
+            "tie_word_embeddings": False,
+            "dtype": str(own.tensors["fc.weight"].dtype).removeprefix("torch."),
+            "transformer_layer_config": llama_fields(layer, text.vocab_size)
+            | {
+                "model_type": LAYERS[layer.model_type],
+                "num_hidden_layers": config.num_layers,
+                "attention_bias": biased,
+                "mlp_bias": bool(getattr(layer, "mlp_bias", False)),
+            },
+            "speculators_config": {
+                "algorithm": "eagle3",
+                "default_proposal_method": "greedy",
+                "proposal_methods": [proposal],
+                "verifier": {"name_or_path": own.base, "architectures": list(text.architectures or [])},
+            },
+        }
+        if not config.own_embeddings:
+            notes.append("embeddings are not in the file: vLLM takes the base's.")
+        return Files("model.safetensors", tensors, about, [*notes, "vllm serve FOLDER starts the base with the head."])

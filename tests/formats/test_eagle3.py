@@ -1,0 +1,359 @@
+"""EAGLE-3 heads: parity with the original code, what a layout leaves open, and what a target would run wrongly."""
+
+import json
+import re
+from contextlib import contextmanager
+from functools import cache
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModel, LlamaConfig, LlamaForCausalLM
+
+from hf_drafthead import convert_checkpoint, export_checkpoint
+from hf_drafthead.modeling import Eagle3ForCausalLM
+from tests.bases import tiny_base
+from tests.families import Family
+from tests.modeling.golden import FOLDER, drafted
+
+DATA = FOLDER / "eagle3"
+IDS = "eagle_aux_hidden_state_layer_ids"
+
+
+@contextmanager
+def refused(message):
+    with pytest.raises(ValueError) as caught:
+        yield
+    text = str(caught.value)
+    assert re.fullmatch(".*".join(map(re.escape, message.split("..."))), text), text
+
+
+@cache
+def golden(name):
+    return load_file(DATA / f"{name}.safetensors")
+
+
+def facts(name):
+    return json.loads((DATA / f"{name}.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def base_folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("eagle3") / "base"
+    base = LlamaForCausalLM(LlamaConfig(**facts("base_tiny_l8")))
+    base.load_state_dict(golden("base_tiny_l8"))
+    base.save_pretrained(folder)
+    return folder
+
+
+def original_tensors():
+    return {
+        name.removeprefix("heads."): tensor for name, tensor in golden("eagle3").items() if name.startswith("heads.")
+    }
+
+
+@pytest.fixture
+def write(tmp_path, base_folder):
+    """A function that writes the golden heads in a layout, changed, into a folder."""
+
+    def call(layout="safeailab", change=None, **config):
+        folder, tensors = tmp_path / "heads", original_tensors()
+        fields = facts("eagle3")["draft_config"]
+        if layout != "safeailab":
+            tensors = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
+        if layout == "specforge":
+            fields["architectures"] = ["LlamaForCausalLMEagle3"]
+        if layout == "speculators":
+            fields = {
+                "speculators_model_type": "eagle3",
+                "draft_vocab_size": fields.pop("draft_vocab_size"),
+                "norm_before_residual": False,
+                "transformer_layer_config": fields,
+                "speculators_config": {"verifier": {"name_or_path": str(base_folder)}},
+            }
+        if change is not None:
+            change(tensors)
+        fields |= config
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps({k: v for k, v in fields.items() if v != "left out"}))
+        if layout == "safeailab":
+            torch.save(tensors, folder / "pytorch_model.bin")
+        else:
+            save_file(tensors, folder / "model.safetensors")
+        return folder
+
+    return call
+
+
+@pytest.mark.parametrize("layout", ["safeailab", "specforge", "speculators"])
+@torch.no_grad()
+def test_golden_heads_draft_the_original_tokens(layout, write, base_folder, tmp_path):
+    given, tree = golden("eagle3"), facts("eagle3")["static_small8"]
+    named = {} if layout == "speculators" else {"base_model": str(base_folder)}
+    report = convert_checkpoint(write(layout), tmp_path / "new", **named)
+    assert report.layout == ("speculators" if layout == "speculators" else "EAGLE-3")
+    for model in (
+        AutoModel.from_pretrained(tmp_path / "new"),
+        Eagle3ForCausalLM.from_pretrained(tmp_path / "heads", convert=True, **named),
+    ):
+        assert list(model.config.feature_layers) == facts("eagle3")["feature_hidden_state_indices"]
+        state = model.drafter.start(1, 64)
+        follow = given["in.shifted_input_ids"]
+        state = model.drafter.observe(state, given["in.features"], follow, torch.tensor([follow.shape[1]]))
+        found = drafted(model.drafter, state, follow[:, -1:], tree["paths"])
+        assert found[1:] == given["out.static_small8.tokens"].flatten().tolist()[-8:]
+        ids = given["in.input_ids"]
+        settings = {"max_new_tokens": 20, "eos_token_id": None, "do_sample": False}
+        out = model.generate(ids, return_dict_in_generate=True, **settings)
+        assert torch.equal(out.sequences, model.base.generate(ids, **settings))
+        assert out.accepted_lengths.float().mean() > 1.2  # the golden heads are trained
+
+
+# ---- what a layout leaves open --------------------------------------------------------------------------------------
+
+
+def test_layer_numbers_of_specforge_and_sglang_are_one_less(write, base_folder):
+    folder = write("specforge", eagle_config={IDS: [1, 3, 4]})
+    assert convert_checkpoint(folder, base_model=base_folder).fields["feature_layers"] == [2, 4, 5]
+
+
+def test_layer_numbers_that_mean_two_things_are_refused(write, base_folder):
+    folder = write("specforge", **{IDS: [2, 4, 5]})
+    with refused(
+        "'...' reads the layers [2, 4, 5] (eagle_aux_hidden_state_layer_ids), which are the inputs of these for vLLM, "
+        "and of [3, 5, 6] for SGLang and SpecForge: say which by feature_layers=[2, 4, 5] or feature_layers=[3, 5, 6] "
+        "(on the command line --set)."
+    ):
+        convert_checkpoint(folder, base_model=base_folder)
+    report = convert_checkpoint(folder, base_model=base_folder, fields={"feature_layers": [2, 4, 5]})
+    assert report.fields["feature_layers"] == [2, 4, 5]
+    model = Eagle3ForCausalLM.from_pretrained(folder, convert=True, base_model=base_folder, feature_layers=[3, 5, 6])
+    assert list(model.drafter.reads) == [3, 5, 6]
+
+
+def test_layer_numbers_of_speculators_are_as_here(write):
+    assert convert_checkpoint(write("speculators", **{IDS: [1, 3, 6]})).fields["feature_layers"] == [1, 3, 6]
+
+
+def test_norm_output_that_means_two_things_is_refused(write, base_folder):
+    folder = write("specforge", norm_output=True)
+    with refused(
+        "'...' has norm_output in its config.json, which has SGLang and vLLM feed the normed output back, ..."
+    ):
+        convert_checkpoint(folder, base_model=base_folder)
+    for meant in (True, False):
+        report = convert_checkpoint(folder, base_model=base_folder, fields={"norm_output": meant})
+        assert report.fields["norm_output"] is meant
+
+
+def test_a_missing_norm_before_residual_is_refused(write):
+    folder = write("speculators", norm_before_residual="left out")
+    with refused(
+        "'...' does not say norm_before_residual, which speculators takes for false and vLLM for true: say..."
+    ):
+        convert_checkpoint(folder)
+    assert convert_checkpoint(folder, fields={"norm_before_residual": True}).fields["norm_before_residual"] is True
+
+
+def test_other_speculators_are_refused(write):
+    with refused("'...' holds a speculator of the kind 'peagle': of these only 'eagle3' has a family here."):
+        convert_checkpoint(write("speculators", speculators_model_type="peagle"))
+
+
+def test_a_field_that_the_family_does_not_have(write, base_folder):
+    with refused("'wings' is no config field of Eagle3ForCausalLM: expected some of draft_vocab_size, ..."):
+        convert_checkpoint(write(), base_model=base_folder, fields={"wings": 2})
+
+
+def test_rotary_positions_are_the_drafter_s_own(write, base_folder):
+    model = Eagle3ForCausalLM.from_pretrained(write(rope_theta=500000.0), convert=True, base_model=base_folder)
+    assert model.config.own_layer.rope_parameters["rope_theta"] == 500000.0
+    assert model.base.config.rope_parameters["rope_theta"] == 10000.0
+
+
+def test_a_sliding_window_is_told(write):
+    layer = facts("eagle3")["draft_config"] | {"sliding_window": 2048, "layer_types": ["sliding_attention"]}
+    (note,) = convert_checkpoint(write("speculators", transformer_layer_config=layer)).notes
+    assert note.startswith("its layer was trained to see 2048 positions; here it sees all of them")
+
+
+# ---- the draft vocabulary -------------------------------------------------------------------------------------------
+
+
+def lose(*names):
+    return lambda tensors: [tensors.pop(name) for name in names]
+
+
+def test_a_lost_d2t_is_never_filled_with_zeros(write, base_folder):
+    with refused(
+        "'...' has lost its d2t: nothing says which 48 of 128 tokens it guesses among, get a file that has it."
+    ):
+        convert_checkpoint(write(change=lose("d2t", "t2d")), base_model=base_folder)
+
+
+def test_a_d2t_of_zeros_is_taken_for_lost(write, base_folder):
+    def zero(tensors):
+        tensors["d2t"] = torch.zeros_like(tensors["d2t"])
+        del tensors["t2d"]
+
+    with refused(
+        "'...' has a d2t of zeros for a draft vocabulary of 48 among 128 tokens, as a lost one is filled: ..."
+    ):
+        convert_checkpoint(write(change=zero), base_model=base_folder)
+
+
+def test_a_lost_d2t_is_read_from_t2d(write, base_folder, tmp_path):
+    report = convert_checkpoint(write(change=lose("d2t")), tmp_path / "new", base_model=base_folder)
+    assert report.notes == ["the file has no d2t: the draft vocabulary is what t2d marks, in ascending order."]
+    found = load_file(tmp_path / "new" / "model.safetensors")["drafter.draft_tokens"]
+    assert torch.equal(found, original_tensors()["d2t"] + torch.arange(48))
+
+
+@pytest.mark.parametrize("place, value", [(3, -100), (3, 1000), (5, None)], ids=["negative", "beyond", "twice"])
+def test_a_damaged_d2t_is_refused(write, base_folder, place, value):
+    def damage(tensors):
+        tokens = tensors["d2t"] + torch.arange(48)
+        tensors["d2t"][place] = tokens[0] - place if value is None else value
+
+    with refused("'...' has a d2t that does not name 48 different tokens of 128 that t2d marks: it is damaged, get..."):
+        convert_checkpoint(write(change=damage), base_model=base_folder)
+
+
+def test_features_that_do_not_fit(write, base_folder):
+    def narrow(tensors):
+        tensors["fc.weight"] = tensors["fc.weight"][:, :128].contiguous()
+
+    with refused(
+        "'...' has 'fc.weight' [64, 128], which joins 2 hidden states of width 64, but three are published: ..."
+    ):
+        convert_checkpoint(write(change=narrow), base_model=base_folder)
+
+
+# ---- what a target would run wrongly --------------------------------------------------------------------------------
+
+SMALL = {"draft_vocab_size": 50}
+REFUSED = {
+    "sglang, normed residual": (
+        "sglang",
+        {"norm_before_residual": True},
+        "the target has no norm_before_residual and...",
+    ),
+    "eagle3, normed residual": (
+        "eagle3",
+        {"norm_before_residual": True},
+        "the target has no norm_before_residual and...",
+    ),
+    "eagle3, norm_output": (
+        "eagle3",
+        {"norm_output": True},
+        "the original code has no norm_output and leaves it out...",
+    ),
+    "eagle3, fc_norm": ("eagle3", {"fc_norm": True}, "the original code has no fc_norm and leaves it out..."),
+    "eagle3, other layers": (
+        "eagle3",
+        {"feature_layers": [1, 3, 6]},
+        "it reads the layers [1, 3, 6] of the base, and...",
+    ),
+    "sglang, embeddings read": (
+        "sglang",
+        {"feature_layers": [0, 3, 6]},
+        "it reads the embeddings (feature layer 0)...",
+    ),
+    "sglang, five layers": (
+        "sglang",
+        {"feature_layers": [1, 2, 3, 4, 5]},
+        "it reads 5 hidden states, and the target...",
+    ),
+    "vllm, descending": (
+        "vllm",
+        {"feature_layers": [6, 4, 2]},
+        "it reads the layers [6, 4, 2], and engines sort them...",
+    ),
+    "vllm, fc bias": ("vllm", {"fc_bias": True}, "fc has a bias, which the target drops or gives to attention too..."),
+    "speculators, fc bias": ("speculators", {"fc_bias": True}, "fc has a bias, and the target builds it without..."),
+    "sglang, two layers": ("sglang", {"num_layers": 2}, "it has 2 layers, and the target runs one..."),
+    "vllm, qwen3": (
+        "vllm",
+        {"layer_config": tiny_base("qwen3").config},
+        "its layer is that of a 'qwen3' model, and...",
+    ),
+    "sglang, own embeddings": (
+        "sglang",
+        {"own_embeddings": True},
+        "it has embeddings of its own, in the place of which...",
+    ),
+    "eagle3, wide heads": (
+        "eagle3",
+        {
+            "layer_config": LlamaConfig(
+                hidden_size=32, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2, head_dim=16
+            )
+        },
+        "its 4 attention heads are 16 wide, and the original code divides the hidden size 32 by their number...",
+    ),
+    "speculators, width": (
+        "speculators",
+        {
+            "own_embeddings": True,
+            "layer_config": LlamaConfig(
+                hidden_size=16, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2, head_dim=4
+            ),
+        },
+        "it is 16 wide and its base 32, and the target takes them for alike...",
+    ),
+}
+
+
+@pytest.fixture
+def base(tmp_path):
+    base = tiny_base("llama-gqa", dtype=torch.float32, num_hidden_layers=8)
+    base.save_pretrained(tmp_path / "base")
+    base.name_or_path = base.config._name_or_path = str(tmp_path / "base")
+    return base
+
+
+@pytest.mark.parametrize("to, fields, why", REFUSED.values(), ids=REFUSED)
+def test_what_a_target_would_run_wrongly_is_refused(base, tmp_path, to, fields, why):
+    Family("eagle3", Eagle3ForCausalLM, SMALL | fields).build(base).save_pretrained(tmp_path / "ours")
+    with refused(f"'...ours' cannot be written as '{to}': {why}"):
+        export_checkpoint(tmp_path / "ours", tmp_path / "theirs", to)
+
+
+def test_embeddings_that_are_the_base_s_are_left_to_sglang(base, tmp_path):
+    model = Family("eagle3", Eagle3ForCausalLM, SMALL | {"own_embeddings": True}).build(base)
+    model.drafter.embed_tokens.load_state_dict(base.get_input_embeddings().state_dict())
+    done = export_checkpoint(model, tmp_path / "theirs", "sglang")
+    assert "embed_tokens.weight" not in done.shapes
+
+
+def test_every_flag_is_written_where_it_matters(base, tmp_path):
+    fields = SMALL | {"norm_before_residual": True, "norm_before_fc": True, "norm_output": True}
+    fields["feature_layers"] = [1, 3, 6]
+    Family("eagle3", Eagle3ForCausalLM, fields).build(base).save_pretrained(tmp_path / "ours")
+    for to in ("vllm", "speculators"):
+        export_checkpoint(tmp_path / "ours", tmp_path / to, to)
+        config = json.loads((tmp_path / to / "config.json").read_text())
+        for name in ("norm_before_residual", "norm_before_fc", "norm_output"):
+            assert config[name] is True
+        assert config["fc_norm"] is False
+        assert config[IDS] == [1, 3, 6]
+    assert config["speculators_config"]["verifier"]["name_or_path"] == str(tmp_path / "base")
+    assert config["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == 5
+    Family("eagle3", Eagle3ForCausalLM, SMALL | {"feature_layers": [1, 3, 6]}).build(base).save_pretrained(
+        tmp_path / "two"
+    )
+    export_checkpoint(tmp_path / "two", tmp_path / "sglang", "sglang")
+    config = json.loads((tmp_path / "sglang" / "config.json").read_text())
+    assert config["eagle_config"][IDS] == [0, 2, 5]  # outputs of layers
+    assert IDS not in config
+
+
+def test_a_draft_vocabulary_out_of_order_is_written_in_order(base, tmp_path):
+    model = Family("eagle3", Eagle3ForCausalLM, SMALL).build(base)  # its tokens are shuffled
+    done = export_checkpoint(model, tmp_path / "theirs", "speculators")
+    assert "the draft vocabulary is written in ascending order, which all readers of t2d expect." in done.notes
+    tensors = load_file(tmp_path / "theirs" / "model.safetensors")
+    tokens = tensors["d2t"] + torch.arange(50)
+    assert torch.equal(tokens, tokens.sort().values) and torch.equal(tensors["t2d"].nonzero()[:, 0], tokens)
+    place = model.drafter.draft_tokens.tolist().index(int(tokens[7]))
+    assert torch.equal(tensors["lm_head.weight"][7], model.drafter.lm_head.weight[place])

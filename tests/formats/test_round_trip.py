@@ -1,0 +1,140 @@
+"""One law over all layouts: written in a layout and read from it, heads are what they were, bit for bit."""
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from hf_drafthead import convert_checkpoint, export_checkpoint
+from hf_drafthead.formats.layouts import LAYOUTS, targets
+from hf_drafthead.formats.source import find_sources
+from hf_drafthead.modeling import Eagle3ForCausalLM, EagleForCausalLM, HydraForCausalLM, MedusaForCausalLM
+from tests.bases import tiny_base
+from tests.families import Family
+
+EAGLE_LAYER = {"layer_config": tiny_base("llama-gqa").config}
+EAGLE3 = {"draft_vocab_size": 50}
+NARROW = LlamaConfig(
+    hidden_size=24, intermediate_size=40, num_attention_heads=3, num_key_value_heads=1, head_dim=8, num_hidden_layers=1
+)
+ENGINES = ("sglang", "vllm", "speculators")
+# Heads of every form that a layout can hold, and the targets that can hold it.
+FORMS = [
+    (Family("medusa", MedusaForCausalLM), ("medusa", "tgi", "vllm")),
+    (Family("medusa of 5 heads", MedusaForCausalLM, {"num_draft_heads": 5}), ("medusa", "tgi", "vllm")),
+    (Family("medusa with a shared lm_head", MedusaForCausalLM, {"share_lm_head": True}), ("medusa", "tgi", "vllm")),
+    (Family("medusa of 3 blocks", MedusaForCausalLM, {"num_layers": 3}), ("tgi", "vllm")),
+    (Family("hydra", HydraForCausalLM), ("hydra",)),
+    (Family("hydra of 2 blocks", HydraForCausalLM, {"num_layers": 2}), ("hydra",)),
+    (Family("hydra, tied", HydraForCausalLM, {"num_layers": 3, "tie_blocks": True}), ("hydra",)),
+    (
+        Family("hydra++", HydraForCausalLM, {"num_layers": 4, "tie_blocks": True, "prefix_layer": True}),
+        ("hydra",),
+    ),
+    (Family("eagle", EagleForCausalLM, EAGLE_LAYER), ("eagle", "vllm", "sglang")),
+    (Family("eagle with a bias", EagleForCausalLM, EAGLE_LAYER | {"fc_bias": True}), ("eagle", "sglang")),
+    (Family("eagle3", Eagle3ForCausalLM, EAGLE3), ("eagle3", *ENGINES)),
+    (Family("eagle3 over all tokens", Eagle3ForCausalLM), ("eagle3", *ENGINES)),
+    (
+        Family("eagle3 with embeddings", Eagle3ForCausalLM, EAGLE3 | {"own_embeddings": True}),
+        ("eagle3", "vllm", "speculators"),
+    ),
+    (
+        Family("eagle3 of another width", Eagle3ForCausalLM, {"own_embeddings": True, "layer_config": NARROW}),
+        ("eagle3", "sglang", "vllm"),
+    ),
+    (
+        Family("eagle3, normed residual", Eagle3ForCausalLM, EAGLE3 | {"norm_before_residual": True}),
+        ("vllm", "speculators"),
+    ),
+    (Family("eagle3, normed features", Eagle3ForCausalLM, EAGLE3 | {"norm_before_fc": True}), ENGINES),
+    (Family("eagle3, norms apart", Eagle3ForCausalLM, EAGLE3 | {"fc_norm": True, "norm_output": True}), ENGINES),
+    (Family("eagle3 of other layers", Eagle3ForCausalLM, EAGLE3 | {"feature_layers": [3, 4, 6]}), ENGINES),
+    (
+        Family("eagle3 of five layers", Eagle3ForCausalLM, EAGLE3 | {"feature_layers": [1, 2, 3, 4, 5]}),
+        ("vllm", "speculators"),
+    ),
+    (Family("eagle3, two deep", Eagle3ForCausalLM, EAGLE3 | {"num_layers": 2}), ("vllm", "speculators")),
+    (
+        Family("eagle3, qwen3 layer", Eagle3ForCausalLM, EAGLE3 | {"layer_config": tiny_base("qwen3").config}),
+        ("speculators",),
+    ),
+]
+CASES = [pytest.param(form, to, id=f"{form.name} as {to}") for form, formats in FORMS for to in formats]
+
+
+@pytest.fixture
+def base(tmp_path):
+    base = tiny_base("llama-gqa", dtype=torch.float32, num_hidden_layers=8)
+    base.save_pretrained(tmp_path / "base")
+    base.name_or_path = base.config._name_or_path = str(tmp_path / "base")
+    return base
+
+
+def build(form, base):
+    model = form.build(base)
+    if (tokens := model.drafter.draft_tokens) is not None:  # in the order that trainers write
+        tokens.copy_(tokens.sort().values)
+    return model
+
+
+def tensors_in(folder):
+    (source,) = find_sources(str(folder), {})
+    return source.tensors
+
+
+def assert_same(found, wanted):
+    assert set(found) == set(wanted)
+    for name, tensor in wanted.items():
+        assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor), name
+
+
+@pytest.mark.parametrize("form, to", CASES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_convert_after_export_changes_nothing(form, to, dtype, base, tmp_path):
+    model = build(form, base)
+    model.drafter.to(dtype)
+    model.config.dtype = dtype
+    model.save_pretrained(tmp_path / "ours")
+    export_checkpoint(tmp_path / "ours", tmp_path / "theirs", to)
+    convert_checkpoint(tmp_path / "theirs", tmp_path / "again", base_model=tmp_path / "base")
+    assert_same(tensors_in(tmp_path / "again"), tensors_in(tmp_path / "ours"))
+    again = form.model_class.from_pretrained(tmp_path / "again")
+    for name in form.fields:
+        if name != "layer_config":
+            assert getattr(again.config, name) == getattr(model.config, name)
+    export_checkpoint(tmp_path / "again", tmp_path / "theirs again", to)
+    assert_same(tensors_in(tmp_path / "theirs again"), tensors_in(tmp_path / "theirs"))
+
+
+@pytest.mark.parametrize("form, to", CASES)
+def test_exported_heads_draft_what_they_drafted(form, to, base, tmp_path):
+    model = build(form, base)
+    model.save_pretrained(tmp_path / "ours")
+    export_checkpoint(model, tmp_path / "theirs", to)  # the loaded model itself
+    again = form.model_class.from_pretrained(tmp_path / "theirs", convert=True, base_model=base)
+    ids = torch.randint(3, 60, (2, 7), generator=torch.Generator().manual_seed(0))
+    settings = {"max_new_tokens": 16, "eos_token_id": None, "return_dict_in_generate": True}
+    one, other = (
+        each.generate(ids, draft_tree=[[0], [1], [0, 0], [0, 1], [1, 0]], **settings) for each in (model, again)
+    )
+    assert torch.equal(one.sequences, other.sequences)
+    assert torch.equal(one.accepted_lengths, other.accepted_lengths)
+
+
+def test_every_target_is_in_the_law():
+    assert {to for _, formats in FORMS for to in formats} == set(targets())
+    families = {form.model_class for form, _ in FORMS}
+    assert families == {layout.family for layout in LAYOUTS}
+
+
+def test_a_model_with_its_base_goes_out_and_in_as_one(base, tmp_path):
+    model = Family("medusa", MedusaForCausalLM).build(base)
+    model.save_pretrained(tmp_path / "ours", include_base=True)
+    export_checkpoint(tmp_path / "ours", tmp_path / "theirs", "medusa")
+    report = convert_checkpoint(tmp_path / "theirs", tmp_path / "again")
+    assert report.layout == "Medusa 1.0 model"
+    assert_same(tensors_in(tmp_path / "again"), tensors_in(tmp_path / "ours"))
+    again = MedusaForCausalLM.from_pretrained(tmp_path / "again")
+    assert again.config.base_included
+    for name, tensor in base.state_dict().items():
+        assert torch.equal(again.base.state_dict()[name], tensor)
