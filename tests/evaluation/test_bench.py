@@ -252,7 +252,9 @@ def test_out_of_memory_steps_the_batch_down_and_keeps_what_was_measured(loaded, 
     halves, alone = measured(loaded, questions, batch_sizes=[2], tell=notices.append)
     assert (halves.batch_size, halves.prompts, halves.complete, halves.stopped) == (2, 2, False, "out of memory")
     assert (alone.batch_size, alone.prompts, alone.complete, alone.stopped) == (1, 4, True, None)
-    assert notices == ["out of memory at a batch size of 2: 2 prompts were measured, continuing with a batch size of 1."]
+    assert notices == [
+        "out of memory at a batch size of 2: 2 prompts were measured, continuing with a batch size of 1."
+    ]
 
 
 def test_out_of_memory_with_a_single_prompt_is_refused(loaded, monkeypatch):

@@ -328,7 +328,9 @@ def test_bad_input(place, tmp_path):
     with pytest.raises(ValueError, match=r"are 'hydra' heads, not 'hydra\+\+' ones: give --family hydra\."):
         train(place, tmp_path / "g", "hydra++", heads=str(tmp_path / "hydra"))
     check_run(tmp_path / "f", {"family": "medusa"}, resume=False)
-    with pytest.raises(ValueError, match="holds a training with family 'medusa', this one has 'hydra': resume with the"):
+    with pytest.raises(
+        ValueError, match="holds a training with family 'medusa', this one has 'hydra': resume with the"
+    ):
         check_run(tmp_path / "f", {"family": "hydra"}, resume=True)
 
 
