@@ -1,5 +1,6 @@
 """What the site shows besides this folder: pages that are written elsewhere, and the help of every command."""
 
+import logging
 import re
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,10 @@ ELSEWHERE = {  # page of the site: file of the repository
     "contributing.md": "CONTRIBUTING.md",
 }
 LINK = re.compile(r"(?<!!)\[([^\]]+)\]\(([^)#\s:]+)(#[^)]*)?\)")  # text, target inside the repository, anchor
+FAMILIES = "<!-- models and configs of the families: written by docs/site_hooks.py from the table of families -->"
+
+# `__all__` is completed from the table of families, which a reader of the source alone cannot follow.
+logging.getLogger("mkdocs.plugins.griffe").addFilter(lambda record: "__all__" not in record.getMessage())
 
 
 def on_files(files: Files, config: Any) -> Files:
@@ -40,7 +45,16 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
             return f"[{text}]({up}{path.relative_to(ROOT / 'docs').as_posix()}{anchor})"
         return text if path.exists() else link[0]  # a link that leads nowhere stays, and mkdocs complains of it
 
-    return LINK.sub(led, markdown)
+    return LINK.sub(led, markdown).replace(FAMILIES, families())
+
+
+def families() -> str:
+    """What the reference says of every family: its model and its config."""
+    from hf_drafthead.modeling import MODEL_CLASSES
+
+    classes = [one for model in MODEL_CLASSES for one in (model, model.config_class)]
+    named = [f"{one.__module__}.{one.__name__}" for one in dict.fromkeys(classes)]
+    return "\n\n".join(f"::: {name}\n    options: {{members: [plus_plus, alpha]}}" for name in named)
 
 
 def commands() -> str:
