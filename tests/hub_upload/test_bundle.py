@@ -168,7 +168,7 @@ def test_what_is_no_draft_head_checkpoint_is_refused(tmp_path, folder):
     with pytest.raises(ValueError, match="holds a 'llama' model without draft heads"):
         add_bundle(folder / "base")
     assert not (folder / "base" / FILE).exists()
-    with pytest.raises(ValueError, match="there is no family 'lion': expected one of amphista, eagle, hydra, medusa"):
+    with pytest.raises(ValueError, match="there is no family 'lion': expected one of amphista, draft_model, eagle, eagle3, hydra"):
         build_bundle("lion")
 
 
@@ -227,7 +227,7 @@ def test_what_is_imported_for_types_alone_needs_no_order(rooms):
     "sources, message",
     [
         ({"top": "from .low import a\n\nx = 1\n", "low": "x = 2\n"}, "use the name 'x' for different things"),
-        ({"top": "from .low import a\nimport numpy as F\n", "low": "import torch as F\na = 1\n"}, "things by 'F'"),
+        ({"top": "from .low import a\nimport numpy as F\n", "low": "import torch as F\na = 1\n"}, "use the name 'F' for different things"),
         ({"top": "from .low import a as b\n", "low": "a = 1\n"}, "which one file cannot follow"),
         ({"top": "import hf_drafthead.generation.low\n", "low": "a = 1\n"}, "which one file cannot follow"),
         ({"top": "from hf_drafthead import generation\n"}, "which one file cannot follow"),

@@ -28,10 +28,10 @@ def test_the_tokens_per_step_are_those_of_generate(family):
     settings = {"max_new_tokens": 40, "do_sample": False, "draft_tree": TREE, "return_dict_in_generate": True}
     measured = [model.generate(prompt[None], **settings) for prompt in prompts()]
     assert min(output.sequences.shape[1] - length for output, length in zip(measured, LENGTHS)) < 40
-    expected = tokens_per_step(output.accepted_lengths for output in measured)
+    needed = tokens_per_step(output.accepted_lengths for output in measured)
     expected = ExpectedTokensPerStep(prompts(), 40, TREE, batch_size=2)
-    assert expected(model) == pytest.approx(expected)
-    assert expected(model) == pytest.approx(expected)  # from answers that it remembers
+    assert expected(model) == pytest.approx(needed)
+    assert expected(model) == pytest.approx(needed)  # from answers that it remembers
 
 
 def test_answers_are_asked_for_again_where_the_base_changes():

@@ -76,7 +76,7 @@ def test_every_part_is_built_and_found_again(small, tmp_path, capsys):
         assert "tokens_per_step" in summary and summary["license"] == "apache-2.0"
     capsys.readouterr()
     run(tmp_path, "base", *heads.FAMILIES)
-    assert capsys.readouterr().out.count("there already, skipped") == 1 + len(heads.FAMILIES)
+    assert capsys.readouterr().out.count("exists, skipped") == 1 + len(heads.FAMILIES)
 
 
 def test_the_zoo_may_be_moved(small, tmp_path):
