@@ -36,10 +36,11 @@ class Watched:
 
     def observe(self, state, features, tokens, lengths):
         told = [(list(hidden), list(follow)) for hidden, follow in state.told]
+        features_read = features if self.drafter.reads else features[..., :0]
         for row, length in enumerate(lengths.tolist()):
             if not self.drafter.keeps_history and length:
                 told[row] = [], []
-            told[row][0].extend(features[row, :length].unbind())
+            told[row][0].extend(features_read[row, :length].unbind())
             told[row][1].extend(tokens[row, :length].tolist())
         state = Told(self.plain["observe"](state.own, features, tokens, lengths), told)
         self.check(state)
