@@ -41,8 +41,10 @@ def test_heads_of_a_base_in_half_precision_learn(family, dtype, place, tmp_path)
         str(place / dtype), family, str(place / "texts.jsonl"), heads, fields=fields, load={"dtype": "auto"}, **arguments
     )
     first, last = (load_file(heads / f"checkpoint-{step}" / "model.safetensors") for step in (1, 6))
-    assert {tensor.dtype for tensor in last.values()} == {torch.float32}
-    moved = torch.cat([(last[name] != first[name]).flatten() for name in last]).float().mean().item()
+    assert {tensor.dtype for tensor in last.values() if tensor.is_floating_point()} == {torch.float32}
+    # of a vocabulary only the tokens that occur are learnt
+    learnt = [name for name in last if not name.endswith(("embed_tokens.weight", "lm_head.weight", "draft_tokens"))]
+    moved = torch.cat([(last[name] != first[name]).flatten() for name in learnt]).float().mean().item()
     assert moved > 0.9
     loaded = AutoModel.from_pretrained(heads)
     assert {parameter.dtype for parameter in loaded.drafter.parameters()} == {getattr(torch, dtype)}
