@@ -23,6 +23,7 @@ def test_the_notebook_runs_from_top_to_bottom(tmp_path):
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
     assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1))
     assert (tmp_path / "my-heads" / "model.safetensors").is_file()
-    # the text that the notebook shows is the base's own, whatever tree is stored with the heads
-    assert printed(code[0]) == told[code[0]["id"]] != ""
-    assert all(told[cell["id"]] or not printed(cell) for cell in code)
+    assert "def read_json(path):" in printed(code[0])
+    assert "tokens per step" in printed(code[1])
+    # stored output shows the base's own text, whatever tree is stored with the heads
+    assert told[code[0]["id"]] in ("", printed(code[0]))
