@@ -146,6 +146,9 @@ def _refuse_what_is_lost(own: Own, target: str) -> None:
         refuse(
             own, target, "its layer has biases, which the target drops", "use --to speculators, or train without them"
         )
+    if config.window is not None:
+        what = f"its layer sees {config.window} positions, and the target's all of them"
+        refuse(own, target, what, "use --to speculators")
     if list(config.feature_layers) != sorted(config.feature_layers):
         what = f"it reads the layers {list(config.feature_layers)}, and engines sort them"
         refuse(own, target, what, "train it with ascending feature_layers")

@@ -15,6 +15,7 @@ from hf_drafthead.modeling.eagle3 import Eagle3ForCausalLM
 
 FIRST = ("midlayer.", "layers.0.")
 LATER = re.compile(r"layers\.(\d+)\.")
+LATER_OWN = re.compile(r"body\.more\.(\d+)\.")
 LEGACY_NORMS = ("aux_norm_low.weight", "aux_norm_mid.weight", "aux_norm_high.weight")
 OF_THE_BASE = ("verifier_norm.weight", "verifier_lm_head.weight")
 
@@ -74,12 +75,13 @@ def read_pair_head(source: Source, layer: Mapping[str, Any], flags: dict[str, An
     layer_config = read_layer_config(reader, prefix, layer, width, vocab_size, notes)
     for number in range(layers):
         start = prefix if number == 0 else f"layers.{number}."
+        ours = "body.layer." if number == 0 else f"body.more.{number - 1}."
         for key in source.tensors:
             if key.startswith(start):
                 if key.endswith("inv_freq"):
                     reader.drop(key, "computed from the config")
                 else:
-                    tensors[f"body.{number}.layer.{key.removeprefix(start)}"] = reader.one(key)
+                    tensors[ours + key.removeprefix(start)] = reader.one(key)
     for key in OF_THE_BASE:
         if key in reader:
             reader.drop(key, "the base's own, which only training needs")
@@ -102,11 +104,6 @@ def read_pair_head(source: Source, layer: Mapping[str, Any], flags: dict[str, An
         told(notes, config, "draft_vocab_size", draft_size)
     if layer.get("num_hidden_layers") is not None:
         told(notes, layer, "num_hidden_layers", layers)
-    if layer.get("sliding_window") and "sliding_attention" in (layer.get("layer_types") or ()):
-        notes.append(
-            f"its layer was trained to see {layer['sliding_window']} positions; here it sees all of them, so that "
-            "behind longer texts fewer guesses may be accepted."
-        )
     reader.finish(layout)
     heads = Heads(Eagle3ForCausalLM, fields, tensors, target_width, vocab_size, dropped=reader.dropped, notes=notes)
     return heads
@@ -132,9 +129,10 @@ def own_tensors(own: Own, first: str) -> tuple[dict[str, Tensor], list[str]]:
     for key, tensor in own.tensors.items():
         if key == "draft_tokens":
             continue
-        if found := re.match(r"body\.(\d+)\.layer\.", key):
-            start = first if found[1] == "0" else f"layers.{found[1]}."
-            tensors[start + key.removeprefix(found[0])] = tensor
+        if key.startswith("body.layer."):
+            tensors[first + key.removeprefix("body.layer.")] = tensor
+        elif found := LATER_OWN.match(key):
+            tensors[f"layers.{int(found[1]) + 1}." + key.removeprefix(found[0])] = tensor
         else:
             tensors[key] = tensor[order] if order is not None and key == "lm_head.weight" else tensor
     return tensors, notes

@@ -65,6 +65,9 @@ def read_layer_config(
             told(notes, config, name, found)
     fields = {name: config[name] for name in KEPT if config.get(name) is not None}
     fields |= sizes | {"num_attention_heads": heads, "num_hidden_layers": 1, "tie_word_embeddings": False}
+    if config.get("sliding_window") and "sliding_attention" in (config.get("layer_types") or ()):
+        fields |= {"sliding_window": config["sliding_window"], "layer_types": list(config["layer_types"])}
+        fields["num_hidden_layers"] = len(config["layer_types"])
     if f"{prefix}{ATTENTION}q_norm.weight" in reader:
         return Qwen3Config(**fields)
     if f"{prefix}{ATTENTION}o_proj.bias" in reader or f"{prefix}mlp.gate_proj.bias" in reader:

@@ -84,7 +84,7 @@ class Speculators(Layout):
             "verifier_accept_k": 1,
             "accept_tolerance": 0.0,
         }
-        about = {
+        about: dict[str, Any] = {
             KIND: "eagle3",
             "speculators_version": VERSION,
             "architectures": ["Eagle3Speculator"],
@@ -111,6 +111,9 @@ class Speculators(Layout):
                 "verifier": {"name_or_path": own.base, "architectures": list(text.architectures or [])},
             },
         }
+        if config.window is not None:
+            windowed = {"sliding_window": config.window, "layer_types": ["sliding_attention"] * config.num_layers}
+            about["transformer_layer_config"] |= windowed
         if not config.own_embeddings:
             notes.append("embeddings are not in the file: vLLM takes the base's.")
         return Files("model.safetensors", tensors, about, [*notes, "vllm serve FOLDER starts the base with the head."])

@@ -171,10 +171,17 @@ def test_rotary_positions_are_the_drafter_s_own(write, base_folder):
     assert model.base.config.rope_parameters["rope_theta"] == 10000.0
 
 
-def test_a_sliding_window_is_told(write):
-    layer = facts("eagle3")["draft_config"] | {"sliding_window": 2048, "layer_types": ["sliding_attention"]}
-    (note,) = convert_checkpoint(write("speculators", transformer_layer_config=layer)).notes
-    assert note.startswith("its layer was trained to see 2048 positions; here it sees all of them")
+def test_a_sliding_window_is_kept(write, tmp_path):
+    layer = facts("eagle3")["draft_config"] | {"sliding_window": 16, "layer_types": ["sliding_attention"]}
+    convert_checkpoint(write("speculators", transformer_layer_config=layer), tmp_path / "new")
+    assert AutoModel.from_pretrained(tmp_path / "new").config.window == 16
+    export_checkpoint(tmp_path / "new", tmp_path / "theirs", "speculators")
+    report = convert_checkpoint(tmp_path / "theirs", tmp_path / "again")
+    assert report.fields["layer_config"]["sliding_window"] == 16
+    with refused(
+        "'...' cannot be written as 'vllm': its layer sees 16 positions, and the target's all of them; use..."
+    ):
+        export_checkpoint(tmp_path / "new", tmp_path / "other", "vllm")
 
 
 # ---- the draft vocabulary -------------------------------------------------------------------------------------------
