@@ -17,6 +17,8 @@ from hf_drafthead.modeling import (
     MedusaForCausalLM,
 )
 
+__version__ = "0.1.0"
+
 __all__ = [
     "AmphistaConfig",
     "AmphistaForCausalLM",
@@ -30,4 +32,5 @@ __all__ = [
     "HydraForCausalLM",
     "MedusaConfig",
     "MedusaForCausalLM",
+    "__version__",
 ]

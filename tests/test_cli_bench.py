@@ -149,10 +149,10 @@ def test_an_interruption_writes_and_marks_what_was_measured(run, tmp_path, monke
 def test_an_interruption_between_two_models_is_written_too(run, tmp_path, monkeypatch):
     right = plan.load_here
 
-    def interrupted(name, dtype):
+    def interrupted(name, options):
         if name.endswith("hydra"):
             raise KeyboardInterrupt
-        return right(name, dtype)
+        return right(name, options)
 
     monkeypatch.setattr(plan, "load_here", interrupted)
     file = tmp_path / "figures.json"
@@ -209,14 +209,14 @@ def test_texts_to_stop_at_are_looked_for(run, tmp_path):
     [
         (
             ["--questions", "{folder}/odd.jsonl"],
-            'odd.jsonl line 2 is {{"question": "x"}}: expected an object with "turns"',
+            'odd.jsonl line 2 is {{"question": "x"}}: expected a chat as',
         ),
         (
             ["--questions", "{folder}/long.jsonl"],
             "long.jsonl line 1: a prompt of 125 tokens and 256 new ones exceed the",
         ),
         (["--questions", "{folder}/chats.jsonl"], "chats.jsonl line 1 is a conversation, but the tokenizer at "),
-        (["--questions", "nowhere.jsonl"], "there is no question file 'nowhere.jsonl': give a JSON lines file"),
+        (["--questions", "nowhere.jsonl"], "there is no data at 'nowhere.jsonl': give a .json, .jsonl or .txt file"),
         (
             ["--questions", "{folder}/prompts.jsonl", "--batch-size", "1,0"],
             "--batch-size '1,0': expected whole numbers",

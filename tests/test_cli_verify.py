@@ -8,8 +8,8 @@ import torch
 import typer
 
 from hf_drafthead import cli
-from hf_drafthead.evaluation import loading
 from hf_drafthead.generation.mixin import DraftHeadGenerationMixin
+from hf_drafthead.modeling import DraftHeadPreTrainedModel
 from tests.checkpoints import save_base, save_heads
 
 
@@ -95,7 +95,7 @@ def test_what_the_machine_lacks_is_told_in_one_line(folder, capsys, monkeypatch,
         raise error
 
     if moment == "load":
-        monkeypatch.setattr(loading.AutoModelForCausalLM, "from_pretrained", failing)
+        monkeypatch.setattr(DraftHeadPreTrainedModel, "from_pretrained", failing)
     else:
         monkeypatch.setattr(DraftHeadGenerationMixin, "generate", failing)
     given = ["--prompt", "x"] if command == "generate" else ["--prompts", str(folder / "prompts.jsonl")]
@@ -139,7 +139,7 @@ def test_calls_that_the_base_decoded_are_told(run):
     [
         (["--set", "penalty"], "--set 'penalty' is no NAME=VALUE: give for example"),
         (["--set", "no_such_setting=1"], "no_such_setting"),
-        (["--prompts", "nowhere.jsonl"], "there is no question file 'nowhere.jsonl': give a JSON lines file"),
+        (["--prompts", "nowhere.jsonl"], "there is no data at 'nowhere.jsonl': give a .json, .jsonl or .txt file"),
         (
             ["--max-new-tokens", "120"],
             "prompts.jsonl line 2: a prompt of 16 tokens and 120 new ones exceed the base's 128",

@@ -44,7 +44,7 @@ def train(
     json_path: Json = None,
 ) -> None:
     """Train draft heads, showing what they will be worth; defaults are the recipe of the family's paper."""
-    from hf_drafthead.evaluation.plan import floating_type
+    from hf_drafthead.evaluation.load_options import floating_type
     from hf_drafthead.training.run import sort_options, train_heads
 
     check_writable(json_path)
@@ -121,8 +121,8 @@ def distill(
     json_path: Json = None,
 ) -> None:
     """Let a model answer the questions of the data itself: what its heads should learn. Goes on where it was killed."""
+    from hf_drafthead.data.sources import read_rows
     from hf_drafthead.training import distill as room
-    from hf_drafthead.training.sources import read_rows
 
     check_writable(json_path)
     check_writable(output_file, "--output")

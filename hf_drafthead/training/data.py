@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from datasets import Dataset, Features, IterableDataset, List, Value
 
-from hf_drafthead.training.chats import Refused, mend
+from hf_drafthead.data.chats import Chat, Refused, mend
+from hf_drafthead.data.rows import data_hash
+from hf_drafthead.data.sources import read_rows, uniform
 from hf_drafthead.training.objectives import IGNORED
-from hf_drafthead.training.sources import data_hash, read_rows, uniform
 from hf_drafthead.training.templates import ChatEncoder, encode_span, frame, without_post_processor
 
 __all__ = ["DataReport", "PaddingCollator", "data_hash", "read_rows", "tokenize_rows"]
@@ -32,7 +33,9 @@ ENCODED = Features(
     }
 )
 WINDOW = 1000  # rows that are packed together
-FORM = "1"  # of what is cached: another number makes caches of older versions void
+FORM = "2"  # of what is cached: another number makes caches of older versions void
+ANSWER_THEM = "let the base answer it, with `hf-drafthead distill`, and train on that"
+OTHER_TOKENS = "token ids of another tokenizer ignored"
 
 
 @dataclass
@@ -117,7 +120,7 @@ def tokenize_rows(
     one shorter row at the end of every thousand source rows. The base then sees several examples in one row.
 
     Args:
-        rows: from `read_rows`, or a data set with a column `messages`, `conversations` or `text`.
+        rows: from `read_rows`, or a data set with a column that it reads, such as `messages` or `text`.
         tokenizer: the base's, a fast one; with a chat template if there are chats.
         max_length: most tokens of a row; by default as many as the longest one has, with packing `positions`.
         packing: fill rows up.
@@ -240,7 +243,7 @@ class _Encode:
             if row["messages"] is not None:
                 if self._chats is None:
                     self._chats = ChatEncoder(self.tokenizer)
-                chat = self._chats.fit(mend(row["messages"]).answered())
+                chat = self._chats.fit(self._readable(mend(row["messages"]).answered()))
                 mapped = list(chat.mapped)
                 ids, labels = self._chats.encode(chat)
             else:
@@ -270,9 +273,31 @@ class _Encode:
             "split": split,
         }
 
+    def _readable(self, chat: Chat) -> Chat:
+        """The chat without token ids, unless they spell its answers: those of another tokenizer do not."""
+        answers = [turn["content"] for turn in chat.messages if turn["role"] == "assistant"]
+        if all(ids is None or self._spells(ids, answer) for ids, answer in zip(chat.ids, answers)):
+            return chat
+        return Chat(chat.messages, chat.cut, {**chat.mapped, OTHER_TOKENS: None}, [None] * len(answers))
+
+    def _spells(self, ids: list[int], text: str) -> bool:
+        try:
+            read = self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        except (IndexError, OverflowError):  # not of this vocabulary
+            return False
+        return read.strip().startswith(text.strip())
+
     def _text(self, row: dict[str, Any]) -> tuple[list[int], list[int]]:
+        if row["turns"] is not None:
+            raise Refused(f"it has questions without answers: {ANSWER_THEM}")
         if row["text"] is None:
             raise Refused("it has neither messages nor text")
+        given, written = row["text"][: row["given"]], row["text"][row["given"] :]
+        if row["ids"] is not None and self._spells(row["ids"], written):
+            context = self.beginning + self._bare(given, add_special_tokens=False, verbose=False)["input_ids"]
+            return context + row["ids"], [IGNORED] * len(context) + row["ids"]
+        if row["text"] and not written:
+            raise Refused(f"it is a prompt without an answer: {ANSWER_THEM}")
         ids, labels = encode_span(self._bare, row["text"], [(row["given"], len(row["text"]))])
         beginning = [IGNORED if row["given"] else token for token in self.beginning]
         return self.beginning + ids + self._ending, beginning + labels + self._ending

@@ -16,10 +16,10 @@ from accelerate import PartialState
 from accelerate.utils import gather_object, parse_flag_from_env
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from hf_drafthead.data.chats import Refused
+from hf_drafthead.data.rows import data_hash
 from hf_drafthead.training.answers import Answerer, Task
-from hf_drafthead.training.chats import Refused
 from hf_drafthead.training.shards import Shards
-from hf_drafthead.training.sources import data_hash
 
 NAMED = 5  # refused rows whose reason is told
 
@@ -98,7 +98,7 @@ def distill(
     Args:
         model: a causal language model on its device; with draft heads it needs fewer forward passes.
         tokenizer: its fast tokenizer, with a chat template if there are chats.
-        rows: from `read_rows`, or anything that can be iterated over twice and gives `messages` or `text`.
+        rows: from `read_rows`, or anything that can be iterated over twice and gives records such as it reads.
         output: JSON lines.
         max_new_tokens: of each answer.
         temperature: 0 is greedy.

@@ -19,6 +19,8 @@ from transformers import AutoTokenizer, set_seed
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.utils import logging
 
+from hf_drafthead.data.rows import data_hash
+from hf_drafthead.data.sources import read_rows, stream_hash, uniform
 from hf_drafthead.modeling.base import DraftHeadPreTrainedModel
 from hf_drafthead.modeling.base_model import last_layer
 from hf_drafthead.training.arguments import JOINT, JOINT_MEDUSA, WEIGHTS, DraftHeadTrainingArguments, recipe
@@ -39,7 +41,6 @@ from hf_drafthead.training.record import (
     save_whole,
     write_whole,
 )
-from hf_drafthead.training.sources import data_hash, read_rows, stream_hash
 from hf_drafthead.training.trainer import DraftHeadTrainer, whole_checkpoint
 
 logger = logging.get_logger(__name__)
@@ -77,7 +78,7 @@ class Trained:
 def train_heads(
     base: str | os.PathLike,
     family: str,
-    data: str | os.PathLike | PreparedData,
+    data: str | os.PathLike | Dataset | IterableDataset | PreparedData,
     output: str | os.PathLike,
     *,
     heads: str | os.PathLike | None = None,
@@ -100,8 +101,8 @@ def train_heads(
     Args:
         base: id or path of a causal LM.
         family: one of "medusa", "hydra", "hydra++", "amphista", "amphista-alpha", "eagle".
-        data: what `read_rows` reads, whose first rows are held out; or rows that are ready (`max_length` to
-            `held_out_rows` are about reading).
+        data: what `read_rows` reads, or a data set with such rows, whose first ones are held out (an `IterableDataset`
+            is streamed); or rows that are ready (`max_length` to `held_out_rows` are about reading).
         output: folder for checkpoints, and for the heads at the end; with `joint` for the base as well.
         heads: go on from these trained heads instead of fresh ones.
         fields: config fields of fresh heads (`num_draft_heads`, ...).
@@ -128,6 +129,7 @@ def train_heads(
     if _sharded():  # every process looks at the base before it is sharded
         os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
     together = (JOINT_MEDUSA if family == "medusa" else JOINT) if joint else {}
+    streaming = streaming or isinstance(data, IterableDataset)
     settings = DraftHeadTrainingArguments.for_family(
         family, str(output), **{**together, **_defaults(streaming, arguments), **arguments}
     )
@@ -142,7 +144,7 @@ def train_heads(
     tokenizer.chat_template = chat_template or tokenizer.chat_template
     if not isinstance(data, PreparedData):
         seed = settings.seed if settings.data_seed is None else settings.data_seed
-        data = _read(model, tokenizer, str(data), max_length, packing, streaming, split, held_out_rows, seed)
+        data = _read(model, tokenizer, data, max_length, packing, streaming, split, held_out_rows, seed)
         if data.report is not None and settings.process_index == 0:
             tell = logger.warning if data.report.refused else logger.info
             tell(str(data.report))
@@ -282,7 +284,7 @@ def _model(
 def _read(
     model: DraftHeadPreTrainedModel,
     tokenizer: Any,
-    data: str,
+    data: str | os.PathLike | Dataset | IterableDataset,
     max_length: int | None,
     packing: bool,
     streaming: bool,
@@ -290,8 +292,14 @@ def _read(
     held_out_rows: int,
     seed: int,
 ) -> PreparedData:
-    """What `data` names, as tokens."""
-    raw = read_rows(data, streaming=streaming, split=split)
+    """What `data` names or holds, as tokens."""
+    if isinstance(data, (Dataset, IterableDataset)):
+        raw, source = uniform(data), getattr(data.info, "dataset_name", None) or f"a {type(data).__name__}"
+        if streaming and isinstance(raw, Dataset):
+            raw = raw.to_iterable_dataset()
+    else:
+        source = os.fspath(data)
+        raw = read_rows(source, streaming=streaming, split=split)
     first = list(islice(iter(raw), held_out_rows + 1))
     if len(first) <= held_out_rows:
         raise ValueError(
@@ -304,8 +312,8 @@ def _read(
     rows, report = tokenize_rows(raw.skip(held_out_rows), tokenizer, packing=packing, **limits)
     if isinstance(rows, IterableDataset):
         rows = rows.shuffle(seed=seed, buffer_size=SHUFFLED)
-        return PreparedData(rows, held_out, data, stream_hash(data, first), report)
-    return PreparedData(rows, held_out, data, data_hash(raw), report)
+        return PreparedData(rows, held_out, source, stream_hash(source, first), report)
+    return PreparedData(rows, held_out, source, data_hash(raw), report)
 
 
 def _refuse_contradictions(joint: bool, lora_rank: int, load: dict[str, Any], arguments: dict[str, Any]) -> None:

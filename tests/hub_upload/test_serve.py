@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from hf_drafthead.cli import main
 from hf_drafthead.hub_upload import serve as serving
 from tests.checkpoints import byte_tokenizer
 from tests.hub_upload.clients import environment
@@ -110,6 +111,10 @@ def test_requests_at_once_do_not_disturb_each_other(server, client):
     assert answers == [letters[place + 1 : place + 9] for place in range(8)]
 
 
+def test_the_model_that_is_served_is_listed(server, client):
+    assert [model.id for model in client.models.list()] == [server[1]]
+
+
 def test_transformers_chat_talks_to_it(server, tmp_path):
     code = "from transformers.cli.transformers import app; app()"
     words = [sys.executable, "-c", code, "chat", server[1], server[0], "max_new_tokens=5", "do_sample=False"]
@@ -132,6 +137,16 @@ def test_missing_packages_are_named(folder, monkeypatch, missing):
     "model, options, line",
     [
         ("heads", ["--continuous-batching"], "continuous batching decodes without draft heads: serve the base with"),
+        (
+            "heads",
+            ["--prot", "3"],
+            "No such option '--prot'. (Did you mean one of: '--host', '--port'?): see `hf",
+        ),
+        (
+            "heads",
+            ["--port", "x"],
+            "Invalid value for '--port': 'x' is not a valid integer: see `hf",
+        ),
         ("base", [], "'...base' holds a 'llama' model without draft heads: give a draft-head checkpoint, or use"),
         ("bare", [], "'...bare' has no tokenizer: save the base's there, tokenizer.save_pretrained('"),
         ("nowhere", [], "there is no folder '...nowhere': give the folder of a draft-head checkpoint, or its id"),
@@ -145,3 +160,12 @@ def test_what_cannot_be_served_is_refused_before_the_server_starts(folder, monke
     with pytest.raises((OSError, ValueError)) as refused:
         serving.serve(str(folder.parent / model), options)
     assert str(refused.value).replace(str(folder.parent) + "/", "...").startswith(line)
+
+
+def test_help_names_the_options_of_the_server(capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["serve", "--help"])
+    said = capsys.readouterr().out
+    assert end.value.code == 0
+    assert "Usage: hf-drafthead serve" in said and "--port" in said and "Server listen port." in said
+    assert "--cb-block-size" not in said and "--non-blocking" not in said

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hf_drafthead.training.chats import Chat, Refused, mend
+from hf_drafthead.data.chats import Chat, Refused, mend
 from hf_drafthead.training.objectives import IGNORED
 from hf_drafthead.training.templates import ChatEncoder, frame
 from tests.training.chat_templates import CHATML, STYLES, THINKING, TOKENIZERS, VICUNA, bytes_of, tokenizer_with

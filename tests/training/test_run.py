@@ -10,16 +10,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from datasets import Dataset
 from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
 from hf_drafthead import zoo
+from hf_drafthead.data.sources import stream_hash
 from hf_drafthead.training.arguments import RECIPES, DraftHeadTrainingArguments
 from hf_drafthead.training.foretelling import Foretelling
 from hf_drafthead.training.record import check_run, save_whole
 from hf_drafthead.training.run import PreparedData, own_prompts, sort_options, train_heads
-from hf_drafthead.training.sources import stream_hash
 from hf_drafthead.training.trainer import DraftHeadTrainer, whole_checkpoint
 from tests.bases import tiny_base
 from tests.families import FAMILIES
@@ -80,6 +81,18 @@ def token_rows(place):
     tokenizer = AutoTokenizer.from_pretrained(place / "base")
     texts = [json.loads(line)["text"] for line in (place / "texts.jsonl").read_text().splitlines()]
     return [tokenizer(text).input_ids for text in texts]
+
+
+@pytest.mark.parametrize("streamed", [False, True], ids=["Dataset", "IterableDataset"])
+def test_a_data_set_in_hand_is_learnt_from_as_its_file_is(place, tmp_path, streamed):
+    rows = Dataset.from_json(str(place / "texts.jsonl"), cache_dir=str(tmp_path / "cache"))
+    data = rows.to_iterable_dataset() if streamed else rows
+    trained = train_heads(str(place / "base"), "medusa", data, tmp_path / "in-hand", **QUICK)
+    from_file = train(place, tmp_path / "file", streaming=streamed)
+    for name, tensor in weights(from_file.model.drafter).items():
+        assert torch.equal(weights(trained.model.drafter)[name], tensor)
+    if not streamed:  # of a stream only the first rows can be hashed, of a file everything
+        assert trained.summary["data_sha256"] == from_file.summary["data_sha256"]
 
 
 def test_a_base_that_learnt_is_saved_with_its_heads(place, tmp_path):

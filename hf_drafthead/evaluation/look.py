@@ -1,0 +1,165 @@
+"""A short look at several sets of heads on one base: every prompt once, the base once for all of them.
+
+Shapes: B = 1 row.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import transformers
+
+from hf_drafthead.evaluation.acceptance import tokens_per_step
+from hf_drafthead.evaluation.compare import Contender, contenders
+from hf_drafthead.evaluation.contest import candidate_trees
+from hf_drafthead.evaluation.loading import load, one_line
+from hf_drafthead.evaluation.measurement import BASE, COMPILED, HEADS
+from hf_drafthead.evaluation.memory import out_of_memory
+from hf_drafthead.evaluation.questions import Question
+from hf_drafthead.evaluation.speed import batched, encode_all, fastest_tree, new_tokens, steps_of, wait
+from hf_drafthead.generation.tree import DraftTree
+
+INSTALLED = "as installed"
+TREE_SIZES = (12, 24)  # nodes; the faster one on the first prompts is taken
+TREE_PROMPTS, TREE_TOKENS = 2, 32
+
+# How heads are run: settings of `generate` beside those of the base. Another way, such as a captured step, is one line.
+WAYS: dict[str, dict[str, Any]] = {INSTALLED: {}}
+
+
+@dataclass(frozen=True)
+class Line:
+    """One way to decode the prompts.
+
+    name: `base` or the family; way: how it was run; prepared: seconds of what only the first call pays for, compiling
+    above all; notice: why there are no figures, if there are none.
+    """
+
+    name: str
+    way: str
+    tree_nodes: int | None = None
+    new_tokens: int = 0
+    tokens_per_second: float | None = None
+    tokens_per_step: float | None = None
+    speedup: float | None = None
+    speedup_over_compiled: float | None = None
+    identical: bool | None = None
+    prepared: float = 0.0
+    notice: str | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """All fields, and the versions they were measured with."""
+        efficiency = self.speedup / self.tokens_per_step if self.speedup and self.tokens_per_step else None
+        versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+        return {**asdict(self), "efficiency": efficiency, **versions}
+
+
+@dataclass
+class Look:
+    """The prompts, and what the base made of them.
+
+    Args:
+        base: causal LM.
+        tokenizer: its.
+        prompts: what to continue, one at a time.
+        max_new_tokens: per prompt, at most.
+    """
+
+    base: Any
+    tokenizer: Any
+    prompts: Sequence[Question]
+    max_new_tokens: int
+
+    def lines(
+        self, families: Mapping[str, str], keep: Callable[[str, Any, DraftTree, Line], object] = lambda *_: None
+    ) -> Iterator[Line]:
+        """The base as installed and compiled, then each family, as soon as each is measured.
+
+        Args:
+            families: folder or id of the heads, by name.
+            keep: is given the name, the model, the tree and the line of every family.
+
+        Raises:
+            OSError, ValueError: as `load` does, or a prompt leaves the base no room.
+        """
+        first, *_ = families.values()
+        model, _ = load(first, base_model=self.base)
+        runners = contenders(model, self.tokenizer, compare=[COMPILED])
+        given = encode_all(model, self.tokenizer, batched(self.prompts, 1), self.max_new_tokens)
+        # the longest first: a compiled base is compiled once, for a cache that all fit into
+        self._given = sorted(given, key=lambda one: -one["input_ids"].shape[1])
+        self._expected: list[torch.Tensor] = []
+        installed = self._measure(model, BASE, INSTALLED, runners[BASE])
+        yield installed
+        compiled = self._measure(model, BASE, COMPILED, runners[COMPILED], against=installed)
+        yield compiled
+        for name, path in families.items():
+            model, _ = load(path, base_model=self.base)
+            tree = self._tree(model)
+            for way, settings in WAYS.items():
+                runner = contenders(model, self.tokenizer, tree=tree, acceptance=settings)[HEADS]
+                line = self._measure(
+                    model, name, way, runner, against=installed, compiled=compiled, nodes=tree.num_nodes
+                )
+                keep(name, model, tree, line)
+                yield line
+
+    def _tree(self, model: Any) -> DraftTree:
+        """The faster one of few trees, on few prompts."""
+        found = [tree for tree in candidate_trees(model) if tree.num_nodes in TREE_SIZES] or candidate_trees(model)[:1]
+        if len(found) == 1:
+            return found[0]
+        tokens = min(TREE_TOKENS, self.max_new_tokens)
+        return fastest_tree(model, self.tokenizer, self.prompts[:TREE_PROMPTS], found, max_new_tokens=tokens)
+
+    def _measure(
+        self,
+        model: Any,
+        name: str,
+        way: str,
+        runner: Contender,
+        *,
+        against: Line | None = None,
+        compiled: Line | None = None,
+        nodes: int | None = None,
+    ) -> Line:
+        """Every prompt once, after one call that is not timed."""
+        settings = {"do_sample": False, "max_new_tokens": self.max_new_tokens}
+        device = self.base.device
+
+        def timed(given: Mapping[str, torch.Tensor]) -> tuple[Any, float]:
+            wait(device)
+            start = time.perf_counter()
+            output = runner(given, settings)
+            wait(device)
+            return output, time.perf_counter() - start
+
+        try:
+            _, prepared = timed(self._given[0])
+        except Exception as error:  # of a compiler; the base can be measured without one
+            if way != COMPILED or out_of_memory(error):
+                raise
+            return Line(name, way, notice=one_line(error))
+        runs = [timed(given) for given in self._given]
+        sequences = [getattr(output, "sequences", output) for output, _ in runs]
+        self._expected = self._expected or sequences
+        tokens = sum(new_tokens(model, given, found) for given, found in zip(self._given, sequences))
+        pace = tokens / sum(seconds for _, seconds in runs)
+
+        def over(other: Line | None) -> float | None:
+            return pace / other.tokens_per_second if other is not None and other.tokens_per_second else None
+
+        return Line(
+            name,
+            way,
+            tree_nodes=nodes,
+            new_tokens=tokens,
+            tokens_per_second=pace,
+            tokens_per_step=None if nodes is None else tokens_per_step(steps_of(output) for output, _ in runs),
+            speedup=over(against),
+            speedup_over_compiled=over(compiled),
+            identical=all(map(torch.equal, sequences, self._expected)),
+            prepared=prepared - runs[0][1],
+        )
