@@ -155,10 +155,11 @@ def test_demo_measures_every_family_and_shows_a_sample(tiny_zoo, run, tmp_path):
 
 
 def test_a_short_demo_measures_the_base_once_and_grows_line_by_line(tiny_zoo, run, tmp_path, monkeypatch):
-    calls = []
+    calls, bases = [], []
     right = look.contenders
 
     def counting(model, tokenizer, **options):
+        bases.append(model.base)
         found = right(model, tokenizer, **options)
         if "compare" in options:  # nothing is compiled in a test
             base = found["base"]
@@ -171,6 +172,7 @@ def test_a_short_demo_measures_the_base_once_and_grows_line_by_line(tiny_zoo, ru
     code, out, _ = run("demo", "--max-new-tokens", 12, "--json", file)
     rows = json.loads(file.read_text())["rows"]
     assert code == 0
+    assert len(bases) == 3 and all(base is bases[0] for base in bases)  # loaded once
     assert calls == ["base"] * 4 + ["compiled"] * 4  # three prompts, and one call that is not timed
     ways = [("base", "as installed"), ("base", "compiled"), ("hydra", "as installed"), ("medusa", "as installed")]
     assert [(row["name"], row["way"]) for row in rows] == ways
@@ -181,9 +183,18 @@ def test_a_short_demo_measures_the_base_once_and_grows_line_by_line(tiny_zoo, ru
         assert row["tokens_per_step"] >= 1 and row["tree_nodes"] >= 2
     lines = out.splitlines()
     assert lines[1].split()[:3] == ["family", "how", "nodes"]
-    assert [line.split()[0] for line in lines[2:6]] == ["base", "base", "hydra", "medusa"]
-    assert "compiling took" in lines[3] and out.count(" yes") == 4
+    assert [line.split()[0] for line in lines[2:7]] == ["base", "base", "compiling", "hydra", "medusa"]
+    assert out.count(" yes") == 4 and all(len(line) <= 80 for line in lines[1:7])
     assert out.count(" continues 'import os'") == 1
+
+
+def test_prompts_of_one_length_keep_their_beginning_and_their_end():
+    ids = [torch.tensor([[1, 5, 6, 7]]), torch.tensor([[1, 8, 9]]), torch.tensor([[1, 2, 3, 4, 5]])]
+    found = look.of_one_length([{"input_ids": row, "attention_mask": torch.ones_like(row)} for row in ids])
+    assert [one["input_ids"].tolist() for one in found] == [[[1, 6, 7]], [[1, 8, 9]], [[1, 4, 5]]]
+    assert all(one["attention_mask"].tolist() == [[1, 1, 1]] for one in found)
+    (alone,) = look.of_one_length([{"input_ids": torch.tensor([[7]])}])
+    assert alone["input_ids"].tolist() == [[7]]
 
 
 def test_a_short_demo_goes_on_where_nothing_can_be_compiled(tiny_zoo, run, monkeypatch):
@@ -211,7 +222,7 @@ def test_a_short_demo_takes_few_prompts(monkeypatch, run):
 
     monkeypatch.setattr(look.Look, "lines", lines)
     assert run("demo")[0] == 0 and run("demo", "--prompts", 2)[0] == 0
-    assert seen == [(8, 64, zoo.families()), (2, 64, zoo.families())]
+    assert seen == [(6, 64, zoo.families()), (2, 64, zoo.families())]
     refused(run("demo", "--repeats", 2), "--repeats is for --full: a short demo runs every prompt once.")
 
 

@@ -104,7 +104,7 @@ BAD = {
         {"--chat-template": "x.jinja"},
         "there is no chat template 'x.jinja': give a Jinja",
     ),
-    "no model": ([], {}, "Missing argument 'MODEL'"),
+    "no model": ([], {}, "no model is named: give MODEL, or --endpoint URL --model NAME."),
 }
 
 

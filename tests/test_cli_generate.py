@@ -2,6 +2,7 @@
 
 import io
 import json
+import shutil
 import subprocess
 import sys
 from importlib import metadata
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM
 
 import hf_drafthead
@@ -95,9 +97,17 @@ def test_special_tokens_are_those_of_the_template(folder, run, tmp_path, monkeyp
         return right(self, *arguments, **settings)
 
     monkeypatch.setattr("hf_drafthead.generation.mixin.DraftHeadGenerationMixin.generate", looking)
-    (tmp_path / "begins.jinja").write_text("{{ bos_token }}" + TEMPLATE)
-    prompt_of(run, tmp_path, folder / "hydra", "--prompt", "x", "--chat-template", tmp_path / "begins.jinja")
-    assert seen == [byte_tokenizer()("<s>Qxab")["input_ids"]]
+    heads = tmp_path / "heads"
+    shutil.copytree(folder / "hydra", heads)
+    tokenizer = byte_tokenizer()
+    begins = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", tokenizer.bos_token_id)])
+    tokenizer.backend_tokenizer.post_processor = begins  # as Llama's does
+    tokenizer.chat_template = "{{ bos_token }}" + TEMPLATE
+    tokenizer.save_pretrained(heads)
+    prompt_of(run, tmp_path, heads, "--base-model", folder / "base", "--prompt", "x")
+    prompt_of(run, tmp_path, heads, "--base-model", folder / "base", "--prompt", "x", "--raw")
+    assert seen == [tokenizer("Qxab")["input_ids"], tokenizer("x")["input_ids"]]
+    assert [ids.count(tokenizer.bos_token_id) for ids in seen] == [1, 1]
 
 
 def test_standard_input_is_the_prompt(folder, run, tmp_path):

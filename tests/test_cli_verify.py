@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import typer
+from datasets import Dataset, DatasetDict
 
 from hf_drafthead import cli
 from hf_drafthead.generation.mixin import DraftHeadGenerationMixin
@@ -160,3 +161,18 @@ def test_half_precision_is_loaded_when_asked_for(run, tmp_path):
     code, _, _ = run("--dtype", "bfloat16", "--limit", 1, "--batch-size", 1, "--json", file)
     assert code == 0
     assert json.loads(file.read_text())["dtype"] == str(torch.bfloat16).removeprefix("torch.")
+
+
+def test_a_split_of_a_data_set_is_verified(folder, capsys, tmp_path):
+    prompts = Dataset.from_list([{"prompt": "ab"}, {"prompt": "xy"}])
+    DatasetDict({"train": prompts, "mine": prompts.select([0])}).save_to_disk(tmp_path / "set")
+    words = ["verify", str(folder / "medusa"), "--prompts", str(tmp_path / "set"), "--max-new-tokens", "4"]
+    with pytest.raises(SystemExit) as end:
+        cli.main([*words, "--split", "mine", "--json", str(tmp_path / "verdict.json")])
+    assert end.value.code == 0
+    assert json.loads((tmp_path / "verdict.json").read_text())["prompts"] == 1
+    with pytest.raises(SystemExit) as end:
+        cli.main(words)
+    assert (
+        end.value.code == 2 and "has several splits: choose one of train, mine with --split." in capsys.readouterr().err
+    )

@@ -9,10 +9,18 @@ from typing import Annotated, Any
 import typer
 
 from hf_drafthead import __version__
-from hf_drafthead.cli import chat, demo, measure, models, publish, train  # each adds its commands to the application
+from hf_drafthead.cli import (  # each adds its commands to the application
+    chat,
+    demo,
+    distill,
+    measure,
+    models,
+    publish,
+    train,
+)
 from hf_drafthead.cli.common import app, complain
 
-__all__ = ["app", "chat", "demo", "main", "measure", "models", "publish", "train"]
+__all__ = ["app", "chat", "demo", "distill", "main", "measure", "models", "publish", "train"]
 
 UsageError: Any = typer.BadParameter.__base__  # of click, which typer brings along without exporting this
 

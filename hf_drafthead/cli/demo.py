@@ -10,9 +10,9 @@ from rich.text import Text
 
 from hf_drafthead.cli.common import Json, app, bar, check_writable, coloured, complain, legend, output, write_json
 
-FEW_PROMPTS, FEW_TOKENS = 8, 64
+FEW_PROMPTS, FEW_TOKENS = 6, 64
 FULL_TOKENS = 96
-COLUMNS = {"family": -15, "how": -13, "nodes": 5, "tokens/step": 12, "tokens/s": 9, "speedup": 8}  # < 0: to the left
+COLUMNS = {"family": -15, "how": -13, "nodes": 5, "tok/step": 9, "tok/s": 6, "speedup": 8}  # below 0: to the left
 COLUMNS |= {"over compiled": 14, "same text": 10}
 
 
@@ -82,7 +82,7 @@ def show_few(console: Console, paths: dict[str, str], asked: list[Any], tokens: 
         if not best or (line.speedup or 0) > (best[0][3].speedup or 0):
             best[:] = [(name, model, tree, line)]
 
-    console.print(aligned(COLUMNS))
+    console.print(aligned(COLUMNS), soft_wrap=True)
     rows, different = [], []
     for line in Look(base, tokenizer, asked, tokens).lines(paths, keep):
         console.print(line_of(line), soft_wrap=True)
@@ -112,7 +112,7 @@ def line_of(line: Any) -> str:
     same = "yes" if line.identical else "NO"
     nodes = "-" if line.tree_nodes is None else str(line.tree_nodes)
     cells = [line.name, line.way, nodes, steps, f"{line.tokens_per_second:.0f}", speedup, over_compiled, same]
-    return aligned(cells) + (f"   compiling took {line.prepared:.0f} s" if line.way == "compiled" else "")
+    return aligned(cells) + (f"\n{'':<15}compiling took {line.prepared:.0f} s" if line.way == "compiled" else "")
 
 
 def show_full(console: Console, paths: dict[str, str], asked: list[Any], tokens: int, repeats: int) -> Shown:

@@ -22,11 +22,11 @@ from hf_drafthead.cli.common import (
     complain,
     output,
     parse_numbers,
-    parse_options,
     parse_tree,
     read_template,
     write_json,
 )
+from hf_drafthead.cli.settings import parse_settings
 
 
 @app.command()
@@ -35,7 +35,7 @@ def bench(
     questions: Annotated[
         str,
         typer.Option(
-            metavar="FILE", help="MT-Bench or Spec-Bench file, JSON lines with `turns` or `prompt`, data set."
+            metavar="FILE", help="MT-Bench or Spec-Bench file, any other file of chats, prompts or texts, data set."
         ),
     ],
     split: Annotated[str | None, typer.Option(help="Of the data set.")] = None,
@@ -84,7 +84,7 @@ def bench(
     plan = Plan(
         models=models,
         questions=read_questions(questions, split)[:limit],
-        settings={"max_new_tokens": max_new_tokens, **sampling, **parse_options(settings or [])},
+        settings={"max_new_tokens": max_new_tokens, **sampling, **parse_settings(settings)},
         tree=None if tree is None else parse_tree(tree),
         chat_template=read_template(chat_template),
         thresholds=thresholds,
@@ -129,6 +129,7 @@ def verify(
     prompts: Annotated[
         str, typer.Option(metavar="FILE", help="As the questions of `bench`; of a chat the first turn.")
     ],
+    split: Annotated[str | None, typer.Option(help="Of the data set.")] = None,
     chat_template: Template = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first so many prompts.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens per prompt.")] = 64,
@@ -149,8 +150,8 @@ def verify(
 
     check_writable(json_path)
     options = LoadOptions(dtype, device, base_model, trust_remote_code)
-    given = parse_options(settings or [])
-    asked, template = read_questions(prompts)[:limit], read_template(chat_template)
+    given = parse_settings(settings)
+    asked, template = read_questions(prompts, split)[:limit], read_template(chat_template)
     loaded, tokenizer = load_here(model, options)
     tokenizer.chat_template = template or tokenizer.chat_template
     encoded = encode_all(loaded, tokenizer, batched(asked, 1), max_new_tokens)

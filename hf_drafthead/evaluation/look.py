@@ -23,7 +23,7 @@ from hf_drafthead.generation.tree import DraftTree
 
 INSTALLED = "as installed"
 TREE_SIZES = (12, 24)  # nodes; the faster one on the first prompts is taken
-TREE_PROMPTS, TREE_TOKENS = 2, 32
+TREE_PROMPTS, TREE_TOKENS = 2, 24
 
 # How heads are run: settings of `generate` beside those of the base. Another way, such as a captured step, is one line.
 WAYS: dict[str, dict[str, Any]] = {INSTALLED: {}}
@@ -56,6 +56,18 @@ class Line:
         return {**asdict(self), "efficiency": efficiency, **versions}
 
 
+def of_one_length(prompts: Sequence[Mapping[str, torch.Tensor]]) -> list[dict[str, torch.Tensor]]:
+    """Prompts (B, P) of different lengths cut to that of the shortest, for a compiled base is compiled for each length.
+
+    The first token stays, which begins the text for many tokenizers, and of the rest the end, which is continued.
+    """
+    length = min(one["input_ids"].shape[1] for one in prompts)
+    return [
+        {name: torch.cat([rows[:, :1], rows[:, rows.shape[1] - length + 1 :]], dim=1) for name, rows in one.items()}
+        for one in prompts
+    ]
+
+
 @dataclass
 class Look:
     """The prompts, and what the base made of them.
@@ -63,7 +75,7 @@ class Look:
     Args:
         base: causal LM.
         tokenizer: its.
-        prompts: what to continue, one at a time.
+        prompts: what to continue, one at a time; their ends, of one length.
         max_new_tokens: per prompt, at most.
     """
 
@@ -88,8 +100,7 @@ class Look:
         model, _ = load(first, base_model=self.base)
         runners = contenders(model, self.tokenizer, compare=[COMPILED])
         given = encode_all(model, self.tokenizer, batched(self.prompts, 1), self.max_new_tokens)
-        # the longest first: a compiled base is compiled once, for a cache that all fit into
-        self._given = sorted(given, key=lambda one: -one["input_ids"].shape[1])
+        self._given = of_one_length(given)
         self._expected: list[torch.Tensor] = []
         installed = self._measure(model, BASE, INSTALLED, runners[BASE])
         yield installed

@@ -89,7 +89,7 @@ class ChatEncoder:
         if getattr(tokenizer, "chat_template", None) is None:
             raise ValueError(
                 f"the data holds chats, but the tokenizer of {tokenizer.name_or_path!r} has no chat template: "
-                "set tokenizer.chat_template to the one the base was trained with, or give plain text."
+                "give the one the base was trained with (--chat-template FILE, tokenizer.chat_template), or plain text."
             )
         self._bare = without_post_processor(tokenizer)
         self._template = tokenizer.get_chat_template()

@@ -1,11 +1,8 @@
 """transformers' own server on a model with draft heads, asked as any OpenAI-compatible server is."""
 
-import os
 import shutil
-import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,16 +13,11 @@ from hf_drafthead.cli import main
 from hf_drafthead.hub_upload import serve as serving
 from tests.checkpoints import byte_tokenizer
 from tests.hub_upload.clients import environment
+from tests.hub_upload.serving import running_server, served
 
-NEEDED = ("fastapi", "uvicorn", "openai", "starlette")
 SAID = {"prompt": "abc", "max_tokens": 12}
 ANSWER = "defghijklmno"
 ASKED = {"messages": [{"role": "user", "content": "ab"}, {"role": "user", "content": "c"}], "max_tokens": 12}
-
-
-def served() -> None:
-    for name in NEEDED:
-        pytest.importorskip(name, reason=f"{name} is not installed: pip install 'transformers[serving]'")
 
 
 @pytest.fixture(scope="module")
@@ -44,28 +36,8 @@ def folder(models, tmp_path_factory) -> Path:
 def server(folder) -> Iterator[tuple[str, str]]:
     """Address and model of a running `hf-drafthead serve`."""
     served()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    words = ["serve", str(folder), "--host", "127.0.0.1", "--port", port, "--device", "cpu", "--dtype", "float32"]
-    environ = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    log = folder.parent / "log"
-    with log.open("w") as output:
-        process = subprocess.Popen(
-            [sys.executable, "-c", "from hf_drafthead.cli import main; main()", *words],
-            env=environ,
-            stdout=output,
-            stderr=output,
-        )
-    for _ in range(1200):
-        with socket.socket() as probe:
-            if process.poll() is not None or probe.connect_ex(("127.0.0.1", int(port))) == 0:
-                break
-        time.sleep(0.1)
-    assert process.poll() is None, log.read_text()
-    yield f"http://127.0.0.1:{port}", str(folder)
-    process.terminate()
-    process.wait(20)
+    with running_server(folder, folder.parent / "log") as url:
+        yield url, str(folder)
 
 
 @pytest.fixture(scope="module")

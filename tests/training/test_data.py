@@ -441,7 +441,7 @@ def test_data_of_which_nothing_is_left_is_refused(tmp_path, streaming):
 
 @pytest.mark.parametrize("streaming", [False, True])
 def test_chats_need_a_template_and_texts_do_not(tmp_path, chats, streaming):
-    with pytest.raises(ValueError, match="the data holds chats, but the tokenizer of '' has no chat template: set"):
+    with pytest.raises(ValueError, match="the data holds chats, but the tokenizer of '' has no chat template: give"):
         tokenize_rows(read_rows(chats, streaming=streaming), tokenizer_with(None), 64)
     rows = read_rows(write_lines(tmp_path / "x.jsonl", [{"text": "abc"}]), streaming=streaming)
     (example,) = tokenize_rows(rows, tokenizer_with(None), 64)[0]

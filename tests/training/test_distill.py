@@ -344,7 +344,7 @@ def test_bad_settings_are_refused_in_one_line(base, tokenizer, tmp_path, setting
 
 
 def test_chats_need_a_template(base, tmp_path):
-    with pytest.raises(ValueError, match="the tokenizer of '' has no chat template: set tokenizer.chat_template"):
+    with pytest.raises(ValueError, match="the tokenizer of '' has no chat template: give the one the base was"):
         distill(base, tokenizer_with(None), CHATS, tmp_path / "out.jsonl")
 
 

@@ -19,8 +19,10 @@ from hf_drafthead import zoo
 from hf_drafthead.data.sources import stream_hash
 from hf_drafthead.training.arguments import RECIPES, DraftHeadTrainingArguments
 from hf_drafthead.training.foretelling import Foretelling
+from hf_drafthead.training.options import sort_options
+from hf_drafthead.training.prepare import PreparedData, own_prompts
 from hf_drafthead.training.record import check_run, save_whole
-from hf_drafthead.training.run import PreparedData, own_prompts, sort_options, train_heads
+from hf_drafthead.training.run import train_heads
 from hf_drafthead.training.trainer import DraftHeadTrainer, whole_checkpoint
 from tests.bases import tiny_base
 from tests.families import FAMILIES
@@ -69,6 +71,7 @@ def test_every_family_trains_saves_and_loads(family, place, tmp_path):
     assert summary["family"] == family and summary["steps"] == 4 and len(summary["data_sha256"]) == 64
     assert summary["data_report"]["rows"] == 21 and 0 <= summary["held_out"]["head0_top1"] <= 1
     assert summary["learning_rate"] == RECIPES[family]["learning_rate"]
+    assert summary["schedule"] == RECIPES[family]["lr_scheduler_type"]
     prompts = own_prompts([{"input_ids": ids, "labels": ids} for ids in held_out_rows(place)], 3, 100)
     assert summary["tokens_per_step"] == pytest.approx(Foretelling(prompts, 8)(loaded))
 
@@ -322,9 +325,9 @@ def test_options_are_told_apart():
 def test_bad_input(place, tmp_path):
     with pytest.raises(ValueError, match="the data holds 24 rows, of which 24 are to be held out: give more data, or"):
         train(place, tmp_path / "a", held_out_rows=24)
-    with pytest.raises(ValueError, match="with streaming nobody knows how long an epoch is"):
+    with pytest.raises(ValueError, match="with streaming the length of an epoch is not known: give the"):
         train_heads(str(place / "base"), "medusa", str(place / "texts.jsonl"), tmp_path / "b", streaming=True)
-    with pytest.raises(ValueError, match="holds no whole checkpoint to go on from: leave --resume out"):
+    with pytest.raises(ValueError, match="holds no whole checkpoint to resume from: leave --resume out"):
         train(place, tmp_path / "c", resume=True)
     with pytest.raises(ValueError, match="num_draft_heads cannot be chosen for trained heads"):
         train(place, tmp_path / "d", heads=str(tmp_path), fields={"num_draft_heads": 2})
