@@ -155,13 +155,15 @@ def test_demo_measures_every_family_and_shows_a_sample(tiny_zoo, run, tmp_path):
 
 
 def test_a_short_demo_measures_the_base_once_and_grows_line_by_line(tiny_zoo, run, tmp_path, monkeypatch):
-    calls, bases = [], []
+    calls, bases, captured = [], [], []
     right = look.contenders
 
     def counting(model, tokenizer, **options):
         bases.append(model.base)
+        if options.get("acceptance"):  # nothing is compiled in a test
+            captured.append(options.pop("acceptance"))
         found = right(model, tokenizer, **options)
-        if "compare" in options:  # nothing is compiled in a test
+        if "compare" in options:
             base = found["base"]
             found["base"] = lambda given, settings: calls.append("base") or base(given, settings)
             found["compiled"] = lambda given, settings: calls.append("compiled") or base(given, settings)
@@ -172,10 +174,14 @@ def test_a_short_demo_measures_the_base_once_and_grows_line_by_line(tiny_zoo, ru
     code, out, _ = run("demo", "--max-new-tokens", 12, "--json", file)
     rows = json.loads(file.read_text())["rows"]
     assert code == 0
-    assert len(bases) == 3 and all(base is bases[0] for base in bases)  # loaded once
+    assert len(bases) == 4 and all(base is bases[0] for base in bases)  # loaded once
     assert calls == ["base"] * 4 + ["compiled"] * 4  # three prompts, and one call that is not timed
     ways = [("base", "as installed"), ("base", "compiled"), ("hydra", "as installed"), ("medusa", "as installed")]
-    assert [(row["name"], row["way"]) for row in rows] == ways
+    assert [(row["name"], row["way"]) for row in rows[:4]] == ways
+    fastest = max(rows[2:4], key=lambda row: row["tokens_per_second"])
+    assert (rows[4]["name"], rows[4]["way"], len(rows)) == (fastest["name"], "captured", 5)
+    assert captured == [{"cache_implementation": "static"}]
+    assert rows[4]["tree_nodes"] == fastest["tree_nodes"]
     assert all(row["identical"] and row["new_tokens"] == 36 for row in rows)
     for row in rows[2:]:
         assert row["speedup"] == pytest.approx(row["tokens_per_second"] / rows[0]["tokens_per_second"])
@@ -184,7 +190,8 @@ def test_a_short_demo_measures_the_base_once_and_grows_line_by_line(tiny_zoo, ru
     lines = out.splitlines()
     assert lines[1].split()[:3] == ["family", "how", "nodes"]
     assert [line.split()[0] for line in lines[2:7]] == ["base", "base", "compiling", "hydra", "medusa"]
-    assert out.count(" yes") == 4 and all(len(line) <= 80 for line in lines[1:7])
+    assert lines[8].split()[0] == "compiling"
+    assert out.count(" yes") == 5 and all(len(line) <= 80 for line in lines[1:7])
     assert out.count(" continues 'import os'") == 1
 
 
@@ -204,6 +211,7 @@ def test_a_short_demo_goes_on_where_nothing_can_be_compiled(tiny_zoo, run, monke
         raise RuntimeError("no C++ compiler")
 
     def without_compiler(*arguments, **options):
+        options.pop("acceptance", None)
         return {**right(*arguments, **options), "compiled": failing}
 
     monkeypatch.setattr(look, "contenders", without_compiler)
@@ -216,7 +224,7 @@ def test_a_short_demo_goes_on_where_nothing_can_be_compiled(tiny_zoo, run, monke
 def test_a_short_demo_takes_few_prompts(monkeypatch, run):
     seen = []
 
-    def lines(self, families, keep):
+    def lines(self, families):
         seen.append((len(self.prompts), self.max_new_tokens, list(families)))
         return iter(())
 

@@ -10,6 +10,7 @@ from rich.text import Text
 
 from hf_drafthead.cli.common import Json, app, bar, check_writable, coloured, complain, legend, output, write_json
 
+PREPARED = ("compiled", "captured")  # ways whose first call compiles
 FEW_PROMPTS, FEW_TOKENS = 6, 64
 FULL_TOKENS = 96
 COLUMNS = {"family": -15, "how": -13, "nodes": 5, "tok/step": 9, "tok/s": 6, "speedup": 8}  # below 0: to the left
@@ -66,7 +67,7 @@ Shown = tuple[list[dict[str, Any]], list[str], tuple[str, Any] | None]
 
 
 def show_few(console: Console, paths: dict[str, str], asked: list[Any], tokens: int, repeats: int) -> Shown:
-    """A table that grows line by line: the base as installed and compiled, then every family on few prompts."""
+    """A table that grows line by line: the base as installed and compiled, every family, the fastest one captured."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -76,25 +77,20 @@ def show_few(console: Console, paths: dict[str, str], asked: list[Any], tokens: 
 
     base = AutoModelForCausalLM.from_pretrained(zoo.path("base"), dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(zoo.path("base"))
-    best: list[Any] = []
-
-    def keep(name: str, model: Any, tree: Any, line: Any) -> None:
-        if not best or (line.speedup or 0) > (best[0][3].speedup or 0):
-            best[:] = [(name, model, tree, line)]
-
     console.print(aligned(COLUMNS), soft_wrap=True)
     rows, different = [], []
-    for line in Look(base, tokenizer, asked, tokens).lines(paths, keep):
+    look = Look(base, tokenizer, asked, tokens)
+    for line in look.lines(paths):
         console.print(line_of(line), soft_wrap=True)
         rows.append(line.to_json())
         if line.identical is False and line.name in paths:
             different.append(line.name)
-    if not best:
+    if look.best is None:
         return rows, different, None
-    name, model, tree, _ = best[0]
     shown = asked[min(3, len(asked) - 1)]  # the bundled base answers this one with code and prose
-    found = sample(model, tokenizer, shown.text, tree=tree, do_sample=False, max_new_tokens=tokens)
-    return rows, different, (name, found)
+    settings: dict[str, Any] = {"do_sample": False, "max_new_tokens": tokens}
+    found = sample(look.best.model, tokenizer, shown.text, tree=look.best.tree, **settings)
+    return rows, different, (look.best.name, found)
 
 
 def aligned(cells: Iterable[str]) -> str:
@@ -112,7 +108,7 @@ def line_of(line: Any) -> str:
     same = "yes" if line.identical else "NO"
     nodes = "-" if line.tree_nodes is None else str(line.tree_nodes)
     cells = [line.name, line.way, nodes, steps, f"{line.tokens_per_second:.0f}", speedup, over_compiled, same]
-    return aligned(cells) + (f"\n{'':<15}compiling took {line.prepared:.0f} s" if line.way == "compiled" else "")
+    return aligned(cells) + (f"\n{'':<15}compiling took {line.prepared:.0f} s" if line.way in PREPARED else "")
 
 
 def show_full(console: Console, paths: dict[str, str], asked: list[Any], tokens: int, repeats: int) -> Shown:

@@ -4,8 +4,8 @@ Shapes: B = 1 row.
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -24,9 +24,8 @@ from hf_drafthead.generation.tree import DraftTree
 INSTALLED = "as installed"
 TREE_SIZES = (12, 24)  # nodes; the faster one on the first prompts is taken
 TREE_PROMPTS, TREE_TOKENS = 2, 24
-
-# How heads are run: settings of `generate` beside those of the base. Another way, such as a captured step, is one line.
-WAYS: dict[str, dict[str, Any]] = {INSTALLED: {}}
+CAPTURED = "captured"  # the step of the heads compiled as one program
+CAPTURE: dict[str, Any] = {"cache_implementation": "static"}
 
 
 @dataclass(frozen=True)
@@ -68,6 +67,16 @@ def of_one_length(prompts: Sequence[Mapping[str, torch.Tensor]]) -> list[dict[st
     ]
 
 
+@dataclass(frozen=True)
+class Best:
+    """The fastest family: its name, its model, the tree that it was measured with, and its line."""
+
+    name: str
+    model: Any
+    tree: DraftTree
+    line: Line
+
+
 @dataclass
 class Look:
     """The prompts, and what the base made of them.
@@ -77,21 +86,23 @@ class Look:
         tokenizer: its.
         prompts: what to continue, one at a time; their ends, of one length.
         max_new_tokens: per prompt, at most.
+
+    Attributes:
+        best: the fastest family so far.
     """
 
     base: Any
     tokenizer: Any
     prompts: Sequence[Question]
     max_new_tokens: int
+    best: Best | None = field(default=None, init=False)
+    _expected: list[torch.Tensor] = field(default_factory=list, init=False, repr=False)
 
-    def lines(
-        self, families: Mapping[str, str], keep: Callable[[str, Any, DraftTree, Line], object] = lambda *_: None
-    ) -> Iterator[Line]:
-        """The base as installed and compiled, then each family, as soon as each is measured.
+    def lines(self, families: Mapping[str, str]) -> Iterator[Line]:
+        """The base as installed and compiled, each family as soon as it is measured, and the fastest one captured.
 
         Args:
-            families: folder or id of the heads, by name.
-            keep: is given the name, the model, the tree and the line of every family.
+            families: folder or id of the heads, by name; at least one.
 
         Raises:
             OSError, ValueError: as `load` does, or a prompt leaves the base no room.
@@ -101,21 +112,25 @@ class Look:
         runners = contenders(model, self.tokenizer, compare=[COMPILED])
         given = encode_all(model, self.tokenizer, batched(self.prompts, 1), self.max_new_tokens)
         self._given = of_one_length(given)
-        self._expected: list[torch.Tensor] = []
         installed = self._measure(model, BASE, INSTALLED, runners[BASE])
         yield installed
-        compiled = self._measure(model, BASE, COMPILED, runners[COMPILED], against=installed)
+        compiled = self._measure(model, BASE, COMPILED, runners[COMPILED], over=(installed, None))
         yield compiled
         for name, path in families.items():
             model, _ = load(path, base_model=self.base)
             tree = self._tree(model)
-            for way, settings in WAYS.items():
-                runner = contenders(model, self.tokenizer, tree=tree, acceptance=settings)[HEADS]
-                line = self._measure(
-                    model, name, way, runner, against=installed, compiled=compiled, nodes=tree.num_nodes
-                )
-                keep(name, model, tree, line)
-                yield line
+            line = self._heads(model, name, INSTALLED, tree, {}, (installed, compiled))
+            if self.best is None or (line.tokens_per_second or 0) > (self.best.line.tokens_per_second or 0):
+                self.best = Best(name, model, tree, line)
+            yield line
+        assert self.best is not None
+        yield self._heads(self.best.model, self.best.name, CAPTURED, self.best.tree, CAPTURE, (installed, compiled))
+
+    def _heads(
+        self, model: Any, name: str, way: str, tree: DraftTree, settings: dict[str, Any], over: tuple[Line, Line]
+    ) -> Line:
+        runner = contenders(model, self.tokenizer, tree=tree, acceptance=settings)[HEADS]
+        return self._measure(model, name, way, runner, over=over, nodes=tree.num_nodes)
 
     def _tree(self, model: Any) -> DraftTree:
         """The faster one of few trees, on few prompts."""
@@ -132,11 +147,10 @@ class Look:
         way: str,
         runner: Contender,
         *,
-        against: Line | None = None,
-        compiled: Line | None = None,
+        over: tuple[Line | None, Line | None] = (None, None),
         nodes: int | None = None,
     ) -> Line:
-        """Every prompt once, after one call that is not timed."""
+        """Every prompt once, after one call that is not timed; `over` are the base as installed and compiled."""
         settings = {"do_sample": False, "max_new_tokens": self.max_new_tokens}
         device = self.base.device
 
@@ -159,7 +173,7 @@ class Look:
         tokens = sum(new_tokens(model, given, found) for given, found in zip(self._given, sequences))
         pace = tokens / sum(seconds for _, seconds in runs)
 
-        def over(other: Line | None) -> float | None:
+        def times(other: Line | None) -> float | None:
             return pace / other.tokens_per_second if other is not None and other.tokens_per_second else None
 
         return Line(
@@ -169,8 +183,8 @@ class Look:
             new_tokens=tokens,
             tokens_per_second=pace,
             tokens_per_step=None if nodes is None else tokens_per_step(steps_of(output) for output, _ in runs),
-            speedup=over(against),
-            speedup_over_compiled=over(compiled),
+            speedup=times(over[0]),
+            speedup_over_compiled=times(over[1]),
             identical=all(map(torch.equal, sequences, self._expected)),
             prepared=prepared - runs[0][1],
         )
