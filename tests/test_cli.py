@@ -171,7 +171,7 @@ def test_a_short_demo_measures_the_base_once_and_grows_line_by_line(tiny_zoo, ru
 
     monkeypatch.setattr(look, "contenders", counting)
     file = tmp_path / "demo.json"
-    code, out, _ = run("demo", "--max-new-tokens", 12, "--json", file)
+    code, out, _ = run("demo", "--captured", "--max-new-tokens", 12, "--json", file)
     rows = json.loads(file.read_text())["rows"]
     assert code == 0
     assert len(bases) == 4 and all(base is bases[0] for base in bases)  # loaded once
@@ -224,13 +224,15 @@ def test_a_short_demo_goes_on_where_nothing_can_be_compiled(tiny_zoo, run, monke
 def test_a_short_demo_takes_few_prompts(monkeypatch, run):
     seen = []
 
-    def lines(self, families):
+    def lines(self, families, captured):
+        assert not captured
         seen.append((len(self.prompts), self.max_new_tokens, list(families)))
         return iter(())
 
     monkeypatch.setattr(look.Look, "lines", lines)
     assert run("demo")[0] == 0 and run("demo", "--prompts", 2)[0] == 0
     assert seen == [(6, 64, zoo.families()), (2, 64, zoo.families())]
+    refused(run("demo", "--full", "--captured"), "--captured is for the short demo: leave --full out.")
     refused(run("demo", "--repeats", 2), "--repeats is for --full: a short demo runs every prompt once.")
 
 

@@ -22,6 +22,9 @@ def demo(
     full: Annotated[
         bool, typer.Option("--full", help="All prompts, the tree of every size, batches: some ten minutes.")
     ] = False,
+    captured: Annotated[
+        bool, typer.Option("--captured", help="Also the fastest family with its step compiled, which takes minutes.")
+    ] = False,
     family: Annotated[list[str] | None, typer.Option(help="Only this family (may be repeated).")] = None,
     prompts: Annotated[
         int | None, typer.Option(min=1, help=f"Only the first so many prompts; {FEW_PROMPTS} without --full.")
@@ -41,6 +44,8 @@ def demo(
     check_writable(json_path)
     if repeats > 1 and not full:
         raise ValueError("--repeats is for --full: a short demo runs every prompt once.")
+    if captured and full:
+        raise ValueError("--captured is for the short demo: leave --full out.")
     paths = {name: zoo.path(name) for name in family or zoo.families()}
     if not paths:
         raise OSError("the zoo holds no heads: build them with `python -m hf_drafthead.zoo.build`.")
@@ -49,8 +54,10 @@ def demo(
     console = output()
     threads = torch.get_num_threads()
     console.print(f"{len(asked)} held-out prompts, {tokens} tokens each, greedy, float32, {threads} threads")
-    show = show_full if full else show_few
-    rows, different, written = show(console, paths, asked, tokens, repeats)
+    if full:
+        rows, different, written = show_full(console, paths, asked, tokens, repeats)
+    else:
+        rows, different, written = show_few(console, paths, asked, tokens, captured)
     if written is not None:
         name, found = written
         console.print(Text(f"\n{name} continues {found.prompt.splitlines()[-1].strip()!r}", style="bold"))
@@ -66,8 +73,8 @@ def demo(
 Shown = tuple[list[dict[str, Any]], list[str], tuple[str, Any] | None]
 
 
-def show_few(console: Console, paths: dict[str, str], asked: list[Any], tokens: int, repeats: int) -> Shown:
-    """A table that grows line by line: the base as installed and compiled, every family, the fastest one captured."""
+def show_few(console: Console, paths: dict[str, str], asked: list[Any], tokens: int, captured: bool) -> Shown:
+    """A table that grows line by line: the base as installed and compiled, then every family."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -80,7 +87,7 @@ def show_few(console: Console, paths: dict[str, str], asked: list[Any], tokens: 
     console.print(aligned(COLUMNS), soft_wrap=True)
     rows, different = [], []
     look = Look(base, tokenizer, asked, tokens)
-    for line in look.lines(paths):
+    for line in look.lines(paths, captured):
         console.print(line_of(line), soft_wrap=True)
         rows.append(line.to_json())
         if line.identical is False and line.name in paths:

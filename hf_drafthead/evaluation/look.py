@@ -98,11 +98,12 @@ class Look:
     best: Best | None = field(default=None, init=False)
     _expected: list[torch.Tensor] = field(default_factory=list, init=False, repr=False)
 
-    def lines(self, families: Mapping[str, str]) -> Iterator[Line]:
-        """The base as installed and compiled, each family as soon as it is measured, and the fastest one captured.
+    def lines(self, families: Mapping[str, str], captured: bool = False) -> Iterator[Line]:
+        """The base as installed and compiled, then each family as soon as it is measured.
 
         Args:
             families: folder or id of the heads, by name; at least one.
+            captured: at the end also the fastest family with its step compiled as one program.
 
         Raises:
             OSError, ValueError: as `load` does, or a prompt leaves the base no room.
@@ -123,8 +124,8 @@ class Look:
             if self.best is None or (line.tokens_per_second or 0) > (self.best.line.tokens_per_second or 0):
                 self.best = Best(name, model, tree, line)
             yield line
-        assert self.best is not None
-        yield self._heads(self.best.model, self.best.name, CAPTURED, self.best.tree, CAPTURE, (installed, compiled))
+        if captured and self.best is not None:
+            yield self._heads(self.best.model, self.best.name, CAPTURED, self.best.tree, CAPTURE, (installed, compiled))
 
     def _heads(
         self, model: Any, name: str, way: str, tree: DraftTree, settings: dict[str, Any], over: tuple[Line, Line]
