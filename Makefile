@@ -9,7 +9,7 @@ READY := .venv/.ready
 TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check style build test-remote-code
+.PHONY: help demo test check style docs build test-remote-code
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 18
@@ -28,6 +28,9 @@ check: $(READY)  ## lint, format and types, changing nothing
 style: $(READY)  ## fix lint and formatting automatically
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+docs: $(READY)  ## the site in site/; a link that leads nowhere is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 build: $(READY)  ## sdist and wheel in dist/, checked
 	rm -rf dist build

@@ -28,7 +28,7 @@ from transformers import AutoTokenizer, LlamaForCausalLM, Trainer, TrainingArgum
 from hf_drafthead import zoo
 from hf_drafthead.evaluation import report
 from hf_drafthead.evaluation.bench import INTERRUPTED, bench
-from hf_drafthead.evaluation.contest import TRIED_PROMPTS, candidate_trees
+from hf_drafthead.evaluation.compare_with_base import TRIED_PROMPTS, candidate_trees
 from hf_drafthead.evaluation.loading import load
 from hf_drafthead.evaluation.measurement import Measurement
 from hf_drafthead.evaluation.prompts import read_prompts

@@ -27,11 +27,11 @@ from hf_drafthead import DraftTree, zoo
 from hf_drafthead.evaluation.acceptance import tokens_per_step
 from hf_drafthead.evaluation.prompts import read_prompts
 from hf_drafthead.evaluation.speed import draft, encode, steps_of
+from hf_drafthead.generation.settings import DEFAULT_TREE
 from hf_drafthead.zoo.build import STEPS, own_data
 from hf_drafthead.zoo.heads import AMPHISTA, FAMILIES, HEADS, Recipe, train_heads
 
 RESULTS = Path(__file__).parent / "results" / "families.jsonl"
-TREE = "mc_sim_7b_63"
 NEW_TOKENS = 96
 
 
@@ -67,7 +67,7 @@ TRIED = {
 def measured(model: PreTrainedModel, tokenizer) -> float:
     """Tokens per step on the held-out prompts; every text must be the base's own."""
     prompts = [prompt.text for prompt in read_prompts(zoo.ASSETS / "prompts.jsonl")]
-    tree = DraftTree.resolve(TREE, model.drafter.max_depth, model.base.config.vocab_size)
+    tree = DraftTree.resolve(DEFAULT_TREE, model.drafter.max_depth, model.base.config.vocab_size)
     settings = {"do_sample": False, "max_new_tokens": NEW_TOKENS}
     accepted = []
     for first in range(0, len(prompts), 8):

@@ -94,6 +94,6 @@ def trainings(ways: Sequence[str] = ()) -> str:
             error = f" ± {statistics.stdev(values) / len(values) ** 0.5:.{digits}f}" if len(values) > 1 else ""
             return f"{statistics.mean(values):.{digits}f}{error}"
 
-        there = [cell("tokens_per_step", 3), cell("perplexity", 3), cell("foretold", 3), cell("generated", 3)]
+        there = [cell("tokens_per_step", 3), cell("perplexity", 3), cell("expected", 3), cell("generated", 3)]
         rows.append([way, *there, f"{sum(line['generated_steps'] for line in taken):,}", str(len(taken))])
-    return markdown(["trained on", "tokens per step", "perplexity", "foretold", "generated", "steps", "seeds"], rows)
+    return markdown(["trained on", "tokens per step", "perplexity", "expected", "generated", "steps", "seeds"], rows)

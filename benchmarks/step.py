@@ -24,7 +24,8 @@ from transformers import AutoModel, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from hf_drafthead import DraftTree, zoo
 from hf_drafthead.evaluation.stages import STAGES, time_split
-from hf_drafthead.training.families import CLASSES, fresh_heads
+from hf_drafthead.generation.settings import DEFAULT_TREE
+from hf_drafthead.modeling.families import FAMILIES, fresh_heads
 
 SHAPES = {
     "68m": {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 2, "num_attention_heads": 12},
@@ -114,7 +115,7 @@ def models(args: argparse.Namespace) -> Iterator[tuple[str, PreTrainedModel, tor
     dtype = getattr(torch, args.dtype)
     if args.shape:
         asked = args.family or ["medusa"]
-        for family in CLASSES if "all" in asked else asked:
+        for family in FAMILIES if "all" in asked else asked:
             prompt = torch.randint(0, 32000, (args.batch, 64), generator=torch.Generator().manual_seed(0))
             yield f"{args.shape} {family}", random_model(args.shape, family, dtype).to(args.device), prompt
         return
@@ -132,7 +133,7 @@ def main() -> None:
     parser.add_argument(
         "--family",
         action="append",
-        choices=[*CLASSES, "all"],
+        choices=[*FAMILIES, "all"],
         help="heads of the random shape, may be repeated; default: medusa",
     )
     parser.add_argument("--nodes", type=int, nargs="*", default=[8, 16, 32, 64], help="tree sizes, root included")
@@ -148,7 +149,7 @@ def main() -> None:
     table = []
     for name, model, prompt in models(args):
         for nodes in args.nodes:
-            paths = sorted(DraftTree.from_name("mc_sim_7b_63").paths, key=lambda path: (len(path) + sum(path), path))
+            paths = sorted(DraftTree.from_name(DEFAULT_TREE).paths, key=lambda path: (len(path) + sum(path), path))
             tree = DraftTree(paths[: nodes - 1])
             figures = measure(model, tree, prompt.to(args.device), args.tokens, args.repeats)
             table.append({"model": name, "nodes": nodes, "batch": args.batch, **figures})

@@ -74,7 +74,7 @@ def fit(data: PreparedData, folder: str, seed: int, **more) -> Trained:
 
 
 def generated(model: DraftHeadPreTrainedModel, data: PreparedData) -> tuple[float, int]:
-    """Tokens per step of `generate` on the rows whose speed was foretold, and how many steps that were."""
+    """Tokens per step of `generate` on the rows of the expected figure, and the number of steps."""
     prompts = torch.stack(own_prompts(data.held_out, FORETOLD_PROMPTS, data.rows.given))
     settings = {"do_sample": False, "max_new_tokens": ANSWER_TOKENS, "draft_tree": TREE}
     accepted = []
@@ -112,7 +112,7 @@ def main() -> None:
                 "way": way,
                 "seed": seed,
                 "steps": STEPS,
-                "foretold": round(told.summary["tokens_per_step"], 4),
+                "expected": round(told.summary["tokens_per_step"], 4),
                 "generated": round(there, 4),
                 "generated_steps": steps,
                 "tokens_per_step": round(measured(model, tokenizer), 4),

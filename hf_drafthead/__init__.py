@@ -3,34 +3,23 @@
 Importing this package registers its model families with `AutoConfig`, `AutoModel` and `AutoModelForCausalLM`.
 """
 
+from typing import TYPE_CHECKING
+
 from hf_drafthead.generation import DraftHeadGenerateOutput, DraftTree
-from hf_drafthead.modeling import (
-    AmphistaConfig,
-    AmphistaForCausalLM,
-    DraftHeadConfig,
-    DraftHeadPreTrainedModel,
-    EagleConfig,
-    EagleForCausalLM,
-    HydraConfig,
-    HydraForCausalLM,
-    MedusaConfig,
-    MedusaForCausalLM,
-)
+from hf_drafthead.modeling import DraftHeadConfig, DraftHeadPreTrainedModel
+from hf_drafthead.modeling.families import CLASSES
+
+if TYPE_CHECKING:  # at run time these are the classes of the table
+    from hf_drafthead.modeling.families import *  # noqa: F403
 
 __version__ = "0.1.0"
 
+globals().update(CLASSES)
 __all__ = [
-    "AmphistaConfig",
-    "AmphistaForCausalLM",
     "DraftHeadConfig",
     "DraftHeadGenerateOutput",
     "DraftHeadPreTrainedModel",
     "DraftTree",
-    "EagleConfig",
-    "EagleForCausalLM",
-    "HydraConfig",
-    "HydraForCausalLM",
-    "MedusaConfig",
-    "MedusaForCausalLM",
     "__version__",
+    *CLASSES,
 ]

@@ -1,17 +1,18 @@
-"""The one list of families that every law runs over: a new family adds one line and inherits the specification."""
+"""The families that every law runs over: those of the package's table, so that a new one inherits the specification."""
 
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
+from transformers import LlamaConfig
 
 from hf_drafthead.modeling import (
-    AmphistaForCausalLM,
+    DraftHeadConfig,
     DraftHeadPreTrainedModel,
-    EagleForCausalLM,
-    HydraForCausalLM,
+    Eagle3ForCausalLM,
     MedusaForCausalLM,
+    families,
 )
 
 
@@ -40,15 +41,53 @@ class Family:
                     parameter.copy_(1.0 + 0.2 * noise)
                 else:
                     parameter.copy_(noise * max(parameter.shape[-1], 8) ** -0.5 * 1.5)
+            if (own := model.drafter.draft_tokens) is not None:
+                vocabulary = model.config.get_text_config().vocab_size
+                own.copy_(torch.randperm(vocabulary, generator=generator)[: len(own)])
         return model.eval()
 
 
+def features_of(model: DraftHeadPreTrainedModel, input_ids: torch.Tensor) -> torch.Tensor:
+    """(B, T, F*H) what the drafter reads of the base's hidden states over texts, by transformers' own numbers."""
+    with torch.no_grad():
+        hidden = model.base(input_ids, output_hidden_states=True, use_cache=False).hidden_states
+    return torch.cat([hidden[layer] for layer in model.drafter.reads or (-1,)], dim=-1)
+
+
+# Nearly every flag set, a layer more, and a layer of another width than the base.
+EAGLE3_VARIANTS = {
+    "num_draft_heads": 2,
+    "feature_layers": [1],
+    "layer_config": LlamaConfig(
+        hidden_size=24,
+        intermediate_size=40,
+        num_attention_heads=3,
+        num_key_value_heads=1,
+        head_dim=8,
+        rope_parameters={"rope_type": "default", "rope_theta": 1000.0},
+    ),
+    "num_layers": 2,
+    "norm_before_residual": True,
+    "fc_norm": True,
+    "fc_bias": True,
+    "norm_output": True,
+    "own_embeddings": True,
+}
+
+
+def own_fields(config: DraftHeadConfig) -> dict[str, Any]:
+    """What distinguishes a family's config from its class's defaults."""
+    plain = type(config)()
+    values = {name: getattr(config, name) for name in config.heads_fields()}
+    return {name: value for name, value in values.items() if value != getattr(plain, name)}
+
+
+# What the tests want otherwise than the papers: no chance in training, and parts that are not used by default.
+VARIED: dict[str, dict[str, Any]] = {"hydra++": {"dropout": 0.0}, "amphista-alpha": {"lm_head_rank": 16}}
+VARIED["eagle3"] = {"num_draft_heads": 3, "feature_layers": [0, 1], "draft_vocab_size": 50}
 FAMILIES = [
-    Family("medusa", MedusaForCausalLM),
-    Family("medusa-shared", MedusaForCausalLM, {"share_lm_head": True, "num_layers": 2}),
-    Family("hydra", HydraForCausalLM),
-    Family("hydra++", HydraForCausalLM, {"prefix_layer": True, "num_layers": 4}),
-    Family("amphista", AmphistaForCausalLM),
-    Family("amphista-alpha", AmphistaForCausalLM, {"num_auto_embedding_layers": 2, "lm_head_rank": 16}),
-    Family("eagle", EagleForCausalLM),
+    Family(name, family.model_class, own_fields(family.config()) | VARIED.get(name, {}))
+    for name, family in families.FAMILIES.items()
 ]
+FAMILIES.insert(1, Family("medusa-shared", MedusaForCausalLM, {"share_lm_head": True, "num_layers": 2}))
+FAMILIES.append(Family("eagle3-variants", Eagle3ForCausalLM, EAGLE3_VARIANTS))

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from hf_drafthead import cli, zoo
-from hf_drafthead.evaluation import contest, look
+from hf_drafthead.evaluation import compare_with_base, look
 from hf_drafthead.evaluation.loading import load
 from hf_drafthead.evaluation.prompts import read_prompts
 from hf_drafthead.generation.mixin import DraftHeadGenerationMixin
@@ -257,10 +257,10 @@ def test_the_progress_bar_of_the_demo_knows_its_length(tiny_zoo):
     model, tokenizer = load(str(tiny_zoo / "medusa"))
     prompts = read_prompts(tiny_zoo / "prompts.jsonl")
     calls = []
-    contest.contest(
+    compare_with_base.compare_with_base(
         model, tokenizer, prompts, max_new_tokens=4, repeats=1, batch_size=2, progress=lambda: calls.append(0)
     )
-    assert len(calls) == contest.rounds(prompts, 2)
+    assert len(calls) == compare_with_base.rounds(prompts, 2)
 
 
 BAD_MODELS = {

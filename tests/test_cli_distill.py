@@ -124,4 +124,4 @@ def test_other_settings_are_refused_in_one_line(folder, run, tmp_path):
     run(*arguments, "--max-new-tokens", 5)
     code, _, err = run(*arguments, "--max-new-tokens", 6)
     assert code == 2
-    assert "was begun with max_new_tokens=5, but max_new_tokens=6 is asked for: ask for the same again" in err
+    assert "was started with max_new_tokens=5, but now max_new_tokens=6: use the same setting" in err

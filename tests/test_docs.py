@@ -9,19 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_drafthead import AmphistaConfig, DraftHeadConfig, EagleConfig, HydraConfig, MedusaConfig, cli
+from hf_drafthead import DraftHeadConfig, cli
+from hf_drafthead.modeling import families
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
 CODE = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
-FAMILIES = {
-    "medusa": MedusaConfig(),
-    "hydra": HydraConfig(),
-    "hydra-plus-plus": HydraConfig.plus_plus(),
-    "amphista": AmphistaConfig(),
-    "eagle": EagleConfig(),
-}
+# The config of each page's family; the first one where a page has several.
+FAMILIES = {family.page or name: family.config() for name, family in reversed(families.FAMILIES.items())}
 SECTIONS = ["Idea", "Drawing", "Config fields", "Recipe", "Figures", "When to choose it"]
 
 
@@ -159,7 +155,7 @@ def test_steps_are_those_of_the_families_asked_for(figures, tmp_path, monkeypatc
 def test_trainings_are_told_with_their_spread(figures, tmp_path, monkeypatch):
     monkeypatch.setattr(figures, "TRAININGS", tmp_path / "training.jsonl")
     assert figures.trainings() == ""
-    numbers = {"perplexity": 10.0, "foretold": 2.5, "generated": 2.5, "generated_steps": 1000}
+    numbers = {"perplexity": 10.0, "expected": 2.5, "generated": 2.5, "generated_steps": 1000}
     lines = [{"way": "own", "tokens_per_step": tau, **numbers} for tau in (2.0, 3.0)]
     lines.append({"way": "other", "tokens_per_step": 1.5, **numbers})
     figures.TRAININGS.write_text("".join(figures.json.dumps(line) + "\n" for line in lines))

@@ -14,15 +14,15 @@ from hf_drafthead.cards.facts import ACCURACY, FULL, Facts, is_hub_id, read_fact
 from hf_drafthead.cards.licenses import check_license
 from hf_drafthead.cards.pictures import draw_accuracies, draw_tree
 from hf_drafthead.cards.sections import REBUILT, merge
+from hf_drafthead.modeling.families import FAMILIES
 
+ROOM = resources.files("hf_drafthead.cards")
 CARD, TREE_PICTURE, ACCURACY_PICTURE = "README.md", "tree.png", "head_accuracies.png"
 TRAINING_PICTURE = "training.png"  # drawn by the training, if it was
 TASK = "text-generation"
 WHOLE, UNCATEGORISED = "all", "uncategorised"  # all prompts of a run, and those that name no category
 PATH = re.compile(r"(?<![\w.:/~-])~?/(?:[^\s'\"/]+/)*(?=[^\s'\"/])")  # all of an absolute path but its last name
 METRICS = {"tokens_per_step": "Tokens per step", "speedup": "Speedup over the base"}
-TITLES = {"medusa": "Medusa", "hydra": "Hydra", "amphista": "Amphista", "eagle": "EAGLE"}
-TITLES |= {"hydra++": "Hydra++", "amphista-alpha": "Amphista-alpha"}
 
 
 def write_card(folder: Path, model: Any = None, *, repo_id: str | None = None, license: str | None = None) -> Path:
@@ -167,7 +167,6 @@ def ours(results: list[EvalResult] | None) -> bool:
 
 def render(facts: Facts, data: ModelCardData, repo_id: str) -> str:
     """The card as the template has it."""
-    room = resources.files("hf_drafthead.cards")
     environment = jinja2.Environment(undefined=jinja2.ChainableUndefined, keep_trailing_newline=True)
     environment.filters |= {
         "cell": cell,
@@ -185,7 +184,7 @@ def render(facts: Facts, data: ModelCardData, repo_id: str) -> str:
         "trees": lambda sizes: ("trees" if len(sizes) > 1 else "a tree") + f" of {listed(sizes)} nodes",
         "same": same_text,
     }
-    citation = room / "citations" / f"{facts.family.removesuffix('++').removesuffix('-alpha')}.bib"
+    family = FAMILIES.get(facts.family)
     named = data.get("base_model") or (None if facts.base_included else facts.base_named)
     unnamed = "a base that is included here" if facts.base_included else "a base that is missing: the config names none"
     asked = [*filter(is_exact, facts.runs), *facts.verifications]
@@ -193,13 +192,13 @@ def render(facts: Facts, data: ModelCardData, repo_id: str) -> str:
     same = [one for one in told if one["identical"] and was_drafted(one)]
     differed = [one for one in told if not one["identical"]]
     drafted = [run for run in facts.runs if was_drafted(run)]
-    return environment.from_string((room / "template.md.jinja").read_text(encoding="utf-8")).render(
+    return environment.from_string((ROOM / "template.md.jinja").read_text(encoding="utf-8")).render(
         card_data=data.to_yaml(),
         facts=facts,
         name=repo_id.rpartition("/")[2],
         repo_id=repo_id,
         rebuilt=REBUILT,
-        family_title=TITLES.get(facts.family, facts.family),
+        family_title=family.title if family else facts.family,
         base_link=f"`{named}`" if named else unnamed,
         base_named=bool(named),
         license=data.get("license"),
@@ -216,8 +215,19 @@ def render(facts: Facts, data: ModelCardData, repo_id: str) -> str:
         drafted=drafted,
         slow=[run for run in drafted if is_number(run.get("speedup")) and round(run["speedup"], 2) <= 1],
         **other_trees(facts, drafted),
-        citation=citation.read_text(encoding="utf-8").strip() if citation.is_file() else None,
+        citation=cited(family.paper) if family else None,
     )
+
+
+def cited(paper: str) -> str:
+    """BibTeX of a paper.
+
+    Args:
+        paper: arXiv number.
+    """
+    entries = [file.read_text(encoding="utf-8") for file in (ROOM / "citations").iterdir()]
+    found = [entry for entry in entries if f"arXiv:{paper}" in entry]
+    return (found or [f"@misc{{{paper}, eprint = {{{paper}}}, archiveprefix = {{arXiv}}}}"])[0].strip()
 
 
 def other_trees(facts: Facts, drafted: list[dict[str, Any]]) -> dict[str, Any]:
@@ -243,7 +253,7 @@ def recipe(training: dict[str, Any]) -> dict[str, Any]:
                 name: part for name, part in value.items() if not (ACCURACY.fullmatch(name) or part in ([], {}, None))
             }
             value = ", ".join(f"{name} {one_phrase(part)}" for name, part in said.items())
-        rows["tokens per step, foretold" if key == "tokens_per_step" else key.replace("_", " ")] = value
+        rows["expected tokens per step" if key == "tokens_per_step" else key.replace("_", " ")] = value
     return rows
 
 

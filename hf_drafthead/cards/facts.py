@@ -15,14 +15,23 @@ from safetensors import safe_open
 from transformers.configuration_utils import PreTrainedConfig
 
 from hf_drafthead.cards.identity import heads_hash
+from hf_drafthead.generation.settings import DraftSettings
 from hf_drafthead.generation.tree import DraftTree
+from hf_drafthead.modeling.config import ABOUT_THE_BASE, MODEL_TYPE_PREFIX, DraftHeadConfig
+from hf_drafthead.modeling.families import BY_MODEL_TYPE
 
-PREFIX = "drafthead_"  # of every family's model_type
-SHARED = {"base_config", "base_included", "base_model_name_or_path", "base_model_revision", "num_draft_heads"}
-SHARED |= {"architectures", "auto_map", "model_type", "layer_config", "transformers_version", "use_cache"}
+SHARED = ABOUT_THE_BASE | {
+    "num_draft_heads",
+    "architectures",
+    "auto_map",
+    "model_type",
+    "layer_config",
+    "transformers_version",
+    "use_cache",
+}
 FULL = ("float32", "float64")  # the types in which the text has to be the base's own
 BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
-DRAFT_SETTINGS = ("acceptance", "posterior_threshold", "posterior_alpha")
+SHOWN_APART = ("draft_tree", "calibration")
 ACCURACY = re.compile(r"head(\d+)_top(\d+)")
 
 
@@ -83,13 +92,14 @@ def read_facts(folder: Path, model: Any = None) -> Facts:
         raise OSError(f"{str(folder)!r} holds no config.json: give the folder of a draft-head checkpoint.")
     config = read_json(folder / "config.json")
     model_type = str(config.get("model_type"))
-    if not model_type.startswith(PREFIX):
+    if not model_type.startswith(MODEL_TYPE_PREFIX):
         raise ValueError(
             f"{str(folder)!r} holds a {model_type!r} model without draft heads: give a draft-head checkpoint."
         )
     settings = read_json(folder / "generation_config.json") if (folder / "generation_config.json").is_file() else {}
     training = read_json(folder / "training_summary.json") if (folder / "training_summary.json").is_file() else {}
-    family = _family(model_type.removeprefix(PREFIX), config)
+    known = _heads_config(model_type, config)
+    family = known.family if known else model_type.removeprefix(MODEL_TYPE_PREFIX)
     sizes, dtypes = _drafter_tensors(folder)
     told = _evaluations(folder, family)
     runs = [one for one in told if "checks" not in one]
@@ -99,7 +109,10 @@ def read_facts(folder: Path, model: Any = None) -> Facts:
     chosen = settings.get("draft_tree")
     dynamic = chosen == "dynamic"
     usual = SHARED | {field.name for field in fields(PreTrainedConfig)}
-    tree = None if chosen is None or dynamic else _tree(chosen, family, heads, base_config.get("vocab_size"))
+    tree = None
+    if chosen is not None and not dynamic:
+        # without a known vocabulary every rank is allowed
+        tree = DraftTree.resolve(chosen, known.max_depth if known else heads, base_config.get("vocab_size") or 2**31)
     tree_name = chosen if isinstance(chosen, str) and not dynamic else None
     measured = min((run for run in runs if _accuracies(run)), key=_plainness, default=None)
     return Facts(
@@ -123,7 +136,7 @@ def read_facts(folder: Path, model: Any = None) -> Facts:
         tree_name=tree_name,
         tree_cut=bool(tree and tree_name and DraftTree.from_name(tree_name).max_depth > tree.max_depth),
         dynamic_tree=dynamic,
-        settings={name: settings[name] for name in DRAFT_SETTINGS if settings.get(name) is not None},
+        settings={name: value for name, value in DraftSettings.stored_in(settings).items() if name not in SHOWN_APART},
         calibration=settings.get("calibration") or [],
         training=training,
         accuracies=_accuracies(measured or {**training, **(training.get("held_out") or {})}),
@@ -179,17 +192,17 @@ def read_json(path: Path) -> Any:
     return found
 
 
-def _family(name: str, config: dict[str, Any]) -> str:
-    if name == "hydra" and config.get("prefix_layer"):
-        return "hydra++"
-    if name == "amphista" and config.get("num_auto_embedding_layers", 1) > 1:
-        return "amphista-alpha"
-    return name
+def _heads_config(model_type: str, config: dict[str, Any]) -> DraftHeadConfig | None:
+    """The config of the heads, without their base and layers; None for a family that is not known here.
 
-
-def _tree(chosen: Any, family: str, heads: int | None, vocabulary: int | None) -> DraftTree:
-    # EAGLE's one head guesses at every depth; without a known vocabulary every rank is allowed
-    return DraftTree.resolve(chosen, None if family == "eagle" else heads, vocabulary or 2**31)
+    Raises:
+        ValueError: a field is out of range.
+    """
+    if model_type not in BY_MODEL_TYPE:
+        return None
+    config_class = BY_MODEL_TYPE[model_type].config_class
+    wanted = config_class.heads_fields() - {"layer_config"}
+    return config_class(**{name: value for name, value in config.items() if name in wanted})
 
 
 def _drafter_tensors(folder: Path) -> tuple[dict[str, int], dict[str, str]]:

@@ -9,7 +9,7 @@ import torch
 def heads_hash(tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype | None = None) -> str:
     """The first 16 hex digits of a sha256 over names, shapes and values, these as float32.
 
-    So the same values give the same hash, whichever type they are kept in.
+    The same values therefore give the same hash in any dtype.
 
     Args:
         tensors: name and tensor, in any order.

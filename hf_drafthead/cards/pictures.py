@@ -28,7 +28,7 @@ def draw_tree(tree: DraftTree, path: Path) -> None:
 
 
 def draw_accuracies(accuracies: dict[int, list[float]], path: Path) -> None:
-    """A group of bars per head: its best guess, and the most guesses that were looked at.
+    """A group of bars per head: the accuracy of its best guess, and of the largest number of guesses measured.
 
     Args:
         accuracies: by k, each head's share (0 to 1) of positions with the true token among its best k.
@@ -52,7 +52,7 @@ def draw_accuracies(accuracies: dict[int, list[float]], path: Path) -> None:
 
 
 def _rows(tree: DraftTree) -> list[float]:
-    """Where each node stands: leaves one below the other, every other node in the middle of its children."""
+    """The row of each node: leaves one below the other, every other node in the middle of its children."""
     rows = [0.0] * tree.num_nodes
     leaves = 0
 

@@ -1,8 +1,8 @@
 """A card as sections, so that it can be rebuilt around what a person wrote.
 
-A section starts at a heading of level 2 and ends before the next; what comes first has the heading "". One that
-carries the line REBUILT is ours and is written again; all others are somebody's own and stay, also in the place of one
-of ours with the same heading.
+A section starts at a heading of level 2 and ends before the next; the text before the first heading has the heading "".
+A section that contains the line REBUILT is generated and is written again; all others were written by people and are
+kept, also in place of a generated section with the same heading.
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ class Section:
 
     @property
     def ours(self) -> bool:
-        """Whether it may be written again."""
+        """Whether it is generated, and may be written again."""
         return REBUILT in self.text.splitlines()
 
 
@@ -42,11 +42,11 @@ def split(text: str) -> list[Section]:
 
 
 def merge(old: str, new: str) -> str:
-    """The new text, with every section of the old one that is not ours.
+    """The new text, with every section of the old one that was written by people.
 
     Args:
-        old: text of the card as it lies there, "" if there is none.
-        new: text of the card as it is written now; all of its sections are ours.
+        old: text of the existing card, "" if there is none.
+        new: text of the new card; all of its sections are generated.
     """
     fresh = split(new)
     places = {section.heading for section in fresh}

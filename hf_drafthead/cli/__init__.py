@@ -15,12 +15,13 @@ from hf_drafthead.cli import (  # each adds its commands to the application
     distill,
     measure,
     models,
+    page,
     publish,
     train,
 )
 from hf_drafthead.cli.common import app, complain
 
-__all__ = ["app", "chat", "demo", "distill", "main", "measure", "models", "publish", "train"]
+__all__ = ["app", "chat", "demo", "distill", "main", "measure", "models", "page", "publish", "train"]
 
 UsageError: Any = typer.BadParameter.__base__  # of click, which typer brings along without exporting this
 

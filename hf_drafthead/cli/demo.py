@@ -122,7 +122,7 @@ def show_full(console: Console, paths: dict[str, str], asked: list[Any], tokens:
     """Every family with its fastest tree against the base in turn, and in batches with the published tree."""
     import torch
 
-    from hf_drafthead.evaluation.contest import contest, rounds
+    from hf_drafthead.evaluation.compare_with_base import compare_with_base, rounds
     from hf_drafthead.evaluation.loading import load
     from hf_drafthead.evaluation.sample import sample
 
@@ -131,7 +131,7 @@ def show_full(console: Console, paths: dict[str, str], asked: list[Any], tokens:
     with bar(len(paths) * rounds(asked)) as begin:
         for name, path in paths.items():
             model, tokenizer = load(path, dtype=torch.float32)
-            contests[name] = one = contest(
+            contests[name] = one = compare_with_base(
                 model, tokenizer, asked, max_new_tokens=tokens, repeats=repeats, progress=begin(name)
             )
             samples[name] = sample(model, tokenizer, shown.text, tree=one.tree, do_sample=False, max_new_tokens=tokens)

@@ -1,7 +1,7 @@
 """Speed, acceptance and exactness of a model with draft heads against its own base, on questions.
 
-Contenders take turns on every prompt in one process; a conversation goes on with the base's own answers, so that all
-are asked the same.
+Base, heads and other methods decode every prompt alternately in one process; a conversation continues with the base's
+own answers, so that all get the same prompts.
 
 Shapes: B rows, P prompt tokens, M positions, K heads.
 """
@@ -38,8 +38,8 @@ from hf_drafthead.evaluation.speed import (
     encode_turn,
     has_room,
     new_rows,
-    race,
     steps_of,
+    time_interleaved,
 )
 from hf_drafthead.evaluation.stages import time_split
 from hf_drafthead.generation.calibration import rank_paths
@@ -59,7 +59,7 @@ def measure(
     repeats: int = 3,
     progress: Callable[[], object] = lambda: None,
 ) -> Measurement:
-    """Decode texts greedily with the base and with the heads, in turn: speed and exactness, and nothing else.
+    """Decode texts greedily with the base and with the heads, alternately: measures speed and exactness only.
 
     Args:
         model: a model with draft heads; its base is what it is compared with.
@@ -122,7 +122,7 @@ class Course:
     _compiled_for: set[torch.Size] = field(default_factory=set, init=False, repr=False)
 
     def run_as_far_as_possible(self, questions: Sequence[Question]) -> None:
-        """Keep the rounds that were finished when the memory is full, or when the user has seen enough."""
+        """Run, and keep the finished rounds if the memory runs out or the user interrupts."""
         try:
             for one in self.run(questions):
                 self.rounds.append(one)
@@ -174,7 +174,7 @@ class Course:
         )
 
     def _warm_up(self, given: Mapping[str, torch.Tensor]) -> None:
-        """Everything that only the first call pays for: the probe of the base, compiling, allocations, tensors."""
+        """Run what happens in the first call only: the probe of the base, compilation, allocations."""
         for name, runner in list(self.runners.items()):
             if name in (BASE, HEADS):
                 runner(given, self.settings)
@@ -184,7 +184,7 @@ class Course:
                 self._try(name, given)
 
     def _try(self, name: str, given: Mapping[str, torch.Tensor]) -> None:
-        """One call that is not timed; who fails at it is left out."""
+        """One untimed call; a method that fails is left out."""
         try:
             self.runners[name](given, self.settings)
         except Exception as error:  # of compilers and others' decoding, which the heads can do without
@@ -226,7 +226,7 @@ class Course:
             return output
 
         calls = {name: functools.partial(counted, name) for name in self.runners}
-        outputs, seconds = race(calls, self.repeats, self.model.base.device, before=before, after=after)
+        outputs, seconds = time_interleaved(calls, self.repeats, self.model.base.device, before=before, after=after)
         sequences = {name: getattr(output, "sequences", output) for name, output in outputs.items()}
         rows = {name: new_rows(self.model, given, found, self.settings) for name, found in sequences.items()}
         one = Round(
@@ -296,7 +296,7 @@ def bench(
     progress: Callable[[], object] = lambda: None,
     tell: Callable[[str], object] = lambda notice: None,
 ) -> list[Measurement]:
-    """One measurement for every batch size; where the memory does not suffice, half of it takes its place.
+    """One measurement for every batch size, which is halved where memory runs out.
 
     Under `accelerate launch` every process takes its share of the questions, and all return the figures of all.
 
@@ -340,7 +340,7 @@ def bench(
             if size > 1 and size // 2 not in done:
                 waiting.insert(0, size // 2)
                 done.add(size // 2)
-                course.notices[-1] = f"{course.notices[-1][:-1]}, the rest goes on with {size // 2}."
+                course.notices[-1] = f"{course.notices[-1][:-1]}, continuing with a batch size of {size // 2}."
         course.notices += undrafted_notice(course.rounds)
         for notice in course.notices:
             tell(notice)
@@ -354,7 +354,7 @@ def bench(
     if not found:
         if course.stopped == INTERRUPTED:
             raise KeyboardInterrupt
-        raise OSError("the memory does not suffice for a single prompt: use a smaller model, or fewer new tokens.")
+        raise OSError("there is not enough memory for a single prompt: use a smaller model, or fewer new tokens.")
     return found
 
 

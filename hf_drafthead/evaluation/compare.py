@@ -1,4 +1,4 @@
-"""Who is measured: the base as it is, the heads, and what a user might pick instead of them."""
+"""The methods that are measured: the base as it is, the heads, and alternatives of transformers."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -26,7 +26,7 @@ def contenders(
     acceptance: Mapping[str, Any] | None = None,
     compare: Sequence[str] = (),
 ) -> dict[str, Contender]:
-    """The base, the heads, and others by name, in the order in which they take turns.
+    """The base, the heads, and other methods by name, in the order in which they are run.
 
     Args:
         model: with draft heads.

@@ -7,10 +7,9 @@ from transformers import AutoConfig, AutoTokenizer
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from hf_drafthead.modeling import MODEL_CLASSES, DraftHeadConfig
 from hf_drafthead.modeling.checkpoint import HTTP_ERROR, why_refused
-
-PREFIX = "drafthead_"  # of every family's model_type
+from hf_drafthead.modeling.config import MODEL_TYPE_PREFIX, DraftHeadConfig
+from hf_drafthead.modeling.families import BY_MODEL_TYPE, FAMILIES
 
 
 def read_config(name: str) -> DraftHeadConfig:
@@ -37,12 +36,12 @@ def read_config(name: str) -> DraftHeadConfig:
             raise OSError(f"the heads {name!r} cannot be fetched: {refused}.") from error
         raise OSError(f"no model could be read at {name!r} ({one_line(error)}): {wanted}") from error
     model_type = given.get("model_type")
-    if not str(model_type).startswith(PREFIX):
+    if not str(model_type).startswith(MODEL_TYPE_PREFIX):
         raise ValueError(f"{name!r} holds a {model_type!r} model without draft heads: {wanted}")
     if model_type not in CONFIG_MAPPING:
-        family = model_type.removeprefix(PREFIX)
+        family = model_type.removeprefix(MODEL_TYPE_PREFIX)
         raise ValueError(
-            f"{name!r} holds heads of the unknown family {family!r}: expected one of {', '.join(known_families())}; "
+            f"{name!r} holds heads of the unknown family {family!r}: expected one of {', '.join(sorted(FAMILIES))}; "
             "a newer hf_drafthead may know it."
         )
     return AutoConfig.from_pretrained(name)
@@ -60,7 +59,7 @@ def load(name: str, **kwargs: Any) -> tuple[Any, Any]:
     """
     config = read_config(name)
     # not through AutoModel, which takes `trust_remote_code` for a wish to run the code that was pushed with the heads
-    (model_class,) = (one for one in MODEL_CLASSES if one.config_class is type(config))
+    model_class = BY_MODEL_TYPE[config.model_type]
     try:
         model: Any = model_class.from_pretrained(name, **kwargs)
     except OSError as error:
@@ -76,11 +75,6 @@ def load(name: str, **kwargs: Any) -> tuple[Any, Any]:
     except (OSError, ValueError):
         tokenizer = AutoTokenizer.from_pretrained(model.base.name_or_path, **trust)
     return model, tokenizer
-
-
-def known_families() -> list[str]:
-    """The families that this version has, by the name in their `model_type`."""
-    return sorted(model.config_class.model_type.removeprefix(PREFIX) for model in MODEL_CLASSES)
 
 
 def one_line(error: BaseException) -> str:

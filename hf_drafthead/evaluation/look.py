@@ -13,7 +13,7 @@ import transformers
 
 from hf_drafthead.evaluation.acceptance import tokens_per_step
 from hf_drafthead.evaluation.compare import Contender, contenders
-from hf_drafthead.evaluation.contest import candidate_trees
+from hf_drafthead.evaluation.compare_with_base import candidate_trees
 from hf_drafthead.evaluation.loading import load, one_line
 from hf_drafthead.evaluation.measurement import BASE, COMPILED, HEADS
 from hf_drafthead.evaluation.memory import out_of_memory

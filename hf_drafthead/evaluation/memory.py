@@ -1,4 +1,4 @@
-"""Memory: its peak during a call, and what running out of it looks like."""
+"""Peak memory of a call, and how to recognize an out-of-memory error."""
 
 from pathlib import Path
 
@@ -8,20 +8,20 @@ PROCESS = Path("/proc/self")
 
 
 class PeakMemory:
-    """The most bytes in use since `reset`: of the GPU, or of the whole process where the system tells (Linux)."""
+    """Peak memory since `reset` in bytes: of the GPU, or of the whole process where the system reports it (Linux)."""
 
     def __init__(self, device: torch.device):
         self._device = device
 
     def reset(self) -> None:
-        """Forget what was before."""
+        """Start a new measurement."""
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
         elif (PROCESS / "clear_refs").exists():
             (PROCESS / "clear_refs").write_text("5")
 
     def read(self) -> int | None:
-        """Bytes; None where the system does not tell."""
+        """Bytes; None where the system does not report it."""
         if self._device.type == "cuda":
             return torch.cuda.max_memory_allocated(self._device)
         if not (PROCESS / "clear_refs").exists():
@@ -31,7 +31,7 @@ class PeakMemory:
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Whether this is how a device says that it has no memory left."""
+    """Whether this error means that a device has no memory left."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     return isinstance(error, RuntimeError) and any(

@@ -1,7 +1,7 @@
-"""Was it rounding? Where two texts part, how little would have made the base itself choose the other token.
+"""Whether rounding explains a difference: by how little the logits of the base would have to change at that position.
 
-Matrix products of another shape round differently, so in half precision two tokens with nearly equal logits may swap
-places; that is a property of the machine. A fault in the decoding parts texts wherever it strikes.
+Matrix products of different shapes round differently, so in half precision two tokens with nearly equal logits may be
+exchanged. This depends on the hardware; an error in the decoding causes differences at any margin.
 
 Shapes: B rows, P prompt positions, V vocabulary.
 """
@@ -25,10 +25,10 @@ def margin_of(
     token: int,
     seed: int,
 ) -> tuple[float, float]:
-    """How far apart the base had the token it chose and another one.
+    """The margin between the token that the base chose and another one.
 
-    The disturbance is put on the raw logits: the other token's up, all others down, each by half the margin. So it goes
-    through every processor and, where tokens are sampled, meets the very noise that the base drew at this position.
+    The raw logits are changed: the other token's up, all others down, each by half the margin. The change thus passes
+    through every processor and, in sampling, is combined with the noise that the base drew at this position.
 
     Args:
         base: the causal LM.

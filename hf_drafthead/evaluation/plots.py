@@ -1,4 +1,4 @@
-"""Measurements as pictures."""
+"""Plots of measurements."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -12,11 +12,11 @@ from hf_drafthead.evaluation.report import labels
 
 
 def draw(measurements: Sequence[Measurement], folder: Path) -> list[Path]:
-    """Draw what these measurements can tell, one PNG file for each picture.
+    """Draw the plots that these measurements allow, one PNG file each.
 
     Args:
         measurements: of one call, of one or several models.
-        folder: made if it is not there.
+        folder: created if it does not exist.
 
     Returns:
         the files.

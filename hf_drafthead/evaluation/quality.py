@@ -1,4 +1,4 @@
-"""How near an answer comes to a reference: ROUGE-L, the F-measure, by the package `rouge-score`."""
+"""How close an answer is to a reference: the F-measure of ROUGE-L, by the package `rouge-score`."""
 
 import functools
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ def _scorer() -> Any:
 
 
 def quality(answer: str, references: Sequence[str]) -> float:
-    """From 0, no word in common, to 1: against the reference that the answer comes nearest to.
+    """From 0 (no common word) to 1: the score against the best matching reference.
 
     >>> quality("in second place", ["the first", "second place"])
     0.8

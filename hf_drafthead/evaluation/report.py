@@ -50,7 +50,7 @@ def write_csv(path: Path, measurements: Sequence[Measurement]) -> None:
 
 
 def labels(measurements: Sequence[Measurement], sizes_shown: bool = True) -> list[str]:
-    """What tells the measurements of one call apart: the family, and whatever else differs.
+    """Labels for the measurements of one call: the family, and whatever else differs.
 
     Args:
         measurements: of one call.
@@ -100,7 +100,7 @@ def summary_table(measurements: Sequence[Measurement]) -> Table:
 
 
 def same_text(one: Measurement) -> str:
-    """Whether the text was the base's own; a difference counts where none was allowed."""
+    """Whether the text was the base's own; a difference in an exact run is written in capitals."""
     if not one.identical:
         return "NO" if one.lossless else "no"
     return "-" if one.undrafted and one.tokens_per_step is None else "yes"
@@ -121,7 +121,7 @@ def category_table(measurements: Sequence[Measurement]) -> Table:
 
 
 def details_table(measurements: Sequence[Measurement]) -> Table:
-    """Where the time of a step goes, how good the guesses are, and what the others do; side by side."""
+    """The time of each stage of a step, the accuracy of the heads, and the other methods; side by side."""
     table = _table("", *labels(measurements))
 
     def line(name: str, cells: list[str]) -> None:

@@ -11,7 +11,7 @@ from hf_drafthead.evaluation.questions import Question
 
 
 def process_state() -> PartialState:
-    """This process among its likes; without a GPU, those that `torchrun` or MPI start on the processor count too."""
+    """The state of this process; without a GPU, processes that `torchrun` or MPI started on the CPU count too."""
     return PartialState(cpu=not torch.cuda.is_available())
 
 
@@ -35,7 +35,7 @@ class Shard:
         self.questions = list(questions)[state.process_index :: self.processes]
 
     def gather(self, course: Any) -> None:
-        """Give the course of every process the rounds of all, and one reason for which all of them stop."""
+        """Give every process the rounds of all processes, and a common reason for stopping."""
         if self.processes == 1:
             return
         course.rounds = gather_object(course.rounds)

@@ -1,7 +1,7 @@
-"""One call of `generate`, and several in turn against the clock.
+"""One call of `generate`, and the time of several calls that alternate.
 
-Every prompt is decoded by the base and by the heads in turn, several times over, in one process, and counts with its
-median time: a machine that gets busy or hot half way slows both, and a single hiccup slows neither.
+Every prompt is decoded alternately by the base and by the heads, several times in one process, and counts with its
+median time: other load on the machine affects both, and a single slow call affects neither.
 """
 
 import statistics
@@ -32,14 +32,14 @@ def fastest_tree(
         warm_up(model, tree, inputs[0], settings)
     for given in inputs:
         runs = {tree: lambda tree=tree, given=given: draft(model, tree, given, settings) for tree in trees}
-        _, seconds = race(runs, 2, model.base.device)
+        _, seconds = time_interleaved(runs, 2, model.base.device)
         for tree in trees:
             totals[tree] += statistics.median(seconds[tree])
         progress()
     return min(totals, key=totals.__getitem__)
 
 
-def race(
+def time_interleaved(
     runs: Mapping[Any, Callable[[], Any]],
     repeats: int,
     device: torch.device,
@@ -47,7 +47,7 @@ def race(
     before: Callable[[], object] = lambda: None,
     after: Callable[[Any], object] = lambda name: None,
 ) -> tuple[dict[Any, Any], dict[Any, list[float]]]:
-    """Call each in turn, `repeats` times over: what each returned last, and its seconds, one for every time.
+    """Call each alternately, `repeats` times: what each returned last, and the seconds of every call.
 
     Args:
         runs: what to call, by name.
@@ -89,7 +89,7 @@ def steps_of(output: Any) -> torch.Tensor:
     return output.accepted_lengths.cpu()
 
 
-def warm_up(model: Any, tree: DraftTree, given: Mapping[str, torch.Tensor], settings: Mapping[str, Any]) -> None:
+def warm_up(model: Any, tree: DraftTree | None, given: Mapping[str, torch.Tensor], settings: Mapping[str, Any]) -> None:
     """Everything that only the first call pays for: the probe of the base, allocations, the tree's tensors."""
     model.base.generate(**given, **settings)
     draft(model, tree, given, settings)

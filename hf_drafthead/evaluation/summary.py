@@ -13,6 +13,7 @@ from transformers import GenerationConfig
 
 from hf_drafthead.evaluation.loading import one_line, read_config
 from hf_drafthead.evaluation.speed import device_name, drafted
+from hf_drafthead.generation.settings import DraftSettings
 from hf_drafthead.generation.tree import DraftTree
 from hf_drafthead.modeling.checkpoint import HTTP_ERROR, checkpoint_files, why_refused
 from hf_drafthead.modeling.config import DraftHeadConfig
@@ -73,7 +74,7 @@ def summarize(name: str) -> Summary:
         dtype=", ".join(sorted({dtype for _, dtype in tensors.values()})),
         fields=family_fields(config),
         settings=settings,
-        tree=None if chosen is None else DraftTree.resolve(chosen, deepest(config), text_config.vocab_size),
+        tree=None if chosen is None else DraftTree.resolve(chosen, config.max_depth, text_config.vocab_size),
     )
 
 
@@ -110,15 +111,10 @@ def probe(model: Any) -> Probe:
     )
 
 
-def deepest(config: DraftHeadConfig) -> int | None:
-    """The deepest level that the heads can guess: EAGLE's one head guesses at every depth."""
-    return None if config.family == "eagle" else config.num_draft_heads
-
-
 def family_fields(config: DraftHeadConfig) -> dict[str, Any]:
     """The config fields that this family adds to what all have."""
-    shared = {field.name for field in fields(DraftHeadConfig)}
-    return {field.name: getattr(config, field.name) for field in fields(config) if field.name not in shared}
+    own = config.heads_fields() - DraftHeadConfig.heads_fields()
+    return {field.name: getattr(config, field.name) for field in fields(config) if field.name in own}
 
 
 def drafting_settings(name: str) -> dict[str, Any]:
@@ -127,8 +123,7 @@ def drafting_settings(name: str) -> dict[str, Any]:
         stored = GenerationConfig.from_pretrained(name)
     except OSError:
         return {}
-    keys = ("draft_tree", "acceptance", "posterior_threshold", "posterior_alpha", "calibration")
-    return {key: value for key in keys if (value := getattr(stored, key, None)) is not None}
+    return DraftSettings.stored_in(stored)
 
 
 def tensor_headers(name: str) -> dict[str, tuple[tuple[int, ...], str]]:

@@ -1,5 +1,5 @@
-"""Does a model with draft heads write what its base writes? Token by token, greedily and from seeds, alone and in
-batches, up to an end of text, and with whatever settings the user has.
+"""Check that a model with draft heads generates the text of its base: token by token, greedy and sampled, alone and in
+batches, up to an end of text, and with the user's settings.
 
 Shapes: B rows, P prompt positions.
 """
@@ -60,7 +60,7 @@ class Difference:
 
 @dataclass
 class Check:
-    """One way to decode: the settings of its calls, how many prompts go into each, and what came of it."""
+    """One way to decode: the settings of its calls, the prompts per call, and the result."""
 
     name: str
     settings: dict[str, Any]
@@ -90,7 +90,7 @@ class Check:
 
 @dataclass
 class Verdict:
-    """What all checks found, and the shortest prompt that shows a fault."""
+    """The results of all checks, and the shortest prompt that shows a fault."""
 
     about: dict[str, Any]
     checks: list[Check]
@@ -98,7 +98,7 @@ class Verdict:
 
     @property
     def identical(self) -> bool:
-        """Whether nothing but rounding was found."""
+        """Whether there was no difference except by rounding."""
         return self.shortest is None
 
     def to_json(self, tokenizer: Any) -> dict[str, Any]:
@@ -132,7 +132,7 @@ def verify(
     tokenizer: Any = None,
     progress: Callable[[], object] = lambda: None,
 ) -> Verdict:
-    """Compare the heads with their base on every prompt, in every way.
+    """Compare the heads with their base on every prompt, with every check.
 
     Args:
         model: with draft heads.
@@ -207,7 +207,7 @@ def groups(prompts: Sequence[Tokens], rows: int) -> Iterator[list[Tokens]]:
 
 
 def compare(model: Any, check: Check, prompts: Sequence[Tokens], seed: int) -> None:
-    """One call of the base and one of the heads; the check is told what came of it."""
+    """One call of the base and one of the heads; the result is added to the check."""
     given = padded(prompts, check.settings["pad_token_id"], model.base.device)
     settings = dict(check.settings)
     if check.ends:
@@ -242,7 +242,7 @@ def compare(model: Any, check: Check, prompts: Sequence[Tokens], seed: int) -> N
 
 
 def ends_inside_steps(model: Any, given: Mapping[str, torch.Tensor], settings: Mapping[str, Any]) -> list[int]:
-    """For each row a token that the heads guessed, and after which the step went on: the hardest place to end at."""
+    """For each row a token that was accepted inside a step and not at its end: the hardest position to stop at."""
     output = model.generate(**given, **settings, return_dict_in_generate=True)
     answers = output.sequences[:, given["input_ids"].shape[1] :].tolist()
     chosen = set()
@@ -254,7 +254,7 @@ def ends_inside_steps(model: Any, given: Mapping[str, torch.Tensor], settings: M
 
 
 def judged(model, check, settings, given, row, prompt, base: Tokens, heads: Tokens, seed: int) -> Difference:
-    """Where two texts part, and whether rounding explains it."""
+    """Where two texts first differ, and whether rounding explains it."""
     shorter = min(len(base), len(heads))
     position = next((at for at in range(shorter) if base[at] != heads[at]), shorter)
     theirs, ours = ((text[position] if position < len(text) else None) for text in (base, heads))
@@ -266,7 +266,7 @@ def judged(model, check, settings, given, row, prompt, base: Tokens, heads: Toke
 
 
 def shortest_fault(model: Any, checks: Sequence[Check], seed: int) -> Difference | None:
-    """The fault with the shortest prompt; one that shows alone is shortened further, to an end of the prompt."""
+    """The fault with the shortest prompt; if it occurs in a single row, the prompt is shortened from its start."""
     faults = [(check, fault) for check in checks for fault in check.faults]
     if not faults:
         return None
@@ -305,7 +305,7 @@ def padded(prompts: Sequence[Tokens], pad: int, device: torch.device) -> dict[st
 
 
 def without_padding(tokens: Tokens, ends: set[int], pad: int) -> Tokens:
-    """A row's new tokens up to its end; what follows the end without being padding stays, for it should not be there.
+    """A row's new tokens up to its end; tokens after the end that are not padding are kept, since they are an error.
 
     >>> without_padding([7, 2, 0, 0], {2}, 0), without_padding([7, 2, 5, 0], {2}, 0), without_padding([7, 0], {2}, 0)
     ([7, 2], [7, 2, 5], [7, 0])

@@ -1,8 +1,8 @@
 """Captured steps: the whole step as one program of fixed shapes, compiled once and kept for later calls.
 
-A program is made for a tree, a batch size and what the call decides by (`Captured.key`). Only the capacity of the caches
-may differ between two runs of it, so that a text can grow, and prompts of any length share it. What the programs are
-made of are the stages of `step`; nothing here knows what they do.
+A program is made for a tree, a batch size and what the call decides by (`Capture._key`). Only the capacity of the
+caches may differ between two runs of it, so that a text can grow, and prompts of any length share it. What the programs
+are made of are the stages of `step`; nothing here knows what they do.
 
     greedy               draft, verify, walk, commit                       one program
     anything else        draft, verify | walk as without capture | commit  two programs around it
@@ -169,7 +169,7 @@ class Captured:
 
 def compiled(function: Callable, config: CompileConfig) -> Callable:
     """`torch.compile` without guards, for a function of which the caller knows that nothing but tensors changes."""
-    # dynamo keeps its programs by code object, and without guards it takes the first: each gets a code object of its own
+    # dynamo keeps its programs by code object, and without guards it takes the first: each gets one of its own
     alone = types.FunctionType(
         function.__code__.replace(),
         function.__globals__,

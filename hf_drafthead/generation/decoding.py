@@ -16,7 +16,7 @@ import torch
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
-from hf_drafthead.generation.capture import Capture
+from hf_drafthead.generation.capture import Capture, CapturedStep
 from hf_drafthead.generation.reader import BaseReader, position_table, prefill_inputs
 from hf_drafthead.generation.rules import Rules
 from hf_drafthead.generation.settings import DraftSettings
@@ -79,9 +79,9 @@ def decode(
     watch.lap("prefill")
     if on_step is not None:
         on_step(StepRecord(0, [[token] for token in newest(state)], [], [1] * rules.batch_size, 0, watch.seconds))
-    step = Step(reader, drafter, settings, rules, show=stream.show, timed=on_step is not None)
-    if capture is not None and state.running(rules.pads):
-        step = capture.prepared(step, state)
+    plain = Step(reader, drafter, settings, rules, show=stream.show, timed=on_step is not None)
+    to_capture = capture if state.running(rules.pads) else None
+    step: Step | CapturedStep = to_capture.prepared(plain, state) if to_capture else plain
     launched: deque[tuple[Walk, dict[str, float]]] = deque()
     while state.running(rules.pads):
         launched.append(step(state))
@@ -240,7 +240,8 @@ def _run_prompt(reader: BaseReader, arguments: dict, chunk: int | None) -> tuple
         logits, features = reader(True, **arguments)
         arguments["past_key_values"].count(features.shape[1])
         return logits, features
-    features, done, cache = [], 0, arguments["past_key_values"]
+    parts: list[torch.Tensor] = []
+    done, cache = 0, arguments["past_key_values"]
     mask = arguments.get("attention_mask")
     known = cache.extent
     for part in tokens.split(chunk, dim=1):
@@ -250,11 +251,11 @@ def _run_prompt(reader: BaseReader, arguments: dict, chunk: int | None) -> tuple
             now["attention_mask"] = mask[:, : known + end]
         if arguments.get("position_ids") is not None:
             now["position_ids"] = arguments["position_ids"][:, done:end]
-        logits, some = reader(True, **now)
-        features.append(some)
+        logits, features = reader(True, **now)
+        parts.append(features)
         cache.count(part.shape[1])
         done = end
-    return logits, torch.cat(features, dim=1)
+    return logits, torch.cat(parts, dim=1)
 
 
 def _prompt_for_drafter(drafter, root, features, arguments, mask) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

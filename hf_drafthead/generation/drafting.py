@@ -16,8 +16,8 @@ from hf_drafthead.generation.tree import DraftTree
 class Guesses(NamedTuple):
     """What a drafter says about the children of a tree level's nodes.
 
-    logits: (B, n, V') scores over the draft vocabulary, or (B, 1, V') if they are the same for all nodes; to_base: (V',)
-    the base's token id of each draft token, or None where both vocabularies are one.
+    logits: (B, n, V') scores over the draft vocabulary, or (B, 1, V') if they are the same for all nodes; to_base:
+    (V',) the base's token id of each draft token, or None where both vocabularies are one.
     """
 
     logits: torch.Tensor

@@ -77,8 +77,8 @@ class DraftHeadGenerationMixin(GenerationMixin):
 
         Takes every argument of `GenerationMixin.generate`, in its order. What a tree of guesses cannot do (beam search,
         attentions, an assistant model, a cache that cannot be compacted, ...) is decoded by the base itself, with one
-        warning. With `cache_implementation="static"` or `compile_config` the whole step is compiled once, for a tree and
-        a batch size, and kept on the model.
+        warning. With `cache_implementation="static"` or `compile_config` the whole step is compiled once for a tree and
+        a batch size, and kept for later calls.
 
         Args:
             inputs: (B, P) prompt token ids, left-padded where B > 1.

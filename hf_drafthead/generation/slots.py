@@ -8,8 +8,8 @@ Every layer, of the base or of a drafter, holds `nodes` slots for the step and b
 Nodes are written right before the past, later ones in front of earlier ones, so that [nodes, past] is one slice without
 a copy, whatever the lengths of the rows. `keep` moves accepted nodes behind each row's own past, all layers at once.
 
-Shapes: B rows, n nodes of one forward, M nodes written so far (n included), m nodes to keep, S slots, H key/value heads,
-E head size, R = 1 or B.
+Shapes: B rows, n nodes of one forward, M nodes written so far (n included), m nodes to keep, S slots, H key/value
+heads, E head size, R = 1 or B.
 """
 
 from __future__ import annotations
@@ -204,10 +204,11 @@ class SlotLayer(CacheLayerMixin):
             self.keys, self.values = (pool.slab(index) for pool, index in self.places)
 
     def part(self) -> None:
-        """Give this layer tensors of its own: a compiler would take a write to a shared one for a write to all of it."""
+        """Give this layer tensors of its own: a compiler takes a write to a shared one for a write to all of it."""
         if self.is_initialized:
-            self.places = tuple((pool.alone(index), 0) for pool, index in self.places)
-            self.keys = self.values = None
+            keys, values = ((pool.alone(index), 0) for pool, index in self.places)
+            self.places = keys, values
+            del self.keys, self.values
 
     def views(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values (B, H, S, E) of all slots."""
@@ -317,7 +318,8 @@ def slot_mask(
         dtype: of the attention.
         visible: (B, S') which of the first S' past slots hold no padding; None = all.
         window: positions that a sliding layer sees; None = all.
-        depths: (R, n) of the nodes, where there is a window; the M nodes are these n.
+        depths: (R, n) of the nodes, where there is a window. Where the M nodes are more than these n, they are levels of
+            a tree that is no deeper than the window.
 
     Returns:
         (B, 1, n, M + extent).
@@ -326,11 +328,14 @@ def slot_mask(
     slots = torch.arange(extent, device=past.device)
     behind = slots < past[:, None]  # (B, S)
     if visible is not None:
-        behind = behind & torch.nn.functional.pad(visible[:, :extent], (0, max(extent - visible.shape[1], 0)), value=True)
+        behind = behind & torch.nn.functional.pad(
+            visible[:, :extent], (0, max(extent - visible.shape[1], 0)), value=True
+        )
     behind = behind[:, None].expand(rows, nodes, -1)
     above = ancestors.expand(rows, -1, -1)
     if window is not None and depths is not None:
-        above = above & (depths[:, :, None] - depths[:, None, :] < window)
+        if depths.shape[1] == above.shape[2]:
+            above = above & (depths[:, :, None] - depths[:, None, :] < window)
         behind = behind & (past[:, None, None] + depths[:, :, None] - slots < window)
     seen = torch.cat([above, behind], dim=-1)[:, None]
     return torch.zeros(seen.shape, dtype=dtype, device=past.device).masked_fill_(~seen, torch.finfo(dtype).min)

@@ -16,7 +16,6 @@ from transformers.generation import GenerateDecoderOnlyOutput
 from hf_drafthead.generation.slots import ROOM, SlotCache
 from hf_drafthead.generation.tree import Topology
 
-
 # What `torch.multinomial` says, with which the base samples.
 NOT_A_DISTRIBUTION = "probability tensor contains either `inf`, `nan` or element < 0"
 
@@ -84,8 +83,8 @@ class Rows(NamedTuple):
     """What a step starts from and leaves behind, on the device where the base computes; `commit` is the only writer.
 
     sequences: (B, W) token ids, with padding behind each row's length; lengths: (B,) tokens of each row so far; ends:
-    (B,) at how many of them it ended, 0 where it has not; position_shift: (B, 1) position id minus past position; visible: (B, S) False where past slots hold padding,
-    or None; draft_state: the drafter's own, of tensors and caches.
+    (B,) at how many of them it ended, 0 where it has not; position_shift: (B, 1) position id minus past position;
+    visible: (B, S) False where past slots hold padding, or None; draft_state: the drafter's own, of tensors and caches.
 
     The cache, which holds all tokens but each row's last, and the sequences are written in place.
     """

@@ -106,7 +106,11 @@ class Step:
         reach = (state.limits.last_position - state.cache.lengths[:, None]).clamp(min=0)[:, 0]
         typical = self.settings.acceptance == "typical" and rules.config.do_sample
         # under sampling a CPU, which waits for nothing, looks at the nodes that are visited only
-        if rules.on_device and not typical and not ((rules.samples or rules.processors) and logits.device.type == "cpu"):
+        if (
+            rules.on_device
+            and not typical
+            and not ((rules.samples or rules.processors) and logits.device.type == "cpu")
+        ):
             logits = logits.to(rows.lengths.device)
             depths = candidates.topology.depths
             noise = rules.noise_ahead(state.lengths, self.tree.max_depth + 1, logits.float()) if rules.samples else None

@@ -1,8 +1,8 @@
 """The package's model code as one file, for places where only transformers and torch are installed.
 
-transformers fetches that file from beside the weights when it is told `trust_remote_code=True`. It holds the modules
-that a family needs, one behind the other in the order in which they need each other: imports between them fall away,
-all others stand once at the top, and the published trees are in it as data.
+transformers fetches that file from the repository of the weights if `trust_remote_code=True` is given. It holds the
+modules that a family needs, each after the modules that it imports: imports between them are removed, all other imports
+stand once at the top, and the published trees are included as data.
 """
 
 import json
@@ -12,10 +12,11 @@ from pathlib import Path
 from hf_drafthead.generation import tree as tree_module
 from hf_drafthead.generation.tree import DraftTree, published_trees
 from hf_drafthead.hub_upload.bundle_modules import check_names, in_order
-from hf_drafthead.modeling import MODEL_CLASSES, DraftHeadPreTrainedModel
+from hf_drafthead.modeling.base import DraftHeadPreTrainedModel
+from hf_drafthead.modeling.config import MODEL_TYPE_PREFIX
+from hf_drafthead.modeling.families import BY_MODEL_TYPE
 
 FILE = "modeling_drafthead.py"
-PREFIX = "drafthead_"  # of every family's model_type
 
 HEADER = '''\
 # Made from hf_drafthead {version}, which holds the same code module by module, with its tests and documentation.
@@ -81,11 +82,11 @@ def add_bundle(folder: Path) -> None:
         raise OSError(f"{str(folder)!r} holds no config.json: give the folder of a draft-head checkpoint.")
     config = json.loads(path.read_text(encoding="utf-8"))
     model_type = str(config.get("model_type"))
-    if not model_type.startswith(PREFIX):
+    if not model_type.startswith(MODEL_TYPE_PREFIX):
         raise ValueError(
             f"{str(folder)!r} holds a {model_type!r} model without draft heads: give a draft-head checkpoint."
         )
-    family = model_type.removeprefix(PREFIX)
+    family = model_type.removeprefix(MODEL_TYPE_PREFIX)
     code = build_bundle(family)
     model_class = families()[family]
     stem = Path(FILE).stem
@@ -121,7 +122,7 @@ def build_bundle(family: str) -> str:
 
 def families() -> dict[str, type[DraftHeadPreTrainedModel]]:
     """The model class of every family, by the name in its `model_type`."""
-    return {one.config_class.model_type.removeprefix(PREFIX): one for one in MODEL_CLASSES}
+    return {name.removeprefix(MODEL_TYPE_PREFIX): one for name, one in BY_MODEL_TYPE.items()}
 
 
 def tree_data() -> str:

@@ -1,4 +1,4 @@
-"""Modules of the package as text that can stand in one file: without their imports, in the order of their needs."""
+"""Modules of the package as text for one file: without their imports, each after the modules that it imports."""
 
 import ast
 import re
@@ -38,11 +38,11 @@ class Module:
 
 
 def in_order(name: str, instead: Mapping[tuple[str, str], str] = NOTHING) -> list[Module]:
-    """A module behind all others that it needs; what only their functions import comes last.
+    """A module after all others that it imports; modules that only functions import come last.
 
     Args:
         name: of the module.
-        instead: code to be put in the place of a function, by the names of its module and its own.
+        instead: code that replaces a function, by the names of its module and its own.
 
     Raises:
         ValueError: modules that import each other, or in a way that one file cannot follow.
@@ -108,7 +108,7 @@ def read_module(name: str, instead: Mapping[tuple[str, str], str] = NOTHING) -> 
 
 
 def check_names(modules: list[Module]) -> None:
-    """Refuse modules that mean different things by one name.
+    """Refuse modules that use one name for different things.
 
     Raises:
         ValueError: there is such a name.
@@ -119,8 +119,8 @@ def check_names(modules: list[Module]) -> None:
             other, known = meanings.setdefault(name, (module.name, meaning))
             if known != meaning:
                 raise ValueError(
-                    f"{other} and {module.name} mean different things by {name!r} and cannot stand in one file: give "
-                    "it another name in one of them."
+                    f"{other} and {module.name} use the name {name!r} for different things and cannot share one file: "
+                    "rename it in one of them."
                 )
 
 

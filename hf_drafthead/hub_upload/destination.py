@@ -1,4 +1,4 @@
-"""Where a push goes: what the repository holds already, whether heads may go there, what the Hub has against it."""
+"""The destination of a push: what the repository holds, whether heads may be pushed there, and errors of the Hub."""
 
 import json
 import re
@@ -20,6 +20,7 @@ from huggingface_hub.errors import (
 from huggingface_hub.utils import validate_repo_id
 
 from hf_drafthead.modeling.checkpoint import HTTP_ERROR, why_refused
+from hf_drafthead.modeling.config import MODEL_TYPE_PREFIX
 
 # What makes a repository one of a model: its weights in any form, or what says where they lie.
 OF_A_MODEL = re.compile(
@@ -29,7 +30,7 @@ OF_A_MODEL = re.compile(
 
 @dataclass(frozen=True)
 class Target:
-    """Where a push goes and how it is told, in transformers' own words."""
+    """The destination and the options of a push, named as in transformers."""
 
     repo_id: str
     commit_message: str | None = None
@@ -46,8 +47,8 @@ class Target:
             validate_repo_id(self.repo_id)
         except HFValidationError as error:
             raise ValueError(
-                f"{self.repo_id!r} is no name of a repository ({first_line(error)}): expected 'name' or 'org/name', of "
-                "letters, digits, '-', '_' and '.'."
+                f"{self.repo_id!r} is not a valid repository name ({first_line(error)}): expected 'name' or "
+                "'org/name', of letters, digits, '-', '_' and '.'."
             ) from None
 
 
@@ -89,10 +90,10 @@ class Destination:
 
 
 def look(target: Target) -> Destination:
-    """Ask the Hub what there is where a push goes.
+    """Ask the Hub about the repository that a push goes to.
 
     Raises:
-        OSError: the Hub cannot be asked; most often an error of huggingface_hub, which `told` puts into words.
+        OSError: the Hub cannot be reached; usually an error of huggingface_hub, which `told` turns into one line.
     """
     api = HfApi(token=target.token)
     repo_id = target.repo_id
@@ -148,7 +149,7 @@ def check_destination(there: Destination, target: Target, base: str | None) -> N
         found = json.loads(config.read_text(encoding="utf-8")).get("model_type")
     except (ValueError, AttributeError):
         found = None
-    if not str(found).startswith("drafthead_"):
+    if not str(found).startswith(MODEL_TYPE_PREFIX):
         raise ValueError(
             f"{there.repo_id!r} holds a {found!r} model without draft heads, which the heads would overwrite: push "
             "them to a repository of their own."
@@ -174,12 +175,12 @@ def told(target: Target, sending: bool = False) -> Iterator[None]:
         status, said = error.response.status_code, error.server_message or first_line(error)
         if status == 401:
             line = (
-                f"the Hub does not know who pushes to {target.repo_id!r} ({said}): sign in with `hf auth login`, or "
-                "pass a valid token."
+                f"the Hub could not authenticate the push to {target.repo_id!r} ({said}): sign in with "
+                "`hf auth login`, or pass a valid token."
             )
         elif status == 403:
             line = (
-                f"the token may not write to {target.repo_id!r} ({said}): use one with write right"
+                f"the token may not write to {target.repo_id!r} ({said}): use one with write access"
                 f"{f' for {owner!r}' if owner else ''}"
                 f"{'' if target.create_pr else ', or propose the change (create_pr=True, --create-pr)'}."
             )
@@ -190,14 +191,14 @@ def told(target: Target, sending: bool = False) -> Iterator[None]:
         raise OSError(line) from error
     except LocalTokenNotFoundError as error:
         raise OSError(
-            f"the Hub does not know who pushes to {target.repo_id!r}: sign in with `hf auth login`, or pass a token."
+            f"the push to {target.repo_id!r} has no token: sign in with `hf auth login`, or pass a token."
         ) from error
     except (HTTP_ERROR, RuntimeError) as error:  # a broken connection is no OSError for the client of HTTP
         if isinstance(error, RuntimeError) and not sending:
             raise
         raise OSError(
             f"the push to {target.repo_id!r} was interrupted ({type(error).__name__}: {first_line(error)}): push "
-            "again; what has arrived is not sent twice."
+            "again; files that were uploaded are not sent twice."
         ) from error
 
 

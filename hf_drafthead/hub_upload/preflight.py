@@ -1,4 +1,4 @@
-"""What is checked before anything leaves the machine."""
+"""The checks of a push, before anything is sent."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -12,9 +12,10 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, Repository
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from hf_drafthead.modeling import MODEL_CLASSES, DraftHeadConfig, DraftHeadPreTrainedModel
+from hf_drafthead.modeling import DraftHeadConfig, DraftHeadPreTrainedModel
 from hf_drafthead.modeling.base_model import is_local
 from hf_drafthead.modeling.checkpoint import HTTP_ERROR, INDEX, checkpoint_files
+from hf_drafthead.modeling.families import BY_MODEL_TYPE
 
 TRAINING = ["optimizer*", "scheduler.*", "scaler.pt", "rng_state*", "training_args.bin", "trainer_state.json"]
 TRAINING += ["checkpoint-*", "global_step*", "events.out.tfevents*", "wandb", "mlruns", "run.json", "clock.json"]
@@ -29,26 +30,26 @@ SECRET = re.compile(
 )
 WAYS = "name it on the Hub (--base ORG/NAME, or model.config.base_model_name_or_path = 'org/name'), or push it along "
 WAYS += "with its heads (--include-base, or include_base=True)"
-TEXT_AT_MOST = 16 * 2**20  # bytes; longer files are no text that anybody wrote
+TEXT_AT_MOST = 16 * 2**20  # bytes; larger files are not text written by people
 
 
 def files_of(folder: Path) -> dict[str, Path]:
     """Every file of a folder that may be sent, by its path there, in alphabetical order.
 
-    The state of a training stays behind (`left_behind`), and so does the file that git hosts write.
+    The state of a training (`left_behind`) and the file that git hosts write are excluded.
     """
     found = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
     return {name: path for name, path in found.items() if name != ".gitattributes" and not _of_training(name)}
 
 
 def left_behind(folder: Path) -> list[str]:
-    """Files and folders that are the state of a training, in alphabetical order: nobody else can use them."""
+    """Files and folders that are the state of a training, in alphabetical order: they are of no use to others."""
     paths = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
     return sorted({found for path in paths if (found := _of_training(path))})
 
 
 def _of_training(name: str) -> str:
-    """The path down to the part of it that says that it is the state of a training; empty if none does."""
+    """The path up to the part that marks it as the state of a training; empty if there is none."""
     parts = Path(name).parts
     for depth, part in enumerate(parts, 1):
         if any(fnmatch(part, pattern) for pattern in TRAINING):
@@ -57,9 +58,9 @@ def _of_training(name: str) -> str:
 
 
 def check_files(folder: Path) -> None:
-    """Refuse what does not belong in a repository: caches, pickles, secrets.
+    """Refuse files that do not belong in a repository: caches, pickles, secrets.
 
-    The state of a training is not looked at: it stays where it is.
+    The state of a training is not checked, since it is not sent.
 
     Raises:
         ValueError: there is such a file.
@@ -73,7 +74,7 @@ def check_files(folder: Path) -> None:
     for name, path in files_of(folder).items():
         for patterns, what, advice in kinds:
             if any(fnmatch(part, pattern) for part in Path(name).parts for pattern in patterns):
-                raise ValueError(f"{name!r} in {str(folder)!r} {what} and is not for the Hub: {advice}.")
+                raise ValueError(f"{name!r} in {str(folder)!r} {what} and is not published: {advice}.")
         if path.name in WORDS or path.suffix == ".safetensors" or path.stat().st_size > TEXT_AT_MOST:
             continue
         data = path.read_bytes()
@@ -82,20 +83,20 @@ def check_files(folder: Path) -> None:
             line = data.count(b"\n", 0, found.start() if found else data.index(signed_in)) + 1
             raise ValueError(
                 f"{name!r} in {str(folder)!r} holds what looks like a token, password or private key (line {line}): "
-                "take it out, and revoke it if anybody may have seen it."
+                "remove it, and revoke it if anybody may have seen it."
             )
 
 
 def check_base(config: DraftHeadConfig, folder: Path, token: str | bool | None) -> list[str]:
-    """Refuse heads whose base nobody else can load.
+    """Refuse heads whose base others cannot load.
 
     Args:
         config: of the heads.
-        folder: where they lie: their base may be named by its path from there.
+        folder: of the heads; their base may be named by a path relative to it.
         token: as in huggingface_hub.
 
     Returns:
-        What is worth knowing about the base: it is gated, it is private, it was not looked up.
+        Notes about the base: that it is gated, private, or was not looked up.
 
     Raises:
         OSError: there is no such base on the Hub, or not at its revision.
@@ -107,12 +108,12 @@ def check_base(config: DraftHeadConfig, folder: Path, token: str | bool | None) 
     if not name:
         raise ValueError(f"the heads do not say which base they are for: {WAYS}.")
     if is_local(name, folder):
-        raise ValueError(f"the base of these heads is the local path {name!r}, which nobody else has: {WAYS}.")
+        raise ValueError(f"the base of these heads is the local path {name!r}, which others cannot load: {WAYS}.")
     found, notes = find_base(name, revision, token)
     if found is not None and found.gated:
-        notes.append(f"the base {name!r} is gated: who loads these heads needs access to it")
+        notes.append(f"the base {name!r} is gated: users of these heads need access to it")
     if found is not None and found.private:
-        notes.append(f"the base {name!r} is private: only who can read it can load these heads")
+        notes.append(f"the base {name!r} is private: only users with access to it can load these heads")
     return notes
 
 
@@ -126,7 +127,7 @@ def find_base(name: str, revision: str | None, token: str | bool | None) -> tupl
     try:
         return HfApi(token=token).model_info(name, revision=revision), []
     except HFValidationError:
-        raise ValueError(f"{name!r} is no name of a base on the Hub: {WAYS}.") from None
+        raise ValueError(f"{name!r} is not a valid name of a base on the Hub: {WAYS}.") from None
     except RepositoryNotFoundError as error:
         raise OSError(
             f"there is no base {name!r} on the Hub (or it is private and the token cannot see it): {WAYS}."
@@ -158,8 +159,8 @@ def check_weights(folder: Path, live: Mapping[str, Tensor] | None = None) -> Non
     for name, tensor in tensors_of(folder):
         if not torch.isfinite(tensor).all():
             raise ValueError(
-                f"the tensor {name!r} in {str(folder)!r} holds NaN or infinity: train these heads again, or go back to "
-                "an earlier checkpoint."
+                f"the tensor {name!r} in {str(folder)!r} holds NaN or infinity: train these heads again, or use an "
+                "earlier checkpoint."
             )
         if loaded is None:
             loaded = dict(load_again(folder, tensor.dtype).state_dict())
@@ -197,13 +198,12 @@ def family_of(folder: Path) -> type[DraftHeadPreTrainedModel]:
             "writes it."
         )
     fields, _ = DraftHeadConfig.get_config_dict(folder)
-    known = {one.config_class.model_type: one for one in MODEL_CLASSES}
     found = fields.get("model_type")
-    if found not in known:
+    if found not in BY_MODEL_TYPE:
         raise ValueError(
             f"{str(folder)!r} holds a {found!r} model without draft heads: give the folder of a draft-head checkpoint."
         )
-    return known[found]
+    return BY_MODEL_TYPE[found]
 
 
 def tensors_of(folder: Path) -> Iterator[tuple[str, Tensor]]:
@@ -220,11 +220,11 @@ def tensors_of(folder: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def check_card(folder: Path, shown: str) -> None:
-    """Refuse a card that does not say what a reader needs.
+    """Refuse a card that lacks necessary information.
 
     Args:
         folder: of the checkpoint.
-        shown: what the user knows it by.
+        shown: the name of the folder in messages.
 
     Raises:
         ValueError: something is missing.
@@ -240,15 +240,15 @@ def check_card(folder: Path, shown: str) -> None:
 
 
 def check_index(folder: Path) -> None:
-    """Refuse shards beside a whole file: a reader would take the one for the other.
+    """Refuse shards together with a single weights file: only one of them would be read.
 
     Raises:
         ValueError: both are there.
     """
     if (folder / INDEX).is_file() and (folder / "model.safetensors").is_file():
         raise ValueError(
-            f"{str(folder)!r} holds model.safetensors and {INDEX}: remove the one that is not meant, for only the "
-            "first would be read."
+            f"{str(folder)!r} holds model.safetensors and {INDEX}, and only the first would be read: remove the one "
+            "that is not wanted."
         )
 
 

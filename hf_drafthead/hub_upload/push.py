@@ -1,4 +1,4 @@
-"""Publish draft heads: put together what belongs to them, check it, and send it in one commit."""
+"""Publish draft heads: collect their files, check them, and send them in one commit."""
 
 import os
 import re
@@ -24,7 +24,7 @@ from hf_drafthead.modeling.checkpoint import HTTP_ERROR
 
 logger = logging.get_logger(__name__)
 
-# What a reader takes for the weights, and for what was measured with them; all else is somebody's own.
+# Files that hold the weights, and figures that were measured with them; all others belong to the repository's owner.
 WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
 FIGURES = re.compile(r"training_summary\.json|evaluation[^/]*\.json|training\.png|head_accuracies\.png|tree\.png")
 NEW, CHANGED, UNCHANGED, REMOVED = "new", "changed", "unchanged", "removed"
@@ -35,14 +35,14 @@ class Push:
     """What is to be sent, after every check has passed.
 
     Attributes:
-        repo_id: where to.
-        folder: where the files lie; gone after the push.
+        repo_id: destination.
+        folder: with the files; removed after the push.
         sizes: bytes of every file by its path.
         states: new, changed or unchanged against what the repository holds, by path; removed for weights and
             figures that this push replaces; empty where that could not be asked.
-        notes: what a user should know.
-        commit: what the Hub answered; None before it is sent.
-        committed: False if the repository held all of this before, so that no commit was made.
+        notes: for the user.
+        commit: answer of the Hub; None before it is sent.
+        committed: False if nothing had changed, so that no commit was made.
     """
 
     repo_id: str
@@ -59,7 +59,7 @@ class Push:
         return sum(self.sizes.values())
 
     def lines(self) -> list[str]:
-        """What was sent, or would be: a line per file, notes, and where it is to be found."""
+        """What was sent, or would be sent: a line per file, notes, and the address."""
         names = [*self.sizes, *(name for name in self.states if name not in self.sizes)]
         wide = max(map(len, names))
         lines = [f"{name:<{wide}} {_size(self.sizes.get(name)):>10}  {self.states.get(name, '')}" for name in names]
@@ -98,11 +98,11 @@ def push_model(
     max_shard_size: int | str = staging.SHARD,
     dry_run: bool = False,
 ) -> Push:
-    """Push a loaded model; the tokenizer and the figures come from where its heads were loaded from.
+    """Push a loaded model; the tokenizer and the figures come from the checkpoint that its heads were loaded from.
 
     Raises:
-        OSError: the Hub does not let it through, or cannot be reached.
-        ValueError: something in it is not fit for others to use.
+        OSError: the Hub refuses it, or cannot be reached.
+        ValueError: a check failed, so that others could not use it.
     """
     with _staged(target) as folder:
         with told(target):
@@ -124,19 +124,19 @@ def push_folder(
     max_shard_size: int | str = staging.SHARD,
     dry_run: bool = False,
 ) -> Push:
-    """Push a checkpoint's folder, which stays as it is.
+    """Push the folder of a checkpoint, which is not changed.
 
     Args:
         folder: as `save_pretrained` wrote it.
-        target: where to.
+        target: destination.
         base: Hub id of the base, if the folder names a local one.
         include_base: push the base's weights too.
         max_shard_size: of the weights, with `include_base`.
         dry_run: check and compare only; nothing is sent.
 
     Raises:
-        OSError: there is no such folder, the Hub does not let it through, or cannot be reached.
-        ValueError: something in it is not fit for others to use.
+        OSError: there is no such folder, the Hub refuses it, or cannot be reached.
+        ValueError: a check failed, so that others could not use it.
     """
     source = Path(folder)
     if not source.is_dir():
@@ -189,7 +189,7 @@ def _push(
     files = preflight.files_of(folder)
     stale = sorted(name for name in _replaced(there.files, files) if FIGURES.fullmatch(name))
     if stale:
-        notes.append(f"removed there, for these heads do not bring them: {', '.join(stale)}")
+        notes.append(f"removed from the repository, because they belong to earlier heads: {', '.join(stale)}")
     push = Push(there.repo_id, folder, {name: path.stat().st_size for name, path in files.items()}, notes=notes)
     if dry_run:
         push.states = {} if unseen else _compare(files, there)
@@ -200,17 +200,17 @@ def _push(
 
 
 def _look(target: Target, dry_run: bool) -> tuple[Destination, list[str]]:
-    """What is where the push goes; a dry run tells what the folder holds even if nobody can be asked, and notes it."""
+    """The repository as it is; a dry run shows the folder even if the Hub cannot be reached, and notes that."""
     try:
         return look(target), []
     except (HTTP_ERROR, OSError) as error:
         if not dry_run or (isinstance(error, HfHubHTTPError) and error.response.status_code < 500):
             raise
-        return Destination(target.repo_id), [f"{target.repo_id!r} was not looked at: {first_line(error)}"]
+        return Destination(target.repo_id), [f"{target.repo_id!r} could not be read: {first_line(error)}"]
 
 
 def _send(files: dict[str, Path], target: Target, there: Destination) -> tuple[CommitInfo, bool]:
-    """One commit that makes the repository hold these files, and no weights or figures of others; and if it did."""
+    """One commit with these files, without weights or figures of earlier heads; also returns whether it was made."""
     api = HfApi(token=target.token)
     repo_id = there.repo_id
     if there.info is None:
@@ -219,7 +219,7 @@ def _send(files: dict[str, Path], target: Target, there: Destination) -> tuple[C
         try:
             api.create_branch(repo_id, branch=target.revision, exist_ok=True)
         except HfHubHTTPError as error:
-            # Whoever may only propose a change cannot make a branch; the commit tells whether it is there.
+            # a user who may only open pull requests cannot create a branch; the commit shows whether it exists
             if not (error.response.status_code == 403 and target.create_pr):
                 raise
     before = api.model_info(repo_id, revision=target.revision)
@@ -239,12 +239,12 @@ def _send(files: dict[str, Path], target: Target, there: Destination) -> tuple[C
 
 
 def _replaced(held: Iterable[str], files: dict[str, Path]) -> list[str]:
-    """Weights and figures at the Hub that are not sent again: left there, they would be taken for those of the new."""
+    """Weights and figures on the Hub that are not sent again: they would be mistaken for those of the new heads."""
     return [name for name in held if name not in files and (WEIGHTS.fullmatch(name) or FIGURES.fullmatch(name))]
 
 
 def _compare(files: dict[str, Path], destination: Destination) -> dict[str, str]:
-    """How each file differs from what the repository holds."""
+    """How each file differs from the repository's."""
     info, listed = destination.info, []
     if info is not None:
         listed = list(HfApi(token=destination.token).list_repo_tree(info.id, recursive=True, revision=info.sha))
@@ -266,7 +266,7 @@ def _compare(files: dict[str, Path], destination: Destination) -> dict[str, str]
 
 @contextmanager
 def _known_as(folder: Path, shown: str) -> Iterator[None]:
-    """Refusals name what the user gave, not the folder in which a push is put together."""
+    """Let error messages name what the user gave, not the temporary folder of a push."""
     try:
         yield
     except (OSError, ValueError) as error:
@@ -277,7 +277,7 @@ def _known_as(folder: Path, shown: str) -> Iterator[None]:
 
 @contextmanager
 def _staged(target: Target) -> Iterator[Path]:
-    """An empty folder that has the repository's name, for as long as the push takes."""
+    """An empty temporary folder with the repository's name."""
     with tempfile.TemporaryDirectory(prefix="hf-drafthead-") as place:
         folder = Path(place) / target.repo_id.rpartition("/")[2]
         folder.mkdir()
@@ -285,7 +285,7 @@ def _staged(target: Target) -> Iterator[Path]:
 
 
 def _size(count: int | None) -> str:
-    """Bytes as people read them."""
+    """A number of bytes in readable units."""
     if count is None:
         return "-"
     for unit, factor in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):

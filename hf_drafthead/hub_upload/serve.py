@@ -8,7 +8,7 @@ from typing import Any
 
 import transformers
 
-from hf_drafthead.modeling import MODEL_CLASSES
+from hf_drafthead.modeling.families import BY_MODEL_TYPE
 
 WITHOUT_HEADS = ("--continuous-batching", "--cb-")  # options of a decoding that knows no heads
 NEEDED = ("fastapi", "uvicorn", "openai", "pydantic", "starlette")  # of transformers[serving]
@@ -83,7 +83,7 @@ def list_model(model: str) -> None:
 
 def introduce() -> None:
     """Set our model classes on the `transformers` module, where its server looks a checkpoint's class up by name."""
-    for one in MODEL_CLASSES:
+    for one in BY_MODEL_TYPE.values():
         setattr(transformers, one.__name__, one)
 
 
@@ -99,8 +99,7 @@ def check_servable(model: str) -> None:
     if os.path.sep in name and name.startswith((".", "/", "~")) and not os.path.isdir(name):
         raise OSError(f"there is no folder {name!r}: give the folder of a draft-head checkpoint, or its id on the Hub.")
     config, _ = transformers.PreTrainedConfig.get_config_dict(name, **hub)
-    known = {one.config_class.model_type for one in MODEL_CLASSES}
-    if config.get("model_type") not in known:
+    if config.get("model_type") not in BY_MODEL_TYPE:
         raise ValueError(
             f"{name!r} holds a {config.get('model_type')!r} model without draft heads: give a draft-head checkpoint, "
             "or use `transformers serve`."

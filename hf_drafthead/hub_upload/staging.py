@@ -1,4 +1,4 @@
-"""Put together, in a folder of its own, what a push sends: the checkpoint and all that goes along with it."""
+"""Collect in a temporary folder what a push sends: the checkpoint, its tokenizer, figures and card."""
 
 import json
 import os
@@ -13,18 +13,18 @@ from huggingface_hub.errors import HFValidationError, RemoteEntryNotFoundError, 
 from transformers import AutoTokenizer
 
 from hf_drafthead.hub_upload.preflight import family_of, files_of, find_base, left_behind, tensors_of
-from hf_drafthead.modeling import MODEL_CLASSES, DraftHeadConfig, DraftHeadPreTrainedModel
+from hf_drafthead.modeling import DraftHeadConfig, DraftHeadPreTrainedModel
 from hf_drafthead.modeling.base_model import check_base, fetch_config, is_local, locate_base
 from hf_drafthead.modeling.checkpoint import HTTP_ERROR, INDEX, why_refused
+from hf_drafthead.modeling.families import FAMILIES
 
-FAMILIES = {model.config_class.model_type.removeprefix("drafthead_") for model in MODEL_CLASSES}
 CARD = "README.md"
 SHARD = "50GB"  # as in transformers
-# What a training and its measurements leave beside the weights; all other pictures are drawn again with the card.
+# Files that a training and its measurements write; all other pictures are drawn again with the card.
 FACTS = ["training_summary.json", "training.png", "evaluation*.json", "LICENSE*", "NOTICE*"]
 TOKENIZER = ["tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "spiece.model"]
 TOKENIZER += ["chat_template*", "additional_chat_templates/*"]
-# What a tokenizer config says about where it was loaded from here.
+# Fields of a tokenizer config that describe this machine.
 OF_THIS_PLACE = ("is_local", "local_files_only", "name_or_path", "cache_dir", "token", "_commit_hash")
 
 
@@ -36,7 +36,7 @@ def stage_model(
     max_shard_size: int | str = SHARD,
     token: str | bool | None = None,
 ) -> list[str]:
-    """Save a model, and beside it what belongs to these very heads in the place where they were loaded from.
+    """Save a model, with the files that belong to these heads in the checkpoint that they were loaded from.
 
     Args:
         model: heads and base.
@@ -46,7 +46,7 @@ def stage_model(
         token: as in huggingface_hub.
 
     Returns:
-        What was left out, and why.
+        Notes on what was left out, with the reason.
     """
     model.save_pretrained(target, include_base=include_base, max_shard_size=max_shard_size)
     notes = []
@@ -56,7 +56,7 @@ def stage_model(
             _copy(source, target, [*FACTS, CARD])
         else:
             _copy(source, target, ["LICENSE*", "NOTICE*"])
-            notes.append(f"figures in {str(source)!r} are of other heads than these, and stay there")
+            notes.append(f"figures in {str(source)!r} are of other heads than these and were left out")
         _copy(source, target, TOKENIZER)
     base = str(model.base.name_or_path)
     revision = model.config.base_model_revision if base == model.config.base_model_name_or_path else None
@@ -72,22 +72,22 @@ def stage_folder(
     max_shard_size: int | str = SHARD,
     token: str | bool | None = None,
 ) -> list[str]:
-    """The files of a checkpoint's folder, which itself stays as it is.
+    """Copy the files of a checkpoint's folder, which is not changed.
 
     Args:
         folder: of the checkpoint.
         target: an empty folder.
-        base: Hub id of the base, to be written into the config if these heads fit it.
+        base: Hub id of the base, which is written into the config if these heads fit it.
         include_base: load the base, and save it with the heads.
         max_shard_size: as in `save_pretrained`, with `include_base`.
         token: as in huggingface_hub.
 
     Returns:
-        What was left behind or is not there, and why.
+        Notes on what was left out or is missing, with the reason.
 
     Raises:
-        OSError: the base that is named is not there, or the Hub does not give out what is asked of it.
-        ValueError: it is no draft-head checkpoint, or the heads were not made for the base that is named.
+        OSError: the named base does not exist, or the Hub refuses access to it.
+        ValueError: it is no draft-head checkpoint, or its heads do not fit the named base.
     """
     family = family_of(folder)
     config = family.config_class.from_pretrained(folder)
@@ -104,7 +104,7 @@ def stage_folder(
         elif not copy.exists():
             shutil.copyfile(path, copy)
     behind = left_behind(folder)
-    notes = [f"left behind, as it is the state of a training: {', '.join(behind)}"] if behind else []
+    notes = [f"not uploaded, because it is the state of a training: {', '.join(behind)}"] if behind else []
     if base is not None:
         revision, unchecked = _named_base(config, base, token)
         edit_json(target / "config.json", base_model_name_or_path=base, base_model_revision=revision)
@@ -115,10 +115,10 @@ def stage_folder(
 
 
 def _named_base(config: DraftHeadConfig, base: str, token: str | bool | None) -> tuple[str | None, list[str]]:
-    """The commit of the base that a user names for heads: the recorded one, or of another base the newest.
+    """The commit of the base that a user names: the recorded one, or the newest commit of another base.
 
     Returns:
-        The commit, and if the base is gated for this user, that nobody has checked whether the heads fit it.
+        The commit; and, if the base is gated for this user, a note that the fit of the heads was not checked.
 
     Raises:
         OSError: there is no such base, or its config cannot be fetched.
@@ -131,7 +131,7 @@ def _named_base(config: DraftHeadConfig, base: str, token: str | bool | None) ->
     commit = None if found is None else found.sha
     if recorded:
         return commit, []
-    # What the heads were trained on may have lain elsewhere; from now on they are loaded on this one.
+    # the base of the training may have been a local copy; from now on the heads are loaded with this one
     try:
         fields = fetch_config(base, commit, token)
     except OSError as error:
@@ -147,13 +147,13 @@ def _has_tokenizer(folder: Path) -> bool:
 
 
 def add_tokenizer(target: Path, base: str | None, revision: str | None, token: str | bool | None) -> list[str]:
-    """The base's tokenizer, if the folder has none.
+    """Add the base's tokenizer, if the folder has none.
 
     Returns:
-        That there is none, if so, or that it cannot be loaded.
+        A note if there is none, or if it cannot be loaded.
 
     Raises:
-        OSError: the Hub does not give it out, so that nobody knows whether there is one.
+        OSError: the Hub refuses access, so that it is unknown whether there is one.
     """
     if not _has_tokenizer(target):
         on_hub = bool(base) and not os.path.isdir(str(base))
@@ -173,10 +173,10 @@ def add_tokenizer(target: Path, base: str | None, revision: str | None, token: s
 
 
 def _fetch_tokenizer(base: str, revision: str | None, token: str | bool | None) -> bool:
-    """Fetch a base's tokenizer, and say whether there is one: transformers takes one that is refused for none.
+    """Fetch a base's tokenizer; returns whether there is one. transformers treats a refused one as missing.
 
     Raises:
-        OSError: the Hub does not give it out.
+        OSError: the Hub refuses access.
     """
     there = False
     for name in ("tokenizer_config.json", "tokenizer.json"):
@@ -193,14 +193,14 @@ def _fetch_tokenizer(base: str, revision: str | None, token: str | bool | None) 
 
 
 def published_card(target: Path, published: Path | None) -> list[str]:
-    """Put the card that the repository has together with the folder's, so that what people wrote in either survives.
+    """Merge the repository's card into the folder's, so that text that people wrote in either is kept.
 
     Args:
         target: a folder, with or without a card.
         published: the repository's card, here; None if it has none.
 
     Returns:
-        Which sections differ in the two: those of the folder are kept.
+        Notes on sections that differ: those of the folder are kept.
 
     Raises:
         ValueError: the metadata of a card cannot be read.
@@ -235,11 +235,11 @@ def published_card(target: Path, published: Path | None) -> list[str]:
 
 
 def name_for_others(target: Path, repo_id: str, base: str | None) -> None:
-    """Let measurements name heads, base and files as others know them, where they show folders of this machine.
+    """Replace local paths in measurements by names that others know: of heads, base and files.
 
     Args:
         target: folder with `evaluation*.json` in it, or none of them.
-        repo_id: what the heads are called from now on.
+        repo_id: new name of the heads.
         base: id of their base; None if it is included and has none.
     """
     from hf_drafthead.cards.card import without_folders
@@ -247,7 +247,7 @@ def name_for_others(target: Path, repo_id: str, base: str | None) -> None:
     for path in sorted(target.glob("evaluation*.json")):
         try:
             figures = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError:  # the card refuses it, in words
+        except ValueError:  # the card refuses it with a message
             continue
         changed = False
         for name, value, holder in _strings(figures):
@@ -261,7 +261,7 @@ def name_for_others(target: Path, repo_id: str, base: str | None) -> None:
 
 
 def _strings(value: Any) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """Every text in nested dicts and lists that has a name, with its name and what holds it."""
+    """Every string in nested dicts and lists, with its key and the dict that holds it."""
     if isinstance(value, dict):
         for name, one in value.items():
             if isinstance(one, str):
@@ -280,10 +280,10 @@ def add_tags(target: Path, tags: list[str] | None) -> None:
 
 
 def _source(model: DraftHeadPreTrainedModel, token: str | bool | None) -> Path | None:
-    """Where the heads were loaded from: a folder, or their files from the Hub; None if that is not known.
+    """The checkpoint that the heads were loaded from: a folder, or their files from the Hub; None if unknown.
 
     Raises:
-        OSError: the Hub does not give the files out.
+        OSError: the Hub refuses access to the files.
     """
     name = str(model.name_or_path or "")
     if not name:
@@ -301,7 +301,7 @@ def _source(model: DraftHeadPreTrainedModel, token: str | bool | None) -> Path |
 
 
 def _same_heads(source: Path, target: Path) -> bool:
-    """Whether the heads that were saved are those that lie where they were loaded from, up to their type."""
+    """Whether the saved heads equal those of the checkpoint that they were loaded from, apart from the dtype."""
     try:
         before = dict(tensors_of(source))
     except OSError:

@@ -25,8 +25,20 @@ from hf_drafthead.generation.slots import ROOM, SlotCache
 from hf_drafthead.modeling.base import DraftHeadPreTrainedModel
 from hf_drafthead.modeling.config import DraftHeadConfig
 from hf_drafthead.modeling.decoder_layer import DecoderLayer
+from hf_drafthead.modeling.drafter import Drafter
 from hf_drafthead.modeling.layers import OutputProjections, ParallelBlocks, last_valid
-from hf_drafthead.modeling.medusa import MedusaDrafter, MedusaState
+from hf_drafthead.modeling.medusa import MedusaDrafter
+
+# Li et al. 2024 (Amphista), section 4.1; its two weights are not given there
+AMPHISTA_RECIPE: dict[str, Any] = {
+    "next_token_weight": 1.0,
+    "teacher_weight": 1.0,
+    "learning_rate": 1e-3,
+    "lr_scheduler_type": "cosine",
+    "warmup_steps": 0.1,
+    "weight_decay": 0.0,
+    "num_train_epochs": 4,
+}
 
 
 class AmphistaConfig(DraftHeadConfig):
@@ -154,8 +166,7 @@ class AmphistaDrafter(MedusaDrafter):
     config: AmphistaConfig  # type: ignore[assignment]
 
     def __init__(self, config: AmphistaConfig) -> None:
-        nn.Module.__init__(self)
-        self.config = config
+        Drafter.__init__(self, config)
         text = config.get_text_config()
         heads, hidden_size = config.num_draft_heads, text.hidden_size
         self.keeps_history = config.num_stages > 0
@@ -176,13 +187,12 @@ class AmphistaDrafter(MedusaDrafter):
         groups = max(config.num_stages, 1)
         self._stage_of_head = [head * groups // heads for head in range(heads)]
 
-    def start(self, batch_size: int, capacity: int) -> AmphistaState:
+    def start(self, batch_size: int, capacity: int) -> Any:
         groups, hidden_size = max(len(self.stages), 1), self.config.get_text_config().hidden_size
         caches = tuple(SlotCache(batch_size, 1, min(capacity, ROOM)) for _ in self.stages)
         return AmphistaState(self.placed(torch.zeros(groups, batch_size, hidden_size)), caches=caches)
 
-    def observe(self, state: MedusaState, features: Tensor, tokens: Tensor, lengths: Tensor) -> AmphistaState:
-        assert isinstance(state, AmphistaState)
+    def observe(self, state: Any, features: Tensor, tokens: Tensor, lengths: Tensor) -> Any:
         x = self.placed(features)
         embeddings = self.embed(tokens, like=x) if self.stages and self.config.use_sampled_token else None
         outputs = [] if self.stages else [x]

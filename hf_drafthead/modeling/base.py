@@ -3,7 +3,6 @@
 import copy
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import fields
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -13,6 +12,7 @@ from transformers.configuration_utils import PreTrainedConfig
 from transformers.initialization import no_init_weights
 
 from hf_drafthead.generation.mixin import DraftHeadGenerationMixin
+from hf_drafthead.generation.settings import DEFAULT_TREE, DraftSettings
 from hf_drafthead.modeling.base_model import full_name, last_layer, load_base, load_new_base, refuse_loading_arguments
 from hf_drafthead.modeling.checkpoint import (
     check_tensors,
@@ -23,7 +23,7 @@ from hf_drafthead.modeling.checkpoint import (
     read_generation_settings,
     refuse_damage,
 )
-from hf_drafthead.modeling.config import DraftHeadConfig
+from hf_drafthead.modeling.config import ABOUT_THE_BASE, DraftHeadConfig
 from hf_drafthead.modeling.drafter import Drafter
 
 Model = TypeVar("Model", bound="DraftHeadPreTrainedModel")
@@ -31,9 +31,6 @@ Model = TypeVar("Model", bound="DraftHeadPreTrainedModel")
 # Arguments of from_pretrained that speak of the heads' own files, and of how any file is fetched.
 HEADS_ARGUMENTS = {"revision", "subfolder", "variant", "_from_auto", "_from_pipeline", "adapter_kwargs"}
 HUB_ARGUMENTS = {"cache_dir", "force_download", "local_files_only", "proxies", "token"}
-# What a generation config says about drafting: it belongs to the heads; everything else belongs to the base.
-DRAFT_SETTINGS = ("draft_tree", "acceptance", "posterior_threshold", "posterior_alpha", "calibration")
-PUBLISHED_TREE = "mc_sim_7b_63"
 
 
 class DraftHeadPreTrainedModel(DraftHeadGenerationMixin, PreTrainedModel):
@@ -106,10 +103,9 @@ class DraftHeadPreTrainedModel(DraftHeadGenerationMixin, PreTrainedModel):
         """
         if config is not None:
             cls._refuse_other_family(config)
-        own = {field.name for field in fields(cls.config_class)} - {field.name for field in fields(PreTrainedConfig)}
-        about_the_base = {"base_config", "base_included", "base_model_name_or_path", "base_model_revision"}
-        config_fields = {name: getattr(config, name) for name in own - about_the_base} if config is not None else {}
-        config_fields |= {name: kwargs.pop(name) for name in own & set(kwargs)}
+        own = cls.config_class.heads_fields()
+        config_fields = {name: getattr(config, name) for name in own} if config is not None else {}
+        config_fields |= {name: kwargs.pop(name) for name in (own | ABOUT_THE_BASE) & set(kwargs)}
         loaded: Any = base
         commit = base_revision
         if isinstance(base, nn.Module):
@@ -129,7 +125,7 @@ class DraftHeadPreTrainedModel(DraftHeadGenerationMixin, PreTrainedModel):
         model.drafter.train(loaded.training)
         model.training = loaded.training
         model._take_generation_config({})
-        model.generation_config.draft_tree = PUBLISHED_TREE
+        model.generation_config.draft_tree = DEFAULT_TREE
         return model
 
     @classmethod
@@ -173,9 +169,8 @@ class DraftHeadPreTrainedModel(DraftHeadGenerationMixin, PreTrainedModel):
         """Generate as the base does, with the heads' own settings on top."""
         ours = copy.deepcopy(getattr(self.base, "generation_config", None) or GenerationConfig())
         ours._from_model_config = False  # such a config drops the settings that transformers does not know when loaded
-        for name in DRAFT_SETTINGS:
-            if heads.get(name) is not None:
-                setattr(ours, name, heads[name])
+        for name, value in DraftSettings.stored_in(heads).items():
+            setattr(ours, name, value)
         self.generation_config = ours
 
     # ---- load -------------------------------------------------------------------------------------------------------
@@ -233,10 +228,11 @@ class DraftHeadPreTrainedModel(DraftHeadGenerationMixin, PreTrainedModel):
             heads |= fetch | {"config": config, "use_safetensors": True, "output_loading_info": True}
             model, info = super().from_pretrained(path, **heads, **kwargs)
             refuse_damage(path, info)
+            model.drafter.check_values(path)
             if "hf_quantizer" in model.__dict__:  # only the base is quantized: heads are saved as they are
                 model.base.hf_quantizer = model.__dict__.pop("hf_quantizer")
             model.base.generation_config = copy.deepcopy(model.generation_config)
-            for name in DRAFT_SETTINGS:
+            for name in DraftSettings.names():
                 model.base.generation_config.__dict__.pop(name, None)
         else:
             model.config.__dict__.pop("quantization_config", None)  # of a base that is not here
@@ -244,6 +240,7 @@ class DraftHeadPreTrainedModel(DraftHeadGenerationMixin, PreTrainedModel):
             place = os.path.join(path, inside) if inside and os.path.isdir(path) else path
             base = load_base(place, model.config, base_model, base_revision, fetch, kwargs)
             model._fill(tensors, *last_layer(base))
+            model.drafter.check_values(path)
             model._attach(base)
             model._take_generation_config(read_generation_settings(path, hub))
             adapter = dict(heads.get("adapter_kwargs") or {})
@@ -282,7 +279,10 @@ class DraftHeadPreTrainedModel(DraftHeadGenerationMixin, PreTrainedModel):
     def _fill(self, tensors: Mapping[str, Tensor], device: torch.device, dtype: torch.dtype) -> None:
         """Give a drafter without memory its tensors; where device and type are theirs, they stay mapped from disk."""
         device = torch.device("cpu") if device.type == "meta" else device  # all of the base is offloaded
-        placed = {name: tensor.to(device=device, dtype=dtype) for name, tensor in tensors.items()}
+        placed = {
+            name: tensor.to(device=device, dtype=dtype if tensor.is_floating_point() else None)
+            for name, tensor in tensors.items()
+        }
         self.load_state_dict(placed, assign=True)
         for module in self.drafter.modules():
             for name in module._non_persistent_buffers_set:

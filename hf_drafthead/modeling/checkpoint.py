@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.utils import ADAPTER_CONFIG_NAME, GENERATION_CONFIG_NAME, cached_file, has_file
 
-from hf_drafthead.modeling.config import DraftHeadConfig
+from hf_drafthead.modeling.config import MODEL_TYPE_PREFIX, DraftHeadConfig
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLE = "pytorch_model.bin"
@@ -49,7 +49,7 @@ def read_config(family: type[DraftHeadConfig], path: str, given: Any, hub: Mappi
         found = fields.get("model_type")
         config = family.from_dict(fields) if found == family.model_type else None
     if found != family.model_type:
-        other_family = str(found).startswith("drafthead_")
+        other_family = str(found).startswith(MODEL_TYPE_PREFIX)
         advice = "load it with AutoModel" if other_family else "to put new heads on a base use from_base"
         raise ValueError(
             f"{path!r} is no {family.model_type} checkpoint: its config.json has model_type {found!r}; {advice}."
@@ -179,7 +179,7 @@ def check_tensors(path: str, found: Mapping[str, Tensor], expected: Mapping[str,
         expected: tensors of the shapes that there should be, by the same names.
 
     Raises:
-        ValueError: a tensor is missing, unknown, of another shape, or not floating point.
+        ValueError: a tensor is missing, unknown, of another shape, or of another kind of number.
     """
     for name, wanted in expected.items():
         if name not in found:
@@ -192,7 +192,13 @@ def check_tensors(path: str, found: Mapping[str, Tensor], expected: Mapping[str,
                 f"{path!r} has {name!r} of shape {list(found[name].shape)}, but its config asks for "
                 f"{list(wanted.shape)}: save the checkpoint again, or correct config.json."
             )
-        if found[name].dtype not in FLOATS:
+        if not wanted.dtype.is_floating_point:
+            if found[name].dtype != wanted.dtype:
+                raise ValueError(
+                    f"{path!r} has {name!r} in {_type_name(found[name].dtype)}, expected {_type_name(wanted.dtype)}: "
+                    "these are whole numbers, save them as such."
+                )
+        elif found[name].dtype not in FLOATS:
             raise ValueError(
                 f"{path!r} has {name!r} in {_type_name(found[name].dtype)}, expected one of "
                 f"{', '.join(map(_type_name, FLOATS))}: save the heads in a floating point type."

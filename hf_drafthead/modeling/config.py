@@ -2,12 +2,16 @@
 
 import copy
 import os
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, ClassVar
 
 from transformers import AutoConfig
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+MODEL_TYPE_PREFIX = "drafthead_"  # of every family's model_type
+ABOUT_THE_BASE = {"base_config", "base_included", "base_model_name_or_path", "base_model_revision"}
 
 
 class DraftHeadConfig(PreTrainedConfig):
@@ -50,7 +54,19 @@ class DraftHeadConfig(PreTrainedConfig):
     @property
     def family(self) -> str:
         """The family's short name, as the papers name it: `medusa`, `hydra`, `hydra++`, `amphista`, ..."""
-        return self.model_type.removeprefix("drafthead_")
+        return self.model_type.removeprefix(MODEL_TYPE_PREFIX)
+
+    @property
+    def max_depth(self) -> int | None:
+        """Deepest level of a draft tree that the heads can guess; None if there is no limit."""
+        return self.num_draft_heads
+
+    @classmethod
+    def heads_fields(cls) -> set[str]:
+        """Names of the fields that describe the heads, without those about the base and those of every config."""
+        return (
+            {field.name for field in fields(cls)} - {field.name for field in fields(PreTrainedConfig)} - ABOUT_THE_BASE
+        )
 
     def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None) -> PreTrainedConfig:
         """The base's text config; this config itself while there is no base."""
@@ -106,12 +122,13 @@ class DraftHeadConfig(PreTrainedConfig):
         if not isinstance(value, bool):
             raise ValueError(f"{name} is {value!r}: expected True or False.")
 
-    def _check_layer(self, asking: str, wanted: bool) -> None:
+    def _check_layer(self, asking: str, wanted: bool, same_width: bool = True) -> None:
         """Refuse decoder layers for the heads that cannot be.
 
         Args:
             asking: which fields ask for such layers, with their values, as the message is to say it.
             wanted: whether they do.
+            same_width: whether they must be as wide as the base.
         """
         own, layer, text = getattr(self, "layer_config", None), self.own_layer, self.get_text_config()
         if own is not None and not own.model_type:
@@ -132,7 +149,7 @@ class DraftHeadConfig(PreTrainedConfig):
             )
         if own is None:
             return
-        if getattr(own, "hidden_size", None) != text.hidden_size:
+        if same_width and getattr(own, "hidden_size", None) != text.hidden_size:
             raise ValueError(
                 f"layer_config has hidden size {getattr(own, 'hidden_size', None)}, but the base has "
                 f"{text.hidden_size}: give the layer the base's."

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.cache_utils import Cache
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
@@ -19,19 +20,27 @@ FINAL_NORMS = ("norm", "final_layer_norm", "final_layernorm")
 
 
 class DecoderLayer(nn.Module):
-    """One layer as transformers builds it from a model's config; attention to all positions, whatever the base does.
+    """One layer as transformers builds it from a model's config; attention to all positions unless told otherwise.
 
     Args:
         config: text config of the base, or of another model whose layer is to be used.
         input_norm: False replaces the layer's first norm by the identity (EAGLE).
         final_norm: normalise the output as the model does after its last layer (Hydra++).
+        window: how many positions the layer sees; None for all.
 
     Raises:
         ValueError: no such layer can be built from this config.
     """
 
-    def __init__(self, config: PreTrainedConfig, input_norm: bool = True, final_norm: bool = False) -> None:
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        input_norm: bool = True,
+        final_norm: bool = False,
+        window: int | None = None,
+    ) -> None:
         super().__init__()
+        self.window = window
         model = _one_layer_model(config)
         self.layer = model.layers[0]
         self.rotary = model.rotary_emb
@@ -48,18 +57,27 @@ class DecoderLayer(nn.Module):
 
     def over_text(self, x: Tensor, attention_mask: Tensor | None) -> Tensor:
         """Every position of a text (B, T, H) sees itself and those before it; padding (B, T) is seen by none."""
-        count = x.shape[1]
-        if attention_mask is None or bool(attention_mask[:, 0].all()):  # padding on the right is never looked back at
-            positions, seen = torch.arange(count, device=x.device).unsqueeze(0), None
-        else:
-            real = attention_mask.to(x.device).bool()
-            positions = (real.cumsum(1) - 1).clamp(min=0)
-            # A padded position sees itself, so that no row of scores is empty.
-            itself = torch.eye(count, dtype=torch.bool, device=x.device)
-            seen = (real.unsqueeze(1) & itself.cumsum(1).T.bool()) | itself
+        positions, seen = self._of_text(x, attention_mask)
         if seen is None and not self._takes_causal_flag:
-            seen = positions.unsqueeze(1) <= positions.unsqueeze(2)
+            seen = self._causal(positions)
         return self._run(x, positions, self._additive(seen, x))
+
+    def over_chains(self, cache: Cache, x: Tensor, step: int, attention_mask: Tensor | None) -> Tensor:
+        """A step of chains of guesses, one chain from every position of a text, as EAGLE-3 is trained.
+
+        In step k a position sees the text up to itself as it was in step 0, and itself in the steps since: what a node
+        k below it would see in a generation.
+
+        Args:
+            cache: an ordinary one, of the steps before.
+            x: (B, T, H).
+            step: k, from 0 on.
+            attention_mask: (B, T) 1 where the text is real.
+        """
+        positions, seen = self._of_text(x, attention_mask, step)
+        seen = self._causal(positions) if seen is None else seen
+        itself = torch.eye(x.shape[1], dtype=torch.bool, device=x.device).expand_as(seen)
+        return self._run(x, positions + step, self._additive(torch.cat([seen, *[itself] * step], dim=2), x), cache)
 
     def over_verified(self, cache: SlotCache, x: Tensor, lengths: Tensor) -> Tensor:
         """New verified positions (B, A, H), the first lengths[b] of them valid: they are remembered."""
@@ -67,12 +85,13 @@ class DecoderLayer(nn.Module):
         order = torch.arange(count, device=x.device)
         if cache.extent == 0 and not cache.fixed:  # behind nothing, plain causal attention is all there is
             cache.append()
-            seen = None if self._takes_causal_flag else (order <= order[:, None])[None]
+            seen = None if self._takes_causal_flag and not self._hides(count) else self._causal(order[None])
             out = self._run(x, order[None], self._additive(seen, x), cache)
             cache.count(count, lengths.to(x.device))
             return out
         cache.place(count)
-        out = self._run(x, cache.lengths[:, None] + order, self._mask(cache, (order <= order[:, None])[None], x), cache)
+        mask = self._mask(cache, (order <= order[:, None])[None], order[None], x)
+        out = self._run(x, cache.lengths[:, None] + order, mask, cache)
         cache.keep(order.expand(len(x), -1), lengths.to(x.device))
         return out
 
@@ -88,8 +107,8 @@ class DecoderLayer(nn.Module):
         """
         count = x.shape[1]
         cache.place(count, again=ancestors.shape[2] > count)
-        positions = cache.lengths[:, None] + (depth - 1)
-        return self._run(x, positions.expand(-1, count), self._mask(cache, ancestors, x), cache)
+        depths = torch.full((1, count), depth - 1, device=x.device)
+        return self._run(x, cache.lengths[:, None] + depths, self._mask(cache, ancestors, depths, x), cache)
 
     def without_order(self, x: Tensor) -> Tensor:
         """A set (N, K, H): everything sees everything, and nothing has a position."""
@@ -97,8 +116,31 @@ class DecoderLayer(nn.Module):
         seen = torch.ones(1, x.shape[1], x.shape[1], dtype=torch.bool, device=x.device)
         return self._run(x, nowhere, self._additive(seen, x))
 
-    def _mask(self, cache: SlotCache, ancestors: Tensor, x: Tensor) -> Tensor:
-        return slot_mask(ancestors, cache.lengths, cache.seen_extent, x.dtype)
+    def _mask(self, cache: SlotCache, ancestors: Tensor, depths: Tensor, x: Tensor) -> Tensor:
+        return slot_mask(ancestors, cache.lengths, cache.seen_extent, x.dtype, window=self.window, depths=depths)
+
+    def _of_text(self, x: Tensor, attention_mask: Tensor | None, ahead: int = 0) -> tuple[Tensor, Tensor | None]:
+        """Positions (B or 1, T) of a text, and what is seen (B, T, T) from `ahead` behind each; None: all up to it."""
+        count = x.shape[1]
+        if attention_mask is None or bool(attention_mask[:, 0].all()):  # padding on the right is never looked back at
+            positions = torch.arange(count, device=x.device).unsqueeze(0)
+            return positions, self._causal(positions, ahead) if self._hides(count + ahead) else None
+        real = attention_mask.to(x.device).bool()
+        positions = (real.cumsum(1) - 1).clamp(min=0)
+        # A padded position sees itself, so that no row of scores is empty.
+        itself = torch.eye(count, dtype=torch.bool, device=x.device)
+        before = itself.cumsum(1).T.bool() & self._causal(positions, ahead)
+        return positions, (real.unsqueeze(1) & before) | itself
+
+    def _causal(self, positions: Tensor, ahead: int = 0) -> Tensor:
+        """Which positions (B, T, T) are not behind a position, and not too far before what is `ahead` behind it."""
+        distance = positions.unsqueeze(2) - positions.unsqueeze(1)
+        seen = distance >= 0
+        return seen if self.window is None else seen & (distance + ahead < self.window)
+
+    def _hides(self, count: int) -> bool:
+        """Whether something in a text of so many positions is outside the window."""
+        return self.window is not None and count > self.window
 
     def _additive(self, seen: Tensor | None, x: Tensor) -> Tensor | None:
         """The additive mask of what is seen (B, A, S), for eager attention would add a boolean one as 0 and 1."""
@@ -107,15 +149,21 @@ class DecoderLayer(nn.Module):
         mask = torch.zeros(seen.shape, dtype=x.dtype, device=x.device)
         return mask.masked_fill_(~seen, torch.finfo(x.dtype).min).unsqueeze(1)
 
-    def _run(self, x: Tensor, positions: Tensor, mask: Tensor | None, cache: SlotCache | None = None) -> Tensor:
-        out = self.layer(
+    def _run(self, x: Tensor, positions: Tensor, mask: Tensor | None, cache: Cache | None = None) -> Tensor:
+        return self.norm(self._through(self.layer, x, positions, mask, cache))
+
+    def _through(
+        self, layer: nn.Module, x: Tensor, positions: Tensor, mask: Tensor | None, cache: Cache | None
+    ) -> Tensor:
+        """What a layer makes of x."""
+        out = layer(
             x,
             attention_mask=mask,
             position_ids=positions,
             position_embeddings=self.rotary(x, positions, **self._rotary_kind),
             **{self._cache_argument: cache},
         )
-        return self.norm(out[0] if isinstance(out, tuple) else out)
+        return out[0] if isinstance(out, tuple) else out
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "DecoderLayer":
         """Move or convert, but leave the rotary frequencies in float32: rounded ones turn far positions wrongly."""

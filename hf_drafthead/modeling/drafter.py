@@ -23,21 +23,24 @@ class Drafter(nn.Module):
     Attributes:
         reads: which hidden states of the base are read; -1 is the last one, after the base's final norm.
         keeps_history: True if `observe` needs every verified position, False if only each row's last one counts.
+        draft_tokens: (D,) the base's ids of the tokens that it chooses among; None for all of them.
         base: the base model: a plain reference, so that it is neither saved nor moved with the drafter.
     """
 
     reads: tuple[int, ...] = (-1,)
     keeps_history: bool = False
+    draft_tokens: Tensor | None
     base: Any
 
     def __init__(self, config: DraftHeadConfig) -> None:
         super().__init__()
         self.config = config
+        self.register_buffer("draft_tokens", None)
 
     @property
     def max_depth(self) -> int | None:
         """Deepest tree level that can be guessed; None if there is no limit."""
-        return self.config.num_draft_heads
+        return self.config.max_depth
 
     def attach(self, base: nn.Module) -> None:
         """Read embeddings and lm_head from this base from now on."""
@@ -46,6 +49,13 @@ class Drafter(nn.Module):
     def copy_from_base(self) -> None:
         """Give fresh heads what they start from: weights of the base."""
         raise NotImplementedError
+
+    def check_values(self, path: str) -> None:
+        """Refuse what was loaded from a path if its values cannot be used, though its shapes fit.
+
+        Raises:
+            ValueError: naming the tensor.
+        """
 
     def start(self, batch_size: int, capacity: int) -> Any:
         """A fresh state.
@@ -98,7 +108,7 @@ class Drafter(nn.Module):
         raise NotImplementedError
 
     def head_logits(self, head: int, hidden: Tensor) -> Tensor:
-        """Logits (..., V) of one head from its state (..., H)."""
+        """Logits (..., V) of one head from its state (..., H); (..., D) where it chooses among some tokens only."""
         raise NotImplementedError
 
     def placed(self, tensor: Tensor) -> Tensor:

@@ -24,6 +24,21 @@ from hf_drafthead.modeling.decoder_layer import DecoderLayer
 from hf_drafthead.modeling.drafter import Drafter
 from hf_drafthead.modeling.layers import base_logits, last_valid
 
+# Li et al. 2024 (EAGLE) and the published trainer; the noise is its 0.2 * 512 / T at T = 2048
+EAGLE_RECIPE: dict[str, Any] = {
+    "next_token_weight": 0.0,
+    "teacher_weight": 0.1,
+    "feature_weight": 1.0,
+    "feature_noise": 0.05,
+    "learning_rate": 3e-5,
+    "lr_scheduler_type": "linear",
+    "warmup_steps": 2000,
+    "adam_beta2": 0.95,
+    "max_grad_norm": 0.0,  # clipped by value instead
+    "max_grad_value": 0.5,
+    "num_train_epochs": 20,
+}
+
 
 class EagleConfig(DraftHeadConfig):
     """An EAGLE head. There is one, and it guesses as deep as a tree is: num_draft_heads is 1.
@@ -42,6 +57,10 @@ class EagleConfig(DraftHeadConfig):
     fc_bias: bool = False
     feature_layers: list[int] | tuple[int, ...] = (-1,)
     layer_config: dict[str, Any] | PreTrainedConfig | None = None
+
+    @property
+    def max_depth(self) -> int | None:
+        return None
 
     def check(self) -> None:
         super().check()
@@ -83,6 +102,8 @@ class EagleDrafter(Drafter):
 
     config: EagleConfig
     keeps_history = True
+    layers = 1
+    body: DecoderLayer
 
     def __init__(self, config: EagleConfig) -> None:
         super().__init__(config)
@@ -93,19 +114,15 @@ class EagleDrafter(Drafter):
         self.fc = nn.Linear(2 * hidden_size, hidden_size, bias=config.fc_bias)
         self.body = DecoderLayer(config.own_layer, input_norm=False)
 
-    @property
-    def max_depth(self) -> int | None:
-        return None
-
     def copy_from_base(self) -> None:
         """Nothing: embeddings and lm_head stay the base's."""
 
     def start(self, batch_size: int, capacity: int) -> EagleState:
-        nothing = self.placed(torch.zeros(batch_size, self.config.get_text_config().hidden_size))
-        return self._grown(SlotCache(batch_size, 1, min(capacity, ROOM)), nothing)
+        nothing = self.placed(torch.zeros(batch_size, self.config.own_layer.hidden_size))
+        return self._grown(SlotCache(batch_size, self.layers, min(capacity, ROOM)), nothing)
 
     def observe(self, state: EagleState, features: Tensor, tokens: Tensor, lengths: Tensor) -> EagleState:
-        x = self._joined(self.reduce(self.placed(features)), tokens)
+        x = self._joined(self._projected(self.placed(features)), tokens)
         out = self.body.over_verified(state.cache, x, lengths)
         return self._grown(state.cache, last_valid(state.last, out, lengths))
 
@@ -118,18 +135,26 @@ class EagleDrafter(Drafter):
             count = tokens.shape[1]
             itself = torch.eye(count, dtype=torch.bool, device=rows.device).expand(tokens.shape[0], -1, -1)
             ancestors = torch.cat([itself, state.ancestors[rows, parents]], dim=2)
-            x = self._joined(state.level[rows, parents], tokens)
+            x = self._joined(self._fed_back(state.level[rows, parents]), tokens)
             out = self.body.over_nodes(state.cache, x, state.depth, ancestors)
         state = EagleState(state.cache, state.last, out, ancestors, state.depth + 1)
-        return state, Guesses(self.head_logits(0, out))
+        return state, Guesses(self.head_logits(0, out), self.draft_tokens)
 
     def head_states(self, features: Tensor, input_ids: Tensor, attention_mask: Tensor | None = None) -> list[Tensor]:
         """One entry: the guess of the base's next hidden state at every position."""
-        x = self._joined(self.reduce(features), input_ids.roll(-1, dims=1))
+        x = self._joined(self._projected(features), input_ids.roll(-1, dims=1))
         return [self.body.over_text(x, attention_mask)]
 
     def head_logits(self, head: int, hidden: Tensor) -> Tensor:
         return base_logits(self.base, hidden)
+
+    def _projected(self, features: Tensor) -> Tensor:
+        """The base's features (..., F*H) as the layer reads them (..., H)."""
+        return self.reduce(features)
+
+    def _fed_back(self, out: Tensor) -> Tensor:
+        """What the layer reads of its own output in the place of features, (..., H)."""
+        return out
 
     def _joined(self, features: Tensor, tokens: Tensor) -> Tensor:
         return self.fc(torch.cat([self.embed(tokens, like=features), features], dim=-1))

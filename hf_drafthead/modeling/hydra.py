@@ -21,6 +21,27 @@ from hf_drafthead.modeling.decoder_layer import DecoderLayer
 from hf_drafthead.modeling.drafter import Drafter
 from hf_drafthead.modeling.layers import OutputProjections, ResidualBlock, last_valid
 
+# Ankner et al. 2024, section 5
+HYDRA_RECIPE: dict[str, Any] = {
+    "next_token_weight": 1.0,
+    "learning_rate": 1e-3,
+    "lr_scheduler_type": "cosine",
+    "warmup_steps": 0.1,
+    "weight_decay": 0.0,
+    "num_train_epochs": 1,
+}
+# sections 3.1 and 5 of the same, and the published command
+HYDRA_PLUS_PLUS_RECIPE: dict[str, Any] = {
+    "next_token_weight": 0.0,
+    "teacher_weight": 1.0,
+    "learning_rate": 5e-4,
+    "lr_scheduler_type": "cosine_with_min_lr",
+    "lr_scheduler_kwargs": {"min_lr_rate": 0.33},
+    "warmup_steps": 100,
+    "weight_decay": 0.1,
+    "num_train_epochs": 10,
+}
+
 
 class HydraConfig(DraftHeadConfig):
     """Hydra heads, grounded in the tokens of the path.

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers import LlamaConfig
+from transformers.configuration_utils import PreTrainedConfig
 
 
 class ResidualBlock(nn.Module):
@@ -70,7 +72,7 @@ class OutputProjections(nn.Module):
         if self.shared:
             return
         with torch.no_grad():
-            start = _weight_of(base.get_output_embeddings(), like=next(self.parameters()))
+            start = weight_of(base.get_output_embeddings(), like=next(self.parameters()))
             if start.is_meta:
                 return
             if self.down:
@@ -117,7 +119,7 @@ def last_valid(kept: Tensor, new: Tensor, lengths: Tensor) -> Tensor:
     return torch.where((lengths > 0).unsqueeze(1), picked, kept.to(new.device))
 
 
-def _weight_of(linear: Any, like: Tensor) -> Tensor:
+def weight_of(linear: Any, like: Tensor) -> Tensor:
     """The weight (out, in) of a linear layer, also of one that is quantized or offloaded, where `like` is."""
     weight = linear.weight
     if weight.is_floating_point() and weight.dtype.itemsize >= 2 and (like.is_meta or not weight.is_meta):
@@ -127,3 +129,26 @@ def _weight_of(linear: Any, like: Tensor) -> Tensor:
     unit_vectors[1:].fill_diagonal_(1.0)
     out = linear(unit_vectors).to(like)
     return (out[1:] - out[0]).T  # the first row, of zeros, gave the bias
+
+
+def llama_like(text: PreTrainedConfig, layers: int) -> LlamaConfig:
+    """The config of a LLaMA of the sizes that a base's text config gives, with so many layers."""
+    width = text.hidden_size
+    heads = getattr(text, "num_attention_heads", None) or max(width // 128, 1)
+    rope = getattr(text, "rope_parameters", None) or {}
+    special = {name: getattr(text, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    return LlamaConfig(
+        vocab_size=text.vocab_size,
+        hidden_size=width,
+        intermediate_size=getattr(text, "intermediate_size", None) or 4 * width,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=getattr(text, "num_key_value_heads", None) or heads,
+        head_dim=getattr(text, "head_dim", None) or width // heads,
+        rms_norm_eps=getattr(text, "rms_norm_eps", None) or 1e-6,
+        max_position_embeddings=getattr(text, "max_position_embeddings", None) or 2048,
+        # Scaled frequencies are for texts longer than is trained on; some change with the length of the text.
+        rope_parameters={"rope_type": "default", "rope_theta": rope.get("rope_theta") or 10000.0},
+        tie_word_embeddings=bool(getattr(text, "tie_word_embeddings", False)),
+        **special,
+    )

@@ -3,7 +3,7 @@
 Shapes: B rows, T positions, K heads, H hidden, V vocabulary.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,19 @@ from hf_drafthead.modeling.base import DraftHeadPreTrainedModel
 from hf_drafthead.modeling.config import DraftHeadConfig
 from hf_drafthead.modeling.drafter import Drafter
 from hf_drafthead.modeling.layers import OutputProjections, ParallelBlocks, last_valid
+
+# Cai et al. 2024, section 2.2.1 and the published trainer; lengths and batch sizes depend on the user's memory and data
+MEDUSA_RECIPE: dict[str, Any] = {
+    "next_token_weight": 1.0,
+    "head_decay": 0.8,
+    "learning_rate": 1e-3,
+    "lr_scheduler_type": "cosine",
+    "warmup_steps": 0.1,
+    "weight_decay": 0.0,
+    "num_train_epochs": 2,
+}
+# section 2.2.2: the base learns at a quarter of the heads' rate
+MEDUSA_JOINT_RECIPE: dict[str, Any] = {"learning_rate": 2e-3}
 
 
 class MedusaConfig(DraftHeadConfig):
@@ -60,14 +73,14 @@ class MedusaDrafter(Drafter):
     def copy_from_base(self) -> None:
         self.projections.copy_from_base(self.base)
 
-    def start(self, batch_size: int, capacity: int) -> MedusaState:
+    def start(self, batch_size: int, capacity: int) -> Any:
         hidden_size = self.config.get_text_config().hidden_size
         return MedusaState(self.placed(torch.zeros(batch_size, hidden_size)))
 
-    def observe(self, state: MedusaState, features: Tensor, tokens: Tensor, lengths: Tensor) -> MedusaState:
+    def observe(self, state: Any, features: Tensor, tokens: Tensor, lengths: Tensor) -> Any:
         return MedusaState(last_valid(state.features, self.placed(features), lengths))
 
-    def expand(self, state: MedusaState, tokens: Tensor, parents: Tensor) -> tuple[MedusaState, Guesses]:
+    def expand(self, state: Any, tokens: Tensor, parents: Tensor) -> tuple[Any, Guesses]:
         level, guesses = state.level, state.guesses
         if guesses is None:
             guesses = self._side_by_side(state.features)  # (K, B, H)

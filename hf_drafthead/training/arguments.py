@@ -5,72 +5,13 @@ from typing import Any
 
 from transformers import TrainingArguments
 
+from hf_drafthead.modeling.families import find_family
 from hf_drafthead.training.heads_loss import SCHEDULES
 
 WEIGHTS = ("next_token_weight", "teacher_weight", "feature_weight")
 
-# As published; lengths and batch sizes are the user's, whose memory and data are his own.
-RECIPES: dict[str, dict[str, Any]] = {
-    # Cai et al. 2024, section 2.2.1 and the published trainer
-    "medusa": {
-        "next_token_weight": 1.0,
-        "head_decay": 0.8,
-        "learning_rate": 1e-3,
-        "lr_scheduler_type": "cosine",
-        "warmup_steps": 0.1,
-        "weight_decay": 0.0,
-        "num_train_epochs": 2,
-    },
-    # Ankner et al. 2024, section 5
-    "hydra": {
-        "next_token_weight": 1.0,
-        "learning_rate": 1e-3,
-        "lr_scheduler_type": "cosine",
-        "warmup_steps": 0.1,
-        "weight_decay": 0.0,
-        "num_train_epochs": 1,
-    },
-    # sections 3.1 and 5 of the same, and the published command
-    "hydra++": {
-        "next_token_weight": 0.0,
-        "teacher_weight": 1.0,
-        "learning_rate": 5e-4,
-        "lr_scheduler_type": "cosine_with_min_lr",
-        "lr_scheduler_kwargs": {"min_lr_rate": 0.33},
-        "warmup_steps": 100,
-        "weight_decay": 0.1,
-        "num_train_epochs": 10,
-    },
-    # Li et al. 2024 (Amphista), section 4.1; its two weights are not given there
-    "amphista": {
-        "next_token_weight": 1.0,
-        "teacher_weight": 1.0,
-        "learning_rate": 1e-3,
-        "lr_scheduler_type": "cosine",
-        "warmup_steps": 0.1,
-        "weight_decay": 0.0,
-        "num_train_epochs": 4,
-    },
-    # Li et al. 2024 (EAGLE) and the published trainer; the noise is its 0.2 * 512 / T at T = 2048
-    "eagle": {
-        "next_token_weight": 0.0,
-        "teacher_weight": 0.1,
-        "feature_weight": 1.0,
-        "feature_noise": 0.05,
-        "learning_rate": 3e-5,
-        "lr_scheduler_type": "linear",
-        "warmup_steps": 2000,
-        "adam_beta2": 0.95,
-        "max_grad_norm": 0.0,  # clipped by value instead
-        "max_grad_value": 0.5,
-        "num_train_epochs": 20,
-    },
-}
-RECIPES["amphista-alpha"] = RECIPES["amphista"]
-
 # Medusa-2 (Cai et al. 2024, section 2.2.2): the base learns at a quarter of the heads' rate, heads count a fifth.
 JOINT: dict[str, Any] = {"base_weight": 1.0, "base_learning_rate": 5e-4, "heads_weight": 0.2}
-JOINT_MEDUSA: dict[str, Any] = {**JOINT, "learning_rate": 2e-3}
 
 
 @dataclass
@@ -125,22 +66,11 @@ class DraftHeadTrainingArguments(TrainingArguments):
         """The recipe of a family's paper.
 
         Args:
-            family: one of "medusa", "hydra", "hydra++", "amphista", "amphista-alpha", "eagle".
+            family: a name in `modeling.families.FAMILIES`.
             output_dir: where checkpoints go.
             arguments: what is to be otherwise.
 
         Raises:
             ValueError: no such family.
         """
-        return cls(output_dir=output_dir, **{**recipe(family), **arguments})
-
-
-def recipe(family: str) -> dict[str, Any]:
-    """Training arguments of a family's paper.
-
-    Raises:
-        ValueError: no such family.
-    """
-    if family not in RECIPES:
-        raise ValueError(f"the family {family!r} is not known: expected one of {', '.join(sorted(RECIPES))}.")
-    return dict(RECIPES[family])
+        return cls(output_dir=output_dir, **{**find_family(family).recipe, **arguments})

@@ -1,4 +1,4 @@
-"""How long a training took, added up over its interruptions."""
+"""The wall time of a training, added up over interruptions."""
 
 import json
 import time
@@ -10,10 +10,10 @@ from hf_drafthead.training.record import write_whole
 
 
 class Clock(TrainerCallback):
-    """Counts a Trainer's wall time; what was counted up to each checkpoint is kept in ``file``.
+    """Counts a Trainer's wall time; the time up to each checkpoint is stored in ``file``.
 
     Args:
-        file: JSON file beside the checkpoints, so that a resumed training goes on counting.
+        file: JSON file in the folder of the checkpoints, from which a resumed training continues to count.
     """
 
     def __init__(self, file: Path) -> None:
@@ -23,7 +23,7 @@ class Clock(TrainerCallback):
 
     @property
     def hours(self) -> float:
-        """Hours up to now; of a training that had come to its end before, all that it took."""
+        """Hours up to now; for a training that was finished before, its total."""
         if self.started is None:
             return self._kept() / 3600
         return (self.seconds + time.monotonic() - self.started) / 3600

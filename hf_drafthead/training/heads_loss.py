@@ -1,4 +1,4 @@
-"""The loss of all heads on one batch: the base is run once, projections only where there is a label, a chunk at a time.
+"""The loss of all heads on one batch: one forward of the base, logits only at labelled positions, a chunk at a time.
 
 Shapes: B rows, T positions, M labelled positions, H hidden, F feature layers, V vocabulary, K heads.
 """
@@ -17,6 +17,7 @@ from hf_drafthead.modeling.base import DraftHeadPreTrainedModel
 from hf_drafthead.training.objectives import (
     feature_loss,
     head_weights,
+    in_draft_vocabulary,
     labelled,
     next_token_loss,
     rank_counts,
@@ -50,7 +51,7 @@ class Objective:
 
 @dataclass(frozen=True)
 class HeadsLoss:
-    """What counts how much.
+    """The loss and its weights.
 
     objective: of every head; head_decay: head k counts `head_decay ** k`; feature_noise: width of the uniform noise on
     the hidden states that the heads read; reader: reads the base, default: the output projection of
@@ -73,19 +74,29 @@ class HeadsLoss:
         totals: Tensor | None = None,
         heads_weight: float = 1.0,
     ) -> tuple[Tensor, Tensor]:
-        """The base's loss, if it is trained, and the weighted sum of the objectives over all heads.
+        """The base's loss, if it is trained, plus the weighted sum of the objectives over all heads.
 
         Args:
-            model: in training mode if noise and dropout are wanted.
+            model: in training mode for noise and dropout.
             inputs: `input_ids` (B, T), `labels` (B, T), and if rows are padded `attention_mask` (B, T); `features`
-                (B, T, H) if the base's last hidden states are known already.
+                (B, T, H) if the base's last hidden states are known already, of use to heads that read no others.
             totals: (1 + K,) by how many labels the base's and each head's loss is divided; default: of this batch.
             heads_weight: of all heads' losses beside the base's.
 
         Returns:
-            scalar loss, and LongTensor (K, RANKS + 1): at which rank each head had its labels.
+            scalar loss, and LongTensor (K, RANKS + 1): how often each head gave each rank to the label.
         """
-        reading = self._read(model, inputs)
+        return self.of_reading(model, inputs, self._read(model, inputs), totals, heads_weight)
+
+    def of_reading(
+        self,
+        model: DraftHeadPreTrainedModel,
+        inputs: Mapping[str, Tensor],
+        reading: Reading,
+        totals: Tensor | None = None,
+        heads_weight: float = 1.0,
+    ) -> tuple[Tensor, Tensor]:
+        """As above, from what the base has said."""
         features = model.drafter.placed(reading.features)
         labels = inputs["labels"].to(features.device)  # of a base on several devices the heads are on the last
         half = reading.features.dtype != features.dtype
@@ -123,8 +134,13 @@ class HeadsLoss:
                 states: Tensor, targets: Tensor, hidden: Tensor, scores: Tensor, head: int = head
             ) -> tuple[Tensor, Tensor]:
                 logits = model.drafter.head_logits(head, states)
-                teachers = self._logits(model, scores) if self.objective.teacher else logits
+                own = model.drafter.draft_tokens
+                teachers = self._logits(model, scores) if self.objective.teacher or own is not None else logits
+                learnt = None
+                if own is not None:
+                    targets, teachers, learnt = in_draft_vocabulary(own, targets, teachers)
                 lost = self.objective(states, logits, targets, hidden, teachers)
+                lost = lost if learnt is None else lost * learnt
                 return lost.sum(), rank_counts(logits.detach(), targets, RANKS)
 
             summed, ranks = _in_chunks(of_chunk, model, states[head][kept], targets, hidden, scores)
@@ -134,7 +150,7 @@ class HeadsLoss:
 
     def _read(self, model: DraftHeadPreTrainedModel, inputs: Mapping[str, Tensor], learn: bool = True) -> Reading:
         """Run the base over a batch, or take its hidden states as given; with gradients where it learns."""
-        if "features" in inputs:
+        if "features" in inputs and model.drafter.reads in ((-1,), ()):
             return Reading(inputs["features"], inputs["features"], inputs["features"])
         base, was_training = model.base, model.base.training
         learns = bool(self.base) and learn
@@ -177,7 +193,7 @@ def label_counts(labels: Tensor, heads: int) -> Tensor:
 
 
 def heads_share(schedule: str, step: int, steps: int) -> float:
-    """How much of the heads' weight counts at a step: all of it, or rising along a line or a quarter sine to all.
+    """The share of the heads' weight that is applied at a step: 1, or rising to 1 along a line or a quarter sine.
 
     Args:
         schedule: "constant", "linear" or "sine".
@@ -191,12 +207,12 @@ def heads_share(schedule: str, step: int, steps: int) -> float:
 def _in_chunks(
     of_chunk: Callable[..., tuple[Tensor, Tensor]], model: DraftHeadPreTrainedModel, *rows: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The sums over all M rows of what `of_chunk` returns for some of them; never more than CHUNK logits at a time."""
+    """The sums over all M rows of what `of_chunk` returns, with at most CHUNK logits at a time."""
     most = CHUNK if rows[0].device.type == "cpu" else 16 * CHUNK
     size = max(most // model.config.get_text_config().vocab_size, 1)
     if len(rows[0]) <= size:
         return of_chunk(*rows)
     parts = zip(*(tensor.split(size) for tensor in rows), strict=True)
-    # logits are not kept for the gradient but computed again
+    # logits are recomputed for the gradient instead of kept
     sums = [checkpoint(of_chunk, *part, use_reentrant=False) for part in parts]
     return torch.stack([loss for loss, _ in sums]).sum(), torch.stack([counts for _, counts in sums]).sum(0)

@@ -1,4 +1,4 @@
-"""Does the data look like what the base itself writes? Heads learn to guess the base, not the data.
+"""How much the data resembles the base's own text: heads have to predict the base, not the data.
 
 Shapes: B rows, T positions, M labelled positions, V vocabulary.
 """
@@ -19,7 +19,7 @@ MOST_EXCESS = 0.25  # nats per token
 
 @dataclass(frozen=True)
 class Likeness:
-    """How a base sees the labels of some rows.
+    """How well a base predicts the labels of some rows.
 
     agreement: share of labels that are the base's own best guess; excess: how much more surprising the labels are than
     the base's own samples would be, in nats per token: about 0 for what it wrote itself, below 0 for greedy text.
@@ -29,7 +29,7 @@ class Likeness:
     excess: float
 
     def warning(self) -> str | None:
-        """One line, if heads trained on this will guess worse than they could."""
+        """One line, if heads trained on this data will guess worse than they could; else None."""
         if self.excess <= MOST_EXCESS:
             return None
         return (
@@ -41,7 +41,7 @@ class Likeness:
 
 @torch.no_grad()
 def likeness(base: Any, batches: Iterable[Mapping[str, Tensor]]) -> Likeness | None:
-    """Read some rows with the base.
+    """Run the base over some rows.
 
     Args:
         base: causal LM in eval mode.

@@ -16,7 +16,7 @@ def add_lora(model: DraftHeadPreTrainedModel, rank: int = 32, alpha: int = 16, d
     Args:
         model: its base must have no adapters yet.
         rank: of the adapters, above 0.
-        alpha: their outputs count alpha / rank.
+        alpha: their outputs are scaled by alpha / rank.
         dropout: on their inputs, in training.
 
     Raises:
@@ -43,7 +43,7 @@ def adapters_off(base: Any) -> Iterator[None]:
 
 
 def merge_lora(model: DraftHeadPreTrainedModel) -> None:
-    """Add the adapters to the base's own weights and take them off: from now on this base is what `exact` means."""
+    """Merge the adapters into the base's weights and remove them: *exact* then refers to the merged base."""
     base: Any = model.base
     for name, layer in adapter_layers(base):
         layer.merge()

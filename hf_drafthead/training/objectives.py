@@ -1,4 +1,4 @@
-"""What a draft head is trained for, as functions of the positions that have a label.
+"""The objectives of a draft head, as functions of the positions that have a label.
 
 Shapes: B rows, T positions, M labelled positions, H hidden, V vocabulary. `shift` is how far ahead a head guesses: what
 it gives at position t is for the token at t + shift. The base's own lm_head has shift 1, head i (0-based) has 2 + i.
@@ -7,25 +7,25 @@ it gives at position t is for the token at t + shift. The base's own lm_head has
 import torch
 import torch.nn.functional as F
 
-IGNORED = -100  # a label that no objective counts, as everywhere in transformers
+IGNORED = -100  # label without a loss, as everywhere in transformers
 
 
 def labelled(labels: torch.Tensor, shift: int) -> torch.Tensor:
-    """Which positions t of (B, T) have a label at t + shift; in short rows none has."""
+    """Which positions t of (B, T) have a label at t + shift; none in rows of at most `shift` tokens."""
     if labels.shape[1] <= shift:
         return torch.zeros_like(labels, dtype=torch.bool)
     return F.pad(labels[:, shift:] != IGNORED, (0, shift))
 
 
 def next_token_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Cross-entropy with the tokens that really came (Medusa, section 2.1.1; Amphista, eq. 9).
+    """Cross-entropy with the tokens of the text (Medusa, section 2.1.1; Amphista, eq. 9).
 
     Args:
         logits: (M, V) of one head.
-        targets: (M,) token ids.
+        targets: (M,) token ids, or IGNORED.
 
     Returns:
-        (M,) in nats.
+        (M,) in nats, 0 where there is no target.
     """
     return F.cross_entropy(logits.float(), targets, reduction="none")
 
@@ -69,12 +69,31 @@ def rank_counts(logits: torch.Tensor, targets: torch.Tensor, ranks: int) -> torc
 
     Args:
         logits: (M, V) of one head.
-        targets: (M,) token ids.
-        ranks: how many ranks to tell apart.
+        targets: (M,) token ids, or IGNORED for one that the head cannot guess.
+        ranks: number of ranks to count separately.
 
     Returns:
         LongTensor (ranks + 1,): labels found at each rank, then those found at none, which is where a NaN is. The sum
         of the first k over the sum of all is the top-k accuracy.
     """
-    rank = (~(logits <= logits.gather(1, targets[:, None]))).sum(1)
-    return torch.bincount(rank.clamp(max=ranks), minlength=ranks + 1)
+    rank = (~(logits <= logits.gather(1, targets.clamp(min=0)[:, None]))).sum(1).clamp(max=ranks)
+    return torch.bincount(rank.where(targets != IGNORED, ranks), minlength=ranks + 1)
+
+
+def in_draft_vocabulary(
+    draft_tokens: torch.Tensor, targets: torch.Tensor, teacher_logits: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Targets as a drafter with a vocabulary of its own sees them (EAGLE-3's trainer).
+
+    Args:
+        draft_tokens: (D,) the base's ids of its tokens.
+        targets: (M,) token ids of the base.
+        teacher_logits: (M, V) of the base.
+
+    Returns:
+        (M,) targets among the D, IGNORED where there is none; (M, D) the base's logits for them; (M,) whether the
+        base's own choice is one of them: elsewhere nothing is learnt.
+    """
+    places = torch.full_like(teacher_logits[:1], IGNORED, dtype=torch.long).squeeze(0)
+    places[draft_tokens] = torch.arange(len(draft_tokens), device=places.device)
+    return places[targets], teacher_logits[:, draft_tokens], places[teacher_logits.argmax(-1)] != IGNORED

@@ -6,10 +6,8 @@ from collections.abc import Mapping
 from types import NoneType
 from typing import Any, get_args, get_type_hints
 
-from transformers.configuration_utils import PreTrainedConfig
-
-from hf_drafthead.training.arguments import DraftHeadTrainingArguments, recipe
-from hf_drafthead.training.families import CLASSES
+from hf_drafthead.modeling.families import find_family
+from hf_drafthead.training.arguments import DraftHeadTrainingArguments
 
 
 def sort_options(family: str, options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -18,9 +16,7 @@ def sort_options(family: str, options: dict[str, Any]) -> tuple[dict[str, Any], 
     Raises:
         ValueError: an unknown family, or a name that is neither.
     """
-    recipe(family)
-    config_fields = {field.name for field in dataclasses.fields(CLASSES[family].config_class)}
-    own = config_fields - {field.name for field in dataclasses.fields(PreTrainedConfig)}
+    own = find_family(family).model_class.config_class.heads_fields()
     known = {field.name for field in dataclasses.fields(DraftHeadTrainingArguments)}
     if unknown := sorted(set(options) - own - known):
         near = difflib.get_close_matches(unknown[0], sorted(own | known), n=1)

@@ -1,4 +1,4 @@
-"""The course of a training as a picture."""
+"""A plot of a training."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -14,9 +14,11 @@ from transformers.utils import logging
 from hf_drafthead.data.rows import data_hash
 from hf_drafthead.data.sources import read_rows, stream_hash, uniform
 from hf_drafthead.modeling.base import DraftHeadPreTrainedModel
+from hf_drafthead.modeling.eagle3 import Eagle3Drafter
 from hf_drafthead.training.data import DataReport, PaddingCollator, tokenize_rows
 from hf_drafthead.training.likeness import Likeness, likeness
 from hf_drafthead.training.objectives import IGNORED
+from hf_drafthead.training.vocabulary import frequent_tokens
 
 logger = logging.get_logger(__name__)
 
@@ -126,3 +128,13 @@ def most_tokens(model: DraftHeadPreTrainedModel) -> int:
 
 def positions_of(model: DraftHeadPreTrainedModel) -> int:
     return getattr(model.base.config.get_text_config(), "max_position_embeddings", None) or 2048
+
+
+def choose_vocabulary(model: DraftHeadPreTrainedModel, rows: Any) -> float | None:
+    """Let heads that choose among some of the base's tokens take the most frequent ones; the share these make up."""
+    if not isinstance(model.drafter, Eagle3Drafter) or model.drafter.draft_tokens is None:
+        return None
+    vocabulary = model.config.get_text_config().vocab_size
+    tokens, share = frequent_tokens(rows, len(model.drafter.draft_tokens), vocabulary)
+    model.drafter.choose_vocabulary(tokens)
+    return share

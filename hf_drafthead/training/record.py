@@ -1,4 +1,4 @@
-"""What a training leaves behind beside the weights: how it came about, and what must not change when it goes on."""
+"""What a training records in addition to the weights: how it was run, and what must not change when it is resumed."""
 
 import hashlib
 import json
@@ -50,12 +50,12 @@ def recent_loss(history: Sequence[dict[str, Any]]) -> float | None:
 
 
 def check_run(output: Path, run: dict[str, Any], resume: bool) -> None:
-    """Remember what is being trained in a folder, or refuse to go on with something else there.
+    """Record what is being trained in a folder, or refuse to resume with something else.
 
     Args:
-        output: where checkpoints are.
-        run: what has to stay the same.
-        resume: go on from what is there.
+        output: folder of the checkpoints.
+        run: what must stay the same.
+        resume: continue from the existing checkpoints.
 
     Raises:
         ValueError: another run's checkpoints are there, or some are and they are not to be resumed.
@@ -67,12 +67,12 @@ def check_run(output: Path, run: dict[str, Any], resume: bool) -> None:
         for name, value in run.items():
             if before.get(name) != value:
                 raise ValueError(
-                    f"{str(output)!r} holds a training with {name} {before.get(name)!r}, this one has {value!r}: go on "
-                    "with the same, or give another --output."
+                    f"{str(output)!r} holds a training with {name} {before.get(name)!r}, this one has {value!r}: "
+                    "resume with the same, or give another --output."
                 )
     elif checkpoints and not resume:
         raise ValueError(
-            f"{str(output)!r} holds checkpoints of an earlier training ({checkpoints[-1].name}): go on with it by "
+            f"{str(output)!r} holds checkpoints of an earlier training ({checkpoints[-1].name}): continue it with "
             "--resume, or give another --output."
         )
     output.mkdir(parents=True, exist_ok=True)
@@ -86,7 +86,7 @@ def save_whole(
     include_base: bool,
     state_dict: dict[str, torch.Tensor] | None = None,
 ) -> None:
-    """Save the model so that a folder which held one before holds the old or the new one, never a torn one.
+    """Save the model so that the folder always holds a complete model, the old one or the new one.
 
     Args:
         model: heads and base.
@@ -96,10 +96,10 @@ def save_whole(
         state_dict: the model's tensors, where it is spread over processes.
 
     Raises:
-        OSError: there is no room, or no right to write.
+        OSError: there is no space, or no permission to write.
     """
     with tempfile.TemporaryDirectory(dir=output, prefix=".saving-") as folder:
-        # relative paths (of a base beside the checkpoint) are reckoned from the folder: it lies one deeper
+        # a relative path of the base is relative to the folder, and this one is a level deeper
         model.save_pretrained(folder, include_base=include_base, state_dict=state_dict)
         tokenizer.save_pretrained(folder)
         config = Path(folder) / "config.json"
@@ -114,7 +114,7 @@ def save_whole(
 
 
 def write_whole(file: Path, text: str) -> None:
-    """Write a text file in one go: it is there whole, or as it was."""
+    """Write a text file atomically."""
     beside = file.with_name(f".{file.name}.new")
     beside.write_text(text)
     os.replace(beside, file)

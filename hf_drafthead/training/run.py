@@ -14,27 +14,22 @@ from typing import Any
 
 from datasets import Dataset, IterableDataset
 from transformers import AutoTokenizer, set_seed
-from transformers.configuration_utils import PreTrainedConfig
 from transformers.trainer_utils import SchedulerType
 from transformers.utils import logging
 
 from hf_drafthead.modeling.base import DraftHeadPreTrainedModel
 from hf_drafthead.modeling.base_model import last_layer
-from hf_drafthead.training.arguments import (
-    JOINT,
-    JOINT_MEDUSA,
-    WEIGHTS,
-    DraftHeadTrainingArguments,
-)
+from hf_drafthead.modeling.families import find_family, fresh_heads
+from hf_drafthead.training.arguments import JOINT, WEIGHTS, DraftHeadTrainingArguments
 from hf_drafthead.training.clock import Clock
 from hf_drafthead.training.data import PaddingCollator
-from hf_drafthead.training.families import CLASSES, fresh_heads
+from hf_drafthead.training.expected_tokens_per_step import ExpectedTokensPerStep
 from hf_drafthead.training.forecast import forecast
-from hf_drafthead.training.foretelling import Foretelling
 from hf_drafthead.training.lora import add_lora, merge_lora
 from hf_drafthead.training.plots import plot_training
 from hf_drafthead.training.prepare import (
     PreparedData,
+    choose_vocabulary,
     look_at,
     most_tokens,
     own_prompts,
@@ -95,7 +90,7 @@ def train_heads(
 
     Args:
         base: id or path of a causal LM.
-        family: one of "medusa", "hydra", "hydra++", "amphista", "amphista-alpha", "eagle".
+        family: a name in `modeling.families.FAMILIES`.
         data: what `read_rows` reads, or a data set with such rows, whose first ones are held out (an `IterableDataset`
             is streamed); or rows that are ready (`max_length` to `held_out_rows` are about reading).
         output: folder for checkpoints, and for the heads at the end; with `joint` for the base as well.
@@ -110,7 +105,7 @@ def train_heads(
         split: of a data set.
         chat_template: text of a Jinja template that takes the place of the tokenizer's, and is saved with the heads.
         held_out_rows: rows to evaluate on.
-        answer_tokens: of the base's answers on which the speed is foretold.
+        answer_tokens: of the base's answers from which the expected tokens per step are computed.
         resume: go on from the last whole checkpoint in `output`.
         dry_run: stop before the training, with what it would take as the summary; no file is left in `output`.
         load: arguments for loading base or heads (`dtype`, `device_map`, `quantization_config`, ...).
@@ -126,7 +121,7 @@ def train_heads(
     _refuse_contradictions(joint, lora_rank, load or {}, arguments)
     if _sharded():  # every process looks at the base before it is sharded
         os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
-    together = (JOINT_MEDUSA if family == "medusa" else JOINT) if joint else {}
+    together = {**JOINT, **find_family(family).joint_recipe} if joint else {}
     streaming = streaming or isinstance(data, IterableDataset)
     settings = DraftHeadTrainingArguments.for_family(
         family, str(output), **{**together, **_defaults(streaming, arguments), **arguments}
@@ -146,6 +141,7 @@ def train_heads(
         if data.report is not None and settings.process_index == 0:
             (tell or (logger.warning if data.report.refused else logger.info))(str(data.report))
     refuse_short_rows(model, data.held_out)
+    coverage = choose_vocabulary(model, data.rows) if heads is None else None
     run = {
         "family": family,
         "config": _own_fields(model),
@@ -173,7 +169,7 @@ def train_heads(
         eval_dataset=data.held_out,
         data_collator=collator,
         callbacks=[clock],
-        foretelling=Foretelling(prompts, answer_tokens, base_changes=joint) if prompts else None,
+        expected_tokens_per_step=ExpectedTokensPerStep(prompts, answer_tokens, base_changes=joint) if prompts else None,
     )
     show_progress(trainer)
     expected = forecast(trainer, data, collator) if settings.process_index == 0 else None
@@ -186,7 +182,7 @@ def train_heads(
     checkpoint = whole_checkpoint(output) if resume else None
     if resume and checkpoint is None:
         raise ValueError(f"{str(output)!r} holds no whole checkpoint to resume from: leave --resume out.")
-    trainer.go_on(checkpoint)
+    trainer.resume(checkpoint)
     hours = clock.hours
     evaluated = [entry for entry in trainer.state.log_history if "eval_loss" in entry]
     done = bool(evaluated) and evaluated[-1]["step"] == trainer.state.global_step
@@ -214,6 +210,7 @@ def train_heads(
         "weight_decay": settings.weight_decay,
         "max_length": max_length or most_tokens(model),
         "packing": packing,
+        "draft_vocab_coverage": coverage,
         "dtype": str(model.base.dtype).removeprefix("torch."),
         "lora_rank": lora_rank if joint else None,
         "held_out": {name.removeprefix("eval_"): value for name, value in metrics.items() if name.startswith("eval_")},
@@ -240,7 +237,7 @@ def _model(
         return fresh_heads(family, base, **fields, **load)
     if fields:
         raise ValueError(f"{', '.join(sorted(fields))} cannot be chosen for trained heads: they are as they are.")
-    trained: Any = CLASSES[family].from_pretrained(heads, base_model=base, **load)
+    trained: Any = find_family(family).model_class.from_pretrained(heads, base_model=base, **load)
     if (found := trained.config.family) != family:
         raise ValueError(
             f"the heads in {str(heads)!r} are {found!r} heads, not {family!r} ones: give --family {found}."
@@ -268,10 +265,7 @@ def _sharded() -> bool:
 
 def _own_fields(model: DraftHeadPreTrainedModel) -> dict[str, Any]:
     """The family's fields of a config that are plain values."""
-    own = {field.name for field in dataclasses.fields(model.config)}
-    shared = {field.name for field in dataclasses.fields(PreTrainedConfig)}
-    about_the_base = {"base_config", "base_model_name_or_path", "base_model_revision", "base_included"}
-    values = {name: getattr(model.config, name) for name in sorted(own - shared - about_the_base)}
+    values = {name: getattr(model.config, name) for name in sorted(model.config.heads_fields())}
     return {name: value for name, value in values.items() if isinstance(value, (bool, int, float, str, list))}
 
 

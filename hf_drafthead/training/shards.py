@@ -1,7 +1,7 @@
-"""Rows written by several processes that may be killed at any time, and put together in order at the end.
+"""Rows written by several processes that may be killed at any time, and merged in order at the end.
 
-Beside the output file lie `OUTPUT.settings.json`, what the rows were made with, and until the end one `OUTPUT.partN`
-for each process. A part grows by whole lines; a line that a killed process left torn is dropped.
+Next to the output file are `OUTPUT.settings.json`, the settings of the rows, and until the end one `OUTPUT.partN` for
+each process. A part grows by complete lines; an incomplete line of a killed process is dropped.
 """
 
 import json
@@ -16,12 +16,12 @@ class Shards:
 
     Args:
         output: JSON lines, one row each, with the row's number in `row`.
-        settings: what the rows depend on; an output that was begun with others is refused.
+        settings: what the rows depend on; an output that was started with others is refused.
         process: which of the processes this is.
 
     Raises:
         OSError: there is no folder for the output, or a file that was not made by this is in its place.
-        ValueError: the output was begun with other settings.
+        ValueError: the output was started with other settings.
     """
 
     def __init__(self, output: str | Path, settings: dict[str, Any], process: int = 0) -> None:
@@ -42,8 +42,8 @@ class Shards:
         for name in sorted({*begun, *settings}):
             if begun.get(name) != settings.get(name):
                 raise ValueError(
-                    f"{str(output)!r} was begun with {name}={begun.get(name)!r}, but {name}={settings.get(name)!r} is "
-                    "asked for: ask for the same again, or give another output."
+                    f"{str(output)!r} was started with {name}={begun.get(name)!r}, but now "
+                    f"{name}={settings.get(name)!r}: use the same setting, or give another output."
                 )
 
     def write_settings(self) -> None:
@@ -55,14 +55,14 @@ class Shards:
         return set(self._index())
 
     def open(self) -> None:
-        """Get ready to write this process's rows; what a killed process left torn is dropped."""
+        """Open this process's part for writing; an incomplete line of a killed process is dropped."""
         self._file = open(self._part, "ab")  # closed in `close`
         with open(self._part, "rb") as file:
             whole = file.read().rfind(b"\n") + 1
         self._file.truncate(whole)
 
     def write(self, rows: Iterable[dict[str, Any]]) -> None:
-        """Append rows; when this returns they are on the disk."""
+        """Append rows; they are on the disk when this returns."""
         self._file.write(b"".join(json.dumps(row, ensure_ascii=False).encode() + b"\n" for row in rows))
         self._file.flush()
         os.fsync(self._file.fileno())
@@ -96,7 +96,7 @@ class Shards:
                             found.setdefault(json.loads(line)["row"], (file, at))
                         except (ValueError, KeyError, TypeError):
                             raise ValueError(
-                                f"{file} line {number} is no row: mend it, or move the file away to begin again."
+                                f"{file} line {number} is not a valid row: correct it, or move the file away."
                             ) from None
                     at += len(line)
         return found
@@ -109,7 +109,7 @@ def _line_at(file: Path, at: int) -> bytes:
 
 
 def _write_whole(path: Path, lines: Iterable[bytes] | Iterator[bytes]) -> None:
-    """Write a file so that it is there whole or not at all."""
+    """Write a file atomically."""
     beside = path.with_name(f"{path.name}.tmp")
     with open(beside, "wb") as file:
         file.writelines(lines)

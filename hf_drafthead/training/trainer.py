@@ -21,7 +21,7 @@ from transformers.utils import logging
 from hf_drafthead.generation.reader import BaseReader
 from hf_drafthead.modeling.base import DraftHeadPreTrainedModel
 from hf_drafthead.training.arguments import DraftHeadTrainingArguments
-from hf_drafthead.training.foretelling import Foretelling
+from hf_drafthead.training.expected_tokens_per_step import ExpectedTokensPerStep
 from hf_drafthead.training.heads_loss import RANKS, HeadsLoss, Objective, heads_share, label_counts
 from hf_drafthead.training.lora import adapter_layers, adapters_off
 
@@ -33,23 +33,24 @@ BASE_WEIGHTS = "trained_base.safetensors"  # beside a checkpoint's heads: what w
 class DraftHeadTrainer(Trainer):
     """Trains the drafter of a draft-head model, and where the arguments say so its base as well.
 
-    Batches hold ``input_ids`` (B, T), ``labels`` (B, T) with ``-100`` where nothing is to be learnt, and an
-    ``attention_mask`` (B, T) if rows are padded. Every head's loss is the mean over its labels in all of a step's
-    batches, accumulated ones and those of other processes included. The logs hold ``head{i}_top1`` and
+    Batches hold ``input_ids`` (B, T), ``labels`` (B, T) with ``-100`` at positions without a loss, and an
+    ``attention_mask`` (B, T) if rows are padded. Every head's loss is the mean over its labels in all batches of a
+    step, accumulated ones and those of other processes included. The logs hold ``head{i}_top1`` and
     ``head{i}_top5``, the share of labels that are among a head's best guesses, with ``eval_`` in front where they come
-    from the evaluation rows, and ``eval_tokens_per_step`` where a `Foretelling` is given.
+    from the evaluation rows, and ``eval_tokens_per_step`` where a `ExpectedTokensPerStep` is given.
 
-    The heads learn in float32 and stay in it; on a base in half precision they compute in bfloat16.
+    The heads have float32 weights during and after training; on a base in half precision they compute in bfloat16.
 
     Args:
-        model: a draft-head model with its base attached. Of a base that is trained, adapters (`add_lora`) learn if
-            there are any, else all its weights.
-        args: weights of the objectives among all that the Trainer knows.
-        foretelling: held-out prompts whose speed is foretold at each evaluation.
+        model: a draft-head model with its base attached. If the base is trained too, its adapters (`add_lora`) are
+            trained if there are any, else all its weights.
+        args: training arguments, with the weights of the objectives.
+        expected_tokens_per_step: computes the expected tokens per step at each evaluation.
         kwargs: as for ``transformers.Trainer``.
 
     Raises:
-        ValueError: a base that shall learn from itself has no adapters.
+        ValueError: `base_objective` is "itself", but the base has no adapters; or `feature_weight` is set for heads of
+            another width than the base.
     """
 
     args: DraftHeadTrainingArguments
@@ -59,28 +60,34 @@ class DraftHeadTrainer(Trainer):
         model: DraftHeadPreTrainedModel,
         args: DraftHeadTrainingArguments,
         *,
-        foretelling: Foretelling | None = None,
+        expected_tokens_per_step: ExpectedTokensPerStep | None = None,
         **kwargs: Any,
     ) -> None:
         adapters = adapter_layers(model.base)
         if args.base_objective == "itself" and not adapters:
             raise ValueError(
                 "base_objective is 'itself', but the base has no adapters that could be switched off: call "
-                "add_lora(model) first, or let it learn the text."
+                "add_lora(model) first, or set base_objective to 'text'."
+            )
+        own, of_base = model.config.own_layer.hidden_size, model.config.get_text_config().hidden_size
+        if args.feature_weight and own != of_base:
+            raise ValueError(
+                f"feature_weight is {args.feature_weight}, but the heads' states have size {own} and the base's hidden "
+                f"states {of_base}: set it to 0, they cannot be alike."
             )
         model.drafter.float().requires_grad_(True)  # small updates are lost in half precision
-        if not (args.base_weight and adapters):  # peft has chosen what learns where there are adapters
+        if not (args.base_weight and adapters):  # with adapters, peft has already set what is trained
             model.base.requires_grad_(bool(args.base_weight))
         if args.n_gpu > 1:
             logger.warning("One process trains on one GPU: start one per GPU with `accelerate launch`.")
             args._n_gpu = 1
-        # Sharded on its own the drafter would be whole inside its `forward` only, which is not how it is used.
+        # if it were sharded as one unit, the drafter would be complete inside its `forward` only, which is not used
         model._no_split_modules.discard(type(model.drafter).__name__)
         super().__init__(model, args, **kwargs)
         if self.is_fsdp_enabled:  # heads are small: a checkpoint holds them in one file, as without sharding
             self.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
         self.model_accepts_loss_kwargs = True  # the loss is divided by the labels of the whole step
-        self.foretelling = foretelling
+        self.expected_tokens_per_step = expected_tokens_per_step
         self._loss = HeadsLoss(
             Objective(args.next_token_weight, args.teacher_weight, args.feature_weight),
             head_decay=args.head_decay,
@@ -91,12 +98,12 @@ class DraftHeadTrainer(Trainer):
         )
         self._heads = model.config.num_draft_heads
         self._counts = self._no_counts()
-        self.add_callback(RefuseWhatIsNoNumber())
+        self.add_callback(StopOnNonFinite())
         if args.max_grad_value is not None:
             self.add_callback(ClipEveryGradient())
 
-    def go_on(self, checkpoint: Path | None) -> None:
-        """Train from a checkpoint on, or from the start; what had come to its end already is only loaded."""
+    def resume(self, checkpoint: Path | None) -> None:
+        """Train from a checkpoint on, or from the start; a training that was finished is only loaded."""
         if checkpoint is not None:
             state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
             most, epochs = self.args.max_steps, self.args.num_train_epochs
@@ -113,16 +120,16 @@ class DraftHeadTrainer(Trainer):
         return_outputs: bool = False,
         num_items_in_batch: torch.Tensor | None = None,
     ) -> Any:
-        """The loss; counts on the side at which rank each head had the label.
+        """The loss; also counts the rank that each head gave to the label.
 
         Args:
-            num_items_in_batch: (1 + K,) from `get_batch_samples`; of no use in evaluation, where every batch is a mean.
+            num_items_in_batch: (1 + K,) from `get_batch_samples`; unused in evaluation, where each batch is averaged.
         """
         totals = num_items_in_batch if model.training else None
         weight = self.args.heads_weight * heads_share(
             self.args.heads_schedule, self.state.global_step, self.state.max_steps
         )
-        # through `forward`, which is all that wrapped models know
+        # through `forward`, the only method that wrapped models have
         loss, counts = model(training_loss=self._loss, inputs=inputs, totals=totals, heads_weight=weight)
         self._counts += counts.cpu()
         if totals is not None:
@@ -130,7 +137,7 @@ class DraftHeadTrainer(Trainer):
         return (loss, {}) if return_outputs else loss
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """As the Trainer's, but a loss that is no number ends the training before it reaches the weights.
+        """As the Trainer's, but a loss that is not finite ends the training before the weights are changed.
 
         Raises:
             FloatingPointError: naming the step and the last checkpoint.
@@ -167,7 +174,7 @@ class DraftHeadTrainer(Trainer):
     def get_batch_samples(
         self, epoch_iterator: Iterator, num_batches: int, device: torch.device
     ) -> tuple[list, torch.Tensor | int | None]:
-        """The batches of one step, and how many labels base and heads have in them, in all processes together."""
+        """The batches of one step, and the number of labels of base and heads in them, over all processes."""
         batches = list(itertools.islice(epoch_iterator, num_batches))
         if not batches:
             return batches, None
@@ -186,13 +193,13 @@ class DraftHeadTrainer(Trainer):
         return optimizer
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
-        """As the Trainer's, with the heads' accuracies and the tokens per step to expect among the metrics."""
+        """As the Trainer's, with the heads' accuracies and the expected tokens per step among the metrics."""
         training_counts, self._counts = self._counts, self._no_counts()
         output = super().evaluation_loop(*args, **kwargs)
         prefix = kwargs.get("metric_key_prefix", "eval")
         found: dict[str, float | None] = dict(self._accuracies())
-        if self.foretelling is not None and not self.is_fsdp_enabled:  # a sharded base cannot generate
-            found["tokens_per_step"] = self.foretelling(self.accelerator.unwrap_model(self.model))
+        if self.expected_tokens_per_step is not None and not self.is_fsdp_enabled:  # a sharded base cannot generate
+            found["tokens_per_step"] = self.expected_tokens_per_step(self.accelerator.unwrap_model(self.model))
         output.metrics.update({f"{prefix}_{name}": value for name, value in found.items()})
         self._counts = training_counts
         return output
@@ -208,7 +215,7 @@ class DraftHeadTrainer(Trainer):
         return torch.zeros(self._heads, RANKS + 1, dtype=torch.long)
 
     def _accuracies(self) -> Iterable[tuple[str, float]]:
-        """Top-1 and top-5 accuracy of each head since the counts (K, RANKS + 1) were begun, over all processes."""
+        """Top-1 and top-5 accuracy of each head since the counts (K, RANKS + 1) were reset, over all processes."""
         counts = self.accelerator.reduce(self._counts.to(self.args.device))
         for head, ranks in enumerate(counts.tolist()):
             total = max(sum(ranks), 1)
@@ -235,16 +242,16 @@ class DraftHeadTrainer(Trainer):
             self.accelerator.unwrap_model(self.model).load_state_dict(load_file(file), strict=False)
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
-        """Nothing: a checkpoint holds the heads only, so the base's tensors are missing in it as they should be."""
+        """None: a checkpoint holds the heads only, so it is expected that the base's tensors are missing."""
 
 
-class RefuseWhatIsNoNumber(TrainerCallback):
-    """Ends the training before a gradient that is no number reaches the weights."""
+class StopOnNonFinite(TrainerCallback):
+    """Ends the training before a gradient that is not finite changes the weights."""
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         gradients = [parameter.grad for parameter in kwargs["model"].parameters() if parameter.grad is not None]
         norm = nn.utils.get_total_norm(gradients)
-        if not (args.fp16 or torch.isfinite(norm)):  # a scaler passes such steps over by itself
+        if not (args.fp16 or torch.isfinite(norm)):  # a gradient scaler skips such steps by itself
             raise no_number(f"the gradient became {norm.item()}", args, state)
 
 
@@ -256,7 +263,7 @@ class ClipEveryGradient(TrainerCallback):
 
 
 def no_number(what: str, args: Any, state: Any) -> FloatingPointError:
-    """What to say of a step whose loss or gradient is NaN or infinite."""
+    """The error for a step whose loss or gradient is NaN or infinite."""
     kept = whole_checkpoint(Path(args.output_dir))
     return FloatingPointError(
         f"{what} in step {state.global_step + 1}: lower the learning rate (now {args.learning_rate:g}) or check the "
@@ -265,15 +272,13 @@ def no_number(what: str, args: Any, state: Any) -> FloatingPointError:
 
 
 def whole_checkpoint(folder: Path) -> Path | None:
-    """The last checkpoint under a folder that was written to its end, which the Trainer does with its own state, and
-    whose weights are numbers.
-    """
+    """The last complete checkpoint under a folder (the Trainer writes its state last) whose weights are finite."""
     found = [path for path in folder.glob("checkpoint-*") if path.name.removeprefix("checkpoint-").isdigit()]
     for checkpoint in sorted(found, key=lambda path: int(path.name.removeprefix("checkpoint-")), reverse=True):
         try:
             json.loads((checkpoint / "trainer_state.json").read_text())
             tensors = load_file(checkpoint / "model.safetensors")
-        except Exception:  # torn, whatever that looks like
+        except Exception:  # incomplete or damaged, in whatever way
             continue
         if all(bool(torch.isfinite(tensor).all()) for tensor in tensors.values()):
             return checkpoint

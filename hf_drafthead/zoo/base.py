@@ -1,4 +1,4 @@
-"""The zoo's base: a LLaMA deep and narrow, so that a forward over some tree nodes costs little more than over one."""
+"""The zoo's base: a deep and narrow LLaMA, whose forward pass over several nodes costs little more than over one."""
 
 import math
 from pathlib import Path
@@ -64,7 +64,7 @@ def train_base(
     steps: int,
     seed: int,
 ) -> tuple[LlamaForCausalLM, dict[str, float | int]]:
-    """Train the base from scratch, or go on from the last checkpoint under ``work``.
+    """Train the base from scratch, or resume from the last checkpoint under ``work``.
 
     Args:
         tokenizer: its special tokens go into the config.
@@ -116,12 +116,12 @@ def train_base(
 
 
 def last_checkpoint(work: Path) -> str | None:
-    """The Trainer's last checkpoint under ``work``, if there is one to go on from."""
+    """The Trainer's last checkpoint under ``work``; None if there is none."""
     return get_last_checkpoint(work) if work.is_dir() else None
 
 
 def save_base(model: LlamaForCausalLM, folder: Path) -> None:
-    """Save the base with bfloat16 weights on disk; its config says float32, which is what it loads and computes in."""
+    """Save the base with bfloat16 weights on disk; its config says float32, the dtype that it is loaded in."""
     tokenizer_ids = {name: getattr(model.config, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     model.generation_config = GenerationConfig(do_sample=False, **tokenizer_ids)
     model.save_pretrained(folder)

@@ -1,7 +1,7 @@
 """Rebuild the zoo: ``python -m hf_drafthead.zoo.build [--part base --part medusa ...] [--output DIR] [--seed N]``.
 
-Parts are built in order, each from the ones before it. A part that is there already is skipped unless ``--force`` is
-given, and an interrupted training goes on from its last checkpoint in the work folder.
+Parts are built in order, each from the ones before it. An existing part is skipped unless ``--force`` is given, and an
+interrupted training is resumed from its last checkpoint in the work folder.
 """
 
 import argparse
@@ -36,7 +36,7 @@ LICENSE = {"license": "apache-2.0"}  # of the heads: the project's own
 
 @dataclass(frozen=True)
 class Build:
-    """What every part needs to know: where to write, where to keep checkpoints, the seed, and the command to record."""
+    """What every part needs: the output folder, the folder of checkpoints, the seed, and the command to record."""
 
     output: Path
     work: Path
@@ -63,7 +63,7 @@ def build_base(build: Build) -> None:
 
 
 def own_data(base: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, work: Path) -> PreparedData:
-    """What every family learns from: text that the base writes itself, going on from the corpus."""
+    """The training data of every family: text of the base, which continues excerpts of the corpus."""
     training, held_out = _split_corpus()
     rows, held_out_rows = pack(tokenizer, training, ROW), pack(tokenizer, held_out, ROW)
     learnt = own_text(base, rows, OWN_TEXTS, work / "own_text.safetensors", seed=0)
@@ -109,7 +109,7 @@ def main(arguments: list[str] | None = None) -> None:
             continue
         done = build.output / ("prompts.jsonl" if part == "prompts" else f"{part}/training_summary.json")
         if done.is_file() and not given.force:
-            print(f"{part}: there already, skipped (--force builds it again)")
+            print(f"{part}: exists, skipped (--force builds it again)")
             continue
         if given.force:
             shutil.rmtree(build.work / part, ignore_errors=True)
@@ -125,7 +125,7 @@ def _split_corpus() -> tuple[list[SourceFile], list[SourceFile]]:
 
 
 def _about(training: list[SourceFile]) -> dict[str, Any]:
-    """What text it was."""
+    """Source and hash of the text."""
     return {
         "text": f"standard library of Python {platform.python_version()}",
         "text_files": len(training),
@@ -134,7 +134,7 @@ def _about(training: list[SourceFile]) -> dict[str, Any]:
 
 
 def _write_summary(build: Build, folder: Path, figures: dict[str, Any]) -> None:
-    """Write ``training_summary.json``: how these weights came to be."""
+    """Write ``training_summary.json``: how these weights were trained."""
     summary = {
         **provenance(),
         "tokenizers": tokenizers.__version__,

@@ -1,7 +1,7 @@
 """The zoo's text: the source of the Python standard library, found in the interpreter that runs.
 
-Which files are held out depends on their names alone, so prompts taken from held-out files of one Python version stay
-unseen when the zoo is rebuilt under another.
+Which files are held out depends on their names only, so prompts from held-out files of one Python version remain unseen
+in training when the zoo is rebuilt with another.
 """
 
 import hashlib
@@ -9,7 +9,7 @@ import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
-# Not what people write by hand: tests, other projects' packages, and code that is data (codecs, tables, help texts).
+# Excluded: tests, packages of other projects, and generated code or data (codecs, tables, help texts).
 _SKIPPED_FOLDERS = {
     "__pycache__",
     "dist-packages",

@@ -1,4 +1,4 @@
-"""Text that the base itself writes: what its heads will have to guess, which is not quite what people write.
+"""Text that the base itself generates: this is what its heads have to predict, and it differs from human text.
 
 Shapes: R rows, P tokens of a row that are given, T tokens of a finished row, H hidden.
 """
@@ -17,7 +17,7 @@ LENGTH = 256
 
 
 class OwnRows(Dataset):
-    """Rows of which only what the base wrote is to be learnt, with the base's hidden states where they are known.
+    """Rows with labels on the tokens that the base generated, and the base's hidden states where they are known.
 
     Args:
         rows: (R, T).
@@ -39,7 +39,7 @@ class OwnRows(Dataset):
 
 
 def starts(rows: torch.Tensor, count: int, given: int, seed: int) -> torch.Tensor:
-    """Beginnings of texts, cut from packed rows at random: (count, given), the first token being a row's own first.
+    """Beginnings of texts, cut from packed rows at random: (count, given); the first token is that of the row.
 
     Args:
         rows: (rows, length) of a corpus, longer than ``given``.
@@ -52,9 +52,9 @@ def starts(rows: torch.Tensor, count: int, given: int, seed: int) -> torch.Tenso
 
 
 def own_text(base: PreTrainedModel, rows: torch.Tensor, count: int, file: Path, *, seed: int) -> OwnRows:
-    """`count` greedy texts of the base, from beginnings that the corpus gives, with its hidden states.
+    """`count` greedy texts of the base that continue beginnings from the corpus, with its hidden states.
 
-    Both are kept in ``file`` once they were made: six families learn from the same.
+    Both are stored in ``file``, because all families are trained on the same texts.
     """
     length = min(LENGTH, rows.shape[1])
     given = min(GIVEN, length // 4)
@@ -76,7 +76,7 @@ def hidden_states(base: PreTrainedModel, rows: torch.Tensor, batch_size: int = 3
 
 @torch.no_grad()
 def continue_rows(base: PreTrainedModel, starts: torch.Tensor, length: int, batch_size: int = 256) -> torch.Tensor:
-    """Let the base continue rows greedily, past any end of text, as the rows it was trained on go on with another one.
+    """Let the base continue rows greedily, past any end of text, as in its training rows, which join several texts.
 
     Args:
         base: the base, in eval mode.

@@ -209,7 +209,7 @@ GREEDY, SAMPLED = {"do_sample": False}, {"do_sample": True, "temperature": 0.7}
 def test_a_difference_in_full_precision_is_an_alarm_that_names_the_run(heads, dtype):
     put(heads, "evaluation.json", [run(dtype=dtype, identical=False, settings=GREEDY), run(dtype=dtype, batch_size=8)])
     assert exactness_of(heads) == (
-        "**The output differed from the base's own where it should not: "
+        "**The output differed from the base's own, although it should be identical: "
         f"NVIDIA A100, {dtype}, batch size 1, greedy.**\n\n"
         f"The same as the base's own, token by token: NVIDIA A100, {dtype}, batch size 8."
     )
@@ -354,7 +354,7 @@ def test_missing_facts_are_shown_as_missing(tmp_path):
         "Tokens per step and speedup: not measured. `hf-drafthead bench` measures them.",
         "Data and recipe: missing, there is no `training_summary.json`.",
         "Missing: `generation_config.json` names no tree.",
-        "Without the package: missing.",
+        "Use without the package: not possible yet.",
         "### Accuracy of the heads\n\nNot measured.",
         "### Exactness\n\nNot measured here;",
     ):
@@ -382,7 +382,7 @@ def test_accuracies_of_the_training_are_a_table_and_a_picture(heads, place):
     rows = rows_of(card)
     assert rows["seed"] == "4"
     assert rows["data report"] == "rows 7, cut 2"
-    assert rows["tokens per step, foretold"] == "2.2"
+    assert rows["expected tokens per step"] == "2.2"
     assert not [name for name in rows if name.startswith("head0")]
     assert (heads / "head_accuracies.png").read_bytes().startswith(b"\x89PNG")
 
@@ -416,7 +416,7 @@ def test_accuracies_of_the_training_are_called_so(heads):
 
 def test_the_intro_claims_no_more_than_was_measured(heads):
     claim = "with them `generate` needs fewer forward passes of the base"
-    purpose = "Such heads are there to save `generate` forward passes of the base."
+    purpose = "The purpose of such heads is that `generate` needs fewer forward passes of the base."
     for rows, measured in (([], False), ([run()], True), ([run(tokens_per_step=1.0)], False)):
         put(heads, "evaluation.json", rows)
         text = card_of(heads).text
@@ -445,7 +445,7 @@ def test_the_tree_is_drawn_and_named(heads):
     assert "3 guesses deep (the published tree `mc_sim_7b_63`, cut to the depth of the 3 heads)." in text
     assert (heads / "tree.png").read_bytes() != first
     put(heads, "generation_config.json", {"draft_tree": "dynamic"})
-    assert "every step grows its own tree" in card_of(heads).text
+    assert "every step builds its own tree" in card_of(heads).text
 
 
 def test_a_published_tree_that_fits_is_not_called_cut(tmp_path):

@@ -252,12 +252,12 @@ def test_out_of_memory_steps_the_batch_down_and_keeps_what_was_measured(loaded, 
     halves, alone = measured(loaded, questions, batch_sizes=[2], tell=notices.append)
     assert (halves.batch_size, halves.prompts, halves.complete, halves.stopped) == (2, 2, False, "out of memory")
     assert (alone.batch_size, alone.prompts, alone.complete, alone.stopped) == (1, 4, True, None)
-    assert notices == ["out of memory at a batch size of 2: 2 prompts were measured, the rest goes on with 1."]
+    assert notices == ["out of memory at a batch size of 2: 2 prompts were measured, continuing with a batch size of 1."]
 
 
 def test_out_of_memory_with_a_single_prompt_is_refused(loaded, monkeypatch):
     out_of_memory_above(0, monkeypatch)
-    with pytest.raises(OSError, match="the memory does not suffice for a single prompt: use a smaller model"):
+    with pytest.raises(OSError, match="there is not enough memory for a single prompt: use a smaller model"):
         measured(loaded, batch_sizes=[2])
 
 

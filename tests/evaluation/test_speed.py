@@ -6,7 +6,7 @@ import dataclasses
 import pytest
 import torch
 
-from hf_drafthead.evaluation import contest, speed
+from hf_drafthead.evaluation import compare_with_base, speed
 from hf_drafthead.evaluation.bench import measure
 from hf_drafthead.evaluation.loading import load
 from hf_drafthead.evaluation.measurement import Measurement
@@ -95,7 +95,7 @@ def test_runs_take_turns_and_each_has_its_time(monkeypatch):
     monkeypatch.setattr(speed.time, "perf_counter", lambda: next(now))
     order = []
     runs = {name: lambda name=name: order.append(name) or len(order) for name in ("a", "b")}
-    results, seconds = speed.race(runs, 3, torch.device("cpu"))
+    results, seconds = speed.time_interleaved(runs, 3, torch.device("cpu"))
     assert order == ["a", "b"] * 3
     assert results == {"a": 5, "b": 6}
     assert seconds == {"a": [1, 9, 2], "b": [2, 4, 3]}
@@ -105,20 +105,22 @@ def test_the_fastest_tree_is_the_one_that_took_least_time(loaded, monkeypatch):
     model, tokenizer = loaded
     trees = [DraftTree([[0]]), DraftTree([[0], [1]]), DraftTree([[0], [0, 0]])]
     seconds = dict(zip(trees, (3.0, 1.0, 2.0), strict=True))
-    monkeypatch.setattr(speed, "race", lambda runs, repeats, device: ({}, {tree: [seconds[tree]] for tree in runs}))
+    monkeypatch.setattr(
+        speed, "time_interleaved", lambda runs, repeats, device: ({}, {tree: [seconds[tree]] for tree in runs})
+    )
     assert speed.fastest_tree(model, tokenizer, PROMPTS[:2], trees, max_new_tokens=4) == trees[1]
 
 
 def test_candidate_trees_grow_along_the_models_own(loaded):
     model, _ = loaded
-    grown = contest.candidate_trees(model)
+    grown = compare_with_base.candidate_trees(model)
     assert [tree.num_nodes for tree in grown] == [8]
     assert set(grown[0].paths) <= set(TREE.paths)
 
 
 def test_the_report_names_every_field_of_the_fastest_run(loaded):
     model, tokenizer = loaded
-    found = contest.contest(model, tokenizer, PROMPTS, max_new_tokens=6, repeats=1, batch_size=2)
+    found = compare_with_base.compare_with_base(model, tokenizer, PROMPTS, max_new_tokens=6, repeats=1, batch_size=2)
     report = found.to_json()
     assert {field.name for field in dataclasses.fields(Measurement)} - {"head_accuracy"} <= set(report)
     assert report["tokens_per_step_published_tree"] == found.published.tokens_per_step

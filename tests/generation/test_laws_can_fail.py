@@ -163,7 +163,9 @@ def test_the_drafter_is_given_another_node_s_hidden_state(rows, keeps_history, m
 
     monkeypatch.setattr(step, "commit", off_by_one)
     # the text is right all the same: only the drafter's own look finds it
-    breaks(half_right, rows, match="(no hidden state of|does not follow) position", draft={"keeps_history": keeps_history})
+    breaks(
+        half_right, rows, match="(no hidden state of|does not follow) position", draft={"keeps_history": keeps_history}
+    )
 
 
 def test_guesses_that_hang_on_the_wrong_node(monkeypatch):

@@ -7,8 +7,8 @@ every one of them with a plain forward of the base; here it is asserted that the
 import pytest
 import torch
 
-from tests.drafters import Drafted, half_right, hidden_states, right
-from tests.families import FAMILIES
+from tests.drafters import Drafted, half_right, right
+from tests.families import FAMILIES, features_of
 from tests.generation.agreement import TREE, agree, prompt, shared_base
 
 CALLS = {
@@ -62,7 +62,7 @@ def test_the_heads_of_every_family_are_given_the_base_s_hidden_states(family, mo
     sequences = model.generate(**inputs, max_new_tokens=14, draft_tree=TREE, eos_token_id=None)
     for row, padding in enumerate((9 - inputs["attention_mask"].sum(1)).tolist()):
         text = sequences[row, padding:].tolist()
-        known, at = hidden_states(base, text), -1
+        known, at = features_of(model, torch.tensor([text]))[0], -1
         for features, tokens, lengths in given:
             for hidden, token in zip(features[row, : lengths[row]], tokens[row, : lengths[row]].tolist()):
                 distances = (known - hidden).abs().amax(-1)

@@ -93,7 +93,7 @@ def test_nothing_is_left_of_what_other_heads_were_measured_to_do(hub, base, clie
     hub.add("org/heads", there | {path.name: path.read_bytes() for path in folder.iterdir() if path.name in stale})
     other = words(models / "hydra")
     lines = command(clients, *other, "--dry-run").out.splitlines()
-    assert f"note: removed there, for these heads do not bring them: {', '.join(stale)}" in lines
+    assert f"note: removed from the repository, because they belong to earlier heads: {', '.join(stale)}" in lines
     assert len([line for line in lines if line.endswith(" removed")]) == len(stale)
     assert command(clients, *other).code == 0
     after = hub.repos["org/heads"].files()
@@ -208,7 +208,7 @@ def test_a_dry_run_without_the_network_tells_what_the_folder_holds(hub, base, cl
     answer = command(clients, *words(folder), "--dry-run")
     assert answer.code == 0, answer.err
     lines = answer.out.splitlines()
-    assert any(line.startswith("note: 'org/heads' was not looked at: ") for line in lines)
+    assert any(line.startswith("note: 'org/heads' could not be read: ") for line in lines)
     assert any(line.startswith("model.safetensors ") for line in lines)
 
 

@@ -91,7 +91,7 @@ def test_a_secret_in_a_file_is_found_and_not_repeated(folder, secret):
         preflight.check_files(folder)
     assert str(refused.value) == (
         f"'training_summary.json' in {str(folder)!r} holds what looks like a token, password or private key (line 3): "
-        "take it out, and revoke it if anybody may have seen it."
+        "remove it, and revoke it if anybody may have seen it."
     )
 
 

@@ -99,7 +99,7 @@ def test_who_may_not_write_can_propose(hub, base, clients):
     push(clients)
     refused = push(clients, seed=1, token="hf_stranger")
     assert "OSError: the token may not write to 'org/heads' (You don't have the rights" in refused.err
-    assert "use one with write right for 'org', or propose the change (create_pr=True, --create-pr)." in refused.err
+    assert "use one with write access for 'org', or propose the change (create_pr=True, --create-pr)." in refused.err
     assert push(clients, seed=1, token="hf_stranger", create_pr=True).code == 0
     repo = hub.repos["org/heads"]
     assert set(repo.refs) == {"main", "refs/pr/1"}
@@ -173,7 +173,7 @@ def test_a_folder_with_a_local_base_is_pushed_once_the_base_is_named(hub, base, 
     refused = command(clients, "push", models / "medusa", "org/heads", "--license", "mit")
     assert refused.code == 2
     assert refused.err.endswith(
-        "the base of these heads is the local path '../base', which nobody else has: name it on the Hub (--base "
+        "the base of these heads is the local path '../base', which others cannot load: name it on the Hub (--base "
         "ORG/NAME, or model.config.base_model_name_or_path = 'org/name'), or push it along with its heads "
         "(--include-base, or include_base=True).\n"
     )
@@ -217,7 +217,7 @@ def test_an_upload_that_is_cut_is_completed_by_pushing_again(hub, base, clients)
     hub.fail("PUT", "^/lfs/", times=20, status=503)
     cut = clients.run(PATIENCE + PUSH, token="hf_owner", seed=0, words={})
     assert "OSError: the push to 'org/heads' was interrupted (" in cut.err
-    assert "push again; what has arrived is not sent twice." in cut.err
+    assert "push again; files that were uploaded are not sent twice." in cut.err
     assert len(hub.repos["org/heads"].commits) == 1  # no half of a push
     hub.faults.clear()
     assert push(clients).code == 0
@@ -240,11 +240,11 @@ PATIENCE = "import time\ntime.sleep = lambda seconds: None\n"
 @pytest.mark.parametrize(
     "token, repo_id, line",
     [
-        ("hf_nobody", "org/heads", "the Hub does not know who pushes to 'org/heads' (Invalid credentials"),
-        (None, "org/heads", "the Hub does not know who pushes to 'org/heads' ("),
+        ("hf_nobody", "org/heads", "the Hub could not authenticate the push to 'org/heads' (Invalid credentials"),
+        (None, "org/heads", "the Hub could not authenticate the push to 'org/heads' ("),
         ("hf_reader", "org/heads", "the token may not write to 'org/heads' ("),
-        ("hf_owner", "org//heads", "'org//heads' is no name of a repository ("),
-        ("hf_owner", "org/a b", "'org/a b' is no name of a repository ("),
+        ("hf_owner", "org//heads", "'org//heads' is not a valid repository name ("),
+        ("hf_owner", "org/a b", "'org/a b' is not a valid repository name ("),
     ],
     ids=["wrong token", "no token", "no write right", "two slashes", "blank"],
 )
@@ -264,7 +264,7 @@ def test_a_base_that_is_not_there(hub, base, clients, models, token):
     start = "hf-drafthead: there is no base 'org/nowhere' on the Hub (or it is private and the token cannot see it): "
     assert answer.err.splitlines()[-1].startswith(start)
     answer = command(clients, *words, "org//base")
-    assert answer.code == 2 and "'org//base' is no name of a base on the Hub" in answer.err.splitlines()[-1]
+    assert answer.code == 2 and "'org//base' is not a valid name of a base on the Hub" in answer.err.splitlines()[-1]
     code = TRAINED + "model.config.base_model_revision = 'f' * 40\nmodel.push_to_hub('org/heads', license='mit')"
     answer = clients.run(code, token="hf_owner", seed=0)
     start = (
@@ -278,8 +278,8 @@ def test_a_base_that_not_everybody_may_have_is_noted(hub, base, clients, models)
     words = ("push", models / "medusa", "org/heads", "--license", "mit", "--base", "org/base", "--dry-run")
     base.gated = base.private = True
     lines = command(clients, *words).out.splitlines()
-    assert "note: the base 'org/base' is gated: who loads these heads needs access to it" in lines
-    assert "note: the base 'org/base' is private: only who can read it can load these heads" in lines
+    assert "note: the base 'org/base' is gated: users of these heads need access to it" in lines
+    assert "note: the base 'org/base' is private: only users with access to it can load these heads" in lines
     unchecked = "note: whether the heads fit the base was not checked: config.json of the base 'org/base' cannot be fet"
     assert any(line.startswith(unchecked) for line in lines)
 

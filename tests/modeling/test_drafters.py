@@ -25,11 +25,11 @@ def drafter(family):
     return family.build(tiny_base("llama-gqa")).drafter
 
 
-def text_and_features(rows: int, length: int, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """(B, T) tokens and (B, T, H) features; random ones do, for heads know no base."""
+def text_and_features(drafter, rows: int, length: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """(B, T) tokens and (B, T, F*H) features; random ones do, for heads know no base."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(3, VOCABULARY, (rows, length), generator=generator)
-    return ids, torch.randn(rows, length, 32, generator=generator, dtype=torch.float64)
+    return ids, torch.randn(rows, length, 32 * len(drafter.reads), generator=generator, dtype=torch.float64)
 
 
 def observed(drafter, features: Tensor, ids: Tensor, ends: list[list[int]], capacity: int = 64):
@@ -77,7 +77,7 @@ STEPS = {
 @pytest.mark.parametrize("steps", STEPS.values(), ids=STEPS)
 @torch.inference_mode()
 def test_it_drafts_as_it_was_trained(drafter, steps):
-    ids, features = text_and_features(3, 16)
+    ids, features = text_and_features(drafter, 3, 16)
     ends = steps[-1]
     trained = drafter.head_states(features, ids)
     drafted = chain(drafter, observed(drafter, features, ids, steps), ids, ends, len(trained))
@@ -106,7 +106,7 @@ def test_it_remembers_every_step_right(family, capacity, room, data):
     """After any steps, ragged and with rows that stand still, it drafts as from the whole text at once."""
     drafter = family.build(tiny_base("llama-gqa")).drafter
     rows = data.draw(st.integers(1, 3), label="rows")
-    ids, features = text_and_features(rows, 40, seed=data.draw(st.integers(0, 5), label="seed"))
+    ids, features = text_and_features(drafter, rows, 40, seed=data.draw(st.integers(0, 5), label="seed"))
     ends = [[data.draw(st.integers(1, 12)) for _ in range(rows)]]
     for _ in range(data.draw(st.integers(0, 5), label="steps")):
         ends.append([end + data.draw(st.integers(0, 4)) for end in ends[-1]])
@@ -122,7 +122,7 @@ def test_it_remembers_every_step_right(family, capacity, room, data):
 @pytest.mark.parametrize("side", ["left", "right"])
 @torch.inference_mode()
 def test_padding_changes_nothing_for_the_text(drafter, side):
-    ids, features = text_and_features(2, 12)
+    ids, features = text_and_features(drafter, 2, 12)
     mask = torch.ones_like(ids)
     padded = slice(0, 3) if side == "left" else slice(9, 12)
     mask[1, padded] = 0
@@ -137,7 +137,7 @@ def test_padding_changes_nothing_for_the_text(drafter, side):
 
 @torch.inference_mode()
 def test_a_row_drafts_in_a_batch_as_it_does_alone(drafter):
-    ids, features = text_and_features(3, 16)
+    ids, features = text_and_features(drafter, 3, 16)
     steps = STEPS["ragged"]
     together = chain(drafter, observed(drafter, features, ids, steps), ids, steps[-1], depth_of(drafter))
     for row in range(3):
@@ -152,7 +152,7 @@ def test_a_row_drafts_in_a_batch_as_it_does_alone(drafter):
 @pytest.mark.usefixtures("reads_back")
 @torch.inference_mode()
 def test_the_nodes_of_a_level_are_drafted_as_each_would_be_alone(drafter):
-    ids, features = text_and_features(2, 8)
+    ids, features = text_and_features(drafter, 2, 8)
     state = observed(drafter, features, ids, [[5, 3]])
     generator = torch.Generator().manual_seed(1)
     widths, depth = [1, 3, 4, 2], depth_of(drafter)
@@ -178,7 +178,7 @@ def test_the_nodes_of_a_level_are_drafted_as_each_would_be_alone(drafter):
 @pytest.mark.usefixtures("reads_back")
 @torch.inference_mode()
 def test_a_draft_leaves_nothing_behind(drafter):
-    ids, features = text_and_features(3, 16)
+    ids, features = text_and_features(drafter, 3, 16)
     plain = observed(drafter, features, ids, [[4, 2, 6], [7, 6, 9]])
     state = observed(drafter, features, ids, [[4, 2, 6]])
     for width in (1, 3, 2):  # a tree, drafted and thrown away
@@ -198,8 +198,8 @@ def test_a_draft_leaves_nothing_behind(drafter):
 
 @torch.inference_mode()
 def test_two_drafts_at_once_do_not_disturb_each_other(drafter):
-    ids, features = text_and_features(2, 10)
-    other_ids, other_features = text_and_features(1, 10, seed=5)
+    ids, features = text_and_features(drafter, 2, 10)
+    other_ids, other_features = text_and_features(drafter, 1, 10, seed=5)
     depth = depth_of(drafter)
     expected = chain(drafter, observed(drafter, features, ids, [[4, 3]]), ids, [4, 3], depth)
     first = observed(drafter, features, ids, [[4, 3]])
@@ -219,7 +219,7 @@ def test_two_drafts_at_once_do_not_disturb_each_other(drafter):
 @torch.inference_mode()
 def test_a_node_of_eagle_is_what_its_guess_would_be_as_verified_text():
     drafter = Family("eagle", EagleForCausalLM).build(tiny_base("llama-gqa")).drafter
-    ids, features = text_and_features(2, 10)
+    ids, features = text_and_features(drafter, 2, 10)
     tree = observed(drafter, features, ids, [[5, 3]])
     text = copy.deepcopy(tree)
     tokens = [torch.tensor([[17], [23]]), torch.tensor([[4], [9]]), torch.tensor([[50], [6]])]
@@ -232,9 +232,9 @@ def test_a_node_of_eagle_is_what_its_guess_would_be_as_verified_text():
 
 
 def test_heads_learn(drafter):
-    ids, features = text_and_features(2, 12)
+    ids, features = text_and_features(drafter, 2, 12)
     for i, states in enumerate(drafter.head_states(features, ids)):
-        assert states.shape == (2, 12, 32)
+        assert states.shape == (2, 12, drafter.config.own_layer.hidden_size)
         drafter.head_logits(i, states).logsumexp(-1).sum().backward(retain_graph=True)
     assert all(parameter.grad is not None for parameter in drafter.parameters())
     assert all(parameter.grad.any() for parameter in drafter.parameters() if parameter.dim() > 1)

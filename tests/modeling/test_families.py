@@ -191,7 +191,11 @@ def test_eagle_can_read_several_layers(text):
     features = torch.cat([text[0], text[0].flip(1)], dim=-1)
     assert states(drafter, features, text[1]).shape == (1, 1, 9, 32)
     state = drafter.observe(drafter.start(1, 16), features, text[1], torch.tensor([9]))
-    assert drafter.expand(state, text[1][:, :1], torch.zeros(1, 1, dtype=torch.long))[1].logits.shape == (1, 1, VOCABULARY)
+    assert drafter.expand(state, text[1][:, :1], torch.zeros(1, 1, dtype=torch.long))[1].logits.shape == (
+        1,
+        1,
+        VOCABULARY,
+    )
 
 
 LAYERED = [
@@ -212,7 +216,9 @@ def test_layers_of_every_base_remember_right(kind, model_class, fields, text):
         state = drafter.observe(state, features[:, step], follow, torch.tensor([follow.shape[1]]))
     _, guesses = drafter.expand(state, ids[:, 8:9], torch.zeros(1, 1, dtype=torch.long))
     expected = drafter.head_logits(0, drafter.head_states(features, ids)[0][:, 7])
-    torch.testing.assert_close(guesses.logits[:, 0], expected, atol=1e-6, rtol=1e-6)  # eager takes its softmax in float32
+    torch.testing.assert_close(
+        guesses.logits[:, 0], expected, atol=1e-6, rtol=1e-6
+    )  # eager takes its softmax in float32
 
 
 @pytest.mark.parametrize("model_class, fields", LAYERED)

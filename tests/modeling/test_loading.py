@@ -25,7 +25,7 @@ from transformers.utils import logging
 
 from hf_drafthead.modeling import HydraForCausalLM, MedusaForCausalLM
 from tests.bases import VOCABULARY, tiny_base
-from tests.families import FAMILIES
+from tests.families import FAMILIES, features_of
 
 # For what no family does in its own way: one without and one with a layer of its own.
 two_families = pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def assert_same(model, other, **tolerance):
     for name, tensor in ours.items():
         assert torch.equal(tensor, theirs[name]), name
     with torch.no_grad():
-        features = model.base.get_decoder()(IDS).last_hidden_state
+        features = features_of(model, IDS)
         torch.testing.assert_close(other(IDS).logits, model(IDS).logits, **tolerance)
         for i, (mine, its) in enumerate(
             zip(model.drafter.head_states(features, IDS), other.drafter.head_states(features, IDS), strict=True)
@@ -247,7 +247,7 @@ def test_a_model_in_pieces_some_of_them_on_disk(family, saved, form, on_disk):
     loaded = AutoModel.from_pretrained(folder / "heads", device_map=pieces, offload_folder=folder / "offload")
     if "disk" in pieces.values():
         assert loaded.hf_device_map[on_disk] == "disk" and "drafter" in loaded.hf_device_map
-    features = torch.randn(1, 6, 32, dtype=torch.float64)
+    features = torch.randn(1, 6, 32 * len(model.drafter.reads), dtype=torch.float64)
     ours, theirs = (m.drafter.head_states(features, IDS[:1]) for m in (model, loaded))
     for i, (mine, its) in enumerate(zip(ours, theirs, strict=True)):
         torch.testing.assert_close(loaded.drafter.head_logits(i, its), model.drafter.head_logits(i, mine))

@@ -3,19 +3,26 @@
 import torch
 import torch.nn.functional as F
 
+from tests.families import features_of
+
 
 def plain_loss(model, input_ids, labels, *, next_token=1.0, teacher=0.0, decay=1.0):
-    """Weighted sum over heads (scalar)."""
+    """Weighted sum over heads (scalar); heads with a vocabulary of their own learn where the base's choice is in it."""
     with torch.no_grad():
-        outputs = model.base(input_ids, output_hidden_states=True, use_cache=False)
+        scores = model.base(input_ids, use_cache=False).logits
+    own, size = model.drafter.draft_tokens, scores.shape[-1]
+    own = torch.arange(size) if own is None else own
+    places = torch.full((size,), -100)
+    places[own] = torch.arange(len(own))
     loss = 0.0
-    for head, hidden in enumerate(model.drafter.head_states(outputs.hidden_states[-1], input_ids)):
+    for head, hidden in enumerate(model.drafter.head_states(features_of(model, input_ids), input_ids)):
         shift = 2 + head
-        logits = model.drafter.head_logits(head, hidden)[:, :-shift].flatten(0, 1)
-        targets = labels[:, shift:].flatten()
-        loss = loss + decay ** (head + 1) * next_token * F.cross_entropy(logits.float(), targets)
-        if teacher:
-            kept = targets != -100
-            teachers = outputs.logits[:, shift - 1 : -1].flatten(0, 1).float().softmax(-1)
-            loss = loss + decay ** (head + 1) * teacher * F.cross_entropy(logits.float()[kept], teachers[kept])
+        logits = model.drafter.head_logits(head, hidden)[:, :-shift].flatten(0, 1).float()
+        targets, teachers = labels[:, shift:].flatten(), scores[:, shift - 1 : -1].flatten(0, 1).float()
+        kept = targets != -100
+        learnt = (places[teachers.argmax(-1)] != -100) & kept
+        wanted = teachers[learnt][:, own].softmax(-1)
+        lost = next_token * F.cross_entropy(logits[learnt], places[targets[learnt]], reduction="sum")
+        lost = lost + teacher * F.cross_entropy(logits[learnt], wanted, reduction="sum")
+        loss = loss + decay ** (head + 1) * lost / kept.sum()
     return loss

@@ -182,11 +182,11 @@ def test_a_run_that_was_killed_goes_on_where_it_stopped(base, tokenizer, tmp_pat
     [
         (
             {"seed": 4},
-            "was begun with seed=3, but seed=4 is asked for: ask for the same again, or give another output.",
+            "was started with seed=3, but now seed=4: use the same setting, or give another output.",
         ),
-        ({"temperature": 0.5}, "was begun with temperature=1.1, but temperature=0.5 is asked for"),
-        ({"max_new_tokens": 3}, "was begun with max_new_tokens=12, but max_new_tokens=3 is asked for"),
-        ({"rows": CHATS[1:]}, "was begun with data='"),
+        ({"temperature": 0.5}, "was started with temperature=1.1, but now temperature=0.5"),
+        ({"max_new_tokens": 3}, "was started with max_new_tokens=12, but now max_new_tokens=3"),
+        ({"rows": CHATS[1:]}, "was started with data='"),
     ],
     ids=["seed", "temperature", "length", "data"],
 )
@@ -224,7 +224,7 @@ def test_parts_of_any_number_of_processes_are_put_together(tmp_path):
     shards.merge()
     assert read(output) == [{"row": row, "text": "é" * row} for row in range(5)]
     output.write_text("{}\n")
-    with pytest.raises(ValueError, match="out.jsonl line 1 is no row: mend it, or move the file away to begin again"):
+    with pytest.raises(ValueError, match="out.jsonl line 1 is not a valid row: correct it, or move the file away"):
         shards.done()
 
 

@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 from transformers import AutoModel, AutoTokenizer
 
 from hf_drafthead import zoo
-from hf_drafthead.training.arguments import RECIPES
+from hf_drafthead.modeling.families import FAMILIES
 from hf_drafthead.training.run import train_heads
 from tests.bases import tiny_base
 from tests.training.test_run import QUICK
@@ -29,7 +29,8 @@ def place(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "family, dtype", [*((family, "bfloat16") for family in RECIPES), ("medusa", "float16"), ("eagle", "float16")]
+    "family, dtype",
+    [*((family, "bfloat16") for family in FAMILIES), ("medusa", "float16"), ("eagle", "float16")],
 )
 def test_heads_of_a_base_in_half_precision_learn(family, dtype, place, tmp_path):
 

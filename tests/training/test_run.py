@@ -17,8 +17,9 @@ from transformers.utils import logging
 
 from hf_drafthead import zoo
 from hf_drafthead.data.sources import stream_hash
-from hf_drafthead.training.arguments import RECIPES, DraftHeadTrainingArguments
-from hf_drafthead.training.foretelling import Foretelling
+from hf_drafthead.modeling import families
+from hf_drafthead.training.arguments import DraftHeadTrainingArguments
+from hf_drafthead.training.expected_tokens_per_step import ExpectedTokensPerStep
 from hf_drafthead.training.options import sort_options
 from hf_drafthead.training.prepare import PreparedData, own_prompts
 from hf_drafthead.training.record import check_run, save_whole
@@ -58,9 +59,10 @@ def train(place, output, family="medusa", **arguments):
     return train_heads(str(place / "base"), family, str(place / "texts.jsonl"), output, **{**QUICK, **arguments})
 
 
-@pytest.mark.parametrize("family", list(RECIPES))
+@pytest.mark.parametrize("family", list(families.FAMILIES))
 def test_every_family_trains_saves_and_loads(family, place, tmp_path):
-    trained = train(place, tmp_path / "heads", family)
+    fields = {"feature_layers": [0, 1], "draft_vocab_size": 200} if family == "eagle3" else {}
+    trained = train(place, tmp_path / "heads", family, fields=fields)
     files = {file.name for file in (tmp_path / "heads").iterdir()}
     assert {"model.safetensors", "config.json", "generation_config.json", "tokenizer.json", "training.png"} <= files
     loaded = AutoModel.from_pretrained(tmp_path / "heads")
@@ -70,10 +72,15 @@ def test_every_family_trains_saves_and_loads(family, place, tmp_path):
     assert {"command", "torch", "transformers", "hf_drafthead", "hardware", "hours", "seed"} <= set(summary)
     assert summary["family"] == family and summary["steps"] == 4 and len(summary["data_sha256"]) == 64
     assert summary["data_report"]["rows"] == 21 and 0 <= summary["held_out"]["head0_top1"] <= 1
-    assert summary["learning_rate"] == RECIPES[family]["learning_rate"]
-    assert summary["schedule"] == RECIPES[family]["lr_scheduler_type"]
+    assert summary["learning_rate"] == families.FAMILIES[family].recipe["learning_rate"]
+    assert summary["schedule"] == families.FAMILIES[family].recipe["lr_scheduler_type"]
     prompts = own_prompts([{"input_ids": ids, "labels": ids} for ids in held_out_rows(place)], 3, 100)
-    assert summary["tokens_per_step"] == pytest.approx(Foretelling(prompts, 8)(loaded))
+    assert summary["tokens_per_step"] == pytest.approx(ExpectedTokensPerStep(prompts, 8)(loaded))
+    if family == "eagle3":
+        counts = torch.bincount(torch.cat([torch.as_tensor(ids) for ids in token_rows(place)[3:]]), minlength=1024)
+        tokens = loaded.drafter.draft_tokens
+        assert len(tokens) == 200 and torch.equal(tokens, tokens.unique())
+        assert summary["draft_vocab_coverage"] == pytest.approx((counts[tokens].sum() / counts.sum()).item()) == 1.0
 
 
 def held_out_rows(place):
@@ -192,7 +199,7 @@ def test_what_had_come_to_its_end_is_only_loaded(place, tmp_path, steps_taken):
 @pytest.mark.parametrize(
     "changed, line",
     [
-        ({"family": "hydra"}, "holds a training with family 'medusa', this one has 'hydra': go on with the same"),
+        ({"family": "hydra"}, "holds a training with family 'medusa', this one has 'hydra': resume with the same"),
         ({"fields": {"num_draft_heads": 3}}, "holds a training with config .* this one has"),
         ({"data": "other.jsonl"}, "holds a training with data '[0-9a-f]{64}', this one has"),
         ({"base": "other"}, "holds a training with base '[0-9a-f]{16}', this one has"),
@@ -222,7 +229,7 @@ def test_going_on_with_something_else_is_refused(changed, line, place, tmp_path)
     with pytest.raises(ValueError, match=line):
         run(tmp_path / "run", True, **{**given, **changed})
     with pytest.raises(
-        ValueError, match=r"holds checkpoints of an earlier training \(checkpoint-2\): go on with it by"
+        ValueError, match=r"holds checkpoints of an earlier training \(checkpoint-2\): continue it with"
     ):
         run(tmp_path / "run", False, **given)
 
@@ -337,7 +344,9 @@ def test_bad_input(place, tmp_path):
     with pytest.raises(ValueError, match=r"are 'hydra' heads, not 'hydra\+\+' ones: give --family hydra\."):
         train(place, tmp_path / "g", "hydra++", heads=str(tmp_path / "hydra"))
     check_run(tmp_path / "f", {"family": "medusa"}, resume=False)
-    with pytest.raises(ValueError, match="holds a training with family 'medusa', this one has 'hydra': go on with the"):
+    with pytest.raises(
+        ValueError, match="holds a training with family 'medusa', this one has 'hydra': resume with the"
+    ):
         check_run(tmp_path / "f", {"family": "hydra"}, resume=True)
 
 

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from hf_drafthead.generation.tree import DraftTree
-from hf_drafthead.training.families import fresh_heads
+from hf_drafthead.modeling.families import fresh_heads
 from hf_drafthead.zoo import base as zoo_base
 from hf_drafthead.zoo import build, heads
 from hf_drafthead.zoo.corpus import SourceFile

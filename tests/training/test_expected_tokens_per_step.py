@@ -1,11 +1,11 @@
-"""What is foretold while training is what generate then does; and what the data looks like to the base."""
+"""What is expected in training is what generate then does; and what the data looks like to the base."""
 
 import pytest
 import torch
 
 from hf_drafthead.evaluation.acceptance import tokens_per_step
 from hf_drafthead.generation.tree import DraftTree
-from hf_drafthead.training.foretelling import Foretelling
+from hf_drafthead.training.expected_tokens_per_step import ExpectedTokensPerStep
 from hf_drafthead.training.likeness import likeness
 from hf_drafthead.training.objectives import IGNORED
 from tests.bases import VOCABULARY, tiny_base
@@ -29,26 +29,26 @@ def test_the_tokens_per_step_are_those_of_generate(family):
     measured = [model.generate(prompt[None], **settings) for prompt in prompts()]
     assert min(output.sequences.shape[1] - length for output, length in zip(measured, LENGTHS)) < 40
     expected = tokens_per_step(output.accepted_lengths for output in measured)
-    foretold = Foretelling(prompts(), 40, TREE, batch_size=2)
-    assert foretold(model) == pytest.approx(expected)
-    assert foretold(model) == pytest.approx(expected)  # from answers that it remembers
+    expected = ExpectedTokensPerStep(prompts(), 40, TREE, batch_size=2)
+    assert expected(model) == pytest.approx(expected)
+    assert expected(model) == pytest.approx(expected)  # from answers that it remembers
 
 
 def test_answers_are_asked_for_again_where_the_base_changes():
     model = FAMILIES[0].build(tiny_base("llama-gqa"))
-    foretold = [Foretelling(prompts(), 30, TREE, base_changes=changes) for changes in (True, False)]
-    before = [each(model) for each in foretold]
+    expected = [ExpectedTokensPerStep(prompts(), 30, TREE, base_changes=changes) for changes in (True, False)]
+    before = [each(model) for each in expected]
     with torch.no_grad():
         model.base.model.layers[0].mlp.down_proj.weight.add_(0.5)
-    after = [each(model) for each in foretold]
-    fresh = Foretelling(prompts(), 30, TREE)(model)
+    after = [each(model) for each in expected]
+    fresh = ExpectedTokensPerStep(prompts(), 30, TREE)(model)
     assert before[0] == before[1]
     assert after[0] == fresh
 
 
 def test_no_prompt_is_refused():
-    with pytest.raises(ValueError, match="there is no held-out prompt to foretell the speed on"):
-        Foretelling([])
+    with pytest.raises(ValueError, match="there is no held-out prompt to compute the expected speed on"):
+        ExpectedTokensPerStep([])
 
 
 def test_the_base_s_own_text_looks_like_its_own_and_other_text_does_not():

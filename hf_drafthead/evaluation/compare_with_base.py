@@ -1,4 +1,4 @@
-"""Heads at their best on this machine: the tree that is fastest here, beside the tree that was published."""
+"""Heads compared with their base: with the tree that is fastest on this hardware, and with the published tree."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -8,15 +8,15 @@ from hf_drafthead.evaluation.bench import measure
 from hf_drafthead.evaluation.measurement import Measurement
 from hf_drafthead.evaluation.questions import Question
 from hf_drafthead.evaluation.speed import batched, fastest_tree
+from hf_drafthead.generation.settings import DEFAULT_TREE
 from hf_drafthead.generation.tree import DraftTree, RankPath
 
-PUBLISHED_TREE = "mc_sim_7b_63"
 SIZES = (8, 12, 16, 24, 32)  # nodes, root included
 TRIED_PROMPTS = 6
 
 
 @dataclass(frozen=True)
-class Contest:
+class BaseComparison:
     """One family against its base: with its fastest tree one by one, and with the published tree in batches."""
 
     fastest: Measurement
@@ -41,7 +41,7 @@ class Contest:
         }
 
 
-def contest(
+def compare_with_base(
     model: Any,
     tokenizer: Any,
     prompts: Sequence[Question],
@@ -50,7 +50,7 @@ def contest(
     repeats: int = 1,
     batch_size: int = 8,
     progress: Callable[[], object] = lambda: None,
-) -> Contest:
+) -> BaseComparison:
     """Measure a model with the tree that is fastest here, and in batches with the published tree.
 
     Args:
@@ -64,8 +64,8 @@ def contest(
     """
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "progress": progress}
     tree = fastest_tree(model, tokenizer, prompts[:TRIED_PROMPTS], candidate_trees(model), **options)
-    published = DraftTree.resolve(PUBLISHED_TREE, model.drafter.max_depth, model.config.get_text_config().vocab_size)
-    return Contest(
+    published = DraftTree.resolve(DEFAULT_TREE, model.drafter.max_depth, model.config.get_text_config().vocab_size)
+    return BaseComparison(
         fastest=measure(model, tokenizer, prompts, tree=tree, repeats=repeats, **options),
         published=measure(model, tokenizer, prompts, tree=published, repeats=1, batch_size=batch_size, **options),
         tree=tree,
@@ -73,7 +73,7 @@ def contest(
 
 
 def rounds(prompts: Sequence[Question], batch_size: int = 8) -> int:
-    """How often a `contest` over these prompts calls `progress`."""
+    """How often a `compare_with_base` over these prompts calls `progress`."""
     return len(prompts[:TRIED_PROMPTS]) + len(prompts) + len(batched(prompts, batch_size))
 
 
@@ -82,7 +82,7 @@ def candidate_trees(model: Any) -> list[DraftTree]:
 
     Calibration stores rank paths in the order of their worth, so the first n of them are the best tree of n + 1 nodes.
     """
-    stored = getattr(model.generation_config, "draft_tree", None) or PUBLISHED_TREE
+    stored = getattr(model.generation_config, "draft_tree", None) or DEFAULT_TREE
     if isinstance(stored, str):
         return [DraftTree.resolve(stored, model.drafter.max_depth, model.config.get_text_config().vocab_size)]
     paths = [tuple(path) for path in stored]

@@ -1,4 +1,4 @@
-"""How fast will it be: tokens per step on what the base itself answers to held-out prompts.
+"""The expected tokens per step of `generate`, computed from the base's own answers to held-out prompts.
 
 Shapes: B rows, P tokens of the longest prompt, T tokens of the longest text.
 """
@@ -10,20 +10,19 @@ import torch
 from torch import Tensor
 
 from hf_drafthead.generation.calibration import foretold_steps, rank_paths
+from hf_drafthead.generation.settings import DEFAULT_TREE
 from hf_drafthead.generation.tree import DraftTree
 
-PUBLISHED_TREE = "mc_sim_7b_63"
 
-
-class Foretelling:
-    """Foretells what `generate` needs for some prompts, from one reading of the base's answers to them.
+class ExpectedTokensPerStep:
+    """Computes the tokens per step of `generate` on some prompts from one forward pass over the base's answers to them.
 
     Args:
         prompts: (P,) token ids each.
         new_tokens: of an answer, at most.
-        tree: the published 64-node one by default.
+        tree: the published 64-node tree by default.
         batch_size: prompts at a time.
-        base_changes: whether the answers must be asked for again each time, because the base is being trained.
+        base_changes: whether the answers must be generated again each time, because the base is being trained.
 
     Raises:
         ValueError: no prompt.
@@ -38,7 +37,7 @@ class Foretelling:
         base_changes: bool = False,
     ) -> None:
         if not prompts:
-            raise ValueError("there is no held-out prompt to foretell the speed on: give at least one.")
+            raise ValueError("there is no held-out prompt to compute the expected speed on: give at least one.")
         self.new_tokens, self.tree, self.base_changes = new_tokens, tree, base_changes
         self._batches = [prompts[first : first + batch_size] for first in range(0, len(prompts), batch_size)]
         self._answers: list[tuple[Tensor, Tensor, Tensor]] = []
@@ -46,7 +45,7 @@ class Foretelling:
     def __call__(self, model: Any) -> float | None:
         """Tokens per step of a model with draft heads, in eval mode; None where every answer is one token long."""
         vocabulary = model.config.get_text_config().vocab_size
-        tree = self.tree or DraftTree.resolve(PUBLISHED_TREE, model.drafter.max_depth, vocabulary)
+        tree = self.tree or DraftTree.resolve(DEFAULT_TREE, model.drafter.max_depth, vocabulary)
         tokens = steps = 0
         for texts, prompts, lengths in self._texts(model):
             if int((lengths - prompts).max()) < 2:

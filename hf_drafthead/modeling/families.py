@@ -1,0 +1,128 @@
+"""The one table of families of draft heads: what the package exports, registers, trains, describes and tests.
+
+A new family is a module of its own in this folder, and an import and a line here.
+"""
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from hf_drafthead.modeling.base import DraftHeadPreTrainedModel
+from hf_drafthead.modeling.config import DraftHeadConfig
+
+# `as` offers a class to type checkers too, for which the package's classes are the public names of this module.
+# isort: off
+from hf_drafthead.modeling.amphista import (
+    AMPHISTA_RECIPE,
+    AmphistaConfig as AmphistaConfig,
+    AmphistaForCausalLM as AmphistaForCausalLM,
+)
+from hf_drafthead.modeling.eagle import EAGLE_RECIPE, EagleConfig as EagleConfig, EagleForCausalLM as EagleForCausalLM
+from hf_drafthead.modeling.eagle3 import (
+    EAGLE3_RECIPE,
+    Eagle3Config as Eagle3Config,
+    Eagle3ForCausalLM as Eagle3ForCausalLM,
+)
+from hf_drafthead.modeling.hydra import (
+    HYDRA_PLUS_PLUS_RECIPE,
+    HYDRA_RECIPE,
+    HydraConfig as HydraConfig,
+    HydraForCausalLM as HydraForCausalLM,
+)
+from hf_drafthead.modeling.medusa import (
+    MEDUSA_JOINT_RECIPE,
+    MEDUSA_RECIPE,
+    MedusaConfig as MedusaConfig,
+    MedusaForCausalLM as MedusaForCausalLM,
+)
+# isort: on
+
+
+@dataclass(frozen=True)
+class Family:
+    """A family of draft heads.
+
+    Attributes:
+        name: as `DraftHeadConfig.family` returns it.
+        title: as its paper writes it.
+        paper: arXiv number.
+        model_class: its model; several families may share one.
+        config: makes the config of fresh heads from config fields.
+        recipe: training arguments of its paper.
+        joint_recipe: training arguments that differ where the base is trained too.
+        page: its page in `docs/families`, without `.md`; empty if that is its name.
+    """
+
+    name: str
+    title: str
+    paper: str
+    model_class: type[DraftHeadPreTrainedModel]
+    config: Callable[..., DraftHeadConfig]
+    recipe: Mapping[str, Any]
+    joint_recipe: Mapping[str, Any] = field(default_factory=dict)
+    page: str = ""
+
+
+_TABLE = (
+    Family("medusa", "Medusa", "2401.10774", MedusaForCausalLM, MedusaConfig, MEDUSA_RECIPE, MEDUSA_JOINT_RECIPE),
+    Family("hydra", "Hydra", "2402.05109", HydraForCausalLM, HydraConfig, HYDRA_RECIPE),
+    Family(
+        "hydra++",
+        "Hydra++",
+        "2402.05109",
+        HydraForCausalLM,
+        HydraConfig.plus_plus,
+        HYDRA_PLUS_PLUS_RECIPE,
+        page="hydra-plus-plus",
+    ),
+    Family("amphista", "Amphista", "2406.13170", AmphistaForCausalLM, AmphistaConfig, AMPHISTA_RECIPE),
+    Family(
+        "amphista-alpha",
+        "Amphista-alpha",
+        "2406.13170",
+        AmphistaForCausalLM,
+        AmphistaConfig.alpha,
+        AMPHISTA_RECIPE,
+        page="amphista",
+    ),
+    Family("eagle", "EAGLE", "2401.15077", EagleForCausalLM, EagleConfig, EAGLE_RECIPE),
+    Family("eagle3", "EAGLE-3", "2503.01840", Eagle3ForCausalLM, Eagle3Config, EAGLE3_RECIPE),
+)
+FAMILIES: dict[str, Family] = {family.name: family for family in _TABLE}
+BY_MODEL_TYPE: dict[str, type[DraftHeadPreTrainedModel]] = {
+    family.model_class.config_class.model_type: family.model_class for family in FAMILIES.values()
+}
+MODEL_CLASSES = tuple(BY_MODEL_TYPE.values())
+# Config and model of every family, by their names: what `from hf_drafthead import ...` offers of them.
+CLASSES: dict[str, type] = {
+    kind.__name__: kind for model_class in MODEL_CLASSES for kind in (model_class.config_class, model_class)
+}
+
+
+def find_family(name: str) -> Family:
+    """The family of a name.
+
+    Raises:
+        ValueError: no such family.
+    """
+    if name not in FAMILIES:
+        raise ValueError(f"the family {name!r} is not known: expected one of {', '.join(sorted(FAMILIES))}.")
+    return FAMILIES[name]
+
+
+def fresh_heads(family: str, base: str | os.PathLike | nn.Module, **arguments: Any) -> DraftHeadPreTrainedModel:
+    """Untrained heads of a family on a base.
+
+    Args:
+        family: its name.
+        base: id, path or loaded model, see `from_base`.
+        arguments: config fields and all other arguments of `from_base`.
+
+    Raises:
+        ValueError: no such family, or a field that does not fit.
+    """
+    found = find_family(family)
+    return found.model_class.from_base(base, config=found.config(), **arguments)

@@ -1,0 +1,251 @@
+"""The page itself: its fields, what it shows, and what happens when a button is pressed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")  # read on import: a local page reports nothing to anybody
+
+import gradio as gr
+
+from hf_drafthead.evaluation.loading import one_line
+from hf_drafthead.evaluation.memory import out_of_memory
+from hf_drafthead.evaluation.speed import encode, warm_up
+from hf_drafthead.generation.tree import DraftTree, published_trees
+from hf_drafthead.page import drawing
+from hf_drafthead.page.comparison import BASE, HEADS, Comparison, Step
+from hf_drafthead.page.request import OWN_TREE, Asked
+
+CHAT, TEXT = "Chat", "Continue a text"
+DEEPEST = 5  # depths that the legend names where the heads have no limit of their own
+
+
+class Page:
+    """One model and the generation that is running on it; methods return what to show, by the names of the outputs.
+
+    Args:
+        model: a model with draft heads, in evaluation mode.
+        tokenizer: the base's.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any):
+        self.model = model
+        self.tokenizer = tokenizer
+        self._running: tuple[str | None, Comparison] | None = None  # and the visitor who started it
+
+    def generate(self, asked: Asked, visitor: str | None) -> Iterator[dict[str, Any]]:
+        """Decode one prompt on both sides.
+
+        Raises:
+            gr.Error: with one line, where the input or a setting cannot be used.
+        """
+        try:
+            running = asked.comparison(self.model, self.tokenizer)
+            before = drawing.conversation(asked.conversation) if asked.chat else drawing.prompt(asked.written)
+            self._running = (visitor, running)
+            for _ in running.run():
+                yield self._shown(running, before)
+        except (OSError, TypeError, ValueError) as error:
+            raise gr.Error(f"{one_line(error)}.", print_exception=False) from error
+        except (RuntimeError, MemoryError) as error:
+            if not out_of_memory(error):
+                raise
+            raise gr.Error("Out of memory: ask for fewer new tokens.", print_exception=False) from error
+        finally:
+            self._running = None
+        steps = list(running.sides[HEADS].steps)
+        yield {
+            "steps": (running.tree, steps),
+            "step": gr.Slider(maximum=max(len(steps), 2), value=max(len(steps), 1), interactive=len(steps) > 1),
+        }
+        if asked.chat:
+            answer = self.tokenizer.decode(running.sides[HEADS].tokens, skip_special_tokens=True)
+            yield {"messages": [*asked.conversation, {"role": "assistant", "content": answer}], "written": ""}
+
+    def stop(self, visitor: str | None) -> None:
+        """End the generation that this visitor started."""
+        if self._running is not None and self._running[0] == visitor:
+            self._running[1].stop()
+
+    def show_step(self, tree: DraftTree | None, steps: list[Step], number: int) -> dict[str, Any]:
+        """The tree of one step, counted from 1."""
+        if tree is None or not 1 <= number <= len(steps):
+            return {}
+        return {
+            "tree": drawing.tree(self.tokenizer, tree, steps, number - 1),
+            "walked": drawing.told(tree, steps, number - 1),
+        }
+
+    def _shown(self, running: Comparison, before: str) -> dict[str, Any]:
+        heads, base = running.sides[HEADS], running.sides.get(BASE)
+        steps = list(heads.steps)
+        return {
+            "heads_text": drawing.text(self.tokenizer, heads, before),
+            "heads_figures": drawing.figures(heads),
+            "base_text": drawing.text(self.tokenizer, base, before) if base else "",
+            "base_figures": drawing.figures(base) if base else "",
+            "verdict": verdict(running),
+            **self.show_step(running.tree, steps, len(steps)),
+        }
+
+
+def verdict(running: Comparison) -> str:
+    """What the two sides say about each other, as Markdown; empty while they write."""
+    if running.sides[HEADS].drafted is False:
+        return "These settings are decoded by the base itself, without guesses: the log names the reason."
+    if running.same is None:
+        return ""
+    same = "the same text" if running.same else "**different texts**"
+    return f"Speedup **{running.speedup or 0:.2f}**. Heads and base wrote {same}."
+
+
+def build(model: Any, tokenizer: Any, *, max_new_tokens: int = 128) -> gr.Blocks:
+    """The page of one model, to be launched.
+
+    Args:
+        model: a model with draft heads, in evaluation mode.
+        tokenizer: the base's; with a chat template the page offers a chat too.
+        max_new_tokens: what the setting begins with.
+    """
+    warm_up(model, None, encode(model, tokenizer, ["1, 2, 3"]), {"max_new_tokens": 4, "do_sample": False})
+    page = Page(model, tokenizer)
+    modes = [CHAT, TEXT] if tokenizer.chat_template else [TEXT]
+    with gr.Blocks(title="Draft heads", analytics_enabled=False, fill_width=True) as blocks:
+        gr.Markdown(heading(model))
+        inputs: dict[str, Any] = {}
+        with gr.Row():
+            with gr.Column(scale=3):
+                inputs["mode"] = gr.Radio(modes, value=modes[0], label="Mode", visible=len(modes) > 1, elem_id="mode")
+                inputs["written"] = gr.Textbox(label="Prompt", lines=5, max_lines=12, elem_id="prompt")
+                with gr.Row():
+                    generate = gr.Button("Generate", variant="primary", elem_id="generate")
+                    stop = gr.Button("Stop", elem_id="stop")
+                    clear = gr.Button("New conversation", visible=len(modes) > 1, elem_id="clear")
+            with gr.Column(scale=2):
+                inputs |= settings(max_new_tokens)
+        inputs["messages"] = gr.State([])
+        outputs: dict[str, Any] = {"verdict": gr.Markdown(elem_id="verdict"), "steps": gr.State((None, []))}
+        with gr.Row():
+            for side, title in ((HEADS, "With draft heads"), (BASE, "Base alone")):
+                with gr.Column():
+                    gr.Markdown(f"### {title}")
+                    outputs[f"{side}_figures"] = gr.HTML(elem_id=f"{side}-figures")
+                    outputs[f"{side}_text"] = gr.HTML(elem_id=f"{side}-text")
+        gr.HTML(drawing.legend(model.drafter.max_depth or DEEPEST))
+        gr.Markdown(
+            "### Draft tree\nThe accepted path with its tokens; every other guess with its rank. Lines are thicker the "
+            "more often a guess was accepted."
+        )
+        outputs["walked"] = gr.Markdown(elem_id="walked")
+        outputs["step"] = gr.Slider(1, 2, value=1, step=1, label="Step", interactive=False, elem_id="step")
+        outputs["tree"] = gr.HTML(elem_id="tree")
+        outputs |= {name: inputs[name] for name in ("messages", "written")}
+
+        def named(shown: dict[str, Any]) -> dict[Any, Any]:
+            return {outputs[name]: value for name, value in shown.items()}
+
+        def run(values: dict[Any, Any], visitor: gr.Request) -> Iterator[dict[Any, Any]]:
+            given = {name: values[component] for name, component in inputs.items()}
+            asked = Asked(chat=given.pop("mode") == CHAT, **given)
+            for shown in page.generate(asked, visitor.session_hash):
+                yield named(shown)
+
+        def end(visitor: gr.Request) -> None:
+            page.stop(visitor.session_hash)
+
+        def show_step(steps: tuple[DraftTree | None, list[Step]], number: float) -> dict[Any, Any]:
+            return named(page.show_step(*steps, int(number)))
+
+        def forget() -> dict[Any, Any]:
+            return named({"messages": [], "heads_text": "", "base_text": "", "verdict": ""})
+
+        quiet: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private"}
+        # one generation at a time: two would share the device, and neither would be measured as it is alone
+        writing = generate.click(lambda: gr.Button(interactive=False), None, generate, queue=False, **quiet).then(
+            run, set(inputs.values()), list(outputs.values()), concurrency_limit=1, **quiet
+        )
+        for ended in (writing.success, writing.failure):
+            ended(lambda: gr.Button(interactive=True), None, generate, queue=False, **quiet)
+        stop.click(end, queue=False, **quiet)
+        clear.click(forget, None, list(outputs.values()), **quiet)
+        outputs["step"].input(
+            show_step,
+            [outputs["steps"], outputs["step"]],
+            [outputs["tree"], outputs["walked"]],
+            trigger_mode="always_last",
+            **quiet,
+        )
+    return blocks
+
+
+def heading(model: Any) -> str:
+    """Which model this is, as Markdown."""
+    base = model.config.base_model_name_or_path or model.base.name_or_path
+    name, base = (os.path.basename(str(path).rstrip("/")) for path in (model.name_or_path, base))
+    dtype = str(model.base.dtype).removeprefix("torch.")
+    return f"## {name}\n{model.config.family} heads, base: {base}, {dtype} on {model.base.device.type}"
+
+
+def settings(max_new_tokens: int) -> dict[str, Any]:
+    """The fields of the settings, by the names that `Asked` has for them."""
+    tree = gr.Dropdown(
+        [OWN_TREE, *published_trees()],
+        value=OWN_TREE,
+        allow_custom_value=True,
+        label="Draft tree",
+        info="A name, or rank paths such as [[0], [1], [0, 0]].",
+        elem_id="tree-choice",
+    )
+    with gr.Row():
+        temperature = gr.Slider(0, 2, 0, step=0.05, label="Temperature", info="0 is greedy.", elem_id="temperature")
+        acceptance = gr.Radio(
+            ["exact", "typical"],
+            value="exact",
+            label="Acceptance",
+            info="Typical is lossy; it applies to sampling only.",
+            elem_id="acceptance",
+        )
+    with gr.Row():
+        length = gr.Number(max_new_tokens, precision=0, minimum=1, label="New tokens", elem_id="length")
+        seed = gr.Number(0, precision=0, minimum=0, label="Seed", elem_id="seed")
+        with_base = gr.Checkbox(True, label="Run the base too", elem_id="with-base")
+    return {
+        "tree": tree,
+        "temperature": temperature,
+        "acceptance": acceptance,
+        "max_new_tokens": length,
+        "seed": seed,
+        "with_base": with_base,
+    }
+
+
+def launch(blocks: gr.Blocks, *, host: str, port: int, open_browser: bool = False, block: bool = True) -> str:
+    """Serve a page.
+
+    Args:
+        blocks: see `build`.
+        host, port: where to listen.
+        open_browser: whether to show it in this machine's browser.
+        block: whether to serve until interrupted, or to return at once and serve from a thread.
+
+    Returns:
+        the page's address.
+
+    Raises:
+        OSError: the port is taken.
+    """
+    # fonts of the visitor's own system, so that the page fetches nothing from elsewhere
+    fonts = {"font": ["ui-sans-serif", "system-ui", "sans-serif"], "font_mono": ["ui-monospace", "monospace"]}
+    _, address, _ = blocks.launch(
+        server_name=host,
+        server_port=port,
+        inbrowser=open_browser,
+        prevent_thread_lock=not block,
+        share=False,
+        theme=gr.themes.Default(**fonts),
+        css=drawing.CSS,
+        footer_links=[],
+    )
+    return address

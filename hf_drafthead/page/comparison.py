@@ -1,0 +1,199 @@
+"""One prompt, decoded by the heads and by the base in turns, readable while it is written."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers.generation.streamers import BaseStreamer
+
+from hf_drafthead.evaluation.acceptance import guess_depths
+from hf_drafthead.evaluation.speed import drafted
+from hf_drafthead.generation import StepRecord
+from hf_drafthead.generation.settings import DraftSettings
+from hf_drafthead.page.turns import Stopped, Turns
+
+HEADS, BASE = "heads", "base"
+REFRESH = 0.1  # seconds between two looks at what was written
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of the heads.
+
+    root: token of the tree's root; emitted: tokens that the step gave, up to the end of the text; walked: nodes of the
+    tree that were accepted, from the root (node 0) down, one for each token emitted.
+    """
+
+    root: int
+    emitted: tuple[int, ...]
+    walked: tuple[int, ...]
+
+    @property
+    def tokens(self) -> dict[int, int]:
+        """The token of each node that was walked."""
+        return dict(zip(self.walked, (self.root, *self.emitted)))
+
+
+@dataclass
+class Side:
+    """What one generation has written so far; its own thread appends, and any other may read.
+
+    tokens: new token ids; steps: of the heads, empty for the base; seconds: of its own turns; drafted: whether guesses
+    were drafted, None while that is not known; finished: whether it wrote to its end; error: what ended it instead.
+    """
+
+    name: str
+    tokens: list[int] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
+    seconds: float = 0.0
+    drafted: bool | None = None
+    finished: bool = False
+    error: BaseException | None = None
+
+    @property
+    def depths(self) -> list[int]:
+        """For each token the depth of the guess that it was, 0 for the base's own."""
+        found = guess_depths(torch.tensor([len(step.emitted) for step in list(self.steps)], dtype=torch.long))
+        count = len(self.tokens)
+        return (found + [0] * count)[:count]
+
+    @property
+    def tokens_per_step(self) -> float | None:
+        """Tokens that one forward of the base gave after the prompt's; None where there was none."""
+        if self.name == BASE:
+            return 1.0 if len(self.tokens) > 1 else None
+        steps = list(self.steps)
+        return sum(len(step.emitted) for step in steps) / len(steps) if steps else None
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """New tokens per second of its own turns, the prompt's forward included."""
+        return len(self.tokens) / self.seconds if self.seconds > 0 else None
+
+
+class Comparison:
+    """Lets heads and base continue one prompt.
+
+    Args:
+        model: a model with draft heads.
+        given: `input_ids` and `attention_mask` (1, T) of the prompt.
+        settings: of `generate`, for both.
+        drafting: how the heads draft and accept, with its tree.
+        seed: of the sampling, the same for both.
+        with_base: whether the base writes too.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        given: Mapping[str, torch.Tensor],
+        settings: Mapping[str, Any],
+        drafting: DraftSettings,
+        *,
+        seed: int = 0,
+        with_base: bool = True,
+    ):
+        device = model.base.device
+        names = [HEADS, BASE] if with_base else [HEADS]
+        self.sides = {name: Side(name) for name in names}
+        self._turns = Turns(names, device, seed=seed)
+        self.tree = drafting.tree
+        ours = {name: getattr(drafting, name) for name in ("draft_tree", "acceptance")}
+        common = {**given, **settings, "return_dict_in_generate": True}
+        self._calls: dict[str, Callable[..., Any]] = {
+            HEADS: lambda **call: model.generate(**common, **ours, on_step=self._record, **call),
+            BASE: lambda **call: model.base.generate(**common, **call),
+        }
+
+    def run(self) -> Iterator[None]:
+        """Start, and come back every tenth of a second and once more at the end; read `sides` in between.
+
+        Raises:
+            Exception: what `generate` raised on either side.
+        """
+        threads = [threading.Thread(target=self._write, args=(side,), daemon=True) for side in self.sides.values()]
+        for thread in threads:
+            thread.start()
+        try:
+            while any(thread.is_alive() for thread in threads):
+                for thread in threads:
+                    thread.join(REFRESH / len(threads))
+                self._read_clocks()
+                yield
+        finally:
+            self.stop()
+            for thread in threads:
+                thread.join()
+            self._read_clocks()
+        for side in self.sides.values():
+            if side.error is not None:
+                raise side.error
+        yield
+
+    def stop(self) -> None:
+        """End both sides at their next step."""
+        self._turns.stop()
+
+    @property
+    def same(self) -> bool | None:
+        """Whether both wrote the same tokens; None until both have finished, or where the base did not write."""
+        if BASE not in self.sides or not all(side.finished for side in self.sides.values()):
+            return None
+        return self.sides[HEADS].tokens == self.sides[BASE].tokens
+
+    @property
+    def speedup(self) -> float | None:
+        """Tokens per second of the heads over those of the base, once both have finished."""
+        if self.same is None:
+            return None
+        ours, theirs = (self.sides[name].tokens_per_second for name in (HEADS, BASE))
+        return ours / theirs if ours and theirs else None
+
+    def _write(self, side: Side) -> None:
+        try:
+            with self._turns.hold(side.name):
+                output = self._calls[side.name](streamer=_Tokens(side, self._turns))
+            side.drafted = drafted(output) if side.name == HEADS else None
+            side.finished = True
+        except Stopped:
+            pass
+        except BaseException as error:  # handed to whoever reads: a thread has nobody to raise it to
+            side.error = error
+
+    def _record(self, record: StepRecord) -> None:
+        """Note one step; where it is called, the heads draft, and it is called when the step's tokens are written."""
+        heads = self.sides[HEADS]
+        heads.drafted = True
+        if record.step:  # 0 is the prompt's own forward
+            count = record.counts[0]
+            root = heads.tokens[-count - 1]
+            heads.steps.append(Step(root, tuple(record.tokens[0][:count]), tuple(record.nodes[0][:count])))
+        self._turns.pause(HEADS)
+
+    def _read_clocks(self) -> None:
+        for name, side in self.sides.items():
+            side.seconds = self._turns.seconds(name)
+
+
+class _Tokens(BaseStreamer):
+    """Appends every new token to a side, and lets the other side have its turn."""
+
+    def __init__(self, side: Side, turns: Turns):
+        self._side = side
+        self._turns = turns
+        self._prompt_seen = False
+
+    def put(self, value: torch.Tensor) -> None:
+        """The prompt on the first call, then one token per call."""
+        if self._prompt_seen:
+            self._side.tokens += value.flatten().tolist()
+        self._prompt_seen = True
+        if not self._side.drafted:  # else the pause comes when the whole step is noted
+            self._turns.pause(self._side.name)
+
+    def end(self) -> None:
+        """Nothing was held back."""

@@ -1,0 +1,189 @@
+"""What the page shows, as HTML: text coloured by depth, a line of figures, and the tree of one step as a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+from typing import Any
+
+from hf_drafthead.evaluation.sample import Spelling
+from hf_drafthead.generation.tree import DraftTree
+from hf_drafthead.page.comparison import Side, Step
+
+COLOURS = ("#2e9e4f", "#1496a8", "#3b6fd4", "#9b51c9", "#d0455c", "#c98a12")  # of depths 1, 2 ...; then from the start
+COLUMN, ROW, MARGIN = 190, 17, 14  # pixels of the tree's picture: a depth, a leaf, the edge
+LONGEST_LABEL = 16  # characters of a token in the tree
+
+CSS = "\n".join(
+    [
+        ".dh-text { white-space: pre-wrap; overflow-wrap: anywhere; min-height: 8em; line-height: 1.55;"
+        " font-family: ui-monospace, Consolas, monospace; font-size: 14px; }",
+        ".dh-text .turn { opacity: 0.75; margin: 0.3em 0; } .dh-text .user { font-weight: 600; }",
+        ".dh-text span, .dh-legend span { border-radius: 3px; padding: 1px 0; }",
+        ".dh-legend span { padding: 1px 6px; margin-right: 6px; }",
+        ".dh-figures, .dh-figures * { border: 0 !important; } .dh-figures td { padding: 0 18px 0 0 !important; }",
+        ".dh-figures b { font-size: 1.35em; font-variant-numeric: tabular-nums; }",
+        ".dh-tree { overflow: auto; max-height: 640px; } .dh-tree path { fill: none; }",
+        ".dh-tree text { font: 11px ui-monospace, Consolas, monospace; fill: currentColor; paint-order: stroke;"
+        " stroke: var(--body-background-fill); stroke-width: 4px; }",
+        ".dh-tree .idle { opacity: 0.45; } .dh-tree path.idle { opacity: 0.25; }"
+        " .dh-tree .walked text { font-weight: 700; font-size: 12px; }",
+        *(f".dh-{depth} {{ background: {colour}55; }}" for depth, colour in enumerate(COLOURS, start=1)),
+    ]
+)
+
+
+def shade(depth: int) -> int:
+    """Which of the colours, counted from 1, stands for a depth of at least 1."""
+    return (depth - 1) % len(COLOURS) + 1
+
+
+def text(tokenizer: Any, side: Side, before: str = "") -> str:
+    """What a side has written, each accepted guess in the colour of its depth.
+
+    Args:
+        tokenizer: the base's.
+        side: what was written.
+        before: HTML of what stands above it: the prompt, or the conversation so far.
+    """
+    spelling = Spelling(tokenizer)
+    tokens = list(side.tokens)
+    pieces = [(spelling.add(token), depth) for token, depth in zip(tokens, side.depths)]
+    if side.finished:
+        pieces.append((spelling.rest(), 0))
+    written = "".join(
+        f'<span class="dh-{shade(depth)}" title="guess at depth {depth}">{escape(piece)}</span>'
+        if depth
+        else escape(piece)
+        for piece, depth in pieces
+        if piece
+    )
+    return f'<div class="dh-text">{before}{written}</div>'
+
+
+def prompt(written: str) -> str:
+    """A text that is continued, set apart from what continues it."""
+    return f'<span class="turn" style="opacity: 0.6">{escape(written)}</span>'
+
+
+def conversation(messages: Sequence[dict[str, str]]) -> str:
+    """The turns of a chat so far."""
+    return "".join(f'<div class="turn {one["role"]}">{escape(one["content"])}</div>' for one in messages)
+
+
+def figures(side: Side) -> str:
+    """How much a side has written, how fast, and in how many forwards."""
+    forwards = len(side.steps) if side.drafted else max(len(side.tokens) - 1, 0)  # after the prompt's own
+    cells = {
+        "tokens": str(len(side.tokens)),
+        "seconds": f"{side.seconds:.2f}",
+        "tokens per second": _number(side.tokens_per_second, 1),
+        "forward passes": str(forwards),
+        "tokens per step": _number(side.tokens_per_step, 2),
+    }
+    row = "".join(f"<td><b>{value}</b><br>{name}</td>" for name, value in cells.items())
+    return f'<table class="dh-figures"><tr>{row}</tr></table>'
+
+
+def legend(deepest: int) -> str:
+    """Which colour is which depth."""
+    named = (f'<span class="dh-{shade(depth)}">depth {depth}</span>' for depth in range(1, deepest + 1))
+    return f'<div class="dh-legend">Accepted guesses: {"".join(named)} no colour: chosen by the base itself</div>'
+
+
+def tree(tokenizer: Any, topology: DraftTree, steps: Sequence[Step], shown: int) -> str:
+    """The tree as one step walked it: the tokens of the accepted path, and the rank of every other guess.
+
+    Lines are thicker the more often a node was walked in all the steps so far.
+
+    Args:
+        tokenizer: the base's.
+        topology: the tree of every step.
+        steps: all so far.
+        shown: which of them, from 0.
+    """
+    visits = [0] * topology.num_nodes
+    for step in steps:
+        for node in step.walked:
+            visits[node] += 1
+    tokens = steps[shown].tokens
+    heights = _heights(topology)
+    places = [(MARGIN + depth * COLUMN, MARGIN + height * ROW) for depth, height in zip(topology.depths, heights)]
+    lines, labels = [], []
+    for node, (x, y) in enumerate(places):
+        depth, accepted = topology.depths[node], node in tokens
+        colour = COLOURS[shade(depth) - 1] if accepted and node else "currentColor"
+        if node:
+            from_x, from_y = places[topology.parents[node]]
+            width = 0.8 + 5 * visits[node] / max(visits[0], 1)
+            lines.append(
+                f'<path class="{"walked" if accepted else "idle"}" stroke="{colour}" stroke-width="{width:.1f}" '
+                f'd="M{from_x} {from_y} C{from_x + COLUMN / 2} {from_y} {x - COLUMN / 2} {y} {x} {y}"/>'
+            )
+        path = topology.paths[node - 1] if node else ()
+        name = visible(tokenizer, tokens[node]) if accepted else str(path[-1] + 1)
+        labels.append(
+            f'<g class="{"walked" if accepted else "idle"}"><title>rank path {path}, '
+            f"accepted in {visits[node]} of {visits[0]} steps</title>"
+            f'<circle cx="{x}" cy="{y}" r="4" fill="{colour}"/>'
+            f'<text x="{x + 8}" y="{y + 4}">{escape(shortened(name))}</text></g>'
+        )
+    wide, high = max(x for x, _ in places) + COLUMN, max(y for _, y in places) + MARGIN
+    return (
+        f'<div class="dh-tree"><svg width="{wide:.0f}" height="{high:.0f}" role="img" '
+        f'aria-label="Draft tree of step {shown + 1}">{"".join(lines)}{"".join(labels)}</svg></div>'
+    )
+
+
+def told(topology: DraftTree, steps: Sequence[Step], shown: int) -> str:
+    """One sentence about a step."""
+    guesses, emitted = topology.num_nodes - 1, len(steps[shown].emitted)
+    return (
+        f"Step {shown + 1} of {len(steps)}: {_count(guesses, 'guess', 'guesses')}, "
+        f"{len(steps[shown].walked) - 1} accepted, {_count(emitted, 'token', 'tokens')} from one forward pass."
+    )
+
+
+def visible(tokenizer: Any, token: int) -> str:
+    """A token's text with its white space shown."""
+    spelled = tokenizer.decode([token], clean_up_tokenization_spaces=False)
+    for blank, shown in (("\n", "⏎"), ("\t", "⇥"), (" ", "␣")):
+        spelled = spelled.replace(blank, shown)
+    return spelled or "∅"
+
+
+def shortened(spelled: str) -> str:
+    """At most as many characters as fit into a column of the tree.
+
+    >>> shortened("a" * 20)
+    'aaaaaaaaaaaaaaa…'
+    """
+    return spelled if len(spelled) <= LONGEST_LABEL else spelled[: LONGEST_LABEL - 1] + "…"
+
+
+def _heights(topology: DraftTree) -> list[float]:
+    """Each node's row: leaves stand below each other, every other node in the middle of its children."""
+    heights = [0.0] * topology.num_nodes
+    leaves = 0
+
+    def place(node: int) -> None:
+        nonlocal leaves
+        children = topology.children(node)
+        for child in children:
+            place(child)
+        if children:
+            heights[node] = (heights[children[0]] + heights[children[-1]]) / 2
+        else:
+            heights[node] = float(leaves)
+            leaves += 1
+
+    place(0)
+    return heights
+
+
+def _count(number: int, one: str, several: str) -> str:
+    return f"{number} {one if number == 1 else several}"
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "–" if value is None else f"{value:.{digits}f}"

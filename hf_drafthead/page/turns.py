@@ -1,0 +1,112 @@
+"""Two generations on one device: they take turns, and each has its own clock and its own random numbers.
+
+Running both at once would slow each down by an unknown share, and running one after the other would show nothing side
+by side. So each generation runs in its own thread, only one of them computes at any moment, and the one that has used
+less time goes next. Each clock counts only the time of its own turns, so the two can be compared.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from hf_drafthead.evaluation.speed import wait
+
+SLICE = 0.05  # seconds of a turn: long against the hand-over, short against what a reader notices
+
+
+class Stopped(Exception):
+    """Raised inside a generation that was asked to stop."""
+
+
+class Turns:
+    """Lets named runs compute one at a time.
+
+    Args:
+        names: of the runs; the first begins.
+        device: whose queued work belongs to the run that queued it.
+        seed: where the random numbers of every run begin.
+        slice_seconds: how long a run computes before another one may.
+
+    A run calls `pause` often; everything between `with turns.hold(name)` and its end is timed, its pauses excepted.
+    """
+
+    def __init__(self, names: Sequence[str], device: torch.device, *, seed: int, slice_seconds: float = SLICE):
+        self._device = device
+        self._seed = seed
+        self._slice = slice_seconds
+        self._seconds = dict.fromkeys(names, 0.0)
+        self._random: dict[str, list[torch.Tensor]] = {}
+        self._open = list(names)
+        self._holder: str | None = names[0]
+        self._since: float | None = None  # when the holder's clock was started
+        self._stopping = False
+        self._changed = threading.Condition()
+
+    @contextmanager
+    def hold(self, name: str) -> Iterator[None]:
+        """Wait for the first turn of `name`, and give the last one back at the end, however the run ends."""
+        self._take(name)
+        try:
+            yield
+        finally:
+            self._release(name, leaving=True)
+
+    def pause(self, name: str) -> None:
+        """Let another run continue if this one has computed long enough.
+
+        Raises:
+            Stopped: `stop` was called.
+        """
+        if self._stopping:
+            raise Stopped
+        if self._since is not None and time.perf_counter() - self._since >= self._slice:
+            self._release(name)
+            self._take(name)
+
+    def stop(self) -> None:
+        """Let every run end at its next pause."""
+        self._stopping = True
+
+    def seconds(self, name: str) -> float:
+        """The time for which `name` has computed so far."""
+        done, since = self._seconds[name], self._since
+        running = self._holder == name and since is not None
+        return done + (time.perf_counter() - since if running and since is not None else 0.0)
+
+    def _take(self, name: str) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._holder == name)
+        if name in self._random:
+            _set_random_state(self._random[name])
+        else:
+            torch.manual_seed(self._seed)
+        self._since = time.perf_counter()
+
+    def _release(self, name: str, leaving: bool = False) -> None:
+        wait(self._device)
+        assert self._since is not None
+        self._seconds[name] += time.perf_counter() - self._since
+        self._since = None
+        self._random[name] = _random_state()
+        with self._changed:
+            if leaving:
+                self._open.remove(name)
+            self._holder = min(self._open, key=self._seconds.__getitem__, default=None)
+            self._changed.notify_all()
+
+
+def _random_state() -> list[torch.Tensor]:
+    """The state of the CPU's generator and of every GPU's."""
+    gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    return [torch.get_rng_state(), *gpus]
+
+
+def _set_random_state(states: list[torch.Tensor]) -> None:
+    torch.set_rng_state(states[0])
+    if len(states) > 1:
+        torch.cuda.set_rng_state_all(states[1:])

@@ -1,0 +1,49 @@
+"""`hf-drafthead page`: what it refuses, and that it serves."""
+
+import importlib.util
+import socket
+import subprocess
+import sys
+import time
+from urllib.request import urlopen
+
+import pytest
+
+from hf_drafthead import cli, zoo
+
+
+def test_without_gradio_it_says_what_to_install(monkeypatch, capsys):
+    find = importlib.util.find_spec
+    monkeypatch.setattr("hf_drafthead.cli.page.find_spec", lambda name: None if name == "gradio" else find(name))
+    with pytest.raises(SystemExit) as end:
+        cli.main(["page", zoo.path("medusa")])
+    assert end.value.code == 2
+    assert capsys.readouterr().err == "hf-drafthead: the page needs gradio: pip install 'hf-drafthead[page]'.\n"
+
+
+def test_a_model_without_heads_is_refused(capsys):
+    pytest.importorskip("gradio")
+    with pytest.raises(SystemExit) as end:
+        cli.main(["page", zoo.path("base")])
+    assert end.value.code == 2
+    assert "holds a 'llama' model without draft heads" in capsys.readouterr().err
+
+
+def test_it_serves_until_it_is_interrupted():
+    pytest.importorskip("gradio")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    command = [sys.executable, "-m", "hf_drafthead.cli", "page", zoo.path("medusa"), "--port", port]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        for _ in range(1200):
+            with socket.socket() as probe:
+                if process.poll() is not None or probe.connect_ex(("127.0.0.1", int(port))) == 0:
+                    break
+            time.sleep(0.1)
+        assert process.poll() is None, process.stdout.read()
+        assert b"Draft heads" in urlopen(f"http://127.0.0.1:{port}/", timeout=60).read()
+    finally:
+        process.terminate()
+        process.wait(20)

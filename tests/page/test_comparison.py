@@ -1,0 +1,113 @@
+"""A comparison: both sides write what `generate` writes, and the steps tell how."""
+
+import time
+
+import pytest
+import torch
+
+from hf_drafthead.evaluation.acceptance import guess_depths
+from hf_drafthead.evaluation.speed import encode
+from hf_drafthead.generation.settings import DraftSettings
+from hf_drafthead.generation.tree import DraftTree
+from hf_drafthead.page.comparison import BASE, HEADS, Comparison
+
+PROMPT = "def read_json(path):\n"
+TREE = DraftTree([(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 1), (0, 0, 0, 0)])
+GREEDY = {"do_sample": False, "max_new_tokens": 48}
+SAMPLED = {"do_sample": True, "temperature": 1.0, "max_new_tokens": 48}
+
+
+@pytest.fixture(scope="module")
+def given(hydra):
+    return encode(*hydra, [PROMPT])
+
+
+def compared(hydra, given, settings, *, acceptance="exact", **options) -> Comparison:
+    drafting = DraftSettings(draft_tree=TREE, acceptance=acceptance)
+    comparison = Comparison(hydra[0], given, settings, drafting, **options)
+    for _ in comparison.run():
+        pass
+    return comparison
+
+
+@pytest.mark.parametrize("settings", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_both_sides_write_what_the_base_writes(hydra, given, settings):
+    model, _ = hydra
+    torch.manual_seed(3)
+    expected = model.base.generate(**given, **settings)[0, given["input_ids"].shape[1] :].tolist()
+    found = compared(hydra, given, settings, seed=3)
+    assert found.sides[BASE].tokens == found.sides[HEADS].tokens == expected
+    assert found.same is True
+    assert found.speedup > 0
+    assert all(side.finished and side.seconds > 0 for side in found.sides.values())
+
+
+def test_the_steps_are_those_of_generate(hydra, given):
+    model, _ = hydra
+    output = model.generate(**given, **GREEDY, draft_tree=TREE, return_dict_in_generate=True)
+    heads = compared(hydra, given, GREEDY).sides[HEADS]
+    assert heads.drafted is True
+    assert [len(step.emitted) for step in heads.steps] == output.accepted_lengths[0].tolist()
+    assert heads.depths == guess_depths(output.accepted_lengths[0])
+    assert heads.tokens_per_step == pytest.approx(output.accepted_lengths.float().mean().item())
+
+
+def test_a_walk_leads_down_the_tree_by_the_tokens_that_were_written(hydra, given):
+    heads = compared(hydra, given, GREEDY).sides[HEADS]
+    written = [heads.tokens[0]]
+    for step in heads.steps:
+        assert step.walked[0] == 0
+        assert all(TREE.parents[below] == above for above, below in zip(step.walked, step.walked[1:]))
+        assert list(step.tokens.values()) == [written[-1], *step.emitted[:-1]]
+        written += step.emitted
+    assert written == heads.tokens
+    assert any(len(step.walked) > 2 for step in heads.steps)
+
+
+def test_typical_acceptance_is_the_heads_alone(hydra, given):
+    found = compared(hydra, given, SAMPLED, acceptance="typical")
+    assert found.same is False
+    assert found.sides[HEADS].tokens_per_step > compared(hydra, given, SAMPLED).sides[HEADS].tokens_per_step
+
+
+def test_without_the_base_nothing_is_compared(hydra, given):
+    found = compared(hydra, given, GREEDY, with_base=False)
+    assert list(found.sides) == [HEADS]
+    assert found.same is None and found.speedup is None
+    assert len(found.sides[HEADS].tokens) == 48
+
+
+def test_where_the_base_decodes_by_itself_it_is_told(hydra, given):
+    found = compared(hydra, given, {**GREEDY, "num_beams": 1, "use_cache": False, "max_new_tokens": 6})
+    assert found.sides[HEADS].drafted is False
+    assert found.sides[HEADS].depths == [0] * 6
+    assert found.same is True
+
+
+def test_a_stop_ends_both_sides_before_their_end(hydra, given):
+    comparison = Comparison(
+        hydra[0], given, {**GREEDY, "max_new_tokens": 480, "min_new_tokens": 480}, DraftSettings(draft_tree=TREE)
+    )
+    for _ in comparison.run():
+        if comparison.sides[HEADS].tokens:
+            comparison.stop()
+    assert 0 < len(comparison.sides[HEADS].tokens) < 480
+    assert not any(side.finished for side in comparison.sides.values())
+    assert comparison.same is None
+
+
+def test_leaving_early_ends_both_sides(hydra, given):
+    comparison = Comparison(
+        hydra[0], given, {**GREEDY, "max_new_tokens": 480, "min_new_tokens": 480}, DraftSettings(draft_tree=TREE)
+    )
+    running = comparison.run()
+    next(running)
+    running.close()
+    written = [len(side.tokens) for side in comparison.sides.values()]
+    time.sleep(0.3)
+    assert [len(side.tokens) for side in comparison.sides.values()] == written
+
+
+def test_what_generate_refuses_is_raised_where_it_is_read(hydra, given):
+    with pytest.raises(ValueError, match="temperature"):
+        compared(hydra, given, {"do_sample": True, "temperature": -1.0, "max_new_tokens": 4})
