@@ -9,10 +9,10 @@ READY := .venv/.ready
 TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check style docs build stranger test-formats
+.PHONY: help demo test check style docs build test-remote-code test-formats
 
-help:  ## this list
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 10
+help:  ## show this list
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 18
 
 demo: $(READY)  ## draft heads against their base on the bundled models
 	$(BIN)/hf-drafthead demo
@@ -25,7 +25,7 @@ check: $(READY)  ## lint, format and types, changing nothing
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-style: $(READY)  ## mend what check complains of, where a tool can
+style: $(READY)  ## fix lint and formatting automatically
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
@@ -37,10 +37,10 @@ build: $(READY)  ## sdist and wheel in dist/, checked
 	$(BIN)/python -m build --no-isolation
 	$(BIN)/twine check --strict dist/*
 
-stranger: $(READY)  ## pushed heads where only transformers and torch are installed (needs a package index)
-	test -x .stranger/bin/pip || $(PYTHON) -m venv .stranger
-	.stranger/bin/pip install --disable-pip-version-check --quiet --constraint constraints.txt torch transformers
-	STRANGER_PYTHON=$(CURDIR)/.stranger/bin/python OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/hub_upload/test_bundle.py tests/hub_upload/test_stranger.py
+test-remote-code: $(READY)  ## pushed heads where only transformers and torch are installed (needs a package index)
+	test -x .remote-code/bin/pip || $(PYTHON) -m venv .remote-code
+	.remote-code/bin/pip install --disable-pip-version-check --quiet --constraint constraints.txt torch transformers
+	REMOTE_CODE_PYTHON=$(CURDIR)/.remote-code/bin/python OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/hub_upload/test_bundle.py tests/hub_upload/test_remote_code.py
 
 test-formats: $(READY)  ## exported heads in the speculators library, in an environment of its own (needs a package index)
 	test -x .speculators/bin/pip || $(PYTHON) -m venv .speculators

@@ -13,6 +13,8 @@ from hf_drafthead.modeling.families import CLASSES
 if TYPE_CHECKING:  # at run time these are the classes of the table
     from hf_drafthead.modeling.families import *  # noqa: F403
 
+__version__ = "0.1.0"
+
 globals().update(CLASSES)
 __all__ = [
     "DraftHeadConfig",
@@ -21,5 +23,6 @@ __all__ = [
     "DraftTree",
     "convert_checkpoint",
     "export_checkpoint",
+    "__version__",
     *CLASSES,
 ]

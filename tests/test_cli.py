@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from hf_drafthead import cli, zoo
-from hf_drafthead.evaluation import compare_with_base
+from hf_drafthead.evaluation import compare_with_base, look
 from hf_drafthead.evaluation.loading import load
 from hf_drafthead.evaluation.prompts import read_prompts
 from hf_drafthead.generation.mixin import DraftHeadGenerationMixin
@@ -140,7 +140,7 @@ def test_info_tells_what_the_checkpoint_holds(folder, run, tmp_path):
 
 def test_demo_measures_every_family_and_shows_a_sample(tiny_zoo, run, tmp_path):
     file = tmp_path / "demo.json"
-    code, out, _ = run("demo", "--max-new-tokens", 12, "--repeats", 1, "--json", file)
+    code, out, _ = run("demo", "--full", "--max-new-tokens", 12, "--repeats", 1, "--json", file)
     rows = json.loads(file.read_text())["rows"]
     assert code == 0
     assert [row["family"] for row in rows] == sorted(FAMILIES)
@@ -154,6 +154,88 @@ def test_demo_measures_every_family_and_shows_a_sample(tiny_zoo, run, tmp_path):
     assert out.count(" continues 'import os'") == 1  # by the family that needed the fewest steps
 
 
+def test_a_short_demo_measures_the_base_once_and_grows_line_by_line(tiny_zoo, run, tmp_path, monkeypatch):
+    calls, bases, captured = [], [], []
+    right = look.contenders
+
+    def counting(model, tokenizer, **options):
+        bases.append(model.base)
+        if options.get("acceptance"):  # nothing is compiled in a test
+            captured.append(options.pop("acceptance"))
+        found = right(model, tokenizer, **options)
+        if "compare" in options:
+            base = found["base"]
+            found["base"] = lambda given, settings: calls.append("base") or base(given, settings)
+            found["compiled"] = lambda given, settings: calls.append("compiled") or base(given, settings)
+        return found
+
+    monkeypatch.setattr(look, "contenders", counting)
+    file = tmp_path / "demo.json"
+    code, out, _ = run("demo", "--captured", "--max-new-tokens", 12, "--json", file)
+    rows = json.loads(file.read_text())["rows"]
+    assert code == 0
+    assert len(bases) == 4 and all(base is bases[0] for base in bases)  # loaded once
+    assert calls == ["base"] * 4 + ["compiled"] * 4  # three prompts, and one call that is not timed
+    ways = [("base", "as installed"), ("base", "compiled"), ("hydra", "as installed"), ("medusa", "as installed")]
+    assert [(row["name"], row["way"]) for row in rows[:4]] == ways
+    fastest = max(rows[2:4], key=lambda row: row["tokens_per_second"])
+    assert (rows[4]["name"], rows[4]["way"], len(rows)) == (fastest["name"], "captured", 5)
+    assert captured == [{"cache_implementation": "static"}]
+    assert rows[4]["tree_nodes"] == fastest["tree_nodes"]
+    assert all(row["identical"] and row["new_tokens"] == 36 for row in rows)
+    for row in rows[2:]:
+        assert row["speedup"] == pytest.approx(row["tokens_per_second"] / rows[0]["tokens_per_second"])
+        assert row["speedup_over_compiled"] == pytest.approx(row["tokens_per_second"] / rows[1]["tokens_per_second"])
+        assert row["tokens_per_step"] >= 1 and row["tree_nodes"] >= 2
+    lines = out.splitlines()
+    assert lines[1].split()[:3] == ["family", "how", "nodes"]
+    assert [line.split()[0] for line in lines[2:7]] == ["base", "base", "compiling", "hydra", "medusa"]
+    assert lines[8].split()[0] == "compiling"
+    assert out.count(" yes") == 5 and all(len(line) <= 80 for line in lines[1:7])
+    assert out.count(" continues 'import os'") == 1
+
+
+def test_prompts_of_one_length_keep_their_beginning_and_their_end():
+    ids = [torch.tensor([[1, 5, 6, 7]]), torch.tensor([[1, 8, 9]]), torch.tensor([[1, 2, 3, 4, 5]])]
+    found = look.of_one_length([{"input_ids": row, "attention_mask": torch.ones_like(row)} for row in ids])
+    assert [one["input_ids"].tolist() for one in found] == [[[1, 6, 7]], [[1, 8, 9]], [[1, 4, 5]]]
+    assert all(one["attention_mask"].tolist() == [[1, 1, 1]] for one in found)
+    (alone,) = look.of_one_length([{"input_ids": torch.tensor([[7]])}])
+    assert alone["input_ids"].tolist() == [[7]]
+
+
+def test_a_short_demo_goes_on_where_nothing_can_be_compiled(tiny_zoo, run, monkeypatch):
+    right = look.contenders
+
+    def failing(given, settings):
+        raise RuntimeError("no C++ compiler")
+
+    def without_compiler(*arguments, **options):
+        options.pop("acceptance", None)
+        return {**right(*arguments, **options), "compiled": failing}
+
+    monkeypatch.setattr(look, "contenders", without_compiler)
+    code, out, _ = run("demo", "--max-new-tokens", 4, "--family", "medusa")
+    assert code == 0
+    assert "compiled      not possible here: no C++ compiler" in out
+    assert out.splitlines()[4].split()[-2:] == ["-", "yes"]  # over compiled
+
+
+def test_a_short_demo_takes_few_prompts(monkeypatch, run):
+    seen = []
+
+    def lines(self, families, captured):
+        assert not captured
+        seen.append((len(self.prompts), self.max_new_tokens, list(families)))
+        return iter(())
+
+    monkeypatch.setattr(look.Look, "lines", lines)
+    assert run("demo")[0] == 0 and run("demo", "--prompts", 2)[0] == 0
+    assert seen == [(6, 64, zoo.families()), (2, 64, zoo.families())]
+    refused(run("demo", "--full", "--captured"), "--captured is for the short demo: leave --full out.")
+    refused(run("demo", "--repeats", 2), "--repeats is for --full: a short demo runs every prompt once.")
+
+
 def test_demo_ends_with_1_if_an_output_differs(tiny_zoo, run, monkeypatch):
     right = DraftHeadGenerationMixin.generate
 
@@ -163,7 +245,7 @@ def test_demo_ends_with_1_if_an_output_differs(tiny_zoo, run, monkeypatch):
         return out
 
     monkeypatch.setattr(DraftHeadGenerationMixin, "generate", wrong)
-    code, out, err = run("demo", "--family", "medusa", "--max-new-tokens", 6, "--repeats", 1)
+    code, out, err = run("demo", "--full", "--family", "medusa", "--max-new-tokens", 6, "--repeats", 1)
     assert code == 1
     assert "NO" in out
     assert err.splitlines()[-1].endswith(
@@ -242,7 +324,7 @@ def test_a_bad_tree_is_refused_in_one_line(folder, run, tree, text):
     "arguments, text",
     [
         (["generate", "{model}", "--prompt", ""], "the prompt is empty: give the text to continue with --prompt"),
-        (["generate", "{model}"], "Missing option '--prompt': see `hf-drafthead generate --help`."),
+        (["generate", "{model}", "--prompted"], "No such option: --prompted"),
         (["generate", "{model}", "--prompt", "x", "--max-new-tokens", "0"], "Invalid value for '--max-new-tokens': "),
         (
             ["generate", "{model}", "--prompt", "x", "--max-new-tokens", "many"],

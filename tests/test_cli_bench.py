@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from hf_drafthead import cli
+from hf_drafthead import cli, zoo
 from hf_drafthead.cards import write_card
+from hf_drafthead.cli.settings import parse_settings
 from hf_drafthead.evaluation import bench as benching
 from hf_drafthead.evaluation import plan, questions
 from hf_drafthead.evaluation.questions import read_questions
@@ -149,10 +150,10 @@ def test_an_interruption_writes_and_marks_what_was_measured(run, tmp_path, monke
 def test_an_interruption_between_two_models_is_written_too(run, tmp_path, monkeypatch):
     right = plan.load_here
 
-    def interrupted(name, dtype):
+    def interrupted(name, options):
         if name.endswith("hydra"):
             raise KeyboardInterrupt
-        return right(name, dtype)
+        return right(name, options)
 
     monkeypatch.setattr(plan, "load_here", interrupted)
     file = tmp_path / "figures.json"
@@ -209,14 +210,14 @@ def test_texts_to_stop_at_are_looked_for(run, tmp_path):
     [
         (
             ["--questions", "{folder}/odd.jsonl"],
-            'odd.jsonl line 2 is {{"question": "x"}}: expected an object with "turns"',
+            'odd.jsonl line 2 is {{"question": "x"}}: expected a chat as',
         ),
         (
             ["--questions", "{folder}/long.jsonl"],
             "long.jsonl line 1: a prompt of 125 tokens and 256 new ones exceed the",
         ),
         (["--questions", "{folder}/chats.jsonl"], "chats.jsonl line 1 is a conversation, but the tokenizer at "),
-        (["--questions", "nowhere.jsonl"], "there is no question file 'nowhere.jsonl': give a JSON lines file"),
+        (["--questions", "nowhere.jsonl"], "there is no data at 'nowhere.jsonl': give a .json, .jsonl or .txt file"),
         (
             ["--questions", "{folder}/prompts.jsonl", "--batch-size", "1,0"],
             "--batch-size '1,0': expected whole numbers",
@@ -241,3 +242,31 @@ def test_bad_input_is_refused_in_one_line(run, arguments, text):
     assert code == 2
     assert err.startswith("hf-drafthead: ") and err.count("\n") == 1
     assert text.replace("{{", "{").replace("}}", "}") in err
+
+
+@pytest.mark.parametrize(
+    "pair, expected",
+    [
+        ("temperature=hot", "a number."),
+        ("top_p=x", "a number."),
+        ("min_length=2.5", "a whole number."),
+        ("top_k=true", "a whole number."),
+        ("do_sample=often", "true or false."),
+    ],
+)
+@pytest.mark.parametrize("command", ["bench", "verify"])
+def test_a_setting_of_another_type_is_refused_before_anything_is_loaded(capsys, command, pair, expected):
+    option = "--questions" if command == "bench" else "--prompts"
+    with pytest.raises(SystemExit) as end:
+        cli.main([command, "./nowhere", option, str(zoo.ASSETS / "prompts.jsonl"), "--set", pair])
+    assert end.value.code == 2
+    name, _, value = pair.partition("=")
+    assert (
+        capsys.readouterr().err == f"hf-drafthead: --set {name}={value.replace('true', 'True')}: expected {expected}\n"
+    )
+
+
+def test_a_whole_number_will_do_for_a_float():
+    expected = {"temperature": 1.0, "top_k": 3, "do_sample": True, "stop_strings": "x"}
+    assert parse_settings(["temperature=1", "top_k=3", "do_sample=true", "stop_strings=x"]) == expected
+    assert isinstance(parse_settings(["temperature=1"])["temperature"], float)

@@ -36,6 +36,22 @@ def test_a_license_completes_it_and_stays(run, tmp_path):
     assert "\nlicense: apache-2.0\n" in (folder / "README.md").read_text()
 
 
+@pytest.mark.parametrize(
+    "given, meant",
+    [
+        ("apache2", "did you mean apache-2.0"),
+        ("Apache 2.0", "did you mean apache-2.0"),
+        ("MIT", "did you mean mit"),
+        ("???", "on the Hub: A license without an id is 'other'."),
+    ],
+)
+def test_a_license_that_the_hub_does_not_know_is_refused(run, tmp_path, given, meant):
+    folder = write_checkpoint(tmp_path / "heads")
+    code, _, err = run("card", folder, "--license", given)
+    assert code == 2 and err.startswith(f"hf-drafthead: --license {given!r} is no id of a license on the Hub: ")
+    assert meant in err and not (folder / "README.md").exists()
+
+
 def test_with_code_it_tells_how_to_load_without_the_package(run, tmp_path):
     folder = write_checkpoint(tmp_path / "heads")
     assert run("card", folder, "--with-code")[0] == 0

@@ -53,8 +53,8 @@ def test_answers_are_written_and_counted(folder, run, tmp_path, model):
     code, out, _ = run(*arguments, "--json", figures)
     assert code == 0
     assert read(output) == [
-        {"row": 0, "text": "uvwxyzzz", "given": 3},
-        {"row": 1, "text": "abcdef", "given": 1},
+        {"row": 0, "text": "uvwxyzzz", "given": 3, "ids": byte_tokenizer()("xyzzz")["input_ids"]},
+        {"row": 1, "text": "abcdef", "given": 1, "ids": byte_tokenizer()("bcdef")["input_ids"]},
     ]
     assert out.startswith("2 rows written: 2 answers of 10 tokens in ")
     told = json.loads(figures.read_text())
@@ -104,7 +104,7 @@ BAD = {
         {"--chat-template": "x.jinja"},
         "there is no chat template 'x.jinja': give a Jinja",
     ),
-    "no model": ([], {}, "Missing argument 'MODEL'"),
+    "no model": ([], {}, "no model is named: give MODEL, or --endpoint URL --model NAME."),
 }
 
 

@@ -16,19 +16,39 @@ from hf_drafthead import cli, zoo
         (["--base", "/no/base"], "the base '/no/base' was not found ("),
         (["--set", "lr"], "--set 'lr' is no NAME=VALUE: give for example --set learning_rate=1e-3."),
         (["--set", "num_heads=3"], "'num_heads' is neither a config field of medusa ("),
+        (["--set", "num_heads=3"], " nor a training argument: did you mean num_draft_heads?"),
+        (["--set", "learning_rate=fast"], "learning_rate is 'fast': expected a number."),
+        (["--set", "max_steps=2.5"], "max_steps is 2.5: expected a whole number."),
+        (["--set", "use_cpu=maybe"], "use_cpu is 'maybe': expected true or false."),
+        (["--streaming"], "with streaming the length of an epoch is not known: give the steps with --set max_steps=N."),
         (["--set", "head_decay=0"], "head_decay is 0: expected a number above 0."),
         (["--dtype", "float99"], "--dtype 'float99' is no floating point type: expected auto, float32, bfloat16 or"),
         ([], "the data holds 1 rows, of which 64 are to be held out: give more data, or hold out fewer with"),
     ],
-    ids=["family", "data", "base", "no pair", "unknown name", "value", "type", "too little"],
+    ids=[
+        "family",
+        "data",
+        "base",
+        "no pair",
+        "unknown name",
+        "nearly right",
+        "number",
+        "whole number",
+        "flag",
+        "stream",
+        "value",
+        "type",
+        "too little",
+    ],
 )
 def test_bad_input_is_one_line(changed, line, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "one.jsonl").write_text(json.dumps({"text": "def f(a):\n    return a"}))
     given = {"--base": zoo.path("base"), "--family": "medusa", "--data": "one.jsonl", "--output": "out"}
-    given |= dict(zip(changed[::2], changed[1::2], strict=True))
+    flags = [word for word in changed if word == "--streaming"]
+    given |= dict(zip(*[iter([word for word in changed if word not in flags])] * 2, strict=True))
     with pytest.raises(SystemExit) as ended:
-        cli.main(["train", *(word for pair in given.items() for word in pair)])
+        cli.main(["train", *(word for pair in given.items() for word in pair), *flags])
     said = capsys.readouterr().err.strip().splitlines()[-1]
     assert ended.value.code == 2 and said.startswith("hf-drafthead: ") and line in said
     assert not (tmp_path / "out").exists()

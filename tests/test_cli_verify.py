@@ -6,10 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 import typer
+from datasets import Dataset, DatasetDict
 
 from hf_drafthead import cli
-from hf_drafthead.evaluation import loading
 from hf_drafthead.generation.mixin import DraftHeadGenerationMixin
+from hf_drafthead.modeling import DraftHeadPreTrainedModel
 from tests.checkpoints import save_base, save_heads
 
 
@@ -95,7 +96,7 @@ def test_what_the_machine_lacks_is_told_in_one_line(folder, capsys, monkeypatch,
         raise error
 
     if moment == "load":
-        monkeypatch.setattr(loading.AutoModelForCausalLM, "from_pretrained", failing)
+        monkeypatch.setattr(DraftHeadPreTrainedModel, "from_pretrained", failing)
     else:
         monkeypatch.setattr(DraftHeadGenerationMixin, "generate", failing)
     given = ["--prompt", "x"] if command == "generate" else ["--prompts", str(folder / "prompts.jsonl")]
@@ -139,7 +140,7 @@ def test_calls_that_the_base_decoded_are_told(run):
     [
         (["--set", "penalty"], "--set 'penalty' is no NAME=VALUE: give for example"),
         (["--set", "no_such_setting=1"], "no_such_setting"),
-        (["--prompts", "nowhere.jsonl"], "there is no question file 'nowhere.jsonl': give a JSON lines file"),
+        (["--prompts", "nowhere.jsonl"], "there is no data at 'nowhere.jsonl': give a .json, .jsonl or .txt file"),
         (
             ["--max-new-tokens", "120"],
             "prompts.jsonl line 2: a prompt of 16 tokens and 120 new ones exceed the base's 128",
@@ -160,3 +161,18 @@ def test_half_precision_is_loaded_when_asked_for(run, tmp_path):
     code, _, _ = run("--dtype", "bfloat16", "--limit", 1, "--batch-size", 1, "--json", file)
     assert code == 0
     assert json.loads(file.read_text())["dtype"] == str(torch.bfloat16).removeprefix("torch.")
+
+
+def test_a_split_of_a_data_set_is_verified(folder, capsys, tmp_path):
+    prompts = Dataset.from_list([{"prompt": "ab"}, {"prompt": "xy"}])
+    DatasetDict({"train": prompts, "mine": prompts.select([0])}).save_to_disk(tmp_path / "set")
+    words = ["verify", str(folder / "medusa"), "--prompts", str(tmp_path / "set"), "--max-new-tokens", "4"]
+    with pytest.raises(SystemExit) as end:
+        cli.main([*words, "--split", "mine", "--json", str(tmp_path / "verdict.json")])
+    assert end.value.code == 0
+    assert json.loads((tmp_path / "verdict.json").read_text())["prompts"] == 1
+    with pytest.raises(SystemExit) as end:
+        cli.main(words)
+    assert (
+        end.value.code == 2 and "has several splits: choose one of train, mine with --split." in capsys.readouterr().err
+    )

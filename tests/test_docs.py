@@ -2,13 +2,14 @@
 
 import importlib.util
 import re
+import shlex
 from dataclasses import fields
 from pathlib import Path
 
 import pytest
 import torch
 
-from hf_drafthead import DraftHeadConfig
+from hf_drafthead import DraftHeadConfig, cli
 from hf_drafthead.modeling import families
 
 ROOT = Path(__file__).parents[1]
@@ -161,3 +162,30 @@ def test_trainings_are_told_with_their_spread(figures, tmp_path, monkeypatch):
     rows = figures.trainings().splitlines()[2:]
     assert rows[0] == "| own | 2.500 ± 0.500 | 10.000 ± 0.000 | 2.500 ± 0.000 | 2.500 ± 0.000 | 2,000 | 2 |"
     assert rows[1] == "| other | 1.500 | 10.000 | 2.500 | 2.500 | 1,000 | 1 |"
+
+
+def test_the_readme_s_code_runs_from_top_to_bottom(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    first, second, batches, *_ = CODE.findall((ROOT / "README.md").read_text(encoding="utf-8"))
+    names: dict = {}
+    exec(compile(first + second + batches, "README.md", "exec"), names)
+    assert capsys.readouterr().out.startswith("def main(")
+
+
+def test_the_readme_s_picture_is_what_its_command_draws(tmp_path, monkeypatch):
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    (command,) = re.findall(r"\(Drawn by `hf-drafthead (.*)`\.\)", text)
+    words = shlex.split(command.replace("$'", "'").replace("\\n", "\n"))
+    assert words[-1] == "docs/pictures/accepted.svg" and f"]({words[-1]})" in text
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(SystemExit) as ended:
+        cli.main([*words[:-1], str(tmp_path / "again.svg")])
+    assert ended.value.code == 0
+
+    def told(picture: Path) -> str:
+        pieces = re.findall(r"<text [^>]*>(.*?)</text>", picture.read_text(encoding="utf-8"))
+        return "".join(pieces).partition("plain:")[0]
+
+    assert told(tmp_path / "again.svg") == told(ROOT / words[-1])
+    colours = set(re.findall(r'class="(terminal-[0-9]+-r[0-9]+)" x', (ROOT / words[-1]).read_text(encoding="utf-8")))
+    assert len(colours) > 4  # the base's own tokens, and guesses of several depths

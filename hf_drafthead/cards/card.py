@@ -11,6 +11,7 @@ import jinja2
 from huggingface_hub import CardData, EvalResult, ModelCard, ModelCardData
 
 from hf_drafthead.cards.facts import ACCURACY, FULL, Facts, is_hub_id, read_facts
+from hf_drafthead.cards.licenses import check_license
 from hf_drafthead.cards.pictures import draw_accuracies, draw_tree
 from hf_drafthead.cards.sections import REBUILT, merge
 from hf_drafthead.modeling.families import FAMILIES
@@ -41,8 +42,10 @@ def write_card(folder: Path, model: Any = None, *, repo_id: str | None = None, l
         The path of the card.
 
     Raises:
-        OSError, ValueError: as `read_facts` does, or the existing card's metadata is no YAML.
+        OSError, ValueError: as `read_facts` does, or the existing card's metadata is no YAML, or there is no such
+            license.
     """
+    check_license(license)
     folder = Path(folder)
     facts = read_facts(folder, model)
     path = folder / CARD
@@ -246,10 +249,21 @@ def recipe(training: dict[str, Any]) -> dict[str, Any]:
         if key in shown or ACCURACY.fullmatch(key):
             continue
         if isinstance(value, dict):
-            inner = [f"{name} {part}" for name, part in value.items() if not ACCURACY.fullmatch(name)]
-            value = ", ".join(inner)
+            said = {
+                name: part for name, part in value.items() if not (ACCURACY.fullmatch(name) or part in ([], {}, None))
+            }
+            value = ", ".join(f"{name} {one_phrase(part)}" for name, part in said.items())
         rows["expected tokens per step" if key == "tokens_per_step" else key.replace("_", " ")] = value
     return rows
+
+
+def one_phrase(value: Any) -> str:
+    """A value of a training summary as a person would write it: a list with commas, an object name by name."""
+    if isinstance(value, dict):
+        return ", ".join(f"{part} {name}" for name, part in value.items())
+    if isinstance(value, list):
+        return "; ".join(map(str, value))
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def setting(run: dict[str, Any]) -> str:

@@ -40,10 +40,11 @@ class Facts:
     """One checkpoint.
 
     family: as the papers name it, `hydra++` and `amphista-alpha` included; base: its Hub id, None where the config
-    gives a path; base_named: what the config gives; fields: what the family's own config says; tree_cut: whether the
-    named tree is deeper than there are heads; accuracies: by k, the share of positions where head i has the true token
-    among its best k; accuracy_run: the run they are of, None if the training reported them; runs: what `hf-drafthead
-    bench --json` wrote; verifications: what `hf-drafthead verify --json` did.
+    gives a path; base_named: what the config gives; chat_template: whether the tokenizer in the folder has one; fields:
+    what the family's own config says; tree_cut: whether the named tree is deeper than there are heads; accuracies: by
+    k, the share of positions where head i has the true token among its best k; accuracy_run: the run they are of, None
+    if the training reported them; runs: what `hf-drafthead bench --json` wrote; verifications: what `hf-drafthead
+    verify --json` did.
     """
 
     folder: Path
@@ -61,6 +62,7 @@ class Facts:
     stored_bytes: int
     stored_dtype: str
     remote_code: bool
+    chat_template: bool
     tree: DraftTree | None
     tree_name: str | None
     tree_cut: bool
@@ -128,6 +130,7 @@ def read_facts(folder: Path, model: Any = None) -> Facts:
         parameters=sum(sizes.values()),
         stored_bytes=sum(size * BYTES.get(dtypes[name], 1) for name, size in sizes.items()),
         stored_dtype=", ".join(sorted(set(dtypes.values()))),
+        chat_template=_has_chat_template(folder),
         remote_code="AutoModelForCausalLM" in (config.get("auto_map") or {}),
         tree=tree,
         tree_name=tree_name,
@@ -154,6 +157,13 @@ def check_folder(folder: Path) -> None:
             f"there is no folder {str(folder)!r}: give the folder of a draft-head checkpoint; a repository of the Hub "
             "is downloaded first (`hf download org/name --local-dir name`)."
         )
+
+
+def _has_chat_template(folder: Path) -> bool:
+    """Whether the tokenizer in a folder has a chat template, in its config or in a file of its own."""
+    config = folder / "tokenizer_config.json"
+    beside = (folder / "chat_template.jinja", folder / "chat_template.json")
+    return any(file.is_file() for file in beside) or (config.is_file() and bool(read_json(config).get("chat_template")))
 
 
 def is_hub_id(name: str | None, folder: Path) -> bool:

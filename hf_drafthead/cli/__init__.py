@@ -4,16 +4,43 @@ Exit codes: 0 success; 1 a check failed; 2 bad input, with one line that says wh
 """
 
 import sys
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
-from hf_drafthead.cli import demo, formats, measure, models, page, publish, train  # each adds its commands
+from hf_drafthead import __version__
+from hf_drafthead.cli import (  # each adds its commands to the application
+    chat,
+    demo,
+    distill,
+    formats,
+    measure,
+    models,
+    page,
+    publish,
+    train,
+)
 from hf_drafthead.cli.common import app, complain
 
-__all__ = ["app", "demo", "formats", "main", "measure", "models", "page", "publish", "train"]
+__all__ = ["app", "chat", "demo", "distill", "formats", "main", "measure", "models", "page", "publish", "train"]
 
 UsageError: Any = typer.BadParameter.__base__  # of click, which typer brings along without exporting this
+
+
+def show_version(asked: bool) -> None:
+    """Print the version and stop, if it was asked for."""
+    if asked:
+        print(f"hf-drafthead {__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Draft heads as ordinary Hugging Face models: the base's own text in fewer forward passes."""
 
 
 def main(arguments: list[str] | None = None) -> None:

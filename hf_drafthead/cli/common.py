@@ -1,5 +1,6 @@
 """What the commands share: the application, options, checks, printing."""
 
+import io
 import json
 import shlex
 import sys
@@ -15,8 +16,8 @@ from rich.text import Text
 
 app = typer.Typer(
     name="hf-drafthead",
-    help="Draft heads as ordinary Hugging Face models: the base's own text in fewer forward passes.",
     add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},  # commands inherit it
     pretty_exceptions_enable=False,
 )
 
@@ -28,10 +29,28 @@ Models = Annotated[list[str], typer.Argument(metavar="MODEL...", help="As MODEL;
 Template = Annotated[
     Path | None, typer.Option("--chat-template", metavar="FILE", help="Jinja template, instead of the tokenizer's.")
 ]
+Tree = Annotated[
+    str | None, typer.Option(help="Draft tree: a published one's name, rank paths as JSON, or a JSON file.")
+]
+Temperature = Annotated[
+    float | None, typer.Option(min=0.0, help="0 is greedy; without it the model's own settings hold.")
+]
+SamplingSeed = Annotated[int | None, typer.Option(min=0, help="Seed of the sampling.")]
+System = Annotated[str | None, typer.Option(help="System message, in front of the first question of a chat.")]
 Settings = Annotated[
     list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="Setting of `generate` (may be repeated).")
 ]
-Dtype = Annotated[str, typer.Option(help="Of the weights: auto, float32, bfloat16, float16.")]
+Dtype = Annotated[str, typer.Option(help="Type of the weights: auto, float32, bfloat16, float16.")]
+Device = Annotated[
+    str | None,
+    typer.Option(help="cpu, cuda, cuda:1, mps, or auto (all GPUs); by default the GPUs if there are any."),
+]
+BaseModel = Annotated[
+    str | None, typer.Option(metavar="MODEL", help="Folder or id of the base, instead of the one the config names.")
+]
+RemoteCode = Annotated[
+    bool, typer.Option("--trust-remote-code", help="Run the base's own model code, where it brings some.")
+]
 Json = Annotated[Path | None, typer.Option("--json", metavar="PATH", help="Write the figures there as JSON.")]
 
 
@@ -130,9 +149,31 @@ def bar(total: int) -> Iterator[Callable[[str], Callable[[], None]]]:
         yield begin
 
 
+def sampling(temperature: float | None) -> dict[str, Any]:
+    """Settings of `generate` for a `--temperature`; without one the model's own settings hold."""
+    if temperature is None:
+        return {}
+    return {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
+
+
 def coloured(piece: str, depth: int) -> Text:
     """A piece of text in the colour of the depth at which it was accepted."""
     return Text(piece, style=COLOURS[(depth - 1) % len(COLOURS)] if depth else "")
+
+
+def show_pace(written: Any) -> None:
+    """How many tokens were written, and how fast, on stderr."""
+    pace = "" if written.tokens_per_step is None else f", {written.tokens_per_step:.2f} per step"
+    Console(stderr=True).print(f"{written.new_tokens} tokens in {written.seconds:.2f} s{pace}", style="dim")
+
+
+def write_picture(path: Path, command: str, prompt: str, pieces: list[tuple[str, int]]) -> None:
+    """Write a text as an SVG: the prompt in grey, accepted guesses in the colour of their depth."""
+    console = Console(record=True, file=io.StringIO(), width=100, highlight=False, markup=False)
+    console.print(Text.assemble((prompt, "dim"), *(coloured(*piece) for piece in pieces)), soft_wrap=False)
+    console.print()
+    console.print(legend(pieces))
+    path.write_text(console.export_svg(title=command), encoding="utf-8")
 
 
 def legend(pieces: list[tuple[str, int]]) -> Text:

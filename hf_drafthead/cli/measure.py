@@ -6,10 +6,13 @@ from typing import Annotated, Any
 import typer
 
 from hf_drafthead.cli.common import (
+    BaseModel,
+    Device,
     Dtype,
     Json,
     Model,
     Models,
+    RemoteCode,
     Settings,
     Template,
     app,
@@ -19,11 +22,11 @@ from hf_drafthead.cli.common import (
     complain,
     output,
     parse_numbers,
-    parse_options,
     parse_tree,
     read_template,
     write_json,
 )
+from hf_drafthead.cli.settings import parse_settings
 
 
 @app.command()
@@ -32,7 +35,7 @@ def bench(
     questions: Annotated[
         str,
         typer.Option(
-            metavar="FILE", help="MT-Bench or Spec-Bench file, JSON lines with `turns` or `prompt`, data set."
+            metavar="FILE", help="MT-Bench or Spec-Bench file, any other file of chats, prompts or texts, data set."
         ),
     ],
     split: Annotated[str | None, typer.Option(help="Of the data set.")] = None,
@@ -56,7 +59,10 @@ def bench(
         str | None, typer.Option(help="Draft tree: a published one's name, rank paths as JSON, or a JSON file.")
     ] = None,
     settings: Settings = None,
+    device: Device = None,
     dtype: Dtype = "auto",
+    base_model: BaseModel = None,
+    trust_remote_code: RemoteCode = False,
     plot: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Draw pictures there.")] = None,
     csv_path: Annotated[
         Path | None, typer.Option("--csv", metavar="PATH", help="Write the figures by category.")
@@ -65,6 +71,7 @@ def bench(
 ) -> None:
     """Speed, acceptance and exactness of models with draft heads against their bases, on questions."""
     from hf_drafthead.evaluation import plots, report
+    from hf_drafthead.evaluation.load_options import LoadOptions
     from hf_drafthead.evaluation.plan import Plan, carry_out
     from hf_drafthead.evaluation.questions import read_questions
     from hf_drafthead.evaluation.sharding import process_state
@@ -77,7 +84,7 @@ def bench(
     plan = Plan(
         models=models,
         questions=read_questions(questions, split)[:limit],
-        settings={"max_new_tokens": max_new_tokens, **sampling, **parse_options(settings or [])},
+        settings={"max_new_tokens": max_new_tokens, **sampling, **parse_settings(settings)},
         tree=None if tree is None else parse_tree(tree),
         chat_template=read_template(chat_template),
         thresholds=thresholds,
@@ -85,7 +92,7 @@ def bench(
         batch_sizes=parse_numbers("--batch-size", batch_size, int),
         repeats=repeats,
         seed=seed,
-        dtype=dtype,
+        load=LoadOptions(dtype, device, base_model, trust_remote_code),
     )
     said = {"questions": named(questions), "split": split, "limit": limit, "command": command_line()}
     said = {name: value for name, value in said.items() if value is not None}
@@ -122,30 +129,35 @@ def verify(
     prompts: Annotated[
         str, typer.Option(metavar="FILE", help="As the questions of `bench`; of a chat the first turn.")
     ],
+    split: Annotated[str | None, typer.Option(help="Of the data set.")] = None,
     chat_template: Template = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first so many prompts.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens per prompt.")] = 64,
     batch_size: Annotated[int, typer.Option(min=1, help="Rows of the checks in batches.")] = 4,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the sampling.")] = 0,
     settings: Settings = None,
+    device: Device = None,
     dtype: Dtype = "auto",
+    base_model: BaseModel = None,
+    trust_remote_code: RemoteCode = False,
     json_path: Json = None,
 ) -> None:
     """Whether a model with draft heads writes what its base writes; ends with 1 if it does not."""
-    from hf_drafthead.evaluation.plan import load_here
+    from hf_drafthead.evaluation.load_options import LoadOptions, load_here
     from hf_drafthead.evaluation.questions import read_questions
     from hf_drafthead.evaluation.speed import batched, encode_all
     from hf_drafthead.evaluation.verify import calls, verdict_table, verify
 
     check_writable(json_path)
-    given = parse_options(settings or [])
-    asked, template = read_questions(prompts)[:limit], read_template(chat_template)
-    loaded, tokenizer = load_here(model, dtype)
+    options = LoadOptions(dtype, device, base_model, trust_remote_code)
+    given = parse_settings(settings)
+    asked, template = read_questions(prompts, split)[:limit], read_template(chat_template)
+    loaded, tokenizer = load_here(model, options)
     tokenizer.chat_template = template or tokenizer.chat_template
     encoded = encode_all(loaded, tokenizer, batched(asked, 1), max_new_tokens)
     rows = [one["input_ids"][0].tolist() for one in encoded]
-    options: dict[str, Any] = {"batch_size": batch_size, "settings": given}
-    with bar(calls(rows, **options)) as begin:
+    how: dict[str, Any] = {"batch_size": batch_size, "settings": given}
+    with bar(calls(rows, **how)) as begin:
         found = verify(
             loaded,
             rows,
@@ -153,7 +165,7 @@ def verify(
             seed=seed,
             tokenizer=tokenizer,
             progress=begin("verify"),
-            **options,
+            **how,
         )
     output().print(verdict_table(found))
     write_json(json_path, found.to_json(tokenizer))

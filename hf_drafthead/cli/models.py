@@ -1,47 +1,88 @@
 """`hf-drafthead generate` and `info`: one model, used and described."""
 
+import sys
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.text import Text
 
-from hf_drafthead.cli.common import Json, Model, app, check_writable, coloured, legend, output, parse_tree, write_json
+from hf_drafthead.cli.common import (
+    BaseModel,
+    Device,
+    Dtype,
+    Json,
+    Model,
+    RemoteCode,
+    SamplingSeed,
+    System,
+    Temperature,
+    Template,
+    Tree,
+    app,
+    check_writable,
+    coloured,
+    legend,
+    output,
+    parse_tree,
+    read_template,
+    sampling,
+    show_pace,
+    write_json,
+    write_picture,
+)
 
 
 @app.command()
 def generate(
     model: Model,
-    prompt: Annotated[str, typer.Option(help="Text to continue.")],
+    prompt: Annotated[
+        str | None, typer.Option(help="Text to continue, or question of a chat; without it standard input is read.")
+    ] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is, without the chat template.")] = False,
+    system: System = None,
+    chat_template: Template = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to write, at most.")] = 128,
-    temperature: Annotated[
-        float | None, typer.Option(min=0.0, help="0 is greedy; without it the model's own settings hold.")
-    ] = None,
-    seed: Annotated[int | None, typer.Option(min=0, help="Seed of the sampling.")] = None,
-    tree: Annotated[
-        str | None, typer.Option(help="Draft tree: a published one's name, rank paths as JSON, or a JSON file.")
-    ] = None,
+    temperature: Temperature = None,
+    seed: SamplingSeed = None,
+    tree: Tree = None,
     stream: Annotated[bool, typer.Option("--stream", help="Print while writing.")] = False,
     color: Annotated[bool, typer.Option("--color", help="Colour accepted guesses by their depth.")] = False,
+    svg: Annotated[Path | None, typer.Option(metavar="PATH", help="Also write the coloured text as a picture.")] = None,
+    device: Device = None,
+    dtype: Dtype = "auto",
+    base_model: BaseModel = None,
+    trust_remote_code: RemoteCode = False,
     json_path: Json = None,
 ) -> None:
-    """Continue a prompt."""
-    import torch
+    """Continue a prompt, or answer it where the tokenizer has a chat template."""
     from transformers import set_seed
 
-    from hf_drafthead.evaluation.loading import load
+    from hf_drafthead.evaluation.conversation import chat_text, need_template
+    from hf_drafthead.evaluation.load_options import LoadOptions, load_here
     from hf_drafthead.evaluation.sample import sample
 
     check_writable(json_path)
-    if not prompt:
+    check_writable(svg, "--svg")
+    template = read_template(chat_template)
+    if raw and (system or template):
+        raise ValueError("--raw leaves the chat template out: drop it, or drop --system and --chat-template.")
+    asked = read_standard_input() if prompt is None else prompt
+    if not asked:
         raise ValueError("the prompt is empty: give the text to continue with --prompt 'def main('.")
     chosen = None if tree is None else parse_tree(tree)
-    loaded, tokenizer = load(model, dtype="auto", device_map="auto" if torch.cuda.is_available() else None)
+    loaded, tokenizer = load_here(model, LoadOptions(dtype, device, base_model, trust_remote_code))
+    tokenizer.chat_template = template or tokenizer.chat_template
+    if system:
+        need_template(tokenizer)
+    chat = bool(tokenizer.chat_template) and not raw
+    text = asked
+    if chat:
+        said = [{"role": "system", "content": system}] if system else []
+        text = chat_text(tokenizer, [*said, {"role": "user", "content": asked.rstrip("\n")}], "the prompt")
     if seed is not None:
         set_seed(seed)
-    settings: dict[str, Any] = {"max_new_tokens": max_new_tokens}
-    if temperature is not None:
-        settings |= {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
+    settings: dict[str, Any] = {"max_new_tokens": max_new_tokens, **sampling(temperature)}
     console = output(color)
 
     def show(piece: str, depth: int) -> None:
@@ -50,25 +91,55 @@ def generate(
         else:
             print(piece, end="", flush=True)  # as it is: a console would expand tabs
 
-    written = sample(loaded, tokenizer, prompt, tree=chosen, on_piece=show if stream else None, **settings)
+    written = sample(
+        loaded, tokenizer, text, tree=chosen, on_piece=show if stream else None, special_tokens=not chat, **settings
+    )
     if not stream:
         for piece, depth in written.pieces:
             show(piece, depth)
     console.print()
     if color:
         console.print(legend(written.pieces))
-    pace = "" if written.tokens_per_step is None else f", {written.tokens_per_step:.2f} per step"
-    Console(stderr=True).print(f"{written.new_tokens} tokens in {written.seconds:.2f} s{pace}", style="dim")
+    show_pace(written)
+    if svg is not None:
+        write_picture(svg, f"hf-drafthead generate {Path(model).name} --color", asked, written.pieces)
     write_json(json_path, vars(written))
 
 
+def read_standard_input() -> str:
+    """All of standard input.
+
+    Raises:
+        ValueError: it is a terminal, where nobody would know that something is waited for.
+    """
+    if sys.stdin is None or sys.stdin.isatty():
+        raise ValueError("there is no prompt: give one with --prompt 'def main(', or pipe a text in.")
+    return sys.stdin.read()
+
+
 @app.command()
-def info(model: Model, json_path: Json = None) -> None:
-    """Show a checkpoint: family, base, heads, parameters, memory, tree and settings."""
-    from hf_drafthead.evaluation.summary import summarize
+def info(
+    model: Model,
+    try_base: Annotated[
+        bool, typer.Option("--probe", help="Load the base too and try whether the heads draft on it.")
+    ] = False,
+    device: Device = None,
+    dtype: Dtype = "auto",
+    base_model: BaseModel = None,
+    trust_remote_code: RemoteCode = False,
+    json_path: Json = None,
+) -> None:
+    """Show a checkpoint: family, base, heads, parameters, memory, tree and settings.
+
+    Options that say how to load the base imply --probe.
+    """
+    from hf_drafthead.evaluation.load_options import LoadOptions, load_here
+    from hf_drafthead.evaluation.summary import probe, summarize
 
     check_writable(json_path)
+    options = LoadOptions(dtype, device, base_model, trust_remote_code)
     found = summarize(model)
+    tried = probe(load_here(model, options)[0]) if try_base or options != LoadOptions() else None
     rows = {
         "family": found.family,
         "base": f"{found.base or 'not named'} ({found.base_type}{', included' if found.base_included else ''})",
@@ -79,6 +150,12 @@ def info(model: Model, json_path: Json = None) -> None:
         "heads": ", ".join(f"{name}={value}" for name, value in found.fields.items()),
         "settings": ", ".join(f"{name}={value}" for name, value in found.settings.items() if name != "draft_tree"),
     }
+    if tried is not None:
+        rows["on its base"] = (
+            f"{tried.base_parameters:,} parameters, {tried.memory / 2**20:.1f} MiB with the heads "
+            f"({tried.dtype}, {tried.device})"
+        )
+        rows["drafts"] = "yes" if tried.drafts else "no: the base decodes by itself, see the warning"
     console = output()
     for name, value in rows.items():
         if value:
@@ -88,4 +165,4 @@ def info(model: Model, json_path: Json = None) -> None:
         named = f"{chosen}: " if isinstance(chosen, str) else ""
         console.print(f"{'draft tree':<14} {named}{found.tree.num_nodes} nodes, each line a rank among its siblings")
         console.print(Text(found.tree.draw()))
-    write_json(json_path, found.to_json())
+    write_json(json_path, {**found.to_json(), **({} if tried is None else {"probe": vars(tried)})})

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from hf_drafthead.cli.common import Dtype, Model, Template, app, read_template
+from hf_drafthead.cli.common import BaseModel, Device, Dtype, Model, RemoteCode, Template, app, read_template
 
 
 @app.command()
@@ -16,16 +16,19 @@ def page(
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")] = 7860,
     open_browser: Annotated[bool, typer.Option("--open", help="Show the page in this machine's browser.")] = False,
+    device: Device = None,
     dtype: Dtype = "auto",
+    base_model: BaseModel = None,
+    trust_remote_code: RemoteCode = False,
 ) -> None:
     """Open a page in the browser: base and heads side by side, guesses in colour, the draft tree as it is walked."""
     if find_spec("gradio") is None:
         raise OSError("the page needs gradio: pip install 'hf-drafthead[page]'.")
-    from hf_drafthead.evaluation.plan import load_here
+    from hf_drafthead.evaluation.load_options import LoadOptions, load_here
     from hf_drafthead.page.app import build, launch
 
     template = read_template(chat_template)
-    loaded, tokenizer = load_here(model, dtype)
+    loaded, tokenizer = load_here(model, LoadOptions(dtype, device, base_model, trust_remote_code))
     tokenizer.chat_template = template or tokenizer.chat_template
     blocks = build(loaded, tokenizer, max_new_tokens=max_new_tokens)
     launch(blocks, host=host, port=port, open_browser=open_browser)

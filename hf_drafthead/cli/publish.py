@@ -4,8 +4,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.table import Table
 
-from hf_drafthead.cli.common import Json, Model, app, check_writable, output, write_json
+from hf_drafthead.cli.common import Json, app, check_writable, output, write_json
 
 
 @app.command()
@@ -69,9 +70,24 @@ def push(
     write_json(json_path, done.to_json())
 
 
-@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
-def serve(model: Model, context: typer.Context) -> None:
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})
+def serve(
+    context: typer.Context,
+    model: Annotated[
+        str | None, typer.Argument(metavar="MODEL", help="Folder of a draft-head checkpoint, or its id on the Hub.")
+    ] = None,
+    show_help: Annotated[bool, typer.Option("--help", "-h", help="Show this message and exit.")] = False,
+) -> None:
     """Serve a model with an OpenAI-compatible API: all other options are those of `transformers serve`."""
-    from hf_drafthead.hub_upload.serve import serve as run
+    from hf_drafthead.hub_upload import serve as server
 
-    run(model, context.args)
+    if show_help:
+        print(context.get_help())
+        server_options = Table("option of `transformers serve`", "", box=None, padding=(0, 2, 0, 0))
+        for name, text in server.options():
+            server_options.add_row(name, text)
+        output().print(server_options)
+        raise typer.Exit()
+    if model is None:
+        raise ValueError("Missing argument 'MODEL': see `hf-drafthead serve --help`.")
+    server.serve(model, context.args)

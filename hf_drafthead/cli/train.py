@@ -1,6 +1,5 @@
-"""`hf-drafthead train` and `distill`: new heads, and the text that they learn from."""
+"""`hf-drafthead train`: new heads."""
 
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -9,7 +8,6 @@ from hf_drafthead.cli.common import (
     Json,
     Template,
     app,
-    bar,
     check_writable,
     output,
     parse_options,
@@ -25,7 +23,7 @@ def train(
     family: Annotated[str, typer.Option(help=f"Of the heads: {', '.join(FAMILIES)}.")],
     data: Annotated[str, typer.Option(help="Chats or texts: a file, a folder, or the name of a data set.")],
     output_folder: Annotated[str, typer.Option("--output", help="Folder for checkpoints and the trained heads.")],
-    heads: Annotated[str | None, typer.Option(help="Go on from these trained heads.")] = None,
+    heads: Annotated[str | None, typer.Option(help="Train these trained heads further.")] = None,
     joint: Annotated[bool, typer.Option("--joint", help="Train the base too (Medusa-2).")] = False,
     lora_rank: Annotated[int, typer.Option(min=0, help="Adapters of a trained base; 0: all its weights.")] = 32,
     max_length: Annotated[int | None, typer.Option(min=8, help="Tokens of a row, at most.")] = None,
@@ -41,12 +39,18 @@ def train(
         list[str] | None,
         typer.Option("--set", metavar="NAME=VALUE", help="A config field or training argument (may be repeated)."),
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the last whole checkpoint.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Resume from the last whole checkpoint.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Show what the training would take (memory, steps, time), then stop.")
+    ] = False,
     json_path: Json = None,
 ) -> None:
-    """Train draft heads, showing what they will be worth; defaults are the recipe of the family's paper."""
-    from hf_drafthead.evaluation.plan import floating_type
-    from hf_drafthead.training.run import sort_options, train_heads
+    """Train draft heads and show what they will be worth; defaults are the recipe of the family's paper."""
+    from accelerate import PartialState
+
+    from hf_drafthead.evaluation.load_options import floating_type
+    from hf_drafthead.training.options import sort_options
+    from hf_drafthead.training.run import train_heads
 
     check_writable(json_path)
     template = read_template(chat_template)
@@ -54,6 +58,7 @@ def train(
     load: dict[str, Any] = {"dtype": floating_type(dtype)}
     if load_in_4bit:
         load["quantization_config"] = four_bits(dtype)
+    console = output()
     trained = train_heads(
         base,
         family,
@@ -71,19 +76,31 @@ def train(
         held_out_rows=held_out_rows,
         answer_tokens=answer_tokens,
         resume=resume,
+        dry_run=dry_run,
         load=load,
+        tell=lambda line: console.print(line, soft_wrap=True),
         **arguments,
     )
-    console = output()
-    held_out = trained.summary["held_out"]
-    for name, value in held_out.items():
-        if name.endswith(("_top1", "_top5")):
-            console.print(f"{name:<14} {value:.3f}")
-    expected = trained.summary["tokens_per_step"]
-    if expected is not None:
-        console.print(f"expected tokens per step of a 64-node tree: {expected:.2f}")
-    console.print(f"the heads are in {output_folder}", soft_wrap=True)
+    if not PartialState().is_main_process:
+        return
+    if not dry_run:
+        for line in outcome(trained.summary):
+            console.print(line)
+        console.print(f"the heads are in {output_folder}", soft_wrap=True)
     write_json(json_path, trained.summary)
+
+
+def outcome(summary: dict[str, Any]) -> list[str]:
+    """What a training was worth, line by line; heads are counted from 1."""
+    from hf_drafthead.training.progress import heads_of
+
+    held_out = summary["held_out"]
+    lines = [
+        f"head {number}: first guess right {first:.1%}, among the first five {five:.1%}".replace("%", " %")
+        for (number, first), (_, five) in zip(heads_of(held_out, 1), heads_of(held_out, 5))
+    ]
+    expected = summary["tokens_per_step"]
+    return lines + ([] if expected is None else [f"expected tokens per step of a 64-node tree: {expected:.2f}"])
 
 
 def four_bits(dtype: str) -> Any:
@@ -100,54 +117,3 @@ def four_bits(dtype: str) -> Any:
         raise OSError("--load-in-4bit needs bitsandbytes: pip install 'hf-drafthead[quantized]', or leave it out.")
     computed_in = "bfloat16" if dtype == "auto" else dtype
     return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=computed_in)
-
-
-@app.command()
-def distill(
-    model: Annotated[
-        str,
-        typer.Argument(metavar="MODEL", help="Folder or id of a causal language model, or of one with draft heads."),
-    ],
-    data: Annotated[str, typer.Option(help="Chats or texts: a file, a folder, or the name of a data set.")],
-    output_file: Annotated[Path, typer.Option("--output", metavar="FILE.jsonl", help="The answers go there.")],
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer, at most.")] = 512,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
-    top_p: Annotated[float, typer.Option(help="Sample from the likeliest tokens of this probability.")] = 1.0,
-    batch_size: Annotated[int, typer.Option(min=1, help="Rows at a time, in each process.")] = 8,
-    max_length: Annotated[int | None, typer.Option(min=2, help="Tokens of a prompt with its answer, at most.")] = None,
-    prompt_tokens: Annotated[int, typer.Option(min=1, help="Of a plain text, how many are given.")] = 64,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the sampling.")] = 0,
-    split: Annotated[str, typer.Option(help="Of a data set.")] = "train",
-    chat_template: Template = None,
-    json_path: Json = None,
-) -> None:
-    """Let a model answer the questions of the data itself: what its heads should learn. Goes on where it was killed."""
-    from hf_drafthead.training import distill as room
-    from hf_drafthead.training.sources import read_rows
-
-    check_writable(json_path)
-    check_writable(output_file, "--output")
-    template = read_template(chat_template)
-    state = room.processes()
-    with state.main_process_first():  # the others find the rows in its cache
-        rows = read_rows(data, split=split)
-    loaded, tokenizer = room.load_model(model, state.device)
-    tokenizer.chat_template = template or tokenizer.chat_template
-    with bar(len(rows)) as begin:
-        report = room.distill(
-            loaded,
-            tokenizer,
-            rows,
-            output_file,
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            top_p=top_p,
-            batch_size=batch_size,
-            max_length=max_length,
-            prompt_tokens=prompt_tokens,
-            seed=seed,
-            progress=begin("answering"),
-        )
-    if state.is_main_process:
-        output().print(str(report), soft_wrap=True)
-        write_json(json_path, report.to_json())

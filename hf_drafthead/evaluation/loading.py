@@ -3,13 +3,13 @@
 import os
 from typing import Any
 
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from hf_drafthead.modeling.checkpoint import HTTP_ERROR, why_refused
 from hf_drafthead.modeling.config import MODEL_TYPE_PREFIX, DraftHeadConfig
-from hf_drafthead.modeling.families import FAMILIES
+from hf_drafthead.modeling.families import BY_MODEL_TYPE, FAMILIES
 from hf_drafthead.modeling.foreign import how_to_convert
 
 
@@ -58,17 +58,28 @@ def load(name: str, **kwargs: Any) -> tuple[Any, Any]:
 
     Args:
         name: its folder, or its id on the Hub.
-        kwargs: for `from_pretrained`: `dtype`, `device_map`, ...
+        kwargs: for `from_pretrained`: `dtype`, `device_map`, `base_model`, `trust_remote_code` (of the base), ...
 
     Raises:
         OSError, ValueError: as `read_config` and `from_pretrained` do.
     """
-    read_config(name)
-    model = AutoModelForCausalLM.from_pretrained(name, **kwargs)
+    config = read_config(name)
+    # not through AutoModel, which takes `trust_remote_code` for a wish to run the code that was pushed with the heads
+    model_class = BY_MODEL_TYPE[config.model_type]
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
+        model: Any = model_class.from_pretrained(name, **kwargs)
+    except OSError as error:
+        if "trust_remote_code" not in str(error.__cause__):
+            raise
+        raise OSError(
+            f"the base of {name!r} brings model code of its own, which is run only if you trust it: read it, then give "
+            "--trust-remote-code (trust_remote_code=True)."
+        ) from error
+    trust = {"trust_remote_code": True} if kwargs.get("trust_remote_code") else {}
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name, **trust)
     except (OSError, ValueError):
-        tokenizer = AutoTokenizer.from_pretrained(model.base.name_or_path)
+        tokenizer = AutoTokenizer.from_pretrained(model.base.name_or_path, **trust)
     return model, tokenizer
 
 

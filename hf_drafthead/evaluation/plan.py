@@ -4,13 +4,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
-
 from hf_drafthead.evaluation.bench import INTERRUPTED, bench
-from hf_drafthead.evaluation.loading import load
+from hf_drafthead.evaluation.load_options import LoadOptions, load_here
 from hf_drafthead.evaluation.measurement import Measurement
 from hf_drafthead.evaluation.questions import Question
-from hf_drafthead.evaluation.sharding import process_state
 from hf_drafthead.evaluation.speed import batched
 from hf_drafthead.generation.tree import DraftTree
 
@@ -22,7 +19,7 @@ class Plan:
     models: folders or ids; questions: for all of them; settings: of `generate`; tree: None for each model's own;
     chat_template: text of a template that takes the place of the tokenizers'; thresholds: of typical acceptance, each
     measured besides exact acceptance, with its root for alpha as in the Medusa paper; compare, batch_sizes, repeats,
-    seed: see `bench`; dtype: of the weights.
+    seed: see `bench`; load: how to load every model.
     """
 
     models: Sequence[str]
@@ -35,7 +32,7 @@ class Plan:
     batch_sizes: Sequence[int] = (1,)
     repeats: int = 3
     seed: int = 0
-    dtype: str = "auto"
+    load: LoadOptions = LoadOptions()
 
     def __post_init__(self):
         if not all(0 <= threshold <= 1 for threshold in self.thresholds):
@@ -78,7 +75,7 @@ def carry_out(
     outcome = Outcome()
     try:
         for name in plan.models:
-            model, tokenizer = load_here(name, plan.dtype)
+            model, tokenizer = load_here(name, plan.load)
             if plan.chat_template is not None:
                 tokenizer.chat_template = plan.chat_template
             progress = begin(name.rstrip("/").rsplit("/")[-1])
@@ -117,34 +114,3 @@ def _acceptances(plan: Plan) -> Iterator[dict[str, Any]]:
     yield {"acceptance": "exact"} if plan.thresholds else {}  # to set the thresholds against
     for threshold in plan.thresholds:
         yield {"acceptance": "typical", "posterior_threshold": threshold, "posterior_alpha": threshold**0.5}
-
-
-def floating_type(name: str) -> Any:
-    """What `--dtype` names: `auto`, or a floating point type of torch.
-
-    Raises:
-        ValueError: there is no such type.
-    """
-    wanted = name if name == "auto" else getattr(torch, name, None)
-    if wanted != "auto" and not (isinstance(wanted, torch.dtype) and wanted.is_floating_point):
-        raise ValueError(f"--dtype {name!r} is no floating point type: expected auto, float32, bfloat16 or float16.")
-    return wanted
-
-
-def load_here(name: str, dtype: str) -> tuple[Any, Any]:
-    """Model and tokenizer, on the GPU of this process, or on all of them if there is one process.
-
-    Args:
-        name: folder or id.
-        dtype: `auto`, or a floating point type of torch by name.
-
-    Raises:
-        OSError, ValueError: as `load` does, or there is no such type.
-    """
-    wanted = floating_type(dtype)
-    state = process_state()
-    place = None
-    if torch.cuda.is_available():
-        place = "auto" if state.num_processes == 1 else {"": state.device}
-    model, tokenizer = load(name, dtype=wanted, device_map=place)
-    return model.eval(), tokenizer

@@ -1,25 +1,26 @@
-"""Questions to measure on: MT-Bench and Spec-Bench files, other JSON lines, or a data set by name.
+"""Questions to measure on, from the same sources as the rows that heads learn from.
 
-A row is an object with `turns`, texts that are asked one after the other through the chat template, each after the
-model's own answer to the one before; or with `prompt`, a text that is continued as it is. `category` names the group
-that a row is reported under, `reference` the answer that its quality is judged by: a text, or for each turn a text or
-several, any of which will do.
+A record is one of these: `turns`, texts that are asked one after the other through the chat template, each after the
+model's own answer to the one before; `messages` or `conversations`, of which the system turn and the user's turns are
+asked in the same way; `prompt`, a text that is continued as it is; `text`, of which the first 64 tokens are continued.
+`category` names the group that a record is reported under, `reference` the answer that its quality is judged by: a
+text, or for each turn a text or several, any of which will do.
 """
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from hf_drafthead.evaluation.loading import one_line
-
-EXPECTED = (
-    'expected an object with "turns", a list of texts to ask one after the other, or "prompt", a text to continue'
-)
-
+from hf_drafthead.data.chats import Refused, mend
+from hf_drafthead.data.rows import EXPECTED, as_row
+from hf_drafthead.data.sources import read_records
+from hf_drafthead.data.texts import beginning_of
+from hf_drafthead.evaluation.templates import chat_text
 
 UNCATEGORISED = "uncategorised"
+BEGINNING = 64  # tokens of a plain text that are continued, as `hf-drafthead distill` does
 MT_BENCH = "mt_bench"  # as Spec-Bench calls the eight topics of MT-Bench, taken together
 TOPICS = frozenset({"writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"})
 SPEC_BENCH_TASKS = frozenset({"translation", "summarization", "qa", "math_reasoning", "rag"})
@@ -29,7 +30,8 @@ SPEC_BENCH_TASKS = frozenset({"translation", "summarization", "qa", "math_reason
 class Question:
     """One conversation, or one text to continue.
 
-    turns: what the user says, in order; category: the group it is reported under; references: the answers to each turn
+    turns: what the user says, in order; system: what the model is told before; beginning: of a text, how many of its
+    tokens are continued, None for all; category: the group it is reported under; references: the answers to each turn
     that will do, as far as there are any; chat: whether the chat template applies; where: its place in the file, for
     messages.
     """
@@ -38,6 +40,8 @@ class Question:
     category: str = UNCATEGORISED
     references: tuple[tuple[str, ...], ...] = ()
     chat: bool = False
+    system: str | None = None
+    beginning: int | None = None
     where: str = field(default="the prompt", compare=False)
 
     @property
@@ -47,27 +51,20 @@ class Question:
 
 
 def read_questions(source: str | Path, split: str | None = None) -> list[Question]:
-    """The questions of a JSON lines file, or of a data set that `datasets.load_dataset` finds by this name.
+    """The questions of a file, a folder of files, or a data set that `datasets.load_dataset` finds by this name.
 
     Args:
-        source: the file, or the data set's name or folder.
+        source: the file or folder, or the data set's name.
         split: of the data set; by default its only one, or the one called `test`.
 
     Returns:
         in their order; the topics of MT-Bench are one category where the file is Spec-Bench's.
 
     Raises:
-        OSError: there is neither such a file nor such a data set.
-        ValueError: it holds no question, or a row that is none; the message names the row.
+        OSError: there is no such source.
+        ValueError: it holds no question, or a record that is none; the message names it.
     """
-    path = Path(source)
-    if path.is_file():
-        rows = _json_rows(path)
-    elif path.suffix in (".jsonl", ".json"):
-        raise OSError(f"there is no question file {str(source)!r}: give a JSON lines file, or a data set's name.")
-    else:
-        rows = _data_set_rows(str(source), split)
-    questions = [question_of(row, where) for where, row in rows]
+    questions = [question_of(record, where) for where, record in read_records(source, split)]
     if not questions:
         raise ValueError(f'{source} holds no prompt: write one {{"prompt": "..."}} or {{"turns": [...]}} per line.')
     return as_spec_bench_groups(questions)
@@ -93,16 +90,28 @@ def question_of(row: Any, where: str) -> Question:
     """
     shown = json.dumps(row, ensure_ascii=False, default=str)
     shown = shown if len(shown) <= 60 else shown[:60] + "..."
-    given: Any = row.get("turns", row.get("prompt")) if isinstance(row, dict) else None
-    chat = isinstance(given, (list, tuple))
-    turns = tuple(given) if chat else (given,)
-    if not turns or not all(isinstance(turn, str) for turn in turns) or ("turns" in row and not chat):
+    known = as_row(row)
+    more: dict[str, Any] = {}
+    turns: tuple[str, ...] = ()
+    if known["messages"] is not None:
+        try:
+            messages = mend(known["messages"]).messages
+        except Refused as reason:
+            raise ValueError(f"{where} is {shown}, a chat that cannot be asked: {reason}.") from None
+        turns = tuple(turn["content"] for turn in messages if turn["role"] == "user")
+        more = {"chat": True, "system": messages[0]["content"] if messages[0]["role"] == "system" else None}
+    elif known["turns"] is not None:
+        turns, more = tuple(known["turns"]), {"chat": True}
+    elif known["text"] is not None:
+        turns = (known["text"][: known["given"]] if known["given"] else known["text"],)
+        more = {} if known["given"] or "prompt" in row else {"beginning": BEGINNING}
+    if not turns:
         raise ValueError(f"{where} is {shown}: {EXPECTED}.")
-    if not all(turn.strip() if chat else turn for turn in turns):
+    if not all(turn.strip() if more.get("chat") else turn for turn in turns):
         raise ValueError(f"{where} is {shown}, a prompt that is empty: give the text that the model shall answer.")
     category = row.get("category")
     category = UNCATEGORISED if category in (None, "") else str(category)
-    return Question(turns, category, _references(row.get("reference"), where), chat, where)
+    return Question(turns, category, _references(row.get("reference"), where), where=where, **more)
 
 
 def check_template(tokenizer: Any, questions: Iterable[Question]) -> None:
@@ -133,15 +142,13 @@ def text_of(tokenizer: Any, question: Question, answers: Sequence[str]) -> str:
         ValueError: the template refuses the conversation.
     """
     if not question.chat:
-        return question.turns[0]
-    messages = []
+        whole = question.turns[0]
+        return whole if question.beginning is None else beginning_of(tokenizer, whole, question.beginning)
+    messages = [{"role": "system", "content": question.system}] if question.system else []
     for turn, answer in zip(question.turns, answers):
         messages += [{"role": "user", "content": turn}, {"role": "assistant", "content": answer}]
     messages.append({"role": "user", "content": question.turns[len(answers)]})
-    try:
-        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    except Exception as error:  # whatever a template raises, it is the template that must be looked at
-        raise ValueError(f"the chat template cannot take {question.where} ({one_line(error)}): mend it.") from error
+    return chat_text(tokenizer, messages, question.where)
 
 
 def _references(given: Any, where: str) -> tuple[tuple[str, ...], ...]:
@@ -152,31 +159,3 @@ def _references(given: Any, where: str) -> tuple[tuple[str, ...], ...]:
             f'{where} has the "reference" {json.dumps(given, default=str)}: expected a text, or some per turn.'
         )
     return tuple(tuple(text for text in answers if text) for answers in several)
-
-
-def _json_rows(path: Path) -> Iterator[tuple[str, Any]]:
-    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            yield f"{path} line {number}", json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path} line {number} is not JSON ({error.msg}): write one object per line.") from None
-
-
-def _data_set_rows(name: str, split: str | None) -> Iterator[tuple[str, Any]]:
-    from datasets import load_dataset  # type: ignore[import-untyped]
-
-    try:
-        found = load_dataset(name)
-    except (OSError, ValueError) as error:
-        raise OSError(
-            f"{name!r} is no question file, and no data set could be read there ({one_line(error)}): give a JSON lines "
-            "file, or the name of a data set."
-        ) from error
-    chosen = split or (next(iter(found)) if len(found) == 1 else "test")
-    if chosen not in found:
-        asked = f"no split {split!r}" if split else "several splits"
-        raise ValueError(f"the data set {name!r} has {asked}: choose one of {', '.join(found)} with --split.")
-    for number, row in enumerate(found[chosen]):
-        yield f"{name} row {number}", row

@@ -36,6 +36,7 @@ def sample(
     *,
     tree: str | DraftTree | None = None,
     on_piece: Callable[[str, int], object] | None = None,
+    special_tokens: bool = True,
     **settings: Any,
 ) -> Sample:
     """Continue one prompt.
@@ -46,12 +47,13 @@ def sample(
         prompt: the text to continue.
         tree: draft tree, or a published one's name; None for the model's own.
         on_piece: called with every piece as soon as its step is committed.
+        special_tokens: whether the tokenizer adds its own; not where a chat template has written them.
         settings: for `generate`.
 
     Raises:
         ValueError: the prompt is empty, or `generate` refuses a setting.
     """
-    given = encode(model, tokenizer, [prompt])
+    given = encode(model, tokenizer, [prompt], special_tokens=special_tokens)
     chosen = {} if tree is None else {"draft_tree": tree}
     with ForwardCount(model.base) as count:
         streamer = None if on_piece is None else PieceStreamer(tokenizer, on_piece, count)

@@ -5,6 +5,7 @@ import os
 from dataclasses import dataclass, fields
 from typing import Any
 
+import torch
 from huggingface_hub import get_safetensors_metadata
 from huggingface_hub.errors import NotASafetensorsRepoError, SafetensorsParsingError
 from safetensors import SafetensorError, safe_open
@@ -12,6 +13,7 @@ from transformers import GenerationConfig
 from transformers.configuration_utils import PreTrainedConfig
 
 from hf_drafthead.evaluation.loading import one_line, read_config
+from hf_drafthead.evaluation.speed import device_name, drafted
 from hf_drafthead.generation.settings import DraftSettings
 from hf_drafthead.generation.tree import DraftTree
 from hf_drafthead.modeling.checkpoint import HTTP_ERROR, checkpoint_files, why_refused
@@ -74,6 +76,39 @@ def summarize(name: str) -> Summary:
         fields=family_fields(config),
         settings=settings,
         tree=None if chosen is None else DraftTree.resolve(chosen, config.max_depth, text_config.vocab_size),
+    )
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Heads tried on their base.
+
+    drafts: whether `generate` uses the heads at all, or lets the base decode by itself; base_parameters: of the base;
+    memory: bytes of the weights of base and heads together; device, dtype: of the base.
+    """
+
+    drafts: bool
+    base_parameters: int
+    memory: int
+    device: str
+    dtype: str
+
+
+def probe(model: Any) -> Probe:
+    """Let loaded heads draft a few tokens.
+
+    Args:
+        model: a model with draft heads, in eval mode.
+    """
+    given = torch.arange(1, 5, device=model.base.device)[None]
+    settings: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "return_dict_in_generate": True}
+    output = model.generate(input_ids=given, attention_mask=torch.ones_like(given), **settings)
+    return Probe(
+        drafts=drafted(output),
+        base_parameters=sum(parameter.numel() for parameter in model.base.parameters()),
+        memory=sum(parameter.numel() * parameter.element_size() for parameter in model.parameters()),
+        device=device_name(model.base.device),
+        dtype=str(model.base.dtype).removeprefix("torch."),
     )
 
 

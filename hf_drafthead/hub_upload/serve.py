@@ -2,12 +2,15 @@
 
 import os
 import sys
+import time
 from importlib.util import find_spec
+from typing import Any
 
 import transformers
 
 from hf_drafthead.modeling.families import BY_MODEL_TYPE
 
+WITHOUT_HEADS = ("--continuous-batching", "--cb-")  # options of a decoding that knows no heads
 NEEDED = ("fastapi", "uvicorn", "openai", "pydantic", "starlette")  # of transformers[serving]
 
 
@@ -20,16 +23,62 @@ def serve(model: str, arguments: list[str]) -> None:
 
     Raises:
         OSError: packages for serving are missing, or the model cannot be read.
-        ValueError: the model has no draft heads or no tokenizer, or an option asks for what heads cannot do.
+        ValueError: the model has no draft heads or no tokenizer, or an option is unknown or of no use with heads.
     """
     lacking = [name for name in NEEDED if find_spec(name) is None]
     if lacking:
         raise OSError(f"to serve a model {', '.join(lacking)} must be installed: pip install 'transformers[serving]'.")
-    if any(argument.startswith(("--continuous-batching", "--cb-")) for argument in arguments):
+    if any(argument.startswith(WITHOUT_HEADS) for argument in arguments):
         raise ValueError("continuous batching decodes without draft heads: serve the base with `transformers serve`.")
     check_servable(model)
+    check_options(model, arguments)
     introduce()
+    list_model(model)
     run([model, *arguments])
+
+
+def options() -> list[tuple[str, str]]:
+    """The options of `transformers serve` that make sense with draft heads, each with its help."""
+    shown = []
+    for option in server_command().params:
+        name = option.opts[0]
+        if name.startswith("--") and not (getattr(option, "hidden", False) or name.startswith(WITHOUT_HEADS)):
+            shown.append((", ".join([*option.opts, *option.secondary_opts]), " ".join((option.help or "").split())))
+    return shown
+
+
+def check_options(model: str, arguments: list[str]) -> None:
+    """Refuse options that the server does not know, before it starts.
+
+    Raises:
+        ValueError: in one line.
+    """
+    try:
+        server_command().make_context("transformers serve", [model, *arguments])
+    except Exception as error:
+        if not hasattr(error, "format_message"):  # what every usage error of a command line has
+            raise
+        said = " ".join(error.format_message().split()).rstrip(".")
+        raise ValueError(f"{said}: see `hf-drafthead serve --help`.") from None
+
+
+def server_command() -> Any:
+    """The command `transformers serve`."""
+    from transformers.cli.transformers import app
+
+    if not hasattr(app, "commands"):  # a typer application, as it was before huggingface_hub had its own
+        from typer.main import get_command
+
+        app = get_command(app)
+    return app.commands["serve"]
+
+
+def list_model(model: str) -> None:
+    """Let `/v1/models` name the model that is served: by itself the server lists what lies in the Hub's cache."""
+    from transformers.cli.serving.model_manager import ModelManager
+
+    entry = {"id": model, "object": "model", "created": int(time.time()), "owned_by": "hf-drafthead"}
+    ModelManager.get_gen_models = staticmethod(lambda cache_dir=None: [entry])
 
 
 def introduce() -> None:

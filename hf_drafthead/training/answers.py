@@ -15,7 +15,9 @@ from typing import Any
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList, TopPLogitsWarper
 
-from hf_drafthead.training.chats import Refused, mend
+from hf_drafthead.data.chats import Chat, Refused, mend
+from hf_drafthead.data.rows import as_row
+from hf_drafthead.data.texts import beginning_of
 from hf_drafthead.training.templates import ChatEncoder, frame, without_post_processor
 
 
@@ -29,6 +31,7 @@ class Task:
         messages: system, questions asked and the base's answers.
         given: the beginning of a text.
         text: the beginning with what the base wrote behind it, once it has.
+        ids: the tokens of what it wrote there; of a chat they are in its messages.
         answers: how many the base has given.
         done: nothing more is asked.
     """
@@ -38,14 +41,23 @@ class Task:
     messages: list[dict[str, Any]] = field(default_factory=list)
     given: str | None = None
     text: str | None = None
+    ids: list[int] | None = None
     answers: int = 0
     done: bool = False
+
+    @classmethod
+    def of_questions(cls, index: int, asked: Chat) -> "Task":
+        """The task that the questions of a chat set."""
+        system = [turn for turn in asked.messages if turn["role"] == "system"]
+        first, *later = [turn["content"] for turn in asked.messages if turn["role"] == "user"]
+        return cls(index, later, [*system, {"role": "user", "content": first}])
 
     def to_row(self) -> dict[str, Any]:
         """What is written to the file: a row that `read_rows` understands."""
         if self.given is None:
             return {"row": self.index, "messages": self.messages}
-        return {"row": self.index, "text": self.text, "given": len(self.given)}
+        known = {} if self.ids is None else {"ids": self.ids}
+        return {"row": self.index, "text": self.text, "given": len(self.given), **known}
 
 
 @dataclass
@@ -60,6 +72,24 @@ class Counts:
     tokens: int = 0
     steps: int = 0
     step_tokens: int = 0
+
+
+def questions_of(row: Mapping[str, Any]) -> Chat | None:
+    """The system turn and the questions of a row, without answers; None if it is a text to continue.
+
+    Raises:
+        Refused: it holds nothing that can be asked.
+    """
+    if row.get("messages") is not None:
+        chat = mend(row["messages"])
+        return Chat([turn for turn in chat.messages if turn["role"] != "assistant"])
+    if row.get("turns") is not None:
+        if not all(turn.strip() for turn in row["turns"]):
+            raise Refused("one of its turns is empty")
+        return Chat([{"role": "user", "content": turn} for turn in row["turns"]])
+    if not row.get("text"):
+        raise Refused("it has neither messages nor text")
+    return None
 
 
 class Answerer:
@@ -108,19 +138,20 @@ class Answerer:
         Raises:
             Refused: it holds neither text nor a chat that can be understood, or its prompt is too long.
         """
-        if row.get("messages") is None:
-            if not row.get("text"):
-                raise Refused("it has neither messages nor text")
-            task = Task(index, given=self._beginning_of(row["text"]))
+        row = as_row(row)
+        asked = questions_of(row)
+        if asked is None:
+            text = row["text"]
+            task = Task(
+                index,
+                given=text[: row["given"]] if row.get("given") else beginning_of(self._bare, text, self.prompt_tokens),
+            )
         else:
             if self._chats is None:
                 self._chats = ChatEncoder(self.tokenizer)
                 stop = self._bare(self._chats.end_of_turn, add_special_tokens=False)["input_ids"]
                 self._ends |= set(stop[-1:])
-            chat = self._chats.fit(mend(row["messages"]))
-            asked = [turn["content"] for turn in chat.messages if turn["role"] == "user"]
-            task = Task(index, asked[1:], [turn for turn in chat.messages if turn["role"] == "system"])
-            task.messages.append({"role": "user", "content": asked[0]})
+            task = Task.of_questions(index, self._chats.fit(asked))
         if self._room(length := len(self._prompt(task))) < 1:
             raise Refused(f"its prompt of {length} tokens leaves no room for an answer in {self.max_length}")
         return task
@@ -149,15 +180,6 @@ class Answerer:
     def _room(self, length: int) -> int:
         """How many tokens may follow a prompt."""
         return self.max_new_tokens if self.max_length is None else min(self.max_new_tokens, self.max_length - length)
-
-    def _beginning_of(self, text: str) -> str:
-        """The text's first tokens, whole characters only."""
-        encoded = self._bare(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        offsets = encoded["offset_mapping"]
-        last = min(self.prompt_tokens, len(offsets))
-        while 1 < last < len(offsets) and offsets[last][0] < offsets[last - 1][1]:
-            last -= 1
-        return text[: offsets[last - 1][1]] if last < len(offsets) else text
 
     def _generate(self, tasks: list[Task], prompts: list[list[int]], new_tokens: int) -> list[list[int]]:
         """What the model writes after each prompt, up to and including the token that ends it."""
@@ -201,7 +223,7 @@ class Answerer:
         task.done = True
         task.answers += 1
         if task.given is not None:
-            task.text = task.given + words
+            task.text, task.ids = task.given + words, tokens
             return
         assert self._chats is not None
         words = words.removeprefix(self._chats.lead)
@@ -209,7 +231,8 @@ class Answerer:
             words = words.removesuffix(self._chats.trail)
         if not words.strip():
             return
-        task.messages.append({"role": "assistant", "content": words} | ({} if ended else {"cut": True}))
+        answer = {"role": "assistant", "content": words, "ids": tokens}
+        task.messages.append(answer if ended else {**answer, "cut": True})
         if ended and task.questions:
             task.messages.append({"role": "user", "content": task.questions.pop(0)})
             task.done = self._room(len(self._prompt(task))) < 1

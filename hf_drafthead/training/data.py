@@ -7,32 +7,22 @@ Shapes: B rows, T positions.
 """
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
-from datasets import Dataset, Features, IterableDataset, List, Value
+from datasets import Dataset, IterableDataset
 
-from hf_drafthead.training.chats import Refused, mend
+from hf_drafthead.data.rows import data_hash
+from hf_drafthead.data.sources import read_rows, uniform
+from hf_drafthead.training.encode import ENCODED, TOKENS, Encode, Fit
 from hf_drafthead.training.objectives import IGNORED
-from hf_drafthead.training.sources import data_hash, read_rows, uniform
-from hf_drafthead.training.templates import ChatEncoder, encode_span, frame, without_post_processor
 
 __all__ = ["DataReport", "PaddingCollator", "data_hash", "read_rows", "tokenize_rows"]
 
-TOKENS = Features({"input_ids": List(Value("int32")), "labels": List(Value("int32"))})
-ENCODED = Features(
-    {
-        **TOKENS,
-        "mapped": List(Value("string")),
-        "refused": Value("string"),
-        "cut": Value("bool"),
-        "split": Value("bool"),
-    }
-)
 WINDOW = 1000  # rows that are packed together
-FORM = "1"  # of what is cached: another number makes caches of older versions void
+FORM = "2"  # of what is cached: another number makes caches of older versions void
 
 
 @dataclass
@@ -117,7 +107,7 @@ def tokenize_rows(
     one shorter row at the end of every thousand source rows. The base then sees several examples in one row.
 
     Args:
-        rows: from `read_rows`, or a data set with a column `messages`, `conversations` or `text`.
+        rows: from `read_rows`, or a data set with a column that it reads, such as `messages` or `text`.
         tokenizer: the base's, a fast one; with a chat template if there are chats.
         max_length: most tokens of a row; by default as many as the longest one has, with packing `positions`.
         packing: fill rows up.
@@ -140,8 +130,8 @@ def tokenize_rows(
         if max_length is None:
             raise ValueError("packing needs max_length, the tokens of a full row: give one.")
     rows = uniform(rows)
-    encode = _Encode(tokenizer, max_length, positions, packing)
-    fit = _Fit(max_length, packing, encode.beginning)
+    encode = Encode(tokenizer, max_length, positions, packing)
+    fit = Fit(max_length, packing, encode.beginning)
     report = DataReport()
     if isinstance(rows, IterableDataset):
         first = DataReport()  # a look at the first example is no pass over the data
@@ -209,104 +199,7 @@ def _pad(rows: list[torch.Tensor], value: int) -> torch.Tensor:
     return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=value)
 
 
-class _Encode:
-    """Batches of rows to token ids and labels, one for one; what is refused says why instead."""
-
-    def __init__(self, tokenizer: Any, max_length: int | None, positions: int | None, packing: bool) -> None:
-        self.tokenizer, self.max_length, self.positions, self.packing = tokenizer, max_length, positions, packing
-        self._bare = without_post_processor(tokenizer)
-        self._chats: ChatEncoder | None = None  # made at the first chat: plain text needs no chat template
-        self.beginning, self._ending = frame(tokenizer)
-        known = (
-            tokenizer.backend_tokenizer.to_str(),
-            repr(tokenizer.chat_template),
-            repr(tokenizer.special_tokens_map),
-        )
-        self.known_by = (*known, max_length, positions, packing)
-
-    def __call__(self, batch: Mapping[str, Sequence[Any]]) -> dict[str, list]:
-        out: dict[str, list] = {name: [] for name in ENCODED}
-        for values in zip(*(batch[name] for name in batch)):
-            for name, value in self._row(dict(zip(batch, values))).items():
-                out[name].append(value)
-        return out
-
-    def _row(self, row: dict[str, Any]) -> dict[str, Any]:
-        name = f"{row['source']} row {row['row']}".strip()
-        cut = split = False
-        mapped: list[str] = []
-        refused: str | None = None
-        try:
-            if row["messages"] is not None:
-                if self._chats is None:
-                    self._chats = ChatEncoder(self.tokenizer)
-                chat = self._chats.fit(mend(row["messages"]).answered())
-                mapped = list(chat.mapped)
-                ids, labels = self._chats.encode(chat)
-            else:
-                ids, labels = self._text(row)
-            if self.max_length is None and self.positions is not None and len(ids) > self.positions:
-                raise ValueError(
-                    f"{name} has {len(ids)} tokens, but the base has {self.positions} positions: "
-                    f"set max_length to cut such rows, at most {self.positions}."
-                )
-            if self.max_length is not None and len(ids) > self.max_length and not self.packing:
-                cut, split = row["messages"] is not None, row["messages"] is None
-                if cut:
-                    ids, labels = ids[: self.max_length], labels[: self.max_length]
-            if all(label == IGNORED for label in labels):
-                raise Refused(
-                    f"no answer within the first {self.max_length} tokens" if cut else "no token to learn from"
-                )
-        except Refused as reason:
-            ids, labels, mapped, cut, split = [], [], [], False, False
-            refused = f"{name}: {reason}"
-        return {
-            "input_ids": ids,
-            "labels": labels,
-            "mapped": mapped,
-            "refused": refused,
-            "cut": cut,
-            "split": split,
-        }
-
-    def _text(self, row: dict[str, Any]) -> tuple[list[int], list[int]]:
-        if row["text"] is None:
-            raise Refused("it has neither messages nor text")
-        ids, labels = encode_span(self._bare, row["text"], [(row["given"], len(row["text"]))])
-        beginning = [IGNORED if row["given"] else token for token in self.beginning]
-        return self.beginning + ids + self._ending, beginning + labels + self._ending
-
-
-class _Fit:
-    """Batches of encoded rows to examples of the wanted length; rows without labels fall out."""
-
-    def __init__(self, max_length: int | None, packing: bool, beginning: list[int]) -> None:
-        self.max_length, self.packing, self.beginning = max_length, packing, beginning
-
-    def __call__(self, batch: Mapping[str, Sequence[Any]]) -> dict[str, list]:
-        pairs: Iterable[tuple[list[int], list[int]]]
-        pairs = [pair for pair in zip(batch["input_ids"], batch["labels"]) if pair[0]]
-        if self.packing:
-            joined = ([token for ids, _ in pairs for token in ids], [label for _, labels in pairs for label in labels])
-            pairs = self._pieces(*joined, beginning=[])
-        elif self.max_length is not None:
-            pairs = [piece for pair in pairs for piece in self._pieces(*pair, beginning=self.beginning)]
-        kept = [(ids, labels) for ids, labels in pairs if any(label != IGNORED for label in labels)]
-        return {"input_ids": [ids for ids, _ in kept], "labels": [labels for _, labels in kept]}
-
-    def _pieces(self, ids: list[int], labels: list[int], beginning: list[int]) -> list[tuple[list[int], list[int]]]:
-        """A row cut into pieces; those after the first start with `beginning`, from which nothing is learnt."""
-        assert self.max_length is not None
-        pieces = [(ids[: self.max_length], labels[: self.max_length])]
-        room = self.max_length - len(beginning)
-        for at in range(self.max_length, len(ids), room):
-            context = [IGNORED] * len(beginning)
-            pieces.append((beginning + ids[at : at + room], context + labels[at : at + room]))
-        return pieces
-
-
-def _stream(rows: IterableDataset, encode: _Encode, fit: _Fit, report: DataReport) -> IterableDataset:
+def _stream(rows: IterableDataset, encode: Encode, fit: Fit, report: DataReport) -> IterableDataset:
     def counted(step: Callable, count: Callable) -> Callable:
         def run(batch: Mapping[str, Sequence[Any]]) -> dict[str, list]:
             out = step(batch)

@@ -6,30 +6,38 @@ fresh heads (or trained ones) -> read data -> look at the data -> train -> save 
 import dataclasses
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable
+from contextlib import suppress
 from importlib.util import find_spec
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import torch
 from datasets import Dataset, IterableDataset
-from torch import Tensor
 from transformers import AutoTokenizer, set_seed
+from transformers.trainer_utils import SchedulerType
 from transformers.utils import logging
 
 from hf_drafthead.modeling.base import DraftHeadPreTrainedModel
 from hf_drafthead.modeling.base_model import last_layer
-from hf_drafthead.modeling.eagle3 import Eagle3Drafter
 from hf_drafthead.modeling.families import find_family, fresh_heads
 from hf_drafthead.training.arguments import JOINT, WEIGHTS, DraftHeadTrainingArguments
 from hf_drafthead.training.clock import Clock
-from hf_drafthead.training.data import DataReport, PaddingCollator, tokenize_rows
+from hf_drafthead.training.data import PaddingCollator
 from hf_drafthead.training.expected_tokens_per_step import ExpectedTokensPerStep
-from hf_drafthead.training.likeness import Likeness, likeness
+from hf_drafthead.training.forecast import forecast
 from hf_drafthead.training.lora import add_lora, merge_lora
-from hf_drafthead.training.objectives import IGNORED
 from hf_drafthead.training.plots import plot_training
+from hf_drafthead.training.prepare import (
+    PreparedData,
+    choose_vocabulary,
+    look_at,
+    most_tokens,
+    own_prompts,
+    positions_of,
+    read_data,
+    refuse_short_rows,
+)
+from hf_drafthead.training.progress import show_progress
 from hf_drafthead.training.record import (
     SUMMARY,
     check_run,
@@ -39,32 +47,12 @@ from hf_drafthead.training.record import (
     save_whole,
     write_whole,
 )
-from hf_drafthead.training.sources import data_hash, read_rows, stream_hash
 from hf_drafthead.training.trainer import DraftHeadTrainer, whole_checkpoint
-from hf_drafthead.training.vocabulary import frequent_tokens
 
 logger = logging.get_logger(__name__)
 
 FORETOLD_PROMPTS = 32
-USUAL_LENGTH = 2048  # tokens of a row, as in the papers
-SHUFFLED = 4096  # rows of a stream that are shuffled among each other
 PICTURE = "training.png"
-
-
-@dataclasses.dataclass(frozen=True)
-class PreparedData:
-    """Rows of tokens that are ready to learn from.
-
-    rows: each with `input_ids` and `labels` (T,), -100 where nothing is to be learnt, and if the base's last hidden
-    states are known, `features` (T, H); held_out: rows to evaluate on; source: what they were made from, for the
-    training summary; sha256: of that; report: what became of it.
-    """
-
-    rows: Any
-    held_out: Any
-    source: str
-    sha256: str
-    report: DataReport | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +66,7 @@ class Trained:
 def train_heads(
     base: str | os.PathLike,
     family: str,
-    data: str | os.PathLike | PreparedData,
+    data: str | os.PathLike | Dataset | IterableDataset | PreparedData,
     output: str | os.PathLike,
     *,
     heads: str | os.PathLike | None = None,
@@ -93,7 +81,9 @@ def train_heads(
     held_out_rows: int = 64,
     answer_tokens: int = 128,
     resume: bool = False,
+    dry_run: bool = False,
     load: dict[str, Any] | None = None,
+    tell: Callable[[str], object] | None = None,
     **arguments: Any,
 ) -> Trained:
     """Train draft heads and save them.
@@ -101,8 +91,8 @@ def train_heads(
     Args:
         base: id or path of a causal LM.
         family: a name in `modeling.families.FAMILIES`.
-        data: what `read_rows` reads, whose first rows are held out; or rows that are ready (`max_length` to
-            `held_out_rows` are about reading).
+        data: what `read_rows` reads, or a data set with such rows, whose first ones are held out (an `IterableDataset`
+            is streamed); or rows that are ready (`max_length` to `held_out_rows` are about reading).
         output: folder for checkpoints, and for the heads at the end; with `joint` for the base as well.
         heads: go on from these trained heads instead of fresh ones.
         fields: config fields of fresh heads (`num_draft_heads`, ...).
@@ -117,7 +107,10 @@ def train_heads(
         held_out_rows: rows to evaluate on.
         answer_tokens: of the base's answers from which the expected tokens per step are computed.
         resume: go on from the last whole checkpoint in `output`.
+        dry_run: stop before the training, with what it would take as the summary; no file is left in `output`.
         load: arguments for loading base or heads (`dtype`, `device_map`, `quantization_config`, ...).
+        tell: is given what became of the data and what the training will take, before it begins, in one process only;
+            by default both are logged.
         arguments: training arguments other than the recipe's.
 
     Raises:
@@ -129,6 +122,7 @@ def train_heads(
     if _sharded():  # every process looks at the base before it is sharded
         os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
     together = {**JOINT, **find_family(family).joint_recipe} if joint else {}
+    streaming = streaming or isinstance(data, IterableDataset)
     settings = DraftHeadTrainingArguments.for_family(
         family, str(output), **{**together, **_defaults(streaming, arguments), **arguments}
     )
@@ -143,12 +137,11 @@ def train_heads(
     tokenizer.chat_template = chat_template or tokenizer.chat_template
     if not isinstance(data, PreparedData):
         seed = settings.seed if settings.data_seed is None else settings.data_seed
-        data = _read(model, tokenizer, str(data), max_length, packing, streaming, split, held_out_rows, seed)
+        data = read_data(model, tokenizer, data, max_length, packing, streaming, split, held_out_rows, seed)
         if data.report is not None and settings.process_index == 0:
-            tell = logger.warning if data.report.refused else logger.info
-            tell(str(data.report))
-    _refuse_short_rows(model, data.held_out)
-    coverage = _choose_vocabulary(model, data.rows) if heads is None else None
+            (tell or (logger.warning if data.report.refused else logger.info))(str(data.report))
+    refuse_short_rows(model, data.held_out)
+    coverage = choose_vocabulary(model, data.rows) if heads is None else None
     run = {
         "family": family,
         "config": _own_fields(model),
@@ -156,7 +149,7 @@ def train_heads(
         "data": data.sha256,
         "joint": joint,
     }
-    if settings.process_index == 0:
+    if settings.process_index == 0 and not dry_run:
         check_run(output, run, resume)
     collator = PaddingCollator(tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0)
     looks = None
@@ -164,10 +157,10 @@ def train_heads(
         placed = hasattr(model.base, "hf_quantizer") or hasattr(model.base, "hf_device_map")
         if not (placed or _sharded()):
             model.to(settings.device)  # as the Trainer does next
-        looks = _look(model, data.held_out, collator, settings.per_device_eval_batch_size)
+        looks = look_at(model, data.held_out, collator, settings.per_device_eval_batch_size)
     if joint and lora_rank:
         add_lora(model, lora_rank)
-    prompts = own_prompts(data.held_out, FORETOLD_PROMPTS, _positions(model) - answer_tokens)
+    prompts = own_prompts(data.held_out, FORETOLD_PROMPTS, positions_of(model) - answer_tokens)
     clock = Clock(output / "clock.json")
     trainer = DraftHeadTrainer(
         model,
@@ -178,9 +171,17 @@ def train_heads(
         callbacks=[clock],
         expected_tokens_per_step=ExpectedTokensPerStep(prompts, answer_tokens, base_changes=joint) if prompts else None,
     )
+    show_progress(trainer)
+    expected = forecast(trainer, data, collator) if settings.process_index == 0 else None
+    if expected is not None:
+        (tell or logger.info)(str(expected))
+    if dry_run:
+        with suppress(OSError):  # the Trainer makes the folder; one that holds something stays
+            output.rmdir()
+        return Trained(model, {"forecast": None if expected is None else expected.to_json()})
     checkpoint = whole_checkpoint(output) if resume else None
     if resume and checkpoint is None:
-        raise ValueError(f"{str(output)!r} holds no whole checkpoint to go on from: leave --resume out.")
+        raise ValueError(f"{str(output)!r} holds no whole checkpoint to resume from: leave --resume out.")
     trainer.resume(checkpoint)
     hours = clock.hours
     evaluated = [entry for entry in trainer.state.log_history if "eval_loss" in entry]
@@ -204,10 +205,10 @@ def train_heads(
         "batch_size": settings.train_batch_size * settings.gradient_accumulation_steps * settings.world_size,
         "learning_rate": settings.learning_rate,
         "objective": {name: getattr(settings, name) for name in (*WEIGHTS, "feature_noise", "head_decay")},
-        "schedule": str(settings.lr_scheduler_type),
+        "schedule": SchedulerType(settings.lr_scheduler_type).value,
         "warmup": settings.warmup_steps,
         "weight_decay": settings.weight_decay,
-        "max_length": max_length or _most_tokens(model),
+        "max_length": max_length or most_tokens(model),
         "packing": packing,
         "draft_vocab_coverage": coverage,
         "dtype": str(model.base.dtype).removeprefix("torch."),
@@ -228,42 +229,6 @@ def train_heads(
     return Trained(model, summary)
 
 
-def sort_options(family: str, options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Options by name into config fields of a family and training arguments.
-
-    Raises:
-        ValueError: an unknown family, or a name that is neither.
-    """
-    own = find_family(family).model_class.config_class.heads_fields()
-    known = {field.name for field in dataclasses.fields(DraftHeadTrainingArguments)}
-    if unknown := sorted(set(options) - own - known):
-        raise ValueError(
-            f"{unknown[0]!r} is neither a config field of {family} ({', '.join(sorted(own))}) nor a training argument: "
-            "check its spelling."
-        )
-    fields = {name: value for name, value in options.items() if name in own}
-    return fields, {name: value for name, value in options.items() if name not in own}
-
-
-def own_prompts(rows: Sequence[dict[str, Any]], count: int, longest: int) -> list[Tensor]:
-    """What comes before the first answer of some rows; of a row that is all text, its first quarter.
-
-    Args:
-        rows: with `input_ids` and `labels`.
-        count: of prompts, at most.
-        longest: tokens of a prompt; longer ones are left out.
-    """
-    prompts = []
-    for row in rows:
-        ids, labels = torch.as_tensor(row["input_ids"]), torch.as_tensor(row["labels"])
-        answered = (labels != IGNORED).nonzero().flatten()
-        first = int(answered[0]) if len(answered) else 0
-        first = first or len(ids) // 4
-        if 0 < first <= longest:
-            prompts.append(ids[:first])
-    return prompts[:count]
-
-
 def _model(
     base: str | os.PathLike, family: str, heads: str | os.PathLike | None, fields: dict[str, Any], load: dict[str, Any]
 ) -> DraftHeadPreTrainedModel:
@@ -278,35 +243,6 @@ def _model(
             f"the heads in {str(heads)!r} are {found!r} heads, not {family!r} ones: give --family {found}."
         )
     return trained
-
-
-def _read(
-    model: DraftHeadPreTrainedModel,
-    tokenizer: Any,
-    data: str,
-    max_length: int | None,
-    packing: bool,
-    streaming: bool,
-    split: str,
-    held_out_rows: int,
-    seed: int,
-) -> PreparedData:
-    """What `data` names, as tokens."""
-    raw = read_rows(data, streaming=streaming, split=split)
-    first = list(islice(iter(raw), held_out_rows + 1))
-    if len(first) <= held_out_rows:
-        raise ValueError(
-            f"the data holds {len(first)} rows, of which {held_out_rows} are to be held out: give more data, or hold "
-            "out fewer with --held-out-rows."
-        )
-    limits: dict[str, Any] = {"max_length": max_length or _most_tokens(model), "positions": _positions(model)}
-    chosen = Dataset.from_list(first[:held_out_rows], features=raw.features)
-    held_out, _ = tokenize_rows(chosen, tokenizer, **limits)
-    rows, report = tokenize_rows(raw.skip(held_out_rows), tokenizer, packing=packing, **limits)
-    if isinstance(rows, IterableDataset):
-        rows = rows.shuffle(seed=seed, buffer_size=SHUFFLED)
-        return PreparedData(rows, held_out, data, stream_hash(data, first), report)
-    return PreparedData(rows, held_out, data, data_hash(raw), report)
 
 
 def _refuse_contradictions(joint: bool, lora_rank: int, load: dict[str, Any], arguments: dict[str, Any]) -> None:
@@ -327,50 +263,6 @@ def _sharded() -> bool:
     return os.environ.get("ACCELERATE_USE_FSDP", "false").lower() in ("1", "true")
 
 
-def _refuse_short_rows(model: DraftHeadPreTrainedModel, rows: Any) -> None:
-    """Refuse data in which the last head never has anything to guess."""
-    ahead = model.config.num_draft_heads + 1
-    longest = max(len(rows[row]["input_ids"]) for row in range(len(rows)))
-    if longest <= ahead:
-        raise ValueError(
-            f"rows of {longest} tokens have no label {ahead} tokens ahead: give longer rows, or train fewer heads."
-        )
-
-
-def _choose_vocabulary(model: DraftHeadPreTrainedModel, rows: Any) -> float | None:
-    """Let heads that choose among some of the base's tokens take the most frequent ones; the share these make up."""
-    if not isinstance(model.drafter, Eagle3Drafter) or model.drafter.draft_tokens is None:
-        return None
-    vocabulary = model.config.get_text_config().vocab_size
-    tokens, share = frequent_tokens(rows, len(model.drafter.draft_tokens), vocabulary)
-    model.drafter.choose_vocabulary(tokens)
-    return share
-
-
-def _look(
-    model: DraftHeadPreTrainedModel, held_out: Any, collator: PaddingCollator, batch_size: int
-) -> Likeness | None:
-    """Warn about data that the base would not have written."""
-
-    def batches() -> Iterator[dict[str, Tensor]]:
-        for first in range(0, len(held_out), batch_size):
-            yield collator([held_out[row] for row in range(first, min(first + batch_size, len(held_out)))])
-
-    looks = likeness(model.base.eval(), batches())
-    if looks is not None and (warning := looks.warning()):
-        logger.warning(warning)
-    return looks
-
-
-def _most_tokens(model: DraftHeadPreTrainedModel) -> int:
-    """Of a row, where nobody says otherwise."""
-    return min(USUAL_LENGTH, _positions(model))
-
-
-def _positions(model: DraftHeadPreTrainedModel) -> int:
-    return getattr(model.base.config.get_text_config(), "max_position_embeddings", None) or 2048
-
-
 def _own_fields(model: DraftHeadPreTrainedModel) -> dict[str, Any]:
     """The family's fields of a config that are plain values."""
     values = {name: getattr(model.config, name) for name in sorted(model.config.heads_fields())}
@@ -380,7 +272,7 @@ def _own_fields(model: DraftHeadPreTrainedModel) -> dict[str, Any]:
 def _defaults(streaming: bool, arguments: dict[str, Any]) -> dict[str, Any]:
     """What a training does if nobody says otherwise: evaluates and saves some ten times, logs to what is installed."""
     if streaming and "max_steps" not in arguments:
-        raise ValueError("with streaming nobody knows how long an epoch is: say how many steps with --max-steps.")
+        raise ValueError("with streaming the length of an epoch is not known: give the steps with --set max_steps=N.")
     return {
         "per_device_train_batch_size": 4,
         "per_device_eval_batch_size": 4,

@@ -11,7 +11,7 @@ from typing import Any
 
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from hf_drafthead.training.chats import Chat, Refused
+from hf_drafthead.data.chats import Chat, Refused
 from hf_drafthead.training.objectives import IGNORED
 
 # words that no chat holds; nothing about them that a template would strip, split or change
@@ -89,7 +89,7 @@ class ChatEncoder:
         if getattr(tokenizer, "chat_template", None) is None:
             raise ValueError(
                 f"the data holds chats, but the tokenizer of {tokenizer.name_or_path!r} has no chat template: "
-                "set tokenizer.chat_template to the one the base was trained with, or give plain text."
+                "give the one the base was trained with (--chat-template FILE, tokenizer.chat_template), or plain text."
             )
         self._bare = without_post_processor(tokenizer)
         self._template = tokenizer.get_chat_template()
@@ -130,8 +130,25 @@ class ChatEncoder:
         Raises:
             Refused: the template refuses the chat, or where an answer begins or ends cannot be told.
         """
+        if chat.ids and all(ids is not None for ids in chat.ids):
+            text = self.render(chat.messages)
+            return self._as_written(text, self._search(chat, text), chat)
         text, spans = self.spans(chat)
         return encode_span(self._bare, text, spans)
+
+    def _as_written(self, text: str, spans: list[tuple[int, int]], chat: Chat) -> tuple[list[int], list[int]]:
+        """The chat with its answers' own tokens; what lies between them is tokenized as it was to ask the base."""
+        ids: list[int] = []
+        labels: list[int] = []
+        at = 0
+        for (begin, end), written in zip(spans, chat.ids, strict=True):
+            assert written is not None
+            between = self._bare(text[at:begin], add_special_tokens=False, verbose=False)["input_ids"]
+            ids += between + written
+            labels += [IGNORED] * len(between) + written
+            at = end
+        rest = self._bare(text[at:], add_special_tokens=False, verbose=False)["input_ids"]
+        return ids + rest, labels + [IGNORED] * len(rest)
 
     def spans(self, chat: Chat) -> tuple[str, list[tuple[int, int]]]:
         """The text of a chat, and from and to which character each answer goes."""

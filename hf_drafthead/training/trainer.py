@@ -6,6 +6,7 @@ Shapes: B rows, T positions, K heads.
 import functools
 import itertools
 import json
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -145,6 +146,30 @@ class DraftHeadTrainer(Trainer):
         if not torch.isfinite(loss):
             raise no_number(f"the loss became {loss.item()}", self.args, self.state)
         return loss
+
+    def try_step(self, inputs: Mapping[str, torch.Tensor]) -> tuple[float, float]:
+        """Seconds of a forward and backward pass over a batch, and of the forward alone; changes no weights or counts.
+
+        Args:
+            inputs: of one batch, on the device.
+        """
+        model, counts = self.accelerator.unwrap_model(self.model), self._counts.clone()
+        training = model.training
+        totals = label_counts(inputs["labels"], self._heads).clamp(min=1)
+        seconds = []
+        for learning in (True, False):
+            model.train(learning)
+            start = time.perf_counter()
+            with self.compute_loss_context_manager(), torch.set_grad_enabled(learning):
+                loss = self.compute_loss(model, inputs, num_items_in_batch=totals)
+            if learning:
+                loss.backward()
+            loss.item()  # waits for the device
+            seconds.append(time.perf_counter() - start)
+        model.zero_grad(set_to_none=True)
+        model.train(training)
+        self._counts = counts
+        return seconds[0], seconds[1]
 
     def get_batch_samples(
         self, epoch_iterator: Iterator, num_batches: int, device: torch.device

@@ -19,8 +19,8 @@ import tokenizers
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from hf_drafthead.training.prepare import PreparedData
 from hf_drafthead.training.record import provenance
-from hf_drafthead.training.run import PreparedData
 from hf_drafthead.zoo import ASSETS
 from hf_drafthead.zoo.base import ROW, VOCAB_SIZE, save_base, train_base
 from hf_drafthead.zoo.corpus import SourceFile, read_corpus, text_hash

@@ -1,5 +1,6 @@
 """A card says what the files of a checkpoint say, and where they are silent it says so."""
 
+import re
 import shutil
 from pathlib import Path
 
@@ -582,3 +583,28 @@ def test_a_folder_without_a_checkpoint_is_refused(tmp_path):
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(OSError, match="save the heads there again"):
         write_card(tmp_path)
+
+
+CODE = re.compile(r"```python\n(.*?)```", re.DOTALL)
+
+
+@pytest.mark.parametrize("kept_in", ["config", "file", None])
+def test_the_snippet_asks_a_chat_model_through_its_template(heads, kept_in):
+    put(heads, "tokenizer_config.json", {"chat_template": "{{ messages }}"} if kept_in == "config" else {})
+    if kept_in == "file":
+        (heads / "chat_template.jinja").write_text("{{ messages }}")
+    snippets = CODE.findall(card_of(heads).text)
+    assert snippets
+    for snippet in snippets:
+        compile(snippet, "card", "exec")
+        assert ("tokenizer.apply_chat_template(messages, add_generation_prompt=True" in snippet) == bool(kept_in)
+        assert ('tokenizer("Once upon a time"' in snippet) == (not kept_in)
+        assert 'output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True' in snippet
+
+
+def test_the_training_is_told_in_words(heads):
+    report = {"rows": 10, "kept": 9, "refusals": [], "mapped": {"gpt -> assistant": 4}, "cut": 0}
+    put(heads, "training_summary.json", {"schedule": "cosine", "data_report": report})
+    text = card_of(heads).text
+    assert "| data report | rows 10, kept 9, mapped 4 gpt -> assistant, cut 0 |" in text
+    assert "refusals" not in text and "SchedulerType" not in text

@@ -296,7 +296,7 @@ def test_an_interruption_of_a_warm_up_ends_the_call_and_is_told(loaded, monkeypa
 def test_an_interruption_between_two_measurements_ends_the_plan_and_is_told(loaded, monkeypatch, moment):
     warm_up, begun, kept = benching.Course._warm_up, [], []
 
-    def loading(name, dtype):
+    def loading(name, options):
         begun.append(name)
         if (moment, name) == ("loading", "b"):
             raise KeyboardInterrupt

@@ -43,6 +43,33 @@ def test_mt_bench_spec_bench_and_plain_rows_are_read(tmp_path):
     assert found[2].where.endswith("questions.jsonl line 3")
 
 
+def test_chats_and_texts_are_asked_as_distillation_asks_them(tmp_path):
+    said = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
+    said += [{"role": "assistant", "content": "NEVER"}, {"role": "user", "content": "And?"}]
+    sharegpt = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "NEVER"}]
+    rows = [{"messages": said}, {"conversations": sharegpt}, {"text": "abc" * 40}, {"text": "abcNEVER", "given": 3}]
+    rows += [{"prompt": "abc", "completion": "NEVER"}, {"prompt": said[1:2], "completion": said[2:3]}]
+    found = read_questions(file_of(tmp_path, *rows))
+    assert [(one.turns, one.system, one.chat) for one in found] == [
+        (("Hi", "And?"), "Be brief.", True),
+        (("Hi",), None, True),
+        (("abc" * 40,), None, False),
+        (("abc",), None, False),
+        (("abc",), None, False),
+        (("Hi",), None, True),
+    ]
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    assert text_of(tokenizer, found[2], []) == ("abc" * 40)[:64]  # a token is a byte here
+    assert text_of(tokenizer, found[0], ["so"]) == (
+        "<s>[system] Be brief.\n[user] Hi\n[assistant] so\n[user] And?\n[assistant] "
+    )
+    knows_no_system = "{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% endif %}" + TEMPLATE
+    for template in (knows_no_system, TEMPLATE.replace("messages %}", "messages if m.role != 'system' %}")):
+        tokenizer.chat_template = template
+        assert text_of(tokenizer, found[0], []) == "<s>[user] Be brief.\n\nHi\n[assistant] "
+
+
 def test_spec_bench_s_file_has_the_topics_of_mt_bench_as_one_task(tmp_path):
     topics = [{**MT_BENCH, "category": name} for name in sorted(TOPICS)]
     tasks = [{**SPEC_BENCH, "category": name} for name in sorted(SPEC_BENCH_TASKS)]
@@ -75,14 +102,14 @@ def test_a_data_set_is_read_by_name(tmp_path):
     "text, message",
     [
         ("", "holds no prompt: write one"),
-        ('{"prompt": "a"}\n{"prompt": ', "line 2 is not JSON (Expecting value): write one object per line."),
+        ('{"prompt": "a"}\n{"prompt": ', "line 2 is not JSON (Expecting value): write one object per line, or"),
         ('{"prompt": "a"}\n{"prompt": ""}', 'line 2 is {"prompt": ""}, a prompt that is empty: give the text'),
         ('{"turns": ["a", " "]}', 'line 1 is {"turns": ["a", " "]}, a prompt that is empty: give the text'),
-        ('{"text": "a"}', 'line 1 is {"text": "a"}: expected an object with "turns", a list of texts'),
-        ('["a"]', 'line 1 is ["a"]: expected an object with "turns"'),
-        ('{"turns": []}', 'line 1 is {"turns": []}: expected an object with "turns"'),
-        ('{"turns": "a"}', 'line 1 is {"turns": "a"}: expected an object with "turns"'),
-        ('{"turns": ["a", 3]}', 'line 1 is {"turns": ["a", 3]}: expected an object with "turns"'),
+        ('{"question": "a"}', 'line 1 is {"question": "a"}: expected a chat as {"messages": ['),
+        ('["a"]', 'row 0 is "a": expected a chat as'),
+        ('{"turns": []}', 'line 1 is {"turns": []}: expected a chat as {"messages": ['),
+        ('{"turns": "a"}', 'line 1 is {"turns": "a"}: expected a chat as {"messages": ['),
+        ('{"turns": ["a", 3]}', 'line 1 is {"turns": ["a", 3]}: expected a chat as {"messages": ['),
         (
             '{"prompt": "a", "reference": [3]}',
             'line 1 has the "reference" [3]: expected a text, or some per turn.',
@@ -100,8 +127,11 @@ def test_a_row_of_no_known_form_is_named(tmp_path, text, message):
 @pytest.mark.parametrize(
     "name, message",
     [
-        ("nowhere.jsonl", "there is no question file 'nowhere.jsonl': give a JSON lines file, or a data set's name."),
-        ("no/such-data-set", "'no/such-data-set' is no question file, and no data set could be read there ("),
+        (
+            "nowhere.jsonl",
+            "there is no data at 'nowhere.jsonl': give a .json, .jsonl or .txt file, a folder of them,",
+        ),
+        ("no/such-data-set", "no data could be read at 'no/such-data-set' ("),
     ],
 )
 def test_what_is_not_there_is_refused(name, message):
@@ -130,5 +160,5 @@ def test_a_conversation_without_a_template_is_refused():
 def test_a_template_that_refuses_is_named():
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = "{{ raise_exception('no user wanted') }}"
-    with pytest.raises(ValueError, match="the chat template cannot take q line 1 .no user wanted.: mend it."):
+    with pytest.raises(ValueError, match="the chat template cannot take q line 1 .no user wanted.: correct the"):
         text_of(tokenizer, Question(("Hi",), chat=True, where="q line 1"), [])

@@ -18,10 +18,10 @@ from hf_drafthead.hub_upload import bundle_modules
 from hf_drafthead.hub_upload.bundle import FILE, add_bundle, build_bundle, families
 from tests.bases import tiny_base
 from tests.families import FAMILIES
-from tests.hub_upload.stranger import PROMPT, SETTINGS
+from tests.hub_upload.remote_code import PROMPT, SETTINGS
 
-STRANGER = Path(__file__).parent / "stranger.py"
-PYTHON = os.environ.get("STRANGER_PYTHON", sys.executable)  # one that has transformers and torch
+SCRIPT = Path(__file__).parent / "remote_code.py"
+PYTHON = os.environ.get("REMOTE_CODE_PYTHON", sys.executable)  # one that has transformers and torch
 # What transformers itself requires, and so is wherever transformers and torch are.
 BROUGHT_ALONG = {"torch", "transformers", "safetensors", "huggingface_hub", "numpy", "tokenizers"}
 
@@ -30,9 +30,9 @@ all_codes = pytest.mark.parametrize("code", sorted(families()))
 
 
 def alone(folder: Path, modules: Path) -> dict:
-    """Run the stranger's script by itself, away from this checkout and with a fresh place for the code it fetches."""
+    """Run the script by itself, away from this checkout and with a fresh place for the code it fetches."""
     run = subprocess.run(
-        [PYTHON, "-I", str(STRANGER), str(folder)],
+        [PYTHON, "-I", str(SCRIPT), str(folder)],
         capture_output=True,
         text=True,
         cwd=modules,
@@ -58,18 +58,18 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def seen(folder, tmp_path_factory) -> dict:
-    """What a stranger finds, all families in one process."""
-    return alone(folder, tmp_path_factory.mktemp("stranger"))
+    """What it finds, all families in one process."""
+    return alone(folder, tmp_path_factory.mktemp("remote_code"))
 
 
 @all_families
 @pytest.mark.parametrize("case", ["greedy", "sampled", "alone", "penalised"])
-def test_a_stranger_gets_the_base_s_own_text(seen, family, case):
+def test_remote_code_gives_the_base_s_own_text(seen, family, case):
     assert seen["families"][family.name]["same"][case]
 
 
 @all_families
-def test_a_stranger_s_heads_guess_as_the_package_s_do(seen, folder, family):
+def test_heads_loaded_as_remote_code_guess_as_the_package_does(seen, folder, family):
     found = seen["families"][family.name]
     model = AutoModelForCausalLM.from_pretrained(folder / family.name, dtype=torch.float64)
     assert type(model).__module__.startswith("hf_drafthead.")
@@ -82,7 +82,7 @@ def test_a_stranger_s_heads_guess_as_the_package_s_do(seen, folder, family):
 
 
 @all_families
-def test_a_stranger_s_classes_are_those_of_the_file_and_carry_the_version(seen, family):
+def test_classes_of_remote_code_are_those_of_the_file_and_carry_the_version(seen, family):
     found = seen["families"][family.name]
     assert found["class"] == family.model_class.__name__
     assert found["config"] == family.model_class.config_class.__name__
@@ -92,7 +92,7 @@ def test_a_stranger_s_classes_are_those_of_the_file_and_carry_the_version(seen, 
 
 
 @all_families
-def test_a_stranger_saves_and_loads_heads_with_and_without_their_base(seen, family):
+def test_remote_code_saves_and_loads_heads_with_and_without_their_base(seen, family):
     found = seen["families"][family.name]
     assert {"config.json", "model.safetensors", FILE} <= set(found["saved_files"])
     assert found["saved_code"]
@@ -102,7 +102,7 @@ def test_a_stranger_saves_and_loads_heads_with_and_without_their_base(seen, fami
 
 
 @all_families
-def test_a_stranger_has_the_published_trees(seen, family):
+def test_remote_code_has_the_published_trees(seen, family):
     found = seen["families"][family.name]
     assert found["published"]
     assert "'nonesuch' is no published tree: expected one of eagle_mc_sim_7b_63, hydra_single," in found["refusal"]
@@ -168,7 +168,9 @@ def test_what_is_no_draft_head_checkpoint_is_refused(tmp_path, folder):
     with pytest.raises(ValueError, match="holds a 'llama' model without draft heads"):
         add_bundle(folder / "base")
     assert not (folder / "base" / FILE).exists()
-    with pytest.raises(ValueError, match="there is no family 'lion': expected one of amphista, draft_model, eagle, eagle3, hydra"):
+    with pytest.raises(
+        ValueError, match="there is no family 'lion': expected one of amphista, draft_model, eagle, eagle3, hydra"
+    ):
         build_bundle("lion")
 
 
@@ -227,7 +229,10 @@ def test_what_is_imported_for_types_alone_needs_no_order(rooms):
     "sources, message",
     [
         ({"top": "from .low import a\n\nx = 1\n", "low": "x = 2\n"}, "use the name 'x' for different things"),
-        ({"top": "from .low import a\nimport numpy as F\n", "low": "import torch as F\na = 1\n"}, "use the name 'F' for different things"),
+        (
+            {"top": "from .low import a\nimport numpy as F\n", "low": "import torch as F\na = 1\n"},
+            "use the name 'F' for different things",
+        ),
         ({"top": "from .low import a as b\n", "low": "a = 1\n"}, "which one file cannot follow"),
         ({"top": "import hf_drafthead.generation.low\n", "low": "a = 1\n"}, "which one file cannot follow"),
         ({"top": "from hf_drafthead import generation\n"}, "which one file cannot follow"),

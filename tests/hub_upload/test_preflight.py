@@ -178,7 +178,9 @@ def test_a_folder_without_weights(folder):
 
 def test_one_file_beside_the_index_of_shards(folder):
     (folder / "model.safetensors.index.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"holds model.safetensors and model.safetensors.index.json, .* remove the one"):
+    with pytest.raises(
+        ValueError, match=r"holds model.safetensors and model.safetensors.index.json, .* remove the one"
+    ):
         preflight.check_index(folder)
 
 

@@ -1,30 +1,23 @@
 """transformers' own server on a model with draft heads, asked as any OpenAI-compatible server is."""
 
-import os
 import shutil
-import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from hf_drafthead.cli import main
 from hf_drafthead.hub_upload import serve as serving
 from tests.checkpoints import byte_tokenizer
 from tests.hub_upload.clients import environment
+from tests.hub_upload.serving import running_server, served
 
-NEEDED = ("fastapi", "uvicorn", "openai", "starlette")
 SAID = {"prompt": "abc", "max_tokens": 12}
 ANSWER = "defghijklmno"
 ASKED = {"messages": [{"role": "user", "content": "ab"}, {"role": "user", "content": "c"}], "max_tokens": 12}
-
-
-def served() -> None:
-    for name in NEEDED:
-        pytest.importorskip(name, reason=f"{name} is not installed: pip install 'transformers[serving]'")
 
 
 @pytest.fixture(scope="module")
@@ -43,28 +36,8 @@ def folder(models, tmp_path_factory) -> Path:
 def server(folder) -> Iterator[tuple[str, str]]:
     """Address and model of a running `hf-drafthead serve`."""
     served()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    words = ["serve", str(folder), "--host", "127.0.0.1", "--port", port, "--device", "cpu", "--dtype", "float32"]
-    environ = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    log = folder.parent / "log"
-    with log.open("w") as output:
-        process = subprocess.Popen(
-            [sys.executable, "-c", "from hf_drafthead.cli import main; main()", *words],
-            env=environ,
-            stdout=output,
-            stderr=output,
-        )
-    for _ in range(1200):
-        with socket.socket() as probe:
-            if process.poll() is not None or probe.connect_ex(("127.0.0.1", int(port))) == 0:
-                break
-        time.sleep(0.1)
-    assert process.poll() is None, log.read_text()
-    yield f"http://127.0.0.1:{port}", str(folder)
-    process.terminate()
-    process.wait(20)
+    with running_server(folder, folder.parent / "log") as url:
+        yield url, str(folder)
 
 
 @pytest.fixture(scope="module")
@@ -110,6 +83,10 @@ def test_requests_at_once_do_not_disturb_each_other(server, client):
     assert answers == [letters[place + 1 : place + 9] for place in range(8)]
 
 
+def test_the_model_that_is_served_is_listed(server, client):
+    assert [model.id for model in client.models.list()] == [server[1]]
+
+
 def test_transformers_chat_talks_to_it(server, tmp_path):
     code = "from transformers.cli.transformers import app; app()"
     words = [sys.executable, "-c", code, "chat", server[1], server[0], "max_new_tokens=5", "do_sample=False"]
@@ -132,6 +109,16 @@ def test_missing_packages_are_named(folder, monkeypatch, missing):
     "model, options, line",
     [
         ("heads", ["--continuous-batching"], "continuous batching decodes without draft heads: serve the base with"),
+        (
+            "heads",
+            ["--prot", "3"],
+            "No such option '--prot'. (Did you mean one of: '--host', '--port'?): see `hf",
+        ),
+        (
+            "heads",
+            ["--port", "x"],
+            "Invalid value for '--port': 'x' is not a valid integer: see `hf",
+        ),
         ("base", [], "'...base' holds a 'llama' model without draft heads: give a draft-head checkpoint, or use"),
         ("bare", [], "'...bare' has no tokenizer: save the base's there, tokenizer.save_pretrained('"),
         ("nowhere", [], "there is no folder '...nowhere': give the folder of a draft-head checkpoint, or its id"),
@@ -145,3 +132,12 @@ def test_what_cannot_be_served_is_refused_before_the_server_starts(folder, monke
     with pytest.raises((OSError, ValueError)) as refused:
         serving.serve(str(folder.parent / model), options)
     assert str(refused.value).replace(str(folder.parent) + "/", "...").startswith(line)
+
+
+def test_help_names_the_options_of_the_server(capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["serve", "--help"])
+    said = capsys.readouterr().out
+    assert end.value.code == 0
+    assert "Usage: hf-drafthead serve" in said and "--port" in said and "Server listen port." in said
+    assert "--cb-block-size" not in said and "--non-blocking" not in said

@@ -6,8 +6,9 @@ import datasets
 import pytest
 import torch
 
-from hf_drafthead.training import sources
-from hf_drafthead.training.chats import Refused, mend
+from hf_drafthead.data import files, sources
+from hf_drafthead.data.chats import Refused, mend
+from hf_drafthead.data.rows import as_row
 from hf_drafthead.training.data import DataReport, PaddingCollator, data_hash, read_rows, tokenize_rows
 from hf_drafthead.training.objectives import IGNORED
 from tests.training.chat_templates import CHATML, STYLES, tokenizer_with
@@ -76,6 +77,64 @@ def test_a_data_set_gives_the_same_rows_by_folder_and_in_hand(tmp_path, chats):
     assert len(read_rows(tmp_path / "both", split="test")) == 1
 
 
+def test_prompts_and_questions_are_rows_too(tmp_path):
+    question, answer = turns("a", "b")
+    records = [
+        ({"prompt": "ab"}, {"text": "ab", "given": 2}),
+        ({"prompt": "ab", "completion": "cd"}, {"text": "abcd", "given": 2}),
+        ({"prompt": ["a", "b"], "category": "x"}, {"turns": ["a", "b"]}),
+        ({"turns": ["a"], "reference": ["r"]}, {"turns": ["a"]}),
+        ({"prompt": [question], "completion": [answer]}, {"messages": ["a", "b"]}),
+        ({"prompt": "a", "messages": [question, answer]}, {"messages": ["a", "b"]}),
+    ]
+    path = write_lines(tmp_path / "x.jsonl", [record for record, _ in records])
+    nothing = {"messages": None, "turns": None, "text": None, "given": 0}
+    for row, (_, expected) in zip(read_rows(path), records, strict=True):
+        found = {name: row[name] for name in nothing}
+        found["messages"] = found["messages"] and [turn["content"] for turn in found["messages"]]
+        assert found == {**nothing, **expected}
+
+
+def test_of_a_prompt_nothing_is_learnt_and_of_its_answer_everything(tmp_path):
+    tokenizer = tokenizer_with(CHATML)
+    rows = [{"prompt": "ab", "completion": "cd"}, {"prompt": "ab"}, {"turns": ["a", "b"]}]
+    examples, report = tokenize_rows(read_rows(write_lines(tmp_path / "x.jsonl", rows)), tokenizer)
+    (example,) = examples
+    assert tokenizer.decode([token for token in example["labels"] if token != IGNORED]).startswith("cd")
+    assert example["labels"].count(IGNORED) == len(example["labels"]) - len(tokenizer("cd")["input_ids"])
+    assert (report.kept, report.refused) == (1, 2)
+    assert "x.jsonl row 1: it is a prompt without an answer: let the base answer it, with" in report.refusals[0]
+    assert "x.jsonl row 2: it has questions without answers: let the base answer" in report.refusals[1]
+
+
+ODD = [70, 223, 137, 200, 71]  # tokens of single bytes, some of which are no characters
+
+
+def test_answers_are_learnt_in_the_tokens_that_the_base_wrote(tmp_path):
+    tokenizer = tokenizer_with(CHATML)
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    content = tokenizer.decode(ODD, clean_up_tokenization_spaces=False)
+    assert tokenizer(content, add_special_tokens=False)["input_ids"] != ODD
+    chat = [*turns("a", "b"), {"role": "user", "content": "c"}, {"role": "assistant", "content": content}]
+    chat[1]["ids"] = [*tokenizer("b", add_special_tokens=False)["input_ids"], end]
+    chat[3]["ids"] = [*ODD, end]
+    text = {"text": "ab" + content, "given": 2, "ids": ODD}
+    foreign = {"text": "abcd", "given": 2, "ids": [99999]}
+    rows = [{"messages": chat}, text, foreign]
+    examples, _ = tokenize_rows(read_rows(write_lines(tmp_path / "x.jsonl", rows)), tokenizer)
+    learnt = [[token for token in example["labels"] if token != IGNORED] for example in examples]
+    assert learnt[0] == chat[1]["ids"] + chat[3]["ids"]
+    assert learnt[1] == ODD
+    assert tokenizer.decode(learnt[2]).startswith("cd")
+    asked = tokenizer.apply_chat_template(chat[:1], add_generation_prompt=True, return_dict=True)["input_ids"]
+    assert examples[0]["input_ids"][: len(asked) + 2] == asked + chat[1]["ids"]
+    assert all(label in (IGNORED, token) for row in examples for token, label in zip(row["input_ids"], row["labels"]))
+    chat[3]["ids"] = [99999]
+    examples, report = tokenize_rows(read_rows(write_lines(tmp_path / "y.jsonl", [{"messages": chat}])), tokenizer)
+    assert report.mapped == {"token ids of another tokenizer ignored": 1}
+    assert 99999 not in examples[0]["input_ids"]
+
+
 def test_texts_come_from_files_and_folders(tmp_path):
     folder = tmp_path / "texts"
     (folder / "inner").mkdir(parents=True)
@@ -94,7 +153,7 @@ def test_texts_come_from_files_and_folders(tmp_path):
 
 
 def test_a_long_text_becomes_rows_at_ends_of_lines(tmp_path, monkeypatch):
-    monkeypatch.setattr(sources, "BLOCK", 30)
+    monkeypatch.setattr(files, "BLOCK", 30)
     text = "".join(f"line {number}\n" for number in range(50))
     (tmp_path / "long.txt").write_text(text)
     rows = [row["text"] for row in read_rows(tmp_path / "long.txt")]
@@ -104,12 +163,12 @@ def test_a_long_text_becomes_rows_at_ends_of_lines(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("block", [1, 2, 7, 64, 1 << 16])
 def test_an_array_is_read_in_pieces_of_any_size(tmp_path, monkeypatch, block):
-    monkeypatch.setattr(sources, "BLOCK", block)
+    monkeypatch.setattr(files, "BLOCK", block)
     rows = [{"conversations": sharegpt(*one), "n": [1, -2.5e3, None, True, 'q"\\u00e9 ]', {}]} for one in CHATS]
     for number, text in enumerate([json.dumps(rows), f"\n {json.dumps(rows, indent=2)} \n\n", "[\n]"]):
         path = tmp_path / f"{number}.json"
         path.write_text(text)
-        assert list(sources._records(str(path))) == ([] if text == "[\n]" else rows)
+        assert [record for _, record in files.records_of(str(path))] == ([] if text == "[\n]" else rows)
 
 
 def test_what_is_no_text_becomes_none_and_parts_are_put_together(tmp_path):
@@ -119,7 +178,8 @@ def test_what_is_no_text_becomes_none_and_parts_are_put_together(tmp_path):
     path = write_lines(tmp_path / "x.jsonl", [{"messages": [{"role": "user", "content": c} for c in contents]}])
     (row,) = read_rows(path)
     assert [turn["content"] for turn in row["messages"]] == ["one, two", None, None, None, "", "x"]
-    assert sources.as_row("no object", "f", 3) == {"messages": None, "text": None, "given": 0, "source": "f", "row": 3}
+    nothing = dict.fromkeys(("messages", "turns", "text", "ids"))
+    assert as_row("no object", "f", 3) == {**nothing, "given": 0, "source": "f", "row": 3}
 
 
 def test_a_file_that_has_changed_is_read_again(tmp_path, chats):
@@ -155,7 +215,11 @@ BAD_FILES = {
     ),
     "two.json": ('[{"text": "a"}]\n[]', None, "two.json line 2 is not JSON ('[]' after the array): expected an array"),
     "kind.csv": ("a,b", None, "kind.csv' is not known: expected a file that ends in one of .json, .jsonl, .txt."),
-    "form.jsonl": ('{"prompt": "a"}', None, 'form.jsonl begins with \'{"prompt": "a"}\': expected a chat as {"conv'),
+    "form.jsonl": (
+        '{"question": "a"}',
+        None,
+        'form.jsonl begins with \'{"question": "a"}\': expected a chat as',
+    ),
     "plain.json": ("[[1]]", None, "plain.json begins with '[1]': expected a chat as "),
     "empty.jsonl": ("\n", None, "empty.jsonl: there is no row in it: expected a chat as "),
     "empty.json": ("[ ]", None, "empty.json: there is no row in it"),
@@ -188,8 +252,8 @@ def test_unknown_data_sets_are_refused(tmp_path, streaming):
         read_rows("org/none", streaming=streaming)
     with pytest.raises(OSError, match="there is no data at './nowhere': give a"):
         read_rows("./nowhere", streaming=streaming)
-    datasets.Dataset.from_list([{"prompt": "x"}]).save_to_disk(tmp_path / "saved")
-    with pytest.raises(ValueError, match="saved has the columns prompt: expected a chat as"):
+    datasets.Dataset.from_list([{"question": "x"}]).save_to_disk(tmp_path / "saved")
+    with pytest.raises(ValueError, match="saved has the columns question: expected a chat as"):
         read_rows(tmp_path / "saved", streaming=streaming)
     datasets.DatasetDict({"train": datasets.Dataset.from_list([{"text": "x"}])}).save_to_disk(tmp_path / "both")
     with pytest.raises(ValueError, match="both' has no split 'test': expected one of train."):
@@ -377,7 +441,7 @@ def test_data_of_which_nothing_is_left_is_refused(tmp_path, streaming):
 
 @pytest.mark.parametrize("streaming", [False, True])
 def test_chats_need_a_template_and_texts_do_not(tmp_path, chats, streaming):
-    with pytest.raises(ValueError, match="the data holds chats, but the tokenizer of '' has no chat template: set"):
+    with pytest.raises(ValueError, match="the data holds chats, but the tokenizer of '' has no chat template: give"):
         tokenize_rows(read_rows(chats, streaming=streaming), tokenizer_with(None), 64)
     rows = read_rows(write_lines(tmp_path / "x.jsonl", [{"text": "abc"}]), streaming=streaming)
     (example,) = tokenize_rows(rows, tokenizer_with(None), 64)[0]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hf_drafthead.training.chats import Chat, Refused, mend
+from hf_drafthead.data.chats import Chat, Refused, mend
 from hf_drafthead.training.objectives import IGNORED
 from hf_drafthead.training.templates import ChatEncoder, frame
 from tests.training.chat_templates import CHATML, STYLES, THINKING, TOKENIZERS, VICUNA, bytes_of, tokenizer_with
@@ -95,7 +95,7 @@ def test_special_tokens_in_a_question_change_nothing():
 @pytest.mark.parametrize(
     "template, text",
     [
-        (None, "the data holds chats, but the tokenizer of '' has no chat template: set tokenizer.chat_template"),
+        (None, "the data holds chats, but the tokenizer of '' has no chat template: give the one the base was"),
         ("{{ messages[0]['content'] }}", "does not show the question and the answer of a chat once each"),
         ("{% for m in messages %}{{ m['content'] + m['content'] }}{% endfor %}", "once each"),
         ("{% for m in messages %}{{ m['content'] | upper }}{% endfor %}", "once each"),

@@ -11,10 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from hf_drafthead.data.chats import mend
+from hf_drafthead.data.sources import read_rows
 from hf_drafthead.modeling import MedusaForCausalLM
 from hf_drafthead.training.answers import RowNoise
-from hf_drafthead.training.chats import mend
+from hf_drafthead.training.data import tokenize_rows
 from hf_drafthead.training.distill import DistillReport, distill, load_model
+from hf_drafthead.training.objectives import IGNORED
 from hf_drafthead.training.shards import Shards
 from hf_drafthead.training.templates import ChatEncoder
 from tests.bases import tiny_base
@@ -72,7 +75,8 @@ def by_hand(base, tokenizer, questions: list[str], max_new_tokens: int) -> list[
         answer = tokenizer.decode(ids, skip_special_tokens=True).removeprefix(" ")
         if not answer.strip():
             break
-        messages.append({"role": "assistant", "content": answer} | ({} if ended else {"cut": True}))
+        written = {"role": "assistant", "content": answer, "ids": ids.tolist()}
+        messages.append(written if ended else written | {"cut": True})
         if not ended:
             break
     return messages
@@ -288,6 +292,34 @@ def test_what_was_written_is_learnt_as_it_was_written(tmp_path, name):
     assert learnt > 4
 
 
+@pytest.mark.parametrize("form", ["chats", "texts"])
+def test_bytes_that_are_no_text_do_not_change_what_is_learnt(tmp_path, form):
+    tokenizer = tokenizer_with(CHATML)
+    base = tiny_base("llama", vocab_size=len(tokenizer))  # which writes any bytes
+    data = CHATS if form == "chats" else [{"prompt": words} for words in WORDS]
+    distill(base, tokenizer, data, tmp_path / "out.jsonl", **SETTINGS)
+    assert "\N{REPLACEMENT CHARACTER}" in (tmp_path / "out.jsonl").read_text()
+    examples, report = tokenize_rows(read_rows(tmp_path / "out.jsonl"), tokenizer)
+    assert report.refused == 0
+    agreed = labels = 0
+    for example in examples:
+        ids, learnt = torch.tensor(example["input_ids"]), torch.tensor(example["labels"])
+        guessed = base(ids[None]).logits[0, :-1].argmax(-1)
+        first = int((learnt != IGNORED).nonzero()[0])
+        answer = slice(first, first + 12)  # the first one: later ones are asked for behind its text
+        agreed += int((guessed[first - 1 : first + 11] == learnt[answer]).sum())
+        labels += int((learnt[answer] != IGNORED).sum())
+    assert agreed == labels > 50
+
+
+def test_prompts_and_questions_are_asked(base, tokenizer, tmp_path):
+    rows = [{"prompt": "what is it " * 9}, {"turns": ["why", "when"]}, {"prompt": ["why", "when"]}]
+    distill(base, tokenizer, rows, tmp_path / "out.jsonl", **SETTINGS, prompt_tokens=4)
+    prompt, *chats = read(tmp_path / "out.jsonl")
+    assert prompt["text"][: prompt["given"]] == "what is it " * 9  # all of it, however many tokens of a text are given
+    assert chats[0]["messages"] == chats[1]["messages"] == by_hand(base, tokenizer, ["why", "when"], 12)
+
+
 BAD_SETTINGS = [
     ({"max_new_tokens": 0}, "max_new_tokens is 0: expected at least 1."),
     ({"batch_size": 0}, "batch_size is 0: expected at least 1."),
@@ -312,7 +344,7 @@ def test_bad_settings_are_refused_in_one_line(base, tokenizer, tmp_path, setting
 
 
 def test_chats_need_a_template(base, tmp_path):
-    with pytest.raises(ValueError, match="the tokenizer of '' has no chat template: set tokenizer.chat_template"):
+    with pytest.raises(ValueError, match="the tokenizer of '' has no chat template: give the one the base was"):
         distill(base, tokenizer_with(None), CHATS, tmp_path / "out.jsonl")
 
 

@@ -38,7 +38,13 @@ def test_heads_of_a_base_in_half_precision_learn(family, dtype, place, tmp_path)
     heads = tmp_path / "heads"
     fields = {"feature_layers": [0, 1]} if family == "eagle3" else {}  # the base has two layers
     trained = train_heads(
-        str(place / dtype), family, str(place / "texts.jsonl"), heads, fields=fields, load={"dtype": "auto"}, **arguments
+        str(place / dtype),
+        family,
+        str(place / "texts.jsonl"),
+        heads,
+        fields=fields,
+        load={"dtype": "auto"},
+        **arguments,
     )
     first, last = (load_file(heads / f"checkpoint-{step}" / "model.safetensors") for step in (1, 6))
     assert {tensor.dtype for tensor in last.values() if tensor.is_floating_point()} == {torch.float32}

@@ -10,17 +10,20 @@ from pathlib import Path
 
 import pytest
 import torch
+from datasets import Dataset
 from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
 from hf_drafthead import zoo
+from hf_drafthead.data.sources import stream_hash
 from hf_drafthead.modeling import families
 from hf_drafthead.training.arguments import DraftHeadTrainingArguments
 from hf_drafthead.training.expected_tokens_per_step import ExpectedTokensPerStep
+from hf_drafthead.training.options import sort_options
+from hf_drafthead.training.prepare import PreparedData, own_prompts
 from hf_drafthead.training.record import check_run, save_whole
-from hf_drafthead.training.run import PreparedData, own_prompts, sort_options, train_heads
-from hf_drafthead.training.sources import stream_hash
+from hf_drafthead.training.run import train_heads
 from hf_drafthead.training.trainer import DraftHeadTrainer, whole_checkpoint
 from tests.bases import tiny_base
 from tests.families import FAMILIES
@@ -70,6 +73,7 @@ def test_every_family_trains_saves_and_loads(family, place, tmp_path):
     assert summary["family"] == family and summary["steps"] == 4 and len(summary["data_sha256"]) == 64
     assert summary["data_report"]["rows"] == 21 and 0 <= summary["held_out"]["head0_top1"] <= 1
     assert summary["learning_rate"] == families.FAMILIES[family].recipe["learning_rate"]
+    assert summary["schedule"] == families.FAMILIES[family].recipe["lr_scheduler_type"]
     prompts = own_prompts([{"input_ids": ids, "labels": ids} for ids in held_out_rows(place)], 3, 100)
     assert summary["tokens_per_step"] == pytest.approx(ExpectedTokensPerStep(prompts, 8)(loaded))
     if family == "eagle3":
@@ -87,6 +91,18 @@ def token_rows(place):
     tokenizer = AutoTokenizer.from_pretrained(place / "base")
     texts = [json.loads(line)["text"] for line in (place / "texts.jsonl").read_text().splitlines()]
     return [tokenizer(text).input_ids for text in texts]
+
+
+@pytest.mark.parametrize("streamed", [False, True], ids=["Dataset", "IterableDataset"])
+def test_a_data_set_in_hand_is_learnt_from_as_its_file_is(place, tmp_path, streamed):
+    rows = Dataset.from_json(str(place / "texts.jsonl"), cache_dir=str(tmp_path / "cache"))
+    data = rows.to_iterable_dataset() if streamed else rows
+    trained = train_heads(str(place / "base"), "medusa", data, tmp_path / "in-hand", **QUICK)
+    from_file = train(place, tmp_path / "file", streaming=streamed)
+    for name, tensor in weights(from_file.model.drafter).items():
+        assert torch.equal(weights(trained.model.drafter)[name], tensor)
+    if not streamed:  # of a stream only the first rows can be hashed, of a file everything
+        assert trained.summary["data_sha256"] == from_file.summary["data_sha256"]
 
 
 def test_a_base_that_learnt_is_saved_with_its_heads(place, tmp_path):
@@ -316,9 +332,9 @@ def test_options_are_told_apart():
 def test_bad_input(place, tmp_path):
     with pytest.raises(ValueError, match="the data holds 24 rows, of which 24 are to be held out: give more data, or"):
         train(place, tmp_path / "a", held_out_rows=24)
-    with pytest.raises(ValueError, match="with streaming nobody knows how long an epoch is"):
+    with pytest.raises(ValueError, match="with streaming the length of an epoch is not known: give the"):
         train_heads(str(place / "base"), "medusa", str(place / "texts.jsonl"), tmp_path / "b", streaming=True)
-    with pytest.raises(ValueError, match="holds no whole checkpoint to go on from: leave --resume out"):
+    with pytest.raises(ValueError, match="holds no whole checkpoint to resume from: leave --resume out"):
         train(place, tmp_path / "c", resume=True)
     with pytest.raises(ValueError, match="num_draft_heads cannot be chosen for trained heads"):
         train(place, tmp_path / "d", heads=str(tmp_path), fields={"num_draft_heads": 2})

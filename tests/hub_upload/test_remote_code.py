@@ -1,6 +1,6 @@
 """From the Hub to text in three lines of Python, on a machine that has transformers and torch and nothing of ours.
 
-By default that machine is this interpreter with hf_drafthead out of its reach; STRANGER_PYTHON names another one.
+By default that machine is this interpreter with hf_drafthead out of its reach; REMOTE_CODE_PYTHON names another one.
 """
 
 import json
@@ -16,7 +16,7 @@ from safetensors.torch import load
 from hf_drafthead import zoo
 from tests.hub_upload.clients import environment
 
-PYTHON = os.environ.get("STRANGER_PYTHON", sys.executable)
+PYTHON = os.environ.get("REMOTE_CODE_PYTHON", sys.executable)
 THREE_LINES = """
 from transformers import pipeline
 write = pipeline("text-generation", model="org/hydra", trust_remote_code=True)
@@ -77,8 +77,8 @@ def published(running):
 
 @pytest.fixture(scope="module")
 def printed(published, tmp_path_factory) -> str:
-    """What a stranger's Python prints, in a home of its own."""
-    folder = tmp_path_factory.mktemp("stranger")
+    """What that Python prints, in a home of its own."""
+    folder = tmp_path_factory.mktemp("remote_code")
     names = [repository(family) for family in zoo.families()]
     absent = NOT_INSTALLED if PYTHON == sys.executable else ""
     run = subprocess.run(

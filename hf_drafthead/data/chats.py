@@ -23,11 +23,13 @@ class Chat:
         messages: turns with `role` (system, user or assistant) and `content`, as chat templates take them.
         cut: the last answer was broken off: no end of turn follows it.
         mapped: what was changed, in words, each kind once.
+        ids: for each answer its tokens as the base wrote them, None where only the text is known.
     """
 
     messages: list[dict[str, str]]
     cut: bool = False
     mapped: dict[str, None] = field(default_factory=dict)
+    ids: list[list[int] | None] = field(default_factory=list)
 
     def answered(self) -> "Chat":
         """Without a question at the end that nobody answers.
@@ -38,7 +40,7 @@ class Chat:
         if not any(turn["role"] == "assistant" for turn in self.messages):
             raise Refused("it has no assistant turn")
         if self.messages[-1]["role"] == "user":
-            return Chat(self.messages[:-1], mapped={**self.mapped, "unanswered last turn dropped": None})
+            return Chat(self.messages[:-1], mapped={**self.mapped, "unanswered last turn dropped": None}, ids=self.ids)
         return self
 
     def without_system(self) -> "Chat":
@@ -47,7 +49,8 @@ class Chat:
             return self
         system, question, *rest = self.messages
         first = {"role": "user", "content": f"{system['content']}\n\n{question['content']}"}
-        return Chat([first, *rest], self.cut, {**self.mapped, "system turn put into the first question": None})
+        mapped = {**self.mapped, "system turn put into the first question": None}
+        return Chat([first, *rest], self.cut, mapped, self.ids)
 
 
 def mend(messages: Sequence[Mapping[str, Any]] | None) -> Chat:
@@ -57,7 +60,7 @@ def mend(messages: Sequence[Mapping[str, Any]] | None) -> Chat:
     and questions that follow one another, by an empty line. Never changes an answer.
 
     Args:
-        messages: turns with `role` and `content`, and `cut` where an answer was broken off.
+        messages: turns with `role` and `content`, of answers `cut` where one was broken off, and `ids`, its tokens.
 
     Raises:
         Refused: no turns, an unknown role, a turn without text, a system turn in the middle, two answers in a row, or
@@ -77,14 +80,14 @@ def mend(messages: Sequence[Mapping[str, Any]] | None) -> Chat:
             raise Refused(f"turn {number} has no text")
         if role != given:
             chat.mapped[f"{given} -> {role}"] = None
-        _add(chat, number, role, content)
+        _add(chat, number, role, content, turn.get("ids"))
         chat.cut = bool(turn.get("cut"))
     if not any(turn["role"] == "user" for turn in chat.messages):
         raise Refused("it has no user turn")
     return chat
 
 
-def _add(chat: Chat, number: int, role: str, content: str) -> None:
+def _add(chat: Chat, number: int, role: str, content: str, ids: list[int] | None) -> None:
     before = chat.messages[-1]["role"] if chat.messages else None
     if not content.strip():
         if role != "system":
@@ -101,3 +104,5 @@ def _add(chat: Chat, number: int, role: str, content: str) -> None:
         chat.messages[-1] = {"role": role, "content": f"{chat.messages[-1]['content']}\n\n{content}"}
     else:
         chat.messages.append({"role": role, "content": content})
+        if role == "assistant":
+            chat.ids.append(ids)

@@ -1,0 +1,88 @@
+"""`hf-drafthead chat`: a conversation in the terminal."""
+
+import sys
+from typing import Annotated
+
+import typer
+
+from hf_drafthead.cli.common import (
+    BaseModel,
+    Device,
+    Dtype,
+    Model,
+    RemoteCode,
+    SamplingSeed,
+    System,
+    Temperature,
+    Template,
+    Tree,
+    app,
+    coloured,
+    complain,
+    output,
+    parse_tree,
+    read_template,
+    sampling,
+    show_pace,
+)
+
+
+@app.command()
+def chat(
+    model: Model,
+    system: System = None,
+    chat_template: Template = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer, at most.")] = 1024,
+    temperature: Temperature = None,
+    seed: SamplingSeed = None,
+    tree: Tree = None,
+    color: Annotated[bool, typer.Option("--color/--no-color", help="Colour accepted guesses by their depth.")] = True,
+    device: Device = None,
+    dtype: Dtype = "auto",
+    base_model: BaseModel = None,
+    trust_remote_code: RemoteCode = False,
+) -> None:
+    """Hold a conversation: answers stream, accepted guesses are coloured by depth; /clear begins anew, /exit ends."""
+    from transformers import set_seed
+
+    from hf_drafthead.evaluation.conversation import Conversation
+    from hf_drafthead.evaluation.load_options import LoadOptions, load_here
+
+    template = read_template(chat_template)
+    chosen = None if tree is None else parse_tree(tree)
+    loaded, tokenizer = load_here(model, LoadOptions(dtype, device, base_model, trust_remote_code))
+    tokenizer.chat_template = template or tokenizer.chat_template
+    settings = {"max_new_tokens": max_new_tokens, **sampling(temperature)}
+    conversation = Conversation(loaded, tokenizer, system=system, tree=chosen, settings=settings)
+    if seed is not None:
+        set_seed(seed)
+    console = output()
+
+    def show(piece: str, depth: int) -> None:
+        console.print(coloured(piece, depth if color else 0), end="", soft_wrap=True)
+
+    if sys.stdin.isatty():
+        console.print("/clear begins a new conversation, /exit or Ctrl-D ends.", style="dim")
+    while (asked := next_question()) is not None:
+        if asked == "/clear":
+            conversation.clear()
+        elif asked:
+            try:
+                written = conversation.ask(asked, show)
+            except KeyboardInterrupt:
+                console.print()
+                complain("interrupted: the question and its answer are left out of the conversation.")
+            except ValueError as error:  # such as no room for an answer: the user can begin a new conversation
+                complain(str(error))
+            else:
+                console.print()
+                show_pace(written)
+
+
+def next_question() -> str | None:
+    """The user's next line without white space around it; None at the end."""
+    try:
+        line = input("> " if sys.stdin.isatty() else "").strip()
+    except EOFError:
+        return None
+    return None if line == "/exit" else line

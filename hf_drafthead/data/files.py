@@ -1,0 +1,121 @@
+"""Files of chats, texts, prompts or questions: which of them are read, and what stands in them, record by record."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TextIO
+
+TEXTS = (".txt",)
+TABLES = (".parquet", ".arrow")
+RECORDS = (".json", ".jsonl")
+BLOCK = 1 << 16  # characters of a text file that become one row, up to the end of the line
+
+
+def files_of(path: Path) -> list[Path]:
+    """The file itself, or those of a folder that are read one by one, in the order of their names."""
+    if path.is_file():
+        if path.suffix not in TEXTS + RECORDS:
+            wanted = ", ".join(RECORDS + TEXTS)
+            raise ValueError(f"the kind of {str(path)!r} is not known: expected a file that ends in one of {wanted}.")
+        return [path]
+    found = [file for file in sorted(path.rglob("*")) if not _hidden(file.relative_to(path)) and file.is_file()]
+    if any(file.suffix in TABLES for file in found):
+        return []  # a data set, whose other files only describe it
+    return [file for file in found if file.suffix in TEXTS + RECORDS]
+
+
+def _hidden(path: Path) -> bool:
+    return any(part.startswith(".") for part in path.parts)
+
+
+def records_of(path: str) -> Iterator[tuple[str, Any]]:
+    """The records of a file, each with its place in it: `line 3`, or `row 2` of an array, counted from 0.
+
+    Raises:
+        ValueError: the file is not UTF-8 text, or not JSON.
+    """
+    try:
+        yield from _texts(path) if path.endswith(TEXTS) else _records(path)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text ({error.reason}): convert it.") from None
+
+
+def _texts(path: str) -> Iterator[tuple[str, Any]]:
+    """A text file as one record, or as several if it is long."""
+    with open(path, encoding="utf-8") as file:
+        number = 0
+        while lines := file.readlines(BLOCK):
+            yield f"row {number}", {"text": "".join(lines)}
+            number += 1
+
+
+def _records(path: str) -> Iterator[tuple[str, Any]]:
+    """Objects of a file: of an array, or one per line."""
+    with open(path, encoding="utf-8") as file:
+        while (first := file.read(1)).isspace():
+            pass
+        file.seek(0)
+        if first == "[":
+            yield from ((f"row {number}", element) for number, element in enumerate(_array(file, path)))
+        else:
+            yield from _lines(file, path)
+
+
+def _lines(file: TextIO, path: str) -> Iterator[tuple[str, Any]]:
+    for number, line in enumerate(file, start=1):
+        if line.strip():
+            try:
+                yield f"line {number}", json.loads(line)
+            except json.JSONDecodeError as error:
+                raise ValueError(
+                    f"{path} line {number} is not JSON ({error.msg}): write one object per line, or one array of them."
+                ) from None
+
+
+def _array(file: TextIO, path: str) -> Iterator[Any]:
+    """Elements of a JSON array, read piece by piece: a file of chats may be larger than memory."""
+    decoder = json.JSONDecoder()
+    text, line = "", 1
+
+    def advance(length: int) -> None:
+        nonlocal text, line
+        line += text.count("\n", 0, length)
+        text = text[length:]
+
+    def symbol() -> str:
+        nonlocal text
+        while True:
+            advance(len(text) - len(text.lstrip()))
+            if text or not (text := file.read(BLOCK)):
+                return text[:1]
+
+    def wrong(message: str, at: int = 0) -> ValueError:
+        number = line + text.count("\n", 0, at)
+        return ValueError(
+            f"{path} line {number} is not JSON ({message}): expected an array of chats, and nothing else."
+        )
+
+    symbol()
+    advance(1)
+    more = symbol() != "]"
+    while more:
+        symbol()
+        try:
+            element, end = decoder.raw_decode(text)
+        except json.JSONDecodeError as error:
+            # an element that goes on behind the piece read looks broken at its end, or within a string
+            goes_on = error.msg.startswith("Unterminated string") or error.pos > len(text) - 12
+            if goes_on and (piece := file.read(max(BLOCK, len(text)))):
+                text += piece
+                continue
+            raise wrong(error.msg, error.pos) from None
+        yield element
+        advance(end)
+        if symbol() not in (",", "]"):
+            raise wrong(f"{text[:20]!r} instead of a comma" if text else "the file ends within the array")
+        more = text[0] == ","
+        if more:
+            advance(1)
+    advance(1)
+    if symbol():
+        raise wrong(f"{text[:20]!r} after the array")

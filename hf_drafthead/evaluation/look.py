@@ -1,0 +1,191 @@
+"""A short look at several sets of heads on one base: every prompt once, the base once for all of them.
+
+Shapes: B = 1 row.
+"""
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+import transformers
+
+from hf_drafthead.evaluation.acceptance import tokens_per_step
+from hf_drafthead.evaluation.compare import Contender, contenders
+from hf_drafthead.evaluation.compare_with_base import candidate_trees
+from hf_drafthead.evaluation.loading import load, one_line
+from hf_drafthead.evaluation.measurement import BASE, COMPILED, HEADS
+from hf_drafthead.evaluation.memory import out_of_memory
+from hf_drafthead.evaluation.questions import Question
+from hf_drafthead.evaluation.speed import batched, encode_all, fastest_tree, new_tokens, steps_of, wait
+from hf_drafthead.generation.tree import DraftTree
+
+INSTALLED = "as installed"
+TREE_SIZES = (12, 24)  # nodes; the faster one on the first prompts is taken
+TREE_PROMPTS, TREE_TOKENS = 2, 24
+CAPTURED = "captured"  # the step of the heads compiled as one program
+CAPTURE: dict[str, Any] = {"cache_implementation": "static"}
+
+
+@dataclass(frozen=True)
+class Line:
+    """One way to decode the prompts.
+
+    name: `base` or the family; way: how it was run; prepared: seconds of what only the first call pays for, compiling
+    above all; notice: why there are no figures, if there are none.
+    """
+
+    name: str
+    way: str
+    tree_nodes: int | None = None
+    new_tokens: int = 0
+    tokens_per_second: float | None = None
+    tokens_per_step: float | None = None
+    speedup: float | None = None
+    speedup_over_compiled: float | None = None
+    identical: bool | None = None
+    prepared: float = 0.0
+    notice: str | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """All fields, and the versions they were measured with."""
+        efficiency = self.speedup / self.tokens_per_step if self.speedup and self.tokens_per_step else None
+        versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+        return {**asdict(self), "efficiency": efficiency, **versions}
+
+
+def of_one_length(prompts: Sequence[Mapping[str, torch.Tensor]]) -> list[dict[str, torch.Tensor]]:
+    """Prompts (B, P) of different lengths cut to that of the shortest, for a compiled base is compiled for each length.
+
+    The first token stays, which begins the text for many tokenizers, and of the rest the end, which is continued.
+    """
+    length = min(one["input_ids"].shape[1] for one in prompts)
+    return [
+        {name: torch.cat([rows[:, :1], rows[:, rows.shape[1] - length + 1 :]], dim=1) for name, rows in one.items()}
+        for one in prompts
+    ]
+
+
+@dataclass(frozen=True)
+class Best:
+    """The fastest family: its name, its model, the tree that it was measured with, and its line."""
+
+    name: str
+    model: Any
+    tree: DraftTree
+    line: Line
+
+
+@dataclass
+class Look:
+    """The prompts, and what the base made of them.
+
+    Args:
+        base: causal LM.
+        tokenizer: its.
+        prompts: what to continue, one at a time; their ends, of one length.
+        max_new_tokens: per prompt, at most.
+
+    Attributes:
+        best: the fastest family so far.
+    """
+
+    base: Any
+    tokenizer: Any
+    prompts: Sequence[Question]
+    max_new_tokens: int
+    best: Best | None = field(default=None, init=False)
+    _expected: list[torch.Tensor] = field(default_factory=list, init=False, repr=False)
+
+    def lines(self, families: Mapping[str, str], captured: bool = False) -> Iterator[Line]:
+        """The base as installed and compiled, then each family as soon as it is measured.
+
+        Args:
+            families: folder or id of the heads, by name; at least one.
+            captured: at the end also the fastest family with its step compiled as one program.
+
+        Raises:
+            OSError, ValueError: as `load` does, or a prompt leaves the base no room.
+        """
+        first, *_ = families.values()
+        model, _ = load(first, base_model=self.base)
+        runners = contenders(model, self.tokenizer, compare=[COMPILED])
+        given = encode_all(model, self.tokenizer, batched(self.prompts, 1), self.max_new_tokens)
+        self._given = of_one_length(given)
+        installed = self._measure(model, BASE, INSTALLED, runners[BASE])
+        yield installed
+        compiled = self._measure(model, BASE, COMPILED, runners[COMPILED], over=(installed, None))
+        yield compiled
+        for name, path in families.items():
+            model, _ = load(path, base_model=self.base)
+            tree = self._tree(model)
+            line = self._heads(model, name, INSTALLED, tree, {}, (installed, compiled))
+            if self.best is None or (line.tokens_per_second or 0) > (self.best.line.tokens_per_second or 0):
+                self.best = Best(name, model, tree, line)
+            yield line
+        if captured and self.best is not None:
+            yield self._heads(self.best.model, self.best.name, CAPTURED, self.best.tree, CAPTURE, (installed, compiled))
+
+    def _heads(
+        self, model: Any, name: str, way: str, tree: DraftTree, settings: dict[str, Any], over: tuple[Line, Line]
+    ) -> Line:
+        runner = contenders(model, self.tokenizer, tree=tree, acceptance=settings)[HEADS]
+        return self._measure(model, name, way, runner, over=over, nodes=tree.num_nodes)
+
+    def _tree(self, model: Any) -> DraftTree:
+        """The faster one of few trees, on few prompts."""
+        found = [tree for tree in candidate_trees(model) if tree.num_nodes in TREE_SIZES] or candidate_trees(model)[:1]
+        if len(found) == 1:
+            return found[0]
+        tokens = min(TREE_TOKENS, self.max_new_tokens)
+        return fastest_tree(model, self.tokenizer, self.prompts[:TREE_PROMPTS], found, max_new_tokens=tokens)
+
+    def _measure(
+        self,
+        model: Any,
+        name: str,
+        way: str,
+        runner: Contender,
+        *,
+        over: tuple[Line | None, Line | None] = (None, None),
+        nodes: int | None = None,
+    ) -> Line:
+        """Every prompt once, after one call that is not timed; `over` are the base as installed and compiled."""
+        settings = {"do_sample": False, "max_new_tokens": self.max_new_tokens}
+        device = self.base.device
+
+        def timed(given: Mapping[str, torch.Tensor]) -> tuple[Any, float]:
+            wait(device)
+            start = time.perf_counter()
+            output = runner(given, settings)
+            wait(device)
+            return output, time.perf_counter() - start
+
+        try:
+            _, prepared = timed(self._given[0])
+        except Exception as error:  # of a compiler; the base can be measured without one
+            if way != COMPILED or out_of_memory(error):
+                raise
+            return Line(name, way, notice=one_line(error))
+        runs = [timed(given) for given in self._given]
+        sequences = [getattr(output, "sequences", output) for output, _ in runs]
+        self._expected = self._expected or sequences
+        tokens = sum(new_tokens(model, given, found) for given, found in zip(self._given, sequences))
+        pace = tokens / sum(seconds for _, seconds in runs)
+
+        def times(other: Line | None) -> float | None:
+            return pace / other.tokens_per_second if other is not None and other.tokens_per_second else None
+
+        return Line(
+            name,
+            way,
+            tree_nodes=nodes,
+            new_tokens=tokens,
+            tokens_per_second=pace,
+            tokens_per_step=None if nodes is None else tokens_per_step(steps_of(output) for output, _ in runs),
+            speedup=times(over[0]),
+            speedup_over_compiled=times(over[1]),
+            identical=all(map(torch.equal, sequences, self._expected)),
+            prepared=prepared - runs[0][1],
+        )

@@ -1,0 +1,258 @@
+"""Self-distillation through a server with the API of OpenAI, with many requests at once.
+
+Such servers are vLLM, SGLang, TGI, `transformers serve` and `hf-drafthead serve`.
+
+The rows are those of `distill`, without the tokens of the answers, which such a server does not tell.
+"""
+
+import asyncio
+import hashlib
+import os
+from collections.abc import Callable, Iterable, Mapping
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from hf_drafthead.data.chats import Refused
+from hf_drafthead.data.rows import as_row, data_hash
+from hf_drafthead.data.texts import beginning_of
+from hf_drafthead.training.answers import Counts, Task, questions_of
+from hf_drafthead.training.collect import DistillReport, Todo, collect
+from hf_drafthead.training.distill import check_choices
+from hf_drafthead.training.shards import Shards
+from hf_drafthead.training.templates import ChatEncoder, without_post_processor
+
+HOPELESS = 20  # rows that the server refuses, before any was answered, after which nothing more is asked
+TIMEOUT = 600.0  # seconds for one answer
+
+
+def distill_from_endpoint(
+    url: str,
+    model: str,
+    rows: Iterable[Mapping[str, Any]],
+    output: str | Path,
+    *,
+    tokenizer: Any = None,
+    max_new_tokens: int = 512,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    prompt_tokens: int = 64,
+    seed: int = 0,
+    concurrency: int = 32,
+    retries: int = 8,
+    progress: Callable[[], None] | None = None,
+) -> DistillReport:
+    """Let a server answer the data's questions, as `distill` lets a model in this process.
+
+    Requests that fail (no connection, no answer in time, too many requests, an error of the server) are sent again
+    after a pause that doubles. What is answered is on the disk at once; a run that ended early is resumed by the same
+    call.
+
+    Args:
+        url: of the server, such as `http://127.0.0.1:8000/v1`; `/v1` is added where it names no path.
+        model: as the server calls it.
+        rows, output: as for `distill`.
+        tokenizer: the base's fast one: cuts plain texts after `prompt_tokens`, and takes the white space of its chat
+            template off the answers; None where the data holds neither.
+        max_new_tokens, temperature, top_p, prompt_tokens, seed: as for `distill`; a server may heed the seed or not.
+        concurrency: requests at once, in each process.
+        retries: times that a request is sent again before the run ends.
+        progress: called once for each row, in this process.
+
+    The key of a server that wants one is read from the environment variable OPENAI_API_KEY.
+
+    Raises:
+        OSError: the package `openai` is missing, the server cannot be reached, refuses the key or has no such model,
+            or failed too often.
+        ValueError: as `distill` does, or the server refuses every row.
+    """
+    counts = {"max_new_tokens": max_new_tokens, "prompt_tokens": prompt_tokens, "concurrency": concurrency}
+    check_choices(temperature, top_p, **counts)
+    if find_spec("openai") is None:
+        raise OSError("--endpoint needs the package openai: pip install 'hf-drafthead[endpoint]'.")
+    choices: dict[str, Any] = {
+        "max_new_tokens": max_new_tokens,
+        "temperature": float(temperature),
+        "top_p": float(top_p),
+        "prompt_tokens": prompt_tokens,
+        "seed": seed,
+    }
+    tell = progress or (lambda: None)
+
+    def work(todo: Todo, shards: Shards, report: DistillReport) -> Counts:
+        asker = Asker(url, model, tokenizer, choices, retries)
+        asyncio.run(_ask_all(asker, todo, shards, report, concurrency, tell))
+        return asker.counts
+
+    return collect(rows, output, {"endpoint_model": model, "data": data_hash(rows), **choices}, work, tell)
+
+
+class Asker:
+    """Asks a server for the answers of one task after the other.
+
+    Args:
+        url, model, tokenizer, retries: as for `distill_from_endpoint`.
+        choices: its settings of sampling and lengths.
+    """
+
+    def __init__(self, url: str, model: str, tokenizer: Any, choices: Mapping[str, Any], retries: int) -> None:
+        self.url, self.model, self.choices = url, model, choices
+        self.counts = Counts()
+        self._bare = None if tokenizer is None else without_post_processor(tokenizer)
+        template = None if tokenizer is None else getattr(tokenizer, "chat_template", None)
+        self._chats = ChatEncoder(tokenizer) if template else None
+        self._openai = import_module("openai")  # an extra, needed here alone
+        self._client = self._openai.AsyncOpenAI(
+            base_url=with_path(url),
+            api_key=os.environ.get("OPENAI_API_KEY") or "none",
+            max_retries=retries,
+            timeout=TIMEOUT,
+        )
+
+    def begin(self, index: int, row: Mapping[str, Any]) -> Task:
+        """The task that a row sets.
+
+        Raises:
+            Refused: it holds nothing that can be asked.
+            ValueError: a plain text, and no tokenizer to cut it.
+        """
+        row = as_row(row)
+        asked = questions_of(row)
+        if asked is not None:
+            return Task.of_questions(index, asked if self._chats is None else self._chats.fit(asked))
+        if row["given"]:
+            return Task(index, given=row["text"][: row["given"]])
+        if self._bare is None:
+            raise ValueError(
+                f"row {index} is a plain text, of which the first {self.choices['prompt_tokens']} tokens are given: "
+                "name the base too (hf-drafthead distill MODEL --endpoint ...), whose tokenizer finds them."
+            )
+        return Task(index, given=beginning_of(self._bare, row["text"], self.choices["prompt_tokens"]))
+
+    async def finish(self, task: Task) -> None:
+        """Ask all that the task still has to ask.
+
+        Raises:
+            Refused: the server refuses the first question, as too long for instance.
+            OSError: the server cannot be used, or failed too often.
+        """
+        while not task.done:
+            try:
+                words, ended, tokens = await self._answer(task)
+            except self._openai.BadRequestError as error:
+                if task.answers == 0:
+                    raise Refused(f"the server refuses it ({_said(error)})") from None
+                task.messages.pop()  # a question that there is no room for
+                task.done = True
+                return
+            except self._openai.APIStatusError as error:
+                raise OSError(
+                    f"the server at {self.url!r} answers {error.status_code} ({_said(error)}): check --endpoint, "
+                    f"--model {self.model!r} and OPENAI_API_KEY; the same command resumes."
+                ) from error
+            except self._openai.APIConnectionError as error:
+                raise OSError(
+                    f"the server at {self.url!r} does not answer ({_said(error)}): start it, then give the same "
+                    "command again, which resumes."
+                ) from error
+            self.counts.answers += 1
+            self.counts.cut += not ended
+            self.counts.tokens += tokens
+            self._take(task, words, ended)
+
+    async def close(self) -> None:
+        """End all connections."""
+        await self._client.close()
+
+    async def _answer(self, task: Task) -> tuple[str, bool, int]:
+        """The server's next words, whether it ended by itself, and how many tokens they are."""
+        how: dict[str, Any] = {"model": self.model, "max_tokens": self.choices["max_new_tokens"]}
+        how["temperature"] = self.choices["temperature"]
+        if how["temperature"] > 0:
+            key = f"{self.choices['seed']}/{task.index}/{task.answers}"
+            how |= {"top_p": self.choices["top_p"], "seed": _number(key)}
+        if task.given is not None:
+            done = await self._client.completions.create(prompt=task.given, **how)
+            words = done.choices[0].text
+        else:
+            said = [{"role": turn["role"], "content": turn["content"]} for turn in task.messages]
+            done = await self._client.chat.completions.create(messages=said, **how)
+            words = done.choices[0].message.content
+        tokens = 0 if done.usage is None else done.usage.completion_tokens
+        return words or "", done.choices[0].finish_reason == "stop", tokens
+
+    def _take(self, task: Task, words: str, ended: bool) -> None:
+        task.done = True
+        task.answers += 1
+        if not ended:
+            words = words.rstrip("\N{REPLACEMENT CHARACTER}")  # half a character
+        if task.given is not None:
+            task.text = task.given + words
+            return
+        if self._chats is not None:
+            words = words.removeprefix(self._chats.lead)
+        if not words.strip():
+            return
+        answer: dict[str, Any] = {"role": "assistant", "content": words}
+        task.messages.append(answer if ended else {**answer, "cut": True})
+        if ended and task.questions:
+            task.messages.append({"role": "user", "content": task.questions.pop(0)})
+            task.done = False
+
+
+async def _ask_all(
+    asker: Asker, todo: Todo, shards: Shards, report: DistillReport, concurrency: int, progress: Callable[[], None]
+) -> None:
+    """So many tasks at once until no row is left; what is through is written at once."""
+
+    async def work() -> None:
+        for index, row in todo:  # all take from the same rows
+            try:
+                task = asker.begin(index, row)
+                await asker.finish(task)
+            except Refused as reason:
+                report.refuse(index, reason)
+                if report.refused >= HOPELESS and not report.written + report.found:
+                    raise ValueError(
+                        f"nothing can be asked: the first {HOPELESS} rows were refused ({'; '.join(report.refusals)})."
+                    ) from None
+            else:
+                shards.write([task.to_row()])
+                report.written += 1
+            progress()
+
+    workers = [asyncio.create_task(work()) for _ in range(concurrency)]
+    try:
+        await asyncio.gather(*workers)
+    finally:
+        for one in workers:
+            one.cancel()
+        await asyncio.gather(*workers, return_exceptions=True)
+        await asker.close()
+
+
+def with_path(url: str) -> str:
+    """The address of the API: where it names no path, the usual one.
+
+    >>> with_path("http://127.0.0.1:8000"), with_path("https://host/api/v3/")
+    ('http://127.0.0.1:8000/v1', 'https://host/api/v3/')
+
+    Raises:
+        ValueError: it is no address.
+    """
+    scheme, separator, rest = url.partition("://")
+    if scheme not in ("http", "https") or not separator or not rest.strip("/"):
+        raise ValueError(f"--endpoint {url!r} is no address: give one such as http://127.0.0.1:8000/v1.")
+    return url if "/" in rest.rstrip("/") else f"{url.rstrip('/')}/v1"
+
+
+def _number(key: str) -> int:
+    """A seed that depends on the key alone."""
+    return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=4).digest(), "big") >> 1
+
+
+def _said(error: Exception) -> str:
+    """What went wrong, on one line."""
+    cause = f": {error.__cause__}" if error.__cause__ is not None else ""
+    return " ".join(f"{error}{cause}".split())[:300].rstrip(".")

@@ -1,0 +1,279 @@
+"""Any OpenAI-compatible server can answer: the rows are those of `distill`, whatever happens to the server."""
+
+import json
+import random
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import datasets
+import pytest
+from transformers import AutoTokenizer
+
+from hf_drafthead import cli
+from hf_drafthead.data import read_rows
+from hf_drafthead.training.data import tokenize_rows
+from hf_drafthead.training.distill import distill, load_model
+from hf_drafthead.training.endpoint import distill_from_endpoint, with_path
+from tests.checkpoints import byte_tokenizer, save_base, save_heads
+from tests.hub_upload.serving import running_server, served
+
+CHATS = [{"messages": [{"role": "user", "content": words}]} for words in "abcdefghij"]
+TURNS = [{"turns": ["a", "x"]}, {"turns": ["m", "n", "o"]}]
+TEXTS = [{"prompt": "klm"}, {"text": "u" * 80}]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    datasets.disable_progress_bars()
+
+
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+
+
+def recited(text: str, count: int) -> str:
+    """What the base of the tests says behind a text."""
+    at = LETTERS.index(text[-1])
+    return "".join(LETTERS[min(at + 1 + step, 25)] for step in range(count))
+
+
+class Http(ThreadingHTTPServer):
+    """Says nothing of clients that are gone before they are answered."""
+
+    daemon_threads = True
+
+    def handle_error(self, request, client_address):
+        pass
+
+
+class Server:
+    """Recites the alphabet as an OpenAI server does, and misbehaves as it is told.
+
+    Attributes:
+        asked: what was asked, in order.
+        fails: given the number of a request, the status to answer with, "drop" to say nothing at all, None to answer.
+    """
+
+    def __init__(self, fails=lambda number: None, port: int = 0):
+        outer, self.asked, self.at_once, self.most_at_once = self, [], 0, 0
+        lock = threading.Lock()
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self):
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                with lock:
+                    number = len(outer.asked)
+                    outer.asked.append((self.path, body, self.headers.get("Authorization")))
+                    outer.at_once += 1
+                    outer.most_at_once = max(outer.most_at_once, outer.at_once)
+                try:
+                    self._answer(body, fails(number))
+                finally:
+                    with lock:
+                        outer.at_once -= 1
+
+            def _answer(self, body, trouble):
+                threading.Event().wait(0.02)
+                if trouble == "drop":
+                    self.connection.close()
+                    return
+                if isinstance(trouble, int):
+                    return self._send(trouble, {"error": {"message": f"trouble {trouble}"}})
+                said = body["prompt"] if "prompt" in body else body["messages"][-1]["content"]
+                words = recited(said, body["max_tokens"])
+                inner = {"text": words} if "prompt" in body else {"message": {"role": "assistant", "content": words}}
+                choice = {"index": 0, "finish_reason": "stop", **inner}
+                usage = {"prompt_tokens": 1, "completion_tokens": len(words), "total_tokens": 1 + len(words)}
+                self._send(
+                    200, {"id": "x", "object": "x", "created": 0, "model": "x", "choices": [choice], "usage": usage}
+                )
+
+            def _send(self, status, content):
+                sent = json.dumps(content).encode()
+                self.send_response(status)
+                self.send_header("Content-Type", "application/json")
+                self.send_header("Content-Length", str(len(sent)))
+                self.send_header("retry-after-ms", "1")  # so that the tests need not wait
+                self.end_headers()
+                self.wfile.write(sent)
+
+            def log_message(self, *arguments):
+                pass
+
+        self._http = Http(("127.0.0.1", port), Handler)
+        self.port = self._http.server_address[1]
+        self.url = f"http://127.0.0.1:{self.port}/v1"
+        threading.Thread(target=self._http.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.kill()
+
+    def kill(self):
+        self._http.shutdown()
+        self._http.server_close()
+
+
+def read(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def said(row: dict) -> list[str]:
+    return [turn["content"] for turn in row["messages"]]
+
+
+def ask(server, rows, output, **settings):
+    return distill_from_endpoint(server.url, "letters", rows, output, **{"max_new_tokens": 3, **settings})
+
+
+def test_every_row_is_asked_with_many_requests_at_once(tmp_path):
+    ticks = []
+    with Server() as server:
+        report = ask(server, CHATS + TURNS, tmp_path / "out.jsonl", concurrency=4, progress=lambda: ticks.append(0))
+    rows = read(tmp_path / "out.jsonl")
+    assert [row["row"] for row in rows] == list(range(12))
+    assert said(rows[0]) == ["a", "bcd"] and said(rows[10]) == ["a", "bcd", "x", "yzz"]
+    assert said(rows[11]) == ["m", "nop", "n", "opq", "o", "pqr"]
+    assert (report.rows, report.written, report.answers, report.tokens) == (12, 12, 15, 45)
+    assert len(ticks) == 12 and len(server.asked) == 15
+    assert 1 < server.most_at_once <= 4
+    last = next(body for _, body, _ in server.asked if len(body["messages"]) == 5)
+    assert [turn["content"] for turn in last["messages"]] == ["m", "nop", "n", "opq", "o"]
+    assert {(body["model"], body["temperature"], "seed" in body) for _, body, _ in server.asked} == {
+        ("letters", 0, False)
+    }
+
+
+def test_texts_are_continued_where_a_tokenizer_cuts_them(tmp_path):
+    with Server() as server:
+        ask(server, TEXTS, tmp_path / "out.jsonl", tokenizer=byte_tokenizer(), prompt_tokens=5)
+        prompt, text = read(tmp_path / "out.jsonl")
+        assert prompt == {"row": 0, "text": "klmnop", "given": 3}
+        assert text == {"row": 1, "text": "uuuuuvwx", "given": 5}
+        assert {path for path, _, _ in server.asked} == {"/v1/completions"}
+        ask(server, TEXTS[:1], tmp_path / "without.jsonl")
+        with pytest.raises(ValueError, match="row 0 is a plain text, of which the first 64 tokens are given: name the"):
+            ask(server, TEXTS[1:], tmp_path / "none.jsonl")
+
+
+def test_sampling_asks_with_a_seed_of_the_row(tmp_path, monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "secret")
+    settings = {"temperature": 0.7, "top_p": 0.9}
+    with Server() as server:
+        for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+            ask(server, CHATS, tmp_path / f"{name}.jsonl", seed=seed, **settings)
+    seeds = [body["seed"] for _, body, _ in server.asked]
+    assert sorted(seeds[:10]) == sorted(seeds[10:20]) != sorted(seeds[20:])
+    assert len(set(seeds[:10])) == 10
+    assert {(body["temperature"], body["top_p"]) for _, body, _ in server.asked} == {(0.7, 0.9)}
+    assert {key for _, _, key in server.asked} == {"Bearer secret"}
+
+
+@pytest.mark.parametrize("trouble", [500, 429, "drop"])
+def test_a_server_that_fails_half_of_the_time_gives_the_same_rows(tmp_path, trouble):
+    with Server() as server:
+        ask(server, CHATS + TURNS, tmp_path / "whole.jsonl")
+    with Server(lambda number: trouble if random.Random(number).random() < 0.5 else None) as server:
+        report = ask(server, CHATS + TURNS, tmp_path / "out.jsonl", concurrency=3, retries=20)
+    assert (tmp_path / "out.jsonl").read_text() == (tmp_path / "whole.jsonl").read_text()
+    assert report.answers == 15 and len(server.asked) > 20
+
+
+def test_a_server_that_is_killed_costs_nothing_that_was_answered(tmp_path):
+    output = tmp_path / "out.jsonl"
+    with Server() as server:
+        ask(server, CHATS + TURNS, tmp_path / "whole.jsonl")
+    server = Server(lambda number: "drop" if number >= 6 else None)  # all that is heard of a server that is killed
+    with pytest.raises(OSError, match=r"does not answer \(Connection error.*start it, then give the same command"):
+        ask(server, CHATS + TURNS, output, concurrency=2, retries=0)
+    server.kill()
+    with pytest.raises(OSError, match="does not answer"):  # nobody listens there any more
+        ask(server, CHATS + TURNS, output, retries=0)
+    assert not output.exists()
+    found = len((tmp_path / "out.jsonl.part0").read_bytes().splitlines())
+    assert 0 < found <= 6
+    with Server() as another:
+        report = ask(another, CHATS + TURNS, output)
+    assert (report.found, report.written) == (found, 12 - found)
+    assert output.read_text() == (tmp_path / "whole.jsonl").read_text()
+
+
+def test_rows_that_the_server_refuses_are_counted_and_left_out(tmp_path):
+    with Server(lambda number: 400 if number in (0, 1) else None) as server:
+        report = ask(server, CHATS, tmp_path / "out.jsonl", concurrency=1)
+        assert (report.written, report.refused) == (8, 2)
+        assert report.refusals[0].startswith("row 0: the server refuses it (") and "trouble 400" in report.refusals[0]
+    with Server(lambda number: 400 if number == 1 else None) as server:  # no room for the second question
+        ask(server, TURNS[1:], tmp_path / "long.jsonl")
+        assert said(read(tmp_path / "long.jsonl")[0]) == ["m", "nop"]
+    with Server(lambda number: 400) as server:
+        with pytest.raises(ValueError, match="nothing can be asked: the first 20 rows were refused"):
+            ask(server, CHATS * 9, tmp_path / "none.jsonl", concurrency=4)
+        assert len(server.asked) < 30
+
+
+@pytest.mark.parametrize("status", [401, 404, 503])
+def test_a_server_that_cannot_be_used_is_named_in_one_line(tmp_path, capsys, status):
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in CHATS))
+    words = ["--data", tmp_path / "chats.jsonl", "--output", tmp_path / "out.jsonl", "--model", "letters"]
+    with Server(lambda number: status) as server, pytest.raises(SystemExit) as ended:
+        cli.main([str(word) for word in ("distill", "--endpoint", server.url, *words, "--retries", 0)])
+    said = capsys.readouterr().err
+    assert ended.value.code == 2 and said.count("\n") == 1
+    assert f"answers {status} (" in said and "--model 'letters' and OPENAI_API_KEY; the same command resumes." in said
+
+
+@pytest.mark.parametrize(
+    "words, line",
+    [
+        ([], "no model is named: give MODEL, or --endpoint URL --model NAME."),
+        (["--endpoint", "http://x"], "--endpoint URL and --model NAME go together: give both, or a MODEL alone."),
+        (["base", "--model", "x"], "--endpoint URL and --model NAME go together: give both, or a MODEL alone."),
+        (
+            ["--endpoint", "host", "--model", "x"],
+            "--endpoint 'host' is no address: give one such as http://127.0.0.1:80",
+        ),
+        (
+            ["--endpoint", "http://x", "--model", "x", "--batch-size", "2"],
+            "--batch-size does not go with --endpoint: the",
+        ),
+    ],
+)
+def test_what_does_not_go_together_is_refused(tmp_path, capsys, words, line):
+    (tmp_path / "chats.jsonl").write_text(json.dumps(CHATS[0]))
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["distill", *words, "--data", f"{tmp_path}/chats.jsonl", "--output", f"{tmp_path}/out.jsonl"])
+    assert ended.value.code == 2 and line in capsys.readouterr().err
+
+
+def test_the_usual_path_is_added():
+    assert with_path("http://host:1/") == "http://host:1/v1" and with_path("https://h/v4") == "https://h/v4"
+
+
+def test_a_served_model_answers_as_it_does_in_this_process(tmp_path):
+    served()
+    base = save_base(tmp_path)
+    heads = save_heads(tmp_path, base, "medusa")
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    tokenizer.save_pretrained(heads)
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in CHATS + TURNS + TEXTS))
+    rows = read_rows(tmp_path / "data.jsonl")
+    loaded, tokenizer = load_model(str(heads))
+    distill(loaded, tokenizer, rows, tmp_path / "here.jsonl", max_new_tokens=8, prompt_tokens=5)
+    with running_server(heads, tmp_path / "log") as url, pytest.raises(SystemExit) as ended:
+        words = ["--data", tmp_path / "data.jsonl", "--output", tmp_path / "there.jsonl", "--max-new-tokens", 8]
+        words += ["--prompt-tokens", 5, "--concurrency", 4]
+        cli.main([str(word) for word in ("distill", heads, "--endpoint", url, "--model", heads, *words)])
+    assert ended.value.code == 0
+    here, there = read(tmp_path / "here.jsonl"), read(tmp_path / "there.jsonl")
+    for row in here:
+        row.pop("ids", None)
+        for turn in row.get("messages", ()):
+            turn.pop("ids", None)
+    assert there == here
+    _, report = tokenize_rows(read_rows(tmp_path / "there.jsonl"), AutoTokenizer.from_pretrained(heads))
+    assert report.kept == len(here) == 14

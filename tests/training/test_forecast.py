@@ -1,0 +1,141 @@
+"""Before a training what it will take, while it runs what to expect, at its end one report from all processes."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from hf_drafthead import cli, zoo
+from hf_drafthead.training import run
+from hf_drafthead.training.run import train_heads
+from tests.bases import tiny_base
+from tests.training.test_trainer import weights
+
+ROOT = Path(__file__).parents[2]
+QUICK = {"per_device_train_batch_size": 2, "use_cpu": True, "report_to": "none", "num_train_epochs": 1}
+ROWS = 24
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A folder with a tiny base that has the zoo's tokenizer, and some texts."""
+    folder = tmp_path_factory.mktemp("forecast")
+    tokenizer = AutoTokenizer.from_pretrained(zoo.path("base"))
+    base = tiny_base(dtype=torch.float32, vocab_size=len(tokenizer), max_position_embeddings=128)
+    base.save_pretrained(folder / "base")
+    tokenizer.save_pretrained(folder / "base")
+    texts = [f"def function_{number}(a, b):\n    return a * {number} + b\n" for number in range(ROWS)]
+    (folder / "texts.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    return folder
+
+
+def train(place, output, **arguments):
+    options = {"held_out_rows": 3, "answer_tokens": 8, **QUICK, **arguments}
+    return train_heads(str(place / "base"), "medusa", str(place / "texts.jsonl"), output, **options)
+
+
+@pytest.mark.parametrize(
+    "batches",
+    [{}, {"gradient_accumulation_steps": 4}, {"max_steps": 3}, {"num_train_epochs": 2, "eval_steps": 5}],
+    ids=["an epoch", "accumulated", "steps", "epochs"],
+)
+def test_what_was_foretold_is_what_happens(place, tmp_path, batches):
+    told = []
+    dry = train(place, tmp_path / "out", dry_run=True, tell=told.append, **batches)
+    expected = dry.summary["forecast"]
+    assert not (tmp_path / "out").exists()
+    done = train(place, tmp_path / "out", **batches)
+    assert expected["steps"] == done.summary["steps"]
+    assert expected["batch"] == done.summary["batch_size"]
+    assert (expected["rows"], expected["tokens"]) == (ROWS - 3, done.summary["data_report"]["tokens"])
+    assert expected["parameters"] == expected["trained"] == sum(one.numel() for one in done.model.drafter.parameters())
+    base = sum(one.numel() for one in done.model.base.parameters())
+    assert expected["weights"] == 4 * (base + expected["parameters"])
+    assert expected["memory"] == expected["weights"] + 12 * expected["parameters"]
+    assert expected["evaluations"] == sum("eval_loss" in one for one in history(tmp_path / "out"))
+    assert 0 < expected["seconds"]
+    assert "rows read" in told[0]
+    assert f"heads: {expected['parameters']:,} parameters; memory: " in told[1]
+    assert f"data: 21 rows of {expected['tokens']:,} tokens; {expected['steps']:,} steps of " in told[1]
+
+
+def history(folder):
+    last = max(folder.glob("checkpoint-*"), key=lambda path: int(path.name.rpartition("-")[2]))
+    return json.loads((last / "trainer_state.json").read_text())["log_history"]
+
+
+def test_trying_a_step_changes_nothing(place, tmp_path, monkeypatch):
+    noisy = {"feature_noise": 0.2, "max_steps": 3}  # draws random numbers in every step
+    tried = train(place, tmp_path / "tried", **noisy)
+    monkeypatch.setattr(run, "forecast", lambda *arguments: None)
+    untried = train(place, tmp_path / "untried", **noisy)
+    for name, tensor in weights(untried.model.drafter).items():
+        assert torch.equal(weights(tried.model.drafter)[name], tensor)
+    assert tried.summary["held_out"]["loss"] == untried.summary["held_out"]["loss"]
+
+
+def test_a_stream_is_not_counted_beforehand(place, tmp_path):
+    told = []
+    dry = train(place, tmp_path / "out", streaming=True, max_steps=5, dry_run=True, tell=told.append)
+    assert (dry.summary["forecast"]["rows"], dry.summary["forecast"]["steps"]) == (None, 5)
+    assert "data: rows are counted while they are read; 5 steps of 2 rows" in told[1]
+
+
+def test_a_base_that_learns_along_is_counted(place, tmp_path):
+    told = []
+    dry = train(place, tmp_path / "out", joint=True, lora_rank=0, dry_run=True, tell=told.append)
+    expected = dry.summary["forecast"]
+    assert expected["trained"] > expected["parameters"]
+    assert f", {expected['trained']:,} trained with those of the base; memory" in told[1]
+
+
+def words(place, output, *more):
+    settings = [
+        word for name, value in QUICK.items() for word in ("--set", f"{name}={json.dumps(value).strip(chr(34))}")
+    ]
+    base = ["--base", str(place / "base"), "--family", "medusa", "--data", str(place / "texts.jsonl")]
+    return ["train", *base, "--output", str(output), "--held-out-rows", "3", "--answer-tokens", "8", *settings, *more]
+
+
+def test_a_dry_run_on_the_command_line(place, tmp_path, capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(words(place, tmp_path / "out", "--dry-run", "--json", str(tmp_path / "dry.json")))
+    out = capsys.readouterr().out
+    assert ended.value.code == 0
+    assert "steps of 2 rows" in out and "the heads are in" not in out
+    assert json.loads((tmp_path / "dry.json").read_text())["forecast"]["steps"] == 11
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_training_shows_what_to_expect_and_no_dictionaries(place, tmp_path, capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(words(place, tmp_path / "out"))
+    out, err = capsys.readouterr()
+    assert ended.value.code == 0
+    assert "{" not in err + out
+    assert "tokens/step" in err  # beside the bar
+    assert "step 11 of 11: held-out loss " in err + out
+    assert ", expected tokens per step " in err + out and "; first guess right: head 1 " in err + out
+    assert "head 1: first guess right " in out and "head 0" not in out
+
+
+def test_several_processes_report_once(place, tmp_path):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    given = words(place, tmp_path / "out", "--json", str(tmp_path / "summary.json"))
+    ended = subprocess.run([*command, "hf_drafthead", *given], env=environment, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    for line in (
+        "rows read",
+        "steps of 4 rows",
+        "head 1: first guess right",
+        "expected tokens per step of",
+        "the heads",
+    ):
+        assert ended.stdout.count(line) == 1, line
+    assert json.loads((tmp_path / "summary.json").read_text())["steps"] == 6
