@@ -23,6 +23,5 @@ __all__ = [
     "DraftTree",
     "convert_checkpoint",
     "export_checkpoint",
-    "__version__",
     *CLASSES,
 ]

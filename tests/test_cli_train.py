@@ -11,7 +11,10 @@ from hf_drafthead import cli, zoo
 @pytest.mark.parametrize(
     "changed, line",
     [
-        (["--family", "meduza"], "the family 'meduza' is not known: expected one of amphista, amphista-alpha, eagle,"),
+        (
+            ["--family", "meduza"],
+            "the family 'meduza' is not known: expected one of amphista, amphista-alpha, draft-model, eagle,",
+        ),
         (["--data", "nowhere.jsonl"], "there is no data at 'nowhere.jsonl': give a .json, .jsonl or .txt file"),
         (["--base", "/no/base"], "the base '/no/base' was not found ("),
         (["--set", "lr"], "--set 'lr' is no NAME=VALUE: give for example --set learning_rate=1e-3."),

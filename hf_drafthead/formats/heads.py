@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_drafthead.generation.settings import DEFAULT_TREE
 from hf_drafthead.modeling.base import DraftHeadPreTrainedModel
 
 INPUT, OUTPUT = "input embeddings", "lm_head"  # tensors of the base that some layouts hold a copy of
@@ -152,7 +153,7 @@ class Heads:
     base: str | None = None
     base_inside: bool = False
     copies: dict[str, Tensor] = field(default_factory=dict)
-    tree: str = "mc_sim_7b_63"
+    tree: str = DEFAULT_TREE
     dropped: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 

@@ -5,7 +5,6 @@ Shapes: B rows, T positions, A newly verified positions, n nodes of a level, M n
 
 import copy
 import inspect
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -164,15 +163,6 @@ class DecoderLayer(nn.Module):
             **{self._cache_argument: cache},
         )
         return out[0] if isinstance(out, tuple) else out
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "DecoderLayer":
-        """Move or convert, but leave the rotary frequencies in float32: rounded ones turn far positions wrongly."""
-        exact = dict(self.rotary.named_buffers())
-        super()._apply(fn, recurse)
-        for name, now in list(self.rotary.named_buffers()):
-            if now.dtype != exact[name].dtype:
-                setattr(self.rotary, name, exact[name].to(now.device))
-        return self
 
 
 def _one_layer_model(config: PreTrainedConfig) -> Any:

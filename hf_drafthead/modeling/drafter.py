@@ -4,6 +4,7 @@ Shapes: B rows, A newly verified positions, T positions, n nodes of a tree level
 F feature layers.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
@@ -110,6 +111,21 @@ class Drafter(nn.Module):
     def head_logits(self, head: int, hidden: Tensor) -> Tensor:
         """Logits (..., V) of one head from its state (..., H); (..., D) where it chooses among some tokens only."""
         raise NotImplementedError
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Drafter":
+        """Move or convert; what is computed and not stored keeps its type: rounded rotary frequencies turn far
+        positions wrongly."""
+        exact = {
+            (module, name): getattr(module, name)
+            for module in self.modules()
+            for name in module._non_persistent_buffers_set
+        }
+        super()._apply(fn, recurse)
+        for (module, name), before in exact.items():
+            now = getattr(module, name)
+            if now is not None and now.dtype != before.dtype:
+                setattr(module, name, before.to(now.device))
+        return self
 
     def placed(self, tensor: Tensor) -> Tensor:
         """The tensor where the drafter is, and in its dtype."""

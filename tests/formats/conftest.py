@@ -7,6 +7,8 @@ import pytest
 from tests.formats.originals import ORIGINALS, Original
 from tests.modeling.golden import golden_base
 
+collect_ignore = ["in_speculators.py"]  # a script for another environment
+
 
 @pytest.fixture(scope="session")
 def golden_folder(tmp_path_factory) -> Path:

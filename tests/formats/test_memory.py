@@ -9,19 +9,19 @@ import pytest
 from tests.formats.published import Published, published
 
 PEAK = """
-import json, resource, sys
+import json, sys
 from hf_drafthead import convert_checkpoint
 from hf_drafthead.formats.source import find_sources
 
-def now():
+def memory(name):  # ru_maxrss would count what the process was that started this one
     with open("/proc/self/status") as status:
-        return 1024 * next(int(line.split()[1]) for line in status if line.startswith("VmRSS:"))
+        return 1024 * next(int(line.split()[1]) for line in status if line.startswith(name))
 
 source, folder, base = sys.argv[1:]
 import torch, transformers.models.llama  # what is imported later anyway
-before = now()
+before = memory("VmRSS:")
 convert_checkpoint(source, folder, base_model=base)
-peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+peak = memory("VmHWM:")
 (found,) = find_sources(source, {})
 print(json.dumps([peak - before, found.nbytes]))
 """

@@ -34,7 +34,7 @@ def test_it_serves_until_it_is_interrupted():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    command = [sys.executable, "-m", "hf_drafthead.cli", "page", zoo.path("medusa"), "--port", port]
+    command = [sys.executable, "-m", "hf_drafthead", "page", zoo.path("medusa"), "--port", port]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
         for _ in range(1200):
