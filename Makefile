@@ -9,7 +9,7 @@ READY := .venv/.ready
 TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check style docs build test-remote-code test-formats
+.PHONY: help demo test check style docs build bench-gpu test-remote-code test-formats
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 18
@@ -36,6 +36,9 @@ build: $(READY)  ## sdist and wheel in dist/, checked
 	rm -rf dist build
 	$(BIN)/python -m build --no-isolation
 	$(BIN)/twine check --strict dist/*
+
+bench-gpu: $(READY)  ## step times on a GPU within 8 minutes, in benchmarks/results/gpu.json
+	$(BIN)/python benchmarks/gpu.py
 
 test-remote-code: $(READY)  ## pushed heads where only transformers and torch are installed (needs a package index)
 	test -x .remote-code/bin/pip || $(PYTHON) -m venv .remote-code

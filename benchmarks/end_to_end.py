@@ -6,10 +6,11 @@ needs no trained heads.
     python benchmarks/end_to_end.py --limit 4 --tokens 16 --output /tmp  # a short look
 
 Held-out code prompts of the zoo, greedy, float32, one prompt at a time and in batches; base, heads and the others take
-turns on every prompt in one process (`hf_drafthead.evaluation.bench`). `compiled` is the base with a static cache under
-`torch.compile`, `prompt lookup` and `assisted` are transformers' own; the assistant is a smaller LLaMA, trained on the
-base's training text unless one is given. The draft tree of each family is the one that is fastest on this machine, as
-`hf-drafthead demo` chooses it.
+turns on every prompt in one process (`hf_drafthead.evaluation.bench`). The heads run captured steps
+(`cache_implementation="static"`), and with `--uncaptured` also steps as they are by default. `compiled` is the base
+with a static cache under `torch.compile`, `prompt lookup` and `assisted` are transformers' own; the assistant is a
+smaller LLaMA, trained on the base's training text unless one is given. The draft tree of each family is the one that is
+fastest on this machine at the batch size, among the sizes of `TREE_SIZES`.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import platform
 import shlex
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -32,13 +34,16 @@ from hf_drafthead.evaluation.compare_with_base import TRIED_PROMPTS, candidate_t
 from hf_drafthead.evaluation.loading import load
 from hf_drafthead.evaluation.measurement import Measurement
 from hf_drafthead.evaluation.prompts import read_prompts
+from hf_drafthead.evaluation.questions import Question
 from hf_drafthead.evaluation.speed import fastest_tree
+from hf_drafthead.generation.tree import DraftTree
 from hf_drafthead.zoo.base import ROW, Rows, base_config
 from hf_drafthead.zoo.corpus import read_corpus
 from hf_drafthead.zoo.tokenizer import pack
 
 HERE = Path(__file__).resolve().parent
 LINE = "\n"
+TREE_SIZES = {1: (8, 12, 16, 24), 8: (4, 6, 8)}  # nodes that are tried, by the smallest batch size they are for
 
 
 def trained_assistant(folder: Path, steps: int) -> Path:
@@ -69,17 +74,32 @@ def trained_assistant(folder: Path, steps: int) -> Path:
     return folder
 
 
+def trees(model: Any, batch_size: int) -> list[DraftTree]:
+    """The trees to try at a batch size, along the model's own rank paths."""
+    sizes = TREE_SIZES[max(size for size in TREE_SIZES if size <= batch_size)]
+    return candidate_trees(model, sizes)
+
+
+def tried(prompts: list[Question], batch_size: int) -> list[Question]:
+    """The prompts that choose the tree: a whole batch of one category, or a few of all."""
+    if batch_size == 1:
+        return prompts[:TRIED_PROMPTS]
+    return [prompt for prompt in prompts if prompt.category == prompts[0].category][:batch_size]
+
+
 def rows_of(measurements: list[Measurement]) -> list[str]:
     """One line per measurement and contender."""
-    lines = ["| | batch | tokens per step | base tokens/s | tokens/s | speedup | spread | over compiled | same text |"]
-    lines.append("|---|---|---|---|---|---|---|---|---|")
+    names = "batch|steps|tokens per step|base tokens/s|tokens/s|speedup|spread|over compiled|same text".split("|")
+    lines = [f"| | {' | '.join(names)} |"]
+    lines.append("|---|---|---|---|---|---|---|---|---|---|")
     for one in measurements:
         low, high = one.speedup_spread
+        steps = "captured" if one.captured else ""
         over = "-" if one.speedup_over_compiled is None else f"{one.speedup_over_compiled:.2f}"
         lines.append(
-            f"| {one.family}, {one.tree_nodes} nodes | {one.batch_size} | {one.tokens_per_step or 1:.2f} | "
-            f"{one.base_tokens_per_second:.0f} | {one.tokens_per_second:.0f} | **{one.speedup:.2f}** | "
-            f"{low:.2f} to {high:.2f} | {over} | {'yes' if one.identical else 'NO'} |"
+            f"| {one.family}, {one.tree_nodes} nodes | {one.batch_size} | {steps} | "
+            f"{one.tokens_per_step or 1:.2f} | {one.base_tokens_per_second:.0f} | {one.tokens_per_second:.0f} | "
+            f"**{one.speedup:.2f}** | {low:.2f} to {high:.2f} | {over} | {'yes' if one.identical else 'NO'} |"
         )
     for one in measurements:
         for name, found in one.compared.items():
@@ -88,7 +108,7 @@ def rows_of(measurements: list[Measurement]) -> list[str]:
             forward = f"{found['tokens_per_forward']:.2f}" if one.batch_size == 1 else ""  # of all rows together
             called = name.partition("=")[0].replace("assistant", "assisted").replace("-", " ")
             lines.append(
-                f"| {called}, beside {one.family} | {one.batch_size} | {forward} | "
+                f"| {called}, beside {one.family} | {one.batch_size} | | {forward} | "
                 f"{one.base_tokens_per_second:.0f} | {found['tokens_per_second']:.0f} | {found['speedup']:.2f} | | | "
                 f"{'yes' if found['identical'] else 'NO'} |"
             )
@@ -129,6 +149,7 @@ def main() -> None:
     parser.add_argument("--assistant", help="for assisted decoding; default: trained on first use")
     parser.add_argument("--assistant-steps", type=int, default=600)
     parser.add_argument("--without-compiled", action="store_true", help="where no C++ compiler is at hand")
+    parser.add_argument("--uncaptured", action="store_true", help="also with steps that are not captured")
     parser.add_argument("--cards", action="store_true", help="keep each model's figures in its folder, for its card")
     parser.add_argument("--output", type=Path, default=HERE)
     args = parser.parse_args()
@@ -144,20 +165,36 @@ def main() -> None:
     for family in args.family or zoo.families():
         print(family, flush=True)
         model, tokenizer = load(zoo.path(family), dtype=torch.float32)
-        tree = fastest_tree(
-            model, tokenizer, prompts[:TRIED_PROMPTS], candidate_trees(model), max_new_tokens=args.tokens
-        )
-        measured = bench(
-            model,
-            tokenizer,
-            prompts,
-            {"do_sample": False, "max_new_tokens": args.tokens},
-            tree=tree,
-            compare=compare,
-            batch_sizes=args.batch,
-            repeats=args.repeats,
-            tell=print,
-        )
+        measured: list[Measurement] = []
+        for captured in (True, False) if args.uncaptured else (True,):
+            for batch_size in args.batch:
+                how = {"batch_size": batch_size, "captured": captured}
+                tree = fastest_tree(
+                    model,
+                    tokenizer,
+                    tried(prompts, batch_size),
+                    trees(model, batch_size),
+                    max_new_tokens=args.tokens,
+                    **how,
+                )
+                measured += bench(
+                    model,
+                    tokenizer,
+                    prompts,
+                    {"do_sample": False, "max_new_tokens": args.tokens},
+                    tree=tree,
+                    captured=captured,
+                    compare=compare if captured else (),
+                    batch_sizes=[batch_size],
+                    repeats=args.repeats,
+                    tell=print,
+                )
+                one = measured[-1]
+                print(
+                    f"{one.family}: {one.tree_nodes} nodes, batch {batch_size}, {one.speedup:.2f}x, "
+                    f"{one.speedup_over_compiled or 0:.2f}x compiled, identical {one.identical}",
+                    flush=True,
+                )
         measurements += measured
         here = f"{HERE.parent}/"  # the page and the figures name the project's own files, wherever it lies
         files = {results / "end_to_end.json": measurements}

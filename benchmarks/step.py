@@ -2,10 +2,15 @@
 
     python benchmarks/step.py                         # the bundled models
     python benchmarks/step.py --shape 160m --nodes 16 # random weights of a named LLaMA shape, fresh heads of any family
-    python benchmarks/step.py --shape 160m --family medusa --family eagle
+    python benchmarks/step.py --shape 250m --nodes 16 --captured --accept 3
 
 The parts are timed inside `generate()`, base and heads in turns in one process; figures are medians over the repeats.
-`bookkeeping` is the step without verify and draft: walk, commit and the loop around them.
+`bookkeeping` is the step without verify and draft: walk, commit and the loop around them. With `--captured` the whole
+step is also run compiled, and so is the base. `--accept N` makes the heads right N times per step, at their own cost
+(`planted.py`): what the step would be worth to trained heads of that quality.
+
+`roofline` is how much of the captured step the memory alone would take: the bytes of all weights that it reads and of
+the keys and values that it attends to, over the bandwidth that this machine reaches when it sums a large tensor.
 """
 
 from __future__ import annotations
@@ -16,33 +21,48 @@ import json
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from transformers import AutoModel, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from planted import PlantedDrafter
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedModel
 
 from hf_drafthead import DraftTree, zoo
+from hf_drafthead.evaluation.compare import contenders
+from hf_drafthead.evaluation.measurement import BASE, COMPILED, HEADS
+from hf_drafthead.evaluation.speed import time_interleaved
 from hf_drafthead.evaluation.stages import STAGES, time_split
 from hf_drafthead.generation.settings import DEFAULT_TREE
 from hf_drafthead.modeling.families import FAMILIES, fresh_heads
 
-SHAPES = {
+SHAPES: dict[str, dict[str, int]] = {
     "68m": {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 2, "num_attention_heads": 12},
     "160m": {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12},
-    "1b": {
+    "250m": {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 16, "num_attention_heads": 16},
+    "1.1b": {
         "hidden_size": 2048,
-        "intermediate_size": 8192,
-        "num_hidden_layers": 16,
+        "intermediate_size": 5632,
+        "num_hidden_layers": 22,
         "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "vocab_size": 128256,
+        "num_key_value_heads": 4,
     },
     "7b": {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32},
+    "13b": {"hidden_size": 5120, "intermediate_size": 13824, "num_hidden_layers": 40, "num_attention_heads": 40},
 }
+POSITIONS = 16384  # of a random shape
 
 
-def measure(model: PreTrainedModel, tree: DraftTree, prompt: torch.Tensor, new_tokens: int, repeats: int) -> dict:
+def measure(
+    model: PreTrainedModel,
+    tree: DraftTree,
+    prompt: torch.Tensor,
+    *,
+    new_tokens: int,
+    repeats: int,
+    captured: bool = False,
+    accept: int | None = None,
+) -> dict[str, float]:
     """Medians over `repeats` of every part's cost per step.
 
     Args:
@@ -50,20 +70,44 @@ def measure(model: PreTrainedModel, tree: DraftTree, prompt: torch.Tensor, new_t
         tree: to verify.
         prompt: (B, P) token ids.
         new_tokens: to generate in each run; the base and the heads take turns.
+        captured: also measure the compiled step, and the compiled base.
+        accept: guesses of each step that shall be right; None for as many as are.
     """
     settings = {"max_new_tokens": new_tokens, "do_sample": False, "eos_token_id": None}
+    given = {"input_ids": prompt, "attention_mask": torch.ones_like(prompt)}
+    text = model.base.generate(**given, **settings)
+    heads = model.drafter
+    if accept is not None:
+        model.drafter = PlantedDrafter(heads, text, accept)
+    try:
+        rows = _uncaptured(model, tree, given, settings, repeats)
+        figures = {name: statistics.median(values) for name, values in rows.items()}
+        if captured:
+            figures |= _captured(model, tree, given, settings, repeats, text)
+    finally:
+        model.drafter = heads
+    unit = figures["base_step_ms"]
+    for part in ("step", *STAGES, "bookkeeping", "base_forward", *(("captured_step",) if captured else ())):
+        figures[part] = figures[f"{part}_ms"] / unit
+    return figures
+
+
+def _uncaptured(
+    model: PreTrainedModel, tree: DraftTree, given: dict, settings: dict, repeats: int
+) -> dict[str, list[float]]:
+    """Milliseconds of every part of a step that is run operation by operation, and of the base, run by run."""
     rows: dict[str, list[float]] = defaultdict(list)
     for repeat in range(repeats + 1):
         forwards: list[float] = []
         with timed_forward(model.base, forwards):
             start = time.perf_counter()
-            model.base.generate(prompt, **settings)
-            base_seconds = (time.perf_counter() - start) / new_tokens
+            model.base.generate(**given, **settings)
+            base_seconds = (time.perf_counter() - start) / settings["max_new_tokens"]
         outputs = []
 
         def drafted(note: Any, outputs: list = outputs) -> None:
             outputs.append(
-                model.generate(prompt, draft_tree=tree, return_dict_in_generate=True, on_step=note, **settings)
+                model.generate(**given, draft_tree=tree, return_dict_in_generate=True, on_step=note, **settings)
             )
 
         split = time_split(drafted).to_json()
@@ -77,11 +121,59 @@ def measure(model: PreTrainedModel, tree: DraftTree, prompt: torch.Tensor, new_t
         rows["bookkeeping_ms"].append(rows["step_ms"][-1] - rows["verify_ms"][-1] - rows["draft_ms"][-1])
         accepted = outputs[0].accepted_lengths
         rows["tokens_per_step"].append(accepted.sum().item() / accepted.gt(0).sum().item())
-    figures = {name: statistics.median(values) for name, values in rows.items()}
-    unit = figures["base_step_ms"]
-    for part in ("step", *STAGES, "bookkeeping", "base_forward"):
-        figures[part] = figures[f"{part}_ms"] / unit
-    return figures
+    return rows
+
+
+def _captured(
+    model: PreTrainedModel, tree: DraftTree, given: dict, settings: dict, repeats: int, text: torch.Tensor
+) -> dict[str, float]:
+    """The whole step compiled, against the base as installed and the base compiled, in turns."""
+    runners = contenders(model, None, tree=tree, captured=True, compare=[COMPILED])
+    start = time.perf_counter()
+    runners[HEADS](given, settings)
+    prepared = time.perf_counter() - start
+    runners[COMPILED](given, settings)
+    runs: dict[str, Callable[[], Any]] = {
+        name: lambda runner=runner: runner(given, settings)  # type: ignore[misc]
+        for name, runner in runners.items()
+    }
+    outputs, seconds = time_interleaved(runs, repeats, model.base.device)
+    median = {name: statistics.median(values) for name, values in seconds.items()}
+    steps = time_split(lambda note: runners[HEADS](given, {**settings, "on_step": note})).to_json()
+    rows, length = text.shape
+    moved = moved_bytes(model, rows, length)
+    bandwidth = memory_bandwidth(model.base.device)
+    return {
+        "prepared_s": prepared,
+        "captured_step_ms": steps["step"],
+        "compiled_base_step_ms": 1e3 * median[COMPILED] / settings["max_new_tokens"],
+        "speedup": median[BASE] / median[HEADS],
+        "speedup_over_compiled": median[COMPILED] / median[HEADS],
+        "identical": float(torch.equal(outputs[HEADS].sequences, outputs[BASE])),
+        "moved_mb": moved / 1e6,
+        "bandwidth_gb_per_s": bandwidth / 1e9,
+        "roofline": moved / bandwidth / (steps["step"] / 1e3),
+    }
+
+
+def moved_bytes(model: PreTrainedModel, rows: int, length: int) -> int:
+    """Bytes that a step has to read: every weight but the embeddings, of which it picks rows, and keys and values."""
+    embeddings = model.base.get_input_embeddings().weight
+    tied = embeddings is model.base.get_output_embeddings().weight
+    weights = sum(weight.nbytes for part in (model.base, model.drafter) for weight in part.parameters())
+    config = model.base.config.get_text_config()
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    cache = 2 * config.num_hidden_layers * config.num_key_value_heads * size * length * rows * embeddings.element_size()
+    return weights - (0 if tied else embeddings.nbytes) + cache
+
+
+def memory_bandwidth(device: torch.device) -> float:
+    """Bytes per second at which this machine reads a large tensor."""
+    data = torch.ones(2**27, device=device)  # 512 MiB
+    runs = {"sum": data.sum}
+    time_interleaved(runs, 2, device)
+    _, seconds = time_interleaved(runs, 5, device)
+    return data.nbytes / min(seconds["sum"])
 
 
 @contextlib.contextmanager
@@ -102,12 +194,13 @@ def timed_forward(base: PreTrainedModel, seconds: list[float]) -> Iterator[None]
         del base.forward
 
 
-def random_model(shape: str, family: str, dtype: torch.dtype) -> PreTrainedModel:
+def random_model(shape: str, family: str, dtype: torch.dtype, device: str) -> PreTrainedModel:
     """Random weights of a named shape, with fresh heads of a family as the paper has it."""
     torch.manual_seed(0)
-    config = LlamaConfig(**({"vocab_size": 32000, "max_position_embeddings": 4096} | SHAPES[shape]))
-    base = LlamaForCausalLM(config).to(dtype).eval()
-    return fresh_heads(family, base)
+    config = LlamaConfig(vocab_size=32000, max_position_embeddings=POSITIONS, **SHAPES[shape])
+    with torch.device(device):
+        base = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    return fresh_heads(family, base).to(device)
 
 
 def models(args: argparse.Namespace) -> Iterator[tuple[str, PreTrainedModel, torch.Tensor]]:
@@ -116,8 +209,8 @@ def models(args: argparse.Namespace) -> Iterator[tuple[str, PreTrainedModel, tor
     if args.shape:
         asked = args.family or ["medusa"]
         for family in FAMILIES if "all" in asked else asked:
-            prompt = torch.randint(0, 32000, (args.batch, 64), generator=torch.Generator().manual_seed(0))
-            yield f"{args.shape} {family}", random_model(args.shape, family, dtype).to(args.device), prompt
+            prompt = torch.randint(0, 32000, (args.batch, args.context), generator=torch.Generator().manual_seed(0))
+            yield f"{args.shape} {family}", random_model(args.shape, family, dtype, args.device), prompt
         return
     for path in [args.model] if args.model else [zoo.path(family) for family in zoo.families()]:
         tokenizer = AutoTokenizer.from_pretrained(path)
@@ -138,6 +231,9 @@ def main() -> None:
     )
     parser.add_argument("--nodes", type=int, nargs="*", default=[8, 16, 32, 64], help="tree sizes, root included")
     parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--context", type=int, default=64, help="prompt tokens of a random shape")
+    parser.add_argument("--captured", action="store_true", help="also the compiled step, and the compiled base")
+    parser.add_argument("--accept", type=int, help="guesses that are right in every step; default: as many as are")
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--dtype", default="float32")
@@ -151,8 +247,11 @@ def main() -> None:
         for nodes in args.nodes:
             paths = sorted(DraftTree.from_name(DEFAULT_TREE).paths, key=lambda path: (len(path) + sum(path), path))
             tree = DraftTree(paths[: nodes - 1])
-            figures = measure(model, tree, prompt.to(args.device), args.tokens, args.repeats)
-            table.append({"model": name, "nodes": nodes, "batch": args.batch, **figures})
+            if args.accept is not None and args.accept > tree.max_depth:
+                parser.error(f"--accept {args.accept} is more than the {tree.max_depth} levels of {nodes} nodes.")
+            how: dict[str, Any] = {"captured": args.captured, "accept": args.accept}
+            figures = measure(model, tree, prompt.to(args.device), new_tokens=args.tokens, repeats=args.repeats, **how)
+            table.append({"model": name, "nodes": nodes, "batch": args.batch, "context": prompt.shape[1], **figures})
             show(table[-1], first=len(table) == 1)
     if args.json:
         with open(args.json, "w") as file:
@@ -160,12 +259,16 @@ def main() -> None:
 
 
 def show(row: dict, first: bool) -> None:
-    parts = ("step", "verify", "draft", "accept", "commit", "bookkeeping", "base_forward")
+    parts = ["step", "verify", "draft", "accept", "commit", "bookkeeping", "base_forward", "tokens_per_step"]
+    if "captured_step" in row:
+        parts += ["captured_step", "speedup", "speedup_over_compiled", "identical", "roofline", "prepared_s"]
+    widths = [max(len(part), 6) + 2 for part in parts]
     if first:
-        print(f"{'model':<20}{'nodes':>6}{'batch':>6}{'base ms':>9}" + "".join(f"{part:>14}" for part in parts))
+        print(f"{'model':<20}{'nodes':>6}{'batch':>6}{'context':>8}{'base ms':>9}", end="")
+        print("".join(f"{part:>{width}}" for part, width in zip(parts, widths)))
     print(
-        f"{row['model']:<20}{row['nodes']:>6}{row['batch']:>6}{row['base_step_ms']:>9.2f}"
-        + "".join(f"{row[part]:>14.3f}" for part in parts),
+        f"{row['model']:<20}{row['nodes']:>6}{row['batch']:>6}{row['context']:>8}{row['base_step_ms']:>9.2f}"
+        + "".join(f"{row[part]:>{width}.3f}" for part, width in zip(parts, widths)),
         flush=True,
     )
 

@@ -55,6 +55,9 @@ def bench(
     compare: Annotated[
         str | None, typer.Option(metavar="NAME[,NAME...]", help="Also prompt-lookup, assistant=PATH, compiled.")
     ] = None,
+    captured: Annotated[
+        bool, typer.Option("--captured", help='Compile the heads\' steps, as cache_implementation="static" does.')
+    ] = False,
     tree: Annotated[
         str | None, typer.Option(help="Draft tree: a published one's name, rank paths as JSON, or a JSON file.")
     ] = None,
@@ -88,6 +91,7 @@ def bench(
         tree=None if tree is None else parse_tree(tree),
         chat_template=read_template(chat_template),
         thresholds=thresholds,
+        captured=captured,
         compare=compare.split(",") if compare else (),
         batch_sizes=parse_numbers("--batch-size", batch_size, int),
         repeats=repeats,

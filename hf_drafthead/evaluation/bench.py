@@ -102,6 +102,7 @@ class Course:
         repeats: timed runs, of which the median counts.
         seed: of sampling; every contender starts each round from the same state.
         closely: also look into the steps, the guesses and the answers, in a run that is not timed.
+        captured: the heads' steps are compiled; what takes part is in `runners`.
         progress: called after each batch of questions.
         stopped: why it ended early, if it did.
         notices: what was left out.
@@ -115,11 +116,13 @@ class Course:
     repeats: int = 3
     seed: int = 0
     closely: bool = True
+    captured: bool = False
     progress: Callable[[], object] = lambda: None
     rounds: list[Round] = field(default_factory=list)
     stopped: str | None = None
     notices: list[str] = field(default_factory=list)
     _compiled_for: set[torch.Size] = field(default_factory=set, init=False, repr=False)
+    _captured_for: set[int] = field(default_factory=set, init=False, repr=False)
 
     def run_as_far_as_possible(self, questions: Sequence[Question]) -> None:
         """Run, and keep the finished rounds if the memory runs out or the user interrupts."""
@@ -167,6 +170,7 @@ class Course:
             batch_size=self.batch_size,
             repeats=self.repeats,
             settings=told_settings(self.model, self.settings),
+            captured=self.captured,
             complete=self.stopped is None,
             stopped=self.stopped,
             notices=self.notices,
@@ -204,6 +208,9 @@ class Course:
         """One turn of a batch, and the base's answers."""
         if COMPILED in self.runners and given["input_ids"].shape not in self._compiled_for:
             self._try(COMPILED, given)  # every new shape is compiled anew
+        if self.captured and len(given["input_ids"]) not in self._captured_for:
+            self.runners[HEADS](given, self.settings)  # every new number of rows
+            self._captured_for.add(len(given["input_ids"]))
         peak, peaks = PeakMemory(self.model.base.device), dict.fromkeys(self.runners, 0)
         forwards: dict[str, int] = {}
         seed, self.seed = self.seed, self.seed + 1
@@ -216,7 +223,7 @@ class Course:
             peaks[name] = max(peaks[name], peak.read() or 0)
 
         def counted(name: str) -> Any:
-            if name == COMPILED:  # what counts would be compiled too, and again whenever the count has changed
+            if name in (HEADS, COMPILED):  # what counts would be compiled too, and again whenever the count has changed
                 return self.runners[name](given, self.settings)
             with ForwardCount(self.model.base) as count:
                 output = self.runners[name](given, self.settings)
@@ -229,6 +236,8 @@ class Course:
         outputs, seconds = time_interleaved(calls, self.repeats, self.model.base.device, before=before, after=after)
         sequences = {name: getattr(output, "sequences", output) for name, output in outputs.items()}
         rows = {name: new_rows(self.model, given, found, self.settings) for name, found in sequences.items()}
+        if drafted(outputs[HEADS]):
+            forwards[HEADS] = 1 + steps_of(outputs[HEADS]).shape[1]
         one = Round(
             category=batch[0].category,
             rows=len(batch),
@@ -289,6 +298,7 @@ def bench(
     *,
     tree: str | DraftTree | None = None,
     acceptance: Mapping[str, Any] | None = None,
+    captured: bool = False,
     compare: Sequence[str] = (),
     batch_sizes: Sequence[int] = (1,),
     repeats: int = 3,
@@ -307,6 +317,7 @@ def bench(
         settings: of every call of `generate`, `max_new_tokens` among them.
         tree: of the heads; None for the model's own.
         acceptance: settings that only the heads are given.
+        captured: whether the heads' steps are compiled; the base runs as installed all the same.
         compare: see `contenders`.
         batch_sizes: each at least 1.
         repeats: timed runs of each prompt, of which the median counts.
@@ -325,13 +336,14 @@ def bench(
     shard = Shard(questions)
     encode_all(model, tokenizer, batched(questions, 1), settings["max_new_tokens"])  # refused by all processes alike
     acceptance = acceptance_of(model, acceptance or {})
-    runners = contenders(model, tokenizer, tree=tree, acceptance=acceptance, compare=compare)
+    runners = contenders(model, tokenizer, tree=tree, acceptance=acceptance, captured=captured, compare=compare)
     waiting, found = list(dict.fromkeys(batch_sizes)), list[Measurement]()
     done = set(waiting)
     how = {"compared": compare, "acceptance": acceptance, "processes": shard.processes, **identity(model)}
     while waiting:
         size = waiting.pop(0)
-        course = Course(model, tokenizer, dict(runners), settings, size, repeats=repeats, seed=seed, progress=progress)
+        how_run: dict[str, Any] = {"repeats": repeats, "seed": seed, "captured": captured, "progress": progress}
+        course = Course(model, tokenizer, dict(runners), settings, size, **how_run)
         course.run_as_far_as_possible(shard.questions)
         shard.gather(course)
         if course.stopped == NO_MEMORY:

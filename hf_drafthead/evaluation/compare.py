@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, CompileConfig
 
 from hf_drafthead.evaluation.loading import one_line
 from hf_drafthead.evaluation.measurement import BASE, COMPILED, HEADS
-from hf_drafthead.evaluation.speed import draft
+from hf_drafthead.evaluation.speed import CAPTURED, draft
 from hf_drafthead.generation.tree import DraftTree
 
 PROMPT_LOOKUP, ASSISTANT = "prompt-lookup", "assistant"
@@ -24,6 +24,7 @@ def contenders(
     *,
     tree: str | DraftTree | None = None,
     acceptance: Mapping[str, Any] | None = None,
+    captured: bool = False,
     compare: Sequence[str] = (),
 ) -> dict[str, Contender]:
     """The base, the heads, and other methods by name, in the order in which they are run.
@@ -33,6 +34,7 @@ def contenders(
         tokenizer: the base's.
         tree: of the heads; None for the model's own.
         acceptance: settings that only the heads are given.
+        captured: whether the heads' steps are compiled.
         compare: `prompt-lookup` and `assistant=PATH`, which decode one prompt at a time; `compiled`, the base with a
             static cache under `torch.compile`.
 
@@ -40,11 +42,11 @@ def contenders(
         OSError: there is no model at PATH.
         ValueError: another name.
     """
-    base = model.base
+    base, steps = model.base, CAPTURED if captured else {}
     found: dict[str, Contender] = {
         BASE: lambda given, settings: base.generate(**given, **with_reader(settings, tokenizer)),
         HEADS: lambda given, settings: draft(
-            model, tree, given, {**with_reader(settings, tokenizer), **(acceptance or {})}
+            model, tree, given, {**with_reader(settings, tokenizer), **steps, **(acceptance or {})}
         ),
     }
     for name in compare:

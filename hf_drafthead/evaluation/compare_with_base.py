@@ -77,8 +77,8 @@ def rounds(prompts: Sequence[Question], batch_size: int = 8) -> int:
     return len(prompts[:TRIED_PROMPTS]) + len(prompts) + len(batched(prompts, batch_size))
 
 
-def candidate_trees(model: Any) -> list[DraftTree]:
-    """The trees worth trying: of 8 to 32 nodes along the model's own rank paths, or the one tree that it names.
+def candidate_trees(model: Any, sizes: Sequence[int] = SIZES) -> list[DraftTree]:
+    """The trees worth trying: of these sizes along the model's own rank paths, or the one tree that it names.
 
     Calibration stores rank paths in the order of their worth, so the first n of them are the best tree of n + 1 nodes.
     """
@@ -86,7 +86,7 @@ def candidate_trees(model: Any) -> list[DraftTree]:
     if isinstance(stored, str):
         return [DraftTree.resolve(stored, model.drafter.max_depth, model.config.get_text_config().vocab_size)]
     paths = [tuple(path) for path in stored]
-    return [DraftTree(grown(paths, size - 1)) for size in SIZES if size - 1 <= len(paths)] or [DraftTree(paths)]
+    return [DraftTree(grown(paths, size - 1)) for size in sizes if size - 1 <= len(paths)] or [DraftTree(paths)]
 
 
 def grown(paths: Sequence[RankPath], count: int) -> list[RankPath]:

@@ -84,6 +84,7 @@ class Measurement:
     repeats: int
     settings: dict[str, Any]  # of `generate`
     acceptance: dict[str, Any]  # settings that only the heads were given
+    captured: bool  # whether the heads' steps were compiled
     speedup_spread: list[float]
     base_tokens_per_second_spread: list[float]
     tokens_per_second_spread: list[float]
@@ -123,6 +124,7 @@ def summed_up(
     tree_nodes: int | None = None,
     settings: dict[str, Any] | None = None,
     acceptance: dict[str, Any] | None = None,
+    captured: bool = False,
     compared: Iterable[str] = (),
     **said: Any,
 ) -> Measurement:
@@ -131,7 +133,7 @@ def summed_up(
     Args:
         model: what was measured.
         rounds: at least one.
-        batch_size, repeats, settings, acceptance: how it was measured.
+        batch_size, repeats, settings, acceptance, captured: how it was measured.
         tree_nodes: N, where it is known beforehand; else what the steps showed.
         compared: contenders that were asked for, also those that could not run.
         said: the fields that tell how the measurement ended.
@@ -165,6 +167,7 @@ def summed_up(
         repeats=repeats,
         settings=settings or {},
         acceptance=acceptance or {},
+        captured=captured,
         speedup_spread=spread([fast / slow for fast, slow in zip(forms[HEADS], forms[BASE])]),
         base_tokens_per_second_spread=spread(forms[BASE]),
         tokens_per_second_spread=spread(forms[HEADS]),

@@ -18,8 +18,8 @@ class Plan:
 
     models: folders or ids; questions: for all of them; settings: of `generate`; tree: None for each model's own;
     chat_template: text of a template that takes the place of the tokenizers'; thresholds: of typical acceptance, each
-    measured besides exact acceptance, with its root for alpha as in the Medusa paper; compare, batch_sizes, repeats,
-    seed: see `bench`; load: how to load every model.
+    measured besides exact acceptance, with its root for alpha as in the Medusa paper; captured, compare, batch_sizes,
+    repeats, seed: see `bench`; load: how to load every model.
     """
 
     models: Sequence[str]
@@ -28,6 +28,7 @@ class Plan:
     tree: DraftTree | None = None
     chat_template: str | None = None
     thresholds: Sequence[float] = ()
+    captured: bool = False
     compare: Sequence[str] = ()
     batch_sizes: Sequence[int] = (1,)
     repeats: int = 3
@@ -87,6 +88,7 @@ def carry_out(
                     plan.settings,
                     tree=plan.tree,
                     acceptance=acceptance,
+                    captured=plan.captured,
                     compare=() if "posterior_threshold" in acceptance else plan.compare,
                     batch_sizes=plan.batch_sizes,
                     repeats=plan.repeats,

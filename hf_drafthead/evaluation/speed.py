@@ -14,6 +14,8 @@ import torch
 from hf_drafthead.evaluation.questions import Question, check_template, text_of
 from hf_drafthead.generation.tree import DraftTree
 
+CAPTURED = {"cache_implementation": "static"}  # settings under which the steps of draft heads are compiled
+
 
 def fastest_tree(
     model: Any,
@@ -22,11 +24,13 @@ def fastest_tree(
     trees: Sequence[DraftTree],
     *,
     max_new_tokens: int,
+    batch_size: int = 1,
+    captured: bool = False,
     progress: Callable[[], object] = lambda: None,
 ) -> DraftTree:
-    """The tree with which the model decodes these prompts fastest on this machine, one prompt at a time, greedily."""
-    settings = {"do_sample": False, "max_new_tokens": max_new_tokens}
-    inputs = encode_all(model, tokenizer, batched(prompts, 1), max_new_tokens)
+    """The tree with which the model decodes these prompts fastest on this machine, greedily."""
+    settings = {"do_sample": False, "max_new_tokens": max_new_tokens, **(CAPTURED if captured else {})}
+    inputs = encode_all(model, tokenizer, batched(prompts, batch_size), max_new_tokens)
     totals = dict.fromkeys(trees, 0.0)
     for tree in trees:
         warm_up(model, tree, inputs[0], settings)

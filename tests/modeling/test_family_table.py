@@ -144,5 +144,5 @@ def test_a_new_family_is_a_module_and_a_line(tmp_path):
 
 
 def test_the_default_tree_is_named_in_one_place():
-    named = [path for path in PACKAGE.rglob("*.py") if DEFAULT_TREE in path.read_text(encoding="utf-8")]
+    named = [path for path in PACKAGE.rglob("*.py") if f'"{DEFAULT_TREE}"' in path.read_text(encoding="utf-8")]
     assert [path.name for path in named] == ["settings.py"]
