@@ -124,7 +124,12 @@ def write_json(path: Path | None, figures: dict[str, Any]) -> None:
 
 def complain(message: str) -> None:
     """One line on stderr."""
-    print(f"hf-drafthead: {' '.join(message.split())}", file=sys.stderr)
+    print(f"hf-drafthead: {printable(' '.join(message.split()))}", file=sys.stderr)
+
+
+def printable(text: str) -> str:
+    """Text from a file of others, without what would steer the terminal: escape sequences are shown as such."""
+    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
 
 
 def output(color: bool = False) -> Console:

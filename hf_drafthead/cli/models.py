@@ -25,6 +25,7 @@ from hf_drafthead.cli.common import (
     legend,
     output,
     parse_tree,
+    printable,
     read_template,
     sampling,
     show_pace,
@@ -159,10 +160,10 @@ def info(
     console = output()
     for name, value in rows.items():
         if value:
-            console.print(Text(f"{name:<14} {value}"), soft_wrap=True)
+            console.print(Text(printable(f"{name:<14} {value}")), soft_wrap=True)
     if found.tree is not None:
         chosen = found.settings["draft_tree"]
-        named = f"{chosen}: " if isinstance(chosen, str) else ""
+        named = f"{printable(chosen)}: " if isinstance(chosen, str) else ""
         console.print(f"{'draft tree':<14} {named}{found.tree.num_nodes} nodes, each line a rank among its siblings")
         console.print(Text(found.tree.draw()))
     write_json(json_path, {**found.to_json(), **({} if tried is None else {"probe": vars(tried)})})

@@ -4,12 +4,12 @@ import os
 from typing import Any
 
 from transformers import AutoConfig, AutoTokenizer
-from transformers.configuration_utils import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from hf_drafthead.modeling.checkpoint import HTTP_ERROR, why_refused
 from hf_drafthead.modeling.config import MODEL_TYPE_PREFIX, DraftHeadConfig
 from hf_drafthead.modeling.families import BY_MODEL_TYPE, FAMILIES
+from hf_drafthead.modeling.files import shortened
 from hf_drafthead.modeling.foreign import how_to_convert
 
 
@@ -33,7 +33,7 @@ def read_config(name: str) -> DraftHeadConfig:
             raise OSError(f"{name!r} is no checkpoint of this library: {advice}.")
         raise OSError(f"the folder {name!r} holds no config.json: {wanted}")
     try:
-        given, _ = PreTrainedConfig.get_config_dict(name)
+        given, _ = DraftHeadConfig.get_config_dict(name)
     except (OSError, HTTP_ERROR) as error:
         refused = why_refused(error)
         if refused is not None and not os.path.isdir(name):
@@ -43,14 +43,17 @@ def read_config(name: str) -> DraftHeadConfig:
     if not str(model_type).startswith(MODEL_TYPE_PREFIX):
         if advice := how_to_convert(name, given):
             raise ValueError(f"{name!r} is no checkpoint of this library: {advice}.")
-        raise ValueError(f"{name!r} holds a {model_type!r} model without draft heads: {wanted}")
+        raise ValueError(f"{name!r} holds a {shortened.repr(model_type)} model without draft heads: {wanted}")
     if model_type not in CONFIG_MAPPING:
         family = model_type.removeprefix(MODEL_TYPE_PREFIX)
         raise ValueError(
             f"{name!r} holds heads of the unknown family {family!r}: expected one of {', '.join(sorted(FAMILIES))}; "
             "a newer hf_drafthead may know it."
         )
-    return AutoConfig.from_pretrained(name)
+    config = AutoConfig.from_pretrained(name)
+    if config.base_config is None:
+        raise ValueError(f"{name!r} does not hold the config of its base: save it again, or correct config.json.")
+    return config
 
 
 def load(name: str, **kwargs: Any) -> tuple[Any, Any]:

@@ -8,16 +8,15 @@ from typing import Any
 import torch
 from huggingface_hub import get_safetensors_metadata
 from huggingface_hub.errors import NotASafetensorsRepoError, SafetensorsParsingError
-from safetensors import SafetensorError, safe_open
-from transformers import GenerationConfig
 from transformers.configuration_utils import PreTrainedConfig
 
 from hf_drafthead.evaluation.loading import one_line, read_config
 from hf_drafthead.evaluation.speed import device_name, drafted
 from hf_drafthead.generation.settings import DraftSettings
 from hf_drafthead.generation.tree import DraftTree
-from hf_drafthead.modeling.checkpoint import HTTP_ERROR, checkpoint_files, why_refused
+from hf_drafthead.modeling.checkpoint import HTTP_ERROR, checkpoint_files, read_generation_settings, why_refused
 from hf_drafthead.modeling.config import DraftHeadConfig
+from hf_drafthead.modeling.files import in_one_line, open_tensors
 
 BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 
@@ -121,11 +120,7 @@ def family_fields(config: DraftHeadConfig) -> dict[str, Any]:
 
 def drafting_settings(name: str) -> dict[str, Any]:
     """What the checkpoint's generation config says about drafting; empty if it has none."""
-    try:
-        stored = GenerationConfig.from_pretrained(name)
-    except OSError:
-        return {}
-    return DraftSettings.stored_in(stored)
+    return DraftSettings.stored_in(read_generation_settings(name, {}))
 
 
 def tensor_headers(name: str) -> dict[str, tuple[tuple[int, ...], str]]:
@@ -146,16 +141,13 @@ def tensor_headers(name: str) -> dict[str, tuple[tuple[int, ...], str]]:
             raise OSError(f"the weights of {name!r} cannot be read ({one_line(error)}): ask its author.") from None
         except HTTP_ERROR as error:
             raise OSError(f"the weights of {name!r} cannot be read: {why_refused(error)}.") from error
+        except (KeyError, TypeError, AttributeError, ValueError) as error:  # an index or header that is none
+            raise OSError(f"the weights of {name!r} cannot be read ({in_one_line(error)}): ask its author.") from error
         return {key: (tuple(info.shape), str(info.dtype)) for file in files for key, info in file.tensors.items()}
     headers = {}
     for file in checkpoint_files(name, None, {}):
-        try:
-            with safe_open(file, framework="pt") as tensors:
-                for key in tensors.keys():
-                    piece = tensors.get_slice(key)
-                    headers[key] = (tuple(piece.get_shape()), str(piece.get_dtype()))
-        except SafetensorError as error:
-            raise OSError(
-                f"{file!r} is not a readable safetensors file ({error}): copy or download it again."
-            ) from None
+        with open_tensors(file) as tensors:
+            for key in tensors.keys():
+                piece = tensors.get_slice(key)
+                headers[key] = (tuple(piece.get_shape()), str(piece.get_dtype()))
     return headers

@@ -17,6 +17,8 @@ from __future__ import annotations
 
 import functools
 import json
+import reprlib
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib import resources
@@ -26,6 +28,13 @@ from typing import NamedTuple
 import torch
 
 RankPath = tuple[int, ...]
+
+# A step holds two (N, N) masks, and every forward of the base N more positions: published trees have at most 64 nodes.
+MAX_NODES = 4096
+MAX_DEPTH = 256
+
+_shown = reprlib.Repr()  # what was given, cut to a length that fits a message
+_shown.maxtuple, _shown.maxlist, _shown.maxstring, _shown.maxother = 16, 16, 60, 60
 
 
 class Topology(NamedTuple):
@@ -67,7 +76,8 @@ class DraftTree:
 
     Raises:
         TypeError: `paths` is not a sequence of sequences of integers.
-        ValueError: no path, an empty path, a negative rank, a duplicate or an orphan.
+        ValueError: no path, an empty path, a negative rank, a duplicate or an orphan; more than 4,096 nodes or 256
+            levels.
 
     >>> tree = DraftTree([(0,), (1,), (0, 0), (0, 1)])
     >>> tree.num_nodes, tree.max_depth, tree.parents
@@ -105,7 +115,14 @@ class DraftTree:
 
     def children(self, node: int) -> tuple[int, ...]:
         """The nodes that hang on `node`, best rank first."""
-        return tuple(child for child in range(1, self.num_nodes) if self.parents[child] == node)
+        return self._children[node]
+
+    @functools.cached_property
+    def _children(self) -> list[tuple[int, ...]]:
+        found: list[list[int]] = [[] for _ in range(self.num_nodes)]
+        for child, parent in enumerate(self.parents[1:], start=1):  # a node's number is above its parent's
+            found[parent].append(child)
+        return [tuple(children) for children in found]
 
     def cut(self, max_depth: int) -> DraftTree:
         """The same tree without the levels below `max_depth` (at least 1)."""
@@ -115,13 +132,12 @@ class DraftTree:
         """The tree as tensors on `device`, made once per device."""
         device = torch.device(device)
         if device not in self._topologies:
-            number = {path: node for node, path in enumerate(((), *self.paths))}
-            lines = [[number[path[:d]] for d in range(len(path) + 1)] for path in ((), *self.paths)]
-            ancestors = torch.zeros(1, self.num_nodes, self.num_nodes, dtype=torch.bool)
+            ancestors = torch.eye(self.num_nodes, dtype=torch.bool).unsqueeze(0)
             paths = torch.zeros(1, self.num_nodes, self.max_depth + 1, dtype=torch.long)
-            for node, line in enumerate(lines):
-                ancestors[0, node, line] = True
-                paths[0, node, : len(line)] = torch.tensor(line)
+            for node, parent in enumerate(self.parents[1:], start=1):  # after its parent: a node continues its line
+                ancestors[0, node] |= ancestors[0, parent]
+                paths[0, node] = paths[0, parent]
+                paths[0, node, self.depths[node]] = node
             unrelated = ~ancestors
             unrelated[..., 0] = True
             self._topologies[device] = Topology(
@@ -138,38 +154,37 @@ class DraftTree:
         device = torch.device(device)
         if device not in self._levels:
             levels: list[Level] = []
-            before: list[int] = []
-            for depth in range(self.max_depth):
-                below = [node for node in range(1, self.num_nodes) if self.depths[node] == depth + 1]
+            by_depth: list[list[int]] = [[] for _ in range(self.max_depth)]
+            for node in range(1, self.num_nodes):
+                by_depth[self.depths[node] - 1].append(node)
+            before = {0: 0}  # place of each node among those that the previous level expanded
+            for below in by_depth:
                 expanded = sorted({self.parents[node] for node in below})
+                place = {node: slot for slot, node in enumerate(expanded)}
                 ranks = [self.paths[node - 1][-1] for node in below]
                 levels.append(
                     Level(
                         expanded=torch.tensor(expanded, device=device),
-                        hang_on=torch.tensor(
-                            [before.index(self.parents[node]) if before else 0 for node in expanded], device=device
-                        ),
-                        slots=torch.tensor([expanded.index(self.parents[node]) for node in below], device=device),
+                        hang_on=torch.tensor([before[self.parents[node]] for node in expanded], device=device),
+                        slots=torch.tensor([place[self.parents[node]] for node in below], device=device),
                         ranks=torch.tensor(ranks, device=device),
                         width=max(ranks) + 1,
                     )
                 )
-                before = expanded
+                before = place
             self._levels[device] = tuple(levels)
         return self._levels[device]
 
     def draw(self) -> str:
         """A text drawing; each line is the node's rank among its siblings."""
         lines = ["root"]
-
-        def branch(node: int, indent: str) -> None:
-            children = self.children(node)
-            for child in children:
-                last = child == children[-1]
-                lines.append(f"{indent}{'└── ' if last else '├── '}{self.paths[child - 1][-1]}")
-                branch(child, indent + ("    " if last else "│   "))
-
-        branch(0, "")
+        waiting = [(child, "") for child in reversed(self.children(0))]
+        while waiting:
+            node, indent = waiting.pop()
+            last = node == self.children(self.parents[node])[-1]
+            lines.append(f"{indent}{'└── ' if last else '├── '}{self.paths[node - 1][-1]}")
+            below = indent + ("    " if last else "│   ")
+            waiting += [(child, below) for child in reversed(self.children(node))]
         return "\n".join(lines)
 
     def to_json(self) -> str:
@@ -183,12 +198,12 @@ class DraftTree:
         Raises:
             ValueError: `text` is not JSON.
         """
+        wanted = "give an array of rank paths such as [[0], [1], [0, 0]]."
         try:
-            return cls(json.loads(text))
-        except json.JSONDecodeError as error:
-            raise ValueError(
-                f"the tree {text[:40]!r} is not JSON ({error}): give an array of rank paths such as [[0], [1], [0, 0]]."
-            ) from None
+            paths = json.loads(text)
+        except (ValueError, RecursionError) as error:  # ValueError: also a number of more digits than Python reads
+            raise ValueError(f"the tree {text[:40]!r} is not JSON ({error}): {wanted}") from None
+        return cls(paths)
 
     @classmethod
     def from_name(cls, name: str) -> DraftTree:
@@ -222,14 +237,14 @@ class DraftTree:
         if max_depth is not None and found.max_depth > max_depth:
             deepest = next(path for path in found.paths if len(path) > max_depth)
             raise ValueError(
-                f"draft_tree has the node {deepest} at depth {len(deepest)}, but the model has {max_depth} draft heads:"
-                f" drop every path longer than {max_depth}."
+                f"draft_tree has the node {_shown.repr(deepest)} at depth {len(deepest)}, but the model has "
+                f"{max_depth} draft heads: drop every path longer than {max_depth}."
             )
         if found.max_rank >= vocab_size:
             path = next(path for path in found.paths if max(path) >= vocab_size)
             raise ValueError(
-                f"draft_tree has the node {path} with rank {max(path)}, but a vocabulary of {vocab_size} tokens has "
-                f"ranks 0 to {vocab_size - 1}: drop that node and all that start with it."
+                f"draft_tree has the node {_shown.repr(path)} with rank {_shown.repr(max(path))}, but a vocabulary of "
+                f"{vocab_size} tokens has ranks 0 to {vocab_size - 1}: drop that node and all that start with it."
             )
         return found
 
@@ -256,7 +271,7 @@ def _tree_files():
 def _published(name: str) -> DraftTree:
     if name not in published_trees():
         raise ValueError(
-            f"draft_tree {name!r} is no published tree: expected one of {', '.join(published_trees())}, "
+            f"draft_tree {_shown.repr(name)} is no published tree: expected one of {', '.join(published_trees())}, "
             "or rank paths such as [[0], [1], [0, 0]]."
         )
     return DraftTree(json.loads((_tree_files() / f"{name}.json").read_text())["paths"])
@@ -266,28 +281,36 @@ def _validated(paths: Iterable[Sequence[int]]) -> tuple[RankPath, ...]:
     """The paths as sorted tuples, or one line about the first that is wrong."""
     expected = "expected rank paths such as [[0], [1], [0, 0]]"
     if isinstance(paths, (str, bytes)) or not isinstance(paths, Iterable):
-        raise TypeError(f"a tree was given as {paths!r} ({type(paths).__name__}): {expected}.")
+        raise TypeError(f"a tree was given as {_shown.repr(paths)} ({type(paths).__name__}): {expected}.")
     found: list[RankPath] = []
     for path in paths:
         if isinstance(path, (str, bytes)) or not isinstance(path, Sequence):
-            raise TypeError(f"a tree has the path {path!r} ({type(path).__name__}): {expected}.")
+            raise TypeError(f"a tree has the path {_shown.repr(path)} ({type(path).__name__}): {expected}.")
+        # The limits come first, so that a tree beyond them costs no more than one within them.
+        if len(path) > MAX_DEPTH:
+            raise ValueError(
+                f"a tree has a path of {len(path):,} ranks, expected at most {MAX_DEPTH}: drop longer paths."
+            )
+        if len(found) == MAX_NODES - 1:
+            raise ValueError(f"a tree has more than {MAX_NODES:,} nodes, the root included: keep the most likely ones.")
         if not all(isinstance(rank, int) and not isinstance(rank, bool) for rank in path):
-            raise TypeError(f"the path {list(path)!r} holds something other than integers: {expected}.")
+            given = _shown.repr(list(path))
+            raise TypeError(f"the path {given} holds something other than integers: {expected}.")
         found.append(tuple(path))
     if not found:
         raise ValueError(f"a tree without nodes drafts nothing: {expected}, or call the base's own generate.")
-    known = set(found)
+    known = Counter(found)
     for path in found:
         if not path:
             raise ValueError("the empty path is the root, which is always there: drop it from the tree.")
         if min(path) < 0:
-            raise ValueError(f"node {path} has the negative rank {min(path)}: ranks count from 0, the best guess.")
+            given, rank = _shown.repr(path), _shown.repr(min(path))
+            raise ValueError(f"node {given} has the negative rank {rank}: ranks count from 0, the best guess.")
         if len(path) > 1 and path[:-1] not in known:
+            given, parent = _shown.repr(path), _shown.repr(path[:-1])
             raise ValueError(
-                f"node {path} has no parent: add {path[:-1]} to the tree, or drop every node that starts with "
-                f"{path[:-1]}."
+                f"node {given} has no parent: add {parent} to the tree, or drop every node that starts with {parent}."
             )
-    if len(known) < len(found):
-        twice = next(path for path in found if found.count(path) > 1)
-        raise ValueError(f"node {twice} is in the tree {found.count(twice)} times: keep it once.")
+        if known[path] > 1:
+            raise ValueError(f"node {_shown.repr(path)} is in the tree {known[path]} times: keep it once.")
     return tuple(sorted(known, key=lambda path: (len(path), path)))

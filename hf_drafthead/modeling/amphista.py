@@ -23,7 +23,7 @@ from transformers.configuration_utils import PreTrainedConfig
 
 from hf_drafthead.generation.slots import ROOM, SlotCache
 from hf_drafthead.modeling.base import DraftHeadPreTrainedModel
-from hf_drafthead.modeling.config import DraftHeadConfig
+from hf_drafthead.modeling.config import MAX_LAYERS, DraftHeadConfig
 from hf_drafthead.modeling.decoder_layer import DecoderLayer
 from hf_drafthead.modeling.drafter import Drafter
 from hf_drafthead.modeling.layers import OutputProjections, ParallelBlocks, last_valid
@@ -84,9 +84,9 @@ class AmphistaConfig(DraftHeadConfig):
 
     def check(self) -> None:
         super().check()
-        self._check_at_least("num_layers", 1)
+        self._check_count("num_layers", 1, MAX_LAYERS)
         self._check_at_least("num_stages", 0)
-        self._check_at_least("num_auto_embedding_layers", 0)
+        self._check_count("num_auto_embedding_layers", 0, MAX_LAYERS)
         if self.num_stages > self.num_draft_heads:
             raise ValueError(
                 f"num_stages is {self.num_stages}, but num_draft_heads is {self.num_draft_heads}: a stage that no head "

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.initialization import no_init_weights
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from hf_drafthead.generation.mixin import DraftHeadGenerationMixin
 from hf_drafthead.generation.settings import DEFAULT_TREE, DraftSettings
@@ -18,13 +19,14 @@ from hf_drafthead.modeling.checkpoint import (
     check_tensors,
     checkpoint_files,
     has_adapter,
-    map_tensors,
+    map_wanted,
     read_config,
     read_generation_settings,
     refuse_damage,
 )
 from hf_drafthead.modeling.config import ABOUT_THE_BASE, DraftHeadConfig
 from hf_drafthead.modeling.drafter import Drafter
+from hf_drafthead.modeling.files import in_one_line, shortened
 
 Model = TypeVar("Model", bound="DraftHeadPreTrainedModel")
 
@@ -66,7 +68,12 @@ class DraftHeadPreTrainedModel(DraftHeadGenerationMixin, PreTrainedModel):
         # The base comes first: device and dtype of the model are those of its first parameter.
         self.register_module("base", None)
         if build_base:
-            self.base = AutoModelForCausalLM.from_config(copy.deepcopy(config.base_config))
+            if type(config.base_config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+                raise ValueError(
+                    f"base_config is of a {shortened.repr(config.base_config.model_type)} model, which is no causal "
+                    "language model of transformers: a base with code of its own is loaded apart, with base_model=."
+                )
+            self.base = AutoModelForCausalLM.from_config(copy.deepcopy(config.base_config), trust_remote_code=False)
         self.drafter = self.drafter_class(config)
         self.post_init()
         if build_base:
@@ -238,13 +245,23 @@ class DraftHeadPreTrainedModel(DraftHeadGenerationMixin, PreTrainedModel):
             model, tensors = cls._blank(untouched, build_base=False), found
         else:
             model, tensors = cls._without_memory(path, untouched, heads.get("variant"), hub)
+        # What lies beside the weights is read before the base is, which may take minutes.
+        adapter = dict(heads.get("adapter_kwargs") or {})
+        adapted = adapter.pop("_adapter_model_path", None) or path
+        with_adapter = (settings is None or adapted != path) and has_adapter(adapted, hub)
+        settings = read_generation_settings(path, hub) if settings is None else settings
         if config.base_included:
             if base_model is not None or base_revision is not None:
                 raise ValueError(f"{path!r} contains its own base: drop base_model= and base_revision=.")
             if kwargs.get("quantization_config") is not None:
                 kwargs["quantization_config"] = cls._sparing_the_drafter(config, kwargs["quantization_config"])
             heads |= fetch | {"config": config, "use_safetensors": True, "output_loading_info": True}
-            model, info = super().from_pretrained(path, **heads, **kwargs)
+            try:
+                model, info = super().from_pretrained(path, **heads, **kwargs)
+            except (ArithmeticError, AttributeError, LookupError) as error:
+                raise ValueError(
+                    f"the base in {path!r} cannot be built from its config ({in_one_line(error)}): correct config.json."
+                ) from error
             refuse_damage(path, info)
             model.drafter.check_values(path)
             if "hf_quantizer" in model.__dict__:  # only the base is quantized: heads are saved as they are
@@ -260,11 +277,8 @@ class DraftHeadPreTrainedModel(DraftHeadGenerationMixin, PreTrainedModel):
             model._fill(tensors, *last_layer(base))
             model.drafter.check_values(path)
             model._attach(base)
-            model._take_generation_config(read_generation_settings(path, hub) if settings is None else settings)
-            adapter = dict(heads.get("adapter_kwargs") or {})
-            beside = settings is None and has_adapter(path, hub)
-            adapted = adapter.pop("_adapter_model_path", None) or (path if beside else None)
-            if adapted is not None:
+            model._take_generation_config(settings)
+            if with_adapter:
                 model.load_adapter(adapted, adapter_kwargs=adapter)
             info = {"missing_keys": set(), "unexpected_keys": set(), "mismatched_keys": set(), "error_msgs": []}
         model.checkpoint_revision = heads.get("revision")
@@ -287,12 +301,20 @@ class DraftHeadPreTrainedModel(DraftHeadGenerationMixin, PreTrainedModel):
         Raises:
             OSError, ValueError: as `from_pretrained`.
         """
-        model = cls._blank(config, build_base=False)
-        tensors = map_tensors(checkpoint_files(path, variant, hub))
-        if config.base_included:
-            tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith("base.")}
+        try:
+            model = cls._blank(config, build_base=False)
+        except (OSError, ValueError):
+            raise
+        except Exception as error:  # torch and transformers raise anything for values that make no layer
+            raise ValueError(
+                f"no heads can be built from the config of {path!r} ({in_one_line(error)}): correct config.json."
+            ) from error
+        expected = model.state_dict()
+        tensors, held = map_wanted(checkpoint_files(path, variant, hub), expected)
         tensors = cls._complete(model, tensors)
-        check_tensors(path, tensors, model.state_dict())
+        check_tensors(
+            path, tensors, expected, [name for name in held if not (config.base_included and name.startswith("base."))]
+        )
         return model, tensors
 
     @classmethod

@@ -156,6 +156,8 @@ def check_base(config: DraftHeadConfig, base_config: PreTrainedConfig, name: str
     Raises:
         ValueError: model type, hidden size or vocabulary differ.
     """
+    if isinstance(base_config, DraftHeadConfig):
+        raise ValueError(f"the base {name!r} has draft heads itself: give the model that these heads were trained for.")
     wanted, given = config.get_text_config(), base_config.get_text_config()
     trained_for = config.base_model_name_or_path or "another base"
     for field, words in (("hidden_size", "hidden size"), ("vocab_size", "vocabulary"), ("model_type", "model type")):

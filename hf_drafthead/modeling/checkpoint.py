@@ -1,25 +1,25 @@
 """Where a checkpoint's parts lie, and whether they are what they should be: nothing is loaded before that is known."""
 
 import copy
-import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from pathlib import PureWindowsPath
 from typing import Any, cast
 
 import torch
 from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.utils import ADAPTER_CONFIG_NAME, GENERATION_CONFIG_NAME, cached_file, has_file
 
+from hf_drafthead.generation.tree import DraftTree
 from hf_drafthead.modeling.config import MODEL_TYPE_PREFIX, DraftHeadConfig
+from hf_drafthead.modeling.files import open_tensors, read_json, shortened
 from hf_drafthead.modeling.foreign import how_to_convert
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLE = "pytorch_model.bin"
+ADAPTER_WEIGHTS, ADAPTER_PICKLE = "adapter_model.safetensors", "adapter_model.bin"
 HTTP_ERROR = cast(type[Exception], HfHubHTTPError.__bases__[0])  # of whichever HTTP client huggingface_hub uses
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -38,7 +38,7 @@ def read_config(family: type[DraftHeadConfig], path: str, given: Any, hub: Mappi
         try:
             fields, _ = family.get_config_dict(source, **hub)
             if not fields:
-                raise OSError("there is no config.json")
+                raise OSError("there is no config.json, or it is empty")
         except (OSError, HTTP_ERROR) as error:
             refused = why_refused(error)
             if refused:
@@ -46,8 +46,8 @@ def read_config(family: type[DraftHeadConfig], path: str, given: Any, hub: Mappi
             if advice := how_to_convert(source, {}, lambda name: os.path.isfile(os.path.join(source, name))):
                 raise OSError(f"{source!r} is no checkpoint of this library: {advice}.") from error
             raise OSError(
-                f"{source!r} is no draft-head checkpoint ({str(error).splitlines()[0]}): give a folder or Hub id that "
-                "save_pretrained of a draft-head model has written."
+                f"{source!r} is no draft-head checkpoint ({str(error).splitlines()[0].rstrip('.')}): give a folder or "
+                "Hub id that save_pretrained of a draft-head model has written."
             ) from error
         found = fields.get("model_type")
         config = family.from_dict(fields) if found == family.model_type else None
@@ -58,7 +58,8 @@ def read_config(family: type[DraftHeadConfig], path: str, given: Any, hub: Mappi
             advice = advice or how_to_convert(path, fields)
         advice = advice or "to put new heads on a base use from_base"
         raise ValueError(
-            f"{path!r} is no {family.model_type} checkpoint: its config.json has model_type {found!r}; {advice}."
+            f"{path!r} is no {family.model_type} checkpoint: its config.json has model_type {shortened.repr(found)}; "
+            f"{advice}."
         )
     return config
 
@@ -68,22 +69,33 @@ def read_generation_settings(path: str, hub: Mapping[str, Any]) -> dict[str, Any
 
     Raises:
         OSError: it cannot be read, or the Hub does not give it out.
+        TypeError, ValueError: its draft tree is no tree.
     """
     found = fetch_file(path, GENERATION_CONFIG_NAME, hub)
-    try:
-        settings = json.loads(Path(found).read_text(encoding="utf-8-sig")) if found else {}
-    except ValueError as error:
-        raise OSError(f"{found!r} is not readable JSON ({error}): copy or download it again.") from None
-    return settings if isinstance(settings, dict) else {}
+    settings = read_json(found) if found else {}
+    if isinstance(settings.get("draft_tree"), list):
+        DraftTree(settings["draft_tree"])  # refuses a tree that no call of generate could use
+    return settings
 
 
 def has_adapter(path: str, hub: Mapping[str, Any]) -> bool:
     """Whether a PEFT adapter lies beside the heads.
 
     Raises:
-        OSError: the Hub does not say.
+        OSError: its weights are no safetensors, or the Hub does not say.
     """
-    return fetch_file(path, ADAPTER_CONFIG_NAME, hub) is not None
+    config = fetch_file(path, ADAPTER_CONFIG_NAME, hub)
+    if config is None:
+        return False
+    read_json(config)
+    weights = fetch_file(path, ADAPTER_WEIGHTS, hub)
+    if weights is None:
+        raise OSError(
+            f"{path!r} holds an adapter without {ADAPTER_WEIGHTS}: {ADAPTER_PICKLE}, a pickle, is never opened, for it "
+            "can run code; save the adapter as safetensors, or remove it."
+        )
+    with open_tensors(weights):
+        return True
 
 
 def checkpoint_files(path: str, variant: str | None, hub: Mapping[str, Any]) -> list[str]:
@@ -95,7 +107,7 @@ def checkpoint_files(path: str, variant: str | None, hub: Mapping[str, Any]) -> 
         hub: keyword arguments of `transformers.utils.cached_file`.
 
     Raises:
-        OSError: there are no weights, or a shard is missing.
+        OSError: there are no weights, a shard is missing, or the index cannot be read or names other files than shards.
     """
     weights, index = (_with_variant(name, variant) for name in (WEIGHTS, INDEX))
     found = fetch_file(path, weights, hub)
@@ -110,12 +122,38 @@ def checkpoint_files(path: str, variant: str | None, hub: Mapping[str, Any]) -> 
                 "code; ask its author to save the heads as safetensors."
             )
         raise OSError(f"{path!r} holds no {weights}: save the model there again, or give the folder that has it.")
-    shards = sorted(set(json.loads(Path(found).read_text())["weight_map"].values()))
-    files = [fetch_file(path, shard, hub) for shard in shards]
-    missing = [shard for shard, file in zip(shards, files, strict=True) if file is None]
-    if missing:
-        raise OSError(f"{path!r} lacks {missing[0]}, which its {index} names: copy or download the checkpoint again.")
-    return [file for file in files if file is not None]
+    files = []
+    for shard in _shards(found):
+        file = fetch_file(path, shard, hub)
+        if file is None:
+            raise OSError(f"{path!r} lacks {shard}, which its {index} names: copy or download the checkpoint again.")
+        files.append(file)
+    return files
+
+
+def _shards(index: str) -> list[str]:
+    """Names of the files that an index spreads the tensors over: beside it, and nowhere else.
+
+    Raises:
+        OSError: it is no such index.
+    """
+    fields = read_json(index)
+    weight_map = fields.get("weight_map")
+    if not isinstance(weight_map, dict) or not isinstance(fields.get("metadata"), dict) or not weight_map:
+        raise OSError(
+            f"{index!r} is no index of weights: expected the objects 'metadata' and 'weight_map'; copy or download it "
+            "again."
+        )
+    shards = set()
+    for shard in weight_map.values():
+        # as Windows reads it: both kinds of slash and drives lead elsewhere
+        if not isinstance(shard, str) or not shard.endswith(".safetensors") or PureWindowsPath(shard).name != shard:
+            raise OSError(
+                f"{index!r} names the file {shortened.repr(shard)}: expected the name of a safetensors file in the "
+                "same folder; do not use this checkpoint."
+            )
+        shards.add(shard)
+    return sorted(shards)
 
 
 def fetch_file(path: str, name: str, hub: Mapping[str, Any]) -> str | None:
@@ -157,32 +195,51 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or error.__context__
 
 
-@torch.inference_mode(False)
 def map_tensors(files: Iterable[str]) -> dict[str, Tensor]:
     """The tensors of safetensors files, by name: mapped, so that nothing is read before it is used.
 
     Raises:
-        OSError: a file is no readable safetensors file.
+        OSError: a file is no readable safetensors file, or a tensor is in two of them.
     """
-    tensors: dict[str, Tensor] = {}
+    return map_wanted(files, None)[0]
+
+
+@torch.inference_mode(False)
+def map_wanted(files: Iterable[str], wanted: Collection[str] | None) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Some of the tensors of safetensors files, and which file holds each of all their tensors.
+
+    Args:
+        files: safetensors files.
+        wanted: names of the tensors to map; None for all.
+
+    Raises:
+        OSError: as `map_tensors`.
+    """
+    found: dict[str, Tensor] = {}
+    holders: dict[str, str] = {}
     for file in files:
-        try:
-            tensors |= load_file(file)
-        except SafetensorError as error:
-            raise OSError(
-                f"{file!r} is not a readable safetensors file ({error}): copy or download it again, and if it stays "
-                "so, ask its author."
-            ) from None
-    return tensors
+        with open_tensors(file) as tensors:
+            names = dict.fromkeys(tensors.keys(), file)
+            if twice := sorted(set(holders) & set(names)):
+                raise OSError(
+                    f"{file!r} and {holders[twice[0]]!r} both hold the tensor {shortened.repr(twice[0])}: copy or "
+                    "download the checkpoint again."
+                )
+            holders |= names
+            found |= {name: tensors.get_tensor(name) for name in names if wanted is None or name in wanted}
+    return found, holders
 
 
-def check_tensors(path: str, found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+def check_tensors(
+    path: str, found: Mapping[str, Tensor], expected: Mapping[str, Tensor], others: Collection[str] = ()
+) -> None:
     """Compare the tensors of a checkpoint's drafter with what its config asks for.
 
     Args:
         path: the checkpoint, for the message.
         found: its tensors, by their names in it.
         expected: tensors of the shapes that there should be, by the same names.
+        others: names of tensors that it has besides those found.
 
     Raises:
         ValueError: a tensor is missing, unknown, of another shape, or of another kind of number.
@@ -195,7 +252,7 @@ def check_tensors(path: str, found: Mapping[str, Tensor], expected: Mapping[str,
             )
         if found[name].shape != wanted.shape:
             raise ValueError(
-                f"{path!r} has {name!r} of shape {list(found[name].shape)}, but its config asks for "
+                f"{path!r} has {name!r} of shape {shortened.repr(list(found[name].shape))}, but its config asks for "
                 f"{list(wanted.shape)}: save the checkpoint again, or correct config.json."
             )
         if not wanted.dtype.is_floating_point:
@@ -209,11 +266,11 @@ def check_tensors(path: str, found: Mapping[str, Tensor], expected: Mapping[str,
                 f"{path!r} has {name!r} in {_type_name(found[name].dtype)}, expected one of "
                 f"{', '.join(map(_type_name, FLOATS))}: save the heads in a floating point type."
             )
-    unknown = sorted(set(found) - set(expected))
+    unknown = sorted((set(found) | set(others)) - set(expected))
     if unknown:
         raise ValueError(
-            f"{path!r} has {len(unknown)} tensor(s) that its config does not ask for, such as {unknown[0]!r}: "
-            "remove them, or correct config.json."
+            f"{path!r} has {len(unknown)} tensor(s) that its config does not ask for, such as "
+            f"{shortened.repr(unknown[0])}: remove them, or correct config.json."
         )
 
 

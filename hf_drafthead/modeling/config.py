@@ -1,6 +1,7 @@
 """What every draft-head model is configured by: its base, and how many heads guess ahead of it."""
 
 import copy
+import inspect
 import os
 from dataclasses import fields
 from pathlib import Path
@@ -10,8 +11,20 @@ from transformers import AutoConfig
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from hf_drafthead.modeling.files import MAX_NESTING, in_one_line, is_deep, read_json, shortened
+
 MODEL_TYPE_PREFIX = "drafthead_"  # of every family's model_type
 ABOUT_THE_BASE = {"base_config", "base_included", "base_model_name_or_path", "base_model_revision"}
+# A config builds modules before a tensor is looked at: these keep what it can cost far above anything published.
+MAX_HEADS = 64
+MAX_LAYERS = 32  # of one head
+# Configs of transformers make lists of these lengths as soon as they are created; the fields end in ...
+MAX_COUNTS = {"layer": 1024, "layers": 1024, "labels": 2**16}
+# What a file may not choose: which code computes attention and experts.
+IMPLEMENTATIONS = {"attn_implementation", "experts_implementation"}
+IMPLEMENTATIONS |= {f"_{name}" for name in IMPLEMENTATIONS} | {f"_{name}_internal" for name in IMPLEMENTATIONS}
+
+CLASS_FIELDS = {"attribute_map", "sub_configs"}  # of a config's class, never of a file
 
 
 class DraftHeadConfig(PreTrainedConfig):
@@ -44,12 +57,35 @@ class DraftHeadConfig(PreTrainedConfig):
         # live base non-causal: only ever hand it a copy.
         for name in self.sub_configs:
             setattr(self, name, _sub_config(name, getattr(self, name)))
-        super().__post_init__(**kwargs)
+        try:
+            super().__post_init__(**kwargs)
+        except Exception as error:  # transformers checks few of the fields that it sets
+            raise ValueError(
+                f"the config has a field that cannot be used ({in_one_line(error)}): correct it."
+            ) from error
         self.check()
 
     def check(self) -> None:
         """Refuse values that cannot be built; families extend it."""
-        self._check_at_least("num_draft_heads", 1)
+        self._check_count("num_draft_heads", 1, MAX_HEADS)
+        self._check_flag("base_included")
+        for name in ("base_model_name_or_path", "base_model_revision"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, str):
+                raise ValueError(f"{name} is {shortened.repr(value)}: expected text, or None.")
+        if isinstance(self.base_config, DraftHeadConfig):
+            raise ValueError(
+                f"base_config is of a model with draft heads itself ({self.base_config.model_type!r}): give the config "
+                "of the model that these heads are for."
+            )
+        if isinstance(self.base_config, PreTrainedConfig):
+            text = self.get_text_config()
+            for name in ("hidden_size", "vocab_size"):
+                value = getattr(text, name, None)
+                if type(value) is not int or value < 1:
+                    raise ValueError(
+                        f"base_config has {name} {shortened.repr(value)}: expected a whole number of at least 1."
+                    )
 
     @property
     def family(self) -> str:
@@ -76,17 +112,35 @@ class DraftHeadConfig(PreTrainedConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """As in transformers, which would only log that the dict is another kind of model's.
+        """As in transformers, but a dict of another kind of model is refused, where transformers logs it.
 
         Raises:
-            ValueError: it is.
+            ValueError: it is of another kind, or there are values that no config can be made of.
         """
         found = config_dict.get("model_type")
         if found not in (None, cls.model_type):
             raise ValueError(
                 f"the config has model_type {found!r}, expected {cls.model_type!r}: read it with AutoConfig."
             )
-        return super().from_dict(config_dict, **kwargs)
+        own = {field.name for field in fields(cls)}  # which `check` looks at
+        _refuse_costly(
+            "the config", {name: value for name, value in config_dict.items() if name not in own - {"base_config"}}
+        )
+        _refuse_shadowing("the config", cls, config_dict)
+        given = {name: value for name, value in config_dict.items() if name not in IMPLEMENTATIONS}
+        try:
+            return super().from_dict(given, **kwargs)
+        except ValueError:
+            raise
+        except Exception as error:  # of the validation that transformers' configs have
+            raise ValueError(
+                f"the config has a field that cannot be used ({in_one_line(error)}): correct it."
+            ) from error
+
+    @classmethod
+    def _dict_from_json_file(cls, json_file: str | os.PathLike) -> Any:
+        read_json(json_file)  # within limits, or refused
+        return super()._dict_from_json_file(json_file)
 
     @property
     def own_layer(self) -> PreTrainedConfig:
@@ -115,12 +169,20 @@ class DraftHeadConfig(PreTrainedConfig):
     def _check_at_least(self, name: str, least: int) -> None:
         value = getattr(self, name)
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise ValueError(f"{name} is {value!r}: expected a whole number of at least {least}.")
+            raise ValueError(f"{name} is {shortened.repr(value)}: expected a whole number of at least {least}.")
+
+    def _check_count(self, name: str, least: int, most: int) -> None:
+        """Of modules, each of which takes time and memory to build."""
+        self._check_at_least(name, least)
+        if getattr(self, name) > most:
+            raise ValueError(
+                f"{name} is {shortened.repr(getattr(self, name))}: expected a whole number from {least} to {most}."
+            )
 
     def _check_flag(self, name: str) -> None:
         value = getattr(self, name)
         if not isinstance(value, bool):
-            raise ValueError(f"{name} is {value!r}: expected True or False.")
+            raise ValueError(f"{name} is {shortened.repr(value)}: expected True or False.")
 
     def _check_layer(self, asking: str, wanted: bool, same_width: bool = True) -> None:
         """Refuse decoder layers for the heads that cannot be.
@@ -164,7 +226,9 @@ class DraftHeadConfig(PreTrainedConfig):
     def _check_fraction(self, name: str) -> None:
         value = getattr(self, name)
         if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value < 1:
-            raise ValueError(f"{name} is {value!r}: expected a number from 0 up to, but not including, 1.")
+            raise ValueError(
+                f"{name} is {shortened.repr(value)}: expected a number from 0 up to, but not including, 1."
+            )
 
 
 def _sub_config(name: str, given: dict[str, Any] | PreTrainedConfig | None) -> PreTrainedConfig | None:
@@ -172,14 +236,49 @@ def _sub_config(name: str, given: dict[str, Any] | PreTrainedConfig | None) -> P
         return copy.deepcopy(given)
     if not isinstance(given, dict):
         raise ValueError(f"{name} is {type(given).__name__}: expected the config of a model, or its dict.")
-    fields = dict(given)
+    _refuse_costly(name, given)
+    fields = {key: value for key, value in given.items() if key not in IMPLEMENTATIONS}
     model_type = fields.pop("model_type", None)
-    if model_type in CONFIG_MAPPING:
-        return CONFIG_MAPPING[model_type](**fields)
     # A base that lives in remote code: keep what its config says until the base itself brings the real class.
-    config = PreTrainedConfig(**fields)
-    config.model_type = model_type
+    known = isinstance(model_type, str) and model_type in CONFIG_MAPPING
+    config_class = CONFIG_MAPPING[model_type] if known else PreTrainedConfig
+    _refuse_shadowing(name, config_class, fields)
+    try:
+        config = config_class(**fields)
+    except Exception as error:  # each model's config checks its fields in its own way, if at all
+        kind = f"a {shortened.repr(model_type)} model" if known else "a model"
+        raise ValueError(f"{name} is no config of {kind} ({in_one_line(error)}): correct it.") from error
+    if not known:
+        config.model_type = model_type
     return config
+
+
+def _refuse_costly(name: str, fields: dict[str, Any]) -> None:
+    """Refuse deep nesting, and numbers for which transformers would make lists of that length, in all sub-configs.
+
+    Raises:
+        ValueError: there is one.
+    """
+    if is_deep(fields):
+        raise ValueError(f"{name} has fields that are nested more than {MAX_NESTING} levels deep: correct it.")
+    for key, value in fields.items():
+        if isinstance(value, dict):
+            _refuse_costly(name, value)
+        elif isinstance(value, (int, float)) and value > (most := MAX_COUNTS.get(key.rpartition("_")[2], value)):
+            raise ValueError(f"{name} has {key} {shortened.repr(value)}: expected at most {most}.")
+
+
+def _refuse_shadowing(name: str, config_class: type[PreTrainedConfig], fields: dict[str, Any]) -> None:
+    """Refuse fields that would hide what the code of a config is made of.
+
+    Raises:
+        ValueError: there is one.
+    """
+    for key in fields:
+        own = inspect.getattr_static(config_class, key, None)
+        fixed = isinstance(own, property) and own.fset is None
+        if fixed or callable(own) or isinstance(own, classmethod) or key.startswith("__") or key in CLASS_FIELDS:
+            raise ValueError(f"{name} has the field {shortened.repr(key)}, a name that its own code uses: remove it.")
 
 
 def portable(name: str | None, save_directory: str | os.PathLike) -> str | None:

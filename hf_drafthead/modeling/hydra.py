@@ -16,7 +16,7 @@ from transformers.configuration_utils import PreTrainedConfig
 from hf_drafthead.generation.drafting import Guesses
 from hf_drafthead.generation.slots import ROOM, SlotCache
 from hf_drafthead.modeling.base import DraftHeadPreTrainedModel
-from hf_drafthead.modeling.config import DraftHeadConfig
+from hf_drafthead.modeling.config import MAX_LAYERS, DraftHeadConfig
 from hf_drafthead.modeling.decoder_layer import DecoderLayer
 from hf_drafthead.modeling.drafter import Drafter
 from hf_drafthead.modeling.layers import OutputProjections, ResidualBlock, last_valid
@@ -77,7 +77,7 @@ class HydraConfig(DraftHeadConfig):
 
     def check(self) -> None:
         super().check()
-        self._check_at_least("num_layers", 1)
+        self._check_count("num_layers", 1, MAX_LAYERS)
         self._check_fraction("dropout")
         for name in ("tie_blocks", "prefix_layer", "share_lm_head"):
             self._check_flag(name)

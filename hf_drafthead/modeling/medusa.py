@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from hf_drafthead.generation.drafting import Guesses
 from hf_drafthead.modeling.base import DraftHeadPreTrainedModel
-from hf_drafthead.modeling.config import DraftHeadConfig
+from hf_drafthead.modeling.config import MAX_LAYERS, DraftHeadConfig
 from hf_drafthead.modeling.drafter import Drafter
 from hf_drafthead.modeling.layers import OutputProjections, ParallelBlocks, last_valid
 
@@ -43,7 +43,7 @@ class MedusaConfig(DraftHeadConfig):
 
     def check(self) -> None:
         super().check()
-        self._check_at_least("num_layers", 1)
+        self._check_count("num_layers", 1, MAX_LAYERS)
         self._check_flag("share_lm_head")
 
 

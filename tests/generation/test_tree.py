@@ -1,10 +1,13 @@
 """Draft trees: the published implementations' own buffers, what is refused, and every form in which a tree is given."""
 
 import json
+from itertools import count
 from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from hf_drafthead.generation import DraftTree, published_trees
 from hf_drafthead.generation import tree as tree_module
@@ -74,6 +77,10 @@ def test_json_and_back():
     assert DraftTree.from_json(tree.to_json()) == tree
     with pytest.raises(ValueError, match=r"the tree '\[\[0\], ' is not JSON .*: give an array of rank paths such as"):
         DraftTree.from_json("[[0], ")
+    with pytest.raises(ValueError, match=r"is not JSON \(maximum recursion depth exceeded.*\): give an array of rank"):
+        DraftTree.from_json("[" * 100_000)
+    with pytest.raises(ValueError, match=r"is not JSON \(Exceeds the limit .*\): give an array of rank paths such as"):
+        DraftTree.from_json(f"[[{'9' * 5000}]]")
 
 
 def test_cutting_a_tree():
@@ -104,6 +111,22 @@ REFUSED = {
     "flat": ([0, 1], TypeError, r"^a tree has the path 0 \(int\): expected rank paths such as"),
     "paths of text": (["00"], TypeError, r"^a tree has the path '00' \(str\): expected rank paths such as"),
     "fractions": ([[0.5]], TypeError, r"^the path \[0.5\] holds something other than integers: expected rank paths"),
+    "too many nodes": (
+        ((rank,) for rank in count()),
+        ValueError,
+        r"^a tree has more than 4,096 nodes, the root included: keep the most likely ones\.$",
+    ),
+    "too deep": (
+        [[0], [0] * 100_000],
+        ValueError,
+        r"^a tree has a path of 100,000 ranks, expected at most 256: drop longer paths\.$",
+    ),
+    "a long orphan": (
+        [range(200)],
+        ValueError,
+        r"^node \(0, 1, .{,60}, \.\.\.\) has no parent: add \(0, 1, .{,200}\.$",
+    ),
+    "long text": ("x" * 10_000, TypeError, r"^a tree was given as 'xx.{,60}xx' \(str\): expected rank paths"),
     "truth": ([[True]], TypeError, r"^the path \[True\] holds something other than integers"),
 }
 
@@ -127,8 +150,85 @@ def test_a_setting_that_does_not_fit_is_refused():
         DraftTree.resolve(EXAMPLE, 1, 10)
     with pytest.raises(ValueError, match=r"node \(0, 1\) with rank 1, but a vocabulary of 1 tokens has ranks 0 to 0"):
         DraftTree.resolve([(0,), (0, 1)], None, 1)
+    with pytest.raises(
+        ValueError, match=r"node \(9{10,}\.\.\.9{10,},\) with rank 9{10,}\.\.\.9{10,}, but a vocabulary of 5"
+    ):
+        DraftTree.resolve([(10**4000 - 1,)], None, 5)
     with pytest.raises(ValueError, match=r"draft_tree 'mc_sim' is no published tree: expected one of .*mc_sim_7b_63"):
         DraftTree.resolve("mc_sim", None, 10)
+
+
+@st.composite
+def rank_paths(draw) -> list[tuple[int, ...]]:
+    """Any tree, in any order."""
+    nodes: list[tuple[int, ...]] = [()]
+    for parent, rank in draw(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 5)), min_size=1, max_size=40)):
+        path = (*nodes[parent % len(nodes)], rank)
+        if path not in nodes:
+            nodes.append(path)
+    return draw(st.permutations(nodes[1:]))
+
+
+@settings(max_examples=200, deadline=None)
+@given(rank_paths())
+def test_any_tree_has_the_topology_and_levels_that_its_paths_say(paths):
+    tree = DraftTree(paths)
+    nodes = [(), *tree.paths]
+    assert sorted(paths) == sorted(tree.paths) and nodes == sorted(nodes, key=lambda path: (len(path), path))
+    topology = tree.topology()
+    for node, path in enumerate(nodes):
+        line = [nodes.index(path[:depth]) for depth in range(len(path) + 1)]
+        assert topology.depths[0, node] == tree.depths[node] == len(path)
+        assert topology.parents[0, node] == tree.parents[node] == nodes.index(path[:-1])
+        assert topology.ancestors[0, node].nonzero().flatten().tolist() == sorted(line)
+        assert topology.paths[0, node].tolist() == line + [0] * (tree.max_depth + 1 - len(line))
+        below = [other for other, longer in enumerate(nodes) if longer[:-1] == path and longer]
+        assert tree.children(node) == tuple(below)
+    before, filled = [0], 1
+    for depth, level in enumerate(tree.levels(), start=1):
+        expanded = level.expanded.tolist()
+        assert expanded == sorted({tree.parents[node] for node in range(tree.num_nodes) if tree.depths[node] == depth})
+        assert [before[place] for place in level.hang_on.tolist()] == [tree.parents[node] for node in expanded]
+        for slot, rank in zip(level.slots.tolist(), level.ranks.tolist()):
+            assert nodes[filled] == (*nodes[expanded[slot]], rank) and rank < level.width
+            filled += 1
+        before = expanded
+    assert filled == tree.num_nodes
+    drawn = tree.draw().splitlines()
+    assert [line.split()[-1] for line in drawn] == ["root", *(str(path[-1]) for path in sorted(tree.paths))]
+    assert DraftTree.from_json(tree.to_json()) == tree
+
+
+def test_the_largest_trees_have_tensors_as_well():
+    deep = [[0] * depth for depth in range(1, 257)]
+    for paths in ([[rank] for rank in range(4095)], deep + [[0] * 255 + [rank] for rank in range(1, 3839 + 1)]):
+        tree = DraftTree(paths)
+        topology = tree.topology()
+        assert topology.ancestors.sum() == sum(tree.depths) + 4096 and len(tree.levels()) == tree.max_depth
+        assert len(tree.draw().splitlines()) == tree.num_nodes == 4096
+    with pytest.raises(ValueError, match="more than 4,096 nodes"):
+        DraftTree([[rank] for rank in range(4096)])
+
+
+# JSON as it may stand in anybody's file: mostly near a tree, now and then nothing of the kind.
+near_a_tree = st.recursive(
+    st.none() | st.booleans() | st.integers(-2, 3) | st.integers() | st.floats(allow_nan=False) | st.text(max_size=3),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=2), inner, max_size=2),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=500, deadline=None)
+@given(near_a_tree | st.lists(st.lists(st.integers(-1, 2), max_size=3), max_size=6))
+def test_whatever_is_given_is_a_tree_or_is_refused_in_one_line(given):
+    try:
+        tree = DraftTree.resolve(given, 3, 50)
+    except (TypeError, ValueError) as error:
+        message = str(error)
+        assert message.endswith(".") and "\n" not in message and len(message) < 500, message
+    else:
+        tree.topology()
+        assert tree.levels()
 
 
 PUBLISHED = {

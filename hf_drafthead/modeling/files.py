@@ -1,0 +1,103 @@
+"""Files that others wrote: read within limits, or refused in one line before they cost time or memory.
+
+A checkpoint's files are JSON and safetensors. Nothing in them is executed or unpickled.
+"""
+
+import json
+import os
+import reprlib
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+MAX_JSON = 2 * 2**20  # bytes; the largest configs of the Hub have some 100 kB
+MAX_HEADER = 4 * 2**20  # bytes; a tensor takes some 100, and no file of a model is known to hold 30,000
+MAX_NESTING = 32  # levels of JSON; a config with sub-configs and their settings has 6
+
+shortened = reprlib.Repr()  # what a file says, cut to a length that fits a message
+shortened.maxstring = shortened.maxother = 80
+
+
+def read_json(file: str | os.PathLike) -> dict[str, Any]:
+    """The fields of a JSON file that holds one object, such as a config.
+
+    Raises:
+        OSError: it is too large, too deeply nested, no JSON, or no object.
+    """
+    size = os.path.getsize(file)
+    if size > MAX_JSON:
+        raise OSError(
+            f"{os.fspath(file)!r} has {size:,} bytes, expected at most {MAX_JSON:,}: it is no file that "
+            "save_pretrained has written."
+        )
+    try:
+        found = json.loads(Path(file).read_text(encoding="utf-8-sig"))
+        if not isinstance(found, dict):
+            raise ValueError(f"it holds {shortened.repr(found)}, expected an object of fields")
+        if is_deep(found):
+            raise ValueError(f"its fields are nested more than {MAX_NESTING} levels deep")
+    except (ValueError, RecursionError) as error:
+        raise OSError(f"{os.fspath(file)!r} is not readable JSON ({error}): copy or download it again.") from None
+    return found
+
+
+def is_deep(value: Any) -> bool:
+    """Whether lists and dicts are nested deeper than a function that calls itself, as `copy.deepcopy`, should walk."""
+    level, depth = [value], 0
+    while level and depth <= MAX_NESTING:
+        inner = [part.values() if isinstance(part, dict) else part for part in level if isinstance(part, (dict, list))]
+        level, depth = [part for parts in inner for part in parts], depth + 1
+    return bool(level)
+
+
+@contextmanager
+def open_tensors(file: str | os.PathLike) -> Iterator[Any]:
+    """An open safetensors file, as `safetensors.safe_open` gives it.
+
+    Raises:
+        OSError: it cannot be read: its header is too large or names a tensor twice, is cut off, or does not describe
+            the bytes that follow it.
+    """
+    try:
+        _check_header(file)
+    except (ValueError, RecursionError) as error:
+        raise _unreadable(file, error) from None
+    try:
+        with safe_open(file, framework="pt") as tensors:
+            yield tensors
+    except SafetensorError as error:
+        raise _unreadable(file, error) from None
+
+
+def _unreadable(file: str | os.PathLike, error: Exception) -> OSError:
+    return OSError(
+        f"{os.fspath(file)!r} is not a readable safetensors file ({str(error).splitlines()[0]}): copy or download it "
+        "again, and if it stays so, ask its author."
+    )
+
+
+def _check_header(file: str | os.PathLike) -> None:
+    """What the library does not look at: that the header is of reasonable size, and names every tensor once."""
+    with open(file, "rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        if length > MAX_HEADER:
+            raise ValueError(f"its header has {length:,} bytes, expected at most {MAX_HEADER:,}")
+        json.loads(stream.read(length), object_pairs_hook=_refuse_duplicates)
+
+
+def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        (twice, _), *_ = Counter(name for name, _ in pairs).most_common(1)
+        raise ValueError(f"its header has {shortened.repr(twice)} twice")
+    return found
+
+
+def in_one_line(error: BaseException) -> str:
+    """An error of another library inside a message: its type and text."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:200]}".rstrip(" .:")

@@ -1,0 +1,405 @@
+"""Checkpoints that nobody should be able to harm a user with: each case changes a good one, and is refused in one line.
+
+Run as a script it prints, as JSON, what the cases and the good checkpoints cost in a process of their own:
+
+    python -m tests.modeling.hostile good | cases
+"""
+
+import contextlib
+import io
+import json
+import resource
+import shutil
+import struct
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from peft import LoraConfig, get_peft_model
+
+from hf_drafthead.cli import main
+from hf_drafthead.modeling import MedusaForCausalLM
+from tests.bases import tiny_base
+
+Change = Callable[[Path], Any]
+GOOD = ("heads", "shards", "whole", "adapter")
+
+
+def good_checkpoints(folder: Path) -> None:
+    """Under `folder`: the base, and its heads in one file, in several, with their base, and with an adapter."""
+    tiny_base().save_pretrained(folder / "base")
+    model = MedusaForCausalLM.from_base(folder / "base", num_draft_heads=2)
+    model.save_pretrained(folder / "heads")
+    model.save_pretrained(folder / "shards", max_shard_size="20KB")
+    model.save_pretrained(folder / "whole", include_base=True)
+    shutil.copytree(folder / "heads", folder / "adapter")
+    tiny_adapter(folder / "adapter")
+
+
+def tiny_adapter(folder: Path) -> None:
+    model = get_peft_model(MedusaForCausalLM.from_pretrained(folder), LoraConfig(r=2, target_modules=["q_proj"]))
+    model.save_pretrained(folder)
+
+
+def config(**changes: Any) -> Change:
+    """Fields of config.json; `base_config__hidden_size` for those of the base."""
+
+    def change(folder: Path) -> None:
+        file = folder / "config.json"
+        fields = json.loads(file.read_text())
+        for name, value in changes.items():
+            place, inner = (fields["base_config"], name[13:]) if name.startswith("base_config__") else (fields, name)
+            place[inner] = value
+        file.write_text(json.dumps(fields))
+
+    return change
+
+
+def settings(**fields: Any) -> Change:
+    """Fields of generation_config.json."""
+    return lambda folder: (folder / "generation_config.json").write_text(json.dumps(fields))
+
+
+def text(name: str, content: str) -> Change:
+    return lambda folder: (folder / name).write_text(content)
+
+
+def weights(header: Any, data: bytes = b"", length: int | None = None) -> Change:
+    """A safetensors file of this header, as JSON or bytes."""
+    head = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return lambda folder: (folder / "model.safetensors").write_bytes(
+        struct.pack("<Q", len(head) if length is None else length) + head + data
+    )
+
+
+def tensor(start: int, end: int, shape: list[int], dtype: str = "F32") -> dict[str, Any]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
+
+
+def index(**fields: Any) -> Change:
+    """Fields of model.safetensors.index.json; None drops one."""
+
+    def change(folder: Path) -> None:
+        file = folder / "model.safetensors.index.json"
+        changed = json.loads(file.read_text()) | fields
+        file.write_text(json.dumps({name: value for name, value in changed.items() if value is not None}))
+
+    return change
+
+
+def all_in(shard: Any) -> Change:
+    """Every tensor in one shard of this name."""
+
+    def change(folder: Path) -> None:
+        names = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+        index(weight_map=dict.fromkeys(names, shard))(folder)
+
+    return change
+
+
+def pickled_adapter(folder: Path) -> None:
+    (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")
+
+
+def cut_off(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+TWICE = b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]},"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'
+BIAS = "drafter.blocks.0.bias"
+UNREADABLE = "is not a readable safetensors file ("
+NO_JSON = "is not readable JSON ("
+
+# name: (which good checkpoint, what is done to it, what the message says)
+CASES: dict[str, tuple[str, Change, str]] = {
+    "a million heads": (
+        "heads",
+        config(num_draft_heads=10**6),
+        "num_draft_heads is 1000000: expected a whole number from 1",
+    ),
+    "a million blocks": (
+        "heads",
+        config(num_layers=10**6),
+        "num_layers is 1000000: expected a whole number from 1 to 32.",
+    ),
+    "heads as text": ("heads", config(num_draft_heads="x" * 10**5), "num_draft_heads is 'xxx"),
+    "a billion layers": (
+        "heads",
+        config(base_config__num_hidden_layers=10**9),
+        "has num_hidden_layers 1000000000: expected",
+    ),
+    "a billion labels": ("heads", config(num_labels=10**9), "has num_labels 1000000000: expected at most 65536."),
+    "labels of the base": (
+        "heads",
+        config(base_config__num_labels=10**9),
+        "num_labels 1000000000: expected at most 65536.",
+    ),
+    "no attention heads": (
+        "heads",
+        config(base_config__num_attention_heads=0),
+        "base_config is no config of a 'llama' model",
+    ),
+    "no key heads": (
+        "whole",
+        config(base_config__num_key_value_heads=0),
+        "cannot be built from its config (ZeroDivisionE",
+    ),
+    "no hidden size": (
+        "heads",
+        config(base_config__hidden_size=0),
+        "base_config has hidden_size 0: expected a whole number",
+    ),
+    "no vocabulary": (
+        "heads",
+        config(base_config__vocab_size=-1),
+        "base_config has vocab_size -1: expected a whole number",
+    ),
+    "a width without end": (
+        "heads",
+        config(base_config__hidden_size=10**10),
+        "(RuntimeError: Storage size calculation",
+    ),
+    "a number as base": (
+        "heads",
+        config(base_config=7),
+        "base_config is int: expected the config of a model, or its dict.",
+    ),
+    "no base": ("heads", config(base_config=None), "base"),
+    "heads on heads": (
+        "heads",
+        config(base_config={"model_type": "drafthead_medusa"}),
+        "base_config is of a model with draft",
+    ),
+    "itself as base": (
+        "heads",
+        config(base_model_name_or_path="."),
+        "has draft heads itself: give the model that these",
+    ),
+    "an unknown type": ("heads", config(base_config__dtype="evil"), "module 'torch' has no attribute 'evil'"),
+    "labels by name": (
+        "heads",
+        config(id2label={"x": 1}),
+        "the config has a field that cannot be used (ValueError: inv",
+    ),
+    "a field for a method": (
+        "heads",
+        config(get_text_config=7),
+        "the config has the field 'get_text_config', a name that",
+    ),
+    "a field for a class": (
+        "heads",
+        config(__class__="os"),
+        "the config has the field '__class__', a name that its own",
+    ),
+    "a method of the base": (
+        "heads",
+        config(base_config__to_dict=7),
+        "base_config has the field 'to_dict', a name that",
+    ),
+    "a number as path": (
+        "heads",
+        config(base_model_name_or_path=7),
+        "base_model_name_or_path is 7: expected text, or None.",
+    ),
+    "a list as revision": (
+        "heads",
+        config(base_model_revision=[[]]),
+        "base_model_revision is [[]]: expected text, or None.",
+    ),
+    "perhaps a base": ("heads", config(base_included="yes"), "base_included is 'yes': expected True or False."),
+    "an unknown base inside": (
+        "whole",
+        config(base_config__model_type="evil"),
+        "base_config is of a 'evil' model, which is",
+    ),
+    "deep fields": (
+        "heads",
+        config(extra=json.loads("[" * 60 + "]" * 60)),
+        "nested more than 32 levels deep",
+    ),
+    "settings as a list": ("heads", text("generation_config.json", "[]"), NO_JSON + "it holds [], expected an object"),
+    "settings too deep": ("heads", text("generation_config.json", "[" * 10**5), NO_JSON + "maximum recursion depth"),
+    "settings too large": ("heads", settings(x="x" * 2**21), "bytes, expected at most 2,097,152"),
+    "a tree of 10^4 nodes": (
+        "heads",
+        settings(draft_tree=[[n] for n in range(10**4)]),
+        "a tree has more than 4,096 nodes",
+    ),
+    "a tree of 10^6 nodes": (
+        "heads",
+        settings(draft_tree=[[n] for n in range(10**6)]),
+        "bytes, expected at most 2,097,152",
+    ),
+    "a tree of depth 3,000": (
+        "heads",
+        text("generation_config.json", json.dumps({"draft_tree": [[0] * n for n in range(1, 3001)]})),
+        "bytes, expected at most 2,097,152",
+    ),
+    "a tree of depth 10^5": (
+        "whole",
+        settings(draft_tree=[[0] * 10**5]),
+        "a path of 100,000 ranks, expected at most 256",
+    ),
+    "a tree of text": ("heads", settings(draft_tree=["00"]), "a tree has the path '00' (str)"),
+    "no header": ("heads", text("model.safetensors", ""), UNREADABLE),
+    "a header cut off": ("heads", text("model.safetensors", "abcdefgh{"), UNREADABLE + "its header has"),
+    "tensors cut off": ("heads", cut_off, UNREADABLE + "Error while deserializing header: incomplete metadata"),
+    "a header without end": (
+        "heads",
+        weights(b"x", length=2**63),
+        UNREADABLE + "its header has 9,223,372,036,854,775,808 byt",
+    ),
+    "a deep header": ("heads", weights(b"[" * 10**6), UNREADABLE + "maximum recursion depth"),
+    "a list as header": ("heads", weights([1]), UNREADABLE + "Error while deserializing header: invalid JSON"),
+    "a tensor twice": ("heads", weights(TWICE, bytes(4)), UNREADABLE + "its header has 'a' twice)"),
+    "tensors that overlap": ("heads", weights({"a": tensor(0, 4, [1]), "b": tensor(2, 6, [1])}, bytes(6)), UNREADABLE),
+    "a hole": ("heads", weights({"a": tensor(0, 4, [1]), "b": tensor(8, 12, [1])}, bytes(12)), UNREADABLE),
+    "a shape without end": ("heads", weights({"a": tensor(0, 0, [2**40, 2**40])}), UNREADABLE),
+    "an empty shape": (
+        "heads",
+        weights({BIAS: tensor(0, 0, [0, 2**62])}),
+        "lacks the tensor 'drafter.blocks.0.weight'",
+    ),
+    "10^4 dimensions": (
+        "heads",
+        weights({BIAS: tensor(0, 0, [0] * 10**4)}),
+        "lacks the tensor 'drafter.blocks.0.weight'",
+    ),
+    "30,000 tensors": (
+        "heads",
+        weights({f"a{n}": tensor(0, 0, [0]) for n in range(30_000)}),
+        "lacks the tensor 'drafter.blocks.0.weight'",
+    ),
+    "10^6 tensors": (
+        "heads",
+        weights({f"a{n}": tensor(0, 0, [0]) for n in range(10**6)}),
+        UNREADABLE + "its header has 66,888,890 bytes, expected at most 4,194,304)",
+    ),
+    "tensors without a map": (
+        "shards",
+        index(weight_map=None),
+        "is no index of weights: expected the objects 'metadata'",
+    ),
+    "a number as map": (
+        "shards",
+        index(weight_map=7),
+        "is no index of weights: expected the objects 'metadata' and 'weig",
+    ),
+    "an empty map": (
+        "shards",
+        index(weight_map={}),
+        "is no index of weights: expected the objects 'metadata' and 'weight",
+    ),
+    "a map without metadata": (
+        "shards",
+        index(metadata=None),
+        "is no index of weights: expected the objects 'metadata'",
+    ),
+    "a number as shard": (
+        "shards",
+        all_in(7),
+        "names the file 7: expected the name of a safetensors file in the same folder",
+    ),
+    "a shard of another folder": (
+        "shards",
+        all_in("../heads/model.safetensors"),
+        "names the file '../heads/model.safet",
+    ),
+    "a shard of Windows": (
+        "shards",
+        all_in("..\\heads\\model.safetensors"),
+        "names the file '..\\\\heads\\\\model.safet",
+    ),
+    "a shard of a drive": (
+        "shards",
+        all_in("C:model.safetensors"),
+        "names the file 'C:model.safetensors': expected the",
+    ),
+    "a shard by its path": ("shards", all_in("/etc/model.safetensors"), "names the file '/etc/model.safetensors': exp"),
+    "a pickled shard": ("shards", all_in("pytorch_model.bin"), "names the file 'pytorch_model.bin': expected the name"),
+    "30,000 shards": (
+        "shards",
+        index(weight_map={f"a{n}": f"{n}.safetensors" for n in range(30_000)}),
+        "lacks 0.safeten",
+    ),
+    "an index too deep": ("shards", text("model.safetensors.index.json", '{"a":' * 10**5), NO_JSON),
+    "an adapter as pickle": (
+        "adapter",
+        pickled_adapter,
+        "holds an adapter without adapter_model.safetensors: adapter_mod",
+    ),
+    "an adapter that is a list": (
+        "adapter",
+        text("adapter_config.json", "[]"),
+        NO_JSON + "it holds [], expected an obj",
+    ),
+}
+# What transformers reads before it asks this library: AutoModel says it in transformers' words.
+CONFIG_FILES: dict[str, tuple[str, str]] = {
+    "nothing": ("", NO_JSON),
+    "no object": ("[]", NO_JSON + "it holds [], expected an object of fields)"),
+    "no model": ("{}", "draft"),
+    "a list as model": ('{"model_type": ["drafthead_medusa"]}', "['drafthead_medusa']"),
+    "an unknown family": ('{"model_type": "drafthead_evil"}', "evil'"),
+    "too deep": ('{"a":' * 10**5, NO_JSON + "maximum recursion depth"),
+    "too large": (
+        json.dumps({"model_type": "drafthead_medusa", "x": "x" * 2**21}),
+        "bytes, expected at most 2,097,152",
+    ),
+    "a number too long": (
+        '{"model_type":"drafthead_medusa","num_draft_heads":' + "9" * 5000 + "}",
+        "Exceeds the limit",
+    ),
+    "no number": (
+        '{"model_type":"drafthead_medusa","num_draft_heads":NaN}',
+        "num_draft_heads is nan: expected a whole",
+    ),
+}
+
+
+def changed(good: Path, folder: Path, source: str, change: Change = lambda path: None) -> Path:
+    """A changed copy of a good checkpoint, as `folder`/copy beside its base."""
+    if not (folder / "base").exists():
+        (folder / "base").symlink_to(good / "base")
+    shutil.copytree(good / source, folder / "copy")
+    change(folder / "copy")
+    return folder / "copy"
+
+
+def info(path: Path) -> tuple[int, str]:
+    """Exit code of `hf-drafthead info`, and what it wrote to stderr."""
+    errors = io.StringIO()
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(errors):
+        try:
+            main(["info", str(path)])
+        except SystemExit as end:
+            return int(end.code or 0), errors.getvalue()
+    raise AssertionError("main has not ended")
+
+
+def measure(what: str) -> dict[str, Any]:
+    """CPU seconds of every case (or of every good checkpoint), and the peak memory of the process in MB."""
+    resource.setrlimit(resource.RLIMIT_CPU, (300, 300))
+    seconds = {}
+    with tempfile.TemporaryDirectory() as name:
+        good = Path(name) / "good"
+        good_checkpoints(good)
+        for case in GOOD if what == "good" else CASES:
+            folder = Path(name) / "tried"
+            folder.mkdir()
+            path = good / case if what == "good" else changed(good, folder, *CASES[case][:2])
+            began = time.process_time()
+            info(path)
+            with contextlib.suppress(OSError, TypeError, ValueError):
+                MedusaForCausalLM.from_pretrained(path)
+            seconds[case] = time.process_time() - began
+            shutil.rmtree(folder)
+    return {"seconds": seconds, "peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}
+
+
+if __name__ == "__main__":
+    print(json.dumps(measure(sys.argv[1])))
