@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers.configuration_utils import PreTrainedConfig
-from transformers.utils import ADAPTER_CONFIG_NAME, GENERATION_CONFIG_NAME, cached_file, has_file
+from transformers.utils import GENERATION_CONFIG_NAME, cached_file, has_file
 
 from hf_drafthead.modeling.config import MODEL_TYPE_PREFIX, DraftHeadConfig
 
@@ -63,21 +63,12 @@ def read_generation_settings(path: str, hub: Mapping[str, Any]) -> dict[str, Any
     Raises:
         OSError: it cannot be read, or the Hub does not give it out.
     """
-    found = _fetch(path, GENERATION_CONFIG_NAME, hub)
+    found = fetch_file(path, GENERATION_CONFIG_NAME, hub)
     try:
         settings = json.loads(Path(found).read_text(encoding="utf-8-sig")) if found else {}
     except ValueError as error:
         raise OSError(f"{found!r} is not readable JSON ({error}): copy or download it again.") from None
     return settings if isinstance(settings, dict) else {}
-
-
-def has_adapter(path: str, hub: Mapping[str, Any]) -> bool:
-    """Whether a PEFT adapter lies beside the heads.
-
-    Raises:
-        OSError: the Hub does not say.
-    """
-    return _fetch(path, ADAPTER_CONFIG_NAME, hub) is not None
 
 
 def checkpoint_files(path: str, variant: str | None, hub: Mapping[str, Any]) -> list[str]:
@@ -92,10 +83,10 @@ def checkpoint_files(path: str, variant: str | None, hub: Mapping[str, Any]) -> 
         OSError: there are no weights, or a shard is missing.
     """
     weights, index = (_with_variant(name, variant) for name in (WEIGHTS, INDEX))
-    found = _fetch(path, weights, hub)
+    found = fetch_file(path, weights, hub)
     if found is not None:
         return [found]
-    found = _fetch(path, index, hub)
+    found = fetch_file(path, index, hub)
     if found is None:
         here = {name: value for name, value in hub.items() if name != "subfolder"}
         if not hub.get("subfolder") and has_file(path, PICKLE, **here):
@@ -105,15 +96,24 @@ def checkpoint_files(path: str, variant: str | None, hub: Mapping[str, Any]) -> 
             )
         raise OSError(f"{path!r} holds no {weights}: save the model there again, or give the folder that has it.")
     shards = sorted(set(json.loads(Path(found).read_text())["weight_map"].values()))
-    files = [_fetch(path, shard, hub) for shard in shards]
+    files = [fetch_file(path, shard, hub) for shard in shards]
     missing = [shard for shard, file in zip(shards, files, strict=True) if file is None]
     if missing:
         raise OSError(f"{path!r} lacks {missing[0]}, which its {index} names: copy or download the checkpoint again.")
     return [file for file in files if file is not None]
 
 
-def _fetch(path: str, name: str, hub: Mapping[str, Any]) -> str | None:
-    """A file of the heads, here; None if they have no such file."""
+def fetch_file(path: str, name: str, hub: Mapping[str, Any]) -> str | None:
+    """A file of the heads, here; None if they have no such file.
+
+    Args:
+        path: local folder or Hub id.
+        name: of the file.
+        hub: keyword arguments of `transformers.utils.cached_file`.
+
+    Raises:
+        OSError: it cannot be fetched.
+    """
     try:
         return cached_file(path, name, _raise_exceptions_for_missing_entries=False, **hub)
     except (OSError, HTTP_ERROR) as error:

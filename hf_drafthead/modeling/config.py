@@ -12,6 +12,19 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 MODEL_TYPE_PREFIX = "drafthead_"  # of every family's model_type
 ABOUT_THE_BASE = {"base_config", "base_included", "base_model_name_or_path", "base_model_revision"}
+ABOUT_THE_BASE |= {"adapter_name_or_path", "adapter_revision"}
+
+
+def _of_the_base(name: str) -> Any:
+    """A field that this config answers for its base, as a config of one model would; set here, it is set there."""
+
+    def get(config: "DraftHeadConfig") -> Any:
+        return getattr(config._base_text_config(name), name)
+
+    def put(config: "DraftHeadConfig", value: Any) -> None:
+        setattr(config._base_text_config(name), name, value)
+
+    return property(get, put, doc=f"The base's `{name}`.")
 
 
 class DraftHeadConfig(PreTrainedConfig):
@@ -23,6 +36,9 @@ class DraftHeadConfig(PreTrainedConfig):
         base_model_name_or_path: where the base is loaded from when a checkpoint holds the heads only. A relative path
             is looked up in the checkpoint's own folder.
         base_model_revision: commit of the base that the heads were trained on, if the base came from the Hub.
+        adapter_name_or_path: the PEFT adapter that the base had when the heads were trained: `adapter`, the folder of
+            the checkpoint that holds it, or the Hub id that it came from, which is used if there is no such folder.
+        adapter_revision: commit of the adapter, if it came from the Hub.
         base_included: True in a checkpoint that holds the base's weights as well.
         num_draft_heads: tokens guessed ahead of the base's own next token.
 
@@ -36,8 +52,24 @@ class DraftHeadConfig(PreTrainedConfig):
     base_config: dict[str, Any] | PreTrainedConfig | None = None
     base_model_name_or_path: str | None = None
     base_model_revision: str | None = None
+    adapter_name_or_path: str | None = None
+    adapter_revision: str | None = None
     base_included: bool = False
     num_draft_heads: int = 4
+
+    # What code that is given any model's config asks of it.
+    vocab_size = _of_the_base("vocab_size")
+    hidden_size = _of_the_base("hidden_size")
+    intermediate_size = _of_the_base("intermediate_size")
+    num_hidden_layers = _of_the_base("num_hidden_layers")
+    num_attention_heads = _of_the_base("num_attention_heads")
+    num_key_value_heads = _of_the_base("num_key_value_heads")
+    head_dim = _of_the_base("head_dim")
+    max_position_embeddings = _of_the_base("max_position_embeddings")
+    bos_token_id = _of_the_base("bos_token_id")
+    eos_token_id = _of_the_base("eos_token_id")
+    pad_token_id = _of_the_base("pad_token_id")
+    use_cache = _of_the_base("use_cache")
 
     def __post_init__(self, **kwargs: Any) -> None:
         # The parent's __post_init__ resets the attention implementation of sub-configs in place, which would turn a
@@ -73,6 +105,12 @@ class DraftHeadConfig(PreTrainedConfig):
         if not isinstance(self.base_config, PreTrainedConfig):
             return self
         return self.base_config.get_text_config(decoder=decoder, encoder=encoder)
+
+    def _base_text_config(self, asked: str) -> PreTrainedConfig:
+        base = vars(self).get("base_config")
+        if not isinstance(base, PreTrainedConfig):
+            raise AttributeError(f"{asked} is the base's, and {type(self).__name__} has no base_config.")
+        return base.get_text_config()
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
