@@ -9,7 +9,7 @@ READY := .venv/.ready
 TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check style docs build bench-gpu test-remote-code test-formats
+.PHONY: help demo test test-conformance check style docs build bench-gpu test-remote-code test-formats
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 18
@@ -19,6 +19,10 @@ demo: $(READY)  ## draft heads against their base on the bundled models
 
 test: $(READY)  ## all tests, doctests included
 	$(TEST)
+
+test-conformance: $(READY)  ## transformers' common tests, with CONFORMANCE=the tests folder of its source
+	@test -n "$(CONFORMANCE)" || { echo "say where transformers' tests are: make test-conformance CONFORMANCE=transformers/tests"; exit 1; }
+	CONFORMANCE=$(CONFORMANCE) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -o addopts=--import-mode=importlib -W ignore tests/conformance
 
 check: $(READY)  ## lint, format and types, changing nothing
 	$(BIN)/ruff check .

@@ -5,6 +5,7 @@ modules that a family needs, each after the modules that it imports: imports bet
 stand once at the top, and the published trees are included as data.
 """
 
+import functools
 import json
 from importlib import metadata
 from pathlib import Path
@@ -99,6 +100,7 @@ def add_bundle(folder: Path) -> None:
     path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
+@functools.cache
 def build_bundle(family: str) -> str:
     """The model code of a family as the text of one Python file; the same package gives the same text.
 

@@ -48,7 +48,7 @@ def stage_model(
     Returns:
         Notes on what was left out, with the reason.
     """
-    model.save_pretrained(target, include_base=include_base, max_shard_size=max_shard_size)
+    model.save_pretrained(target, include_base=include_base, include_tokenizer=False, max_shard_size=max_shard_size)
     notes = []
     source = _source(model, token)
     if source is not None:
@@ -94,7 +94,7 @@ def stage_folder(
     files = files_of(folder)
     if include_base and not config.base_included:
         model: Any = family.from_pretrained(folder, dtype="auto", token=token)
-        model.save_pretrained(target, include_base=True, max_shard_size=max_shard_size)
+        model.save_pretrained(target, include_base=True, include_tokenizer=False, max_shard_size=max_shard_size)
         files = {name: path for name, path in files.items() if not _is_weights(name)}
     for name, path in files.items():
         copy = target / name

@@ -3,6 +3,7 @@
 import copy
 import os
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -14,11 +15,30 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from hf_drafthead.generation.mixin import DraftHeadGenerationMixin
 from hf_drafthead.generation.settings import DEFAULT_TREE, DraftSettings
-from hf_drafthead.modeling.base_model import full_name, last_layer, load_base, load_new_base, refuse_loading_arguments
+from hf_drafthead.modeling.adapters import (
+    FOLDER,
+    active_adapter,
+    adapt,
+    bare_state,
+    find_adapter,
+    is_of_a_whole_model,
+    merged_state,
+    save_adapter,
+    unwrapped,
+)
+from hf_drafthead.modeling.base_model import (
+    full_name,
+    last_layer,
+    load_base,
+    load_new_base,
+    refuse_loading_arguments,
+    refuse_misspelt,
+    refuse_unfit,
+    save_tokenizer,
+)
 from hf_drafthead.modeling.checkpoint import (
     check_tensors,
     checkpoint_files,
-    has_adapter,
     map_wanted,
     read_config,
     read_generation_settings,
@@ -56,6 +76,7 @@ class DraftHeadPreTrainedModel(DraftHeadGenerationMixin, PreTrainedModel):
     _supports_flex_attn = True
     _supports_attention_backend = True
     supports_gradient_checkpointing = True
+    accepts_loss_kwargs = False  # each head's loss is a mean over its own labels
 
     def __init__(self, config: DraftHeadConfig, build_base: bool = True) -> None:
         if not isinstance(config.base_config, PreTrainedConfig):
@@ -94,7 +115,8 @@ class DraftHeadPreTrainedModel(DraftHeadGenerationMixin, PreTrainedModel):
         """Fresh heads on a base.
 
         Args:
-            base: Hub id or path of a causal language model, or a loaded one (which is used, not copied).
+            base: Hub id or path of a causal language model or of an adapter for one, or a loaded model, which may have
+                adapters and is used, not copied. Its parameters are frozen: what trains the model trains the heads.
             config: take the family's fields from this config.
             base_revision: branch, tag or commit of the base.
             kwargs: fields of the family's config (`num_draft_heads=4`), before those of `config`; all others go to
@@ -106,7 +128,8 @@ class DraftHeadPreTrainedModel(DraftHeadGenerationMixin, PreTrainedModel):
         Raises:
             OSError: there is no such base.
             TypeError: an argument that neither the config nor a loaded base has.
-            ValueError: a config field is out of range, or the base has no lm_head.
+            ValueError: a config field is out of range, or the base is no decoder-only language model, or has draft
+                heads already.
         """
         if config is not None:
             cls._refuse_other_family(config)
@@ -114,21 +137,26 @@ class DraftHeadPreTrainedModel(DraftHeadGenerationMixin, PreTrainedModel):
         config_fields = {name: getattr(config, name) for name in own} if config is not None else {}
         config_fields |= {name: kwargs.pop(name) for name in (own | ABOUT_THE_BASE) & set(kwargs)}
         loaded: Any = base
-        commit = base_revision
+        commit, adapter, adapter_commit = base_revision, None, None
         if isinstance(base, nn.Module):
-            refuse_loading_arguments(base, kwargs)
+            loaded = unwrapped(base)
+            refuse_unfit(loaded.config, type(base).__name__, loaded=True)
+            refuse_misspelt(kwargs, own)
+            refuse_loading_arguments(loaded, kwargs)
             name = getattr(loaded.config, "_name_or_path", "") or None
         else:
             name = os.fspath(base)
             fetch = {key: kwargs.pop(key) for key in HUB_ARGUMENTS & set(kwargs)}
-            loaded, commit = load_new_base(name, base_revision, fetch, kwargs)
+            loaded, name, commit, adapter, adapter_commit = load_new_base(name, base_revision, fetch, kwargs, own)
         if loaded.get_output_embeddings() is None:
             raise ValueError(f"{type(loaded).__name__} has no lm_head: draft heads need a causal language model.")
         name = full_name(name) if name else None
-        config_fields = {"base_model_name_or_path": name, "base_model_revision": commit} | config_fields
+        found = {"base_model_name_or_path": name, "base_model_revision": commit}
+        config_fields = found | {"adapter_name_or_path": adapter, "adapter_revision": adapter_commit} | config_fields
         model = cls(cls.config_class(base_config=loaded.config, **config_fields), build_base=False)
         model._attach(loaded)
         model.drafter.copy_from_base()
+        loaded.requires_grad_(False)
         model.drafter.train(loaded.training)
         model.training = loaded.training
         model._take_generation_config({})
@@ -185,9 +213,11 @@ class DraftHeadPreTrainedModel(DraftHeadGenerationMixin, PreTrainedModel):
     @classmethod
     def from_pretrained(  # type: ignore[override]
         cls: type[Model],
-        pretrained_model_name_or_path: str | os.PathLike,
+        pretrained_model_name_or_path: str | os.PathLike | None,
         *,
         config: DraftHeadConfig | str | os.PathLike | None = None,
+        state_dict: Mapping[str, Tensor] | None = None,
+        use_safetensors: bool | None = None,
         base_model: str | os.PathLike | nn.Module | None = None,
         base_revision: str | None = None,
         convert: bool = False,
@@ -198,8 +228,11 @@ class DraftHeadPreTrainedModel(DraftHeadGenerationMixin, PreTrainedModel):
         """Load trained heads and their base.
 
         Args:
-            pretrained_model_name_or_path: folder or Hub id of the heads, saved with or without their base.
+            pretrained_model_name_or_path: folder or Hub id of the heads, saved with or without their base; None where
+                `config` and `state_dict` say all.
             config: use this config instead of the checkpoint's.
+            state_dict: use these tensors instead of the checkpoint's: those of the heads, or of the whole model.
+            use_safetensors: as in transformers, for the base; heads are never read from anything else.
             base_model: Hub id, path or loaded model to use instead of the base that the config names.
             base_revision: branch, tag or commit of the base; default: the one that the heads were trained on.
             convert: the heads are in the layout of another project (`docs/formats.md` lists them); a file of weights
@@ -218,73 +251,106 @@ class DraftHeadPreTrainedModel(DraftHeadGenerationMixin, PreTrainedModel):
             ValueError: the checkpoint is of another kind, a tensor is missing, unknown or of another shape, or the
                 base is not the one that the heads were made for.
         """
-        path = os.fspath(pretrained_model_name_or_path)
+        stored = pretrained_model_name_or_path is not None
+        if not stored and (state_dict is None or not isinstance(config, PreTrainedConfig)):
+            raise ValueError(
+                "pretrained_model_name_or_path is None: give the folder or Hub id of the heads, or config= and "
+                "state_dict= in its place."
+            )
+        path = "state_dict" if pretrained_model_name_or_path is None else os.fspath(pretrained_model_name_or_path)
         fetch = {key: kwargs.pop(key) for key in HUB_ARGUMENTS & set(kwargs)}
         heads = {key: kwargs.pop(key) for key in HEADS_ARGUMENTS & set(kwargs)}
         hub = fetch | {key: heads[key] for key in ("revision", "subfolder") if heads.get(key) is not None}
-        settings: Mapping[str, Any] | None = None
+        settings: Mapping[str, Any] | None = None if stored else {}
+        found: Mapping[str, Tensor] | None = None
         if convert:
-            if config is not None:
-                raise ValueError("config= cannot be given with convert=True, which reads it from the layout: drop it.")
+            for name, given in (("config", config), ("state_dict", state_dict)):
+                if given is not None:
+                    raise ValueError(
+                        f"{name}= cannot be given with convert=True, which reads it from the layout: drop it."
+                    )
             from hf_drafthead.formats import converted
 
-            given = {name: kwargs.pop(name) for name in cls.config_class.heads_fields() & set(kwargs)}
+            fields = {name: kwargs.pop(name) for name in cls.config_class.heads_fields() & set(kwargs)}
             config, found, settings = converted(
-                cls, path, base_model=base_model, base_revision=base_revision, fields=given, hub=hub
+                cls, path, base_model=base_model, base_revision=base_revision, fields=fields, hub=hub
             )
         else:
-            config, found = read_config(cls.config_class, path, config, hub), None
-        # AutoModel puts the choice of attention into the config; it is meant for the base.
-        kwargs.setdefault("attn_implementation", config._attn_implementation)
-        if kwargs["attn_implementation"] is None:
-            del kwargs["attn_implementation"]
-        config._attn_implementation = None
-        config.name_or_path = path
+            config = read_config(cls.config_class, path, config, hub)
+        # AutoModel puts the choice of attention and of experts into the config; they are meant for the base.
+        for name in ("attn_implementation", "experts_implementation"):
+            if (chosen := getattr(config, f"_{name}")) is not None:
+                kwargs.setdefault(name, chosen)
+            setattr(config, f"_{name}", None)
+        config.name_or_path = path if stored else ""
+        if state_dict is not None:
+            config.base_included = any(name.startswith("base.") for name in state_dict)
         untouched = copy.deepcopy(config) if config.base_included else config
         if found is not None:
             model, tensors = cls._blank(untouched, build_base=False), found
         else:
-            model, tensors = cls._without_memory(path, untouched, heads.get("variant"), hub)
+            model, tensors = cls._without_memory(path, untouched, heads.get("variant"), hub, state_dict)
         # What lies beside the weights is read before the base is, which may take minutes.
         adapter = dict(heads.get("adapter_kwargs") or {})
         adapted = adapter.pop("_adapter_model_path", None) or path
-        with_adapter = (settings is None or adapted != path) and has_adapter(adapted, hub)
+        with_adapter = (settings is None or adapted != path) and find_adapter(adapted, hub) is not None
         settings = read_generation_settings(path, hub) if settings is None else settings
+        info: dict[str, Any] = {"missing_keys": set(), "unexpected_keys": set(), "mismatched_keys": set()}
+        info["error_msgs"] = []
         if config.base_included:
             if base_model is not None or base_revision is not None:
                 raise ValueError(f"{path!r} contains its own base: drop base_model= and base_revision=.")
-            if kwargs.get("quantization_config") is not None:
-                kwargs["quantization_config"] = cls._sparing_the_drafter(config, kwargs["quantization_config"])
-            heads |= fetch | {"config": config, "use_safetensors": True, "output_loading_info": True}
-            try:
-                model, info = super().from_pretrained(path, **heads, **kwargs)
-            except (ArithmeticError, AttributeError, LookupError) as error:
+            if use_safetensors is False:
                 raise ValueError(
-                    f"the base in {path!r} cannot be built from its config ({in_one_line(error)}): correct config.json."
-                ) from error
-            refuse_damage(path, info)
-            model.drafter.check_values(path)
-            if "hf_quantizer" in model.__dict__:  # only the base is quantized: heads are saved as they are
-                model.base.hf_quantizer = model.__dict__.pop("hf_quantizer")
-            model.base.generation_config = copy.deepcopy(model.generation_config)
-            for name in DraftSettings.names():
-                model.base.generation_config.__dict__.pop(name, None)
+                    f"{path!r} is only read as safetensors, for a pickle can run code: drop use_safetensors."
+                )
+            heads |= fetch | {"config": config, "state_dict": None if state_dict is None else dict(state_dict)}
+            model = cls._with_its_base(path if stored else None, heads, kwargs)
         else:
+            if use_safetensors is not None:
+                kwargs["use_safetensors"] = use_safetensors
             model.config.__dict__.pop("quantization_config", None)  # of a base that is not here
             inside = heads.get("subfolder")
             place = os.path.join(path, inside) if inside and os.path.isdir(path) else path
-            base = load_base(place, model.config, base_model, base_revision, fetch, kwargs)
+            base = load_base(place if stored else os.curdir, model.config, base_model, base_revision, fetch, kwargs)
+            if active_adapter(base) is None:
+                adapt(base, path if stored else None, model.config, hub, isinstance(base_model, nn.Module))
             model._fill(tensors, *last_layer(base))
             model.drafter.check_values(path)
             model._attach(base)
             model._take_generation_config(settings)
             if with_adapter:
                 model.load_adapter(adapted, adapter_kwargs=adapter)
-            info = {"missing_keys": set(), "unexpected_keys": set(), "mismatched_keys": set(), "error_msgs": []}
+        model.base.requires_grad_(False)
         model.checkpoint_revision = heads.get("revision")
         if generation_config is not None:
             model.generation_config = copy.deepcopy(generation_config)
         return (model, info) if output_loading_info else model
+
+    @classmethod
+    def _with_its_base(cls: type[Model], path: str | None, heads: dict[str, Any], arguments: dict[str, Any]) -> Model:
+        """The model of a checkpoint that holds its base, as transformers loads it."""
+        name = path or "state_dict"
+        if arguments.get("quantization_config") is not None:
+            arguments["quantization_config"] = cls._sparing_the_drafter(
+                heads["config"], arguments["quantization_config"]
+            )
+        try:
+            model, info = super().from_pretrained(
+                path, **heads, **arguments, use_safetensors=True, output_loading_info=True
+            )
+        except (ArithmeticError, AttributeError, LookupError) as error:
+            raise ValueError(
+                f"the base in {name!r} cannot be built from its config ({in_one_line(error)}): correct config.json."
+            ) from error
+        refuse_damage(name, info)
+        model.drafter.check_values(name)
+        if "hf_quantizer" in model.__dict__:  # only the base is quantized: heads are saved as they are
+            model.base.hf_quantizer = model.__dict__.pop("hf_quantizer")
+        model.base.generation_config = copy.deepcopy(model.generation_config)
+        for name in DraftSettings.names():
+            model.base.generation_config.__dict__.pop(name, None)
+        return model
 
     @classmethod
     def _blank(cls: type[Model], config: DraftHeadConfig, build_base: bool) -> Model:
@@ -294,9 +360,14 @@ class DraftHeadPreTrainedModel(DraftHeadGenerationMixin, PreTrainedModel):
 
     @classmethod
     def _without_memory(
-        cls: type[Model], path: str, config: DraftHeadConfig, variant: str | None, hub: dict[str, Any]
+        cls: type[Model],
+        path: str,
+        config: DraftHeadConfig,
+        variant: str | None,
+        hub: dict[str, Any],
+        given: Mapping[str, Tensor] | None = None,
     ) -> tuple[Model, dict[str, Tensor]]:
-        """The model without base and memory, and the heads' tensors in the checkpoint, which fit it.
+        """The model without base and memory, and the heads' tensors, given or in the checkpoint, which fit it.
 
         Raises:
             OSError, ValueError: as `from_pretrained`.
@@ -310,7 +381,10 @@ class DraftHeadPreTrainedModel(DraftHeadGenerationMixin, PreTrainedModel):
                 f"no heads can be built from the config of {path!r} ({in_one_line(error)}): correct config.json."
             ) from error
         expected = model.state_dict()
-        tensors, held = map_wanted(checkpoint_files(path, variant, hub), expected)
+        if given is None:
+            tensors, held = map_wanted(checkpoint_files(path, variant, hub), expected)
+        else:
+            tensors, held = {name: given[name] for name in expected if name in given}, dict.fromkeys(given, path)
         tensors = cls._complete(model, tensors)
         check_tensors(
             path, tensors, expected, [name for name in held if not (config.base_included and name.startswith("base."))]
@@ -360,19 +434,26 @@ class DraftHeadPreTrainedModel(DraftHeadGenerationMixin, PreTrainedModel):
         state_dict: dict[str, Tensor] | None = None,
         *,
         include_base: bool = False,
+        include_code: bool = True,
+        include_tokenizer: bool = True,
         **kwargs: Any,
     ) -> None:
         """Save the heads, and with `include_base=True` the base's weights too.
+
+        An adapter of the base is saved with the heads, or merged into the weights of an included base.
 
         Args:
             save_directory: folder to write to.
             is_main_process: as in transformers.
             state_dict: save these tensors instead of the model's own.
             include_base: a checkpoint that needs no other: for a base that was trained together with its heads.
+            include_code: write the model's code as one file, so that `trust_remote_code=True` loads the checkpoint
+                where this package is not installed.
+            include_tokenizer: copy the base's tokenizer, if it is on this machine and the folder has none.
             kwargs: as in transformers (`max_shard_size`, `variant`, `push_to_hub`, ...).
 
         Raises:
-            ValueError: `include_base=True` with a quantized base.
+            ValueError: `include_base=True` with a quantized base, or several adapters are active.
         """
         quantizer = getattr(self.base, "hf_quantizer", None)
         if include_base and quantizer is not None:
@@ -383,19 +464,62 @@ class DraftHeadPreTrainedModel(DraftHeadGenerationMixin, PreTrainedModel):
         publish = kwargs.pop("push_to_hub", False)
         words = ("commit_message", "commit_description", "private", "revision", "create_pr", "tags", "license")
         told = {name: kwargs.pop(name) for name in ("repo_id", *words) if name in kwargs}
+        adapted, adapter = getattr(self, "_hf_peft_config_loaded", False), active_adapter(self.base)
+        if (adapted or adapter) and include_base:
+            state_dict = merged_state(self)
+        elif adapted:  # adapters of the whole model, heads and all, lie beside the heads
+            state_dict = bare_state(self)
+            super().save_pretrained(save_directory, is_main_process=is_main_process)
+        elif adapter:
+            save_adapter(self.base, Path(save_directory) / FOLDER, is_main_process)
         tensors = self.state_dict() if state_dict is None else state_dict
         if not include_base:
             tensors = {name: tensor for name, tensor in tensors.items() if name.startswith("drafter.")}
             kwargs["save_original_format"] = False  # renamings of the base's architecture are not for the heads
-        self.config.base_included = include_base
+        stored = copy.deepcopy(self.config)
+        live, self.config = self.config, stored
+        stored.base_included = include_base
+        stored.__dict__.pop("auto_map", None)  # of code that is written below, or not at all
+        if include_base or not adapter:
+            stored.adapter_name_or_path = stored.adapter_revision = None
+        elif not stored.adapter_name_or_path:
+            stored.adapter_name_or_path = FOLDER
+        self._hf_peft_config_loaded = False
         try:
             super().save_pretrained(save_directory, is_main_process=is_main_process, state_dict=tensors, **kwargs)
         finally:
-            self.config.base_included = False
+            self.config, self._hf_peft_config_loaded = live, adapted
+        if is_main_process:
+            if include_code:
+                self._save_code(save_directory)
+            if include_tokenizer:
+                save_tokenizer(self.base, self.config, Path(save_directory))
         if publish and is_main_process:
             repo_id = told.pop("repo_id", None) or os.path.basename(os.path.abspath(save_directory))
             shard = {name: kwargs[name] for name in ("max_shard_size", "token") if name in kwargs}
             self.push_to_hub(repo_id, include_base=include_base, **shard, **told)
+
+    @staticmethod
+    def _save_code(folder: str | os.PathLike) -> None:
+        """Write the model's code into the folder of a checkpoint."""
+        try:
+            from hf_drafthead.hub_upload.bundle import add_bundle
+        except ImportError:  # this is that code, of which transformers has written a copy
+            return
+        add_bundle(Path(folder))
+
+    def load_adapter(self, peft_model_id: str | os.PathLike | None = None, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+        """As in transformers; an adapter that was made for the base goes to the base.
+
+        Args:
+            peft_model_id: folder or Hub id of the adapter.
+            args, kwargs: as in transformers.
+        """
+        asked = dict(kwargs.get("adapter_kwargs") or {}) | {name: kwargs[name] for name in HUB_ARGUMENTS & set(kwargs)}
+        folder = None if peft_model_id is None else find_adapter(os.fspath(peft_model_id), asked)
+        if folder is not None and not is_of_a_whole_model(folder):
+            return self.base.load_adapter(peft_model_id, *args, **kwargs)
+        return super().load_adapter(peft_model_id, *args, **kwargs)
 
     def push_to_hub(  # type: ignore[override]
         self,
@@ -457,7 +581,10 @@ class DraftHeadPreTrainedModel(DraftHeadGenerationMixin, PreTrainedModel):
         training_loss: Callable[..., Any] | None = None,
         **kwargs: Any,
     ) -> Any:
-        """The base's own forward: the heads take no part in it.
+        """The base's own forward: the heads take no part in it; but in training mode labels train the heads.
+
+        Then the loss is that of the family's recipe, and the base is only read: a Trainer that knows nothing of draft
+        heads trains these. In eval mode the loss is the base's.
 
         Args:
             training_loss: return `training_loss(model, **kwargs)` instead. A Trainer asks for the heads' loss through
@@ -465,6 +592,21 @@ class DraftHeadPreTrainedModel(DraftHeadGenerationMixin, PreTrainedModel):
         """
         if training_loss is not None:
             return training_loss(self, **kwargs)
+        if labels is not None and self.training:
+            from hf_drafthead.training.plain import heads_output
+
+            return heads_output(
+                self,
+                input_ids,
+                labels,
+                attention_mask,
+                position_ids,
+                inputs_embeds=inputs_embeds,
+                past_key_values=past_key_values,
+                **kwargs,
+            )
+        if self.training and "forward" in self.__dict__ and torch.is_grad_enabled():
+            self._refuse_to_learn_nothing()
         given = {
             "input_ids": input_ids,
             "attention_mask": attention_mask,
@@ -481,6 +623,19 @@ class DraftHeadPreTrainedModel(DraftHeadGenerationMixin, PreTrainedModel):
             given["logits_to_keep"] = logits_to_keep
         # Not every base knows every argument: pass on only what was given.
         return self.base(**{name: value for name, value in given.items() if value is not None}, **kwargs)
+
+    def _refuse_to_learn_nothing(self) -> None:
+        """Refuse a trainer that put a forward of its own before ours and asks for the output of a base that is frozen.
+
+        Raises:
+            ValueError: nothing could learn from that output.
+        """
+        if not any(parameter.requires_grad for parameter in self.base.parameters()):
+            raise ValueError(
+                "the trainer computes a loss of its own from the base's output, from which the heads learn nothing: "
+                "let the model compute the loss from labels= (in a subclass of TRL's SFTTrainer, compute_loss = "
+                "transformers.Trainer.compute_loss), or use hf_drafthead.training.DraftHeadTrainer."
+            )
 
     @classmethod
     def can_generate(cls) -> bool:
@@ -501,6 +656,16 @@ class DraftHeadPreTrainedModel(DraftHeadGenerationMixin, PreTrainedModel):
 
     def get_decoder(self) -> nn.Module:
         return self.base.get_decoder()
+
+    def set_attn_implementation(self, *args: Any, **kwargs: Any) -> None:
+        """As in transformers, for the base and for decoder layers of the heads."""
+        super().set_attn_implementation(*args, **kwargs)
+        self.drafter.follow_base()
+
+    def set_experts_implementation(self, *args: Any, **kwargs: Any) -> None:
+        """As in transformers, for the base and for decoder layers of the heads."""
+        super().set_experts_implementation(*args, **kwargs)
+        self.drafter.follow_base()
 
     def resize_token_embeddings(
         self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True

@@ -1,45 +1,63 @@
 """The base of a set of heads: where it lies, whether it is the right one, and loading it."""
 
+import difflib
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.utils import cached_file, logging
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.utils import CONFIG_NAME, cached_file, logging
 
-from hf_drafthead.modeling.checkpoint import HTTP_ERROR, why_refused
-from hf_drafthead.modeling.config import DraftHeadConfig
+from hf_drafthead.modeling.adapters import base_of, find_adapter, load_adapter, unwrapped
+from hf_drafthead.modeling.checkpoint import HTTP_ERROR, fetch_file, why_refused
+from hf_drafthead.modeling.config import MODEL_TYPE_PREFIX, DraftHeadConfig
 
 logger = logging.get_logger(__name__)
 
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 BESIDE_THE_CONFIG = ("dtype", "torch_dtype", "quantization_config")
 
 
+class NewBase(NamedTuple):
+    """A base for fresh heads: the model, its name and commit, and where its adapter came from."""
+
+    model: Any
+    name: str
+    revision: str | None
+    adapter: str | None
+    adapter_revision: str | None
+
+
 def load_new_base(
-    name: str, revision: str | None, fetch: Mapping[str, Any], arguments: Mapping[str, Any]
-) -> tuple[Any, str | None]:
-    """A base for fresh heads, and its commit if it comes from the Hub.
+    name: str, revision: str | None, fetch: Mapping[str, Any], arguments: Mapping[str, Any], fields: Collection[str]
+) -> NewBase:
+    """A base for fresh heads.
 
     Args:
-        name: Hub id or path.
+        name: Hub id or path, of a base or of an adapter for one.
         revision: branch, tag or commit.
         fetch: keyword arguments of every download.
         arguments: all others of `AutoModelForCausalLM.from_pretrained`.
+        fields: of the heads' config.
 
     Raises:
         OSError: there is no such base.
+        TypeError: an argument is a field of the heads, misspelt.
+        ValueError: it is no decoder-only language model.
     """
     hub = {**fetch, "revision": revision or "main"}
     try:
-        _, arguments = _config_at(name, hub, arguments)
+        place, hub, adapter = _behind_adapter(name, hub)
+        config, arguments = _config_at(place, hub, arguments)
     except (OSError, ValueError) as error:  # ValueError: a folder that holds no model
         refused = why_refused(error)
         if refused:
@@ -47,9 +65,27 @@ def load_new_base(
         raise OSError(
             f"the base {name!r} was not found ({_first_line(error)}): give the id or path of a causal language model."
         ) from error
-    commit = commit_of(name, hub)
+    refuse_unfit(config, place, loaded=False)
+    refuse_misspelt(arguments, fields)
+    commit = commit_of(place, hub)
     hub["revision"] = commit or hub["revision"]
-    return AutoModelForCausalLM.from_pretrained(name, **hub, **arguments), commit
+    base = AutoModelForCausalLM.from_pretrained(place, **hub, **arguments)
+    if adapter is None:
+        return NewBase(base, name, commit, None, None)
+    load_adapter(base, adapter)
+    of_the_hub = None if os.path.isdir(name) else name
+    return NewBase(base, place, commit, of_the_hub, of_the_hub and _commit_in(adapter))
+
+
+def _behind_adapter(name: str, hub: dict[str, Any]) -> tuple[str, dict[str, Any], str | None]:
+    """Where a base lies, how it is fetched, and the folder of the adapter if its name is one of an adapter."""
+    # What the Hub has against it is told where the config is fetched.
+    quiet = {f"_raise_exceptions_for_{reason}": False for reason in ("connection_errors", "gated_repo")}
+    adapter = find_adapter(name, {**hub, **quiet})
+    if adapter is None or fetch_file(name, CONFIG_NAME, hub) is not None:  # transformers loads both from such a folder
+        return name, hub, None
+    place, revision = base_of(adapter)
+    return place, {**hub, "revision": revision or "main"}, adapter
 
 
 def load_base(
@@ -75,8 +111,10 @@ def load_base(
     """
     base: Any = given
     if isinstance(given, nn.Module):
+        base = unwrapped(base)
         refuse_loading_arguments(base, arguments)
         name = getattr(base.config, "_name_or_path", "")
+        refuse_unfit(base.config, type(base).__name__, loaded=True)
         check_base(config, base.config, name or type(base).__name__)
     else:
         name = locate_base(config, checkpoint) if given is None else os.fspath(given)
@@ -88,6 +126,7 @@ def load_base(
         revision = revision or (config.base_model_revision if given is None else None) or "main"
         hub = {**fetch, "revision": revision}
         try:
+            name, hub, adapter = _behind_adapter(name, hub)
             found, arguments = _config_at(name, hub, arguments)
         except (OSError, ValueError) as error:  # ValueError: a folder that holds no model
             refused = why_refused(error)
@@ -100,6 +139,7 @@ def load_base(
                 f"the base {name!r} of {checkpoint!r} was not found ({_first_line(error)}): pass base_model= with its "
                 "id, path or object."
             ) from error
+        refuse_unfit(found, name, loaded=False)
         check_base(config, found, name)
         commit = commit_of(name, hub)
         if commit and config.base_model_revision and commit != config.base_model_revision:
@@ -107,7 +147,7 @@ def load_base(
                 f"these heads were trained on {config.base_model_name_or_path!r} at {config.base_model_revision}; "
                 f"the base is {name!r} at {commit}: fewer guesses may be accepted."
             )
-        hub["revision"] = commit or revision
+        hub["revision"] = commit or hub["revision"]
         try:
             base = AutoModelForCausalLM.from_pretrained(name, **hub, **arguments)
         except (OSError, HTTP_ERROR) as error:
@@ -117,6 +157,8 @@ def load_base(
             raise OSError(
                 f"the base {name!r} of {checkpoint!r} cannot be fetched at {revision!r}: {refused}."
             ) from error
+        if adapter is not None:
+            load_adapter(base, adapter)
     # A Hub id stays as the record of what the heads were trained for; a path is only where the base lies here.
     recorded = config.base_model_name_or_path
     if name and (given is None or not recorded or is_local(recorded, checkpoint)):
@@ -210,6 +252,41 @@ def last_layer(base: Any) -> tuple[torch.device, torch.dtype]:
     return torch.device(device), dtype
 
 
+def refuse_unfit(config: PreTrainedConfig, name: str, loaded: bool) -> None:
+    """Refuse a base whose own `generate` draft heads could not reproduce.
+
+    Args:
+        config: of the base.
+        name: for the message.
+        loaded: whether the base is a loaded model, and not yet to be loaded by AutoModelForCausalLM.
+
+    Raises:
+        ValueError: the base has draft heads already, has an encoder, or is no language model.
+    """
+    if str(config.model_type).startswith(MODEL_TYPE_PREFIX):
+        own = "model.base" if loaded else getattr(config, "base_model_name_or_path", None)
+        raise ValueError(f"{name!r} has draft heads already: give their base{f' ({own})' if own else ''}.")
+    remote = bool(getattr(config, "auto_map", None)) or config.model_type not in CONFIG_MAPPING
+    known = not config.is_encoder_decoder if loaded else remote or type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+    if not known:
+        kind = "an encoder-decoder" if config.is_encoder_decoder else "no language"
+        raise ValueError(
+            f"{name!r} is {kind} model ({config.model_type}): draft heads need a decoder-only language model, as "
+            "AutoModelForCausalLM loads it."
+        )
+
+
+def refuse_misspelt(arguments: Mapping[str, Any], fields: Collection[str]) -> None:
+    """Refuse arguments for loading a base that are more likely fields of the heads.
+
+    Raises:
+        TypeError: there is such an argument; the field is named.
+    """
+    for name in arguments:
+        if meant := difflib.get_close_matches(name, fields, 1, 0.7):
+            raise TypeError(f"{name}= is no field of these heads and no argument of a base: {meant[0]}= may be meant.")
+
+
 def refuse_loading_arguments(base: Any, arguments: Mapping[str, Any]) -> None:
     """Refuse what only matters while a base is loaded, and would be ignored silently with a loaded one.
 
@@ -228,6 +305,26 @@ def refuse_loading_arguments(base: Any, arguments: Mapping[str, Any]) -> None:
                 f"{name}={value!r} is for loading a base, but the base given is a loaded {type(base).__name__}: "
                 "set it when the base is loaded."
             )
+
+
+def save_tokenizer(base: Any, config: DraftHeadConfig, folder: Path) -> None:
+    """Copy the base's tokenizer, if it is on this machine and the folder has none.
+
+    Args:
+        base: the model.
+        config: of its heads.
+        folder: of the checkpoint.
+    """
+    name = str(getattr(base, "name_or_path", "") or "")
+    if not name or any((folder / file).is_file() for file in TOKENIZER_FILES):
+        return
+    of_record = name == config.base_model_name_or_path and config.base_model_revision
+    hub = {"revision": of_record or "main", "local_files_only": True}
+    try:
+        if any(cached_file(name, file, _raise_exceptions_for_missing_entries=False, **hub) for file in TOKENIZER_FILES):
+            AutoTokenizer.from_pretrained(name, **hub).save_pretrained(folder)
+    except (OSError, ValueError, TypeError, KeyError, ImportError) as error:
+        logger.warning_once(f"the tokenizer of {name!r} is not saved with its heads: {_first_line(error)}")
 
 
 def full_name(name: str) -> str:
@@ -261,8 +358,13 @@ def commit_of(name: str, hub: Mapping[str, Any]) -> str | None:
     if os.path.isdir(name):
         return None
     file = cached_file(name, "config.json", _raise_exceptions_for_missing_entries=False, **hub)
-    commit = Path(file).parent.name if file else ""
-    return commit if re.fullmatch(r"[0-9a-f]{40}", commit) else None
+    return _commit_in(str(Path(file).parent)) if file else None
+
+
+def _commit_in(folder: str) -> str | None:
+    """The commit that a folder of the Hub's cache is of."""
+    name = Path(folder).name
+    return name if re.fullmatch(r"[0-9a-f]{40}", name) else None
 
 
 def _first_line(error: Exception) -> str:

@@ -10,7 +10,7 @@ import torch
 from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
 from torch import Tensor
 from transformers.configuration_utils import PreTrainedConfig
-from transformers.utils import ADAPTER_CONFIG_NAME, GENERATION_CONFIG_NAME, cached_file, has_file
+from transformers.utils import GENERATION_CONFIG_NAME, cached_file, has_file
 
 from hf_drafthead.generation.tree import DraftTree
 from hf_drafthead.modeling.config import MODEL_TYPE_PREFIX, DraftHeadConfig
@@ -19,7 +19,6 @@ from hf_drafthead.modeling.foreign import how_to_convert
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLE = "pytorch_model.bin"
-ADAPTER_WEIGHTS, ADAPTER_PICKLE = "adapter_model.safetensors", "adapter_model.bin"
 HTTP_ERROR = cast(type[Exception], HfHubHTTPError.__bases__[0])  # of whichever HTTP client huggingface_hub uses
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -76,26 +75,6 @@ def read_generation_settings(path: str, hub: Mapping[str, Any]) -> dict[str, Any
     if isinstance(settings.get("draft_tree"), list):
         DraftTree(settings["draft_tree"])  # refuses a tree that no call of generate could use
     return settings
-
-
-def has_adapter(path: str, hub: Mapping[str, Any]) -> bool:
-    """Whether a PEFT adapter lies beside the heads.
-
-    Raises:
-        OSError: its weights are no safetensors, or the Hub does not say.
-    """
-    config = fetch_file(path, ADAPTER_CONFIG_NAME, hub)
-    if config is None:
-        return False
-    read_json(config)
-    weights = fetch_file(path, ADAPTER_WEIGHTS, hub)
-    if weights is None:
-        raise OSError(
-            f"{path!r} holds an adapter without {ADAPTER_WEIGHTS}: {ADAPTER_PICKLE}, a pickle, is never opened, for it "
-            "can run code; save the adapter as safetensors, or remove it."
-        )
-    with open_tensors(weights):
-        return True
 
 
 def checkpoint_files(path: str, variant: str | None, hub: Mapping[str, Any]) -> list[str]:

@@ -15,6 +15,7 @@ from hf_drafthead.modeling.files import MAX_NESTING, in_one_line, is_deep, read_
 
 MODEL_TYPE_PREFIX = "drafthead_"  # of every family's model_type
 ABOUT_THE_BASE = {"base_config", "base_included", "base_model_name_or_path", "base_model_revision"}
+ABOUT_THE_BASE |= {"adapter_name_or_path", "adapter_revision"}
 # A config builds modules before a tensor is looked at: these keep what it can cost far above anything published.
 MAX_HEADS = 64
 MAX_LAYERS = 32  # of one head
@@ -25,6 +26,10 @@ IMPLEMENTATIONS = {"attn_implementation", "experts_implementation"}
 IMPLEMENTATIONS |= {f"_{name}" for name in IMPLEMENTATIONS} | {f"_{name}_internal" for name in IMPLEMENTATIONS}
 
 CLASS_FIELDS = {"attribute_map", "sub_configs"}  # of a config's class, never of a file
+# What code that is given any model's config asks of it: the base's text config answers, and holds what is set.
+OF_THE_BASE = {"vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "max_position_embeddings"}
+OF_THE_BASE |= {"num_attention_heads", "num_key_value_heads", "head_dim", "use_cache"}
+OF_THE_BASE |= {"bos_token_id", "eos_token_id", "pad_token_id"}
 
 
 class DraftHeadConfig(PreTrainedConfig):
@@ -36,6 +41,9 @@ class DraftHeadConfig(PreTrainedConfig):
         base_model_name_or_path: where the base is loaded from when a checkpoint holds the heads only. A relative path
             is looked up in the checkpoint's own folder.
         base_model_revision: commit of the base that the heads were trained on, if the base came from the Hub.
+        adapter_name_or_path: the PEFT adapter that the base had when the heads were trained: `adapter`, the folder of
+            the checkpoint that holds it, or the Hub id that it came from, which is used if there is no such folder.
+        adapter_revision: commit of the adapter, if it came from the Hub.
         base_included: True in a checkpoint that holds the base's weights as well.
         num_draft_heads: tokens guessed ahead of the base's own next token.
 
@@ -49,6 +57,8 @@ class DraftHeadConfig(PreTrainedConfig):
     base_config: dict[str, Any] | PreTrainedConfig | None = None
     base_model_name_or_path: str | None = None
     base_model_revision: str | None = None
+    adapter_name_or_path: str | None = None
+    adapter_revision: str | None = None
     base_included: bool = False
     num_draft_heads: int = 4
 
@@ -69,7 +79,7 @@ class DraftHeadConfig(PreTrainedConfig):
         """Refuse values that cannot be built; families extend it."""
         self._check_count("num_draft_heads", 1, MAX_HEADS)
         self._check_flag("base_included")
-        for name in ("base_model_name_or_path", "base_model_revision"):
+        for name in sorted(ABOUT_THE_BASE - {"base_config", "base_included"}):
             value = getattr(self, name)
             if value is not None and not isinstance(value, str):
                 raise ValueError(f"{name} is {shortened.repr(value)}: expected text, or None.")
@@ -127,7 +137,7 @@ class DraftHeadConfig(PreTrainedConfig):
             "the config", {name: value for name, value in config_dict.items() if name not in own - {"base_config"}}
         )
         _refuse_shadowing("the config", cls, config_dict)
-        given = {name: value for name, value in config_dict.items() if name not in IMPLEMENTATIONS}
+        given = {name: value for name, value in config_dict.items() if name not in IMPLEMENTATIONS | OF_THE_BASE}
         try:
             return super().from_dict(given, **kwargs)
         except ValueError:
@@ -229,6 +239,24 @@ class DraftHeadConfig(PreTrainedConfig):
             raise ValueError(
                 f"{name} is {shortened.repr(value)}: expected a number from 0 up to, but not including, 1."
             )
+
+
+def _of_the_base(name: str) -> property:
+    def text_config(config: DraftHeadConfig) -> PreTrainedConfig:
+        base = vars(config).get("base_config")
+        if not isinstance(base, PreTrainedConfig):
+            raise AttributeError(f"{name} is the base's, and {type(config).__name__} has no base_config.")
+        return base.get_text_config()
+
+    return property(
+        lambda config: getattr(text_config(config), name),
+        lambda config, value: setattr(text_config(config), name, value),
+        doc=f"The base's `{name}`.",
+    )
+
+
+for _name in OF_THE_BASE:
+    setattr(DraftHeadConfig, _name, _of_the_base(_name))
 
 
 def _sub_config(name: str, given: dict[str, Any] | PreTrainedConfig | None) -> PreTrainedConfig | None:

@@ -47,12 +47,28 @@ class DecoderLayer(nn.Module):
             self.layer.input_layernorm = nn.Identity()
         norms = [getattr(model, name) for name in FINAL_NORMS if hasattr(model, name)]
         self.norm = norms[0] if final_norm and norms else nn.Identity()
+        self._sdpa = model._supports_sdpa
         self._takes_causal_flag = model.config._attn_implementation == "sdpa"
         layer_arguments = inspect.signature(type(self.layer).forward).parameters
         self._cache_argument = "layer_past" if "layer_past" in layer_arguments else "past_key_values"
         # Models with several kinds of layers ask which kind the frequencies are for.
         several = "layer_type" in inspect.signature(type(self.rotary).forward).parameters
         self._rotary_kind = {"layer_type": "full_attention"} if several else {}
+
+    def follow(self, base: PreTrainedConfig) -> None:
+        """Compute attention and experts as the base does.
+
+        Attention that takes no mask of a tree, such as flash attention, is the exception: the layer keeps its own.
+        """
+        attention = base._attn_implementation
+        heeded = attention == "eager" or (attention == "sdpa" and self._sdpa)
+        if heeded:
+            self._takes_causal_flag = attention == "sdpa"
+        for module in self.modules():
+            config = getattr(module, "config", None)  # from which a module reads both
+            if isinstance(config, PreTrainedConfig):
+                config._attn_implementation_internal = attention if heeded else config._attn_implementation
+                config._experts_implementation_internal = base._experts_implementation
 
     def over_text(self, x: Tensor, attention_mask: Tensor | None) -> Tensor:
         """Every position of a text (B, T, H) sees itself and those before it; padding (B, T) is seen by none."""

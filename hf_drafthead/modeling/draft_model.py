@@ -349,10 +349,15 @@ class DraftModelForCausalLM(DraftHeadPreTrainedModel):
 
     @classmethod
     def _without_memory(
-        cls: type[WithDraftModel], path: str, config: DraftHeadConfig, variant: str | None, hub: dict[str, Any]
+        cls: type[WithDraftModel],
+        path: str,
+        config: DraftHeadConfig,
+        variant: str | None,
+        hub: dict[str, Any],
+        given: Mapping[str, Tensor] | None = None,
     ) -> tuple[WithDraftModel, dict[str, Tensor]]:
-        if cast(DraftModelConfig, config).draft_included:
-            return super()._without_memory(path, config, variant, hub)
+        if given is not None or cast(DraftModelConfig, config).draft_included:
+            return super()._without_memory(path, config, variant, hub, given)
         model = cls._blank(config, build_base=False)
         name = model.config.draft_model_name_or_path
         if not name:

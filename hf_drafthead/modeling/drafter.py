@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from hf_drafthead.generation.drafting import Guesses
 from hf_drafthead.modeling.config import DraftHeadConfig
+from hf_drafthead.modeling.decoder_layer import DecoderLayer
 
 
 class Drafter(nn.Module):
@@ -46,6 +47,13 @@ class Drafter(nn.Module):
     def attach(self, base: nn.Module) -> None:
         """Read embeddings and lm_head from this base from now on."""
         self.__dict__["base"] = base  # past nn.Module's bookkeeping: not a submodule
+        self.follow_base()
+
+    def follow_base(self) -> None:
+        """Compute attention and experts in the same way as the base."""
+        for module in self.modules():
+            if isinstance(module, DecoderLayer):
+                module.follow(self.base.config.get_text_config())
 
     def copy_from_base(self) -> None:
         """Give fresh heads what they start from: weights of the base."""

@@ -86,7 +86,7 @@ class HeadsLoss:
         Returns:
             scalar loss, and LongTensor (K, RANKS + 1): how often each head gave each rank to the label.
         """
-        return self.of_reading(model, inputs, self._read(model, inputs), totals, heads_weight)
+        return self.of_reading(model, inputs, self.read(model, inputs), totals, heads_weight)
 
     def of_reading(
         self,
@@ -148,7 +148,7 @@ class HeadsLoss:
             counts.append(ranks)
         return loss, torch.stack(counts)
 
-    def _read(self, model: DraftHeadPreTrainedModel, inputs: Mapping[str, Tensor], learn: bool = True) -> Reading:
+    def read(self, model: DraftHeadPreTrainedModel, inputs: Mapping[str, Tensor], learn: bool = True) -> Reading:
         """Run the base over a batch, or take its hidden states as given; with gradients where it learns."""
         if "features" in inputs and model.drafter.reads in ((-1,), ()):
             return Reading(inputs["features"], inputs["features"], inputs["features"])
@@ -170,7 +170,7 @@ class HeadsLoss:
         before = reading.scores
         if self.adapters_off is not None:
             with torch.no_grad(), self.adapters_off():
-                before = self._read(model, inputs, learn=False).scores
+                before = self.read(model, inputs, learn=False).scores
 
         def of_chunk(scores: Tensor, targets: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
             logits = self._logits(model, scores, learn=True)

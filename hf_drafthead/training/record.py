@@ -108,9 +108,11 @@ def save_whole(
         if name and name.startswith(".." + os.sep):
             saved["base_model_name_or_path"] = os.path.relpath(Path(folder) / name, output)
             config.write_text(json.dumps(saved, indent=2, sort_keys=True) + "\n")
-        files = sorted(Path(folder).iterdir(), key=lambda file: file.name == "config.json")
-        for file in files:
-            os.replace(file, output / file.name)
+        files = [file for file in Path(folder).rglob("*") if file.is_file()]
+        for file in sorted(files, key=lambda file: file.relative_to(folder) == Path("config.json")):
+            place = output / file.relative_to(folder)
+            place.parent.mkdir(exist_ok=True)
+            os.replace(file, place)
 
 
 def write_whole(file: Path, text: str) -> None:

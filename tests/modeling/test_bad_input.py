@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModel, LlamaModel
+from transformers import AutoModel, LlamaModel, T5Config, T5ForConditionalGeneration, ViTConfig
 
 from hf_drafthead.modeling import (
     MODEL_CLASSES,
@@ -351,3 +351,61 @@ def test_a_config_of_another_family_is_refused():
         MedusaForCausalLM.from_base(tiny_base(), config=HydraConfig())
     with pytest.raises(TypeError, match=line):
         MedusaForCausalLM(HydraConfig(base_config=tiny_base().config))
+
+
+T5 = {"d_model": 16, "num_layers": 1, "d_ff": 16, "num_heads": 2, "vocab_size": 32}
+ONLY = ": draft heads need a decoder-only language model, as AutoModelForCausalLM loads it."
+
+
+@pytest.mark.parametrize("loaded", [True, False], ids=["loaded", "by path"])
+def test_a_base_that_is_no_decoder_only_language_model(loaded, tmp_path):
+    model = T5ForConditionalGeneration(T5Config(**T5))
+    model.save_pretrained(tmp_path / "t5")
+    shown = "T5ForConditionalGeneration" if loaded else "...t5"
+    with refused(ValueError, f"'{shown}' is an encoder-decoder model (t5){ONLY}"):
+        MedusaForCausalLM.from_base(model if loaded else tmp_path / "t5")
+
+
+def test_a_base_that_is_no_language_model(tmp_path):
+    ViTConfig().save_pretrained(tmp_path / "vit")
+    with refused(ValueError, f"'...vit' is no language model (vit){ONLY}"):
+        MedusaForCausalLM.from_base(tmp_path / "vit")
+
+
+def test_heads_on_heads(heads):
+    model = MedusaForCausalLM.from_pretrained(heads)
+    for base, message in (
+        (model, "'MedusaForCausalLM' has draft heads already: give their base (model.base)."),
+        (heads, "'...heads' has draft heads already: give their base (../base)."),
+    ):
+        with refused(ValueError, message):
+            HydraForCausalLM.from_base(base)
+        with refused(ValueError, message):
+            MedusaForCausalLM.from_pretrained(heads, base_model=base)
+
+
+@pytest.mark.parametrize("loaded", [True, False], ids=["loaded", "by path"])
+def test_a_misspelt_field_of_the_heads(heads, loaded):
+    base = tiny_base() if loaded else heads.parent / "base"
+    message = "num_heads= is no field of these heads and no argument of a base: num_draft_heads= may be meant."
+    with refused(TypeError, message):
+        MedusaForCausalLM.from_base(base, num_heads=3)
+
+
+def test_a_pickle_asked_for_in_a_checkpoint_with_its_base(heads):
+    whole = heads.parent / "whole"
+    MedusaForCausalLM.from_pretrained(heads).save_pretrained(whole, include_base=True)
+    with refused(
+        ValueError, "'...whole' is only read as safetensors, for a pickle can run code: drop use_safetensors."
+    ):
+        MedusaForCausalLM.from_pretrained(whole, use_safetensors=False)
+
+
+def test_neither_a_checkpoint_nor_what_takes_its_place(heads):
+    model = MedusaForCausalLM.from_pretrained(heads)
+    message = (
+        "pretrained_model_name_or_path is None: give the folder or Hub id of the heads, or config= and state_dict= "
+    )
+    for given in ({}, {"config": model.config}, {"state_dict": model.state_dict()}):
+        with refused(ValueError, message + "state_dict= in its place."):
+            MedusaForCausalLM.from_pretrained(None, **given)

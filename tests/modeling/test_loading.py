@@ -23,8 +23,8 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from hf_drafthead.modeling import HydraForCausalLM, MedusaForCausalLM
-from tests.bases import VOCABULARY, tiny_base
+from hf_drafthead.modeling import EagleForCausalLM, HydraForCausalLM, MedusaForCausalLM
+from tests.bases import SIZES, VOCABULARY, tiny_base
 from tests.families import FAMILIES, features_of
 
 # For what no family does in its own way: one without and one with a layer of its own.
@@ -227,6 +227,52 @@ def test_what_the_heads_compute_and_do_not_store_is_as_exact_in_any_type(family,
     assert bool(computed) == family.name.startswith(("hydra++", "amphista", "eagle", "draft-model"))
     for name, buffer in computed.items():
         assert torch.equal(loaded.drafter.get_buffer(name), buffer), name
+
+
+@two_families
+@pytest.mark.parametrize("form", ["heads only", "with base"])
+def test_safetensors_may_be_asked_for(family, saved, form):
+    folder, model = saved
+    model.save_pretrained(folder / "heads", include_base=form == "with base")
+    assert_same(model, family.model_class.from_pretrained(folder / "heads", use_safetensors=True))
+
+
+@two_families
+@pytest.mark.parametrize("form", ["heads only", "with base"])
+@pytest.mark.parametrize("place", [None, "heads"])
+def test_tensors_may_be_given_instead_of_a_checkpoint(family, saved, form, place):
+    folder, model = saved
+    with torch.no_grad():
+        next(model.drafter.parameters()).add_(1)  # other heads than those that are stored
+    state = {name: tensor for name, tensor in model.state_dict().items() if form == "with base" or "drafter" in name}
+    loaded = family.model_class.from_pretrained(place and folder / place, config=model.config, state_dict=state)
+    assert_same(model, loaded)
+    assert torch.equal(loaded.generate(IDS[:1], max_new_tokens=4), model.base.generate(IDS[:1], max_new_tokens=4))
+
+
+@pytest.mark.parametrize("loader", [AutoModel, EagleForCausalLM], ids=["AutoModel", "own class"])
+@pytest.mark.parametrize("form", ["heads only", "with base"])
+def test_layers_of_the_heads_compute_attention_and_experts_as_the_base_does(tmp_path, loader, form):
+    fields = {"model_type": "mixtral", "num_key_value_heads": 2, "num_local_experts": 4}
+    base = AutoModelForCausalLM.from_config(AutoConfig.for_model(**{**SIZES, **fields}), dtype=torch.float64)
+    base.save_pretrained(tmp_path / "base")
+    EagleForCausalLM.from_base(tmp_path / "base").save_pretrained(tmp_path / "heads", include_base=form == "with base")
+
+    def computed(model) -> set[tuple[str, str]]:
+        configs = [
+            model.base.config,
+            model.drafter.body.layer.self_attn.config,
+            model.drafter.body.layer.mlp.experts.config,
+        ]
+        return {(config._attn_implementation, config._experts_implementation) for config in configs}
+
+    words = {"attn_implementation": "eager", "experts_implementation": "batched_mm"}
+    model = loader.from_pretrained(tmp_path / "heads", **words)
+    assert computed(model) == {("eager", "batched_mm")}
+    model.set_attn_implementation("sdpa")
+    model.set_experts_implementation("eager")
+    assert computed(model) == {("sdpa", "eager")}
+    assert torch.equal(model.generate(IDS[:1], max_new_tokens=6), model.base.generate(IDS[:1], max_new_tokens=6))
 
 
 @two_families

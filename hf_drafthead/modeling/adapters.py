@@ -1,0 +1,200 @@
+"""PEFT adapters (LoRA and others) of the base: found, loaded, saved with the heads, and merged into its weights.
+
+The base holds them as transformers has them (`PreTrainedModel.load_adapter`): they are part of what it computes.
+"""
+
+import copy
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+from transformers.utils import ADAPTER_CONFIG_NAME, logging
+
+from hf_drafthead.modeling.checkpoint import fetch_file, refuse_damage
+from hf_drafthead.modeling.config import DraftHeadConfig
+from hf_drafthead.modeling.files import open_tensors, read_json
+
+logger = logging.get_logger(__name__)
+
+ADAPTER_WEIGHTS, ADAPTER_PICKLE = "adapter_model.safetensors", "adapter_model.bin"
+FOLDER = "adapter"  # of a checkpoint, in which the adapter of its base lies
+# How PEFT names the tensors of an adapter that was made for a model with draft heads, and not for its base.
+OF_A_WHOLE_MODEL = re.compile(r"base_model\.model\.(base|drafter)\.")
+
+
+def find_adapter(path: str, hub: Mapping[str, Any], inside: str | None = None) -> str | None:
+    """The folder, here, of an adapter; None if there is none.
+
+    Args:
+        path: local folder or Hub id.
+        hub: keyword arguments of `transformers.utils.cached_file`.
+        inside: folder of the checkpoint in which the adapter lies.
+
+    Raises:
+        OSError: its config or weights cannot be read, or the weights are no safetensors.
+    """
+    if inside:
+        hub = {**hub, "subfolder": os.path.join(hub.get("subfolder") or "", inside)}
+    config = fetch_file(path, ADAPTER_CONFIG_NAME, hub)
+    if config is None:
+        return None
+    read_json(config)
+    weights = fetch_file(path, ADAPTER_WEIGHTS, hub)
+    if weights is None:
+        raise OSError(
+            f"{path!r} holds an adapter without {ADAPTER_WEIGHTS}: {ADAPTER_PICKLE}, a pickle, is never opened, for it "
+            "can run code; save the adapter as safetensors, or remove it."
+        )
+    with open_tensors(weights):
+        return str(Path(config).parent)
+
+
+def base_of(folder: str) -> tuple[str, str | None]:
+    """Name and revision of the base that an adapter was made for.
+
+    Raises:
+        ValueError: its config names none.
+    """
+    config = read_json(Path(folder) / ADAPTER_CONFIG_NAME)
+    name = config.get("base_model_name_or_path")
+    if not name:
+        raise ValueError(
+            f"the adapter in {folder!r} does not say which base it is for: load base and adapter yourself."
+        )
+    return str(name), config.get("revision")
+
+
+def is_of_a_whole_model(folder: str) -> bool:
+    """Whether an adapter was made for a model with draft heads, base and all."""
+    with open_tensors(Path(folder) / ADAPTER_WEIGHTS) as tensors:
+        return any(OF_A_WHOLE_MODEL.match(name) for name in tensors.keys())
+
+
+def load_adapter(base: Any, folder: str) -> None:
+    """Put an adapter on a base.
+
+    Raises:
+        ValueError: the adapter is not one for this base.
+    """
+    info = base.load_adapter(folder)
+    refuse_damage(folder, {name: getattr(info, name, None) for name in ("missing_keys", "unexpected_keys")})
+
+
+def adapt(base: Any, path: str | None, config: DraftHeadConfig, hub: Mapping[str, Any], live: bool) -> None:
+    """Put the adapter that heads were trained with on their base, if they were trained with one.
+
+    Args:
+        base: without adapters.
+        path: of the heads; None if they lie nowhere.
+        config: of the heads.
+        hub: keyword arguments of every download of the heads.
+        live: whether the user gave the base as a loaded model, which stays as it is.
+
+    Raises:
+        OSError: the adapter is not there.
+        ValueError: it is none for this base.
+    """
+    name = config.adapter_name_or_path
+    if name is None:
+        return
+    if live:
+        logger.warning_once(
+            f"these heads were trained on a base with the adapter {name!r}, and the base given has none: fewer guesses "
+            "may be accepted; load the adapter with model.base.load_adapter(...)."
+        )
+        return
+    folder = find_adapter(path, hub, FOLDER) if path else None
+    if folder is None:
+        fetch = {key: value for key, value in hub.items() if key not in ("revision", "subfolder")}
+        folder = find_adapter(name, {**fetch, "revision": config.adapter_revision or "main"})
+    if folder is None:
+        raise OSError(f"the adapter {name!r} of the base of {path!r} was not found: copy or download the heads again.")
+    load_adapter(base, folder)
+
+
+def unwrapped(base: Any) -> Any:
+    """The model that PEFT wraps, with its adapter as transformers has it; any other base as it is.
+
+    Raises:
+        ValueError: an adapter that is not a part of the layers, such as a learnt prompt.
+    """
+    if not (hasattr(base, "peft_config") and hasattr(base, "get_base_model")):
+        return base
+    if any(config.is_prompt_learning for config in base.peft_config.values()):
+        kinds = ", ".join(sorted(config.peft_type.value for config in base.peft_config.values()))
+        raise ValueError(
+            f"the base has an adapter of the type {kinds}, which is a part of the prompt: draft heads need one that is "
+            "a part of the layers, such as LoRA."
+        )
+    inner = base.get_base_model()
+    inner.peft_config, inner._hf_peft_config_loaded = base.peft_config, True
+    return inner
+
+
+def active_adapter(base: Any) -> str | None:
+    """The name of the adapter that takes part in what a base computes; None if there is none.
+
+    Raises:
+        ValueError: there are several.
+    """
+    if not getattr(base, "_hf_peft_config_loaded", False):
+        return None
+    layers = [module for module in base.modules() if _is_adapted(module)]
+    if all(layer.disable_adapters for layer in layers):
+        return None
+    active = base.active_adapters()
+    if len(active) > 1:
+        raise ValueError(
+            f"the base has {len(active)} active adapters ({', '.join(active)}), of which one can be saved with its "
+            "heads: merge them into one, or choose one with model.base.set_adapter(name)."
+        )
+    return active[0] if active else None
+
+
+def save_adapter(base: Any, folder: Path, is_main_process: bool) -> None:
+    """Write the active adapter of a base into a folder, as PEFT reads it."""
+    base.save_pretrained(folder, is_main_process=is_main_process)
+    if is_main_process:
+        (folder / "generation_config.json").unlink(missing_ok=True)  # the heads' folder has it
+
+
+def merged_state(model: nn.Module) -> dict[str, Tensor]:
+    """The model's tensors with its adapters merged into the weights; the model itself stays as it is."""
+    return _plain_state(model, merge=True)
+
+
+def bare_state(model: nn.Module) -> dict[str, Tensor]:
+    """The model's tensors without its adapters."""
+    return _plain_state(model, merge=False)
+
+
+def _plain_state(model: nn.Module, merge: bool) -> dict[str, Tensor]:
+    state = dict(model.state_dict())
+    for name, module in model.named_modules():
+        if not (_is_adapted(module) or _is_replaced(module)):
+            continue
+        for key in [key for key in state if key.startswith(f"{name}.")]:
+            del state[key]
+        if _is_replaced(module):
+            active = module.active_adapter if isinstance(module.active_adapter, str) else module.active_adapter[0]
+            plain = module.modules_to_save[active] if merge else module.original_module
+        else:
+            if merge and not module.disable_adapters:
+                module = copy.deepcopy(module)
+                module.merge()
+            plain = module.get_base_layer()
+        state |= {f"{name}.{key}": tensor for key, tensor in plain.state_dict().items()}
+    return state
+
+
+def _is_adapted(module: Any) -> bool:
+    """Whether a layer has an adapter in it; asked of what it can do, for PEFT may not be installed."""
+    return hasattr(module, "get_base_layer") and hasattr(module, "merge") and hasattr(module, "disable_adapters")
+
+
+def _is_replaced(module: Any) -> bool:
+    """Whether an adapter brings a module of its own in the place of the base's."""
+    return hasattr(module, "modules_to_save") and hasattr(module, "original_module")

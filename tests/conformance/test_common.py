@@ -1,0 +1,60 @@
+"""Whatever of transformers' common tests passes for LLaMA passes for a LLaMA with heads, or its reason stands here.
+
+`make test-conformance CONFORMANCE=FOLDER` runs them; the folder is the `tests` of transformers' source.
+"""
+
+import functools
+import unittest
+from unittest.mock import patch
+
+import pytest
+
+from hf_drafthead import MedusaForCausalLM
+from tests.conformance.common import FOLDER, LlamaTester, MedusaTester, load
+
+if not FOLDER:
+    pytest.skip("CONFORMANCE=FOLDER names transformers' tests", allow_module_level=True)
+
+common = load("test_modeling_common")
+
+VOCABULARY = "the heads guess over the vocabulary that they were trained for: resizing it is refused"
+COMPOSITE = "the model holds a base and heads, and has neither a backbone nor an attention of its own"
+REASONS = {
+    "test_resize_embeddings_untied": VOCABULARY,
+    "test_resize_embeddings_untied_no_reinit_on_post_init": VOCABULARY,
+    "test_resize_tokens_embeddings": VOCABULARY,
+    "test_model_base_model_prefix": COMPOSITE,
+    "test_sdpa_can_dispatch_non_composite_models": COMPOSITE,
+}
+# It asks for the tests of generation beside these, which are not in the same folder everywhere.
+ELSEWHERE = "test_generation_tester_mixin_inheritance"
+
+
+class LlamaTest(common.ModelTesterMixin, unittest.TestCase):
+    all_model_classes = LlamaTester.all_model_classes
+
+    def setUp(self) -> None:
+        self.model_tester = LlamaTester(self)
+        if self._testMethodName == ELSEWHERE:
+            self.skipTest("the tests of generation are not here")
+
+
+class MedusaTest(common.ModelTesterMixin, unittest.TestCase):
+    all_model_classes = MedusaTester.all_model_classes
+
+    def setUp(self) -> None:
+        self.model_tester = MedusaTester(self)
+        if self._testMethodName == ELSEWHERE:
+            self.skipTest("the tests of generation are not here")
+        if self._testMethodName in REASONS:
+            self.skipTest(REASONS[self._testMethodName])
+        # The tests load what they have saved, and their base lies nowhere else.
+        whole = functools.partialmethod(MedusaForCausalLM.save_pretrained, include_base=True)
+        patcher = patch.object(MedusaForCausalLM, "save_pretrained", whole)
+        patcher.start()
+        self.addCleanup(patcher.stop)
+
+    def _prepare_for_class(self, inputs_dict, model_class, return_labels=False):
+        # transformers gives labels to the classes of its own list
+        inputs = super()._prepare_for_class(inputs_dict, model_class, return_labels=return_labels)
+        return {**inputs, "labels": inputs["input_ids"]} if return_labels else inputs

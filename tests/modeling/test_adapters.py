@@ -1,0 +1,154 @@
+"""Heads on a base with an adapter: one unit that is saved, loaded and merged, never without the adapter."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, PrefixTuningConfig, get_peft_model
+from transformers import AutoModel, AutoModelForCausalLM
+
+from hf_drafthead.modeling import EagleForCausalLM, MedusaForCausalLM
+from tests.bases import tiny_base
+
+IDS = torch.tensor([[5, 9, 33, 21]])
+FAMILIES = [
+    MedusaForCausalLM,
+    EagleForCausalLM,
+]  # the second has layers that an adapter could take for its own
+LORA = {"r": 2, "target_modules": ["q_proj", "up_proj"], "init_lora_weights": False, "task_type": "CAUSAL_LM"}
+
+pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # peft asks
+families = pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.config_class.model_type)
+
+
+@pytest.fixture
+def adapted(tmp_path):
+    """A base, an adapter for it in a folder, and both as PEFT wraps them."""
+    tiny_base("llama-gqa").save_pretrained(tmp_path / "base")
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), LoraConfig(**LORA)).eval()
+    model.save_pretrained(tmp_path / "lora")
+    return model
+
+
+def logits(model) -> torch.Tensor:
+    with torch.no_grad():
+        return model(IDS).logits
+
+
+def check(model, adapted) -> None:
+    """The adapter takes part in what the base says, and the heads draft for that."""
+    torch.testing.assert_close(logits(model), logits(adapted))
+    tokens = model.eval().generate(IDS, max_new_tokens=10, return_dict_in_generate=True)
+    assert (
+        torch.equal(tokens.sequences, adapted.generate(IDS, max_new_tokens=10)) and tokens.accepted_lengths is not None
+    )
+
+
+@families
+@pytest.mark.parametrize("given", ["folder", "PEFT model", "loaded afterwards"])
+def test_heads_on_an_adapted_base_are_one_unit(adapted, tmp_path, family, given):
+    if given == "loaded afterwards":
+        model = family.from_base(tmp_path / "base")
+        model.load_adapter(tmp_path / "lora")
+    else:
+        model = family.from_base(tmp_path / "lora" if given == "folder" else adapted)
+    check(model, adapted)
+    model.save_pretrained(tmp_path / "heads")
+    assert json.loads((tmp_path / "heads" / "config.json").read_text())["adapter_name_or_path"] == "adapter"
+    shutil.rmtree(tmp_path / "lora")
+    loaded = AutoModel.from_pretrained(tmp_path / "heads")
+    check(loaded, adapted)
+    loaded.save_pretrained(tmp_path / "again")
+    check(family.from_pretrained(tmp_path / "again"), adapted)
+
+
+@families
+def test_an_adapter_is_merged_into_an_included_base(adapted, tmp_path, family):
+    model = family.from_base(adapted)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    model.save_pretrained(tmp_path / "whole", include_base=True)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    shutil.rmtree(tmp_path / "base")
+    loaded = AutoModel.from_pretrained(tmp_path / "whole")
+    check(loaded, adapted)
+    assert not any("lora" in name for name in loaded.state_dict()) and loaded.config.adapter_name_or_path is None
+    assert not (tmp_path / "whole" / "adapter").exists()
+
+
+@families
+@pytest.mark.parametrize("form", ["heads only", "with base"])
+def test_an_adapter_of_the_whole_model_is_saved_beside_the_heads(tmp_path, family, form):
+    tiny_base("llama-gqa").save_pretrained(tmp_path / "base")
+    model = family.from_base(tmp_path / "base").eval()
+    model.add_adapter(LoraConfig(**{**LORA, "task_type": None}))
+    model.save_pretrained(tmp_path / "heads", include_base=form == "with base")
+    loaded = AutoModel.from_pretrained(tmp_path / "heads")
+    torch.testing.assert_close(logits(loaded), logits(model))
+    features = torch.randn(1, 4, 32, dtype=torch.float64)
+    for ours, theirs in zip(model.drafter.head_states(features, IDS), loaded.drafter.head_states(features, IDS)):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_a_disabled_adapter_is_none(adapted, tmp_path):
+    model = MedusaForCausalLM.from_base(adapted)
+    model.base.disable_adapters()
+    model.save_pretrained(tmp_path / "heads")
+    assert not (tmp_path / "heads" / "adapter").exists()
+    torch.testing.assert_close(logits(AutoModel.from_pretrained(tmp_path / "heads")), logits(model))
+
+
+def test_an_adapter_of_the_hub_is_recorded_by_name_and_commit(adapted, tmp_path):
+    place = tmp_path / "hub" / "models--org--lora"
+    shutil.copytree(tmp_path / "lora", place / "snapshots" / ("3" * 40))
+    (place / "refs").mkdir()
+    (place / "refs" / "main").write_text("3" * 40)
+    hub = {"cache_dir": str(tmp_path / "hub"), "local_files_only": True}
+    model = MedusaForCausalLM.from_base("org/lora", **hub)
+    assert (model.config.adapter_name_or_path, model.config.adapter_revision) == ("org/lora", "3" * 40)
+    assert model.config.base_model_name_or_path == str(tmp_path / "base")
+    model.save_pretrained(tmp_path / "heads")
+    check(AutoModel.from_pretrained(tmp_path / "heads"), adapted)
+    shutil.rmtree(tmp_path / "heads" / "adapter")  # its name is enough
+    check(AutoModel.from_pretrained(tmp_path / "heads", **hub), adapted)
+
+
+def test_a_missing_adapter_is_an_error_and_no_plain_base(adapted, tmp_path):
+    MedusaForCausalLM.from_base(adapted).save_pretrained(tmp_path / "heads")
+    shutil.rmtree(tmp_path / "heads" / "adapter")
+    with pytest.raises(OSError, match=r"^the adapter 'adapter' of the base of '.*heads' was not found: copy or"):
+        AutoModel.from_pretrained(tmp_path / "heads")
+
+
+def test_a_loaded_base_is_left_as_it_is_and_what_it_lacks_is_said(adapted, tmp_path, caplog):
+    MedusaForCausalLM.from_base(adapted).save_pretrained(tmp_path / "heads")
+    base = tiny_base("llama-gqa")
+    loaded = MedusaForCausalLM.from_pretrained(tmp_path / "heads", base_model=base)
+    assert torch.equal(logits(loaded), logits(tiny_base("llama-gqa")))
+    assert "trained on a base with the adapter 'adapter', and the base given has none" in caplog.text
+    check(MedusaForCausalLM.from_pretrained(tmp_path / "heads", base_model=adapted), adapted)
+    check(MedusaForCausalLM.from_pretrained(tmp_path / "heads", base_model=tmp_path / "lora"), adapted)
+
+
+def test_an_adapter_of_another_base_is_refused(adapted, tmp_path):
+    config = Path(tmp_path / "lora" / "adapter_config.json")
+    tiny_base("llama-gqa", num_hidden_layers=1).save_pretrained(tmp_path / "other")
+    fields = json.loads(config.read_text())
+    config.write_text(json.dumps({**fields, "base_model_name_or_path": str(tmp_path / "other")}))
+    with pytest.raises(ValueError, match=r"lora' does not fit its config: unexpected keys"):
+        MedusaForCausalLM.from_base(tmp_path / "lora")
+
+
+def test_adapters_that_cannot_be_one_unit_are_refused(adapted, tmp_path):
+    several = MedusaForCausalLM.from_base(adapted)
+    several.base.add_adapter(LoraConfig(**LORA), "other")
+    several.base.set_adapter(["default", "other"])
+    with pytest.raises(ValueError, match=r"^the base has 2 active adapters \(default, other\), of which one can be"):
+        several.save_pretrained(tmp_path / "heads")
+    prompt = PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    with pytest.raises(ValueError, match="^the base has an adapter of the type PREFIX_TUNING, which is a part of"):
+        MedusaForCausalLM.from_base(get_peft_model(tiny_base("llama-gqa"), prompt))
+    (tmp_path / "lora" / "adapter_model.safetensors").unlink()
+    with pytest.raises(OSError, match="holds an adapter without adapter_model.safetensors: adapter_model.bin, a"):
+        MedusaForCausalLM.from_base(tmp_path / "lora")

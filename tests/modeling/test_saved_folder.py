@@ -1,0 +1,93 @@
+"""What `save_pretrained` writes is all that others need: code, tokenizer, heads."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedTokenizerFast
+
+from hf_drafthead import HydraForCausalLM, MedusaForCausalLM
+from hf_drafthead.hub_upload.bundle import FILE
+from tests.bases import VOCABULARY, tiny_base
+
+# Loads a folder where hf_drafthead cannot be imported.
+SCRIPT = """\
+import sys
+class NotInstalled:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "hf_drafthead":
+            raise ModuleNotFoundError(name)
+sys.meta_path.insert(0, NotInstalled())
+import torch
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True)
+ids = torch.tensor([[5, 9, 33, 21]])
+out = model.generate(ids, max_new_tokens=10, return_dict_in_generate=True)
+assert out.accepted_lengths is not None
+print(out.sequences[0].tolist() == model.base.generate(ids, max_new_tokens=10)[0].tolist(), type(model).__module__)
+"""
+
+
+@pytest.fixture
+def base(tmp_path) -> Path:
+    """A base with a tokenizer."""
+    tiny_base("llama-gqa").save_pretrained(tmp_path / "base")
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCABULARY)}, unk_token="w3"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0").save_pretrained(tmp_path / "base")
+    return tmp_path / "base"
+
+
+@pytest.mark.parametrize("form", ["heads only", "with base"])
+def test_a_folder_loads_where_the_package_is_not(base, tmp_path, form):
+    HydraForCausalLM.from_base(base).save_pretrained(tmp_path / "heads", include_base=form == "with base")
+    run = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(tmp_path / "heads")],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={**os.environ, "HF_MODULES_CACHE": str(tmp_path / "code"), "HF_HUB_OFFLINE": "1"},
+    )
+    assert run.returncode == 0, run.stderr
+    same, module = run.stdout.split()
+    assert same == "True" and module.startswith("transformers_modules.")
+
+
+def test_the_code_can_be_left_out(base, tmp_path):
+    model = MedusaForCausalLM.from_base(base)
+    model.save_pretrained(tmp_path / "with")
+    assert (tmp_path / "with" / FILE).is_file() and "auto_map" in json.loads(
+        (tmp_path / "with/config.json").read_text()
+    )
+    for one in (model, AutoModel.from_pretrained(tmp_path / "with")):
+        one.save_pretrained(tmp_path / "without", include_code=False)
+        assert not (tmp_path / "without" / FILE).exists()
+        assert "auto_map" not in json.loads((tmp_path / "without/config.json").read_text())
+        assert type(AutoConfig.from_pretrained(tmp_path / "without")) is type(model.config)
+
+
+@pytest.mark.parametrize("form", ["heads only", "with base"])
+def test_the_base_s_tokenizer_is_copied(base, tmp_path, form):
+    model = MedusaForCausalLM.from_base(base)
+    model.save_pretrained(tmp_path / "heads", include_base=form == "with base")
+    assert AutoTokenizer.from_pretrained(tmp_path / "heads")("w5 w9")["input_ids"] == [5, 9]
+    again = AutoModel.from_pretrained(tmp_path / "heads")
+    again.save_pretrained(tmp_path / "plain", include_tokenizer=False)
+    assert not (tmp_path / "plain" / "tokenizer.json").exists()
+
+
+def test_a_tokenizer_that_is_there_stays(base, tmp_path):
+    (tmp_path / "heads").mkdir()
+    (tmp_path / "heads" / "tokenizer.json").write_text("mine")
+    MedusaForCausalLM.from_base(base).save_pretrained(tmp_path / "heads")
+    assert (tmp_path / "heads" / "tokenizer.json").read_text() == "mine"
+    assert not (tmp_path / "heads" / "tokenizer_config.json").exists()
+
+
+def test_a_base_without_a_tokenizer_is_no_error(tmp_path):
+    MedusaForCausalLM.from_base(tiny_base()).save_pretrained(tmp_path / "heads")
+    assert not (tmp_path / "heads" / "tokenizer.json").exists()

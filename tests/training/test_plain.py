@@ -1,0 +1,150 @@
+"""A Trainer that knows nothing of draft heads trains these, and leaves the base as it is; or it is refused."""
+
+import pytest
+import torch
+from datasets import Dataset
+from peft import LoraConfig
+from safetensors.torch import load_file
+from transformers import AutoTokenizer, DataCollatorForLanguageModeling, Trainer, TrainingArguments
+
+from hf_drafthead import MedusaForCausalLM, zoo
+from hf_drafthead.generation.reader import BaseReader
+from hf_drafthead.training.arguments import DraftHeadTrainingArguments
+from hf_drafthead.training.heads_loss import HeadsLoss, Objective
+from tests.bases import tiny_base
+from tests.families import FAMILIES
+
+IDS = torch.tensor([[5, 9, 33, 21, 8, 40, 17, 3], [7, 7, 12, 64, 3, 11, 5, 9]])
+TEXTS = [{"text": f"def add_{number}(a, b):\n    return a + b + {number}\n"} for number in range(8)]
+QUICK = {"use_cpu": True, "report_to": [], "disable_tqdm": True, "learning_rate": 1e-2, "logging_steps": 1}
+
+all_families = pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+
+
+@pytest.fixture
+def tokenizer():
+    tokenizer = AutoTokenizer.from_pretrained(zoo.path("base"))
+    tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+@pytest.fixture
+def model():
+    return MedusaForCausalLM.from_base(zoo.path("base"), num_draft_heads=2)
+
+
+def snapshot(model) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def changed(model, before: dict[str, torch.Tensor]) -> set[str]:
+    """Whether tensors of the base, of the drafter, of both or of none are others than before."""
+    return {
+        name.partition(".")[0] for name, tensor in model.state_dict().items() if not torch.equal(tensor, before[name])
+    }
+
+
+@all_families
+def test_labels_in_training_mode_give_the_loss_of_the_family_s_recipe(family, tmp_path):
+    model = family.build(tiny_base("llama-gqa", dtype=torch.float32)).train()
+    arguments = DraftHeadTrainingArguments.for_family(model.config.family, str(tmp_path), use_cpu=True)
+    loss_of = HeadsLoss(
+        Objective(arguments.next_token_weight, arguments.teacher_weight, arguments.feature_weight),
+        head_decay=arguments.head_decay,
+        feature_noise=arguments.feature_noise,
+        reader=BaseReader.of_texts(model.base, model.drafter.reads),
+    )
+    torch.manual_seed(0)
+    expected, _ = loss_of(model, {"input_ids": IDS, "labels": IDS}, heads_weight=arguments.heads_weight)
+    torch.manual_seed(0)
+    output = model(input_ids=IDS, labels=IDS)
+    torch.testing.assert_close(output.loss, expected)
+    output.loss.backward()
+    assert all(parameter.grad is None for parameter in model.base.parameters())
+    assert any(parameter.grad is not None for parameter in model.drafter.parameters())
+    model.eval()
+    base = model.base(IDS, labels=IDS)
+    torch.testing.assert_close(model(IDS, labels=IDS).loss, base.loss)
+
+
+def test_a_plain_trainer_trains_the_heads_and_saves_them(model, tokenizer, tmp_path):
+    before = snapshot(model)
+    rows = Dataset.from_list(TEXTS).map(lambda row: tokenizer(row["text"]), remove_columns=["text"])
+    steps = {"max_steps": 2, "save_steps": 1, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
+    trainer = Trainer(
+        model,
+        TrainingArguments(str(tmp_path), **steps, **QUICK),
+        train_dataset=rows,
+        data_collator=DataCollatorForLanguageModeling(tokenizer, mlm=False),
+    )
+    trainer.train()
+    assert changed(model, before) == {"drafter"}
+    trainer.save_model(str(tmp_path / "heads"))
+    stored = load_file(tmp_path / "heads" / "model.safetensors")
+    assert all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in stored.items())
+    assert not torch.equal(stored["drafter.projections.up.0.weight"], before["drafter.projections.up.0.weight"])
+    # the loss is a mean over the batches of a step, not their sum
+    first = trainer.state.log_history[0]["loss"]
+    fresh = MedusaForCausalLM.from_base(zoo.path("base"), num_draft_heads=2).train()
+    batch = trainer.data_collator([rows[row] for row in range(8)])
+    assert first == pytest.approx(fresh(**batch).loss.item(), rel=0.25)
+
+
+def test_trl_trains_the_heads_where_the_model_computes_the_loss(model, tokenizer, tmp_path):
+    trl = pytest.importorskip("trl")
+
+    class HeadsSFTTrainer(trl.SFTTrainer):
+        compute_loss = Trainer.compute_loss
+
+    before = snapshot(model)
+    settings = trl.SFTConfig(str(tmp_path), max_steps=2, per_device_train_batch_size=2, bf16=False, **QUICK)
+    trainer = HeadsSFTTrainer(model, settings, train_dataset=Dataset.from_list(TEXTS), processing_class=tokenizer)
+    trainer.train()
+    assert changed(model, before) == {"drafter"}
+    model.eval()
+    ids = tokenizer("import os\n", return_tensors="pt").input_ids
+    assert torch.equal(model.generate(ids, max_new_tokens=8), model.base.generate(ids, max_new_tokens=8))
+
+
+def test_trl_s_own_loss_is_refused(model, tokenizer, tmp_path):
+    trl = pytest.importorskip("trl")
+    settings = trl.SFTConfig(str(tmp_path), max_steps=2, per_device_train_batch_size=2, bf16=False, **QUICK)
+    trainer = trl.SFTTrainer(model, settings, train_dataset=Dataset.from_list(TEXTS), processing_class=tokenizer)
+    with pytest.raises(ValueError, match=r"^the trainer computes a loss of its own from the base's output"):
+        trainer.train()
+
+
+@pytest.mark.parametrize(
+    "inputs, message",
+    [
+        (
+            {"inputs_embeds": torch.zeros(1, 8, 32)},
+            "^heads learn from whole texts: give input_ids, and no inputs_embeds",
+        ),
+        (
+            {"input_ids": IDS, "position_ids": torch.arange(8).remainder(5).expand(2, -1)},
+            "^position_ids restart within a row",
+        ),
+    ],
+    ids=["embeddings", "packed"],
+)
+def test_inputs_that_heads_cannot_learn_from_are_refused(inputs, message):
+    model = FAMILIES[0].build(tiny_base(dtype=torch.float32)).train()
+    with pytest.raises(ValueError, match=message):
+        model(**inputs, labels=IDS)
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # peft asks for it
+def test_adapters_that_are_to_be_trained_are_refused():
+    model = FAMILIES[0].build(tiny_base(dtype=torch.float32)).train()
+    model.base.add_adapter(LoraConfig(r=2, target_modules=["q_proj"]))
+    with pytest.raises(ValueError, match="^the base has adapters that are to be trained, but"):
+        model(IDS, labels=IDS)
+    model.base.requires_grad_(False)
+    assert model(IDS, labels=IDS).loss.requires_grad
+
+
+def test_heads_in_half_precision_are_warned_about(caplog):
+    model = FAMILIES[0].build(tiny_base(dtype=torch.bfloat16)).train()
+    assert model(IDS, labels=IDS).loss.isfinite()
+    assert "the heads are in half precision, in which small updates are lost" in caplog.text
