@@ -18,6 +18,7 @@ IDS = torch.tensor([[5, 9, 33, 21, 8, 40, 17, 3], [7, 7, 12, 64, 3, 11, 5, 9]])
 TEXTS = [{"text": f"def add_{number}(a, b):\n    return a + b + {number}\n"} for number in range(8)]
 QUICK = {"use_cpu": True, "report_to": [], "disable_tqdm": True, "learning_rate": 1e-2, "logging_steps": 1}
 
+trl_warns = pytest.mark.filterwarnings("ignore:.gradient_checkpointing. is deprecated:FutureWarning")
 all_families = pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 
 
@@ -90,6 +91,7 @@ def test_a_plain_trainer_trains_the_heads_and_saves_them(model, tokenizer, tmp_p
     assert first == pytest.approx(fresh(**batch).loss.item(), rel=0.25)
 
 
+@trl_warns
 def test_trl_trains_the_heads_where_the_model_computes_the_loss(model, tokenizer, tmp_path):
     trl = pytest.importorskip("trl")
 
@@ -106,6 +108,7 @@ def test_trl_trains_the_heads_where_the_model_computes_the_loss(model, tokenizer
     assert torch.equal(model.generate(ids, max_new_tokens=8), model.base.generate(ids, max_new_tokens=8))
 
 
+@trl_warns
 def test_trl_s_own_loss_is_refused(model, tokenizer, tmp_path):
     trl = pytest.importorskip("trl")
     settings = trl.SFTConfig(str(tmp_path), max_steps=2, per_device_train_batch_size=2, bf16=False, **QUICK)
