@@ -166,6 +166,14 @@ class DraftHeadGenerationMixin(GenerationMixin):
         vocabulary = self.base.config.get_text_config(decoder=True).vocab_size
         return DraftSettings.from_config(config, **asked).resolved(self.drafter.max_depth, vocabulary)
 
+    def why_no_drafts(self) -> str | None:
+        """Why no call of `generate` can draft on this base, found out by running it once; None if calls can."""
+        try:
+            self._base_reader()
+        except Unsupported as reason:
+            return str(reason)
+        return None
+
     def _base_reader(self) -> BaseReader:
         """How to run this base, probed once for each attention implementation, dtype and base."""
         base = self.base
@@ -190,7 +198,7 @@ def _decode_if_possible(base, input_ids, *, reader, drafter, settings, capture, 
     """The loop, as the base's `custom_generate`, after a look at what the base has prepared."""
     processors, criteria = call.pop("logits_processor"), call.pop("stopping_criteria")
     config = call.pop("generation_config")
-    inputs = {name: value for name, value in call.items() if value is not None}
+    inputs = _of_text(base, call)
     if unknown := sorted(set(inputs) - KNOWN_INPUTS):
         raise Unsupported(f"the base takes the model input {', '.join(unknown)}")
     past = inputs.get("past_key_values")
@@ -221,6 +229,22 @@ def _decode_if_possible(base, input_ids, *, reader, drafter, settings, capture, 
         on_step=on_step,
         **inputs,
     )
+
+
+def _of_text(base, call: dict[str, Any]) -> dict[str, Any]:
+    """The model inputs of a call, without what tells a base for images and text that there are no images."""
+    inputs = {name: value for name, value in call.items() if value is not None}
+    if base.config.get_text_config(decoder=True) is base.config:
+        return inputs
+    if inputs.get("mm_encoder_outputs") == {}:
+        del inputs["mm_encoder_outputs"]
+    for name in ("token_type_ids", "mm_token_type_ids"):
+        if name in inputs and not bool(inputs[name].any()):
+            del inputs[name]
+    positions = inputs.get("position_ids")
+    if positions is not None and positions.dim() == 3 and bool((positions == positions[:1]).all()):
+        inputs["position_ids"] = positions[0]  # a position of the text is the same on every axis
+    return inputs
 
 
 def _check_call(base, config: GenerationConfig, assistant_model, synced_gpus: bool | None) -> None:

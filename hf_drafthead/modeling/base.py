@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.initialization import no_init_weights
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.utils import logging
 
 from hf_drafthead.generation.mixin import DraftHeadGenerationMixin
 from hf_drafthead.generation.settings import DEFAULT_TREE, DraftSettings
@@ -47,6 +48,8 @@ from hf_drafthead.modeling.checkpoint import (
 from hf_drafthead.modeling.config import ABOUT_THE_BASE, DraftHeadConfig
 from hf_drafthead.modeling.drafter import Drafter
 from hf_drafthead.modeling.files import in_one_line, shortened
+
+logger = logging.get_logger(__name__)
 
 Model = TypeVar("Model", bound="DraftHeadPreTrainedModel")
 
@@ -161,6 +164,8 @@ class DraftHeadPreTrainedModel(DraftHeadGenerationMixin, PreTrainedModel):
         model.training = loaded.training
         model._take_generation_config({})
         model.generation_config.draft_tree = DEFAULT_TREE
+        if not model.training and last_layer(loaded)[0].type != "meta" and (reason := model.why_no_drafts()):
+            logger.warning_once(f"These heads will never draft, the base will decode by itself: {reason}.")
         return model
 
     @classmethod
@@ -228,10 +233,10 @@ class DraftHeadPreTrainedModel(DraftHeadGenerationMixin, PreTrainedModel):
         """Load trained heads and their base.
 
         Args:
-            pretrained_model_name_or_path: folder or Hub id of the heads, saved with or without their base; None where
-                `config` and `state_dict` say all.
+            pretrained_model_name_or_path: folder or Hub id of the heads, saved with or without their base; None with
+                `config` and `state_dict` in its place.
             config: use this config instead of the checkpoint's.
-            state_dict: use these tensors instead of the checkpoint's: those of the heads, or of the whole model.
+            state_dict: the tensors of the heads, or of the whole model.
             use_safetensors: as in transformers, for the base; heads are never read from anything else.
             base_model: Hub id, path or loaded model to use instead of the base that the config names.
             base_revision: branch, tag or commit of the base; default: the one that the heads were trained on.
@@ -251,24 +256,20 @@ class DraftHeadPreTrainedModel(DraftHeadGenerationMixin, PreTrainedModel):
             ValueError: the checkpoint is of another kind, a tensor is missing, unknown or of another shape, or the
                 base is not the one that the heads were made for.
         """
-        stored = pretrained_model_name_or_path is not None
-        if not stored and (state_dict is None or not isinstance(config, PreTrainedConfig)):
+        given = None if pretrained_model_name_or_path is None else os.fspath(pretrained_model_name_or_path)
+        if (given is None) != (state_dict is not None) or (given is None and not isinstance(config, PreTrainedConfig)):
             raise ValueError(
-                "pretrained_model_name_or_path is None: give the folder or Hub id of the heads, or config= and "
-                "state_dict= in its place."
+                "give the folder or Hub id of the heads, or None with config= and state_dict= in its place."
             )
-        path = "state_dict" if pretrained_model_name_or_path is None else os.fspath(pretrained_model_name_or_path)
+        path = given or "state_dict"
         fetch = {key: kwargs.pop(key) for key in HUB_ARGUMENTS & set(kwargs)}
         heads = {key: kwargs.pop(key) for key in HEADS_ARGUMENTS & set(kwargs)}
         hub = fetch | {key: heads[key] for key in ("revision", "subfolder") if heads.get(key) is not None}
-        settings: Mapping[str, Any] | None = None if stored else {}
+        settings: Mapping[str, Any] | None = {} if given is None else None
         found: Mapping[str, Tensor] | None = None
         if convert:
-            for name, given in (("config", config), ("state_dict", state_dict)):
-                if given is not None:
-                    raise ValueError(
-                        f"{name}= cannot be given with convert=True, which reads it from the layout: drop it."
-                    )
+            if config is not None:
+                raise ValueError("config= cannot be given with convert=True, which reads it from the layout: drop it.")
             from hf_drafthead.formats import converted
 
             fields = {name: kwargs.pop(name) for name in cls.config_class.heads_fields() & set(kwargs)}
@@ -282,7 +283,7 @@ class DraftHeadPreTrainedModel(DraftHeadGenerationMixin, PreTrainedModel):
             if (chosen := getattr(config, f"_{name}")) is not None:
                 kwargs.setdefault(name, chosen)
             setattr(config, f"_{name}", None)
-        config.name_or_path = path if stored else ""
+        config.name_or_path = given or ""
         if state_dict is not None:
             config.base_included = any(name.startswith("base.") for name in state_dict)
         untouched = copy.deepcopy(config) if config.base_included else config
@@ -304,17 +305,17 @@ class DraftHeadPreTrainedModel(DraftHeadGenerationMixin, PreTrainedModel):
                 raise ValueError(
                     f"{path!r} is only read as safetensors, for a pickle can run code: drop use_safetensors."
                 )
-            heads |= fetch | {"config": config, "state_dict": None if state_dict is None else dict(state_dict)}
-            model = cls._with_its_base(path if stored else None, heads, kwargs)
+            heads |= fetch | {"config": config, "state_dict": state_dict and dict(state_dict)}
+            model = cls._with_its_base(given, heads, kwargs)
         else:
             if use_safetensors is not None:
                 kwargs["use_safetensors"] = use_safetensors
             model.config.__dict__.pop("quantization_config", None)  # of a base that is not here
             inside = heads.get("subfolder")
             place = os.path.join(path, inside) if inside and os.path.isdir(path) else path
-            base = load_base(place if stored else os.curdir, model.config, base_model, base_revision, fetch, kwargs)
+            base = load_base(place if given else os.curdir, model.config, base_model, base_revision, fetch, kwargs)
             if active_adapter(base) is None:
-                adapt(base, path if stored else None, model.config, hub, isinstance(base_model, nn.Module))
+                adapt(base, given, model.config, hub, isinstance(base_model, nn.Module))
             model._fill(tensors, *last_layer(base))
             model.drafter.check_values(path)
             model._attach(base)

@@ -11,7 +11,9 @@ from transformers import AutoConfig
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from hf_drafthead.modeling.decoder_layer import has_layers
 from hf_drafthead.modeling.files import MAX_NESTING, in_one_line, is_deep, read_json, shortened
+from hf_drafthead.modeling.layers import llama_like
 
 MODEL_TYPE_PREFIX = "drafthead_"  # of every family's model_type
 ABOUT_THE_BASE = {"base_config", "base_included", "base_model_name_or_path", "base_model_revision"}
@@ -195,7 +197,7 @@ class DraftHeadConfig(PreTrainedConfig):
             raise ValueError(f"{name} is {shortened.repr(value)}: expected True or False.")
 
     def _check_layer(self, asking: str, wanted: bool, same_width: bool = True) -> None:
-        """Refuse decoder layers for the heads that cannot be.
+        """Refuse decoder layers for the heads that cannot be; the default for a base that has none is a LLaMA layer.
 
         Args:
             asking: which fields ask for such layers, with their values, as the message is to say it.
@@ -220,6 +222,8 @@ class DraftHeadConfig(PreTrainedConfig):
                 "layer_config= of a model that has, or use Medusa or Hydra heads."
             )
         if own is None:
+            if not has_layers(layer):  # of learned positions, for instance
+                self.layer_config = llama_like(layer, layers=1)
             return
         if same_width and getattr(own, "hidden_size", None) != text.hidden_size:
             raise ValueError(

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 from transformers.configuration_utils import PreTrainedConfig
+from transformers.initialization import no_init_weights
 from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
 from hf_drafthead.generation.slots import SlotCache, slot_mask
@@ -181,6 +182,16 @@ class DecoderLayer(nn.Module):
         return out[0] if isinstance(out, tuple) else out
 
 
+def has_layers(config: PreTrainedConfig) -> bool:
+    """Whether a `DecoderLayer` can be built from a config and run: found out without memory, on the meta device."""
+    try:
+        with torch.device("meta"), no_init_weights():
+            DecoderLayer(config).over_text(torch.zeros(1, 2, config.hidden_size), None)
+    except Exception:  # whatever a model raises for a layer that stands alone
+        return False
+    return True
+
+
 def _one_layer_model(config: PreTrainedConfig) -> Any:
     """The model of a config with a single layer, full attention and no vocabulary."""
     small = copy.deepcopy(config)
@@ -196,7 +207,7 @@ def _one_layer_model(config: PreTrainedConfig) -> Any:
         model = model_class(small)
         found = inspect.signature(type(model.layers[0]).forward).parameters
         fits = hasattr(model, "rotary_emb") and {"attention_mask", "position_embeddings"} <= set(found)
-    except (AttributeError, KeyError, IndexError, TypeError):
+    except (ArithmeticError, AttributeError, KeyError, IndexError, TypeError):
         fits = False
     if not fits:
         raise ValueError(

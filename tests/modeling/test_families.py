@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import BitsAndBytesConfig, LlamaConfig, QuantoConfig
+from transformers import AutoConfig, BitsAndBytesConfig, LlamaConfig, QuantoConfig
 
 from hf_drafthead.modeling import (
     AmphistaConfig,
@@ -223,19 +223,22 @@ def test_layers_of_every_base_remember_right(kind, model_class, fields, text):
 
 @pytest.mark.parametrize("model_class, fields", LAYERED)
 @pytest.mark.parametrize("kind", ["gpt2", "mpt"])
-def test_a_base_without_such_layers_names_what_to_use_instead(kind, model_class, fields):
+def test_a_base_without_such_layers_gets_those_of_a_llama_of_its_sizes(kind, model_class, fields):
     base = tiny_base(kind)
-    with pytest.raises(ValueError) as refusal:
-        model_class.from_base(base, **fields)
-    assert str(refusal.value) == (
-        f"no decoder layer with rotary positions can be built from a {base.config.model_type!r} config: give "
-        "layer_config= of a model that has one (such as a LlamaConfig of the same hidden size), or use Medusa or "
-        "Hydra heads."
-    )
-    own = LlamaConfig(hidden_size=32, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2)
-    model = model_class.from_base(base, layer_config=own, **fields)
+    model = model_class.from_base(base, **fields)
+    layer = model.config.layer_config
+    assert (layer.model_type, layer.hidden_size, layer.num_attention_heads) == ("llama", 32, 4)
+    assert AutoConfig.for_model(**model.config.to_dict()).layer_config.to_dict() == layer.to_dict()
     prompt = torch.tensor([[5, 9, 33]])
     assert torch.equal(model.generate(prompt, max_new_tokens=5), base.generate(prompt, max_new_tokens=5))
+
+
+@pytest.mark.parametrize("model_class, fields", LAYERED)
+def test_a_layer_config_without_such_layers_is_refused(model_class, fields):
+    with pytest.raises(
+        ValueError, match="^no decoder layer with rotary positions can be built from a 'gpt2' config: give"
+    ):
+        model_class.from_base(tiny_base(), layer_config=tiny_base("gpt2").config, **fields)
 
 
 @pytest.mark.parametrize("model_class, fields", LAYERED)

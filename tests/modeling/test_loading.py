@@ -47,7 +47,9 @@ def assert_same(model, other, **tolerance):
         for i, (mine, its) in enumerate(
             zip(model.drafter.head_states(features, IDS), other.drafter.head_states(features, IDS), strict=True)
         ):
-            torch.testing.assert_close(other.drafter.head_logits(i, its), model.drafter.head_logits(i, mine))
+            torch.testing.assert_close(
+                other.drafter.head_logits(i, its), model.drafter.head_logits(i, mine), **tolerance
+            )
 
 
 def stored_names(folder: Path) -> set[str]:
@@ -239,13 +241,10 @@ def test_safetensors_may_be_asked_for(family, saved, form):
 
 @two_families
 @pytest.mark.parametrize("form", ["heads only", "with base"])
-@pytest.mark.parametrize("place", [None, "heads"])
-def test_tensors_may_be_given_instead_of_a_checkpoint(family, saved, form, place):
-    folder, model = saved
-    with torch.no_grad():
-        next(model.drafter.parameters()).add_(1)  # other heads than those that are stored
+def test_tensors_may_be_given_instead_of_a_checkpoint(family, saved, form):
+    _, model = saved
     state = {name: tensor for name, tensor in model.state_dict().items() if form == "with base" or "drafter" in name}
-    loaded = family.model_class.from_pretrained(place and folder / place, config=model.config, state_dict=state)
+    loaded = family.model_class.from_pretrained(None, config=model.config, state_dict=state)
     assert_same(model, loaded)
     assert torch.equal(loaded.generate(IDS[:1], max_new_tokens=4), model.base.generate(IDS[:1], max_new_tokens=4))
 
