@@ -230,7 +230,7 @@ def test_measurements_take_another_base_and_type(folder, run, tmp_path, command)
 
 def test_info_tries_on_the_base_whether_the_heads_draft(folder, run, tmp_path):
     file = tmp_path / "info.json"
-    assert "drafts" not in run("info", folder / "medusa")[1]
+    assert "drafts         not tried: --probe loads the base and tries" in run("info", folder / "medusa")[1]
     code, out, err = run("info", folder / "medusa", "--probe", "--json", file)
     assert code == 0, err
     base = AutoModelForCausalLM.from_pretrained(folder / "base")
@@ -253,4 +253,4 @@ def test_info_says_that_a_base_never_drafts(folder, run, monkeypatch):
     assert right is not undrafted
     monkeypatch.setattr("hf_drafthead.generation.mixin.DraftHeadGenerationMixin.generate", undrafted)
     _, out, _ = run("info", folder / "medusa", "--probe")
-    assert "drafts         no: the base decodes by itself, see the warning" in out
+    assert "drafts         no, the base decodes by itself: see the warning" in out

@@ -156,7 +156,9 @@ def info(
             f"{tried.base_parameters:,} parameters, {tried.memory / 2**20:.1f} MiB with the heads "
             f"({tried.dtype}, {tried.device})"
         )
-        rows["drafts"] = "yes" if tried.drafts else "no: the base decodes by itself, see the warning"
+        rows["drafts"] = "yes" if tried.drafts else f"no, the base decodes by itself: {tried.why_not}"
+    else:
+        rows["drafts"] = "not tried: --probe loads the base and tries"
     console = output()
     for name, value in rows.items():
         if value:

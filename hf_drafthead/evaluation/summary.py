@@ -82,11 +82,13 @@ def summarize(name: str) -> Summary:
 class Probe:
     """Heads tried on their base.
 
-    drafts: whether `generate` uses the heads at all, or lets the base decode by itself; base_parameters: of the base;
-    memory: bytes of the weights of base and heads together; device, dtype: of the base.
+    drafts: whether `generate` uses the heads at all, or lets the base decode by itself; why_not: the reason if it does
+    not; base_parameters: of the base; memory: bytes of the weights of base and heads together; device, dtype: of the
+    base.
     """
 
     drafts: bool
+    why_not: str | None
     base_parameters: int
     memory: int
     device: str
@@ -102,8 +104,10 @@ def probe(model: Any) -> Probe:
     given = torch.arange(1, 5, device=model.base.device)[None]
     settings: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "return_dict_in_generate": True}
     output = model.generate(input_ids=given, attention_mask=torch.ones_like(given), **settings)
+    drafts = drafted(output)
     return Probe(
-        drafts=drafted(output),
+        drafts=drafts,
+        why_not=None if drafts else model.why_no_drafts() or "see the warning",
         base_parameters=sum(parameter.numel() for parameter in model.base.parameters()),
         memory=sum(parameter.numel() * parameter.element_size() for parameter in model.parameters()),
         device=device_name(model.base.device),

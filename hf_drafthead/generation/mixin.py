@@ -213,7 +213,7 @@ def _decode_if_possible(base, input_ids, *, reader, drafter, settings, capture, 
     mask = inputs.get("attention_mask")  # as long as the prompt and the past together, also where it was dropped
     positions = getattr(config, "_mask_length", input_ids.shape[1]) if mask is None else mask.shape[1]
     longest = positions + config.max_length - input_ids.shape[1] + settings.tree.max_depth
-    check_length(base.config.get_text_config(decoder=True), longest)
+    check_length(base.config.get_text_config(decoder=True), longest, settings.tree.num_nodes)
     inputs.pop("cache_position", None)
     return decode(
         base,

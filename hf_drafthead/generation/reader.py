@@ -18,7 +18,7 @@ from transformers.cache_utils import Cache
 from hf_drafthead.generation.slots import SlotCache, slot_mask
 from hf_drafthead.generation.tree import DraftTree, Topology
 
-KNOWN_LAYER_TYPES = {"full_attention", "sliding_attention"}
+KNOWN_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 # Largest difference between a node and a plain forward over its path, relative to the largest logit. Eager attention
 # takes its softmax in float32, whatever the dtype.
 PROBE_TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4}
@@ -143,19 +143,30 @@ def attention_windows(config) -> dict[str, int | None]:
     window = getattr(config, "sliding_window", None)
     if unknown := sorted(kinds - KNOWN_LAYER_TYPES):
         raise Unsupported(f"the base has layers of type {', '.join(unknown)}")
-    if getattr(config, "attention_chunk_size", None) is not None:
+    if getattr(config, "attention_chunk_size", None) is not None and "chunked_attention" not in kinds:
         raise Unsupported("the base attends in chunks")
     if not kinds:
         return {"full_attention": window}
     return {kind: window if kind == "sliding_attention" else None for kind in sorted(kinds)}
 
 
-def check_length(config, longest: int) -> None:
-    """Refuse positions at which the rotary frequencies depend on the length seen so far.
+def check_length(config, longest: int, nodes: int = 0) -> None:
+    """Refuse lengths at which the base computes positions in another way than at shorter ones.
+
+    Args:
+        config: text config of the base.
+        longest: most positions that the text and a tree behind it can have.
+        nodes: of the tree.
 
     Raises:
-        Unsupported: the base's rotary scaling looks at the sequence length and `longest` reaches beyond it.
+        Unsupported: the base's rotary scaling looks at the sequence length and `longest` reaches beyond it; or
+            attention is divided into chunks or scaled from a position on, which the nodes may reach.
     """
+    if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
+        scaled = [config.floor_scale - 1] if getattr(config, "attn_temperature_tuning", False) else []
+        limit = min([config.attention_chunk_size, *scaled])
+        if longest + nodes > limit:
+            raise Unsupported(f"the base attends in chunks, and the text may reach beyond the first {limit} positions")
     rope = getattr(config, "rope_parameters", None) or {}
     scalings = [rope] if "rope_type" in rope else [value for value in rope.values() if isinstance(value, dict)]
     for scaling in scalings:

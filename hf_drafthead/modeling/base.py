@@ -8,10 +8,9 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.initialization import no_init_weights
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging
 
 from hf_drafthead.generation.mixin import DraftHeadGenerationMixin
@@ -28,7 +27,9 @@ from hf_drafthead.modeling.adapters import (
     unwrapped,
 )
 from hf_drafthead.modeling.base_model import (
+    auto_class,
     full_name,
+    is_language_model,
     last_layer,
     load_base,
     load_new_base,
@@ -92,12 +93,13 @@ class DraftHeadPreTrainedModel(DraftHeadGenerationMixin, PreTrainedModel):
         # The base comes first: device and dtype of the model are those of its first parameter.
         self.register_module("base", None)
         if build_base:
-            if type(config.base_config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+            if not is_language_model(config.base_config):
                 raise ValueError(
                     f"base_config is of a {shortened.repr(config.base_config.model_type)} model, which is no causal "
                     "language model of transformers: a base with code of its own is loaded apart, with base_model=."
                 )
-            self.base = AutoModelForCausalLM.from_config(copy.deepcopy(config.base_config), trust_remote_code=False)
+            base_config = copy.deepcopy(config.base_config)
+            self.base = auto_class(base_config).from_config(base_config, trust_remote_code=False)
         self.drafter = self.drafter_class(config)
         self.post_init()
         if build_base:

@@ -11,10 +11,13 @@ import torch
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+)
 from transformers.utils import CONFIG_NAME, cached_file, logging
 
 from hf_drafthead.modeling.adapters import base_of, find_adapter, load_adapter, unwrapped
@@ -69,7 +72,7 @@ def load_new_base(
     refuse_misspelt(arguments, fields)
     commit = commit_of(place, hub)
     hub["revision"] = commit or hub["revision"]
-    base = AutoModelForCausalLM.from_pretrained(place, **hub, **arguments)
+    base = auto_class(config).from_pretrained(place, **hub, **arguments)
     if adapter is None:
         return NewBase(base, name, commit, None, None)
     load_adapter(base, adapter)
@@ -149,7 +152,7 @@ def load_base(
             )
         hub["revision"] = commit or hub["revision"]
         try:
-            base = AutoModelForCausalLM.from_pretrained(name, **hub, **arguments)
+            base = auto_class(found).from_pretrained(name, **hub, **arguments)
         except (OSError, HTTP_ERROR) as error:
             refused = why_refused(error)
             if refused is None:
@@ -267,13 +270,26 @@ def refuse_unfit(config: PreTrainedConfig, name: str, loaded: bool) -> None:
         own = "model.base" if loaded else getattr(config, "base_model_name_or_path", None)
         raise ValueError(f"{name!r} has draft heads already: give their base{f' ({own})' if own else ''}.")
     remote = bool(getattr(config, "auto_map", None)) or config.model_type not in CONFIG_MAPPING
-    known = not config.is_encoder_decoder if loaded else remote or type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+    known = not config.is_encoder_decoder if loaded else remote or is_language_model(config)
     if not known:
         kind = "an encoder-decoder" if config.is_encoder_decoder else "no language"
         raise ValueError(
             f"{name!r} is {kind} model ({config.model_type}): draft heads need a decoder-only language model, as "
-            "AutoModelForCausalLM loads it."
+            "AutoModelForCausalLM or AutoModelForImageTextToText loads it."
         )
+
+
+def is_language_model(config: PreTrainedConfig) -> bool:
+    """Whether transformers has a model for this config that goes on from a text; it may read images as well."""
+    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return True
+    return type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and not config.is_encoder_decoder
+
+
+def auto_class(config: PreTrainedConfig) -> Any:
+    """The class of transformers that loads a base."""
+    images_only = type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and is_language_model(config)
+    return AutoModelForImageTextToText if images_only else AutoModelForCausalLM
 
 
 def refuse_misspelt(arguments: Mapping[str, Any], fields: Collection[str]) -> None:

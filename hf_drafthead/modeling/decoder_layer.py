@@ -183,11 +183,12 @@ class DecoderLayer(nn.Module):
 
 
 def has_layers(config: PreTrainedConfig) -> bool:
-    """Whether a `DecoderLayer` can be built from a config and run: found out without memory, on the meta device."""
+    """Whether a `DecoderLayer` can be built from a config, with one rotary position per token: tried without memory."""
     try:
         with torch.device("meta"), no_init_weights():
-            DecoderLayer(config).over_text(torch.zeros(1, 2, config.hidden_size), None)
-    except Exception:  # whatever a model raises for a layer that stands alone
+            layer = DecoderLayer(config)
+            layer.rotary(torch.zeros(1, 2, config.hidden_size), torch.zeros(1, 2), **layer._rotary_kind)
+    except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError):
         return False
     return True
 

@@ -8,6 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 from transformers.utils import ModelOutput
 
 from hf_drafthead.generation.reader import Unsupported, attention_windows, check_length
+from tests.base_table import tiny
 from tests.bases import SIZES, SPECIAL, tiny_base
 from tests.drafters import Drafted
 from tests.families import FAMILIES
@@ -235,12 +236,64 @@ def test_a_tree_is_used_again_after_a_fallback(fallbacks):
 
 def test_layers_whose_masks_are_unknown():
     config = shared_base("llama").config.__class__(**SIZES)
-    config.layer_types = ["full_attention", "chunked_attention"]
-    with pytest.raises(Unsupported, match="layers of type chunked_attention"):
+    config.layer_types = ["full_attention", "compressed_attention"]
+    with pytest.raises(Unsupported, match="layers of type compressed_attention"):
         attention_windows(config)
     config.layer_types, config.attention_chunk_size = None, 16
     with pytest.raises(Unsupported, match="attends in chunks"):
         attention_windows(config)
+
+
+def test_fresh_heads_on_a_base_that_never_drafts_say_so_at_once(fallbacks, caplog):
+    model = FAMILIES[0].build(shared_base("mpt"))
+    assert model.why_no_drafts().startswith("the base does not honour tree masks (a node's logits are off by")
+    assert "These heads will never draft, the base will decode by itself: the base does not honour" in caplog.text
+    caplog.clear()
+    assert FAMILIES[0].build(shared_base("llama")).why_no_drafts() is None and caplog.text == ""
+
+
+def test_token_types_of_a_base_that_embeds_them_are_no_reason_to_differ(fallbacks):
+    base = shared_base("gpt2")
+    call = {**prompt(), "max_new_tokens": 6}
+    call["token_type_ids"] = torch.zeros_like(call["input_ids"])
+    got = FAMILIES[0].build(base).generate(**call)
+    assert torch.equal(got, base.generate(**call)) and "token_type_ids" in fallbacks[0]
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "qwen2_5_vl"])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_call_without_images_drafts(kind, rows, fallbacks):
+    base = tiny(kind)
+    model = FAMILIES[0].build(base)
+    for names in ((), ("token_type_ids" if kind == "gemma3" else "mm_token_type_ids",)):
+        call = {**prompt(rows), "max_new_tokens": 12, "do_sample": False}
+        call |= {name: torch.zeros_like(call["input_ids"]) for name in names}
+        got = model.generate(**call, draft_tree=TREE, return_dict_in_generate=True)
+        assert torch.equal(got.sequences, base.generate(**call)) and got.accepted_lengths is not None
+    assert fallbacks == []
+
+
+def test_a_call_with_images_is_the_base_s(fallbacks):
+    base = tiny("gemma3")
+    call = {"input_ids": torch.tensor([[5, 64, 66, 66, 66, 66, 65, 9]]), "max_new_tokens": 6, "do_sample": False}
+    call["token_type_ids"] = (call["input_ids"] == 66).long()
+    call["pixel_values"] = torch.rand(1, 3, 16, 16, dtype=torch.float64)
+    got = FAMILIES[0].build(base).generate(**call)
+    assert torch.equal(got, base.generate(**call)) and "the base takes the model input" in fallbacks[0]
+
+
+def test_chunks_of_attention_are_a_reason_beyond_the_first(fallbacks):
+    fields = {"attention_chunk_size": 48, "num_local_experts": 2, "intermediate_size_mlp": 48, "head_dim": 8}
+    config = AutoConfig.for_model("llama4_text", **{**SIZES, **fields, "num_key_value_heads": 2})
+    torch.manual_seed(0)
+    base = AutoModelForCausalLM.from_config(config, dtype=torch.float64, experts_implementation="eager").eval()
+    assert "chunked_attention" in config.layer_types
+    model = FAMILIES[0].build(base)
+    for tokens, reasons in ((12, 0), (60, 1)):
+        call = {**prompt(2), "max_new_tokens": tokens, "do_sample": False}
+        got = model.generate(**call, draft_tree=TREE, return_dict_in_generate=True)
+        assert torch.equal(got.sequences, base.generate(**call)) and len(fallbacks) == reasons
+    assert "attends in chunks, and the text may reach beyond the first 48 positions" in fallbacks[0]
 
 
 def test_fixed_rotary_scaling_is_no_reason():

@@ -349,7 +349,9 @@ def test_a_config_of_another_family_is_refused():
 
 
 T5 = {"d_model": 16, "num_layers": 1, "d_ff": 16, "num_heads": 2, "vocab_size": 32}
-ONLY = ": draft heads need a decoder-only language model, as AutoModelForCausalLM loads it."
+ONLY = (
+    ": draft heads need a decoder-only language model, as AutoModelForCausalLM or AutoModelForImageTextToText loads it."
+)
 
 
 @pytest.mark.parametrize("loaded", [True, False], ids=["loaded", "by path"])

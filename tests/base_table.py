@@ -1,0 +1,173 @@
+"""The table of bases in `docs/bases.md`: each is built tiny from a config and tried with three families.
+
+`python -m tests.base_table` writes the table anew.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, PreTrainedModel
+
+from hf_drafthead.modeling.base_model import auto_class
+from hf_drafthead.modeling.families import fresh_heads
+from tests.bases import KINDS, SIZES, SPECIAL
+
+DOCS = Path(__file__).parents[1] / "docs" / "bases.md"
+# Without a layer, with one, and with several hidden states to read: what else families differ in the base does not see.
+FAMILIES: dict[str, dict[str, Any]] = {"medusa": {}, "eagle": {}, "eagle3": {"feature_layers": [0, 1]}}
+BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"
+
+GROUPS: dict[str, Any] = {"num_key_value_heads": 2}
+WINDOW = {"sliding_window": 8}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+LLAMA4 = {**GROUPS, "head_dim": 8, "num_local_experts": 2, "intermediate_size_mlp": 48}
+GEMMA3 = {**GROUPS, **WINDOW, "head_dim": 8, "query_pre_attn_scalar": 8}
+DEEPSEEK = {"q_lora_rank": 16, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8}
+DEEPSEEK |= {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, **EXPERTS, "first_k_dense_replace": 1}
+LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+TEXT: dict[str, dict[str, Any]] = {
+    "llama": GROUPS,
+    "mistral": {**GROUPS, **WINDOW},
+    "ministral": {**GROUPS, **WINDOW, "head_dim": 8},
+    "mixtral": {**GROUPS, "num_local_experts": 4},
+    "qwen2": GROUPS,
+    "qwen3": {**GROUPS, "head_dim": 8},
+    "qwen3_moe": {**GROUPS, **EXPERTS, "head_dim": 8},
+    "gemma": {**GROUPS, "head_dim": 8},
+    "gemma2": KINDS["gemma2"],
+    "gemma3_text": GEMMA3,
+    "phi": {},
+    "phi3": GROUPS,
+    "cohere": GROUPS,
+    "cohere2": {**GROUPS, **WINDOW},
+    "olmo2": GROUPS,
+    "granite": GROUPS,
+    "starcoder2": GROUPS,
+    "stablelm": GROUPS,
+    "smollm3": GROUPS,
+    "exaone4": {**GROUPS, **WINDOW},
+    "glm4": {**GROUPS, "head_dim": 8},
+    "nemotron": GROUPS,
+    "deepseek_v3": {"num_key_value_heads": 4, **DEEPSEEK},
+    "gpt_oss": {**GROUPS, **WINDOW, "head_dim": 8, "num_local_experts": 4},
+    "llama4_text": LLAMA4,
+    "gpt_neox": {},
+    "gpt2": {},
+    "gptj": {"rotary_dim": 4},
+    "gpt_bigcode": {},
+    "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32},
+    "falcon": {"new_decoder_architecture": True, "num_kv_heads": 2, "alibi": False},
+    "codegen": {"rotary_dim": 4},
+    "biogpt": {},
+    "bloom": {},
+    "mpt": KINDS["mpt"],
+    "gpt_neo": {"num_layers": 2, "attention_types": [[["global", "local"], 1]], "window_size": 8},
+    "mamba": KINDS["mamba"],
+    "rwkv": {"attention_hidden_size": 32},
+    "qwen3_next": {**GROUPS, **EXPERTS, **LINEAR, "head_dim": 8, "shared_expert_intermediate_size": 16},
+}
+CLIP = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+CLIP |= {"image_size": 16, "patch_size": 8}
+LLAMA4_VISION = {
+    "vision_output_dim": 16,
+    "projector_input_dim": 16,
+    "projector_output_dim": 16,
+    "intermediate_size": 64,
+}
+QWEN_VISION = {"depth": 1, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": 32}
+QWEN_VISION |= {"patch_size": 8}
+QWEN_TOKENS = {"image_token_id": 66, "video_token_id": 65, "vision_start_token_id": 64, "vision_end_token_id": 63}
+
+
+def _rope(sections: list[int], **more: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": sections, **more}}
+
+
+# Text model, its fields, the vision model's fields, and the fields of both together.
+IMAGES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "gemma3": (
+        "gemma3_text",
+        GEMMA3,
+        {**CLIP, "model_type": "siglip_vision_model"},
+        {"mm_tokens_per_image": 4, "image_token_index": 66, "boi_token_index": 64, "eoi_token_index": 65},
+    ),
+    "mistral3": (
+        "mistral",
+        {**GROUPS, "head_dim": 8, "sliding_window": None},
+        {**CLIP, "model_type": "pixtral", "head_dim": 8},
+        {"image_token_index": 66},
+    ),
+    "llava": ("llama", GROUPS, {**CLIP, "model_type": "clip_vision_model"}, {"image_token_index": 66}),
+    "internvl": ("qwen2", GROUPS, {**CLIP, "image_size": [16, 16], "patch_size": [8, 8]}, {"image_token_id": 66}),
+    "idefics3": ("llama", GROUPS, CLIP, {"image_token_id": 66, "scale_factor": 1}),
+    "qwen2_5_vl": (
+        "qwen2_5_vl_text",
+        {**GROUPS, **_rope([1, 1, 2])},
+        {**QWEN_VISION, "fullatt_block_indexes": [0]},
+        QWEN_TOKENS,
+    ),
+    "qwen3_vl": (
+        "qwen3_vl_text",
+        {**GROUPS, "head_dim": 8, **_rope([2, 1, 1], mrope_interleaved=True)},
+        {**QWEN_VISION, "deepstack_visual_indexes": [0]},
+        QWEN_TOKENS,
+    ),
+    "llama4": ("llama4_text", LLAMA4, {**CLIP, **LLAMA4_VISION}, {"image_token_index": 66}),
+    "paligemma": (
+        "gemma",
+        {**GROUPS, "head_dim": 8},
+        {**CLIP, "model_type": "siglip_vision_model", "projection_dim": 32},
+        {"image_token_index": 66},
+    ),
+}
+
+
+def tiny(kind: str) -> PreTrainedModel:
+    """A base of the table, with random weights in float64."""
+    if kind in TEXT:
+        fields = {**SIZES, **SPECIAL, **TEXT[kind]}
+        fields.pop("model_type", None)
+        config = AutoConfig.for_model(kind, **fields)
+    else:
+        text_type, text, vision, fields = IMAGES[kind]
+        text = {**SIZES, **SPECIAL, **text, "model_type": text_type}
+        config = AutoConfig.for_model(kind, text_config=text, vision_config=vision, **fields)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        choice = {"experts_implementation": "eager", "dtype": torch.float64}  # experts in groups know no float64
+        return auto_class(config).from_config(config, **choice).eval()
+
+
+def row(kind: str) -> tuple[str, str, str]:
+    """Whether a base drafts for text, whose decoder layers heads have on it, and why it falls back.
+
+    Raises:
+        AssertionError: a family's greedy text differs from the base's, or falls back where another's does not.
+    """
+    base = tiny(kind)
+    ids = torch.tensor([[0, 0, 5, 9, 11], [7, 8, 9, 10, 11]])
+    call = {"attention_mask": (ids > 0).long(), "max_new_tokens": 6, "do_sample": False}
+    models = {family: fresh_heads(family, base, **fields) for family, fields in FAMILIES.items()}
+    (reason,) = {model.why_no_drafts() for model in models.values()}
+    if reason is not None:
+        return "no", "", reason.partition(" (")[0]
+    expected = base.generate(ids, **call)
+    for family, model in models.items():
+        output = model.generate(ids, **call, return_dict_in_generate=True)
+        assert hasattr(output, "accepted_lengths"), (kind, family)
+        assert torch.equal(output.sequences, expected), (kind, family)
+    return "yes", "a LLaMA's" if models["eagle"].config.layer_config else "its own", ""
+
+
+def table() -> str:
+    """All rows, as Markdown."""
+    lines = ["| Base (`model_type`) | Drafts for text | Decoder layers of heads | Why it decodes by itself |"]
+    lines += ["|---|---|---|---|"]
+    lines += [f"| `{kind}` | {' | '.join(row(kind))} |" for kind in [*TEXT, *IMAGES]]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    before, _, rest = DOCS.read_text(encoding="utf-8").partition(BEGIN)
+    DOCS.write_text(f"{before}{BEGIN}\n\n{table()}\n\n{END}{rest.partition(END)[2]}", encoding="utf-8")

@@ -1,0 +1,21 @@
+"""The table of bases in the documentation says what happens when each of them is tried."""
+
+import pytest
+
+from tests.base_table import BEGIN, DOCS, END, IMAGES, TEXT, row
+
+
+@pytest.fixture(scope="module")
+def written() -> dict[str, str]:
+    """The lines of the table, by base."""
+    lines = DOCS.read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0].strip().splitlines()[2:]
+    return {line.split("`")[1]: line for line in lines}
+
+
+@pytest.mark.parametrize("kind", [*TEXT, *IMAGES])
+def test_the_table_says_what_happens(kind, written):
+    assert written[kind] == f"| `{kind}` | {' | '.join(row(kind))} |"
+
+
+def test_every_line_is_tried(written):
+    assert list(written) == [*TEXT, *IMAGES]
