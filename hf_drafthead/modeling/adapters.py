@@ -4,6 +4,7 @@ The base holds them as transformers has them (`PreTrainedModel.load_adapter`): t
 """
 
 import copy
+import json
 import os
 import re
 from collections.abc import Mapping
@@ -155,10 +156,13 @@ def active_adapter(base: Any) -> str | None:
 
 
 def save_adapter(base: Any, folder: Path, is_main_process: bool) -> None:
-    """Write the active adapter of a base into a folder, as PEFT reads it."""
+    """Write the active adapter of a base into a folder, as PEFT reads it; which base it is for is said by the heads."""
     base.save_pretrained(folder, is_main_process=is_main_process)
     if is_main_process:
         (folder / "generation_config.json").unlink(missing_ok=True)  # the heads' folder has it
+        file = folder / ADAPTER_CONFIG_NAME
+        fields = {**read_json(file), "base_model_name_or_path": None, "revision": None}
+        file.write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def merged_state(model: nn.Module) -> dict[str, Tensor]:

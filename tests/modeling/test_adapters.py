@@ -57,6 +57,7 @@ def test_heads_on_an_adapted_base_are_one_unit(adapted, tmp_path, family, given)
     check(model, adapted)
     model.save_pretrained(tmp_path / "heads")
     assert json.loads((tmp_path / "heads" / "config.json").read_text())["adapter_name_or_path"] == "adapter"
+    assert str(tmp_path) not in (tmp_path / "heads" / "adapter" / "adapter_config.json").read_text()
     shutil.rmtree(tmp_path / "lora")
     loaded = AutoModel.from_pretrained(tmp_path / "heads")
     check(loaded, adapted)
