@@ -479,14 +479,7 @@ class DraftHeadPreTrainedModel(DraftHeadGenerationMixin, PreTrainedModel):
         if not include_base:
             tensors = {name: tensor for name, tensor in tensors.items() if name.startswith("drafter.")}
             kwargs["save_original_format"] = False  # renamings of the base's architecture are not for the heads
-        stored = copy.deepcopy(self.config)
-        live, self.config = self.config, stored
-        stored.base_included = include_base
-        stored.__dict__.pop("auto_map", None)  # of code that is written below, or not at all
-        if include_base or not adapter:
-            stored.adapter_name_or_path = stored.adapter_revision = None
-        elif not stored.adapter_name_or_path:
-            stored.adapter_name_or_path = FOLDER
+        live, self.config = self.config, self._stored_config(include_base, bool(adapter))
         self._hf_peft_config_loaded = False
         try:
             super().save_pretrained(save_directory, is_main_process=is_main_process, state_dict=tensors, **kwargs)
@@ -501,6 +494,17 @@ class DraftHeadPreTrainedModel(DraftHeadGenerationMixin, PreTrainedModel):
             repo_id = told.pop("repo_id", None) or os.path.basename(os.path.abspath(save_directory))
             shard = {name: kwargs[name] for name in ("max_shard_size", "token") if name in kwargs}
             self.push_to_hub(repo_id, include_base=include_base, **shard, **told)
+
+    def _stored_config(self, include_base: bool, with_adapter: bool) -> DraftHeadConfig:
+        """The config of a checkpoint with or without the base, and with or without an adapter of the base."""
+        stored = copy.deepcopy(self.config)
+        stored.base_included = include_base
+        stored.__dict__.pop("auto_map", None)  # of code that the checkpoint may not hold
+        if include_base or not with_adapter:
+            stored.adapter_name_or_path = stored.adapter_revision = None
+        elif not stored.adapter_name_or_path:
+            stored.adapter_name_or_path = FOLDER
+        return stored
 
     @staticmethod
     def _save_code(folder: str | os.PathLike) -> None:

@@ -121,52 +121,58 @@ def load_base(
         check_base(config, base.config, name or type(base).__name__)
     else:
         name = locate_base(config, checkpoint) if given is None else os.fspath(given)
-        if (os.path.isabs(name) or name.startswith(".")) and not os.path.isdir(name):
-            raise OSError(
-                f"the base {name!r} of {checkpoint!r} was not found (there is no such folder): pass base_model= with "
-                "its id, path or object."
-            )
         revision = revision or (config.base_model_revision if given is None else None) or "main"
-        hub = {**fetch, "revision": revision}
-        try:
-            name, hub, adapter = _behind_adapter(name, hub)
-            found, arguments = _config_at(name, hub, arguments)
-        except (OSError, ValueError) as error:  # ValueError: a folder that holds no model
-            refused = why_refused(error)
-            if refused:
-                raise OSError(
-                    f"the base {name!r} of {checkpoint!r} cannot be fetched at {revision!r}: {refused}; base_model= "
-                    "takes another place of it."
-                ) from error
-            raise OSError(
-                f"the base {name!r} of {checkpoint!r} was not found ({_first_line(error)}): pass base_model= with its "
-                "id, path or object."
-            ) from error
-        refuse_unfit(found, name, loaded=False)
-        check_base(config, found, name)
-        commit = commit_of(name, hub)
-        if commit and config.base_model_revision and commit != config.base_model_revision:
-            logger.warning_once(
-                f"these heads were trained on {config.base_model_name_or_path!r} at {config.base_model_revision}; "
-                f"the base is {name!r} at {commit}: fewer guesses may be accepted."
-            )
-        hub["revision"] = commit or hub["revision"]
-        try:
-            base = auto_class(found).from_pretrained(name, **hub, **arguments)
-        except (OSError, HTTP_ERROR) as error:
-            refused = why_refused(error)
-            if refused is None:
-                raise
-            raise OSError(
-                f"the base {name!r} of {checkpoint!r} cannot be fetched at {revision!r}: {refused}."
-            ) from error
-        if adapter is not None:
-            load_adapter(base, adapter)
+        base, name = _load_named(name, checkpoint, config, {**fetch, "revision": revision}, arguments)
     # A Hub id stays as the record of what the heads were trained for; a path is only where the base lies here.
     recorded = config.base_model_name_or_path
     if name and (given is None or not recorded or is_local(recorded, checkpoint)):
         config.base_model_name_or_path = full_name(name)
     return base
+
+
+def _load_named(
+    name: str, checkpoint: str, config: DraftHeadConfig, hub: dict[str, Any], arguments: Mapping[str, Any]
+) -> tuple[Any, str]:
+    """As above for a base, or an adapter for one, by its name; also the name of the base itself."""
+    revision = hub["revision"]
+    if (os.path.isabs(name) or name.startswith(".")) and not os.path.isdir(name):
+        raise OSError(
+            f"the base {name!r} of {checkpoint!r} was not found (there is no such folder): pass base_model= with "
+            "its id, path or object."
+        )
+    try:
+        name, hub, adapter = _behind_adapter(name, hub)
+        found, arguments = _config_at(name, hub, arguments)
+    except (OSError, ValueError) as error:  # ValueError: a folder that holds no model
+        refused = why_refused(error)
+        if refused:
+            raise OSError(
+                f"the base {name!r} of {checkpoint!r} cannot be fetched at {revision!r}: {refused}; base_model= "
+                "takes another place of it."
+            ) from error
+        raise OSError(
+            f"the base {name!r} of {checkpoint!r} was not found ({_first_line(error)}): pass base_model= with its "
+            "id, path or object."
+        ) from error
+    refuse_unfit(found, name, loaded=False)
+    check_base(config, found, name)
+    commit = commit_of(name, hub)
+    if commit and config.base_model_revision and commit != config.base_model_revision:
+        logger.warning_once(
+            f"these heads were trained on {config.base_model_name_or_path!r} at {config.base_model_revision}; "
+            f"the base is {name!r} at {commit}: fewer guesses may be accepted."
+        )
+    hub["revision"] = commit or hub["revision"]
+    try:
+        base = auto_class(found).from_pretrained(name, **hub, **arguments)
+    except (OSError, HTTP_ERROR) as error:
+        refused = why_refused(error)
+        if refused is None:
+            raise
+        raise OSError(f"the base {name!r} of {checkpoint!r} cannot be fetched at {revision!r}: {refused}.") from error
+    if adapter is not None:
+        load_adapter(base, adapter)
+    return base, name
 
 
 def locate_base(config: DraftHeadConfig, checkpoint: str) -> str:

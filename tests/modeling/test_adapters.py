@@ -9,6 +9,7 @@ import torch
 from peft import LoraConfig, PrefixTuningConfig, get_peft_model
 from transformers import AutoModel, AutoModelForCausalLM
 
+from hf_drafthead.hub_upload.staging import stage_folder, stage_model
 from hf_drafthead.modeling import EagleForCausalLM, MedusaForCausalLM
 from tests.bases import tiny_base
 
@@ -63,6 +64,17 @@ def test_heads_on_an_adapted_base_are_one_unit(adapted, tmp_path, family, given)
     check(loaded, adapted)
     loaded.save_pretrained(tmp_path / "again")
     check(family.from_pretrained(tmp_path / "again"), adapted)
+
+
+def test_what_is_published_holds_the_adapter(adapted, tmp_path):
+    MedusaForCausalLM.from_base(adapted).save_pretrained(tmp_path / "heads")
+    (tmp_path / "by model").mkdir()
+    stage_model(AutoModel.from_pretrained(tmp_path / "heads"), tmp_path / "by model")
+    (tmp_path / "by folder").mkdir()
+    stage_folder(tmp_path / "heads", tmp_path / "by folder")
+    for folder in ("by model", "by folder"):
+        loaded = MedusaForCausalLM.from_pretrained(tmp_path / folder, base_model=tmp_path / "base")
+        check(loaded, adapted)
 
 
 @families

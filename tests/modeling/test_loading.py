@@ -24,6 +24,7 @@ from transformers import (
 from transformers.utils import logging
 
 from hf_drafthead.modeling import EagleForCausalLM, HydraForCausalLM, MedusaForCausalLM
+from tests.base_table import tiny
 from tests.bases import SIZES, VOCABULARY, tiny_base
 from tests.families import FAMILIES, features_of
 
@@ -247,6 +248,20 @@ def test_tensors_may_be_given_instead_of_a_checkpoint(family, saved, form):
     loaded = family.model_class.from_pretrained(None, config=model.config, state_dict=state)
     assert_same(model, loaded)
     assert torch.equal(loaded.generate(IDS[:1], max_new_tokens=4), model.base.generate(IDS[:1], max_new_tokens=4))
+
+
+@pytest.mark.parametrize("form", ["heads only", "with base"])
+def test_a_base_that_reads_images_as_well(tmp_path, form):
+    tiny("qwen2_5_vl").save_pretrained(tmp_path / "base")
+    model = EagleForCausalLM.from_base(tmp_path / "base")
+    model.save_pretrained(tmp_path / "heads", include_base=form == "with base")
+    loaded = AutoModel.from_pretrained(tmp_path / "heads")
+    assert type(loaded.base).__name__ == "Qwen2_5_VLForConditionalGeneration"
+    assert loaded.config.num_hidden_layers == 2 and loaded.config.vocab_size == VOCABULARY
+    assert_same(model, loaded)
+    got = loaded.generate(IDS[:1], max_new_tokens=6, return_dict_in_generate=True)
+    assert torch.equal(got.sequences, model.base.generate(IDS[:1], max_new_tokens=6))
+    assert got.accepted_lengths is not None
 
 
 @pytest.mark.parametrize("loader", [AutoModel, EagleForCausalLM], ids=["AutoModel", "own class"])
