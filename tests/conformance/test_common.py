@@ -19,7 +19,12 @@ common = load("test_modeling_common")
 
 VOCABULARY = "the heads guess over the vocabulary that they were trained for: resizing it is refused"
 COMPOSITE = "the model holds a base and heads, and has neither a backbone nor an attention of its own"
+READ_ONLY = "labels train the heads, for which the base is read without gradients: nothing of it is checkpointed"
 REASONS = {
+    "test_model_weights_reload_no_missing_tied_weights": "a checkpoint that lacks a tensor is refused",
+    "test_training_gradient_checkpointing": READ_ONLY,
+    "test_training_gradient_checkpointing_use_reentrant_false": READ_ONLY,
+    "test_training_gradient_checkpointing_use_reentrant_true": READ_ONLY,
     "test_resize_embeddings_untied": VOCABULARY,
     "test_resize_embeddings_untied_no_reinit_on_post_init": VOCABULARY,
     "test_resize_tokens_embeddings": VOCABULARY,
