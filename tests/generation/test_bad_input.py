@@ -11,15 +11,19 @@ SETTINGS = {
     "unknown acceptance": (
         {"acceptance": "lossy"},
         ValueError,
-        r"^acceptance is 'lossy': expected one of 'exact', 'typical'\.$",
+        r"^acceptance is 'lossy': expected one of 'exact', 'rejection', 'typical'\.$",
     ),
-    "no acceptance": ({"acceptance": ""}, ValueError, r"^acceptance is '': expected one of 'exact', 'typical'\.$"),
+    "no acceptance": (
+        {"acceptance": ""},
+        ValueError,
+        r"^acceptance is '': expected one of 'exact', 'rejection', 'typical'\.$",
+    ),
     "acceptance by number": ({"acceptance": 1}, TypeError, r"^acceptance is 1 \(int\): expected one of 'exact'"),
     "acceptance by truth": ({"acceptance": False}, TypeError, r"^acceptance is False \(bool\): expected one of"),
     "acceptance in a list": (
         {"acceptance": ["exact"]},
         TypeError,
-        r"^acceptance is \['exact'\] \(list\): expected one of 'exact', 'typical'\.$",
+        r"^acceptance is \['exact'\] \(list\): expected one of 'exact', 'rejection', 'typical'\.$",
     ),
     "threshold above 1": (
         {"posterior_threshold": 1.5},
