@@ -72,7 +72,14 @@ class DraftSettings:
             TypeError, ValueError: as the class does.
         """
         given = {name: value for name, value in given.items() if value is not None}
-        return cls(**{**cls.stored_in(config), **given})
+        found = cls(**{**cls.stored_in(config), **given})
+        for name in ("posterior_threshold", "posterior_alpha"):
+            if name in given and found.acceptance != "typical":
+                raise ValueError(
+                    f"{name} is {given[name]}, but acceptance is {found.acceptance!r}: pass acceptance='typical', or "
+                    f"leave {name} out."
+                )
+        return found
 
     def resolved(self, max_depth: int | None, vocabulary: int) -> DraftSettings:
         """The same settings, with the tree itself in the place of its name or rank paths.

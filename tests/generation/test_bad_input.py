@@ -98,6 +98,14 @@ def test_a_setting_that_cannot_be_is_refused(where, settings, error, text, model
             setattr(config, name, before)
 
 
+@pytest.mark.parametrize("name", ["posterior_threshold", "posterior_alpha"])
+@pytest.mark.parametrize("acceptance", ["exact", "rejection"])
+def test_a_threshold_that_nothing_reads_is_refused(name, acceptance, model):
+    text = rf"^{name} is 0.2, but acceptance is '{acceptance}': pass acceptance='typical', or leave {name} out\.$"
+    with pytest.raises(ValueError, match=text):
+        model.generate(**prompt(), max_new_tokens=3, acceptance=acceptance, **{name: 0.2})
+
+
 @pytest.mark.parametrize("call", [{"inputs": EMPTY}, {"input_ids": EMPTY}, {"input_ids": EMPTY.expand(3, 0)}], ids=str)
 def test_an_empty_prompt_is_refused(call, model):
     text = r"^the prompt is empty \(0 tokens\): give at least one token, such as the tokenizer's beginning of text\.$"

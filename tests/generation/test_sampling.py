@@ -1,6 +1,7 @@
 """Sampling: guesses that know the noise with which the base will choose, and a text that is the base's all the same."""
 
 import json
+from functools import partial
 from itertools import product
 
 import pytest
@@ -127,3 +128,27 @@ def test_more_tokens_per_step_than_with_guesses_that_do_not_know_the_noise(name,
     knowing = tokens_per_step()
     monkeypatch.setattr(rules.Rules, "tilt", lambda self, noise: torch.zeros_like(noise))
     assert knowing > least * tokens_per_step()
+
+
+class Nothing(LogitsProcessor):
+    """Leaves no token, or no number."""
+
+    def __init__(self, score):
+        self.score = score
+
+    def __call__(self, input_ids, scores):
+        return torch.full_like(scores, self.score) if input_ids.shape[1] > 11 else scores
+
+    def for_rows(self, rows):
+        return self
+
+
+@pytest.mark.parametrize("acceptance", ["exact", "rejection"])
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("score", [float("nan"), float("-inf")], ids=str)
+def test_what_is_no_distribution_is_refused_as_by_the_base(score, rows, acceptance):
+    model = FAMILIES[0].build(shared_base("llama-gqa"))
+    call = {**prompt(rows), "do_sample": True, "logits_processor": [Nothing(score)], "eos_token_id": None}
+    for generate in (model.base.generate, partial(model.generate, acceptance=acceptance, draft_tree=TREE)):
+        with pytest.raises(RuntimeError, match="^probability tensor contains either `inf`, `nan` or element < 0"):
+            generate(**call, max_new_tokens=9)

@@ -1,0 +1,92 @@
+"""Tokens per step under sampling: guesses that know the coming noise, guesses that do not, rejection and typical.
+
+    python benchmarks/sampling.py --prompts 40 --temperature 0.7,1.0
+
+The zoo's held-out prompts, 96 new tokens each, no top-k and no top-p, the published 64-node tree. Prompts are decoded
+in batches of 8; every text of the exact methods is compared with the base's own under the same seed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from hf_drafthead import zoo
+from hf_drafthead.evaluation.acceptance import tokens_per_step
+from hf_drafthead.evaluation.prompts import read_prompts
+from hf_drafthead.evaluation.speed import batched, draft, encode_all, steps_of
+from hf_drafthead.generation.rules import Rules
+from hf_drafthead.generation.settings import DEFAULT_TREE
+
+RESULTS = Path(__file__).parent / "results" / "sampling.json"
+NEW_TOKENS, BATCH_SIZE = 96, 8
+ACCEPTANCE = {"shared noise": "exact", "plain top-k": "exact", "rejection": "rejection", "typical": "typical"}
+
+Prompts = Sequence[Mapping[str, torch.Tensor]]
+
+
+def outputs(model: PreTrainedModel, prompts: Prompts, settings: Mapping[str, Any], method: str) -> Iterator[Any]:
+    """What the model generates by one of the methods, batch by batch, each from a seed of its own."""
+    tilt = Rules.tilt
+    if method == "plain top-k":
+        Rules.tilt = lambda self, noise: torch.zeros_like(noise)  # type: ignore[method-assign]
+    try:
+        for seed, given in enumerate(prompts):
+            torch.manual_seed(seed)
+            yield draft(model, DEFAULT_TREE, given, {**settings, "acceptance": ACCEPTANCE[method]})
+    finally:
+        Rules.tilt = tilt  # type: ignore[method-assign]
+
+
+def texts_of_base(model: PreTrainedModel, prompts: Prompts, settings: Mapping[str, Any]) -> list[torch.Tensor]:
+    """What the base samples from the same seeds."""
+    texts = []
+    for seed, given in enumerate(prompts):
+        torch.manual_seed(seed)
+        texts.append(model.base.generate(**given, **settings))
+    return texts
+
+
+def main() -> None:
+    """Measure, print a table and write the figures."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--families", default=",".join(zoo.families()))
+    parser.add_argument("--prompts", type=int, default=40)
+    parser.add_argument("--temperature", default="0.7,1.0")
+    parser.add_argument("--methods", default=",".join(ACCEPTANCE))
+    asked = parser.parse_args()
+    tokenizer = AutoTokenizer.from_pretrained(zoo.path("base"))
+    questions = read_prompts(zoo.ASSETS / "prompts.jsonl")[: asked.prompts]
+    methods, lines = asked.methods.split(","), []
+    print("| family | temperature |", *(f"{method} |" for method in methods))
+    print("|---|---|" + "---|" * len(methods))
+    expected: dict[float, list[torch.Tensor]] = {}
+    for family in asked.families.split(","):
+        model = AutoModelForCausalLM.from_pretrained(zoo.path(family)).eval()
+        prompts = encode_all(model, tokenizer, batched(questions, BATCH_SIZE), NEW_TOKENS)
+        for temperature in map(float, asked.temperature.split(",")):
+            settings = {"do_sample": True, "temperature": temperature, "top_k": 0, "max_new_tokens": NEW_TOKENS}
+            if temperature not in expected:
+                expected[temperature] = texts_of_base(model, prompts, settings)
+            line: dict[str, Any] = {"family": family, "temperature": temperature, "prompts": len(questions)}
+            for method in methods:
+                found = list(outputs(model, prompts, settings, method))
+                line[method] = round(tokens_per_step(map(steps_of, found)) or 0, 3)
+                if ACCEPTANCE[method] == "exact":
+                    pairs = zip(expected[temperature], found, strict=True)
+                    other = sum(not torch.equal(text, output.sequences) for text, output in pairs)
+                    line["different"] = line.get("different", 0) + other
+            lines.append(line)
+            print(f"| {family} | {temperature} |", *(f"{line[method]:.2f} |" for method in methods), flush=True)
+    print("batches of texts that differ from the base's:", sum(line.get("different", 0) for line in lines))
+    RESULTS.write_text(json.dumps(lines, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
