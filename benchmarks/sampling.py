@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
+from figures import SAMPLING, samplings
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from hf_drafthead import zoo
@@ -24,7 +25,6 @@ from hf_drafthead.evaluation.speed import batched, draft, encode_all, steps_of
 from hf_drafthead.generation.rules import Rules
 from hf_drafthead.generation.settings import DEFAULT_TREE
 
-RESULTS = Path(__file__).parent / "results" / "sampling.json"
 NEW_TOKENS, BATCH_SIZE = 96, 8
 ACCEPTANCE = {"shared noise": "exact", "plain top-k": "exact", "rejection": "rejection", "typical": "typical"}
 
@@ -54,7 +54,7 @@ def texts_of_base(model: PreTrainedModel, prompts: Prompts, settings: Mapping[st
 
 
 def main() -> None:
-    """Measure, print a table and write the figures."""
+    """Measure, and keep every line as soon as it is known; then print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--families", default=",".join(zoo.families()))
     parser.add_argument("--prompts", type=int, default=40)
@@ -63,9 +63,7 @@ def main() -> None:
     asked = parser.parse_args()
     tokenizer = AutoTokenizer.from_pretrained(zoo.path("base"))
     questions = read_prompts(zoo.ASSETS / "prompts.jsonl")[: asked.prompts]
-    methods, lines = asked.methods.split(","), []
-    print("| family | temperature |", *(f"{method} |" for method in methods))
-    print("|---|---|" + "---|" * len(methods))
+    methods, command = asked.methods.split(","), " ".join(["python", *sys.argv])
     expected: dict[float, list[torch.Tensor]] = {}
     for family in asked.families.split(","):
         model = AutoModelForCausalLM.from_pretrained(zoo.path(family)).eval()
@@ -75,17 +73,16 @@ def main() -> None:
             if temperature not in expected:
                 expected[temperature] = texts_of_base(model, prompts, settings)
             line: dict[str, Any] = {"family": family, "temperature": temperature, "prompts": len(questions)}
+            line |= {"command": command, "different": 0}
             for method in methods:
                 found = list(outputs(model, prompts, settings, method))
                 line[method] = round(tokens_per_step(map(steps_of, found)) or 0, 3)
                 if ACCEPTANCE[method] == "exact":
                     pairs = zip(expected[temperature], found, strict=True)
-                    other = sum(not torch.equal(text, output.sequences) for text, output in pairs)
-                    line["different"] = line.get("different", 0) + other
-            lines.append(line)
-            print(f"| {family} | {temperature} |", *(f"{line[method]:.2f} |" for method in methods), flush=True)
-    print("batches of texts that differ from the base's:", sum(line.get("different", 0) for line in lines))
-    RESULTS.write_text(json.dumps(lines, indent=1) + "\n")
+                    line["different"] += sum(not torch.equal(text, output.sequences) for text, output in pairs)
+            with SAMPLING.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
+    print(samplings())
 
 
 if __name__ == "__main__":
