@@ -1,11 +1,13 @@
 """Sampling: guesses that know the noise with which the base will choose, and a text that is the base's all the same."""
 
 import json
-from functools import partial
+from functools import cache, partial
 from itertools import product
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer, CompileConfig, LogitsProcessor
 
 from hf_drafthead import zoo
@@ -14,17 +16,18 @@ from hf_drafthead.modeling import DraftModelForCausalLM
 from tests.bases import VOCABULARY
 from tests.families import FAMILIES
 from tests.generation.agreement import TREE, prompt, shared_base
+from tests.generation.test_fuzz import trees
 
 TRACED = CompileConfig(backend="eager", mode="default")
 
 
-def same_as_base(model, call, **settings):
+def same_as_base(model, call, *, seed=11, draft_tree=TREE, **settings):
     """Sample with the base and with the model from one seed: tokens and generator agree; returns the model's output."""
-    torch.manual_seed(11)
+    torch.manual_seed(seed)
     expected = model.base.generate(**call, do_sample=True)
     left_at = torch.get_rng_state()
-    torch.manual_seed(11)
-    got = model.generate(**call, do_sample=True, draft_tree=TREE, return_dict_in_generate=True, **settings)
+    torch.manual_seed(seed)
+    got = model.generate(**call, do_sample=True, draft_tree=draft_tree, return_dict_in_generate=True, **settings)
     assert torch.equal(got.sequences, expected)
     assert torch.equal(torch.get_rng_state(), left_at)
     return got
@@ -51,6 +54,36 @@ def test_the_text_and_the_generator_are_the_base_s(rows, captured):
     for temperature, asked in product([0.3, 1.0, 1e-6], PROCESSORS.values()):
         call = {**prompt(rows), "max_new_tokens": 20, "eos_token_id": [2, 9], "temperature": temperature, **asked}
         same_as_base(model, call, **({"compile_config": TRACED} if captured else {}))
+
+
+family_on_base = cache(lambda place: FAMILIES[place].build(shared_base("llama-gqa")))
+
+
+@settings(max_examples=40, derandomize=True, deadline=None, database=None)
+@given(
+    place=st.integers(0, len(FAMILIES) - 1),
+    tree=trees(),
+    rows=st.integers(1, 4),
+    temperature=st.floats(0.2, 2.0),
+    asked=st.fixed_dictionaries(
+        {"top_k": st.sampled_from([0, 0, 5, 20]), "eos_token_id": st.sampled_from([None, [2, 9, 17]])},
+        optional={
+            "top_p": st.floats(0.3, 1.0),
+            "min_p": st.floats(0.0, 0.3),
+            "repetition_penalty": st.floats(1.0, 1.5),
+            "min_new_tokens": st.integers(1, 9),
+            "suppress_tokens": st.just([5, 6, 7]),
+        },
+    ),
+    new_tokens=st.integers(12, 24),
+    seed=st.integers(0, 1000),
+)
+def test_whatever_is_asked_of_whatever_heads(place, tree, rows, temperature, asked, new_tokens, seed):
+    model = family_on_base(place)
+    first = [[rank] for rank in range(6)]  # heads of random weights are seldom right
+    tree = first + [path for path in tree if path not in first and len(path) <= (model.drafter.max_depth or 5)]
+    call = {**prompt(rows, seed=seed), **asked, "temperature": temperature, "max_new_tokens": new_tokens}
+    same_as_base(model, call, seed=seed, draft_tree=tree)
 
 
 @pytest.mark.parametrize("rows", [1, 3])
