@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from figures import accuracies, fill, markdown, steps, trainings
+from figures import accuracies, fill, markdown, samplings, steps, trainings
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from hf_drafthead import DraftTree, zoo
@@ -153,6 +153,7 @@ TABLES = {
     "tried": of_tried,
     "accuracies": accuracies,
     "steps": steps,
+    "sampling": samplings,
     "trainings": trainings,
 }
 

@@ -21,6 +21,7 @@ from hf_drafthead.zoo.heads import FAMILIES
 RESULTS = Path(__file__).parent / "results"
 STEPS = RESULTS / "step.json"  # what `step.py --json` has written
 TRAININGS = RESULTS / "training.jsonl"  # a line for each of `training.py`
+SAMPLING = RESULTS / "sampling.jsonl"  # a line for each family and temperature of `sampling.py`, the last one counts
 PLACE = re.compile(r"(<!-- figures: ([^>]*?) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
 NOTHING = "*Not measured yet.*"
 
@@ -80,6 +81,19 @@ def steps(families: Sequence[str]) -> str:
         if not families or row["model"].split()[-1] in families
     ]
     return markdown(["heads", "nodes", "batch", *parts], rows)
+
+
+def samplings(families: Sequence[str] = ()) -> str:
+    """Tokens per step by temperature, of every way to guess and to accept; and how many batches differed."""
+    read = [json.loads(line) for line in SAMPLING.read_text().splitlines()] if SAMPLING.is_file() else []
+    last = {(line["family"], line["temperature"]): line for line in read}
+    ways = [way for way in ("shared noise", "plain top-k", "rejection", "typical") if any(way in line for line in read)]
+    rows = [
+        [family, f"{heat:g}", *(f"{line[way]:.2f}" if way in line else "" for way in ways), str(line["different"])]
+        for (family, heat), line in sorted(last.items())
+        if not families or family in families
+    ]
+    return markdown(["heads", "temperature", *ways, "batches with another text"], rows)
 
 
 def trainings(ways: Sequence[str] = ()) -> str:

@@ -15,6 +15,7 @@ import torch
 
 from hf_drafthead.generation import DraftHeadGenerationMixin, Guesses
 
+SURE = 1e4  # between the logits of two ranks: more than any noise of sampling tilts them
 # Rank at which the right token for position `position` of row `row` is guessed; None = not at all.
 Guess = Callable[[int, int], int | None]
 
@@ -146,7 +147,7 @@ class Oracle:
             rank = self.guess(row, position)
             others.insert(len(others) if rank is None else rank, token)
         logits = torch.empty(self.vocabulary, dtype=torch.float64)
-        logits[others] = -torch.arange(self.vocabulary, dtype=torch.float64)
+        logits[others] = -SURE * torch.arange(self.vocabulary, dtype=torch.float64)
         return logits
 
 

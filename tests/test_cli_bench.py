@@ -126,6 +126,22 @@ def test_sampling_batches_and_thresholds_are_measurements_of_their_own(run, tmp_
     assert all(row["quality"]["answers"] == 1 for row in rows)
 
 
+def test_several_temperatures_are_a_curve_with_every_kind_of_acceptance(run, tmp_path):
+    file, table, pictures = tmp_path / "figures.json", tmp_path / "figures.csv", tmp_path / "pictures"
+    options = ("--temperature", "0,0.5,1", "--limit", 1, "--json", file, "--csv", table, "--plot", pictures)
+    code, out, _ = run("{folder}/medusa", "--questions", "{folder}/prompts.jsonl", *QUICK, *options)
+    assert code == 0
+    rows = json.loads(file.read_text())["rows"]
+    assert [(row["settings"].get("temperature", 0), row["acceptance"]["acceptance"]) for row in rows] == [
+        (0, "exact"),
+        *((heat, kind) for heat in (0.5, 1.0) for kind in ("exact", "rejection", "typical")),
+    ]
+    assert all(row["identical"] for row in rows if row["acceptance"]["acceptance"] == "exact")
+    assert (pictures / "temperature.png").exists() and not (pictures / "epsilon.png").exists()
+    assert [line.split(",")[4] for line in table.read_text().splitlines()[1::2]] == ["0.0"] + ["0.5"] * 3 + ["1.0"] * 3
+    assert out.count("medusa T=0.5") == 3 and "rejection" in out
+
+
 def test_an_interruption_writes_and_marks_what_was_measured(run, tmp_path, monkeypatch):
     right, calls = benching.Course._round, []
 
@@ -226,6 +242,7 @@ def test_texts_to_stop_at_are_looked_for(run, tmp_path):
             ["--questions", "{folder}/prompts.jsonl", "--batch-size", "x"],
             "--batch-size 'x': expected whole numbers above",
         ),
+        (["--questions", "{folder}/prompts.jsonl", "--temperature", "0,-1"], "expected numbers from 0 with commas"),
         (["--questions", "{folder}/prompts.jsonl", "--epsilon", "a"], "--epsilon 'a': expected numbers above 0"),
         (
             ["--questions", "{folder}/prompts.jsonl", "--epsilon", "2", *map(str, QUICK)],

@@ -116,7 +116,7 @@ def test_places_for_figures_are_ones_that_are_filled(figures):
         places = [place[2].split() for place in figures.PLACE.finditer(text)]
         assert len(places) == text.count("<!-- figures:") == text.count("<!-- end of figures -->")
         for table, *names in places:
-            assert table in ("families", "ablations", "tried", "accuracies", "steps", "trainings")
+            assert table in ("families", "ablations", "tried", "accuracies", "steps", "trainings", "sampling")
             assert set(names) <= families
 
 
@@ -151,6 +151,21 @@ def test_steps_are_those_of_the_families_asked_for(figures, tmp_path, monkeypatc
         "| 160m hydra | 8 | 1 | 2.00 | 1.50 | 0.46 | 0.04 |",
     ]
     assert len(figures.steps([]).splitlines()) == 2 + 3
+
+
+def test_of_sampling_the_last_measurement_counts(figures, tmp_path, monkeypatch):
+    monkeypatch.setattr(figures, "SAMPLING", tmp_path / "sampling.jsonl")
+    assert figures.samplings() == ""
+    line = {"family": "hydra", "temperature": 1.0, "shared noise": 1.811, "rejection": 1.7, "different": 0}
+    lines = [{**line, "shared noise": 1.0}, line, {**line, "temperature": 0.7}]
+    figures.SAMPLING.write_text("".join(figures.json.dumps(one) + "\n" for one in lines))
+    assert figures.samplings().splitlines()[0] == (
+        "| heads | temperature | shared noise | rejection | batches with another text |"
+    )
+    assert figures.samplings().splitlines()[2:] == [
+        "| hydra | 0.7 | 1.81 | 1.70 | 0 |",
+        "| hydra | 1 | 1.81 | 1.70 | 0 |",
+    ]
 
 
 def test_trainings_are_told_with_their_spread(figures, tmp_path, monkeypatch):

@@ -85,15 +85,16 @@ def parse_options(given: list[str]) -> dict[str, Any]:
     return options
 
 
-def parse_numbers(option: str, given: str | None, kind: Callable[[str], Any]) -> list[Any]:
-    """Numbers above 0 with commas between them."""
+def parse_numbers(option: str, given: str | None, kind: Callable[[str], Any], *, zero: bool = False) -> list[Any]:
+    """Numbers above 0 with commas between them; `zero` allows 0 as well."""
     try:
         found = [kind(word) for word in given.split(",")] if given else []
     except ValueError:
-        found = [0]
-    if not all(0 < number < float("inf") for number in found):
+        found = [-1]
+    if not all((0 < number or (zero and number == 0)) and number < float("inf") for number in found):
         expected = "whole numbers" if kind is int else "numbers"
-        raise ValueError(f"{option} {given!r}: expected {expected} above 0 with commas between them.")
+        least = "from 0" if zero else "above 0"
+        raise ValueError(f"{option} {given!r}: expected {expected} {least} with commas between them.")
     return found
 
 

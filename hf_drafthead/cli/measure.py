@@ -45,7 +45,11 @@ def bench(
     batch_size: Annotated[str, typer.Option(metavar="N[,N...]", help="Questions per call; several for a curve.")] = "1",
     repeats: Annotated[int, typer.Option(min=1, help="Timed runs of each prompt; the median counts.")] = 3,
     temperature: Annotated[
-        float | None, typer.Option(min=0.0, help="0, the default, is greedy; 0.7 with --epsilon.")
+        str | None,
+        typer.Option(
+            metavar="X[,X...]",
+            help="0, the default, is greedy; 0.7 with --epsilon; several for a curve with every kind of acceptance.",
+        ),
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the sampling.")] = 0,
     epsilon: Annotated[
@@ -82,12 +86,12 @@ def bench(
     check_writable(json_path)
     check_writable(csv_path, "--csv")
     thresholds = parse_numbers("--epsilon", epsilon, float)
-    heat = temperature if temperature is not None else 0.7 if thresholds else 0.0
-    sampling = {"do_sample": True, "temperature": heat} if heat else {"do_sample": False}
+    usual = [0.7] if thresholds else [0.0]
     plan = Plan(
         models=models,
         questions=read_questions(questions, split)[:limit],
-        settings={"max_new_tokens": max_new_tokens, **sampling, **parse_settings(settings)},
+        settings={"max_new_tokens": max_new_tokens, **parse_settings(settings)},
+        temperatures=parse_numbers("--temperature", temperature, float, zero=True) or usual,
         tree=None if tree is None else parse_tree(tree),
         chat_template=read_template(chat_template),
         thresholds=thresholds,

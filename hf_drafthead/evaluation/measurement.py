@@ -107,6 +107,11 @@ class Measurement:
         """Whether the text was meant to be the base's own."""
         return self.acceptance.get("acceptance", "exact") == "exact"
 
+    @property
+    def temperature(self) -> float:
+        """Of the sampling; 0 where the calls were greedy."""
+        return self.settings["temperature"] if self.settings.get("do_sample") else 0.0
+
     def to_json(self) -> dict[str, Any]:
         """All fields by name; the heads' accuracies as `head0_top1`, `head0_top2` ..., as a training reports them."""
         plain = asdict(self)

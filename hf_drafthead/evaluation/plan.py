@@ -16,15 +16,17 @@ from hf_drafthead.generation.tree import DraftTree
 class Plan:
     """What to measure.
 
-    models: folders or ids; questions: for all of them; settings: of `generate`; tree: None for each model's own;
-    chat_template: text of a template that takes the place of the tokenizers'; thresholds: of typical acceptance, each
-    measured besides exact acceptance, with its root for alpha as in the Medusa paper; captured, compare, batch_sizes,
-    repeats, seed: see `bench`; load: how to load every model.
+    models: folders or ids; questions: for all of them; settings: of `generate`; temperatures: 0 is greedy; of several
+    each is measured with every kind of acceptance; tree: None for each model's own; chat_template: text of a template
+    that takes the place of the tokenizers'; thresholds: of typical acceptance, each measured besides exact acceptance,
+    with its root for alpha as in the Medusa paper; captured, compare, batch_sizes, repeats, seed: see `bench`; load:
+    how to load every model.
     """
 
     models: Sequence[str]
     questions: Sequence[Question]
     settings: dict[str, Any]
+    temperatures: Sequence[float] = ()
     tree: DraftTree | None = None
     chat_template: str | None = None
     thresholds: Sequence[float] = ()
@@ -43,7 +45,22 @@ class Plan:
     def batches(self) -> int:
         """How often `progress` is called at most: less where memory runs out, or where processes share the work."""
         each = sum(len(batched(self.questions, size)) for size in self.batch_sizes)
-        return len(self.models) * (1 + len(self.thresholds)) * each
+        return len(self.models) * len(list(self.runs())) * each
+
+    def runs(self) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+        """The settings of `generate` and those of the heads alone, for every measurement of a model."""
+        curve = len(self.temperatures) > 1
+        for heat in self.temperatures or (None,):
+            choice = {} if heat is None else {"do_sample": True, "temperature": heat} if heat else {"do_sample": False}
+            settings = {**choice, **self.settings}
+            yield settings, {"acceptance": "exact"} if curve or self.thresholds else {}
+            if curve and heat:
+                yield settings, {"acceptance": "rejection"}
+            if curve and heat and not self.thresholds:
+                yield settings, {"acceptance": "typical"}
+            for threshold in self.thresholds:
+                typical = {"posterior_threshold": threshold, "posterior_alpha": threshold**0.5}
+                yield settings, {"acceptance": "typical", **typical}
 
 
 @dataclass
@@ -80,16 +97,16 @@ def carry_out(
             if plan.chat_template is not None:
                 tokenizer.chat_template = plan.chat_template
             progress = begin(name.rstrip("/").rsplit("/")[-1])
-            for acceptance in _acceptances(plan):
+            for settings, acceptance in plan.runs():
                 found = bench(
                     model,
                     tokenizer,
                     plan.questions,
-                    plan.settings,
+                    settings,
                     tree=plan.tree,
                     acceptance=acceptance,
                     captured=plan.captured,
-                    compare=() if "posterior_threshold" in acceptance else plan.compare,
+                    compare=plan.compare if acceptance.get("acceptance", "exact") == "exact" else (),
                     batch_sizes=plan.batch_sizes,
                     repeats=plan.repeats,
                     seed=plan.seed,
@@ -110,9 +127,3 @@ def carry_out(
             outcome.measurements[-1] = replace(outcome.measurements[-1], stopped=INTERRUPTED)
             keep(outcome.measurements)
     return outcome
-
-
-def _acceptances(plan: Plan) -> Iterator[dict[str, Any]]:
-    yield {"acceptance": "exact"} if plan.thresholds else {}  # to set the thresholds against
-    for threshold in plan.thresholds:
-        yield {"acceptance": "typical", "posterior_threshold": threshold, "posterior_alpha": threshold**0.5}

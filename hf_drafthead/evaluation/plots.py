@@ -22,7 +22,8 @@ def draw(measurements: Sequence[Measurement], folder: Path) -> list[Path]:
         the files.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    swept = {one.model for one in measurements if "posterior_threshold" in one.acceptance}
+    heats = {one.temperature for one in measurements}
+    swept = {one.model for one in measurements if "posterior_threshold" in one.acceptance and len(heats) == 1}
     several = {
         one.model for one in measurements if len({o.batch_size for o in measurements if o.model == one.model}) > 1
     }
@@ -31,6 +32,7 @@ def draw(measurements: Sequence[Measurement], folder: Path) -> list[Path]:
         ("accepted_lengths", accepted_lengths, [one for one in measurements if one.accepted_lengths]),
         ("head_accuracy", head_accuracy, [one for one in measurements if one.head_accuracy]),
         ("throughput_by_batch", throughput_by_batch, [one for one in measurements if one.model in several]),
+        ("temperature", temperature, measurements if len(heats) > 1 else []),
         ("epsilon", epsilon, [one for one in measurements if one.model in swept]),
     ]
     written = []
@@ -102,6 +104,27 @@ def throughput_by_batch(axes: Axes, measurements: Sequence[Measurement]) -> None
     axes.set_ylim(bottom=0)
     axes.set_xlabel("batch size")
     axes.set_ylabel("tokens per second")
+    axes.legend(frameon=False)
+
+
+def temperature(axes: Axes, measurements: Sequence[Measurement]) -> None:
+    """Tokens per step and speedup by temperature, a line for every model and kind of acceptance."""
+    right = axes.twinx()
+    lines: dict[tuple[str, ...], list[Measurement]] = {}
+    for one in measurements:
+        threshold = one.acceptance.get("posterior_threshold", "")
+        kind = "shared noise" if one.lossless else f"{one.acceptance['acceptance']} {threshold}".strip()
+        batch = f"batch {one.batch_size}" if len({other.batch_size for other in measurements}) > 1 else ""
+        lines.setdefault((one.family, kind, batch), []).append(one)
+    for number, (names, found) in enumerate(lines.items()):
+        found = sorted(found, key=lambda one: one.temperature)
+        at = [one.temperature for one in found]
+        axes.plot(at, [_tau(one) for one in found], "o-", color=f"C{number}", label=" ".join(filter(None, names)))
+        right.plot(at, [one.speedup for one in found], "s--", color=f"C{number}")
+    axes.plot([], [], "s--", color="grey", label="speedup")
+    axes.set_xlabel("temperature (0: greedy)")
+    axes.set_ylabel("tokens per step")
+    right.set_ylabel("speedup over the base")
     axes.legend(frameon=False)
 
 

@@ -15,6 +15,7 @@ CSV_COLUMNS = (
     "family",
     "acceptance",
     "posterior_threshold",
+    "temperature",
     "batch_size",
     "category",
     "prompts",
@@ -45,8 +46,9 @@ def write_csv(path: Path, measurements: Sequence[Measurement]) -> None:
             whole = one.to_json()
             for category, figures in [("all", whole), *one.per_category.items()]:
                 judged = figures["quality"] or {}
+                heat = {"temperature": one.temperature}
                 scores = {"quality_base": judged.get("base"), "quality_heads": judged.get("heads")}
-                writer.writerow({**whole, **figures, **one.acceptance, **scores, "category": category})
+                writer.writerow({**whole, **figures, **one.acceptance, **heat, **scores, "category": category})
 
 
 def labels(measurements: Sequence[Measurement], sizes_shown: bool = True) -> list[str]:
@@ -58,20 +60,23 @@ def labels(measurements: Sequence[Measurement], sizes_shown: bool = True) -> lis
     """
     families = {one.model: one.family for one in measurements}
     clear = len(set(families.values())) == len(families)
-    sizes = {one.batch_size for one in measurements}
+    sizes, heats = {one.batch_size for one in measurements}, {one.temperature for one in measurements}
     found = []
     for one in measurements:
         parts = [one.family if clear else one.model.rstrip("/").rsplit("/")[-1]]
         parts += [f"batch {one.batch_size}"] if len(sizes) > 1 and sizes_shown else []
+        parts += [f"T={one.temperature:g}"] if len(heats) > 1 else []
         if not one.lossless:
-            parts.append(f"typical {one.acceptance.get('posterior_threshold', '')}".strip())
+            parts.append(f"{one.acceptance['acceptance']} {one.acceptance.get('posterior_threshold', '')}".strip())
         found.append(" ".join(parts))
     return found
 
 
 def tables(measurements: Sequence[Measurement]) -> list[Table]:
-    """What the command line prints."""
-    return [view(measurements) for view in (summary_table, category_table, details_table)]
+    """What the command line prints; of a curve over temperatures the summary, which is long enough."""
+    curve = len({one.temperature for one in measurements}) > 1
+    views = (summary_table,) if curve else (summary_table, category_table, details_table)
+    return [view(measurements) for view in views]
 
 
 def summary_table(measurements: Sequence[Measurement]) -> Table:

@@ -20,7 +20,8 @@ from collections.abc import Callable
 import torch
 
 from hf_drafthead.generation.rules import Rules
-from hf_drafthead.generation.state import Candidates, Limits, Rows, Walk, running
+from hf_drafthead.generation.settings import DraftSettings
+from hf_drafthead.generation.state import NOT_A_DISTRIBUTION, Candidates, Limits, Rows, Walk, running
 
 
 def walk_on_device(
@@ -36,7 +37,7 @@ def walk_on_device(
         limits: EOS tokens and longest length.
         reach: (B,) depth of the deepest nodes at positions that the base can be asked about.
     """
-    tokens, topology = candidates
+    tokens, topology = candidates.tokens, candidates.topology
     batch = tokens.shape[0]
     parents, depths = topology.parents.expand(batch, -1), topology.depths.expand(batch, -1)
     right = tokens == choice.gather(1, parents)  # (B, N)
@@ -81,7 +82,7 @@ def walk_on_host(
         preferred: (B, N) token to emit at a node instead of the base's choice, -1 for none (`typical_choices`).
         show: is given every token (B,) before the criteria are asked, where all rows stay at one length.
     """
-    tokens, topology = candidates
+    tokens, topology = candidates.tokens, candidates.topology
     lengths, ends = list(lengths), list(ends)
     batch, depth = tokens.shape[0], topology.paths.shape[-1]
     drafted, parents = tokens.tolist(), topology.parents.expand_as(tokens).tolist()
@@ -131,6 +132,42 @@ def walk_on_host(
     return Walk(padded(nodes), padded(emitted), counts, ended, torch.ones_like(ended, dtype=torch.bool))
 
 
+def preferred_choices(
+    settings: DraftSettings,
+    rules: Rules,
+    logits: torch.Tensor,
+    candidates: Candidates,
+    sequences: torch.Tensor,
+    lengths: list[int],
+    reach: torch.Tensor,
+) -> torch.Tensor | None:
+    """(B, N) what typical acceptance or rejection emit at a node, -1 for the base's own choice; None for exact calls.
+
+    Args:
+        settings: which acceptance, and the tree.
+        rules: of the call.
+        logits: (B, N, V) of the base at every node.
+        candidates: the nodes.
+        sequences: (B, W) token ids; row b's prefix is its first `lengths[b]`.
+        lengths: B of them.
+        reach: (B,), see `walk_on_device`.
+    """
+    if settings.acceptance == "exact" or not rules.config.do_sample:
+        return None
+    tokens, topology = candidates.tokens, candidates.topology
+    p = rules.probabilities(logits, tokens, topology, sequences, lengths).to(reach.device)
+    if settings.acceptance == "typical":
+        return typical_choices(p, candidates, reach, settings.posterior_threshold, settings.posterior_alpha)
+    if not p.isfinite().all():
+        raise RuntimeError(NOT_A_DISTRIBUTION)
+    q = torch.zeros_like(p)
+    for level, guesses in zip(settings.tree.levels(p.device), candidates.guesses):
+        q[:, level.expanded] = guesses.chances(rules.temperature, p.shape[-1]).to(p)
+    return rejection_choices(
+        p, q, candidates, torch.rand(tokens.shape, device=p.device), torch.empty_like(p[:, 0]).exponential_(1)
+    )
+
+
 def typical_choices(
     probabilities: torch.Tensor, candidates: Candidates, reach: torch.Tensor, threshold: float, alpha: float
 ) -> torch.Tensor:
@@ -149,7 +186,7 @@ def typical_choices(
     Returns:
         (B, N): at every node of the accepted path the token of the next one, elsewhere -1.
     """
-    tokens, topology = candidates
+    tokens, topology = candidates.tokens, candidates.topology
     parents = topology.parents.expand_as(tokens)
     entropy = -(probabilities * (probabilities + 1e-5).log()).sum(-1)  # (B, N)
     enough = torch.clamp(alpha * torch.exp(-entropy), max=threshold)
@@ -171,3 +208,56 @@ def typical_choices(
     spare = torch.cat([choices, choices[:, :1]], dim=1)
     spare.scatter_(1, torch.where(below, parents, tokens.shape[1]), tokens)
     return spare[:, :-1]
+
+
+def rejection_choices(
+    probabilities: torch.Tensor,
+    drawn_from: torch.Tensor,
+    candidates: Candidates,
+    chance: torch.Tensor,
+    noise: torch.Tensor,
+) -> torch.Tensor:
+    """Speculative sampling: the base's distribution, not its seed.
+
+    Leviathan et al. (arXiv 2211.17192, algorithm 1) and Chen et al. (2302.01318) accept a token x that was drawn from q
+    with the probability min(1, p(x) / q(x)), else they draw from norm(max(0, p - q)). Several children of a node, drawn
+    from q without replacement, are tried in the order of their draws (SpecInfer, 2305.09781, algorithm 2): each refusal
+    leaves p = norm(max(0, p - q)), and q without the token that was refused. Where every child is refused, and at a
+    leaf, the token is drawn from what is left of p.
+
+    Args:
+        probabilities: p (B, N, V) of the base at every node, after the processors.
+        drawn_from: q (B, N, V) from which the children of a node were drawn; the first of them has the lowest number.
+        candidates: the nodes.
+        chance: (B, N) uniform on [0, 1), one for each node.
+        noise: (B, V) exponential, for the last token.
+
+    Returns:
+        (B, N): at every node of the accepted path the token that follows it, elsewhere -1. On the way the host asks
+        for each node whether a row is at its parent.
+    """
+    tokens, topology = candidates.tokens, candidates.topology
+    parents = topology.parents.expand_as(tokens)
+    rows = torch.arange(tokens.shape[0], device=tokens.device)
+    choices = torch.full_like(tokens, -1)
+    at = torch.zeros_like(rows)
+    p, q = probabilities[:, 0].double(), drawn_from[:, 0].double()  # (B, V)
+    for node in range(1, tokens.shape[1]):  # by depth, and siblings in the order of their draws
+        here = parents[:, node] == at
+        if not here.any():
+            continue
+        token = tokens[:, node, None]
+        p_of, q_of = p.gather(1, token)[:, 0], q.gather(1, token)[:, 0]
+        taken = here & (q_of > 0) & (chance[:, node] * q_of < p_of)
+        refused = here & (q_of > 0) & ~taken
+        left = (p - q).clamp(min=0)
+        mass = left.sum(-1, keepdim=True)
+        p = torch.where(refused[:, None] & (mass > 0), left / mass, p)  # no mass: p and q differ by rounding only
+        rest = q.scatter(1, token, 0.0)
+        q = torch.where(refused[:, None], rest / rest.sum(-1, keepdim=True).clamp(min=1e-300), q)
+        choices[rows, at] = torch.where(taken, token[:, 0], choices[rows, at])
+        at = torch.where(taken, node, at)
+        p = torch.where(taken[:, None], probabilities[:, node].double(), p)
+        q = torch.where(taken[:, None], drawn_from[:, node].double(), q)
+    choices[rows, at] = (p / noise).argmax(-1)
+    return choices

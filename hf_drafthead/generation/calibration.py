@@ -28,6 +28,7 @@ def rank_paths(
     prompt_lengths: int | torch.Tensor,
     lengths: torch.Tensor | None = None,
     depth: int | None = None,
+    tilt: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """At which rank each level of guesses has the token that really follows.
 
@@ -40,6 +41,8 @@ def rank_paths(
         prompt_lengths: (B,), or one number for all; positions before a prompt's last are not counted.
         lengths: (B,) tokens of each text, prompt included; default: T.
         depth: K, levels to look at; default: the number of heads, or 5 where there is no such limit.
+        tilt: (B, M, V) for each of M new tokens, where the texts were sampled (`tilt_of_seed`): the ranks are then
+            those of guesses that know the noise.
 
     Returns:
         (B, S, K) ranks from 0, S as many as new tokens in the longest answer less one; -1 behind a row's end.
@@ -83,9 +86,32 @@ def rank_paths(
         for level in range(depth):
             state, guesses = drafter.expand(state, token(at + 1 + level), on_path)
             scores = guesses.over_base(vocabulary)[:, 0]  # (B, V)
+            if tilt is not None:
+                scores = scores + tilt[:, min(position + 1 + level, tilt.shape[1] - 1)].to(scores.device)
             better = ~(scores <= scores.gather(-1, token(at + 2 + level).to(scores.device)))  # a NaN guesses nothing
             ranks[:, position, level] = better.sum(-1).to(device).where(at + 2 + level < ends, UNKNOWN)
     return ranks
+
+
+def tilt_of_seed(seed: int, rows: int, new_tokens: int, vocabulary: int, temperature: float) -> torch.Tensor:
+    """What tilts the guesses of texts that `generate` samples on the CPU after `torch.manual_seed(seed)`.
+
+    With `rank_paths` and `foretold_steps` this gives the tokens per step at a temperature from one pass over the texts.
+
+    Args:
+        seed: of the call.
+        rows: B texts.
+        new_tokens: M of each.
+        vocabulary: V.
+        temperature: of the call.
+
+    Returns:
+        (B, M, V), as `Rules.tilt` has it.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        noise = [torch.empty(rows, vocabulary).exponential_(1) for _ in range(new_tokens)]
+    return torch.stack(noise, dim=1).log() * -temperature
 
 
 def foretold_steps(tree: DraftTree, ranks: torch.Tensor) -> list[list[int]]:

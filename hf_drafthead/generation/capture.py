@@ -119,6 +119,7 @@ class Capture:
         return (
             step.tree,
             whole(step),
+            (step.rules.tape is not None, step.rules.rejects),
             rows.lengths.shape[0],
             rows.lengths.device,
             rows.visible is None,
@@ -142,9 +143,10 @@ class Captured:
 
     def __init__(self, step: Step, config: CompileConfig):
         reader, drafter, tree, choose = step.reader, step.drafter, step.tree, step.rules.choose_greedily
+        rejects = step.rules.rejects
 
-        def first(rows: Rows, cache: Any, limits: Limits) -> Any:
-            draft_state, candidates = draft(drafter, rows, tree)
+        def first(rows: Rows, cache: Any, limits: Limits, tilt: torch.Tensor | None = None) -> Any:
+            draft_state, candidates = draft(drafter, rows, tree, tilt, rejects)
             return draft_state, candidates, verify(reader, cache, candidates, rows, limits)
 
         def last(draft_state: Any, cache: Any, rows: Rows, verified: Any, walk: Walk, limits: Limits) -> Rows:
@@ -206,8 +208,9 @@ class CapturedStep:
         if captured.whole is not None:
             walk, state.rows = captured.whole(rows, cache, limits)
         else:
-            draft_state, candidates, verified = captured.first(rows, cache, limits)
-            walk = self.step.walk(state, candidates, verified)
+            noise, tilt = self.step.noise_ahead(state)
+            draft_state, candidates, verified = captured.first(rows, cache, limits, tilt)
+            walk = self.step.walk(state, candidates, verified, noise)
             state.rows = captured.last(draft_state, cache, rows, verified, walk, limits)
         if captured.seconds is None:
             captured.seconds = time.perf_counter() - start

@@ -69,7 +69,8 @@ def decode(
         batch_size=input_ids.shape[0],
         prompt_length=input_ids.shape[1],
         device=input_ids.device,
-        samples=generation_config.do_sample and settings.acceptance == "exact",
+        samples=generation_config.do_sample and settings.acceptance != "typical",
+        rejects=generation_config.do_sample and settings.acceptance == "rejection",
     )
     stream = Stream(streamer, input_ids)
     ordinary_cache = inputs.pop("past_key_values")
@@ -209,7 +210,7 @@ def finish(
 ) -> DraftHeadGenerateOutput | torch.Tensor:
     """What the base's generate would return, in its form."""
     length = max(end for end in state.ends if end is not None)
-    if rules.tape is not None:
+    if rules.tape is not None and rules.draws_ahead:
         rules.tape.rewind(length - state.prompt_length)
     stream.end()
     sequences = state.rows.sequences[:, :length].to(rules.device, copy=True)

@@ -85,8 +85,9 @@ class DraftHeadGenerationMixin(GenerationMixin):
             generation_config: as in transformers; `model.generation_config` also holds the four settings below.
             draft_tree: name of a published tree, rank paths or a `DraftTree`.
             acceptance: "exact" (the base's own text; under sampling its distribution and, with the same seed, its
-                tokens), or "typical" (Medusa's lossy rule: under sampling it keeps any guess that is likely enough, so
-                the text is NOT a sample of the base; greedy decoding is exact all the same).
+                tokens), "rejection" (speculative sampling: the base's distribution, not its seed), or "typical"
+                (Medusa's lossy rule: under sampling it keeps any guess that is likely enough, so the text is NOT a
+                sample of the base). Greedy decoding is exact with all of them.
             posterior_threshold, posterior_alpha: epsilon and delta of typical acceptance, both from 0 to 1.
             on_step: is given a `StepRecord` after the prefill and after every step; the stages are timed for it.
 
@@ -204,9 +205,9 @@ def _decode_if_possible(base, input_ids, *, reader, drafter, settings, capture, 
     past = inputs.get("past_key_values")
     if past is None or not can_load(past):
         raise Unsupported(f"a cache of type {type(past).__name__} cannot be compacted")
-    if settings.acceptance == "typical" and config.do_sample:
+    if settings.acceptance != "exact" and config.do_sample:
         if others := sorted({type(p).__name__ for p in processors if type(p) not in ROW_BY_ROW}):
-            raise Unsupported(f"typical acceptance cannot show {', '.join(others)} all nodes at once")
+            raise Unsupported(f"{settings.acceptance} acceptance cannot show {', '.join(others)} all nodes at once")
     position_ids = inputs.get("position_ids")
     if position_ids is not None and position_ids.dim() != 2:
         raise Unsupported("position ids have more than one axis per token")

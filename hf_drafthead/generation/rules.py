@@ -15,6 +15,7 @@ Shapes: B rows, N nodes, D nodes on the longest path, g rows of a group, V vocab
 from __future__ import annotations
 
 import copy
+import math
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -80,6 +81,7 @@ class Rules:
     prompt_length: int
     device: torch.device  # of the caller's token ids, where processors and criteria look at them
     samples: bool
+    rejects: bool = False  # samples by rejection, from noise of its own
     scores: list[torch.Tensor] = field(default_factory=list)  # (B, V) per new position
     logits: list[torch.Tensor] = field(default_factory=list)  # (B, V) per new position
     tape: NoiseTape | None = None
@@ -114,8 +116,14 @@ class Rules:
                 for token in criterion.eos_token_id.flatten().tolist()
             }
         )
-        if self.samples and (self.on_device or not self.lockstep):
-            self.tape = NoiseTape(self.batch_size)
+        self.draws_ahead = self.on_device or not self.lockstep
+        self.temperature = math.prod(
+            processor.temperature
+            for processor in self.processors
+            if isinstance(processor, processors.TemperatureLogitsWarper)
+        )
+        if self.samples and not self.rejects:
+            self.tape = NoiseTape(self.batch_size, self.device)
 
     def choose(
         self, rows: list[int], logits: torch.Tensor, sequences: torch.Tensor, lengths: list[int]
@@ -144,8 +152,11 @@ class Rules:
             return torch.multinomial(chances, num_samples=1)[:, 0]
         if not chances.isfinite().all():
             raise RuntimeError(NOT_A_DISTRIBUTION)
-        noise = [self.tape.noise(lengths[row] - self.prompt_length, chances)[row] for row in rows]
-        return (chances / torch.stack(noise)).argmax(-1)
+        if self.draws_ahead:
+            noise = torch.stack([self.tape.noise(lengths[row] - self.prompt_length, chances)[row] for row in rows])
+        else:
+            noise = self.tape.next(max(lengths) - self.prompt_length, chances)
+        return (chances / noise).argmax(-1)
 
     def choose_everywhere(
         self, logits: torch.Tensor, depths: torch.Tensor, noise: torch.Tensor | None
@@ -176,23 +187,41 @@ class Rules:
         choice = rounded(logits).argmax(-1)
         return choice, torch.ones_like(choice, dtype=torch.bool)
 
-    def noise_ahead(self, lengths: list[int], depth: int, like: torch.Tensor) -> torch.Tensor | None:
+    def noise_ahead(self, lengths: list[int], moving: list[int], depth: int, vocabulary: int) -> torch.Tensor | None:
         """(B, D, V) noise with which the base will choose each row's next D tokens; None where it does not sample.
+
+        Sampling by rejection has no such noise: this is then fresh.
 
         Args:
             lengths: B of them: tokens of each row.
+            moving: rows that still emit; what the others get has no meaning.
             depth: D.
-            like: (..., V) float32, for V and the device.
+            vocabulary: V.
         """
-        if self.tape is None:
+        if self.rejects:
+            return torch.empty(self.batch_size, depth, vocabulary, device=self.device).exponential_(1)
+        tape = self.tape
+        if tape is None:
             return None
-        firsts = [length - self.prompt_length for length in lengths]
-        return torch.stack(
-            [
-                torch.stack([self.tape.noise(first + ahead, like)[row] for ahead in range(depth)])
-                for row, first in enumerate(firsts)
-            ]
-        )
+        latest = max(lengths)
+        firsts = [(lengths[row] if row in moving else latest) - self.prompt_length for row in range(len(lengths))]
+        noise = tape.ahead(firsts, depth)
+        if not self.draws_ahead:  # processors and criteria find the generator where the base would leave it
+            tape.rewind(latest - self.prompt_length)
+        return noise
+
+    def tilt(self, noise: torch.Tensor) -> torch.Tensor:
+        """What makes the base's coming choices likely guesses: added to logits l (..., V), the order is that of q / E.
+
+        q is the softmax of l / T, with the call's temperature T, and log(q / E) = (l - T log E) / T + constant. Once
+        somebody else has drawn from the generator, as a processor of the user's may, the noise tells nothing: zeros.
+
+        Args:
+            noise: E (B, D, V) from `noise_ahead`.
+        """
+        if self.tape is not None and self.tape.shared:
+            return torch.zeros_like(noise)
+        return noise.log() * -self.temperature
 
     def probabilities(
         self,
@@ -264,42 +293,57 @@ class Rules:
 
 
 class NoiseTape:
-    """The exponential noise of the base's sampling, position by position, for rows that are at different positions.
+    """The exponential noise of the base's sampling, position by position, drawn ahead of the base's own choices.
 
     `torch.multinomial(p, 1)` is `argmax(p / noise)` with noise (B, V) drawn anew at every position. The tape draws in
-    the order of positions and remembers the generator's state at each, so a row that lags can have its position's noise
-    drawn again, and the generator can be left as the base would leave it.
+    the order of positions and remembers the generator's state before each, so every noise is drawn once, a row that
+    lags can have its position's noise drawn again, and the generator can be left as the base would leave it.
     """
 
     KEPT = 32  # positions whose noise is held; older ones are redrawn from their state
 
-    def __init__(self, batch_size: int):
-        self.batch_size = batch_size
-        self.states: list[torch.Tensor] = []
+    def __init__(self, batch_size: int, device: torch.device):
+        self.batch_size, self.device = batch_size, device
+        self.states: list[torch.Tensor] = [self._state()]  # before every position drawn, and after the last one
         self.drawn: dict[int, torch.Tensor] = {}
+        self.shared = False  # whether somebody else has drawn from the generator since
 
     def noise(self, position: int, like: torch.Tensor) -> torch.Tensor:
-        """(B, V) noise of a new position, counted from 0; `like` gives V, dtype and device."""
-        self.device = like.device
-        while len(self.states) <= position:
+        """(B, V) noise of a position, counted from 0; `like` gives V and dtype. Leaves the generator anywhere."""
+        while len(self.states) <= position + 1:
+            newest = len(self.states) - 1
+            self._restore(self.states[newest])
+            self.drawn[newest] = self._draw(like)
+            self.drawn.pop(newest - self.KEPT, None)
             self.states.append(self._state())
-            self.drawn[len(self.states) - 1] = self._draw(like)
-            self.drawn.pop(len(self.states) - 1 - self.KEPT, None)
         if position in self.drawn:
             return self.drawn[position]
-        now = self._state()
         self._restore(self.states[position])
-        noise = self._draw(like)
-        self._restore(now)
+        return self._draw(like)
+
+    def ahead(self, firsts: list[int], depth: int) -> torch.Tensor:
+        """(B, D, V) noise of D positions from each row's first, once that of any position was drawn."""
+        like = next(reversed(self.drawn.values()))
+        rows = [[self.noise(first + more, like)[row] for more in range(depth)] for row, first in enumerate(firsts)]
+        return torch.stack([torch.stack(row) for row in rows])
+
+    def next(self, position: int, like: torch.Tensor) -> torch.Tensor:
+        """As `noise`, at the position where the base draws now, of a generator that others may draw from as well."""
+        now = self._state()
+        if not torch.equal(now, self.states[position]):
+            self.shared = True
+            self.states[position:] = [now]
+            self.drawn = {known: noise for known, noise in self.drawn.items() if known < position}
+        noise = self.noise(position, like)
+        self._restore(self.states[position + 1])
         return noise
 
     def rewind(self, positions: int) -> None:
         """Leave the generator as it was after the first `positions` draws."""
-        if positions < len(self.states):
-            self._restore(self.states[positions])
+        self._restore(self.states[positions])
 
     def _draw(self, like):
-        return like.new_empty(self.batch_size, like.shape[-1]).exponential_(1)
+        return like.new_empty(self.batch_size, like.shape[-1], device=self.device).exponential_(1)
 
     def _state(self):
         return torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else torch.get_rng_state()

@@ -9,7 +9,7 @@ from typing import Any
 from hf_drafthead.generation.tree import DraftTree
 
 DEFAULT_TREE = "mc_sim_7b_63"  # the 64 nodes that the Medusa and Hydra papers' code drafts
-ACCEPTANCES = ("exact", "typical")
+ACCEPTANCES = ("exact", "rejection", "typical")
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class DraftSettings:
 
     Args:
         draft_tree: name of a published tree, rank paths, or a `DraftTree`.
-        acceptance: "exact", or "typical" (Medusa's lossy rule).
+        acceptance: "exact", "rejection" (the base's distribution, not its seed) or "typical" (Medusa's lossy rule).
         posterior_threshold, posterior_alpha: epsilon and delta of typical acceptance, both from 0 to 1.
         calibration: which tree was measured to be the fastest, an entry for each device, dtype and batch size.
 
@@ -72,7 +72,14 @@ class DraftSettings:
             TypeError, ValueError: as the class does.
         """
         given = {name: value for name, value in given.items() if value is not None}
-        return cls(**{**cls.stored_in(config), **given})
+        found = cls(**{**cls.stored_in(config), **given})
+        for name in ("posterior_threshold", "posterior_alpha"):
+            if name in given and found.acceptance != "typical":
+                raise ValueError(
+                    f"{name} is {given[name]}, but acceptance is {found.acceptance!r}: pass acceptance='typical', or "
+                    f"leave {name} out."
+                )
+        return found
 
     def resolved(self, max_depth: int | None, vocabulary: int) -> DraftSettings:
         """The same settings, with the tree itself in the place of its name or rank paths.
@@ -84,7 +91,9 @@ class DraftSettings:
         Raises:
             TypeError, ValueError: no such tree, or one that does not fit.
         """
-        return replace(self, draft_tree=DraftTree.resolve(self.draft_tree, max_depth, vocabulary))
+        tree = DraftTree.resolve(self.draft_tree, max_depth, vocabulary)
+        # rejection takes the children of a node in the order in which they were drawn, and must know every draw
+        return replace(self, draft_tree=tree.without_gaps() if self.acceptance == "rejection" else tree)
 
     @property
     def tree(self) -> DraftTree:

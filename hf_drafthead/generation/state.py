@@ -32,10 +32,14 @@ class DraftHeadGenerateOutput(GenerateDecoderOnlyOutput):
 
 
 class Candidates(NamedTuple):
-    """The nodes of a step: tokens (B, N), node 0 the root, and how they hang together."""
+    """The nodes of a step: tokens (B, N), node 0 the root, how they hang together, and the guesses of every level.
+
+    The guesses (`drafting.Guesses`) are there for a walk that asks what the children were drawn from, else none.
+    """
 
     tokens: torch.Tensor
     topology: Topology
+    guesses: tuple[Any, ...] = ()
 
 
 class Verified(NamedTuple):

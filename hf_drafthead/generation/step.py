@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from hf_drafthead.generation.acceptance import typical_choices, walk_on_device, walk_on_host
+from hf_drafthead.generation.acceptance import preferred_choices, walk_on_device, walk_on_host
 from hf_drafthead.generation.drafting import draft_static
 from hf_drafthead.generation.reader import BaseReader
 from hf_drafthead.generation.rules import Rules
@@ -25,10 +25,12 @@ from hf_drafthead.generation.state import Candidates, DecodingState, Limits, Row
 from hf_drafthead.generation.tree import DraftTree
 
 
-def draft(drafter, rows: Rows, tree: DraftTree) -> tuple[Any, Candidates]:
-    """Let the drafter fill the tree below each row's newest token; also returns its state."""
+def draft(
+    drafter, rows: Rows, tree: DraftTree, tilt: torch.Tensor | None, keep_guesses: bool = False
+) -> tuple[Any, Candidates]:
+    """Let the drafter fill the tree below each row's newest token, see `draft_static`; also returns its state."""
     root = rows.sequences.gather(1, rows.lengths[:, None] - 1)
-    return draft_static(drafter, rows.draft_state, root, tree)
+    return draft_static(drafter, rows.draft_state, root, tree, tilt, keep_guesses)
 
 
 def verify(reader: BaseReader, cache: SlotCache, candidates: Candidates, rows: Rows, limits: Limits) -> Verified:
@@ -83,6 +85,7 @@ class Step:
     ):
         self.reader, self.drafter, self.settings, self.rules, self.show = reader, drafter, settings, rules, show
         self.tree = settings.tree
+        self.vocabulary = reader.base.config.get_text_config(decoder=True).vocab_size
         self.timed = timed
 
     def __call__(self, state: DecodingState) -> tuple[Walk, dict[str, float]]:
@@ -90,43 +93,45 @@ class Step:
         watch = Stopwatch(self.timed, state.rows.lengths.device)
         state.reserve(self.tree.max_depth + 2, self.rules.pad_token)
         rows, cache, limits = state.rows, state.cache, state.limits
-        draft_state, candidates = draft(self.drafter, rows, self.tree)
+        noise, tilt = self.noise_ahead(state)
+        draft_state, candidates = draft(self.drafter, rows, self.tree, tilt, self.rules.rejects)
         watch.lap("draft")
         verified = verify(self.reader, cache, candidates, rows, limits)
         watch.lap("verify")
-        walk = self.walk(state, candidates, verified)
+        walk = self.walk(state, candidates, verified, noise)
         watch.lap("accept")
         state.rows = commit(self.drafter, draft_state, cache, rows, verified, walk, limits)
         watch.lap("commit")
         return walk, watch.seconds
 
-    def walk(self, state: DecodingState, candidates: Candidates, verified: Verified) -> Walk:
+    def noise_ahead(self, state: DecodingState) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """(B, D, V) the base's noise of the next positions, and how it tilts guesses; None where it does not sample."""
+        rules, depth = self.rules, self.tree.max_depth + 1
+        noise = rules.noise_ahead(state.lengths, state.running(rules.pads), depth, self.vocabulary)
+        return noise, None if noise is None else rules.tilt(noise).to(state.rows.lengths.device)
+
+    def walk(
+        self, state: DecodingState, candidates: Candidates, verified: Verified, noise: torch.Tensor | None
+    ) -> Walk:
         """The walk that suits the call: on the device where it can be."""
         rules, logits, rows = self.rules, verified.logits, state.rows
         reach = (state.limits.last_position - state.cache.lengths[:, None]).clamp(min=0)[:, 0]
-        typical = self.settings.acceptance == "typical" and rules.config.do_sample
+        sequences = rows.sequences.to(rules.device)
+        preferred = preferred_choices(self.settings, rules, logits, candidates, sequences, state.lengths, reach)
+        if preferred is not None and rules.rejects and rules.on_device:
+            valid = torch.ones_like(preferred, dtype=torch.bool)
+            return walk_on_device(preferred, valid, candidates, rows, state.limits, reach)
         # under sampling a CPU, which waits for nothing, looks at the nodes that are visited only
-        if (
-            rules.on_device
-            and not typical
-            and not ((rules.samples or rules.processors) and logits.device.type == "cpu")
-        ):
+        on_cpu = logits.device.type == "cpu" and (rules.samples or rules.processors)
+        if preferred is None and rules.on_device and not on_cpu:
             logits = logits.to(rows.lengths.device)
-            depths = candidates.topology.depths
-            noise = rules.noise_ahead(state.lengths, self.tree.max_depth + 1, logits.float()) if rules.samples else None
-            choice, valid = rules.choose_everywhere(logits, depths, noise)
+            noise = None if noise is None else noise.to(logits.device)
+            choice, valid = rules.choose_everywhere(logits, candidates.topology.depths, noise)
             return walk_on_device(choice, valid, candidates, rows, state.limits, reach)
-        sequences = rows.sequences.to(rules.device, copy=True)
-        preferred = None
-        if typical:
-            chances = rules.probabilities(logits, *candidates, sequences, state.lengths).to(reach.device)
-            preferred = typical_choices(
-                chances, candidates, reach, self.settings.posterior_threshold, self.settings.posterior_alpha
-            )
         return walk_on_host(
             logits,
             candidates,
-            sequences,
+            sequences.clone(),
             state.lengths,
             state.ends,
             reach.tolist(),

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hf_drafthead.generation.calibration import foretold_steps, grow_tree, rank_paths
+from hf_drafthead.generation.calibration import foretold_steps, grow_tree, rank_paths, tilt_of_seed
 from hf_drafthead.generation.tree import DraftTree
 from tests.bases import VOCABULARY, tiny_base
 from tests.families import FAMILIES
@@ -29,6 +29,22 @@ def test_the_ranks_foretell_every_step_of_generate(family):
         accepted = output.accepted_lengths[row]
         assert foretold[row] == accepted[accepted > 0].tolist()
         assert len(foretold[row]) > 10
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.3])
+@pytest.mark.parametrize("family", FAMILIES[::3], ids=lambda family: family.name)
+def test_the_ranks_foretell_every_step_at_a_temperature(family, temperature):
+    model = family.build(tiny_base("llama-gqa"))
+    prompt, _, settings = greedy_text(model, new_tokens=1)
+    settings |= {"max_new_tokens": 40, "do_sample": True, "temperature": temperature, "top_k": 0}
+    torch.manual_seed(4)
+    output = model.generate(prompt, draft_tree=TREE, return_dict_in_generate=True, **settings)
+    tilt = tilt_of_seed(4, 2, 40, VOCABULARY, temperature)
+    foretold = foretold_steps(TREE, rank_paths(model, output.sequences, PROMPT, tilt=tilt))
+    for row in range(2):
+        accepted = output.accepted_lengths[row]
+        assert foretold[row] == accepted[accepted > 0].tolist()
+    assert (output.accepted_lengths > 1).any()
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)

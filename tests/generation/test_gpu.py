@@ -39,7 +39,7 @@ def test_one_draw_of_multinomial_is_the_argmax_over_exponential_noise():
     torch.manual_seed(3)
     drawn = torch.multinomial(chances, 1)[:, 0]
     torch.manual_seed(3)
-    assert torch.equal((chances / NoiseTape(5).noise(0, chances)).argmax(-1), drawn)
+    assert torch.equal((chances / NoiseTape(5, chances.device).noise(0, chances)).argmax(-1), drawn)
 
 
 def test_prompts_on_the_cpu_are_answered_there():

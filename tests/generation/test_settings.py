@@ -178,6 +178,5 @@ def test_saved_settings_come_back(tmp_path):
 
 
 def test_settings_do_not_reach_the_base_s_forward():
-    agree(
-        settings={"acceptance": "exact", "posterior_threshold": 0.3, "posterior_alpha": 0.1}, call={"max_new_tokens": 9}
-    )
+    settings = {"acceptance": "typical", "posterior_threshold": 0.3, "posterior_alpha": 0.1}
+    agree(settings=settings, call={"max_new_tokens": 9})

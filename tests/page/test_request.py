@@ -81,7 +81,7 @@ def test_the_base_writes_where_it_is_asked_to(hydra):
         ({"tree": "[[0], [0,"}, "the tree '[[0], [0,' is not JSON"),
         ({"tree": "[[0, 0]]"}, "node (0, 0) has no parent"),
         ({"tree": "nonesuch"}, "draft_tree 'nonesuch' is no published tree"),
-        ({"acceptance": "all"}, "acceptance is 'all': expected one of 'exact', 'typical'."),
+        ({"acceptance": "all"}, "acceptance is 'all': expected one of 'exact', 'rejection', 'typical'."),
         ({"max_new_tokens": 100_000}, "a prompt of 4 tokens and 100000 new ones exceed the base's"),
     ],
 )

@@ -1,0 +1,121 @@
+"""Tokens per step under sampling: guesses that know the coming noise, guesses that do not, rejection and typical.
+
+    python benchmarks/sampling.py --prompts 40 --temperature 0.7,1.0
+    python benchmarks/sampling.py --children          # one node alone: how often one of its children is right
+
+The zoo's held-out prompts, 96 new tokens each, no top-k and no top-p, the published 64-node tree. Prompts are decoded
+in batches of 8; every text of the exact methods is compared with the base's own under the same seed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from figures import SAMPLING, markdown, samplings
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from hf_drafthead import zoo
+from hf_drafthead.evaluation.acceptance import tokens_per_step
+from hf_drafthead.evaluation.prompts import read_prompts
+from hf_drafthead.evaluation.speed import batched, draft, encode_all, steps_of
+from hf_drafthead.generation.acceptance import rejection_choices
+from hf_drafthead.generation.rules import Rules
+from hf_drafthead.generation.settings import DEFAULT_TREE
+from hf_drafthead.generation.state import Candidates
+from hf_drafthead.generation.tree import DraftTree
+
+NEW_TOKENS, BATCH_SIZE = 96, 8
+ACCEPTANCE = {"shared noise": "exact", "plain top-k": "exact", "rejection": "rejection", "typical": "typical"}
+
+Prompts = Sequence[Mapping[str, torch.Tensor]]
+
+
+def outputs(model: PreTrainedModel, prompts: Prompts, settings: Mapping[str, Any], method: str) -> Iterator[Any]:
+    """What the model generates by one of the methods, batch by batch, each from a seed of its own."""
+    tilt = Rules.tilt
+    if method == "plain top-k":
+        Rules.tilt = lambda self, noise: torch.zeros_like(noise)  # type: ignore[method-assign]
+    try:
+        for seed, given in enumerate(prompts):
+            torch.manual_seed(seed)
+            yield draft(model, DEFAULT_TREE, given, {**settings, "acceptance": ACCEPTANCE[method]})
+    finally:
+        Rules.tilt = tilt  # type: ignore[method-assign]
+
+
+def texts_of_base(model: PreTrainedModel, prompts: Prompts, settings: Mapping[str, Any]) -> list[torch.Tensor]:
+    """What the base samples from the same seeds."""
+    texts = []
+    for seed, given in enumerate(prompts):
+        torch.manual_seed(seed)
+        texts.append(model.base.generate(**given, **settings))
+    return texts
+
+
+def children(draws: int = 4_000, vocabulary: int = 400) -> str:
+    """How often one of a node's children is what follows, for distributions made at random, as a table."""
+    torch.manual_seed(0)
+    rows = []
+    for spread in (1.0, 2.5, 5.0):
+        logits = spread * torch.randn(vocabulary)
+        p, q = logits.softmax(-1), (logits + torch.randn(vocabulary)).softmax(-1)
+        for count in (1, 2, 8):
+            tree = DraftTree([(rank,) for rank in range(count)])
+            noise = torch.empty(draws, vocabulary).exponential_(1)
+            tokens = torch.cat([torch.zeros(draws, 1).long(), (q / noise).topk(count).indices], dim=1)
+            known = (tokens[:, 1:] == (p / noise).argmax(-1, keepdim=True)).any(1)
+            best = p[q.topk(count).indices].sum()
+            laws = [law.expand(draws, count + 1, vocabulary) for law in (p, q)]
+            chance, last = torch.rand(draws, count + 1), torch.empty(draws, vocabulary).exponential_(1)
+            chosen = rejection_choices(*laws, Candidates(tokens, tree.topology()), chance, last)[:, 0]
+            taken = (tokens[:, 1:] == chosen[:, None]).any(1)
+            entropy, distance = -(p * p.log()).sum(), (p - q).abs().sum() / 2
+            shares = (known.float().mean(), best, taken.float().mean())
+            facts = [f"{entropy:.1f}", f"{distance:.2f}", str(count)]
+            rows.append([*facts, *(f"{float(share):.2f}" for share in shares)])
+    return markdown(["entropy", "distance of p and q", "children", "shared noise", "plain top-k", "rejection"], rows)
+
+
+def main() -> None:
+    """Measure, and keep every line as soon as it is known; then print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--families", default=",".join(zoo.families()))
+    parser.add_argument("--prompts", type=int, default=40)
+    parser.add_argument("--temperature", default="0.7,1.0")
+    parser.add_argument("--methods", default=",".join(ACCEPTANCE))
+    parser.add_argument("--children", action="store_true", help="one node alone, with distributions made at random")
+    asked = parser.parse_args()
+    if asked.children:
+        print(children())
+        return
+    tokenizer = AutoTokenizer.from_pretrained(zoo.path("base"))
+    questions = read_prompts(zoo.ASSETS / "prompts.jsonl")[: asked.prompts]
+    methods, command = asked.methods.split(","), " ".join(["python", *sys.argv])
+    expected: dict[float, list[torch.Tensor]] = {}
+    for family in asked.families.split(","):
+        model = AutoModelForCausalLM.from_pretrained(zoo.path(family)).eval()
+        prompts = encode_all(model, tokenizer, batched(questions, BATCH_SIZE), NEW_TOKENS)
+        for temperature in map(float, asked.temperature.split(",")):
+            settings = {"do_sample": True, "temperature": temperature, "top_k": 0, "max_new_tokens": NEW_TOKENS}
+            if temperature not in expected:
+                expected[temperature] = texts_of_base(model, prompts, settings)
+            line: dict[str, Any] = {"family": family, "temperature": temperature, "prompts": len(questions)}
+            line |= {"command": command, "different": 0}
+            for method in methods:
+                found = list(outputs(model, prompts, settings, method))
+                line[method] = round(tokens_per_step(map(steps_of, found)) or 0, 3)
+                if ACCEPTANCE[method] == "exact":
+                    pairs = zip(expected[temperature], found, strict=True)
+                    line["different"] += sum(not torch.equal(text, output.sequences) for text, output in pairs)
+            with SAMPLING.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
+    print(samplings())
+
+
+if __name__ == "__main__":
+    main()

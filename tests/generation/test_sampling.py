@@ -1,0 +1,187 @@
+"""Sampling: guesses that know the noise with which the base will choose, and a text that is the base's all the same."""
+
+import json
+from functools import cache, partial
+from itertools import product
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, AutoTokenizer, CompileConfig, LogitsProcessor
+
+from hf_drafthead import zoo
+from hf_drafthead.generation import Guesses, rules
+from hf_drafthead.modeling import DraftModelForCausalLM
+from tests.bases import VOCABULARY
+from tests.families import FAMILIES
+from tests.generation.agreement import TREE, prompt, shared_base
+from tests.generation.test_fuzz import trees
+
+TRACED = CompileConfig(backend="eager", mode="default")
+
+
+def same_as_base(model, call, *, seed=11, draft_tree=TREE, **settings):
+    """Sample with the base and with the model from one seed: tokens and generator agree; returns the model's output."""
+    torch.manual_seed(seed)
+    expected = model.base.generate(**call, do_sample=True)
+    left_at = torch.get_rng_state()
+    torch.manual_seed(seed)
+    got = model.generate(**call, do_sample=True, draft_tree=draft_tree, return_dict_in_generate=True, **settings)
+    assert torch.equal(got.sequences, expected)
+    assert torch.equal(torch.get_rng_state(), left_at)
+    return got
+
+
+class Noisy(LogitsProcessor):
+    """Draws from the generator that sampling uses."""
+
+    def __call__(self, input_ids, scores):
+        return scores + 0.1 * torch.randn_like(scores)
+
+
+PROCESSORS = {
+    "none": {"top_k": 0},
+    "top-k and top-p": {"top_k": 20, "top_p": 0.8},
+    "those that see the prefix": {"repetition_penalty": 1.3, "min_new_tokens": 9},
+    "one that draws": {"logits_processor": [Noisy()]},
+}
+
+
+@pytest.mark.parametrize("rows, captured", [(1, False), (3, False), (3, True)], ids=["alone", "batch", "captured"])
+def test_the_text_and_the_generator_are_the_base_s(rows, captured):
+    model = FAMILIES[0].build(shared_base("llama-gqa"))
+    for temperature, asked in product([0.3, 1.0, 1e-6], PROCESSORS.values()):
+        call = {**prompt(rows), "max_new_tokens": 20, "eos_token_id": [2, 9], "temperature": temperature, **asked}
+        same_as_base(model, call, **({"compile_config": TRACED} if captured else {}))
+
+
+family_on_base = cache(lambda place: FAMILIES[place].build(shared_base("llama-gqa")))
+
+
+@settings(max_examples=40, derandomize=True, deadline=None, database=None)
+@given(
+    place=st.integers(0, len(FAMILIES) - 1),
+    tree=trees(),
+    rows=st.integers(1, 4),
+    temperature=st.floats(0.2, 2.0),
+    asked=st.fixed_dictionaries(
+        {"top_k": st.sampled_from([0, 0, 5, 20]), "eos_token_id": st.sampled_from([None, [2, 9, 17]])},
+        optional={
+            "top_p": st.floats(0.3, 1.0),
+            "min_p": st.floats(0.0, 0.3),
+            "repetition_penalty": st.floats(1.0, 1.5),
+            "min_new_tokens": st.integers(1, 9),
+            "suppress_tokens": st.just([5, 6, 7]),
+        },
+    ),
+    new_tokens=st.integers(12, 24),
+    seed=st.integers(0, 1000),
+)
+def test_whatever_is_asked_of_whatever_heads(place, tree, rows, temperature, asked, new_tokens, seed):
+    model = family_on_base(place)
+    first = [[rank] for rank in range(6)]  # heads of random weights are seldom right
+    tree = first + [path for path in tree if path not in first and len(path) <= (model.drafter.max_depth or 5)]
+    call = {**prompt(rows, seed=seed), **asked, "temperature": temperature, "max_new_tokens": new_tokens}
+    same_as_base(model, call, seed=seed, draft_tree=tree)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_every_noise_is_drawn_once(rows, monkeypatch):
+    drawn, draw = [], rules.NoiseTape._draw
+    monkeypatch.setattr(rules.NoiseTape, "_draw", lambda self, like: drawn.append(1) or draw(self, like))
+    model = FAMILIES[0].build(shared_base("llama-gqa"))
+    for asked in ({}, {"repetition_penalty": 1.2}):
+        drawn.clear()
+        same_as_base(model, {**prompt(rows), "max_new_tokens": 20, "eos_token_id": None, **asked})
+        assert 20 <= len(drawn) <= 20 + 4  # one for each node of a longest path
+
+
+def noted(monkeypatch):
+    """The tilts of all steps."""
+    found, tilt = [], rules.Rules.tilt
+    monkeypatch.setattr(rules.Rules, "tilt", lambda self, noise: found.append(tilt(self, noise)) or found[-1])
+    return found
+
+
+@pytest.mark.parametrize("asked", PROCESSORS.values(), ids=PROCESSORS)
+def test_guesses_know_the_noise_unless_somebody_else_draws(asked, monkeypatch):
+    tilts = noted(monkeypatch)
+    model = FAMILIES[0].build(shared_base("llama-gqa"))
+    same_as_base(model, {**prompt(), "max_new_tokens": 9, "eos_token_id": None, **asked})
+    assert tilts and all(bool(tilt.any()) == ("logits_processor" not in asked) for tilt in tilts)
+
+
+@pytest.mark.parametrize("rows, captured", [(1, False), (3, False), (3, True)], ids=["alone", "batch", "captured"])
+def test_the_base_as_its_own_draft_model_foresees_every_sample(rows, captured):
+    """Where q is p, the first child is the very token that the base samples; a pause in any row would show."""
+    base = shared_base("llama-gqa")
+    model = DraftModelForCausalLM.from_base(base, draft=base)
+    for temperature in (0.5, 1.5):
+        call = {**prompt(rows), "max_new_tokens": 30, "eos_token_id": None, "temperature": temperature, "top_k": 0}
+        found = same_as_base(model, call, **({"compile_config": TRACED} if captured else {}))
+        assert (found.accepted_lengths[:, :-1] == 4).all()
+
+
+def test_the_order_of_guesses_is_that_of_q_over_the_noise():
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(2, 3, VOCABULARY, generator=generator)
+    noise = torch.empty(2, VOCABULARY).exponential_(1, generator=generator)
+    for temperature in (0.5, 1.0, 2.0):
+        tokens, scores = Guesses(logits).top(5, noise.log() * -temperature)
+        q = (logits / temperature).softmax(-1)
+        assert torch.equal(tokens, (q / noise[:, None]).topk(5).indices)
+        assert torch.equal(scores, logits.gather(-1, tokens))
+
+
+def test_a_drafter_of_some_tokens_only_is_tilted_by_the_noise_of_these():
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(2, 1, 20, generator=generator)
+    own = torch.randperm(VOCABULARY, generator=generator)[:20]
+    tilt = torch.randn(2, VOCABULARY, generator=generator)
+    tokens, _ = Guesses(logits, own).top(4, tilt)
+    everywhere = Guesses(logits, own).over_base(VOCABULARY) + tilt[:, None]
+    assert torch.equal(tokens, everywhere.topk(4).indices)
+
+
+@pytest.mark.parametrize("name, least", [("medusa", 1.15), ("eagle", 1.3)])
+def test_more_tokens_per_step_than_with_guesses_that_do_not_know_the_noise(name, least, monkeypatch):
+    model = AutoModelForCausalLM.from_pretrained(zoo.path(name)).eval()
+    tokenizer = AutoTokenizer.from_pretrained(zoo.path("base"))
+    texts = [json.loads(line)["prompt"] for line in (zoo.ASSETS / "prompts.jsonl").read_text().splitlines()[:2]]
+
+    def tokens_per_step() -> float:
+        accepted = []
+        for text in texts:
+            torch.manual_seed(0)
+            call = {"do_sample": True, "top_k": 0, "max_new_tokens": 48, "return_dict_in_generate": True}
+            accepted += model.generate(**tokenizer(text, return_tensors="pt"), **call).accepted_lengths[0].tolist()
+        return sum(accepted) / len(accepted)
+
+    knowing = tokens_per_step()
+    monkeypatch.setattr(rules.Rules, "tilt", lambda self, noise: torch.zeros_like(noise))
+    assert knowing > least * tokens_per_step()
+
+
+class Nothing(LogitsProcessor):
+    """Leaves no token, or no number."""
+
+    def __init__(self, score):
+        self.score = score
+
+    def __call__(self, input_ids, scores):
+        return torch.full_like(scores, self.score) if input_ids.shape[1] > 11 else scores
+
+    def for_rows(self, rows):
+        return self
+
+
+@pytest.mark.parametrize("acceptance", ["exact", "rejection"])
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("score", [float("nan"), float("-inf")], ids=str)
+def test_what_is_no_distribution_is_refused_as_by_the_base(score, rows, acceptance):
+    model = FAMILIES[0].build(shared_base("llama-gqa"))
+    call = {**prompt(rows), "do_sample": True, "logits_processor": [Nothing(score)], "eos_token_id": None}
+    for generate in (model.base.generate, partial(model.generate, acceptance=acceptance, draft_tree=TREE)):
+        with pytest.raises(RuntimeError, match="^probability tensor contains either `inf`, `nan` or element < 0"):
+            generate(**call, max_new_tokens=9)
