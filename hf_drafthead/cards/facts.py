@@ -14,7 +14,7 @@ from huggingface_hub.utils import validate_repo_id
 from safetensors import safe_open
 from transformers.configuration_utils import PreTrainedConfig
 
-from hf_drafthead.cards.identity import heads_hash
+from hf_drafthead.generation.identity import heads_hash
 from hf_drafthead.generation.settings import DraftSettings
 from hf_drafthead.generation.tree import DraftTree
 from hf_drafthead.modeling.config import ABOUT_THE_BASE, MODEL_TYPE_PREFIX, DraftHeadConfig

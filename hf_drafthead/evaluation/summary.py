@@ -11,7 +11,8 @@ from huggingface_hub.errors import NotASafetensorsRepoError, SafetensorsParsingE
 from transformers.configuration_utils import PreTrainedConfig
 
 from hf_drafthead.evaluation.loading import one_line, read_config
-from hf_drafthead.evaluation.speed import device_name, drafted
+from hf_drafthead.evaluation.speed import drafted
+from hf_drafthead.generation.identity import device_name
 from hf_drafthead.generation.settings import DraftSettings
 from hf_drafthead.generation.tree import DraftTree
 from hf_drafthead.modeling.checkpoint import HTTP_ERROR, checkpoint_files, read_generation_settings, why_refused

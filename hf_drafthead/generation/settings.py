@@ -6,7 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+from transformers.utils import logging
+
+from hf_drafthead.generation.entries import Situation, matching, tree_of
 from hf_drafthead.generation.tree import DraftTree
+
+logger = logging.get_logger(__name__)
 
 DEFAULT_TREE = "mc_sim_7b_63"  # the 64 nodes that the Medusa and Hydra papers' code drafts
 ACCEPTANCES = ("exact", "typical")
@@ -20,7 +25,8 @@ class DraftSettings:
         draft_tree: name of a published tree, rank paths, or a `DraftTree`.
         acceptance: "exact", or "typical" (Medusa's lossy rule).
         posterior_threshold, posterior_alpha: epsilon and delta of typical acceptance, both from 0 to 1.
-        calibration: which tree was measured to be the fastest, an entry for each device, dtype and batch size.
+        calibration: which tree was measured to be the fastest, an entry for each situation (see `generation.entries`);
+            the entry that fits a call comes before `draft_tree`.
 
     Raises:
         TypeError: a setting of another type.
@@ -85,6 +91,23 @@ class DraftSettings:
             TypeError, ValueError: no such tree, or one that does not fit.
         """
         return replace(self, draft_tree=DraftTree.resolve(self.draft_tree, max_depth, vocabulary))
+
+    def calibrated(self, situation: Situation, max_depth: int | None, vocabulary: int) -> DraftSettings:
+        """The same settings with the tree that was measured in this situation.
+
+        Where none of the entries fits, the settings stay as they are, with one notice.
+
+        Raises:
+            ValueError: the entry that fits is damaged.
+        """
+        entry = matching(self.calibration, situation)
+        if entry is None:
+            logger.warning_once(
+                f"These heads were calibrated, but not for this call ({situation}): draft_tree is used; run "
+                "`hf-drafthead calibrate` to measure the tree for it."
+            )
+            return self
+        return replace(self, draft_tree=tree_of(entry, max_depth, vocabulary))
 
     @property
     def tree(self) -> DraftTree:
