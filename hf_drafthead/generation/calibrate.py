@@ -29,6 +29,7 @@ from hf_drafthead.generation.calibration import (
     rank_paths,
 )
 from hf_drafthead.generation.entries import Situation, matching, merged
+from hf_drafthead.generation.ladder import CostCurve
 from hf_drafthead.generation.settings import DraftSettings
 from hf_drafthead.generation.tree import MAX_NODES, DraftTree, RankPath
 
@@ -82,39 +83,6 @@ class Worth:
     def tree(self, nodes: int) -> DraftTree:
         """The best tree of so many nodes, root included."""
         return DraftTree(self.paths[: nodes - 1])
-
-
-@dataclass(frozen=True)
-class CostCurve:
-    """Seconds of a step by its nodes: measured points, made monotone, and straight lines between them.
-
-    >>> curve = CostCurve.through([(2, 1.0), (8, 4.0), (16, 3.0)])
-    >>> curve.points, curve.at(5), curve.at(100)
-    ([(2, 1.0), (8, 3.5), (16, 3.5)], 2.25, 3.5)
-    """
-
-    points: list[tuple[int, float]]
-
-    @classmethod
-    def through(cls, measured: Sequence[tuple[int, float]]) -> CostCurve:
-        """The curve that never falls and is nearest to the measured points (pool adjacent violators)."""
-        pools: list[list[float]] = []
-        for _, seconds in sorted(measured):
-            pools.append([seconds])
-            while len(pools) > 1 and statistics.mean(pools[-2]) > statistics.mean(pools[-1]):
-                dear = pools.pop()
-                pools[-1] += dear
-        level = [statistics.mean(pool) for pool in pools for _ in pool]
-        return cls(list(zip((nodes for nodes, _ in sorted(measured)), level)))
-
-    def at(self, nodes: int) -> float:
-        """Seconds of a step of so many nodes; outside of the measured sizes those of the nearest one."""
-        if nodes <= self.points[0][0]:
-            return self.points[0][1]
-        for (low, cheap), (high, dear) in zip(self.points, self.points[1:]):
-            if nodes <= high:
-                return cheap + (dear - cheap) * (nodes - low) / (high - low)
-        return self.points[-1][1]
 
 
 def calibrate(
@@ -258,7 +226,8 @@ def measured_costs(
         settings: of `generate`.
     """
     most = len(worth.paths) + 1
-    trees = {nodes: worth.tree(nodes) for nodes in sorted({*(n for n in COSTED if n < most), most})}
+    sizes = sorted({*(nodes for nodes in COSTED if nodes < most), most})
+    trees = {1: DraftTree.root_alone(), **{nodes: worth.tree(nodes) for nodes in sizes}}
     plain = {name: value for name, value in settings.items() if name != "cache_implementation"}
     lengths = {"max_new_tokens": COST_TOKENS, "min_new_tokens": None, "eos_token_id": None}
     seconds: dict[int, list[float]] = {nodes: [] for nodes in (0, *trees)}
@@ -287,9 +256,7 @@ def check_prompts(model: Any, prompts: Sequence[torch.Tensor], new_tokens: int) 
         ValueError: there is none; one is empty, or leaves the base no room for the new tokens.
     """
     if not prompts:
-        raise ValueError(
-            "there is no prompt to calibrate on: give some, at least as many as the largest batch has rows."
-        )
+        raise ValueError("there is no prompt to calibrate on: give some, or none at all for the base's own.")
     positions = getattr(model.base.config.get_text_config(decoder=True), "max_position_embeddings", None)
     for number, prompt in enumerate(prompts, start=1):
         if not len(prompt):

@@ -114,6 +114,7 @@ class Capture:
         base, rows = self.model.base, state.rows
         return (
             step.tree,
+            step.slots,
             whole(step),
             rows.lengths.shape[0],
             rows.lengths.device,
@@ -186,7 +187,7 @@ class CapturedStep:
     ahead = 0
 
     def __init__(self, captured: Captured, step: Step, state: DecodingState):
-        self.captured, self.step = captured, step
+        self.captured, self.step, self.tree = captured, step, step.tree
         self.first: tuple[Walk, dict[str, float]] | None = None
         self._fix(state)
 
@@ -211,7 +212,7 @@ class CapturedStep:
 
     def _fix(self, state: DecodingState) -> None:
         """Give all tensors of the call the shapes for the next stretch of text."""
-        depth, nodes = self.step.tree.max_depth + 1, self.step.tree.num_nodes
+        depth, nodes = self.step.tree.max_depth + 1, self.step.slots
         past = max(state.lengths) + state.past_shift
         left = int(state.limits.max_length) - max(state.lengths)
         capacity = past + min(left, AHEAD) + 2 * depth

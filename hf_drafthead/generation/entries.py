@@ -69,7 +69,12 @@ def tree_of(entry: dict[str, Any], max_depth: int | None, vocabulary: int) -> Dr
             raise TypeError(f"its tree is of type {type(paths).__name__}, expected a list of rank paths.")
         return DraftTree.resolve(paths, max_depth, vocabulary)
     except (TypeError, ValueError) as error:
-        raise ValueError(
-            f"the calibration entry for {entry.get('device')}, batch size {entry.get('batch_size')}, is damaged "
-            f"({error}): run `hf-drafthead calibrate` again, or give draft_tree=."
-        ) from None
+        raise damaged(entry, error) from None
+
+
+def damaged(entry: dict[str, Any], error: Exception) -> ValueError:
+    """One line about an entry that cannot be used."""
+    return ValueError(
+        f"the calibration entry for {entry['device']}, batch size {entry['batch_size']}, is damaged "
+        f"({' '.join(str(error).split())[:300]}): run `hf-drafthead calibrate` again, or give draft_tree=."
+    )

@@ -8,12 +8,15 @@ from typing import Any
 
 from transformers.utils import logging
 
+from hf_drafthead.generation.dynamic import DynamicTree, Tree, resolve
 from hf_drafthead.generation.entries import Situation, matching, tree_of
+from hf_drafthead.generation.ladder import Ladder
 from hf_drafthead.generation.tree import DraftTree
 
 logger = logging.get_logger(__name__)
 
 DEFAULT_TREE = "mc_sim_7b_63"  # the 64 nodes that the Medusa and Hydra papers' code drafts
+AUTO = "auto"  # in each step the tree that pays most, of those that were calibrated
 ACCEPTANCES = ("exact", "typical")
 
 
@@ -22,7 +25,8 @@ class DraftSettings:
     """How one call drafts and accepts; a generation config stores the same fields.
 
     Args:
-        draft_tree: name of a published tree, rank paths, or a `DraftTree`.
+        draft_tree: name of a published tree, rank paths, a `DraftTree`; "dynamic", {"dynamic": {"nodes": 32,
+            "depth": 6, "width": 8}} or a `DynamicTree`; "auto".
         acceptance: "exact", or "typical" (Medusa's lossy rule).
         posterior_threshold, posterior_alpha: epsilon and delta of typical acceptance, both from 0 to 1.
         calibration: which tree was measured to be the fastest, an entry for each situation (see `generation.entries`);
@@ -81,7 +85,7 @@ class DraftSettings:
         return cls(**{**cls.stored_in(config), **given})
 
     def resolved(self, max_depth: int | None, vocabulary: int) -> DraftSettings:
-        """The same settings, with the tree itself in the place of its name or rank paths.
+        """The same settings, with the tree itself in the place of its name or rank paths; "auto" stays.
 
         Args:
             max_depth: deepest level that the drafter can guess; None if there is no limit.
@@ -90,12 +94,14 @@ class DraftSettings:
         Raises:
             TypeError, ValueError: no such tree, or one that does not fit.
         """
-        return replace(self, draft_tree=DraftTree.resolve(self.draft_tree, max_depth, vocabulary))
+        if self.draft_tree == AUTO:  # which trees these are depends on the call, see `calibrated`
+            return self
+        return replace(self, draft_tree=resolve(self.draft_tree, max_depth, vocabulary))
 
     def calibrated(self, situation: Situation, max_depth: int | None, vocabulary: int) -> DraftSettings:
-        """The same settings with the tree that was measured in this situation.
+        """The same settings with the tree that was measured in this situation; with "auto", with a `Ladder`.
 
-        Where none of the entries fits, the settings stay as they are, with one notice.
+        Where none of the entries fits, `draft_tree` is kept (the default tree for "auto"), with one notice.
 
         Raises:
             ValueError: the entry that fits is damaged.
@@ -103,14 +109,19 @@ class DraftSettings:
         entry = matching(self.calibration, situation)
         if entry is None:
             logger.warning_once(
-                f"These heads were calibrated, but not for this call ({situation}): draft_tree is used; run "
-                "`hf-drafthead calibrate` to measure the tree for it."
+                f"These heads were not calibrated for this call ({situation}): "
+                f"{DEFAULT_TREE if self.draft_tree == AUTO else 'draft_tree'} is used; run `hf-drafthead calibrate` to "
+                "measure the tree for it."
             )
+            if self.draft_tree == AUTO:
+                return replace(self, draft_tree=DEFAULT_TREE).resolved(max_depth, vocabulary)
             return self
+        if self.draft_tree == AUTO:
+            return replace(self, draft_tree=Ladder.of(entry, max_depth, vocabulary))
         return replace(self, draft_tree=tree_of(entry, max_depth, vocabulary))
 
     @property
-    def tree(self) -> DraftTree:
-        """The tree of resolved settings."""
-        assert isinstance(self.draft_tree, DraftTree)
+    def tree(self) -> Tree | Ladder:
+        """The tree of resolved settings, or the trees."""
+        assert isinstance(self.draft_tree, (DraftTree, DynamicTree, Ladder))
         return self.draft_tree

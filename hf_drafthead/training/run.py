@@ -112,7 +112,7 @@ def train_heads(
         answer_tokens: of the base's answers from which the expected tokens per step are computed.
         resume: go on from the last whole checkpoint in `output`.
         dry_run: stop before the training, with what it would take as the summary; no file is left in `output`.
-        calibrate_tree: at the end, measure which tree is fastest here for one row at a time, and save it with the heads.
+        calibrate_tree: at the end, measure which tree is fastest here at batch size 1, and save it with the heads.
         load: arguments for loading base or heads (`dtype`, `device_map`, `quantization_config`, ...).
         tell: is given what became of the data and what the training will take, before it begins, in one process only;
             by default both are logged.
