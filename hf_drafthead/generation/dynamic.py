@@ -113,7 +113,7 @@ def resolve(tree: Any, max_depth: int | None, vocabulary: int) -> Tree:
         if fitting != tree:
             raise ValueError(
                 f"draft_tree is a dynamic tree of {tree.nodes} nodes, depth {tree.depth} and width {tree.width}, but "
-                f"these heads fill {fitting.nodes} nodes, depth {fitting.depth} and width {fitting.width}: ask for that."
+                f"these heads fill {fitting.nodes} nodes, depth {fitting.depth}, width {fitting.width}: ask for that."
             )
         return tree
     return DraftTree.resolve(tree, max_depth, vocabulary)
