@@ -1,4 +1,4 @@
-"""`draft_tree="auto"`: the base's own text, with trees while they pay, without where they do not, and with them again."""
+"""`draft_tree="auto"`: the base's own text, with trees while they pay, and without where they do not."""
 
 import copy
 
