@@ -88,9 +88,8 @@ def test_info_shows_what_was_calibrated(folder, run, capsys):
 )
 def test_bad_input_is_one_line(run, folder, arguments, line):
     code, _, err = run(*(word.format(folder=folder) for word in arguments))
-    assert (
-        code == 2 and line in err.strip().splitlines()[-1] and err.strip().splitlines()[-1].startswith("hf-drafthead: ")
-    )
+    said = err.strip().splitlines()[-1]
+    assert code == 2 and line in said and said.startswith("hf-drafthead: ")
     assert stored(folder) == []
 
 

@@ -120,7 +120,10 @@ def trees(
 
     console = output()
     if name is not None:
-        console.print(Text(parse_tree(name).draw()))
+        chosen = parse_tree(name)
+        if not isinstance(chosen, DraftTree):
+            raise ValueError(f"{name!r} has another shape in every step: give a published tree's name, or rank paths.")
+        console.print(Text(chosen.draw()))
         return
     width = max(map(len, published_trees()))
     for published in published_trees():
