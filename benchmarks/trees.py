@@ -155,8 +155,11 @@ def tables(found: Sequence[dict[str, Any]]) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("families", nargs="*", default=list(FAMILIES))
-    found = [measure(family) for family in parser.parse_args().families]
-    RESULTS.write_text(json.dumps(found, indent=1) + "\n")
+    for family in parser.parse_args().families:
+        found = measure(family)
+        known = json.loads(RESULTS.read_text()) if RESULTS.is_file() else []
+        every = sorted([*(one for one in known if one["family"] != family), found], key=lambda one: one["family"])
+        RESULTS.write_text(json.dumps(every, indent=1) + "\n")
     print("\n\n".join(tables(json.loads(RESULTS.read_text()))))
 
 

@@ -171,7 +171,16 @@ def info(
         console.print(Text(found.tree.draw()))
     elif found.settings.get("draft_tree") is not None:
         console.print(Text(printable(f"{'draft tree':<14} {found.settings['draft_tree']}")), soft_wrap=True)
-    for entry in found.settings.get("calibration") or []:
-        told = ", ".join(f"{name} {entry[name]}" for name in SITUATION if name in entry)
-        console.print(Text(printable(f"{'calibrated':<14} {len(entry.get('tree') or []) + 1} nodes: {told}")))
+    for line in calibrated(found.settings.get("calibration")):
+        console.print(Text(printable(f"{'calibrated':<14} {line}")), soft_wrap=True)
     write_json(json_path, {**found.to_json(), **({} if tried is None else {"probe": vars(tried)})})
+
+
+def calibrated(entries: Any) -> list[str]:
+    """A line for each entry of a calibration, as far as it can be read."""
+    lines = []
+    for entry in entries if isinstance(entries, list) else []:
+        if isinstance(entry, dict) and isinstance(entry.get("tree"), list):
+            told = ", ".join(f"{name} {entry[name]}" for name in SITUATION if name in entry)
+            lines.append(f"{len(entry['tree']) + 1} nodes: {told}")
+    return lines

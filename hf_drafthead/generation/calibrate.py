@@ -192,7 +192,7 @@ def worth_of_trees(
     """
     ranks = []
     for first in range(0, len(prompts), TEXTS_AT_ONCE):
-        texts = own_texts(model, prompts[first : first + TEXTS_AT_ONCE], new_tokens, **settings)
+        texts = own_texts(model, prompts[first : first + TEXTS_AT_ONCE], new_tokens, draft_tree=[[0]], **settings)
         ranks += _ranks_by_text(model, texts)
     grow = METHODS[method]
 
