@@ -28,6 +28,7 @@ from transformers import CompileConfig, GenerationConfig
 from transformers.utils import logging
 
 from hf_drafthead.generation.acceptance import walk_on_device
+from hf_drafthead.generation.regions import layers_once
 from hf_drafthead.generation.state import DecodingState, Limits, Rows, Walk
 from hf_drafthead.generation.step import Step, commit, draft, verify
 
@@ -90,7 +91,8 @@ class Capture:
                 captured = Captured(step, self.config)
             captured_step = CapturedStep(captured, step, state)
             if captured.seconds is None:
-                captured_step.first = captured_step(state)
+                with layers_once(self.model.base):
+                    captured_step.first = captured_step(state)
                 logger.warning(
                     f"a step of {step.tree.num_nodes} nodes for {state.rows.lengths.shape[0]} row(s) was compiled in "
                     f"{captured.seconds:.1f} s; it is kept for later calls."

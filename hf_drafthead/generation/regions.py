@@ -1,0 +1,92 @@
+"""The decoder layers of a captured step are compiled once for all of them.
+
+`torch.compiler.nested_compile_region` reuses what it has traced for a function whose inputs look the same: modules of
+the same kind, tensors of the same shapes, and plain numbers. A decoder layer is given a cache, which is none of these;
+while a program is traced it gets the tensors of its own `SlotLayer` instead.
+
+What a region returns has to be used: a region that only writes to its inputs is dropped by inductor (torch 2.13).
+
+Shapes: B rows, n nodes of one forward, S slots, H key/value heads, E head size.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+CACHE_ARGUMENTS = ("past_key_values", "past_key_value", "layer_past")
+# before this argument came (torch 2.13) every layer is traced anew, and nothing is saved
+REUSED = "reuse_hash_fn" in inspect.signature(torch.compiler.nested_compile_region).parameters
+
+
+class OneLayer:
+    """The cache as a single decoder layer sees it: keys and values (B, H, S, E) of a `SlotCache` with fixed shapes."""
+
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor, first: int):
+        self.keys, self.values, self.first = keys, values, first
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
+        """Write the nodes' (B, H, n, E), as `SlotLayer.update` does; returns what is attended to."""
+        nodes = slice(self.first, self.first + key_states.shape[-2])
+        self.keys[..., nodes, :] = key_states
+        self.values[..., nodes, :] = value_states
+        return self.keys[..., self.first :, :], self.values[..., self.first :, :]
+
+
+@torch.compiler.nested_compile_region
+def _layer(
+    layer: nn.Module, name: str, keys: torch.Tensor, values: torch.Tensor, first: int, args: tuple, given: dict
+) -> Any:
+    return type(layer).forward(layer, *args, **given, **{name: OneLayer(keys, values, first)})
+
+
+@contextlib.contextmanager
+def layers_once(base: nn.Module) -> Iterator[None]:
+    """Let every kind of decoder layer of a base be traced once, by a compiler that traces meanwhile."""
+    changed = list(repeated(base)) if REUSED else []
+    for layer in changed:
+        layer.forward = _through(layer)
+    try:
+        yield
+    finally:
+        for layer in changed:
+            del layer.forward
+
+
+def repeated(base: nn.Module) -> Iterator[nn.Module]:
+    """The decoder layers: modules of one class in one list, which are given a cache and know their number in it."""
+    for modules in base.modules():
+        if isinstance(modules, nn.ModuleList) and len(modules) > 1 and len(set(map(type, modules))) == 1:
+            for module in modules:
+                if _cache_argument(module) and _number(module) is not None and "forward" not in module.__dict__:
+                    yield module
+
+
+def _through(layer: nn.Module) -> Callable:
+    """The forward of a layer, which hands tensors in place of the cache to the region."""
+    name, number = str(_cache_argument(layer)), _number(layer)
+
+    def forward(*args: Any, **given: Any) -> Any:
+        cache: Any = given.get(name)
+        if not (torch.compiler.is_compiling() and getattr(cache, "fixed", False)):
+            return type(layer).forward(layer, *args, **given)
+        rest = {key: value for key, value in given.items() if key != name}
+        keys, values = cache.layers[number].views()
+        return _layer(layer, name, keys, values, cache.nodes - cache.placed, args, rest)
+
+    return forward
+
+
+def _cache_argument(layer: nn.Module) -> str | None:
+    known = inspect.signature(type(layer).forward).parameters
+    return next((name for name in CACHE_ARGUMENTS if name in known), None)
+
+
+def _number(layer: nn.Module) -> int | None:
+    found = {getattr(module, "layer_idx", None) for module in layer.modules()} - {None}
+    return int(found.pop()) if len(found) == 1 else None  # type: ignore[arg-type]
