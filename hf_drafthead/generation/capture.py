@@ -89,6 +89,8 @@ class Capture:
             captured = programs.made.get(key)
             if captured is None:
                 captured = Captured(step, self.config)
+                for tensors in (step.tree.topology, step.tree.levels):  # else they would be made in every step
+                    tensors(state.rows.lengths.device)
             captured_step = CapturedStep(captured, step, state)
             if captured.seconds is None:
                 with layers_once(self.model.base):
