@@ -31,6 +31,7 @@ from hf_drafthead.generation.acceptance import walk_on_device
 from hf_drafthead.generation.regions import layers_once
 from hf_drafthead.generation.state import DecodingState, Limits, Rows, Walk
 from hf_drafthead.generation.step import Step, commit, draft, verify
+from hf_drafthead.generation.tree import DraftTree
 
 logger = logging.get_logger(__name__)
 
@@ -89,8 +90,9 @@ class Capture:
             captured = programs.made.get(key)
             if captured is None:
                 captured = Captured(step, self.config)
-                for tensors in (step.tree.topology, step.tree.levels):  # else they would be made in every step
-                    tensors(state.rows.lengths.device)
+                if isinstance(step.tree, DraftTree):  # else its tensors would be made in every step
+                    for tensors in (step.tree.topology, step.tree.levels):
+                        tensors(state.rows.lengths.device)
             captured_step = CapturedStep(captured, step, state)
             if captured.seconds is None:
                 with layers_once(self.model.base):
