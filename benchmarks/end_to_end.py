@@ -43,7 +43,7 @@ from hf_drafthead.zoo.tokenizer import pack
 
 HERE = Path(__file__).resolve().parent
 LINE = "\n"
-TREE_SIZES = {1: (8, 12, 16, 24), 8: (4, 6, 8)}  # nodes that are tried, by the smallest batch size they are for
+TREE_SIZES = {1: (8, 12, 16), 8: (4, 6)}  # nodes that are tried, by the smallest batch size they are for
 
 
 def trained_assistant(folder: Path, steps: int) -> Path:

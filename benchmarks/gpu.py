@@ -25,7 +25,7 @@ from step import SHAPES, measure, random_model, show
 
 from hf_drafthead import DraftTree
 from hf_drafthead.evaluation.loading import one_line
-from hf_drafthead.evaluation.speed import device_name
+from hf_drafthead.generation.identity import device_name
 from hf_drafthead.generation.settings import DEFAULT_TREE
 
 HERE = Path(__file__).resolve().parent

@@ -14,8 +14,8 @@ from huggingface_hub.utils import validate_repo_id
 from safetensors import safe_open
 from transformers.configuration_utils import PreTrainedConfig
 
-from hf_drafthead.cards.identity import heads_hash
-from hf_drafthead.generation.settings import DraftSettings
+from hf_drafthead.generation.identity import heads_hash
+from hf_drafthead.generation.settings import AUTO, DraftSettings
 from hf_drafthead.generation.tree import DraftTree
 from hf_drafthead.modeling.config import ABOUT_THE_BASE, MODEL_TYPE_PREFIX, DraftHeadConfig
 from hf_drafthead.modeling.families import BY_MODEL_TYPE
@@ -66,7 +66,7 @@ class Facts:
     tree: DraftTree | None
     tree_name: str | None
     tree_cut: bool
-    dynamic_tree: bool
+    dynamic_tree: str | None  # dynamic or auto, where steps have trees of their own
     settings: dict[str, Any]
     calibration: list[dict[str, Any]]
     training: dict[str, Any]
@@ -107,7 +107,7 @@ def read_facts(folder: Path, model: Any = None) -> Facts:
     named = config.get("base_model_name_or_path")
     heads = config.get("num_draft_heads")
     chosen = settings.get("draft_tree")
-    dynamic = chosen == "dynamic"
+    dynamic = AUTO if chosen == AUTO else "dynamic" if chosen == "dynamic" or isinstance(chosen, dict) else None
     usual = SHARED | {field.name for field in fields(PreTrainedConfig)}
     tree = None
     if chosen is not None and not dynamic:

@@ -19,10 +19,24 @@ from hf_drafthead.cli import (  # each adds its commands to the application
     page,
     publish,
     train,
+    trees,
 )
 from hf_drafthead.cli.common import app, complain
 
-__all__ = ["app", "chat", "demo", "distill", "formats", "main", "measure", "models", "page", "publish", "train"]
+__all__ = [
+    "app",
+    "chat",
+    "demo",
+    "distill",
+    "formats",
+    "main",
+    "measure",
+    "models",
+    "page",
+    "publish",
+    "train",
+    "trees",
+]
 
 UsageError: Any = typer.BadParameter.__base__  # of click, which typer brings along without exporting this
 

@@ -30,7 +30,8 @@ Template = Annotated[
     Path | None, typer.Option("--chat-template", metavar="FILE", help="Jinja template, instead of the tokenizer's.")
 ]
 Tree = Annotated[
-    str | None, typer.Option(help="Draft tree: a published one's name, rank paths as JSON, or a JSON file.")
+    str | None,
+    typer.Option(help="Draft tree: a published one's name, rank paths as JSON, a JSON file, dynamic, or auto."),
 ]
 Temperature = Annotated[
     float | None, typer.Option(min=0.0, help="0 is greedy; without it the model's own settings hold.")
@@ -55,9 +56,15 @@ Json = Annotated[Path | None, typer.Option("--json", metavar="PATH", help="Write
 
 
 def parse_tree(given: str) -> Any:
-    """A draft tree from the command line: rank paths as JSON, a file that holds them, or a published tree's name."""
+    """A draft tree from the command line: rank paths as JSON, a file that holds them, or a published tree's name; else
+    "dynamic", sizes of a dynamic tree as JSON, or "auto"."""
+    from hf_drafthead.generation.settings import AUTO
     from hf_drafthead.generation.tree import DraftTree
 
+    if given in ("dynamic", AUTO):
+        return given
+    if given.lstrip().startswith("{"):
+        return dynamic_of(given)
     if given.lstrip().startswith("["):
         return DraftTree.from_json(given)
     if given.endswith(".json"):
@@ -65,6 +72,18 @@ def parse_tree(given: str) -> Any:
             raise OSError(f"there is no tree file {given!r}: give a file of rank paths such as [[0], [1], [0, 0]].")
         return DraftTree.from_json(Path(given).read_text(encoding="utf-8"))
     return DraftTree.from_name(given)
+
+
+def dynamic_of(given: str) -> Any:
+    """The sizes of a dynamic tree, checked."""
+    from hf_drafthead.generation.dynamic import resolve
+
+    try:
+        found = json.loads(given)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f'--tree {given[:40]!r} is not JSON ({error}): give {{"dynamic": {{"nodes": 32}}}}.') from None
+    resolve(found, None, 2**31)
+    return found
 
 
 def parse_options(given: list[str]) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from hf_drafthead.cli.common import (
     RemoteCode,
     Settings,
     Template,
+    Tree,
     app,
     bar,
     check_writable,
@@ -62,9 +63,7 @@ def bench(
     captured: Annotated[
         bool, typer.Option("--captured", help='Compile the heads\' steps, as cache_implementation="static" does.')
     ] = False,
-    tree: Annotated[
-        str | None, typer.Option(help="Draft tree: a published one's name, rank paths as JSON, or a JSON file.")
-    ] = None,
+    tree: Tree = None,
     settings: Settings = None,
     device: Device = None,
     dtype: Dtype = "auto",

@@ -33,6 +33,9 @@ from hf_drafthead.cli.common import (
     write_picture,
 )
 
+SITUATION = ("device", "dtype", "batch_size", "captured")
+APART = ("draft_tree", "calibration")  # settings that have lines of their own
+
 
 @app.command()
 def generate(
@@ -149,7 +152,7 @@ def info(
         "parameters": f"{found.parameters:,}",
         "memory added": f"{found.memory / 2**20:.1f} MiB ({found.dtype})",
         "heads": ", ".join(f"{name}={value}" for name, value in found.fields.items()),
-        "settings": ", ".join(f"{name}={value}" for name, value in found.settings.items() if name != "draft_tree"),
+        "settings": ", ".join(f"{name}={value}" for name, value in found.settings.items() if name not in APART),
     }
     if tried is not None:
         rows["on its base"] = (
@@ -168,4 +171,18 @@ def info(
         named = f"{printable(chosen)}: " if isinstance(chosen, str) else ""
         console.print(f"{'draft tree':<14} {named}{found.tree.num_nodes} nodes, each line a rank among its siblings")
         console.print(Text(found.tree.draw()))
+    elif found.settings.get("draft_tree") is not None:
+        console.print(Text(printable(f"{'draft tree':<14} {found.settings['draft_tree']}")), soft_wrap=True)
+    for line in calibrated(found.settings.get("calibration")):
+        console.print(Text(printable(f"{'calibrated':<14} {line}")), soft_wrap=True)
     write_json(json_path, {**found.to_json(), **({} if tried is None else {"probe": vars(tried)})})
+
+
+def calibrated(entries: Any) -> list[str]:
+    """A line for each entry of a calibration, as far as it can be read."""
+    lines = []
+    for entry in entries if isinstance(entries, list) else []:
+        if isinstance(entry, dict) and isinstance(entry.get("tree"), list):
+            told = ", ".join(f"{name} {entry[name]}" for name in SITUATION if name in entry)
+            lines.append(f"{len(entry['tree']) + 1} nodes: {told}")
+    return lines

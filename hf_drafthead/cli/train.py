@@ -14,6 +14,7 @@ from hf_drafthead.cli.common import (
     read_template,
     write_json,
 )
+from hf_drafthead.cli.trees import told
 from hf_drafthead.modeling.families import FAMILIES
 
 
@@ -43,6 +44,9 @@ def train(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Show what the training would take (memory, steps, time), then stop.")
     ] = False,
+    calibrate: Annotated[
+        bool, typer.Option("--calibrate/--no-calibrate", help="At the end, measure which draft tree is fastest here.")
+    ] = True,
     json_path: Json = None,
 ) -> None:
     """Train draft heads and show what they will be worth; defaults are the recipe of the family's paper."""
@@ -77,6 +81,7 @@ def train(
         answer_tokens=answer_tokens,
         resume=resume,
         dry_run=dry_run,
+        calibrate_tree=calibrate,
         load=load,
         tell=lambda line: console.print(line, soft_wrap=True),
         **arguments,
@@ -86,6 +91,8 @@ def train(
     if not dry_run:
         for line in outcome(trained.summary):
             console.print(line)
+        for entry in trained.model.generation_config.to_dict().get("calibration") or []:
+            console.print(told(entry), soft_wrap=True)
         console.print(f"the heads are in {output_folder}", soft_wrap=True)
     write_json(json_path, trained.summary)
 

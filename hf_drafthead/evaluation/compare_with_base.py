@@ -8,7 +8,7 @@ from hf_drafthead.evaluation.bench import measure
 from hf_drafthead.evaluation.measurement import Measurement
 from hf_drafthead.evaluation.questions import Question
 from hf_drafthead.evaluation.speed import batched, fastest_tree
-from hf_drafthead.generation.settings import DEFAULT_TREE
+from hf_drafthead.generation.settings import AUTO, DEFAULT_TREE
 from hf_drafthead.generation.tree import DraftTree, RankPath
 
 SIZES = (8, 12, 16, 24, 32)  # nodes, root included
@@ -83,6 +83,7 @@ def candidate_trees(model: Any, sizes: Sequence[int] = SIZES) -> list[DraftTree]
     Calibration stores rank paths in the order of their worth, so the first n of them are the best tree of n + 1 nodes.
     """
     stored = getattr(model.generation_config, "draft_tree", None) or DEFAULT_TREE
+    stored = DEFAULT_TREE if stored in ("dynamic", AUTO) or isinstance(stored, dict) else stored
     if isinstance(stored, str):
         return [DraftTree.resolve(stored, model.drafter.max_depth, model.config.get_text_config().vocab_size)]
     paths = [tuple(path) for path in stored]

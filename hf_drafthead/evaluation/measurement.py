@@ -9,11 +9,10 @@ from typing import Any
 import torch
 import transformers
 
-from hf_drafthead.cards.identity import heads_hash
 from hf_drafthead.evaluation.acceptance import histogram, tokens_per_step, top_k_accuracy
 from hf_drafthead.evaluation.quality import METRIC
-from hf_drafthead.evaluation.speed import device_name
 from hf_drafthead.evaluation.stages import TimeSplit
+from hf_drafthead.generation.identity import device_name, drafter_hash
 
 BASE, HEADS, COMPILED = "base", "heads", "compiled"
 
@@ -208,11 +207,9 @@ def figures(rounds: Sequence[Round]) -> dict[str, Any]:
 
 def identity(model: Any) -> dict[str, str | None]:
     """`heads_hash` and `base_revision`: what was measured. There is no hash of weights that lie elsewhere."""
-    weights = [(f"drafter.{name}", weight) for name, weight in model.drafter.named_parameters()]
-    elsewhere = any(weight.is_meta for _, weight in weights)
     commit = getattr(model.base.config, "_commit_hash", None)
     return {
-        "heads_hash": None if elsewhere else heads_hash(weights),
+        "heads_hash": drafter_hash(model.drafter),
         "base_revision": commit or model.config.base_model_revision,
     }
 

@@ -236,8 +236,3 @@ def wait(device: torch.device) -> None:
     """Let queued work on a GPU end, so that a clock around it measures it."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def device_name(device: torch.device) -> str:
-    """The GPU's name, or the device's type."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type

@@ -11,8 +11,10 @@ from huggingface_hub.errors import NotASafetensorsRepoError, SafetensorsParsingE
 from transformers.configuration_utils import PreTrainedConfig
 
 from hf_drafthead.evaluation.loading import one_line, read_config
-from hf_drafthead.evaluation.speed import device_name, drafted
-from hf_drafthead.generation.settings import DraftSettings
+from hf_drafthead.evaluation.speed import drafted
+from hf_drafthead.generation.dynamic import resolve
+from hf_drafthead.generation.identity import device_name
+from hf_drafthead.generation.settings import AUTO, DraftSettings
 from hf_drafthead.generation.tree import DraftTree
 from hf_drafthead.modeling.checkpoint import HTTP_ERROR, checkpoint_files, read_generation_settings, why_refused
 from hf_drafthead.modeling.config import DraftHeadConfig
@@ -61,6 +63,7 @@ def summarize(name: str) -> Summary:
     sizes = {key: math.prod(shape) for key, (shape, _) in tensors.items()}
     text_config = config.get_text_config()
     chosen = settings.get("draft_tree")
+    drafted_tree = None if chosen in (None, AUTO) else resolve(chosen, config.max_depth, text_config.vocab_size)
     return Summary(
         model=name,
         family=config.family,
@@ -74,7 +77,7 @@ def summarize(name: str) -> Summary:
         dtype=", ".join(sorted({dtype for _, dtype in tensors.values()})),
         fields=family_fields(config),
         settings=settings,
-        tree=None if chosen is None else DraftTree.resolve(chosen, config.max_depth, text_config.vocab_size),
+        tree=drafted_tree if isinstance(drafted_tree, DraftTree) else None,
     )
 
 

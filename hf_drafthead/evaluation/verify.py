@@ -16,7 +16,8 @@ from hf_drafthead.evaluation.acceptance import guess_depths
 from hf_drafthead.evaluation.compare import with_reader
 from hf_drafthead.evaluation.measurement import identity
 from hf_drafthead.evaluation.near_tie import margin_of
-from hf_drafthead.evaluation.speed import device_name, drafted, steps_of
+from hf_drafthead.evaluation.speed import drafted, steps_of
+from hf_drafthead.generation.identity import device_name
 
 Tokens = list[int]
 

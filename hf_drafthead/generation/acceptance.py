@@ -22,6 +22,7 @@ import torch
 from hf_drafthead.generation.rules import Rules
 from hf_drafthead.generation.settings import DraftSettings
 from hf_drafthead.generation.state import NOT_A_DISTRIBUTION, Candidates, Limits, Rows, Walk, running
+from hf_drafthead.generation.tree import DraftTree
 
 
 def walk_on_device(
@@ -160,6 +161,7 @@ def preferred_choices(
         return typical_choices(p, candidates, reach, settings.posterior_threshold, settings.posterior_alpha)
     if not p.isfinite().all():
         raise RuntimeError(NOT_A_DISTRIBUTION)
+    assert isinstance(settings.tree, DraftTree)  # as the settings see to
     q = torch.zeros_like(p)
     for level, guesses in zip(settings.tree.levels(p.device), candidates.guesses):
         q[:, level.expanded] = guesses.chances(rules.temperature, p.shape[-1]).to(p)

@@ -10,7 +10,10 @@ Shapes: B rows, T tokens, S positions, K levels, V vocabulary, N nodes (root inc
 
 from __future__ import annotations
 
+import heapq
 from collections import Counter
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,6 +22,43 @@ from hf_drafthead.generation.tree import DraftTree, RankPath
 
 UNLIMITED_DEPTH = 5  # levels that are looked at where the drafter could go on for ever
 UNKNOWN = -1  # rank of a token behind the end of its row
+
+
+class Texts(NamedTuple):
+    """What a base wrote: input_ids (B, T) padded on the right, lengths of the prompts (B,) and of all of it (B,)."""
+
+    input_ids: torch.Tensor
+    prompt_lengths: torch.Tensor
+    lengths: torch.Tensor
+
+
+def own_texts(model: Any, prompts: Sequence[torch.Tensor], new_tokens: int, **settings: Any) -> Texts:
+    """Let a model continue some prompts, all at once.
+
+    Args:
+        model: with draft heads, in eval mode; its text is the base's own.
+        prompts: (P,) token ids each.
+        new_tokens: of each answer, at most.
+        settings: of `generate`.
+    """
+    device = model.base.get_input_embeddings().weight.device
+    starts = torch.tensor([len(prompt) for prompt in prompts], device=device)
+    width = int(starts.max())
+    rows = torch.zeros(len(prompts), width, dtype=torch.long, device=device)
+    for row, prompt in zip(rows, prompts, strict=True):
+        row[width - len(prompt) :] = prompt.to(device)
+    mask = (torch.arange(width, device=device) >= width - starts[:, None]).long()
+    config = model.generation_config
+    end = config.eos_token_id
+    ends = torch.as_tensor([] if end is None else end, device=device).view(-1)
+    pad = config.pad_token_id if config.pad_token_id is not None else 0
+    texts = model.generate(rows, attention_mask=mask, max_new_tokens=new_tokens, pad_token_id=pad, **settings)
+    ended = torch.isin(texts[:, width:], ends)
+    first_end = torch.where(ended.any(1), ended.int().argmax(1) + 1, texts.shape[1] - width)
+    texts = torch.stack(
+        [text.roll(-int(width - start)) for text, start in zip(texts, starts, strict=True)]
+    )  # prompts begin in the first column
+    return Texts(texts, starts, starts + first_end)
 
 
 @torch.no_grad()
@@ -151,6 +191,40 @@ def grow_tree(ranks: torch.Tensor, nodes: int) -> list[RankPath]:
     worth = _worth(ranks)
     # a parent is worth at least as much as its children and is shorter, so it always comes first
     return sorted(worth, key=lambda path: (-worth[path], len(path), path))[: nodes - 1]
+
+
+def grow_tree_by_product(ranks: torch.Tensor, nodes: int) -> list[RankPath]:
+    """As `grow_tree`, with Medusa's estimate of a node's worth (arXiv 2401.10774, section 2.3.3).
+
+    The worth of (r_1, ..., r_d) is the product of the shares in which head i had the next token at rank r_i, as if the
+    heads guessed independently of each other. Ties go to the shorter path, then to the lower ranks.
+    """
+    if nodes < 2:
+        raise ValueError(f"a tree of {nodes} nodes drafts nothing: ask for at least 2, the root and one guess.")
+    ranks = ranks.flatten(0, -2)
+    ranks = ranks[ranks[:, -1] != UNKNOWN]
+    shares: list[list[float]] = []  # of each level, by rank
+    for level in ranks.T if len(ranks) else []:
+        shares.append((level.bincount().double() / len(ranks)).tolist())
+    chosen: list[RankPath] = []
+    ranked = [sorted(range(len(level)), key=level.__getitem__, reverse=True) for level in shares]
+    # a path waits as (worth, length, path, places of its ranks in `ranked`, worth of its parent)
+    waiting: list[tuple[float, int, RankPath, RankPath, float]] = []
+    if shares:
+        waiting.append((-shares[0][ranked[0][0]], 1, (ranked[0][0],), (0,), 1.0))
+    while waiting and len(chosen) < nodes - 1:
+        worth, depth, path, places, above = heapq.heappop(waiting)
+        if not worth:
+            break
+        chosen.append(path)
+        if depth < len(shares):
+            best = ranked[depth][0]
+            heapq.heappush(waiting, (worth * shares[depth][best], depth + 1, (*path, best), (*places, 0), -worth))
+        if (place := places[-1] + 1) < len(ranked[depth - 1]):
+            rank = ranked[depth - 1][place]
+            sibling = (*path[:-1], rank)
+            heapq.heappush(waiting, (-above * shares[depth - 1][rank], depth, sibling, (*places[:-1], place), above))
+    return chosen
 
 
 def _worth(ranks: torch.Tensor) -> Counter[RankPath]:

@@ -31,6 +31,7 @@ from hf_drafthead.generation.acceptance import walk_on_device
 from hf_drafthead.generation.regions import layers_once
 from hf_drafthead.generation.state import DecodingState, Limits, Rows, Walk
 from hf_drafthead.generation.step import Step, commit, draft, verify
+from hf_drafthead.generation.tree import DraftTree
 
 logger = logging.get_logger(__name__)
 
@@ -89,8 +90,9 @@ class Capture:
             captured = programs.made.get(key)
             if captured is None:
                 captured = Captured(step, self.config)
-                for tensors in (step.tree.topology, step.tree.levels):  # else they would be made in every step
-                    tensors(state.rows.lengths.device)
+                if isinstance(step.tree, DraftTree):  # else its tensors would be made in every step
+                    for tensors in (step.tree.topology, step.tree.levels):
+                        tensors(state.rows.lengths.device)
             captured_step = CapturedStep(captured, step, state)
             if captured.seconds is None:
                 with layers_once(self.model.base):
@@ -118,6 +120,7 @@ class Capture:
         base, rows = self.model.base, state.rows
         return (
             step.tree,
+            step.slots,
             whole(step),
             (step.rules.tape is not None, step.rules.rejects),
             rows.lengths.shape[0],
@@ -192,7 +195,7 @@ class CapturedStep:
     ahead = 0
 
     def __init__(self, captured: Captured, step: Step, state: DecodingState):
-        self.captured, self.step = captured, step
+        self.captured, self.step, self.tree = captured, step, step.tree
         self.first: tuple[Walk, dict[str, float]] | None = None
         self._fix(state)
 
@@ -218,7 +221,7 @@ class CapturedStep:
 
     def _fix(self, state: DecodingState) -> None:
         """Give all tensors of the call the shapes for the next stretch of text."""
-        depth, nodes = self.step.tree.max_depth + 1, self.step.tree.num_nodes
+        depth, nodes = self.step.tree.max_depth + 1, self.step.slots
         past = max(state.lengths) + state.past_shift
         left = int(state.limits.max_length) - max(state.lengths)
         capacity = past + min(left, AHEAD) + 2 * depth

@@ -8,6 +8,7 @@ F*H features, V vocabulary.
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,14 +17,16 @@ import torch
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
-from hf_drafthead.generation.capture import Capture, CapturedStep
+from hf_drafthead.generation.auto import steps_of
+from hf_drafthead.generation.capture import Capture
+from hf_drafthead.generation.dynamic import Tree
+from hf_drafthead.generation.ladder import Ladder
 from hf_drafthead.generation.reader import BaseReader, position_table, prefill_inputs
 from hf_drafthead.generation.rules import Rules
 from hf_drafthead.generation.settings import DraftSettings
 from hf_drafthead.generation.slots import SlotCache
 from hf_drafthead.generation.state import DecodingState, DraftHeadGenerateOutput, Limits, Rows, StepRecord, Walk
 from hf_drafthead.generation.step import Step, Stopwatch
-from hf_drafthead.generation.tree import DraftTree
 
 FIRST_ROOM = 512  # new positions for which memory is taken at first
 FAR = 1 << 40  # where nothing limits a length
@@ -80,15 +83,14 @@ def decode(
     watch.lap("prefill")
     if on_step is not None:
         on_step(StepRecord(0, [[token] for token in newest(state)], [], [1] * rules.batch_size, 0, watch.seconds))
-    plain = Step(reader, drafter, settings, rules, show=stream.show, timed=on_step is not None)
-    to_capture = capture if state.running(rules.pads) else None
-    step: Step | CapturedStep = to_capture.prepared(plain, state) if to_capture else plain
+    make = functools.partial(Step, reader, drafter, rules=rules, show=stream.show, timed=on_step is not None)
+    step = steps_of(settings, make, capture if state.running(rules.pads) else None, state)
     launched: deque[tuple[Walk, dict[str, float]]] = deque()
     while state.running(rules.pads):
         launched.append(step(state))
         if len(launched) > step.ahead:
             walk, seconds = launched.popleft()
-            record = state.note(walk, settings.tree.num_nodes, seconds)
+            record = state.note(walk, step.tree.num_nodes, seconds)
             stream.committed(state, rules)
             if on_step is not None:
                 watch.lap("step")
@@ -99,7 +101,7 @@ def decode(
 def prefill(
     reader: BaseReader,
     drafter,
-    tree: DraftTree,
+    tree: Tree | Ladder,
     input_ids: torch.Tensor,
     rules: Rules,
     inputs: dict,

@@ -1,6 +1,7 @@
 """How the tree of a step is filled: a drafter's guesses, and where they hang.
 
-Shapes: B rows, N nodes, n nodes of a level, V' draft vocabulary, D nodes on the longest path.
+Shapes: B rows, N nodes, n nodes of a level, V' draft vocabulary, D nodes on the longest path, M nodes made so far (root
+included), k guesses per node.
 """
 
 from __future__ import annotations
@@ -9,8 +10,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from hf_drafthead.generation.dynamic import DynamicTree
 from hf_drafthead.generation.state import Candidates
-from hf_drafthead.generation.tree import DraftTree
+from hf_drafthead.generation.tree import DraftTree, Topology
 
 
 class Guesses(NamedTuple):
@@ -34,11 +36,25 @@ class Guesses(NamedTuple):
         if tilt is None:
             scores, tokens = self.logits.topk(k)
         else:
-            tilt = tilt.to(self.logits.device)
-            tilt = tilt if self.to_base is None else tilt[:, self.to_base.to(tilt.device)]
-            tokens = (self.logits + tilt[:, None]).topk(k).indices
+            tokens = (self.logits + self._tilt(tilt)).topk(k).indices
             scores = self.logits.gather(-1, tokens)
         return (tokens if self.to_base is None else self.to_base.to(tokens.device)[tokens]), scores
+
+    def likeliest(self, k: int, tilt: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `top`, with log-probabilities in the place of scores; what is no number is taken for impossible.
+
+        They are the drafter's; with a tilt those of tilted scores, which already know what the base will draw.
+        """
+        guesses = self if tilt is None else Guesses(self.logits + self._tilt(tilt), self.to_base)
+        tokens, scores = guesses.top(k)
+        exact = torch.promote_types(scores.dtype, torch.float32)
+        chances = scores.to(exact) - guesses.logits.to(exact).logsumexp(-1, keepdim=True)
+        return tokens, chances.where(~chances.isnan(), -torch.inf)
+
+    def _tilt(self, tilt: torch.Tensor) -> torch.Tensor:
+        """A tilt (B, V) over the draft vocabulary (B, 1, V')."""
+        tilt = tilt.to(self.logits.device)
+        return (tilt if self.to_base is None else tilt[:, self.to_base.to(tilt.device)])[:, None]
 
     def over_base(self, vocabulary: int) -> torch.Tensor:
         """Scores over the base's vocabulary (B, n or 1, V), -inf where a token is never guessed."""
@@ -80,3 +96,38 @@ def draft_static(
         slots = level.slots if guessed.shape[1] > 1 else 0
         tokens = torch.cat([tokens, guessed[:, slots, level.ranks].to(tokens.device)], dim=1)
     return draft_state, Candidates(tokens, tree.topology(tokens.device), tuple(kept))
+
+
+def draft_dynamic(
+    drafter, draft_state: Any, root: torch.Tensor, tree: DynamicTree, tilt: torch.Tensor | None = None
+) -> tuple[Any, Candidates]:
+    """Fill a dynamic tree below the root (B, 1); also returns the drafter's state.
+
+    Nodes are numbered as they are made: the root, then level by level the children of the expanded nodes, the likeliest
+    node's first. Those that are kept stay in this order. Every shape is fixed by `tree`, and nothing waits for the
+    device.
+    """
+    device, rows = root.device, root.shape[0]
+    tokens, parents, likely = root, torch.zeros_like(root), torch.zeros(rows, 1, device=device)  # (B, M)
+    expanded = hang_on = torch.zeros_like(root)  # (B, n) numbers of nodes; places of their parents in the last call
+    sizes = [1]
+    for level in range(tree.depth):
+        draft_state, guesses = drafter.expand(draft_state, tokens.gather(1, expanded), hang_on)
+        shape = (rows, expanded.shape[1], tree.width)  # (B, n, k)
+        found = guesses.likeliest(tree.width, None if tilt is None else tilt[:, level])
+        guessed, chances = (part.to(device).expand(shape).flatten(1) for part in found)
+        above = expanded[..., None].expand(shape).flatten(1)
+        below = likely.gather(1, above) + chances  # (B, n k)
+        first = tokens.shape[1]
+        tokens, parents = torch.cat([tokens, guessed], dim=1), torch.cat([parents, above], dim=1)
+        likely = torch.cat([likely, below], dim=1)
+        sizes.append(below.shape[1])
+        if level + 1 < tree.depth:
+            best = below.sort(dim=1, descending=True, stable=True).indices[:, : tree.width]
+            expanded, hang_on = first + best, best // tree.width
+    kept = likely.sort(dim=1, descending=True, stable=True).indices[:, : tree.nodes].sort(dim=1).values  # (B, N)
+    numbers = torch.arange(tree.nodes, device=device).expand_as(kept)
+    place = torch.zeros_like(tokens).scatter(1, kept, numbers)  # (B, M)
+    depths = torch.cat([torch.full((size,), depth, device=device) for depth, size in enumerate(sizes)])[kept]
+    topology = Topology.of(place.gather(1, parents.gather(1, kept)), depths, tree.depth)
+    return draft_state, Candidates(tokens.gather(1, kept), topology)

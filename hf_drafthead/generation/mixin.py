@@ -17,9 +17,11 @@ from transformers.utils import logging
 
 from hf_drafthead.generation.capture import Capture
 from hf_drafthead.generation.decoding import decode
+from hf_drafthead.generation.dynamic import DynamicTree
+from hf_drafthead.generation.entries import Situation
 from hf_drafthead.generation.reader import BaseReader, Unsupported, check_length, probe
 from hf_drafthead.generation.rules import ROW_BY_ROW
-from hf_drafthead.generation.settings import DraftSettings
+from hf_drafthead.generation.settings import AUTO, DraftSettings
 from hf_drafthead.generation.slots import can_load
 from hf_drafthead.generation.state import DraftHeadGenerateOutput, StepRecord
 from hf_drafthead.generation.tree import DraftTree
@@ -66,7 +68,7 @@ class DraftHeadGenerationMixin(GenerationMixin):
         negative_prompt_attention_mask: torch.Tensor | None = None,
         custom_generate=None,
         *,
-        draft_tree: str | DraftTree | list | None = None,
+        draft_tree: str | DraftTree | DynamicTree | list | dict | None = None,
         acceptance: str | None = None,
         posterior_threshold: float | None = None,
         posterior_alpha: float | None = None,
@@ -83,7 +85,10 @@ class DraftHeadGenerationMixin(GenerationMixin):
         Args:
             inputs: (B, P) prompt token ids, left-padded where B > 1.
             generation_config: as in transformers; `model.generation_config` also holds the four settings below.
-            draft_tree: name of a published tree, rank paths or a `DraftTree`.
+            draft_tree: name of a published tree, rank paths or a `DraftTree`; "dynamic", {"dynamic": {"nodes": 32,
+                "depth": 6, "width": 8}} or a `DynamicTree`, whose shape follows the guesses; "auto", in each step the
+                calibrated tree that pays most, or none; by default the tree that was calibrated for this device, dtype
+                and batch size, else the generation config's.
             acceptance: "exact" (the base's own text; under sampling its distribution and, with the same seed, its
                 tokens), "rejection" (speculative sampling: the base's distribution, not its seed), or "typical"
                 (Medusa's lossy rule: under sampling it keeps any guess that is likely enough, so the text is NOT a
@@ -164,6 +169,8 @@ class DraftHeadGenerationMixin(GenerationMixin):
 
     def _draft_settings(self, config: GenerationConfig, asked: dict[str, Any]) -> DraftSettings:
         """The call's settings, else the generation config's, else the defaults; checked."""
+        if asked["draft_tree"] not in (None, AUTO):  # a tree that the call asks for comes before a measured one
+            asked = {**asked, "calibration": []}
         vocabulary = self.base.config.get_text_config(decoder=True).vocab_size
         return DraftSettings.from_config(config, **asked).resolved(self.drafter.max_depth, vocabulary)
 
@@ -212,6 +219,10 @@ def _decode_if_possible(base, input_ids, *, reader, drafter, settings, capture, 
     if position_ids is not None and position_ids.dim() != 2:
         raise Unsupported("position ids have more than one axis per token")
     mask = inputs.get("attention_mask")  # as long as the prompt and the past together, also where it was dropped
+    if settings.calibration or settings.draft_tree == AUTO:
+        situation = Situation.of(base, drafter, len(input_ids), capture is not None)
+        vocabulary = base.config.get_text_config(decoder=True).vocab_size
+        settings = settings.calibrated(situation, drafter.max_depth, vocabulary)
     positions = getattr(config, "_mask_length", input_ids.shape[1]) if mask is None else mask.shape[1]
     longest = positions + config.max_length - input_ids.shape[1] + settings.tree.max_depth
     check_length(base.config.get_text_config(decoder=True), longest, settings.tree.num_nodes)

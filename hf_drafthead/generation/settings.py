@@ -6,9 +6,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+from transformers.utils import logging
+
+from hf_drafthead.generation.dynamic import DynamicTree, Tree, resolve
+from hf_drafthead.generation.entries import Situation, matching, tree_of
+from hf_drafthead.generation.ladder import Ladder
 from hf_drafthead.generation.tree import DraftTree
 
+logger = logging.get_logger(__name__)
+
 DEFAULT_TREE = "mc_sim_7b_63"  # the 64 nodes that the Medusa and Hydra papers' code drafts
+AUTO = "auto"  # in each step the tree that pays most, of those that were calibrated
 ACCEPTANCES = ("exact", "rejection", "typical")
 
 
@@ -17,10 +25,12 @@ class DraftSettings:
     """How one call drafts and accepts; a generation config stores the same fields.
 
     Args:
-        draft_tree: name of a published tree, rank paths, or a `DraftTree`.
+        draft_tree: name of a published tree, rank paths, a `DraftTree`; "dynamic", {"dynamic": {"nodes": 32,
+            "depth": 6, "width": 8}} or a `DynamicTree`; "auto".
         acceptance: "exact", "rejection" (the base's distribution, not its seed) or "typical" (Medusa's lossy rule).
         posterior_threshold, posterior_alpha: epsilon and delta of typical acceptance, both from 0 to 1.
-        calibration: which tree was measured to be the fastest, an entry for each device, dtype and batch size.
+        calibration: which tree was measured to be the fastest, an entry for each situation (see `generation.entries`);
+            the entry that fits a call comes before `draft_tree`.
 
     Raises:
         TypeError: a setting of another type.
@@ -82,7 +92,7 @@ class DraftSettings:
         return found
 
     def resolved(self, max_depth: int | None, vocabulary: int) -> DraftSettings:
-        """The same settings, with the tree itself in the place of its name or rank paths.
+        """The same settings, with the tree itself in the place of its name or rank paths; "auto" stays.
 
         Args:
             max_depth: deepest level that the drafter can guess; None if there is no limit.
@@ -91,12 +101,46 @@ class DraftSettings:
         Raises:
             TypeError, ValueError: no such tree, or one that does not fit.
         """
-        tree = DraftTree.resolve(self.draft_tree, max_depth, vocabulary)
+        if self.draft_tree == AUTO:  # which trees these are depends on the call, see `calibrated`
+            return self
+        return self._with(resolve(self.draft_tree, max_depth, vocabulary))
+
+    def calibrated(self, situation: Situation, max_depth: int | None, vocabulary: int) -> DraftSettings:
+        """The same settings with the tree that was measured in this situation; with "auto", with a `Ladder`.
+
+        Where none of the entries fits, `draft_tree` is kept (the default tree for "auto"), with one notice.
+
+        Raises:
+            ValueError: the entry that fits is damaged.
+        """
+        entry = matching(self.calibration, situation)
+        if entry is None:
+            logger.warning_once(
+                f"These heads were not calibrated for this call ({situation}): "
+                f"{DEFAULT_TREE if self.draft_tree == AUTO else 'draft_tree'} is used; run `hf-drafthead calibrate` to "
+                "measure the tree for it."
+            )
+            if self.draft_tree == AUTO:
+                return replace(self, draft_tree=DEFAULT_TREE).resolved(max_depth, vocabulary)
+            return self
+        if self.draft_tree == AUTO:
+            return self._with(Ladder.of(entry, max_depth, vocabulary))
+        return self._with(tree_of(entry, max_depth, vocabulary))
+
+    def _with(self, tree: Tree | Ladder) -> DraftSettings:
+        """The same settings with this tree, where the acceptance can walk it."""
+        if self.acceptance != "rejection":
+            return replace(self, draft_tree=tree)
+        if not isinstance(tree, DraftTree):
+            raise ValueError(
+                f"draft_tree is {self.draft_tree!r}, but acceptance='rejection' must know how each node was drawn: "
+                "give a published tree's name or rank paths, or leave acceptance out."
+            )
         # rejection takes the children of a node in the order in which they were drawn, and must know every draw
-        return replace(self, draft_tree=tree.without_gaps() if self.acceptance == "rejection" else tree)
+        return replace(self, draft_tree=tree.without_gaps())
 
     @property
-    def tree(self) -> DraftTree:
-        """The tree of resolved settings."""
-        assert isinstance(self.draft_tree, DraftTree)
+    def tree(self) -> Tree | Ladder:
+        """The tree of resolved settings, or the trees."""
+        assert isinstance(self.draft_tree, (DraftTree, DynamicTree, Ladder))
         return self.draft_tree

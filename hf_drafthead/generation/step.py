@@ -16,20 +16,23 @@ from typing import Any
 import torch
 
 from hf_drafthead.generation.acceptance import preferred_choices, walk_on_device, walk_on_host
-from hf_drafthead.generation.drafting import draft_static
+from hf_drafthead.generation.drafting import draft_dynamic, draft_static
+from hf_drafthead.generation.dynamic import DynamicTree, Tree
+from hf_drafthead.generation.ladder import Ladder
 from hf_drafthead.generation.reader import BaseReader
 from hf_drafthead.generation.rules import Rules
 from hf_drafthead.generation.settings import DraftSettings
 from hf_drafthead.generation.slots import SlotCache
 from hf_drafthead.generation.state import Candidates, DecodingState, Limits, Rows, Verified, Walk
-from hf_drafthead.generation.tree import DraftTree
 
 
 def draft(
-    drafter, rows: Rows, tree: DraftTree, tilt: torch.Tensor | None, keep_guesses: bool = False
+    drafter, rows: Rows, tree: Tree, tilt: torch.Tensor | None, keep_guesses: bool = False
 ) -> tuple[Any, Candidates]:
     """Let the drafter fill the tree below each row's newest token, see `draft_static`; also returns its state."""
     root = rows.sequences.gather(1, rows.lengths[:, None] - 1)
+    if isinstance(tree, DynamicTree):
+        return draft_dynamic(drafter, rows.draft_state, root, tree, tilt)
     return draft_static(drafter, rows.draft_state, root, tree, tilt, keep_guesses)
 
 
@@ -84,8 +87,10 @@ class Step:
         self, reader: BaseReader, drafter, settings: DraftSettings, rules: Rules, show=None, timed: bool = False
     ):
         self.reader, self.drafter, self.settings, self.rules, self.show = reader, drafter, settings, rules, show
+        assert not isinstance(settings.tree, Ladder)
         self.tree = settings.tree
         self.vocabulary = reader.base.config.get_text_config(decoder=True).vocab_size
+        self.slots = self.tree.slots  # of the caches, for the nodes of a step of fixed shapes
         self.timed = timed
 
     def __call__(self, state: DecodingState) -> tuple[Walk, dict[str, float]]:

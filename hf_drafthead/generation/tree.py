@@ -51,6 +51,26 @@ class Topology(NamedTuple):
     unrelated: torch.Tensor
     paths: torch.Tensor
 
+    @classmethod
+    def of(cls, parents: torch.Tensor, depths: torch.Tensor, deepest: int) -> Topology:
+        """The topology of every row's own tree, without waiting for the device.
+
+        Args:
+            parents, depths: (B, N), node 0 the root, which is its own parent.
+            deepest: D - 1, levels below the root.
+        """
+        line = [torch.arange(parents.shape[1], device=parents.device).expand_as(parents)]
+        for _ in range(deepest):
+            line.append(parents.gather(1, line[-1]))
+        upwards = torch.stack(line, dim=2)  # (B, N, D) each node, its parent, ..., the root, and the root again
+        nodes = parents.shape[1]
+        ancestors = torch.zeros(*parents.shape, nodes, dtype=torch.bool, device=parents.device)
+        ancestors = ancestors.scatter(2, upwards, True)
+        unrelated = ~ancestors
+        unrelated[..., 0] = True
+        columns = depths[:, None].expand(-1, nodes, -1).gather(2, upwards)
+        return cls(parents, depths, ancestors, unrelated, torch.zeros_like(upwards).scatter(2, columns, upwards))
+
 
 @dataclass(frozen=True)
 class Level:
@@ -98,10 +118,22 @@ class DraftTree:
         self._topologies: dict[torch.device, Topology] = {}
         self._levels: dict[torch.device, tuple[Level, ...]] = {}
 
+    @classmethod
+    def root_alone(cls) -> DraftTree:
+        """The tree that drafts nothing: a step with it gives one token, as a step of the base does."""
+        tree = cls([(0,)])
+        tree.paths, tree.parents, tree.depths = (), (0,), (0,)
+        return tree
+
     @property
     def num_nodes(self) -> int:
         """N, the root included."""
         return len(self.paths) + 1
+
+    @property
+    def slots(self) -> int:
+        """Most nodes that a step writes to a cache, of the base or of the drafter."""
+        return self.num_nodes
 
     @property
     def max_depth(self) -> int:
@@ -111,7 +143,7 @@ class DraftTree:
     @property
     def max_rank(self) -> int:
         """The highest rank of any node, from 0."""
-        return max(max(path) for path in self.paths)
+        return max((max(path) for path in self.paths), default=-1)
 
     def children(self, node: int) -> tuple[int, ...]:
         """The nodes that hang on `node`, best rank first."""

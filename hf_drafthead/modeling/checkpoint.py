@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.utils import GENERATION_CONFIG_NAME, cached_file, has_file
 
-from hf_drafthead.generation.tree import DraftTree
+from hf_drafthead.generation.dynamic import resolve
 from hf_drafthead.modeling.config import MODEL_TYPE_PREFIX, DraftHeadConfig
 from hf_drafthead.modeling.files import open_tensors, read_json, shortened
 from hf_drafthead.modeling.foreign import how_to_convert
@@ -72,8 +72,8 @@ def read_generation_settings(path: str, hub: Mapping[str, Any]) -> dict[str, Any
     """
     found = fetch_file(path, GENERATION_CONFIG_NAME, hub)
     settings = read_json(found) if found else {}
-    if isinstance(settings.get("draft_tree"), list):
-        DraftTree(settings["draft_tree"])  # refuses a tree that no call of generate could use
+    if isinstance(settings.get("draft_tree"), (list, dict)):
+        resolve(settings["draft_tree"], None, 2**31)  # refuses a tree that no call of generate could use
     return settings
 
 

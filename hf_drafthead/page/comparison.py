@@ -14,6 +14,7 @@ from hf_drafthead.evaluation.acceptance import guess_depths
 from hf_drafthead.evaluation.speed import drafted
 from hf_drafthead.generation import StepRecord
 from hf_drafthead.generation.settings import DraftSettings
+from hf_drafthead.generation.tree import DraftTree
 from hf_drafthead.page.turns import Stopped, Turns
 
 HEADS, BASE = "heads", "base"
@@ -101,7 +102,8 @@ class Comparison:
         names = [HEADS, BASE] if with_base else [HEADS]
         self.sides = {name: Side(name) for name in names}
         self._turns = Turns(names, device, seed=seed)
-        self.tree = drafting.tree
+        chosen = drafting.draft_tree
+        self.tree = chosen if isinstance(chosen, DraftTree) else None  # only what is the same in every step is drawn
         ours = {name: getattr(drafting, name) for name in ("draft_tree", "acceptance")}
         common = {**given, **settings, "return_dict_in_generate": True}
         self._calls: dict[str, Callable[..., Any]] = {

@@ -6,10 +6,9 @@ Shapes: B rows, P tokens of the longest prompt, T tokens of the longest text.
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from hf_drafthead.generation.calibration import foretold_steps, rank_paths
+from hf_drafthead.generation.calibration import Texts, foretold_steps, own_texts, rank_paths
 from hf_drafthead.generation.settings import DEFAULT_TREE
 from hf_drafthead.generation.tree import DraftTree
 
@@ -40,7 +39,7 @@ class ExpectedTokensPerStep:
             raise ValueError("there is no held-out prompt to compute the expected speed on: give at least one.")
         self.new_tokens, self.tree, self.base_changes = new_tokens, tree, base_changes
         self._batches = [prompts[first : first + batch_size] for first in range(0, len(prompts), batch_size)]
-        self._answers: list[tuple[Tensor, Tensor, Tensor]] = []
+        self._answers: list[Texts] = []
 
     def __call__(self, model: Any) -> float | None:
         """Tokens per step of a model with draft heads, in eval mode; None where every answer is one token long."""
@@ -55,31 +54,8 @@ class ExpectedTokensPerStep:
                 tokens, steps = tokens + sum(row), steps + len(row)
         return tokens / steps if steps else None
 
-    def _texts(self, model: Any) -> list[tuple[Tensor, Tensor, Tensor]]:
+    def _texts(self, model: Any) -> list[Texts]:
         """Texts (B, T) padded on the right, lengths of their prompts (B,) and of all of them (B,)."""
         if self.base_changes or not self._answers:
-            self._answers = [self._answered(model, batch) for batch in self._batches]
+            self._answers = [own_texts(model, batch, self.new_tokens, do_sample=False) for batch in self._batches]
         return self._answers
-
-    def _answered(self, model: Any, prompts: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        device = model.base.get_input_embeddings().weight.device
-        starts = torch.tensor([len(prompt) for prompt in prompts], device=device)
-        width = int(starts.max())
-        rows = torch.zeros(len(prompts), width, dtype=torch.long, device=device)
-        for row, prompt in zip(rows, prompts, strict=True):
-            row[width - len(prompt) :] = prompt.to(device)
-        mask = (torch.arange(width, device=device) >= width - starts[:, None]).long()
-        config = model.generation_config
-        end = config.eos_token_id
-        ends = torch.as_tensor([] if end is None else end, device=device).view(-1)
-        pad = config.pad_token_id if config.pad_token_id is not None else 0
-        texts = model.generate(
-            rows, attention_mask=mask, do_sample=False, max_new_tokens=self.new_tokens, pad_token_id=pad
-        )
-        ended = torch.isin(texts[:, width:], ends)
-        written = texts.shape[1] - width
-        first_end = torch.where(ended.any(1), ended.int().argmax(1) + 1, written)
-        texts = torch.stack(
-            [text.roll(-int(width - start)) for text, start in zip(texts, starts, strict=True)]
-        )  # prompts begin in the first column
-        return texts, starts, starts + first_end

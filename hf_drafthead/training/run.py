@@ -6,17 +6,20 @@ fresh heads (or trained ones) -> read data -> look at the data -> train -> save 
 import dataclasses
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from datasets import Dataset, IterableDataset
+from torch import Tensor
 from transformers import AutoTokenizer, set_seed
 from transformers.trainer_utils import SchedulerType
 from transformers.utils import logging
 
+from hf_drafthead.generation.calibrate import calibrate
+from hf_drafthead.generation.reader import Unsupported
 from hf_drafthead.modeling.base import DraftHeadPreTrainedModel
 from hf_drafthead.modeling.base_model import last_layer
 from hf_drafthead.modeling.families import find_family, fresh_heads
@@ -82,6 +85,7 @@ def train_heads(
     answer_tokens: int = 128,
     resume: bool = False,
     dry_run: bool = False,
+    calibrate_tree: bool = False,
     load: dict[str, Any] | None = None,
     tell: Callable[[str], object] | None = None,
     **arguments: Any,
@@ -108,6 +112,7 @@ def train_heads(
         answer_tokens: of the base's answers from which the expected tokens per step are computed.
         resume: go on from the last whole checkpoint in `output`.
         dry_run: stop before the training, with what it would take as the summary; no file is left in `output`.
+        calibrate_tree: at the end, measure which tree is fastest here at batch size 1, and save it with the heads.
         load: arguments for loading base or heads (`dtype`, `device_map`, `quantization_config`, ...).
         tell: is given what became of the data and what the training will take, before it begins, in one process only;
             by default both are logged.
@@ -226,6 +231,8 @@ def train_heads(
         model.name_or_path = str(output)  # a push finds there what belongs to these heads
         write_whole(output / SUMMARY, json.dumps(summary, indent=2, default=str) + "\n")
         plot_training(trainer.state.log_history, output / PICTURE)
+        if calibrate_tree:
+            _calibrate(model, prompts, answer_tokens, output)
     return Trained(model, summary)
 
 
@@ -243,6 +250,16 @@ def _model(
             f"the heads in {str(heads)!r} are {found!r} heads, not {family!r} ones: give --family {found}."
         )
     return trained
+
+
+def _calibrate(model: DraftHeadPreTrainedModel, prompts: Sequence[Tensor], new_tokens: int, output: Path) -> None:
+    """Save the tree that is fastest here beside the heads, which are saved already; a warning where none is found."""
+    try:
+        calibrate(model, prompts, new_tokens=new_tokens)
+    except (ValueError, Unsupported) as reason:
+        logger.warning(f"no tree was calibrated: {reason}")
+    else:
+        model.generation_config.save_pretrained(output)
 
 
 def _refuse_contradictions(joint: bool, lora_rank: int, load: dict[str, Any], arguments: dict[str, Any]) -> None:

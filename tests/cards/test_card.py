@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from hf_drafthead import zoo
 from hf_drafthead.cards import missing, write_card
 from hf_drafthead.cards.facts import read_facts
-from hf_drafthead.cards.identity import heads_hash
 from hf_drafthead.evaluation.questions import UNCATEGORISED
+from hf_drafthead.generation.identity import heads_hash
 from tests.cards.checkpoints import TREE, put, run, write_checkpoint
 
 FAMILIES = {

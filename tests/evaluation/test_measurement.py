@@ -5,9 +5,9 @@ import types
 import pytest
 import torch
 
-from hf_drafthead.cards.identity import heads_hash
 from hf_drafthead.evaluation.measurement import Round, Run, pace, quartiles, summed_up
 from hf_drafthead.evaluation.stages import TimeSplit
+from hf_drafthead.generation.identity import heads_hash
 
 
 def model_of(weights=None):

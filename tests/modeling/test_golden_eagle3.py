@@ -1,7 +1,6 @@
 """EAGLE-3 gives the numbers of the published implementation: features, stable pass, trees, greedy steps, training."""
 
 import json
-from dataclasses import dataclass
 from functools import cache
 
 import pytest
@@ -10,8 +9,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from hf_drafthead.generation.drafting import draft_dynamic
+from hf_drafthead.generation.dynamic import DynamicTree
 from hf_drafthead.generation.reader import BaseReader
 from hf_drafthead.modeling import Eagle3ForCausalLM
+from tests.dynamic_trees import Drafted, dynamic_tree
 from tests.modeling.golden import FOLDER
 
 TOLERANCE = {"atol": 1e-5, "rtol": 1e-5}
@@ -111,47 +113,13 @@ def test_the_static_tree(model, pieces):
     assert {path: token for path, token in tokens.items() if path} == expected
 
 
-@dataclass
-class Drafted:
-    """A dynamic tree, root first: tokens, parents (-1 for the root), depths, scores."""
-
-    tokens: list[int]
-    parents: list[int]
-    depths: list[int]
-    scores: list[float]
-
-
-def dynamic_tree(drafter, state, root: int, depth: int, top_k: int, total_token: int) -> Drafted:
-    """EAGLE-2's tree (Li et al., 2024, section 4), one node at a time: what drafting is compared with.
-
-    Every level expands the top_k likeliest nodes of the level before, each to its top_k children; of all nodes so made
-    the likeliest total_token - 1 stay, in the order of their making. A likelihood is the product along the path.
-    """
-    made: list[tuple[int, int | None, int, float]] = []  # token, parent among the made, depth, log-likelihood
-    beam: list[int | None] = [None]
-    hangs = {None: 0}
-    for level in range(depth + 1):
-        tokens = torch.tensor([[root if node is None else made[node][0] for node in beam]])
-        parents = torch.tensor([[0 if node is None else hangs[made[node][1]] for node in beam]])
-        state, guesses = drafter.expand(state, tokens, parents)
-        best, _ = guesses.top(top_k)
-        likely = guesses.logits.log_softmax(-1).topk(top_k).values
-        children = []
-        for place, node in enumerate(beam):
-            above = 0.0 if node is None else made[node][3]
-            for chance, token in zip(likely[0, place].tolist(), best[0, place].tolist(), strict=True):
-                children.append(len(made))
-                made.append((token, node, level + 1, above + chance))
-        hangs = {node: place for place, node in enumerate(beam)}
-        beam = sorted(children, key=lambda node: (-made[node][3], node))[:top_k]
-    kept = sorted(sorted(range(len(made)), key=lambda node: (-made[node][3], node))[: total_token - 1])
-    place = {None: 0, **{node: 1 + i for i, node in enumerate(kept)}}
-    return Drafted(
-        [root, *(made[node][0] for node in kept)],
-        [-1, *(place[made[node][1]] for node in kept)],
-        [0, *(made[node][2] for node in kept)],
-        [0.0, *(made[node][3] for node in kept)],
-    )
+def drafted(drafter, state, root: int, depth: int, top_k: int, total_token: int) -> Drafted:
+    """The tree of the package; its scores are those of the plain reference, which names the same nodes."""
+    plain = dynamic_tree(drafter, state, root, depth, top_k, total_token)
+    tree = DynamicTree(total_token, depth + 1, top_k)
+    _, (tokens, topology) = draft_dynamic(drafter, state, torch.tensor([[root]]), tree)
+    parents = [-1, *topology.parents[0, 1:].tolist()]
+    return Drafted(tokens[0].tolist(), parents, topology.depths[0].tolist(), plain.scores)
 
 
 def same_tree(found: Drafted, name: str) -> None:
@@ -167,7 +135,7 @@ def test_the_dynamic_tree(model, name):
     sizes = facts("eagle3")["dynamic"][name]
     root = int(tensors("eagle3")["in.root"])
     state = observed(model.drafter, [12])
-    found = dynamic_tree(model.drafter, state, root, sizes["depth"], sizes["top_k"], sizes["total_token"])
+    found = drafted(model.drafter, state, root, sizes["depth"], sizes["top_k"], sizes["total_token"])
     same_tree(found, f"dynamic_{name}")
 
 
@@ -175,10 +143,10 @@ def test_the_second_tree_hangs_on_three_more_verified_pairs(model):
     given, sizes = tensors("eagle3"), facts("eagle3")["second"]
     drafter, state = model.drafter, observed(model.drafter, [12])
     small = facts("eagle3")["dynamic"]["small"]
-    dynamic_tree(drafter, state, int(given["in.root"]), small["depth"], small["top_k"], small["total_token"])
+    drafted(drafter, state, int(given["in.root"]), small["depth"], small["top_k"], small["total_token"])
     ids = given["in.second.input_ids"]
     state = drafter.observe(state, given["in.second.features"], ids[:, -3:], torch.tensor([3]))
-    found = dynamic_tree(drafter, state, int(ids[0, -1]), sizes["depth"], sizes["top_k"], sizes["total_token"])
+    found = drafted(drafter, state, int(ids[0, -1]), sizes["depth"], sizes["top_k"], sizes["total_token"])
     same_tree(found, "second")
 
 
@@ -194,7 +162,7 @@ def test_greedy_steps(model):
         features = BaseReader.of_texts(base, drafter.reads).texts(ids[:, :-1]).features[:, known:]
         state = drafter.observe(state, features, ids[:, known + 1 :], torch.tensor([features.shape[1]]))
         known = len(text) - 1
-        tree = dynamic_tree(drafter, state, text[-1], sizes["depth"], sizes["top_k"], sizes["total_token"])
+        tree = drafted(drafter, state, text[-1], sizes["depth"], sizes["top_k"], sizes["total_token"])
         assert tree.tokens == step["draft_tokens"]
         node, accepted = 0, 0
         while True:

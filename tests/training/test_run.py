@@ -17,6 +17,7 @@ from transformers.utils import logging
 
 from hf_drafthead import zoo
 from hf_drafthead.data.sources import stream_hash
+from hf_drafthead.generation import calibrate
 from hf_drafthead.modeling import families
 from hf_drafthead.training.arguments import DraftHeadTrainingArguments
 from hf_drafthead.training.expected_tokens_per_step import ExpectedTokensPerStep
@@ -57,6 +58,28 @@ def place(tmp_path_factory):
 
 def train(place, output, family="medusa", **arguments):
     return train_heads(str(place / "base"), family, str(place / "texts.jsonl"), output, **{**QUICK, **arguments})
+
+
+def test_a_tree_is_calibrated_at_the_end_where_it_is_asked_for(place, tmp_path, monkeypatch):
+    monkeypatch.setattr(calibrate, "COST_TOKENS", 5)
+    monkeypatch.setattr(calibrate, "COST_ROUNDS", 1)
+    monkeypatch.setattr(calibrate, "PRECISION", 1.0)
+    trained = train(place, tmp_path / "heads", calibrate_tree=True, answer_tokens=16)
+    (entry,) = trained.model.generation_config.calibration
+    loaded = AutoModel.from_pretrained(tmp_path / "heads")
+    assert loaded.generation_config.calibration == [entry] and entry["batch_size"] == 1
+    nodes = set()
+    loaded.generate(
+        torch.full((1, 4), 70), max_new_tokens=6, on_step=lambda record: nodes.add(record.drafted if record.step else 0)
+    )
+    assert nodes == {0, len(entry["tree"]) + 1}
+
+
+def test_a_training_without_enough_text_to_calibrate_on_is_saved_all_the_same(place, tmp_path, caplog):
+    trained = train(place, tmp_path / "heads", calibrate_tree=True)
+    assert "no tree was calibrated: " in caplog.text and "prompts are too few" in caplog.text
+    assert (tmp_path / "heads" / "model.safetensors").is_file()
+    assert not getattr(trained.model.generation_config, "calibration", None)
 
 
 @pytest.mark.parametrize("family", list(families.FAMILIES))

@@ -1,0 +1,101 @@
+"""How the steps of a call are made; with `draft_tree="auto"` each takes the tree that pays most on this text.
+
+A calibration entry says what a step of n nodes costs, and how many tokens it gives on usual text. Then
+
+    tokens per second of n nodes = (1 + gain * (tokens_per_step_n - 1)) / seconds_n
+
+where `gain` says how much of the usual gain this text gives: a moving mean over the steps of the call. On foreign text
+it falls, the trees become smaller, and at last the root alone is left, which drafts nothing. A small tree is tried now
+and then all the same, ever more rarely as long as it gives nothing. The text is the base's own whatever is drafted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from hf_drafthead.generation.capture import Capture, CapturedStep
+from hf_drafthead.generation.ladder import Ladder
+from hf_drafthead.generation.settings import DraftSettings
+from hf_drafthead.generation.state import DecodingState, Walk
+from hf_drafthead.generation.step import Step
+
+SHARE = 0.15  # of the last step in the moving mean
+FIRST_PAUSE, LONGEST_PAUSE = 8, 64  # steps without drafting between two trials
+
+
+def steps_of(
+    settings: DraftSettings, make: Callable[[DraftSettings], Step], capture: Capture | None, state: DecodingState
+) -> Step | CapturedStep | AutoStep:
+    """What takes the steps of a call.
+
+    Args:
+        settings: with the tree, or with the trees to choose from.
+        make: a step with the tree of some settings.
+        capture: how to capture steps, where they are to be captured.
+        state: of the call.
+    """
+    if isinstance(settings.tree, Ladder):
+        return AutoStep(settings, make, capture)
+    step = make(settings)
+    return capture.prepared(step, state) if capture else step
+
+
+class AutoStep:
+    """A step with one of several trees. Arguments as in `steps_of`."""
+
+    ahead = 0
+
+    def __init__(self, settings: DraftSettings, make: Callable[[DraftSettings], Step], capture: Capture | None):
+        assert isinstance(settings.tree, Ladder)
+        self.ladder, self.settings, self.make, self.capture = settings.tree, settings, make, capture
+        self.steps: dict[int, Step | CapturedStep] = {}
+        self.gain, self.used = 1.0, 0
+        self.pause, self.waited = FIRST_PAUSE, 0
+
+    @property
+    def tree(self):
+        """Of the last step."""
+        return self.ladder.trees[self.used]
+
+    def __call__(self, state: DecodingState) -> tuple[Walk, dict[str, float]]:
+        """Take one step; returns what it kept, and the seconds of its stages."""
+        if state.counted:
+            self._learn(state.counted[-1])
+        self.used = self._chosen()
+        return self._step(state)(state)
+
+    def _learn(self, counts: list[int]) -> None:
+        """Take in what the last step gave: tokens of each row, 0 in those that had ended."""
+        if not self.used or not any(counts):
+            return
+        running = [count for count in counts if count]
+        gave = sum(running) / len(running) - 1
+        self.gain += SHARE * (gave / max(self.ladder.tokens_per_step[self.used] - 1, 0.01) - self.gain)
+
+    def _chosen(self) -> int:
+        best = self.ladder.best(self.gain)
+        if best or len(self.ladder.trees) == 1:
+            self.pause, self.waited = FIRST_PAUSE, 0
+            return best
+        self.waited += 1
+        if self.waited <= self.pause:
+            return 0
+        self.pause, self.waited = min(2 * self.pause, LONGEST_PAUSE), 0
+        return 1
+
+    def _step(self, state: DecodingState) -> Step | CapturedStep:
+        found = self.steps.get(self.used)
+        if found is None:
+            step = self.make(replace(self.settings, draft_tree=self.tree))
+            step.slots = self.ladder.slots  # caches of one shape serve all trees
+            found = self.capture.prepared(step, state) if self.capture else step
+            if self.capture and not isinstance(found, CapturedStep):
+                # captured and other steps do not share caches: from now on none is captured
+                self.capture = None
+                self.steps.clear()
+                for cache in state.caches():
+                    if cache.fixed:
+                        cache.free()
+            self.steps[self.used] = found
+        return found

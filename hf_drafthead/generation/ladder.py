@@ -1,0 +1,124 @@
+"""Trees of several sizes, what a step with each costs, and which of them pays most on a text.
+
+Shapes: N nodes (root included).
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hf_drafthead.generation.entries import damaged, tree_of
+from hf_drafthead.generation.tree import DraftTree
+
+STEPS_DOWN = 3  # each tree of a ladder has a third of the nodes of the one above it
+
+
+@dataclass(frozen=True)
+class CostCurve:
+    """Seconds of a step by its nodes: measured points, made monotone, and straight lines between them.
+
+    >>> curve = CostCurve.through([(2, 1.0), (8, 4.0), (16, 3.0)])
+    >>> curve.points, curve.at(5), curve.at(100)
+    ([(2, 1.0), (8, 3.5), (16, 3.5)], 2.25, 3.5)
+    """
+
+    points: list[tuple[int, float]]
+
+    @classmethod
+    def through(cls, measured: Sequence[tuple[int, float]]) -> CostCurve:
+        """The curve that never falls and is nearest to the measured points (pool adjacent violators)."""
+        pools: list[list[float]] = []
+        for _, seconds in sorted(measured):
+            pools.append([seconds])
+            while len(pools) > 1 and statistics.mean(pools[-2]) > statistics.mean(pools[-1]):
+                dear = pools.pop()
+                pools[-1] += dear
+        level = [statistics.mean(pool) for pool in pools for _ in pool]
+        return cls(list(zip((nodes for nodes, _ in sorted(measured)), level)))
+
+    def at(self, nodes: int) -> float:
+        """Seconds of a step of so many nodes; outside of the measured sizes those of the nearest one."""
+        if nodes <= self.points[0][0]:
+            return self.points[0][1]
+        for (low, cheap), (high, dear) in zip(self.points, self.points[1:]):
+            if nodes <= high:
+                return cheap + (dear - cheap) * (nodes - low) / (high - low)
+        return self.points[-1][1]
+
+
+@dataclass(frozen=True)
+class Ladder:
+    """What `draft_tree="auto"` chooses from: the root alone first, then trees that hold each other, ever larger.
+
+    seconds: of a step with each tree; tokens_per_step: that each gave where it was calibrated, 1.0 for the root alone.
+    """
+
+    trees: tuple[DraftTree, ...]
+    seconds: tuple[float, ...]
+    tokens_per_step: tuple[float, ...]
+
+    @classmethod
+    def of(cls, entry: dict[str, Any], max_depth: int | None, vocabulary: int) -> Ladder:
+        """The sizes of a calibration entry.
+
+        Raises:
+            ValueError: the entry is damaged.
+        """
+        largest = tree_of(entry, max_depth, vocabulary)
+        try:
+            measured = entry["measured"]
+            curve = CostCurve([(int(nodes), _number(seconds)) for nodes, seconds in measured["step_seconds"]])
+            gains = {int(nodes): _number(tau) for nodes, tau in measured["tokens_per_step_by_nodes"]}
+            # the paths as they are stored: the most valuable first
+            order = [tuple(path) for path in entry["tree"]]
+            sizes = sorted({1, *_sizes(largest.num_nodes)})
+            known = sorted(gains)
+            taus = [1.0 if size == 1 else gains[min(known, key=lambda one: abs(one - size))] for size in sizes]
+            trees = [DraftTree(order[: size - 1]) if size > 1 else DraftTree.root_alone() for size in sizes]
+            return cls(tuple(trees), tuple(map(curve.at, sizes)), tuple(taus))
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            raise damaged(entry, error) from None
+
+    def best(self, gain: float) -> int:
+        """Which tree gives most tokens per second where a step gives `gain` times the usual gain."""
+        rates = [
+            (1 + gain * (tau - 1)) / seconds for tau, seconds in zip(self.tokens_per_step, self.seconds, strict=True)
+        ]
+        return max(range(len(rates)), key=rates.__getitem__)
+
+    @property
+    def num_nodes(self) -> int:
+        """N of the largest tree."""
+        return self.trees[-1].num_nodes
+
+    @property
+    def max_depth(self) -> int:
+        """Levels of the largest tree."""
+        return self.trees[-1].max_depth
+
+    @property
+    def slots(self) -> int:
+        """Most nodes that a step writes to a cache."""
+        return self.trees[-1].slots
+
+
+def _sizes(largest: int) -> list[int]:
+    sizes = [largest]
+    while sizes[-1] > STEPS_DOWN:
+        sizes.append(max(sizes[-1] // STEPS_DOWN, 2))
+    return sizes
+
+
+def _number(value: Any) -> float:
+    """A measured number.
+
+    Raises:
+        ValueError: it is none that can have been measured.
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+        raise ValueError(f"{str(value)[:20]!r} was never measured")
+    return float(value)

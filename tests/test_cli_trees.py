@@ -1,0 +1,113 @@
+"""`hf-drafthead calibrate` and `trees`: what they print and store, and the code that they end with."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from hf_drafthead import cli
+from hf_drafthead.generation import calibrate
+from hf_drafthead.generation.tree import DraftTree, published_trees
+from tests.checkpoints import save_base, save_heads
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch) -> Path:
+    """A base, heads for it and prompts."""
+    monkeypatch.setattr(calibrate, "COST_TOKENS", 5)
+    monkeypatch.setattr(calibrate, "COST_ROUNDS", 1)
+    monkeypatch.setattr(calibrate, "PRECISION", 0.2)
+    save_heads(tmp_path, save_base(tmp_path), "medusa")
+    rows = [{"prompt": "def f"}, {"prompt": "a class and more"}, {"prompt": "xy"}, {"prompt": "hijk"}]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return tmp_path
+
+
+@pytest.fixture
+def run(folder, capsys):
+    def call(*arguments) -> tuple[int, str, str]:
+        fixed = ("calibrate", folder / "medusa", "--max-new-tokens", 16, "--max-nodes", 5)
+        with pytest.raises(SystemExit) as end:
+            cli.main([str(argument) for argument in (*fixed, *arguments)])
+        return end.value.code, *capsys.readouterr()
+
+    return call
+
+
+def stored(folder: Path) -> list:
+    return json.loads((folder / "medusa" / "generation_config.json").read_text()).get("calibration", [])
+
+
+def test_trees_are_printed_and_stored_for_each_batch_size(run, folder, tmp_path):
+    prompts = ("--prompts", folder / "prompts.jsonl")
+    code, out, _ = run(*prompts, "--batch-size", "1,2", "--json", tmp_path / "found.json")
+    assert code == 0
+    lines = [line for line in out.splitlines() if line.startswith("batch size ")]
+    assert [line.split(",")[0] for line in lines] == ["batch size 1", "batch size 2"]
+    assert "uncaptured steps, cpu, float32: " in lines[0] and " tokens per step (" in lines[0] and "\nroot\n" in out
+    found = json.loads((tmp_path / "found.json").read_text())["entries"]
+    assert found == stored(folder) and [entry["batch_size"] for entry in found] == [1, 2]
+    model = AutoModelForCausalLM.from_pretrained(folder / "medusa")
+    nodes = set()
+    ids = torch.full((1, 4), 70)
+    model.generate(ids, max_new_tokens=6, on_step=lambda record: nodes.add(record.drafted) if record.step else None)
+    assert nodes == {len(found[0]["tree"]) + 1}
+    # what is there is kept, what is missing is measured
+    code, out, _ = run(*prompts, "--batch-size", "1,3", "--resume")
+    assert code == 0 and stored(folder)[:2] == found and stored(folder)[2]["batch_size"] == 3
+
+
+def test_a_dry_run_stores_nothing_and_the_base_can_write_the_prompts(run, folder):
+    code, out, _ = run("--dry-run", "--method", "product")
+    assert code == 0 and "batch size 1, " in out and stored(folder) == []
+
+
+def test_info_shows_what_was_calibrated(folder, run, capsys):
+    run("--prompts", folder / "prompts.jsonl")
+    with pytest.raises(SystemExit):
+        cli.main(["info", str(folder / "medusa")])
+    out = capsys.readouterr().out
+    nodes = len(stored(folder)[0]["tree"]) + 1
+    assert f"calibrated     {nodes} nodes: device cpu, dtype float32, batch_size 1, captured False" in out
+    assert "measured" not in out
+
+
+@pytest.mark.parametrize(
+    "arguments, line",
+    [
+        (["--batch-size", "0"], "--batch-size '0': expected whole numbers above 0"),
+        (["--method", "luck"], "method is 'luck': expected one of paths, product."),
+        (["--prompts", "nowhere.jsonl"], "nowhere.jsonl"),
+        (["--max-nodes", "1000000"], "--max-nodes"),
+        (["--max-new-tokens", "127", "--prompts", "{folder}/prompts.jsonl"], "exceed the base's 128 positions"),
+        (["--prompts", "{folder}/prompts.jsonl", "--limit", "1", "--max-new-tokens", "2"], "1 prompts are too few"),
+    ],
+    ids=["rows", "method", "file", "nodes", "long", "few"],
+)
+def test_bad_input_is_one_line(run, folder, arguments, line):
+    code, _, err = run(*(word.format(folder=folder) for word in arguments))
+    said = err.strip().splitlines()[-1]
+    assert code == 2 and line in said and said.startswith("hf-drafthead: ")
+    assert stored(folder) == []
+
+
+def test_a_name_of_the_hub_can_be_looked_at_only(capsys):
+    with pytest.raises(SystemExit) as end:
+        cli.main(["calibrate", "org/heads"])
+    assert end.value.code == 2
+    assert "'org/heads' is no folder where trees can be stored: save the heads first, or add --dry-run." in (
+        capsys.readouterr().err
+    )
+
+
+def test_the_published_trees_are_listed_and_drawn(capsys):
+    with pytest.raises(SystemExit) as end:
+        cli.main(["trees"])
+    lines = capsys.readouterr().out.splitlines()
+    assert end.value.code == 0 and [line.split()[0] for line in lines] == published_trees()
+    assert "64 nodes, depth 4" in lines[published_trees().index("mc_sim_7b_63")]
+    with pytest.raises(SystemExit):
+        cli.main(["trees", "hydra_single"])
+    assert capsys.readouterr().out.rstrip("\n") == DraftTree.from_name("hydra_single").draw()
