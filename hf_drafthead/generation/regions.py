@@ -39,7 +39,7 @@ class OneLayer:
 
 
 @torch.compiler.nested_compile_region
-def _layer(
+def _one_layer(
     layer: nn.Module, name: str, keys: torch.Tensor, values: torch.Tensor, first: int, args: tuple, given: dict
 ) -> Any:
     return type(layer).forward(layer, *args, **given, **{name: OneLayer(keys, values, first)})
@@ -50,7 +50,7 @@ def layers_once(base: nn.Module) -> Iterator[None]:
     """Let every kind of decoder layer of a base be traced once, by a compiler that traces meanwhile."""
     changed = list(repeated(base)) if REUSED else []
     for layer in changed:
-        layer.forward = _through(layer)
+        layer.forward = _forward_of(layer)
     try:
         yield
     finally:
@@ -63,13 +63,13 @@ def repeated(base: nn.Module) -> Iterator[nn.Module]:
     for modules in base.modules():
         if isinstance(modules, nn.ModuleList) and len(modules) > 1 and len(set(map(type, modules))) == 1:
             for module in modules:
-                if _cache_argument(module) and _number(module) is not None and "forward" not in module.__dict__:
+                if _cache_argument_of(module) and _number_of(module) is not None and "forward" not in module.__dict__:
                     yield module
 
 
-def _through(layer: nn.Module) -> Callable:
+def _forward_of(layer: nn.Module) -> Callable:
     """The forward of a layer, which hands tensors in place of the cache to the region."""
-    name, number = str(_cache_argument(layer)), _number(layer)
+    name, number = str(_cache_argument_of(layer)), _number_of(layer)
 
     def forward(*args: Any, **given: Any) -> Any:
         cache: Any = given.get(name)
@@ -77,16 +77,16 @@ def _through(layer: nn.Module) -> Callable:
             return type(layer).forward(layer, *args, **given)
         rest = {key: value for key, value in given.items() if key != name}
         keys, values = cache.layers[number].views()
-        return _layer(layer, name, keys, values, cache.nodes - cache.placed, args, rest)
+        return _one_layer(layer, name, keys, values, cache.nodes - cache.placed, args, rest)
 
     return forward
 
 
-def _cache_argument(layer: nn.Module) -> str | None:
+def _cache_argument_of(layer: nn.Module) -> str | None:
     known = inspect.signature(type(layer).forward).parameters
     return next((name for name in CACHE_ARGUMENTS if name in known), None)
 
 
-def _number(layer: nn.Module) -> int | None:
+def _number_of(layer: nn.Module) -> int | None:
     found = {getattr(module, "layer_idx", None) for module in layer.modules()} - {None}
     return int(found.pop()) if len(found) == 1 else None  # type: ignore[arg-type]
