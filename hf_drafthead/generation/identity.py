@@ -18,7 +18,7 @@ def heads_hash(tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype |
 
     Args:
         tensors: name and tensor, in any order.
-        dtype: the type that the values are rounded to before; None leaves them as they are.
+        dtype: the type that fractions are rounded to before; None leaves them as they are.
 
     >>> weight = torch.tensor([1.0, 2.5])
     >>> heads_hash([("a", weight)]) == heads_hash([("a", weight.bfloat16())])
@@ -29,17 +29,20 @@ def heads_hash(tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype |
     digest = hashlib.sha256()
     for name, tensor in sorted(tensors, key=lambda pair: pair[0]):
         digest.update(f"{name} {tuple(tensor.shape)} ".encode())
-        values = tensor.detach().to(dtype or tensor.dtype).to("cpu", torch.float32).contiguous()
+        rounded = tensor.detach().to(dtype if dtype and tensor.is_floating_point() else tensor.dtype)
+        values = rounded.to("cpu", torch.float32).contiguous()
         digest.update(values.numpy().tobytes())
     return digest.hexdigest()[:16]
 
 
 def drafter_hash(drafter: torch.nn.Module) -> str | None:
-    """`heads_hash` of a drafter's parameters; None where weights lie elsewhere.
+    """`heads_hash` of what a checkpoint holds of a drafter; None where weights lie elsewhere.
 
     It is computed again only after a parameter was replaced or written to.
     """
-    weights = [(f"drafter.{name}", weight) for name, weight in drafter.named_parameters()]
+    stored = drafter.state_dict(keep_vars=True).keys()
+    tensors = [*drafter.named_parameters(), *drafter.named_buffers()]
+    weights = [(f"drafter.{name}", weight) for name, weight in tensors if name in stored]
     state = [(weight.data_ptr(), 0 if weight.is_inference() else weight._version) for _, weight in weights]
     known = _KNOWN.get(drafter)
     if known is None or known[0] != state:

@@ -486,8 +486,8 @@ class DraftHeadPreTrainedModel(DraftHeadGenerationMixin, PreTrainedModel):
         finally:
             self.config, self._hf_peft_config_loaded = live, adapted
         if is_main_process:
-            if include_code:
-                self._save_code(save_directory)
+            if include_code and (write_code := self._code_writer()) is not None:
+                write_code(Path(save_directory))
             if include_tokenizer:
                 save_tokenizer(self.base, self.config, Path(save_directory))
         if publish and is_main_process:
@@ -499,7 +499,8 @@ class DraftHeadPreTrainedModel(DraftHeadGenerationMixin, PreTrainedModel):
         """The config of a checkpoint with or without the base, and with or without an adapter of the base."""
         stored = copy.deepcopy(self.config)
         stored.base_included = include_base
-        stored.__dict__.pop("auto_map", None)  # of code that the checkpoint may not hold
+        if self._code_writer() is not None:
+            stored.__dict__.pop("auto_map", None)  # of code that the checkpoint may not hold
         if include_base or not with_adapter:
             stored.adapter_name_or_path = stored.adapter_revision = None
         elif not stored.adapter_name_or_path:
@@ -507,13 +508,13 @@ class DraftHeadPreTrainedModel(DraftHeadGenerationMixin, PreTrainedModel):
         return stored
 
     @staticmethod
-    def _save_code(folder: str | os.PathLike) -> None:
-        """Write the model's code into the folder of a checkpoint."""
+    def _code_writer() -> Callable[[Path], None] | None:
+        """Writes the model's code into the folder of a checkpoint; None in that code, which transformers copies."""
         try:
             from hf_drafthead.hub_upload.bundle import add_bundle
-        except ImportError:  # this is that code, of which transformers has written a copy
-            return
-        add_bundle(Path(folder))
+        except ImportError:
+            return None
+        return add_bundle
 
     def load_adapter(self, peft_model_id: str | os.PathLike | None = None, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
         """As in transformers; an adapter that was made for the base goes to the base.

@@ -319,6 +319,7 @@ def refuse_loading_arguments(base: Any, arguments: Mapping[str, Any]) -> None:
         "dtype": ("auto", base.dtype, str(base.dtype).removeprefix("torch.")),
         "trust_remote_code": (True, False),
         "attn_implementation": (getattr(base.config, "_attn_implementation", None),),
+        "experts_implementation": (getattr(base.config, "_experts_implementation", None),),
     }
     harmless["torch_dtype"] = harmless["dtype"]
     for name, value in arguments.items():

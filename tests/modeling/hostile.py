@@ -177,7 +177,7 @@ CASES: dict[str, tuple[str, Change, str]] = {
     "itself as base": (
         "heads",
         config(base_model_name_or_path="."),
-        "has draft heads itself: give the model that these",
+        "has draft heads already: give their base",
     ),
     "an unknown type": ("heads", config(base_config__dtype="evil"), "module 'torch' has no attribute 'evil'"),
     "labels by name": (
