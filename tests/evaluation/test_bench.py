@@ -453,15 +453,15 @@ def test_tables_and_csv_tell_measurements_apart(loaded, tmp_path):
     report.write_csv(tmp_path / "figures.csv", [one, two])
     lines = (tmp_path / "figures.csv").read_text().splitlines()
     assert len(lines) == 1 + 2 * 3
-    assert lines[1].split(",")[1:7] == ["medusa", "exact", "", "1", "all", "4"]
+    assert lines[1].split(",")[1:8] == ["medusa", "exact", "0.0", "", "1", "all", "4"]
     assert report.to_json([one], questions="q")["questions"] == "q"
     some = [Question(("ab",)), Question(("cd",), "x"), Question(("ef",), "x")]
     (found,) = measured(loaded, some)
     report.write_csv(tmp_path / "figures.csv", [found])
     lines = (tmp_path / "figures.csv").read_text().splitlines()
-    assert [line.split(",")[5:7] for line in lines[1:]] == [["all", "3"], [UNCATEGORISED, "1"], ["x", "2"]]
+    assert [line.split(",")[6:8] for line in lines[1:]] == [["all", "3"], [UNCATEGORISED, "1"], ["x", "2"]]
     found.per_category["all"] = found.per_category.pop("x")  # a name that a file may give as well
     report.write_csv(tmp_path / "figures.csv", [found])
     lines = (tmp_path / "figures.csv").read_text().splitlines()
-    assert [line.split(",")[5:7] for line in lines[1:]] == [["all", "3"], [UNCATEGORISED, "1"], ["all", "2"]]
+    assert [line.split(",")[6:8] for line in lines[1:]] == [["all", "3"], [UNCATEGORISED, "1"], ["all", "2"]]
     assert [row["batch_size"] for row in report.to_json([one, two])["rows"]] == [1, 2]

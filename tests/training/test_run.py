@@ -362,7 +362,7 @@ def test_bad_input(place, tmp_path):
     with pytest.raises(ValueError, match="num_draft_heads cannot be chosen for trained heads"):
         train(place, tmp_path / "d", heads=str(tmp_path), fields={"num_draft_heads": 2})
     with pytest.raises(ValueError, match="have no label .* tokens ahead: give longer rows, or train fewer heads"):
-        train(place, tmp_path / "e", fields={"num_draft_heads": 80})
+        train(place, tmp_path / "e", fields={"num_draft_heads": 64})
     train(place, tmp_path / "hydra", "hydra")
     with pytest.raises(ValueError, match=r"are 'hydra' heads, not 'hydra\+\+' ones: give --family hydra\."):
         train(place, tmp_path / "g", "hydra++", heads=str(tmp_path / "hydra"))
