@@ -453,7 +453,7 @@ def test_tables_and_csv_tell_measurements_apart(loaded, tmp_path):
     report.write_csv(tmp_path / "figures.csv", [one, two])
     lines = (tmp_path / "figures.csv").read_text().splitlines()
     assert len(lines) == 1 + 2 * 3
-    assert lines[1].split(",")[1:8] == ["medusa", "exact", "0.0", "", "1", "all", "4"]
+    assert lines[1].split(",")[1:8] == ["medusa", "exact", "", "0.0", "1", "all", "4"]
     assert report.to_json([one], questions="q")["questions"] == "q"
     some = [Question(("ab",)), Question(("cd",), "x"), Question(("ef",), "x")]
     (found,) = measured(loaded, some)
