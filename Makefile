@@ -59,5 +59,7 @@ test-formats: $(READY)  ## exported heads in the speculators library, in an envi
 $(READY): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "no Python found: install Python 3.10 or newer, or name one: make PYTHON=/path/to/python3"; exit 1; }
 	test -x $(BIN)/pip || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --disable-pip-version-check --quiet --constraint constraints.txt --editable '.[dev]'
+# All pinned versions at once, which spares pip the search for versions that fit; then whatever this platform needs besides.
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-compile --no-deps --requirement constraints.txt
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-compile --constraint constraints.txt --editable '.[dev]'
 	@touch $@

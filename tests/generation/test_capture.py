@@ -105,11 +105,11 @@ def test_sampling_settings_need_no_other_program(made):
 
 
 def test_no_more_programs_are_kept_than_the_limit(made, monkeypatch):
-    monkeypatch.setattr(capture, "MOST_PROGRAMS", 2)
+    monkeypatch.setattr(capture, "MOST_PROGRAMS", 1)
     model = FAMILIES[0].build(tiny_base("llama"))
-    for rows in (1, 2, 3, 1):
+    for rows in (1, 2, 1):
         both(model, rows)
-    assert len(made) == 4 and len(capture._PROGRAMS[model].made) == 2
+    assert len(made) == 3 and len(capture._PROGRAMS[model].made) == 1
 
 
 def test_a_static_cache_by_name_is_captured_and_returned(made, fallbacks):

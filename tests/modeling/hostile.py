@@ -382,13 +382,13 @@ def info(path: Path) -> tuple[int, str]:
 
 
 def measure(what: str) -> dict[str, Any]:
-    """CPU seconds of every case (or of every good checkpoint), and the peak memory of the process in MB."""
+    """CPU seconds of every second case (or of every good checkpoint), and the peak memory of the process in MB."""
     resource.setrlimit(resource.RLIMIT_CPU, (300, 300))
     seconds = {}
     with tempfile.TemporaryDirectory() as name:
         good = Path(name) / "good"
         good_checkpoints(good)
-        for case in GOOD if what == "good" else CASES:
+        for case in GOOD if what == "good" else list(CASES)[::2]:  # half of them: each takes half a second
             folder = Path(name) / "tried"
             folder.mkdir()
             path = good / case if what == "good" else changed(good, folder, *CASES[case][:2])
