@@ -6,7 +6,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 
 # One thread per process: the models of the tests are tiny, and two workers use two cores better than two threads do.
-TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-conformance check style docs build bench-gpu test-remote-code test-formats
