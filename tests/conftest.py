@@ -1,4 +1,4 @@
-"""What holds for every test: no network, and nothing that transformers deprecates."""
+"""What holds for every test: no network, the same random numbers in any order, and nothing that transformers deprecates."""
 
 import os
 
@@ -8,6 +8,13 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import logging
 
 import pytest
+import torch
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    """Seed before the fixtures, so that what a test draws does not depend on the tests before it."""
+    torch.manual_seed(0)
 
 
 class DeprecationNotices(logging.Handler):
