@@ -9,7 +9,6 @@ import functools
 import json
 import platform
 import shutil
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -102,7 +101,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0, help="of initial weights and of the order of rows")
     parser.add_argument("--force", action="store_true", help="build parts again that are there already")
     given = parser.parse_args(arguments)
-    words = sys.argv[1:] if arguments is None else arguments
+    words = [f"--part {part}" for part in given.part or ()] + [f"--seed {given.seed}"]
     build = Build(given.output, given.work, given.seed, " ".join(["python -m hf_drafthead.zoo.build", *words]))
     for part, build_part in PARTS.items():
         if given.part and part not in given.part:
