@@ -8,8 +8,8 @@ needs no trained heads.
 Held-out code prompts of the zoo, greedy, float32, one prompt at a time and in batches; base, heads and the others take
 turns on every prompt in one process (`hf_drafthead.evaluation.bench`). The heads run captured steps
 (`cache_implementation="static"`), and with `--uncaptured` also steps as they are by default. `compiled` is the base
-with a static cache under `torch.compile`, `prompt lookup` and `assisted` are transformers' own; the assistant is a
-smaller LLaMA, trained on the base's training text unless one is given. The draft tree of each family is the one that is
+with a static cache under `torch.compile`; `prompt lookup` and `assisted` are transformers' own, measured beside the
+draft model, which is their assistant unless another is given. The draft tree of each family is the one that is
 fastest on this machine at the batch size, among the sizes of `TREE_SIZES`.
 """
 
@@ -25,7 +25,6 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoTokenizer, LlamaForCausalLM, Trainer, TrainingArguments, set_seed
 
 from hf_drafthead import zoo
 from hf_drafthead.evaluation import report
@@ -37,39 +36,17 @@ from hf_drafthead.evaluation.prompts import read_prompts
 from hf_drafthead.evaluation.questions import Question
 from hf_drafthead.evaluation.speed import fastest_tree
 from hf_drafthead.generation.tree import DraftTree
-from hf_drafthead.zoo.base import ROW, Rows, base_config
-from hf_drafthead.zoo.corpus import read_corpus
-from hf_drafthead.zoo.tokenizer import pack
 
 HERE = Path(__file__).resolve().parent
 LINE = "\n"
+DRAFT_MODEL = "draft-model"
 TREE_SIZES = {1: (8, 12, 16), 8: (4, 6)}  # nodes that are tried, by the smallest batch size they are for
 
 
-def trained_assistant(folder: Path, steps: int) -> Path:
-    """A LLaMA of two layers that has read the base's training text, made once under `folder`."""
-    if (folder / "config.json").is_file():
-        return folder
-    set_seed(0)
-    tokenizer = AutoTokenizer.from_pretrained(zoo.path("base"))
-    config = base_config(tokenizer)
-    config.num_hidden_layers = 2
-    rows = pack(tokenizer, [file for file in read_corpus() if not file.held_out], ROW)
-    arguments = TrainingArguments(
-        output_dir=str(folder / "training"),
-        max_steps=steps,
-        per_device_train_batch_size=8,
-        learning_rate=3e-3,
-        lr_scheduler_type="cosine",
-        warmup_steps=min(50, steps),
-        save_strategy="no",
-        report_to=[],
-        use_cpu=True,
-        seed=0,
-    )
-    trainer = Trainer(LlamaForCausalLM(config), arguments, train_dataset=Rows(rows))
-    trainer.train()
-    trainer.model.save_pretrained(folder)
+def bundled_assistant(folder: Path) -> Path:
+    """The zoo's draft model as a model of its own, for transformers' assisted decoding."""
+    model, tokenizer = load(zoo.path(DRAFT_MODEL), dtype=torch.float32)
+    model.drafter.model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 
@@ -146,17 +123,16 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--batch", type=int, nargs="*", default=[1, 8])
-    parser.add_argument("--assistant", help="for assisted decoding; default: trained on first use")
-    parser.add_argument("--assistant-steps", type=int, default=600)
+    parser.add_argument("--assistant", help="for assisted decoding; default: the zoo's draft model")
     parser.add_argument("--without-compiled", action="store_true", help="where no C++ compiler is at hand")
     parser.add_argument("--uncaptured", action="store_true", help="also with steps that are not captured")
     parser.add_argument("--cards", action="store_true", help="keep each model's figures in its folder, for its card")
     parser.add_argument("--output", type=Path, default=HERE)
     args = parser.parse_args()
     transformers.utils.logging.disable_progress_bar()
-    assistant = args.assistant or trained_assistant(HERE.parent / ".zoo-build" / "assistant", args.assistant_steps)
-    compare = ["prompt-lookup", f"assistant={assistant}"]
-    compare += [] if args.without_compiled else ["compiled"]
+    assistant = args.assistant or bundled_assistant(HERE.parent / ".zoo-build" / "assistant")
+    compiled = [] if args.without_compiled else ["compiled"]
+    untrained = ["prompt-lookup", f"assistant={assistant}"]  # they depend on no heads: once is enough
     of_category: dict[str | None, list[Question]] = {}
     for prompt in read_prompts(zoo.ASSETS / "prompts.jsonl"):
         of_category.setdefault(prompt.category, []).append(prompt)
@@ -187,7 +163,7 @@ def main() -> None:
                     {"do_sample": False, "max_new_tokens": args.tokens},
                     tree=tree,
                     captured=captured,
-                    compare=compare if captured else (),
+                    compare=[*compiled, *(untrained if family == DRAFT_MODEL else [])] if captured else (),
                     batch_sizes=[batch_size],
                     repeats=args.repeats,
                     tell=print,

@@ -206,6 +206,7 @@ class Rules:
         latest = max(lengths)
         firsts = [(lengths[row] if row in moving else latest) - self.prompt_length for row in range(len(lengths))]
         noise = tape.ahead(firsts, depth)
+        tape.forget(min(firsts))
         if not self.draws_ahead:  # processors and criteria find the generator where the base would leave it
             tape.rewind(latest - self.prompt_length)
         return noise
@@ -297,25 +298,27 @@ class NoiseTape:
 
     `torch.multinomial(p, 1)` is `argmax(p / noise)` with noise (B, V) drawn anew at every position. The tape draws in
     the order of positions and remembers the generator's state before each, so every noise is drawn once, a row that
-    lags can have its position's noise drawn again, and the generator can be left as the base would leave it.
+    lags can have its position's noise drawn again, and the generator can be left as the base would leave it. Positions
+    that every row has left behind are forgotten.
     """
 
     KEPT = 32  # positions whose noise is held; older ones are redrawn from their state
 
     def __init__(self, batch_size: int, device: torch.device):
         self.batch_size, self.device = batch_size, device
-        self.states: list[torch.Tensor] = [self._state()]  # before every position drawn, and after the last one
+        self.newest = 0  # position that is drawn next
+        self.states: dict[int, torch.Tensor] = {0: self._state()}  # before every position drawn, and after the last one
         self.drawn: dict[int, torch.Tensor] = {}
         self.shared = False  # whether somebody else has drawn from the generator since
 
     def noise(self, position: int, like: torch.Tensor) -> torch.Tensor:
         """(B, V) noise of a position, counted from 0; `like` gives V and dtype. Leaves the generator anywhere."""
-        while len(self.states) <= position + 1:
-            newest = len(self.states) - 1
-            self._restore(self.states[newest])
-            self.drawn[newest] = self._draw(like)
-            self.drawn.pop(newest - self.KEPT, None)
-            self.states.append(self._state())
+        while self.newest <= position:
+            self._restore(self.states[self.newest])
+            self.drawn[self.newest] = self._draw(like)
+            self.drawn.pop(self.newest - self.KEPT, None)
+            self.newest += 1
+            self.states[self.newest] = self._state()
         if position in self.drawn:
             return self.drawn[position]
         self._restore(self.states[position])
@@ -332,11 +335,17 @@ class NoiseTape:
         now = self._state()
         if not torch.equal(now, self.states[position]):
             self.shared = True
-            self.states[position:] = [now]
+            self.newest = position
+            self.states = {known: state for known, state in self.states.items() if known < position} | {position: now}
             self.drawn = {known: noise for known, noise in self.drawn.items() if known < position}
         noise = self.noise(position, like)
         self._restore(self.states[position + 1])
         return noise
+
+    def forget(self, position: int) -> None:
+        """No row will ask for what lies before this position."""
+        for known in [known for known in self.states if known < position]:
+            del self.states[known]
 
     def rewind(self, positions: int) -> None:
         """Leave the generator as it was after the first `positions` draws."""
