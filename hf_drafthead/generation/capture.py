@@ -7,12 +7,15 @@ are made of are the stages of `step`; nothing here knows what they do.
     greedy               draft, verify, walk, commit                       one program
     anything else        draft, verify | walk as without capture | commit  two programs around it
 
+On a GPU greedy steps that nobody asked to compile are recorded instead (`graphs`).
+
 Compiled programs are kept without guards: dynamo would compare every weight and attribute of the base before each
 step. What can change between two calls is compared once per call instead (`fingerprint`).
 """
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 import types
@@ -27,6 +30,7 @@ from torch import nn
 from transformers import CompileConfig, GenerationConfig
 from transformers.utils import logging
 
+from hf_drafthead.generation import graphs
 from hf_drafthead.generation.acceptance import walk_on_device
 from hf_drafthead.generation.regions import layers_once
 from hf_drafthead.generation.state import DecodingState, Limits, Rows, Walk
@@ -47,6 +51,7 @@ class Programs:
     made: OrderedDict[Hashable, Captured] = field(default_factory=OrderedDict)
     fingerprint: Hashable = None
     refused: dict[Hashable, str] = field(default_factory=dict)
+    compared: set[Hashable] = field(default_factory=set)  # steps of which a recording does the same
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
@@ -59,19 +64,22 @@ class Capture:
 
     Args:
         model: with `base` and `drafter`; its programs are kept as long as it lives.
-        config: of `torch.compile`.
+        config: of `torch.compile`; None to record steps without compiling them.
     """
 
-    def __init__(self, model: Any, config: CompileConfig):
+    def __init__(self, model: Any, config: CompileConfig | None):
         self.model, self.config = model, config
 
     @classmethod
     def wanted(cls, model: Any, config: GenerationConfig) -> Capture | None:
-        """The capture that a call asks for, by a static cache or a `compile_config`; None where it does not."""
+        """The capture that a call asks for, by a static cache or a `compile_config`, else a recording where there are
+        graphs; None where there is neither."""
         asked = config.compile_config
-        if config.disable_compile or (asked is None and config.cache_implementation != "static"):
+        if config.disable_compile:
             return None
-        return cls(model, asked or CompileConfig(mode="default"))
+        if asked is not None or config.cache_implementation == "static":
+            return cls(model, asked or CompileConfig(mode="default"))
+        return cls(model, None) if graphs.possible(model.base.device) else None
 
     def prepared(self, step: Step, state: DecodingState) -> Step | CapturedStep:
         """The captured form of a call's step; the step itself where it cannot be captured, with one warning."""
@@ -83,13 +91,16 @@ class Capture:
             if now != programs.fingerprint:
                 programs.made.clear()
                 programs.refused.clear()
+                programs.compared.clear()
                 programs.fingerprint = now
             key = self._key(step, state)
             if key in programs.refused:
                 return step
+            if self.config is None:
+                return self._recorded(step, state, key, programs) if whole(step) else step
             captured = programs.made.get(key)
             if captured is None:
-                captured = Captured(step, self.config)
+                captured = Captured(step, functools.partial(compiled, config=self.config))
                 if isinstance(step.tree, DraftTree):  # else its tensors would be made in every step
                     for tensors in (step.tree.topology, step.tree.levels):
                         tensors(state.rows.lengths.device)
@@ -117,6 +128,14 @@ class Capture:
         finally:
             programs.lock.release()
 
+    def _recorded(self, step: Step, state: DecodingState, key: Hashable, programs: Programs) -> CapturedStep:
+        """A graph belongs to the call, whose memory it works on."""
+
+        def recorded(function: Callable) -> graphs.Recorded:
+            return graphs.Recorded(function, key, programs.compared)
+
+        return CapturedStep(Captured(step, recorded), step, state, functools.partial(programs.refused.setdefault, key))
+
     def _key(self, step: Step, state: DecodingState) -> Hashable:
         base, rows = self.model.base, state.rows
         return (
@@ -131,7 +150,7 @@ class Capture:
             base.dtype,
             base.config._attn_implementation,
             step.drafter.reads,
-            repr(sorted(self.config.to_dict().items())),
+            None if self.config is None else repr(sorted(self.config.to_dict().items())),
         )
 
 
@@ -139,8 +158,7 @@ def not_captured(reason: str, state: DecodingState) -> None:
     """Say why the steps of a call are not captured, and let its caches grow again."""
     logger.warning_once(f"Steps are not captured, they run operation by operation: {reason}")
     for cache in state.caches():
-        if cache.fixed:
-            cache.free()
+        cache.free()
 
 
 def whole(step: Step) -> bool:
@@ -151,9 +169,14 @@ def whole(step: Step) -> bool:
 
 
 class Captured:
-    """The programs of one key. They hold the base and the drafter, and nothing of a call."""
+    """The programs of one key. They hold the base and the drafter, and nothing of a call.
 
-    def __init__(self, step: Step, config: CompileConfig):
+    Args:
+        step: what they are made of.
+        make: makes a program of a function.
+    """
+
+    def __init__(self, step: Step, make: Callable[[Callable], Callable]):
         reader, drafter, tree, choose = step.reader, step.drafter, step.tree, step.rules.choose_greedily
         rejects = step.rules.rejects
 
@@ -172,9 +195,9 @@ class Captured:
             return walk, last(draft_state, cache, rows, verified, walk, limits)
 
         self.seconds: float | None = None  # that the preparation took
-        self.whole = compiled(all_in_one, config) if whole(step) else None
-        self.first = compiled(first, config)
-        self.last = compiled(last, config)
+        self.whole = make(all_in_one) if whole(step) else None
+        self.first = make(first)
+        self.last = make(last)
 
 
 def compiled(function: Callable, config: CompileConfig) -> Callable:
@@ -199,15 +222,22 @@ class CapturedStep:
         captured: the programs.
         step: the step that they were made from.
         state: of the call, whose caches get fixed shapes here.
+        refuse: is told why the programs cannot be used.
     """
 
-    ahead = 0
-
-    def __init__(self, captured: Captured, step: Step, state: DecodingState):
-        self.captured, self.step, self.tree = captured, step, step.tree
+    def __init__(
+        self, captured: Captured, step: Step, state: DecodingState, refuse: Callable[[str], Any] = lambda reason: None
+    ):
+        self.captured, self.step, self.tree, self.refuse = captured, step, step.tree, refuse
+        self.device = state.rows.lengths.device
         self.first: tuple[Walk, dict[str, float]] | None = None
         self.refused: str | None = None  # why this call goes on without its programs
         self._fix(state)
+
+    @property
+    def ahead(self) -> int:
+        """Steps that are launched before the first of them is read: only a greedy step asks nothing of the host."""
+        return int(self.captured.whole is not None and self.refused is None and graphs.possible(self.device))
 
     def __call__(self, state: DecodingState) -> tuple[Walk, dict[str, float]]:
         """Take one step; returns what it kept, and no seconds: the stages are one program."""
@@ -220,12 +250,18 @@ class CapturedStep:
             except MemoryError as error:
                 self.refused = str(error)
         if self.refused is not None:
-            not_captured(self.refused, state)
+            if state.cache.fixed:
+                not_captured(self.refused, state)
             return self.step(state)
         captured, rows, cache, limits = self.captured, state.rows, state.cache, state.limits
         start = time.perf_counter()
         if captured.whole is not None:
-            walk, state.rows = captured.whole(rows, cache, limits)
+            try:
+                walk, state.rows = captured.whole(rows, cache, limits)
+            except graphs.NotRecorded as error:
+                self.refused = str(error)
+                self.refuse(self.refused)
+                return self(state)
         else:
             noise, tilt = self.step.noise_ahead(state)
             draft_state, candidates, verified = captured.first(rows, cache, limits, tilt)
@@ -271,7 +307,8 @@ class CapturedStep:
         torch._dynamo.mark_dynamic(sequences, 1)
         visible = rows.visible
         if visible is not None:
-            visible = nn.functional.pad(visible, (0, capacity - visible.shape[1]), value=True)
+            # as long as the keys: the compiler cannot write code for a size that differs from theirs by a constant
+            visible = nn.functional.pad(visible, (0, state.cache.slots - visible.shape[1]), value=True)
             torch._dynamo.mark_dynamic(visible, 1)
         state.rows = rows._replace(sequences=sequences, visible=visible)
 

@@ -25,7 +25,7 @@ from hf_drafthead.generation.reader import BaseReader, position_table, prefill_i
 from hf_drafthead.generation.rules import Rules
 from hf_drafthead.generation.settings import DraftSettings
 from hf_drafthead.generation.slots import SlotCache
-from hf_drafthead.generation.state import DecodingState, DraftHeadGenerateOutput, Limits, Rows, StepRecord, Walk
+from hf_drafthead.generation.state import DecodingState, DraftHeadGenerateOutput, Limits, Outcome, Rows, StepRecord
 from hf_drafthead.generation.step import Step, Stopwatch
 
 FIRST_ROOM = 512  # new positions for which memory is taken at first
@@ -85,16 +85,15 @@ def decode(
         on_step(StepRecord(0, [[token] for token in newest(state)], [], [1] * rules.batch_size, 0, watch.seconds))
     make = functools.partial(Step, reader, drafter, rules=rules, show=stream.show, timed=on_step is not None)
     step = steps_of(settings, make, capture if state.running(rules.pads) else None, state)
-    launched: deque[tuple[Walk, dict[str, float]]] = deque()
+    launched: deque[Outcome] = deque()
     while state.running(rules.pads):
-        launched.append(step(state))
-        if len(launched) > step.ahead:
-            walk, seconds = launched.popleft()
-            record = state.note(walk, step.tree.num_nodes, seconds)
+        launched.append(Outcome(*step(state)))
+        while len(launched) > step.ahead:
+            record = state.note(launched.popleft(), step.tree.num_nodes)
             stream.committed(state, rules)
             if on_step is not None:
                 watch.lap("step")
-                on_step(replace(record, seconds={**seconds, "step": watch.seconds["step"]}))
+                on_step(replace(record, seconds={**record.seconds, "step": watch.seconds["step"]}))
     return finish(state, rules, ordinary_cache, known, stream)
 
 

@@ -65,9 +65,32 @@ class Walk(NamedTuple):
     valid: torch.Tensor
 
     def packed(self) -> torch.Tensor:
-        """(B, 3 + 2 D) everything in one tensor, which the host reads at once; see `DecodingState.note`."""
+        """(B, 3 + 2 D) everything in one tensor, which the host reads at once, see `Outcome`."""
         facts = torch.stack([self.counts, self.ends, self.valid.long()], dim=1)
         return torch.cat([facts, self.tokens, self.nodes], dim=1)
+
+
+class Outcome:
+    """What a step kept, on its way to the host; on a GPU the next step can be launched meanwhile.
+
+    Args:
+        walk: of the step.
+        seconds: of its stages.
+    """
+
+    def __init__(self, walk: Walk, seconds: dict[str, float]):
+        self.packed, self.depth, self.seconds = walk.packed(), walk.tokens.shape[1], seconds
+        device = self.packed.device
+        self.ready = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
+
+    def read(self) -> list[list[int]]:
+        """The rows of `Walk.packed`; waits for this step, and for none that was launched after it."""
+        if self.ready is None:
+            return self.packed.tolist()
+        aside = torch.cuda.Stream(self.packed.device)
+        with torch.cuda.stream(aside):
+            aside.wait_event(self.ready)
+            return self.packed.tolist()
 
 
 class Limits(NamedTuple):
@@ -156,14 +179,13 @@ class DecodingState:
             more = sequences.new_full((sequences.shape[0], max(longest - sequences.shape[1], ROOM)), padding)
             self.rows = self.rows._replace(sequences=torch.cat([sequences, more], dim=1))
 
-    def note(self, walk: Walk, drafted: int, seconds: dict[str, float]) -> StepRecord:
+    def note(self, outcome: Outcome, drafted: int) -> StepRecord:
         """Read the outcome of a step, and remember what the host needs to know of it. Here the host waits.
 
         Raises:
             RuntimeError: as the base, which was to sample from what is no distribution.
         """
-        depth = walk.tokens.shape[1]
-        read = walk.packed().tolist()
+        read, depth = outcome.read(), outcome.depth
         if not all(valid for _, _, valid, *_ in read):
             raise RuntimeError(NOT_A_DISTRIBUTION)
         counted = []
@@ -174,7 +196,7 @@ class DecodingState:
         self.counted.append(counted)
         tokens = [row[3 : 3 + row[0]] for row in read]
         nodes = [row[3 + depth : 3 + depth + row[0]] for row in read]
-        return StepRecord(len(self.counted), tokens, nodes, counted, drafted, seconds)
+        return StepRecord(len(self.counted), tokens, nodes, counted, drafted, outcome.seconds)
 
 
 def running(lengths: list[int], ends: list[int | None], pads: bool) -> list[int]:

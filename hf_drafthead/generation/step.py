@@ -96,7 +96,7 @@ class Step:
     def __call__(self, state: DecodingState) -> tuple[Walk, dict[str, float]]:
         """Take one step; returns what it kept, and the seconds of its stages."""
         watch = Stopwatch(self.timed, state.rows.lengths.device)
-        state.reserve(self.tree.max_depth + 2, self.rules.pad_token)
+        state.reserve(2 * (self.tree.max_depth + 2), self.rules.pad_token)  # the host may not know of the last step yet
         rows, cache, limits = state.rows, state.cache, state.limits
         noise, tilt = self.noise_ahead(state)
         draft_state, candidates = draft(self.drafter, rows, self.tree, tilt, self.rules.rejects)
