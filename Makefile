@@ -54,7 +54,7 @@ test-remote-code: $(READY)  ## pushed heads where only transformers and torch ar
 
 test-formats: $(READY)  ## exported heads in the speculators library, in an environment of its own (needs a package index)
 	test -x .speculators/bin/pip || $(PYTHON) -m venv .speculators
-	.speculators/bin/pip install --disable-pip-version-check --quiet 'speculators==0.9.0'
+	.speculators/bin/pip install --disable-pip-version-check --quiet 'speculators==0.9.0' $$(grep '^torch==' constraints.txt)
 # It asks for these, but only for other kinds of heads, and they must be of the very build of torch.
 	.speculators/bin/pip uninstall --yes --quiet torchvision torchaudio
 	SPECULATORS_PYTHON=$(CURDIR)/.speculators/bin/python $(BIN)/python -m pytest -q tests/formats/test_speculators.py

@@ -30,8 +30,8 @@ from torch import nn
 from transformers import CompileConfig, GenerationConfig
 from transformers.utils import logging
 
-from hf_drafthead.generation import graphs
 from hf_drafthead.generation.acceptance import walk_on_device
+from hf_drafthead.generation.graphs import NotRecorded, Recorded, has_graphs
 from hf_drafthead.generation.regions import layers_once
 from hf_drafthead.generation.state import DecodingState, Limits, Rows, Walk
 from hf_drafthead.generation.step import Step, commit, draft, verify
@@ -79,7 +79,7 @@ class Capture:
             return None
         if asked is not None or config.cache_implementation == "static":
             return cls(model, asked or CompileConfig(mode="default"))
-        return cls(model, None) if graphs.possible(model.base.device) else None
+        return cls(model, None) if has_graphs(model.base.device) else None
 
     def prepared(self, step: Step, state: DecodingState) -> Step | CapturedStep:
         """The captured form of a call's step; the step itself where it cannot be captured, with one warning."""
@@ -131,8 +131,8 @@ class Capture:
     def _recorded(self, step: Step, state: DecodingState, key: Hashable, programs: Programs) -> CapturedStep:
         """A graph belongs to the call, whose memory it works on."""
 
-        def recorded(function: Callable) -> graphs.Recorded:
-            return graphs.Recorded(function, key, programs.compared)
+        def recorded(function: Callable) -> Recorded:
+            return Recorded(function, key, programs.compared)
 
         return CapturedStep(Captured(step, recorded), step, state, functools.partial(programs.refused.setdefault, key))
 
@@ -237,7 +237,7 @@ class CapturedStep:
     @property
     def ahead(self) -> int:
         """Steps that are launched before the first of them is read: only a greedy step asks nothing of the host."""
-        return int(self.captured.whole is not None and self.refused is None and graphs.possible(self.device))
+        return int(self.captured.whole is not None and self.refused is None and has_graphs(self.device))
 
     def __call__(self, state: DecodingState) -> tuple[Walk, dict[str, float]]:
         """Take one step; returns what it kept, and no seconds: the stages are one program."""
@@ -258,7 +258,7 @@ class CapturedStep:
         if captured.whole is not None:
             try:
                 walk, state.rows = captured.whole(rows, cache, limits)
-            except graphs.NotRecorded as error:
+            except NotRecorded as error:
                 self.refused = str(error)
                 self.refuse(self.refused)
                 return self(state)

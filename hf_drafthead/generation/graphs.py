@@ -22,12 +22,12 @@ class NotRecorded(Exception):
     """A step cannot be recorded; the text says why. The call's tensors are as they were before the step."""
 
 
-def possible(device: torch.device) -> bool:
+def has_graphs(device: torch.device) -> bool:
     """Whether there are graphs for this device."""
     return device.type == "cuda"
 
 
-def record(step: Callable[[], Walk]) -> Callable[[], Walk]:
+def recorded_kernels(step: Callable[[], Walk]) -> Callable[[], Walk]:
     """What replays the kernels of a step; its outcome lies in the same memory each time."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # other threads may go on meanwhile
@@ -69,7 +69,7 @@ class Recorded:
         if not self.warm:
             self.warm = True
             return self.step(rows, cache, limits)
-        held, caches = _tensors(rows), [cache, *_caches(rows)]
+        held, caches = _tensors_of(rows), [cache, *_caches_of(rows)]
         pools = [pool.data for one in caches for pool in one.pools]
         lengths = [one.lengths for one in caches]
         addresses = tuple(tensor.data_ptr() for tensor in [*held, *lengths, *pools, *limits])
@@ -85,7 +85,7 @@ class Recorded:
         def in_place() -> Walk:
             try:
                 walk, after = self.step(rows, caches[0], limits)
-                found = [*_tensors(after), *(cache.lengths for cache in caches)]
+                found = [*_tensors_of(after), *(cache.lengths for cache in caches)]
             finally:
                 for cache, own in zip(caches, lengths):
                     cache.lengths = own
@@ -97,29 +97,29 @@ class Recorded:
 
         before = [tensor.clone() for tensor in held]
         try:
-            self.replay = record(in_place)
+            self.replay = recorded_kernels(in_place)
         except Exception as error:  # whatever cannot be recorded: steps without a graph work all the same
             raise NotRecorded(" ".join(f"{type(error).__name__}: {error}".split("\n")[:1])) from error
         if self.key in self.compared:
             return
         expected = [in_place().packed(), *(tensor.clone() for tensor in held)]
-        _put(before, held)
+        _put_back(before, held)
         found = [self.replay().packed(), *(tensor.clone() for tensor in held)]
-        _put(before, held)
+        _put_back(before, held)
         if not all(torch.equal(one, other) for one, other in zip(expected, found)):
             self.replay = None
             raise NotRecorded("a replay of the recorded step gives something else than the step.")
         self.compared.add(self.key)
 
 
-def _tensors(rows: Rows) -> list[torch.Tensor]:
+def _tensors_of(rows: Rows) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(rows) if isinstance(leaf, torch.Tensor)]
 
 
-def _caches(rows: Rows) -> list[SlotCache]:
+def _caches_of(rows: Rows) -> list[SlotCache]:
     return [leaf for leaf in tree_leaves(rows) if isinstance(leaf, SlotCache)]
 
 
-def _put(values: list[torch.Tensor], where: list[torch.Tensor]) -> None:
+def _put_back(values: list[torch.Tensor], where: list[torch.Tensor]) -> None:
     for value, place in zip(values, where):
         place.copy_(value)

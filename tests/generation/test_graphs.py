@@ -38,8 +38,8 @@ def recordings(monkeypatch):
         found.append(Recording(step))
         return found[-1]
 
-    monkeypatch.setattr(graphs, "possible", lambda device: True)
-    monkeypatch.setattr(graphs, "record", record)
+    monkeypatch.setattr(capture, "has_graphs", lambda device: True)
+    monkeypatch.setattr(graphs, "recorded_kernels", record)
     return found
 
 
@@ -100,7 +100,7 @@ def test_what_cannot_be_recorded_runs_as_before_and_is_not_tried_again(family, r
         tried.append(step)
         raise RuntimeError("operation not permitted when stream is capturing\nmore")
 
-    monkeypatch.setattr(graphs, "record", refused)
+    monkeypatch.setattr(graphs, "recorded_kernels", refused)
     model = family.build(tiny_base("llama"))
     for _ in range(2):
         check(model, 2, max_new_tokens=40)
@@ -114,7 +114,7 @@ def test_a_replay_that_does_something_else_is_found_out(family, recordings, warn
         def __call__(self):
             return super().__call__()._replace(tokens=self.walk.tokens + 1)
 
-    monkeypatch.setattr(graphs, "record", Wrong)
+    monkeypatch.setattr(graphs, "recorded_kernels", Wrong)
     model = family.build(tiny_base("llama"))
     check(model, 2, max_new_tokens=40)
     (warning,) = warnings
