@@ -150,7 +150,7 @@ def main() -> None:
     )
     asked = parser.parse_args()
     if asked.cost:
-        print(costs(asked.families.split(","), asked.vocabulary))
+        print(costs([family for family in asked.families.split(",") if family], asked.vocabulary))
         return
     if asked.children:
         print(children())
