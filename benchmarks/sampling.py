@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from figures import SAMPLING, markdown, samplings
-from step import random_model
+from step import SHAPES, random_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from hf_drafthead import zoo
@@ -122,17 +122,17 @@ def cost_of_drawing(
     return [str(tree.num_nodes), f"{1e3 * step:.2f}", f"{1e3 * drawn:.3f}", f"{drawn / step:.1%}"]
 
 
-def costs(families: Sequence[str], vocabulary: int) -> str:
-    """What drawing ahead costs the bundled models, and a 1.1B shape with a large vocabulary, as a table."""
+def costs(families: Sequence[str], shape: str | None, vocabulary: int) -> str:
+    """What drawing ahead costs the bundled models, or random weights of a shape with a large vocabulary, as a table."""
     rows = []
     tokenizer = AutoTokenizer.from_pretrained(zoo.path("base"))
-    for family in families:
+    for family in families if shape is None else []:
         model = AutoModelForCausalLM.from_pretrained(zoo.path(family)).eval()
         rows.append([family, *cost_of_drawing(model, tokenizer("import os\n\n\ndef", return_tensors="pt"), 96, 3)])
-    if vocabulary:
-        model = random_model("1.1b", "eagle", torch.float32, "cpu", vocabulary=vocabulary)
+    if shape is not None:
+        model = random_model(shape, "eagle", torch.float32, "cpu", vocabulary=vocabulary)
         given = {"input_ids": torch.arange(16)[None]}
-        rows.append([f"eagle, 1.1B shape, {vocabulary:,} tokens", *cost_of_drawing(model, given, 6, 1)])
+        rows.append([f"eagle, {shape} shape, {vocabulary:,} tokens", *cost_of_drawing(model, given, 6, 1)])
     return markdown(["heads", "nodes", "step, ms", "drawing ahead, ms", "share"], rows)
 
 
@@ -150,7 +150,7 @@ def main() -> None:
     )
     asked = parser.parse_args()
     if asked.cost:
-        print(costs([family for family in asked.families.split(",") if family], asked.vocabulary))
+        print(costs(asked.families.split(","), asked.shape, asked.vocabulary))
         return
     if asked.children:
         print(children())

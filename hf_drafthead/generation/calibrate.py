@@ -200,7 +200,6 @@ def worth_of_trees(
     for first in range(0, len(prompts), TEXTS_AT_ONCE):
         ranks += _ranks_by_text(model, prompts[first : first + TEXTS_AT_ONCE], new_tokens, temperature, first, settings)
     grow = METHODS[method]
-
     ranks_below = min(MOST_RANK, draft_vocabulary(model.base, model.drafter))
 
     def grown(parts: list[torch.Tensor]) -> list[RankPath]:

@@ -177,9 +177,9 @@ def test_the_predicted_tokens_per_step_are_those_of_generate(temperature):
 
 def test_no_tree_is_grown_beyond_the_tokens_that_the_heads_choose_among(monkeypatch):
     monkeypatch.setattr(module, "PRECISION", 1.0)
-    model = family("eagle3").build(tiny_base("llama-gqa"), draft_vocab_size=3)
+    model = family("eagle3").build(tiny_base("llama-gqa"), draft_vocab_size=20)
     worth = worth_of_trees(model, PROMPTS, 24, 60, eos_token_id=None)
-    assert worth.paths and max(map(max, worth.paths)) < 3
+    assert worth.paths and max(map(max, worth.paths)) < 20
 
 
 def test_medusa_s_product_takes_the_heads_as_independent():
