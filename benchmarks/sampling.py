@@ -145,9 +145,8 @@ def main() -> None:
     parser.add_argument("--methods", default=",".join(ACCEPTANCE))
     parser.add_argument("--children", action="store_true", help="one node alone, with distributions made at random")
     parser.add_argument("--cost", action="store_true", help="what drawing ahead takes of a step, at batch size 1")
-    parser.add_argument(
-        "--vocabulary", type=int, default=0, help="with --cost: also of a 1.1B shape with so many tokens"
-    )
+    parser.add_argument("--shape", choices=SHAPES, help="with --cost: random weights of this shape instead")
+    parser.add_argument("--vocabulary", type=int, default=128000, help="tokens of --shape")
     asked = parser.parse_args()
     if asked.cost:
         print(costs(asked.families.split(","), asked.shape, asked.vocabulary))
