@@ -9,7 +9,7 @@ READY := .venv/.ready
 TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-conformance check style docs build bench-gpu test-remote-code test-formats
+.PHONY: help demo test test-slow test-sampling test-conformance check style docs build bench-gpu test-remote-code test-formats
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 18
@@ -19,6 +19,9 @@ demo: $(READY)  ## draft heads against their base on the bundled models
 
 test: $(READY)  ## the tests, doctests included
 	$(TEST)
+
+test-sampling: $(READY)  ## 2,000 examples of sampled calls against the base
+	SAMPLING_EXAMPLES=2000 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -s tests/generation/test_sampling.py -k whatever
 
 test-slow: $(READY)  ## the tests that take long
 	$(TEST) -m slow

@@ -2,6 +2,7 @@
 
     python benchmarks/sampling.py --prompts 40 --temperature 0.7,1.0
     python benchmarks/sampling.py --children          # one node alone: how often one of its children is right
+    python benchmarks/sampling.py --cost              # the share of a step that drawing ahead takes
 
 The zoo's held-out prompts, 96 new tokens each, no top-k and no top-p, the published 64-node tree. Prompts are decoded
 in batches of 8; every text of the exact methods is compared with the base's own under the same seed.
@@ -11,12 +12,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from figures import SAMPLING, markdown, samplings
+from step import SHAPES, random_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from hf_drafthead import zoo
@@ -27,6 +31,7 @@ from hf_drafthead.generation.acceptance import rejection_choices
 from hf_drafthead.generation.rules import Rules
 from hf_drafthead.generation.settings import DEFAULT_TREE
 from hf_drafthead.generation.state import Candidates
+from hf_drafthead.generation.step import Step
 from hf_drafthead.generation.tree import DraftTree
 
 NEW_TOKENS, BATCH_SIZE = 96, 8
@@ -81,6 +86,56 @@ def children(draws: int = 4_000, vocabulary: int = 400) -> str:
     return markdown(["entropy", "distance of p and q", "children", "shared noise", "plain top-k", "rejection"], rows)
 
 
+def cost_of_drawing(
+    model: PreTrainedModel, given: Mapping[str, torch.Tensor], new_tokens: int, rounds: int
+) -> list[str]:
+    """Nodes, milliseconds of a step and of drawing ahead in it, and its share: medians over the steps of some calls."""
+    drawing, steps = [], []
+    noise_ahead = Step.noise_ahead
+
+    def timed(self: Step, state: Any) -> Any:
+        start = time.perf_counter()
+        drawn = noise_ahead(self, state)
+        drawing.append(time.perf_counter() - start)
+        return drawn
+
+    tree = DraftTree.resolve(DEFAULT_TREE, model.drafter.max_depth, model.config.get_text_config().vocab_size)
+    Step.noise_ahead = timed  # type: ignore[method-assign]
+    try:
+        for seed in range(rounds + 1):
+            if seed == 1:  # the first call warms up
+                drawing.clear()
+                steps.clear()
+            torch.manual_seed(seed)
+            model.generate(
+                **given,
+                do_sample=True,
+                top_k=0,
+                max_new_tokens=new_tokens,
+                eos_token_id=None,
+                draft_tree=tree,
+                on_step=lambda record: steps.append(record.seconds["step"]) if record.step else None,
+            )
+    finally:
+        Step.noise_ahead = noise_ahead  # type: ignore[method-assign]
+    step, drawn = statistics.median(steps), statistics.median(drawing)
+    return [str(tree.num_nodes), f"{1e3 * step:.2f}", f"{1e3 * drawn:.3f}", f"{drawn / step:.1%}"]
+
+
+def costs(families: Sequence[str], shape: str | None, vocabulary: int) -> str:
+    """What drawing ahead costs the bundled models, or random weights of a shape with a large vocabulary, as a table."""
+    rows = []
+    tokenizer = AutoTokenizer.from_pretrained(zoo.path("base"))
+    for family in families if shape is None else []:
+        model = AutoModelForCausalLM.from_pretrained(zoo.path(family)).eval()
+        rows.append([family, *cost_of_drawing(model, tokenizer("import os\n\n\ndef", return_tensors="pt"), 96, 3)])
+    if shape is not None:
+        model = random_model(shape, "eagle", torch.float32, "cpu", vocabulary=vocabulary)
+        given = {"input_ids": torch.arange(16)[None]}
+        rows.append([f"eagle, {shape} shape, {vocabulary:,} tokens", *cost_of_drawing(model, given, 6, 1)])
+    return markdown(["heads", "nodes", "step, ms", "drawing ahead, ms", "share"], rows)
+
+
 def main() -> None:
     """Measure, and keep every line as soon as it is known; then print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -89,7 +144,13 @@ def main() -> None:
     parser.add_argument("--temperature", default="0.7,1.0")
     parser.add_argument("--methods", default=",".join(ACCEPTANCE))
     parser.add_argument("--children", action="store_true", help="one node alone, with distributions made at random")
+    parser.add_argument("--cost", action="store_true", help="what drawing ahead takes of a step, at batch size 1")
+    parser.add_argument("--shape", choices=SHAPES, help="with --cost: random weights of this shape instead")
+    parser.add_argument("--vocabulary", type=int, default=128000, help="tokens of --shape")
     asked = parser.parse_args()
+    if asked.cost:
+        print(costs(asked.families.split(","), asked.shape, asked.vocabulary))
+        return
     if asked.children:
         print(children())
         return

@@ -9,14 +9,16 @@ The parts are timed inside `generate()`, base and heads in turns in one process;
 step is also run compiled, and so is the base. `--accept N` makes the heads right N times per step, at their own cost
 (`planted.py`): what the step would be worth to trained heads of that quality.
 
-`roofline` is how much of the captured step the memory alone would take: the bytes of all weights that it reads and of
-the keys and values that it attends to, over the bandwidth that this machine reaches when it sums a large tensor.
+`on_paper` is what the roofline model (`hf_drafthead.evaluation.roofline`) predicts of the step, in units of the base's
+step on paper, with the bandwidth that this machine reaches when it sums a large tensor, and its speed in a large matrix
+product. `roofline` is the share of the captured step that the model accounts for.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 import statistics
 import time
@@ -31,6 +33,7 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, LlamaCo
 from hf_drafthead import DraftTree, zoo
 from hf_drafthead.evaluation.compare import contenders
 from hf_drafthead.evaluation.measurement import BASE, COMPILED, HEADS
+from hf_drafthead.evaluation.roofline import Machine, base_work, seconds_of, step_work
 from hf_drafthead.evaluation.speed import time_interleaved
 from hf_drafthead.evaluation.stages import STAGES, time_split
 from hf_drafthead.generation.settings import DEFAULT_TREE
@@ -82,8 +85,10 @@ def measure(
     try:
         rows = _uncaptured(model, tree, given, settings, repeats)
         figures = {name: statistics.median(values) for name, values in rows.items()}
+        figures |= on_paper(model, tree, *text.shape)
         if captured:
-            figures |= _captured(model, tree, given, settings, repeats, text)
+            figures |= _captured(model, tree, given, settings, repeats)
+            figures["roofline"] = figures["paper_step_ms"] / figures["captured_step_ms"]
     finally:
         model.drafter = heads
     unit = figures["base_step_ms"]
@@ -124,9 +129,7 @@ def _uncaptured(
     return rows
 
 
-def _captured(
-    model: PreTrainedModel, tree: DraftTree, given: dict, settings: dict, repeats: int, text: torch.Tensor
-) -> dict[str, float]:
+def _captured(model: PreTrainedModel, tree: DraftTree, given: dict, settings: dict, repeats: int) -> dict[str, float]:
     """The whole step compiled, against the base as installed and the base compiled, in turns."""
     runners = contenders(model, None, tree=tree, captured=True, compare=[COMPILED])
     start = time.perf_counter()
@@ -140,9 +143,6 @@ def _captured(
     outputs, seconds = time_interleaved(runs, repeats, model.base.device)
     median = {name: statistics.median(values) for name, values in seconds.items()}
     steps = time_split(lambda note: runners[HEADS](given, {**settings, "on_step": note})).to_json()
-    rows, length = text.shape
-    moved = moved_bytes(model, rows, length)
-    bandwidth = memory_bandwidth(model.base.device)
     return {
         "prepared_s": prepared,
         "captured_step_ms": steps["step"],
@@ -150,30 +150,35 @@ def _captured(
         "speedup": median[BASE] / median[HEADS],
         "speedup_over_compiled": median[COMPILED] / median[HEADS],
         "identical": float(torch.equal(outputs[HEADS].sequences, outputs[BASE])),
-        "moved_mb": moved / 1e6,
-        "bandwidth_gb_per_s": bandwidth / 1e9,
-        "roofline": moved / bandwidth / (steps["step"] / 1e3),
     }
 
 
-def moved_bytes(model: PreTrainedModel, rows: int, length: int) -> int:
-    """Bytes that a step has to read: every weight but the embeddings, of which it picks rows, and keys and values."""
-    embeddings = model.base.get_input_embeddings().weight
-    tied = embeddings is model.base.get_output_embeddings().weight
-    weights = sum(weight.nbytes for part in (model.base, model.drafter) for weight in part.parameters())
-    config = model.base.config.get_text_config()
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    cache = 2 * config.num_hidden_layers * config.num_key_value_heads * size * length * rows * embeddings.element_size()
-    return weights - (0 if tied else embeddings.nbytes) + cache
+def on_paper(model: PreTrainedModel, tree: DraftTree, rows: int, length: int) -> dict[str, float]:
+    """What the roofline model predicts of a step at the end of texts (rows, length)."""
+    dtype = str(model.base.dtype).removeprefix("torch.")
+    machine = measured_machine(model.base.device, model.base.dtype)
+    width = model.base.get_input_embeddings().weight.element_size()
+    work = step_work(model, rows, tree, length + tree.num_nodes)
+    step = seconds_of(work, machine, dtype)
+    return {
+        "moved_mb": sum(operator.bytes for operator in work) / 1e6,
+        "bandwidth_gb_per_s": machine.bandwidth / 1e9,
+        "tflop_per_s": machine.flops[dtype] / 1e12,
+        "paper_step_ms": 1e3 * step,
+        "on_paper": step / seconds_of(base_work(model.base.config, rows, 1, length + 1, width), machine, dtype),
+    }
 
 
-def memory_bandwidth(device: torch.device) -> float:
-    """Bytes per second at which this machine reads a large tensor."""
-    data = torch.ones(2**27, device=device)  # 512 MiB
-    runs = {"sum": data.sum}
+@functools.cache
+def measured_machine(device: torch.device, dtype: torch.dtype) -> Machine:
+    """Bytes per second at which this machine reads a large tensor, and FLOP per second of a large matrix product."""
+    data, side = torch.ones(2**27, device=device), 2048  # 512 MiB
+    factor = torch.ones(side, side, device=device, dtype=dtype)
+    runs = {"sum": data.sum, "product": lambda: factor @ factor}
     time_interleaved(runs, 2, device)
     _, seconds = time_interleaved(runs, 5, device)
-    return data.nbytes / min(seconds["sum"])
+    flops = 2 * side**3 / min(seconds["product"])
+    return Machine(data.nbytes / min(seconds["sum"]), {str(dtype).removeprefix("torch."): flops})
 
 
 @contextlib.contextmanager
@@ -194,10 +199,10 @@ def timed_forward(base: PreTrainedModel, seconds: list[float]) -> Iterator[None]
         del base.forward
 
 
-def random_model(shape: str, family: str, dtype: torch.dtype, device: str) -> PreTrainedModel:
+def random_model(shape: str, family: str, dtype: torch.dtype, device: str, vocabulary: int = 32000) -> PreTrainedModel:
     """Random weights of a named shape, with fresh heads of a family as the paper has it."""
     torch.manual_seed(0)
-    config = LlamaConfig(vocab_size=32000, max_position_embeddings=POSITIONS, **SHAPES[shape])
+    config = LlamaConfig(vocab_size=vocabulary, max_position_embeddings=POSITIONS, **SHAPES[shape])
     with torch.device(device):
         base = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
     return fresh_heads(family, base).to(device)
@@ -259,7 +264,17 @@ def main() -> None:
 
 
 def show(row: dict, first: bool) -> None:
-    parts = ["step", "verify", "draft", "accept", "commit", "bookkeeping", "base_forward", "tokens_per_step"]
+    parts = [
+        "step",
+        "on_paper",
+        "verify",
+        "draft",
+        "accept",
+        "commit",
+        "bookkeeping",
+        "base_forward",
+        "tokens_per_step",
+    ]
     if "captured_step" in row:
         parts += ["captured_step", "speedup", "speedup_over_compiled", "identical", "roofline", "prepared_s"]
     widths = [max(len(part), 6) + 2 for part in parts]

@@ -80,7 +80,7 @@ def measure(family: str) -> dict[str, Any]:
     ids = [encode(model, tokenizer, [text])["input_ids"][0] for text in prompts]
     ranks = []
     for part in (ids[:MEASURED], ids[MEASURED:]):
-        texts = own_texts(model, part, NEW_TOKENS, do_sample=False)
+        texts = own_texts(model, part, NEW_TOKENS)
         ranks.append(list(rank_paths(model, *texts)))
     held_out, grown_on = ranks
     together = torch.cat(grown_on)

@@ -6,6 +6,7 @@ import json
 import pytest
 
 from hf_drafthead import cli, zoo
+from hf_drafthead.cli.train import outcome
 
 
 @pytest.mark.parametrize(
@@ -66,3 +67,12 @@ def test_a_base_in_four_bits_needs_bitsandbytes(tmp_path, monkeypatch, capsys):
     said = capsys.readouterr().err.strip().splitlines()[-1]
     assert ended.value.code == 2
     assert "--load-in-4bit needs bitsandbytes: pip install 'hf-drafthead[quantized]', or leave it out." in said
+
+
+def test_the_outcome_says_at_which_temperature_the_tokens_per_step_are_expected():
+    summary = {"held_out": {"head0_top1": 0.5, "head0_top5": 0.75}, "tokens_per_step": 1.5, "answer_temperature": 0.7}
+    accuracy = "head 1: first guess right 50.0 %, among the first five 75.0 %"
+    expected = "expected tokens per step of a 64-node tree"
+    assert outcome(summary) == [accuracy, f"{expected} at temperature 0.7: 1.50"]
+    assert outcome({**summary, "answer_temperature": 0.0}) == [accuracy, f"{expected}: 1.50"]
+    assert outcome({**summary, "tokens_per_step": None}) == [accuracy]

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from matplotlib.colors import to_rgb
+from matplotlib.image import imread
 from transformers import AutoModelForCausalLM
 
 from hf_drafthead import cli
@@ -62,6 +64,38 @@ def test_trees_are_printed_and_stored_for_each_batch_size(run, folder, tmp_path)
 def test_a_dry_run_stores_nothing_and_the_base_can_write_the_prompts(run, folder):
     code, out, _ = run("--dry-run", "--method", "product")
     assert code == 0 and "batch size 1, " in out and stored(folder) == []
+
+
+def test_the_curves_are_drawn_for_each_batch_size(run, folder, tmp_path):
+    code, _, _ = run("--prompts", folder / "prompts.jsonl", "--batch-size", "1,2", "--plot", tmp_path / "plots")
+    picture = imread(tmp_path / "plots" / "calibration.png")[..., :3]
+    assert code == 0 and picture.std() > 0
+    for colour in ("#1f77b4", "#ff7f0e"):  # matplotlib's first two, one for each batch size
+        assert (abs(picture - torch.tensor(to_rgb(colour)).numpy()).max(-1) < 0.01).any()
+
+
+def plan(folder, *arguments, capsys):
+    words = ("roofline", folder / "medusa", "--max-new-tokens", 16, "--max-nodes", 5, *arguments)
+    with pytest.raises(SystemExit) as end:
+        cli.main([str(word) for word in words])
+    return end.value.code, *capsys.readouterr()
+
+
+def test_a_tree_is_planned_for_a_gpu_that_is_not_there(folder, tmp_path, capsys):
+    asked = ("--gpu", "h100-sxm", "--prompts", folder / "prompts.jsonl", "--batch-size", "1,4")
+    code, out, _ = plan(folder, *asked, "--json", tmp_path / "plan.json", capsys=capsys)
+    assert code == 0 and "\nroot\n" in out and stored(folder) == []
+    lines = [line for line in out.splitlines() if line.startswith("h100-sxm, batch size ")]
+    found = json.loads((tmp_path / "plan.json").read_text())
+    assert len(lines) == 2 and [one["batch_size"] for one in found["planned"]] == [1, 4]
+    for line, one in zip(lines, found["planned"]):
+        assert f"{len(one['tree']) + 1} nodes, {one['tokens_per_step']:.2f} tokens per step, " in line
+        assert f"{one['speedup']:.2f}x the base on paper" in line
+
+
+def test_an_unknown_gpu_is_refused_before_anything_is_loaded(tmp_path, capsys):
+    code, _, err = plan(tmp_path, "--gpu", "abacus", capsys=capsys)
+    assert code == 2 and "no machine 'abacus' is known: expected one of a40, a6000, " in err
 
 
 def test_info_shows_what_was_calibrated(folder, run, capsys):

@@ -12,12 +12,13 @@ from huggingface_hub import CardData, EvalResult, ModelCard, ModelCardData
 
 from hf_drafthead.cards.facts import ACCURACY, FULL, Facts, is_hub_id, read_facts
 from hf_drafthead.cards.licenses import check_license
-from hf_drafthead.cards.pictures import draw_accuracies, draw_tree
+from hf_drafthead.cards.pictures import draw_accuracies, draw_trees
 from hf_drafthead.cards.sections import REBUILT, merge
 from hf_drafthead.modeling.families import FAMILIES
 
 ROOM = resources.files("hf_drafthead.cards")
 CARD, TREE_PICTURE, ACCURACY_PICTURE = "README.md", "tree.png", "head_accuracies.png"
+CALIBRATED_PICTURE = "calibrated_trees.png"
 TRAINING_PICTURE = "training.png"  # drawn by the training, if it was
 TASK = "text-generation"
 WHOLE, UNCATEGORISED = "all", "uncategorised"  # all prompts of a run, and those that name no category
@@ -53,7 +54,9 @@ def write_card(folder: Path, model: Any = None, *, repo_id: str | None = None, l
     repo_id = repo_id or folder.resolve().name
     data = card_data(facts, old.data, repo_id.rpartition("/")[2], license)
     if facts.tree is not None:
-        draw_tree(facts.tree, folder / TREE_PICTURE)
+        draw_trees({"": facts.tree}, folder / TREE_PICTURE)
+    if facts.calibrated:
+        draw_trees(facts.calibrated, folder / CALIBRATED_PICTURE)
     if facts.accuracies:
         draw_accuracies(facts.accuracies, folder / ACCURACY_PICTURE)
     written = ModelCard(render(facts, data, repo_id))
@@ -203,6 +206,7 @@ def render(facts: Facts, data: ModelCardData, repo_id: str) -> str:
         base_named=bool(named),
         license=data.get("license"),
         tree_picture=TREE_PICTURE,
+        calibrated_picture=CALIBRATED_PICTURE,
         accuracy_picture=ACCURACY_PICTURE,
         recipe=recipe(facts.training),
         training_picture=TRAINING_PICTURE if (facts.folder / TRAINING_PICTURE).is_file() else None,

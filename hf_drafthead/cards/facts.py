@@ -14,6 +14,7 @@ from huggingface_hub.utils import validate_repo_id
 from safetensors import safe_open
 from transformers.configuration_utils import PreTrainedConfig
 
+from hf_drafthead.generation.entries import tree_of
 from hf_drafthead.generation.identity import heads_hash
 from hf_drafthead.generation.settings import AUTO, DraftSettings
 from hf_drafthead.generation.tree import DraftTree
@@ -69,6 +70,7 @@ class Facts:
     dynamic_tree: str | None  # dynamic or auto, where steps have trees of their own
     settings: dict[str, Any]
     calibration: list[dict[str, Any]]
+    calibrated: dict[str, DraftTree]  # the different trees of the calibration, by where they are for
     training: dict[str, Any]
     accuracies: dict[int, list[float]]
     accuracy_run: dict[str, Any] | None
@@ -109,10 +111,11 @@ def read_facts(folder: Path, model: Any = None) -> Facts:
     chosen = settings.get("draft_tree")
     dynamic = AUTO if chosen == AUTO else "dynamic" if chosen == "dynamic" or isinstance(chosen, dict) else None
     usual = SHARED | {field.name for field in fields(PreTrainedConfig)}
+    depth = known.max_depth if known else heads
+    vocabulary = base_config.get("vocab_size") or 2**31  # without a known one every rank is allowed
     tree = None
     if chosen is not None and not dynamic:
-        # without a known vocabulary every rank is allowed
-        tree = DraftTree.resolve(chosen, known.max_depth if known else heads, base_config.get("vocab_size") or 2**31)
+        tree = DraftTree.resolve(chosen, depth, vocabulary)
     tree_name = chosen if isinstance(chosen, str) and not dynamic else None
     measured = min((run for run in runs if _accuracies(run)), key=_plainness, default=None)
     return Facts(
@@ -138,12 +141,28 @@ def read_facts(folder: Path, model: Any = None) -> Facts:
         dynamic_tree=dynamic,
         settings={name: value for name, value in DraftSettings.stored_in(settings).items() if name not in SHOWN_APART},
         calibration=settings.get("calibration") or [],
+        calibrated=_calibrated(settings.get("calibration") or [], depth, vocabulary),
         training=training,
         accuracies=_accuracies(measured or {**training, **(training.get("held_out") or {})}),
         accuracy_run=measured,
         runs=runs,
         verifications=[one for one in told if "checks" in one],
     )
+
+
+def _calibrated(entries: list[dict[str, Any]], depth: int | None, vocabulary: int) -> dict[str, DraftTree]:
+    """The different trees of calibration entries; a title names every situation that a tree is for.
+
+    Raises:
+        ValueError: an entry is damaged.
+    """
+    titles: dict[DraftTree, list[str]] = {}
+    for entry in entries:
+        tree = tree_of(entry, depth, vocabulary)
+        steps = ", captured steps" if entry.get("captured") else ""
+        situation = f"{entry.get('device')}, {entry.get('dtype')}, batch size {entry.get('batch_size')}{steps}"
+        titles.setdefault(tree, []).append(situation)
+    return {"; ".join(situations): tree for tree, situations in titles.items()}
 
 
 def check_folder(folder: Path) -> None:

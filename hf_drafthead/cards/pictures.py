@@ -1,7 +1,9 @@
 """The pictures of a card: the same facts give the same bytes."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from hf_drafthead.generation.tree import DraftTree
@@ -9,13 +11,24 @@ from hf_drafthead.generation.tree import DraftTree
 INK, PAPER, COLOURS = "#333333", "#ffffff", ("#4c72b0", "#a8bddc")
 
 
-def draw_tree(tree: DraftTree, path: Path) -> None:
-    """The tree from left to right: a dot per node, labelled with its rank among the guesses there."""
-    rows = _rows(tree)
-    height = max(rows) + 1
-    size = min(max(1.5, 0.16 * height), 16)
-    figure = Figure(figsize=(7, size), layout="constrained")
-    axes = figure.subplots()
+def draw_trees(trees: Mapping[str, DraftTree], path: Path) -> None:
+    """Trees from left to right, one below the other: a dot per node, labelled with its rank among the guesses there.
+
+    Args:
+        trees: by title; no title is shown where it is empty.
+        path: where the picture goes.
+    """
+    rows = [_rows(tree) for tree in trees.values()]
+    sizes = [min(max(1.5, 0.16 * (max(places) + 1)), 16) for places in rows]
+    figure = Figure(figsize=(7, sum(sizes)), layout="constrained")
+    panels = figure.subplots(len(trees), 1, squeeze=False, height_ratios=sizes)[:, 0]
+    for axes, (title, tree), places in zip(panels, trees.items(), rows):
+        axes.set_title(title, size=8, color=INK, loc="left")
+        _draw_tree(axes, tree, places)
+    _save(figure, path)
+
+
+def _draw_tree(axes: Axes, tree: DraftTree, rows: list[float]) -> None:
     axes.axis("off")
     for node in range(1, tree.num_nodes):
         parent = tree.parents[node]
@@ -24,7 +37,6 @@ def draw_tree(tree: DraftTree, path: Path) -> None:
     for node in range(1, tree.num_nodes):
         rank = str(tree.paths[node - 1][-1])
         axes.text(tree.depths[node], -rows[node], rank, size=5, ha="center", va="center", color=INK, zorder=3)
-    _save(figure, path)
 
 
 def draw_accuracies(accuracies: dict[int, list[float]], path: Path) -> None:

@@ -34,6 +34,7 @@ def train(
     chat_template: Template = None,
     held_out_rows: Annotated[int, typer.Option(min=1, help="Rows to evaluate on.")] = 64,
     answer_tokens: Annotated[int, typer.Option(min=2, help="Of the answers that tell the speed.")] = 128,
+    answer_temperature: Annotated[float, typer.Option(min=0.0, help="Of these answers; 0 is greedy.")] = 0.0,
     dtype: Annotated[str, typer.Option(help="Of base and heads: auto, float32, bfloat16 or float16.")] = "auto",
     load_in_4bit: Annotated[bool, typer.Option("--load-in-4bit", help="Quantize the base (bitsandbytes).")] = False,
     option: Annotated[
@@ -79,6 +80,7 @@ def train(
         chat_template=template,
         held_out_rows=held_out_rows,
         answer_tokens=answer_tokens,
+        answer_temperature=answer_temperature,
         resume=resume,
         dry_run=dry_run,
         calibrate_tree=calibrate,
@@ -106,8 +108,11 @@ def outcome(summary: dict[str, Any]) -> list[str]:
         f"head {number}: first guess right {first:.1%}, among the first five {five:.1%}".replace("%", " %")
         for (number, first), (_, five) in zip(heads_of(held_out, 1), heads_of(held_out, 5))
     ]
-    expected = summary["tokens_per_step"]
-    return lines + ([] if expected is None else [f"expected tokens per step of a 64-node tree: {expected:.2f}"])
+    expected, heat = summary["tokens_per_step"], summary["answer_temperature"]
+    sampled = f" at temperature {heat:g}" if heat else ""
+    return lines + (
+        [] if expected is None else [f"expected tokens per step of a 64-node tree{sampled}: {expected:.2f}"]
+    )
 
 
 def four_bits(dtype: str) -> Any:

@@ -1,4 +1,4 @@
-"""`hf-drafthead calibrate` and `trees`: which draft tree is fastest here, and which there are."""
+"""`hf-drafthead calibrate`, `roofline` and `trees`: which draft tree is fastest, here or elsewhere."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -26,25 +26,36 @@ from hf_drafthead.cli.common import (
     write_json,
 )
 
+Prompts = Annotated[
+    str | None,
+    typer.Option(metavar="FILE", help="Prompts, chats or texts, as for bench; else the base writes its own."),
+]
+BatchSize = Annotated[str, typer.Option(metavar="N[,N...]", help="Rows of a call; a tree for each.")]
+MaxNodes = Annotated[int, typer.Option(min=2, max=4096, help="Of a tree, the root included.")]
+AnswerTemperature = Annotated[float, typer.Option(min=0.0, help="Of the base's answers; 0 is greedy.")]
+Method = Annotated[str, typer.Option(help="paths: counted rank paths; product: Medusa's accuracies.")]
+MaxNewTokens = Annotated[int, typer.Option(min=2, help="Tokens per answer, at most.")]
+Limit = Annotated[int, typer.Option(min=1, help="Only the first so many prompts.")]
+
 
 @app.command()
 def calibrate(
     model: Model,
-    prompts: Annotated[
-        str | None,
-        typer.Option(metavar="FILE", help="Prompts, chats or texts, as for bench; else the base writes its own."),
-    ] = None,
-    batch_size: Annotated[str, typer.Option(metavar="N[,N...]", help="Rows of a call; a tree for each.")] = "1",
-    max_nodes: Annotated[int, typer.Option(min=2, max=4096, help="Of a tree, the root included.")] = 100,
+    prompts: Prompts = None,
+    batch_size: BatchSize = "1",
+    max_nodes: MaxNodes = 100,
     captured: Annotated[
         bool, typer.Option("--captured/--eager", help='Compiled steps, as cache_implementation="static" has them.')
     ] = False,
-    temperature: Annotated[float, typer.Option(min=0.0, help="Of the base's answers; 0 is greedy.")] = 0.0,
-    method: Annotated[str, typer.Option(help="paths: counted rank paths; product: Medusa's accuracies.")] = "paths",
-    max_new_tokens: Annotated[int, typer.Option(min=2, help="Tokens per answer, at most.")] = 128,
-    limit: Annotated[int, typer.Option(min=1, help="Only the first so many prompts.")] = 32,
+    temperature: AnswerTemperature = 0.0,
+    method: Method = "paths",
+    max_new_tokens: MaxNewTokens = 128,
+    limit: Limit = 32,
     resume: Annotated[bool, typer.Option("--resume", help="Measure only batch sizes that have no entry yet.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the trees, and store nothing.")] = False,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Draw tokens per step and per second by nodes there.")
+    ] = None,
     chat_template: Template = None,
     device: Device = None,
     dtype: Dtype = "auto",
@@ -53,9 +64,8 @@ def calibrate(
     json_path: Json = None,
 ) -> None:
     """Find the draft tree that is fastest on this machine, and store it in MODEL's generation config."""
-    from hf_drafthead.evaluation.load_options import LoadOptions, load_here
-    from hf_drafthead.evaluation.questions import read_questions
-    from hf_drafthead.evaluation.speed import batched, encode_all
+    from hf_drafthead.evaluation import plots
+    from hf_drafthead.evaluation.load_options import LoadOptions
     from hf_drafthead.generation.calibrate import calibrate as measure
     from hf_drafthead.generation.calibrate import stages
     from hf_drafthead.generation.tree import DraftTree
@@ -64,13 +74,8 @@ def calibrate(
     if not dry_run and not Path(model).is_dir():
         raise OSError(f"{model!r} is no folder where trees can be stored: save the heads first, or add --dry-run.")
     sizes = parse_numbers("--batch-size", batch_size, int)
-    asked = None if prompts is None else read_questions(prompts)[:limit]
-    loaded, tokenizer = load_here(model, LoadOptions(dtype, device, base_model, trust_remote_code))
-    tokenizer.chat_template = read_template(chat_template) or tokenizer.chat_template
-    given = None
-    if asked is not None:
-        encoded = encode_all(loaded, tokenizer, batched(asked, 1), max_new_tokens)
-        given = [one["input_ids"][0] for one in encoded]
+    options = LoadOptions(dtype, device, base_model, trust_remote_code)
+    loaded, given = load_with_prompts(model, options, prompts, limit, max_new_tokens, chat_template)
 
     def keep(entry: dict[str, Any]) -> None:
         if not dry_run:
@@ -94,9 +99,28 @@ def calibrate(
     for entry in found:
         console.print(told(entry), soft_wrap=True)
         console.print(Text(DraftTree(entry["tree"]).draw()))
+    if plot is not None:
+        plots.draw_calibration(found, plot)
     write_json(json_path, {"entries": found})
     if not all(entry["measured"]["identical"] for entry in found):
         complain(f"some text was not the base's own: `hf-drafthead verify {model}` tells rounding from faults.")
+
+
+def load_with_prompts(
+    model: str, options: Any, prompts: str | None, limit: int, new_tokens: int, chat_template: Path | None
+) -> tuple[Any, list[Any] | None]:
+    """A model, and the token ids of the prompts in a file; None without one."""
+    from hf_drafthead.evaluation.load_options import load_here
+    from hf_drafthead.evaluation.questions import read_questions
+    from hf_drafthead.evaluation.speed import batched, encode_all
+
+    asked = None if prompts is None else read_questions(prompts)[:limit]
+    loaded, tokenizer = load_here(model, options)
+    tokenizer.chat_template = read_template(chat_template) or tokenizer.chat_template
+    if asked is None:
+        return loaded, None
+    encoded = encode_all(loaded, tokenizer, batched(asked, 1), new_tokens)
+    return loaded, [one["input_ids"][0] for one in encoded]
 
 
 def told(entry: dict[str, Any]) -> str:
@@ -109,6 +133,58 @@ def told(entry: dict[str, Any]) -> str:
         f"{figures['tokens_per_second']:.0f} tokens/s ({figures['predicted_tokens_per_second']:.0f} predicted), "
         f"{figures['speedup']:.2f}x the base"
     )
+
+
+@app.command()
+def roofline(
+    model: Model,
+    gpu: Annotated[str, typer.Option(help="Name of the GPU, such as h100-sxm; a wrong one lists all.")],
+    prompts: Prompts = None,
+    batch_size: BatchSize = "1",
+    context: Annotated[int, typer.Option(min=1, help="Positions that a step attends to.")] = 1024,
+    max_nodes: MaxNodes = 100,
+    temperature: AnswerTemperature = 0.0,
+    method: Method = "paths",
+    max_new_tokens: MaxNewTokens = 128,
+    limit: Limit = 32,
+    chat_template: Template = None,
+    device: Device = None,
+    dtype: Dtype = "auto",
+    base_model: BaseModel = None,
+    trust_remote_code: RemoteCode = False,
+    json_path: Json = None,
+) -> None:
+    """Plan the draft tree for a GPU that is not at hand: tokens per step measured here, the step's cost on paper."""
+    from hf_drafthead.evaluation.load_options import LoadOptions
+    from hf_drafthead.evaluation.roofline import machine_named, plan_trees
+
+    check_writable(json_path)
+    machine_named(gpu)  # before the model is loaded
+    sizes = parse_numbers("--batch-size", batch_size, int)
+    options = LoadOptions(dtype, device, base_model, trust_remote_code)
+    loaded, given = load_with_prompts(model, options, prompts, limit, max_new_tokens, chat_template)
+    planned = plan_trees(
+        loaded,
+        given,
+        gpu,
+        sizes,
+        context=context,
+        max_nodes=max_nodes,
+        new_tokens=max_new_tokens,
+        temperature=temperature,
+        method=method,
+    )
+    console = output()
+    for one in planned:
+        line = (
+            f"{gpu}, batch size {one.batch_size}: {one.tree.num_nodes} nodes, "
+            f"{one.tokens_per_step:.2f} tokens per step, {1e3 * one.seconds:.3g} ms per step "
+            f"({1e3 * one.base_seconds:.3g} of the base), "
+            f"{one.speedup:.2f}x the base on paper"
+        )
+        console.print(printable(line), soft_wrap=True)
+        console.print(Text(one.tree.draw()))
+    write_json(json_path, {"gpu": gpu, "context": context, "planned": [one.to_json() for one in planned]})
 
 
 @app.command()

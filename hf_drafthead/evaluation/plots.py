@@ -3,12 +3,14 @@
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from hf_drafthead.evaluation.measurement import Measurement
 from hf_drafthead.evaluation.report import labels
+from hf_drafthead.generation.ladder import CostCurve
 
 
 def draw(measurements: Sequence[Measurement], folder: Path) -> list[Path]:
@@ -44,6 +46,41 @@ def draw(measurements: Sequence[Measurement], folder: Path) -> list[Path]:
         figure.savefig(folder / f"{name}.png", dpi=150)
         written.append(folder / f"{name}.png")
     return written
+
+
+def draw_calibration(entries: Sequence[dict[str, Any]], folder: Path) -> Path:
+    """Draw tokens per step and tokens per second by the nodes of the tree, as predicted (Hydra, arXiv 2402.05109,
+    figures 7 to 9); a star for the tree that was kept, as measured, and a level line for the base.
+
+    Args:
+        entries: of a calibration, see `generation.calibrate`.
+        folder: created if it does not exist.
+
+    Returns:
+        the picture, calibration.png.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    figure = Figure(figsize=(9, 4), layout="constrained")
+    steps, seconds = figure.subplots(1, 2)
+    for number, entry in enumerate(entries):
+        figures, rows, colour = entry["measured"], entry["batch_size"], f"C{number}"
+        curve = CostCurve([tuple(point) for point in figures["step_seconds"]])
+        nodes, taus = zip(*figures["tokens_per_step_by_nodes"])
+        rates = [rows * tau / curve.at(size) for size, tau in zip(nodes, taus)]
+        kept = len(entry["tree"]) + 1
+        for axes, predicted, measured in (
+            (steps, taus, figures["tokens_per_step"]),
+            (seconds, rates, figures["tokens_per_second"]),
+        ):
+            axes.plot(nodes, predicted, "o-", color=colour, label=f"batch size {rows}")
+            axes.plot([kept], [measured], "*", color=colour, markersize=12)
+            axes.set_xlabel("nodes, the root included")
+        seconds.axhline(figures["base_tokens_per_second"], color=colour, linewidth=0.8, linestyle="--")
+    steps.set_ylabel("tokens per step")
+    seconds.set_ylabel("tokens per second (level lines: the base)")
+    steps.legend(frameon=False)
+    figure.savefig(folder / "calibration.png", dpi=150)
+    return folder / "calibration.png"
 
 
 def speedup_by_category(axes: Axes, measurements: Sequence[Measurement]) -> None:

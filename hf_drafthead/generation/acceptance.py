@@ -157,10 +157,10 @@ def preferred_choices(
         return None
     tokens, topology = candidates.tokens, candidates.topology
     p = rules.probabilities(logits, tokens, topology, sequences, lengths).to(reach.device)
-    if settings.acceptance == "typical":
-        return typical_choices(p, candidates, reach, settings.posterior_threshold, settings.posterior_alpha)
     if not p.isfinite().all():
         raise RuntimeError(NOT_A_DISTRIBUTION)
+    if settings.acceptance == "typical":
+        return typical_choices(p, candidates, reach, settings.posterior_threshold, settings.posterior_alpha)
     assert isinstance(settings.tree, DraftTree)  # as the settings see to
     q = torch.zeros_like(p)
     for level, guesses in zip(settings.tree.levels(p.device), candidates.guesses):

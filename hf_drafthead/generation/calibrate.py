@@ -13,21 +13,23 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from hf_drafthead.generation.calibration import (
-    Texts,
+    check_temperature,
     foretold_steps,
     grow_tree,
     grow_tree_by_product,
+    own_seed,
     own_texts,
     rank_paths,
+    tilt_of_seed,
 )
+from hf_drafthead.generation.drafting import draft_vocabulary
 from hf_drafthead.generation.entries import Situation, matching, merged
 from hf_drafthead.generation.ladder import CostCurve
 from hf_drafthead.generation.settings import DraftSettings
@@ -120,9 +122,11 @@ def calibrate(
         as pairs of nodes and seconds, `tokens_per_step_by_nodes` as pairs, and how it was measured.
 
     Raises:
-        ValueError: prompts that are empty, too long or too few for tokens per step to within 5 %; sizes out of range.
+        ValueError: prompts that are empty, too long or too few for tokens per step to within 5 %; sizes or a
+            temperature out of range.
     """
     _check(max_nodes, batch_sizes, method)
+    check_temperature(temperature)
     model._base_reader()  # raises where trees cannot go, before any work is done
     stored = DraftSettings.stored_in(model.generation_config).get("calibration", [])
     situations = {size: Situation.of(model.base, model.drafter, size, captured) for size in batch_sizes}
@@ -132,10 +136,9 @@ def calibrate(
     if prompts is None:
         prompts = sampled_prompts(model, new_tokens=new_tokens)
     check_prompts(model, prompts, new_tokens)
-    sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
+    sampling = {"do_sample": True, "temperature": float(temperature)} if temperature else {"do_sample": False}
     progress("text")
-    with own_seed(model):
-        worth = worth_of_trees(model, prompts, new_tokens, sampling, max_nodes, method)
+    worth = worth_of_trees(model, prompts, new_tokens, max_nodes, temperature, method)
     for size in batch_sizes:
         if found[size] is not None:
             continue
@@ -178,11 +181,14 @@ def worth_of_trees(
     model: Any,
     prompts: Sequence[torch.Tensor],
     new_tokens: int,
-    settings: dict[str, Any],
     max_nodes: int,
+    temperature: float = 0.0,
     method: str = "paths",
+    **settings: Any,
 ) -> Worth:
     """Let the base continue the prompts, and count what trees are worth on that text.
+
+    At a temperature the guesses know the noise of the text, as those of `generate` do.
 
     The tokens per step of each size are foretold on every second text by the tree of the others, and the other way
     round: a large tree knows the text that it was grown on better than any other.
@@ -192,13 +198,13 @@ def worth_of_trees(
     """
     ranks = []
     for first in range(0, len(prompts), TEXTS_AT_ONCE):
-        texts = own_texts(model, prompts[first : first + TEXTS_AT_ONCE], new_tokens, draft_tree=[[0]], **settings)
-        ranks += _ranks_by_text(model, texts)
+        ranks += _ranks_by_text(model, prompts[first : first + TEXTS_AT_ONCE], new_tokens, temperature, first, settings)
     grow = METHODS[method]
+    ranks_below = min(MOST_RANK, draft_vocabulary(model.base, model.drafter))
 
     def grown(parts: list[torch.Tensor]) -> list[RankPath]:
         paths = grow(torch.cat(parts), MAX_NODES) if parts else []
-        return [path for path in paths if max(path) < MOST_RANK][: max_nodes - 1]
+        return [path for path in paths if max(path) < ranks_below][: max_nodes - 1]
 
     halves = [(ranks[0::2], grown(ranks[1::2])), (ranks[1::2], grown(ranks[0::2]))]
     paths = grown(ranks)
@@ -290,15 +296,6 @@ def sampled_prompts(model: Any, count: int = 32, length: int = 32, new_tokens: i
     return list(texts)
 
 
-@contextmanager
-def own_seed(model: Any) -> Iterator[None]:
-    """Draw from a generator with a fixed seed, and leave the caller's as it was."""
-    device = model.base.device
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        torch.manual_seed(0)
-        yield
-
-
 class _TokenClock:
     """A streamer that notes when each token came."""
 
@@ -315,11 +312,20 @@ class _TokenClock:
         return [after - before for before, after in zip(self.times[1:], self.times[2:])]
 
 
-def _ranks_by_text(model: Any, texts: Texts) -> list[torch.Tensor]:
-    """(S, K) of each text that is long enough, on the host."""
+def _ranks_by_text(
+    model: Any,
+    prompts: Sequence[torch.Tensor],
+    new_tokens: int,
+    temperature: float,
+    seed: int,
+    settings: dict[str, Any],
+) -> list[torch.Tensor]:
+    """(S, K) of the answer to each prompt, on the host; none where every answer is one token long."""
+    texts = own_texts(model, prompts, new_tokens, temperature, seed, draft_tree=[[0]], **settings)
     if int((texts.lengths - texts.prompt_lengths).max()) < 2:
         return []
-    return list(rank_paths(model, *texts).cpu())
+    tilt = tilt_of_seed(model, len(prompts), new_tokens, temperature, seed)
+    return list(rank_paths(model, *texts, tilt=tilt).cpu())
 
 
 def _batches(model: Any, prompts: Sequence[torch.Tensor], size: int) -> list[dict[str, torch.Tensor]]:

@@ -11,8 +11,10 @@ Shapes: B rows, T tokens, S positions, K levels, V vocabulary, N nodes (root inc
 from __future__ import annotations
 
 import heapq
+import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -32,15 +34,44 @@ class Texts(NamedTuple):
     lengths: torch.Tensor
 
 
-def own_texts(model: Any, prompts: Sequence[torch.Tensor], new_tokens: int, **settings: Any) -> Texts:
-    """Let a model continue some prompts, all at once.
+def check_temperature(temperature: float) -> None:
+    """Refuse a temperature at which nothing can be sampled.
+
+    Raises:
+        ValueError: it is below 0, infinite or no number.
+    """
+    if not 0 <= temperature < math.inf:
+        raise ValueError(f"temperature is {temperature}: expected a number above 0, or 0 for greedy decoding.")
+
+
+@contextmanager
+def own_seed(model: Any, seed: int = 0) -> Iterator[None]:
+    """Draw from a generator with a fixed seed, and leave the caller's as it was."""
+    device = model.base.device
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        yield
+
+
+def own_texts(
+    model: Any,
+    prompts: Sequence[torch.Tensor],
+    new_tokens: int,
+    temperature: float = 0.0,
+    seed: int = 0,
+    **settings: Any,
+) -> Texts:
+    """Let a model continue some prompts, all at once; the caller's random generator stays as it is.
 
     Args:
         model: with draft heads, in eval mode; its text is the base's own.
         prompts: (P,) token ids each.
         new_tokens: of each answer, at most.
-        settings: of `generate`.
+        temperature: at which the answers are sampled; 0 is greedy.
+        seed: from which they are sampled.
+        settings: others of `generate`.
     """
+    settings |= {"do_sample": True, "temperature": float(temperature)} if temperature else {"do_sample": False}
     device = model.base.get_input_embeddings().weight.device
     starts = torch.tensor([len(prompt) for prompt in prompts], device=device)
     width = int(starts.max())
@@ -52,7 +83,8 @@ def own_texts(model: Any, prompts: Sequence[torch.Tensor], new_tokens: int, **se
     end = config.eos_token_id
     ends = torch.as_tensor([] if end is None else end, device=device).view(-1)
     pad = config.pad_token_id if config.pad_token_id is not None else 0
-    texts = model.generate(rows, attention_mask=mask, max_new_tokens=new_tokens, pad_token_id=pad, **settings)
+    with own_seed(model, seed):
+        texts = model.generate(rows, attention_mask=mask, max_new_tokens=new_tokens, pad_token_id=pad, **settings)
     ended = torch.isin(texts[:, width:], ends)
     first_end = torch.where(ended.any(1), ended.int().argmax(1) + 1, texts.shape[1] - width)
     texts = torch.stack(
@@ -77,7 +109,7 @@ def rank_paths(
 
     Args:
         model: with draft heads, in eval mode.
-        input_ids: (B, T) texts, padded on the right; what follows the prompts should be the base's own greedy answers.
+        input_ids: (B, T) texts, padded on the right; what follows the prompts should be the base's own answers.
         prompt_lengths: (B,), or one number for all; positions before a prompt's last are not counted.
         lengths: (B,) tokens of each text, prompt included; default: T.
         depth: K, levels to look at; default: the number of heads, or 5 where there is no such limit.
@@ -133,25 +165,29 @@ def rank_paths(
     return ranks
 
 
-def tilt_of_seed(seed: int, rows: int, new_tokens: int, vocabulary: int, temperature: float) -> torch.Tensor:
-    """What tilts the guesses of texts that `generate` samples on the CPU after `torch.manual_seed(seed)`.
+def tilt_of_seed(model: Any, rows: int, new_tokens: int, temperature: float, seed: int = 0) -> torch.Tensor | None:
+    """What tilts the guesses of texts that `generate` samples after `torch.manual_seed(seed)`.
 
     With `rank_paths` and `foretold_steps` this gives the tokens per step at a temperature from one pass over the texts.
 
     Args:
-        seed: of the call.
-        rows: B texts.
+        model: with draft heads.
+        rows: B texts of one call.
         new_tokens: M of each.
-        vocabulary: V.
-        temperature: of the call.
+        temperature: of the call; 0 is greedy.
+        seed: of the call.
 
     Returns:
-        (B, M, V), as `Rules.tilt` has it.
+        (B, M, V), as `Rules.tilt` has it; None where the call is greedy.
     """
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        noise = [torch.empty(rows, vocabulary).exponential_(1) for _ in range(new_tokens)]
-    return torch.stack(noise, dim=1).log() * -temperature
+    if not temperature:
+        return None
+    vocabulary = model.base.config.get_text_config(decoder=True).vocab_size
+    with own_seed(model, seed):
+        noise = torch.empty(new_tokens, rows, vocabulary, device=model.base.device)
+        for drawn in noise:  # one call for each position, as the base makes them
+            drawn.exponential_(1)
+    return noise.transpose(0, 1).log_().mul_(-temperature)
 
 
 def foretold_steps(tree: DraftTree, ranks: torch.Tensor) -> list[list[int]]:

@@ -68,6 +68,12 @@ class Guesses(NamedTuple):
         return (self.over_base(vocabulary).float() / temperature).softmax(-1).nan_to_num(0.0)
 
 
+def draft_vocabulary(base: Any, drafter: Any) -> int:
+    """Among how many tokens a drafter chooses: all of its base's, or fewer."""
+    own = drafter.draft_tokens
+    return base.config.get_text_config(decoder=True).vocab_size if own is None else len(own)
+
+
 def draft_static(
     drafter,
     draft_state: Any,

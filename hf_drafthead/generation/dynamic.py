@@ -91,7 +91,7 @@ def resolve(tree: Any, max_depth: int | None, vocabulary: int) -> Tree:
         tree: "dynamic", which is cut to the heads there are; {"dynamic": {"nodes": 32, ...}}; a DynamicTree; or what
             `DraftTree.resolve` takes.
         max_depth: the number of heads; None where the drafter can go on for ever.
-        vocabulary: the number of tokens.
+        vocabulary: the number of tokens that the heads choose among.
 
     Raises:
         TypeError, ValueError: no such tree, or one that these heads cannot fill.

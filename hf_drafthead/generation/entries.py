@@ -75,6 +75,6 @@ def tree_of(entry: dict[str, Any], max_depth: int | None, vocabulary: int) -> Dr
 def damaged(entry: dict[str, Any], error: Exception) -> ValueError:
     """One line about an entry that cannot be used."""
     return ValueError(
-        f"the calibration entry for {entry['device']}, batch size {entry['batch_size']}, is damaged "
+        f"the calibration entry for {entry.get('device')}, batch size {entry.get('batch_size')}, is damaged "
         f"({' '.join(str(error).split())[:300]}): run `hf-drafthead calibrate` again, or give draft_tree=."
     )

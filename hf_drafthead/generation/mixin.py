@@ -17,6 +17,7 @@ from transformers.utils import logging
 
 from hf_drafthead.generation.capture import Capture
 from hf_drafthead.generation.decoding import decode
+from hf_drafthead.generation.drafting import draft_vocabulary
 from hf_drafthead.generation.dynamic import DynamicTree
 from hf_drafthead.generation.entries import Situation
 from hf_drafthead.generation.reader import BaseReader, Unsupported, check_length, probe
@@ -171,7 +172,7 @@ class DraftHeadGenerationMixin(GenerationMixin):
         """The call's settings, else the generation config's, else the defaults; checked."""
         if asked["draft_tree"] not in (None, AUTO):  # a tree that the call asks for comes before a measured one
             asked = {**asked, "calibration": []}
-        vocabulary = self.base.config.get_text_config(decoder=True).vocab_size
+        vocabulary = draft_vocabulary(self.base, self.drafter)
         return DraftSettings.from_config(config, **asked).resolved(self.drafter.max_depth, vocabulary)
 
     def why_no_drafts(self) -> str | None:
@@ -221,8 +222,7 @@ def _decode_if_possible(base, input_ids, *, reader, drafter, settings, capture, 
     mask = inputs.get("attention_mask")  # as long as the prompt and the past together, also where it was dropped
     if settings.calibration or settings.draft_tree == AUTO:
         situation = Situation.of(base, drafter, len(input_ids), capture is not None)
-        vocabulary = base.config.get_text_config(decoder=True).vocab_size
-        settings = settings.calibrated(situation, drafter.max_depth, vocabulary)
+        settings = settings.calibrated(situation, drafter.max_depth, draft_vocabulary(base, drafter))
     positions = getattr(config, "_mask_length", input_ids.shape[1]) if mask is None else mask.shape[1]
     longest = positions + config.max_length - input_ids.shape[1] + settings.tree.max_depth
     check_length(base.config.get_text_config(decoder=True), longest, settings.tree.num_nodes)

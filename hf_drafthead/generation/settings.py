@@ -96,7 +96,7 @@ class DraftSettings:
 
         Args:
             max_depth: deepest level that the drafter can guess; None if there is no limit.
-            vocabulary: number of tokens.
+            vocabulary: number of tokens that the heads choose among.
 
         Raises:
             TypeError, ValueError: no such tree, or one that does not fit.

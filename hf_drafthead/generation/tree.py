@@ -266,7 +266,7 @@ class DraftTree:
         Args:
             tree: a published tree's name, which is cut to the heads there are; rank paths; or a DraftTree.
             max_depth: the number of heads; None where the drafter can go on for ever.
-            vocab_size: the number of tokens; a rank must be below it.
+            vocab_size: the number of tokens that the heads choose among; a rank must be below it.
 
         Raises:
             TypeError: `tree` is of another type.

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from hf_drafthead.evaluation.speed import encode, has_room, positions_of
+from hf_drafthead.generation.drafting import draft_vocabulary
 from hf_drafthead.generation.settings import DraftSettings
 from hf_drafthead.generation.tree import DraftTree
 from hf_drafthead.page.comparison import Comparison
@@ -64,7 +65,7 @@ class Asked:
         given = self.tree.strip()
         tree: Any = None if given in ("", OWN_TREE) else DraftTree.from_json(given) if given.startswith("[") else given
         settings = DraftSettings.from_config(model.generation_config, draft_tree=tree, acceptance=self.acceptance)
-        return settings.resolved(model.drafter.max_depth, model.base.config.get_text_config(decoder=True).vocab_size)
+        return settings.resolved(model.drafter.max_depth, draft_vocabulary(model.base, model.drafter))
 
     def _encoded(self, model: Any, tokenizer: Any) -> dict[str, torch.Tensor]:
         """`input_ids` and `attention_mask` (1, T)."""

@@ -83,6 +83,7 @@ def train_heads(
     chat_template: str | None = None,
     held_out_rows: int = 64,
     answer_tokens: int = 128,
+    answer_temperature: float = 0.0,
     resume: bool = False,
     dry_run: bool = False,
     calibrate_tree: bool = False,
@@ -110,6 +111,7 @@ def train_heads(
         chat_template: text of a Jinja template that takes the place of the tokenizer's, and is saved with the heads.
         held_out_rows: rows to evaluate on.
         answer_tokens: of the base's answers from which the expected tokens per step are computed.
+        answer_temperature: at which it samples them; 0 is greedy. The tree is calibrated at the same temperature.
         resume: go on from the last whole checkpoint in `output`.
         dry_run: stop before the training, with what it would take as the summary; no file is left in `output`.
         calibrate_tree: at the end, measure which tree is fastest here at batch size 1, and save it with the heads.
@@ -166,6 +168,11 @@ def train_heads(
     if joint and lora_rank:
         add_lora(model, lora_rank)
     prompts = own_prompts(data.held_out, FORETOLD_PROMPTS, positions_of(model) - answer_tokens)
+    expected_tokens_per_step = None
+    if prompts:
+        expected_tokens_per_step = ExpectedTokensPerStep(
+            prompts, answer_tokens, base_changes=joint, temperature=answer_temperature
+        )
     clock = Clock(output / "clock.json")
     trainer = DraftHeadTrainer(
         model,
@@ -174,7 +181,7 @@ def train_heads(
         eval_dataset=data.held_out,
         data_collator=collator,
         callbacks=[clock],
-        expected_tokens_per_step=ExpectedTokensPerStep(prompts, answer_tokens, base_changes=joint) if prompts else None,
+        expected_tokens_per_step=expected_tokens_per_step,
     )
     show_progress(trainer)
     expected = forecast(trainer, data, collator) if settings.process_index == 0 else None
@@ -220,6 +227,7 @@ def train_heads(
         "lora_rank": lora_rank if joint else None,
         "held_out": {name.removeprefix("eval_"): value for name, value in metrics.items() if name.startswith("eval_")},
         "tokens_per_step": metrics.get("eval_tokens_per_step"),
+        "answer_temperature": answer_temperature,
         "train_loss": recent_loss(trainer.state.log_history),
         "hours": round(hours, 4),
     }
@@ -232,7 +240,7 @@ def train_heads(
         write_whole(output / SUMMARY, json.dumps(summary, indent=2, default=str) + "\n")
         plot_training(trainer.state.log_history, output / PICTURE)
         if calibrate_tree:
-            _calibrate(model, prompts, answer_tokens, output)
+            _calibrate(model, prompts, answer_tokens, answer_temperature, output)
     return Trained(model, summary)
 
 
@@ -252,10 +260,12 @@ def _model(
     return trained
 
 
-def _calibrate(model: DraftHeadPreTrainedModel, prompts: Sequence[Tensor], new_tokens: int, output: Path) -> None:
+def _calibrate(
+    model: DraftHeadPreTrainedModel, prompts: Sequence[Tensor], new_tokens: int, temperature: float, output: Path
+) -> None:
     """Save the tree that is fastest here beside the heads, which are saved already; a warning where none is found."""
     try:
-        calibrate(model, prompts, new_tokens=new_tokens)
+        calibrate(model, prompts, new_tokens=new_tokens, temperature=temperature)
     except (ValueError, Unsupported) as reason:
         logger.warning(f"no tree was calibrated: {reason}")
     else:

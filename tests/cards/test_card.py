@@ -8,6 +8,7 @@ import pytest
 import torch
 from huggingface_hub import EvalResult, ModelCard
 from huggingface_hub.repocard_data import eval_results_to_model_index, model_index_to_eval_results
+from matplotlib.image import imread
 from safetensors.torch import load_file, save_file
 
 from hf_drafthead import zoo
@@ -15,6 +16,7 @@ from hf_drafthead.cards import missing, write_card
 from hf_drafthead.cards.facts import read_facts
 from hf_drafthead.evaluation.questions import UNCATEGORISED
 from hf_drafthead.generation.identity import heads_hash
+from hf_drafthead.generation.tree import DraftTree
 from tests.cards.checkpoints import TREE, put, run, write_checkpoint
 
 FAMILIES = {
@@ -477,7 +479,31 @@ def test_figures_of_other_trees_are_told_apart_from_this_one(heads):
 def test_calibrated_trees_are_listed(heads):
     entry = {"device": "NVIDIA A100", "dtype": "float16", "batch_size": 4, "tree": [[0], [1]]}
     put(heads, "generation_config.json", {"draft_tree": TREE, "calibration": [entry]})
-    assert "| NVIDIA A100 | float16 | 4 | 3 |" in card_of(heads).text
+    text = card_of(heads).text
+    assert "| NVIDIA A100 | float16 | 4 | 3 |" in text and "![the calibrated trees](calibrated_trees.png)" in text
+
+
+def test_calibrated_trees_are_drawn_each_once(heads):
+    def entry(size, tree):
+        return {"device": "cpu", "dtype": "float16", "batch_size": size, "captured": size > 4, "tree": tree}
+
+    entries = [entry(1, [[0], [1]]), entry(2, [[0], [0, 0]]), entry(8, [[1], [0]])]
+    put(heads, "generation_config.json", {"calibration": entries})
+    assert list(read_facts(heads).calibrated.items()) == [
+        (
+            "cpu, float16, batch size 1; cpu, float16, batch size 8, captured steps",
+            DraftTree([[0], [1]]),
+        ),
+        ("cpu, float16, batch size 2", DraftTree([[0], [0, 0]])),
+    ]
+    card_of(heads)
+    both = imread(heads / "calibrated_trees.png").shape
+    put(heads, "generation_config.json", {"calibration": entries[:1]})
+    card_of(heads)
+    assert both[0] > 1.5 * imread(heads / "calibrated_trees.png").shape[0]
+    put(heads, "generation_config.json", {"calibration": [{"device": "cpu", "tree": [[0, 0]]}]})
+    with pytest.raises(ValueError, match="the calibration entry for cpu, batch size None, is damaged"):
+        card_of(heads)
 
 
 def test_the_same_facts_give_the_same_bytes(heads):

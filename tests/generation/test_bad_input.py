@@ -98,6 +98,31 @@ def test_a_setting_that_cannot_be_is_refused(where, settings, error, text, model
             setattr(config, name, before)
 
 
+@pytest.mark.parametrize(
+    "tree, line",
+    [
+        (
+            [[0], [0, 20]],
+            r"^draft_tree has the node \(0, 20\) with rank 20, but a vocabulary of 20 tokens has ranks 0 to",
+        ),
+        ({"dynamic": {"nodes": 9, "width": 21}}, "these heads fill 9 nodes, depth 6, width 20: ask for that"),
+    ],
+    ids=["static", "dynamic"],
+)
+def test_a_tree_wider_than_the_tokens_that_the_heads_choose_among_is_refused(tree, line, monkeypatch):
+    family = next(family for family in FAMILIES if family.name == "eagle3")
+    model = family.build(shared_base("llama"), draft_vocab_size=20)
+    calls = []
+    monkeypatch.setattr(type(model.base), "generate", lambda *args, **kwargs: calls.append(1))
+    with pytest.raises(ValueError, match=line) as refused:
+        model.generate(**prompt(), max_new_tokens=3, draft_tree=tree)
+    assert "\n" not in str(refused.value) and not calls
+    monkeypatch.undo()
+    for fitting in ([[0], [19], [0, 19]], {"dynamic": {"nodes": 9, "width": 20}}):
+        text = model.generate(**prompt(), max_new_tokens=9, draft_tree=fitting)
+        assert torch.equal(text, model.base.generate(**prompt(), max_new_tokens=9))
+
+
 @pytest.mark.parametrize("name", ["posterior_threshold", "posterior_alpha"])
 @pytest.mark.parametrize("acceptance", ["exact", "rejection"])
 def test_a_threshold_that_nothing_reads_is_refused(name, acceptance, model):

@@ -160,17 +160,26 @@ def test_captured_steps_have_entries_of_their_own(monkeypatch):
     assert entry["captured"] and set(asked[1:]) == {"static"} and asked[0] is None
 
 
-def test_the_predicted_tokens_per_step_are_those_of_generate():
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_the_predicted_tokens_per_step_are_those_of_generate(temperature):
     model = family("eagle").build(tiny_base("llama-gqa"))
     prompts = list(torch.randint(3, VOCABULARY, (16, 5), generator=torch.Generator().manual_seed(4)))
-    worth = worth_of_trees(model, prompts, 40, {"do_sample": False, "eos_token_id": None}, 16)
+    worth = worth_of_trees(model, prompts, 40, 16, temperature, eos_token_id=None)
+    sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
     others = torch.randint(3, VOCABULARY, (24, 5), generator=torch.Generator().manual_seed(5))
     lengths = model.generate(
-        others, max_new_tokens=40, do_sample=False, eos_token_id=None, draft_tree=worth.tree(16),
-        return_dict_in_generate=True,
+        others, max_new_tokens=40, eos_token_id=None, draft_tree=worth.tree(16), return_dict_in_generate=True,
+        **sampling,
     ).accepted_lengths  # fmt: skip
     measured = float(lengths[lengths > 0].double().mean())
     assert worth.tokens_per_step[16] == pytest.approx(measured, rel=0.05) and measured > 1.1
+
+
+def test_no_tree_is_grown_beyond_the_tokens_that_the_heads_choose_among(monkeypatch):
+    monkeypatch.setattr(module, "PRECISION", 1.0)
+    model = family("eagle3").build(tiny_base("llama-gqa"), draft_vocab_size=20)
+    worth = worth_of_trees(model, PROMPTS, 24, 60, eos_token_id=None)
+    assert worth.paths and max(map(max, worth.paths)) < 20
 
 
 def test_medusa_s_product_takes_the_heads_as_independent():
@@ -208,9 +217,10 @@ def test_prompts_that_the_base_samples_by_itself():
         (PROMPTS, {"max_nodes": 1}, "max_nodes is 1: expected 2"),
         (PROMPTS, {"max_nodes": 10**6}, "max_nodes is 1000000: expected 2 (the root and one guess) to 4,096"),
         (PROMPTS, {"batch_sizes": (0,)}, "batch_sizes is [0]"),
+        (PROMPTS, {"temperature": -1.0}, "temperature is -1.0: expected a number above 0, or 0 for greedy decoding"),
         (PROMPTS, {"method": "luck"}, "method is 'luck': expected one of paths, product"),
     ],
-    ids=["none", "empty", "long", "few", "small", "large", "rows", "method"],
+    ids=["none", "empty", "long", "few", "small", "large", "rows", "temperature", "method"],
 )
 def test_bad_input_is_refused_in_one_line(prompts, call, line):
     model = family("medusa").build(tiny_base("llama-gqa"))

@@ -41,7 +41,7 @@ def test_the_ranks_foretell_every_step_at_a_temperature(family, temperature):
     settings |= {"max_new_tokens": 40, "do_sample": True, "temperature": temperature, "top_k": 0}
     torch.manual_seed(4)
     output = model.generate(prompt, draft_tree=TREE, return_dict_in_generate=True, **settings)
-    tilt = tilt_of_seed(4, 2, 40, VOCABULARY, temperature)
+    tilt = tilt_of_seed(model, 2, 40, temperature, seed=4)
     foretold = foretold_steps(TREE, rank_paths(model, output.sequences, PROMPT, tilt=tilt))
     for row in range(2):
         accepted = output.accepted_lengths[row]

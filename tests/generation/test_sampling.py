@@ -1,6 +1,7 @@
 """Sampling: guesses that know the noise with which the base will choose, and a text that is the base's all the same."""
 
 import json
+import os
 from functools import cache, partial
 from itertools import product
 
@@ -13,12 +14,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, CompileConfig, Log
 from hf_drafthead import zoo
 from hf_drafthead.generation import Guesses, rules
 from hf_drafthead.modeling import DraftModelForCausalLM
-from tests.bases import VOCABULARY
+from tests.bases import VOCABULARY, tiny_base
 from tests.families import FAMILIES
 from tests.generation.agreement import TREE, prompt, shared_base
 from tests.generation.test_fuzz import trees
 
 TRACED = CompileConfig(backend="eager", mode="default")
+EXAMPLES = int(os.environ.get("SAMPLING_EXAMPLES", "40"))  # `make test-sampling` asks for 2,000
 
 
 def same_as_base(model, call, *, seed=11, draft_tree=TREE, **settings):
@@ -59,7 +61,7 @@ def test_the_text_and_the_generator_are_the_base_s(rows, captured):
 family_on_base = cache(lambda place: FAMILIES[place].build(shared_base("llama-gqa")))
 
 
-@settings(max_examples=40, derandomize=True, deadline=None, database=None)
+@settings(max_examples=EXAMPLES, derandomize=True, deadline=None, database=None)
 @given(
     place=st.integers(0, len(FAMILIES) - 1),
     tree=trees(),
@@ -78,12 +80,21 @@ family_on_base = cache(lambda place: FAMILIES[place].build(shared_base("llama-gq
     new_tokens=st.integers(12, 24),
     seed=st.integers(0, 1000),
 )
-def test_whatever_is_asked_of_whatever_heads(place, tree, rows, temperature, asked, new_tokens, seed):
+def sampled(accepted, place, tree, rows, temperature, asked, new_tokens, seed):
+    """One call, the base's own; notes in `accepted` whether a guess was right."""
     model = family_on_base(place)
     first = [[rank] for rank in range(6)]  # heads of random weights are seldom right
     tree = first + [path for path in tree if path not in first and len(path) <= (model.drafter.max_depth or 5)]
     call = {**prompt(rows, seed=seed), **asked, "temperature": temperature, "max_new_tokens": new_tokens}
-    same_as_base(model, call, seed=seed, draft_tree=tree)
+    found = same_as_base(model, call, seed=seed, draft_tree=tree)
+    accepted.append(bool((found.accepted_lengths > 1).any()))
+
+
+def test_whatever_is_asked_of_whatever_heads():
+    accepted = []
+    sampled(accepted)
+    print(f"{len(accepted)} examples, {sum(accepted)} with an accepted guess")
+    assert len(accepted) >= EXAMPLES and sum(accepted) >= 0.8 * len(accepted)
 
 
 @pytest.mark.parametrize("rows", [1, 3])
@@ -186,3 +197,44 @@ def test_what_is_no_distribution_is_refused_as_by_the_base(score, rows, acceptan
     for generate in (model.base.generate, partial(model.generate, acceptance=acceptance, draft_tree=TREE)):
         with pytest.raises(RuntimeError, match="^probability tensor contains either `inf`, `nan` or element < 0"):
             generate(**call, max_new_tokens=9)
+
+
+@pytest.mark.parametrize("acceptance", ["exact", "rejection", "typical"])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_base_that_says_no_number_in_the_middle_is_refused_as_by_itself(rows, acceptance):
+    base = tiny_base("llama-gqa")
+    model = FAMILIES[0].build(base)
+    call = {**prompt(rows), "do_sample": True, "eos_token_id": None, "max_new_tokens": 9}
+    for generate in (base.generate, partial(model.generate, acceptance=acceptance, draft_tree=TREE)):
+        forwards = []
+
+        def fails(module, args, logits, forwards=forwards):
+            forwards.append(1)
+            return logits * (float("nan") if len(forwards) > 2 else 1.0)
+
+        hook = base.lm_head.register_forward_hook(fails)
+        with pytest.raises(RuntimeError, match="^probability tensor contains either `inf`, `nan` or element < 0"):
+            generate(**call)
+        hook.remove()
+        assert len(forwards) == 3
+
+
+@pytest.mark.parametrize("acceptance", ["exact", "rejection", "typical"])
+def test_a_temperature_that_leaves_one_token_gives_the_greedy_text_and_a_lower_one_is_refused_as_by_the_base(
+    acceptance,
+):
+    model = FAMILIES[0].build(shared_base("llama-gqa"))
+    call = {**prompt(3), "eos_token_id": None, "max_new_tokens": 12}
+    ours = {"acceptance": acceptance, "draft_tree": TREE}
+    greedy = model.base.generate(**call, do_sample=False)
+    assert torch.equal(model.generate(**call, **ours, do_sample=True, temperature=1e-6), greedy)
+    for generate in (model.base.generate, partial(model.generate, **ours)):
+        with pytest.raises(RuntimeError, match="^probability tensor contains either `inf`, `nan` or element < 0"):
+            generate(**call, do_sample=True, temperature=1e-42)
+
+
+def test_a_generator_of_one_s_own_is_refused_as_by_the_base():
+    model = FAMILIES[0].build(shared_base("llama-gqa"))
+    for generate in (model.base.generate, model.generate):
+        with pytest.raises(ValueError, match="The following `model_kwargs` are not used by the model: .'generator'"):
+            generate(**prompt(), do_sample=True, max_new_tokens=4, generator=torch.Generator())

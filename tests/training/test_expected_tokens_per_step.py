@@ -35,6 +35,24 @@ def test_the_tokens_per_step_are_those_of_generate(family):
     assert expected(model) == pytest.approx(needed)  # from answers that it remembers
 
 
+@pytest.mark.parametrize("family", FAMILIES[::2], ids=lambda family: family.name)
+def test_at_a_temperature_they_are_those_of_the_same_seeds(family):
+    model = family.build(tiny_base("llama-gqa"))
+    expected = ExpectedTokensPerStep(prompts(), 40, TREE, batch_size=1, temperature=0.8)(model)
+    sampling = {"do_sample": True, "temperature": 0.8, "draft_tree": TREE, "return_dict_in_generate": True}
+    measured = []
+    for seed, prompt in enumerate(prompts()):
+        torch.manual_seed(seed)
+        measured.append(model.generate(prompt[None], max_new_tokens=40, **sampling).accepted_lengths)
+    assert expected == pytest.approx(tokens_per_step(measured)) and expected > 1.05
+
+
+@pytest.mark.parametrize("temperature", [-0.1, float("nan"), float("inf")], ids=str)
+def test_what_is_no_temperature_is_refused(temperature):
+    with pytest.raises(ValueError, match=f"temperature is {temperature}: expected a number above 0, or 0 for greedy"):
+        ExpectedTokensPerStep(prompts(), temperature=temperature)
+
+
 def test_answers_are_asked_for_again_where_the_base_changes():
     model = FAMILIES[0].build(tiny_base("llama-gqa"))
     expected = [ExpectedTokensPerStep(prompts(), 30, TREE, base_changes=changes) for changes in (True, False)]

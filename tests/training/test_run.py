@@ -64,9 +64,13 @@ def test_a_tree_is_calibrated_at_the_end_where_it_is_asked_for(place, tmp_path, 
     monkeypatch.setattr(calibrate, "COST_TOKENS", 5)
     monkeypatch.setattr(calibrate, "COST_ROUNDS", 1)
     monkeypatch.setattr(calibrate, "PRECISION", 1.0)
-    trained = train(place, tmp_path / "heads", calibrate_tree=True, answer_tokens=16)
+    trained = train(place, tmp_path / "heads", calibrate_tree=True, answer_tokens=16, answer_temperature=0.7)
     (entry,) = trained.model.generation_config.calibration
     loaded = AutoModel.from_pretrained(tmp_path / "heads")
+    prompts = own_prompts([{"input_ids": ids, "labels": ids} for ids in held_out_rows(place)], 3, 100)
+    expected = ExpectedTokensPerStep(prompts, 16, temperature=0.7)(loaded)
+    assert trained.summary["tokens_per_step"] == pytest.approx(expected)
+    assert trained.summary["answer_temperature"] == entry["measured"]["temperature"] == 0.7
     assert loaded.generation_config.calibration == [entry] and entry["batch_size"] == 1
     nodes = set()
     loaded.generate(

@@ -1,0 +1,257 @@
+"""What a step would cost on a machine that is not at hand: the roofline model (Medusa, arXiv 2401.10774, appendix G).
+
+An operator takes as long as its arithmetic or its memory traffic, whichever is longer:
+
+    seconds = max(FLOP / peak FLOP per second, bytes / bandwidth)
+
+A step is the sum over the matrix products of the base with N nodes in the place of one token, and of drafting. This is
+the least that a step can take: kernels reach some share of it, and a small model is bound by launching them.
+
+Shapes: B rows, N nodes (root included), S positions attended to, H hidden, I intermediate, V vocabulary; n heads, of
+them k for keys and values, of size d.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from hf_drafthead.generation.calibrate import Worth, check_prompts, sampled_prompts, worth_of_trees
+from hf_drafthead.generation.drafting import draft_vocabulary
+from hf_drafthead.generation.tree import DraftTree
+
+GB, TERA = 1e9, 1e12
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Memory bandwidth in bytes per second, and peak FLOP per second by dtype, without sparsity."""
+
+    bandwidth: float
+    flops: dict[str, float]
+
+
+def _gpu(gigabytes: float, half: float, single: float) -> Machine:
+    """GB/s, and TFLOP/s in half precision (tensor cores) and in float32."""
+    return Machine(gigabytes * GB, {"bfloat16": half * TERA, "float16": half * TERA, "float32": single * TERA})
+
+
+MACHINES = {
+    "a40": _gpu(696, 149.7, 37.4),  # "NVIDIA A40 data sheet"
+    "a6000": _gpu(768, 154.8, 38.7),  # "NVIDIA RTX A6000 data sheet"
+    "a100-40gb": _gpu(1555, 312, 19.5),  # "NVIDIA A100 Tensor Core GPU data sheet", 40 GB
+    "a100-80gb-pcie": _gpu(1935, 312, 19.5),  # the same data sheet, 80 GB PCIe
+    "a100-80gb-sxm": _gpu(2039, 312, 19.5),  # the same data sheet, 80 GB SXM
+    "h100-pcie": _gpu(2000, 756, 51),  # "NVIDIA H100 Tensor Core GPU data sheet", PCIe
+    "h100-sxm": _gpu(3350, 989, 67),  # the same data sheet, SXM
+    "h200-sxm": _gpu(4800, 989, 67),  # "NVIDIA H200 Tensor Core GPU data sheet", SXM
+    "l4": _gpu(300, 121, 30.3),  # "NVIDIA L4 Tensor Core GPU data sheet"
+    "l40s": _gpu(864, 362, 91.6),  # "NVIDIA L40S data sheet"
+    "rtx-4090": _gpu(1008, 165.2, 82.6),  # "NVIDIA Ada GPU architecture" white paper, accumulating in float32
+}
+
+
+class Operator(NamedTuple):
+    """The work of some matrix products: FLOP and bytes moved."""
+
+    flop: float
+    bytes: float
+
+    def seconds(self, machine: Machine, dtype: str) -> float:
+        """max(FLOP / peak, bytes / bandwidth)."""
+        return max(self.flop / machine.flops[dtype], self.bytes / machine.bandwidth)
+
+
+def linear(tokens: int, inputs: int, outputs: int, width: int, count: int = 1) -> Operator:
+    """`count` linear layers over some tokens (table 5: b q h i multiplications, b q (h + i) + h i numbers moved).
+
+    Args:
+        tokens: B N of them.
+        inputs, outputs: of a layer.
+        width: bytes of a number.
+        count: layers, one after the other.
+    """
+    flop = 2.0 * tokens * inputs * outputs
+    return Operator(count * flop, count * width * (tokens * (inputs + outputs) + float(inputs) * outputs))
+
+
+def attention(
+    rows: int, nodes: int, past: int, heads: int, key_heads: int, size: int, width: int, count: int = 1
+) -> Operator:
+    """Q K^T and P V of `count` layers (table 5: b s q n d multiplications, b s q n + b (s + q) n d numbers moved).
+
+    Args:
+        rows: B.
+        nodes: N.
+        past: S, the nodes included.
+        heads, key_heads: n, and k of them for keys and values, which groups of heads share.
+        size: d.
+        width: bytes of a number.
+        count: layers.
+    """
+    flop = 2.0 * rows * past * nodes * heads * size
+    moved = rows * (past * nodes * heads + nodes * heads * size + past * key_heads * size)
+    return Operator(2 * count * flop, 2.0 * count * width * moved)
+
+
+def base_work(config: Any, rows: int, nodes: int, past: int, width: int) -> list[Operator]:
+    """The matrix products of one forward pass of a base over N nodes.
+
+    Args:
+        config: of a dense decoder: hidden_size, intermediate_size, num_hidden_layers, num_attention_heads,
+            num_key_value_heads, head_dim, vocab_size.
+        rows: B.
+        nodes: N; 1 for a step of the base.
+        past: S, the nodes included.
+        width: bytes of a number.
+
+    Raises:
+        ValueError: a mixture of experts, or no such sizes.
+    """
+    config = config.get_text_config(decoder=True)
+    expert = next((name for name in ("num_experts", "num_local_experts") if getattr(config, name, None)), None)
+    if expert is not None:
+        raise ValueError(
+            f"a base of type {config.model_type!r} has {getattr(config, expert)} experts, of which the text chooses "
+            "some: run `hf-drafthead calibrate` on the machine itself."
+        )
+    hidden, heads = getattr(config, "hidden_size", None), getattr(config, "num_attention_heads", None)
+    layers, inner = getattr(config, "num_hidden_layers", None), getattr(config, "intermediate_size", None)
+    if not (hidden and heads and layers and inner):
+        raise ValueError(
+            f"a base of type {config.model_type!r} does not tell hidden_size, num_attention_heads, num_hidden_layers "
+            "and intermediate_size: run `hf-drafthead calibrate` on the machine itself."
+        )
+    size = getattr(config, "head_dim", None) or hidden // heads
+    key_heads = getattr(config, "num_key_value_heads", None) or heads
+    tokens = rows * nodes
+    return [
+        linear(tokens, hidden, heads * size, width, 2 * layers),  # queries and the output
+        linear(tokens, hidden, key_heads * size, width, 2 * layers),  # keys and values
+        attention(rows, nodes, past, heads, key_heads, size, width, layers),
+        linear(tokens, hidden, inner, width, 3 * layers),  # gate, up and down
+        linear(tokens, hidden, config.vocab_size, width),
+    ]
+
+
+def draft_work(model: Any, rows: int, tree: DraftTree) -> list[Operator]:
+    """What drafting a tree takes, level by level: each level reads what projects its guesses.
+
+    A layer that guesses every level is read at every level; heads of one level each are read once. Where they project
+    with the base's lm_head, it is read as well.
+    """
+    drafter = model.drafter
+    weights = list(drafter.parameters())
+    width = weights[0].element_size()
+    vocabulary, choices = (
+        model.base.config.get_text_config(decoder=True).vocab_size,
+        draft_vocabulary(model.base, drafter),
+    )
+    own_projection = any(choices in weight.shape for weight in weights)
+    share = 1.0 if drafter.max_depth is None else 1 / drafter.max_depth
+    count = sum(weight.numel() for weight in weights)
+    work = []
+    for level in tree.levels():
+        tokens = rows * len(level.expanded)
+        work.append(Operator(2.0 * tokens * count * share, width * count * share))
+        if not own_projection:
+            work.append(linear(tokens, model.base.get_output_embeddings().weight.shape[1], vocabulary, width))
+    return work
+
+
+def step_work(model: Any, rows: int, tree: DraftTree, past: int) -> list[Operator]:
+    """The matrix products of a step: drafting the tree, and the base over its nodes.
+
+    Args:
+        model: with draft heads.
+        rows: B.
+        tree: of N nodes; the root alone for a step that drafts nothing.
+        past: S, the nodes included.
+    """
+    width = model.base.get_input_embeddings().weight.element_size()
+    return draft_work(model, rows, tree) + base_work(model.base.config, rows, tree.num_nodes, past, width)
+
+
+def seconds_of(work: Sequence[Operator], machine: Machine, dtype: str) -> float:
+    """Seconds of operators that run one after the other."""
+    return sum(operator.seconds(machine, dtype) for operator in work)
+
+
+@dataclass(frozen=True)
+class PlannedTree:
+    """The tree with most tokens per second on a machine, on paper.
+
+    tokens_per_step: on texts that it was not grown on; seconds: of a step; base_seconds: of a step of the base;
+    speedup: tokens per second over those of the base.
+    """
+
+    batch_size: int
+    tree: DraftTree
+    tokens_per_step: float
+    seconds: float
+    base_seconds: float
+    speedup: float
+
+    def to_json(self) -> dict[str, Any]:
+        """All fields, the tree as rank paths."""
+        return {**vars(self), "tree": [list(path) for path in self.tree.paths]}
+
+
+def plan_trees(
+    model: Any,
+    prompts: Sequence[torch.Tensor] | None,
+    machine: str,
+    batch_sizes: Sequence[int] = (1,),
+    *,
+    context: int = 1024,
+    max_nodes: int = 100,
+    new_tokens: int = 128,
+    temperature: float = 0.0,
+    method: str = "paths",
+) -> list[PlannedTree]:
+    """Choose trees for a machine that is not at hand: tokens per step from the base's own text, seconds on paper.
+
+    Args:
+        model: with draft heads, in eval mode, in the dtype that the machine shall run.
+        prompts: (P,) token ids each; None for some that the base writes itself.
+        machine: a name in `MACHINES`.
+        batch_sizes: rows of a call; a plan for each.
+        context: S, the positions that a step attends to, nodes not included.
+        max_nodes, new_tokens, temperature, method: as in `calibrate`.
+
+    Raises:
+        ValueError: no such machine, or not in this dtype; a base that the model does not fit; too few prompts.
+    """
+    known, dtype = machine_named(machine), str(model.base.dtype).removeprefix("torch.")
+    if dtype not in known.flops:
+        raise ValueError(f"the base is in {dtype}, expected one of {', '.join(known.flops)}: give --dtype.")
+    base_work(model.base.config, 1, 1, 1, 1)  # raises where the model does not fit, before any work is done
+    prompts = sampled_prompts(model, new_tokens=new_tokens) if prompts is None else prompts
+    check_prompts(model, prompts, new_tokens)
+    worth = worth_of_trees(model, prompts, new_tokens, max_nodes, temperature, method)
+    return [_best(model, worth, known, dtype, rows, context) for rows in batch_sizes]
+
+
+def machine_named(name: str) -> Machine:
+    """A machine of the table.
+
+    Raises:
+        ValueError: it has none of that name.
+    """
+    if name not in MACHINES:
+        raise ValueError(f"no machine {name!r} is known: expected one of {', '.join(MACHINES)}.")
+    return MACHINES[name]
+
+
+def _best(model: Any, worth: Worth, machine: Machine, dtype: str, rows: int, context: int) -> PlannedTree:
+    width = model.base.get_input_embeddings().weight.element_size()
+    alone = seconds_of(base_work(model.base.config, rows, 1, context + 1, width), machine, dtype)
+    plans = []
+    for nodes, tau in worth.tokens_per_step.items():
+        tree = worth.tree(nodes)
+        seconds = seconds_of(step_work(model, rows, tree, context + nodes), machine, dtype)
+        plans.append(PlannedTree(rows, tree, tau, seconds, alone, tau * alone / seconds))
+    return max(plans, key=lambda one: one.speedup)
