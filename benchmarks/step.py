@@ -29,7 +29,7 @@ from planted import PlantedDrafter
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedModel
 
 from hf_drafthead import DraftTree, zoo
-from hf_drafthead.evaluation.compare import contenders
+from hf_drafthead.evaluation.compare import decoding_methods
 from hf_drafthead.evaluation.measurement import BASE, COMPILED, HEADS
 from hf_drafthead.evaluation.speed import time_interleaved
 from hf_drafthead.evaluation.stages import STAGES, time_split
@@ -128,7 +128,7 @@ def _captured(
     model: PreTrainedModel, tree: DraftTree, given: dict, settings: dict, repeats: int, text: torch.Tensor
 ) -> dict[str, float]:
     """The whole step compiled, against the base as installed and the base compiled, in turns."""
-    runners = contenders(model, None, tree=tree, captured=True, compare=[COMPILED])
+    runners = decoding_methods(model, None, tree=tree, captured=True, compare=[COMPILED])
     start = time.perf_counter()
     runners[HEADS](given, settings)
     prepared = time.perf_counter() - start

@@ -1,4 +1,4 @@
-"""What holds for every test: no network, the same random numbers in any order, and nothing that transformers deprecates."""
+"""What holds for every test: no network, the same random numbers in any order, nothing that transformers deprecates."""
 
 import os
 

@@ -18,11 +18,11 @@ from hf_drafthead.cli.common import (
     bar,
     check_writable,
     complain,
+    load_model,
     output,
     parse_numbers,
     parse_tree,
     printable,
-    read_template,
     write_json,
 )
 
@@ -53,7 +53,6 @@ def calibrate(
     json_path: Json = None,
 ) -> None:
     """Find the draft tree that is fastest on this machine, and store it in MODEL's generation config."""
-    from hf_drafthead.evaluation.load_options import LoadOptions, load_here
     from hf_drafthead.evaluation.questions import read_questions
     from hf_drafthead.evaluation.speed import batched, encode_all
     from hf_drafthead.generation.calibrate import calibrate as measure
@@ -65,8 +64,7 @@ def calibrate(
         raise OSError(f"{model!r} is no folder where trees can be stored: save the heads first, or add --dry-run.")
     sizes = parse_numbers("--batch-size", batch_size, int)
     asked = None if prompts is None else read_questions(prompts)[:limit]
-    loaded, tokenizer = load_here(model, LoadOptions(dtype, device, base_model, trust_remote_code))
-    tokenizer.chat_template = read_template(chat_template) or tokenizer.chat_template
+    loaded, tokenizer = load_model(model, chat_template, dtype, device, base_model, trust_remote_code)
     given = None
     if asked is not None:
         encoded = encode_all(loaded, tokenizer, batched(asked, 1), max_new_tokens)
@@ -96,7 +94,7 @@ def calibrate(
         console.print(Text(DraftTree(entry["tree"]).draw()))
     write_json(json_path, {"entries": found})
     if not all(entry["measured"]["identical"] for entry in found):
-        complain(f"some text was not the base's own: `hf-drafthead verify {model}` tells rounding from faults.")
+        complain(f"some text was not the base's own: `hf-drafthead verify {model}` distinguishes rounding from faults.")
 
 
 def told(entry: dict[str, Any]) -> str:
