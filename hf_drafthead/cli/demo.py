@@ -22,9 +22,9 @@ def demo(
     full: Annotated[
         bool, typer.Option("--full", help="All prompts, the tree of every size, batches: some ten minutes.")
     ] = False,
-    captured: Annotated[
+    compiled: Annotated[
         bool,
-        typer.Option("--captured", help="Compile the step of every family, not only the fastest: a minute for each."),
+        typer.Option("--compiled", help="Also the base and the fastest family compiled, which takes minutes at first."),
     ] = False,
     family: Annotated[list[str] | None, typer.Option(help="Only this family (may be repeated).")] = None,
     prompts: Annotated[
@@ -45,8 +45,8 @@ def demo(
     check_writable(json_path)
     if repeats > 1 and not full:
         raise ValueError("--repeats is for --full: a short demo runs every prompt once.")
-    if captured and full:
-        raise ValueError("--captured is for the short demo: leave --full out.")
+    if compiled and full:
+        raise ValueError("--compiled is for the short demo: leave --full out.")
     paths = {name: zoo.path(name) for name in family or zoo.families()}
     if not paths:
         raise OSError("the zoo holds no heads: build them with `python -m hf_drafthead.zoo.build`.")
@@ -58,7 +58,7 @@ def demo(
     if full:
         rows, different, (name, found) = show_full(console, paths, asked, tokens, repeats)
     else:
-        rows, different, (name, found) = show_few(console, paths, asked, tokens, captured)
+        rows, different, (name, found) = show_few(console, paths, asked, tokens, compiled)
     console.print(Text(f"\n{name} continues {found.prompt.splitlines()[-1].strip()!r}", style="bold"))
     console.print(Text.assemble(*(coloured(piece, depth) for piece, depth in found.pieces)), soft_wrap=True)
     console.print(legend(found.pieces))
@@ -72,8 +72,8 @@ def demo(
 Shown = tuple[list[dict[str, Any]], list[str], tuple[str, Any]]
 
 
-def show_few(console: Console, paths: dict[str, str], asked: list[Any], tokens: int, captured: bool) -> Shown:
-    """A table that grows line by line: the base as installed and compiled, then every family."""
+def show_few(console: Console, paths: dict[str, str], asked: list[Any], tokens: int, compiled: bool) -> Shown:
+    """A table that grows line by line: the base, then every family; compiled ones if asked for."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -83,17 +83,18 @@ def show_few(console: Console, paths: dict[str, str], asked: list[Any], tokens: 
 
     base = AutoModelForCausalLM.from_pretrained(zoo.path("base"), dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(zoo.path("base"))
-    if not captured and len(paths) > 1:
-        console.print("the fastest family also with its step compiled; --captured compiles that of every family")
+    if not compiled:
+        console.print("--compiled also measures the base and the fastest family compiled")
     console.print(aligned(COLUMNS), soft_wrap=True)
     rows, different = [], []
     look = Look(base, tokenizer, asked, tokens)
-    for line in look.lines(paths, captured):
+    for line in look.lines(paths, compiled):
         console.print(line_of(line), soft_wrap=True)
         rows.append(line.to_json())
         if line.identical is False and line.name in paths:
             different.append(line.name)
     best = look.best
+    assert best is not None  # there is a family
     shown = asked[min(3, len(asked) - 1)]  # the bundled base answers this one with code and prose
     settings: dict[str, Any] = {"do_sample": False, "max_new_tokens": tokens}
     found = sample(best.model, tokenizer, shown.text, tree=best.tree, **settings)

@@ -68,8 +68,8 @@ def of_one_length(prompts: Sequence[Mapping[str, torch.Tensor]]) -> list[dict[st
 
 
 @dataclass(frozen=True)
-class Drafting:
-    """A measured family: its name, its model, the tree that it was measured with, and its line."""
+class Best:
+    """The fastest family: its name, its model, the tree that it was measured with, and its line."""
 
     name: str
     model: Any
@@ -88,29 +88,23 @@ class Look:
         max_new_tokens: per prompt, at most.
 
     Attributes:
-        measured: the families so far.
+        best: the fastest family so far.
     """
 
     base: Any
     tokenizer: Any
     prompts: Sequence[Question]
     max_new_tokens: int
-    measured: list[Drafting] = field(default_factory=list, init=False)
+    best: Best | None = field(default=None, init=False)
     _expected: list[torch.Tensor] = field(default_factory=list, init=False, repr=False)
 
-    @property
-    def best(self) -> Drafting:
-        """The fastest family so far, as installed."""
-        return max(self.measured, key=lambda one: one.line.tokens_per_second or 0)
-
-    def lines(self, families: Mapping[str, str], all_captured: bool = False) -> Iterator[Line]:
-        """The base as installed and compiled, then each family as soon as it is measured.
-
-        Where the base could be compiled, the fastest family follows with its step compiled as one program.
+    def lines(self, families: Mapping[str, str], compiled: bool = False) -> Iterator[Line]:
+        """The base, then each family as soon as it is measured.
 
         Args:
             families: folder or id of the heads, by name; at least one.
-            all_captured: compile the step of every family, not only that of the fastest.
+            compiled: also the base compiled and, where that is possible here, at the end the fastest family with its
+                step compiled as one program.
 
         Raises:
             OSError, ValueError: as `load` does, or a prompt leaves the base no room.
@@ -122,20 +116,23 @@ class Look:
         self._given = of_one_length(given)
         installed = self._measure(model, BASE, INSTALLED, runners[BASE])
         yield installed
-        compiled = self._measure(model, BASE, COMPILED, runners[COMPILED], over=(installed, None))
-        yield compiled
+        best_base = None
+        if compiled:
+            best_base = self._measure(model, BASE, COMPILED, runners[COMPILED], over=(installed, None))
+            yield best_base
         for name, path in families.items():
             model, _ = load(path, base_model=self.base)
             tree = self._tree(model)
-            line = self._heads(model, name, INSTALLED, tree, {}, (installed, compiled))
-            self.measured.append(Drafting(name, model, tree, line))
+            line = self._heads(model, name, INSTALLED, tree, {}, (installed, best_base))
+            if self.best is None or (line.tokens_per_second or 0) > (self.best.line.tokens_per_second or 0):
+                self.best = Best(name, model, tree, line)
             yield line
-        if compiled.notice is None:
-            for one in self.measured if all_captured else [self.best]:
-                yield self._heads(one.model, one.name, CAPTURED, one.tree, CAPTURE, (installed, compiled))
+        best = self.best
+        if best is not None and best_base is not None and best_base.notice is None:
+            yield self._heads(best.model, best.name, CAPTURED, best.tree, CAPTURE, (installed, best_base))
 
     def _heads(
-        self, model: Any, name: str, way: str, tree: DraftTree, settings: dict[str, Any], over: tuple[Line, Line]
+        self, model: Any, name: str, way: str, tree: DraftTree, settings: dict[str, Any], over: tuple[Line, Line | None]
     ) -> Line:
         runner = decoding_methods(model, self.tokenizer, tree=tree, acceptance=settings)[HEADS]
         return self._measure(model, name, way, runner, over=over, nodes=tree.num_nodes)

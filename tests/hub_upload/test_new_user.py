@@ -1,7 +1,7 @@
 """A new user's path, command by command: generate, train on ten chats, calibrate, measure, push, load elsewhere.
 
-Only the first command is started as a user would: to import everything takes seconds, so the others are run by a
-process that has done so (see `clients`).
+The commands run in copies of a process that has imported everything (see `clients`), because importing takes seconds;
+`tests/test_cli.py` starts the installed command itself.
 """
 
 import json
@@ -39,12 +39,11 @@ print(json.dumps({
 """
 
 
-def test_the_first_command_of_the_readme_writes_text():
-    words = ["generate", zoo.path("eagle"), "--prompt", "def main(", "--max-new-tokens", "8", "--color"]
-    installed = Path(sys.executable).parent / "hf-drafthead"
-    ended = subprocess.run([installed, *words], capture_output=True, text=True, timeout=300)
-    assert ended.returncode == 0, ended.stderr
-    assert "\x1b[32m" in ended.stdout and "8 tokens in" in ended.stderr
+def test_the_first_command_of_the_readme_writes_text(hub, clients):
+    words = ("generate", zoo.path("eagle"), "--prompt", "def main(", "--max-new-tokens", 8, "--color")
+    answer = command(clients, *words, token=None)
+    assert answer.code == 0, answer.err
+    assert "\x1b[32m" in answer.out and "8 tokens in" in answer.err
 
 
 @pytest.fixture
