@@ -141,7 +141,7 @@ def tensor_headers(name: str) -> dict[str, tuple[tuple[int, ...], str]]:
             files = get_safetensors_metadata(name).files_metadata.values()
         except NotASafetensorsRepoError:
             raise OSError(
-                f"{name!r} holds no weights as safetensors: a pickle can run code and is never opened; ask its "
+                f"{name!r} holds no weights as safetensors: a pickle is never opened, for it can run code; ask its "
                 "author to save the heads as safetensors."
             ) from None
         except SafetensorsParsingError as error:

@@ -360,7 +360,7 @@ def test_bad_input(place, tmp_path):
         train_heads(str(place / "base"), "medusa", str(place / "texts.jsonl"), tmp_path / "b", streaming=True)
     with pytest.raises(ValueError, match="holds no complete checkpoint to resume from: leave --resume out"):
         train(place, tmp_path / "c", resume=True)
-    with pytest.raises(ValueError, match="num_draft_heads cannot be chosen for trained heads"):
+    with pytest.raises(ValueError, match="num_draft_heads cannot be set for trained heads"):
         train(place, tmp_path / "d", heads=str(tmp_path), fields={"num_draft_heads": 2})
     with pytest.raises(ValueError, match="have no label .* tokens ahead: give longer rows, or train fewer heads"):
         train(place, tmp_path / "e", fields={"num_draft_heads": 64})
