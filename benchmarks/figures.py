@@ -68,7 +68,7 @@ def accuracies(families: Sequence[str]) -> str:
             noted |= noted.get("held_out", {})
             heads = [noted.get(f"head{head}_top1") for head in range(4)]
             rows.append([family, *("" if share is None else f"{share:.3f}" for share in heads)])
-    return markdown(["top-1 accuracy", "head 0", "head 1", "head 2", "head 3"], rows)
+    return markdown(["top-1 accuracy", "head 1", "head 2", "head 3", "head 4"], rows)
 
 
 def steps(families: Sequence[str]) -> str:

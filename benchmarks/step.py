@@ -31,7 +31,7 @@ from planted import PlantedDrafter
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedModel
 
 from hf_drafthead import DraftTree, zoo
-from hf_drafthead.evaluation.compare import contenders
+from hf_drafthead.evaluation.compare import decoding_methods
 from hf_drafthead.evaluation.measurement import BASE, COMPILED, HEADS
 from hf_drafthead.evaluation.roofline import Machine, base_work, seconds_of, step_work
 from hf_drafthead.evaluation.speed import time_interleaved
@@ -131,7 +131,7 @@ def _uncaptured(
 
 def _captured(model: PreTrainedModel, tree: DraftTree, given: dict, settings: dict, repeats: int) -> dict[str, float]:
     """The whole step compiled, against the base as installed and the base compiled, in turns."""
-    runners = contenders(model, None, tree=tree, captured=True, compare=[COMPILED])
+    runners = decoding_methods(model, None, tree=tree, captured=True, compare=[COMPILED])
     start = time.perf_counter()
     runners[HEADS](given, settings)
     prepared = time.perf_counter() - start

@@ -156,7 +156,7 @@ def test_demo_measures_every_family_and_shows_a_sample(tiny_zoo, run, tmp_path):
 
 def test_a_short_demo_measures_the_base_once_and_grows_line_by_line(tiny_zoo, run, tmp_path, monkeypatch):
     calls, bases, captured = [], [], []
-    right = look.contenders
+    right = look.decoding_methods
 
     def counting(model, tokenizer, **options):
         bases.append(model.base)
@@ -169,9 +169,9 @@ def test_a_short_demo_measures_the_base_once_and_grows_line_by_line(tiny_zoo, ru
             found["compiled"] = lambda given, settings: calls.append("compiled") or base(given, settings)
         return found
 
-    monkeypatch.setattr(look, "contenders", counting)
+    monkeypatch.setattr(look, "decoding_methods", counting)
     file = tmp_path / "demo.json"
-    code, out, _ = run("demo", "--captured", "--max-new-tokens", 12, "--json", file)
+    code, out, _ = run("demo", "--compiled", "--max-new-tokens", 12, "--json", file)
     rows = json.loads(file.read_text())["rows"]
     assert code == 0
     assert len(bases) == 4 and all(base is bases[0] for base in bases)  # loaded once
@@ -193,6 +193,10 @@ def test_a_short_demo_measures_the_base_once_and_grows_line_by_line(tiny_zoo, ru
     assert lines[8].split()[0] == "compiling"
     assert out.count(" yes") == 5 and all(len(line) <= 80 for line in lines[1:7])
     assert out.count(" continues 'import os'") == 1
+    code, out, _ = run("demo", "--max-new-tokens", 4, "--prompts", 1)
+    assert code == 0 and len(captured) == 1 and calls.count("compiled") == 4  # nothing more is compiled
+    assert "--compiled also measures the base and the fastest family compiled" in out
+    assert [line.split()[0] for line in out.splitlines()[3:6]] == ["base", "hydra", "medusa"]
 
 
 def test_prompts_of_one_length_keep_their_beginning_and_their_end():
@@ -205,7 +209,7 @@ def test_prompts_of_one_length_keep_their_beginning_and_their_end():
 
 
 def test_a_short_demo_goes_on_where_nothing_can_be_compiled(tiny_zoo, run, monkeypatch):
-    right = look.contenders
+    right = look.decoding_methods
 
     def failing(given, settings):
         raise RuntimeError("no C++ compiler")
@@ -214,25 +218,26 @@ def test_a_short_demo_goes_on_where_nothing_can_be_compiled(tiny_zoo, run, monke
         options.pop("acceptance", None)
         return {**right(*arguments, **options), "compiled": failing}
 
-    monkeypatch.setattr(look, "contenders", without_compiler)
-    code, out, _ = run("demo", "--max-new-tokens", 4, "--family", "medusa")
+    monkeypatch.setattr(look, "decoding_methods", without_compiler)
+    code, out, _ = run("demo", "--compiled", "--max-new-tokens", 4, "--family", "medusa")
     assert code == 0
     assert "compiled      not possible here: no C++ compiler" in out
     assert out.splitlines()[4].split()[-2:] == ["-", "yes"]  # over compiled
+    assert " captured " not in out
 
 
 def test_a_short_demo_takes_few_prompts(monkeypatch, run):
     seen = []
 
-    def lines(self, families, captured):
-        assert not captured
+    def lines(self, families, compiled):
+        assert not compiled
         seen.append((len(self.prompts), self.max_new_tokens, list(families)))
-        return iter(())
+        raise ValueError("seen")
 
     monkeypatch.setattr(look.Look, "lines", lines)
-    assert run("demo")[0] == 0 and run("demo", "--prompts", 2)[0] == 0
-    assert seen == [(6, 64, zoo.families()), (2, 64, zoo.families())]
-    refused(run("demo", "--full", "--captured"), "--captured is for the short demo: leave --full out.")
+    assert run("demo")[0] == 2 and run("demo", "--prompts", 2)[0] == 2
+    assert seen == [(4, 48, zoo.families()), (2, 48, zoo.families())]
+    refused(run("demo", "--full", "--compiled"), "--compiled is for the short demo: leave --full out.")
     refused(run("demo", "--repeats", 2), "--repeats is for --full: a short demo runs every prompt once.")
 
 

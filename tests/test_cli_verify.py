@@ -81,9 +81,9 @@ def test_texts_to_stop_at_are_looked_for(run, tmp_path):
 @pytest.mark.parametrize(
     "error, text",
     [
-        (torch.OutOfMemoryError("CUDA out of memory.\n\nMore."), "the memory does not suffice: use a smaller model, "),
-        (RuntimeError("DefaultCPUAllocator: can't allocate memory: x"), "the memory does not suffice: use a smaller "),
-        (MemoryError(), "the memory does not suffice: use a smaller model, fewer new tokens, or half precision."),
+        (torch.OutOfMemoryError("CUDA out of memory.\n\nMore."), "there is not enough memory: use a smaller model, "),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: x"), "there is not enough memory: use a smaller "),
+        (MemoryError(), "there is not enough memory: use a smaller model, fewer new tokens, or half precision."),
         (
             ImportError("using 4 bits requires\nbitsandbytes: install it."),
             "a package is missing or broken (using 4 bits requires bitsandbytes: install it): install it, then",

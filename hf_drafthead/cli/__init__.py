@@ -69,7 +69,7 @@ def main(arguments: list[str] | None = None) -> None:
     from huggingface_hub.utils import logging as hub_logging
     from transformers.utils import logging
 
-    hub_logging.set_verbosity_error()  # a Hub that cannot be reached is told once, not at every retry
+    hub_logging.set_verbosity_error()  # an unreachable Hub is reported once, not at every retry
     logging.disable_progress_bar()
     try:
         words = sys.argv[1:] if arguments is None else arguments
@@ -92,7 +92,7 @@ def main(arguments: list[str] | None = None) -> None:
     except (RuntimeError, MemoryError) as error:
         if not _out_of_memory(error):
             raise
-        complain("the memory does not suffice: use a smaller model, fewer new tokens, or half precision.")
+        complain("there is not enough memory: use a smaller model, fewer new tokens, or half precision.")
         code = 2
     sys.exit(code or 0)
 

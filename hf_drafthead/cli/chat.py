@@ -19,9 +19,9 @@ from hf_drafthead.cli.common import (
     app,
     coloured,
     complain,
+    load_model,
     output,
     parse_tree,
-    read_template,
     sampling,
     show_pace,
 )
@@ -42,16 +42,13 @@ def chat(
     base_model: BaseModel = None,
     trust_remote_code: RemoteCode = False,
 ) -> None:
-    """Hold a conversation: answers stream, accepted guesses are coloured by depth; /clear begins anew, /exit ends."""
+    """Hold a conversation: answers stream, accepted guesses are coloured by depth; /clear starts anew, /exit ends."""
     from transformers import set_seed
 
     from hf_drafthead.evaluation.conversation import Conversation
-    from hf_drafthead.evaluation.load_options import LoadOptions, load_here
 
-    template = read_template(chat_template)
     chosen = None if tree is None else parse_tree(tree)
-    loaded, tokenizer = load_here(model, LoadOptions(dtype, device, base_model, trust_remote_code))
-    tokenizer.chat_template = template or tokenizer.chat_template
+    loaded, tokenizer = load_model(model, chat_template, dtype, device, base_model, trust_remote_code)
     settings = {"max_new_tokens": max_new_tokens, **sampling(temperature)}
     conversation = Conversation(loaded, tokenizer, system=system, tree=chosen, settings=settings)
     if seed is not None:
@@ -62,7 +59,7 @@ def chat(
         console.print(coloured(piece, depth if color else 0), end="", soft_wrap=True)
 
     if sys.stdin.isatty():
-        console.print("/clear begins a new conversation, /exit or Ctrl-D ends.", style="dim")
+        console.print("/clear starts a new conversation, /exit or Ctrl-D ends.", style="dim")
     while (asked := next_question()) is not None:
         if asked == "/clear":
             conversation.clear()
@@ -72,7 +69,7 @@ def chat(
             except KeyboardInterrupt:
                 console.print()
                 complain("interrupted: the question and its answer are left out of the conversation.")
-            except ValueError as error:  # such as no room for an answer: the user can begin a new conversation
+            except ValueError as error:  # such as no room for an answer: the user can start a new conversation
                 complain(str(error))
             else:
                 console.print()

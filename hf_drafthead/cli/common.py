@@ -25,7 +25,7 @@ app = typer.Typer(
 COLOURS = ("green", "cyan", "blue", "magenta", "red", "yellow")
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="Folder of a draft-head checkpoint, or its id on the Hub.")]
-Models = Annotated[list[str], typer.Argument(metavar="MODEL...", help="As MODEL; several are put side by side.")]
+Models = Annotated[list[str], typer.Argument(metavar="MODEL...", help="As MODEL; several are compared side by side.")]
 Template = Annotated[
     Path | None, typer.Option("--chat-template", metavar="FILE", help="Jinja template, instead of the tokenizer's.")
 ]
@@ -50,7 +50,7 @@ BaseModel = Annotated[
     str | None, typer.Option(metavar="MODEL", help="Folder or id of the base, instead of the one the config names.")
 ]
 RemoteCode = Annotated[
-    bool, typer.Option("--trust-remote-code", help="Run the base's own model code, where it brings some.")
+    bool, typer.Option("--trust-remote-code", help="Run the base's own model code, where it has any.")
 ]
 Json = Annotated[Path | None, typer.Option("--json", metavar="PATH", help="Write the figures there as JSON.")]
 
@@ -87,7 +87,7 @@ def dynamic_of(given: str) -> Any:
 
 
 def parse_options(given: list[str]) -> dict[str, Any]:
-    """NAME=VALUE pairs; values are read as JSON where they are some, else as text.
+    """NAME=VALUE pairs; values are read as JSON if they are valid JSON, else as text.
 
     Raises:
         ValueError: one is no such pair.
@@ -124,8 +124,29 @@ def read_template(path: Path | None) -> str | None:
     return None if path is None else path.read_text(encoding="utf-8")
 
 
+def load_model(
+    name: str, chat_template: Path | None, dtype: str, device: str | None, base_model: str | None, remote_code: bool
+) -> tuple[Any, Any]:
+    """Model, in eval mode, and tokenizer, as the options of a command ask for them.
+
+    Args:
+        name: folder or id of the heads.
+        chat_template: file of a Jinja template that replaces the tokenizer's.
+        dtype, device, base_model, remote_code: as in `LoadOptions`.
+
+    Raises:
+        OSError, ValueError: there is no such template, or as `load_here` and `LoadOptions` do.
+    """
+    from hf_drafthead.evaluation.load_options import LoadOptions, load_here
+
+    template = read_template(chat_template)
+    model, tokenizer = load_here(name, LoadOptions(dtype, device, base_model, remote_code))
+    tokenizer.chat_template = template or tokenizer.chat_template
+    return model, tokenizer
+
+
 def command_line() -> str:
-    """What the user typed, for whoever wants to measure again."""
+    """The user's command, so that the measurement can be repeated."""
     return shlex.join(["hf-drafthead", *sys.argv[1:]])
 
 
@@ -148,12 +169,12 @@ def complain(message: str) -> None:
 
 
 def printable(text: str) -> str:
-    """Text from a file of others, without what would steer the terminal: escape sequences are shown as such."""
+    """Text of unknown origin that is safe to print: control characters and escape sequences are shown as text."""
     return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
 
 
 def output(color: bool = False) -> Console:
-    """Standard output; coloured on a terminal, or wherever it goes if that was asked for."""
+    """Standard output; coloured on a terminal, and elsewhere only if asked for."""
     return Console(highlight=False, markup=False, force_terminal=True if color else None)
 
 
@@ -163,7 +184,7 @@ def bar(total: int) -> Iterator[Callable[[str], Callable[[], None]]]:
     columns = (TextColumn("{task.description:<10}"), BarColumn(), TimeRemainingColumn())
     console = Console(stderr=True)
     hidden = not console.is_terminal
-    # drawn between measurements: a thread that draws would share the clock with what is measured
+    # drawn between measurements: a drawing thread would take time from what is measured
     with Progress(*columns, console=console, transient=True, disable=hidden, auto_refresh=False) as progress:
         task = progress.add_task("", total=total)
 

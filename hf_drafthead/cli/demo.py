@@ -11,7 +11,7 @@ from rich.text import Text
 from hf_drafthead.cli.common import Json, app, bar, check_writable, coloured, complain, legend, output, write_json
 
 PREPARED = ("compiled", "captured")  # ways whose first call compiles
-FEW_PROMPTS, FEW_TOKENS = 6, 64
+FEW_PROMPTS, FEW_TOKENS = 4, 48
 FULL_TOKENS = 96
 COLUMNS = {"family": -15, "how": -13, "nodes": 5, "tok/step": 9, "tok/s": 6, "speedup": 8}  # below 0: to the left
 COLUMNS |= {"over compiled": 14, "same text": 10}
@@ -22,8 +22,9 @@ def demo(
     full: Annotated[
         bool, typer.Option("--full", help="All prompts, the tree of every size, batches: some ten minutes.")
     ] = False,
-    captured: Annotated[
-        bool, typer.Option("--captured", help="Also the fastest family with its step compiled, which takes minutes.")
+    compiled: Annotated[
+        bool,
+        typer.Option("--compiled", help="Also the base and the fastest family compiled, which takes minutes at first."),
     ] = False,
     family: Annotated[list[str] | None, typer.Option(help="Only this family (may be repeated).")] = None,
     prompts: Annotated[
@@ -44,8 +45,8 @@ def demo(
     check_writable(json_path)
     if repeats > 1 and not full:
         raise ValueError("--repeats is for --full: a short demo runs every prompt once.")
-    if captured and full:
-        raise ValueError("--captured is for the short demo: leave --full out.")
+    if compiled and full:
+        raise ValueError("--compiled is for the short demo: leave --full out.")
     paths = {name: zoo.path(name) for name in family or zoo.families()}
     if not paths:
         raise OSError("the zoo holds no heads: build them with `python -m hf_drafthead.zoo.build`.")
@@ -55,14 +56,12 @@ def demo(
     threads = torch.get_num_threads()
     console.print(f"{len(asked)} held-out prompts, {tokens} tokens each, greedy, float32, {threads} threads")
     if full:
-        rows, different, written = show_full(console, paths, asked, tokens, repeats)
+        rows, different, (name, found) = show_full(console, paths, asked, tokens, repeats)
     else:
-        rows, different, written = show_few(console, paths, asked, tokens, captured)
-    if written is not None:
-        name, found = written
-        console.print(Text(f"\n{name} continues {found.prompt.splitlines()[-1].strip()!r}", style="bold"))
-        console.print(Text.assemble(*(coloured(piece, depth) for piece, depth in found.pieces)), soft_wrap=True)
-        console.print(legend(found.pieces))
+        rows, different, (name, found) = show_few(console, paths, asked, tokens, compiled)
+    console.print(Text(f"\n{name} continues {found.prompt.splitlines()[-1].strip()!r}", style="bold"))
+    console.print(Text.assemble(*(coloured(piece, depth) for piece, depth in found.pieces)), soft_wrap=True)
+    console.print(legend(found.pieces))
     write_json(json_path, {"rows": rows})
     if different:
         complain(f"the output of {', '.join(different)} differs from the base's own: see the column 'same text'.")
@@ -70,11 +69,11 @@ def demo(
 
 
 # What either demo shows: the rows for --json, who wrote another text than the base, and a sample of the best family.
-Shown = tuple[list[dict[str, Any]], list[str], tuple[str, Any] | None]
+Shown = tuple[list[dict[str, Any]], list[str], tuple[str, Any]]
 
 
-def show_few(console: Console, paths: dict[str, str], asked: list[Any], tokens: int, captured: bool) -> Shown:
-    """A table that grows line by line: the base as installed and compiled, then every family."""
+def show_few(console: Console, paths: dict[str, str], asked: list[Any], tokens: int, compiled: bool) -> Shown:
+    """A table that grows line by line: the base, then every family; compiled ones if asked for."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -84,20 +83,22 @@ def show_few(console: Console, paths: dict[str, str], asked: list[Any], tokens: 
 
     base = AutoModelForCausalLM.from_pretrained(zoo.path("base"), dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(zoo.path("base"))
+    if not compiled:
+        console.print("--compiled also measures the base and the fastest family compiled")
     console.print(aligned(COLUMNS), soft_wrap=True)
     rows, different = [], []
     look = Look(base, tokenizer, asked, tokens)
-    for line in look.lines(paths, captured):
+    for line in look.lines(paths, compiled):
         console.print(line_of(line), soft_wrap=True)
         rows.append(line.to_json())
         if line.identical is False and line.name in paths:
             different.append(line.name)
-    if look.best is None:
-        return rows, different, None
+    best = look.best
+    assert best is not None  # there is a family
     shown = asked[min(3, len(asked) - 1)]  # the bundled base answers this one with code and prose
     settings: dict[str, Any] = {"do_sample": False, "max_new_tokens": tokens}
-    found = sample(look.best.model, tokenizer, shown.text, tree=look.best.tree, **settings)
-    return rows, different, (look.best.name, found)
+    found = sample(best.model, tokenizer, shown.text, tree=best.tree, **settings)
+    return rows, different, (best.name, found)
 
 
 def aligned(cells: Iterable[str]) -> str:
@@ -127,21 +128,21 @@ def show_full(console: Console, paths: dict[str, str], asked: list[Any], tokens:
     from hf_drafthead.evaluation.sample import sample
 
     shown = asked[min(3, len(asked) - 1)]
-    contests, samples = {}, {}
+    comparisons, samples = {}, {}
     with bar(len(paths) * rounds(asked)) as begin:
         for name, path in paths.items():
             model, tokenizer = load(path, dtype=torch.float32)
-            contests[name] = one = compare_with_base(
+            comparisons[name] = one = compare_with_base(
                 model, tokenizer, asked, max_new_tokens=tokens, repeats=repeats, progress=begin(name)
             )
             samples[name] = sample(model, tokenizer, shown.text, tree=one.tree, do_sample=False, max_new_tokens=tokens)
-    console.print(table_of(contests))
+    console.print(table_of(comparisons))
     best = max(samples, key=lambda name: samples[name].tokens_per_step or 0)
-    different = [name for name, one in contests.items() if not one.identical]
-    return [one.to_json() for one in contests.values()], different, (best, samples[best])
+    different = [name for name, one in comparisons.items() if not one.identical]
+    return [one.to_json() for one in comparisons.values()], different, (best, samples[best])
 
 
-def table_of(contests: dict[str, Any]) -> Table:
+def table_of(comparisons: dict[str, Any]) -> Table:
     """Every family with its fastest tree, and in batches with the published tree."""
     table = Table(box=None, padding=(0, 1, 0, 0))
     table.add_column("family", no_wrap=True)
@@ -157,7 +158,7 @@ def table_of(contests: dict[str, Any]) -> Table:
         "same\ntext",
     ):
         table.add_column(column, justify="right", no_wrap=True)
-    for name, one in contests.items():
+    for name, one in comparisons.items():
         for label, run in (("fastest", one.fastest), ("published", one.published)):
             table.add_row(
                 name,

@@ -1,4 +1,4 @@
-"""`hf-drafthead distill`: the text that heads learn from."""
+"""`hf-drafthead distill`: the base's own text, to train heads on."""
 
 from functools import partial
 from pathlib import Path
@@ -23,15 +23,13 @@ def distill(
     ] = None,
     endpoint: Annotated[
         str | None,
-        typer.Option(metavar="URL", help="Let this OpenAI-compatible server answer: http://host:8000/v1."),
+        typer.Option(metavar="URL", help="Ask this OpenAI-compatible server: http://host:8000/v1."),
     ] = None,
     served_model: Annotated[
         str | None, typer.Option("--model", metavar="NAME", help="With --endpoint: the model, as the server calls it.")
     ] = None,
-    concurrency: Annotated[int, typer.Option(min=1, help="With --endpoint: requests at once.")] = 32,
-    retries: Annotated[
-        int, typer.Option(min=0, help="With --endpoint: times that a request which failed is sent again.")
-    ] = 8,
+    concurrency: Annotated[int, typer.Option(min=1, help="With --endpoint: concurrent requests.")] = 32,
+    retries: Annotated[int, typer.Option(min=0, help="With --endpoint: how often a failed request is sent again.")] = 8,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer, at most.")] = 512,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
     top_p: Annotated[float, typer.Option(help="Sample from the likeliest tokens of this probability.")] = 1.0,
@@ -47,9 +45,9 @@ def distill(
     chat_template: Template = None,
     json_path: Json = None,
 ) -> None:
-    """Let a model answer the questions of the data itself: what its heads should learn.
+    """Generate the base's own answers to the prompts of the data, to train heads on.
 
-    A run that was killed is resumed by the same command.
+    The same command resumes an interrupted run.
     """
     from hf_drafthead.data import read_rows
     from hf_drafthead.training import distill as room

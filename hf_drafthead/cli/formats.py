@@ -69,13 +69,13 @@ def export(
         str, typer.Option(help="medusa, tgi, vllm, hydra, eagle, eagle3, sglang or speculators: what the family has.")
     ],
     fold_bias: Annotated[
-        bool, typer.Option("--fold-bias", help="EAGLE to vLLM: move the bias of fc into embeddings of its own.")
+        bool, typer.Option("--fold-bias", help="EAGLE to vLLM: move the bias of fc into separate embeddings.")
     ] = False,
     revision: Revision = None,
     token: Token = None,
     json_path: Json = None,
 ) -> None:
-    """Write heads in another project's layout, refusing what that project would damage without a word."""
+    """Write heads in another project's layout, refusing what that project would silently damage."""
     from hf_drafthead.formats import export_checkpoint
 
     check_writable(json_path)

@@ -21,6 +21,7 @@ from hf_drafthead.cli.common import (
     check_writable,
     command_line,
     complain,
+    load_model,
     output,
     parse_numbers,
     parse_tree,
@@ -126,7 +127,7 @@ def bench(
 
 
 def named(questions: str) -> str:
-    """What the figures call the questions: a file or folder by its own name, a data set by its whole id."""
+    """The name of the questions in the figures: that of the file or folder, or the id of the data set."""
     return Path(questions).resolve().name if Path(questions).exists() else questions
 
 
@@ -150,17 +151,14 @@ def verify(
     json_path: Json = None,
 ) -> None:
     """Whether a model with draft heads writes what its base writes; ends with 1 if it does not."""
-    from hf_drafthead.evaluation.load_options import LoadOptions, load_here
     from hf_drafthead.evaluation.questions import read_questions
     from hf_drafthead.evaluation.speed import batched, encode_all
     from hf_drafthead.evaluation.verify import calls, verdict_table, verify
 
     check_writable(json_path)
-    options = LoadOptions(dtype, device, base_model, trust_remote_code)
     given = parse_settings(settings)
-    asked, template = read_questions(prompts, split)[:limit], read_template(chat_template)
-    loaded, tokenizer = load_here(model, options)
-    tokenizer.chat_template = template or tokenizer.chat_template
+    asked = read_questions(prompts, split)[:limit]
+    loaded, tokenizer = load_model(model, chat_template, dtype, device, base_model, trust_remote_code)
     encoded = encode_all(loaded, tokenizer, batched(asked, 1), max_new_tokens)
     rows = [one["input_ids"][0].tolist() for one in encoded]
     how: dict[str, Any] = {"batch_size": batch_size, "settings": given}

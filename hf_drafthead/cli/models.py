@@ -23,10 +23,10 @@ from hf_drafthead.cli.common import (
     check_writable,
     coloured,
     legend,
+    load_model,
     output,
     parse_tree,
     printable,
-    read_template,
     sampling,
     show_pace,
     write_json,
@@ -63,20 +63,17 @@ def generate(
     from transformers import set_seed
 
     from hf_drafthead.evaluation.conversation import chat_text, need_template
-    from hf_drafthead.evaluation.load_options import LoadOptions, load_here
     from hf_drafthead.evaluation.sample import sample
 
     check_writable(json_path)
     check_writable(svg, "--svg")
-    template = read_template(chat_template)
-    if raw and (system or template):
+    if raw and (system or chat_template):
         raise ValueError("--raw leaves the chat template out: drop it, or drop --system and --chat-template.")
     asked = read_standard_input() if prompt is None else prompt
     if not asked:
         raise ValueError("the prompt is empty: give the text to continue with --prompt 'def main('.")
     chosen = None if tree is None else parse_tree(tree)
-    loaded, tokenizer = load_here(model, LoadOptions(dtype, device, base_model, trust_remote_code))
-    tokenizer.chat_template = template or tokenizer.chat_template
+    loaded, tokenizer = load_model(model, chat_template, dtype, device, base_model, trust_remote_code)
     if system:
         need_template(tokenizer)
     chat = bool(tokenizer.chat_template) and not raw
@@ -93,7 +90,7 @@ def generate(
         if color:
             console.print(coloured(piece, depth), end="", soft_wrap=True)
         else:
-            print(piece, end="", flush=True)  # as it is: a console would expand tabs
+            print(piece, end="", flush=True)  # not through the console, which would expand tabs
 
     written = sample(
         loaded, tokenizer, text, tree=chosen, on_piece=show if stream else None, special_tokens=not chat, **settings
@@ -114,7 +111,7 @@ def read_standard_input() -> str:
     """All of standard input.
 
     Raises:
-        ValueError: it is a terminal, where nobody would know that something is waited for.
+        ValueError: it is a terminal, so no text was piped in.
     """
     if sys.stdin is None or sys.stdin.isatty():
         raise ValueError("there is no prompt: give one with --prompt 'def main(', or pipe a text in.")

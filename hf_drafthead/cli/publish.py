@@ -1,4 +1,4 @@
-"""`hf-drafthead card`, `push` and `serve`: heads for others."""
+"""`hf-drafthead card`, `push` and `serve`: publish and serve heads."""
 
 from pathlib import Path
 from typing import Annotated

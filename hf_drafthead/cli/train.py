@@ -28,12 +28,14 @@ def train(
     joint: Annotated[bool, typer.Option("--joint", help="Train the base too (Medusa-2).")] = False,
     lora_rank: Annotated[int, typer.Option(min=0, help="Adapters of a trained base; 0: all its weights.")] = 32,
     max_length: Annotated[int | None, typer.Option(min=8, help="Tokens of a row, at most.")] = None,
-    packing: Annotated[bool, typer.Option("--packing", help="Fill rows up with whole texts.")] = False,
+    packing: Annotated[bool, typer.Option("--packing", help="Join whole texts to full rows.")] = False,
     streaming: Annotated[bool, typer.Option("--streaming", help="Read the data while training.")] = False,
     split: Annotated[str, typer.Option(help="Of a data set.")] = "train",
     chat_template: Template = None,
     held_out_rows: Annotated[int, typer.Option(min=1, help="Rows to evaluate on.")] = 64,
-    answer_tokens: Annotated[int, typer.Option(min=2, help="Of the answers that tell the speed.")] = 128,
+    answer_tokens: Annotated[
+        int, typer.Option(min=2, help="Tokens of the answers from which the expected speed is computed.")
+    ] = 128,
     answer_temperature: Annotated[float, typer.Option(min=0.0, help="Of these answers; 0 is greedy.")] = 0.0,
     dtype: Annotated[str, typer.Option(help="Of base and heads: auto, float32, bfloat16 or float16.")] = "auto",
     load_in_4bit: Annotated[bool, typer.Option("--load-in-4bit", help="Quantize the base (bitsandbytes).")] = False,
@@ -41,16 +43,16 @@ def train(
         list[str] | None,
         typer.Option("--set", metavar="NAME=VALUE", help="A config field or training argument (may be repeated)."),
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Resume from the last whole checkpoint.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Resume from the last complete checkpoint.")] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Show what the training would take (memory, steps, time), then stop.")
+        bool, typer.Option("--dry-run", help="Show the expected memory, steps and time, then stop.")
     ] = False,
     calibrate: Annotated[
         bool, typer.Option("--calibrate/--no-calibrate", help="At the end, measure which draft tree is fastest here.")
     ] = True,
     json_path: Json = None,
 ) -> None:
-    """Train draft heads and show what they will be worth; defaults are the recipe of the family's paper."""
+    """Train draft heads and show their expected tokens per step; defaults are the recipe of the family's paper."""
     from accelerate import PartialState
 
     from hf_drafthead.evaluation.load_options import floating_type
@@ -100,7 +102,7 @@ def train(
 
 
 def outcome(summary: dict[str, Any]) -> list[str]:
-    """What a training was worth, line by line; heads are counted from 1."""
+    """The held-out accuracies of a training, line by line; heads are counted from 1."""
     from hf_drafthead.training.progress import heads_of
 
     held_out = summary["held_out"]

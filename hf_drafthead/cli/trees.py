@@ -18,11 +18,11 @@ from hf_drafthead.cli.common import (
     bar,
     check_writable,
     complain,
+    load_model,
     output,
     parse_numbers,
     parse_tree,
     printable,
-    read_template,
     write_json,
 )
 
@@ -65,7 +65,6 @@ def calibrate(
 ) -> None:
     """Find the draft tree that is fastest on this machine, and store it in MODEL's generation config."""
     from hf_drafthead.evaluation import plots
-    from hf_drafthead.evaluation.load_options import LoadOptions
     from hf_drafthead.generation.calibrate import calibrate as measure
     from hf_drafthead.generation.calibrate import stages
     from hf_drafthead.generation.tree import DraftTree
@@ -74,8 +73,8 @@ def calibrate(
     if not dry_run and not Path(model).is_dir():
         raise OSError(f"{model!r} is no folder where trees can be stored: save the heads first, or add --dry-run.")
     sizes = parse_numbers("--batch-size", batch_size, int)
-    options = LoadOptions(dtype, device, base_model, trust_remote_code)
-    loaded, given = load_with_prompts(model, options, prompts, limit, max_new_tokens, chat_template)
+    loading = (dtype, device, base_model, trust_remote_code)
+    loaded, given = load_with_prompts(model, loading, prompts, limit, max_new_tokens, chat_template)
 
     def keep(entry: dict[str, Any]) -> None:
         if not dry_run:
@@ -103,20 +102,18 @@ def calibrate(
         plots.draw_calibration(found, plot)
     write_json(json_path, {"entries": found})
     if not all(entry["measured"]["identical"] for entry in found):
-        complain(f"some text was not the base's own: `hf-drafthead verify {model}` tells rounding from faults.")
+        complain(f"some text was not the base's own: `hf-drafthead verify {model}` distinguishes rounding from faults.")
 
 
 def load_with_prompts(
-    model: str, options: Any, prompts: str | None, limit: int, new_tokens: int, chat_template: Path | None
+    model: str, loading: tuple[Any, ...], prompts: str | None, limit: int, new_tokens: int, chat_template: Path | None
 ) -> tuple[Any, list[Any] | None]:
-    """A model, and the token ids of the prompts in a file; None without one."""
-    from hf_drafthead.evaluation.load_options import load_here
+    """A model, and the token ids of the prompts in a file; None without one. `loading` is as in `load_model`."""
     from hf_drafthead.evaluation.questions import read_questions
     from hf_drafthead.evaluation.speed import batched, encode_all
 
     asked = None if prompts is None else read_questions(prompts)[:limit]
-    loaded, tokenizer = load_here(model, options)
-    tokenizer.chat_template = read_template(chat_template) or tokenizer.chat_template
+    loaded, tokenizer = load_model(model, chat_template, *loading)
     if asked is None:
         return loaded, None
     encoded = encode_all(loaded, tokenizer, batched(asked, 1), new_tokens)
@@ -155,14 +152,13 @@ def roofline(
     json_path: Json = None,
 ) -> None:
     """Plan the draft tree for a GPU that is not at hand: tokens per step measured here, the step's cost on paper."""
-    from hf_drafthead.evaluation.load_options import LoadOptions
     from hf_drafthead.evaluation.roofline import machine_named, plan_trees
 
     check_writable(json_path)
     machine_named(gpu)  # before the model is loaded
     sizes = parse_numbers("--batch-size", batch_size, int)
-    options = LoadOptions(dtype, device, base_model, trust_remote_code)
-    loaded, given = load_with_prompts(model, options, prompts, limit, max_new_tokens, chat_template)
+    loading = (dtype, device, base_model, trust_remote_code)
+    loaded, given = load_with_prompts(model, loading, prompts, limit, max_new_tokens, chat_template)
     planned = plan_trees(
         loaded,
         given,

@@ -1,4 +1,4 @@
-"""Where training, distillation and measurements get their rows from: chats, texts, prompts, questions in one form."""
+"""The rows of training, distillation and measurements: chats, texts, prompts and questions in one form."""
 
 from hf_drafthead.data.sources import read_records, read_rows
 

@@ -1,4 +1,4 @@
-"""Chats as people have them, mended where the meaning is clear and refused where it is not."""
+"""Chats from users' files: repaired where the meaning is clear, refused where it is not."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +12,7 @@ ROLES = {
 
 
 class Refused(ValueError):
-    """A row that nothing can be learnt from; the text says why."""
+    """A row that cannot be used; the text is the reason."""
 
 
 @dataclass
@@ -21,7 +21,7 @@ class Chat:
 
     Attributes:
         messages: turns with `role` (system, user or assistant) and `content`, as chat templates take them.
-        cut: the last answer was broken off: no end of turn follows it.
+        cut: the last answer reached a limit: no end of turn follows it.
         mapped: what was changed, in words, each kind once.
         ids: for each answer its tokens as the base wrote them, None where only the text is known.
     """
@@ -32,7 +32,7 @@ class Chat:
     ids: list[list[int] | None] = field(default_factory=list)
 
     def answered(self) -> "Chat":
-        """Without a question at the end that nobody answers.
+        """The chat without a last question that has no answer.
 
         Raises:
             Refused: there is no answer.
@@ -44,7 +44,7 @@ class Chat:
         return self
 
     def without_system(self) -> "Chat":
-        """The system's words at the head of the first question, for templates that know no system."""
+        """The chat with its system turn put in front of the first question, for templates without system turns."""
         if self.messages[0]["role"] != "system":
             return self
         system, question, *rest = self.messages
@@ -53,14 +53,14 @@ class Chat:
         return Chat([first, *rest], self.cut, mapped, self.ids)
 
 
-def mend(messages: Sequence[Mapping[str, Any]] | None) -> Chat:
+def repaired(messages: Sequence[Mapping[str, Any]] | None) -> Chat:
     """A chat of known roles in an order that templates understand.
 
     Renames roles; drops empty system turns, and answers before the first question; joins system turns at the beginning,
     and questions that follow one another, by an empty line. Never changes an answer.
 
     Args:
-        messages: turns with `role` and `content`, of answers `cut` where one was broken off, and `ids`, its tokens.
+        messages: turns with `role` and `content`, of answers also `cut` and `ids`, as in `data.rows`.
 
     Raises:
         Refused: no turns, an unknown role, a turn without text, a system turn in the middle, two answers in a row, or

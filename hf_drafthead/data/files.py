@@ -1,4 +1,4 @@
-"""Files of chats, texts, prompts or questions: which of them are read, and what stands in them, record by record."""
+"""Files of chats, texts, prompts or questions: which of them are read, and their records."""
 
 import json
 from collections.abc import Iterator
@@ -103,7 +103,7 @@ def _array(file: TextIO, path: str) -> Iterator[Any]:
         try:
             element, end = decoder.raw_decode(text)
         except json.JSONDecodeError as error:
-            # an element that goes on behind the piece read looks broken at its end, or within a string
+            # an element that continues after the piece read seems to end early, or within a string
             goes_on = error.msg.startswith("Unterminated string") or error.pos > len(text) - 12
             if goes_on and (piece := file.read(max(BLOCK, len(text)))):
                 text += piece

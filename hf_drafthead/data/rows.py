@@ -1,13 +1,13 @@
-"""One form for every row of data, whatever it came from.
+"""One form for the rows of every source of data.
 
 A row has these columns; of `messages`, `turns` and `text` at least two are None:
 
-- `messages`: turns of a chat, each with `role`, `content`, `cut` (True: the answer was broken off, and no end of turn
+- `messages`: turns of a chat, each with `role`, `content`, `cut` (True: the answer reached a limit, and no end of turn
   follows it) and `ids` (the tokens of an answer as the base wrote them, its end of turn included; None where only the
   text is known).
 - `turns`: questions to ask one after the other, each after the model's own answer to the one before.
 - `text`: plain text.
-- `given`: how many characters of the text are only context, from which nothing is learnt.
+- `given`: how many characters of the text are only context, without labels.
 - `ids`: the tokens behind the given part of the text, as the base wrote them; None where only the text is known.
 - `source`, `row`: the file's name (empty for a data set), and the row's number in it, counted from 0.
 """
@@ -46,7 +46,7 @@ def is_record(record: Any) -> bool:
 
 
 def as_row(record: Any, source: str = "", number: int = 0) -> dict[str, Any]:
-    """One record in the form of a row; what cannot be understood is None, to be refused where it is used.
+    """One record in the form of a row; what cannot be read is None, and refused where it is used.
 
     Args:
         record: an object with `messages` or `conversations` (ShareGPT); with `turns`, texts; with `text`, and `given`
@@ -80,7 +80,7 @@ def as_row(record: Any, source: str = "", number: int = 0) -> dict[str, Any]:
 
 
 def data_hash(rows: Iterable[Mapping[str, Any]]) -> str:
-    """SHA-256 of what the rows say, in their order; files of another form but with the same rows give the same."""
+    """SHA-256 of the content of the rows, in their order; files of another form with the same rows give the same."""
     digest = hashlib.sha256()
     for row in rows:
         messages = row.get("messages")

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from hf_drafthead.evaluation.compare import Contender, cannot_batch, contenders
+from hf_drafthead.evaluation.compare import Method, cannot_batch, decoding_methods
 from hf_drafthead.evaluation.loading import one_line
 from hf_drafthead.evaluation.measurement import (
     BASE,
@@ -77,7 +77,7 @@ def measure(
     course = Course(
         model,
         tokenizer,
-        contenders(model, tokenizer, tree=tree),
+        decoding_methods(model, tokenizer, tree=tree),
         {"do_sample": False, "max_new_tokens": max_new_tokens},
         batch_size=batch_size,
         repeats=repeats,
@@ -96,13 +96,13 @@ class Course:
     Attributes:
         model: with draft heads.
         tokenizer: the base's.
-        runners: who takes part; those that cannot run here are taken out, with a notice.
+        runners: the decoding methods; those that cannot run here are removed, with a notice.
         settings: of every call, `max_new_tokens` among them.
         batch_size: B, questions of one category at a time.
         repeats: timed runs, of which the median counts.
-        seed: of sampling; every contender starts each round from the same state.
-        closely: also look into the steps, the guesses and the answers, in a run that is not timed.
-        captured: the heads' steps are compiled; what takes part is in `runners`.
+        seed: of sampling; every method starts each round from the same state.
+        closely: also analyse the steps, the guesses and the answers, in a run that is not timed.
+        captured: whether the heads' steps are compiled, as they are in `runners`.
         progress: called after each batch of questions.
         stopped: why it ended early, if it did.
         notices: what was left out.
@@ -110,7 +110,7 @@ class Course:
 
     model: Any
     tokenizer: Any
-    runners: dict[str, Contender]
+    runners: dict[str, Method]
     settings: Mapping[str, Any]
     batch_size: int = 1
     repeats: int = 3
@@ -139,7 +139,7 @@ class Course:
             torch.cuda.empty_cache()
 
     def run(self, questions: Sequence[Question]) -> Iterator[Round]:
-        """Decode the questions with every contender, one batch and one turn of the conversation at a time.
+        """Decode the questions with every method, one batch and one turn of the conversation at a time.
 
         Raises:
             ValueError: as `encode_all` does.
@@ -163,7 +163,7 @@ class Course:
             self.progress()
 
     def measurement(self, **said: Any) -> Measurement:
-        """What the rounds add up to."""
+        """The measurement of the rounds so far."""
         return summed_up(
             self.model,
             self.rounds,
@@ -191,7 +191,7 @@ class Course:
         """One untimed call; a method that fails is left out."""
         try:
             self.runners[name](given, self.settings)
-        except Exception as error:  # of compilers and others' decoding, which the heads can do without
+        except Exception as error:  # errors of compilers and of other methods, which the heads do not need
             if out_of_memory(error):
                 raise
             self._leave_out(name, one_line(error))
@@ -207,7 +207,7 @@ class Course:
     ) -> tuple[Round, list[str]]:
         """One turn of a batch, and the base's answers."""
         if COMPILED in self.runners and given["input_ids"].shape not in self._compiled_for:
-            self._try(COMPILED, given)  # every new shape is compiled anew
+            self._try(COMPILED, given)  # every new shape is compiled again
         if self.captured and len(given["input_ids"]) not in self._captured_for:
             self.runners[HEADS](given, self.settings)  # every new number of rows
             self._captured_for.add(len(given["input_ids"]))
@@ -223,13 +223,13 @@ class Course:
             peaks[name] = max(peaks[name], peak.read() or 0)
 
         def counted(name: str) -> Any:
-            if name in (HEADS, COMPILED):  # what counts would be compiled too, and again whenever the count has changed
+            if name in (HEADS, COMPILED):  # the counter would be compiled too, and again whenever the count has changed
                 return self.runners[name](given, self.settings)
             with ForwardCount(self.model.base) as count:
                 output = self.runners[name](given, self.settings)
             forwards[name] = count.take()
             if getattr(output, "past_key_values", None) is not None:
-                output.past_key_values = None  # else it would count as memory of whoever comes next
+                output.past_key_values = None  # else it would count as memory of the next method
             return output
 
         calls = {name: functools.partial(counted, name) for name in self.runners}
@@ -308,7 +308,7 @@ def bench(
 ) -> list[Measurement]:
     """One measurement for every batch size, which is halved where memory runs out.
 
-    Under `accelerate launch` every process takes its share of the questions, and all return the figures of all.
+    Under `accelerate launch` every process decodes its share of the questions, and all return the same figures.
 
     Args:
         model: with draft heads.
@@ -317,26 +317,25 @@ def bench(
         settings: of every call of `generate`, `max_new_tokens` among them.
         tree: of the heads; None for the model's own.
         acceptance: settings that only the heads are given.
-        captured: whether the heads' steps are compiled; the base runs as installed all the same.
-        compare: see `contenders`.
+        captured: whether the heads' steps are compiled; the base runs as installed in any case.
+        compare: see `decoding_methods`.
         batch_sizes: each at least 1.
         repeats: timed runs of each prompt, of which the median counts.
         seed: of sampling.
         progress: called after each batch of questions.
-        tell: is given every notice at once.
+        tell: called with every notice.
 
     Returns:
-        those that were begun, also if they are not complete; nothing after an interruption, of which the last one's
-        `stopped` tells, also where it was finished before.
+        one per batch size that was begun, complete or not; after an interruption the last one's `stopped` is set.
 
     Raises:
         KeyboardInterrupt: before there was anything to return.
-        OSError, ValueError: as `contenders` and `encode_all` do, or the memory does not suffice for one prompt.
+        OSError, ValueError: as `decoding_methods` and `encode_all` do, or the memory does not suffice for one prompt.
     """
     shard = Shard(questions)
-    encode_all(model, tokenizer, batched(questions, 1), settings["max_new_tokens"])  # refused by all processes alike
+    encode_all(model, tokenizer, batched(questions, 1), settings["max_new_tokens"])  # refused in all processes
     acceptance = acceptance_of(model, acceptance or {})
-    runners = contenders(model, tokenizer, tree=tree, acceptance=acceptance, captured=captured, compare=compare)
+    runners = decoding_methods(model, tokenizer, tree=tree, acceptance=acceptance, captured=captured, compare=compare)
     waiting, found = list(dict.fromkeys(batch_sizes)), list[Measurement]()
     done = set(waiting)
     how = {"compared": compare, "acceptance": acceptance, "processes": shard.processes, **identity(model)}
@@ -371,7 +370,7 @@ def bench(
 
 
 def told_settings(model: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of the calls, with how tokens are chosen where only the base's generation config says it."""
+    """The settings of the calls, with the sampling settings that only the base's generation config has."""
     usual = model.base.generation_config
     told = {"do_sample": bool(usual.do_sample), **settings}
     if told["do_sample"] and told.get("temperature") is None:

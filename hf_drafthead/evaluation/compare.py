@@ -1,4 +1,4 @@
-"""The methods that are measured: the base as it is, the heads, and alternatives of transformers."""
+"""The decoding methods that are measured: the base as installed, the heads, and alternatives of transformers."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -14,11 +14,11 @@ from hf_drafthead.generation.tree import DraftTree
 PROMPT_LOOKUP, ASSISTANT = "prompt-lookup", "assistant"
 LOOKUP_TOKENS = 10  # guesses per step, as in the documentation of transformers
 
-# from the prompts and the settings of `generate` to its output
-Contender = Callable[[Mapping[str, torch.Tensor], Mapping[str, Any]], Any]
+# takes the prompts and the settings of `generate`, returns its output
+Method = Callable[[Mapping[str, torch.Tensor], Mapping[str, Any]], Any]
 
 
-def contenders(
+def decoding_methods(
     model: Any,
     tokenizer: Any,
     *,
@@ -26,7 +26,7 @@ def contenders(
     acceptance: Mapping[str, Any] | None = None,
     captured: bool = False,
     compare: Sequence[str] = (),
-) -> dict[str, Contender]:
+) -> dict[str, Method]:
     """The base, the heads, and other methods by name, in the order in which they are run.
 
     Args:
@@ -43,7 +43,7 @@ def contenders(
         ValueError: another name.
     """
     base, steps = model.base, CAPTURED if captured else {}
-    found: dict[str, Contender] = {
+    found: dict[str, Method] = {
         BASE: lambda given, settings: base.generate(**given, **with_reader(settings, tokenizer)),
         HEADS: lambda given, settings: draft(
             model, tree, given, {**with_reader(settings, tokenizer), **steps, **(acceptance or {})}
@@ -66,16 +66,16 @@ def contenders(
 
 
 def cannot_batch(name: str) -> bool:
-    """Whether transformers decodes this way for one prompt at a time only."""
+    """Whether this method decodes one prompt at a time only."""
     return name == PROMPT_LOOKUP or name.startswith(ASSISTANT)
 
 
 def with_reader(settings: Mapping[str, Any], tokenizer: Any) -> dict[str, Any]:
-    """The settings, with the tokenizer where `generate` must look for texts to stop at."""
+    """The settings, with the tokenizer where they have `stop_strings`."""
     return {**settings, "tokenizer": tokenizer} if settings.get("stop_strings") else dict(settings)
 
 
-def _with(base: Any, tokenizer: Any, more: Mapping[str, Any]) -> Contender:
+def _with(base: Any, tokenizer: Any, more: Mapping[str, Any]) -> Method:
     return lambda given, settings: base.generate(**given, **{**with_reader(settings, tokenizer), **more})
 
 

@@ -17,7 +17,7 @@ TRIED_PROMPTS = 6
 
 @dataclass(frozen=True)
 class BaseComparison:
-    """One family against its base: with its fastest tree one by one, and with the published tree in batches."""
+    """One family against its base: with its fastest tree one prompt at a time, with the published tree in batches."""
 
     fastest: Measurement
     published: Measurement
@@ -29,7 +29,7 @@ class BaseComparison:
         return self.fastest.identical and self.published.identical
 
     def to_json(self) -> dict[str, Any]:
-        """The fastest run's fields, and what the other one adds."""
+        """The fields of the run with the fastest tree, and some of the other run's."""
         return {
             **self.fastest.to_json(),
             "identical": self.identical,
@@ -78,9 +78,9 @@ def rounds(prompts: Sequence[Question], batch_size: int = 8) -> int:
 
 
 def candidate_trees(model: Any, sizes: Sequence[int] = SIZES) -> list[DraftTree]:
-    """The trees worth trying: of these sizes along the model's own rank paths, or the one tree that it names.
+    """The trees to try: of these sizes along the model's own rank paths, or the one tree that it names.
 
-    Calibration stores rank paths in the order of their worth, so the first n of them are the best tree of n + 1 nodes.
+    Calibration stores rank paths in descending order of acceptance, so the first n are the best tree of n + 1 nodes.
     """
     stored = getattr(model.generation_config, "draft_tree", None) or DEFAULT_TREE
     stored = DEFAULT_TREE if stored in ("dynamic", AUTO) or isinstance(stored, dict) else stored

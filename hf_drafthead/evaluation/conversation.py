@@ -15,7 +15,7 @@ class Conversation:
     Args:
         model: a model with draft heads.
         tokenizer: its base's, with a chat template.
-        system: what the model is told before the first question.
+        system: the system message.
         tree: draft tree, or a published one's name; None for the model's own.
         settings: for `generate`, `max_new_tokens` among them.
 
@@ -38,10 +38,10 @@ class Conversation:
         self.messages = list(self._system)
 
     def ask(self, question: str, on_piece: Callable[[str, int], object] | None = None) -> Sample:
-        """The model's answer, after all that was said before; it becomes part of the conversation.
+        """The model's answer to a question; both become part of the conversation.
 
         Args:
-            question: what the user says.
+            question: the user's turn.
             on_piece: called with every piece of the answer as soon as its step is committed.
 
         Raises:
@@ -65,5 +65,5 @@ class Conversation:
         return written
 
     def clear(self) -> None:
-        """Forget all that was said; what the model was told before the first question stays."""
+        """Start a new conversation with the same system message."""
         self.messages = list(self._system)

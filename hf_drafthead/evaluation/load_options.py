@@ -32,7 +32,7 @@ class LoadOptions:
         check_device(self.device)
 
     def arguments(self) -> dict[str, Any]:
-        """Keyword arguments of `from_pretrained`; what was not asked for is left out."""
+        """Keyword arguments of `from_pretrained`; defaults are left out."""
         place: Any = self.device
         if place is None and torch.cuda.is_available():
             state = process_state()

@@ -1,4 +1,4 @@
-"""From a name to a model with draft heads and its tokenizer, or to one line that says what is wrong with the name."""
+"""From a name to a model with draft heads and its tokenizer, or to a one-line error."""
 
 import os
 from typing import Any
@@ -67,7 +67,7 @@ def load(name: str, **kwargs: Any) -> tuple[Any, Any]:
         OSError, ValueError: as `read_config` and `from_pretrained` do.
     """
     config = read_config(name)
-    # not through AutoModel, which takes `trust_remote_code` for a wish to run the code that was pushed with the heads
+    # not through AutoModel, where `trust_remote_code` would run the code that was pushed with the heads
     model_class = BY_MODEL_TYPE[config.model_type]
     try:
         model: Any = model_class.from_pretrained(name, **kwargs)
@@ -75,7 +75,7 @@ def load(name: str, **kwargs: Any) -> tuple[Any, Any]:
         if "trust_remote_code" not in str(error.__cause__):
             raise
         raise OSError(
-            f"the base of {name!r} brings model code of its own, which is run only if you trust it: read it, then give "
+            f"the base of {name!r} has its own model code, which runs only if you trust it: read it, then give "
             "--trust-remote-code (trust_remote_code=True)."
         ) from error
     trust = {"trust_remote_code": True} if kwargs.get("trust_remote_code") else {}

@@ -1,4 +1,4 @@
-"""A short look at several sets of heads on one base: every prompt once, the base once for all of them.
+"""A short comparison of several sets of heads on one base: every prompt once, the base once for all of them.
 
 Shapes: B = 1 row.
 """
@@ -12,7 +12,7 @@ import torch
 import transformers
 
 from hf_drafthead.evaluation.acceptance import tokens_per_step
-from hf_drafthead.evaluation.compare import Contender, contenders
+from hf_drafthead.evaluation.compare import Method, decoding_methods
 from hf_drafthead.evaluation.compare_with_base import candidate_trees
 from hf_drafthead.evaluation.loading import load, one_line
 from hf_drafthead.evaluation.measurement import BASE, COMPILED, HEADS
@@ -23,17 +23,17 @@ from hf_drafthead.generation.tree import DraftTree
 
 INSTALLED = "as installed"
 TREE_SIZES = (12, 24)  # nodes; the faster one on the first prompts is taken
-TREE_PROMPTS, TREE_TOKENS = 2, 24
+TREE_PROMPTS, TREE_TOKENS = 1, 24
 CAPTURED = "captured"  # the step of the heads compiled as one program
 CAPTURE: dict[str, Any] = {"cache_implementation": "static"}
 
 
 @dataclass(frozen=True)
 class Line:
-    """One way to decode the prompts.
+    """The figures of one way to decode the prompts.
 
-    name: `base` or the family; way: how it was run; prepared: seconds of what only the first call pays for, compiling
-    above all; notice: why there are no figures, if there are none.
+    name: `base` or the family; way: how it was run; prepared: seconds of one-time work in the first call, mostly
+    compiling; notice: why there are no figures, if there are none.
     """
 
     name: str
@@ -58,7 +58,7 @@ class Line:
 def of_one_length(prompts: Sequence[Mapping[str, torch.Tensor]]) -> list[dict[str, torch.Tensor]]:
     """Prompts (B, P) of different lengths cut to that of the shortest, for a compiled base is compiled for each length.
 
-    The first token stays, which begins the text for many tokenizers, and of the rest the end, which is continued.
+    The first token is kept, which many tokenizers add to every text, and the end, which is continued.
     """
     length = min(one["input_ids"].shape[1] for one in prompts)
     return [
@@ -79,11 +79,11 @@ class Best:
 
 @dataclass
 class Look:
-    """The prompts, and what the base made of them.
+    """The prompts, and the base's texts for them.
 
     Args:
         base: causal LM.
-        tokenizer: its.
+        tokenizer: the base's.
         prompts: what to continue, one at a time; their ends, of one length.
         max_new_tokens: per prompt, at most.
 
@@ -98,43 +98,47 @@ class Look:
     best: Best | None = field(default=None, init=False)
     _expected: list[torch.Tensor] = field(default_factory=list, init=False, repr=False)
 
-    def lines(self, families: Mapping[str, str], captured: bool = False) -> Iterator[Line]:
-        """The base as installed and compiled, then each family as soon as it is measured.
+    def lines(self, families: Mapping[str, str], compiled: bool = False) -> Iterator[Line]:
+        """The base, then each family as soon as it is measured.
 
         Args:
             families: folder or id of the heads, by name; at least one.
-            captured: at the end also the fastest family with its step compiled as one program.
+            compiled: also the base compiled and, where that is possible here, at the end the fastest family with its
+                step compiled as one program.
 
         Raises:
             OSError, ValueError: as `load` does, or a prompt leaves the base no room.
         """
         first, *_ = families.values()
         model, _ = load(first, base_model=self.base)
-        runners = contenders(model, self.tokenizer, compare=[COMPILED])
+        runners = decoding_methods(model, self.tokenizer, compare=[COMPILED])
         given = encode_all(model, self.tokenizer, batched(self.prompts, 1), self.max_new_tokens)
         self._given = of_one_length(given)
         installed = self._measure(model, BASE, INSTALLED, runners[BASE])
         yield installed
-        compiled = self._measure(model, BASE, COMPILED, runners[COMPILED], over=(installed, None))
-        yield compiled
+        best_base = None
+        if compiled:
+            best_base = self._measure(model, BASE, COMPILED, runners[COMPILED], over=(installed, None))
+            yield best_base
         for name, path in families.items():
             model, _ = load(path, base_model=self.base)
             tree = self._tree(model)
-            line = self._heads(model, name, INSTALLED, tree, {}, (installed, compiled))
+            line = self._heads(model, name, INSTALLED, tree, {}, (installed, best_base))
             if self.best is None or (line.tokens_per_second or 0) > (self.best.line.tokens_per_second or 0):
                 self.best = Best(name, model, tree, line)
             yield line
-        if captured and self.best is not None:
-            yield self._heads(self.best.model, self.best.name, CAPTURED, self.best.tree, CAPTURE, (installed, compiled))
+        best = self.best
+        if best is not None and best_base is not None and best_base.notice is None:
+            yield self._heads(best.model, best.name, CAPTURED, best.tree, CAPTURE, (installed, best_base))
 
     def _heads(
-        self, model: Any, name: str, way: str, tree: DraftTree, settings: dict[str, Any], over: tuple[Line, Line]
+        self, model: Any, name: str, way: str, tree: DraftTree, settings: dict[str, Any], over: tuple[Line, Line | None]
     ) -> Line:
-        runner = contenders(model, self.tokenizer, tree=tree, acceptance=settings)[HEADS]
+        runner = decoding_methods(model, self.tokenizer, tree=tree, acceptance=settings)[HEADS]
         return self._measure(model, name, way, runner, over=over, nodes=tree.num_nodes)
 
     def _tree(self, model: Any) -> DraftTree:
-        """The faster one of few trees, on few prompts."""
+        """The faster one of a few trees, on a few prompts."""
         found = [tree for tree in candidate_trees(model) if tree.num_nodes in TREE_SIZES] or candidate_trees(model)[:1]
         if len(found) == 1:
             return found[0]
@@ -146,7 +150,7 @@ class Look:
         model: Any,
         name: str,
         way: str,
-        runner: Contender,
+        runner: Method,
         *,
         over: tuple[Line | None, Line | None] = (None, None),
         nodes: int | None = None,

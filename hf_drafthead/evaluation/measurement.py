@@ -19,7 +19,7 @@ BASE, HEADS, COMPILED = "base", "heads", "compiled"
 
 @dataclass
 class Run:
-    """What one contender did in a round.
+    """The result of one method in a round.
 
     seconds: of each repeat; tokens: generated, each row up to its own end; forwards: of the base, prefill included;
     identical: whether its tokens are the base's; peak_memory: the most bytes in use, None where that is not known.
@@ -34,9 +34,9 @@ class Run:
 
 @dataclass
 class Round:
-    """One batch of prompts, decoded by every contender in turn.
+    """One batch of prompts, decoded by every method in turn.
 
-    runs: by contender; accepted: (B, S) of the heads; time_split: of a further run of the heads; ranks: (M, K) at
+    runs: by method; accepted: (B, S) of the heads; time_split: of a further run of the heads; ranks: (M, K) at
     which each head had the next tokens; quality: of the base's and the heads' answer, where there is a reference;
     undrafted: calls of the heads that the base decoded by itself.
     """
@@ -90,7 +90,7 @@ class Measurement:
     speedup_by_round: dict[str, float]
     head_accuracy: list[list[float]] | None  # by head: how often the next token is among its best 1, 2, 3 ...
     time_split: dict[str, float] | None  # milliseconds per step
-    peak_memory: dict[str, int] | None  # bytes, by contender
+    peak_memory: dict[str, int] | None  # bytes, by method
     compared: dict[str, dict[str, Any] | None]  # others than the base, None where one could not run
     quality: dict[str, Any] | None
     undrafted: int = 0  # calls that the base decoded by itself, which say nothing of the heads
@@ -138,9 +138,9 @@ def summed_up(
         model: what was measured.
         rounds: at least one.
         batch_size, repeats, settings, acceptance, captured: how it was measured.
-        tree_nodes: N, where it is known beforehand; else what the steps showed.
-        compared: contenders that were asked for, also those that could not run.
-        said: the fields that tell how the measurement ended.
+        tree_nodes: N, where it is known; else as the steps had it.
+        compared: methods that were asked for, also those that could not run.
+        said: fields on how the measurement ended.
     """
     split = sum((one.time_split for one in rounds), TimeSplit())
     names = list(dict.fromkeys(name for one in rounds for name in one.runs))
@@ -232,7 +232,7 @@ def by_category(rounds: Sequence[Round]) -> dict[str, dict[str, Any]]:
 
 
 def other_figures(rounds: Sequence[Round], name: str) -> dict[str, Any]:
-    """What another contender did, against the base and against the heads, over the rounds that it ran in."""
+    """Another method against the base and against the heads, over the rounds that it ran in."""
     ran = [one for one in rounds if name in one.runs]
     theirs = pace(ran, name)
     return {
@@ -246,12 +246,12 @@ def other_figures(rounds: Sequence[Round], name: str) -> dict[str, Any]:
 
 
 def pace(rounds: Sequence[Round], name: str) -> float:
-    """Tokens per second of a contender, every round counting with its median time."""
+    """Tokens per second of a method, every round counting with its median time."""
     return _pace(rounds, name, statistics.median)
 
 
 def paces(rounds: Sequence[Round], name: str) -> list[float]:
-    """Tokens per second of a contender, repeat by repeat, over the rounds that it ran in."""
+    """Tokens per second of a method, repeat by repeat, over the rounds that it ran in."""
     ran = [one for one in rounds if name in one.runs]
     repeats = min(len(one.runs[name].seconds) for one in ran)
     return [_pace(ran, name, operator.itemgetter(repeat)) for repeat in range(repeats)]
@@ -284,6 +284,6 @@ def quartiles(values: Sequence[float]) -> dict[str, float]:
 
 
 def peaks_of(rounds: Sequence[Round], name: str) -> list[int]:
-    """The peaks that are known of a contender."""
+    """The known memory peaks of a method."""
     runs = [one.runs[name] for one in rounds if name in one.runs]
     return [run.peak_memory for run in runs if run.peak_memory is not None]

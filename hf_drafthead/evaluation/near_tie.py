@@ -86,7 +86,7 @@ def _processors(base: Any, given: Mapping[str, torch.Tensor], settings: Mapping[
 
 
 def _noise(like: torch.Tensor, rows: int, position: int, seed: int) -> torch.Tensor:
-    """(B, V) the noise of one position; `torch.multinomial(p, 1)` is `argmax(p / noise)`, drawn anew at each."""
+    """(B, V) the noise of one position; `torch.multinomial(p, 1)` is `argmax(p / noise)`, drawn again at each."""
     torch.manual_seed(seed)
     for _ in range(position + 1):
         noise = like.new_empty(rows, like.shape[-1]).exponential_(1)

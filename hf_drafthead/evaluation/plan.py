@@ -83,7 +83,7 @@ def carry_out(
     Args:
         plan: what to measure.
         begin: is given each model's name, and gives what to call after each batch of questions.
-        tell: is given every notice at once.
+        tell: called with every notice.
         keep: is given all measurements so far, whenever there are new ones, so that none is lost.
 
     Raises:
@@ -116,7 +116,10 @@ def carry_out(
                 outcome.measurements += found
                 keep(outcome.measurements)
                 if any(one.lossless and not one.identical for one in found):
-                    tell(f"{name}: some text is not the base's own; `hf-drafthead verify` tells rounding from faults.")
+                    tell(
+                        f"{name}: some text is not the base's own; `hf-drafthead verify` distinguishes rounding from "
+                        "faults."
+                    )
                 if found[-1].stopped == INTERRUPTED:
                     raise KeyboardInterrupt
     except KeyboardInterrupt:

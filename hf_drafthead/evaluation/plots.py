@@ -166,7 +166,7 @@ def temperature(axes: Axes, measurements: Sequence[Measurement]) -> None:
 
 
 def epsilon(axes: Axes, measurements: Sequence[Measurement]) -> None:
-    """Tokens per step and quality by the threshold of typical acceptance; exact sampling as a level line.
+    """Tokens per step and quality by the threshold of typical acceptance; exact sampling as a horizontal line.
 
     Hydra, arXiv 2402.05109, figure 4; Medusa, arXiv 2401.10774, figure 5.
     """

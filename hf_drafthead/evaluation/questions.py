@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from hf_drafthead.data.chats import Refused, mend
+from hf_drafthead.data.chats import Refused, repaired
 from hf_drafthead.data.rows import EXPECTED, as_row
 from hf_drafthead.data.sources import read_records
 from hf_drafthead.data.texts import beginning_of
@@ -95,7 +95,7 @@ def question_of(row: Any, where: str) -> Question:
     turns: tuple[str, ...] = ()
     if known["messages"] is not None:
         try:
-            messages = mend(known["messages"]).messages
+            messages = repaired(known["messages"]).messages
         except Refused as reason:
             raise ValueError(f"{where} is {shown}, a chat that cannot be asked: {reason}.") from None
         turns = tuple(turn["content"] for turn in messages if turn["role"] == "user")

@@ -32,7 +32,7 @@ CSV_COLUMNS = (
 
 
 def to_json(measurements: Sequence[Measurement], **said: Any) -> dict[str, Any]:
-    """One measurement as an object, several as the `rows` of one; `said` is told in each."""
+    """One measurement as an object, several as the `rows` of one; `said` is added to each."""
     rows = [{**one.to_json(), **said} for one in measurements]
     return rows[0] if len(rows) == 1 else {"rows": rows}
 
@@ -73,7 +73,7 @@ def labels(measurements: Sequence[Measurement], sizes_shown: bool = True) -> lis
 
 
 def tables(measurements: Sequence[Measurement]) -> list[Table]:
-    """What the command line prints; of a curve over temperatures the summary, which is long enough."""
+    """What the command line prints; for a curve over temperatures only the summary."""
     curve = len({one.temperature for one in measurements}) > 1
     views = (summary_table,) if curve else (summary_table, category_table, details_table)
     return [view(measurements) for view in views]

@@ -82,7 +82,7 @@ def sample(
 
 
 class Spelling:
-    """Turns tokens into text one at a time, holding back those that end inside a character."""
+    """Converts tokens to text one at a time, holding back those that end inside a character."""
 
     def __init__(self, tokenizer: Any):
         self._tokenizer = tokenizer
@@ -108,10 +108,10 @@ class Spelling:
 
 
 class PieceStreamer(BaseStreamer):
-    """Hands on every piece of the new text with its depth.
+    """Passes on every piece of the new text with its depth.
 
-    Tokens that come without a forward of the base between them are one step's: 1, 2, ... deep, and the last is the
-    base's own. Which one is the last shows when the next step begins, so each is told when the one after it comes.
+    Tokens without a forward of the base between them are of one step: their depths are 1, 2, ..., and the last is the
+    base's own. Which one is the last is known when the next step begins, so each is passed on after the next has come.
     """
 
     def __init__(self, tokenizer: Any, on_piece: Callable[[str, int], object], count: ForwardCount):
@@ -132,7 +132,7 @@ class PieceStreamer(BaseStreamer):
         self._held = (int(value), depth + 1 if same_step else 1, self._count.forwards)
 
     def end(self) -> None:
-        """The last token, and what was held back of it."""
+        """The last token, and the held-back rest of the text."""
         self._tell_held(last_of_step=True)
         if text := self._spelling.rest():
             self._on_piece(text, 0)

@@ -94,7 +94,7 @@ def steps_of(output: Any) -> torch.Tensor:
 
 
 def warm_up(model: Any, tree: DraftTree | None, given: Mapping[str, torch.Tensor], settings: Mapping[str, Any]) -> None:
-    """Everything that only the first call pays for: the probe of the base, allocations, the tree's tensors."""
+    """Do the one-time work of the first call: the probe of the base, allocations, the tree's tensors."""
     model.base.generate(**given, **settings)
     draft(model, tree, given, settings)
 
@@ -128,7 +128,7 @@ def encode(model: Any, tokenizer: Any, texts: Sequence[str], *, special_tokens: 
         ValueError: a text is empty, or they need padding that the tokenizer cannot give.
     """
     if not all(texts):
-        raise ValueError("the prompt is empty: give the text that the model shall continue.")
+        raise ValueError("the prompt is empty: give the text to continue.")
     if len(texts) > 1 and tokenizer.pad_token is None:
         raise ValueError(
             "the tokenizer has no pad token, which a batch needs: set tokenizer.pad_token, or batch_size=1."

@@ -1,7 +1,7 @@
-"""Where the time of a step goes: the stages of the loop, as `generate(on_step=...)` tells them.
+"""The time of each stage of a step, as `generate(on_step=...)` reports it.
 
-The clock waits for the device at both ends of every stage, which slows a GPU down: take these figures from a run of
-their own, and speed from another.
+The clock waits for the device at both ends of every stage, which slows a GPU down: take these figures and the
+speed from separate runs.
 """
 
 from collections.abc import Callable

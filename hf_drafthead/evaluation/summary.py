@@ -1,4 +1,4 @@
-"""What a draft-head checkpoint says about itself, read from its files without loading the base."""
+"""A summary of a draft-head checkpoint, read from its files without loading the base."""
 
 import math
 import os
@@ -25,7 +25,7 @@ BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 
 @dataclass(frozen=True)
 class Summary:
-    """One checkpoint: its family, its base, what its heads weigh, and how they draft."""
+    """One checkpoint: its family, its base, the size of its heads, and how they draft."""
 
     model: str
     family: str
@@ -37,8 +37,8 @@ class Summary:
     parameters: int  # of the drafter
     memory: int  # bytes that the drafter adds to the base, in the type it is stored in
     dtype: str
-    fields: dict[str, Any]  # what the family's own config says
-    settings: dict[str, Any]  # what the generation config says about drafting
+    fields: dict[str, Any]  # the family's own config fields
+    settings: dict[str, Any]  # the drafting settings of the generation config
     tree: DraftTree | None
 
     def to_json(self) -> dict[str, Any]:
@@ -85,7 +85,7 @@ def summarize(name: str) -> Summary:
 class Probe:
     """Heads tried on their base.
 
-    drafts: whether `generate` uses the heads at all, or lets the base decode by itself; why_not: the reason if it does
+    drafts: whether `generate` uses the heads at all, or the base decodes by itself; why_not: the reason if it does
     not; base_parameters: of the base; memory: bytes of the weights of base and heads together; device, dtype: of the
     base.
     """
@@ -99,7 +99,7 @@ class Probe:
 
 
 def probe(model: Any) -> Probe:
-    """Let loaded heads draft a few tokens.
+    """Draft a few tokens with loaded heads.
 
     Args:
         model: a model with draft heads, in eval mode.
@@ -126,7 +126,7 @@ def family_fields(config: DraftHeadConfig) -> dict[str, Any]:
 
 
 def drafting_settings(name: str) -> dict[str, Any]:
-    """What the checkpoint's generation config says about drafting; empty if it has none."""
+    """The drafting settings of the checkpoint's generation config; empty if it has none."""
     return DraftSettings.stored_in(read_generation_settings(name, {}))
 
 
@@ -148,7 +148,7 @@ def tensor_headers(name: str) -> dict[str, tuple[tuple[int, ...], str]]:
             raise OSError(f"the weights of {name!r} cannot be read ({one_line(error)}): ask its author.") from None
         except HTTP_ERROR as error:
             raise OSError(f"the weights of {name!r} cannot be read: {why_refused(error)}.") from error
-        except (KeyError, TypeError, AttributeError, ValueError) as error:  # an index or header that is none
+        except (KeyError, TypeError, AttributeError, ValueError) as error:  # a damaged index or header
             raise OSError(f"the weights of {name!r} cannot be read ({in_one_line(error)}): ask its author.") from error
         return {key: (tuple(info.shape), str(info.dtype)) for file in files for key, info in file.tensors.items()}
     headers = {}

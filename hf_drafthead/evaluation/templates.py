@@ -1,4 +1,4 @@
-"""Chats as the base was taught to read them: the tokenizer's chat template."""
+"""Chats in the form that the base was trained on: the tokenizer's chat template."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -8,7 +8,7 @@ from hf_drafthead.evaluation.loading import one_line
 
 
 def need_template(tokenizer: Any) -> None:
-    """Refuse a tokenizer that does not say how its model was taught to converse.
+    """Refuse a tokenizer without a chat template.
 
     Raises:
         ValueError: it has no chat template.
@@ -21,15 +21,15 @@ def need_template(tokenizer: Any) -> None:
 
 
 def chat_text(tokenizer: Any, messages: Sequence[Mapping[str, str]], where: str = "the conversation") -> str:
-    """A conversation as its base was taught to read it, up to where the next answer begins.
+    """A conversation in the tokenizer's chat template, up to where the next answer begins.
 
-    The text holds the special tokens that the template writes: tokenize it without adding others. A template that does
-    not know system turns is given the system's words at the head of the first question.
+    The text holds the special tokens that the template writes: tokenize it without adding others. For a template
+    without system turns the system message is put in front of the first question.
 
     Args:
         tokenizer: with a chat template.
         messages: turns of `system`, `user` and `assistant`; the last one is the user's.
-        where: how a message shall name the conversation.
+        where: the name of the conversation in error messages.
 
     Raises:
         ValueError: the template refuses the conversation.
@@ -49,5 +49,5 @@ def chat_text(tokenizer: Any, messages: Sequence[Mapping[str, str]], where: str 
 def _rendered(tokenizer: Any, messages: list[dict[str, str]], where: str) -> str:
     try:
         return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    except Exception as error:  # whatever a template raises, it is the template that must be looked at
+    except Exception as error:  # a template may raise anything; the template is at fault
         raise ValueError(f"the chat template cannot take {where} ({one_line(error)}): correct the template.") from error

@@ -217,7 +217,7 @@ def compare(model: Any, check: Check, prompts: Sequence[Tokens], seed: int) -> N
     expected = model.base.generate(**given, **settings)
     left_at = generator_state(expected.device)
     torch.manual_seed(seed)
-    exactly = {"acceptance": "exact", **settings}  # whatever the model has been set to
+    exactly = {"acceptance": "exact", **settings}  # whatever the model's config has
     output = model.generate(**given, **exactly, return_dict_in_generate=True)
     generator_same = torch.equal(generator_state(expected.device), left_at)
     check.calls += 1

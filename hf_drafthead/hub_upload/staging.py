@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 
 from hf_drafthead.hub_upload.preflight import family_of, files_of, find_base, left_behind, tensors_of
 from hf_drafthead.modeling import DraftHeadConfig, DraftHeadPreTrainedModel
-from hf_drafthead.modeling.base_model import check_base, fetch_config, is_local, locate_base
+from hf_drafthead.modeling.base_model import check_base, fetch_config, is_local, locate_base, refuse_unfit
 from hf_drafthead.modeling.checkpoint import HTTP_ERROR, INDEX, why_refused
 from hf_drafthead.modeling.families import FAMILIES
 
@@ -138,6 +138,7 @@ def _named_base(config: DraftHeadConfig, base: str, token: str | bool | None) ->
         if found is None or not found.gated:
             raise
         return commit, [f"whether the heads fit the base was not checked: {error}".rstrip(".")]
+    refuse_unfit(fields, base, loaded=False)
     check_base(config, fields, base)
     return commit, []
 

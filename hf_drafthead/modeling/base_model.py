@@ -202,13 +202,11 @@ def locate_base(config: DraftHeadConfig, checkpoint: str) -> str:
 
 
 def check_base(config: DraftHeadConfig, base_config: PreTrainedConfig, name: str) -> None:
-    """Refuse a base that the heads were not made for.
+    """Refuse a base that the heads were not made for; `refuse_unfit` refuses what is no base at all.
 
     Raises:
         ValueError: model type, hidden size or vocabulary differ.
     """
-    if isinstance(base_config, DraftHeadConfig):
-        raise ValueError(f"the base {name!r} has draft heads itself: give the model that these heads were trained for.")
     wanted, given = config.get_text_config(), base_config.get_text_config()
     trained_for = config.base_model_name_or_path or "another base"
     for field, words in (("hidden_size", "hidden size"), ("vocab_size", "vocabulary"), ("model_type", "model type")):
@@ -286,7 +284,7 @@ def refuse_unfit(config: PreTrainedConfig, name: str, loaded: bool) -> None:
 
 
 def is_language_model(config: PreTrainedConfig) -> bool:
-    """Whether transformers has a model for this config that goes on from a text; it may read images as well."""
+    """Whether transformers has a model for this config that continues a text; it may read images as well."""
     if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
         return True
     return type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and not config.is_encoder_decoder

@@ -1,8 +1,8 @@
 """The base's own answers to the questions of chats, and its own continuations of texts, a batch at a time.
 
-Greedy or sampled, what a row becomes depends on that row, the settings and the seed alone: not on the rows beside it,
-nor on where a run was interrupted. (As far as the base's arithmetic goes: rows of another batch are padded otherwise,
-which can turn a near-tie, in half precision more often.)
+Greedy or sampled, the answers to a row depend on that row, the settings and the seed alone: not on the other rows of
+its batch, nor on where a run was interrupted. The limit is rounding: in another batch a row is padded differently,
+which can exchange two nearly equal logits, more often in half precision.
 
 Shapes: B rows, P positions of the longest prompt, V vocabulary.
 """
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList, TopPLogitsWarper
 
-from hf_drafthead.data.chats import Chat, Refused, mend
+from hf_drafthead.data.chats import Chat, Refused, repaired
 from hf_drafthead.data.rows import as_row
 from hf_drafthead.data.texts import beginning_of
 from hf_drafthead.training.templates import ChatEncoder, frame, without_post_processor
@@ -23,17 +23,17 @@ from hf_drafthead.training.templates import ChatEncoder, frame, without_post_pro
 
 @dataclass
 class Task:
-    """One row on its way: its prompt, and what the base has said so far.
+    """A row that is being answered: its prompt, and the base's answers so far.
 
     Attributes:
         index: the row's place in the data.
-        questions: those that are not asked yet, the next one first; of a chat.
+        questions: of a chat, those that are not asked yet, the next one first.
         messages: system, questions asked and the base's answers.
         given: the beginning of a text.
-        text: the beginning with what the base wrote behind it, once it has.
-        ids: the tokens of what it wrote there; of a chat they are in its messages.
-        answers: how many the base has given.
-        done: nothing more is asked.
+        text: the beginning followed by the base's continuation, once there is one.
+        ids: the tokens of that continuation; those of a chat's answers are in its messages.
+        answers: number of answers so far.
+        done: whether no question is left.
     """
 
     index: int
@@ -47,7 +47,7 @@ class Task:
 
     @classmethod
     def of_questions(cls, index: int, asked: Chat) -> "Task":
-        """The task that the questions of a chat set."""
+        """A task for the questions of a chat."""
         system = [turn for turn in asked.messages if turn["role"] == "system"]
         first, *later = [turn["content"] for turn in asked.messages if turn["role"] == "user"]
         return cls(index, later, [*system, {"role": "user", "content": first}])
@@ -62,7 +62,7 @@ class Task:
 
 @dataclass
 class Counts:
-    """What was generated: answers, those broken off at a limit, their tokens, and the forward passes of the base.
+    """What was generated: answers, those cut at a limit, their tokens, and the forward passes of the base.
 
     `steps` counts for each row those that it took part in; it stays 0 without draft heads.
     """
@@ -81,7 +81,7 @@ def questions_of(row: Mapping[str, Any]) -> Chat | None:
         Refused: it holds nothing that can be asked.
     """
     if row.get("messages") is not None:
-        chat = mend(row["messages"])
+        chat = repaired(row["messages"])
         return Chat([turn for turn in chat.messages if turn["role"] != "assistant"])
     if row.get("turns") is not None:
         if not all(turn.strip() for turn in row["turns"]):
@@ -93,7 +93,7 @@ def questions_of(row: Mapping[str, Any]) -> Chat | None:
 
 
 class Answerer:
-    """Lets a model answer.
+    """Answers tasks with a model.
 
     Args:
         model: a causal language model, with or without draft heads.
@@ -133,7 +133,7 @@ class Answerer:
         )
 
     def begin(self, index: int, row: Mapping[str, Any]) -> Task:
-        """The task that a row sets; answers that it holds are not looked at.
+        """A task for a row; the answers in the row are ignored.
 
         Raises:
             Refused: it holds neither text nor a chat that can be understood, or its prompt is too long.
@@ -157,11 +157,11 @@ class Answerer:
         return task
 
     def answer(self, tasks: list[Task]) -> None:
-        """Ask every task's next question, the tasks together in a batch; those that are through are `done` then."""
+        """Answer every task's next question, all tasks in one batch; tasks without further questions become `done`."""
         prompts = [self._prompt(task) for task in tasks]
         rooms = [self._room(len(prompt)) for prompt in prompts]
         together = [number for number, room in enumerate(rooms) if room == self.max_new_tokens]
-        # the others end at limits of their own, so each of them goes alone
+        # the others have different limits, so each is generated alone
         alone = [[number] for number, room in enumerate(rooms) if room < self.max_new_tokens]
         for group in [together, *alone]:
             if group:
@@ -251,8 +251,8 @@ class Answerer:
 class RowNoise(LogitsProcessor):
     """Makes the greedy choice a draw from the processed distribution: argmax(log p - log noise), noise exponential.
 
-    The noise of a row's position comes from a generator of its own, so neither the batch nor the position at which an
-    interrupted run went on can change the draw.
+    The noise of a row's position comes from a separate generator, so neither the batch nor the position at which an
+    interrupted run was resumed can change the draw.
 
     Args:
         keys: one for each row of the batch, in its order.

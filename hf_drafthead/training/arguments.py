@@ -1,4 +1,4 @@
-"""Training arguments for draft heads, and what each family's paper sets them to."""
+"""Training arguments for draft heads, and the values in each family's paper."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -39,7 +39,9 @@ class DraftHeadTrainingArguments(TrainingArguments):
     head_decay: float = field(default=1.0, metadata={"help": "Weight of head k is this to the power of k."})
     heads_weight: float = field(default=1.0, metadata={"help": "Weight of all heads' losses."})
     heads_schedule: str = field(default="constant", metadata={"help": "How that weight rises with the steps."})
-    base_weight: float = field(default=0.0, metadata={"help": "Weight of the base's own loss; 0 leaves it as it is."})
+    base_weight: float = field(
+        default=0.0, metadata={"help": "Weight of the base's own loss; with 0 the base is not trained."}
+    )
     base_learning_rate: float = field(default=5e-4, metadata={"help": "Learning rate of the base, if it is trained."})
     base_objective: str = field(default="text", metadata={"help": "What the base learns: 'text' or 'itself'."})
     max_grad_value: float | None = field(default=None, metadata={"help": "Clip every gradient to this magnitude."})
@@ -68,7 +70,7 @@ class DraftHeadTrainingArguments(TrainingArguments):
         Args:
             family: a name in `modeling.families.FAMILIES`.
             output_dir: where checkpoints go.
-            arguments: what is to be otherwise.
+            arguments: values that replace the recipe's.
 
         Raises:
             ValueError: no such family.

@@ -1,4 +1,4 @@
-"""What every distillation does, whoever answers: the rows that are left, in all processes, written as they are done."""
+"""What every distillation does, with a model or a server: answer the remaining rows in all processes and write them."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -15,7 +15,7 @@ from hf_drafthead.training.answers import Counts
 from hf_drafthead.training.shards import Shards
 
 Todo = Iterator[tuple[int, Mapping[str, Any]]]  # rows with their numbers
-NAMED = 5  # refused rows whose reason is told
+NAMED = 5  # refused rows that the report names
 
 
 @dataclass
@@ -29,7 +29,7 @@ class DistillReport:
         refused: rows that cannot be asked; they are not in the output.
         refusals: the first of these, each with its number and the reason.
         answers: of the base, in this run.
-        cut: answers broken off at `max_new_tokens` or `max_length`.
+        cut: answers that reached `max_new_tokens` or `max_length`.
         tokens: of the answers.
         tokens_per_step: of draft heads; None without any.
         seconds: of the slowest process.
@@ -59,7 +59,7 @@ class DistillReport:
         line = f"{self.written:,} rows written"
         line += f", {self.found:,} were there already" if self.found else ""
         line += f": {self.answers:,} answers of {self.tokens:,} tokens in {self.seconds:.1f} s"
-        line += f", {self.cut:,} broken off" if self.cut else ""
+        line += f", {self.cut:,} cut" if self.cut else ""
         line += "" if self.tokens_per_step is None else f", {self.tokens_per_step:.2f} tokens per step"
         if self.refused:
             more = ", ..." if self.refused > len(self.refusals) else ""
@@ -74,13 +74,13 @@ def collect(
     work: Callable[[Todo, Shards, DistillReport], Counts],
     progress: Callable[[], None],
 ) -> DistillReport:
-    """Do the rows that are not done yet, in all processes together, and put them into the output in their order.
+    """Answer the rows that are not answered yet, in all processes together, and write them to the output in order.
 
     Args:
         rows: all of them; they are iterated over once.
         output: JSON lines.
         settings: what the output depends on.
-        work: does the rows of this process that are left; it writes them and counts in the report what it refuses.
+        work: answers this process's share; it writes the rows, and counts refused ones in the report.
         progress: called once for each row that is done already or another process's.
 
     Raises:
@@ -92,7 +92,7 @@ def collect(
     if state.is_main_process:
         shards.write_settings()
     done = shards.done()
-    state.wait_for_everyone()  # until all know what is done, nobody writes
+    state.wait_for_everyone()  # no process writes before all have read what is done
     report, start = DistillReport(), time.monotonic()
     todo = _share(rows, done, state.process_index, state.num_processes, report, progress)
     shards.open()
@@ -114,8 +114,8 @@ def collect(
 
 
 def processes() -> PartialState:
-    """The processes of `accelerate launch`, or this one alone; one that is through waits for the others for days."""
-    # accelerate forms no group of CPU processes unless it is told that they are
+    """The processes of `accelerate launch`, or this one alone; a finished process waits for the others for days."""
+    # accelerate forms no group of CPU processes unless this is set
     cpu = parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.accelerator.is_available()
     return PartialState(cpu=cpu, timeout=timedelta(days=30))
 

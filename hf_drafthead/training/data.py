@@ -1,7 +1,7 @@
 """From rows of chats or text to rows of token ids and labels.
 
-What is to be learnt: of chats the assistant's tokens, exactly; of plain text every token. Rows that cannot be used are
-left out, counted and named in the report.
+Labels are the assistant's tokens in chats, and every token of a plain text. Rows that cannot be used are left out,
+counted and named in the report.
 
 Shapes: B rows, T positions.
 """
@@ -22,18 +22,18 @@ from hf_drafthead.training.objectives import IGNORED
 __all__ = ["DataReport", "PaddingCollator", "data_hash", "read_rows", "tokenize_rows"]
 
 WINDOW = 1000  # rows that are packed together
-FORM = "2"  # of what is cached: another number makes caches of older versions void
+FORM = "2"  # of what is cached: change it to invalidate caches of older versions
 
 
 @dataclass
 class DataReport:
-    """What became of the rows of a source.
+    """How the rows of a source were used.
 
-    With streaming it counts what has been read, in this process, and every pass over the data anew.
+    With streaming it counts what has been read, in this process, and counts again in every pass over the data.
 
     Attributes:
         rows: read from the source.
-        kept: rows that something is learnt from.
+        kept: rows with at least one label.
         refused: rows left out.
         refusals: the first of these, each with its number (from 0) and the reason.
         mapped: how many rows were changed, by what was done to them.
@@ -41,7 +41,7 @@ class DataReport:
         split: texts that were too long and became several examples.
         examples: rows of token ids that came out.
         tokens: in them.
-        labels: tokens that are to be learnt.
+        labels: tokens that count in the loss.
     """
 
     rows: int = 0
@@ -66,7 +66,7 @@ class DataReport:
         changed += [f"{self.cut:,} cut"] * bool(self.cut) + [f"{self.split:,} split"] * bool(self.split)
         line = f"{self.rows:,} rows read, {self.kept:,} kept"
         line += f" ({', '.join(changed)})" if changed else ""
-        line += f": {self.examples:,} examples of {self.tokens:,} tokens, {self.labels:,} of them to be learnt"
+        line += f": {self.examples:,} examples of {self.tokens:,} tokens, {self.labels:,} of them labels"
         if self.refused:
             more = ", ..." if self.refused > len(self.refusals) else ""
             line += f"\n{self.refused:,} rows refused: {', '.join(self.refusals)}{more}"
@@ -114,11 +114,11 @@ def tokenize_rows(
         positions: how many the base has, if that is known: nothing may be longer.
 
     Returns:
-        Rows with `input_ids` and `labels` (IGNORED where nothing is to be learnt), each with at least one label; and
-        what became of the rows. A streamed source gives a stream, whose report grows while it is read.
+        Rows with `input_ids` and `labels` (IGNORED at positions without a loss), each with at least one label; and
+        how the rows were used. A streamed source gives a stream, whose report grows while it is read.
 
     Raises:
-        ValueError: nothing can be learnt from any row; `max_length` is too large, or missing where a row is too long
+        ValueError: no row has a label; `max_length` is too large, or missing where a row is too long
             for the base; chats without a chat template.
     """
     if max_length is not None and max_length < 2:
@@ -134,7 +134,7 @@ def tokenize_rows(
     fit = Fit(max_length, packing, encode.beginning)
     report = DataReport()
     if isinstance(rows, IterableDataset):
-        first = DataReport()  # a look at the first example is no pass over the data
+        first = DataReport()  # reading the first example is no pass over the data
         if next(iter(_stream(rows, encode, fit, first)), None) is None:
             raise _nothing_left(first)
         return _stream(rows, encode, fit, report), report
@@ -178,7 +178,9 @@ class PaddingCollator:
 
     def __init__(self, pad_token_id: int) -> None:
         if not isinstance(pad_token_id, int):
-            raise TypeError(f"pad_token_id is {pad_token_id!r}: expected a token id, any will do, for it is masked.")
+            raise TypeError(
+                f"pad_token_id is {pad_token_id!r}: expected a token id, any token, since padding is masked."
+            )
         self.pad_token_id = pad_token_id
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
@@ -218,6 +220,6 @@ def _stream(rows: IterableDataset, encode: Encode, fit: Fit, report: DataReport)
 def _nothing_left(report: DataReport) -> ValueError:
     why = f" ({'; '.join(report.refusals)})" if report.refusals else ""
     return ValueError(
-        f"nothing can be learnt from the data: {report.refused} of {report.rows} rows were refused{why}. "
+        f"no row of the data can be trained on: {report.refused} of {report.rows} rows were refused{why}. "
         "Give chats with answers of the assistant, or text."
     )

@@ -1,6 +1,6 @@
-"""Self-distillation: the base answers the questions of the data itself, and heads learn from what it said.
+"""Self-distillation: the base answers the prompts of the data, and heads are trained on its answers.
 
-Heads have to guess the base's own words, which are not those of the people or models that wrote the data.
+Heads have to predict the base's own text, which differs from that of the people or models that wrote the data.
 """
 
 import hashlib
@@ -35,18 +35,18 @@ def distill(
 ) -> DistillReport:
     """Let a model answer the data's questions, in their order, its own answers being the context of the next ones.
 
-    Of a chat the questions and the system turn are taken; the answers that it holds are not. Of a text the beginning is
-    taken, and continued. An answer ends at the model's end of text, at the chat template's end of turn, or at a limit;
-    a chat whose answer was broken off, or that has no more room, ends there.
+    Of a chat, the system turn and the questions are used, not the answers. A text is continued from its beginning. An
+    answer ends at the model's end of text, at the chat template's end of turn, or at a limit; a chat ends at an answer
+    that reached a limit, or where the base has no position left.
 
     The output has one JSON object per row in the form that `read_rows` reads, with the row's number in `row`, and with
-    the tokens of each answer in `ids`. A run that was killed is resumed where it stopped. Under `accelerate launch`
+    the tokens of each answer in `ids`. An interrupted run resumes where it stopped. Under `accelerate launch`
     every process takes its share of the rows (the folder of the output must be one that all see). The rows are the same
     whatever the number of processes, the batch size and the interruptions: sampled tokens depend on the seed, the row
-    and the position alone. What remains is rounding: in another batch a near-tie may fall the other way.
+    and the position alone. The limit is rounding: in another batch, two nearly equal logits may be exchanged.
 
     Args:
-        model: a causal language model on its device; with draft heads it needs fewer forward passes.
+        model: a causal language model on its device; one with draft heads needs fewer forward passes.
         tokenizer: its fast tokenizer, with a chat template if there are chats.
         rows: from `read_rows`, or anything that can be iterated over twice and gives records such as it reads.
         output: JSON lines.
@@ -148,7 +148,7 @@ def _run(
     report: DistillReport,
     progress: Callable[[], None],
 ) -> None:
-    """Keep a batch full until no row is left; what is through is written before the next question is asked."""
+    """Keep the batch full until no row is left; finished rows are written before the next question is asked."""
     tasks: list[Task] = []
     more = True
     while more or tasks:

@@ -5,7 +5,7 @@ from typing import Any
 
 from datasets import Features, List, Value
 
-from hf_drafthead.data.chats import Chat, Refused, mend
+from hf_drafthead.data.chats import Chat, Refused, repaired
 from hf_drafthead.training.objectives import IGNORED
 from hf_drafthead.training.templates import ChatEncoder, encode_span, frame, without_post_processor
 
@@ -19,12 +19,12 @@ ENCODED = Features(
         "split": Value("bool"),
     }
 )
-ANSWER_THEM = "let the base answer it, with `hf-drafthead distill`, and train on that"
+ANSWER_THEM = "generate answers with `hf-drafthead distill` and train on them"
 OTHER_TOKENS = "token ids of another tokenizer ignored"
 
 
 class Encode:
-    """Batches of rows to token ids and labels, one for one; what is refused says why instead."""
+    """Batches of rows to token ids and labels, one for one; a refused row has the reason instead."""
 
     def __init__(self, tokenizer: Any, max_length: int | None, positions: int | None, packing: bool) -> None:
         self.tokenizer, self.max_length, self.positions, self.packing = tokenizer, max_length, positions, packing
@@ -54,7 +54,7 @@ class Encode:
             if row["messages"] is not None:
                 if self._chats is None:
                     self._chats = ChatEncoder(self.tokenizer)
-                chat = self._chats.fit(self._readable(mend(row["messages"]).answered()))
+                chat = self._chats.fit(self._readable(repaired(row["messages"]).answered()))
                 mapped = list(chat.mapped)
                 ids, labels = self._chats.encode(chat)
             else:
@@ -70,7 +70,7 @@ class Encode:
                     ids, labels = ids[: self.max_length], labels[: self.max_length]
             if all(label == IGNORED for label in labels):
                 raise Refused(
-                    f"no answer within the first {self.max_length} tokens" if cut else "no token to learn from"
+                    f"no answer within the first {self.max_length} tokens" if cut else "it has no token to train on"
                 )
         except Refused as reason:
             ids, labels, mapped, cut, split = [], [], [], False, False
@@ -115,7 +115,7 @@ class Encode:
 
 
 class Fit:
-    """Batches of encoded rows to examples of the wanted length; rows without labels fall out."""
+    """Batches of encoded rows to examples of the wanted length; rows without labels are dropped."""
 
     def __init__(self, max_length: int | None, packing: bool, beginning: list[int]) -> None:
         self.max_length, self.packing, self.beginning = max_length, packing, beginning
@@ -132,7 +132,7 @@ class Fit:
         return {"input_ids": [ids for ids, _ in kept], "labels": [labels for _, labels in kept]}
 
     def _pieces(self, ids: list[int], labels: list[int], beginning: list[int]) -> list[tuple[list[int], list[int]]]:
-        """A row cut into pieces; those after the first start with `beginning`, from which nothing is learnt."""
+        """A row cut into pieces; those after the first start with `beginning`, which has no labels."""
         assert self.max_length is not None
         pieces = [(ids[: self.max_length], labels[: self.max_length])]
         room = self.max_length - len(beginning)

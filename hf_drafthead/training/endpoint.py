@@ -2,7 +2,7 @@
 
 Such servers are vLLM, SGLang, TGI, `transformers serve` and `hf-drafthead serve`.
 
-The rows are those of `distill`, without the tokens of the answers, which such a server does not tell.
+The rows are those of `distill`, without the tokens of the answers, which such a server does not return.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from hf_drafthead.training.distill import check_choices
 from hf_drafthead.training.shards import Shards
 from hf_drafthead.training.templates import ChatEncoder, without_post_processor
 
-HOPELESS = 20  # rows that the server refuses, before any was answered, after which nothing more is asked
+HOPELESS = 20  # refused rows, with none answered, after which the run ends
 TIMEOUT = 600.0  # seconds for one answer
 
 
@@ -46,8 +46,7 @@ def distill_from_endpoint(
     """Let a server answer the data's questions, as `distill` lets a model in this process.
 
     Requests that fail (no connection, no answer in time, too many requests, an error of the server) are sent again
-    after a pause that doubles. What is answered is on the disk at once; a run that ended early is resumed by the same
-    call.
+    after a pause that doubles. Answers are written as they arrive; the same call resumes a run that ended early.
 
     Args:
         url: of the server, such as `http://127.0.0.1:8000/v1`; `/v1` is added where it names no path.
@@ -55,12 +54,12 @@ def distill_from_endpoint(
         rows, output: as for `distill`.
         tokenizer: the base's fast one: cuts plain texts after `prompt_tokens`, and takes the white space of its chat
             template off the answers; None where the data holds neither.
-        max_new_tokens, temperature, top_p, prompt_tokens, seed: as for `distill`; a server may heed the seed or not.
+        max_new_tokens, temperature, top_p, prompt_tokens, seed: as for `distill`; a server may ignore the seed.
         concurrency: requests at once, in each process.
-        retries: times that a request is sent again before the run ends.
+        retries: how often a failed request is sent again before the run ends.
         progress: called once for each row, in this process.
 
-    The key of a server that wants one is read from the environment variable OPENAI_API_KEY.
+    A server's key is read from the environment variable OPENAI_API_KEY.
 
     Raises:
         OSError: the package `openai` is missing, the server cannot be reached, refuses the key or has no such model,
@@ -102,7 +101,7 @@ class Asker:
         self._bare = None if tokenizer is None else without_post_processor(tokenizer)
         template = None if tokenizer is None else getattr(tokenizer, "chat_template", None)
         self._chats = ChatEncoder(tokenizer) if template else None
-        self._openai = import_module("openai")  # an extra, needed here alone
+        self._openai = import_module("openai")  # an optional dependency, needed only here
         self._client = self._openai.AsyncOpenAI(
             base_url=with_path(url),
             api_key=os.environ.get("OPENAI_API_KEY") or "none",
@@ -111,7 +110,7 @@ class Asker:
         )
 
     def begin(self, index: int, row: Mapping[str, Any]) -> Task:
-        """The task that a row sets.
+        """A task for a row.
 
         Raises:
             Refused: it holds nothing that can be asked.
@@ -131,7 +130,7 @@ class Asker:
         return Task(index, given=beginning_of(self._bare, row["text"], self.choices["prompt_tokens"]))
 
     async def finish(self, task: Task) -> None:
-        """Ask all that the task still has to ask.
+        """Ask all remaining questions of a task.
 
         Raises:
             Refused: the server refuses the first question, as too long for instance.
@@ -166,7 +165,7 @@ class Asker:
         await self._client.close()
 
     async def _answer(self, task: Task) -> tuple[str, bool, int]:
-        """The server's next words, whether it ended by itself, and how many tokens they are."""
+        """The server's answer, whether it ended by itself, and its number of tokens."""
         how: dict[str, Any] = {"model": self.model, "max_tokens": self.choices["max_new_tokens"]}
         how["temperature"] = self.choices["temperature"]
         if how["temperature"] > 0:
@@ -204,10 +203,10 @@ class Asker:
 async def _ask_all(
     asker: Asker, todo: Todo, shards: Shards, report: DistillReport, concurrency: int, progress: Callable[[], None]
 ) -> None:
-    """So many tasks at once until no row is left; what is through is written at once."""
+    """Work on so many tasks concurrently until no row is left; finished rows are written immediately."""
 
     async def work() -> None:
-        for index, row in todo:  # all take from the same rows
+        for index, row in todo:  # all workers take from the same rows
             try:
                 task = asker.begin(index, row)
                 await asker.finish(task)

@@ -1,6 +1,6 @@
-"""What a training will take, before it begins: parameters, memory, rows, tokens, steps and time.
+"""The cost of a training, before it begins: parameters, memory, rows, tokens, steps and time.
 
-Time and memory come from trying one step on held-out rows, with gradients that are thrown away.
+Time and memory come from trying one step on held-out rows, whose gradients are discarded.
 """
 
 import math
@@ -21,8 +21,8 @@ MOMENTS = 8  # bytes per trained parameter that Adam keeps in float32
 class Forecast:
     """What to expect of a training; None where it cannot be known.
 
-    parameters: of the heads; trained: all that are trained, the base's included where it learns along; weights: bytes
-    of the weights of base and heads; memory: bytes while training, on a GPU as measured, elsewhere at least weights,
+    parameters: of the heads; trained: all that are trained, the base's included if it is; weights: bytes of
+    the weights of base and heads; memory: bytes while training, on a GPU as measured, elsewhere at least weights,
     gradients and the optimizer; rows, tokens: of an epoch; steps: optimizer steps; batch: rows of a step, in all
     processes together; evaluations: on the held-out rows; seconds: of steps and evaluations.
     """
@@ -56,7 +56,7 @@ class Forecast:
 
 
 def forecast(trainer: DraftHeadTrainer, data: PreparedData, collator: PaddingCollator) -> Forecast:
-    """What the training of a trainer will take.
+    """Estimate what a training will take.
 
     Args:
         trainer: ready to train.
@@ -80,7 +80,7 @@ def forecast(trainer: DraftHeadTrainer, data: PreparedData, collator: PaddingCol
     trained = sum(one.numel() for one in model.parameters() if one.requires_grad)
     weights = sum(one.numel() * one.element_size() for one in model.parameters())
     seconds, peak = None, None
-    if not trainer.is_fsdp_enabled:  # a sharded model is whole only in the Trainer's hands
+    if not trainer.is_fsdp_enabled:  # only the Trainer can run a sharded model
         step, evaluation, peak = _tried(trainer, data.held_out, collator, batch)
         share = _length(data.held_out, batch) if tokens is None or not rows else tokens / rows * batch
         step *= share / _length(data.held_out, batch)
@@ -109,8 +109,8 @@ def _tried(
     on_gpu = device.type == "cuda"
     if on_gpu:
         torch.cuda.reset_peak_memory_stats(device)
-    with torch.random.fork_rng(devices=[device] if on_gpu else []):  # the training begins as if nothing had been tried
-        trainer.try_step(inputs)  # the first one also pays for what is only made once
+    with torch.random.fork_rng(devices=[device] if on_gpu else []):  # the trial must not change the training
+        trainer.try_step(inputs)  # the first call includes one-time work
         seconds, evaluating = trainer.try_step(inputs)
     return seconds, evaluating, torch.cuda.max_memory_allocated(device) if on_gpu else None
 
@@ -125,7 +125,7 @@ def _length(rows: Sequence[Any], batch: int) -> int:
 
 
 def duration(seconds: float) -> str:
-    """Seconds as people say them.
+    """Seconds in the usual units.
 
     >>> duration(42), duration(3000), duration(9000)
     ('42 s', '50 min', '2.5 h')
@@ -136,7 +136,7 @@ def duration(seconds: float) -> str:
 
 
 def size(count: float) -> str:
-    """Bytes as people say them.
+    """Bytes in the usual units.
 
     >>> size(3 * 2**20), size(5 * 2**30)
     ('3.0 MiB', '5.0 GiB')

@@ -96,7 +96,7 @@ class HeadsLoss:
         totals: Tensor | None = None,
         heads_weight: float = 1.0,
     ) -> tuple[Tensor, Tensor]:
-        """As above, from what the base has said."""
+        """As above, from the base's outputs."""
         features = model.drafter.placed(reading.features)
         labels = inputs["labels"].to(features.device)  # of a base on several devices the heads are on the last
         half = reading.features.dtype != features.dtype
@@ -114,7 +114,7 @@ class HeadsLoss:
         totals: Tensor | None,
         heads_weight: float,
     ) -> tuple[Tensor, Tensor]:
-        """As above, from what the base said, where the heads are."""
+        """As above, from the base's outputs on the heads' device."""
         if self.feature_noise and model.drafter.training:
             features = features + self.feature_noise * (torch.rand_like(features) - 0.5)
         states = model.drafter.head_states(features, inputs["input_ids"], inputs.get("attention_mask"))
@@ -126,7 +126,7 @@ class HeadsLoss:
         for head, weight in enumerate(head_weights(len(states), self.head_decay)):
             shift = 2 + head
             kept = labelled(labels, shift)
-            same = kept.roll(shift - 1, dims=1)  # the base guesses a token one position before it
+            same = kept.roll(shift - 1, dims=1)  # the base predicts a token from the position before it
             hidden, scores = reading.hidden[same].detach(), reading.scores[same].detach()
             targets = labels.roll(-shift, dims=1)[kept]
 
@@ -149,12 +149,12 @@ class HeadsLoss:
         return loss, torch.stack(counts)
 
     def read(self, model: DraftHeadPreTrainedModel, inputs: Mapping[str, Tensor], learn: bool = True) -> Reading:
-        """Run the base over a batch, or take its hidden states as given; with gradients where it learns."""
+        """Run the base over a batch, or take its hidden states as given; with gradients where it is trained."""
         if "features" in inputs and model.drafter.reads in ((-1,), ()):
             return Reading(inputs["features"], inputs["features"], inputs["features"])
         base, was_training = model.base, model.base.training
         learns = bool(self.base) and learn
-        base.train(was_training and learns)  # no dropout in what is only read
+        base.train(was_training and learns)  # no dropout in a base that is not trained
         with torch.set_grad_enabled(learns and torch.is_grad_enabled()):
             reading = self._reader(model).texts(inputs["input_ids"], inputs.get("attention_mask"))
         base.train(was_training)
@@ -164,7 +164,7 @@ class HeadsLoss:
         return self.reader or BaseReader(model.base, {}, split=True, reads=model.drafter.reads)
 
     def _base_loss(self, model: DraftHeadPreTrainedModel, inputs: Mapping[str, Tensor], reading: Reading) -> Tensor:
-        """Cross-entropy with the text, or KL divergence from what the base says without adapters; summed."""
+        """Cross-entropy with the text, or KL divergence from the base's distribution without adapters; summed."""
         kept = labelled(inputs["labels"], 1)
         targets = inputs["labels"].roll(-1, dims=1)[kept].to(reading.scores.device)
         before = reading.scores

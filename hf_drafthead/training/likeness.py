@@ -21,8 +21,9 @@ MOST_EXCESS = 0.25  # nats per token
 class Likeness:
     """How well a base predicts the labels of some rows.
 
-    agreement: share of labels that are the base's own best guess; excess: how much more surprising the labels are than
-    the base's own samples would be, in nats per token: about 0 for what it wrote itself, below 0 for greedy text.
+    agreement: share of labels that are the base's own best guess; excess: by how many nats per token the
+    labels' negative log-likelihood exceeds that of the base's own samples: about 0 for its own text, below 0 for greedy
+    text.
     """
 
     agreement: float

@@ -1,4 +1,4 @@
-"""Low-rank adapters on the base, for training it together with its heads (Medusa-2); peft does the work."""
+"""Low-rank adapters on the base, for training it together with its heads (Medusa-2); through peft."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,7 @@
 """The objectives of a draft head, as functions of the positions that have a label.
 
-Shapes: B rows, T positions, M labelled positions, H hidden, V vocabulary. `shift` is how far ahead a head guesses: what
-it gives at position t is for the token at t + shift. The base's own lm_head has shift 1, head i (0-based) has 2 + i.
+Shapes: B rows, T positions, M labelled positions, H hidden, V vocabulary. `shift` is how far ahead a head guesses: its
+logits at position t are for the token at t + shift. The base's own lm_head has shift 1, head i (0-based) has 2 + i.
 """
 
 import torch
@@ -83,7 +83,7 @@ def rank_counts(logits: torch.Tensor, targets: torch.Tensor, ranks: int) -> torc
 def in_draft_vocabulary(
     draft_tokens: torch.Tensor, targets: torch.Tensor, teacher_logits: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Targets as a drafter with a vocabulary of its own sees them (EAGLE-3's trainer).
+    """Targets for a drafter with a reduced vocabulary (EAGLE-3's trainer).
 
     Args:
         draft_tokens: (D,) the base's ids of its tokens.
@@ -92,7 +92,7 @@ def in_draft_vocabulary(
 
     Returns:
         (M,) targets among the D, IGNORED where there is none; (M, D) the base's logits for them; (M,) whether the
-        base's own choice is one of them: elsewhere nothing is learnt.
+        base's own choice is one of them: other positions have no loss.
     """
     places = torch.full_like(teacher_logits[:1], IGNORED, dtype=torch.long).squeeze(0)
     places[draft_tokens] = torch.arange(len(draft_tokens), device=places.device)

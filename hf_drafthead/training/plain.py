@@ -35,7 +35,7 @@ def heads_output(
     Args:
         model: in training mode.
         input_ids: (B, T).
-        labels: (B, T) as for a causal language model, -100 where nothing is to be learnt.
+        labels: (B, T) as for a causal LM, -100 at positions without a loss.
         attention_mask: (B, T) if rows are padded.
         position_ids: (B, T) of rows that are one text each.
         rest: other inputs; tensors among them are refused.

@@ -1,4 +1,4 @@
-"""From what the user calls the data to rows of tokens, some of them held out; and a look at them before training."""
+"""From the user's data to rows of tokens, some of them held out; and checks of the data before training."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -23,16 +23,16 @@ from hf_drafthead.training.vocabulary import frequent_tokens
 logger = logging.get_logger(__name__)
 
 USUAL_LENGTH = 2048  # tokens of a row, as in the papers
-SHUFFLED = 4096  # rows of a stream that are shuffled among each other
+SHUFFLED = 4096  # rows of the shuffle buffer of a stream
 
 
 @dataclass(frozen=True)
 class PreparedData:
-    """Rows of tokens that are ready to learn from.
+    """Tokenized rows, ready for training.
 
-    rows: each with `input_ids` and `labels` (T,), -100 where nothing is to be learnt, and if the base's last hidden
+    rows: each with `input_ids` and `labels` (T,), -100 at positions without a loss, and if the base's last hidden
     states are known, `features` (T, H); held_out: rows to evaluate on; source: what they were made from, for the
-    training summary; sha256: of that; report: what became of it.
+    training summary; sha256: of that; report: how its rows were used.
     """
 
     rows: Any
@@ -53,7 +53,7 @@ def read_data(
     held_out_rows: int,
     seed: int,
 ) -> PreparedData:
-    """What `data` names or holds, as tokens."""
+    """Tokenize the rows that `data` names or holds."""
     if isinstance(data, (Dataset, IterableDataset)):
         raw, source = uniform(data), getattr(data.info, "dataset_name", None) or f"a {type(data).__name__}"
         if streaming and isinstance(raw, Dataset):
@@ -97,7 +97,7 @@ def own_prompts(rows: Sequence[dict[str, Any]], count: int, longest: int) -> lis
 
 
 def refuse_short_rows(model: DraftHeadPreTrainedModel, rows: Any) -> None:
-    """Refuse data in which the last head never has anything to guess."""
+    """Refuse data in which the last head never has a label."""
     ahead = model.config.num_draft_heads + 1
     longest = max(len(rows[row]["input_ids"]) for row in range(len(rows)))
     if longest <= ahead:
@@ -109,7 +109,7 @@ def refuse_short_rows(model: DraftHeadPreTrainedModel, rows: Any) -> None:
 def look_at(
     model: DraftHeadPreTrainedModel, held_out: Any, collator: PaddingCollator, batch_size: int
 ) -> Likeness | None:
-    """Warn about data that the base would not have written."""
+    """Warn about data that differs from the base's own text."""
 
     def batches() -> Iterator[dict[str, Tensor]]:
         for first in range(0, len(held_out), batch_size):
@@ -122,7 +122,7 @@ def look_at(
 
 
 def most_tokens(model: DraftHeadPreTrainedModel) -> int:
-    """Of a row, where nobody says otherwise."""
+    """The default limit of a row's tokens."""
     return min(USUAL_LENGTH, positions_of(model))
 
 
@@ -131,7 +131,7 @@ def positions_of(model: DraftHeadPreTrainedModel) -> int:
 
 
 def choose_vocabulary(model: DraftHeadPreTrainedModel, rows: Any) -> float | None:
-    """Let heads that choose among some of the base's tokens take the most frequent ones; the share these make up."""
+    """Give heads with a reduced vocabulary the most frequent tokens of the data; returns their share of all labels."""
     if not isinstance(model.drafter, Eagle3Drafter) or model.drafter.draft_tokens is None:
         return None
     vocabulary = model.config.get_text_config().vocab_size

@@ -1,4 +1,4 @@
-"""What a training shows while it runs: a bar, and a line for every evaluation."""
+"""The output of a running training: a progress bar, and a line for every evaluation."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ class TrainingProgress(ProgressCallback):
     def on_evaluate(
         self, args: Any, state: Any, control: Any, metrics: dict[str, Any] | None = None, **kwargs: Any
     ) -> None:
-        """The tokens per step to expect beside the bar, and a line that stays."""
+        """The tokens per step to expect beside the bar, and a line that remains."""
         super().on_evaluate(args, state, control, **kwargs)
         if not metrics or not state.is_world_process_zero or self.training_bar is None:
             return
@@ -63,7 +63,7 @@ def heads_of(metrics: dict[str, Any], k: int) -> list[tuple[int, float]]:
 
 
 def show_progress(trainer: Trainer) -> None:
-    """Let a trainer show this progress in place of its own; nothing where its bars are turned off."""
+    """Replace a trainer's progress bar by this one, unless its progress bars are turned off."""
     for own in (ProgressCallback, PrinterCallback):
         trainer.remove_callback(own)
     if not trainer.args.disable_tqdm:

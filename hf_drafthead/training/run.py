@@ -1,6 +1,6 @@
 """From a base and some text to trained heads in a folder: what `hf-drafthead train` does.
 
-fresh heads (or trained ones) -> read data -> look at the data -> train -> save heads, summary, picture
+fresh heads (or trained ones) -> read data -> check the data -> train -> save heads, summary, picture
 """
 
 import dataclasses
@@ -60,7 +60,7 @@ PICTURE = "training.png"
 
 @dataclasses.dataclass(frozen=True)
 class Trained:
-    """What came of a training: the model (in eval mode) and what `training_summary.json` says of it."""
+    """The result of a training: the model (in eval mode) and the content of `training_summary.json`."""
 
     model: DraftHeadPreTrainedModel
     summary: dict[str, Any]
@@ -99,25 +99,24 @@ def train_heads(
         data: what `read_rows` reads, or a data set with such rows, whose first ones are held out (an `IterableDataset`
             is streamed); or rows that are ready (`max_length` to `held_out_rows` are about reading).
         output: folder for checkpoints, and for the heads at the end; with `joint` for the base as well.
-        heads: go on from these trained heads instead of fresh ones.
+        heads: train these trained heads further instead of fresh ones.
         fields: config fields of fresh heads (`num_draft_heads`, ...).
         joint: train the base too (Medusa-2).
         lora_rank: of the adapters through which a base learns; 0 for all its weights.
         max_length: tokens of a row, at most; default: 2048, or the base's positions if they are fewer.
-        packing: fill rows up with whole texts, one behind the other.
-        streaming: read the data while training, in an order that is shuffled a window at a time; `max_steps` must be
-            given.
+        packing: join whole texts to full rows.
+        streaming: read the data while training, shuffled within a buffer; `max_steps` must be given.
         split: of a data set.
-        chat_template: text of a Jinja template that takes the place of the tokenizer's, and is saved with the heads.
+        chat_template: text of a Jinja template that replaces the tokenizer's, and is saved with the heads.
         held_out_rows: rows to evaluate on.
         answer_tokens: of the base's answers from which the expected tokens per step are computed.
         answer_temperature: at which it samples them; 0 is greedy. The tree is calibrated at the same temperature.
-        resume: go on from the last whole checkpoint in `output`.
-        dry_run: stop before the training, with what it would take as the summary; no file is left in `output`.
+        resume: resume from the last complete checkpoint in `output`.
+        dry_run: stop before the training; the summary is the estimate, and no file is left in `output`.
         calibrate_tree: at the end, measure which tree is fastest here at batch size 1, and save it with the heads.
         load: arguments for loading base or heads (`dtype`, `device_map`, `quantization_config`, ...).
-        tell: is given what became of the data and what the training will take, before it begins, in one process only;
-            by default both are logged.
+        tell: called with a report on the data and an estimate of what the training will take, before it begins, in one
+            process only; by default both are logged.
         arguments: training arguments other than the recipe's.
 
     Raises:
@@ -126,7 +125,7 @@ def train_heads(
     """
     output = Path(output)
     _refuse_contradictions(joint, lora_rank, load or {}, arguments)
-    if _sharded():  # every process looks at the base before it is sharded
+    if _sharded():  # every process runs the base before it is sharded
         os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
     together = {**JOINT, **find_family(family).joint_recipe} if joint else {}
     streaming = streaming or isinstance(data, IterableDataset)
@@ -193,7 +192,7 @@ def train_heads(
         return Trained(model, {"forecast": None if expected is None else expected.to_json()})
     checkpoint = whole_checkpoint(output) if resume else None
     if resume and checkpoint is None:
-        raise ValueError(f"{str(output)!r} holds no whole checkpoint to resume from: leave --resume out.")
+        raise ValueError(f"{str(output)!r} holds no complete checkpoint to resume from: leave --resume out.")
     trainer.resume(checkpoint)
     hours = clock.hours
     evaluated = [entry for entry in trainer.state.log_history if "eval_loss" in entry]
@@ -236,7 +235,7 @@ def train_heads(
         if joint and lora_rank:
             merge_lora(model)
         save_whole(model, tokenizer, output, include_base=joint, state_dict=gathered)
-        model.name_or_path = str(output)  # a push finds there what belongs to these heads
+        model.name_or_path = str(output)  # a push finds tokenizer and summary there
         write_whole(output / SUMMARY, json.dumps(summary, indent=2, default=str) + "\n")
         plot_training(trainer.state.log_history, output / PICTURE)
         if calibrate_tree:
@@ -251,7 +250,10 @@ def _model(
     if heads is None:
         return fresh_heads(family, base, **fields, **load)
     if fields:
-        raise ValueError(f"{', '.join(sorted(fields))} cannot be chosen for trained heads: they are as they are.")
+        raise ValueError(
+            f"{', '.join(sorted(fields))} cannot be set for trained heads, whose config is fixed: leave them "
+            "out, or train fresh heads."
+        )
     trained: Any = find_family(family).model_class.from_pretrained(heads, base_model=base, **load)
     if (found := trained.config.family) != family:
         raise ValueError(
@@ -263,7 +265,7 @@ def _model(
 def _calibrate(
     model: DraftHeadPreTrainedModel, prompts: Sequence[Tensor], new_tokens: int, temperature: float, output: Path
 ) -> None:
-    """Save the tree that is fastest here beside the heads, which are saved already; a warning where none is found."""
+    """Save the fastest tree beside the heads, which are saved already; a warning where none is found."""
     try:
         calibrate(model, prompts, new_tokens=new_tokens, temperature=temperature)
     except (ValueError, Unsupported) as reason:
@@ -273,7 +275,7 @@ def _calibrate(
 
 
 def _refuse_contradictions(joint: bool, lora_rank: int, load: dict[str, Any], arguments: dict[str, Any]) -> None:
-    """Refuse what would be found out only when the training is over."""
+    """Refuse combinations that would fail only at the end of the training."""
     if joint and load.get("quantization_config") is not None:
         raise ValueError("a quantized base cannot be trained with its heads: drop --joint, or the quantization.")
     if joint and _sharded():
@@ -282,7 +284,7 @@ def _refuse_contradictions(joint: bool, lora_rank: int, load: dict[str, Any], ar
         if name in arguments and not joint:
             raise ValueError(f"{name} is for a base that is trained along with its heads: add --joint, or drop it.")
     if arguments.get("base_objective") == "itself" and not lora_rank:
-        raise ValueError("a base learns from itself through adapters: give a --lora-rank above 0.")
+        raise ValueError("base_objective=itself trains adapters of the base: give a --lora-rank above 0.")
 
 
 def _sharded() -> bool:
@@ -297,7 +299,7 @@ def _own_fields(model: DraftHeadPreTrainedModel) -> dict[str, Any]:
 
 
 def _defaults(streaming: bool, arguments: dict[str, Any]) -> dict[str, Any]:
-    """What a training does if nobody says otherwise: evaluates and saves some ten times, logs to what is installed."""
+    """Default training arguments: about ten evaluations and checkpoints, logs to tensorboard where it is installed."""
     if streaming and "max_steps" not in arguments:
         raise ValueError("with streaming the length of an epoch is not known: give the steps with --set max_steps=N.")
     return {
@@ -309,6 +311,6 @@ def _defaults(streaming: bool, arguments: dict[str, Any]) -> dict[str, Any]:
         "save_total_limit": 2,
         "logging_steps": 10,
         "report_to": "tensorboard" if find_spec("tensorboard") else "none",
-        # rows of a stream have many lengths: every process makes its own batches
+        # rows of a stream have different lengths: every process makes its own batches
         **({"accelerator_config": {"dispatch_batches": False}} if streaming else {}),
     }

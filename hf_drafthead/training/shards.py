@@ -1,7 +1,7 @@
 """Rows written by several processes that may be killed at any time, and merged in order at the end.
 
-Next to the output file are `OUTPUT.settings.json`, the settings of the rows, and until the end one `OUTPUT.partN` for
-each process. A part grows by complete lines; an incomplete line of a killed process is dropped.
+Next to the output file are `OUTPUT.settings.json`, the settings that the rows depend on, and until the end one
+`OUTPUT.partN` for each process. A part grows by complete lines; an incomplete line of a killed process is dropped.
 """
 
 import json

@@ -1,8 +1,8 @@
-"""Which tokens of a chat are the assistant's, found exactly with the tokenizer's own chat template, or not at all.
+"""Find the assistant's tokens of a chat exactly with the tokenizer's chat template, or refuse the chat.
 
 What counts as the assistant's: everything the base would write after the generation prompt, with the end-of-turn token
-where the template puts one. A token that holds any of these characters counts. Where a template marks its answers
-itself (`{% generation %}`), its marks hold.
+where the template puts one. A token with any of these characters counts. Where a template marks its answers itself
+(`{% generation %}`), its marks are used.
 """
 
 import copy
@@ -14,19 +14,19 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from hf_drafthead.data.chats import Chat, Refused
 from hf_drafthead.training.objectives import IGNORED
 
-# words that no chat holds; nothing about them that a template would strip, split or change
+# placeholders that no chat contains and no template strips, splits or changes
 QUESTION, ANSWER, SYSTEM = "QzPxquestionQzPx", "QzPxanswerQzPx", "QzPxsystemQzPx"
 
 
 def need_offsets(tokenizer: Any) -> None:
-    """Refuse a tokenizer that cannot say which characters a token holds.
+    """Refuse a tokenizer without character offsets.
 
     Raises:
         ValueError: it is not a fast one.
     """
     if not getattr(tokenizer, "is_fast", False):
         raise ValueError(
-            f"{type(tokenizer).__name__} does not tell which characters a token holds, so answers cannot be marked: "
+            f"{type(tokenizer).__name__} has no character offsets, which are needed to mark the answers: "
             "load a fast tokenizer."
         )
 
@@ -128,7 +128,7 @@ class ChatEncoder:
         """Token ids of a chat, and labels: the ids of the assistant's tokens, IGNORED elsewhere.
 
         Raises:
-            Refused: the template refuses the chat, or where an answer begins or ends cannot be told.
+            Refused: the template refuses the chat, or where an answer begins or ends cannot be determined.
         """
         if chat.ids and all(ids is not None for ids in chat.ids):
             text = self.render(chat.messages)
@@ -178,7 +178,7 @@ class ChatEncoder:
                 if text.startswith(prompt) and len(prompt) <= end:
                     begin = len(prompt)
             if begin is None or not text.endswith(after) or not (spans[-1][1] if spans else 0) <= begin <= end:
-                raise Refused(f"where turn {number} begins and ends cannot be told from the chat template")
+                raise Refused(f"where turn {number} begins and ends cannot be determined from the chat template")
             broken_off = chat.cut and number == len(chat.messages) - 1
             if not broken_off and text.startswith(self.end_of_turn, end):
                 end += len(self.end_of_turn)
@@ -196,7 +196,7 @@ class ChatEncoder:
                 return_assistant_tokens_mask=marks,
                 **self.tokenizer.special_tokens_map,
             )
-        except Exception as error:  # a template is a program of its own: it may raise anything
+        except Exception as error:  # a template is a program and may raise anything
             raise Refused(f"the chat template refuses it ({' '.join(str(error).split())})") from None
         return texts[0], list(spans[0]) if marks else []
 

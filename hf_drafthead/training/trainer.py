@@ -27,11 +27,11 @@ from hf_drafthead.training.lora import adapter_layers, adapters_off
 
 logger = logging.get_logger(__name__)
 
-BASE_WEIGHTS = "trained_base.safetensors"  # beside a checkpoint's heads: what was trained of the base so far
+BASE_WEIGHTS = "trained_base.safetensors"  # beside a checkpoint's heads: the trained weights of the base
 
 
 class DraftHeadTrainer(Trainer):
-    """Trains the drafter of a draft-head model, and where the arguments say so its base as well.
+    """Trains the drafter of a draft-head model, and with `base_weight` above 0 its base as well.
 
     Batches hold ``input_ids`` (B, T), ``labels`` (B, T) with ``-100`` at positions without a loss, and an
     ``attention_mask`` (B, T) if rows are padded. Every head's loss is the mean over its labels in all batches of a
@@ -103,7 +103,7 @@ class DraftHeadTrainer(Trainer):
             self.add_callback(ClipEveryGradient())
 
     def resume(self, checkpoint: Path | None) -> None:
-        """Train from a checkpoint on, or from the start; a training that was finished is only loaded."""
+        """Train from a checkpoint, or from the start; a training that was finished is only loaded."""
         if checkpoint is not None:
             state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
             most, epochs = self.args.max_steps, self.args.num_train_epochs
@@ -267,7 +267,7 @@ def no_number(what: str, args: Any, state: Any) -> FloatingPointError:
     kept = whole_checkpoint(Path(args.output_dir))
     return FloatingPointError(
         f"{what} in step {state.global_step + 1}: lower the learning rate (now {args.learning_rate:g}) or check the "
-        f"data; {f'{kept} is whole and can be resumed from.' if kept else 'no checkpoint had been written yet.'}"
+        f"data; {f'{kept} is complete and can be resumed from.' if kept else 'no checkpoint had been written yet.'}"
     )
 
 

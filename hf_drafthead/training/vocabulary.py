@@ -1,4 +1,4 @@
-"""Which tokens a drafter with a reduced vocabulary chooses among: those that it will see most often."""
+"""The tokens of a reduced draft vocabulary: the most frequent ones."""
 
 from collections.abc import Iterable, Mapping
 from itertools import islice
@@ -9,14 +9,14 @@ from datasets import IterableDataset
 
 from hf_drafthead.training.objectives import IGNORED
 
-COUNTED = 4096  # rows of a stream that are looked at
+COUNTED = 4096  # rows of a stream that are counted
 
 
 def frequent_tokens(rows: Any, size: int, vocabulary: int) -> tuple[torch.Tensor, float]:
-    """The tokens that are labels most often (EAGLE-3's trainer); where labels have fewer, also the lowest others.
+    """The tokens that are labels most often (EAGLE-3's trainer); if fewer occur, the lowest other ids too.
 
     Args:
-        rows: with `labels` (T,), IGNORED where nothing is learnt; of a stream the first 4096.
+        rows: with `labels` (T,), IGNORED at positions without a loss; of a stream the first 4096.
         size: D, how many tokens.
         vocabulary: V, tokens of the base.
 

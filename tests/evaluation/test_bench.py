@@ -61,7 +61,7 @@ def test_tokens_per_step_are_exactly_those_of_accepted_lengths(loaded):
 
 def rounds_of(loaded, questions=PROMPTS, **options):
     """The rounds of a course, before they are summed up."""
-    course = benching.Course(*loaded, compare.contenders(*loaded, tree=TREE), GREEDY, **options)
+    course = benching.Course(*loaded, compare.decoding_methods(*loaded, tree=TREE), GREEDY, **options)
     return list(course.run(questions))
 
 
@@ -401,7 +401,7 @@ def test_every_new_shape_is_compiled_before_the_clock_runs(loaded, monkeypatch):
 )
 def test_others_that_are_not_known_are_refused(loaded, name, text):
     with pytest.raises((OSError, ValueError)) as refused:
-        compare.contenders(*loaded, compare=[name])
+        compare.decoding_methods(*loaded, compare=[name])
     assert text in str(refused.value)
 
 

@@ -135,7 +135,7 @@ def test_the_report_names_every_field_of_the_fastest_run(loaded):
     "prompts, options, text",
     [
         ([], {}, "there is no prompt to measure on: give at least one."),
-        ([Question(("",))], {}, "the prompt is empty: give the text that the model shall continue."),
+        ([Question(("",))], {}, "the prompt is empty: give the text to continue."),
         (PROMPTS, {"batch_size": 0}, "batch_size is 0: expected at least 1."),
         (PROMPTS, {"max_new_tokens": 120}, "a prompt of 15 tokens and 120 new ones exceed the base's 128 positions: "),
     ],

@@ -1,4 +1,4 @@
-"""`verify` passes a model that is exact, finds planted faults, and tells rounding from faults."""
+"""`verify` passes a model that is exact, finds planted faults, and distinguishes rounding from faults."""
 
 import pytest
 import torch

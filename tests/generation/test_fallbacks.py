@@ -273,13 +273,38 @@ def test_a_call_without_images_drafts(kind, rows, fallbacks):
     assert fallbacks == []
 
 
-def test_a_call_with_images_is_the_base_s(fallbacks):
-    base = tiny("gemma3")
-    call = {"input_ids": torch.tensor([[5, 64, 66, 66, 66, 66, 65, 9]]), "max_new_tokens": 6, "do_sample": False}
-    call["token_type_ids"] = (call["input_ids"] == 66).long()
-    call["pixel_values"] = torch.rand(1, 3, 16, 16, dtype=torch.float64)
-    got = FAMILIES[0].build(base).generate(**call)
-    assert torch.equal(got, base.generate(**call)) and "the base takes the model input" in fallbacks[0]
+# Prompts of one image between its markers, and how each kind of base is given it.
+IMAGES = {
+    "gemma3": lambda ids: {
+        "token_type_ids": (ids == 66).long(),
+        "pixel_values": torch.rand(1, 3, 16, 16, dtype=torch.float64),
+    },
+    "qwen2_5_vl": lambda ids: {
+        "mm_token_type_ids": (ids == 66).long(),
+        "pixel_values": torch.rand(16, 3 * 2 * 8 * 8, dtype=torch.float64),
+        "image_grid_thw": torch.tensor([[1, 4, 4]]),
+    },
+}
+
+
+@pytest.mark.parametrize("kind", IMAGES)
+def test_a_call_with_images_is_the_base_s_with_one_warning(kind, fallbacks):
+    base = tiny(kind)
+    if kind == "gemma3":
+        torch.nn.init.normal_(base.model.multi_modal_projector.mm_input_projection_weight)  # fresh ones are all 0
+    model = FAMILIES[0].build(base)
+    ids = torch.tensor([[5, 64, 66, 66, 66, 66, 63, 9]])
+    images = IMAGES[kind](ids)
+    dark = {**images, "pixel_values": torch.zeros_like(images["pixel_values"])}
+    call = {"input_ids": ids, "max_new_tokens": 12, **images}
+    for settings in ({"do_sample": False}, {"do_sample": True, "temperature": 0.8}):
+        torch.manual_seed(3)
+        expected = base.generate(**call, **settings)
+        torch.manual_seed(3)
+        assert torch.equal(model.generate(**call, **settings), expected)
+    assert len(fallbacks) == 1 and "the base takes the model input" in fallbacks[0]
+    with torch.no_grad():
+        assert not torch.equal(base(ids, **images).logits, base(ids, **dark).logits)  # the base does see the image
 
 
 def test_chunks_of_attention_are_a_reason_beyond_the_first(fallbacks):

@@ -233,6 +233,13 @@ def test_an_upload_goes_on_after_a_cut_and_a_busy_storage(hub, base, clients):
     assert hub.count("PUT", "^/lfs/") == 4
 
 
+def test_a_base_with_heads_of_its_own_is_refused(hub, base, clients, models):
+    hub.add("org/other", content(models / "hydra"))
+    answer = command(clients, "push", models / "medusa", "org/heads", "--license", "mit", "--base", "org/other")
+    assert answer.code == 2 and "'org/other' has draft heads already: give their base" in answer.err.splitlines()[-1]
+    assert "org/heads" not in hub.repos
+
+
 # The client waits a second, two, four ... between its tries; a test need not.
 PATIENCE = "import time\ntime.sleep = lambda seconds: None\n"
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hf_drafthead.data import files, sources
-from hf_drafthead.data.chats import Refused, mend
+from hf_drafthead.data.chats import Refused, repaired
 from hf_drafthead.data.rows import as_row
 from hf_drafthead.training.data import DataReport, PaddingCollator, data_hash, read_rows, tokenize_rows
 from hf_drafthead.training.objectives import IGNORED
@@ -103,8 +103,8 @@ def test_of_a_prompt_nothing_is_learnt_and_of_its_answer_everything(tmp_path):
     assert tokenizer.decode([token for token in example["labels"] if token != IGNORED]).startswith("cd")
     assert example["labels"].count(IGNORED) == len(example["labels"]) - len(tokenizer("cd")["input_ids"])
     assert (report.kept, report.refused) == (1, 2)
-    assert "x.jsonl row 1: it is a prompt without an answer: let the base answer it, with" in report.refusals[0]
-    assert "x.jsonl row 2: it has questions without answers: let the base answer" in report.refusals[1]
+    assert "x.jsonl row 1: it is a prompt without an answer: generate answers with" in report.refusals[0]
+    assert "x.jsonl row 2: it has questions without answers: generate answers with" in report.refusals[1]
 
 
 ODD = [70, 223, 137, 200, 71]  # tokens of single bytes, some of which are no characters
@@ -298,7 +298,7 @@ REFUSED = {
 @pytest.mark.parametrize("name", MENDED)
 def test_awkward_chats_are_mended_and_it_is_told(name):
     messages, words, mapped = MENDED[name]
-    chat = mend(messages).answered()
+    chat = repaired(messages).answered()
     assert [turn["content"] for turn in chat.messages] == words.split(" ")
     assert list(chat.mapped) == mapped
 
@@ -307,7 +307,7 @@ def test_awkward_chats_are_mended_and_it_is_told(name):
 def test_chats_without_a_clear_meaning_are_refused(name):
     messages, text = REFUSED[name]
     with pytest.raises(Refused) as error:
-        mend(messages).answered()
+        repaired(messages).answered()
     assert str(error.value) == text
 
 
@@ -434,7 +434,7 @@ def test_data_of_which_nothing_is_left_is_refused(tmp_path, streaming):
     with pytest.raises(ValueError) as error:
         tokenize_rows(rows, tokenizer_with(CHATML), 64)
     assert str(error.value) == (
-        "nothing can be learnt from the data: 2 of 2 rows were refused (x.jsonl row 0: it has no assistant turn; "
+        "no row of the data can be trained on: 2 of 2 rows were refused (x.jsonl row 0: it has no assistant turn; "
         "x.jsonl row 1: turn 1 has the unknown role 'owl'). Give chats with answers of the assistant, or text."
     )
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hf_drafthead.data.chats import Chat, Refused, mend
+from hf_drafthead.data.chats import Chat, Refused, repaired
 from hf_drafthead.training.objectives import IGNORED
 from hf_drafthead.training.templates import ChatEncoder, frame
 from tests.training.chat_templates import CHATML, STYLES, THINKING, TOKENIZERS, VICUNA, bytes_of, tokenizer_with
@@ -118,12 +118,12 @@ def test_a_template_that_shows_no_chat_is_refused(template, text):
     [
         (
             "{% for m in messages %}{{ '!' if 'QA1' in m['content'] }}{{ m['role'] + m['content'] }}{% endfor %}",
-            "where turn 1 begins and ends cannot be told from the chat template",
+            "where turn 1 begins and ends cannot be determined from the chat template",
         ),
         (
             "{% for m in messages %}{{ m['role'] + m['content'] }}{% endfor %}"
             "{% if 'QA1' in messages[1:2] | string %}a{% else %}b{% endif %}",
-            "where turn 1 begins and ends cannot be told from the chat template",
+            "where turn 1 begins and ends cannot be determined from the chat template",
         ),
         (
             "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if messages | length > 2 %}"
@@ -144,7 +144,7 @@ def test_a_chat_whose_answers_cannot_be_told_apart_is_refused(template, text):
 
 
 def test_a_system_turn_goes_where_the_template_has_room_for_it():
-    given = mend([{"role": "system", "content": "Be kind."}, *chat(1).messages])
+    given = repaired([{"role": "system", "content": "Be kind."}, *chat(1).messages])
     assert ChatEncoder(tokenizer_with(CHATML)).fit(given) is given
     fitted = ChatEncoder(tokenizer_with(STYLES["stripping"].template)).fit(given)
     assert fitted.messages[0] == {"role": "user", "content": f"Be kind.\n\n{QUESTIONS[0]}"}
@@ -162,5 +162,5 @@ def test_a_tokenizer_without_offsets_is_refused():
         chat_template = CHATML
         name_or_path = "slow"
 
-    with pytest.raises(ValueError, match="Slow does not tell which characters a token holds, .* load a fast tokenizer"):
+    with pytest.raises(ValueError, match="Slow has no character offsets, .* load a fast tokenizer"):
         ChatEncoder(Slow())

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_drafthead.data.chats import mend
+from hf_drafthead.data.chats import repaired
 from hf_drafthead.data.sources import read_rows
 from hf_drafthead.modeling import MedusaForCausalLM
 from hf_drafthead.training.answers import RowNoise
@@ -281,7 +281,7 @@ def test_what_was_written_is_learnt_as_it_was_written(tmp_path, name):
     for row in read(tmp_path / "out.jsonl"):
         answers = [turn["content"] for turn in row["messages"] if turn["role"] == "assistant"]
         if answers:
-            chat = mend(row["messages"]).answered()
+            chat = repaired(row["messages"]).answered()
             text, spans = encoder.spans(chat)
             found = [text[begin:end] for begin, end in spans]
             said = STYLES[name].said(answers)
@@ -363,7 +363,7 @@ def test_models_come_with_their_tokenizer(tmp_path):
 def test_the_report_is_two_lines():
     report = DistillReport(9, 5, 3, 1, ["row 2: why"], 8, 2, 1000, 2.5, 3.25)
     assert str(report) == (
-        "5 rows written, 3 were there already: 8 answers of 1,000 tokens in 3.2 s, 2 broken off, 2.50 tokens per step\n"
+        "5 rows written, 3 were there already: 8 answers of 1,000 tokens in 3.2 s, 2 cut, 2.50 tokens per step\n"
         "1 rows refused: row 2: why"
     )
     assert report.to_json()["refusals"] == ["row 2: why"]

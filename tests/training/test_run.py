@@ -362,9 +362,9 @@ def test_bad_input(place, tmp_path):
         train(place, tmp_path / "a", held_out_rows=24)
     with pytest.raises(ValueError, match="with streaming the length of an epoch is not known: give the"):
         train_heads(str(place / "base"), "medusa", str(place / "texts.jsonl"), tmp_path / "b", streaming=True)
-    with pytest.raises(ValueError, match="holds no whole checkpoint to resume from: leave --resume out"):
+    with pytest.raises(ValueError, match="holds no complete checkpoint to resume from: leave --resume out"):
         train(place, tmp_path / "c", resume=True)
-    with pytest.raises(ValueError, match="num_draft_heads cannot be chosen for trained heads"):
+    with pytest.raises(ValueError, match="num_draft_heads cannot be set for trained heads"):
         train(place, tmp_path / "d", heads=str(tmp_path), fields={"num_draft_heads": 2})
     with pytest.raises(ValueError, match="have no label .* tokens ahead: give longer rows, or train fewer heads"):
         train(place, tmp_path / "e", fields={"num_draft_heads": 64})
@@ -383,7 +383,10 @@ def test_bad_input(place, tmp_path):
     [
         ({"base_weight": 1.0}, "base_weight is for a base that is trained along with its heads: add --joint, or drop"),
         ({"base_objective": "itself"}, "base_objective is for a base that is trained .*: add --joint, or drop it"),
-        ({"joint": True, "lora_rank": 0, "base_objective": "itself"}, "learns from itself through adapters: give a"),
+        (
+            {"joint": True, "lora_rank": 0, "base_objective": "itself"},
+            "base_objective=itself trains adapters of the base: ",
+        ),
         ({"joint": True, "load": {"quantization_config": {}}}, "a quantized base cannot be trained with its heads"),
     ],
     ids=["weight", "objective", "no adapters", "quantized"],

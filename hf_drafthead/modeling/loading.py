@@ -1,0 +1,474 @@
+"""How a model with draft heads is made: from a config, on a base, or from a checkpoint."""
+
+import copy
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.configuration_utils import PreTrainedConfig
+from transformers.initialization import no_init_weights
+from transformers.utils import logging
+
+from hf_drafthead.generation.mixin import DraftHeadGenerationMixin
+from hf_drafthead.generation.settings import DEFAULT_TREE, DraftSettings
+from hf_drafthead.modeling.adapters import active_adapter, adapt, find_adapter, unwrapped
+from hf_drafthead.modeling.base_model import (
+    auto_class,
+    full_name,
+    is_language_model,
+    last_layer,
+    load_base,
+    load_new_base,
+    refuse_loading_arguments,
+    refuse_misspelt,
+    refuse_unfit,
+)
+from hf_drafthead.modeling.checkpoint import (
+    check_tensors,
+    checkpoint_files,
+    map_wanted,
+    read_config,
+    read_generation_settings,
+    refuse_damage,
+)
+from hf_drafthead.modeling.config import ABOUT_THE_BASE, DraftHeadConfig
+from hf_drafthead.modeling.drafter import Drafter
+from hf_drafthead.modeling.files import in_one_line, shortened
+
+logger = logging.get_logger(__name__)
+
+Model = TypeVar("Model", bound="LoadableModel")
+
+# Arguments of from_pretrained for the heads' own files, and for every download.
+HEADS_ARGUMENTS = {"revision", "subfolder", "variant", "_from_auto", "_from_pipeline", "adapter_kwargs"}
+HUB_ARGUMENTS = {"cache_dir", "force_download", "local_files_only", "proxies", "token"}
+
+
+class AdapterOfAll(NamedTuple):
+    """An adapter of the whole model, heads and base: where it lies, and how it is loaded."""
+
+    name: str
+    arguments: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class HeadsSource:
+    """Where heads are read from.
+
+    given: folder or Hub id, None where their tensors are given; fetch: arguments of every download; heads: arguments
+    for the heads' own files.
+    """
+
+    given: str | None
+    fetch: dict[str, Any]
+    heads: dict[str, Any]
+
+    @property
+    def path(self) -> str:
+        """The name of the heads in messages."""
+        return self.given or "state_dict"
+
+    @property
+    def hub(self) -> dict[str, Any]:
+        """How their files are fetched."""
+        return self.fetch | {
+            key: self.heads[key] for key in ("revision", "subfolder") if self.heads.get(key) is not None
+        }
+
+    @property
+    def place(self) -> str:
+        """The folder to which a relative path of the base refers, or their Hub id."""
+        if self.given is None:
+            return os.curdir
+        inside = self.heads.get("subfolder")
+        return os.path.join(self.given, inside) if inside and os.path.isdir(self.given) else self.given
+
+    def adapter_of_all(self, from_folder: bool) -> AdapterOfAll | None:
+        """The adapter that was named, or the one beside the heads, if `from_folder` says to look there."""
+        arguments = dict(self.heads.get("adapter_kwargs") or {})
+        name = arguments.pop("_adapter_model_path", None) or self.path
+        if (from_folder or name != self.path) and find_adapter(name, self.hub) is not None:
+            return AdapterOfAll(name, arguments)
+        return None
+
+
+def _hand_to_base(config: DraftHeadConfig, arguments: dict[str, Any]) -> None:
+    """Move the choice of attention and of experts, which AutoModel puts into the config, to the base's arguments."""
+    for name in ("attn_implementation", "experts_implementation"):
+        if (chosen := getattr(config, f"_{name}")) is not None:
+            arguments.setdefault(name, chosen)
+        setattr(config, f"_{name}", None)
+
+
+class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
+    """A base and a drafter in one model, and the ways to make it; `modeling.base` has what it does."""
+
+    config: DraftHeadConfig
+    drafter_class: ClassVar[type[Drafter]]
+    checkpoint_revision: str | None = None
+
+    def __init__(self, config: DraftHeadConfig, build_base: bool = True) -> None:
+        if not isinstance(config.base_config, PreTrainedConfig):
+            raise ValueError(
+                f"{type(config).__name__} has no base_config: give it the config of the base, or use "
+                f"{type(self).__name__}.from_base(...)."
+            )
+        self._refuse_other_family(config)
+        super().__init__(config)
+        # The base comes first: device and dtype of the model are those of its first parameter.
+        self.register_module("base", None)
+        if build_base:
+            if not is_language_model(config.base_config):
+                raise ValueError(
+                    f"base_config is of a {shortened.repr(config.base_config.model_type)} model, which is no causal "
+                    "language model of transformers: a base with code of its own is loaded apart, with base_model=."
+                )
+            base_config = copy.deepcopy(config.base_config)
+            self.base = auto_class(base_config).from_config(base_config, trust_remote_code=False)
+        self.drafter = self.drafter_class(config)
+        self.post_init()
+        if build_base:
+            self._attach(self.base)
+            self.drafter.copy_from_base()
+
+    # ---- attach -----------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def from_base(
+        cls: type[Model],
+        base: str | os.PathLike | nn.Module,
+        *,
+        config: DraftHeadConfig | None = None,
+        base_revision: str | None = None,
+        **kwargs: Any,
+    ) -> Model:
+        """Fresh heads on a base.
+
+        Args:
+            base: Hub id or path of a causal language model or of an adapter for one, or a loaded model, which may have
+                adapters and is used, not copied. Its parameters are frozen: what trains the model trains the heads.
+            config: take the family's fields from this config.
+            base_revision: branch, tag or commit of the base.
+            kwargs: fields of the family's config (`num_draft_heads=4`), before those of `config`; all others go to
+                `AutoModelForCausalLM.from_pretrained`.
+
+        Returns:
+            The model, on the base's device and in its dtype.
+
+        Raises:
+            OSError: there is no such base.
+            TypeError: an argument that neither the config nor a loaded base has.
+            ValueError: a config field is out of range, or the base is no decoder-only language model, or has draft
+                heads already.
+        """
+        if config is not None:
+            cls._refuse_other_family(config)
+        own = cls.config_class.heads_fields()
+        config_fields = {name: getattr(config, name) for name in own} if config is not None else {}
+        config_fields |= {name: kwargs.pop(name) for name in (own | ABOUT_THE_BASE) & set(kwargs)}
+        loaded: Any = base
+        commit, adapter, adapter_commit = base_revision, None, None
+        if isinstance(base, nn.Module):
+            loaded = unwrapped(base)
+            refuse_unfit(loaded.config, type(base).__name__, loaded=True)
+            refuse_misspelt(kwargs, own)
+            refuse_loading_arguments(loaded, kwargs)
+            name = getattr(loaded.config, "_name_or_path", "") or None
+        else:
+            name = os.fspath(base)
+            fetch = {key: kwargs.pop(key) for key in HUB_ARGUMENTS & set(kwargs)}
+            loaded, name, commit, adapter, adapter_commit = load_new_base(name, base_revision, fetch, kwargs, own)
+        if loaded.get_output_embeddings() is None:
+            raise ValueError(f"{type(loaded).__name__} has no lm_head: draft heads need a causal language model.")
+        name = full_name(name) if name else None
+        found = {"base_model_name_or_path": name, "base_model_revision": commit}
+        config_fields = found | {"adapter_name_or_path": adapter, "adapter_revision": adapter_commit} | config_fields
+        model = cls(cls.config_class(base_config=loaded.config, **config_fields), build_base=False)
+        model._attach(loaded)
+        model.drafter.copy_from_base()
+        loaded.requires_grad_(False)
+        model.drafter.train(loaded.training)
+        model.training = loaded.training
+        model._take_generation_config({})
+        model.generation_config.draft_tree = DEFAULT_TREE
+        if not model.training and last_layer(loaded)[0].type != "meta" and (reason := model.why_no_drafts()):
+            logger.warning_once(f"These heads will never draft, the base will decode by itself: {reason}.")
+        return model
+
+    @classmethod
+    def _refuse_other_family(cls, config: DraftHeadConfig) -> None:
+        if not isinstance(config, cls.config_class):
+            raise TypeError(
+                f"config is a {type(config).__name__}, but {cls.__name__} is configured by a "
+                f"{cls.config_class.__name__}: give one of these, or use the model class of that family."
+            )
+
+    def _attach(self, base: Any) -> None:
+        """Make `base` this model's base, and put the drafter where the base's last layer is.
+
+        What transformers collects from submodels in `post_init` is carried over by hand: `post_init` would touch the
+        weights of a live base.
+        """
+        self.base = base
+        self.drafter.attach(base)
+        self.config.base_config = base.config  # after construction, so that both stay one object
+        self.config._attn_implementation_internal = getattr(base.config, "_attn_implementation_internal", None)
+        tied = getattr(base, "all_tied_weights_keys", None) or {}
+        self.all_tied_weights_keys = {f"base.{target}": f"base.{source}" for target, source in tied.items()}
+        for name in (
+            "_no_split_modules",
+            "_skip_keys_device_placement",
+            "_keep_in_fp32_modules",
+            "_keep_in_fp32_modules_strict",
+        ):
+            setattr(self, name, set(getattr(self, name) or ()) | set(getattr(base, name, None) or ()))
+        self._no_split_modules.add(type(self.drafter).__name__)  # all of it on one device
+        device, dtype = last_layer(base)
+        self.config.dtype = dtype
+        if device.type != "meta":
+            self.drafter.to(device=device, dtype=dtype)
+        placed = getattr(base, "hf_device_map", None)
+        if placed:
+            self.hf_device_map = {f"base.{name}" if name else "base": place for name, place in placed.items()}
+            self.hf_device_map["drafter"] = device
+
+    def _take_generation_config(self, heads: Mapping[str, Any]) -> None:
+        """Generate as the base does, with the heads' own settings on top."""
+        ours = copy.deepcopy(getattr(self.base, "generation_config", None) or GenerationConfig())
+        ours._from_model_config = False  # such a config drops the settings that transformers does not know when loaded
+        for name, value in DraftSettings.stored_in(heads).items():
+            setattr(ours, name, value)
+        self.generation_config = ours
+
+    # ---- load -------------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def from_pretrained(  # type: ignore[override]
+        cls: type[Model],
+        pretrained_model_name_or_path: str | os.PathLike | None,
+        *,
+        config: DraftHeadConfig | str | os.PathLike | None = None,
+        state_dict: Mapping[str, Tensor] | None = None,
+        use_safetensors: bool | None = None,
+        base_model: str | os.PathLike | nn.Module | None = None,
+        base_revision: str | None = None,
+        convert: bool = False,
+        generation_config: GenerationConfig | None = None,
+        output_loading_info: bool = False,
+        **kwargs: Any,
+    ) -> Model | tuple[Model, dict[str, Any]]:
+        """Load trained heads and their base.
+
+        Args:
+            pretrained_model_name_or_path: folder or Hub id of the heads, saved with or without their base; None with
+                `config` and `state_dict` in its place.
+            config: use this config instead of the checkpoint's.
+            state_dict: the tensors of the heads, or of the whole model.
+            use_safetensors: as in transformers, for the base; heads are never read from anything else.
+            base_model: Hub id, path or loaded model to use instead of the base that the config names.
+            base_revision: branch, tag or commit of the base; default: the one that the heads were trained on.
+            convert: the heads are in the layout of another project (`docs/formats.md` lists them); a file of weights
+                may be given as well. What the layout does not say is to be given here: the base, or fields of the
+                family's config.
+            generation_config: use this one instead of the base's with the heads' settings.
+            output_loading_info: also return what transformers tells about a loading: which tensors were missing,
+                unexpected or mismatched. There are none, for such a checkpoint is refused.
+            kwargs: `revision`, `subfolder` and `variant` speak of the heads' checkpoint; `cache_dir`,
+                `force_download`, `local_files_only`, `proxies` and `token` of every download; all others (`dtype`,
+                `device_map`, `quantization_config`, `attn_implementation`, ...) are for the base. The drafter goes to
+                the device and dtype of the base's last layer.
+
+        Raises:
+            OSError: heads or base are not there, or a file cannot be read.
+            ValueError: the checkpoint is of another kind, a tensor is missing, unknown or of another shape, or the
+                base is not the one that the heads were made for.
+        """
+        given = None if pretrained_model_name_or_path is None else os.fspath(pretrained_model_name_or_path)
+        if (given is None) != (state_dict is not None) or (given is None and not isinstance(config, PreTrainedConfig)):
+            raise ValueError(
+                "give the folder or Hub id of the heads, or None with config= and state_dict= in its place."
+            )
+        source = HeadsSource(
+            given,
+            fetch={key: kwargs.pop(key) for key in HUB_ARGUMENTS & set(kwargs)},
+            heads={key: kwargs.pop(key) for key in HEADS_ARGUMENTS & set(kwargs)},
+        )
+        settings: Mapping[str, Any] | None = {} if given is None else None
+        own: DraftHeadConfig
+        if convert:
+            own, converted, settings = cls._converted(source, config, base_model, base_revision, kwargs)
+        else:
+            own, converted = read_config(cls.config_class, source.path, config, source.hub), None
+        _hand_to_base(own, kwargs)
+        own.name_or_path = given or ""
+        if state_dict is not None:
+            own.base_included = any(name.startswith("base.") for name in state_dict)
+        untouched = copy.deepcopy(own) if own.base_included else own
+        if converted is not None:
+            model, tensors = cls._blank(untouched, build_base=False), converted
+        else:
+            variant = source.heads.get("variant")
+            model, tensors = cls._without_memory(source.path, untouched, variant, source.hub, state_dict)
+        # What lies beside the weights is read before the base is, which may take minutes.
+        adapter = source.adapter_of_all(from_folder=settings is None)
+        settings = read_generation_settings(source.path, source.hub) if settings is None else settings
+        if own.base_included:
+            if base_model is not None or base_revision is not None:
+                raise ValueError(f"{source.path!r} contains its own base: drop base_model= and base_revision=.")
+            if use_safetensors is False:
+                raise ValueError(
+                    f"{source.path!r} is only read as safetensors, for a pickle can run code: drop use_safetensors."
+                )
+            model = cls._with_its_base(source, own, state_dict, kwargs)
+        else:
+            if use_safetensors is not None:
+                kwargs["use_safetensors"] = use_safetensors
+            model._fill_and_attach(source, tensors, base_model, base_revision, kwargs)
+            model._take_generation_config(settings)
+            if adapter is not None:
+                model.load_adapter(adapter.name, adapter_kwargs=adapter.arguments)
+        model.base.requires_grad_(False)
+        model.checkpoint_revision = source.heads.get("revision")
+        if generation_config is not None:
+            model.generation_config = copy.deepcopy(generation_config)
+        if not output_loading_info:
+            return model
+        return model, {"missing_keys": set(), "unexpected_keys": set(), "mismatched_keys": set(), "error_msgs": []}
+
+    @classmethod
+    def _converted(
+        cls, source: HeadsSource, config: Any, base_model: Any, base_revision: str | None, arguments: dict[str, Any]
+    ) -> tuple[Any, Mapping[str, Tensor], Mapping[str, Any]]:
+        """Config, tensors and generation settings of heads in another project's layout; takes the family's fields."""
+        if config is not None:
+            raise ValueError("config= cannot be given with convert=True, which reads it from the layout: drop it.")
+        from hf_drafthead.formats import converted
+
+        fields = {name: arguments.pop(name) for name in cls.config_class.heads_fields() & set(arguments)}
+        return converted(
+            cls, source.path, base_model=base_model, base_revision=base_revision, fields=fields, hub=source.hub
+        )
+
+    def _fill_and_attach(
+        self,
+        source: HeadsSource,
+        tensors: Mapping[str, Tensor],
+        base_model: Any,
+        base_revision: str | None,
+        arguments: dict[str, Any],
+    ) -> None:
+        """Load the base, with its adapter, and put a drafter without memory on it, with these tensors."""
+        self.config.__dict__.pop("quantization_config", None)  # of a base that is not here
+        base = load_base(source.place, self.config, base_model, base_revision, source.fetch, arguments)
+        if active_adapter(base) is None:
+            adapt(base, source.given, self.config, source.hub, isinstance(base_model, nn.Module))
+        self._fill(tensors, *last_layer(base))
+        self.drafter.check_values(source.path)
+        self._attach(base)
+
+    @classmethod
+    def _with_its_base(
+        cls: type[Model],
+        source: HeadsSource,
+        config: DraftHeadConfig,
+        state_dict: Mapping[str, Tensor] | None,
+        arguments: dict[str, Any],
+    ) -> Model:
+        """The model of a checkpoint that holds its base, as transformers loads it."""
+        heads = {**source.heads, **source.fetch, "config": config, "state_dict": state_dict and dict(state_dict)}
+        if arguments.get("quantization_config") is not None:
+            arguments["quantization_config"] = cls._sparing_the_drafter(config, arguments["quantization_config"])
+        try:
+            model, info = super().from_pretrained(
+                source.given, **heads, **arguments, use_safetensors=True, output_loading_info=True
+            )
+        except (ArithmeticError, AttributeError, LookupError) as error:
+            raise ValueError(
+                f"the base in {source.path!r} cannot be built from its config ({in_one_line(error)}): correct "
+                "config.json."
+            ) from error
+        refuse_damage(source.path, info)
+        model.drafter.check_values(source.path)
+        if "hf_quantizer" in model.__dict__:  # only the base is quantized: heads are saved as they are
+            model.base.hf_quantizer = model.__dict__.pop("hf_quantizer")
+        model.base.generation_config = copy.deepcopy(model.generation_config)
+        for name in DraftSettings.names():
+            model.base.generation_config.__dict__.pop(name, None)
+        return model
+
+    @classmethod
+    def _blank(cls: type[Model], config: DraftHeadConfig, build_base: bool) -> Model:
+        """The model without memory: its names and shapes."""
+        with torch.device("meta"), no_init_weights():
+            return cls(config, build_base=build_base)
+
+    @classmethod
+    def _without_memory(
+        cls: type[Model],
+        path: str,
+        config: DraftHeadConfig,
+        variant: str | None,
+        hub: dict[str, Any],
+        given: Mapping[str, Tensor] | None = None,
+    ) -> tuple[Model, dict[str, Tensor]]:
+        """The model without base and memory, and the heads' tensors, given or in the checkpoint, which fit it.
+
+        Raises:
+            OSError, ValueError: as `from_pretrained`.
+        """
+        try:
+            model = cls._blank(config, build_base=False)
+        except (OSError, ValueError):
+            raise
+        except Exception as error:  # torch and transformers raise anything for values that make no layer
+            raise ValueError(
+                f"no heads can be built from the config of {path!r} ({in_one_line(error)}): correct config.json."
+            ) from error
+        expected = model.state_dict()
+        if given is None:
+            tensors, held = map_wanted(checkpoint_files(path, variant, hub), expected)
+        else:
+            tensors, held = {name: given[name] for name in expected if name in given}, dict.fromkeys(given, path)
+        tensors = cls._complete(model, tensors)
+        check_tensors(
+            path, tensors, expected, [name for name in held if not (config.base_included and name.startswith("base."))]
+        )
+        return model, tensors
+
+    @classmethod
+    def _complete(cls: type[Model], model: Model, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The tensors of a checkpoint with those that it leaves out because they are others of them."""
+        return tensors
+
+    @torch.inference_mode(False)
+    def _fill(self, tensors: Mapping[str, Tensor], device: torch.device, dtype: torch.dtype) -> None:
+        """Give a drafter without memory its tensors; where device and type are theirs, they stay mapped from disk."""
+        device = torch.device("cpu") if device.type == "meta" else device  # all of the base is offloaded
+        placed = {
+            name: tensor.to(device=device, dtype=dtype if tensor.is_floating_point() else None)
+            for name, tensor in tensors.items()
+        }
+        self.load_state_dict(placed, assign=True)
+        for module in self.drafter.modules():
+            for name in module._non_persistent_buffers_set:
+                setattr(module, name, torch.empty_like(getattr(module, name), device=device))
+            self._init_weights(module)
+        self.eval()
+
+    @classmethod
+    def _sparing_the_drafter(cls, config: DraftHeadConfig, quantization: Any) -> Any:
+        """The quantization config, with the drafter (and, as by default, the lm_head) left as they are."""
+        spared = copy.deepcopy(quantization)
+        values = spared if isinstance(spared, dict) else vars(spared)
+        in_bitsandbytes = {"llm_int8_skip_modules", "load_in_4bit", "load_in_8bit", "_load_in_8bit"} & set(values)
+        name = "llm_int8_skip_modules" if in_bitsandbytes else "modules_to_not_convert"
+        if values.get(name) is None:
+            blank = cls._blank(copy.deepcopy(config), build_base=True)
+            head = blank.base.get_output_embeddings()
+            values[name] = [name for name, module in blank.named_modules() if module is head]
+        values[name] = [*values[name], "drafter"]
+        return spared
