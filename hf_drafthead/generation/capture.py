@@ -28,6 +28,7 @@ from transformers import CompileConfig, GenerationConfig
 from transformers.utils import logging
 
 from hf_drafthead.generation.acceptance import walk_on_device
+from hf_drafthead.generation.memory import DoesNotFit, nodes_in_memory
 from hf_drafthead.generation.regions import layers_once
 from hf_drafthead.generation.state import DecodingState, Limits, Rows, Walk
 from hf_drafthead.generation.step import Step, commit, draft, verify
@@ -106,6 +107,10 @@ class Capture:
             while len(programs.made) > MOST_PROGRAMS:
                 programs.made.popitem(last=False)
             return captured_step
+        except DoesNotFit:  # no property of the base: a later call may capture
+            for cache in state.caches():
+                cache.free()
+            return step
         except Exception as error:  # whatever a compiler says of a base: uncaptured steps work all the same
             reason = " ".join(f"{type(error).__name__}: {error}".split("\n")[:2])
             programs.refused[self._key(step, state)] = reason
@@ -149,7 +154,7 @@ class Captured:
         rejects = step.rules.rejects
 
         def first(rows: Rows, cache: Any, limits: Limits, tilt: torch.Tensor | None = None) -> Any:
-            draft_state, candidates = draft(drafter, rows, tree, tilt, rejects)
+            draft_state, candidates = draft(drafter, rows, tree, limits, tilt, rejects)
             return draft_state, candidates, verify(reader, cache, candidates, rows, limits)
 
         def last(draft_state: Any, cache: Any, rows: Rows, verified: Any, walk: Walk, limits: Limits) -> Rows:
@@ -209,10 +214,12 @@ class CapturedStep:
         captured, rows, cache, limits = self.captured, state.rows, state.cache, state.limits
         start = time.perf_counter()
         if captured.whole is not None:
-            walk, state.rows = captured.whole(rows, cache, limits)
+            with nodes_in_memory(state.caches()):
+                walk, state.rows = captured.whole(rows, cache, limits)
         else:
             noise, tilt = self.step.noise_ahead(state)
-            draft_state, candidates, verified = captured.first(rows, cache, limits, tilt)
+            with nodes_in_memory(state.caches()):
+                draft_state, candidates, verified = captured.first(rows, cache, limits, tilt)
             walk = self.step.walk(state, candidates, verified, noise)
             state.rows = captured.last(draft_state, cache, rows, verified, walk, limits)
         if captured.seconds is None:
@@ -251,7 +258,7 @@ def fingerprint(model: Any) -> Hashable:
 
 def _facts(model: nn.Module) -> Iterator[Hashable]:
     for module in model.modules():
-        hooks = len(module._forward_hooks) + len(module._forward_pre_hooks)
+        hooks = (*module._forward_hooks, None, *module._forward_pre_hooks)  # numbers, which are not given twice
         yield id(module), hooks, id(module.__dict__.get("forward")), module.training
         for parameter in module._parameters.values():
             if parameter is not None:

@@ -26,7 +26,8 @@ from hf_drafthead.generation.rules import Rules
 from hf_drafthead.generation.settings import DraftSettings
 from hf_drafthead.generation.slots import SlotCache
 from hf_drafthead.generation.state import DecodingState, DraftHeadGenerateOutput, Limits, Rows, StepRecord, Walk
-from hf_drafthead.generation.step import Step, Stopwatch
+from hf_drafthead.generation.step import Step
+from hf_drafthead.generation.stopwatch import Stopwatch
 
 FIRST_ROOM = 512  # new positions for which memory is taken at first
 FAR = 1 << 40  # where nothing limits a length
@@ -139,6 +140,7 @@ def prefill(
         eos=torch.tensor(rules.eos_tokens or [-1], device=device),
         last_position=last_position.clamp(max=max_length - 2 + past_shift),
         padding=torch.tensor(rules.pad_token, device=device),
+        pads=torch.tensor(rules.pads, device=device),
     )
     sequences = torch.full((batch, prompt_length + room), rules.pad_token, dtype=torch.long, device=input_ids.device)
     sequences[:, :prompt_length] = input_ids

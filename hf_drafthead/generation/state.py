@@ -74,13 +74,15 @@ class Limits(NamedTuple):
     """Where a call must stop, as tensors, so that a captured step serves every call.
 
     max_length: () longest row; eos: (E,) tokens that end a row; last_position: (B, 1) the last past position whose
-    node the base may be asked about; padding: () token behind a row's end.
+    node the base may be asked about; padding: () token behind a row's end; pads: () whether a row that has ended emits
+    padding from there on, as long as others go on.
     """
 
     max_length: torch.Tensor
     eos: torch.Tensor
     last_position: torch.Tensor
     padding: torch.Tensor
+    pads: torch.Tensor
 
 
 class Rows(NamedTuple):
