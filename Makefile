@@ -5,11 +5,11 @@ PYTHON ?= $(firstword $(foreach p,python3.11 python3 python,$(shell $(p) -c 'pri
 BIN := .venv/bin
 READY := .venv/.ready
 
-# One thread per process: the models of the tests are tiny, and two workers use two cores better than two threads do.
-TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+# One thread per process: the models of the tests are tiny, and a worker per core uses it better than threads do.
+TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-conformance check style docs build bench-gpu test-remote-code test-formats
+.PHONY: help demo test test-slow test-conformance check style docs build bench-gpu test-remote-code test-formats
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 18
@@ -17,8 +17,11 @@ help:  ## show this list
 demo: $(READY)  ## draft heads against their base on the bundled models
 	$(BIN)/hf-drafthead demo
 
-test: $(READY)  ## all tests, doctests included
+test: $(READY)  ## the tests, doctests included
 	$(TEST)
+
+test-slow: $(READY)  ## the tests that take long
+	$(TEST) -m slow
 
 test-conformance: $(READY)  ## transformers' common tests, with CONFORMANCE=the tests folder of its source
 	@test -n "$(CONFORMANCE)" || { echo "say where transformers' tests are: make test-conformance CONFORMANCE=transformers/tests"; exit 1; }

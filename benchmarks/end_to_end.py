@@ -142,7 +142,7 @@ a static cache under `torch.compile`.
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--family", nargs="*", help="only these; default: every one in the zoo")
-    parser.add_argument("--limit", type=int, help="only the first so many prompts")
+    parser.add_argument("--limit", type=int, help="only the first so many prompts of every category")
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--batch", type=int, nargs="*", default=[1, 8])
@@ -157,7 +157,10 @@ def main() -> None:
     assistant = args.assistant or trained_assistant(HERE.parent / ".zoo-build" / "assistant", args.assistant_steps)
     compare = ["prompt-lookup", f"assistant={assistant}"]
     compare += [] if args.without_compiled else ["compiled"]
-    prompts = read_prompts(zoo.ASSETS / "prompts.jsonl")[: args.limit]
+    of_category: dict[str | None, list[Question]] = {}
+    for prompt in read_prompts(zoo.ASSETS / "prompts.jsonl"):
+        of_category.setdefault(prompt.category, []).append(prompt)
+    prompts = [prompt for category in of_category.values() for prompt in category[: args.limit]]
     command = shlex.join(["python", "benchmarks/end_to_end.py", *sys.argv[1:]])
     results = args.output / "results"
     results.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""What holds for every test: no network, the same random numbers in any order, and nothing that transformers deprecates."""
+"""What holds for every test: no network, the same random numbers in any order, nothing that transformers deprecates."""
 
 import os
 
@@ -6,9 +6,30 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported, so 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import logging
+from collections import defaultdict
 
 import pytest
 import torch
+
+
+def pytest_configure(config):
+    """Name the marks with which tests are kept out of the usual run."""
+    config.addinivalue_line("markers", "slow: takes long; run by `make test-slow` and not by `make test`")
+    config.addinivalue_line("markers", "few(n): only n of its cases, evenly spread, are not slow")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Mark as slow what `few` leaves out."""
+    cases = defaultdict(list)
+    for item in items:
+        if found := item.get_closest_marker("few"):
+            cases[item.nodeid.partition("[")[0], found.args[0]].append(item)
+    for (_, few), alike in cases.items():
+        taken = {round((number + 0.5) * len(alike) / few - 0.5) for number in range(few)}
+        for number, item in enumerate(alike):
+            if number not in taken:
+                item.add_marker("slow")
 
 
 @pytest.hookimpl(tryfirst=True)

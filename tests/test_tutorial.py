@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from transformers import AutoModel
 
 from hf_drafthead import HydraForCausalLM
@@ -21,6 +22,7 @@ FEWER = {
 }
 
 
+@pytest.mark.slow
 def test_the_tutorial_runs(tmp_path):
     script = "set -e\n" + "\n".join(re.findall(r"^```bash\n(.*?)^```$", PAGE.read_text(), re.DOTALL | re.MULTILINE))
     for long, short in FEWER.items():

@@ -107,16 +107,13 @@ class Capture:
             while len(programs.made) > MOST_PROGRAMS:
                 programs.made.popitem(last=False)
             return captured_step
-        except DoesNotFit:  # no property of the base: a later call may capture
-            for cache in state.caches():
-                cache.free()
+        except (MemoryError, DoesNotFit) as error:  # of this call alone; for the next one there may be enough
+            not_captured(str(error), state)
             return step
         except Exception as error:  # whatever a compiler says of a base: uncaptured steps work all the same
             reason = " ".join(f"{type(error).__name__}: {error}".split("\n")[:2])
             programs.refused[self._key(step, state)] = reason
-            logger.warning_once(f"Steps are not captured, they run operation by operation: {reason}")
-            for cache in state.caches():
-                cache.free()
+            not_captured(reason, state)
             return step
         finally:
             programs.lock.release()
@@ -137,6 +134,14 @@ class Capture:
             step.drafter.reads,
             repr(sorted(self.config.to_dict().items())),
         )
+
+
+def not_captured(reason: str, state: DecodingState) -> None:
+    """Say why the steps of a call are not captured, and let its caches grow again."""
+    logger.warning_once(f"Steps are not captured, they run operation by operation: {reason}")
+    for cache in state.caches():
+        if cache.fixed:
+            cache.free()
 
 
 def whole(step: Step) -> bool:
@@ -202,6 +207,7 @@ class CapturedStep:
     def __init__(self, captured: Captured, step: Step, state: DecodingState):
         self.captured, self.step, self.tree = captured, step, step.tree
         self.first: tuple[Walk, dict[str, float]] | None = None
+        self.refused: str | None = None  # why this call goes on without its programs
         self._fix(state)
 
     def __call__(self, state: DecodingState) -> tuple[Walk, dict[str, float]]:
@@ -209,8 +215,14 @@ class CapturedStep:
         if self.first is not None:
             done, self.first = self.first, None
             return done
-        if max(state.lengths) + state.past_shift + 2 * (self.step.tree.max_depth + 1) > state.cache.capacity:
-            self._fix(state)
+        if self.refused is None and not self._fits(state):
+            try:
+                self._fix(state)
+            except MemoryError as error:
+                self.refused = str(error)
+        if self.refused is not None:
+            not_captured(self.refused, state)
+            return self.step(state)
         captured, rows, cache, limits = self.captured, state.rows, state.cache, state.limits
         start = time.perf_counter()
         if captured.whole is not None:
@@ -226,15 +238,31 @@ class CapturedStep:
             captured.seconds = time.perf_counter() - start
         return walk, {}
 
+    def _fits(self, state: DecodingState) -> bool:
+        """Whether the caches have their fixed shapes, with room for two steps."""
+        longest = max(state.lengths) + state.past_shift + 2 * (self.step.tree.max_depth + 1)
+        return state.cache.fixed and longest <= state.cache.capacity
+
     def _fix(self, state: DecodingState) -> None:
-        """Give all tensors of the call the shapes for the next stretch of text."""
+        """Give all tensors of the call the shapes for the next stretch of text.
+
+        Raises:
+            MemoryError: there is no memory for a capacity of so many positions.
+        """
         depth, nodes = self.step.tree.max_depth + 1, self.step.slots
         past = max(state.lengths) + state.past_shift
         left = int(state.limits.max_length) - max(state.lengths)
         capacity = past + min(left, AHEAD) + 2 * depth
         capacity = -(-capacity // BUCKET) * BUCKET
         for cache in state.caches():
-            cache.fix(capacity, nodes)
+            try:
+                cache.fix(capacity, nodes)
+            except RuntimeError as error:  # torch has no class of its own for a CPU that is out of memory
+                size = cache.memory(capacity + nodes) / 2**30
+                raise MemoryError(
+                    f"there is no memory for a cache of {size:.1f} GiB: {capacity} positions (a multiple of {BUCKET}), "
+                    f"{len(state.lengths)} row(s)."
+                ) from error
             for pool in cache.pools:
                 torch._dynamo.mark_dynamic(pool.data, 3)
         # the compiler takes equal sizes for one size: what need not be equal must differ

@@ -53,7 +53,7 @@ def nodes_in_memory(caches: list[SlotCache]) -> Iterator[None]:
             raise
         for cache, lengths in zip(caches, before):
             cache.lengths = lengths
-        raise DoesNotFit from error
+        raise DoesNotFit(str(error).partition("\n")[0]) from error
 
 
 def smaller(tree: Tree) -> Tree:

@@ -134,12 +134,21 @@ class SlotCache(Cache):
             layer.bind()
 
     def fix(self, capacity: int, nodes: int) -> None:
-        """From now on every shape stays the same: room for so many positions and nodes, all of it attended to."""
-        for layer in self.layers:
-            layer.part(nodes + capacity, nodes - self.nodes)
+        """From now on every shape stays the same: room for so many positions and nodes, all of it attended to.
+
+        Nothing has changed where there is no memory for it.
+        """
+        parts = [layer.parts(nodes + capacity, nodes - self.nodes) for layer in self.layers if layer.is_initialized]
+        for layer, places in zip((layer for layer in self.layers if layer.is_initialized), parts):
+            layer.part(places)
         self.nodes, self.capacity = nodes, capacity
         self.pools = [pool for layer in self.layers if layer.is_initialized for pool, _ in layer.places]
         self.fixed = True
+
+    def memory(self, slots: int) -> int:
+        """Bytes that the keys and values of so many slots take."""
+        written = (keys_or_values for layer in self.layers if layer.is_initialized for keys_or_values in layer.views())
+        return sum(part[..., 0, :].numel() * part.element_size() * slots for part in written)
 
     def free(self) -> None:
         """Take `fix` back: the memory may grow again."""
@@ -203,12 +212,15 @@ class SlotLayer(CacheLayerMixin):
         if self.is_initialized:
             self.keys, self.values = (pool.slab(index) for pool, index in self.places)
 
-    def part(self, slots: int, front: int) -> None:
-        """Give this layer tensors of its own: a compiler takes a write to a shared one for a write to all of it."""
-        if self.is_initialized:
-            keys, values = ((pool.alone(index, slots, front), 0) for pool, index in self.places)
-            self.places = keys, values
-            self.__dict__.pop("keys", None), self.__dict__.pop("values", None)
+    def parts(self, slots: int, front: int) -> tuple[tuple[_Pool, int], tuple[_Pool, int]]:
+        """Tensors of this layer's own: a compiler takes a write to a shared one for a write to all of it."""
+        keys, values = ((pool.alone(index, slots, front), 0) for pool, index in self.places)
+        return keys, values
+
+    def part(self, places: tuple[tuple[_Pool, int], tuple[_Pool, int]]) -> None:
+        """Move to tensors of its own, from `parts`."""
+        self.places = places
+        self.__dict__.pop("keys", None), self.__dict__.pop("values", None)
 
     def views(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values (B, H, S, E) of all slots."""

@@ -18,6 +18,7 @@ def greedy_text(model, new_tokens=60):
     return prompt, model.base.generate(prompt, **settings), settings
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 def test_the_ranks_foretell_every_step_of_generate(family):
     model = family.build(tiny_base("llama-gqa"))
@@ -31,6 +32,7 @@ def test_the_ranks_foretell_every_step_of_generate(family):
         assert len(foretold[row]) > 10
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("temperature", [0.5, 1.3])
 @pytest.mark.parametrize("family", FAMILIES[::3], ids=lambda family: family.name)
 def test_the_ranks_foretell_every_step_at_a_temperature(family, temperature):

@@ -49,6 +49,7 @@ class Turns:
             self.changed.notify_all()
 
 
+@pytest.mark.few(4)
 @all_families
 def test_two_threads_that_take_turns(family):
     base = shared_base("llama")
@@ -85,6 +86,7 @@ class CallsAnother(StoppingCriteria):
         return torch.zeros(input_ids.shape[0], dtype=torch.bool)
 
 
+@pytest.mark.few(4)
 @all_families
 def test_a_generation_within_every_step_of_another(family):
     base = shared_base("llama")

@@ -75,6 +75,7 @@ CASES = [(tree, "plain") for tree in TREES] + [
 ]
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("temperature", [0.4, 1.0])
 @pytest.mark.parametrize("tree, warp", CASES)
 def test_every_two_tokens_follow_as_often_as_the_base_says(tree, warp, temperature):

@@ -93,6 +93,7 @@ def printed(published, tmp_path_factory) -> str:
     return run.stdout
 
 
+@pytest.mark.slow
 def test_three_lines_from_the_hub_to_text(printed, running):
     plain = THREE_LINES.replace("org/hydra", "org/base").replace(", trust_remote_code=True", "")
     text = running[1].run(plain).out

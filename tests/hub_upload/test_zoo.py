@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+
 from hf_drafthead import zoo
 
 COMPARE = """
@@ -26,6 +28,7 @@ print(json.dumps(told))
 """
 
 
+@pytest.mark.slow
 def test_the_zoo_pushed_and_loaded_back_is_the_same(hub, clients):
     base = Path(zoo.path("base"))
     hub.add("org/base", {path.name: path.read_bytes() for path in base.iterdir()})

@@ -74,6 +74,7 @@ def test_it_drafts_what_it_would_write_itself(base, kind):
             assert token.item() == text[0, known + depth]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_is_saved_with_its_weights_by_name_and_with_the_base(base, kind, tmp_path):
     draft = tiny_base(kind, seed=5)

@@ -71,6 +71,7 @@ def test_a_config_that_is_none_is_refused_in_one_line(good, tmp_path, case):
     assert code == 2 and errors.startswith("hf-drafthead: ") and errors.count("\n") == 1 and said in errors
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_hostile_checkpoint_takes_no_more_memory_than_a_good_one():
     def peak(what: str) -> float:

@@ -79,6 +79,7 @@ def prompts(rows: int, seed: int = 0) -> dict[str, torch.Tensor]:
     return {"input_ids": ids * mask, "attention_mask": mask}
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("call", [{}, {"do_sample": True}], ids=["greedy", "sampled"])
 def test_ragged_rows_behind_left_padding(model, monkeypatch, call):
     watched = Watched(model.drafter, monkeypatch)
@@ -102,6 +103,7 @@ class GeneratesMeanwhile(StoppingCriteria):
         return torch.zeros(input_ids.shape[0], dtype=torch.bool)
 
 
+@pytest.mark.few(4)
 def test_interleaved_generations(model, monkeypatch):
     inputs = prompts(2)
     expected = model.base.generate(**inputs, max_new_tokens=8)

@@ -29,6 +29,7 @@ def test_a_model_without_heads_is_refused(capsys):
     assert "holds a 'llama' model without draft heads" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_it_serves_until_it_is_interrupted():
     pytest.importorskip("gradio")
     with socket.socket() as free:

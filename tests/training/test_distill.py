@@ -378,6 +378,7 @@ print(report.rows, report.written, report.found)
 """
 
 
+@pytest.mark.slow
 def test_two_processes_write_the_same_rows_as_one(base, tokenizer, tmp_path):
     distill(base, tokenizer, CHATS, tmp_path / "one.jsonl", **SETTINGS, **SAMPLED)
     output = tmp_path / "two.jsonl"

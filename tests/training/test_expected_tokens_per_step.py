@@ -20,6 +20,7 @@ def prompts():
     return [torch.randint(3, VOCABULARY, (length,), generator=generator) for length in LENGTHS]
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 def test_the_tokens_per_step_are_those_of_generate(family):
     model = family.build(tiny_base("llama-gqa"))

@@ -124,6 +124,7 @@ def test_a_training_shows_what_to_expect_and_no_dictionaries(place, tmp_path, ca
     assert "head 1: first guess right " in out and "head 0" not in out
 
 
+@pytest.mark.slow
 def test_several_processes_report_once(place, tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

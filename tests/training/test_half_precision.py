@@ -28,6 +28,7 @@ def place(tmp_path_factory):
     return folder
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "family, dtype",
     [*((family, "bfloat16") for family in FAMILIES), ("medusa", "float16"), ("eagle", "float16")],

@@ -24,6 +24,7 @@ def gradients(model, loss):
     return {name: parameter.grad.clone() for name, parameter in model.drafter.named_parameters()}
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize("chunk", [1, 700, 1 << 22], ids=["one position", "some", "all"])
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 def test_loss_and_gradients_are_those_of_the_plain_way(family, chunk, monkeypatch):
@@ -41,6 +42,7 @@ def test_loss_and_gradients_are_those_of_the_plain_way(family, chunk, monkeypatc
         torch.testing.assert_close(gradient, expected[name], atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_step_needs_at_most_half_the_memory():
     sizes = ["--batch", "4", "--length", "256", "--vocabulary", "16000", "--hidden", "32"]
     found = {}
