@@ -86,12 +86,7 @@ def walk_on_host(
     tokens, topology = candidates.tokens, candidates.topology
     lengths, ends = list(lengths), list(ends)
     batch, depth = tokens.shape[0], topology.paths.shape[-1]
-    drafted, parents = tokens.tolist(), topology.parents.expand_as(tokens).tolist()
-    depths = topology.depths.expand_as(tokens).tolist()
-    below = [
-        {(parents[row][node], drafted[row][node]): node for node in reversed(range(1, tokens.shape[1]))}
-        for row in range(batch)
-    ]
+    depths, below = topology.depths.expand_as(tokens).tolist(), _guessed(candidates)
     everyone = list(range(batch))
     at = [0] * batch
     nodes: list[list[int]] = [[] for _ in range(batch)]
@@ -139,6 +134,16 @@ def walk_on_host(
     counts = torch.tensor([len(one) for one in nodes], device=device)
     ended = torch.tensor([end or 0 for end in ends], device=device)
     return Walk(padded(nodes), padded(emitted), counts, ended, torch.ones_like(ended, dtype=torch.bool))
+
+
+def _guessed(candidates: Candidates) -> list[dict[tuple[int, int], int]]:
+    """For every row the node of each parent and token; of equal ones the first."""
+    tokens = candidates.tokens
+    parents = candidates.topology.parents.expand_as(tokens).tolist()
+    return [
+        {(above[node], drafted[node]): node for node in reversed(range(1, len(drafted)))}
+        for above, drafted in zip(parents, tokens.tolist())
+    ]
 
 
 def preferred_choices(

@@ -19,8 +19,11 @@ from hf_drafthead.generation.tree import DraftTree
 
 logger = logging.get_logger(__name__)
 
-# What devices without an error class of their own say.
-MESSAGES = ("DefaultCPUAllocator: ", "MPS backend out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+WORDS = (
+    "out of memory",
+    "can't allocate memory",
+    "not enough memory",
+)  # of devices without an error class of their own
 
 
 class DoesNotFit(Exception):
@@ -35,7 +38,7 @@ def out_of_memory(error: BaseException) -> bool:
     """
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
-    return isinstance(error, RuntimeError) and any(message in str(error) for message in MESSAGES)
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in WORDS)
 
 
 @contextlib.contextmanager
