@@ -80,7 +80,7 @@ def test_a_call_that_is_broken_off_leaves_nothing_behind(captured, error, family
 
 @families
 @pytest.mark.parametrize("value", [float("nan"), float("inf")], ids=str)
-@pytest.mark.parametrize("tree", [TREE, "dynamic"], ids=["static", "dynamic"])
+@pytest.mark.parametrize("tree", [TREE, {"dynamic": {"nodes": 8, "width": 3}}], ids=["static", "dynamic"])
 def test_heads_that_are_no_numbers_change_no_text(tree, value, family):
     model = family.build(tiny_base("llama-gqa"))
     with torch.no_grad():
