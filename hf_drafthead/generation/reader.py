@@ -224,6 +224,8 @@ def probe(base: PreTrainedModel, reads: tuple[int, ...]) -> BaseReader:
     tree = DraftTree([(0,), (1,)])
     try:
         plain = [base(torch.cat([past, root, node])[None], use_cache=False).logits[0, -1] for node in (left, right)]
+        if not all(expected.isfinite().any() for expected in plain):
+            raise Unsupported("the base's logits are not numbers", lasting=False)
         reader = BaseReader(base, windows, split=splits(base), reads=reads)
         cache = SlotCache(2, config.num_hidden_layers, capacity=16, nodes=3)
         reader(True, input_ids=past.expand(2, -1), past_key_values=cache, use_cache=True)
@@ -231,14 +233,14 @@ def probe(base: PreTrainedModel, reads: tuple[int, ...]) -> BaseReader:
         topology = tree.topology(device)
         nodes = torch.stack([torch.cat([root, left, right]), torch.cat([root, right, left])])
         logits, _ = reader.nodes(nodes, topology, cache, cache.lengths[:, None] + topology.depths, None)
+    except Unsupported:
+        raise
     except Exception as error:  # whatever a model raises on a tree, its own decoding still works
         reason = f"the base cannot verify a tree ({type(error).__name__}: {error})".splitlines()[0]
         raise Unsupported(reason, lasting=not out_of_memory(error)) from error
     # under autocast a base of any dtype computes in half precision
     exact = not torch.is_autocast_enabled(device.type)
     tolerance = PROBE_TOLERANCE.get(base.dtype, PROBE_TOLERANCE_HALF) if exact else PROBE_TOLERANCE_HALF
-    if not all(expected.isfinite().any() for expected in plain):
-        raise Unsupported("the base's logits are not numbers", lasting=False)
     for row, node, expected in zip((0, 0, 1, 1), (1, 2, 2, 1), plain * 2):
         difference = (logits[row, node] - expected).abs().max() / expected.abs().max()
         if not difference <= tolerance:
