@@ -31,7 +31,7 @@ test-conformance: $(READY)  ## transformers' common tests, with CONFORMANCE=the 
 test-oldest:  ## the tests of the rooms that know transformers, with the oldest versions allowed (needs a package index)
 	test -x .oldest/bin/pip || $(PYTHON) -m venv .oldest
 	.oldest/bin/pip install --disable-pip-version-check --quiet --constraint constraints-oldest.txt --editable '.[dev]'
-	OMP_NUM_THREADS=1 .oldest/bin/python -m pytest -q -n 2 --dist worksteal tests/generation tests/modeling tests/callers
+	OMP_NUM_THREADS=1 .oldest/bin/python -m pytest -q -n 2 --dist worksteal tests/generation tests/modeling
 
 soak: $(READY)  ## 2,000 generations of mixed settings on the bundled models against the base; COUNT=300 for fewer
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/soak.py --count $(or $(COUNT),2000)
