@@ -9,7 +9,8 @@ READY := .venv/.ready
 TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-sampling test-conformance check style docs build bench-gpu test-remote-code test-formats
+.PHONY: help demo test test-slow test-sampling test-conformance test-oldest soak audit check style docs build bench-gpu
+.PHONY: test-remote-code test-formats
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 18
@@ -29,6 +30,18 @@ test-slow: $(READY)  ## the tests that take long
 test-conformance: $(READY)  ## transformers' common tests, with CONFORMANCE=the tests folder of its source
 	@test -n "$(CONFORMANCE)" || { echo "say where transformers' tests are: make test-conformance CONFORMANCE=transformers/tests"; exit 1; }
 	CONFORMANCE=$(CONFORMANCE) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -o addopts=--import-mode=importlib -W ignore tests/conformance
+
+test-oldest:  ## the tests of the rooms that know transformers, with the oldest versions allowed (needs a package index)
+	test -x .oldest/bin/pip || $(PYTHON) -m venv .oldest
+	.oldest/bin/pip install --disable-pip-version-check --quiet --constraint constraints-oldest.txt --editable '.[dev]'
+	OMP_NUM_THREADS=1 .oldest/bin/python -m pytest -q -n 2 --dist worksteal tests/generation tests/modeling
+
+soak: $(READY)  ## 2,000 generations of mixed settings on the bundled models against the base; COUNT=300 for fewer
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/soak.py --count $(or $(COUNT),2000)
+
+audit:  ## known vulnerabilities of the pinned packages (needs a package index)
+	test -x .audit/bin/pip-audit || { $(PYTHON) -m venv .audit && .audit/bin/pip install --disable-pip-version-check --quiet pip-audit; }
+	.audit/bin/pip-audit --requirement constraints.txt --no-deps --disable-pip
 
 check: $(READY)  ## lint, format and types, changing nothing
 	$(BIN)/ruff check .

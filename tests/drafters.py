@@ -127,7 +127,8 @@ class Oracle:
             above = state.followed.gather(1, parents)
         here = torch.tensor([self._token(row, at + 1 + state.level) for row, at in enumerate(state.at)])
         if state.level == 0:
-            assert torch.equal(tokens[:, 0], here), "the root is not the token that follows what was observed"
+            on = [at + 2 < len(text) for at, text in zip(state.at, self.texts)]  # below an end there is padding
+            assert torch.equal(tokens[on, 0], here[on]), "the root is not the token that follows what was observed"
         state.followed = above & (tokens == here[:, None])
         state.level += 1
         logits = torch.stack([self._guesses(row, at + 1 + state.level) for row, at in enumerate(state.at)])[:, None]

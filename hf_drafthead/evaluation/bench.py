@@ -26,7 +26,7 @@ from hf_drafthead.evaluation.measurement import (
     summed_up,
     undrafted_notice,
 )
-from hf_drafthead.evaluation.memory import PeakMemory, out_of_memory
+from hf_drafthead.evaluation.memory import PeakMemory
 from hf_drafthead.evaluation.quality import quality
 from hf_drafthead.evaluation.questions import Question
 from hf_drafthead.evaluation.sharding import Shard
@@ -43,6 +43,7 @@ from hf_drafthead.evaluation.speed import (
 )
 from hf_drafthead.evaluation.stages import time_split
 from hf_drafthead.generation.calibration import rank_paths
+from hf_drafthead.generation.memory import out_of_memory
 from hf_drafthead.generation.tree import DraftTree
 
 INTERRUPTED, NO_MEMORY = "interrupted", "out of memory"

@@ -16,9 +16,9 @@ from hf_drafthead.evaluation.compare import Method, decoding_methods
 from hf_drafthead.evaluation.compare_with_base import candidate_trees
 from hf_drafthead.evaluation.loading import load, one_line
 from hf_drafthead.evaluation.measurement import BASE, COMPILED, HEADS
-from hf_drafthead.evaluation.memory import out_of_memory
 from hf_drafthead.evaluation.questions import Question
 from hf_drafthead.evaluation.speed import batched, encode_all, fastest_tree, new_tokens, steps_of, wait
+from hf_drafthead.generation.memory import out_of_memory
 from hf_drafthead.generation.tree import DraftTree
 
 INSTALLED = "as installed"

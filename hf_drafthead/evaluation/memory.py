@@ -1,4 +1,4 @@
-"""Peak memory of a call, and how to recognize an out-of-memory error."""
+"""Peak memory of a call."""
 
 from pathlib import Path
 
@@ -28,12 +28,3 @@ class PeakMemory:
             return None
         line = next(line for line in (PROCESS / "status").read_text().splitlines() if line.startswith("VmHWM:"))
         return 1024 * int(line.split()[1])
-
-
-def out_of_memory(error: BaseException) -> bool:
-    """Whether this error means that a device has no memory left."""
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-        return True
-    return isinstance(error, RuntimeError) and any(
-        words in str(error) for words in ("out of memory", "can't allocate memory")
-    )

@@ -86,18 +86,19 @@ def walk_on_host(
     tokens, topology = candidates.tokens, candidates.topology
     lengths, ends = list(lengths), list(ends)
     batch, depth = tokens.shape[0], topology.paths.shape[-1]
-    drafted, parents = tokens.tolist(), topology.parents.expand_as(tokens).tolist()
-    depths = topology.depths.expand_as(tokens).tolist()
-    below = [
-        {(parents[row][node], drafted[row][node]): node for node in reversed(range(1, tokens.shape[1]))}
-        for row in range(batch)
-    ]
+    depths, below = topology.depths.expand_as(tokens).tolist(), _guessed(candidates)
+    everyone = list(range(batch))
     at = [0] * batch
     nodes: list[list[int]] = [[] for _ in range(batch)]
     emitted: list[list[int]] = [[] for _ in range(batch)]
-    moving = running(lengths, ends, rules.pads)
+
+    def still_moving() -> list[int]:
+        rows = running(lengths, ends, rules.pads)
+        return everyone if rules.lockstep and rows else rows  # in lockstep rows that have ended emit padding
+
+    moving = still_moving()
     while moving:
-        group = list(range(batch)) if rules.lockstep else moving
+        group = everyone if rules.lockstep else moving
         here = [at[row] for row in group]
         chosen = rules.choose(group, logits[group, here], sequences, lengths)  # (g,)
         if preferred is not None:
@@ -105,6 +106,8 @@ def walk_on_host(
             chosen = torch.where(instead >= 0, instead, chosen)
         token_of = dict(zip(group, chosen.tolist()))
         for row in moving:
+            if rules.pads and ends[row] is not None:
+                token_of[row] = rules.pad_token
             sequences[row, lengths[row]] = token_of[row]
             lengths[row] += 1
             nodes[row].append(at[row])
@@ -114,7 +117,7 @@ def walk_on_host(
         for row, fired in zip(group, rules.stops(group, sequences, lengths)):
             if fired and ends[row] is None:
                 ends[row] = lengths[row]
-        now = running(lengths, ends, rules.pads)
+        now = still_moving()
         going_on = []
         for row in moving:
             at[row] = below[row].get((at[row], token_of[row]), 0)
@@ -131,6 +134,16 @@ def walk_on_host(
     counts = torch.tensor([len(one) for one in nodes], device=device)
     ended = torch.tensor([end or 0 for end in ends], device=device)
     return Walk(padded(nodes), padded(emitted), counts, ended, torch.ones_like(ended, dtype=torch.bool))
+
+
+def _guessed(candidates: Candidates) -> list[dict[tuple[int, int], int]]:
+    """For every row the node of each parent and token; of equal ones the first."""
+    tokens = candidates.tokens
+    parents = candidates.topology.parents.expand_as(tokens).tolist()
+    return [
+        {(above[node], drafted[node]): node for node in reversed(range(1, len(drafted)))}
+        for above, drafted in zip(parents, tokens.tolist())
+    ]
 
 
 def preferred_choices(

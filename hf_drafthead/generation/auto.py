@@ -16,6 +16,7 @@ from dataclasses import replace
 
 from hf_drafthead.generation.capture import Capture, CapturedStep
 from hf_drafthead.generation.ladder import Ladder
+from hf_drafthead.generation.memory import FittingStep
 from hf_drafthead.generation.settings import DraftSettings
 from hf_drafthead.generation.state import DecodingState, Walk
 from hf_drafthead.generation.step import Step
@@ -26,7 +27,7 @@ FIRST_PAUSE, LONGEST_PAUSE = 8, 64  # steps without drafting between two trials
 
 def steps_of(
     settings: DraftSettings, make: Callable[[DraftSettings], Step], capture: Capture | None, state: DecodingState
-) -> Step | CapturedStep | AutoStep:
+) -> FittingStep:
     """What takes the steps of a call.
 
     Args:
@@ -35,10 +36,13 @@ def steps_of(
         capture: how to capture steps, where they are to be captured.
         state: of the call.
     """
+    step: Step | CapturedStep | AutoStep
     if isinstance(settings.tree, Ladder):
-        return AutoStep(settings, make, capture)
-    step = make(settings)
-    return capture.prepared(step, state) if capture else step
+        step = AutoStep(settings, make, capture)
+    else:
+        step = make(settings)
+        step = capture.prepared(step, state) if capture else step
+    return FittingStep(step, lambda tree: make(replace(settings, draft_tree=tree)))
 
 
 class AutoStep:

@@ -32,6 +32,7 @@ from transformers.utils import logging
 
 from hf_drafthead.generation.acceptance import walk_on_device
 from hf_drafthead.generation.graphs import NotRecorded, Recorded, has_graphs
+from hf_drafthead.generation.memory import DoesNotFit, nodes_in_memory, out_of_memory
 from hf_drafthead.generation.regions import layers_once
 from hf_drafthead.generation.state import DecodingState, Limits, Rows, Walk
 from hf_drafthead.generation.step import Step, commit, draft, verify
@@ -117,7 +118,7 @@ class Capture:
             while len(programs.made) > MOST_PROGRAMS:
                 programs.made.popitem(last=False)
             return captured_step
-        except MemoryError as error:  # of this call alone; for the next one there may be enough
+        except (MemoryError, DoesNotFit) as error:  # of this call alone; for the next one there may be enough
             not_captured(str(error), state)
             return step
         except Exception as error:  # whatever a compiler says of a base: uncaptured steps work all the same
@@ -181,7 +182,7 @@ class Captured:
         rejects = step.rules.rejects
 
         def first(rows: Rows, cache: Any, limits: Limits, tilt: torch.Tensor | None = None) -> Any:
-            draft_state, candidates = draft(drafter, rows, tree, tilt, rejects)
+            draft_state, candidates = draft(drafter, rows, tree, limits, tilt, rejects)
             return draft_state, candidates, verify(reader, cache, candidates, rows, limits)
 
         def last(draft_state: Any, cache: Any, rows: Rows, verified: Any, walk: Walk, limits: Limits) -> Rows:
@@ -257,14 +258,16 @@ class CapturedStep:
         start = time.perf_counter()
         if captured.whole is not None:
             try:
-                walk, state.rows = captured.whole(rows, cache, limits)
+                with nodes_in_memory(state.caches()):
+                    walk, state.rows = captured.whole(rows, cache, limits)
             except NotRecorded as error:
                 self.refused = str(error)
                 self.refuse(self.refused)
                 return self(state)
         else:
             noise, tilt = self.step.noise_ahead(state)
-            draft_state, candidates, verified = captured.first(rows, cache, limits, tilt)
+            with nodes_in_memory(state.caches()):
+                draft_state, candidates, verified = captured.first(rows, cache, limits, tilt)
             walk = self.step.walk(state, candidates, verified, noise)
             state.rows = captured.last(draft_state, cache, rows, verified, walk, limits)
         if captured.seconds is None:
@@ -290,7 +293,9 @@ class CapturedStep:
         for cache in state.caches():
             try:
                 cache.fix(capacity, nodes)
-            except RuntimeError as error:  # torch has no class of its own for a CPU that is out of memory
+            except RuntimeError as error:
+                if not out_of_memory(error):
+                    raise
                 size = cache.memory(capacity + nodes) / 2**30
                 raise MemoryError(
                     f"there is no memory for a cache of {size:.1f} GiB: {capacity} positions (a multiple of {BUCKET}), "
@@ -320,7 +325,7 @@ def fingerprint(model: Any) -> Hashable:
 
 def _facts(model: nn.Module) -> Iterator[Hashable]:
     for module in model.modules():
-        hooks = len(module._forward_hooks) + len(module._forward_pre_hooks)
+        hooks = (*module._forward_hooks, None, *module._forward_pre_hooks)  # numbers, which are not given twice
         yield id(module), hooks, id(module.__dict__.get("forward")), module.training
         for parameter in module._parameters.values():
             if parameter is not None:

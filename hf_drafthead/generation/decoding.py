@@ -26,7 +26,8 @@ from hf_drafthead.generation.rules import Rules
 from hf_drafthead.generation.settings import DraftSettings
 from hf_drafthead.generation.slots import SlotCache
 from hf_drafthead.generation.state import DecodingState, DraftHeadGenerateOutput, Limits, Outcome, Rows, StepRecord
-from hf_drafthead.generation.step import Step, Stopwatch
+from hf_drafthead.generation.step import Step
+from hf_drafthead.generation.stopwatch import Stopwatch
 
 FIRST_ROOM = 512  # new positions for which memory is taken at first
 FAR = 1 << 40  # where nothing limits a length
@@ -87,9 +88,9 @@ def decode(
     step = steps_of(settings, make, capture if state.running(rules.pads) else None, state)
     launched: deque[Outcome] = deque()
     while state.running(rules.pads):
-        launched.append(Outcome(*step(state)))
+        launched.append(Outcome(*step(state), step.tree.num_nodes))
         while len(launched) > step.ahead:
-            record = state.note(launched.popleft(), step.tree.num_nodes)
+            record = state.note(launched.popleft())
             stream.committed(state, rules)
             if on_step is not None:
                 watch.lap("step")
@@ -138,6 +139,7 @@ def prefill(
         eos=torch.tensor(rules.eos_tokens or [-1], device=device),
         last_position=last_position.clamp(max=max_length - 2 + past_shift),
         padding=torch.tensor(rules.pad_token, device=device),
+        pads=torch.tensor(rules.pads, device=device),
     )
     sequences = torch.full((batch, prompt_length + room), rules.pad_token, dtype=torch.long, device=input_ids.device)
     sequences[:, :prompt_length] = input_ids

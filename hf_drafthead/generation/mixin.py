@@ -20,7 +20,7 @@ from hf_drafthead.generation.decoding import decode
 from hf_drafthead.generation.drafting import draft_vocabulary
 from hf_drafthead.generation.dynamic import DynamicTree
 from hf_drafthead.generation.entries import Situation
-from hf_drafthead.generation.reader import BaseReader, Unsupported, check_length, probe
+from hf_drafthead.generation.reader import BaseReader, Unsupported, check_length, circumstances, probe
 from hf_drafthead.generation.rules import ROW_BY_ROW
 from hf_drafthead.generation.settings import AUTO, DraftSettings
 from hf_drafthead.generation.slots import can_load
@@ -184,7 +184,7 @@ class DraftHeadGenerationMixin(GenerationMixin):
         return None
 
     def _base_reader(self) -> BaseReader:
-        """How to run this base, probed once for each attention implementation, dtype and base."""
+        """How to run this base, probed once for each base and what its answers depend on."""
         base = self.base
         if base.training or self.drafter.training:  # dropout would draw from the generator that sampling uses
             raise Unsupported("the model is in training mode, call model.eval() first")
@@ -192,11 +192,13 @@ class DraftHeadGenerationMixin(GenerationMixin):
         if probed is not base:  # by identity, which a copy of the whole model keeps
             known = {}
             self.__dict__["_readers"] = (base, known)
-        key = (base.config._attn_implementation, base.dtype, self.drafter.reads)
+        key = (self.drafter.reads, *circumstances(base))
         if key not in known:
             try:
                 known[key] = probe(base, self.drafter.reads)
             except Unsupported as reason:
+                if not reason.lasting:
+                    raise
                 known[key] = str(reason)  # not the exception, whose traceback would keep the probe's tensors alive
         if isinstance(known[key], str):
             raise Unsupported(known[key])
@@ -293,7 +295,9 @@ def _stop_strings_as_criterion(config: CallConfig, given, kwargs: dict[str, Any]
     without = copy.deepcopy(config)
     without.stop_strings = None
     without.settled += ("stop_strings",)
-    criteria = StoppingCriteriaList([StopStringCriteria(tokenizer, config.stop_strings), *(given or [])])
+    criteria = StoppingCriteriaList(given or [])
+    if not any(type(criterion) is StopStringCriteria for criterion in criteria):  # else the caller's replaces it
+        criteria.insert(0, StopStringCriteria(tokenizer, config.stop_strings))
     return {"generation_config": without, "stopping_criteria": criteria}
 
 

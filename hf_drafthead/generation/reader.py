@@ -9,12 +9,14 @@ Shapes: B rows, N nodes, T positions of a text, R = 1 or B, H hidden, F feature 
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 
 import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
+from hf_drafthead.generation.memory import out_of_memory
 from hf_drafthead.generation.slots import SlotCache, slot_mask
 from hf_drafthead.generation.tree import DraftTree, Topology
 
@@ -23,10 +25,19 @@ KNOWN_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 # takes its softmax in float32, whatever the dtype.
 PROBE_TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4}
 PROBE_TOLERANCE_HALF = 5e-2
+# Fields of configs whose attention chooses keys by score: the nodes of a tree would compete with each other.
+CHOOSES_KEYS = ("index_topk", "index_topk_blocks")
 
 
 class Unsupported(Exception):
-    """The tree cannot go here; the text is the reason, fit for the end of a sentence."""
+    """The tree cannot go here; the text is the reason, fit for the end of a sentence.
+
+    lasting: whether it holds for later calls too, until something about the base changes.
+    """
+
+    def __init__(self, reason: str, lasting: bool = True):
+        super().__init__(reason)
+        self.lasting = lasting
 
 
 @dataclass(frozen=True)
@@ -143,6 +154,8 @@ def attention_windows(config) -> dict[str, int | None]:
     window = getattr(config, "sliding_window", None)
     if unknown := sorted(kinds - KNOWN_LAYER_TYPES):
         raise Unsupported(f"the base has layers of type {', '.join(unknown)}")
+    if chooses := [name for name in CHOOSES_KEYS if getattr(config, name, None) is not None]:
+        raise Unsupported(f"the base's attention chooses keys by score ({', '.join(chooses)})")
     if getattr(config, "attention_chunk_size", None) is not None and "chunked_attention" not in kinds:
         raise Unsupported("the base attends in chunks")
     if not kinds:
@@ -160,8 +173,11 @@ def check_length(config, longest: int, nodes: int = 0) -> None:
 
     Raises:
         Unsupported: the base's rotary scaling looks at the sequence length and `longest` reaches beyond it; or
-            attention is divided into chunks or scaled from a position on, which the nodes may reach.
+            attention is divided into chunks, scaled or thinned out from a position on, which the nodes may reach.
     """
+    keeps = getattr(config, "keep_window_size", None)  # of Doge: from there on it keeps the keys of the highest scores
+    if keeps is not None and longest + nodes > keeps:
+        raise Unsupported(f"the base's attention chooses keys by score beyond {keeps} positions")
     if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
         scaled = [config.floor_scale - 1] if getattr(config, "attn_temperature_tuning", False) else []
         limit = min([config.attention_chunk_size, *scaled])
@@ -184,6 +200,13 @@ def position_table(config) -> int | None:
     return getattr(config, "max_position_embeddings", None)
 
 
+def circumstances(base: PreTrainedModel) -> tuple[Hashable, ...]:
+    """What the answer of `probe` depends on and a user may change between two calls."""
+    device = _device(base).type
+    autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    return base.config._attn_implementation, base.dtype, autocast, watched(base)
+
+
 @torch.no_grad()
 def probe(base: PreTrainedModel, reads: tuple[int, ...]) -> BaseReader:
     """Find out by running whether this base honours a tree, and how its logits are read.
@@ -201,6 +224,8 @@ def probe(base: PreTrainedModel, reads: tuple[int, ...]) -> BaseReader:
     tree = DraftTree([(0,), (1,)])
     try:
         plain = [base(torch.cat([past, root, node])[None], use_cache=False).logits[0, -1] for node in (left, right)]
+        if not all(expected.isfinite().any() for expected in plain):
+            raise Unsupported("the base's logits are not numbers", lasting=False)
         reader = BaseReader(base, windows, split=splits(base), reads=reads)
         cache = SlotCache(2, config.num_hidden_layers, capacity=16, nodes=3)
         reader(True, input_ids=past.expand(2, -1), past_key_values=cache, use_cache=True)
@@ -208,8 +233,11 @@ def probe(base: PreTrainedModel, reads: tuple[int, ...]) -> BaseReader:
         topology = tree.topology(device)
         nodes = torch.stack([torch.cat([root, left, right]), torch.cat([root, right, left])])
         logits, _ = reader.nodes(nodes, topology, cache, cache.lengths[:, None] + topology.depths, None)
+    except Unsupported:
+        raise
     except Exception as error:  # whatever a model raises on a tree, its own decoding still works
-        raise Unsupported(f"the base cannot verify a tree ({type(error).__name__}: {error})".splitlines()[0]) from error
+        reason = f"the base cannot verify a tree ({type(error).__name__}: {error})".splitlines()[0]
+        raise Unsupported(reason, lasting=not out_of_memory(error)) from error
     # under autocast a base of any dtype computes in half precision
     exact = not torch.is_autocast_enabled(device.type)
     tolerance = PROBE_TOLERANCE.get(base.dtype, PROBE_TOLERANCE_HALF) if exact else PROBE_TOLERANCE_HALF
@@ -222,21 +250,40 @@ def probe(base: PreTrainedModel, reads: tuple[int, ...]) -> BaseReader:
 
 def _probe_tokens(base: PreTrainedModel) -> torch.Tensor:
     """16 different tokens where the base reads them."""
-    device = base.get_input_embeddings().weight.device
-    if device.type == "meta":  # offloaded: its hooks take the tokens from wherever they are
-        device = torch.device("cpu")
     vocabulary = base.config.get_text_config(decoder=True).vocab_size
-    return torch.arange(3, 3 + 16, device=device).remainder(vocabulary)
+    return torch.arange(3, 3 + 16, device=_device(base)).remainder(vocabulary)
+
+
+def _device(base: PreTrainedModel) -> torch.device:
+    """Where the base reads tokens; where it is offloaded its hooks take them from anywhere."""
+    device = base.get_input_embeddings().weight.device
+    return torch.device("cpu") if device.type == "meta" else device
+
+
+def watched(base: PreTrainedModel) -> bool:
+    """Whether hooks or a forward of the user's own would be passed by where the base's decoder is run alone."""
+    decoder = base.get_decoder()
+    for _, module in base.named_modules():  # a module comes before those that it holds
+        if module is decoder:
+            return False
+        replaced = "forward" in module.__dict__ and not hasattr(module, "_hf_hook")  # accelerate replaces it as well
+        if replaced or module._forward_hooks or module._forward_pre_hooks:
+            return True
+    return False
 
 
 @torch.no_grad()
 def splits(base: PreTrainedModel) -> bool:
-    """Whether the output projection of the decoder's last hidden state is the base's logits."""
+    """Whether the output projection of the decoder's last hidden state is the base's logits; no if it is `watched`."""
+    if watched(base):
+        return False
     tokens = _probe_tokens(base)[None, :4]
     whole = base(tokens, use_cache=False).logits
     try:
         parts = base.get_output_embeddings()(base.get_decoder()(tokens, use_cache=False).last_hidden_state)
-    except (AttributeError, RuntimeError, TypeError):  # what it calls its decoder is none, or more lies between
+    except (AttributeError, RuntimeError, TypeError) as error:  # its decoder is none, or more lies between
+        if out_of_memory(error):
+            raise
         return False
     return torch.allclose(parts, whole, rtol=1e-3, atol=1e-5 * whole.abs().max().item())
 

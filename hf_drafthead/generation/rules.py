@@ -107,6 +107,8 @@ class Rules:
         self.lockstep = self.batch_size == 1 or not (
             all(type(processor) in ROW_BY_ROW or hasattr(processor, "for_rows") for processor in self.processors)
             and types_of.issubset(CRITERIA_ROW_BY_ROW)
+            # what the base says of padding behind the end of a row is asked for as well
+            and not (self.pads and (self.keeps_scores or self.keeps_logits))
         )
         self.eos_tokens = sorted(
             {
@@ -134,7 +136,7 @@ class Rules:
             rows: g row numbers; all B of them in lockstep.
             logits: (g, V) of the base after each row's last token.
             sequences: (B, L) token ids; row b's prefix is its first `lengths[b]`.
-            lengths: B of them; in lockstep all are alike but for rows that have ended.
+            lengths: B of them; in lockstep all are alike.
 
         Returns:
             (g,) token ids.

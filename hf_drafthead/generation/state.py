@@ -76,10 +76,12 @@ class Outcome:
     Args:
         walk: of the step.
         seconds: of its stages.
+        drafted: nodes of its tree.
     """
 
-    def __init__(self, walk: Walk, seconds: dict[str, float]):
-        self.packed, self.depth, self.seconds = walk.packed(), walk.tokens.shape[1], seconds
+    def __init__(self, walk: Walk, seconds: dict[str, float], drafted: int):
+        self.packed, self.depth = walk.packed(), walk.tokens.shape[1]
+        self.seconds, self.drafted = seconds, drafted
         device = self.packed.device
         self.ready = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
 
@@ -97,13 +99,15 @@ class Limits(NamedTuple):
     """Where a call must stop, as tensors, so that a captured step serves every call.
 
     max_length: () longest row; eos: (E,) tokens that end a row; last_position: (B, 1) the last past position whose
-    node the base may be asked about; padding: () token behind a row's end.
+    node the base may be asked about; padding: () token behind a row's end; pads: () whether a row that has ended emits
+    padding from there on, as long as others go on.
     """
 
     max_length: torch.Tensor
     eos: torch.Tensor
     last_position: torch.Tensor
     padding: torch.Tensor
+    pads: torch.Tensor
 
 
 class Rows(NamedTuple):
@@ -179,7 +183,7 @@ class DecodingState:
             more = sequences.new_full((sequences.shape[0], max(longest - sequences.shape[1], ROOM)), padding)
             self.rows = self.rows._replace(sequences=torch.cat([sequences, more], dim=1))
 
-    def note(self, outcome: Outcome, drafted: int) -> StepRecord:
+    def note(self, outcome: Outcome) -> StepRecord:
         """Read the outcome of a step, and remember what the host needs to know of it. Here the host waits.
 
         Raises:
@@ -196,7 +200,7 @@ class DecodingState:
         self.counted.append(counted)
         tokens = [row[3 : 3 + row[0]] for row in read]
         nodes = [row[3 + depth : 3 + depth + row[0]] for row in read]
-        return StepRecord(len(self.counted), tokens, nodes, counted, drafted, outcome.seconds)
+        return StepRecord(len(self.counted), tokens, nodes, counted, outcome.drafted, outcome.seconds)
 
 
 def running(lengths: list[int], ends: list[int | None], pads: bool) -> list[int]:

@@ -10,7 +10,6 @@ Shapes: B rows, N nodes, D nodes on the longest path, F*H features, V vocabulary
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import torch
@@ -19,21 +18,30 @@ from hf_drafthead.generation.acceptance import preferred_choices, walk_on_device
 from hf_drafthead.generation.drafting import draft_dynamic, draft_static
 from hf_drafthead.generation.dynamic import DynamicTree, Tree
 from hf_drafthead.generation.ladder import Ladder
+from hf_drafthead.generation.memory import nodes_in_memory
 from hf_drafthead.generation.reader import BaseReader
 from hf_drafthead.generation.rules import Rules
 from hf_drafthead.generation.settings import DraftSettings
 from hf_drafthead.generation.slots import SlotCache
 from hf_drafthead.generation.state import Candidates, DecodingState, Limits, Rows, Verified, Walk
+from hf_drafthead.generation.stopwatch import Stopwatch
 
 
 def draft(
-    drafter, rows: Rows, tree: Tree, tilt: torch.Tensor | None, keep_guesses: bool = False
+    drafter, rows: Rows, tree: Tree, limits: Limits, tilt: torch.Tensor | None, keep_guesses: bool = False
 ) -> tuple[Any, Candidates]:
-    """Let the drafter fill the tree below each row's newest token, see `draft_static`; also returns its state."""
+    """Let the drafter fill the tree below each row's newest token, see `draft_static`; also returns its state.
+
+    Below a row that has ended there is padding alone, which is what the base reads there.
+    """
     root = rows.sequences.gather(1, rows.lengths[:, None] - 1)
     if isinstance(tree, DynamicTree):
-        return draft_dynamic(drafter, rows.draft_state, root, tree, tilt)
-    return draft_static(drafter, rows.draft_state, root, tree, tilt, keep_guesses)
+        draft_state, candidates = draft_dynamic(drafter, rows.draft_state, root, tree, tilt)
+    else:
+        draft_state, candidates = draft_static(drafter, rows.draft_state, root, tree, tilt, keep_guesses)
+    padded = ((rows.ends > 0) & limits.pads)[:, None]
+    below = torch.where(padded, limits.padding, candidates.tokens[:, 1:])
+    return draft_state, candidates._replace(tokens=torch.cat([root, below], dim=1))
 
 
 def verify(reader: BaseReader, cache: SlotCache, candidates: Candidates, rows: Rows, limits: Limits) -> Verified:
@@ -59,6 +67,8 @@ def commit(
     kept = torch.where(place < walk.counts[:, None], walk.tokens, limits.padding)
     rows.sequences.scatter_(1, rows.lengths[:, None] + place, kept)
     nodes, tokens, counts = walk.nodes, walk.tokens, walk.counts
+    own = torch.minimum(counts, walk.ends - rows.lengths).clamp(min=0)  # up to the row's end, which padding may follow
+    counts = torch.where((walk.ends > 0) & limits.pads, own, counts)
     if not drafter.keeps_history:
         # a wrong node here costs speed and never correctness: the tests look at it by itself
         last = (counts[:, None] - 1).clamp(min=0)
@@ -99,10 +109,11 @@ class Step:
         state.reserve(2 * (self.tree.max_depth + 2), self.rules.pad_token)  # the host may not know of the last step yet
         rows, cache, limits = state.rows, state.cache, state.limits
         noise, tilt = self.noise_ahead(state)
-        draft_state, candidates = draft(self.drafter, rows, self.tree, tilt, self.rules.rejects)
-        watch.lap("draft")
-        verified = verify(self.reader, cache, candidates, rows, limits)
-        watch.lap("verify")
+        with nodes_in_memory(state.caches()):
+            draft_state, candidates = draft(self.drafter, rows, self.tree, limits, tilt, self.rules.rejects)
+            watch.lap("draft")
+            verified = verify(self.reader, cache, candidates, rows, limits)
+            watch.lap("verify")
         walk = self.walk(state, candidates, verified, noise)
         watch.lap("accept")
         state.rows = commit(self.drafter, draft_state, cache, rows, verified, walk, limits)
@@ -144,23 +155,3 @@ class Step:
             preferred=preferred,
             show=self.show,
         )
-
-
-class Stopwatch:
-    """Seconds between laps; does nothing unless it is switched on."""
-
-    def __init__(self, on: bool, device: torch.device):
-        self.on, self.device = on, device
-        self.seconds: dict[str, float] = {}
-        self.last = self._now() if on else 0.0
-
-    def lap(self, name: str) -> None:
-        """Note what has passed since the last lap under this name."""
-        if self.on:
-            now = self._now()
-            self.seconds[name], self.last = now - self.last, now
-
-    def _now(self) -> float:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        return time.perf_counter()

@@ -11,8 +11,8 @@ os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")  # read on import: a 
 import gradio as gr
 
 from hf_drafthead.evaluation.loading import one_line
-from hf_drafthead.evaluation.memory import out_of_memory
 from hf_drafthead.evaluation.speed import encode, warm_up
+from hf_drafthead.generation.memory import out_of_memory
 from hf_drafthead.generation.tree import DraftTree, published_trees
 from hf_drafthead.page import drawing
 from hf_drafthead.page.comparison import BASE, HEADS, Comparison, Step

@@ -12,7 +12,7 @@ from hf_drafthead.evaluation import compare, plan, plots, report, sharding, spee
 from hf_drafthead.evaluation.bench import bench
 from hf_drafthead.evaluation.loading import load
 from hf_drafthead.evaluation.questions import UNCATEGORISED, Question
-from hf_drafthead.generation import step
+from hf_drafthead.generation import step, stopwatch
 from hf_drafthead.generation.mixin import DraftHeadGenerationMixin
 from hf_drafthead.generation.tree import DraftTree
 from tests.checkpoints import TREE, save_base, save_heads
@@ -121,7 +121,7 @@ def test_a_stage_s_time_is_told_under_its_name(loaded, monkeypatch, stage):
         clock.now += 0.25
         return right(*arguments, **kwargs)
 
-    monkeypatch.setattr(step, "time", types.SimpleNamespace(perf_counter=lambda: clock.now))
+    monkeypatch.setattr(stopwatch, "time", types.SimpleNamespace(perf_counter=lambda: clock.now))
     monkeypatch.setattr(holder, name, slow)
     (found,) = measured(loaded, PROMPTS[:1])
     others = dict.fromkeys([*stages.STAGES, "rest"], 0.0)

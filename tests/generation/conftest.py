@@ -5,6 +5,8 @@ import logging
 import pytest
 import transformers
 
+from hf_drafthead.generation import capture
+
 pytest.register_assert_rewrite("tests.drafters", "tests.generation.agreement")
 
 FALLBACK = "Draft heads are not used"
@@ -38,3 +40,9 @@ def fallbacks():
     logger.addHandler(handler)
     yield handler.reasons
     logger.removeHandler(handler)
+
+
+@pytest.fixture
+def untraced(monkeypatch):
+    """Steps of fixed shapes that no compiler has seen, where it does not matter, for tracing is slow."""
+    monkeypatch.setattr(capture, "compiled", lambda function, config: function)

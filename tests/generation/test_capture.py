@@ -44,12 +44,6 @@ def made(monkeypatch):
     return found
 
 
-@pytest.fixture
-def untraced(monkeypatch):
-    """Steps of fixed shapes that no compiler has seen, where it does not matter, for tracing is slow."""
-    monkeypatch.setattr(capture, "compiled", lambda function, config: function)
-
-
 def both(model, rows=1, **call):
     """Generate captured and with the base, from the same seed; also returns the captured output."""
     call = {**prompt(rows), **LONG, **call}
@@ -151,6 +145,16 @@ def test_weights_that_change_between_two_calls(made):
             parameter.data = parameter.flip(-1).clone()
     assert not torch.equal(both(model).sequences, before)
     assert len(made) == 1
+
+
+def test_a_hook_that_takes_the_place_of_another_is_another_fingerprint():
+    model = FAMILIES[0].build(tiny_base("llama"))
+    layer, found = model.base.get_decoder().layers[0].mlp, []
+    for factor in (2, 3):
+        hook = layer.register_forward_hook(lambda module, given, output, factor=factor: output * factor)
+        found.append(capture.fingerprint(model))
+        hook.remove()
+    assert found[0] != found[1]
 
 
 def test_a_hook_that_is_added_between_two_calls(made):

@@ -6,7 +6,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, SynthIDTextWaterm
 
 from tests.bases import VOCABULARY
 from tests.drafters import right
-from tests.generation.agreement import agree, prompt, shared_base
+from tests.generation.agreement import TREE, agree, prompt, shared_base
 
 ENDS = [2, 40, 51, 7]  # more tokens that end a text, so that the rows of a batch end at different places
 SAMPLED = {
@@ -127,6 +127,24 @@ def test_a_processor_with_a_memory_sees_the_calls_of_the_base(rows, choice):
     by_base, by_model = recorders
     assert by_model.calls == by_base.calls
     assert len(by_model.calls) == max(found.new_tokens)
+
+
+class Mixes(LogitsProcessor):
+    """Adds to every row what the base says of the others."""
+
+    def __call__(self, input_ids, scores):
+        return scores + 0.5 * scores.flip(0)
+
+
+@pytest.mark.parametrize("tree", [TREE, [[0], [1], [1, 0], [1, 0, 0]]], ids=["bushy", "deep at the second rank"])
+@pytest.mark.parametrize("choice", [{}, {"do_sample": True}, {"output_scores": True}], ids=str)
+def test_a_processor_that_mixes_rows_sees_what_the_base_says_behind_the_end_of_one(choice, tree):
+    def call():
+        processors = LogitsProcessorList([Mixes()])
+        return {"logits_processor": processors, "max_new_tokens": 24, "eos_token_id": ENDS, **choice}
+
+    found = agree(inputs=prompt(4), call=call, tree=tree)
+    assert len(set(found.new_tokens)) > 1 and min(found.new_tokens) + 2 < max(found.new_tokens)
 
 
 class InPlace(LogitsProcessor):

@@ -8,6 +8,7 @@ from transformers import (
     PreTrainedTokenizerFast,
     StoppingCriteria,
     StoppingCriteriaList,
+    StopStringCriteria,
 )
 
 from tests.drafters import Drafted, Oracle, half_right, right
@@ -134,6 +135,14 @@ def test_a_single_stop_string_from_the_generation_config(tokenizer):
     model.generation_config = model_config
     got = model.generate(**prompt(), **without, return_dict_in_generate=True)
     assert torch.equal(got.sequences, expected) and got.accepted_lengths is not None
+
+
+def test_stop_strings_that_the_caller_s_own_criterion_replaces_as_on_the_base(tokenizer):
+    base, text = shared_base("llama-gqa"), tokenizer.decode(free_text()[0])
+    own = StoppingCriteriaList([StopStringCriteria(tokenizer, [text[11:13]])])
+    call = {"max_new_tokens": 20, "tokenizer": tokenizer, "stop_strings": [text[3:5]], "stopping_criteria": own}
+    found = agree(base, call=call, new_tokens=lambda sequences: [sequences.shape[1] - 9])
+    assert found.new_tokens[0] > 5
 
 
 class OnToken(StoppingCriteria):

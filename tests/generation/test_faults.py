@@ -1,0 +1,111 @@
+"""What fails in the middle of a call leaves nothing behind: the next call is right. What is no number ends too."""
+
+import pytest
+import torch
+from transformers import CompileConfig, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+from transformers.generation import LogitsProcessor
+from transformers.generation.streamers import BaseStreamer
+
+from tests.bases import tiny_base
+from tests.families import FAMILIES
+from tests.generation.agreement import TREE, prompt
+
+TRACED = {"compile_config": CompileConfig(backend="eager", mode="default")}
+LONG = {"max_new_tokens": 16, "eos_token_id": None, "draft_tree": TREE}
+families = pytest.mark.parametrize(
+    "family", [one for one in FAMILIES if one.name in ("medusa", "eagle")], ids=lambda family: family.name
+)
+
+
+class Fails:
+    """Raises at its fourth call."""
+
+    def __init__(self, error):
+        self.error, self.left = error, 4
+
+    def count(self):
+        self.left -= 1
+        if not self.left:
+            raise self.error
+
+
+class FailingStreamer(Fails, BaseStreamer):
+    def put(self, value):
+        self.count()
+
+    def end(self):
+        raise AssertionError("there is no end")
+
+
+class FailingProcessor(Fails, LogitsProcessor):
+    def __call__(self, input_ids, scores):
+        self.count()
+        return scores
+
+
+class FailingCriterion(Fails, StoppingCriteria):
+    def __call__(self, input_ids, scores, **kwargs):
+        self.count()
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+
+FAULTS = {
+    "streamer": lambda error: {"streamer": FailingStreamer(error)},
+    "processor": lambda error: {"logits_processor": LogitsProcessorList([FailingProcessor(error)])},
+    "criterion": lambda error: {"stopping_criteria": StoppingCriteriaList([FailingCriterion(error)])},
+}
+
+
+def same(model, **call) -> None:
+    """The model's next call gives the base's text."""
+    own = {name: call.pop(name) for name in ("draft_tree", "compile_config") if name in call}
+    torch.manual_seed(2)
+    expected = model.base.generate(**prompt(), **call)
+    torch.manual_seed(2)
+    got = model.generate(**prompt(), **call, **own, return_dict_in_generate=True)
+    assert torch.equal(got.sequences, expected) and got.accepted_lengths is not None
+
+
+@families
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), ValueError("of the user's own")], ids=["Ctrl-C", "an error"])
+@pytest.mark.parametrize("captured", [{}, TRACED], ids=["uncaptured", "captured"])
+def test_a_call_that_is_broken_off_leaves_nothing_behind(captured, error, family, untraced):
+    model = family.build(tiny_base("llama-gqa"))
+    for make in FAULTS.values():
+        with pytest.raises(type(error)):
+            model.generate(**prompt(), **LONG, **captured, **make(error))
+        same(model, **LONG, **captured)
+    same(model, **LONG, **captured, do_sample=True)
+
+
+@families
+@pytest.mark.parametrize("value", [float("nan"), float("inf")], ids=str)
+@pytest.mark.parametrize("tree", [TREE, {"dynamic": {"nodes": 8, "width": 3}}], ids=["static", "dynamic"])
+def test_heads_that_are_no_numbers_change_no_text(tree, value, family):
+    model = family.build(tiny_base("llama-gqa"))
+    with torch.no_grad():
+        for parameter in model.drafter.parameters():
+            parameter.fill_(value)
+    same(model, **{**LONG, "draft_tree": tree})
+    same(model, **{**LONG, "draft_tree": tree}, do_sample=True)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")], ids=str)
+@pytest.mark.parametrize("probed", [False, True], ids=["before the probe", "after it"])
+def test_a_base_that_is_no_number_ends_as_by_itself_and_drafts_once_it_is_repaired(probed, value, fallbacks):
+    model = FAMILIES[0].build(tiny_base("llama-gqa"))
+    weight = model.base.get_decoder().layers[0].mlp.down_proj.weight
+    good = weight.detach().clone()
+    if not probed:
+        del model.__dict__["_readers"]  # what was found when the heads were made
+    with torch.no_grad():
+        weight.fill_(value)
+    call = {**prompt(2), "max_new_tokens": 12, "eos_token_id": None}
+    assert torch.equal(model.generate(**call, draft_tree=TREE), model.base.generate(**call))
+    for one in (model.base, model):
+        with pytest.raises(RuntimeError, match="probability tensor contains"):
+            one.generate(**call, do_sample=True)
+    assert bool(fallbacks) != probed
+    with torch.no_grad():
+        weight.copy_(good)
+    same(model, **LONG)

@@ -1,0 +1,94 @@
+"""Where memory does not hold the nodes of a step: smaller trees, one warning, the same text."""
+
+import pytest
+import torch
+from transformers import CompileConfig
+
+from hf_drafthead.generation import memory
+from hf_drafthead.generation.reader import BaseReader
+from tests.bases import tiny_base
+from tests.families import FAMILIES
+from tests.generation.agreement import TREE, prompt, shared_base
+
+TRACED = CompileConfig(backend="eager", mode="default")
+LONG = {"max_new_tokens": 16, "eos_token_id": None}
+SHORT = [torch.OutOfMemoryError("CUDA out of memory."), RuntimeError("DefaultCPUAllocator: can't allocate memory")]
+eagle = next(family for family in FAMILIES if family.name == "eagle")
+
+
+@pytest.fixture
+def warnings(monkeypatch):
+    found = []
+    monkeypatch.setattr(memory.logger, "warning", found.append)  # which `warning_once` calls
+    return found
+
+
+def narrow(monkeypatch, most: int, error: Exception, once: bool = False):
+    """Let every step of more than `most` nodes fail; returns the sizes that were tried."""
+    nodes, tried = BaseReader.nodes, []
+
+    def limited(self, tokens, *rest):
+        tried.append(tokens.shape[1])
+        if tokens.shape[1] > most and not (once and len(tried) > 1):
+            raise error
+        return nodes(self, tokens, *rest)
+
+    monkeypatch.setattr(BaseReader, "nodes", limited)
+    return tried
+
+
+DYNAMIC = {"dynamic": {"nodes": 12, "depth": 3, "width": 4}}
+
+
+@pytest.mark.parametrize("error", SHORT, ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize(
+    "choice, tree", [({}, TREE), ({"do_sample": True}, DYNAMIC), ({"repetition_penalty": 1.3}, TREE)], ids=str
+)
+def test_smaller_trees_give_the_same_text(choice, tree, error, warnings, monkeypatch):
+    model = eagle.build(shared_base("llama-gqa"))
+    call = {**prompt(3), **LONG, **choice}
+    torch.manual_seed(1)
+    expected = model.base.generate(**call)
+    left_at = torch.get_rng_state()
+    model._base_reader()
+    tried = narrow(monkeypatch, 4, error)
+    torch.manual_seed(1)
+    got = model.generate(**call, draft_tree=tree, return_dict_in_generate=True)
+    assert torch.equal(got.sequences, expected) and torch.equal(torch.get_rng_state(), left_at)
+    assert got.accepted_lengths is not None
+    first = 14 if tree is TREE else 12
+    assert tried[:3] == [first, first // 2, first // 2 // 2] and set(tried[3:]) == {tried[2]}
+    assert warnings == ["Memory does not hold the nodes of a step: this call goes on with smaller trees."]
+
+
+@pytest.mark.parametrize("once", [False, True], ids=["in every step", "in the first"])
+@pytest.mark.parametrize("choice", [{}, {"do_sample": True}], ids=["greedy", "sampled"])
+def test_captured_steps_go_on_uncaptured(choice, once, warnings, untraced, monkeypatch):
+    model = FAMILIES[0].build(tiny_base("llama-gqa"))
+    call = {**prompt(2), **LONG, **choice}
+    torch.manual_seed(1)
+    expected = model.base.generate(**call)
+    model._base_reader()
+    with monkeypatch.context() as patch:
+        narrow(patch, 7, SHORT[0], once)
+        torch.manual_seed(1)
+        got = model.generate(**call, draft_tree=TREE, compile_config=TRACED)
+    assert torch.equal(got, expected) and len(warnings) == (0 if once else 1)
+
+
+def test_the_root_alone_that_does_not_fit_is_the_device_s_error(monkeypatch):
+    model = FAMILIES[0].build(shared_base("llama"))
+    model._base_reader()
+    tried = narrow(monkeypatch, 0, SHORT[0])
+    with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory"):
+        model.generate(**prompt(), **LONG, draft_tree=TREE)
+    assert tried == [14, 7, 3, 1]
+
+
+def test_no_other_error_is_taken_for_it(warnings, monkeypatch):
+    model = FAMILIES[0].build(shared_base("llama"))
+    model._base_reader()
+    tried = narrow(monkeypatch, 4, RuntimeError("The size of tensor a must match the size of tensor b"))
+    with pytest.raises(RuntimeError, match="must match"):
+        model.generate(**prompt(), **LONG, draft_tree=TREE)
+    assert tried == [14] and warnings == []

@@ -1,0 +1,146 @@
+"""What is known of a base holds as long as what it depends on: hooks, autocast, memory; and keys chosen by score."""
+
+import types
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from hf_drafthead.generation import mixin
+from hf_drafthead.generation.reader import Unsupported, attention_windows, check_length, watched
+from tests.bases import SIZES, SPECIAL, tiny_base
+from tests.families import FAMILIES
+from tests.generation.agreement import TREE, prompt, shared_base
+
+LONG = {"max_new_tokens": 10, "eos_token_id": None}
+
+
+def drafts(model) -> torch.Tensor:
+    """The base's text, drafted."""
+    call = {**prompt(2), **LONG}
+    got = model.generate(**call, draft_tree=TREE, return_dict_in_generate=True)
+    assert torch.equal(got.sequences, model.base.generate(**call))
+    assert got.accepted_lengths is not None
+    return got.sequences
+
+
+def only(token):
+    """A hook that lets the base say one token for ever."""
+
+    def hook(module, args, output):
+        output.logits[..., token] += 500
+        return output
+
+    return hook
+
+
+def test_a_hook_of_the_base_that_is_added_later_is_heard_until_it_is_removed():
+    model = FAMILIES[0].build(tiny_base("llama"))
+    before = drafts(model)
+    for token in (10, 11):  # one after the other: as many hooks, but another one
+        hook = model.base.register_forward_hook(only(token))
+        assert set(drafts(model)[:, 9:].flatten().tolist()) == {token}
+        hook.remove()
+    assert torch.equal(drafts(model), before)
+
+
+def test_a_hook_that_only_looks_sees_every_forward():
+    model = FAMILIES[0].build(tiny_base("llama"))
+    steps = model.generate(**prompt(), **LONG, draft_tree=TREE, return_dict_in_generate=True).accepted_lengths.shape[1]
+    seen = []
+    model.base.register_forward_pre_hook(lambda module, args, kwargs: seen.append(1), with_kwargs=True)
+    model._base_reader()
+    seen.clear()
+    model.generate(**prompt(), **LONG, draft_tree=TREE)
+    assert len(seen) == steps + 1
+
+
+def test_a_forward_that_is_replaced_later_is_called():
+    model = FAMILIES[0].build(tiny_base("llama"))
+    before = drafts(model)
+    forward = model.base.forward
+
+    def other(self, *args, **kwargs):
+        return only(10)(self, args, forward(*args, **kwargs))
+
+    model.base.forward = types.MethodType(other, model.base)
+    assert set(drafts(model)[:, 9:].flatten().tolist()) == {10}
+    del model.base.forward
+    assert torch.equal(drafts(model), before)
+
+
+def test_what_lies_between_base_and_decoder_is_watched_and_what_lies_in_it_is_not():
+    base = tiny_base("llama")
+    assert not watched(base)
+    base.get_decoder().layers[0].register_forward_hook(lambda *given: None)
+    base.get_decoder().register_forward_hook(lambda *given: None)
+    assert not watched(base)
+    base.register_forward_pre_hook(lambda *given: None)
+    assert watched(base)
+
+
+def test_a_call_under_autocast_says_nothing_about_the_next():
+    model = FAMILIES[0].build(tiny_base("llama", dtype=torch.float32))
+    with torch.autocast("cpu", torch.bfloat16):
+        model.generate(**prompt(), **LONG, draft_tree=TREE)
+    drafts(model)
+
+
+def test_memory_that_was_short_once_is_tried_again(monkeypatch, fallbacks):
+    model = FAMILIES[0].build(tiny_base("llama"))
+    del model.__dict__["_readers"]  # what was found when the heads were made
+    with monkeypatch.context() as patch:
+        forward = type(model.base).forward
+
+        def short(self, *args, **kwargs):
+            if kwargs.get("past_key_values") is None:
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+            return forward(self, *args, **kwargs)
+
+        patch.setattr(type(model.base), "forward", short)
+        model.generate(**prompt(), **LONG, draft_tree=TREE)
+    assert len(fallbacks) == 1 and "CUDA out of memory" in fallbacks[0]
+    drafts(model)
+
+
+def test_a_base_that_can_not_is_probed_once(monkeypatch):
+    model = FAMILIES[0].build(shared_base("mpt"))
+    probed = []
+    monkeypatch.setattr(mixin, "probe", lambda *arguments: probed.append(arguments))
+    for _ in range(2):
+        with pytest.raises(Unsupported):  # as it was found when the heads were made
+            model._base_reader()
+    assert probed == []
+
+
+def doge(**fields):
+    fields = {**SIZES, **SPECIAL, "num_key_value_heads": 2, "is_moe": False, **fields}
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model("doge", **fields), dtype=torch.float64).eval()
+
+
+def test_keys_that_doge_chooses_by_score_are_a_reason_beyond_its_window(fallbacks):
+    model = FAMILIES[0].build(doge(keep_window_size=40))
+    call = {**prompt(2), "eos_token_id": None}
+    for tokens, reasons in ((12, 0), (30, 1)):
+        got = model.generate(**call, max_new_tokens=tokens, draft_tree=TREE, return_dict_in_generate=True)
+        assert torch.equal(got.sequences, model.base.generate(**call, max_new_tokens=tokens))
+        assert (got.accepted_lengths is None) == bool(reasons) and len(fallbacks) == reasons
+    assert "the base's attention chooses keys by score beyond 40 positions" in fallbacks[0]
+    config = model.base.config
+    check_length(config, 30, nodes=10)
+    with pytest.raises(Unsupported, match="beyond 40 positions"):
+        check_length(config, 31, nodes=10)
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v32", "glm_moe_dsa", "minimax_m3_vl_text", "deepseek_v4"])
+def test_layers_with_an_index_of_their_keys_are_refused(kind):
+    try:
+        config = AutoConfig.for_model(kind)
+    except ValueError:
+        pytest.skip(f"this version of transformers has no {kind}")
+    with pytest.raises(Unsupported, match="layers of type|chooses keys by score"):
+        attention_windows(config)
+    config.layer_types = None  # as configs of earlier versions
+    with pytest.raises(Unsupported, match="the base's attention chooses keys by score .index_topk"):
+        attention_windows(config)
