@@ -115,5 +115,8 @@ class Speculators(Layout):
             windowed = {"sliding_window": config.window, "layer_types": ["sliding_attention"] * config.num_layers}
             about["transformer_layer_config"] |= windowed
         if not config.own_embeddings:
-            notes.append("embeddings are not in the file: vLLM takes the base's.")
+            notes.append(
+                "embeddings are not in the file: vLLM takes the base's; where the speculators library (0.9.0) loads it, "
+                "fill embed_tokens.weight with NaN before load_verifier_weights(), or they stay uninitialized."
+            )
         return Files("model.safetensors", tensors, about, [*notes, "vllm serve FOLDER starts the base with the head."])
