@@ -116,7 +116,7 @@ class Speculators(Layout):
             about["transformer_layer_config"] |= windowed
         if not config.own_embeddings:
             notes.append(
-                "embeddings are not in the file: vLLM takes the base's; where the speculators library (0.9.0) loads it, "
+                "embeddings are not in the file: vLLM takes the base's; in the speculators library (0.9.0) "
                 "fill embed_tokens.weight with NaN before load_verifier_weights(), or they stay uninitialized."
             )
         return Files("model.safetensors", tensors, about, [*notes, "vllm serve FOLDER starts the base with the head."])
