@@ -326,3 +326,11 @@ def test_fixed_rotary_scaling_is_no_reason():
         config = shared_base("llama").config.__class__(**SIZES)
         config.rope_parameters = {"rope_type": kind, "factor": 2.0, "original_max_position_embeddings": 16}
         check_length(config, 10_000)
+
+
+def test_a_quantized_base_is_told_what_is_allowed(monkeypatch):
+    base = tiny_base("mpt")
+    monkeypatch.setattr(type(base), "is_quantized", True, raising=False)
+    reason = FAMILIES[0].build(base).why_no_drafts()
+    assert reason.startswith("the quantized base rounds too differently, or ignores tree masks (a node's logits")
+    assert reason.endswith("and 1e-05 is allowed)")
