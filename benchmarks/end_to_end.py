@@ -143,6 +143,7 @@ def main() -> None:
     measurements: list[Measurement] = []
     for family in args.family or zoo.families():
         print(family, flush=True)
+        torch.compiler.reset()  # else dynamo soon has compiled the base's code as often as it does
         model, tokenizer = load(zoo.path(family), dtype=torch.float32)
         measured: list[Measurement] = []
         for captured in (True, False) if args.uncaptured else (True,):
