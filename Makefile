@@ -66,7 +66,7 @@ bench-gpu: $(READY)  ## step times on a GPU within 8 minutes, in benchmarks/resu
 test-remote-code: $(READY)  ## pushed heads where only transformers and torch are installed (needs a package index)
 	test -x .remote-code/bin/pip || $(PYTHON) -m venv .remote-code
 	.remote-code/bin/pip install --disable-pip-version-check --quiet --constraint constraints.txt torch transformers
-	REMOTE_CODE_PYTHON=$(CURDIR)/.remote-code/bin/python OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/hub_upload/test_bundle.py tests/hub_upload/test_remote_code.py
+	REMOTE_CODE_PYTHON=$(CURDIR)/.remote-code/bin/python OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "slow or not slow" tests/hub_upload/test_bundle.py tests/hub_upload/test_remote_code.py
 
 test-formats: $(READY)  ## exported heads in the speculators library, in an environment of its own (needs a package index)
 	test -x .speculators/bin/pip || $(PYTHON) -m venv .speculators

@@ -54,6 +54,7 @@ def run(capsys, monkeypatch):
     return call
 
 
+@pytest.mark.slow
 def test_the_version_is_told(run):
     assert hf_drafthead.__version__ == metadata.version("hf-drafthead")
     assert run("--version") == (0, f"hf-drafthead {hf_drafthead.__version__}\n", "")

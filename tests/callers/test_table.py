@@ -19,6 +19,7 @@ def test_every_argument_of_generate_is_decided():
     assert set(table.arguments_there_are()) <= set(table.ARGUMENTS), "decide it in tests/callers/table.py"
 
 
+@pytest.mark.few(25)
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # transformers' own, of settings that it is about to drop
 @pytest.mark.parametrize("name", [name for name in table.fields_there_are() if name in table.SETTINGS])
 def test_a_setting_gives_what_it_gives_on_the_base(name):

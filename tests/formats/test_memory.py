@@ -36,6 +36,7 @@ def small(one: Published, hidden_size: int) -> Published:
     return Published(one.entry | {"sizes": real | scale | heads | {"R": head_dim // 2}})
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_converting_hydra_plus_plus_takes_at_most_1_2_times_its_file(tmp_path):
     one = small(published("hydra")[0], 1024)

@@ -96,6 +96,7 @@ def test_the_text_and_not_the_last_step_decides(without_hash):
     assert set(nodes) == {9}
 
 
+@pytest.mark.slow
 def test_captured_steps_of_several_sizes_share_the_caches(monkeypatch, fallbacks):
     monkeypatch.setattr(capture, "AHEAD", 8)
     monkeypatch.setattr(capture, "BUCKET", 8)

@@ -12,6 +12,7 @@ def written() -> dict[str, str]:
     return {line.split("`")[1]: line for line in lines}
 
 
+@pytest.mark.few(24)
 @pytest.mark.parametrize("kind", [*TEXT, *IMAGES])
 def test_the_table_says_what_happens(kind, written):
     assert written[kind] == f"| `{kind}` | {' | '.join(row(kind))} |"

@@ -67,7 +67,7 @@ CALLS = {
 }
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("family", [one for one in FAMILIES if one.name not in VARIANTS], ids=lambda one: one.name)
 def test_exact(family, made, fallbacks):
     model = family.build(tiny_base("llama-gqa"))

@@ -110,7 +110,7 @@ def test_typical_acceptance_takes_a_tree_of_its_own_in_every_row():
     assert text.sequences.shape[1] == prompt(3)["input_ids"].shape[1] + 20 and (text.accepted_lengths > 0).any()
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["medusa", "hydra", "eagle3", "draft-model"])
 def test_exact_captured_or_not(name, fallbacks):
     family = next(one for one in FAMILIES if one.name == name)

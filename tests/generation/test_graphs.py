@@ -59,6 +59,7 @@ def check(model, rows=1, **call):
     assert torch.equal(got.accepted_lengths, plain.accepted_lengths)
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("rows", [1, 3])
 @every_family
 def test_exact(family, rows, recordings, warnings):

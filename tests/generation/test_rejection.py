@@ -112,6 +112,7 @@ def test_a_drafter_that_says_nothing_is_not_listened_to(nothing):
     assert abs(z_score(*continuations(TREES["tree"], 1.0, WARPERS["plain"], silent))) < 4.5
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name, captured", [("hydra", False), ("eagle3", False), ("medusa", True)])
 def test_generated_texts_come_as_often_as_the_base_says(name, captured):
     """Three tokens after one prompt, in a batch of thousands, over all texts that top-k allows."""

@@ -123,7 +123,7 @@ def test_guesses_know_the_noise_unless_somebody_else_draws(asked, monkeypatch):
     assert tilts and all(bool(tilt.any()) == ("logits_processor" not in asked) for tilt in tilts)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("rows, captured", [(1, False), (3, False), (3, True)], ids=["alone", "batch", "captured"])
 def test_the_base_as_its_own_draft_model_foresees_every_sample(rows, captured):
     """Where q is p, the first child is the very token that the base samples; a pause in any row would show."""

@@ -62,6 +62,7 @@ def seen(folder, tmp_path_factory) -> dict:
     return alone(folder, tmp_path_factory.mktemp("remote_code"))
 
 
+@pytest.mark.slow
 @all_families
 @pytest.mark.parametrize("case", ["greedy", "sampled", "alone", "penalised"])
 def test_remote_code_gives_the_base_s_own_text(seen, family, case):

@@ -108,6 +108,7 @@ print(json.dumps(model.generation_config.max_length == 99))
     assert f"these heads were trained on 'org/base' at {trained_on}" in newer.err
 
 
+@pytest.mark.slow
 def test_without_the_network_the_cache_will_do(hub, heads, clients):
     load(clients, home="shared")
     hub.asked.clear()

@@ -119,6 +119,7 @@ def test_an_unknown_family_is_refused():
         find_family("hidra")
 
 
+@pytest.mark.slow
 def test_a_new_family_is_a_module_and_a_line(tmp_path):
     package = tmp_path / "copy" / "hf_drafthead"
     shutil.copytree(PACKAGE, package, ignore=shutil.ignore_patterns("assets", "__pycache__"))

@@ -151,6 +151,7 @@ def test_text_appears_while_it_is_written_and_stop_ends_it(page):
     assert page.inner_text("#verdict").strip() == ""
 
 
+@pytest.mark.slow
 def test_settings_reach_generate(page, hydra):
     page.click("#tree-choice input")
     page.fill("#tree-choice input", "[[0], [1], [0, 0]]")
@@ -174,6 +175,7 @@ def test_the_base_need_not_run(page):
     assert page.inner_text("#base-text").strip() == ""
 
 
+@pytest.mark.slow
 def test_a_chat_goes_on_with_its_own_answers(page, hydra):
     generate(page, "x = 1", "Chat")
     first = text_of(*hydra, "# user\nx = 1\n", do_sample=False)

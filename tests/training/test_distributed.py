@@ -27,7 +27,7 @@ def in_two_processes(kind, folder):
     return json.loads((folder / "found.json").read_text()), load_file(folder / "found.safetensors")
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["replicated", "sharded"])
 def test_two_processes_do_what_one_does(kind, tmp_path):
     (tmp_path / "two").mkdir()

@@ -253,6 +253,7 @@ def test_the_usual_path_is_added():
     assert with_path("http://host:1/") == "http://host:1/v1" and with_path("https://h/v4") == "https://h/v4"
 
 
+@pytest.mark.slow
 def test_a_served_model_answers_as_it_does_in_this_process(tmp_path):
     served()
     base = save_base(tmp_path)

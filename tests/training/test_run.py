@@ -321,6 +321,7 @@ def test_a_save_that_fails_leaves_what_was_there(place, tmp_path, monkeypatch):
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
 
 
+@pytest.mark.slow
 def test_a_killed_training_can_be_resumed(place, tmp_path, steps_taken):
     script = (
         "from tests.training.test_run import *\n"

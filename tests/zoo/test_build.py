@@ -55,6 +55,7 @@ def shapes(model):
     return {name: parameter.shape for name, parameter in model.drafter.named_parameters()}
 
 
+@pytest.mark.slow
 def test_every_part_is_built_and_found_again(small, tmp_path, capsys):
     run(tmp_path, "base", *heads.FAMILIES)
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "assets" / "base")
