@@ -13,7 +13,6 @@ import torch
 from datasets import IterableDataset
 from lmformatenforcer import JsonSchemaParser, RegexParser, StringParser, TokenEnforcer, TokenEnforcerTokenizerData
 from transformers import AutoModel, WatermarkDetector, WatermarkingConfig, pipeline
-from transformers.pipelines.pt_utils import KeyDataset
 
 from hf_drafthead import zoo
 from tests.callers.table import encoded, fallback_reasons, tools
@@ -170,7 +169,7 @@ def test_a_pipeline_in_batches_over_a_streamed_data_set(batch_size):
     for one in (model.base, model):
         task = pipeline("text-generation", model=one, tokenizer=tokenizer, batch_size=batch_size)
         tokenizer.padding_side = "left"
-        rows = KeyDataset(IterableDataset.from_generator(stream), "text")
+        rows = (row["text"] for row in IterableDataset.from_generator(stream))
         with fallback_reasons() as reasons:
             written.append([text[0]["generated_text"] for text in task(rows, max_new_tokens=16, do_sample=False)])
         assert not reasons

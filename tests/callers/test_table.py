@@ -11,6 +11,11 @@ PAGE = Path(__file__).parents[2] / "docs" / "generate.md"
 DOCUMENTED = "5.23.0"  # the transformers that the page was written with
 
 
+@pytest.fixture
+def no_deprecated_use_of_transformers():
+    """Here calls that transformers deprecates are tried as well."""
+
+
 def test_every_field_of_the_generation_config_is_decided():
     assert set(table.fields_there_are()) <= set(table.SETTINGS), "decide it in tests/callers/table.py"
 

@@ -88,6 +88,7 @@ def test_several_hidden_states_of_the_base_are_laid_side_by_side():
     class Sees:
         reads = (0, 1, -1)
         max_depth = 4
+        draft_tokens = None
         keeps_history = True
         training = False
 

@@ -109,7 +109,9 @@ def test_the_zoo_comes_back_as_it_was(printed, published):
         files = published.repos[name].files()
         assert files["model.safetensors"] == (Path(zoo.path(names[name])) / "model.safetensors").read_bytes()
         sums = {key: tensor.double().sum().item() for key, tensor in load(files["model.safetensors"]).items()}
-        assert {f"drafter.{key}": value for key, value in found["sum"].items()} == pytest.approx(sums)
+        of_model = {f"drafter.{key}": value for key, value in found["sum"].items()}
+        of_model.pop("drafter.model.lm_head.weight", None)  # of the draft model, tied to its embeddings
+        assert of_model == pytest.approx(sums)
         assert found["same"], name
         assert found["steps"] < 2 * 23, name  # a step is saved, so the guesses were of use
         assert found["module"].startswith("transformers_modules.")

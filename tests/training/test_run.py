@@ -269,7 +269,7 @@ def test_a_loss_that_is_no_number_stops_before_the_weights(tmp_path):
     start = weights(model.drafter)
     model.base.get_input_embeddings().weight.data[ROWS[0, 0]] = float("nan")
     again = trainer_of(model, tmp_path, max_steps=8)
-    with pytest.raises(FloatingPointError, match=r"the loss became nan in step 1: lower .*checkpoint-6 is whole"):
+    with pytest.raises(FloatingPointError, match=r"the loss became nan in step 1: lower .*checkpoint-6 is complete"):
         again.train()
     assert all(torch.equal(tensor, start[name]) for name, tensor in weights(model.drafter).items())
 
@@ -279,7 +279,9 @@ def test_a_gradient_that_is_no_number_stops_before_the_weights(tmp_path):
     trainer = trainer_of(model, tmp_path, max_steps=6, save_strategy="steps", save_steps=1)
     parameter = next(model.drafter.parameters())
     parameter.register_hook(lambda grad: grad * float("nan") if trainer.state.global_step == 3 else grad)
-    with pytest.raises(FloatingPointError, match=r"the gradient became nan in step 4: lower .*checkpoint-3 is whole"):
+    with pytest.raises(
+        FloatingPointError, match=r"the gradient became nan in step 4: lower .*checkpoint-3 is complete"
+    ):
         trainer.train()
     assert all(torch.isfinite(tensor).all() for tensor in weights(model.drafter).values())
 
