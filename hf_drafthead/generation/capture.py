@@ -219,8 +219,10 @@ def compiled(function: Callable, config: CompileConfig) -> Callable:
 
 
 def instruction_sets_meanwhile() -> None:
-    """Let inductor find out beside the tracing which vector instructions a CPU has: it starts a process for each of them
-    and waits, two seconds in all, and remembers what it found."""
+    """Let inductor find out beside the tracing which vector instructions the CPU has.
+
+    It starts a process for each kind and waits, two seconds in all, and remembers what it found.
+    """
     from torch._inductor.cpu_vec_isa import valid_vec_isa_list
 
     threading.Thread(target=valid_vec_isa_list, daemon=True).start()

@@ -50,7 +50,8 @@ def _flat(arguments: dict[str, Any]) -> tuple[str, list[Any]]:
 
     A tuple is written with its length behind its name, "hidden_states position_embeddings:2".
     """
-    form, leaves = [], []
+    form: list[str] = []
+    leaves: list[Any] = []
     for name, value in arguments.items():
         nested = isinstance(value, (tuple, list))
         form.append(f"{name}:{len(value)}" if nested else name)
