@@ -214,6 +214,10 @@ def compiled(function: Callable, config: CompileConfig) -> Callable:
         function.__closure__,
     )
     options = {} if config.mode in ("default", "reduce-overhead") else torch._inductor.list_mode_options(config.mode)
+    if config.backend == "inductor":
+        from hf_drafthead.generation.products import TransposedProducts  # takes a second to import
+
+        options = {**options, "post_grad_custom_pre_pass": TransposedProducts()}
     options = {**options, **(config.options or {}), "guard_filter_fn": lambda guards: [False] * len(guards)}
     return torch.compile(alone, fullgraph=True, dynamic=False, backend=config.backend, options=options)
 

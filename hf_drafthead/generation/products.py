@@ -1,0 +1,63 @@
+"""Matrix products of few rows in a compiled step on a CPU.
+
+A linear layer computes x W^T. With 8 to 48 rows of x, the nodes of a tree, MKL reads W at less than the speed of the
+memory; of the same product written as (W x^T)^T it does not. In float32 on two cores it took 0.25 to 0.75 of the time
+with 16 rows, more with 4 or fewer, and about as much with 64 or more.
+
+Shapes: M rows, K features in, N out.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+
+FEWEST, MOST = 8, 48  # rows
+aten = torch.ops.aten
+
+
+class TransposedProducts(CustomGraphPass):
+    """A pass of inductor that writes x W^T of few rows as (W x^T)^T."""
+
+    def __call__(self, graph: fx.Graph) -> None:
+        for product in graph.find_nodes(op="call_function", target=aten.mm.default):
+            if _suits(product):
+                _transpose(graph, product, *product.args)
+        for product in graph.find_nodes(op="call_function", target=aten.addmm.default):
+            if _suits(product) and not product.kwargs:  # no factors
+                bias, rows, weight = product.args
+                _transpose(graph, product, rows, weight, bias)
+
+    def uuid(self) -> bytes:
+        return get_hash_for_files((__file__,))
+
+
+def _suits(product: fx.Node) -> bool:
+    result = product.meta["val"]  # (M, N)
+    rows = result.shape[0]
+    return (
+        isinstance(rows, int)
+        and FEWEST <= rows <= MOST
+        and result.dtype == torch.float32
+        and result.device.type == "cpu"
+    )
+
+
+def _transpose(graph: fx.Graph, product: fx.Node, rows: fx.Node, weight: fx.Node, bias: fx.Node | None = None) -> None:
+    """Put (weight^T rows^T)^T, and the bias added, in the place of a product (M, K) x (K, N)."""
+
+    def call(function, *args) -> fx.Node:
+        node = graph.call_function(function, args)
+        node.meta["val"] = function(*(one.meta["val"] if isinstance(one, fx.Node) else one for one in args))
+        return node
+
+    with graph.inserting_before(product):
+        turned = call(
+            aten.mm.default, call(aten.permute.default, weight, [1, 0]), call(aten.permute.default, rows, [1, 0])
+        )
+        found = call(aten.permute.default, turned, [1, 0])
+        if bias is not None:
+            found = call(aten.add.Tensor, found, bias)
+    product.replace_all_uses_with(found)
+    graph.erase_node(product)
