@@ -72,15 +72,21 @@ def accuracies(families: Sequence[str]) -> str:
 
 
 def steps(families: Sequence[str]) -> str:
-    """The parts of a step, in units of the base's one-token step."""
-    parts = ("step", "verify", "draft", "bookkeeping")
+    """The parts of a step, in units of the base's one-token step; and the captured step where it was measured."""
     measured = json.loads(STEPS.read_text()) if STEPS.is_file() else []
+    taken = [row for row in measured if not families or row["model"].split()[-1] in families]
+    parts = ["step", "verify", "draft", "bookkeeping"]
+    parts += ["captured_step"] * any("captured_step" in row for row in taken)
     rows = [
-        [row["model"], str(row["nodes"]), str(row["batch"]), *(f"{row[part]:.2f}" for part in parts)]
-        for row in measured
-        if not families or row["model"].split()[-1] in families
+        [
+            row["model"],
+            str(row["nodes"]),
+            str(row["batch"]),
+            *(f"{row[part]:.2f}" if part in row else "" for part in parts),
+        ]
+        for row in taken
     ]
-    return markdown(["heads", "nodes", "batch", *parts], rows)
+    return markdown(["heads", "nodes", "batch", *(part.replace("_", " ") for part in parts)], rows)
 
 
 def samplings(families: Sequence[str] = ()) -> str:
