@@ -95,11 +95,17 @@ def samplings(families: Sequence[str] = ()) -> str:
     last = {(line["family"], line["temperature"]): line for line in read}
     ways = [way for way in ("shared noise", "plain top-k", "rejection", "typical") if any(way in line for line in read)]
     rows = [
-        [family, f"{heat:g}", *(f"{line[way]:.2f}" if way in line else "" for way in ways), str(line["different"])]
+        [
+            family,
+            f"{heat:g}",
+            str(line["prompts"]),
+            *(f"{line[way]:.2f}" if way in line else "" for way in ways),
+            str(line["different"]),
+        ]
         for (family, heat), line in sorted(last.items())
         if not families or family in families
     ]
-    return markdown(["heads", "temperature", *ways, "batches with another text"], rows)
+    return markdown(["heads", "temperature", "prompts", *ways, "batches with another text"], rows)
 
 
 def trainings(ways: Sequence[str] = ()) -> str:
