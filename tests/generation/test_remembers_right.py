@@ -89,7 +89,7 @@ def numbered_as(asked, total):
 @pytest.mark.parametrize("version", numbered_as(False, 1))
 @pytest.mark.parametrize("kind", ["llama", "gemma2", "gpt2"])
 def test_the_hidden_states_read_are_the_inputs_of_the_layers_whatever_a_version_makes_of_their_numbers(kind, version):
-    """transformers' lists of hidden states begin at another layer in some versions; the layers themselves do not lie."""
+    """Compared with what hooks on the layers see, so that no numbering enters the expectation."""
     base = tiny_base(kind)
     decoder, given = base.get_decoder(), {}
     layers = getattr(decoder, "layers", None) or decoder.h
