@@ -72,15 +72,21 @@ def accuracies(families: Sequence[str]) -> str:
 
 
 def steps(families: Sequence[str]) -> str:
-    """The parts of a step, in units of the base's one-token step."""
-    parts = ("step", "verify", "draft", "bookkeeping")
+    """The parts of a step, in units of the base's one-token step; and the captured step where it was measured."""
     measured = json.loads(STEPS.read_text()) if STEPS.is_file() else []
+    taken = [row for row in measured if not families or row["model"].split()[-1] in families]
+    parts = ["step", "verify", "draft", "bookkeeping"]
+    parts += ["captured_step"] * any("captured_step" in row for row in taken)
     rows = [
-        [row["model"], str(row["nodes"]), str(row["batch"]), *(f"{row[part]:.2f}" for part in parts)]
-        for row in measured
-        if not families or row["model"].split()[-1] in families
+        [
+            row["model"],
+            str(row["nodes"]),
+            str(row["batch"]),
+            *(f"{row[part]:.2f}" if part in row else "" for part in parts),
+        ]
+        for row in taken
     ]
-    return markdown(["heads", "nodes", "batch", *parts], rows)
+    return markdown(["heads", "nodes", "batch", *(part.replace("_", " ") for part in parts)], rows)
 
 
 def samplings(families: Sequence[str] = ()) -> str:
@@ -89,11 +95,17 @@ def samplings(families: Sequence[str] = ()) -> str:
     last = {(line["family"], line["temperature"]): line for line in read}
     ways = [way for way in ("shared noise", "plain top-k", "rejection", "typical") if any(way in line for line in read)]
     rows = [
-        [family, f"{heat:g}", *(f"{line[way]:.2f}" if way in line else "" for way in ways), str(line["different"])]
+        [
+            family,
+            f"{heat:g}",
+            str(line["prompts"]),
+            *(f"{line[way]:.2f}" if way in line else "" for way in ways),
+            str(line["different"]),
+        ]
         for (family, heat), line in sorted(last.items())
         if not families or family in families
     ]
-    return markdown(["heads", "temperature", *ways, "batches with another text"], rows)
+    return markdown(["heads", "temperature", "prompts", *ways, "batches with another text"], rows)
 
 
 def trainings(ways: Sequence[str] = ()) -> str:

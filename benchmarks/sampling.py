@@ -2,6 +2,7 @@
 
     python benchmarks/sampling.py --prompts 40 --temperature 0.7,1.0
     python benchmarks/sampling.py --children          # one node alone: how often one of its children is right
+    python benchmarks/sampling.py --trees --families eagle --prompts 8 --temperature 1.0  # other trees of 64 nodes
     python benchmarks/sampling.py --cost              # the share of a step that drawing ahead takes
 
 The zoo's held-out prompts, 96 new tokens each, no top-k and no top-p, the published 64-node tree. Prompts are decoded
@@ -26,8 +27,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from hf_drafthead import zoo
 from hf_drafthead.evaluation.acceptance import tokens_per_step
 from hf_drafthead.evaluation.prompts import read_prompts
-from hf_drafthead.evaluation.speed import batched, draft, encode_all, steps_of
+from hf_drafthead.evaluation.speed import batched, draft, encode, encode_all, steps_of
 from hf_drafthead.generation.acceptance import rejection_choices
+from hf_drafthead.generation.calibration import grow_tree, own_texts, rank_paths, tilt_of_seed
+from hf_drafthead.generation.dynamic import DynamicTree
 from hf_drafthead.generation.rules import Rules
 from hf_drafthead.generation.settings import DEFAULT_TREE
 from hf_drafthead.generation.state import Candidates
@@ -40,7 +43,9 @@ ACCEPTANCE = {"shared noise": "exact", "plain top-k": "exact", "rejection": "rej
 Prompts = Sequence[Mapping[str, torch.Tensor]]
 
 
-def outputs(model: PreTrainedModel, prompts: Prompts, settings: Mapping[str, Any], method: str) -> Iterator[Any]:
+def outputs(
+    model: PreTrainedModel, prompts: Prompts, settings: Mapping[str, Any], method: str, tree: Any = DEFAULT_TREE
+) -> Iterator[Any]:
     """What the model generates by one of the methods, batch by batch, each from a seed of its own."""
     tilt = Rules.tilt
     if method == "plain top-k":
@@ -48,7 +53,7 @@ def outputs(model: PreTrainedModel, prompts: Prompts, settings: Mapping[str, Any
     try:
         for seed, given in enumerate(prompts):
             torch.manual_seed(seed)
-            yield draft(model, DEFAULT_TREE, given, {**settings, "acceptance": ACCEPTANCE[method]})
+            yield draft(model, tree, given, {**settings, "acceptance": ACCEPTANCE[method]})
     finally:
         Rules.tilt = tilt  # type: ignore[method-assign]
 
@@ -60,6 +65,28 @@ def texts_of_base(model: PreTrainedModel, prompts: Prompts, settings: Mapping[st
         torch.manual_seed(seed)
         texts.append(model.base.generate(**given, **settings))
     return texts
+
+
+def trees(
+    model: PreTrainedModel, prompts: Prompts, others: Sequence[torch.Tensor], temperature: float, nodes: int = 64
+) -> Iterator[list[str]]:
+    """Tokens per step of shared noise and of rejection with the published tree, with one grown on what the base samples
+    for other prompts, and of shared noise with a dynamic tree, all of the same size."""
+    settings = {"do_sample": True, "temperature": temperature, "top_k": 0, "max_new_tokens": NEW_TOKENS}
+    texts = own_texts(model, others, NEW_TOKENS, temperature, top_k=0)
+    ranks = rank_paths(model, *texts, tilt=tilt_of_seed(model, len(others), NEW_TOKENS, temperature))
+    deepest = model.drafter.max_depth
+    asked = {
+        "published": DEFAULT_TREE,
+        "grown on sampled texts": DraftTree(grow_tree(ranks, nodes)),
+        "dynamic": DynamicTree(nodes, min(6, deepest or 6), 8),
+    }
+    for name, tree in asked.items():
+        cells = []
+        for method in ("shared noise", "rejection") if name != "dynamic" else ("shared noise",):
+            found = outputs(model, prompts, settings, method, tree)
+            cells.append(f"{tokens_per_step(map(steps_of, found)) or 0:.2f}")
+        yield [f"{temperature:g}", name, *cells, *[""] * (2 - len(cells))]
 
 
 def children(draws: int = 4_000, vocabulary: int = 400) -> str:
@@ -144,6 +171,7 @@ def main() -> None:
     parser.add_argument("--temperature", default="0.7,1.0")
     parser.add_argument("--methods", default=",".join(ACCEPTANCE))
     parser.add_argument("--children", action="store_true", help="one node alone, with distributions made at random")
+    parser.add_argument("--trees", action="store_true", help="shared noise and rejection with other trees of 64 nodes")
     parser.add_argument("--cost", action="store_true", help="what drawing ahead takes of a step, at batch size 1")
     parser.add_argument("--shape", choices=SHAPES, help="with --cost: random weights of this shape instead")
     parser.add_argument("--vocabulary", type=int, default=128000, help="tokens of --shape")
@@ -155,12 +183,19 @@ def main() -> None:
         print(children())
         return
     tokenizer = AutoTokenizer.from_pretrained(zoo.path("base"))
-    questions = read_prompts(zoo.ASSETS / "prompts.jsonl")[: asked.prompts]
+    every = read_prompts(zoo.ASSETS / "prompts.jsonl")
+    questions = every[: asked.prompts]
     methods, command = asked.methods.split(","), " ".join(["python", *sys.argv])
     expected: dict[float, list[torch.Tensor]] = {}
     for family in asked.families.split(","):
         model = AutoModelForCausalLM.from_pretrained(zoo.path(family)).eval()
         prompts = encode_all(model, tokenizer, batched(questions, BATCH_SIZE), NEW_TOKENS)
+        if asked.trees:
+            others = [encode(model, tokenizer, [text.text])["input_ids"][0] for text in every[asked.prompts :][:16]]
+            temperatures = map(float, asked.temperature.split(","))
+            rows = [[family, *row] for heat in temperatures for row in trees(model, prompts, others, heat)]
+            print(markdown(["heads", "temperature", "tree", "shared noise", "rejection"], rows), flush=True)
+            continue
         for temperature in map(float, asked.temperature.split(",")):
             settings = {"do_sample": True, "temperature": temperature, "top_k": 0, "max_new_tokens": NEW_TOKENS}
             if temperature not in expected:
@@ -175,7 +210,8 @@ def main() -> None:
                     line["different"] += sum(not torch.equal(text, output.sequences) for text, output in pairs)
             with SAMPLING.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
-    print(samplings())
+    if not asked.trees:
+        print(samplings())
 
 
 if __name__ == "__main__":

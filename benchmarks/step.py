@@ -24,6 +24,7 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -243,7 +244,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--json", help="also write the figures here")
+    parser.add_argument("--json", help="also write the figures here, beside those of other models")
     args = parser.parse_args()
     if args.family and not args.shape:
         parser.error(f"--family {args.family[0]} is for --shape: a checkpoint has the heads it has, drop --family.")
@@ -259,8 +260,19 @@ def main() -> None:
             table.append({"model": name, "nodes": nodes, "batch": args.batch, "context": prompt.shape[1], **figures})
             show(table[-1], first=len(table) == 1)
     if args.json:
-        with open(args.json, "w") as file:
-            json.dump(table, file, indent=1)
+        merge(table, Path(args.json))
+
+
+def merge(table: list[dict], path: Path) -> None:
+    """Write figures into a file, in the place of those of the same model, nodes and batch; others stay."""
+
+    def case(row: dict) -> tuple:
+        return row["model"], row["nodes"], row["batch"]
+
+    measured = {case(row) for row in table}
+    known = json.loads(path.read_text()) if path.is_file() else []
+    rows = [*(row for row in known if case(row) not in measured), *table]
+    path.write_text(json.dumps(sorted(rows, key=case), indent=1) + "\n")
 
 
 def show(row: dict, first: bool) -> None:

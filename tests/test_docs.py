@@ -151,20 +151,29 @@ def test_steps_are_those_of_the_families_asked_for(figures, tmp_path, monkeypatc
         "| 160m hydra | 8 | 1 | 2.00 | 1.50 | 0.46 | 0.04 |",
     ]
     assert len(figures.steps([]).splitlines()) == 2 + 3
+    figures.STEPS.write_text(figures.json.dumps([*rows, {**rows[0], "nodes": 16, "captured_step": 0.9}]))
+    assert [line.split(" | ")[-1] for line in figures.steps(["hydra"]).splitlines()[2:]] == [" |", " |", "0.90 |"]
 
 
 def test_of_sampling_the_last_measurement_counts(figures, tmp_path, monkeypatch):
     monkeypatch.setattr(figures, "SAMPLING", tmp_path / "sampling.jsonl")
     assert figures.samplings() == ""
-    line = {"family": "hydra", "temperature": 1.0, "shared noise": 1.811, "rejection": 1.7, "different": 0}
+    line = {
+        "family": "hydra",
+        "temperature": 1.0,
+        "prompts": 40,
+        "shared noise": 1.811,
+        "rejection": 1.7,
+        "different": 0,
+    }
     lines = [{**line, "shared noise": 1.0}, line, {**line, "temperature": 0.7}]
     figures.SAMPLING.write_text("".join(figures.json.dumps(one) + "\n" for one in lines))
     assert figures.samplings().splitlines()[0] == (
-        "| heads | temperature | shared noise | rejection | batches with another text |"
+        "| heads | temperature | prompts | shared noise | rejection | batches with another text |"
     )
     assert figures.samplings().splitlines()[2:] == [
-        "| hydra | 0.7 | 1.81 | 1.70 | 0 |",
-        "| hydra | 1 | 1.81 | 1.70 | 0 |",
+        "| hydra | 0.7 | 40 | 1.81 | 1.70 | 0 |",
+        "| hydra | 1 | 40 | 1.81 | 1.70 | 0 |",
     ]
 
 

@@ -13,6 +13,7 @@ import gradio as gr
 from hf_drafthead.evaluation.loading import one_line
 from hf_drafthead.evaluation.speed import encode, warm_up
 from hf_drafthead.generation.memory import out_of_memory
+from hf_drafthead.generation.settings import ACCEPTANCES
 from hf_drafthead.generation.tree import DraftTree, published_trees
 from hf_drafthead.page import drawing
 from hf_drafthead.page.comparison import BASE, HEADS, Comparison, Step
@@ -201,10 +202,10 @@ def settings(max_new_tokens: int) -> dict[str, Any]:
     with gr.Row():
         temperature = gr.Slider(0, 2, 0, step=0.05, label="Temperature", info="0 is greedy.", elem_id="temperature")
         acceptance = gr.Radio(
-            ["exact", "typical"],
-            value="exact",
+            list(ACCEPTANCES),
+            value=ACCEPTANCES[0],
             label="Acceptance",
-            info="Typical is lossy; it applies to sampling only.",
+            info="Under sampling, rejection writes another sample of the base's distribution; typical is lossy.",
             elem_id="acceptance",
         )
     with gr.Row():

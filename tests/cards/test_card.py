@@ -26,6 +26,8 @@ FAMILIES = {
     "amphista": ({"num_auto_embedding_layers": 1}, "Amphista", "li2025amphista"),
     "amphista-alpha": ({"num_auto_embedding_layers": 2}, "Amphista-alpha", "li2025amphista"),
     "eagle": ({"num_draft_heads": 1}, "EAGLE", "li2024eagle"),
+    "eagle3": ({"feature_layers": [0, 1, 2]}, "EAGLE-3", "li2025eagle3"),
+    "draft-model": ({"num_draft_heads": 1}, "Draft model", "leviathan2023fast"),
 }
 
 
@@ -47,7 +49,8 @@ def rows_of(card: ModelCard) -> dict[str, str]:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_card_names_family_base_and_paper(tmp_path, name):
     fields, title, key = FAMILIES[name]
-    folder = write_checkpoint(tmp_path / "heads", name.removesuffix("++").removesuffix("-alpha"), **fields)
+    kind = name.removesuffix("++").removesuffix("-alpha").replace("-", "_")
+    folder = write_checkpoint(tmp_path / "heads", kind, **fields)
     card = card_of(folder)
     rows = rows_of(card)
     assert rows["family"] == title

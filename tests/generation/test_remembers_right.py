@@ -7,6 +7,8 @@ every one of them with a plain forward of the base; here it is asserted that the
 import pytest
 import torch
 
+from hf_drafthead.generation.reader import BaseReader
+from tests.bases import tiny_base
 from tests.drafters import Drafted, half_right, right
 from tests.families import FAMILIES, features_of
 from tests.generation.agreement import TREE, agree, prompt, shared_base
@@ -72,6 +74,42 @@ def test_the_heads_of_every_family_are_given_the_base_s_hidden_states(family, mo
                 at = at + 1 if model.drafter.keeps_history else int(distances.argmin())
                 assert distances[at] < 1e-9 and text[at + 1] == token
         assert at >= len(text) - 2 - len(TREE)
+
+
+def numbered_as(asked, total):
+    """What transformers made of `output_hidden_states=asked` in a version: which hidden states it keeps."""
+    return {
+        "as it is installed": asked,
+        "up to 5.17, which keeps all": bool(asked),
+        "5.18 to 5.22, one layer late": asked if isinstance(asked, bool) else [(i + 1) % total for i in asked],
+        "from 5.23 on": asked,
+    }
+
+
+@pytest.mark.parametrize("version", numbered_as(False, 1))
+@pytest.mark.parametrize("kind", ["llama", "gemma2", "gpt2"])
+def test_the_hidden_states_read_are_the_inputs_of_the_layers_whatever_a_version_makes_of_their_numbers(kind, version):
+    """Compared with what hooks on the layers see, so that no numbering enters the expectation."""
+    base = tiny_base(kind)
+    decoder, given = base.get_decoder(), {}
+    layers = getattr(decoder, "layers", None) or decoder.h
+    for number, layer in enumerate(layers):
+        layer.register_forward_pre_hook(
+            lambda module, args, kwargs, number=number: given.update(
+                {number: args[0] if args else kwargs["hidden_states"]}
+            ),
+            with_kwargs=True,
+        )
+    forward = decoder.forward
+
+    def of_version(*args, output_hidden_states=False, **kwargs):
+        asked = numbered_as(output_hidden_states, len(layers) + 1)[version]
+        return forward(*args, output_hidden_states=asked, **kwargs)
+
+    decoder.forward = of_version
+    with torch.no_grad():
+        features = BaseReader.of_texts(base, (0, 1)).texts(prompt()["input_ids"]).features
+    torch.testing.assert_close(features, torch.cat([given[0], given[1]], dim=-1), rtol=0, atol=0)
 
 
 def test_a_drafter_is_told_how_many_positions_there_can_be(monkeypatch):

@@ -233,6 +233,19 @@ def test_a_temperature_that_leaves_one_token_gives_the_greedy_text_and_a_lower_o
             generate(**call, do_sample=True, temperature=1e-42)
 
 
+@pytest.mark.few(4)
+@pytest.mark.parametrize("rows, captured", [(1, False), (3, False), (3, True)], ids=["alone", "batch", "captured"])
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_a_vocabulary_padded_beyond_the_tokenizer_is_sampled_as_by_the_base(family, rows, captured):
+    """The base may write tokens that no text has; at a high temperature it does."""
+    base = tiny_base("llama-gqa")
+    base.resize_token_embeddings(pad_to_multiple_of=32)
+    assert base.config.vocab_size == 96 > VOCABULARY
+    call = {**prompt(rows), "max_new_tokens": 30, "eos_token_id": None, "temperature": 3.0, "top_k": 0}
+    found = same_as_base(family.build(base), call, **({"compile_config": TRACED} if captured else {}))
+    assert (found.sequences >= VOCABULARY).any()
+
+
 def test_a_generator_of_one_s_own_is_refused_as_by_the_base():
     model = FAMILIES[0].build(shared_base("llama-gqa"))
     for generate in (model.base.generate, model.generate):

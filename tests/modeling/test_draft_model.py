@@ -122,7 +122,12 @@ def test_padded_vocabularies_of_one_family(sizes, tmp_path):
         save_tokenizer(tmp_path / name, tokens)
     model = DraftModelForCausalLM.from_base(tmp_path / "base", draft=tmp_path / "draft")
     prompt = torch.tensor([[5, 66, 9]])
-    assert torch.equal(model.generate(prompt, **LONG, draft_tree=TREE), model.base.generate(prompt, **LONG))
+    for sampling in ({"do_sample": False}, {"do_sample": True, "temperature": 2.0, "top_k": 0}):
+        expected, found = (
+            (torch.manual_seed(1), generate(prompt, **LONG, **sampling))[1]
+            for generate in (model.base.generate, partial(model.generate, draft_tree=TREE))
+        )
+        assert torch.equal(found, expected)
     state = model.drafter.start(1, 8)
     state = model.drafter.observe(state, torch.zeros(1, 3, 0), prompt, torch.tensor([3]))
     _, guesses = model.drafter.expand(state, prompt[:, -1:], torch.zeros(1, 1, dtype=torch.long))

@@ -3,6 +3,7 @@
 import dataclasses
 
 import pytest
+import torch
 
 from hf_drafthead.generation.tree import DraftTree
 from hf_drafthead.page.comparison import BASE, HEADS
@@ -57,6 +58,29 @@ def test_temperature_seed_and_length_decide_what_is_written(hydra):
         written(asked(temperature=1.5, seed=seed, max_new_tokens=16).comparison(*hydra)) for seed in (1, 1, 2)
     )
     assert first == again != other
+
+
+@pytest.mark.parametrize("acceptance", ["rejection", "typical"])
+def test_the_acceptance_is_the_one_asked_for(hydra, acceptance):
+    comparison = asked(acceptance=acceptance, temperature=1.0, seed=3).comparison(*hydra)
+    model, tokenizer = hydra
+    given = tokenizer(ASKED.written, return_tensors="pt")
+    torch.manual_seed(3)
+    text = model.generate(
+        **given, do_sample=True, temperature=1.0, max_new_tokens=8, acceptance=acceptance, draft_tree=comparison.tree
+    )
+    tokens = written(comparison)
+    assert tokens == text[0, given["input_ids"].shape[1] :].tolist()
+    assert tokens != written(asked(temperature=1.0, seed=3).comparison(*hydra))
+
+
+def test_every_acceptance_is_offered():
+    gradio = pytest.importorskip("gradio", reason="gradio is not installed: pip install 'hf-drafthead[page]'")
+    from hf_drafthead.page.app import settings
+
+    with gradio.Blocks():
+        choices = settings(8)["acceptance"].choices
+    assert [value for _, value in choices] == ["exact", "rejection", "typical"]
 
 
 def test_a_chat_goes_through_the_template(hydra, monkeypatch):
