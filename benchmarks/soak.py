@@ -175,7 +175,9 @@ def soak(count: int, first: int = 0, seed: int = 0, families: list[str] | None =
             gc.collect()
             report.resident.append(resident_mb())
             found = f"{report.with_accepted} with an accepted guess, {len(report.differences)} differences"
-            print(f"{report.generations} of {count}: {found}, {report.resident[-1]:.0f} MB", file=sys.stderr, flush=True)
+            print(
+                f"{report.generations} of {count}: {found}, {report.resident[-1]:.0f} MB", file=sys.stderr, flush=True
+            )
     return report
 
 

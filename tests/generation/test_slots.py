@@ -222,9 +222,7 @@ def plain_mask(tree: DraftTree, nodes: list[int], columns: list[int], past: int,
             above = tree.parents[above]
         line.append(0)
         depth = tree.depths[node]
-        seen = [
-            column in line and (window is None or depth - tree.depths[column] < window) for column in columns
-        ]
+        seen = [column in line and (window is None or depth - tree.depths[column] < window) for column in columns]
         for slot in range(extent):
             hidden = visible is not None and slot < len(visible) and not visible[slot]
             near = window is None or past + depth - slot < window

@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import ast
 import copy
+import functools
 import importlib
 import inspect
 import json
@@ -33,6 +34,8 @@ from typing import Any
 
 import pytest
 from _pytest.runner import runtestprotocol
+from hypothesis import HealthCheck
+from hypothesis import settings as hypothesis_settings
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = "hf_drafthead.generation"
@@ -89,13 +92,13 @@ SWAPPED: dict[type[ast.AST], type[ast.AST]] = {
 class Mutant:
     """One change: where it stands, its name, and the module's source with it.
 
-    function: qualified name, "" for what stands outside of functions; lines: of the statement, whose tests are asked.
+    lines: of the statement, whose tests are asked; None where it runs before any test, and all of them are.
     """
 
     module: str
-    function: str
+    scope: str
     name: str
-    lines: range
+    lines: range | None
     source: str
 
 
@@ -139,10 +142,12 @@ def mutants(module: str) -> Iterator[Mutant]:
     tree = ast.parse((FOLDER / f"{module}.py").read_text(encoding="utf-8"))
     names: Counter[str] = Counter()
 
-    def visit(node: ast.AST, scope: str, statement: Any, shown: ast.AST) -> Iterator[Mutant]:
-        """Args: the node, whose children are changed; what it stands in; the node by whose code a change is shown."""
+    def visit(node: ast.AST, scope: str, lines: range | None, shown: ast.AST) -> Iterator[Mutant]:
+        """Changes of what stands below a node, whose scope and lines are given, and the code by which one is shown."""
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
             scope = f"{scope}.{node.name}"
+        if isinstance(node, ast.FunctionDef):
+            lines = range(node.lineno, (node.end_lineno or 0) + 1)
         shown = shown if isinstance(node, OF_A_PIECE) else node
         for field, value in ast.iter_fields(node):
             if field in left_alone(node):
@@ -150,7 +155,7 @@ def mutants(module: str) -> Iterator[Mutant]:
             for place, child in enumerate(value if isinstance(value, list) else [value]):
                 if not isinstance(child, ast.AST):
                     continue
-                here = child if isinstance(child, ast.stmt) else statement
+                here = lines_of(child) if lines and isinstance(child, ast.stmt) else lines
                 for other in changed(child):
                     alone = not isinstance(child, ast.Constant)
                     before = first_line(child if alone else shown)
@@ -158,7 +163,7 @@ def mutants(module: str) -> Iterator[Mutant]:
                     name = f"{scope}: {before} -> {first_line(other if alone else shown)}"
                     names[name] += 1
                     name += f" ({names[name]})" if names[name] > 1 else ""
-                    yield Mutant(module, scope, name, lines_of(here), ast.unparse(tree))
+                    yield Mutant(module, scope, name, here, ast.unparse(tree))
                     put(node, field, place, child)
                 yield from visit(child, scope, here, shown)
 
@@ -177,7 +182,7 @@ def put(node: ast.AST, field: str, place: int, child: ast.AST) -> None:
 def first_line(node: ast.AST) -> str:
     """The code of a node without what hangs below a compound statement."""
     if hasattr(node, "body") and isinstance(node.body, list):
-        node = with_fields(node, body=[ast.Pass()], **({"orelse": []} if hasattr(node, "orelse") else {}))
+        node = with_fields(node, body=[ast.Pass()], orelse=[], decorator_list=[])
     return ast.unparse(node).partition("\n")[0]
 
 
@@ -253,15 +258,16 @@ class Runs:
         kept = [name for name, seconds in noted.seconds.items() if seconds <= LONGEST_TEST]
         total = sum(noted.seconds[name] for name in kept)
         print(f"{len(kept)} of {len(items)} tests, which take {total:.0f} s", flush=True)
-        finders: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
+        finders: dict[str, Counter[str]] = defaultdict(Counter)
         for mutant in self.chosen:
             asked = set(kept)
-            if "." in mutant.function:  # what stands outside of functions has run before any test
+            if mutant.lines is not None:
                 asked &= set().union(*(noted.through.get((mutant.module, line), set()) for line in mutant.lines))
-            known = finders[mutant.module, mutant.function]
-            order = sorted(asked, key=lambda name: (-known[name], noted.seconds[name]))
+            known = finders[mutant.scope]
+            order = sorted(asked, key=lambda name, known=known: (-known[name], noted.seconds[name]))
             allowed = ALLOWED_SECONDS + 3 * sum(noted.seconds[name] for name in order)
-            finder = forked(lambda: first_to_fail(mutant, [items[name] for name in order], allowed), lost="its end")
+            work = functools.partial(first_to_fail, mutant, [items[name] for name in order], allowed)
+            finder = forked(work, lost="its end")
             known.update([finder] if finder else [])
             self.report(mutant, finder)
         return True
@@ -358,6 +364,11 @@ def main() -> None:
         if arguments.json:
             arguments.json.write_text(json.dumps(found, indent=1), encoding="utf-8")
 
+    # Every run of a test tries the same, and none fails because the machine is busy.
+    hypothesis_settings.register_profile(
+        "mutants", derandomize=True, database=None, deadline=None, suppress_health_check=list(HealthCheck)
+    )
+    hypothesis_settings.load_profile("mutants")
     tests = [str(ROOT / "tests" / "generation" / name) for name in TESTS]
     sys.path.insert(0, str(ROOT))
     pytest.main(["-q", "-p", "no:cacheprovider", "-p", "no:logging", "-s", *tests], plugins=[Runs(chosen, report)])
