@@ -1,7 +1,7 @@
 """Which small changes of the code does no test notice? Mutants of the walks, the rules, the tree and the cache.
 
     python tests/tools/mutate.py                                   # all of them (`make mutate`)
-    python tests/tools/mutate.py acceptance --only walk_on_device  # those of one module, and of what has this in its name
+    python tests/tools/mutate.py acceptance --only walk_on_device  # of one module, with this in their names
 
 A mutant differs from the code in one place: a comparison, an operator, a number, a truth value, a condition or what is
 returned. Texts, asserts and type hints are left as they are. A process is forked for each of the mutants: it puts the
