@@ -9,7 +9,7 @@ READY := .venv/.ready
 TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-fuzz test-conformance test-oldest coverage mutate soak audit check style docs build
+.PHONY: help demo test test-slow test-fuzz test-conformance test-oldest soak audit check style docs build
 .PHONY: bench-gpu test-remote-code test-formats
 
 help:  ## show this list
@@ -36,13 +36,6 @@ test-oldest:  ## the tests of the rooms that know transformers, with the oldest 
 	test -x .oldest/bin/pip || $(PYTHON) -m venv .oldest
 	.oldest/bin/pip install --disable-pip-version-check --quiet --constraint constraints-oldest.txt --editable '.[dev]'
 	OMP_NUM_THREADS=1 .oldest/bin/python -m pytest -q -n 2 --dist worksteal tests/generation tests/modeling
-
-coverage: $(READY)  ## fails where the tests of generation/ and modeling/ come through less than 95% of their lines
-	OMP_NUM_THREADS=1 $(BIN)/python -m coverage run -m pytest -q -p no:logging tests/generation tests/modeling
-	$(BIN)/python -m coverage report --skip-covered --fail-under=95
-
-mutate: $(READY)  ## small changes of the walks, rules, tree and cache that no test notices, beside tests/tools/SURVIVORS.md
-	OMP_NUM_THREADS=1 $(BIN)/python tests/tools/mutate.py
 
 soak: $(READY)  ## 2,000 generations of mixed settings on the bundled models against the base; COUNT=300 for fewer
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/soak.py --count $(or $(COUNT),2000)
