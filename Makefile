@@ -9,8 +9,8 @@ READY := .venv/.ready
 TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-sampling test-conformance test-oldest soak audit check style docs build bench-gpu
-.PHONY: test-remote-code test-formats
+.PHONY: help demo test test-slow test-fuzz test-conformance test-oldest soak audit check style docs build
+.PHONY: bench-gpu test-remote-code test-formats
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 18
@@ -21,8 +21,9 @@ demo: $(READY)  ## draft heads against their base on the bundled models
 test: $(READY)  ## the tests, doctests included
 	$(TEST)
 
-test-sampling: $(READY)  ## 2,000 examples of sampled calls against the base
-	SAMPLING_EXAMPLES=2000 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -s tests/generation/test_sampling.py -k whatever
+test-fuzz: $(READY)  ## 5,000 random calls against the base: trees, bases, settings, drafters; 2,000 of sampling heads
+	FUZZ_EXAMPLES=3000 SAMPLING_EXAMPLES=2000 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -s -p no:logging \
+		tests/generation/test_fuzz.py tests/generation/test_sampling.py -k 'the_model_says or whatever_is_asked'
 
 test-slow: $(READY)  ## the tests that take long
 	$(TEST) -m slow

@@ -81,7 +81,7 @@ def walk_on_host(
         reach: B of them, see `walk_on_device`.
         rules: chooses tokens and says which rows end.
         preferred: (B, N) token to emit at a node instead of the base's choice, -1 for none (`typical_choices`).
-        show: is given every token (B,) before the criteria are asked, where all rows stay at one length.
+        show: is given every token (B,) once the criteria were asked about it, where all rows stay at one length.
     """
     tokens, topology = candidates.tokens, candidates.topology
     lengths, ends = list(lengths), list(ends)
@@ -112,11 +112,11 @@ def walk_on_host(
             lengths[row] += 1
             nodes[row].append(at[row])
             emitted[row].append(token_of[row])
-        if show is not None and rules.lockstep:
-            show(sequences[:, max(lengths) - 1])
         for row, fired in zip(group, rules.stops(group, sequences, lengths)):
             if fired and ends[row] is None:
                 ends[row] = lengths[row]
+        if show is not None and rules.lockstep:
+            show(sequences[:, max(lengths) - 1])
         now = still_moving()
         going_on = []
         for row in moving:

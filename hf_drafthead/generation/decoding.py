@@ -95,7 +95,7 @@ def decode(
             if on_step is not None:
                 watch.lap("step")
                 on_step(replace(record, seconds={**record.seconds, "step": watch.seconds["step"]}))
-    return finish(state, rules, ordinary_cache, known, stream)
+    return finish(reader, state, rules, ordinary_cache, known, stream)
 
 
 def prefill(
@@ -146,9 +146,9 @@ def prefill(
     everyone, lengths = list(range(batch)), [prompt_length] * batch
     roots = rules.choose(everyone, logits[:, -1], sequences, lengths)
     sequences[:, prompt_length] = roots
-    stream.show(roots)
     lengths = [length + 1 for length in lengths]
     fired = rules.stops(everyone, sequences, lengths)
+    stream.show(roots)
     root = roots[:, None].to(device)
     seen = _prompt_for_drafter(drafter, root, features, arguments, mask)
     draft_state = drafter.start(batch, positions + most)
@@ -209,7 +209,7 @@ class Stream:
 
 
 def finish(
-    state: DecodingState, rules: Rules, ordinary_cache, known: int, stream: Stream
+    reader: BaseReader, state: DecodingState, rules: Rules, ordinary_cache, known: int, stream: Stream
 ) -> DraftHeadGenerateOutput | torch.Tensor:
     """What the base's generate would return, in its form."""
     length = max(end for end in state.ends if end is not None)
@@ -219,6 +219,9 @@ def finish(
     sequences = state.rows.sequences[:, :length].to(rules.device, copy=True)
     in_dict = rules.config.return_dict_in_generate
     if in_dict or getattr(ordinary_cache, "_is_user_defined", False):
+        if state.unread():
+            newest_tokens = state.rows.sequences.gather(1, state.rows.lengths[:, None] - 1)
+            reader.behind(newest_tokens, state.cache, state.rows.position_shift, state.rows.visible)
         state.cache.unload(ordinary_cache, known, length - 1 + state.past_shift)
     if not in_dict:
         return sequences

@@ -101,6 +101,14 @@ class BaseReader:
         features = torch.cat([outputs.hidden_states[layer].to(hidden.device) for layer in self.reads], dim=-1)
         return Reading(features, hidden, scores)
 
+    def behind(
+        self, tokens: torch.Tensor, cache: SlotCache, position_shift: torch.Tensor, visible: torch.Tensor | None
+    ) -> None:
+        """One forward over a token (B, 1) of each row, whose keys and values come behind the past and do not count."""
+        topology = DraftTree.root_alone().topology(tokens.device)
+        self.nodes(tokens, topology, cache, cache.lengths[:, None] + position_shift, visible)
+        cache.keep(torch.zeros_like(tokens), torch.zeros_like(tokens[:, 0]))
+
     def nodes(
         self,
         tokens: torch.Tensor,

@@ -7,7 +7,8 @@ cannot always be shown that way. Three kinds of call follow:
 - own pace: every processor and criterion is known to treat each row by itself, or makes a view of some rows by a method
   `for_rows(rows)`; rows of one length are shown together, node by node.
 - lockstep: anything else. All rows stay at one length, and each processor and criterion sees exactly the calls that the
-  base would make, in order, so even one that keeps a state or knows its batch works. One row is always lockstep.
+  base would make, in order, so even one that keeps a state or knows its batch works. A row that has ended emits padding
+  then, and the base is asked about it as of any other row. One row is always lockstep.
 
 Shapes: B rows, N nodes, D nodes on the longest path, g rows of a group, V vocabulary.
 """

@@ -169,6 +169,11 @@ class DecodingState:
         """Rows that still emit. Without padding a row that has ended goes on until the last one ends."""
         return running(self.lengths, self.ends, pads)
 
+    def unread(self) -> bool:
+        """Whether a row has ended in the last step, and before others: the base reads its last token as well."""
+        last, longest = self.counted[-1] if self.counted else [], max(self.lengths)
+        return any(count and length < longest for count, length in zip(last, self.lengths))
+
     def caches(self) -> list[SlotCache]:
         """The base's cache, and those of the drafter."""
         found = [leaf for leaf in tree_leaves(self.rows.draft_state) if isinstance(leaf, SlotCache)]

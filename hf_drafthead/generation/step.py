@@ -87,7 +87,7 @@ class Step:
         drafter: what guesses.
         settings: tree and acceptance.
         rules: of the call.
-        show: is given every token before a criterion is asked, see `walk_on_host`.
+        show: is given every token before the next one is chosen, see `walk_on_host`.
         timed: note the seconds of every stage, for which the host waits after each.
     """
 

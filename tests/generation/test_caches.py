@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from transformers import DynamicCache
+from transformers import CompileConfig, DynamicCache
 
 from hf_drafthead.generation import SlotCache
 from tests.drafters import Drafted, half_right, right
@@ -56,6 +56,25 @@ def test_the_cache_of_a_batch_is_the_base_s(eos):
     inputs = prompt(4)
     found = agree(inputs=inputs, call={"max_new_tokens": 20, "eos_token_id": eos})
     assert (len(set(found.new_tokens)) > 1) == (eos is not None)
+    mine, theirs = found.got.past_key_values, found.expected.past_key_values
+    same_cache(mine, theirs, rows_of_their_own(found, inputs))
+
+
+@pytest.mark.parametrize("fixed", [{}, {"compile_config": CompileConfig()}], ids=["growing", "of fixed shapes"])
+def test_what_a_row_ends_with_in_the_last_step_is_read_where_others_go_on(fixed, untraced):
+    base, inputs = shared_base("llama-gqa"), prompt(2)
+    text = base.generate(**inputs, max_new_tokens=12, eos_token_id=None)[:, 9:]
+    # the second row has three tokens more than the first, which are its own in the last step
+    first, second = text.tolist()
+    end = next(at for at in range(3, 9) if first[at] not in first[:at] and first[at] not in second)
+    eos = first[end]
+
+    def guess(row, position):
+        return 0 if row and position - int(inputs["attention_mask"][row].sum()) >= end else None
+
+    call = {"max_new_tokens": end + 4, "eos_token_id": eos}
+    found = agree(base, inputs, guess, call=call, settings=fixed)
+    assert found.new_tokens == [end + 1, end + 4] and found.got.accepted_lengths[0, -1] > 0
     mine, theirs = found.got.past_key_values, found.expected.past_key_values
     same_cache(mine, theirs, rows_of_their_own(found, inputs))
 

@@ -2,7 +2,13 @@
 
 import pytest
 import torch
-from transformers import LogitsProcessor, LogitsProcessorList, SynthIDTextWatermarkingConfig, WatermarkingConfig
+from transformers import (
+    CompileConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    SynthIDTextWatermarkingConfig,
+    WatermarkingConfig,
+)
 
 from tests.bases import VOCABULARY
 from tests.drafters import right
@@ -139,12 +145,13 @@ class Mixes(LogitsProcessor):
 
 @pytest.mark.parametrize("tree", [TREE, [[0], [1], [1, 0], [1, 0, 0]]], ids=["bushy", "deep at the second rank"])
 @pytest.mark.parametrize("choice", [{}, {"do_sample": True}, {"output_scores": True}], ids=str)
-def test_a_processor_that_mixes_rows_sees_what_the_base_says_behind_the_end_of_one(choice, tree):
+@pytest.mark.parametrize("fixed", [{}, {"compile_config": CompileConfig()}], ids=["growing", "of fixed shapes"])
+def test_a_processor_that_mixes_rows_sees_what_the_base_says_behind_the_end_of_one(fixed, choice, tree, untraced):
     def call():
         processors = LogitsProcessorList([Mixes()])
         return {"logits_processor": processors, "max_new_tokens": 24, "eos_token_id": ENDS, **choice}
 
-    found = agree(inputs=prompt(4), call=call, tree=tree)
+    found = agree(inputs=prompt(4), call=call, tree=tree, settings=fixed)
     assert len(set(found.new_tokens)) > 1 and min(found.new_tokens) + 2 < max(found.new_tokens)
 
 

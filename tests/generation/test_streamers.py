@@ -4,7 +4,7 @@ import threading
 
 import pytest
 import torch
-from transformers import StoppingCriteriaList, TextIteratorStreamer, TextStreamer
+from transformers import StoppingCriteria, StoppingCriteriaList, TextIteratorStreamer, TextStreamer
 from transformers.generation.streamers import BaseStreamer
 
 from tests.drafters import Drafted, Oracle, half_right, right
@@ -52,6 +52,35 @@ def test_a_streamer_sees_the_calls_of_the_base(new_tokens, rows, choice, eos):
 
 
 @pytest.mark.filterwarnings("ignore:Passing `repetition_penalty` with `inputs_embeds`")
+class AfterPuts(StoppingCriteria):
+    """Fires once its streamer was given so many positions, as a button does that follows what is shown."""
+
+    def __init__(self, streamer, puts):
+        self.streamer, self.puts = streamer, puts
+
+    def __call__(self, input_ids, scores, **kwargs):
+        return torch.full((len(input_ids),), len(self.streamer.calls) > self.puts)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("puts", [0, 1, 2, 6])
+def test_a_criterion_that_looks_at_the_streamer_fires_where_it_fires_in_the_base(puts, rows):
+    def call():
+        streamer = Recorder()
+        return {
+            "streamer": streamer,
+            "stopping_criteria": StoppingCriteriaList([AfterPuts(streamer, puts)]),
+            "eos_token_id": None,
+            "max_new_tokens": 12,
+        }
+
+    def own(sequences):
+        return [sequences.shape[1] - 9] * rows
+
+    found = agree(inputs=prompt(rows), guess=right, call=call, new_tokens=own)
+    assert found.new_tokens == [max(puts, 1) + (puts > 0)] * rows
+
+
 def test_a_streamer_of_a_prompt_in_embeddings():
     base, made = shared_base("llama-gqa"), []
     with torch.no_grad():

@@ -1,0 +1,191 @@
+"""The rules of a call by themselves: the noise of sampling, and what each row is shown."""
+
+import pytest
+import torch
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteriaList
+from transformers.generation import logits_process as processors
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria
+
+from hf_drafthead.generation.rules import NoiseTape, Rules, rounded
+
+ROWS, VOCABULARY = 3, 11
+CPU = torch.device("cpu")
+
+
+def noises(count: int) -> list[torch.Tensor]:
+    """What `torch.multinomial` divides by at the first positions."""
+    return [torch.empty(ROWS, VOCABULARY).exponential_(1) for _ in range(count)]
+
+
+def at_seed(seed: int = 3) -> None:
+    torch.manual_seed(seed)
+
+
+LIKE = torch.empty(0, VOCABULARY)
+
+
+def test_noise_in_any_order_is_what_the_base_draws_one_after_the_other(monkeypatch):
+    monkeypatch.setattr(NoiseTape, "KEPT", 2)
+    at_seed()
+    expected = noises(9)
+    left_at = torch.get_rng_state()
+    at_seed()
+    tape = NoiseTape(ROWS, CPU)
+    for position in (4, 4, 0, 3, 8, 5, 1, 8):
+        torch.rand(5)  # where the generator stands meanwhile does not matter
+        assert torch.equal(tape.noise(position, LIKE), expected[position])
+    assert sorted(tape.drawn) == [7, 8]
+    tape.rewind(9)
+    assert torch.equal(torch.get_rng_state(), left_at)
+    ahead = tape.ahead([0, 5, 3], 3)
+    assert torch.equal(ahead, torch.stack([torch.stack(expected[f : f + 3])[:, r] for r, f in enumerate([0, 5, 3])]))
+
+
+def test_what_every_row_has_left_behind_is_forgotten():
+    tape = NoiseTape(ROWS, CPU)
+    tape.noise(4, LIKE)
+    tape.forget(3)
+    assert sorted(tape.states) == [3, 4, 5]
+
+
+def test_noise_is_held_for_some_positions_only():
+    tape = NoiseTape(ROWS, CPU)
+    tape.noise(40, LIKE)
+    assert sorted(tape.drawn) == list(range(41 - 32, 41))
+
+
+def test_noise_is_drawn_anew_once_somebody_else_has_drawn():
+    at_seed()
+    expected = [*noises(2), torch.rand(4), *noises(2), torch.rand(2), *noises(1)]
+    left_at = torch.get_rng_state()
+    at_seed()
+    tape = NoiseTape(ROWS, CPU)
+    tape.noise(4, LIKE)  # drawn ahead, in vain
+    tape.rewind(0)
+    assert torch.equal(tape.next(0, LIKE), expected[0]) and torch.equal(tape.next(1, LIKE), expected[1])
+    assert not tape.shared
+    assert torch.equal(torch.rand(4), expected[2])
+    assert torch.equal(tape.next(2, LIKE), expected[3]) and tape.shared
+    assert torch.equal(tape.next(3, LIKE), expected[4])
+    assert torch.equal(torch.rand(2), expected[5])
+    assert torch.equal(tape.next(4, LIKE), expected[6])
+    assert torch.equal(torch.get_rng_state(), left_at)
+    assert torch.equal(tape.noise(0, LIKE), expected[0])  # what was drawn before stands
+
+
+class Unknown(LogitsProcessor):
+    """Of the user's own."""
+
+    def __call__(self, input_ids, scores):
+        return scores
+
+
+class Views(Unknown):
+    """Says which rows it was shown, and adds to each a number of its own."""
+
+    def __init__(self, rows=None):
+        self.rows = rows
+
+    def for_rows(self, rows):
+        return Views(rows)
+
+    def __call__(self, input_ids, scores):
+        return scores + input_ids.shape[1] * 100 + torch.tensor(self.rows)[:, None]
+
+
+def rules_of(given=(), criteria=None, rows: int = ROWS, samples: bool = False, **config) -> Rules:
+    config = GenerationConfig(**config)
+    config._pad_token_tensor = torch.tensor(5)
+    criteria = [MaxLengthCriteria(12), EosTokenCriteria(torch.tensor([7, 2]))] if criteria is None else criteria
+    return Rules(
+        LogitsProcessorList(given),
+        StoppingCriteriaList(criteria),
+        config,
+        batch_size=rows,
+        prompt_length=2,
+        device=CPU,
+        samples=samples,
+    )
+
+
+KEEPS = {"return_dict_in_generate": True, "output_scores": True}
+KINDS = {
+    "nothing": (rules_of, True, False),
+    "scores only": (lambda: rules_of([processors.TopKLogitsWarper(3)]), True, False),
+    "prefixes": (lambda: rules_of([processors.RepetitionPenaltyLogitsProcessor(1.1)]), False, False),
+    "views": (lambda: rules_of([Views()]), False, False),
+    "of the user": (lambda: rules_of([Unknown()]), False, True),
+    "time": (lambda: rules_of(criteria=[MaxLengthCriteria(9), MaxTimeCriteria(9.0)]), False, False),
+    "no length": (lambda: rules_of(criteria=[EosTokenCriteria(torch.tensor([2]))]), False, False),
+    "scores asked for": (lambda: rules_of(**KEEPS), False, True),
+    "scores asked for without padding": (
+        lambda: rules_of(criteria=[MaxLengthCriteria(9)], **KEEPS),
+        False,
+        False,
+    ),
+    "scores asked for, but no dict": (lambda: rules_of(output_scores=True), True, False),
+    "one row": (lambda: rules_of(rows=1), True, True),
+}
+
+
+@pytest.mark.parametrize("make, on_device, lockstep", KINDS.values(), ids=KINDS)
+def test_kinds_of_calls(make, on_device, lockstep):
+    rules = make()
+    assert (rules.on_device, rules.lockstep) == (on_device, lockstep)
+    assert rules.draws_ahead == (on_device or not lockstep)
+
+
+def test_what_a_call_says_about_its_ends():
+    rules = rules_of()
+    assert (rules.pads, rules.pad_token, rules.max_length, rules.eos_tokens) == (True, 5, 12, [2, 7])
+    rules = rules_of(criteria=[MaxLengthCriteria(12), MaxLengthCriteria(9)])
+    assert (rules.pads, rules.pad_token, rules.max_length, rules.eos_tokens) == (False, 0, 9, [])
+    rules = rules_of([processors.TemperatureLogitsWarper(0.5), processors.TemperatureLogitsWarper(3.0)])
+    assert rules.temperature == 1.5
+
+
+def test_rows_of_one_length_are_shown_together_and_their_scores_kept_at_their_own_positions():
+    rules = rules_of([Views()], criteria=[MaxLengthCriteria(12)], **KEEPS, output_logits=True)
+    logits = torch.arange(2.0 * VOCABULARY).reshape(2, VOCABULARY)
+    sequences, lengths = torch.zeros(ROWS, 9, dtype=torch.long), [4, 6, 3]
+    assert rules.choose([2, 1], logits, sequences, lengths).tolist() == [VOCABULARY - 1] * 2
+    assert torch.equal(rules.scores[1][2], logits[0] + 302) and torch.equal(rules.scores[4][1], logits[1] + 601)
+    assert len(rules.scores) == len(rules.logits) == 5 and torch.equal(rules.logits[4][1], logits[1])
+    assert not rules.scores[1][:2].any() and not rules.scores[3].any()
+
+
+def test_criteria_are_shown_rows_of_one_length_together():
+    class Even:
+        def __call__(self, input_ids, scores, **kwargs):
+            assert (input_ids[:, -1] == input_ids.shape[1]).all()
+            return input_ids[:, 0] % 2 == 0
+
+    rules = rules_of()
+    rules.criteria = StoppingCriteriaList([Even()])
+    lengths = [4, 6, 4]
+    sequences = torch.tensor([[row, 0, 0, 4, 0, 6] for row in range(ROWS)])
+    assert rules.stops([2, 1, 0], sequences, lengths) == [True, False, True]
+
+
+def test_scores_of_float64_are_rounded_as_the_base_rounds_and_others_left():
+    values = torch.tensor([1.0, 1.0 + 1e-12], dtype=torch.float64)
+    assert rounded(values).dtype == torch.float32
+    assert rounded(values.bfloat16()).dtype == torch.bfloat16
+    choice, valid = Rules.choose_greedily(values[None, None])
+    assert choice.tolist() == [[0]] and valid.tolist() == [[True]]
+
+
+def test_rows_that_stand_still_are_given_no_noise_of_positions_that_nobody_drew():
+    rules = rules_of(samples=True)
+    at_seed()
+    expected = noises(8)
+    at_seed()
+    rules.tape.states = {0: torch.get_rng_state()}
+    rules.tape.noise(0, LIKE)
+    found = rules.noise_ahead([5, 3, 4], [0, 2], 2, VOCABULARY)
+    assert torch.equal(found[0], torch.stack([expected[3][0], expected[4][0]]))
+    assert torch.equal(found[1], torch.stack([expected[3][1], expected[4][1]]))  # as the longest
+    assert torch.equal(found[2], torch.stack([expected[2][2], expected[3][2]]))
+    assert sorted(rules.tape.states) == [2, 3, 4, 5]
+    assert torch.equal(rules.tilt(found), found.log() * -1.0)
+    assert rules_of().noise_ahead([3] * ROWS, [0], 2, VOCABULARY) is None

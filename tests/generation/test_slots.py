@@ -1,0 +1,277 @@
+"""The cache and its masks against lists: what every layer is given, after any steps and growth."""
+
+import random
+
+import pytest
+import torch
+from transformers import DynamicCache, StaticCache
+
+from hf_drafthead.generation import DraftTree, SlotCache, slots
+from hf_drafthead.generation.slots import can_load, slot_mask
+
+SHAPES = [(2, 3, 3), (2, 3, 3), (1, 4, 2)]  # of each layer: heads, sizes of keys and of values
+
+
+class Mirror:
+    """A `SlotCache` beside lists that hold what it must give back, one entry for every position of every row."""
+
+    def __init__(self, rows: int, capacity: int, nodes: int, seed: int = 0):
+        self.cache = SlotCache(rows, len(SHAPES), capacity, nodes)
+        self.past: list[list[float]] = [[] for _ in range(rows)]
+        self.placed: list[list[float]] = [[] for _ in range(rows)]  # in the order of their slots
+        self.dice, self.next = random.Random(seed), 0.0
+
+    def names(self, length: int) -> list[list[float]]:
+        """A number for every position of a forward, from which keys and values are made."""
+        count = len(self.past) * length
+        self.next += count
+        flat = [self.next - count + place + 1 for place in range(count)]
+        return [flat[row * length : (row + 1) * length] for row in range(len(self.past))]
+
+    def forward(self, names: list[list[float]]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """What the layers attend to, by number (B, S)."""
+        seen = []
+        numbers = torch.tensor(names, dtype=torch.float64)
+        for index, (heads, of_keys, of_values) in enumerate(SHAPES):
+            made = [
+                numbers[:, None, :, None] * 100 + 10 * index + torch.arange(heads)[:, None, None] + torch.zeros(size)
+                for size in (of_keys, of_values)
+            ]
+            keys, values = self.cache.update(made[0], -made[1], index)
+            assert keys.shape[1:] == (heads, keys.shape[2], of_keys) and values.shape[3] == of_values
+            for found in (keys, -values):
+                own = (found - 10 * index - torch.arange(heads)[:, None, None]) / 100
+                known = found != 0
+                assert torch.equal(own[known], own[:, :1, :, :1].expand_as(own)[known])
+            seen.append(torch.where(keys != 0, (keys - 10 * index) / 100, 0.0)[:, 0, :, 0])
+            assert torch.equal(seen[-1], seen[0])
+        return seen[0]
+
+    def append(self, length: int, own: list[int] | None = None) -> None:
+        self.cache.append()
+        names, extent = self.names(length), self.cache.extent
+        seen = self.forward(names)
+        assert seen.shape[1] == extent + length and seen[:, extent:].tolist() == names
+        self.same_past(seen[:, :extent])
+        if own is None:
+            self.cache.count(length)
+        else:
+            self.cache.count(length, torch.tensor(own))
+        for row, new in enumerate(names):
+            self.past[row] += new[: None if own is None else own[row]]
+
+    def place(self, count: int, again: bool = False) -> None:
+        names = self.names(count)
+        self.placed = [new + (old if again else []) for new, old in zip(names, self.placed)]
+        assert self.cache.place(count, again) == len(self.placed[0])
+        seen = self.forward(names)
+        nodes = len(self.placed[0])
+        assert seen[:, :nodes].tolist() == self.placed
+        assert seen.shape[1] == nodes + self.cache.seen_extent
+        self.same_past(seen[:, nodes:])
+
+    def keep(self, nodes: list[list[int]], counts: list[int]) -> None:
+        self.cache.keep(torch.tensor(nodes), torch.tensor(counts))
+        for row, count in enumerate(counts):
+            self.past[row] += [self.placed[row][node] for node in nodes[row][:count]]
+
+    def same_past(self, seen: torch.Tensor) -> None:
+        for row, past in zip(seen.tolist(), self.past):
+            assert row[: len(past)] == past
+
+    def check(self) -> None:
+        cache, lengths = self.cache, [len(past) for past in self.past]
+        assert cache.lengths.tolist() == lengths
+        assert max(lengths) <= cache.capacity and cache.slots == cache.nodes + cache.capacity
+        if not cache.fixed:  # else it is counted once the shapes are free again
+            assert cache.extent == max(lengths) == cache.get_seq_length()
+
+
+@pytest.mark.parametrize("ragged", [False, True])
+@pytest.mark.parametrize("capacity, nodes, room", [(3, 0, 1), (100, 9, 1024), (5, 2, 4)])
+def test_layers_are_given_the_nodes_of_the_step_and_every_row_s_past(capacity, nodes, room, ragged, monkeypatch):
+    monkeypatch.setattr(slots, "ROOM", room)
+    for seed in range(6):
+        dice = random.Random(seed)
+        rows = dice.randint(1, 3)
+        mirror = Mirror(rows, capacity, nodes, seed)
+        mirror.append(4, [dice.randint(1, 4) for _ in range(rows)] if ragged else None)
+        for step in range(7):
+            mirror.check()
+            fixed = mirror.cache.fixed
+            mirror.place(dice.randint(1, 4))
+            for _ in range(dice.randint(0, 2)):
+                if len(mirror.placed[0]) <= 5:
+                    mirror.place(dice.randint(1, 4), again=True)
+            if len(mirror.placed[0]) > 4 and not fixed:
+                mirror.place(2)  # a step of its own: those before it are forgotten
+            count = len(mirror.placed[0])
+            m = dice.randint(1, count)
+            kept = [dice.sample(range(count), m) for _ in range(rows)]
+            mirror.keep(kept, [dice.randint(0, m) for _ in range(rows)])
+            if step == 2:
+                mirror.cache.fix(mirror.cache.extent + 40, 9)
+                assert (mirror.cache.capacity, mirror.cache.nodes) == (mirror.cache.slots - 9, 9)
+                assert mirror.cache.seen_extent == mirror.cache.capacity
+            if step == 4:
+                mirror.cache.fix(mirror.cache.capacity + 3, 9)  # the text goes on in a longer one
+            if step == 5:
+                mirror.cache.free()
+                assert mirror.cache.seen_extent == mirror.cache.extent
+
+
+def test_more_and_fewer_nodes_can_be_fixed():
+    for nodes in (1, 2, 5):
+        mirror = Mirror(2, 6, 2)
+        mirror.append(5, [5, 3])
+        mirror.cache.fix(12, nodes)
+        mirror.place(nodes)
+        mirror.keep([[0], [0]], [1, 1])
+        mirror.place(1)
+        mirror.check()
+
+
+def test_memory_grows_by_half_at_first_then_by_a_room_or_by_what_is_needed(monkeypatch):
+    monkeypatch.setattr(slots, "ROOM", 8)
+    mirror = Mirror(1, 4, 1)
+    mirror.append(4)
+    mirror.append(1)
+    assert (mirror.cache.capacity, mirror.cache.slots) == (8, 9)
+    mirror.append(4)
+    assert mirror.cache.capacity == 16
+    mirror.append(8)
+    assert mirror.cache.capacity == 24
+    mirror.append(20)
+    assert mirror.cache.capacity == 37
+    before = mirror.cache.pools[0].data
+    mirror.cache.reserve(37, 1)
+    assert mirror.cache.pools[0].data is before
+    mirror.cache.reserve(2, 4)
+    assert (mirror.cache.capacity, mirror.cache.nodes, mirror.cache.slots) == (37, 4, 41)
+    mirror.check()
+
+
+def test_layers_of_one_shape_share_a_tensor():
+    mirror = Mirror(2, 4, 1)
+    mirror.append(3)
+    assert [tuple(pool.data.shape) for pool in mirror.cache.pools] == [
+        (6, 2, 2, 5, 3),
+        (2, 1, 2, 5, 4),
+        (2, 1, 2, 5, 2),
+    ]
+    per_slot = 2 * 8 * sum(heads * (keys + values) for heads, keys, values in SHAPES)
+    assert mirror.cache.memory(7) == 7 * per_slot and mirror.cache.memory(0) == 0
+    assert SlotCache(2, 3, 4).memory(7) == 0
+
+
+def test_no_more_layers_share_a_tensor_than_the_bound(monkeypatch):
+    monkeypatch.setattr(slots, "SLABS_PER_POOL", 3)
+    mirror = Mirror(1, 4, 1)
+    mirror.append(3)
+    assert [pool.data.shape[0] for pool in mirror.cache.pools] == [3, 3, 2, 2]
+
+
+def test_an_ordinary_cache_is_loaded_and_unloaded():
+    mirror = Mirror(2, 3, 2)
+    mirror.append(5)
+    mirror.place(2)
+    mirror.keep([[1, 0], [0, 1]], [2, 2])
+    ordinary = DynamicCache()
+    mirror.cache.unload(ordinary, 0, 7)
+    assert ordinary.get_seq_length() == 7
+    other = Mirror(2, 1, 0)
+    other.cache.load(ordinary)
+    assert (other.cache.extent, other.cache.lengths.tolist(), other.cache.nodes) == (7, [7, 7], 0)
+    other.past, other.next = mirror.past, mirror.next
+    other.append(1)
+    other.cache.unload(ordinary, 7, 8)
+    assert torch.equal(ordinary.layers[0].keys[:, 0, :, 0], torch.tensor(other.past, dtype=torch.float64) * 100)
+    assert torch.equal(ordinary.layers[2].values[:, 0, :, 0], torch.tensor(other.past, dtype=torch.float64) * -100 - 20)
+    other.cache.unload(ordinary, 8, 8)
+    assert ordinary.get_seq_length() == 8
+
+
+def test_the_end_of_a_sliding_past_is_loaded_to_its_place():
+    window = DynamicCache()
+    keys = torch.arange(1.0, 5).reshape(1, 1, 4, 1)
+    window.update(keys, keys, 0)
+    past = DynamicCache()
+    past.update(torch.ones(1, 1, 6, 1), torch.ones(1, 1, 6, 1), 0)
+    past.layers.append(window.layers[0])
+    cache = SlotCache(1, 2, 1, 3)
+    cache.load(past)
+    assert cache.layers[1].keys[0, 0, :, 0].tolist()[3:9] == [0, 0, 1, 2, 3, 4]
+
+
+def test_a_cache_is_loaded_where_every_layer_is_known():
+    ordinary = DynamicCache()
+    assert can_load(ordinary)
+    ordinary.update(torch.zeros(1, 1, 2, 1), torch.zeros(1, 1, 2, 1), 0)
+    assert can_load(ordinary)
+    ordinary.layers.append(object())
+    assert not can_load(ordinary)
+
+
+def plain_mask(tree: DraftTree, nodes: list[int], columns: list[int], past: int, extent: int, visible, window):
+    """Row by row and column by column: what each node sees, as True and False."""
+    rows = []
+    for node in nodes:
+        line, above = [], node
+        while above:
+            line.append(above)
+            above = tree.parents[above]
+        line.append(0)
+        depth = tree.depths[node]
+        seen = [column in line and (window is None or depth - tree.depths[column] < window) for column in columns]
+        for slot in range(extent):
+            hidden = visible is not None and slot < len(visible) and not visible[slot]
+            near = window is None or past + depth - slot < window
+            seen.append(slot < past and not hidden and near)
+        rows.append(seen)
+    return rows
+
+
+@pytest.mark.parametrize("window", [None, 1, 2, 4])
+@pytest.mark.parametrize("padding", [None, 3, 12])
+def test_a_node_sees_its_ancestors_and_its_row_s_past(window, padding):
+    tree = DraftTree([(0,), (1,), (0, 0), (0, 1), (0, 1, 0)])
+    topology, past, extent = tree.topology(), torch.tensor([3, 7, 0]), 9
+    visible = None
+    if padding is not None:
+        visible = torch.ones(3, padding, dtype=torch.bool)
+        visible[0, :2] = visible[1, 1] = False
+    mask = slot_mask(
+        topology.ancestors, past, extent, torch.float64, visible=visible, window=window, depths=topology.depths
+    )
+    nodes = list(range(tree.num_nodes))
+    hidden = [None] * 3 if visible is None else visible.tolist()
+    expected = [plain_mask(tree, nodes, nodes, n, extent, v, window) for n, v in zip(past.tolist(), hidden)]
+    assert mask.shape == (3, 1, len(nodes), len(nodes) + extent) and mask.dtype == torch.float64
+    assert torch.equal(mask[:, 0] == 0, torch.tensor(expected))
+    assert (mask[mask != 0] == torch.finfo(torch.float64).min).all()
+
+
+def test_a_level_of_a_tree_sees_its_ancestors_among_all_nodes_so_far():
+    tree = DraftTree([(0,), (1,), (0, 0), (0, 1)])
+    topology, past = tree.topology(), torch.tensor([2, 5])
+    level = [3, 4]
+    for window in (None, 3):
+        mask = slot_mask(
+            topology.ancestors[:, level],
+            past,
+            6,
+            torch.float32,
+            window=window,
+            depths=topology.depths[:, level],
+        )
+        expected = [plain_mask(tree, level, list(range(5)), n, 6, None, window) for n in past.tolist()]
+        assert torch.equal(mask[:, 0] == 0, torch.tensor(expected))
+
+
+def test_a_prepared_static_cache_can_be_filled_at_the_end(monkeypatch):
+    from tests.bases import tiny_base
+
+    static = StaticCache(tiny_base("llama").config, max_cache_len=8)
+    assert can_load(static)
+    static._is_user_defined = True
+    assert not can_load(static)

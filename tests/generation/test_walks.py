@@ -1,0 +1,215 @@
+"""The walks against one written out token by token, on random trees, choices and ends."""
+
+import random
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import pytest
+import torch
+from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
+
+from hf_drafthead.generation import DraftTree
+from hf_drafthead.generation.acceptance import rejection_choices, walk_on_device, walk_on_host
+from hf_drafthead.generation.rules import Rules
+from hf_drafthead.generation.state import Candidates, Limits, Rows
+from hf_drafthead.generation.tree import Topology
+
+VOCABULARY, WIDTH, EOS = 7, 40, [1, 4]
+
+
+class Case(NamedTuple):
+    """A step of a few rows: trees, nodes' tokens, the base's choice at each, lengths, ends, and what limits them."""
+
+    trees: list[DraftTree]
+    tokens: list[list[int]]
+    choice: list[list[int]]
+    lengths: list[int]
+    ends: list[int]
+    reach: list[int]
+    max_length: int
+
+    @property
+    def candidates(self) -> Candidates:
+        alone = [tree.topology() for tree in self.trees]
+        topology = alone[0] if len(set(self.trees)) == 1 else Topology(*map(torch.cat, zip(*alone)))
+        return Candidates(torch.tensor(self.tokens), topology)
+
+
+def random_tree(dice: random.Random, nodes: int, depth: int) -> DraftTree:
+    """One of so many nodes, the root included, and exactly so deep."""
+    paths = [(0,) * level for level in range(1, depth + 1)]
+    while len(paths) < nodes - 1:
+        parent = dice.choice([(), *paths])
+        path = (*parent, sum(known[:-1] == parent for known in paths))
+        if len(path) <= depth and path[-1] < VOCABULARY:
+            paths.append(path)
+    return DraftTree(paths)
+
+
+def cases(count: int) -> Iterator[Case]:
+    """Siblings differ, and every second child carries what the base chooses at its parent."""
+    for seed in range(count):
+        dice = random.Random(seed)
+        rows, depth = dice.randint(1, 3), dice.randint(1, 4)
+        nodes = depth + 1 + dice.randint(0, 6)
+        trees = [random_tree(dice, nodes, depth)] * rows
+        if dice.random() < 0.5:
+            trees = [random_tree(dice, nodes, depth) for _ in range(rows)]
+        tokens, choice = [], []
+        for tree in trees:
+            mine, chosen = [dice.randrange(VOCABULARY)], [dice.randrange(VOCABULARY) for _ in range(nodes)]
+            guessed = {node: dice.sample(range(VOCABULARY), VOCABULARY) for node in range(nodes)}
+            mine += [guessed[parent][path[-1]] for path, parent in zip(tree.paths, tree.parents[1:])]
+            for node in range(nodes):
+                children = tree.children(node)
+                if children and dice.random() < 0.8:
+                    chosen[node] = mine[dice.choice(children)]
+            tokens.append(mine)
+            choice.append(chosen)
+        lengths = [dice.randint(2, 9) for _ in range(rows)]
+        ends = [length - dice.randint(0, 1) if dice.random() < 0.2 else 0 for length in lengths]
+        reach = [dice.choice([0, 1, 2, 9, 9, 9]) for _ in range(rows)]
+        yield Case(trees, tokens, choice, lengths, ends, reach, max(lengths) + dice.choice([1, 2, 3, 20]))
+
+
+def plain(case: Case, row: int) -> tuple[list[int], list[int], int]:
+    """The nodes and tokens of a row, one after the other, and the length at which it ends, or 0."""
+    if case.ends[row]:
+        return [], [], case.ends[row]
+    tree, at, nodes, emitted = case.trees[row], 0, [], []
+    while True:
+        nodes.append(at)
+        emitted.append(case.choice[row][at])
+        length = case.lengths[row] + len(emitted)
+        if emitted[-1] in EOS or length == case.max_length:
+            return nodes, emitted, length
+        fitting = [child for child in tree.children(at) if case.tokens[row][child] == emitted[-1]]
+        if not fitting or tree.depths[fitting[0]] > case.reach[row]:
+            return nodes, emitted, 0
+        at = fitting[0]
+
+
+def assert_as_plain(walk, case: Case) -> None:
+    for row in range(len(case.tokens)):
+        nodes, emitted, end = plain(case, row)
+        count = int(walk.counts[row])
+        assert (walk.nodes[row, :count].tolist(), walk.tokens[row, :count].tolist()) == (nodes, emitted)
+        assert int(walk.ends[row]) == end
+    assert walk.nodes.shape == walk.tokens.shape == (len(case.tokens), case.trees[0].max_depth + 1)
+
+
+def on_device(case: Case, valid: torch.Tensor):
+    limits = Limits(
+        max_length=torch.tensor(case.max_length),
+        eos=torch.tensor(EOS),
+        last_position=torch.tensor([[99]]),
+        padding=torch.tensor(0),
+        pads=torch.tensor(True),
+    )
+    lengths, ends = torch.tensor(case.lengths), torch.tensor(case.ends)
+    rows = Rows(torch.zeros(len(lengths), WIDTH), lengths, ends, torch.zeros(1), None, None)
+    return walk_on_device(torch.tensor(case.choice), valid, case.candidates, rows, limits, torch.tensor(case.reach))
+
+
+def test_the_walk_on_the_device_is_the_plain_one():
+    for case in cases(150):
+        assert_as_plain(on_device(case, torch.ones(len(case.tokens), len(case.tokens[0]), dtype=torch.bool)), case)
+
+
+def test_a_choice_counts_as_valid_where_all_nodes_walked_are():
+    for case in cases(40):
+        for node in range(len(case.tokens[0])):
+            valid = torch.ones(len(case.tokens), len(case.tokens[0]), dtype=torch.bool)
+            valid[:, node] = False
+            expected = [node not in plain(case, row)[0] for row in range(len(case.tokens))]
+            assert on_device(case, valid).valid.tolist() == expected
+
+
+def rules_of(case: Case, *more) -> Rules:
+    config = GenerationConfig(eos_token_id=EOS)
+    config._pad_token_tensor = torch.tensor(0)
+    criteria = [MaxLengthCriteria(case.max_length), EosTokenCriteria(torch.tensor(EOS)), *more]
+    return Rules(
+        LogitsProcessorList(),
+        StoppingCriteriaList(criteria),
+        config,
+        batch_size=len(case.tokens),
+        prompt_length=1,
+        device=torch.device("cpu"),
+        samples=False,
+    )
+
+
+def on_host(case: Case, rules: Rules, **more):
+    logits = torch.nn.functional.one_hot(torch.tensor(case.choice), VOCABULARY).double()
+    sequences = torch.full((len(case.tokens), WIDTH), 6)
+    ends = [end or None for end in case.ends]
+    return walk_on_host(logits, case.candidates, sequences, case.lengths, ends, case.reach, rules, **more)
+
+
+def test_the_walk_on_the_host_is_the_plain_one():
+    for case in cases(150):
+        if len(case.tokens) > 1 or not case.ends[0]:  # a single row that has ended takes no step
+            assert_as_plain(on_host(case, rules_of(case)), case)
+
+
+def test_preferred_tokens_are_emitted_in_place_of_the_choice():
+    for case in cases(60):
+        preferred = [[token if place % 2 else -1 for place, token in enumerate(row)] for row in case.choice]
+        other = case._replace(choice=[[(token + 3) % VOCABULARY for token in row] for row in case.choice])
+        mixed = case._replace(
+            choice=[
+                [(token + 3) % VOCABULARY if wanted < 0 else wanted for token, wanted in zip(row, instead)]
+                for row, instead in zip(case.choice, preferred)
+            ]
+        )
+        assert_as_plain(on_host(other, rules_of(case), preferred=torch.tensor(preferred)), mixed)
+
+
+class Counts:
+    """A criterion that the library does not know, which never fires."""
+
+    def __call__(self, input_ids, scores, **kwargs):
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+
+def test_in_lockstep_rows_stop_together_and_those_that_have_ended_emit_padding():
+    for case in cases(150):
+        rows = range(len(case.tokens))
+        case = case._replace(lengths=[8] * len(rows), ends=[end and 7 for end in case.ends], max_length=30)
+        if all(case.ends):
+            continue
+        shown: list[torch.Tensor] = []
+        walk = on_host(case, rules_of(case, Counts()), show=shown.append)
+        alone = {row: plain(case, row) for row in rows if not case.ends[row]}
+        # A row that goes on decides how far; one that ends on the way is padded up to there, as far as it has nodes of
+        # padding below it, which these have not.
+        counts = set(walk.counts.tolist())
+        assert len(counts) == 1
+        count = counts.pop()
+        assert 1 <= count <= max(len(nodes) for nodes, _, _ in alone.values()) + 1
+        assert len(shown) == count
+        for row in rows:
+            tokens = walk.tokens[row, :count].tolist()
+            assert tokens == [int(column[row]) for column in shown]
+            nodes, emitted, end = alone.get(row, ([], [], 7))
+            assert tokens[: len(emitted)] == emitted[:count] and set(tokens[len(emitted) :]) <= {0}
+            assert walk.nodes[row, : min(count, len(nodes))].tolist() == nodes[:count]
+            assert int(walk.ends[row]) == (end if end - 8 <= count else 0)
+        goes_on = [len(nodes) for nodes, _, end in alone.values() if not end]
+        assert count <= min(goes_on, default=count)
+
+
+@pytest.mark.parametrize("taken", [True, False])
+def test_rejection_emits_the_first_child_that_passes_and_then_what_the_base_draws(taken):
+    """p / q at the children is 1.0 and 0.25 where they are taken, else 0.25 and, after the first refusal, nothing."""
+    tree = DraftTree([(0,), (1,), (0, 0)])
+    candidates = Candidates(torch.tensor([[0, 1, 2, 3]]), tree.topology())
+    p = torch.tensor([0.0, 0.5, 0.1, 0.4]).expand(1, 4, 4)
+    q = torch.tensor([0.0, 0.5 if taken else 1.0, 0.0, 0.0]).expand(1, 4, 4).clone()
+    q[:, 1] = torch.tensor([0.0, 0.0, 0.0, 1.0])
+    chance = torch.tensor([[0.9, 0.6, 0.9, 0.5]])
+    choices = rejection_choices(p, q, candidates, chance, torch.tensor([[1.0, 1.0, 1.0, 1.0]]))
+    # refused at the root: what is left of p is 0.1 and 0.4; refused below node 1: 0.5 and 0.1
+    assert choices.tolist() == ([[1, 1, -1, -1]] if taken else [[3, -1, -1, -1]])
