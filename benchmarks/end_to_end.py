@@ -40,7 +40,7 @@ from hf_drafthead.generation.tree import DraftTree
 HERE = Path(__file__).resolve().parent
 LINE = "\n"
 DRAFT_MODEL = "draft-model"
-TREE_SIZES = {1: (8, 12), 8: (4,)}  # nodes that are tried, by the smallest batch size they are for
+TREE_SIZES = {1: (8, 12), 8: (2, 4)}  # nodes that are tried, by the smallest batch size they are for
 
 
 def bundled_assistant(folder: Path) -> Path:

@@ -46,6 +46,7 @@ class PlantedDrafter(Drafter):
         self.inner, self.text, self.right = inner, text, right
         self.reads = inner.reads
         self.attach(inner.base)
+        self.train(inner.training)
 
     @property
     def max_depth(self) -> int | None:

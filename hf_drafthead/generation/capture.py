@@ -107,6 +107,8 @@ class Capture:
                         tensors(state.rows.lengths.device)
             captured_step = CapturedStep(captured, step, state)
             if captured.seconds is None:
+                if self.config is not None and self.config.backend == "inductor":
+                    instruction_sets_meanwhile()
                 with layers_once(self.model.base):
                     captured_step.first = captured_step(state)
                 logger.warning(
@@ -214,6 +216,16 @@ def compiled(function: Callable, config: CompileConfig) -> Callable:
     options = {} if config.mode in ("default", "reduce-overhead") else torch._inductor.list_mode_options(config.mode)
     options = {**options, **(config.options or {}), "guard_filter_fn": lambda guards: [False] * len(guards)}
     return torch.compile(alone, fullgraph=True, dynamic=False, backend=config.backend, options=options)
+
+
+def instruction_sets_meanwhile() -> None:
+    """Let inductor find out beside the tracing which vector instructions the CPU has.
+
+    It starts a process for each kind and waits, two seconds in all, and remembers what it found.
+    """
+    from torch._inductor.cpu_vec_isa import valid_vec_isa_list
+
+    threading.Thread(target=valid_vec_isa_list, daemon=True).start()
 
 
 class CapturedStep:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -40,9 +40,35 @@ class OneLayer:
 
 @torch.compiler.nested_compile_region
 def _one_layer(
-    layer: nn.Module, name: str, keys: torch.Tensor, values: torch.Tensor, first: int, args: tuple, given: dict
+    layer: nn.Module, name: str, keys: torch.Tensor, values: torch.Tensor, first: int, form: str, *leaves: Any
 ) -> Any:
-    return type(layer).forward(layer, *args, **given, **{name: OneLayer(keys, values, first)})
+    return type(layer).forward(layer, **_nested(form, leaves), **{name: OneLayer(keys, values, first)})
+
+
+def _flat(arguments: dict[str, Any]) -> tuple[str, list[Any]]:
+    """Arguments as a list of leaves, and their form: the compiler is slow to compare the nested arguments of two calls.
+
+    A tuple is written with its length behind its name, "hidden_states position_embeddings:2".
+    """
+    form: list[str] = []
+    leaves: list[Any] = []
+    for name, value in arguments.items():
+        nested = isinstance(value, (tuple, list))
+        form.append(f"{name}:{len(value)}" if nested else name)
+        leaves.extend(value if nested else [value])
+    return " ".join(form), leaves
+
+
+def _nested(form: str, leaves: Sequence[Any]) -> dict[str, Any]:
+    """The arguments that `_flat` took apart."""
+    arguments: dict[str, Any] = {}
+    start = 0
+    for part in form.split():
+        name, _, length = part.partition(":")
+        stop = start + int(length or 1)
+        arguments[name] = tuple(leaves[start:stop]) if length else leaves[start]
+        start = stop
+    return arguments
 
 
 @contextlib.contextmanager
@@ -70,14 +96,19 @@ def repeated(base: nn.Module) -> Iterator[nn.Module]:
 def _forward_of(layer: nn.Module) -> Callable:
     """The forward of a layer, which hands tensors in place of the cache to the region."""
     name, number = str(_cache_argument_of(layer)), _number_of(layer)
+    names = list(inspect.signature(layer.forward).parameters)
 
     def forward(*args: Any, **given: Any) -> Any:
         cache: Any = given.get(name)
         if not (torch.compiler.is_compiling() and getattr(cache, "fixed", False)):
             return type(layer).forward(layer, *args, **given)
-        rest = {key: value for key, value in given.items() if key != name}
+        rest = {key: value for key, value in (*zip(names, args), *given.items()) if key != name}
         keys, values = cache.layers[number].views()
-        return _one_layer(layer, name, keys, values, cache.nodes - cache.placed, args, rest)
+        form, leaves = _flat(rest)
+        # The compiler knows the weights of a reused region by where it met the layer first, which for a variable of
+        # this closure is here; what a method of the layer returns is the layer that it met in its list.
+        itself = layer.get_submodule("")
+        return _one_layer(itself, name, keys, values, cache.nodes - cache.placed, form, *leaves)
 
     return forward
 

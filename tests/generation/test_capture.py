@@ -306,7 +306,8 @@ def test_the_tensors_of_a_tree_are_made_before_it_is_captured(monkeypatch):
 
 def test_a_compiled_step(made, fallbacks, monkeypatch):
     monkeypatch.setattr(capture.logger, "warning_once", lambda text: pytest.fail(text))
-    # a sliding window and left padding, so that the code for both masks is written
-    model = next(family for family in FAMILIES if family.name == "amphista").build(tiny_base("mistral-sliding"))
-    both(model, 2, compile_config=CompileConfig(mode="default"))
+    # Left padding and drafter layers with a cache of their own: a mask whose size differs from theirs by a constant is
+    # what the compiler cannot write code for.
+    model = next(family for family in FAMILIES if family.name == "amphista").build(tiny_base("llama"))
+    both(model, 8, compile_config=CompileConfig(mode="default"))
     assert len(made) == 1 and fallbacks == []
