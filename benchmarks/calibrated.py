@@ -158,6 +158,15 @@ def wrong() -> dict[str, Any]:
 def tables(found: dict[str, Any]) -> list[str]:
     """The tables of docs/trees.md."""
     predicted, fastest, auto = [], [], []
+    stored = []
+    for family in zoo.families():
+        settings = json.loads((Path(zoo.path(family)) / "generation_config.json").read_text())
+        for entry in settings["calibration"]:
+            told = entry["measured"]
+            stored.append([
+                family, "captured" if entry["captured"] else "uncaptured", str(entry["batch_size"]),
+                str(len(entry["tree"]) + 1), f"{told['predicted_speedup']:.2f}", f"{told['speedup']:.2f}",
+            ])  # fmt: skip
     for family in sorted(key for key in found if key != "wrong"):
         one = found[family]
         if figures := one.get("tokens"):
@@ -181,6 +190,7 @@ def tables(found: dict[str, Any]) -> list[str]:
                         f"{more:+.0%}",
                     ])  # fmt: skip
     made = [
+        markdown(["heads", "steps", "rows", "nodes", "speedup predicted", "speedup in the check"], stored),
         markdown(["heads", "nodes", "predicted", "measured", "error", "steps"], predicted),
         markdown(
             ["heads", "steps", "nodes", "calibrated", "nodes of the best published", "best published", "more"], fastest
@@ -214,7 +224,7 @@ def main() -> None:
         for name, value in figures.items():
             mine[name] = {**mine[name], **value} if isinstance(value, dict) and name in mine else value
         RESULTS.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n")
-    print("\n\n".join(tables(json.loads(RESULTS.read_text()))))
+    print("\n\n".join(tables(json.loads(RESULTS.read_text()) if RESULTS.is_file() else {})))
 
 
 if __name__ == "__main__":
