@@ -10,7 +10,7 @@ from matplotlib.image import imread
 from transformers import AutoModelForCausalLM
 
 from hf_drafthead import cli
-from hf_drafthead.generation import calibrate
+from hf_drafthead.generation import costs, worth
 from hf_drafthead.generation.tree import DraftTree, published_trees
 from tests.checkpoints import save_base, save_heads
 
@@ -18,9 +18,9 @@ from tests.checkpoints import save_base, save_heads
 @pytest.fixture
 def folder(tmp_path, monkeypatch) -> Path:
     """A base, heads for it and prompts."""
-    monkeypatch.setattr(calibrate, "COST_TOKENS", 5)
-    monkeypatch.setattr(calibrate, "COST_ROUNDS", 1)
-    monkeypatch.setattr(calibrate, "PRECISION", 0.2)
+    monkeypatch.setattr(costs, "COST_TOKENS", 5)
+    monkeypatch.setattr(costs, "COST_ROUNDS", 1)
+    monkeypatch.setattr(worth, "PRECISION", 0.2)
     save_heads(tmp_path, save_base(tmp_path), "medusa")
     rows = [{"prompt": "def f"}, {"prompt": "a class and more"}, {"prompt": "xy"}, {"prompt": "hijk"}]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -44,8 +44,8 @@ def stored(folder: Path) -> list:
 
 def test_trees_are_printed_and_stored_for_each_batch_size(run, folder, tmp_path):
     prompts = ("--prompts", folder / "prompts.jsonl")
-    code, out, _ = run(*prompts, "--batch-size", "1,2", "--json", tmp_path / "found.json")
-    assert code == 0
+    code, out, err = run(*prompts, "--batch-size", "1,2", "--json", tmp_path / "found.json")
+    assert code == 0, err
     lines = [line for line in out.splitlines() if line.startswith("batch size ")]
     assert [line.split(",")[0] for line in lines] == ["batch size 1", "batch size 2"]
     assert "uncaptured steps, cpu, float32: " in lines[0] and " tokens per step (" in lines[0] and "\nroot\n" in out

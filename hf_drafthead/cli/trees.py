@@ -67,7 +67,7 @@ def calibrate(
     from hf_drafthead.evaluation import plots
     from hf_drafthead.generation.calibrate import calibrate as measure
     from hf_drafthead.generation.calibrate import stages
-    from hf_drafthead.generation.tree import DraftTree
+    from hf_drafthead.generation.entries import tree_of
 
     check_writable(json_path)
     if not dry_run and not Path(model).is_dir():
@@ -97,7 +97,7 @@ def calibrate(
     console = output()
     for entry in found:
         console.print(told(entry), soft_wrap=True)
-        console.print(Text(DraftTree(entry["tree"]).draw()))
+        console.print(Text(tree_of(entry, None, 2**31).draw()))
     if plot is not None:
         plots.draw_calibration(found, plot)
     write_json(json_path, {"entries": found})
@@ -128,7 +128,7 @@ def told(entry: dict[str, Any]) -> str:
         f"{entry['device']}, {entry['dtype']}: {len(entry['tree']) + 1} nodes, "
         f"{figures['tokens_per_step']:.2f} tokens per step ({figures['predicted_tokens_per_step']:.2f} predicted), "
         f"{figures['tokens_per_second']:.0f} tokens/s ({figures['predicted_tokens_per_second']:.0f} predicted), "
-        f"{figures['speedup']:.2f}x the base"
+        f"{figures['speedup']:.2f}x the base ({figures['predicted_speedup']:.2f} predicted)"
     )
 
 

@@ -8,7 +8,9 @@ from hf_drafthead.evaluation.bench import measure
 from hf_drafthead.evaluation.measurement import Measurement
 from hf_drafthead.evaluation.questions import Question
 from hf_drafthead.evaluation.speed import batched, fastest_tree
-from hf_drafthead.generation.settings import AUTO, DEFAULT_TREE
+from hf_drafthead.generation.drafting import draft_vocabulary
+from hf_drafthead.generation.entries import Situation, matching, tree_of
+from hf_drafthead.generation.settings import AUTO, DEFAULT_TREE, DraftSettings
 from hf_drafthead.generation.tree import DraftTree, RankPath
 
 SIZES = (8, 12, 16, 24, 32)  # nodes, root included
@@ -53,6 +55,8 @@ def compare_with_base(
 ) -> BaseComparison:
     """Measure a model with the tree that is fastest here, and in batches with the published tree.
 
+    The fastest is the calibrated one; where nothing was calibrated for this device and dtype, one of a few sizes.
+
     Args:
         model: a model with draft heads.
         tokenizer: its base's.
@@ -63,7 +67,9 @@ def compare_with_base(
         progress: called after each batch of prompts, see `rounds`.
     """
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "progress": progress}
-    tree = fastest_tree(model, tokenizer, prompts[:TRIED_PROMPTS], candidate_trees(model), **options)
+    tree = calibrated_tree(model)
+    if tree is None:
+        tree = fastest_tree(model, tokenizer, prompts[:TRIED_PROMPTS], candidate_trees(model), **options)
     published = DraftTree.resolve(DEFAULT_TREE, model.drafter.max_depth, model.config.get_text_config().vocab_size)
     return BaseComparison(
         fastest=measure(model, tokenizer, prompts, tree=tree, repeats=repeats, **options),
@@ -73,14 +79,22 @@ def compare_with_base(
 
 
 def rounds(prompts: Sequence[Question], batch_size: int = 8) -> int:
-    """How often a `compare_with_base` over these prompts calls `progress`."""
+    """How often a `compare_with_base` over these prompts calls `progress`, at most."""
     return len(prompts[:TRIED_PROMPTS]) + len(prompts) + len(batched(prompts, batch_size))
+
+
+def calibrated_tree(model: Any, captured: bool = False) -> DraftTree | None:
+    """The tree that was measured to be the fastest for one row on this device and in this dtype, if any was."""
+    settings = DraftSettings.from_config(model.generation_config)
+    entry = matching(settings.calibration, Situation.of(model.base, model.drafter, 1, captured))
+    vocabulary = draft_vocabulary(model.base, model.drafter)
+    return None if entry is None else tree_of(entry, model.drafter.max_depth, vocabulary)
 
 
 def candidate_trees(model: Any, sizes: Sequence[int] = SIZES) -> list[DraftTree]:
     """The trees to try: of these sizes along the model's own rank paths, or the one tree that it names.
 
-    Calibration stores rank paths in descending order of acceptance, so the first n are the best tree of n + 1 nodes.
+    Where they are stored in descending order of acceptance, the first n are the best tree of n + 1 nodes.
     """
     stored = getattr(model.generation_config, "draft_tree", None) or DEFAULT_TREE
     stored = DEFAULT_TREE if stored in ("dynamic", AUTO) or isinstance(stored, dict) else stored

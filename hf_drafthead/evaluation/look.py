@@ -13,7 +13,7 @@ import transformers
 
 from hf_drafthead.evaluation.acceptance import tokens_per_step
 from hf_drafthead.evaluation.compare import Method, decoding_methods
-from hf_drafthead.evaluation.compare_with_base import candidate_trees
+from hf_drafthead.evaluation.compare_with_base import calibrated_tree, candidate_trees
 from hf_drafthead.evaluation.loading import load, one_line
 from hf_drafthead.evaluation.measurement import BASE, COMPILED, HEADS
 from hf_drafthead.evaluation.questions import Question
@@ -129,7 +129,8 @@ class Look:
             yield line
         best = self.best
         if best is not None and best_base is not None and best_base.notice is None:
-            yield self._heads(best.model, best.name, CAPTURED, best.tree, CAPTURE, (installed, best_base))
+            tree = calibrated_tree(best.model, captured=True) or best.tree
+            yield self._heads(best.model, best.name, CAPTURED, tree, CAPTURE, (installed, best_base))
 
     def _heads(
         self, model: Any, name: str, way: str, tree: DraftTree, settings: dict[str, Any], over: tuple[Line, Line | None]
@@ -138,7 +139,10 @@ class Look:
         return self._measure(model, name, way, runner, over=over, nodes=tree.num_nodes)
 
     def _tree(self, model: Any) -> DraftTree:
-        """The faster one of a few trees, on a few prompts."""
+        """The calibrated tree; without one the faster of a few trees, on a few prompts."""
+        calibrated = calibrated_tree(model)
+        if calibrated is not None:
+            return calibrated
         found = [tree for tree in candidate_trees(model) if tree.num_nodes in TREE_SIZES] or candidate_trees(model)[:1]
         if len(found) == 1:
             return found[0]

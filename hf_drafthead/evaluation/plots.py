@@ -10,7 +10,6 @@ from matplotlib.figure import Figure
 
 from hf_drafthead.evaluation.measurement import Measurement
 from hf_drafthead.evaluation.report import labels
-from hf_drafthead.generation.ladder import CostCurve
 
 
 def draw(measurements: Sequence[Measurement], folder: Path) -> list[Path]:
@@ -64,9 +63,8 @@ def draw_calibration(entries: Sequence[dict[str, Any]], folder: Path) -> Path:
     steps, seconds = figure.subplots(1, 2)
     for number, entry in enumerate(entries):
         figures, rows, colour = entry["measured"], entry["batch_size"], f"C{number}"
-        curve = CostCurve([tuple(point) for point in figures["step_seconds"]])
         nodes, taus = zip(*figures["tokens_per_step_by_nodes"])
-        rates = [rows * tau / curve.at(size) for size, tau in zip(nodes, taus)]
+        _, rates = zip(*figures["tokens_per_second_by_nodes"])
         kept = len(entry["tree"]) + 1
         for axes, predicted, measured in (
             (steps, taus, figures["tokens_per_step"]),

@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hf_drafthead.generation.calibrate import Worth, check_prompts, sampled_prompts, worth_of_trees
 from hf_drafthead.generation.drafting import draft_vocabulary
 from hf_drafthead.generation.tree import DraftTree
+from hf_drafthead.generation.worth import Worth, check_prompts, sampled_prompts, worth_of_trees
 
 GB, TERA = 1e9, 1e12
 
@@ -250,8 +250,8 @@ def _best(model: Any, worth: Worth, machine: Machine, dtype: str, rows: int, con
     width = model.base.get_input_embeddings().weight.element_size()
     alone = seconds_of(base_work(model.base.config, rows, 1, context + 1, width), machine, dtype)
     plans = []
-    for nodes, tau in worth.tokens_per_step.items():
-        tree = worth.tree(nodes)
+    for nodes in worth.steps:
+        tree, tau = worth.tree(nodes), worth.tokens_per_step(nodes)
         seconds = seconds_of(step_work(model, rows, tree, context + nodes), machine, dtype)
         plans.append(PlannedTree(rows, tree, tau, seconds, alone, tau * alone / seconds))
     return max(plans, key=lambda one: one.speedup)

@@ -40,6 +40,8 @@ def walk_on_device(
     """
     tokens, topology = candidates.tokens, candidates.topology
     batch = tokens.shape[0]
+    if tokens.shape[1] == 1:
+        return _step_of_root(choice, valid, rows, limits)
     parents, depths = topology.parents.expand(batch, -1), topology.depths.expand(batch, -1)
     right = tokens == choice.gather(1, parents)  # (B, N)
     reached = (right[:, None] | topology.unrelated).all(-1) & (depths <= reach[:, None])
@@ -56,6 +58,14 @@ def walk_on_device(
     ends = torch.where(ends_now, rows.lengths + counts, rows.ends)
     walked = place < counts[:, None]
     return Walk(nodes, emitted, counts, ends, (valid.gather(1, nodes) | ~walked).all(1))
+
+
+def _step_of_root(choice: torch.Tensor, valid: torch.Tensor, rows: Rows, limits: Limits) -> Walk:
+    """The walk over the root alone, (B, 1) each: where nothing is drafted this is all that it costs."""
+    runs = rows.ends == 0
+    ends_now = runs & ((choice == limits.eos).any(1) | (rows.lengths + 1 >= limits.max_length))
+    ends = torch.where(ends_now, rows.lengths + 1, rows.ends)
+    return Walk(torch.zeros_like(choice), choice, runs.long(), ends, valid[:, 0] | ~runs)
 
 
 def walk_on_host(

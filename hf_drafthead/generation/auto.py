@@ -4,9 +4,10 @@ A calibration entry says what a step of n nodes costs, and how many tokens it gi
 
     tokens per second of n nodes = (1 + gain * (tokens_per_step_n - 1)) / seconds_n
 
-where `gain` says how much of the usual gain this text gives: a moving mean over the steps of the call. On foreign text
-it falls, the trees become smaller, and at last the root alone is left, which drafts nothing. A small tree is tried now
-and then all the same, ever more rarely as long as it gives nothing. The text is the base's own whatever is drafted.
+where `gain` says how much of the usual gain this text gives: a moving mean over the steps of the call, in a batch of
+the row that is the furthest behind, with which the call will end. On foreign text it falls, the trees become smaller,
+and at last the root alone is left, which drafts nothing. A small tree is tried now and then all the same, ever more
+rarely as long as it gives nothing. The text is the base's own whatever is drafted.
 """
 
 from __future__ import annotations
@@ -65,16 +66,17 @@ class AutoStep:
     def __call__(self, state: DecodingState) -> tuple[Walk, dict[str, float]]:
         """Take one step; returns what it kept, and the seconds of its stages."""
         if state.counted:
-            self._learn(state.counted[-1])
+            self._learn(state)
         self.used = self._chosen()
         return self._step(state)(state)
 
-    def _learn(self, counts: list[int]) -> None:
-        """Take in what the last step gave: tokens of each row, 0 in those that had ended."""
-        if not self.used or not any(counts):
+    def _learn(self, state: DecodingState) -> None:
+        """Take in what the last step gave to the row that was the furthest behind: the call ends with that row."""
+        counts = state.counted[-1]
+        running = [row for row, count in enumerate(counts) if count]  # 0 in those that had ended
+        if not self.used or not running:
             return
-        running = [count for count in counts if count]
-        gave = sum(running) / len(running) - 1
+        gave = counts[min(running, key=lambda row: state.lengths[row] - counts[row])] - 1
         self.gain += SHARE * (gave / max(self.ladder.tokens_per_step[self.used] - 1, 0.01) - self.gain)
 
     def _chosen(self) -> int:

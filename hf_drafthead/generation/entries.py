@@ -1,7 +1,7 @@
 """Entries of a calibration: the situation in which a tree was measured, and the entry that fits a call.
 
 An entry is a JSON object of the generation config: `device`, `dtype`, `batch_size`, `captured`, `heads_hash`, `tree`
-(rank paths, the most valuable first) and `measured` (the figures, see `calibrate`).
+(rank paths, the most valuable first; none where no tree pays) and `measured` (the figures, see `calibrate`).
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def merged(entries: Sequence[dict[str, Any]], new: dict[str, Any]) -> list[dict[
 
 
 def tree_of(entry: dict[str, Any], max_depth: int | None, vocabulary: int) -> DraftTree:
-    """The tree of an entry.
+    """The tree of an entry; without paths it is the root alone.
 
     Raises:
         ValueError: the entry holds none, or one that these heads cannot fill.
@@ -67,7 +67,7 @@ def tree_of(entry: dict[str, Any], max_depth: int | None, vocabulary: int) -> Dr
         paths = entry.get("tree")
         if not isinstance(paths, list):
             raise TypeError(f"its tree is of type {type(paths).__name__}, expected a list of rank paths.")
-        return DraftTree.resolve(paths, max_depth, vocabulary)
+        return DraftTree.resolve(paths, max_depth, vocabulary) if paths else DraftTree.root_alone()
     except (TypeError, ValueError) as error:
         raise damaged(entry, error) from None
 

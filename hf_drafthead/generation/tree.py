@@ -166,6 +166,8 @@ class DraftTree:
         >>> DraftTree([(1,), (3,), (3, 2)]).without_gaps().paths
         ((0,), (1,), (1, 0))
         """
+        if not self.paths:
+            return self
         renamed: list[RankPath] = [()]
         for node, parent in enumerate(self.parents[1:], start=1):
             renamed.append((*renamed[parent], self.children(parent).index(node)))

@@ -2,6 +2,10 @@
 
 Parts are built in order, each from the ones before it. An existing part is skipped unless ``--force`` is given, and an
 interrupted training is resumed from its last checkpoint in the work folder.
+
+The trees of each family depend on the machine and are a part of their own: ``--part medusa-trees --force``
+measures them anew. ``--part medusa-captured-trees`` does the same for compiled steps, which takes long and is done only
+where it is asked for.
 """
 
 import argparse
@@ -25,8 +29,9 @@ from hf_drafthead.zoo.base import ROW, VOCAB_SIZE, save_base, train_base
 from hf_drafthead.zoo.corpus import SourceFile, read_corpus, text_hash
 from hf_drafthead.zoo.heads import FAMILIES, save_heads, store_tree, train_heads
 from hf_drafthead.zoo.own_text import own_text
-from hf_drafthead.zoo.prompts import cut_prompts, write_prompts
+from hf_drafthead.zoo.prompts import BUNDLED, cut_prompts, write_prompts
 from hf_drafthead.zoo.tokenizer import pack, train_tokenizer
+from hf_drafthead.zoo.trees import calibrate_heads, is_calibrated
 
 OWN_TEXTS = 4096  # texts of the base that every family learns from
 STEPS = 1500
@@ -44,9 +49,9 @@ class Build:
 
 
 def build_prompts(build: Build) -> None:
-    """40 prompts from the held-out files."""
+    """Some prompts from the held-out files."""
     build.output.mkdir(parents=True, exist_ok=True)
-    write_prompts(cut_prompts(read_corpus(), 40), build.output / "prompts.jsonl")
+    write_prompts(cut_prompts(read_corpus(), BUNDLED), build.output / "prompts.jsonl")
 
 
 def build_base(build: Build) -> None:
@@ -90,12 +95,16 @@ PARTS: dict[str, Callable[[Build], None]] = {
     "base": build_base,
     **{family: functools.partial(build_heads, family=family) for family in FAMILIES},
 }
+# part: the family, and whether its trees are for compiled steps
+TREES = {f"{family}-trees": (family, False) for family in FAMILIES}
+CAPTURED_TREES = {f"{family}-captured-trees": (family, True) for family in FAMILIES}
+EVERY_PART = [*PARTS, *TREES, *CAPTURED_TREES]
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Build the parts asked for, all of them by default."""
     parser = argparse.ArgumentParser(prog="python -m hf_drafthead.zoo.build", description="Rebuild the bundled zoo.")
-    parser.add_argument("--part", action="append", choices=list(PARTS), help="build this part (may be repeated)")
+    parser.add_argument("--part", action="append", choices=EVERY_PART, help="build this part (may be repeated)")
     parser.add_argument("--output", type=Path, default=ASSETS, help="where the models go")
     parser.add_argument("--work", type=Path, default=Path(".zoo-build"), help="where checkpoints are kept")
     parser.add_argument("--seed", type=int, default=0, help="of initial weights and of the order of rows")
@@ -103,18 +112,27 @@ def main(arguments: list[str] | None = None) -> None:
     given = parser.parse_args(arguments)
     words = [f"--part {part}" for part in given.part or ()] + [f"--seed {given.seed}"]
     build = Build(given.output, given.work, given.seed, " ".join(["python -m hf_drafthead.zoo.build", *words]))
-    for part, build_part in PARTS.items():
-        if given.part and part not in given.part:
-            continue
-        done = build.output / ("prompts.jsonl" if part == "prompts" else f"{part}/training_summary.json")
-        if done.is_file() and not given.force:
+    asked = given.part or [*PARTS, *TREES]
+    for part in (one for one in EVERY_PART if one in asked):
+        if not given.force and _is_built(build, part):
             print(f"{part}: exists, skipped (--force builds it again)")
             continue
-        if given.force:
-            shutil.rmtree(build.work / part, ignore_errors=True)
         print(f"{part}: building", flush=True)
-        build_part(build)
+        if part in PARTS:
+            if given.force:
+                shutil.rmtree(build.work / part, ignore_errors=True)
+            PARTS[part](build)
+        else:
+            family, captured = (TREES | CAPTURED_TREES)[part]
+            calibrate_heads(build.output / family, captured=captured, again=given.force)
         print(f"{part}: done", flush=True)
+
+
+def _is_built(build: Build, part: str) -> bool:
+    if part not in PARTS:
+        family, captured = (TREES | CAPTURED_TREES)[part]
+        return is_calibrated(build.output / family, captured=captured)
+    return (build.output / ("prompts.jsonl" if part == "prompts" else f"{part}/training_summary.json")).is_file()
 
 
 def _split_corpus() -> tuple[list[SourceFile], list[SourceFile]]:

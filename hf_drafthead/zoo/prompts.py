@@ -9,6 +9,7 @@ from pathlib import Path
 from hf_drafthead.zoo.corpus import SourceFile
 
 SHORTEST, LONGEST = 200, 400  # characters
+BUNDLED = 40  # prompts in `prompts.jsonl`
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 

@@ -7,8 +7,10 @@ import torch
 from transformers import CompileConfig
 
 from hf_drafthead.generation import auto, capture, entries
+from hf_drafthead.generation.acceptance import walk_on_device
 from hf_drafthead.generation.entries import Situation
 from hf_drafthead.generation.ladder import Ladder
+from hf_drafthead.generation.state import Candidates, Limits, Rows
 from hf_drafthead.generation.tree import DraftTree
 from tests.bases import VOCABULARY, tiny_base
 from tests.drafters import Drafted, Oracle, half_right, right, wrong
@@ -91,6 +93,14 @@ def test_trees_come_back_when_they_pay_again(without_hash):
     assert len(nodes) < 120
 
 
+def test_in_a_batch_the_row_that_is_the_furthest_behind_decides(without_hash):
+    call = {**prompt(2, longest=9), "max_new_tokens": 150}
+    one_is_wrong = nodes_of(lambda row, position: None if row == 1 else 0, rows=2, **call)
+    assert one_is_wrong[0] == 9 and one_is_wrong.count(1) > 100
+    late = nodes_of(lambda row, position: None if row == 1 and position < 20 else 0, rows=2, **call)
+    assert late[-1] == 9 and len(late) < 100  # the row catches up, and drafting comes back
+
+
 def test_the_text_and_not_the_last_step_decides(without_hash):
     nodes = nodes_of(lambda row, position: None if position % 4 == 0 else 0)
     assert set(nodes) == {9}
@@ -138,6 +148,27 @@ def test_without_an_entry_the_default_tree_is_used(caplog):
     nodes = set()
     model.generate(**prompt(), **LONG, on_step=lambda record: nodes.add(record.drafted) if record.step else None)
     assert nodes == {DraftTree.resolve("mc_sim_7b_63", model.drafter.max_depth, VOCABULARY).num_nodes}
+
+
+def test_a_step_of_the_root_alone_walks_as_with_a_guess_that_is_wrong():
+    # rows: goes on, stops at EOS, reaches the longest length, both, has ended, has ended at an EOS
+    choice = torch.tensor([5, 2, 5, 3, 5, 2])[:, None]
+    lengths, ends = torch.tensor([4, 4, 9, 9, 10, 6]), torch.tensor([0, 0, 0, 0, 10, 5])
+    rows = Rows(torch.zeros(6, 12), lengths, ends, torch.zeros(6, 1), None, None)
+    limits = Limits(torch.tensor(10), torch.tensor([2, 3]), torch.zeros(6, 1), torch.tensor(0), torch.tensor(True))
+    walks = []
+    for tree, guess in ((DraftTree.root_alone(), []), (DraftTree([(0,)]), [7])):
+        tokens = torch.tensor([[1, *guess]]).expand(6, -1)
+        everywhere = choice.expand(-1, tree.num_nodes)
+        valid = torch.tensor([True, True, False, True, False, True])[:, None].expand_as(everywhere)
+        candidates = Candidates(tokens, tree.topology())
+        walks.append(walk_on_device(everywhere, valid, candidates, rows, limits, torch.full((6,), 9)))
+    alone, wrongly = walks
+    assert alone.counts.tolist() == [1, 1, 1, 1, 0, 0] and alone.ends.tolist() == [0, 5, 10, 10, 10, 5]
+    assert torch.equal(alone.counts, wrongly.counts) and torch.equal(alone.ends, wrongly.ends)
+    assert torch.equal(alone.valid, wrongly.valid) and alone.valid.tolist() == [True, True, False, True, True, True]
+    for one, other in ((alone.tokens, wrongly.tokens), (alone.nodes, wrongly.nodes)):
+        assert one.shape == (6, 1) and torch.equal(one, other[:, :1])
 
 
 def test_the_sizes_of_an_entry_go_down_to_the_root_alone():

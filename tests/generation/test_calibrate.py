@@ -4,11 +4,13 @@ import pytest
 import torch
 from transformers.utils import logging
 
-from hf_drafthead.generation import calibrate as module
-from hf_drafthead.generation.calibrate import CostCurve, calibrate, sampled_prompts, worth_of_trees
+from hf_drafthead.generation import costs, worth
+from hf_drafthead.generation.calibrate import calibrate
 from hf_drafthead.generation.calibration import grow_tree_by_product
-from hf_drafthead.generation.entries import matching, merged
+from hf_drafthead.generation.entries import Situation, matching, merged
+from hf_drafthead.generation.ladder import CostCurve
 from hf_drafthead.generation.tree import DraftTree
+from hf_drafthead.generation.worth import sampled_prompts, worth_of_trees
 from tests.bases import VOCABULARY, tiny_base
 from tests.families import FAMILIES
 
@@ -19,9 +21,9 @@ GREEDY = {"max_new_tokens": 12, "eos_token_id": None, "do_sample": False}
 
 @pytest.fixture(autouse=True)
 def few_steps(monkeypatch):
-    monkeypatch.setattr(module, "COST_TOKENS", 6)
-    monkeypatch.setattr(module, "COST_ROUNDS", 1)
-    monkeypatch.setattr(module, "PRECISION", 0.2)
+    monkeypatch.setattr(costs, "COST_TOKENS", 6)
+    monkeypatch.setattr(costs, "COST_ROUNDS", 1)
+    monkeypatch.setattr(worth, "PRECISION", 0.2)
 
 
 def family(name):
@@ -33,9 +35,9 @@ def calibrated():
     """Hydra heads with entries for one row and for two, whose trees differ from each other and from `draft_tree`."""
     model = family("hydra").build(tiny_base("llama-gqa"))
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(module, "COST_TOKENS", 6)
-        patched.setattr(module, "COST_ROUNDS", 1)
-        patched.setattr(module, "PRECISION", 0.2)
+        patched.setattr(costs, "COST_TOKENS", 6)
+        patched.setattr(costs, "COST_ROUNDS", 1)
+        patched.setattr(worth, "PRECISION", 0.2)
         kept = []
         entries = calibrate(model, PROMPTS, batch_sizes=(1, 2), keep=kept.append, **QUICK)
     assert entries == kept == model.generation_config.calibration
@@ -78,7 +80,9 @@ def test_an_entry_says_what_was_measured(calibrated):
     assert measured["identical"] and measured["method"] == "paths" and measured["prompts"] == 6
     assert 1 <= measured["tokens_per_step"] < 5 and 1 <= measured["predicted_tokens_per_step"] < 5
     assert all(seconds > 0 for _, seconds in measured["step_seconds"])
-    assert [nodes for nodes, _ in measured["tokens_per_step_by_nodes"]] == [2, 3, 4, 5, 6, 8, 10, 12]
+    sizes = [nodes for nodes, _ in measured["tokens_per_step_by_nodes"]]
+    assert sizes == [size for size in (1, 2, 3, 4, 5, 6, 8, 10, 12) if size <= measured["step_seconds"][-1][0]]
+    assert sizes == [nodes for nodes, _ in measured["tokens_per_second_by_nodes"]]
 
 
 def test_a_call_takes_the_entry_that_fits_and_else_its_tree_with_one_notice(calibrated, notices):
@@ -135,11 +139,11 @@ def test_a_new_entry_replaces_the_one_of_its_situation_and_those_of_other_heads(
         other_dtype,
         {**entry(), "new": 1},
     ]
-    assert matching([{}, {"device": 3}], module.Situation("cpu", "float32", 1, False, "a")) is None
+    assert matching([{}, {"device": 3}], Situation("cpu", "float32", 1, False, "a")) is None
 
 
 def test_what_is_there_is_not_measured_again(calibrated, monkeypatch):
-    monkeypatch.setattr(module, "own_texts", None)
+    monkeypatch.setattr(worth, "own_texts", None)
     stored = calibrated.generation_config.calibration
     assert calibrate(calibrated, PROMPTS, batch_sizes=(2, 1), resume=True) == [stored[1], stored[0]]
 
@@ -154,8 +158,7 @@ def test_captured_steps_have_entries_of_their_own(monkeypatch):
 
     generate = type(model).generate
     monkeypatch.setattr(type(model), "generate", noted)
-    monkeypatch.setattr(module, "CHECKED", 1)
-    monkeypatch.setattr(module, "COSTED", ())
+    monkeypatch.setattr(costs, "COMPILED_STEPS", ())
     (entry,) = calibrate(model, PROMPTS, captured=True, new_tokens=24, max_nodes=3)
     assert entry["captured"] and set(asked[1:]) == {"static"} and asked[0] is None
 
@@ -164,22 +167,89 @@ def test_captured_steps_have_entries_of_their_own(monkeypatch):
 def test_the_predicted_tokens_per_step_are_those_of_generate(temperature):
     model = family("eagle").build(tiny_base("llama-gqa"))
     prompts = list(torch.randint(3, VOCABULARY, (16, 5), generator=torch.Generator().manual_seed(4)))
-    worth = worth_of_trees(model, prompts, 40, 16, temperature, eos_token_id=None)
+    found = worth_of_trees(model, prompts, 40, 16, temperature, eos_token_id=None)
     sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
     others = torch.randint(3, VOCABULARY, (24, 5), generator=torch.Generator().manual_seed(5))
     lengths = model.generate(
-        others, max_new_tokens=40, eos_token_id=None, draft_tree=worth.tree(16), return_dict_in_generate=True,
+        others, max_new_tokens=40, eos_token_id=None, draft_tree=found.tree(16), return_dict_in_generate=True,
         **sampling,
     ).accepted_lengths  # fmt: skip
     measured = float(lengths[lengths > 0].double().mean())
-    assert worth.tokens_per_step[16] == pytest.approx(measured, rel=0.05) and measured > 1.1
+    assert found.tokens_per_step(16) == pytest.approx(measured, rel=0.05) and measured > 1.1
 
 
 def test_no_tree_is_grown_beyond_the_tokens_that_the_heads_choose_among(monkeypatch):
-    monkeypatch.setattr(module, "PRECISION", 1.0)
+    monkeypatch.setattr(worth, "PRECISION", 1.0)
     model = family("eagle3").build(tiny_base("llama-gqa"), draft_vocab_size=20)
-    worth = worth_of_trees(model, PROMPTS, 24, 60, eos_token_id=None)
-    assert worth.paths and max(map(max, worth.paths)) < 20
+    found = worth_of_trees(model, PROMPTS, 24, 60, eos_token_id=None)
+    assert found.paths and max(map(max, found.paths)) < 20
+
+
+def test_in_a_batch_the_row_that_takes_most_steps_counts():
+    # of three texts: 6 tokens each after the first, in 2, 3 and 6 steps
+    steps = [[3, 3], [2, 2, 2], [1] * 6]
+    found = worth.Worth([(0,)], {1: [[1] * 6] * 3, 2: steps}, 18)
+    assert [call.steps for call in found.calls(2, 1, 99)] == [2, 3, 6]
+    assert [call.steps for call in found.calls(2, 2, 99)] == [3, 6, 6]  # the last text is followed by the first
+    assert [(call.steps, call.base_steps) for call in found.calls(2, 3, 99)] == [(6, 6)] * 3
+    assert {call.tokens for call in found.calls(2, 2, 99)} == {14}
+    assert found.tokens_per_step(2) == 18 / 11
+    assert [costs.gain(found, 2, rows) for rows in (1, 2, 3)] == [18 / 11, 18 / 15, 1.0]
+    # of 5 tokens the first needs no step, and the others may end within one
+    assert found.calls(2, 1, 5) == [(5, 4, 2), (5, 4, 2), (5, 4, 4)]
+    one = costs.Costs(CostCurve([(1, 1.0), (2, 1.5)]), start=2.0, base_step=1.0, base_start=1.0)
+    rate, speedup = one.predicted(found, 2, 2, 99)
+    assert rate == 3 * 14 / (3 * 2.0 + 15 * 1.5) and speedup == (3 * 1.0 + 18 * 1.0) / (3 * 2.0 + 15 * 1.5)
+
+
+def timed_by_nodes(monkeypatch, step):
+    """Steps that take as long as `step` says, of the base 1.0; which trees were timed."""
+    asked = []
+
+    def timed(model, tree, call, captured=False):
+        asked.append(tree.num_nodes if tree else 0)
+        return (step(tree.num_nodes) if tree else 1.0), 0.5
+
+    monkeypatch.setattr(costs, "_timed", timed)
+    return asked
+
+
+def test_sizes_that_cannot_pay_are_not_timed(monkeypatch):
+    paths = [(rank,) for rank in range(40)]
+    taken = {1: [1] * 8, 2: [2] * 4, 8: [2] * 4, 16: [4] * 2, 32: [4] * 2, 41: [4] * 2}
+    found = worth.Worth(paths, {nodes: [steps] * 4 for nodes, steps in taken.items()}, 32)
+    model = family("medusa").build(tiny_base("llama-gqa"))
+    given = {"input_ids": torch.stack(PROMPTS[:1])}
+    asked = timed_by_nodes(monkeypatch, lambda nodes: 1.0 + nodes / 8)
+    curve = costs.measured_costs(model, found, given, {}).curve
+    # 41 nodes give 4 tokens, which in the seconds of 32 nodes are 0.8 a second, and 2 nodes give 1.6
+    assert [nodes for nodes, _ in curve.points] == [1, 2, 8, 16, 32] and 41 not in asked
+    assert curve.at(8) == 2.0
+
+
+def test_the_seconds_of_a_step_are_those_of_the_round_over_the_base(monkeypatch):
+    found = worth.Worth([(0,)], {1: [[1] * 8], 2: [[2] * 4]}, 8)
+    model = family("medusa").build(tiny_base("llama-gqa"))
+    monkeypatch.setattr(costs, "COST_ROUNDS", 3)
+    paces = iter([1.0, 1.0, *[1.0] * 3, *[2.0] * 3, *[4.0] * 3])  # the machine becomes slower: warm-up, three rounds
+
+    def timed(model, tree, call, captured=False):
+        pace = next(paces)
+        return pace * (1.5 if tree and tree.num_nodes == 2 else 1.0), pace * 0.5
+
+    monkeypatch.setattr(costs, "_timed", timed)
+    measured = costs.measured_costs(model, found, {"input_ids": torch.stack(PROMPTS[:1])}, {})
+    assert measured.curve.points == [(1, 2.0), (2, 3.0)] and measured.base_step == 2.0
+    assert measured.start == measured.base_start == 1.0
+
+
+def test_where_no_tree_pays_the_entry_has_the_root_alone(monkeypatch, notices):
+    model = family("hydra").build(tiny_base("llama-gqa"))
+    timed_by_nodes(monkeypatch, lambda nodes: 1.0 if nodes == 1 else 100.0)
+    (entry,) = calibrate(model, PROMPTS, **QUICK)
+    assert entry["tree"] == [] and entry["measured"]["tokens_per_step"] == 1
+    assert drafted(model, 1) == drafted(model, 1, draft_tree="auto") == {1} and notices == []
+    assert drafted(model, 1, acceptance="rejection") == {1}
 
 
 def test_medusa_s_product_takes_the_heads_as_independent():
@@ -230,7 +300,7 @@ def test_bad_input_is_refused_in_one_line(prompts, call, line):
 
 
 def test_too_few_prompts_are_told_how_many_are_needed(monkeypatch):
-    monkeypatch.setattr(module, "PRECISION", 0.001)
+    monkeypatch.setattr(worth, "PRECISION", 0.001)
     model = family("eagle").build(tiny_base("llama-gqa"))
     with pytest.raises(ValueError, match=r"6 prompts are too few: their \d+ steps .* needs about \d{2,} prompts"):
         calibrate(model, PROMPTS, **QUICK)

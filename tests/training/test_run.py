@@ -17,7 +17,7 @@ from transformers.utils import logging
 
 from hf_drafthead import zoo
 from hf_drafthead.data.sources import stream_hash
-from hf_drafthead.generation import calibrate
+from hf_drafthead.generation import costs, worth
 from hf_drafthead.modeling import families
 from hf_drafthead.training.arguments import DraftHeadTrainingArguments
 from hf_drafthead.training.expected_tokens_per_step import ExpectedTokensPerStep
@@ -61,9 +61,9 @@ def train(place, output, family="medusa", **arguments):
 
 
 def test_a_tree_is_calibrated_at_the_end_where_it_is_asked_for(place, tmp_path, monkeypatch):
-    monkeypatch.setattr(calibrate, "COST_TOKENS", 5)
-    monkeypatch.setattr(calibrate, "COST_ROUNDS", 1)
-    monkeypatch.setattr(calibrate, "PRECISION", 1.0)
+    monkeypatch.setattr(costs, "COST_TOKENS", 5)
+    monkeypatch.setattr(costs, "COST_ROUNDS", 1)
+    monkeypatch.setattr(worth, "PRECISION", 1.0)
     trained = train(place, tmp_path / "heads", calibrate_tree=True, answer_tokens=16, answer_temperature=0.7)
     (entry,) = trained.model.generation_config.calibration
     loaded = AutoModel.from_pretrained(tmp_path / "heads")

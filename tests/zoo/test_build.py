@@ -8,10 +8,11 @@ import pytest
 import torch
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
+from hf_drafthead.generation import costs, worth
 from hf_drafthead.generation.tree import DraftTree
 from hf_drafthead.modeling.families import fresh_heads
 from hf_drafthead.zoo import base as zoo_base
-from hf_drafthead.zoo import build, heads
+from hf_drafthead.zoo import build, heads, trees
 from hf_drafthead.zoo.corpus import SourceFile
 
 TEXT = "def add(x, y):\n    return x + y\n\n\nclass Pair:\n    def __init__(self, a, b):\n        self.a = a\n" * 60
@@ -22,6 +23,7 @@ def small(monkeypatch):
     """A corpus of two files, a base of seven layers, trainings of a few steps."""
     files = [SourceFile("argparse.py", TEXT), SourceFile("heapq.py", TEXT)]
     monkeypatch.setattr(build, "read_corpus", lambda: files)
+    monkeypatch.setattr(trees, "read_corpus", lambda: files)
     monkeypatch.setattr(build, "VOCAB_SIZE", 270)
     monkeypatch.setattr(build, "ROW", 64)
     monkeypatch.setattr(build, "OWN_TEXTS", 8)
@@ -84,6 +86,24 @@ def test_the_zoo_may_be_moved(small, tmp_path):
     run(tmp_path, "base", "medusa")
     shutil.move(tmp_path / "assets", tmp_path / "elsewhere")
     assert AutoModel.from_pretrained(tmp_path / "elsewhere" / "medusa").base.config.vocab_size == 270
+
+
+def test_trees_are_a_part_that_is_measured_after_the_heads(small, tmp_path, monkeypatch, capsys):
+    for room, name, value in (
+        (trees, "BATCH_SIZES", (1, 2)), (trees, "MORE_PROMPTS", 6), (trees, "NEW_TOKENS", 12), (trees, "BUNDLED", 0),
+        (worth, "PRECISION", 9.0), (costs, "COST_TOKENS", 5), (costs, "COST_ROUNDS", 1),
+    ):  # fmt: skip
+        monkeypatch.setattr(room, name, value)
+    run(tmp_path, "medusa-trees", "medusa", "base")  # in the order of the parts, whatever the order of the options
+    stored = tmp_path / "assets" / "medusa" / "generation_config.json"
+    found = json.loads(stored.read_text())["calibration"]
+    assert [(entry["batch_size"], entry["captured"], entry["dtype"]) for entry in found] == [
+        (1, False, "float32"), (2, False, "float32")
+    ]  # fmt: skip
+    capsys.readouterr()
+    run(tmp_path, "medusa-trees")
+    assert "medusa-trees: exists, skipped" in capsys.readouterr().out
+    assert json.loads(stored.read_text())["calibration"] == found
 
 
 def test_weights_on_disk_are_half_as_large_and_the_same(small, tmp_path):

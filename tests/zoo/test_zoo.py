@@ -7,6 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_drafthead import zoo
+from hf_drafthead.generation.entries import Situation, matching
 
 
 def test_an_unknown_model_is_refused_naming_the_known_ones():
@@ -52,3 +53,19 @@ def test_the_base_computes_in_float32_and_was_trained_on_text():
     summary = json.loads((zoo.ASSETS / "base" / "training_summary.json").read_text())
     assert mean < summary["held_out_loss"] + 0.5  # nats per token; an untrained base has 6.9
     assert summary["tokens"] > 1_000_000 and len(summary["text_sha256"]) == 64
+
+
+@pytest.mark.parametrize("name", zoo.families())
+def test_the_heads_carry_the_trees_that_were_measured_for_them(name):
+    model = AutoModelForCausalLM.from_pretrained(zoo.path(name)).eval()
+    for rows in (1, 2, 4, 8):
+        entry = matching(model.generation_config.calibration, Situation.of(model.base, model.drafter, rows, False))
+        assert entry is not None and entry["measured"]["identical"], rows
+        nodes = set()
+        ids = torch.full((rows, 4), 70)
+        model.generate(
+            ids,
+            max_new_tokens=4,
+            on_step=lambda record, nodes=nodes: nodes.add(record.drafted) if record.step else None,
+        )
+        assert nodes == {len(entry["tree"]) + 1}

@@ -1,0 +1,231 @@
+"""The zoo's calibrated trees: predictions against measurements, against the published tree, and `draft_tree="auto"`.
+
+    python benchmarks/calibrated.py tokens                            # tokens per step; the same on every machine
+    python benchmarks/calibrated.py speed medusa --batch-size 1,2     # one family: minutes on an idle machine
+    python benchmarks/calibrated.py wrong                             # a drafter that is always wrong
+    python benchmarks/calibrated.py tables                            # of what is in results/calibrated.json
+
+The entries are those of `python -m hf_drafthead.zoo.build --part medusa-trees --force` and so on. They were measured on
+every third of 240 held-out prompts; the figures here are from the others. Every text is compared with the base's own.
+
+    tokens   greedy answers of 128 tokens until there are 5,000 steps of single rows, with the tree for one row
+    speed    64 tokens, the base and all contenders in turn: the calibrated tree, "auto", and for one row the published
+             tree cut to its first 4 to 64 nodes; the speedup is the median of five rounds
+    wrong    256 tokens with "auto" and heads of noise, for which the entry promises the tokens per step of trained ones
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import statistics
+from collections.abc import Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import torch
+from figures import markdown
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from hf_drafthead import DraftTree, zoo
+from hf_drafthead.evaluation.compare_with_base import grown
+from hf_drafthead.evaluation.speed import draft, steps_of, time_interleaved
+from hf_drafthead.generation.entries import Situation, matching, tree_of
+from hf_drafthead.generation.identity import drafter_hash
+from hf_drafthead.generation.settings import AUTO, DEFAULT_TREE
+from hf_drafthead.generation.tree import MAX_DEPTH
+from hf_drafthead.zoo.trees import BATCH_SIZES, NEW_TOKENS, more_prompts
+
+RESULTS = Path(__file__).parent / "results" / "calibrated.json"
+PUBLISHED = (4, 8, 16, 32, 64)  # nodes
+ENOUGH_STEPS, ROWS = 5000, 16
+ROUNDS, SPEED_PROMPTS, SPEED_TOKENS, WRONG_TOKENS = 5, 6, 64, 256
+BASE, CALIBRATED = "base", "calibrated"
+
+
+def loaded(family: str) -> tuple[Any, list[torch.Tensor]]:
+    """A model of the zoo, and the prompts that it was not calibrated on, in a random order."""
+    model = AutoModelForCausalLM.from_pretrained(zoo.path(family)).eval()
+    tokenizer = AutoTokenizer.from_pretrained(zoo.path(family))
+    prompts = more_prompts(tokenizer, model.base.config.max_position_embeddings - NEW_TOKENS)
+    others = [prompt for number, prompt in enumerate(prompts) if number % 3]
+    order = torch.randperm(len(others), generator=torch.Generator().manual_seed(0))
+    return model, [others[place] for place in order.tolist()]
+
+
+def entry_of(model: Any, rows: int, captured: bool) -> dict[str, Any]:
+    """The calibration entry of a batch size."""
+    found = matching(model.generation_config.calibration, Situation.of(model.base, model.drafter, rows, captured))
+    assert found is not None, f"not calibrated for batch size {rows}"
+    return found
+
+
+def batch_of(prompts: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Prompts padded on the left."""
+    ids = torch.nn.utils.rnn.pad_sequence(list(prompts), True, 0, padding_side="left")
+    lengths = torch.tensor([len(prompt) for prompt in prompts])
+    return {
+        "input_ids": ids,
+        "attention_mask": (torch.arange(ids.shape[1]) >= ids.shape[1] - lengths[:, None]).long(),
+    }
+
+
+def tokens(family: str) -> dict[str, Any]:
+    """Tokens per step, predicted by the entry for one row and measured on other prompts."""
+    model, prompts = loaded(family)
+    entry = entry_of(model, 1, False)
+    tree = tree_of(entry, None, model.config.get_text_config().vocab_size)
+    call = {"do_sample": False, "max_new_tokens": NEW_TOKENS}
+    counts: list[int] = []
+    for first in range(0, len(prompts), ROWS):
+        given = batch_of(prompts[first : first + ROWS])
+        output = draft(model, tree, given, call)
+        if not first:
+            assert torch.equal(output.sequences, model.base.generate(**given, **call)), f"{family}: not the base's text"
+        steps = steps_of(output)
+        counts += steps[steps > 0].tolist()
+        if len(counts) >= ENOUGH_STEPS:
+            break
+    predicted = entry["measured"]["predicted_tokens_per_step"]
+    return {
+        "nodes": tree.num_nodes, "steps": len(counts), "measured": statistics.mean(counts), "predicted": predicted
+    }  # fmt: skip
+
+
+def speed(family: str, batch_sizes: Sequence[int], captured: bool) -> dict[str, Any]:
+    """The figures of each batch size."""
+    model, prompts = loaded(family)
+    return {str(rows): contest(model, prompts, rows, captured) for rows in batch_sizes}
+
+
+def contest(model: Any, prompts: Sequence[torch.Tensor], rows: int, captured: bool) -> dict[str, Any]:
+    """Speedups of every contender with some batch size."""
+    entry = entry_of(model, rows, captured)
+    trees: dict[str, Any] = {CALIBRATED: None, AUTO: AUTO}
+    if rows == 1:
+        file = resources.files("hf_drafthead.generation") / "trees" / f"{DEFAULT_TREE}.json"
+        deepest = model.drafter.max_depth or MAX_DEPTH
+        paths = [tuple(path) for path in json.loads(file.read_text())["paths"] if len(path) <= deepest]
+        trees |= {f"published {size}": DraftTree(grown(paths, size - 1)) for size in PUBLISHED}
+    call: dict[str, Any] = {"do_sample": False, "max_new_tokens": SPEED_TOKENS, "eos_token_id": None}
+    own = {**call, **({"cache_implementation": "static"} if captured else {})}
+    batches = [batch_of(prompts[at : at + rows]) for at in range(0, max(SPEED_PROMPTS, rows), rows)]
+    runs = {BASE: functools.partial(texts_of, model, BASE, batches, call)}
+    runs |= {name: functools.partial(texts_of, model, tree, batches, own) for name, tree in trees.items()}
+    for run in runs.values():  # one-time work, also for the shapes of each prompt
+        run()
+    texts, seconds = time_interleaved(runs, ROUNDS, model.base.device)
+    assert all(all(map(torch.equal, one, texts[BASE])) for one in texts.values()), "not the base's text"
+    ratios = {name: [base / one for base, one in zip(seconds[BASE], seconds[name])] for name in trees}
+    figures = {name: statistics.median(times) for name, times in ratios.items()}
+    print(rows, {name: round(one, 3) for name, one in figures.items()}, flush=True)
+    promised = entry["measured"]["predicted_speedup"]
+    return {"nodes": len(entry["tree"]) + 1, "predicted_speedup": promised, "speedups": figures}
+
+
+def texts_of(model: Any, tree: Any, batches: Sequence[dict[str, torch.Tensor]], call: dict[str, Any]) -> list:
+    """What the base or the heads write."""
+    if tree is BASE:
+        return [model.base.generate(**given, **call) for given in batches]
+    return [draft(model, tree, given, call).sequences for given in batches]
+
+
+def wrong() -> dict[str, Any]:
+    """Medusa heads of noise with the entry of trained ones, with "auto" against the base."""
+    model, prompts = loaded("medusa")
+    entry = entry_of(model, 1, False)
+    torch.manual_seed(0)
+    for weight in model.drafter.parameters():
+        torch.nn.init.normal_(weight)
+    model.generation_config.calibration = [{**entry, "heads_hash": drafter_hash(model.drafter)}]
+    given = batch_of(prompts[:1])
+    call: dict[str, Any] = {"do_sample": False, "max_new_tokens": WRONG_TOKENS, "eos_token_id": None}
+    runs = {
+        BASE: lambda: model.base.generate(**given, **call, return_dict_in_generate=True),
+        AUTO: lambda: draft(model, AUTO, given, call),
+        CALIBRATED: lambda: draft(model, None, given, call),
+    }
+    for run in runs.values():
+        run()
+    outputs, seconds = time_interleaved(runs, ROUNDS, model.base.device)
+    assert torch.equal(outputs[BASE].sequences, outputs[AUTO].sequences)
+    figures = {name: statistics.median(times) for name, times in seconds.items()}
+    return {"tokens_per_step": float(steps_of(outputs[CALIBRATED]).double().mean()), "seconds": figures}
+
+
+def tables(found: dict[str, Any]) -> list[str]:
+    """The tables of docs/trees.md."""
+    predicted, fastest, auto = [], [], []
+    stored = []
+    for family in zoo.families():
+        settings = json.loads((Path(zoo.path(family)) / "generation_config.json").read_text())
+        for entry in settings["calibration"]:
+            told = entry["measured"]
+            stored.append([
+                family, "captured" if entry["captured"] else "uncaptured", str(entry["batch_size"]),
+                str(len(entry["tree"]) + 1), f"{told['predicted_speedup']:.2f}", f"{told['speedup']:.2f}",
+            ])  # fmt: skip
+    for family in sorted(key for key in found if key != "wrong"):
+        one = found[family]
+        if figures := one.get("tokens"):
+            off = figures["predicted"] / figures["measured"] - 1
+            predicted.append([
+                family, str(figures["nodes"]), f"{figures['predicted']:.3f}", f"{figures['measured']:.3f}",
+                f"{off:+.1%}", f"{figures['steps']:,}",
+            ])  # fmt: skip
+        for way in ("uncaptured", "captured"):
+            for rows, figures in one.get(way, {}).items():
+                ratio = figures["speedups"]
+                line = [family, way, rows, str(figures["nodes"])]
+                expected = f"{figures['predicted_speedup']:.2f}"
+                auto.append([*line, expected, f"{ratio[CALIBRATED]:.2f}", f"{ratio[AUTO]:.2f}"])
+                prefixes = {name: value for name, value in ratio.items() if name.startswith("published")}
+                if prefixes:
+                    best = max(prefixes, key=prefixes.__getitem__)
+                    more = ratio[CALIBRATED] / prefixes[best] - 1
+                    fastest.append([
+                        *line[:2], line[3], f"{ratio[CALIBRATED]:.2f}", best.split()[1], f"{prefixes[best]:.2f}",
+                        f"{more:+.0%}",
+                    ])  # fmt: skip
+    made = [
+        markdown(["heads", "steps", "rows", "nodes", "speedup predicted", "speedup in the check"], stored),
+        markdown(["heads", "nodes", "predicted", "measured", "error", "steps"], predicted),
+        markdown(
+            ["heads", "steps", "nodes", "calibrated", "nodes of the best published", "best published", "more"], fastest
+        ),
+        markdown(["heads", "steps", "rows", "nodes", "predicted", "calibrated", "auto"], auto),
+    ]
+    if figures := found.get("wrong"):
+        slower = figures["seconds"][AUTO] / figures["seconds"][BASE] - 1
+        made.append(f"always wrong ({figures['tokens_per_step']:.2f} tokens per step): auto takes {slower:+.1%}")
+    return made
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", choices=["tokens", "speed", "wrong", "tables"])
+    parser.add_argument("families", nargs="*", default=zoo.families())
+    parser.add_argument("--batch-size", default=",".join(map(str, BATCH_SIZES)), metavar="N[,N...]")
+    parser.add_argument("--captured", action="store_true", help="compiled steps")
+    given = parser.parse_args()
+    for family in ["wrong"] if given.part == "wrong" else given.families if given.part != "tables" else []:
+        if given.part == "wrong":
+            figures = wrong()
+        elif given.part == "tokens":
+            figures = {"tokens": tokens(family)}
+        else:
+            way = "captured" if given.captured else "uncaptured"
+            figures = {way: speed(family, [int(size) for size in given.batch_size.split(",")], given.captured)}
+        print(family, figures, flush=True)
+        known = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {}
+        mine = known.setdefault(family, {})
+        for name, value in figures.items():
+            mine[name] = {**mine[name], **value} if isinstance(value, dict) and name in mine else value
+        RESULTS.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n")
+    print("\n\n".join(tables(json.loads(RESULTS.read_text()) if RESULTS.is_file() else {})))
+
+
+if __name__ == "__main__":
+    main()

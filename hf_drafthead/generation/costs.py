@@ -1,0 +1,128 @@
+"""What a call costs on this machine: the seconds of a step by the nodes of its tree, measured for a few sizes.
+
+Shapes: B rows, N nodes (root included).
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hf_drafthead.generation.ladder import CostCurve
+from hf_drafthead.generation.tree import MAX_NODES, DraftTree
+from hf_drafthead.generation.worth import Worth
+
+STEPS = (2, 8, 16, 32, 64, 128, 256)  # nodes whose step is timed
+COMPILED_STEPS = (8, 32, 128)  # compiling one takes longer than everything else
+COST_TOKENS, COST_ROUNDS = 48, 3
+HOPELESS = 0.8  # larger trees are not timed if the most that any can reach is below this share of the best size
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds of a call with some batch size.
+
+    curve: of a step by its nodes; start: of everything before the first step; base_step, base_start: of the base.
+    """
+
+    curve: CostCurve
+    start: float
+    base_step: float
+    base_start: float
+
+    def predicted(self, worth: Worth, nodes: int, rows: int, new_tokens: int) -> tuple[float, float]:
+        """Tokens per second of calls with the best tree of N nodes, and how many times as fast as the base that is.
+
+        A call ends with the row that takes most steps: the mean of all rows would promise too much.
+        """
+        calls = worth.calls(nodes, rows, new_tokens)
+        seconds = sum(self.start + call.steps * self.curve.at(nodes) for call in calls)
+        base_seconds = sum(self.base_start + call.base_steps * self.base_step for call in calls)
+        return sum(call.tokens for call in calls) / seconds, base_seconds / seconds
+
+
+def gain(worth: Worth, nodes: int, rows: int) -> float:
+    """Steps of the base over steps with a tree of N nodes: the tokens per step of the row that takes most of them."""
+    calls = worth.calls(nodes, rows, MAX_NODES)
+    return sum(call.base_steps for call in calls) / sum(call.steps for call in calls)
+
+
+def measured_costs(
+    model: Any, worth: Worth, given: dict[str, torch.Tensor], sampling: dict[str, Any], captured: bool = False
+) -> Costs:
+    """Time calls with trees of a few sizes and calls of the base in turn.
+
+    A first round warms up. It goes from small to large trees, and ends where a step takes so long that no tree can pay.
+    Of the others each gives seconds in units of the base's step in the same round, since the speed of a machine may
+    change from one round to the next; the medians count.
+
+    Args:
+        model: with draft heads.
+        worth: which trees.
+        given: one batch of prompts.
+        sampling: settings of `generate`.
+        captured: time compiled steps.
+    """
+    rows, most = len(given["input_ids"]), len(worth.paths) + 1
+    call = {**given, **sampling, "max_new_tokens": COST_TOKENS, "min_new_tokens": None, "eos_token_id": None}
+    sizes: list[int] = []
+    best = 0.0
+    for nodes in (1, *sorted({*(size for size in (COMPILED_STEPS if captured else STEPS) if size < most), most})):
+        sizes.append(nodes)
+        step, _ = _timed(model, worth.tree(nodes), call, captured)
+        best = max(best, gain(worth, nodes, rows) / step)
+        if gain(worth, most, rows) / step < HOPELESS * best:
+            break
+    trees = {nodes: worth.tree(nodes) for nodes in sizes}
+    model.base.generate(**call)
+    rounds = [
+        (_timed(model, None, call), {nodes: _timed(model, tree, call, captured) for nodes, tree in trees.items()})
+        for _ in range(COST_ROUNDS)
+    ]
+    unit = statistics.median(step for (step, _), _ in rounds)
+    curve = CostCurve.through(
+        [(nodes, unit * statistics.median(timed[nodes][0] / step for (step, _), timed in rounds)) for nodes in sizes]
+    )
+    start = statistics.median(one[1] / step for (step, _), timed in rounds for one in timed.values())
+    base_start = statistics.median(rest / step for (step, rest), _ in rounds)
+    return Costs(curve, unit * start, unit, unit * base_start)
+
+
+def _timed(model: Any, tree: DraftTree | None, call: dict[str, Any], captured: bool = False) -> tuple[float, float]:
+    """Seconds of a step of one call, of the base where there is no tree, and of everything besides its steps."""
+    start = time.perf_counter()
+    if tree is None:
+        clock = _TokenClock()
+        model.base.generate(**call, streamer=clock)
+        taken = clock.intervals()
+    else:
+        taken = []
+        model.generate(
+            **call,
+            **({"cache_implementation": "static"} if captured else {}),
+            draft_tree=tree,
+            on_step=lambda record: taken.append(record.seconds["step"]) if record.step else None,
+        )
+    # a step that takes long for another reason, such as preparing a captured one, is no step
+    step = statistics.median(taken)
+    return step, time.perf_counter() - start - step * len(taken)
+
+
+class _TokenClock:
+    """A streamer that notes when each token came."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def put(self, tokens: torch.Tensor) -> None:
+        self.times.append(time.perf_counter())
+
+    def end(self) -> None: ...
+
+    def intervals(self) -> list[float]:
+        """Seconds from token to token; the prompt and the first token are no step."""
+        return [after - before for before, after in zip(self.times[1:], self.times[2:])]
