@@ -112,9 +112,16 @@ def test_a_drafter_that_says_nothing_is_not_listened_to(nothing):
     assert abs(z_score(*continuations(TREES["tree"], 1.0, WARPERS["plain"], silent))) < 4.5
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("name, captured", [("hydra", False), ("eagle3", False), ("medusa", True)])
-def test_generated_texts_come_as_often_as_the_base_says(name, captured):
+CHAIN = [[0], [0, 0], [0, 0, 0]]  # with a draft model: speculative sampling as it was published
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize(
+    "name, tree, captured",
+    [("draft-model", CHAIN, False), ("hydra", TREE, False), ("eagle3", TREE, False), ("medusa", TREE, True)],
+    ids=["draft model, chain", "hydra", "eagle3", "medusa, captured"],
+)
+def test_generated_texts_come_as_often_as_the_base_says(name, tree, captured):
     """Three tokens after one prompt, in a batch of thousands, over all texts that top-k allows."""
     base = shared_base("llama-gqa")
     model = next(family for family in FAMILIES if family.name == name).build(base)
@@ -122,7 +129,7 @@ def test_generated_texts_come_as_often_as_the_base_says(name, captured):
     call = {"max_new_tokens": 3, "eos_token_id": None, **({"compile_config": TRACED} if captured else {})}
     given = prompt(attention_mask=False)["input_ids"]
     torch.manual_seed(2)
-    ours = {"acceptance": "rejection", "draft_tree": TREE, "return_dict_in_generate": True}
+    ours = {"acceptance": "rejection", "draft_tree": tree, "return_dict_in_generate": True}
     found = model.generate(given.expand(rows, -1), **call, **sampling, **ours)
     assert (found.accepted_lengths[:, 0] > 1).any()
     counts: dict[tuple, float] = {}

@@ -96,6 +96,8 @@ def test_every_family_trains_saves_and_loads(family, place, tmp_path):
     loaded = AutoModel.from_pretrained(tmp_path / "heads")
     for name, tensor in weights(trained.model.drafter).items():
         assert torch.equal(weights(loaded.drafter)[name], tensor)
+    stored = {name for file in (tmp_path / "heads").rglob("*.safetensors") for name in load_file(file)}
+    assert stored <= {f"drafter.{name}" for name in loaded.drafter.state_dict()}  # no hidden states of the base
     summary = json.loads((tmp_path / "heads" / "training_summary.json").read_text())
     assert {"command", "torch", "transformers", "hf_drafthead", "hardware", "hours", "seed"} <= set(summary)
     assert summary["family"] == family and summary["steps"] == 4 and len(summary["data_sha256"]) == 64

@@ -69,3 +69,17 @@ def test_the_heads_carry_the_trees_that_were_measured_for_them(name):
             on_step=lambda record, nodes=nodes: nodes.add(record.drafted) if record.step else None,
         )
         assert nodes == {len(entry["tree"]) + 1}
+
+
+def test_eagle3_drafts_more_tokens_per_step_than_eagle_and_the_draft_model_more_than_two():
+    """On the first held-out prompts; all of them, over three trainings, are in the families' table."""
+    tokenizer = AutoTokenizer.from_pretrained(zoo.path("base"))
+    lines = (zoo.ASSETS / "prompts.jsonl").read_text().splitlines()[:4]
+    given = tokenizer([json.loads(line)["prompt"] for line in lines], return_tensors="pt", padding=True)
+    call = {"max_new_tokens": 48, "do_sample": False, "return_dict_in_generate": True}
+    found = {}
+    for family in ("eagle", "eagle3", "draft-model"):
+        model = AutoModelForCausalLM.from_pretrained(zoo.path(family)).eval()
+        accepted = model.generate(**given, **call, draft_tree="mc_sim_7b_63").accepted_lengths
+        found[family] = float(accepted.sum() / (accepted > 0).sum())
+    assert found["eagle3"] > 1.05 * found["eagle"] and found["draft-model"] > 2.2
