@@ -171,7 +171,7 @@ def test_a_short_demo_measures_the_base_once_and_grows_line_by_line(tiny_zoo, ru
 
     monkeypatch.setattr(look, "decoding_methods", counting)
     file = tmp_path / "demo.json"
-    code, out, _ = run("demo", "--max-new-tokens", 12, "--json", file)
+    code, out, _ = run("demo", "--compiled", "--max-new-tokens", 12, "--json", file)
     rows = json.loads(file.read_text())["rows"]
     assert code == 0
     assert len(bases) == 4 and all(base is bases[0] for base in bases)  # loaded once
@@ -188,15 +188,15 @@ def test_a_short_demo_measures_the_base_once_and_grows_line_by_line(tiny_zoo, ru
         assert row["speedup_over_compiled"] == pytest.approx(row["tokens_per_second"] / rows[1]["tokens_per_second"])
         assert row["tokens_per_step"] >= 1 and row["tree_nodes"] >= 2
     lines = out.splitlines()
-    assert "--no-compile" in lines[1]
-    assert lines[2].split()[:3] == ["family", "how", "nodes"]
-    assert [line.split()[0] for line in lines[3:8]] == ["base", "base", "compiling", "hydra", "medusa"]
-    assert lines[9].split()[0] == "compiling"
-    assert out.count(" yes") == 5 and all(len(line) <= 80 for line in lines[2:8])
+    assert lines[1].split()[:3] == ["family", "how", "nodes"]
+    assert [line.split()[0] for line in lines[2:7]] == ["base", "base", "compiling", "hydra", "medusa"]
+    assert lines[8].split()[0] == "compiling"
+    assert out.count(" yes") == 5 and all(len(line) <= 80 for line in lines[1:7])
     assert out.count(" continues 'import os'") == 1
-    code, out, _ = run("demo", "--no-compile", "--max-new-tokens", 4, "--prompts", 1)
+    code, out, _ = run("demo", "--max-new-tokens", 4, "--prompts", 1)
     assert code == 0 and len(captured) == 1 and calls.count("compiled") == 4  # nothing more is compiled
-    assert [line.split()[0] for line in out.splitlines()[2:5]] == ["base", "hydra", "medusa"]
+    assert "--compiled also measures the base and the fastest family compiled" in out
+    assert [line.split()[0] for line in out.splitlines()[3:6]] == ["base", "hydra", "medusa"]
 
 
 def test_prompts_of_one_length_keep_their_beginning_and_their_end():
@@ -219,10 +219,10 @@ def test_a_short_demo_goes_on_where_nothing_can_be_compiled(tiny_zoo, run, monke
         return {**right(*arguments, **options), "compiled": failing}
 
     monkeypatch.setattr(look, "decoding_methods", without_compiler)
-    code, out, _ = run("demo", "--max-new-tokens", 4, "--family", "medusa")
+    code, out, _ = run("demo", "--compiled", "--max-new-tokens", 4, "--family", "medusa")
     assert code == 0
     assert "compiled      not possible here: no C++ compiler" in out
-    assert out.splitlines()[5].split()[-2:] == ["-", "yes"]  # over compiled
+    assert out.splitlines()[4].split()[-2:] == ["-", "yes"]  # over compiled
     assert " captured " not in out
 
 
@@ -230,14 +230,14 @@ def test_a_short_demo_takes_few_prompts(monkeypatch, run):
     seen = []
 
     def lines(self, families, compiled):
-        assert compiled
+        assert not compiled
         seen.append((len(self.prompts), self.max_new_tokens, list(families)))
         raise ValueError("seen")
 
     monkeypatch.setattr(look.Look, "lines", lines)
     assert run("demo")[0] == 2 and run("demo", "--prompts", 2)[0] == 2
     assert seen == [(4, 48, zoo.families()), (2, 48, zoo.families())]
-    refused(run("demo", "--full", "--no-compile"), "--no-compile is for the short demo: --full compiles nothing.")
+    refused(run("demo", "--full", "--compiled"), "--compiled is for the short demo: leave --full out.")
     refused(run("demo", "--repeats", 2), "--repeats is for --full: a short demo runs every prompt once.")
 
 

@@ -22,9 +22,9 @@ def demo(
     full: Annotated[
         bool, typer.Option("--full", help="All prompts, the tree of every size, batches: some ten minutes.")
     ] = False,
-    no_compile: Annotated[
+    compiled: Annotated[
         bool,
-        typer.Option("--no-compile", help="Leave out the base and the fastest family compiled: half of the time."),
+        typer.Option("--compiled", help="Also the base and the fastest family compiled, which takes minutes at first."),
     ] = False,
     family: Annotated[list[str] | None, typer.Option(help="Only this family (may be repeated).")] = None,
     prompts: Annotated[
@@ -45,8 +45,8 @@ def demo(
     check_writable(json_path)
     if repeats > 1 and not full:
         raise ValueError("--repeats is for --full: a short demo runs every prompt once.")
-    if no_compile and full:
-        raise ValueError("--no-compile is for the short demo: --full compiles nothing.")
+    if compiled and full:
+        raise ValueError("--compiled is for the short demo: leave --full out.")
     paths = {name: zoo.path(name) for name in family or zoo.families()}
     if not paths:
         raise OSError("the zoo holds no heads: build them with `python -m hf_drafthead.zoo.build`.")
@@ -58,7 +58,7 @@ def demo(
     if full:
         rows, different, (name, found) = show_full(console, paths, asked, tokens, repeats)
     else:
-        rows, different, (name, found) = show_few(console, paths, asked, tokens, compiled=not no_compile)
+        rows, different, (name, found) = show_few(console, paths, asked, tokens, compiled)
     console.print(Text(f"\n{name} continues {found.prompt.splitlines()[-1].strip()!r}", style="bold"))
     console.print(Text.assemble(*(coloured(piece, depth) for piece, depth in found.pieces)), soft_wrap=True)
     console.print(legend(found.pieces))
@@ -73,7 +73,7 @@ Shown = tuple[list[dict[str, Any]], list[str], tuple[str, Any]]
 
 
 def show_few(console: Console, paths: dict[str, str], asked: list[Any], tokens: int, compiled: bool) -> Shown:
-    """A table that grows line by line: the base, also compiled, every family, and the fastest of them captured."""
+    """A table that grows line by line: the base, then every family; compiled ones if asked for."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -83,8 +83,8 @@ def show_few(console: Console, paths: dict[str, str], asked: list[Any], tokens: 
 
     base = AutoModelForCausalLM.from_pretrained(zoo.path("base"), dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(zoo.path("base"))
-    if compiled:
-        console.print("compiling takes most of the time at first: --no-compile leaves it out")
+    if not compiled:
+        console.print("--compiled also measures the base and the fastest family compiled")
     console.print(aligned(COLUMNS), soft_wrap=True)
     rows, different = [], []
     look = Look(base, tokenizer, asked, tokens)
