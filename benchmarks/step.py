@@ -206,7 +206,7 @@ def random_model(shape: str, family: str, dtype: torch.dtype, device: str, vocab
     config = LlamaConfig(vocab_size=vocabulary, max_position_embeddings=POSITIONS, **SHAPES[shape])
     with torch.device(device):
         base = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
-    return fresh_heads(family, base).to(device)
+    return fresh_heads(family, base).to(device).eval()
 
 
 def models(args: argparse.Namespace) -> Iterator[tuple[str, PreTrainedModel, torch.Tensor]]:
