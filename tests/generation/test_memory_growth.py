@@ -42,7 +42,7 @@ def test_only_caches_and_tokens_grow(family, call):
     found = []
 
     def watch(record):
-        if record.step in (20, 21, 22) or record.step % 100 == 0 and record.step:
+        if record.step in (20, 21, 22) or record.step % 50 == 0 and record.step:
             gc.collect()
             found.append(sum(alive().values()) - in_caches())
 
