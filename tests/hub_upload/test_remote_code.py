@@ -101,6 +101,7 @@ def test_three_lines_from_the_hub_to_text(printed, running):
     assert text.startswith("def read_json(path):\n") and len(text) > 40
 
 
+@pytest.mark.slow
 def test_the_zoo_comes_back_as_it_was(printed, published):
     told = json.loads(printed.splitlines()[-1])
     names = {repository(family): family for family in zoo.families()}
