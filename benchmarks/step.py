@@ -264,10 +264,10 @@ def main() -> None:
 
 
 def merge(table: list[dict], path: Path) -> None:
-    """Write figures into a file, in the place of those of the same model, nodes and batch; others stay."""
+    """Write figures into a file, in the place of those of the same model, nodes, batch and context; others stay."""
 
     def case(row: dict) -> tuple:
-        return row["model"], row["nodes"], row["batch"]
+        return row["model"], row["nodes"], row["batch"], row["context"]
 
     measured = {case(row) for row in table}
     known = json.loads(path.read_text()) if path.is_file() else []

@@ -1,8 +1,9 @@
 """Matrix products of few rows in a compiled step on a CPU.
 
-A linear layer computes x W^T. With 8 to 48 rows of x, the nodes of a tree, MKL reads W at less than the speed of the
-memory; of the same product written as (W x^T)^T it does not. In float32 on two cores it took 0.25 to 0.75 of the time
-with 16 rows, more with 4 or fewer, and about as much with 64 or more.
+A linear layer computes x W^T. With 8 to 48 rows of x, the nodes of a tree, MKL computes the same product faster as
+(W x^T)^T where W is large: in float32 on two cores in 0.46 to 0.95 of the time with 12 to 48 rows and at least 512
+features. With fewer or more rows, and with a small W, both take about the same time, or the second way takes more
+(`python benchmarks/products.py`).
 
 Shapes: M rows, K features in, N out.
 """
