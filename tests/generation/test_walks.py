@@ -96,6 +96,7 @@ def assert_as_plain(walk, case: Case) -> None:
         count = int(walk.counts[row])
         assert (walk.nodes[row, :count].tolist(), walk.tokens[row, :count].tolist()) == (nodes, emitted)
         assert int(walk.ends[row]) == end
+        assert set(walk.tokens[row, count:].tolist()) <= {0} and int(walk.own[row]) == count
     assert walk.nodes.shape == walk.tokens.shape == (len(case.tokens), case.trees[0].max_depth + 1)
 
 
@@ -196,6 +197,7 @@ def test_in_lockstep_rows_stop_together_and_those_that_have_ended_emit_padding()
             nodes, emitted, end = alone.get(row, ([], [], 7))
             assert tokens[: len(emitted)] == emitted[:count] and set(tokens[len(emitted) :]) <= {0}
             assert walk.nodes[row, : min(count, len(nodes))].tolist() == nodes[:count]
+            assert int(walk.own[row]) == min(count, len(nodes))  # the drafter is not shown the padding
             assert int(walk.ends[row]) == (end if end - 8 <= count else 0)
         goes_on = [len(nodes) for nodes, _, end in alone.values() if not end]
         assert count <= min(goes_on, default=count)
