@@ -88,7 +88,7 @@ def walk_on_host(
     Args:
         logits: (B, N, V) of the base at every node.
         candidates: the nodes.
-        sequences: (B, W) with room for D more tokens in every row; this one is written to.
+        sequences: (B, W) with room for D more tokens in every row.
         lengths: B of them: tokens of each row.
         ends: B of them: at which length each row ended, or None.
         reach: B of them, see `walk_on_device`.
@@ -97,12 +97,13 @@ def walk_on_host(
         show: is given every token (B,) once the criteria were asked about it, where all rows stay at one length.
         depth: D of the walk; default: as many nodes as a row has walked, so that no others are moved.
     """
-    tokens, topology = candidates.tokens, candidates.topology
+    tokens = candidates.tokens
     lengths, ends = list(lengths), list(ends)
     batch = tokens.shape[0]
-    depths, below = topology.depths.expand_as(tokens).tolist(), _guessed(candidates)
-    before, everyone = list(lengths), list(range(batch))
+    below, before, everyone = _guessed(candidates), list(lengths), list(range(batch))
     greedy = rules.greedy and preferred is None
+    looked_at = not greedy or show is not None
+    sequences = sequences.clone() if looked_at else sequences
     at = [0] * batch
     nodes: list[list[int]] = [[] for _ in range(batch)]
     emitted: list[list[int]] = [[] for _ in range(batch)]
@@ -126,7 +127,7 @@ def walk_on_host(
         for row in moving:
             if rules.pads and ends[row] is not None:
                 token_of[row] = rules.pad_token
-            if not greedy or show is not None:
+            if looked_at:
                 sequences[row, lengths[row]] = token_of[row]
             lengths[row] += 1
             nodes[row].append(at[row])
@@ -141,7 +142,7 @@ def walk_on_host(
         going_on = []
         for row in moving:
             at[row] = below[row].get((at[row], token_of[row]), 0)
-            if at[row] and row in now and depths[row][at[row]] <= reach[row]:
+            if at[row] and row in now and len(nodes[row]) <= reach[row]:
                 going_on.append(row)
         if rules.lockstep and len(going_on) < len(now):
             break

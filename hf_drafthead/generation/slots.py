@@ -197,7 +197,9 @@ class SlotCache(Cache):
         """The longest row. It is read back on a CPU only: a GPU would wait, and goes by the bound."""
         if self.fixed:
             return self.extent
-        return int(self.lengths.max()) if self.lengths.device.type == "cpu" else bound
+        if self.lengths.device.type != "cpu":
+            return bound
+        return int(self.lengths if self.rows == 1 else self.lengths.max())
 
 
 class SlotLayer(CacheLayerMixin):

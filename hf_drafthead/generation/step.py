@@ -74,7 +74,8 @@ def commit(drafter, draft_state: Any, cache: SlotCache, rows: Rows, verified: Ve
         last = (counts[:, None] - 1).clamp(min=0)
         nodes, tokens, counts = nodes.gather(1, last), tokens.gather(1, last), counts.clamp(max=1)
     nodes = nodes.to(verified.features.device)
-    features = verified.features.take_along_dim(nodes[..., None], dim=1)  # (B, D or 1, F*H)
+    width = verified.features.shape[2]
+    features = verified.features.gather(1, nodes[..., None].expand(-1, -1, width))  # (B, D or 1, F*H)
     draft_state = drafter.observe(draft_state, features, tokens, counts)
     ends = walk.ends.contiguous()  # a program takes the strides of what it was made with for those of all steps
     return rows._replace(lengths=rows.lengths + walk.counts, ends=ends, draft_state=draft_state)
@@ -148,7 +149,7 @@ class Step:
         return walk_on_host(
             logits,
             candidates,
-            rows.sequences.to(rules.device, copy=True),
+            rows.sequences.to(rules.device),
             state.lengths,
             state.ends,
             state.reach(),
