@@ -6,9 +6,9 @@ A calibration entry says what a step of n nodes costs, and how many tokens it gi
 
 where `gain` says how much of the usual gain this text gives: a moving mean over the steps of the call, in a batch of
 the row that is the furthest behind, with which the call will end. On foreign text it falls, the trees become smaller,
-and at last the root alone is left, which drafts nothing: at the start of a call after a few steps, since the calibration
-counts as two steps of the mean there. A small tree is tried now and then all the same, ever more
-rarely as long as it gives nothing. The text is the base's own whatever is drafted.
+and at last the root alone is left, which drafts nothing: at the start of a call after a few steps, since the
+calibration counts as two steps of the mean there. A small tree is tried now and then all the same, ever more rarely as
+long as it gives nothing. The text is the base's own whatever is drafted.
 """
 
 from __future__ import annotations

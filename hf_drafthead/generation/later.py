@@ -16,7 +16,7 @@ MOST = 32  # positions that wait
 
 
 class Waiting(NamedTuple):
-    """A drafter's state, and what it has yet to observe: of a step features (B, 1, F*H), tokens (B, 1), counts (B,)."""
+    """A drafter's state, and what it must still observe: of a step features (B, 1, F*H), tokens (B, 1), counts (B,)."""
 
     draft_state: Any
     verified: tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor], ...] = ()
