@@ -181,6 +181,28 @@ def test_captured_steps_of_several_sizes_share_the_caches(monkeypatch, fallbacks
     assert len(capture._PROGRAMS[model].made) == len(set(nodes[1:]))
 
 
+@pytest.mark.slow
+def test_nothing_waits_where_other_sizes_are_captured(monkeypatch):
+    model = next(one for one in FAMILIES if one.name == "eagle").build(tiny_base("llama-gqa"))
+    model.generation_config.calibration = [entry(2, True, entries.drafter_hash(model.drafter))]
+    left, fix = iter([1, 0, 0, 0, *[1] * 60]), capture.CapturedStep._fix
+
+    def does_not_fix(self, state):
+        if self.tree.num_nodes == 1 and len(state.counted) > 1:
+            raise MemoryError("no memory for the root alone")
+        fix(self, state)
+
+    def fits(self, state):
+        return state.cache.fixed and not (self.tree.num_nodes == 1 and len(state.counted) > 1)
+
+    monkeypatch.setattr(auto.AutoStep, "_chosen", lambda self: next(left))
+    monkeypatch.setattr(capture.CapturedStep, "_fix", does_not_fix)
+    monkeypatch.setattr(capture.CapturedStep, "_fits", fits)
+    call = {**prompt(2), **LONG, "max_new_tokens": 12}
+    text = model.generate(**call, draft_tree="auto", compile_config=TRACED)
+    assert torch.equal(text, model.base.generate(**call))
+
+
 def test_where_one_size_cannot_be_captured_none_is(monkeypatch, fallbacks):
     model = FAMILIES[0].build(tiny_base("llama-gqa"))
     model.generation_config.calibration = [entry(1, True, entries.drafter_hash(model.drafter))]
