@@ -19,7 +19,7 @@ from collections.abc import Callable
 
 import torch
 
-from hf_drafthead.generation.rules import Rules
+from hf_drafthead.generation.rules import Rules, rounded
 from hf_drafthead.generation.settings import DraftSettings
 from hf_drafthead.generation.state import NOT_A_DISTRIBUTION, Candidates, Limits, Rows, Walk, running
 from hf_drafthead.generation.tree import DraftTree
@@ -36,7 +36,7 @@ def walk_on_device(
         candidates: the nodes.
         rows: lengths, and which rows have ended.
         limits: EOS tokens and longest length.
-        reach: (B,) depth of the deepest nodes at positions that the base can be asked about.
+        reach: (B,) see `step.deepest`.
     """
     tokens, topology = candidates.tokens, candidates.topology
     batch = tokens.shape[0]
@@ -57,7 +57,8 @@ def walk_on_device(
     ends_now = (rows.ends == 0) & ((first_stop < counts) | (counts >= room))
     ends = torch.where(ends_now, rows.lengths + counts, rows.ends)
     walked = place < counts[:, None]
-    return Walk(nodes, emitted, counts, ends, (valid.gather(1, nodes) | ~walked).all(1))
+    tokens = torch.where(walked, emitted, limits.padding)
+    return Walk.of(nodes, tokens, counts, ends, (valid.gather(1, nodes) | ~walked).all(1))
 
 
 def _step_of_root(choice: torch.Tensor, valid: torch.Tensor, rows: Rows, limits: Limits) -> Walk:
@@ -65,7 +66,8 @@ def _step_of_root(choice: torch.Tensor, valid: torch.Tensor, rows: Rows, limits:
     runs = rows.ends == 0
     ends_now = runs & ((choice == limits.eos).any(1) | (rows.lengths + 1 >= limits.max_length))
     ends = torch.where(ends_now, rows.lengths + 1, rows.ends)
-    return Walk(torch.zeros_like(choice), choice, runs.long(), ends, valid[:, 0] | ~runs)
+    tokens = torch.where(runs[:, None], choice, limits.padding)
+    return Walk.of(torch.zeros_like(choice), tokens, runs.long(), ends, valid[:, 0] | ~runs)
 
 
 def walk_on_host(
@@ -79,6 +81,7 @@ def walk_on_host(
     *,
     preferred: torch.Tensor | None = None,
     show: Callable[[torch.Tensor], None] | None = None,
+    depth: int | None = None,
 ) -> Walk:
     """The walk token by token, with every processor and criterion applied to exactly the row's own prefix.
 
@@ -92,12 +95,14 @@ def walk_on_host(
         rules: chooses tokens and says which rows end.
         preferred: (B, N) token to emit at a node instead of the base's choice, -1 for none (`typical_choices`).
         show: is given every token (B,) once the criteria were asked about it, where all rows stay at one length.
+        depth: D of the walk; default: as many nodes as a row has walked, so that no others are moved.
     """
     tokens, topology = candidates.tokens, candidates.topology
     lengths, ends = list(lengths), list(ends)
-    batch, depth = tokens.shape[0], topology.paths.shape[-1]
+    batch = tokens.shape[0]
     depths, below = topology.depths.expand_as(tokens).tolist(), _guessed(candidates)
-    everyone = list(range(batch))
+    before, everyone = list(lengths), list(range(batch))
+    greedy = rules.greedy and preferred is None
     at = [0] * batch
     nodes: list[list[int]] = [[] for _ in range(batch)]
     emitted: list[list[int]] = [[] for _ in range(batch)]
@@ -109,20 +114,25 @@ def walk_on_host(
     moving = still_moving()
     while moving:
         group = everyone if rules.lockstep else moving
-        here = [at[row] for row in group]
-        chosen = rules.choose(group, logits[group, here], sequences, lengths)  # (g,)
-        if preferred is not None:
-            instead = preferred[group, here].to(chosen.device)
-            chosen = torch.where(instead >= 0, instead, chosen)
-        token_of = dict(zip(group, chosen.tolist()))
+        if greedy:
+            token_of = {row: int(rounded(logits[row, at[row]]).argmax()) for row in group}
+        else:
+            here = [at[row] for row in group]
+            chosen = rules.choose(group, logits[group, here], sequences, lengths)  # (g,)
+            if preferred is not None:
+                instead = preferred[group, here].to(chosen.device)
+                chosen = torch.where(instead >= 0, instead, chosen)
+            token_of = dict(zip(group, chosen.tolist()))
         for row in moving:
             if rules.pads and ends[row] is not None:
                 token_of[row] = rules.pad_token
-            sequences[row, lengths[row]] = token_of[row]
+            if not greedy or show is not None:
+                sequences[row, lengths[row]] = token_of[row]
             lengths[row] += 1
             nodes[row].append(at[row])
             emitted[row].append(token_of[row])
-        for row, fired in zip(group, rules.stops(group, sequences, lengths)):
+        newest = [token_of[row] for row in group]
+        for row, fired in zip(group, rules.stops(group, newest, sequences, lengths)):
             if fired and ends[row] is None:
                 ends[row] = lengths[row]
         if show is not None and rules.lockstep:
@@ -136,14 +146,13 @@ def walk_on_host(
         if rules.lockstep and len(going_on) < len(now):
             break
         moving = going_on
-    device = tokens.device
-
-    def padded(lists: list[list[int]]) -> torch.Tensor:
-        return torch.tensor([one + [0] * (depth - len(one)) for one in lists], device=device)
-
-    counts = torch.tensor([len(one) for one in nodes], device=device)
-    ended = torch.tensor([end or 0 for end in ends], device=device)
-    return Walk(padded(nodes), padded(emitted), counts, ended, torch.ones_like(ended, dtype=torch.bool))
+    packed, depth = [], depth or max(len(walked) for walked in nodes)
+    for length, end, walked, kept in zip(before, ends, nodes, emitted):
+        count = len(walked)
+        own = max(min(count, end - length), 0) if end and rules.pads else count
+        more = depth - count
+        packed.append([count, own, end or 0, 1, *kept, *[rules.pad_token] * more, *walked, *[0] * more])
+    return Walk(torch.tensor(packed, device=tokens.device))
 
 
 def _guessed(candidates: Candidates) -> list[dict[tuple[int, int], int]]:
@@ -164,11 +173,11 @@ def preferred_choices(
     sequences: torch.Tensor,
     lengths: list[int],
     reach: torch.Tensor,
-) -> torch.Tensor | None:
-    """(B, N) what typical acceptance or rejection emit at a node, -1 for the base's own choice; None for exact calls.
+) -> torch.Tensor:
+    """(B, N) what typical acceptance or rejection emit at a node, -1 for the base's own choice.
 
     Args:
-        settings: which acceptance, and the tree.
+        settings: which acceptance, not the exact one, and the tree.
         rules: of the call.
         logits: (B, N, V) of the base at every node.
         candidates: the nodes.
@@ -176,8 +185,6 @@ def preferred_choices(
         lengths: B of them.
         reach: (B,), see `walk_on_device`.
     """
-    if settings.acceptance == "exact" or not rules.config.do_sample:
-        return None
     tokens, topology = candidates.tokens, candidates.topology
     p = rules.probabilities(logits, tokens, topology, sequences, lengths).to(reach.device)
     if not p.isfinite().all():

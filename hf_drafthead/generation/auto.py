@@ -104,7 +104,7 @@ class AutoStep:
                 # captured and other steps do not share caches: from now on none is captured
                 self.capture = None
                 self.steps.clear()
-                for cache in state.caches():
+                for cache in state.caches:
                     if cache.fixed:
                         cache.free()
             self.steps[self.used] = found

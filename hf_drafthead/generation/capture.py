@@ -35,7 +35,7 @@ from hf_drafthead.generation.graphs import NotRecorded, Recorded, has_graphs
 from hf_drafthead.generation.memory import DoesNotFit, nodes_in_memory, out_of_memory
 from hf_drafthead.generation.regions import layers_once
 from hf_drafthead.generation.state import DecodingState, Limits, Rows, Walk
-from hf_drafthead.generation.step import Step, commit, draft, verify
+from hf_drafthead.generation.step import Step, commit, deepest, draft, verify
 from hf_drafthead.generation.tree import DraftTree
 
 logger = logging.get_logger(__name__)
@@ -160,15 +160,14 @@ class Capture:
 def not_captured(reason: str, state: DecodingState) -> None:
     """Say why the steps of a call are not captured, and let its caches grow again."""
     logger.warning_once(f"Steps are not captured, they run operation by operation: {reason}")
-    for cache in state.caches():
+    for cache in state.caches:
         cache.free()
 
 
 def whole(step: Step) -> bool:
     """Whether the walk of a step can be compiled with the rest: greedy, and nothing to ask on the host."""
-    rules = step.rules
-    typical = step.settings.acceptance == "typical" and rules.config.do_sample
-    return rules.on_device and not (rules.samples or rules.processors or typical)
+    typical = step.settings.acceptance == "typical" and step.rules.config.do_sample
+    return step.rules.greedy and not typical
 
 
 class Captured:
@@ -187,15 +186,15 @@ class Captured:
             draft_state, candidates = draft(drafter, rows, tree, limits, tilt, rejects)
             return draft_state, candidates, verify(reader, cache, candidates, rows, limits)
 
-        def last(draft_state: Any, cache: Any, rows: Rows, verified: Any, walk: Walk, limits: Limits) -> Rows:
-            return commit(drafter, draft_state, cache, rows, verified, walk, limits)
+        def last(draft_state: Any, cache: Any, rows: Rows, verified: Any, walk: Walk) -> Rows:
+            return commit(drafter, draft_state, cache, rows, verified, walk)
 
         def all_in_one(rows: Rows, cache: Any, limits: Limits) -> tuple[Walk, Rows]:
-            reach = (limits.last_position - cache.lengths[:, None]).clamp(min=0)[:, 0]
+            reach = deepest(limits, cache)
             draft_state, candidates, verified = first(rows, cache, limits)
             choice, valid = choose(verified.logits.to(rows.lengths.device))
             walk = walk_on_device(choice, valid, candidates, rows, limits, reach)
-            return walk, last(draft_state, cache, rows, verified, walk, limits)
+            return walk, last(draft_state, cache, rows, verified, walk)
 
         self.seconds: float | None = None  # that the preparation took
         self.whole = make(all_in_one) if whole(step) else None
@@ -275,7 +274,7 @@ class CapturedStep:
         start = time.perf_counter()
         if captured.whole is not None:
             try:
-                with nodes_in_memory(state.caches()):
+                with nodes_in_memory(state.caches):
                     walk, state.rows = captured.whole(rows, cache, limits)
             except NotRecorded as error:
                 self.refused = str(error)
@@ -283,10 +282,10 @@ class CapturedStep:
                 return self(state)
         else:
             noise, tilt = self.step.noise_ahead(state)
-            with nodes_in_memory(state.caches()):
+            with nodes_in_memory(state.caches):
                 draft_state, candidates, verified = captured.first(rows, cache, limits, tilt)
             walk = self.step.walk(state, candidates, verified, noise)
-            state.rows = captured.last(draft_state, cache, rows, verified, walk, limits)
+            state.rows = captured.last(draft_state, cache, rows, verified, walk)
         if captured.seconds is None:
             captured.seconds = time.perf_counter() - start
         return walk, {}
@@ -307,7 +306,7 @@ class CapturedStep:
         left = int(state.limits.max_length) - max(state.lengths)
         capacity = past + min(left, AHEAD) + 2 * depth
         capacity = -(-capacity // BUCKET) * BUCKET
-        for cache in state.caches():
+        for cache in state.caches:
             try:
                 cache.fix(capacity, nodes)
             except RuntimeError as error:

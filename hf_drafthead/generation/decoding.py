@@ -84,7 +84,8 @@ def decode(
     watch.lap("prefill")
     if on_step is not None:
         on_step(StepRecord(0, [[token] for token in newest(state)], [], [1] * rules.batch_size, 0, watch.seconds))
-    make = functools.partial(Step, reader, drafter, rules=rules, show=stream.show, timed=on_step is not None)
+    show = None if streamer is None else stream.show
+    make = functools.partial(Step, reader, drafter, rules=rules, show=show, timed=on_step is not None)
     step = steps_of(settings, make, capture if state.running(rules.pads) else None, state)
     launched: deque[Outcome] = deque()
     while state.running(rules.pads):
@@ -115,7 +116,7 @@ def prefill(
     known = int(past.get_seq_length())
     positions = known + max(prompt_length, 0 if embeddings is None else embeddings.shape[1])
     most = max(longest - prompt_length, 1)  # the first token comes even where a criterion fires on the prompt
-    room = min(most, FIRST_ROOM) + tree.max_depth + 2
+    room = min(most, FIRST_ROOM) + 2 * (tree.max_depth + 2)  # as much as `Step` asks for ahead
     config = reader.base.config.get_text_config(decoder=True)
     cache = SlotCache(batch, config.num_hidden_layers, positions + room, tree.num_nodes)
     if known:
@@ -147,7 +148,7 @@ def prefill(
     roots = rules.choose(everyone, logits[:, -1], sequences, lengths)
     sequences[:, prompt_length] = roots
     lengths = [length + 1 for length in lengths]
-    fired = rules.stops(everyone, sequences, lengths)
+    fired = rules.stops(everyone, roots.tolist(), sequences, lengths)
     stream.show(roots)
     root = roots[:, None].to(device)
     seen = _prompt_for_drafter(drafter, root, features, arguments, mask)
@@ -165,6 +166,7 @@ def prefill(
         ),
         cache=cache,
         limits=limits,
+        last_position=limits.last_position[:, 0].tolist(),
         prompt_length=prompt_length,
         past_shift=past_shift,
         lengths=lengths,

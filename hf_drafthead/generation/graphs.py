@@ -77,7 +77,8 @@ class Recorded:
             self._record(rows, caches, limits, [*held, *lengths])
             self.of = addresses
         assert self.replay is not None
-        return self.replay(), rows
+        walk = self.replay()
+        return Walk(walk.packed.clone()), rows  # the next replay may be launched before this one's result is read
 
     def _record(self, rows: Rows, caches: list[SlotCache], limits: Limits, held: list[torch.Tensor]) -> None:
         lengths = [cache.lengths for cache in caches]
@@ -102,9 +103,9 @@ class Recorded:
             raise NotRecorded(" ".join(f"{type(error).__name__}: {error}".split("\n")[:1])) from error
         if self.key in self.compared:
             return
-        expected = [in_place().packed(), *(tensor.clone() for tensor in held)]
+        expected = [in_place().packed, *(tensor.clone() for tensor in held)]
         _put_back(before, held)
-        found = [self.replay().packed(), *(tensor.clone() for tensor in held)]
+        found = [self.replay().packed.clone(), *(tensor.clone() for tensor in held)]
         _put_back(before, held)
         if not all(torch.equal(one, other) for one, other in zip(expected, found)):
             self.replay = None

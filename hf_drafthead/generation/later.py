@@ -12,6 +12,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from hf_drafthead.generation.dynamic import Tree
+from hf_drafthead.generation.memory import nodes_in_memory
+from hf_drafthead.generation.state import DecodingState
+
 MOST = 32  # positions that wait
 
 
@@ -34,10 +38,27 @@ class Later:
         """As a drafter's; the state is its own, or `Waiting`."""
         waiting = state if isinstance(state, Waiting) else Waiting(state)
         waiting = waiting._replace(verified=(*waiting.verified, (features, tokens, counts)))
-        return waiting if len(waiting.verified) < MOST else caught_up(self.drafter, waiting)
+        return waiting if len(waiting.verified) < MOST else _observed(self.drafter, waiting)
 
 
-def caught_up(drafter: Any, waiting: Waiting) -> Any:
+def observer_of(drafter: Any, tree: Tree) -> Any:
+    """What observes in the steps with a tree: the drafter itself, or `Later`."""
+    return Later(drafter) if drafter.keeps_history and tree.num_nodes == 1 else drafter
+
+
+def catch_up(observer: Any, state: DecodingState) -> None:
+    """Let a drafter that is to guess observe what waits.
+
+    Raises:
+        DoesNotFit: memory is short; the state is as it was.
+    """
+    waiting = state.rows.draft_state
+    if isinstance(waiting, Waiting) and not isinstance(observer, Later):
+        with nodes_in_memory(state.caches):
+            state.rows = state.rows._replace(draft_state=_observed(observer, waiting))
+
+
+def _observed(drafter: Any, waiting: Waiting) -> Any:
     """The drafter's own state, once it has observed what waited.
 
     A row that has ended has counts of 0 from there on, so its valid positions come first, as `observe` wants them.

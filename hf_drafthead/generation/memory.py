@@ -106,7 +106,7 @@ class FittingStep:
                     raise short.__cause__ or short from None
             # here, where nothing refers to the tensors of the step that failed any more
             logger.warning_once("Memory does not hold the nodes of a step: this call goes on with smaller trees.")
-            for cache in state.caches():
+            for cache in state.caches:
                 if cache.fixed:
                     cache.free()
             self.step = self.make(smaller(self.tree))

@@ -105,6 +105,7 @@ class Rules:
             and types_of.issubset(CRITERIA_ON_DEVICE)
             and self.max_length is not None
         )
+        self.greedy = self.on_device and not (self.samples or self.processors)
         self.lockstep = self.batch_size == 1 or not (
             all(type(processor) in ROW_BY_ROW or hasattr(processor, "for_rows") for processor in self.processors)
             and types_of.issubset(CRITERIA_ROW_BY_ROW)
@@ -260,8 +261,18 @@ class Rules:
                     scores[row, nodes] = seen(prefixes, scores[row, nodes])
         return scores.softmax(-1).to(logits.device)
 
-    def stops(self, rows: list[int], sequences: torch.Tensor, lengths: list[int]) -> list[bool]:
-        """Whether a criterion fires on each row's prefix, the newest token included; g answers."""
+    def stops(self, rows: list[int], newest: list[int], sequences: torch.Tensor, lengths: list[int]) -> list[bool]:
+        """Whether a criterion fires on each row's prefix, of which `newest` is the last token; g answers.
+
+        Args:
+            rows: g row numbers; all B of them in lockstep.
+            newest: g tokens.
+            sequences: (B, L) token ids; row b's prefix is its first `lengths[b]`. Not looked at in calls on device.
+            lengths: B of them.
+        """
+        if self.on_device:
+            assert self.max_length is not None
+            return [token in self.eos_tokens or lengths[row] >= self.max_length for row, token in zip(rows, newest)]
         if self.lockstep:
             scores = tuple(self.scores) if self.keeps_scores else None
             return self.criteria(sequences[:, : max(lengths)], scores).tolist()

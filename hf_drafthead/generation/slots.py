@@ -53,6 +53,7 @@ class SlotCache(Cache):
         self.placed: int | None = None  # nodes of this step so far; None while the past itself is written
         self.fixed = False
         self.pools: list[_Pool] = []
+        self._starts_of: tuple[int, int, torch.device] | None = None
         super().__init__(layers=[SlotLayer(self) for _ in range(num_layers)])
 
     @property
@@ -110,10 +111,9 @@ class SlotCache(Cache):
         assert self.placed is not None
         if not self.fixed:
             self.reserve(self.extent + m, self.nodes)
-        rows = torch.arange(self.rows, device=nodes.device)[:, None] * self.slots
-        lengths = self.lengths.to(nodes.device)
-        source = (rows + (self.nodes - self.placed) + nodes).flatten()
-        target = (rows + self.nodes + lengths[:, None] + torch.arange(m, device=nodes.device)).flatten()
+        starts, lengths = self._starts(nodes.device), self.lengths.to(nodes.device)
+        source = (starts - self.placed + nodes).flatten()
+        target = (starts + lengths[:, None] + torch.arange(m, device=nodes.device)).flatten()
         for pool in self.pools:
             pool.move(source, target)
         self.lengths.add_(counts.to(self.lengths.device))
@@ -182,6 +182,16 @@ class SlotCache(Cache):
         unplaced = sum(not layer.is_initialized for layer in self.layers)
         self.pools.append(_Pool(min(2 * unplaced, SLABS_PER_POOL), self.nodes + self.capacity, like))
         return self.pools[-1], self.pools[-1].take()
+
+    def _starts(self, device: torch.device) -> torch.Tensor:
+        """(B, 1) where each row's past starts, in slots counted over all rows."""
+        layout = (self.slots, self.nodes, device)
+        if self.fixed or self._starts_of != layout:
+            starts = torch.arange(0, self.rows * self.slots, self.slots, device=device)[:, None] + self.nodes
+            if self.fixed:  # inside a program the slots are no number
+                return starts
+            self._known_starts, self._starts_of = starts, layout
+        return self._known_starts
 
     def _longest(self, bound: int) -> int:
         """The longest row. It is read back on a CPU only: a GPU would wait, and goes by the bound."""

@@ -6,6 +6,7 @@ sequences, E end-of-sequence tokens, S steps.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -50,24 +51,59 @@ class Verified(NamedTuple):
 
 
 class Walk(NamedTuple):
-    """What a step keeps.
+    """What a step keeps, in one tensor (B, 4 + 2 D), which the host reads at once, see `Outcome`."""
 
-    nodes: (B, D) from the root down, those whose keys and values become past; tokens: (B, D) the base's choice at each
-    of them, which is what is emitted, the last one being the next root; counts: (B,) how many of the D are kept, 0 in
-    rows that stand still; ends: (B,) tokens at which a row ended, 0 where it has not; valid: (B,) False where the
-    base's probabilities are not numbers.
-    """
+    packed: torch.Tensor
 
-    nodes: torch.Tensor
-    tokens: torch.Tensor
-    counts: torch.Tensor
-    ends: torch.Tensor
-    valid: torch.Tensor
+    @classmethod
+    def of(
+        cls,
+        nodes: torch.Tensor,
+        tokens: torch.Tensor,
+        counts: torch.Tensor,
+        ends: torch.Tensor,
+        valid: torch.Tensor,
+        own: torch.Tensor | None = None,
+    ) -> Walk:
+        """The walk of these facts; `own` is `counts` unless given."""
+        facts = torch.stack([counts, counts if own is None else own, ends, valid.long()], dim=1)
+        return cls(torch.cat([facts, tokens, nodes], dim=1))
 
-    def packed(self) -> torch.Tensor:
-        """(B, 3 + 2 D) everything in one tensor, which the host reads at once, see `Outcome`."""
-        facts = torch.stack([self.counts, self.ends, self.valid.long()], dim=1)
-        return torch.cat([facts, self.tokens, self.nodes], dim=1)
+    @property
+    def counts(self) -> torch.Tensor:
+        """(B,) how many of the D nodes are kept, 0 in rows that stand still."""
+        return self.packed[:, 0]
+
+    @property
+    def own(self) -> torch.Tensor:
+        """(B,) how many of those the drafter is shown: not the padding behind a row's end."""
+        return self.packed[:, 1]
+
+    @property
+    def ends(self) -> torch.Tensor:
+        """(B,) tokens at which a row ended, 0 where it has not."""
+        return self.packed[:, 2]
+
+    @property
+    def valid(self) -> torch.Tensor:
+        """(B,) False where the base's probabilities are not numbers."""
+        return self.packed[:, 3].bool()
+
+    @property
+    def depth(self) -> int:
+        """D."""
+        return (self.packed.shape[1] - 4) // 2
+
+    @property
+    def tokens(self) -> torch.Tensor:
+        """(B, D) the base's choice at each node, which is what is emitted; the last one is the next root. Behind them
+        is padding."""
+        return self.packed[:, 4 : 4 + self.depth]
+
+    @property
+    def nodes(self) -> torch.Tensor:
+        """(B, D) from the root down, those whose keys and values become past."""
+        return self.packed[:, 4 + self.depth :]
 
 
 class Outcome:
@@ -80,7 +116,7 @@ class Outcome:
     """
 
     def __init__(self, walk: Walk, seconds: dict[str, float], drafted: int):
-        self.packed, self.depth = walk.packed(), walk.tokens.shape[1]
+        self.packed, self.depth = walk.packed, walk.depth
         self.seconds, self.drafted = seconds, drafted
         device = self.packed.device
         self.ready = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
@@ -149,33 +185,39 @@ class StepRecord:
 class DecodingState:
     """All that one call knows. It belongs to the call: nothing of it lives on a module.
 
-    rows: on the device; cache: of the base; limits: where the call stops; prompt_length: tokens of the prompt;
-    past_shift: past positions minus tokens (not 0 where the call began with a cache or embeddings); lengths, ends:
-    what the host knows of each row, its tokens and at how many of them it ended, or None; counted: tokens of each step,
-    row by row, up to the row's own end; streamed: positions that the streamer was given.
+    rows: on the device; cache: of the base; limits: where the call stops; last_position: B of them, of the limits, as
+    the host knows them; prompt_length: tokens of the prompt; past_shift: past positions minus tokens (not 0 where the
+    call began with a cache or embeddings); lengths, ends: what the host knows of each row, its tokens and at how many
+    of them it ended, or None; counted: tokens of each step, row by row, up to the row's own end.
     """
 
     rows: Rows
     cache: SlotCache
     limits: Limits
+    last_position: list[int]
     prompt_length: int
     past_shift: int
     lengths: list[int]
     ends: list[int | None]
     counted: list[list[int]] = field(default_factory=list)
-    streamed: int = 0
 
     def running(self, pads: bool) -> list[int]:
         """Rows that still emit. Without padding a row that has ended goes on until the last one ends."""
         return running(self.lengths, self.ends, pads)
+
+    def reach(self) -> list[int]:
+        """Of each row, depth of the deepest nodes at positions that the base can be asked about."""
+        pasts = (length - 1 + self.past_shift for length in self.lengths)
+        return [max(last - past, 0) for last, past in zip(self.last_position, pasts)]
 
     def unread(self) -> bool:
         """Whether a row has ended in the last step, and before others: the base reads its last token as well."""
         last, longest = self.counted[-1] if self.counted else [], max(self.lengths)
         return any(count and length < longest for count, length in zip(last, self.lengths))
 
+    @functools.cached_property
     def caches(self) -> list[SlotCache]:
-        """The base's cache, and those of the drafter."""
+        """The base's cache, and those of the drafter, which stay the same objects."""
         found = [leaf for leaf in tree_leaves(self.rows.draft_state) if isinstance(leaf, SlotCache)]
         return [self.cache, *found]
 
@@ -195,16 +237,16 @@ class DecodingState:
             RuntimeError: as the base, which was to sample from what is no distribution.
         """
         read, depth = outcome.read(), outcome.depth
-        if not all(valid for _, _, valid, *_ in read):
+        if not all(valid for _, _, _, valid, *_ in read):
             raise RuntimeError(NOT_A_DISTRIBUTION)
         counted = []
-        for row, (count, end, _, *_) in enumerate(read):
+        for row, (count, _, end, *_) in enumerate(read):
             before, had_ended = self.lengths[row], self.ends[row] is not None
             self.lengths[row], self.ends[row] = before + count, end or None
             counted.append(0 if had_ended else (end or before + count) - before)
         self.counted.append(counted)
-        tokens = [row[3 : 3 + row[0]] for row in read]
-        nodes = [row[3 + depth : 3 + depth + row[0]] for row in read]
+        tokens = [row[4 : 4 + row[0]] for row in read]
+        nodes = [row[4 + depth : 4 + depth + row[0]] for row in read]
         return StepRecord(len(self.counted), tokens, nodes, counted, outcome.drafted, outcome.seconds)
 
 

@@ -18,7 +18,7 @@ from hf_drafthead.generation.acceptance import preferred_choices, walk_on_device
 from hf_drafthead.generation.drafting import draft_dynamic, draft_static
 from hf_drafthead.generation.dynamic import DynamicTree, Tree
 from hf_drafthead.generation.ladder import Ladder
-from hf_drafthead.generation.later import Later, Waiting, caught_up
+from hf_drafthead.generation.later import catch_up, observer_of
 from hf_drafthead.generation.memory import nodes_in_memory
 from hf_drafthead.generation.reader import BaseReader
 from hf_drafthead.generation.rules import Rules
@@ -59,17 +59,17 @@ def verify(reader: BaseReader, cache: SlotCache, candidates: Candidates, rows: R
     return Verified(logits, features)
 
 
-def commit(
-    drafter, draft_state: Any, cache: SlotCache, rows: Rows, verified: Verified, walk: Walk, limits: Limits
-) -> Rows:
+def deepest(limits: Limits, cache: SlotCache) -> torch.Tensor:
+    """(B,) depth of the deepest nodes at positions that the base can be asked about."""
+    return (limits.last_position - cache.lengths[:, None]).clamp(min=0)[:, 0]
+
+
+def commit(drafter, draft_state: Any, cache: SlotCache, rows: Rows, verified: Verified, walk: Walk) -> Rows:
     """Keep what was walked: keys and values, tokens, lengths, and hidden states for the drafter; drop the rest."""
     cache.keep(walk.nodes, walk.counts)
-    place = torch.arange(walk.tokens.shape[1], device=walk.tokens.device)
-    kept = torch.where(place < walk.counts[:, None], walk.tokens, limits.padding)
-    rows.sequences.scatter_(1, rows.lengths[:, None] + place, kept)
-    nodes, tokens, counts = walk.nodes, walk.tokens, walk.counts
-    own = torch.minimum(counts, walk.ends - rows.lengths).clamp(min=0)  # up to the row's end, which padding may follow
-    counts = torch.where((walk.ends > 0) & limits.pads, own, counts)
+    place = torch.arange(walk.depth, device=walk.packed.device)
+    rows.sequences.scatter_(1, rows.lengths[:, None] + place, walk.tokens)
+    nodes, tokens, counts = walk.nodes, walk.tokens, walk.own
     if not drafter.keeps_history:
         # a wrong node here costs speed and never correctness: the tests look at it by itself
         last = (counts[:, None] - 1).clamp(min=0)
@@ -77,7 +77,8 @@ def commit(
     nodes = nodes.to(verified.features.device)
     features = verified.features.take_along_dim(nodes[..., None], dim=1)  # (B, D or 1, F*H)
     draft_state = drafter.observe(draft_state, features, tokens, counts)
-    return rows._replace(lengths=rows.lengths + walk.counts, ends=walk.ends, draft_state=draft_state)
+    ends = walk.ends.contiguous()  # a program takes the strides of what it was made with for those of all steps
+    return rows._replace(lengths=rows.lengths + walk.counts, ends=ends, draft_state=draft_state)
 
 
 class Step:
@@ -102,26 +103,23 @@ class Step:
         self.tree = settings.tree
         self.vocabulary = reader.base.config.get_text_config(decoder=True).vocab_size
         self.slots = self.tree.slots  # of the caches, for the nodes of a step of fixed shapes
-        self.timed = timed
-        self.observer = Later(drafter) if drafter.keeps_history and self.tree.num_nodes == 1 else drafter
+        self.timed, self.observer = timed, observer_of(drafter, self.tree)
 
     def __call__(self, state: DecodingState) -> tuple[Walk, dict[str, float]]:
         """Take one step; returns what it kept, and the seconds of its stages."""
         watch = Stopwatch(self.timed, state.rows.lengths.device)
         state.reserve(2 * (self.tree.max_depth + 2), self.rules.pad_token)  # the host may not know of the last step yet
-        if self.observer is self.drafter and isinstance(waiting := state.rows.draft_state, Waiting):
-            with nodes_in_memory(state.caches()):
-                state.rows = state.rows._replace(draft_state=caught_up(self.drafter, waiting))
+        catch_up(self.observer, state)
         rows, cache, limits = state.rows, state.cache, state.limits
         noise, tilt = self.noise_ahead(state)
-        with nodes_in_memory(state.caches()):
+        with nodes_in_memory(state.caches):
             draft_state, candidates = draft(self.drafter, rows, self.tree, limits, tilt, self.rules.rejects)
             watch.lap("draft")
             verified = verify(self.reader, cache, candidates, rows, limits)
             watch.lap("verify")
         walk = self.walk(state, candidates, verified, noise)
         watch.lap("accept")
-        state.rows = commit(self.observer, draft_state, cache, rows, verified, walk, limits)
+        state.rows = commit(self.observer, draft_state, cache, rows, verified, walk)
         watch.lap("commit")
         return walk, watch.seconds
 
@@ -135,28 +133,29 @@ class Step:
         self, state: DecodingState, candidates: Candidates, verified: Verified, noise: torch.Tensor | None
     ) -> Walk:
         """The walk that suits the call: on the device where it can be."""
-        rules, logits, rows = self.rules, verified.logits, state.rows
-        reach = (state.limits.last_position - state.cache.lengths[:, None]).clamp(min=0)[:, 0]
-        sequences = rows.sequences.to(rules.device)
-        preferred = preferred_choices(self.settings, rules, logits, candidates, sequences, state.lengths, reach)
-        if preferred is not None and rules.rejects and rules.on_device:
-            valid = torch.ones_like(preferred, dtype=torch.bool)
-            return walk_on_device(preferred, valid, candidates, rows, state.limits, reach)
-        # under sampling a CPU, which waits for nothing, looks at the nodes that are visited only
-        on_cpu = logits.device.type == "cpu" and (rules.samples or rules.processors)
-        if preferred is None and rules.on_device and not on_cpu:
+        rules, logits, rows, limits = self.rules, verified.logits, state.rows, state.limits
+        preferred = None
+        if self.settings.acceptance != "exact" and rules.config.do_sample:
+            reach, sequences = deepest(limits, state.cache), rows.sequences.to(rules.device)
+            preferred = preferred_choices(self.settings, rules, logits, candidates, sequences, state.lengths, reach)
+            if rules.rejects and rules.on_device:
+                valid = torch.ones_like(preferred, dtype=torch.bool)
+                return walk_on_device(preferred, valid, candidates, rows, limits, reach)
+        # a CPU, which waits for nothing, looks at the nodes that are visited only
+        elif rules.on_device and logits.device.type != "cpu":
             logits = logits.to(rows.lengths.device)
             noise = None if noise is None else noise.to(logits.device)
             choice, valid = rules.choose_everywhere(logits, candidates.topology.depths, noise)
-            return walk_on_device(choice, valid, candidates, rows, state.limits, reach)
+            return walk_on_device(choice, valid, candidates, rows, limits, deepest(limits, state.cache))
         return walk_on_host(
             logits,
             candidates,
-            sequences.clone(),
+            rows.sequences.to(rules.device, copy=True),
             state.lengths,
             state.ends,
-            reach.tolist(),
+            state.reach(),
             rules,
             preferred=preferred,
             show=self.show,
+            depth=self.tree.max_depth + 1 if state.cache.fixed else None,
         )

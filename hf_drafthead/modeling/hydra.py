@@ -154,9 +154,8 @@ class HydraDrafter(Drafter):
         return HydraState(nothing, nothing.unsqueeze(1), cache=cache)
 
     def observe(self, state: HydraState, features: Tensor, tokens: Tensor, lengths: Tensor) -> HydraState:
-        features = self.placed(features)
         if self.prefix is not None and state.cache is not None:
-            features = self.prefix.over_verified(state.cache, features, lengths)
+            features = self.prefix.over_verified(state.cache, self.placed(features), lengths)
         last = last_valid(state.features, features, lengths)
         return HydraState(last, last.unsqueeze(1), cache=state.cache)
 

@@ -114,9 +114,12 @@ def last_valid(kept: Tensor, new: Tensor, lengths: Tensor) -> Tensor:
         new: (B, A, H).
         lengths: (B,) valid positions per row.
     """
-    lengths = lengths.to(new.device)
-    picked = new[torch.arange(new.shape[0], device=new.device), (lengths - 1).clamp(min=0)]
-    return torch.where((lengths > 0).unsqueeze(1), picked, kept.to(new.device))
+    new, lengths = new.to(kept), lengths.to(kept.device)
+    if new.shape[1] == 1:
+        picked = new[:, 0]
+    else:
+        picked = new[torch.arange(new.shape[0], device=new.device), (lengths - 1).clamp(min=0)]
+    return torch.where((lengths > 0).unsqueeze(1), picked, kept)
 
 
 def weight_of(linear: Any, like: Tensor) -> Tensor:

@@ -78,7 +78,7 @@ class MedusaDrafter(Drafter):
         return MedusaState(self.placed(torch.zeros(batch_size, hidden_size)))
 
     def observe(self, state: Any, features: Tensor, tokens: Tensor, lengths: Tensor) -> Any:
-        return MedusaState(last_valid(state.features, self.placed(features), lengths))
+        return MedusaState(last_valid(state.features, features, lengths))
 
     def expand(self, state: Any, tokens: Tensor, parents: Tensor) -> tuple[Any, Guesses]:
         level, guesses = state.level, state.guesses

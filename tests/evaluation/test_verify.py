@@ -7,11 +7,12 @@ from hf_drafthead.evaluation import near_tie
 from hf_drafthead.evaluation import verify as verifying
 from hf_drafthead.evaluation.measurement import identity
 from hf_drafthead.evaluation.verify import Check, compare, groups, verify
-from hf_drafthead.generation import SlotCache, acceptance, mixin, rules, step
+from hf_drafthead.generation import SlotCache, mixin, rules
 from hf_drafthead.generation.reader import BaseReader, Unsupported
 from tests.bases import tiny_base
 from tests.checkpoints import byte_tokenizer
 from tests.families import FAMILIES
+from tests.planted import overshoot_past_the_end, phantom_token
 
 # Few tokens and a wide tree: random heads guess right often enough to walk down, and wrong often enough to stop.
 VOCABULARY = 12
@@ -61,28 +62,6 @@ def test_an_exact_model_passes_every_check(model):
         "undrafted_calls": 0,
     }
     assert report["heads_hash"] == identity(model)["heads_hash"] and "base_revision" in report
-
-
-def phantom_token(patch):
-    walk = acceptance.walk_on_device
-
-    def lenient(choice, valid, candidates, *rest):
-        tokens = candidates.tokens.clone()
-        tokens[:, 1] = choice[:, 0]  # the first guess is always taken for right
-        return walk(choice, valid, candidates._replace(tokens=tokens), *rest)
-
-    patch.setattr(step, "walk_on_device", lenient)
-
-
-def overshoot_past_the_end(patch):
-    walk = acceptance.walk_on_device
-
-    def overshooting(choice, valid, candidates, rows, limits, reach):
-        found = walk(choice, valid, candidates, rows, limits, reach)
-        longer = walk(choice, valid, candidates, rows, limits._replace(eos=torch.tensor([-1])), reach)
-        return found._replace(counts=longer.counts, ends=torch.where(found.ends > 0, rows.lengths + longer.counts, 0))
-
-    patch.setattr(step, "walk_on_device", overshooting)
 
 
 def wrong_row_s_cache(patch):

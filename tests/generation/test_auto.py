@@ -157,7 +157,7 @@ def test_what_the_root_alone_verified_is_observed_before_the_next_guess(name, mo
 
     waited, observed = run()
     assert observed[3:5] == [later.MOST, 40 - later.MOST] and len(observed) < 9
-    monkeypatch.setattr(stepping, "Later", lambda drafter: drafter)
+    monkeypatch.setattr(stepping, "observer_of", lambda drafter, tree: drafter)
     at_once, observed = run()
     assert len(waited) == len(at_once) == len(observed) - 1 > 44
     assert all(map(torch.equal, waited, at_once))

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from transformers import RepetitionPenaltyLogitsProcessor
+from transformers import CompileConfig, RepetitionPenaltyLogitsProcessor
 
-from hf_drafthead.generation import DraftTree, SlotCache, acceptance, decoding, mixin, reader, rules, step
+from hf_drafthead.generation import DraftTree, SlotCache, decoding, mixin, reader, rules, step
 from hf_drafthead.generation.reader import BaseReader, Unsupported
 from tests.drafters import half_right, right, wrong
 from tests.families import FAMILIES
@@ -12,7 +12,9 @@ from tests.generation.agreement import TREE, agree, prompt, shared_base
 from tests.generation.test_caches import same_cache
 from tests.generation.test_interleaved import ONE, CallsAnother
 from tests.generation.test_outputs import everything
+from tests.planted import overshoot_past_the_end, phantom_token
 
+TRACED = CompileConfig(backend="eager", mode="default")
 LONG = {"max_new_tokens": 20, "eos_token_id": None}
 
 
@@ -22,36 +24,27 @@ def breaks(guess=half_right, rows: int = 1, match: str | None = None, **argument
         agree(inputs=prompt(rows), guess=guess, **{"call": LONG, **arguments})
 
 
+# Walks are done on the host where steps are not captured, on a CPU; else on the device.
+both_walks = pytest.mark.parametrize("settings", [{}, {"compile_config": TRACED}], ids=["host", "device"])
+
+
+@both_walks
 @pytest.mark.parametrize("rows", [1, 3])
-def test_a_phantom_token_that_is_accepted(rows, monkeypatch):
-    walk = acceptance.walk_on_device
-
-    def lenient(choice, valid, candidates, *rest):
-        tokens = candidates.tokens.clone()
-        tokens[:, 1] = choice[:, 0]  # the first guess is always taken for right
-        return walk(choice, valid, candidates._replace(tokens=tokens), *rest)
-
-    monkeypatch.setattr(step, "walk_on_device", lenient)
-    agree(inputs=prompt(rows), guess=right, call=LONG)  # a drafter that is always right does not see it
-    breaks(half_right, rows)
-    breaks(wrong, rows)
+def test_a_phantom_token_that_is_accepted(rows, settings, monkeypatch):
+    phantom_token(monkeypatch)
+    agree(inputs=prompt(rows), guess=right, call=LONG, settings=settings)  # one that is always right does not see it
+    breaks(half_right, rows, settings=settings)
+    breaks(wrong, rows, settings=settings)
 
 
+@both_walks
 @pytest.mark.parametrize("rows", [1, 3])
-def test_a_step_that_goes_on_behind_the_end_of_text(rows, monkeypatch):
-    walk = acceptance.walk_on_device
-
-    def overshooting(choice, valid, candidates, rows, limits, reach):
-        found = walk(choice, valid, candidates, rows, limits, reach)
-        longer = walk(choice, valid, candidates, rows, limits._replace(eos=torch.tensor([-1])), reach)
-        return found._replace(counts=longer.counts, ends=torch.where(found.ends > 0, rows.lengths + longer.counts, 0))
-
-    base = shared_base("llama-gqa")
-    text = base.generate(**prompt(rows), **LONG)
+def test_a_step_that_goes_on_behind_the_end_of_text(rows, settings, monkeypatch):
+    text = shared_base("llama-gqa").generate(**prompt(rows), **LONG)
     call = {"max_new_tokens": 20, "eos_token_id": int(text[0, 9 + 6])}
-    monkeypatch.setattr(step, "walk_on_device", overshooting)
-    agree(inputs=prompt(rows), guess=wrong, call=call)  # a drafter that is never right hides it
-    breaks(right, rows, call=call)
+    overshoot_past_the_end(monkeypatch)
+    agree(inputs=prompt(rows), guess=wrong, call=call, settings=settings)  # a drafter that is never right hides it
+    breaks(right, rows, call=call, settings=settings)
 
 
 @pytest.mark.parametrize("rows", [1, 3])

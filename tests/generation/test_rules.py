@@ -1,5 +1,7 @@
 """The rules of a call by themselves: the noise of sampling, and what each row is shown."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteriaList
@@ -160,11 +162,10 @@ def test_criteria_are_shown_rows_of_one_length_together():
             assert (input_ids[:, -1] == input_ids.shape[1]).all()
             return input_ids[:, 0] % 2 == 0
 
-    rules = rules_of()
-    rules.criteria = StoppingCriteriaList([Even()])
+    rules = replace(rules_of(), criteria=StoppingCriteriaList([Even()]))
     lengths = [4, 6, 4]
     sequences = torch.tensor([[row, 0, 0, 4, 0, 6] for row in range(ROWS)])
-    assert rules.stops([2, 1, 0], sequences, lengths) == [True, False, True]
+    assert rules.stops([2, 1, 0], [4, 6, 4], sequences, lengths) == [True, False, True]
 
 
 def test_scores_of_float64_are_rounded_as_the_base_rounds_and_others_left():

@@ -111,8 +111,8 @@ def test_tokens_are_streamed_as_soon_as_they_are_sure():
 
     oracle.observe = noted
     Drafted(base, oracle).generate(**prompt(), max_new_tokens=17, eos_token_id=None, draft_tree=TREE, streamer=streamer)
-    # the drafter observes the prompt, then every step before its tokens are put: each put comes before the next step
-    assert seen == [1, 1, 5, 9, 13]
+    # the drafter observes the prompt, then every step once its tokens were put
+    assert seen == [1, 5, 9, 13, 17]
 
 
 def test_text_streamer(tokenizer, capsys):  # noqa: F811

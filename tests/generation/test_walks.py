@@ -96,7 +96,8 @@ def assert_as_plain(walk, case: Case) -> None:
         count = int(walk.counts[row])
         assert (walk.nodes[row, :count].tolist(), walk.tokens[row, :count].tolist()) == (nodes, emitted)
         assert int(walk.ends[row]) == end
-    assert walk.nodes.shape == walk.tokens.shape == (len(case.tokens), case.trees[0].max_depth + 1)
+        assert set(walk.tokens[row, count:].tolist()) <= {0} and int(walk.own[row]) == count
+    assert walk.nodes.shape == walk.tokens.shape == (len(case.tokens), walk.depth)
 
 
 def on_device(case: Case, valid: torch.Tensor):
@@ -151,7 +152,12 @@ def on_host(case: Case, rules: Rules, **more):
 def test_the_walk_on_the_host_is_the_plain_one():
     for case in cases(150):
         if len(case.tokens) > 1 or not case.ends[0]:  # a single row that has ended takes no step
-            assert_as_plain(on_host(case, rules_of(case)), case)
+            walk = on_host(case, rules_of(case))
+            assert_as_plain(walk, case)
+            assert walk.depth == int(walk.counts.max())
+            deep = on_host(case, rules_of(case), depth=6)
+            assert_as_plain(deep, case)
+            assert deep.depth == 6
 
 
 def test_preferred_tokens_are_emitted_in_place_of_the_choice():
@@ -196,6 +202,7 @@ def test_in_lockstep_rows_stop_together_and_those_that_have_ended_emit_padding()
             nodes, emitted, end = alone.get(row, ([], [], 7))
             assert tokens[: len(emitted)] == emitted[:count] and set(tokens[len(emitted) :]) <= {0}
             assert walk.nodes[row, : min(count, len(nodes))].tolist() == nodes[:count]
+            assert int(walk.own[row]) == min(count, len(nodes))  # the drafter is not shown the padding
             assert int(walk.ends[row]) == (end if end - 8 <= count else 0)
         goes_on = [len(nodes) for nodes, _, end in alone.values() if not end]
         assert count <= min(goes_on, default=count)
