@@ -7,7 +7,7 @@ import torch
 from transformers.utils import logging
 
 from hf_drafthead.generation import calibrate as calibrating
-from hf_drafthead.generation import costs, worth
+from hf_drafthead.generation import calibration, costs, worth
 from hf_drafthead.generation.calibrate import calibrate
 from hf_drafthead.generation.calibration import grow_tree_by_product
 from hf_drafthead.generation.entries import Situation, matching, merged
@@ -183,6 +183,25 @@ def test_the_predicted_tokens_per_step_are_those_of_generate(temperature):
     assert found.tokens_per_step(largest) == pytest.approx(measured, rel=0.05) and measured > 1.1
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_ranks_of_sampled_texts_are_those_of_guesses_that_know_the_noise(temperature, monkeypatch):
+    monkeypatch.setattr(worth, "PRECISION", 9.0)
+    monkeypatch.setattr(worth, "TEXTS_AT_ONCE", 4)
+    model = family("medusa").build(tiny_base("llama-gqa"))
+    tilts, ranks_of = [], worth.rank_paths
+
+    def noted(*args, tilt):
+        tilts.append(tilt)
+        return ranks_of(*args, tilt=tilt)
+
+    monkeypatch.setattr(worth, "rank_paths", noted)
+    worth_of_trees(model, PROMPTS, 8, 6, temperature, eos_token_id=None)
+    assert len(tilts) == 2
+    for seed, rows, tilt in zip((0, 4), (4, 2), tilts):
+        expected = calibration.tilt_of_seed(model, rows, 8, temperature, seed)
+        assert tilt is expected is None or torch.equal(tilt, expected)
+
+
 def test_no_tree_is_grown_beyond_the_tokens_that_the_heads_choose_among(monkeypatch):
     monkeypatch.setattr(worth, "PRECISION", 1.0)
     model = family("eagle3").build(tiny_base("llama-gqa"), draft_vocab_size=20)
@@ -299,6 +318,22 @@ def test_a_shallow_tree_is_kept_where_levels_are_dear(level, depth, monkeypatch)
     assert ladder.seconds[-1] == pytest.approx(1.0 + size.nodes / 24 + level * (depth - 1))
 
 
+def test_three_sizes_are_run_and_of_captured_steps_only_the_best(monkeypatch):
+    model, found = planted(monkeypatch)
+    monkeypatch.setattr(calibrating, "worth_of_trees", lambda *args: found)
+    timed_by_size(monkeypatch, lambda nodes, depth: 1.0 + nodes / 24)
+    ran = []
+
+    def check(model, worth, candidates, *args):
+        ran.append(len(candidates))
+        return candidates[0], {}
+
+    monkeypatch.setattr(calibrating, "_check_end_to_end", check)
+    for captured in (False, True):
+        calibrate(model, PROMPTS, captured=captured, new_tokens=41, max_nodes=40)
+    assert ran == [3, 1]
+
+
 def test_entries_of_earlier_versions_know_no_levels(calibrated):
     entry = dict(calibrated.generation_config.calibration[0])
     entry["measured"] = {**entry["measured"], "step_seconds": [[1, 1.0], [3, 1.5]], "level_seconds": 0.25}
@@ -342,11 +377,12 @@ def test_the_seconds_of_a_step_are_those_of_the_round_over_the_base(monkeypatch)
     found = worth.Worth([(0,)], {ALONE: [[1] * 8], Size(2, 1): [[2] * 4]}, 8)
     model = family("medusa").build(tiny_base("llama-gqa"))
     monkeypatch.setattr(costs, "COST_ROUNDS", 3)
-    paces = iter([1.0, 1.0, *[1.0] * 3, *[2.0] * 3, *[4.0] * 3])  # the machine becomes slower: warm-up, three rounds
+    # warm-up, and three rounds at different paces of the machine, in the last of which the tree is disturbed
+    seconds = iter([1.0, 1.0, *[1.0, 1.0, 1.5], *[4.0, 4.0, 6.0], *[2.0, 2.0, 6.0]])
+    paces = iter([1.0, 1.0, *[1.0] * 3, *[4.0] * 3, *[2.0] * 3])
 
     def timed(model, tree, call, captured=False):
-        pace = next(paces)
-        return pace * (1.5 if tree and tree.num_nodes == 2 else 1.0), pace * 0.5
+        return next(seconds), next(paces) * 0.5
 
     monkeypatch.setattr(costs, "_timed", timed)
     measured = costs.measured_costs(model, found, {"input_ids": torch.stack(PROMPTS[:1])}, {})
