@@ -16,7 +16,7 @@ from hf_drafthead.generation.dynamic import Tree
 from hf_drafthead.generation.memory import nodes_in_memory
 from hf_drafthead.generation.state import DecodingState
 
-MOST = 32  # positions that wait
+MOST_WAITING = 32  # positions that wait
 
 
 class Waiting(NamedTuple):
@@ -38,7 +38,7 @@ class Later:
         """As a drafter's; the state is its own, or `Waiting`."""
         waiting = state if isinstance(state, Waiting) else Waiting(state)
         waiting = waiting._replace(verified=(*waiting.verified, (features, tokens, counts)))
-        return waiting if len(waiting.verified) < MOST else _observed(self.drafter, waiting)
+        return waiting if len(waiting.verified) < MOST_WAITING else _observed(self.drafter, waiting)
 
 
 def observer_of(drafter: Any, tree: Tree) -> Any:

@@ -156,7 +156,7 @@ def test_what_the_root_alone_verified_is_observed_before_the_next_guess(name, mo
         return guessed, observed
 
     waited, observed = run()
-    assert observed[3:5] == [later.MOST, 40 - later.MOST] and len(observed) < 9
+    assert observed[3:5] == [later.MOST_WAITING, 40 - later.MOST_WAITING] and len(observed) < 9
     monkeypatch.setattr(stepping, "observer_of", lambda drafter, tree: drafter)
     at_once, observed = run()
     assert len(waited) == len(at_once) == len(observed) - 1 > 44
