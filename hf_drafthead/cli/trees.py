@@ -50,7 +50,7 @@ def calibrate(
     temperature: AnswerTemperature = 0.0,
     method: Method = "paths",
     max_new_tokens: MaxNewTokens = 128,
-    limit: Limit = 32,
+    limit: Limit = 48,
     resume: Annotated[bool, typer.Option("--resume", help="Measure only batch sizes that have no entry yet.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the trees, and store nothing.")] = False,
     plot: Annotated[
@@ -143,7 +143,7 @@ def roofline(
     temperature: AnswerTemperature = 0.0,
     method: Method = "paths",
     max_new_tokens: MaxNewTokens = 128,
-    limit: Limit = 32,
+    limit: Limit = 48,
     chat_template: Template = None,
     device: Device = None,
     dtype: Dtype = "auto",

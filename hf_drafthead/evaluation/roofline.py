@@ -250,8 +250,8 @@ def _best(model: Any, worth: Worth, machine: Machine, dtype: str, rows: int, con
     width = model.base.get_input_embeddings().weight.element_size()
     alone = seconds_of(base_work(model.base.config, rows, 1, context + 1, width), machine, dtype)
     plans = []
-    for nodes in worth.steps:
-        tree, tau = worth.tree(nodes), worth.tokens_per_step(nodes)
-        seconds = seconds_of(step_work(model, rows, tree, context + nodes), machine, dtype)
+    for size in worth.steps:
+        tree, tau = worth.tree(size), worth.tokens_per_step(size)
+        seconds = seconds_of(step_work(model, rows, tree, context + size.nodes), machine, dtype)
         plans.append(PlannedTree(rows, tree, tau, seconds, alone, tau * alone / seconds))
     return max(plans, key=lambda one: one.speedup)

@@ -6,8 +6,9 @@ A calibration entry says what a step of n nodes costs, and how many tokens it gi
 
 where `gain` says how much of the usual gain this text gives: a moving mean over the steps of the call, in a batch of
 the row that is the furthest behind, with which the call will end. On foreign text it falls, the trees become smaller,
-and at last the root alone is left, which drafts nothing. A small tree is tried now and then all the same, ever more
-rarely as long as it gives nothing. The text is the base's own whatever is drafted.
+and at last the root alone is left, which drafts nothing: at the start of a call after a few steps, since the
+calibration counts as two steps of the mean there. A small tree is tried now and then all the same, ever more rarely as
+long as it gives nothing. The text is the base's own whatever is drafted.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from hf_drafthead.generation.state import DecodingState, Walk
 from hf_drafthead.generation.step import Step
 
 SHARE = 0.15  # of the last step in the moving mean
+USUAL = 2  # steps that give what is usual: at the beginning of a call the mean is that of these and its own steps
 FIRST_PAUSE, LONGEST_PAUSE = 8, 64  # steps without drafting between two trials
 
 
@@ -55,7 +57,7 @@ class AutoStep:
         assert isinstance(settings.tree, Ladder)
         self.ladder, self.settings, self.make, self.capture = settings.tree, settings, make, capture
         self.steps: dict[int, Step | CapturedStep] = {}
-        self.gain, self.used = 1.0, 0
+        self.gain, self.learned, self.used = 1.0, 0, 0
         self.pause, self.waited = FIRST_PAUSE, 0
 
     @property
@@ -77,7 +79,9 @@ class AutoStep:
         if not self.used or not running:
             return
         gave = counts[min(running, key=lambda row: state.lengths[row] - counts[row])] - 1
-        self.gain += SHARE * (gave / max(self.ladder.tokens_per_step[self.used] - 1, 0.01) - self.gain)
+        self.learned += 1
+        share = max(SHARE, 1 / (USUAL + self.learned))
+        self.gain += share * (gave / max(self.ladder.tokens_per_step[self.used] - 1, 0.01) - self.gain)
 
     def _chosen(self) -> int:
         best = self.ladder.best(self.gain)

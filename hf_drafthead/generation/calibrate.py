@@ -2,8 +2,8 @@
 
     text       the base continues some prompts
     worth      one pass of the heads over it counts which rank paths were right, and so the steps that a generation
-               takes with the best tree of every size (`worth`)
-    cost       the seconds of a step are measured for a few sizes; in between they are interpolated (`costs`)
+               takes with the best tree of every size: so many nodes, no deeper than so many levels (`worth`)
+    cost       the seconds of a step are measured for a few sizes, and what a level of a tree costs (`costs`)
     check      the sizes with most tokens per second are run against the base, and the fastest is kept
 
 Shapes: P prompt tokens, B rows, N nodes (root included).
@@ -21,9 +21,10 @@ import torch
 from hf_drafthead.generation.calibration import check_temperature, own_seed
 from hf_drafthead.generation.costs import Costs, gain, measured_costs
 from hf_drafthead.generation.entries import Situation, matching, merged
+from hf_drafthead.generation.ladder import ALONE, Size
 from hf_drafthead.generation.settings import DraftSettings
 from hf_drafthead.generation.tree import MAX_NODES
-from hf_drafthead.generation.worth import METHODS, Worth, check_prompts, sampled_prompts, worth_of_trees
+from hf_drafthead.generation.worth import METHODS, Worth, check_prompts, cut, sampled_prompts, worth_of_trees
 
 CHECKED, APART = 3, 1.3  # sizes that are run against the base, and how far apart they are at least, as a factor
 CLOSE = 0.8  # the root alone is one of them where it is predicted to reach this share of the best size
@@ -65,9 +66,10 @@ def calibrate(
         the entries of `batch_sizes` in order, see `entries`. `measured` holds tokens_per_step, tokens_per_second,
         base_tokens_per_second, speedup and identical of the check, predicted_tokens_per_step,
         predicted_tokens_per_second and predicted_speedup; `start_seconds` of a call before its first step,
-        `base_start_seconds` and `base_step_seconds`; as pairs of nodes and figure `step_seconds`,
-        `tokens_per_step_by_nodes` (of the row that takes most steps) and `tokens_per_second_by_nodes`; and how it was
-        measured.
+        `base_start_seconds` and `base_step_seconds`; `step_seconds` of trees with one level, as pairs of nodes and
+        figure, and `level_seconds` of each further level; as such pairs `tokens_per_step_by_nodes` (of the row that
+        takes most steps) and `tokens_per_second_by_nodes` of trees that are no deeper than the one kept; and how it
+        was measured.
 
     Raises:
         ValueError: prompts that are empty, too long or too few for tokens per step to within 5 %; sizes or a
@@ -95,8 +97,8 @@ def calibrate(
         batches = _batches(model, prompts, size)
         costs = measured_costs(model, worth, batches[0], sampling, captured)
         progress(f"check, batch size {size}")
-        nodes, measured = _checked(model, worth, costs, batches, sampling, captured, min(new_tokens, CHECKED_TOKENS))
-        tree = [list(path) for path in worth.paths[: nodes - 1]]
+        best, measured = _checked(model, worth, costs, batches, sampling, captured, min(new_tokens, CHECKED_TOKENS))
+        tree = [list(path) for path in cut(worth.paths, best)]
         found[size] = entry = {**situations[size]._asdict(), "tree": tree, "measured": {**measured, **how}}
         stored = merged(stored, entry)
         model.generation_config.calibration = stored
@@ -117,14 +119,16 @@ def _checked(
     sampling: dict[str, Any],
     captured: bool,
     new_tokens: int,
-) -> tuple[int, dict[str, Any]]:
-    """Run the sizes that promise most tokens per second against the base: the nodes of the fastest, and all figures."""
+) -> tuple[Size, dict[str, Any]]:
+    """Run the sizes that promise most tokens per second against the base: the fastest, and all figures."""
     rows = len(batches[0]["input_ids"])
-    sizes = [nodes for nodes in worth.steps if nodes <= costs.curve.points[-1][0]]
-    predicted = {nodes: costs.predicted(worth, nodes, rows, new_tokens) for nodes in sizes}
-    rates = {nodes: rate for nodes, (rate, _) in predicted.items()}
+    sizes = sorted(size for size in worth.steps if size.nodes <= costs.curve.points[-1][0])
+    predicted = {size: costs.predicted(worth, size, rows, new_tokens) for size in sizes}
+    rates = {size: rate for size, (rate, _) in predicted.items()}
     candidates = _candidates(rates, 1 if captured else CHECKED)
     best, figures = _check_end_to_end(model, worth, candidates, batches, sampling, captured, new_tokens)
+    depth = best.depth or max(sizes).depth
+    as_deep = {size.nodes: size for size in sizes if size.depth <= depth}  # the deepest of them
     return best, {
         **figures,
         "predicted_tokens_per_step": worth.tokens_per_step(best),
@@ -134,44 +138,46 @@ def _checked(
         "base_start_seconds": costs.base_start,
         "base_step_seconds": costs.base_step,
         "step_seconds": [list(point) for point in costs.curve.points],
-        "tokens_per_step_by_nodes": [[nodes, gain(worth, nodes, rows)] for nodes in sizes],
-        "tokens_per_second_by_nodes": [list(pair) for pair in rates.items()],
+        "level_seconds": costs.curve.level,
+        "tokens_per_step_by_nodes": [[nodes, gain(worth, size, rows)] for nodes, size in as_deep.items()],
+        "tokens_per_second_by_nodes": [[nodes, rates[size]] for nodes, size in as_deep.items()],
     }
 
 
-def _candidates(rates: dict[int, float], count: int) -> list[int]:
-    """The sizes to be run: the fastest ones that differ by the factor APART, and the root alone where it is close."""
-    chosen: list[int] = []
+def _candidates(rates: dict[Size, float], count: int) -> list[Size]:
+    """The sizes to be run: the fastest ones whose nodes differ by the factor APART; the root alone if it is close."""
+    chosen: list[Size] = []
     for size in sorted(rates, key=rates.__getitem__, reverse=True):
-        if len(chosen) < count and all(max(size, one) >= APART * min(size, one) for one in chosen):
+        ratios = [max(size.nodes, one.nodes) / min(size.nodes, one.nodes) for one in chosen]
+        if len(chosen) < count and all(ratio >= APART for ratio in ratios):
             chosen.append(size)
-    if 1 not in chosen and rates[1] > CLOSE * rates[chosen[0]]:
-        chosen.append(1)
+    if ALONE not in chosen and rates[ALONE] > CLOSE * rates[chosen[0]]:
+        chosen.append(ALONE)
     return chosen
 
 
 def _check_end_to_end(
     model: Any,
     worth: Worth,
-    candidates: list[int],
+    candidates: list[Size],
     batches: list[dict[str, torch.Tensor]],
     sampling: dict[str, Any],
     captured: bool,
     new_tokens: int,
-) -> tuple[int, dict[str, Any]]:
-    """Run some sizes against the base: the nodes of the fastest, and its figures."""
-    seconds = dict.fromkeys((0, *candidates), 0.0)
-    taken: dict[int, list[int]] = {nodes: [] for nodes in candidates}
+) -> tuple[Size, dict[str, Any]]:
+    """Run some sizes against the base: the fastest, and its figures."""
+    seconds: dict[Size | None, float] = dict.fromkeys((None, *candidates), 0.0)  # None: the base
+    taken: dict[Size, list[int]] = {size: [] for size in candidates}
     identical = dict.fromkeys(candidates, True)
     static = {"cache_implementation": "static"} if captured else {}
     written = 0
     for turn, given in enumerate([batches[0], *batches]):  # a short first one warms up
-        texts = {}
-        for nodes in seconds:
-            call = {"draft_tree": worth.tree(nodes), **static} if nodes else {}
+        texts: dict[Size | None, torch.Tensor] = {}
+        for size in seconds:
+            call = {"draft_tree": worth.tree(size), **static} if size else {}
             with own_seed(model):
                 start = time.perf_counter()
-                output = (model if nodes else model.base).generate(
+                output = (model if size else model.base).generate(
                     **given,
                     **sampling,
                     **call,
@@ -180,19 +186,19 @@ def _check_end_to_end(
                     eos_token_id=model.generation_config.eos_token_id,
                     return_dict_in_generate=True,
                 )
-                texts[nodes] = output.sequences.cpu()  # waits for the device
-                seconds[nodes] += time.perf_counter() - start if turn else 0.0
-            if nodes and turn:
-                taken[nodes] += output.accepted_lengths[output.accepted_lengths > 0].tolist()
-                identical[nodes] &= torch.equal(texts[nodes], texts[0])
+                texts[size] = output.sequences.cpu()  # waits for the device
+                seconds[size] += time.perf_counter() - start if turn else 0.0
+            if size and turn:
+                taken[size] += output.accepted_lengths[output.accepted_lengths > 0].tolist()
+                identical[size] &= torch.equal(texts[size], texts[None])
         if turn:
             written += int(output.accepted_lengths.sum()) + len(output.sequences)
     best = min(candidates, key=seconds.__getitem__)
     return best, {
         "tokens_per_step": statistics.mean(taken[best]) if taken[best] else 1.0,  # every answer may be one token long
         "tokens_per_second": written / seconds[best],
-        "base_tokens_per_second": written / seconds[0],
-        "speedup": seconds[0] / seconds[best],
+        "base_tokens_per_second": written / seconds[None],
+        "speedup": seconds[None] / seconds[best],
         "identical": identical[best],
     }
 

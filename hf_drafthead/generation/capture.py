@@ -245,6 +245,7 @@ class CapturedStep:
         self, captured: Captured, step: Step, state: DecodingState, refuse: Callable[[str], Any] = lambda reason: None
     ):
         self.captured, self.step, self.tree, self.refuse = captured, step, step.tree, refuse
+        step.observer = step.drafter  # its states and those of a program take each other's place
         self.device = state.rows.lengths.device
         self.first: tuple[Walk, dict[str, float]] | None = None
         self.refused: str | None = None  # why this call goes on without its programs

@@ -1,4 +1,4 @@
-"""What a call costs on this machine: the seconds of a step by the nodes of its tree, measured for a few sizes.
+"""What a call costs on this machine: the seconds of a step by nodes and levels of its tree, measured for a few sizes.
 
 Shapes: B rows, N nodes (root included).
 """
@@ -12,12 +12,13 @@ from typing import Any
 
 import torch
 
-from hf_drafthead.generation.ladder import CostCurve
+from hf_drafthead.generation.ladder import ALONE, CostCurve, Size
 from hf_drafthead.generation.tree import MAX_NODES, DraftTree
 from hf_drafthead.generation.worth import Worth
 
 STEPS = (2, 8, 16, 32, 64, 128, 256)  # nodes whose step is timed
-COMPILED_STEPS = (8, 32, 128)  # compiling one takes longer than everything else
+COMPILED_STEPS = (8,)  # compiling one takes longer than everything else
+LEVEL_NODES = 8  # of the two trees that tell what a level costs
 COST_TOKENS, COST_ROUNDS = 48, 3
 HOPELESS = 0.8  # larger trees are not timed if the most that any can reach is below this share of the best size
 
@@ -26,7 +27,7 @@ HOPELESS = 0.8  # larger trees are not timed if the most that any can reach is b
 class Costs:
     """Seconds of a call with some batch size.
 
-    curve: of a step by its nodes; start: of everything before the first step; base_step, base_start: of the base.
+    curve: of a step; start: of everything before the first step; base_step, base_start: of the base.
     """
 
     curve: CostCurve
@@ -34,20 +35,20 @@ class Costs:
     base_step: float
     base_start: float
 
-    def predicted(self, worth: Worth, nodes: int, rows: int, new_tokens: int) -> tuple[float, float]:
-        """Tokens per second of calls with the best tree of N nodes, and how many times as fast as the base that is.
+    def predicted(self, worth: Worth, size: Size, rows: int, new_tokens: int) -> tuple[float, float]:
+        """Tokens per second of calls with the best tree of a size, and how many times as fast as the base that is.
 
         A call ends with the row that takes most steps: the mean of all rows would promise too much.
         """
-        calls = worth.calls(nodes, rows, new_tokens)
-        seconds = sum(self.start + call.steps * self.curve.at(nodes) for call in calls)
+        calls = worth.calls(size, rows, new_tokens)
+        seconds = sum(self.start + call.steps * self.curve.at(*size) for call in calls)
         base_seconds = sum(self.base_start + call.base_steps * self.base_step for call in calls)
         return sum(call.tokens for call in calls) / seconds, base_seconds / seconds
 
 
-def gain(worth: Worth, nodes: int, rows: int) -> float:
-    """Steps of the base over steps with a tree of N nodes: the tokens per step of the row that takes most of them."""
-    calls = worth.calls(nodes, rows, MAX_NODES)
+def gain(worth: Worth, size: Size, rows: int) -> float:
+    """Steps of the base over steps with the best tree: the tokens per step of the row that takes most of them."""
+    calls = worth.calls(size, rows, MAX_NODES)
     return sum(call.base_steps for call in calls) / sum(call.steps for call in calls)
 
 
@@ -56,9 +57,10 @@ def measured_costs(
 ) -> Costs:
     """Time calls with trees of a few sizes and calls of the base in turn.
 
-    A first round warms up. It goes from small to large trees, and ends where a step takes so long that no tree can pay.
-    Of the others each gives seconds in units of the base's step in the same round, since the speed of a machine may
-    change from one round to the next; the medians count.
+    Of a few numbers of nodes the deepest tree is timed, and of LEVEL_NODES also the least deep one: the two tell what a
+    level costs. A first round warms up. It goes from small to large trees, and ends, after these two, where a step
+    takes so long that no larger tree can pay. Of the others each gives seconds in units of the base's step in the same
+    round, since the speed of a machine may change from one round to the next; the medians count.
 
     Args:
         model: with draft heads.
@@ -67,25 +69,29 @@ def measured_costs(
         sampling: settings of `generate`.
         captured: time compiled steps.
     """
-    rows, most = len(given["input_ids"]), len(worth.paths) + 1
+    rows = len(given["input_ids"])
     call = {**given, **sampling, "max_new_tokens": COST_TOKENS, "min_new_tokens": None, "eos_token_id": None}
-    sizes: list[int] = []
-    best = 0.0
-    for nodes in (1, *sorted({*(size for size in (COMPILED_STEPS if captured else STEPS) if size < most), most})):
-        sizes.append(nodes)
-        step, _ = _timed(model, worth.tree(nodes), call, captured)
-        best = max(best, gain(worth, nodes, rows) / step)
-        if gain(worth, most, rows) / step < HOPELESS * best:
+    most = max(worth.steps).nodes
+    few = [nodes for nodes in (COMPILED_STEPS if captured else STEPS) if nodes < most]
+    pair = worth.depths(min(LEVEL_NODES, most))
+    gains = {size: gain(worth, size, rows) for size in worth.steps}
+    first: dict[Size, float] = {}
+    for size in sorted({ALONE, *(worth.depths(nodes)[-1] for nodes in (*few, most)), pair[0], pair[-1]}):
+        first[size], _ = _timed(model, worth.tree(size), call, captured)
+        best = max(gains[one] / step for one, step in first.items())
+        level = CostCurve.through(first).level
+        least = {one: first[size] + level * (one.depth - size.depth) for one in worth.steps if one.nodes > size.nodes}
+        if size >= pair[-1] and all(gains[one] / step < HOPELESS * best for one, step in least.items()):
             break
-    trees = {nodes: worth.tree(nodes) for nodes in sizes}
+    trees = {size: worth.tree(size) for size in first}
     model.base.generate(**call)
     rounds = [
-        (_timed(model, None, call), {nodes: _timed(model, tree, call, captured) for nodes, tree in trees.items()})
+        (_timed(model, None, call), {size: _timed(model, tree, call, captured) for size, tree in trees.items()})
         for _ in range(COST_ROUNDS)
     ]
     unit = statistics.median(step for (step, _), _ in rounds)
     curve = CostCurve.through(
-        [(nodes, unit * statistics.median(timed[nodes][0] / step for (step, _), timed in rounds)) for nodes in sizes]
+        {size: unit * statistics.median(timed[size][0] / step for (step, _), timed in rounds) for size in trees}
     )
     start = statistics.median(one[1] / step for (step, _), timed in rounds for one in timed.values())
     base_start = statistics.median(rest / step for (step, rest), _ in rounds)

@@ -5,11 +5,11 @@ Shapes: N nodes (root included).
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from hf_drafthead.generation.entries import damaged, tree_of
 from hf_drafthead.generation.tree import DraftTree
@@ -17,37 +17,61 @@ from hf_drafthead.generation.tree import DraftTree
 STEPS_DOWN = 3  # each tree of a ladder has a third of the nodes of the one above it
 
 
+class Size(NamedTuple):
+    """Of a tree: N nodes, and levels below the root. In order of the nodes; of as many nodes in order of the levels."""
+
+    nodes: int
+    depth: int
+
+
+ALONE = Size(1, 0)  # the root
+
+
 @dataclass(frozen=True)
 class CostCurve:
-    """Seconds of a step by its nodes: measured points, made monotone, and straight lines between them.
+    """Seconds of a step by the size of its tree.
 
-    >>> curve = CostCurve.through([(2, 1.0), (8, 4.0), (16, 3.0)])
-    >>> curve.points, curve.at(5), curve.at(100)
-    ([(2, 1.0), (8, 3.5), (16, 3.5)], 2.25, 3.5)
+    points: by nodes, of trees with one level, or none: measured, made monotone, and straight lines between them; level:
+    what each further level costs, which is one more call of the drafter.
+
+    >>> curve = CostCurve.through({Size(2, 1): 1.0, Size(8, 1): 4.0, Size(8, 3): 5.0, Size(16, 2): 3.5})
+    >>> curve.points, curve.level, curve.at(5), curve.at(5, 3), curve.at(100)
+    ([(2, 1.0), (8, 3.5), (16, 3.5)], 0.5, 2.25, 3.25, 3.5)
     """
 
     points: list[tuple[int, float]]
+    level: float = 0.0
 
     @classmethod
-    def through(cls, measured: Sequence[tuple[int, float]]) -> CostCurve:
-        """The curve that never falls and is nearest to the measured points (pool adjacent violators)."""
+    def through(cls, measured: dict[Size, float]) -> CostCurve:
+        """The curve that never falls and is nearest to the measured points (pool adjacent violators).
+
+        Args:
+            measured: seconds by size; two trees of as many nodes tell what a level costs.
+        """
+        level = 0.0
+        for shallow, deep in itertools.pairwise(sorted(measured)):
+            if shallow.nodes == deep.nodes:
+                level = max(measured[deep] - measured[shallow], 0.0) / (deep.depth - shallow.depth)
+        by_nodes = {size.nodes: measured[size] - level * max(size.depth - 1, 0) for size in sorted(measured)}
         pools: list[list[float]] = []
-        for _, seconds in sorted(measured):
+        for seconds in by_nodes.values():
             pools.append([seconds])
             while len(pools) > 1 and statistics.mean(pools[-2]) > statistics.mean(pools[-1]):
                 dear = pools.pop()
                 pools[-1] += dear
-        level = [statistics.mean(pool) for pool in pools for _ in pool]
-        return cls(list(zip((nodes for nodes, _ in sorted(measured)), level)))
+        monotone = [statistics.mean(pool) for pool in pools for _ in pool]
+        return cls(list(zip(by_nodes, monotone)), level)
 
-    def at(self, nodes: int) -> float:
-        """Seconds of a step of so many nodes; outside of the measured sizes those of the nearest one."""
+    def at(self, nodes: int, depth: int = 1) -> float:
+        """Seconds of a step of so many nodes and levels; outside of the measured nodes those of the nearest one."""
+        levels = self.level * max(depth - 1, 0)
         if nodes <= self.points[0][0]:
-            return self.points[0][1]
+            return self.points[0][1] + levels
         for (low, cheap), (high, dear) in zip(self.points, self.points[1:]):
             if nodes <= high:
-                return cheap + (dear - cheap) * (nodes - low) / (high - low)
-        return self.points[-1][1]
+                return cheap + (dear - cheap) * (nodes - low) / (high - low) + levels
+        return self.points[-1][1] + levels
 
 
 @dataclass(frozen=True)
@@ -71,7 +95,9 @@ class Ladder:
         largest = tree_of(entry, max_depth, vocabulary)
         try:
             measured = entry["measured"]
-            curve = CostCurve([(int(nodes), _number(seconds)) for nodes, seconds in measured["step_seconds"]])
+            points = [(int(nodes), _number(seconds)) for nodes, seconds in measured["step_seconds"]]
+            level = measured.get("level_seconds", 0)  # entries of earlier versions have none: points of deep trees
+            curve = CostCurve(points, _number(level) if level != 0 else 0.0)
             gains = {int(nodes): _number(tau) for nodes, tau in measured["tokens_per_step_by_nodes"]}
             # the paths as they are stored: the most valuable first
             order = [tuple(path) for path in entry["tree"]]
@@ -79,7 +105,8 @@ class Ladder:
             known = sorted(gains)
             taus = [1.0 if size == 1 else gains[min(known, key=lambda one: abs(one - size))] for size in sizes]
             trees = [DraftTree(order[: size - 1]) if size > 1 else DraftTree.root_alone() for size in sizes]
-            return cls(tuple(trees), tuple(map(curve.at, sizes)), tuple(taus))
+            seconds = [curve.at(tree.num_nodes, tree.max_depth) for tree in trees]
+            return cls(tuple(trees), tuple(seconds), tuple(taus))
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise damaged(entry, error) from None
 

@@ -15,7 +15,7 @@ from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
 MOST = 48  # rows
-WEIGHTS = ((12, 1 << 15), (8, 1 << 20))  # with so many rows or more, weights of so many numbers or more
+LARGE_WEIGHTS = ((12, 1 << 15), (8, 1 << 20))  # with so many rows or more, weights of so many numbers or more
 aten = torch.ops.aten
 
 
@@ -41,7 +41,7 @@ def _suits(product: fx.Node) -> bool:
     return (
         isinstance(rows, int)
         and rows <= MOST
-        and any(rows >= fewest and weight.numel() >= smallest for fewest, smallest in WEIGHTS)
+        and any(rows >= fewest and weight.numel() >= smallest for fewest, smallest in LARGE_WEIGHTS)
         and result.dtype == torch.float32
         and result.device.type == "cpu"
     )

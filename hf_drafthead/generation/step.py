@@ -18,6 +18,7 @@ from hf_drafthead.generation.acceptance import preferred_choices, walk_on_device
 from hf_drafthead.generation.drafting import draft_dynamic, draft_static
 from hf_drafthead.generation.dynamic import DynamicTree, Tree
 from hf_drafthead.generation.ladder import Ladder
+from hf_drafthead.generation.later import catch_up, observer_of
 from hf_drafthead.generation.memory import nodes_in_memory
 from hf_drafthead.generation.reader import BaseReader
 from hf_drafthead.generation.rules import Rules
@@ -103,12 +104,13 @@ class Step:
         self.tree = settings.tree
         self.vocabulary = reader.base.config.get_text_config(decoder=True).vocab_size
         self.slots = self.tree.slots  # of the caches, for the nodes of a step of fixed shapes
-        self.timed = timed
+        self.timed, self.observer = timed, observer_of(drafter, self.tree)
 
     def __call__(self, state: DecodingState) -> tuple[Walk, dict[str, float]]:
         """Take one step; returns what it kept, and the seconds of its stages."""
         watch = Stopwatch(self.timed, state.rows.lengths.device)
         state.reserve(2 * (self.tree.max_depth + 2), self.rules.pad_token)  # the host may not know of the last step yet
+        catch_up(self.observer, state)
         rows, cache, limits = state.rows, state.cache, state.limits
         noise, tilt = self.noise_ahead(state)
         with nodes_in_memory(state.caches):
@@ -118,7 +120,7 @@ class Step:
             watch.lap("verify")
         walk = self.walk(state, candidates, verified, noise)
         watch.lap("accept")
-        state.rows = commit(self.drafter, draft_state, cache, rows, verified, walk)
+        state.rows = commit(self.observer, draft_state, cache, rows, verified, walk)
         watch.lap("commit")
         return walk, watch.seconds
 

@@ -22,6 +22,7 @@ from hf_drafthead.generation.calibration import (
     tilt_of_seed,
 )
 from hf_drafthead.generation.drafting import draft_vocabulary
+from hf_drafthead.generation.ladder import ALONE, Size
 from hf_drafthead.generation.tree import MAX_NODES, DraftTree, RankPath
 
 METHODS = {"paths": grow_tree, "product": grow_tree_by_product}
@@ -36,34 +37,38 @@ TEXTS_AT_ONCE = 16
 class Worth:
     """What the base's own text says of trees.
 
-    paths: rank paths, the most valuable first, so that every beginning is a tree; steps: by the nodes of a tree, tokens
+    paths: rank paths, the most valuable first, so that every beginning is a tree; steps: by the size of a tree, tokens
     emitted by each step of generating each text, foretold with a tree that was not grown on that text; positions: that
     were counted.
     """
 
     paths: list[RankPath]
-    steps: dict[int, list[list[int]]]
+    steps: dict[Size, list[list[int]]]
     positions: int
 
-    def tree(self, nodes: int) -> DraftTree:
-        """The best tree of so many nodes, root included."""
-        return DraftTree(self.paths[: nodes - 1]) if nodes > 1 else DraftTree.root_alone()
+    def tree(self, size: Size) -> DraftTree:
+        """The best tree of so many nodes that is no deeper."""
+        return DraftTree(cut(self.paths, size)) if size.nodes > 1 else DraftTree.root_alone()
 
-    def tokens_per_step(self, nodes: int) -> float:
+    def depths(self, nodes: int) -> list[Size]:
+        """The sizes of so many nodes, the least deep first."""
+        return sorted(size for size in self.steps if size.nodes == nodes)
+
+    def tokens_per_step(self, size: Size) -> float:
         """Tokens that a step gives to a row."""
-        return statistics.mean(count for text in self.steps[nodes] for count in text)
+        return statistics.mean(count for text in self.steps[size] for count in text)
 
-    def calls(self, nodes: int, rows: int, new_tokens: int) -> list[Call]:
+    def calls(self, size: Size, rows: int, new_tokens: int) -> list[Call]:
         """What a generation of B neighbouring texts takes, for every place to begin with; few texts are taken again.
 
         Args:
-            nodes: N, of the tree; 1 for the base's own decoding.
+            size: of the tree; `ALONE` for the base's own decoding.
             rows: B.
             new_tokens: of each row, at most.
         """
         # the first token of a text needs no step
-        tokens = [min(sum(text), new_tokens - 1) for text in self.steps[1]]
-        steps = [_steps_to(text, new_tokens - 1) for text in self.steps[nodes]]
+        tokens = [min(sum(text), new_tokens - 1) for text in self.steps[ALONE]]
+        steps = [_steps_to(text, new_tokens - 1) for text in self.steps[size]]
         found = []
         for first in range(len(tokens)):
             batch = [(first + row) % len(tokens) for row in range(rows)]
@@ -82,6 +87,11 @@ class Call(NamedTuple):
     tokens: int
     base_steps: int
     steps: int
+
+
+def cut(paths: Sequence[RankPath], size: Size) -> list[RankPath]:
+    """The most valuable paths of a tree of some size, the most valuable first; `paths` are sorted so."""
+    return [path for path in paths if len(path) <= size.depth][: size.nodes - 1]
 
 
 def _steps_to(counts: Sequence[int], tokens: int) -> int:
@@ -111,7 +121,7 @@ def worth_of_trees(
     tree knows the text that it was grown on better than any other.
 
     Raises:
-        ValueError: the text is too short to say it to within 5 %.
+        ValueError: the texts are too few to say it to within 5 %.
     """
     ranks = []
     for first in range(0, len(prompts), TEXTS_AT_ONCE):
@@ -121,18 +131,30 @@ def worth_of_trees(
 
     def grown(parts: list[torch.Tensor]) -> list[RankPath]:
         paths = grow(torch.cat(parts), MAX_NODES) if parts else []
-        return [path for path in paths if max(path) < ranks_below][: max_nodes - 1]
+        return [path for path in paths if max(path) < ranks_below]
 
     halves = (grown(ranks[1::2]), grown(ranks[0::2]))  # of even and odd texts
     paths = grown(ranks)
     if not all(halves):
         raise ValueError(_too_few(len(prompts), 0, 1.0, 2 * len(prompts)))
-    steps = {1: [[1] * sum(foretold_steps(DraftTree([(0,)]), one[None])[0]) for one in ranks]}
-    for nodes in sorted({*(size for size in SIZES if size <= len(paths)), len(paths) + 1}):
-        trees = [DraftTree(grown_on[: nodes - 1]) for grown_on in halves]
-        steps[nodes] = [foretold_steps(trees[number % 2], one[None])[0] for number, one in enumerate(ranks)]
-    _check_precision([count for text in steps[max(steps)] for count in text], len(prompts))
+    steps = {ALONE: [[1] * sum(foretold_steps(DraftTree([(0,)]), one[None])[0]) for one in ranks]}
+    for size in _sizes(paths, max_nodes):
+        trees = [DraftTree(cut(grown_on, size)) for grown_on in halves]
+        steps[size] = [foretold_steps(trees[number % 2], one[None])[0] for number, one in enumerate(ranks)]
+    _check_precision(steps[max(steps)], len(prompts))
     return Worth(paths, steps, sum(len(one) for one in ranks))
+
+
+def _sizes(paths: list[RankPath], max_nodes: int) -> list[Size]:
+    """The sizes that are tried, in ascending order: for every depth the best trees that are no deeper."""
+    most = min(len(paths) + 1, max_nodes)
+    found = set()
+    for depth in range(1, max(map(len, paths)) + 1):
+        held = sum(len(path) <= depth for path in paths) + 1
+        for nodes in (*SIZES, most):
+            if nodes <= min(most, held):
+                found.add(Size(nodes, max(map(len, cut(paths, Size(nodes, depth))))))
+    return sorted(found)
 
 
 def check_prompts(model: Any, prompts: Sequence[torch.Tensor], new_tokens: int) -> None:
@@ -154,7 +176,7 @@ def check_prompts(model: Any, prompts: Sequence[torch.Tensor], new_tokens: int) 
             )
 
 
-def sampled_prompts(model: Any, count: int = 32, length: int = 32, new_tokens: int = 128) -> list[torch.Tensor]:
+def sampled_prompts(model: Any, count: int = 48, length: int = 32, new_tokens: int = 128) -> list[torch.Tensor]:
     """Beginnings of texts (P,) that the base writes by itself, where nobody gives any: sampled at temperature 1."""
     base = model.base
     positions = getattr(base.config.get_text_config(decoder=True), "max_position_embeddings", None)
@@ -192,14 +214,24 @@ def _ranks_by_text(
     return list(rank_paths(model, *texts, tilt=tilt).cpu())
 
 
-def _check_precision(steps: Sequence[int], prompts: int) -> None:
-    """Refuse steps whose mean is not known to within PRECISION."""
-    if len(steps) < 2:
-        raise ValueError(_too_few(prompts, len(steps), 1.0, 2 * prompts))
-    spread = statistics.stdev(steps) / statistics.mean(steps)
-    error = spread / len(steps) ** 0.5
+def _check_precision(texts: Sequence[Sequence[int]], prompts: int) -> None:
+    """Refuse texts whose tokens per step are not known to within PRECISION.
+
+    The steps of one text resemble each other, so the texts are what varies: the error is that of a ratio of two sums
+    over texts, their tokens and their steps, linearised (Cochran, Sampling Techniques, section 6.4).
+
+    Args:
+        texts: tokens emitted by each step of each text.
+        prompts: of these texts.
+    """
+    steps = sum(map(len, texts))
+    if len(texts) < 2 or steps < 2:
+        raise ValueError(_too_few(prompts, steps, 1.0, 2 * prompts))
+    tau = sum(map(sum, texts)) / steps
+    squares = sum((sum(text) - tau * len(text)) ** 2 for text in texts)
+    error = (squares * len(texts) / (len(texts) - 1)) ** 0.5 / (tau * steps)
     if error > PRECISION:
-        raise ValueError(_too_few(prompts, len(steps), error, -(-prompts * error**2 // PRECISION**2)))
+        raise ValueError(_too_few(prompts, steps, error, -(-prompts * error**2 // PRECISION**2)))
 
 
 def _too_few(prompts: int, steps: int, error: float, needed: float) -> str:

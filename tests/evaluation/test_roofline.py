@@ -16,6 +16,7 @@ from hf_drafthead.evaluation.roofline import (
     plan_trees,
     seconds_of,
 )
+from hf_drafthead.generation.ladder import ALONE, Size
 from hf_drafthead.generation.tree import DraftTree
 from hf_drafthead.generation.worth import Worth
 from tests.bases import VOCABULARY, tiny_base
@@ -77,10 +78,10 @@ def test_a_layer_that_guesses_every_level_is_read_at_every_level():
 def test_the_tree_fits_the_machine_and_the_batch(monkeypatch):
     paths = [(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 2), (0, 0, 0), (2,), (0, 0, 1), (3,), (1, 1)]
     steps = {
-        1: [[1] * 16],
-        2: [[1, 1, 2, 2, 2]],
-        4: [[2] * 4],
-        12: [[3, 3, 3, 3, 4]],
+        ALONE: [[1] * 16],
+        Size(2, 1): [[1, 1, 2, 2, 2]],
+        Size(4, 2): [[2] * 4],
+        Size(12, 3): [[3, 3, 3, 3, 4]],
     }  # 1.6, 2.0 and 3.2 tokens per step
     worth = Worth(paths, steps, 100)
     monkeypatch.setattr(roofline, "worth_of_trees", lambda *args: worth)

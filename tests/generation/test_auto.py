@@ -1,12 +1,14 @@
 """`draft_tree="auto"`: the base's own text, with trees while they pay, and without where they do not."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
 from transformers import CompileConfig
 
-from hf_drafthead.generation import auto, capture, entries
+from hf_drafthead.generation import auto, capture, entries, later
+from hf_drafthead.generation import step as stepping
 from hf_drafthead.generation.acceptance import walk_on_device
 from hf_drafthead.generation.entries import Situation
 from hf_drafthead.generation.ladder import Ladder
@@ -77,14 +79,33 @@ def test_a_drafter_that_is_always_right_keeps_the_largest_tree(without_hash):
 
 
 def test_a_drafter_that_is_always_wrong_is_hardly_asked(without_hash):
-    nodes = nodes_of(wrong, max_new_tokens=150)
-    assert len(nodes) == 149 and nodes[0] == 9
-    drafting = [n for n in nodes if n > 1]
-    assert len(drafting) < 20 and set(nodes) == {1, 3, 9}
+    nodes = nodes_of(wrong, max_new_tokens=256)
+    assert len(nodes) == 255 and nodes[0] == 9 and set(nodes) == {1, 3, 9}
+    drafting = [step for step, n in enumerate(nodes) if n > 1]
+    # six steps until the mean has fallen, then trials after 8, 16, 32, 64 and 64 steps
+    assert drafting[:6] == list(range(6)) and [nodes[step] for step in drafting[6:]] == [3] * 5
+    pauses = [later - step - 1 for step, later in zip(drafting[5:], drafting[6:])]
+    assert pauses == [auto.FIRST_PAUSE, 16, 32, 64, auto.LONGEST_PAUSE]
     # in units of the base's step
-    assert sum({1: 1.0, 3: 1.2, 9: 1.5}[n] for n in nodes) < 1.05 * len(nodes)
-    trials = [step for step, n in enumerate(nodes) if n == 3][-3:]
-    assert trials[2] - trials[1] > trials[1] - trials[0] > auto.FIRST_PAUSE  # more and more rarely
+    assert sum({1: 1.0, 3: 1.2, 9: 1.5}[n] for n in nodes) < 1.015 * len(nodes)
+
+
+def test_usual_heads_draft_from_the_first_step_on(without_hash):
+    # a step with the tree of 9 nodes gives 2.5 tokens in the mean, and only one in two of five steps
+    gives, drafted = [0, 0, 1, 2, 4.5], []
+    for seed in range(40):
+        generator = torch.Generator().manual_seed(seed)
+        steps = auto.AutoStep(SimpleNamespace(tree=Ladder.of(entry(), None, VOCABULARY)), None, None)
+        state = SimpleNamespace(counted=[], lengths=[0])
+        for _ in range(32):
+            if state.counted:
+                steps._learn(state)
+            steps.used = steps._chosen()
+            drafted.append(steps.used)
+            given = gives[int(torch.randint(5, (1,), generator=generator))]
+            usual = steps.ladder.tokens_per_step
+            state.counted.append([1 + given * (usual[steps.used] - 1) / 1.5])
+    assert drafted.count(2) > 0.95 * len(drafted) and drafted.count(0) < 0.02 * len(drafted)
 
 
 def test_trees_come_back_when_they_pay_again(without_hash):
@@ -106,6 +127,42 @@ def test_the_text_and_not_the_last_step_decides(without_hash):
     assert set(nodes) == {9}
 
 
+@pytest.mark.parametrize("name", ["eagle", "draft-model", "hydra++"])
+def test_what_the_root_alone_verified_is_observed_before_the_next_guess(name, monkeypatch):
+    model = next(one for one in FAMILIES if one.name == name).build(tiny_base("llama-gqa"))
+    heads = entries.drafter_hash(model.drafter)
+    model.generation_config.calibration = [entry(2, heads_hash=heads)]
+    turns = [2, 2, *[0] * 40, 2, 0, 1, *[0] * 90]  # which tree each step has
+    call = {**prompt(2, longest=9), **LONG, "max_new_tokens": 50}
+    drafter, draft, observe = type(model.drafter), stepping.draft, type(model.drafter).observe
+
+    def run():
+        """The tokens of all nodes of each step, and how many positions were observed at once."""
+        guessed, observed, left = [], [], iter(turns)
+
+        def noted_draft(*args, **kwargs):
+            state, candidates = draft(*args, **kwargs)
+            guessed.append(candidates.tokens)
+            return state, candidates
+
+        def noted_observe(self, state, features, tokens, lengths):
+            observed.append(tokens.shape[1])
+            return observe(self, state, features, tokens, lengths)
+
+        monkeypatch.setattr(stepping, "draft", noted_draft)
+        monkeypatch.setattr(drafter, "observe", noted_observe)
+        monkeypatch.setattr(auto.AutoStep, "_chosen", lambda self: next(left))
+        assert torch.equal(model.generate(**call, draft_tree="auto"), model.base.generate(**call))
+        return guessed, observed
+
+    waited, observed = run()
+    assert observed[3:5] == [later.MOST_WAITING, 40 - later.MOST_WAITING] and len(observed) < 9
+    monkeypatch.setattr(stepping, "observer_of", lambda drafter, tree: drafter)
+    at_once, observed = run()
+    assert len(waited) == len(at_once) == len(observed) - 1 > 44
+    assert all(map(torch.equal, waited, at_once))
+
+
 @pytest.mark.slow
 def test_captured_steps_of_several_sizes_share_the_caches(monkeypatch, fallbacks):
     monkeypatch.setattr(capture, "AHEAD", 8)
@@ -122,6 +179,28 @@ def test_captured_steps_of_several_sizes_share_the_caches(monkeypatch, fallbacks
     assert torch.equal(text, model.base.generate(**call))
     assert len(set(nodes[1:])) > 1 and fallbacks == []
     assert len(capture._PROGRAMS[model].made) == len(set(nodes[1:]))
+
+
+@pytest.mark.slow
+def test_nothing_waits_where_other_sizes_are_captured(monkeypatch):
+    model = next(one for one in FAMILIES if one.name == "eagle").build(tiny_base("llama-gqa"))
+    model.generation_config.calibration = [entry(2, True, entries.drafter_hash(model.drafter))]
+    left, fix = iter([1, 0, 0, 0, *[1] * 60]), capture.CapturedStep._fix
+
+    def does_not_fix(self, state):
+        if self.tree.num_nodes == 1 and len(state.counted) > 1:
+            raise MemoryError("no memory for the root alone")
+        fix(self, state)
+
+    def fits(self, state):
+        return state.cache.fixed and not (self.tree.num_nodes == 1 and len(state.counted) > 1)
+
+    monkeypatch.setattr(auto.AutoStep, "_chosen", lambda self: next(left))
+    monkeypatch.setattr(capture.CapturedStep, "_fix", does_not_fix)
+    monkeypatch.setattr(capture.CapturedStep, "_fits", fits)
+    call = {**prompt(2), **LONG, "max_new_tokens": 12}
+    text = model.generate(**call, draft_tree="auto", compile_config=TRACED)
+    assert torch.equal(text, model.base.generate(**call))
 
 
 def test_where_one_size_cannot_be_captured_none_is(monkeypatch, fallbacks):

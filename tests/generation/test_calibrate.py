@@ -1,14 +1,17 @@
 """Calibration: the entry that fits a call names its tree, and the text stays the base's own."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from transformers.utils import logging
 
-from hf_drafthead.generation import costs, worth
+from hf_drafthead.generation import calibrate as calibrating
+from hf_drafthead.generation import calibration, costs, worth
 from hf_drafthead.generation.calibrate import calibrate
 from hf_drafthead.generation.calibration import grow_tree_by_product
 from hf_drafthead.generation.entries import Situation, matching, merged
-from hf_drafthead.generation.ladder import CostCurve
+from hf_drafthead.generation.ladder import ALONE, CostCurve, Ladder, Size
 from hf_drafthead.generation.tree import DraftTree
 from hf_drafthead.generation.worth import sampled_prompts, worth_of_trees
 from tests.bases import VOCABULARY, tiny_base
@@ -168,14 +171,35 @@ def test_the_predicted_tokens_per_step_are_those_of_generate(temperature):
     model = family("eagle").build(tiny_base("llama-gqa"))
     prompts = list(torch.randint(3, VOCABULARY, (16, 5), generator=torch.Generator().manual_seed(4)))
     found = worth_of_trees(model, prompts, 40, 16, temperature, eos_token_id=None)
+    largest = max(found.steps)
+    assert largest.nodes == 16
     sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
     others = torch.randint(3, VOCABULARY, (24, 5), generator=torch.Generator().manual_seed(5))
     lengths = model.generate(
-        others, max_new_tokens=40, eos_token_id=None, draft_tree=found.tree(16), return_dict_in_generate=True,
+        others, max_new_tokens=40, eos_token_id=None, draft_tree=found.tree(largest), return_dict_in_generate=True,
         **sampling,
     ).accepted_lengths  # fmt: skip
     measured = float(lengths[lengths > 0].double().mean())
-    assert found.tokens_per_step(16) == pytest.approx(measured, rel=0.05) and measured > 1.1
+    assert found.tokens_per_step(largest) == pytest.approx(measured, rel=0.05) and measured > 1.1
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_ranks_of_sampled_texts_are_those_of_guesses_that_know_the_noise(temperature, monkeypatch):
+    monkeypatch.setattr(worth, "PRECISION", 9.0)
+    monkeypatch.setattr(worth, "TEXTS_AT_ONCE", 4)
+    model = family("medusa").build(tiny_base("llama-gqa"))
+    tilts, ranks_of = [], worth.rank_paths
+
+    def noted(*args, tilt):
+        tilts.append(tilt)
+        return ranks_of(*args, tilt=tilt)
+
+    monkeypatch.setattr(worth, "rank_paths", noted)
+    worth_of_trees(model, PROMPTS, 8, 6, temperature, eos_token_id=None)
+    assert len(tilts) == 2
+    for seed, rows, tilt in zip((0, 4), (4, 2), tilts):
+        expected = calibration.tilt_of_seed(model, rows, 8, temperature, seed)
+        assert tilt is expected is None or torch.equal(tilt, expected)
 
 
 def test_no_tree_is_grown_beyond_the_tokens_that_the_heads_choose_among(monkeypatch):
@@ -188,27 +212,28 @@ def test_no_tree_is_grown_beyond_the_tokens_that_the_heads_choose_among(monkeypa
 def test_in_a_batch_the_row_that_takes_most_steps_counts():
     # of three texts: 6 tokens each after the first, in 2, 3 and 6 steps
     steps = [[3, 3], [2, 2, 2], [1] * 6]
-    found = worth.Worth([(0,)], {1: [[1] * 6] * 3, 2: steps}, 18)
-    assert [call.steps for call in found.calls(2, 1, 99)] == [2, 3, 6]
-    assert [call.steps for call in found.calls(2, 2, 99)] == [3, 6, 6]  # the last text is followed by the first
-    assert [(call.steps, call.base_steps) for call in found.calls(2, 3, 99)] == [(6, 6)] * 3
-    assert {call.tokens for call in found.calls(2, 2, 99)} == {14}
-    assert found.tokens_per_step(2) == 18 / 11
-    assert [costs.gain(found, 2, rows) for rows in (1, 2, 3)] == [18 / 11, 18 / 15, 1.0]
+    one_guess = Size(2, 1)
+    found = worth.Worth([(0,)], {ALONE: [[1] * 6] * 3, one_guess: steps}, 18)
+    assert [call.steps for call in found.calls(one_guess, 1, 99)] == [2, 3, 6]
+    assert [call.steps for call in found.calls(one_guess, 2, 99)] == [3, 6, 6]  # the last text is followed by the first
+    assert [(call.steps, call.base_steps) for call in found.calls(one_guess, 3, 99)] == [(6, 6)] * 3
+    assert {call.tokens for call in found.calls(one_guess, 2, 99)} == {14}
+    assert found.tokens_per_step(one_guess) == 18 / 11
+    assert [costs.gain(found, one_guess, rows) for rows in (1, 2, 3)] == [18 / 11, 18 / 15, 1.0]
     # of 5 tokens the first needs no step, and the others may end within one
-    assert found.calls(2, 1, 5) == [(5, 4, 2), (5, 4, 2), (5, 4, 4)]
+    assert found.calls(one_guess, 1, 5) == [(5, 4, 2), (5, 4, 2), (5, 4, 4)]
     one = costs.Costs(CostCurve([(1, 1.0), (2, 1.5)]), start=2.0, base_step=1.0, base_start=1.0)
-    rate, speedup = one.predicted(found, 2, 2, 99)
+    rate, speedup = one.predicted(found, one_guess, 2, 99)
     assert rate == 3 * 14 / (3 * 2.0 + 15 * 1.5) and speedup == (3 * 1.0 + 18 * 1.0) / (3 * 2.0 + 15 * 1.5)
 
 
-def timed_by_nodes(monkeypatch, step):
-    """Steps that take as long as `step` says, of the base 1.0; which trees were timed."""
+def timed_by_size(monkeypatch, step):
+    """Steps that take as long as `step` says of nodes and levels, of the base 1.0; which trees were timed."""
     asked = []
 
     def timed(model, tree, call, captured=False):
-        asked.append(tree.num_nodes if tree else 0)
-        return (step(tree.num_nodes) if tree else 1.0), 0.5
+        asked.append(Size(tree.num_nodes, tree.max_depth) if tree else None)
+        return (step(tree.num_nodes, tree.max_depth) if tree else 1.0), 0.5
 
     monkeypatch.setattr(costs, "_timed", timed)
     return asked
@@ -216,26 +241,148 @@ def timed_by_nodes(monkeypatch, step):
 
 def test_sizes_that_cannot_pay_are_not_timed(monkeypatch):
     paths = [(rank,) for rank in range(40)]
-    taken = {1: [1] * 8, 2: [2] * 4, 8: [2] * 4, 16: [4] * 2, 32: [4] * 2, 41: [4] * 2}
-    found = worth.Worth(paths, {nodes: [steps] * 4 for nodes, steps in taken.items()}, 32)
+    taken = {ALONE: [1] * 8, Size(2, 1): [2] * 4, Size(8, 1): [2] * 4, Size(16, 1): [4] * 2}
+    taken |= {Size(32, 1): [4] * 2, Size(41, 1): [4] * 2}
+    found = worth.Worth(paths, {size: [steps] * 4 for size, steps in taken.items()}, 32)
     model = family("medusa").build(tiny_base("llama-gqa"))
     given = {"input_ids": torch.stack(PROMPTS[:1])}
-    asked = timed_by_nodes(monkeypatch, lambda nodes: 1.0 + nodes / 8)
+    asked = timed_by_size(monkeypatch, lambda nodes, depth: 1.0 + nodes / 8)
     curve = costs.measured_costs(model, found, given, {}).curve
     # 41 nodes give 4 tokens, which in the seconds of 32 nodes are 0.8 a second, and 2 nodes give 1.6
-    assert [nodes for nodes, _ in curve.points] == [1, 2, 8, 16, 32] and 41 not in asked
-    assert curve.at(8) == 2.0
+    assert [nodes for nodes, _ in curve.points] == [1, 2, 8, 16, 32] and Size(41, 1) not in asked
+    assert curve.at(8) == 2.0 and curve.level == 0.0
+
+
+def planted(monkeypatch, texts=24, positions=40, max_nodes=40):
+    """The worth of trees on texts whose next tokens have these ranks, whatever level the guess is of."""
+    generator = torch.Generator().manual_seed(1)
+    shares = torch.tensor([0.6, 0.15, 0.1, 0.05, 0.04, 0.03, 0.02, 0.01])
+    ranks = [torch.multinomial(shares, positions * 3, True, generator=generator).view(-1, 3) for _ in range(texts)]
+    monkeypatch.setattr(worth, "_ranks_by_text", lambda *args: ranks.copy() if ranks else [])
+    monkeypatch.setattr(worth, "TEXTS_AT_ONCE", texts)
+    model = family("medusa").build(tiny_base("llama-gqa"))
+    return model, worth_of_trees(model, [PROMPTS[0]] * texts, positions + 1, max_nodes)
+
+
+def test_the_best_trees_of_every_depth_are_tried(monkeypatch):
+    _, found = planted(monkeypatch)
+    assert {size.depth for size in found.steps} == {0, 1, 2, 3}
+    for size in found.steps:
+        tree = found.tree(size)
+        assert (tree.num_nodes, tree.max_depth) == size
+        left_out = [path for path in found.paths if len(path) <= size.depth and path not in tree.paths]
+        assert not left_out or min(map(found.paths.index, left_out)) > max(
+            map(found.paths.index, tree.paths), default=-1
+        )
+    assert found.depths(8) == [Size(8, 1), Size(8, 2), Size(8, 3)] and max(found.steps) == Size(40, 3)
+    taus = [found.tokens_per_step(size) for size in found.depths(8)]
+    assert taus[0] < taus[1] < taus[2]
+    assert found.depths(16) == [Size(16, 2), Size(16, 3)]  # there are 8 paths of one rank
+
+
+def test_two_trees_of_as_many_nodes_tell_what_a_level_costs(monkeypatch):
+    model, found = planted(monkeypatch)
+    given = {"input_ids": torch.stack(PROMPTS[:1])}
+    asked = timed_by_size(monkeypatch, lambda nodes, depth: 1.0 + nodes / 64 + 0.25 * max(depth - 1, 0))
+    curve = costs.measured_costs(model, found, given, {}).curve
+    assert curve.level == pytest.approx(0.25)
+    assert curve.at(1, 0) == curve.at(1) == 1.0 + 1 / 64
+    for nodes, depth in found.steps:
+        assert curve.at(nodes, depth) == pytest.approx(1.0 + nodes / 64 + 0.25 * max(depth - 1, 0))
+    assert {size for size in asked if size and size.nodes == 8} == {Size(8, 1), Size(8, 3)}
+    # of compiled steps as many sizes as there are programs: no more than these
+    asked = timed_by_size(monkeypatch, lambda nodes, depth: 1.0)
+    costs.measured_costs(model, found, given, {}, captured=True)
+    assert set(asked) == {None, ALONE, Size(8, 1), Size(8, 3), Size(40, 3)}
+
+
+@pytest.mark.parametrize("level, depth", [(0.0, 3), (0.02, 3), (0.4, 1)], ids=["free", "cheap", "dear"])
+def test_a_shallow_tree_is_kept_where_levels_are_dear(level, depth, monkeypatch):
+    model, found = planted(monkeypatch)
+    monkeypatch.setattr(calibrating, "worth_of_trees", lambda *args: found)
+    timed_by_size(monkeypatch, lambda nodes, deep: 1.0 + nodes / 24 + level * max(deep - 1, 0))
+    monkeypatch.setattr(calibrating, "_check_end_to_end", lambda model, worth, candidates, *args: (candidates[0], {}))
+    (entry,) = calibrate(model, PROMPTS, new_tokens=41, max_nodes=40)
+    measured = entry["measured"]
+    assert max(map(len, entry["tree"])) == depth and measured["level_seconds"] == pytest.approx(level)
+    size = Size(len(entry["tree"]) + 1, depth)
+    assert entry["tree"] == [list(path) for path in worth.cut(found.paths, size)]
+    assert measured["predicted_tokens_per_step"] == found.tokens_per_step(size)
+    # the curves are those of trees that are no deeper, of which "auto" takes the beginnings
+    timed = [one for one in sorted(found.steps) if one.nodes <= measured["step_seconds"][-1][0]]
+    as_deep = {one.nodes: one for one in timed if one.depth <= depth}
+    assert measured["tokens_per_step_by_nodes"] == [[n, costs.gain(found, one, 1)] for n, one in as_deep.items()]
+    rates = dict(measured["tokens_per_second_by_nodes"])
+    assert list(rates) == list(as_deep) and max(rates, key=rates.get) == size.nodes
+    ladder = Ladder.of(entry, None, VOCABULARY)
+    assert ladder.seconds[-1] == pytest.approx(1.0 + size.nodes / 24 + level * (depth - 1))
+
+
+def test_three_sizes_are_run_and_of_captured_steps_only_the_best(monkeypatch):
+    model, found = planted(monkeypatch)
+    monkeypatch.setattr(calibrating, "worth_of_trees", lambda *args: found)
+    timed_by_size(monkeypatch, lambda nodes, depth: 1.0 + nodes / 24)
+    ran = []
+
+    def check(model, worth, candidates, *args):
+        ran.append(len(candidates))
+        return candidates[0], {}
+
+    monkeypatch.setattr(calibrating, "_check_end_to_end", check)
+    for captured in (False, True):
+        calibrate(model, PROMPTS, captured=captured, new_tokens=41, max_nodes=40)
+    assert ran == [3, 1]
+
+
+def test_entries_of_earlier_versions_know_no_levels(calibrated):
+    entry = dict(calibrated.generation_config.calibration[0])
+    entry["measured"] = {**entry["measured"], "step_seconds": [[1, 1.0], [3, 1.5]], "level_seconds": 0.25}
+    assert Ladder.of(entry, None, VOCABULARY).seconds == (1.0, 1.75)
+    del entry["measured"]["level_seconds"]
+    assert Ladder.of(entry, None, VOCABULARY).seconds == (1.0, 1.5)
+
+
+def test_sizes_that_are_run_differ_in_nodes_and_the_root_alone_is_one_where_it_is_close():
+    rates = {ALONE: 0.9, Size(4, 1): 1.0, Size(4, 2): 1.1, Size(5, 2): 1.05, Size(6, 2): 0.99, Size(12, 3): 0.5}
+    assert calibrating._candidates(rates, 3) == [Size(4, 2), Size(6, 2), ALONE]
+    assert calibrating._candidates(rates, 2) == [Size(4, 2), Size(6, 2), ALONE]
+    assert calibrating._candidates({**rates, ALONE: 0.5}, 1) == [Size(4, 2)]
+
+
+def test_the_fastest_of_the_sizes_that_are_run_is_kept(monkeypatch):
+    found = worth.Worth([(0,), (0, 0), (1,)], {}, 0)
+    seconds, now = {0: 4.0, 1: 5.0, 2: 2.0, 4: 3.0}, [0.0]
+    text, counts = torch.tensor([[5, 6, 7, 8, 9]]), torch.tensor([[2, 0, 1]])
+
+    def generate(draft_tree=None, max_new_tokens=0, **call):
+        nodes = draft_tree.num_nodes if draft_tree else 0
+        # the short call before the others, which warms up, is not counted
+        now[0] += seconds[nodes] if max_new_tokens == 64 else 1000.0 * nodes
+        return SimpleNamespace(sequences=text + (nodes == 4), accepted_lengths=counts)
+
+    base = SimpleNamespace(generate=generate, device=torch.device("cpu"))
+    model = SimpleNamespace(base=base, generate=generate, generation_config=SimpleNamespace(eos_token_id=None))
+    monkeypatch.setattr(calibrating.time, "perf_counter", lambda: now[0])
+    sizes = [Size(4, 2), Size(2, 1), ALONE]
+    best, figures = calibrating._check_end_to_end(model, found, sizes, [{}, {}], {}, False, 64)
+    assert best == Size(2, 1) and figures == {
+        "tokens_per_step": 1.5, "tokens_per_second": 8 / 4.0, "base_tokens_per_second": 8 / 8.0, "speedup": 2.0,
+        "identical": True,
+    }  # fmt: skip
+    best, figures = calibrating._check_end_to_end(model, found, [Size(4, 2)], [{}], {}, False, 64)
+    assert best == Size(4, 2) and not figures["identical"]
 
 
 def test_the_seconds_of_a_step_are_those_of_the_round_over_the_base(monkeypatch):
-    found = worth.Worth([(0,)], {1: [[1] * 8], 2: [[2] * 4]}, 8)
+    found = worth.Worth([(0,)], {ALONE: [[1] * 8], Size(2, 1): [[2] * 4]}, 8)
     model = family("medusa").build(tiny_base("llama-gqa"))
     monkeypatch.setattr(costs, "COST_ROUNDS", 3)
-    paces = iter([1.0, 1.0, *[1.0] * 3, *[2.0] * 3, *[4.0] * 3])  # the machine becomes slower: warm-up, three rounds
+    # warm-up, and three rounds at different paces of the machine, in the last of which the tree is disturbed
+    seconds = iter([1.0, 1.0, *[1.0, 1.0, 1.5], *[4.0, 4.0, 6.0], *[2.0, 2.0, 6.0]])
+    paces = iter([1.0, 1.0, *[1.0] * 3, *[4.0] * 3, *[2.0] * 3])
 
     def timed(model, tree, call, captured=False):
-        pace = next(paces)
-        return pace * (1.5 if tree and tree.num_nodes == 2 else 1.0), pace * 0.5
+        return next(seconds), next(paces) * 0.5
 
     monkeypatch.setattr(costs, "_timed", timed)
     measured = costs.measured_costs(model, found, {"input_ids": torch.stack(PROMPTS[:1])}, {})
@@ -245,7 +392,7 @@ def test_the_seconds_of_a_step_are_those_of_the_round_over_the_base(monkeypatch)
 
 def test_where_no_tree_pays_the_entry_has_the_root_alone(monkeypatch, notices):
     model = family("hydra").build(tiny_base("llama-gqa"))
-    timed_by_nodes(monkeypatch, lambda nodes: 1.0 if nodes == 1 else 100.0)
+    timed_by_size(monkeypatch, lambda nodes, depth: 1.0 if nodes == 1 else 100.0)
     (entry,) = calibrate(model, PROMPTS, **QUICK)
     assert entry["tree"] == [] and entry["measured"]["tokens_per_step"] == 1
     assert drafted(model, 1) == drafted(model, 1, draft_tree="auto") == {1} and notices == []
@@ -263,7 +410,7 @@ def test_medusa_s_product_takes_the_heads_as_independent():
 
 
 def test_the_curve_never_falls():
-    curve = CostCurve.through([(16, 3.0), (2, 2.0), (8, 1.0), (4, 3.0)])
+    curve = CostCurve.through({Size(16, 1): 3.0, Size(2, 1): 2.0, Size(8, 1): 1.0, Size(4, 1): 3.0})
     assert curve.points == [(2, 2.0), (4, 2.0), (8, 2.0), (16, 3.0)]
     assert [curve.at(nodes) for nodes in (1, 6, 12, 64)] == [2.0, 2.0, 2.5, 3.0]
 
@@ -297,6 +444,33 @@ def test_bad_input_is_refused_in_one_line(prompts, call, line):
     with pytest.raises(ValueError) as refused:
         calibrate(model, prompts, **{**QUICK, **call})
     assert line in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_the_error_of_tokens_per_step_is_over_texts_and_not_over_steps(monkeypatch):
+    monkeypatch.setattr(worth, "PRECISION", 0.05)
+    # the steps of a text resemble each other: 100 steps of each of these are no better known than the texts differ
+    texts = [[1] * 100, [2] * 100, [1] * 100, [2] * 100]
+    with pytest.raises(
+        ValueError, match="their 400 steps tell the tokens per step to within 19%, and 5% needs about 60"
+    ):
+        worth._check_precision(texts, 4)
+    worth._check_precision(16 * texts, 64)
+    with pytest.raises(ValueError, match="1 prompts are too few: their 3 steps tell"):
+        worth._check_precision([[2, 2, 2]], 1)
+    worth._check_precision([[2, 1] * 3, [2, 1] * 50], 2)  # of one kind, however long
+
+    generator = torch.Generator().manual_seed(0)
+    texts = [torch.randint(1, 4, (int(size),), generator=generator).tolist() for size in torch.arange(5, 45)]
+    without = [sum(map(sum, rest)) / sum(map(len, rest)) for n in range(40) for rest in [texts[:n] + texts[n + 1 :]]]
+    mean = sum(without) / 40
+    jackknife = (39 / 40 * sum((one - mean) ** 2 for one in without)) ** 0.5 / mean
+    for share, enough in ((1.1, True), (0.9, False)):
+        monkeypatch.setattr(worth, "PRECISION", share * jackknife)
+        if enough:
+            worth._check_precision(texts, 40)
+        else:
+            with pytest.raises(ValueError, match="needs about (4[5-9]|5[0-4]) prompts"):
+                worth._check_precision(texts, 40)
 
 
 def test_too_few_prompts_are_told_how_many_are_needed(monkeypatch):
