@@ -74,9 +74,8 @@ def commit(drafter, draft_state: Any, cache: SlotCache, rows: Rows, verified: Ve
         # a wrong node here costs speed and never correctness: the tests look at it by itself
         last = (counts[:, None] - 1).clamp(min=0)
         nodes, tokens, counts = nodes.gather(1, last), tokens.gather(1, last), counts.clamp(max=1)
-    nodes = nodes.to(verified.features.device)
-    width = verified.features.shape[2]
-    features = verified.features.gather(1, nodes[..., None].expand(-1, -1, width))  # (B, D or 1, F*H)
+    said = verified.features
+    features = said.gather(1, nodes.to(said.device)[..., None].expand(-1, -1, said.shape[2]))  # (B, D or 1, F*H)
     draft_state = drafter.observe(draft_state, features, tokens, counts)
     ends = walk.ends.contiguous()  # a program takes the strides of what it was made with for those of all steps
     return rows._replace(lengths=rows.lengths + walk.counts, ends=ends, draft_state=draft_state)
