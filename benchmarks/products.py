@@ -2,8 +2,8 @@
 
     python benchmarks/products.py
 
-`hf_drafthead.generation.products` writes compiled steps the second way for 8 to 48 rows. Both take turns over as many
-weights as a model of that width has; the fastest of the repeats counts.
+`hf_drafthead.generation.products` says which products of compiled steps are written the second way.
+Both take turns over as many weights as a model of that width has; the fastest of the repeats counts.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from hf_drafthead.evaluation.speed import time_interleaved
 SHAPES = [
     (96, 96, 64),
     (256, 96, 64),
+    (192, 192, 64),
+    (768, 192, 32),
     (512, 512, 32),
     (1408, 512, 16),
     (1024, 1024, 32),

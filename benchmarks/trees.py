@@ -45,7 +45,7 @@ from hf_drafthead.generation.tree import RankPath
 RESULTS = Path(__file__).parent / "results" / "trees.json"
 MEASURED, NEW_TOKENS = 12, 96
 SIZES = (8, 16, 32, 64)
-DYNAMIC = (16, 32)  # sizes that are run
+DYNAMIC = (16, 32, 64)  # sizes that are run
 FAMILIES = ("eagle", "eagle3", "hydra++")
 
 

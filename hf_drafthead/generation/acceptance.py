@@ -81,6 +81,7 @@ def walk_on_host(
     *,
     preferred: torch.Tensor | None = None,
     show: Callable[[torch.Tensor], None] | None = None,
+    depth: int | None = None,
 ) -> Walk:
     """The walk token by token, with every processor and criterion applied to exactly the row's own prefix.
 
@@ -94,6 +95,7 @@ def walk_on_host(
         rules: chooses tokens and says which rows end.
         preferred: (B, N) token to emit at a node instead of the base's choice, -1 for none (`typical_choices`).
         show: is given every token (B,) once the criteria were asked about it, where all rows stay at one length.
+        depth: D of the walk; default: as many nodes as a row has walked, so that no others are moved.
     """
     tokens, topology = candidates.tokens, candidates.topology
     lengths, ends = list(lengths), list(ends)
@@ -144,7 +146,7 @@ def walk_on_host(
         if rules.lockstep and len(going_on) < len(now):
             break
         moving = going_on
-    packed, depth = [], topology.paths.shape[-1]
+    packed, depth = [], depth or max(len(walked) for walked in nodes)
     for length, end, walked, kept in zip(before, ends, nodes, emitted):
         count = len(walked)
         own = max(min(count, end - length), 0) if end and rules.pads else count

@@ -1,9 +1,9 @@
 """Matrix products of few rows in a compiled step on a CPU.
 
-A linear layer computes x W^T. With 8 to 48 rows of x, the nodes of a tree, MKL computes the same product faster as
-(W x^T)^T where W is large: in float32 on two cores in 0.46 to 0.95 of the time with 12 to 48 rows and at least 512
-features. With fewer or more rows, and with a small W, both take about the same time, or the second way takes more
-(`python benchmarks/products.py`).
+A linear layer computes x W^T. With few rows of x, the nodes of a tree, MKL computes the same product faster as
+(W x^T)^T: in float32 on two cores in 0.44 to 0.98 of the time with 12 to 48 rows and weights of 36,000 numbers or more,
+and in 0.46 to 0.92 with 8 to 11 rows and weights of a million or more. With other rows, and with a small W, both take
+about the same time, or the second way takes more (`python benchmarks/products.py`).
 
 Shapes: M rows, K features in, N out.
 """
@@ -14,7 +14,8 @@ import torch
 from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
-FEWEST, MOST = 8, 48  # rows
+MOST = 48  # rows
+WEIGHTS = ((12, 1 << 15), (8, 1 << 20))  # with so many rows or more, weights of so many numbers or more
 aten = torch.ops.aten
 
 
@@ -35,11 +36,12 @@ class TransposedProducts(CustomGraphPass):
 
 
 def _suits(product: fx.Node) -> bool:
-    result = product.meta["val"]  # (M, N)
+    result, weight = product.meta["val"], product.all_input_nodes[-1].meta["val"]  # (M, N), (K, N)
     rows = result.shape[0]
     return (
         isinstance(rows, int)
-        and FEWEST <= rows <= MOST
+        and rows <= MOST
+        and any(rows >= fewest and weight.numel() >= smallest for fewest, smallest in WEIGHTS)
         and result.dtype == torch.float32
         and result.device.type == "cpu"
     )

@@ -155,4 +155,5 @@ class Step:
             rules,
             preferred=preferred,
             show=self.show,
+            depth=self.tree.max_depth + 1 if state.cache.fixed else None,
         )

@@ -14,6 +14,9 @@ from hf_drafthead.generation.products import TransposedProducts
 aten = torch.ops.aten
 
 
+LARGE, LARGEST = (240, 160), (1100, 1000)  # features out and in, of a weight that suits 12 rows, and of one for 8
+
+
 def graph_of(inputs, weights):
     graph = make_fx(nn.functional.linear, tracing_mode="fake")(inputs, *weights)
     TransposedProducts()(graph.graph)
@@ -22,25 +25,41 @@ def graph_of(inputs, weights):
     return graph
 
 
-def transposed(graph) -> bool:
+def transposed(graph, shape) -> bool:
     """Whether the weight stands on the left, with its features out in rows."""
     (product,) = graph.graph.find_nodes(op="call_function", target=aten.mm.default)
-    return product.meta["val"].shape[0] == 24
+    return product.meta["val"].shape[0] == shape[0]
+
+
+def weights_of(shape, bias=False, dtype=torch.float32):
+    return [torch.randn(shape, dtype=dtype), *([torch.randn(shape[0], dtype=dtype)] if bias else [])]
 
 
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("shape", [(1, 12, 16), (4, 3, 16), (8, 16), (48, 16)], ids=str)
-def test_few_rows_are_transposed_and_the_result_is_the_same(shape, bias):
-    inputs, weights = torch.randn(shape), [torch.randn(24, 16), *([torch.randn(24)] if bias else [])]
+@pytest.mark.parametrize(
+    "rows, shape", [((1, 12), LARGE), ((4, 3), LARGE), ((48,), LARGE), ((8,), LARGEST), ((11,), LARGEST)], ids=str
+)
+def test_few_rows_are_transposed_and_the_result_is_the_same(rows, shape, bias):
+    inputs, weights = torch.randn(*rows, shape[1]), weights_of(shape, bias)
     graph = graph_of(inputs, weights)
-    assert transposed(graph)
+    assert transposed(graph, shape)
     assert not graph.graph.find_nodes(op="call_function", target=aten.addmm.default)
-    torch.testing.assert_close(graph(inputs, *weights), nn.functional.linear(inputs, *weights))
+    torch.testing.assert_close(graph(inputs, *weights), nn.functional.linear(inputs, *weights), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("rows, dtype", [(7, torch.float32), (49, torch.float32), (12, torch.float64)])
-def test_other_products_stay(rows, dtype):
-    assert not transposed(graph_of(torch.randn(rows, 16, dtype=dtype), [torch.randn(24, 16, dtype=dtype)]))
+@pytest.mark.parametrize(
+    "rows, shape, dtype",
+    [
+        (7, LARGEST, torch.float32),
+        (11, LARGE, torch.float32),
+        (12, (180, 180), torch.float32),
+        (49, LARGE, torch.float32),
+        (12, LARGE, torch.float64),
+    ],
+)
+def test_other_products_stay(rows, shape, dtype):
+    graph = graph_of(torch.randn(rows, shape[1], dtype=dtype), weights_of(shape, dtype=dtype))
+    assert not transposed(graph, shape)
 
 
 def test_compiled_programs_can_be_kept_on_disk():

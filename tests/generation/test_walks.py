@@ -106,7 +106,7 @@ def assert_as_plain(walk, case: Case) -> None:
         assert (walk.nodes[row, :count].tolist(), walk.tokens[row, :count].tolist()) == (nodes, emitted)
         assert int(walk.ends[row]) == end
         assert set(walk.tokens[row, count:].tolist()) <= {0} and int(walk.own[row]) == count
-    assert walk.nodes.shape == walk.tokens.shape == (len(case.tokens), case.trees[0].max_depth + 1)
+    assert walk.nodes.shape == walk.tokens.shape == (len(case.tokens), walk.depth)
 
 
 def on_device(case: Case, valid: torch.Tensor):
@@ -161,7 +161,12 @@ def on_host(case: Case, rules: Rules, **more):
 def test_the_walk_on_the_host_is_the_plain_one():
     for case in cases(150):
         if len(case.tokens) > 1 or not case.ends[0]:  # a single row that has ended takes no step
-            assert_as_plain(on_host(case, rules_of(case)), case)
+            walk = on_host(case, rules_of(case))
+            assert_as_plain(walk, case)
+            assert walk.depth == int(walk.counts.max())
+            deep = on_host(case, rules_of(case), depth=6)
+            assert_as_plain(deep, case)
+            assert deep.depth == 6
 
 
 def test_preferred_tokens_are_emitted_in_place_of_the_choice():
