@@ -10,7 +10,7 @@ TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-slow test-fuzz test-conformance test-oldest soak audit check style docs build
-.PHONY: bench-gpu test-remote-code test-formats
+.PHONY: bench-gpu coverage mutate test-remote-code test-formats
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 18
@@ -39,6 +39,13 @@ test-oldest:  ## the tests of the rooms that know transformers, with the oldest 
 
 soak: $(READY)  ## 2,000 generations of mixed settings on the bundled models against the base; COUNT=300 for fewer
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/soak.py --count $(or $(COUNT),2000)
+
+mutate: $(READY)  ## small changes of the walks, rules, tree and cache that no test notices and SURVIVORS.md does not explain
+	OMP_NUM_THREADS=1 $(BIN)/python tests/tools/mutate.py
+
+coverage: $(READY)  ## lines of generation/ and modeling/ that their tests run; less than 95 % is an error
+	OMP_NUM_THREADS=1 $(BIN)/python -m coverage run -m pytest -q tests/generation tests/modeling
+	$(BIN)/python -m coverage report
 
 audit:  ## known vulnerabilities of the pinned packages (needs a package index)
 	test -x .audit/bin/pip-audit || { $(PYTHON) -m venv .audit && .audit/bin/pip install --disable-pip-version-check --quiet pip-audit; }

@@ -27,7 +27,7 @@ from hf_drafthead.generation.tree import MAX_NODES
 from hf_drafthead.generation.worth import METHODS, Worth, check_prompts, cut, sampled_prompts, worth_of_trees
 
 CHECKED, APART = 3, 1.3  # sizes that are run against the base, and how far apart they are at least, as a factor
-CLOSE = 0.8  # the root alone is one of them where it is predicted to reach this share of the best size
+CLOSE = 0.8  # share of the best size's tokens per second that each of them is predicted to reach
 CHECKED_PROMPTS, CHECKED_TOKENS, WARM_TOKENS = 8, 64, 8
 
 
@@ -145,13 +145,15 @@ def _checked(
 
 
 def _candidates(rates: dict[Size, float], count: int) -> list[Size]:
-    """The sizes to be run: the fastest ones whose nodes differ by the factor APART; the root alone if it is close."""
+    """The sizes to be run, all CLOSE to the best: the fastest ones whose nodes are APART, and the root alone."""
     chosen: list[Size] = []
     for size in sorted(rates, key=rates.__getitem__, reverse=True):
+        if chosen and rates[size] < CLOSE * rates[chosen[0]]:
+            break
         ratios = [max(size.nodes, one.nodes) / min(size.nodes, one.nodes) for one in chosen]
         if len(chosen) < count and all(ratio >= APART for ratio in ratios):
             chosen.append(size)
-    if ALONE not in chosen and rates[ALONE] > CLOSE * rates[chosen[0]]:
+    if ALONE not in chosen and rates[ALONE] >= CLOSE * rates[chosen[0]]:
         chosen.append(ALONE)
     return chosen
 

@@ -329,6 +329,7 @@ def test_three_sizes_are_run_and_of_captured_steps_only_the_best(monkeypatch):
         return candidates[0], {}
 
     monkeypatch.setattr(calibrating, "_check_end_to_end", check)
+    timed_by_size(monkeypatch, lambda nodes, depth: 1.0)
     for captured in (False, True):
         calibrate(model, PROMPTS, captured=captured, new_tokens=41, max_nodes=40)
     assert ran == [3, 1]
@@ -346,6 +347,7 @@ def test_sizes_that_are_run_differ_in_nodes_and_the_root_alone_is_one_where_it_i
     rates = {ALONE: 0.9, Size(4, 1): 1.0, Size(4, 2): 1.1, Size(5, 2): 1.05, Size(6, 2): 0.99, Size(12, 3): 0.5}
     assert calibrating._candidates(rates, 3) == [Size(4, 2), Size(6, 2), ALONE]
     assert calibrating._candidates(rates, 2) == [Size(4, 2), Size(6, 2), ALONE]
+    assert calibrating._candidates(rates, 4) == [Size(4, 2), Size(6, 2), ALONE]  # 12 nodes are not close
     assert calibrating._candidates({**rates, ALONE: 0.5}, 1) == [Size(4, 2)]
 
 

@@ -8,7 +8,9 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList,
 from transformers.generation import logits_process as processors
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria
 
+from hf_drafthead.generation import DraftTree
 from hf_drafthead.generation.rules import NoiseTape, Rules, rounded
+from hf_drafthead.generation.tree import Topology
 
 ROWS, VOCABULARY = 3, 11
 CPU = torch.device("cpu")
@@ -114,6 +116,7 @@ KEEPS = {"return_dict_in_generate": True, "output_scores": True}
 KINDS = {
     "nothing": (rules_of, True, False),
     "scores only": (lambda: rules_of([processors.TopKLogitsWarper(3)]), True, False),
+    "sampling": (lambda: rules_of(samples=True), True, False),
     "prefixes": (lambda: rules_of([processors.RepetitionPenaltyLogitsProcessor(1.1)]), False, False),
     "views": (lambda: rules_of([Views()]), False, False),
     "of the user": (lambda: rules_of([Unknown()]), False, True),
@@ -135,6 +138,7 @@ def test_kinds_of_calls(make, on_device, lockstep):
     rules = make()
     assert (rules.on_device, rules.lockstep) == (on_device, lockstep)
     assert rules.draws_ahead == (on_device or not lockstep)
+    assert rules.greedy == (on_device and not rules.processors and not rules.samples)
 
 
 def test_what_a_call_says_about_its_ends():
@@ -190,3 +194,137 @@ def test_rows_that_stand_still_are_given_no_noise_of_positions_that_nobody_drew(
     assert sorted(rules.tape.states) == [2, 3, 4, 5]
     assert torch.equal(rules.tilt(found), found.log() * -1.0)
     assert rules_of().noise_ahead([3] * ROWS, [0], 2, VOCABULARY) is None
+
+
+@pytest.mark.parametrize("lockstep", [False, True])
+def test_tokens_are_sampled_as_multinomial_samples_them(lockstep):
+    """All rows one position after the other; at their own pace also a row that lags behind, and one alone."""
+    logits = torch.randn(4, ROWS, VOCABULARY)
+    at_seed()
+    expected = [torch.multinomial(position.softmax(-1), 1)[:, 0].tolist() for position in logits]
+    left_at = torch.get_rng_state()
+    at_seed()
+    rules = rules_of([Unknown()] if lockstep else [], samples=True)
+    sequences = torch.zeros(ROWS, 9, dtype=torch.long)
+    found = [rules.choose([0, 1, 2], logits[t], sequences, [2 + t] * ROWS).tolist() for t in range(4)]
+    assert found == expected
+    assert torch.equal(torch.get_rng_state(), left_at)
+    if not lockstep:
+        both = rules.choose([2, 0], torch.stack([logits[1, 2], logits[3, 0]]), sequences, [5, 4, 3])
+        assert both.tolist() == [expected[1][2], expected[3][0]]
+    with pytest.raises(RuntimeError, match="probability tensor contains"):
+        rules.choose([0, 1, 2], logits[3] * torch.nan, sequences, [5] * ROWS)
+
+
+def test_without_noise_of_its_own_rejection_leaves_the_draws_to_multinomial():
+    rules = replace(rules_of(samples=True), rejects=True, tape=None)
+    assert rules.tape is None
+    logits = torch.randn(ROWS, VOCABULARY)
+    at_seed()
+    expected = torch.multinomial(logits.softmax(-1), 1)[:, 0]
+    at_seed()
+    assert torch.equal(rules.choose([0, 1, 2], logits, torch.zeros(ROWS, 9, dtype=torch.long), [4] * ROWS), expected)
+    ahead = rules.noise_ahead([4] * ROWS, [0], 2, VOCABULARY)
+    assert ahead.shape == (ROWS, 2, VOCABULARY) and (ahead > 0).all()
+    many = rules.noise_ahead([4] * ROWS, [0], 400, VOCABULARY)
+    assert abs(many.mean() - 1) < 0.05 and abs(many.var() - 1) < 0.15
+
+
+def test_every_node_s_choice_is_the_one_that_is_made_at_its_position():
+    logits, noise = torch.randn(ROWS, 4, VOCABULARY), torch.empty(ROWS, 3, VOCABULARY).exponential_(1)
+    depths = torch.tensor([[0, 1, 1, 2]])
+    rules = rules_of([processors.TopKLogitsWarper(3)], samples=True)
+    logits[2, 1] = torch.nan
+    choice, valid = rules.choose_everywhere(logits, depths, noise)
+    for row in range(ROWS):
+        for node in range(4):
+            assert bool(valid[row, node]) == ((row, node) != (2, 1))
+            chances = processors.TopKLogitsWarper(3)(None, logits[row, node][None]).softmax(-1)[0]
+            if valid[row, node]:
+                assert choice[row, node] == (chances / noise[row, depths[0, node]]).argmax()
+    choice, valid = rules_of([processors.SuppressTokensLogitsProcessor([4])]).choose_everywhere(
+        torch.eye(VOCABULARY)[None, 4:6].double().expand(ROWS, -1, -1), depths[:, :2], None
+    )
+    assert choice.tolist() == [[0, 5]] * ROWS and valid.all()
+
+
+def test_where_others_may_draw_the_generator_is_left_as_the_base_leaves_it():
+    rules = rules_of([Unknown(), processors.TemperatureLogitsWarper(0.5)], samples=True)
+    logits, sequences = torch.randn(ROWS, VOCABULARY), torch.zeros(ROWS, 9, dtype=torch.long)
+    at_seed()
+    rules.tape = NoiseTape(ROWS, CPU)
+    rules.choose([0, 1, 2], logits, sequences, [2] * ROWS)
+    left_at = torch.get_rng_state()
+    noise = rules.noise_ahead([3] * ROWS, [0, 1, 2], 2, VOCABULARY)
+    assert torch.equal(torch.get_rng_state(), left_at)
+    assert torch.equal(rules.tilt(noise), noise.log() * -0.5)
+    torch.rand(1)
+    rules.choose([0, 1, 2], logits, sequences, [3] * ROWS)
+    assert not rules.tilt(noise).any()  # somebody else has drawn: what comes next is not known
+
+
+@pytest.mark.parametrize("alike", [True, False])
+@pytest.mark.parametrize("given", [processors.TopKLogitsWarper(4), processors.RepetitionPenaltyLogitsProcessor(9.0)])
+def test_every_node_s_probabilities_are_those_after_its_own_prefix(given, alike):
+    trees = [DraftTree([(0,), (1,), (0, 0), (0, 0, 0)]), DraftTree([(0,), (0, 0), (0, 1), (0, 1, 0)])]
+    trees = trees[:1] * 2 if alike else trees
+    topology = trees[0].topology()
+    if not alike:
+        topology = Topology(*map(torch.cat, zip(*(tree.topology() for tree in trees))))
+    tokens = torch.tensor([[9, 1, 2, 3, 4], [9, 5, 6, 7, 8]])
+    sequences, lengths = torch.tensor([[0, 3, 9, 7, 7], [10, 6, 8, 9, 7]]), [3, 4]
+    logits = torch.randn(2, 5, VOCABULARY, dtype=torch.float64)
+    rules = rules_of([given], rows=2)
+    found = rules.probabilities(logits, tokens, topology, sequences, lengths)
+    for row, tree in enumerate(trees):
+        for node in range(5):
+            line, at = [], node
+            while at:
+                line, at = [int(tokens[row, at]), *line], tree.parents[at]
+            prefix = torch.tensor([sequences[row, : lengths[row]].tolist() + line])
+            expected = given(prefix, logits[row, node][None].float()).softmax(-1)[0]
+            assert torch.equal(found[row, node], expected)
+
+
+def test_on_the_device_a_row_ends_at_an_eos_or_at_the_longest_length():
+    rules, sequences = rules_of(), torch.zeros(ROWS, 12, dtype=torch.long)
+    assert rules.stops([0, 2], [7, 3], sequences, [5, 5, 12]) == [True, True]
+    assert rules.stops([2, 1], [3, 4], sequences, [5, 5, 11]) == [False, False]
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_in_lockstep_criteria_are_shown_all_rows_and_the_scores_that_are_kept(asked):
+    shown = []
+
+    class Shown:
+        def __call__(self, input_ids, scores, **kwargs):
+            shown.append((input_ids, scores))
+            return input_ids[:, -1] == 1
+
+    rules = rules_of(criteria=[Shown(), MaxLengthCriteria(20)], **(KEEPS if asked else {}), output_logits=True)
+    assert rules.lockstep and rules.keeps_logits == asked
+    logits, sequences = torch.randn(ROWS, VOCABULARY), torch.tensor([[0, 0, 0, 1, 9], [0, 0, 0, 2, 9], [0, 0, 0, 1, 9]])
+    rules.choose([0, 1, 2], logits, sequences, [3] * ROWS)
+    assert rules.stops([0, 1, 2], [1, 2, 1], sequences, [4] * ROWS) == [True, False, True]
+    ((input_ids, scores),) = shown
+    assert torch.equal(input_ids, sequences[:, :4])
+    assert (len(scores) == 1 and torch.equal(scores[0], logits)) if asked else scores is None
+    assert len(rules.scores) == len(rules.logits) == asked
+
+
+def test_a_row_that_is_shown_alone_keeps_its_own_padding_from_the_penalty():
+    """A repetition penalty that ignores prompts holds a number for every row of the batch."""
+    penalty = processors.RepetitionPenaltyLogitsProcessor(2.0)
+    penalty.prompt_ignore_length = torch.tensor([[0], [3], [1]])
+    rules, logits = rules_of([penalty]), torch.ones(2, VOCABULARY)
+    sequences, seen = torch.tensor([[1, 2, 3, 4]] * ROWS), []
+
+    class Looks(processors.RepetitionPenaltyLogitsProcessor):
+        def __call__(self, input_ids, scores):
+            seen.append(self.prompt_ignore_length.flatten().tolist())
+            return scores
+
+    penalty.__class__ = Looks
+    rules.scores_only = rules.lockstep = False
+    rules.choose([2, 1], logits, sequences, [4] * ROWS)
+    assert seen == [[1, 3]] and penalty.prompt_ignore_length.shape == (3, 1)

@@ -5,6 +5,7 @@ import random
 import pytest
 import torch
 from transformers import DynamicCache, StaticCache
+from transformers.cache_utils import DynamicLayer
 
 from hf_drafthead.generation import DraftTree, SlotCache, slots
 from hf_drafthead.generation.slots import can_load, slot_mask
@@ -121,10 +122,11 @@ def test_layers_are_given_the_nodes_of_the_step_and_every_row_s_past(capacity, n
 
 
 def test_more_and_fewer_nodes_can_be_fixed():
-    for nodes in (1, 2, 5):
-        mirror = Mirror(2, 6, 2)
+    for capacity, nodes in ((12, 1), (12, 2), (12, 5), (6, 5)):
+        mirror = Mirror(2, 8, 2)
         mirror.append(5, [5, 3])
-        mirror.cache.fix(12, nodes)
+        mirror.cache.fix(capacity, nodes)
+        assert all(pool.data.shape[0] == pool.taken == 1 for pool in mirror.cache.pools)  # each layer's own
         mirror.place(nodes)
         mirror.keep([[0], [0]], [1, 1])
         mirror.place(1)
@@ -146,7 +148,7 @@ def test_memory_grows_by_half_at_first_then_by_a_room_or_by_what_is_needed(monke
     before = mirror.cache.pools[0].data
     mirror.cache.reserve(37, 1)
     assert mirror.cache.pools[0].data is before
-    mirror.cache.reserve(2, 4)
+    mirror.cache.reserve(37, 4)
     assert (mirror.cache.capacity, mirror.cache.nodes, mirror.cache.slots) == (37, 4, 41)
     mirror.check()
 
@@ -161,7 +163,11 @@ def test_layers_of_one_shape_share_a_tensor():
     ]
     per_slot = 2 * 8 * sum(heads * (keys + values) for heads, keys, values in SHAPES)
     assert mirror.cache.memory(7) == 7 * per_slot and mirror.cache.memory(0) == 0
+    assert [pool.taken for pool in mirror.cache.pools] == [4, 1, 1]
     assert SlotCache(2, 3, 4).memory(7) == 0
+    smallest = SlotCache(1, 1, 1)
+    smallest.update(torch.zeros(1, 1, 1, 2), torch.zeros(1, 1, 1, 2), 0)
+    assert (smallest.slots, smallest.memory(5)) == (1, 5 * 2 * 2 * 4)
 
 
 def test_no_more_layers_share_a_tensor_than_the_bound(monkeypatch):
@@ -182,6 +188,7 @@ def test_an_ordinary_cache_is_loaded_and_unloaded():
     other = Mirror(2, 1, 0)
     other.cache.load(ordinary)
     assert (other.cache.extent, other.cache.lengths.tolist(), other.cache.nodes) == (7, [7, 7], 0)
+    assert other.cache.capacity == 8
     other.past, other.next = mirror.past, mirror.next
     other.append(1)
     other.cache.unload(ordinary, 7, 8)
@@ -210,6 +217,64 @@ def test_a_cache_is_loaded_where_every_layer_is_known():
     assert can_load(ordinary)
     ordinary.layers.append(object())
     assert not can_load(ordinary)
+    offloaded = DynamicCache()
+    offloaded.offloading = True
+    assert can_load(offloaded) is False
+
+
+def test_layers_without_a_past_are_neither_loaded_nor_unloaded():
+    past = DynamicCache()
+    past.update(torch.ones(1, 1, 2, 1), torch.ones(1, 1, 2, 1), 0)
+    past.layers += [DynamicLayer(), DynamicLayer()]
+    past.layers[2].lazy_initialization(torch.zeros(1, 1, 2, 1), torch.zeros(1, 1, 2, 1))
+    cache = SlotCache(1, 3, 4)
+    cache.load(past)
+    assert [layer.is_initialized for layer in cache.layers] == [True, False, False]
+    target = DynamicCache()
+    cache.unload(target, 2, 2)
+    assert not target.layers
+    cache.unload(target, 0, 2)
+    assert len(target.layers) == 1 and target.get_seq_length() == 2
+
+
+def test_a_cache_by_hand():
+    assert (SlotCache(2, 3, 4).nodes, SlotCache(2, 3, 4, 5).slots) == (0, 9)
+    cache = SlotCache(1, 1, 4, 1)
+    numbers = torch.arange(1.0, 3).reshape(1, 1, 2, 1)
+    cache.update(numbers, numbers, 0)  # keys and values of one shape: a single pool
+    cache.count(2)
+    assert cache.place(2) == 2 and cache.place(2) == 2 and cache.place(1, again=True) == 3
+    cache.update(numbers[:, :, :1] + 6, numbers[:, :, :1], 0)
+    cache.keep(torch.tensor([[0]]), torch.tensor([1]))
+    keys, _ = cache.layers[0].views()
+    assert keys[0, 0, cache.nodes : cache.nodes + 3, 0].tolist() == [1, 2, 7]
+
+
+def test_what_transformers_asks_a_layer_is_answered_as_a_dynamic_layer_does():
+    ours, theirs = SlotCache(1, 1, 4, 2), DynamicLayer()
+    numbers = torch.zeros(1, 1, 3, 2)
+    ours.update(numbers, numbers, 0), theirs.update(numbers, numbers)
+    ours.count(3)
+    layer = ours.layers[0]
+    for question in ("get_seq_length", "get_max_length"):
+        assert getattr(layer, question)() == getattr(theirs, question)()
+    assert layer.get_mask_sizes(2) == theirs.get_mask_sizes(2) == (5, 0)
+    assert layer.is_sliding is theirs.is_sliding is False
+    assert layer.is_croppable is False  # the rows are of different lengths
+
+
+def test_lengths_live_where_the_first_layer_computes_and_are_not_read_back_from_there():
+    """On the meta device nothing can be read; the longest row is then known by a bound."""
+    cache, here = SlotCache(2, 2, 9, 1), torch.zeros(2, 1, 4, 2)
+    cache.update(here.to("meta"), here.to("meta"), 0)
+    cache.update(here, here, 1)
+    assert cache.lengths.device.type == "meta"
+    cache.count(4, torch.tensor([4, 2], device="meta"))
+    assert cache.extent == 4
+    cache.place(1)
+    cache.pools = cache.pools[:1]
+    cache.keep(torch.zeros(2, 3, dtype=torch.long, device="meta"), torch.ones(2, dtype=torch.long, device="meta"))
+    assert cache.extent == 7
 
 
 def plain_mask(tree: DraftTree, nodes: list[int], columns: list[int], past: int, extent: int, visible, window):

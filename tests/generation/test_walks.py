@@ -1,17 +1,26 @@
 """The walks against one written out token by token, on random trees, choices and ends."""
 
+import math
 import random
 from collections.abc import Iterator
 from typing import NamedTuple
 
 import pytest
 import torch
-from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList, TemperatureLogitsWarper
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
 from hf_drafthead.generation import DraftTree
-from hf_drafthead.generation.acceptance import rejection_choices, walk_on_device, walk_on_host
+from hf_drafthead.generation.acceptance import (
+    preferred_choices,
+    rejection_choices,
+    typical_choices,
+    walk_on_device,
+    walk_on_host,
+)
+from hf_drafthead.generation.drafting import Guesses
 from hf_drafthead.generation.rules import Rules
+from hf_drafthead.generation.settings import DraftSettings
 from hf_drafthead.generation.state import Candidates, Limits, Rows
 from hf_drafthead.generation.tree import Topology
 
@@ -220,3 +229,120 @@ def test_rejection_emits_the_first_child_that_passes_and_then_what_the_base_draw
     choices = rejection_choices(p, q, candidates, chance, torch.tensor([[1.0, 1.0, 1.0, 1.0]]))
     # refused at the root: what is left of p is 0.1 and 0.4; refused below node 1: 0.5 and 0.1
     assert choices.tolist() == ([[1, 1, -1, -1]] if taken else [[3, -1, -1, -1]])
+
+
+def eighths(case: Case, seed: int) -> list[list[list[float]]]:
+    """Probabilities (B, N, V): multiples of 1/8, many of them 0 or alike, those of children's tokens often high."""
+    dice = random.Random(seed)
+    found = []
+    for tree, tokens in zip(case.trees, case.tokens):
+        found.append([[0.0] * VOCABULARY for _ in range(tree.num_nodes)])
+        for node, law in enumerate(found[-1]):
+            likely = [tokens[child] for child in tree.children(node)] + [dice.randrange(VOCABULARY)]
+            for _ in range(8):
+                law[dice.choice(likely)] += 1 / 8
+    return found
+
+
+def plain_typical(case: Case, row: int, chances, threshold: float, alpha: float) -> list[int]:
+    """The rule of the paper, for one row, node by node: the choices at every node, -1 off the accepted path."""
+    tree, tokens = case.trees[row], case.tokens[row]
+    accepted: dict[int, float] = {0: 1.0}  # and the probability of the path
+    for node in range(1, tree.num_nodes):
+        above = tree.parents[node]
+        law = chances[row][above]
+        enough = min(threshold, alpha * math.exp(sum(chance * math.log(chance + 1e-5) for chance in law)))
+        if above in accepted and tree.depths[node] <= case.reach[row] and law[tokens[node]] > enough:
+            accepted[node] = accepted[above] * law[tokens[node]]
+    longest = max(tree.depths[node] for node in accepted)
+    at = max((node for node in accepted if tree.depths[node] == longest), key=lambda node: (accepted[node], -node))
+    choices = [-1] * tree.num_nodes
+    while at:
+        choices[tree.parents[at]] = tokens[at]
+        at = tree.parents[at]
+    return choices
+
+
+@pytest.mark.parametrize("threshold, alpha", [(0.25, 99.0), (1.0, 0.7), (0.0, 0.0)])
+def test_typical_acceptance_is_the_plain_rule_in_every_row(threshold, alpha):
+    """In the first setting some probabilities equal the threshold, which is not enough."""
+    for seed, case in enumerate(cases(50)):
+        chances = eighths(case, seed)
+        reach, rows = torch.tensor(case.reach), range(len(case.tokens))
+        found = typical_choices(torch.tensor(chances).double(), case.candidates, reach, threshold, alpha)
+        assert found.tolist() == [plain_typical(case, row, chances, threshold, alpha) for row in rows]
+
+
+def plain_rejection(case: Case, row: int, p, q, chance, noise) -> list[int]:
+    """SpecInfer's algorithm 2 for one row, one child after the other; a child that cannot have been drawn is none."""
+    tree, tokens, at = case.trees[row], case.tokens[row], 0
+    choices, left, drawn = [-1] * tree.num_nodes, p[row][0], list(q[row][0])
+    waiting = list(tree.children(0))
+    while waiting:
+        child = waiting.pop(0)
+        token = tokens[child]
+        if drawn[token] == 0:
+            continue
+        if chance[row][child] * drawn[token] < left[token]:
+            choices[at], at, left, drawn = token, child, p[row][child], list(q[row][child])
+            waiting = list(tree.children(child))
+            continue
+        more = [max(ours - theirs, 0.0) for ours, theirs in zip(left, drawn)]
+        left = [value / sum(more) for value in more] if sum(more) else left
+        drawn[token] = 0.0
+        drawn = [value / sum(drawn) for value in drawn] if sum(drawn) else drawn
+    last = [ours / noise[row][token] for token, ours in enumerate(left)]
+    choices[at] = last.index(max(last))
+    return choices
+
+
+def test_rejection_is_the_plain_rule_in_every_row():
+    """Of the uniform numbers some are 0: a token that the base cannot choose is refused all the same."""
+    for seed, case in enumerate(cases(50)):
+        p, q = eighths(case, seed), eighths(case, seed + 1000)
+        shape = (len(case.tokens), len(case.tokens[0]))
+        chance = torch.rand(shape, dtype=torch.float64) * torch.randint(0, 4, shape).clamp(max=1)
+        noise = torch.empty(shape[0], VOCABULARY, dtype=torch.float64).exponential_(1)
+        laws = torch.tensor(p).double(), torch.tensor(q).double()
+        found = rejection_choices(*laws, case.candidates, chance, noise)
+        plain = chance.tolist(), noise.tolist()
+        assert found.tolist() == [plain_rejection(case, row, p, q, *plain) for row in range(shape[0])]
+
+
+def test_where_rounding_leaves_nothing_of_what_the_base_says_it_is_asked_as_it_is():
+    candidates = Candidates(torch.tensor([[0, 1]]), DraftTree([(0,)]).topology())
+    q = torch.tensor([0.5, 0.5], dtype=torch.float64).expand(1, 2, 2)
+    p = torch.tensor([0.5, 0.5 - 2**-54], dtype=torch.float64).expand(1, 2, 2)
+    chance = torch.full((1, 2), 1 - 2**-53, dtype=torch.float64)
+    choices = rejection_choices(p, q, candidates, chance, torch.tensor([[1.0, 2.0]], dtype=torch.float64))
+    assert choices.tolist() == [[0, -1]]
+
+
+@pytest.mark.parametrize("acceptance", ["typical", "rejection"])
+def test_what_is_preferred_follows_the_acceptance_of_the_call(acceptance):
+    tree = DraftTree([(0,), (1,), (0, 0)])
+    case = Case([tree] * 2, [[0, 1, 2, 3], [4, 5, 6, 0]], [[0] * 4] * 2, [5, 4], [0, 0], [9, 1], 30)
+    rules = rules_of(case)
+    rules.processors.append(TemperatureLogitsWarper(0.5))
+    rules.__post_init__()
+    levels = tree.levels()
+    guesses = [Guesses(torch.randn(2, len(level.expanded), VOCABULARY)) for level in levels]
+    candidates = case.candidates._replace(guesses=tuple(guesses))
+    settings = DraftSettings(tree, acceptance, 0.1, 0.6)
+    logits, reach = torch.randn(2, 4, VOCABULARY), torch.tensor(case.reach)
+    sequences = torch.zeros(2, WIDTH, dtype=torch.long)
+    torch.manual_seed(3)
+    found = preferred_choices(settings, rules, logits, candidates, sequences, case.lengths, reach)
+    p = (logits / 0.5).softmax(-1)
+    if acceptance == "typical":
+        expected = typical_choices(p, candidates, reach, 0.1, 0.6)
+    else:
+        q = torch.zeros_like(p)
+        for level, said in zip(levels, guesses):
+            q[:, level.expanded] = (said.logits / 0.5).softmax(-1)
+        torch.manual_seed(3)
+        expected = rejection_choices(p, q, candidates, torch.rand(2, 4), torch.empty(2, VOCABULARY).exponential_(1))
+    assert torch.equal(found, expected) and (found >= 0).any()
+    logits[1, 2, 3] = torch.nan
+    with pytest.raises(RuntimeError, match="probability tensor contains"):
+        preferred_choices(settings, rules, logits, candidates, sequences, case.lengths, reach)
