@@ -122,13 +122,20 @@ def on_device(case: Case, valid: torch.Tensor):
     return walk_on_device(torch.tensor(case.choice), valid, case.candidates, rows, limits, torch.tensor(case.reach))
 
 
+def root_alone(case: Case) -> Case:
+    """The same step, with nothing drafted."""
+    tokens, choice = ([row[:1] for row in lists] for lists in (case.tokens, case.choice))
+    return case._replace(trees=[DraftTree.root_alone()] * len(tokens), tokens=tokens, choice=choice)
+
+
 def test_the_walk_on_the_device_is_the_plain_one():
     for case in cases(150):
-        assert_as_plain(on_device(case, torch.ones(len(case.tokens), len(case.tokens[0]), dtype=torch.bool)), case)
+        for one in (case, root_alone(case)):
+            assert_as_plain(on_device(one, torch.ones(len(one.tokens), len(one.tokens[0]), dtype=torch.bool)), one)
 
 
 def test_a_choice_counts_as_valid_where_all_nodes_walked_are():
-    for case in cases(40):
+    for case in [*cases(40), *map(root_alone, cases(40))]:
         for node in range(len(case.tokens[0])):
             valid = torch.ones(len(case.tokens), len(case.tokens[0]), dtype=torch.bool)
             valid[:, node] = False
