@@ -158,9 +158,9 @@ def rules_of(case: Case, *more) -> Rules:
     )
 
 
-def on_host(case: Case, rules: Rules, **more):
+def on_host(case: Case, rules: Rules, sequences: torch.Tensor | None = None, **more):
     logits = torch.nn.functional.one_hot(torch.tensor(case.choice), VOCABULARY).double()
-    sequences = torch.full((len(case.tokens), WIDTH), 6)
+    sequences = torch.full((len(case.tokens), WIDTH), 6) if sequences is None else sequences
     ends = [end or None for end in case.ends]
     return walk_on_host(logits, case.candidates, sequences, case.lengths, ends, case.reach, rules, **more)
 
@@ -174,6 +174,18 @@ def test_the_walk_on_the_host_is_the_plain_one():
             deep = on_host(case, rules_of(case), depth=6)
             assert_as_plain(deep, case)
             assert deep.depth == 6
+
+
+@pytest.mark.parametrize("greedy", [True, False])
+def test_the_walk_on_the_host_shows_what_it_emits_and_writes_to_nothing_that_it_is_given(greedy):
+    for case in cases(100):
+        if len(case.tokens) > 1 or case.ends[0]:
+            continue
+        rules, shown, sequences = rules_of(case, *(() if greedy else (Counts(),))), [], torch.full((1, WIDTH), 6)
+        assert rules.greedy == greedy
+        walk = on_host(case, rules, sequences, show=shown.append)
+        assert [int(column) for column in shown] == walk.tokens[0, : int(walk.counts)].tolist()
+        assert (sequences == 6).all()
 
 
 def test_preferred_tokens_are_emitted_in_place_of_the_choice():
