@@ -177,7 +177,7 @@ class Rules:
         """
         scores = rounded(logits)
         if self.processors:
-            flat = scores.to(torch.float32, copy=True).flatten(0, 1)
+            flat = scores.float().flatten(0, 1)
             scores = self.processors(flat.new_zeros(len(flat), 1, dtype=torch.long), flat).view(logits.shape)
         if noise is None:
             return self.choose_greedily(scores)

@@ -231,15 +231,15 @@ def test_without_noise_of_its_own_rejection_leaves_the_draws_to_multinomial():
 
 
 def test_every_node_s_choice_is_the_one_that_is_made_at_its_position():
-    logits, noise = torch.randn(ROWS, 4, VOCABULARY), torch.empty(ROWS, 3, VOCABULARY).exponential_(1)
-    depths = torch.tensor([[0, 1, 1, 2]])
-    rules = rules_of([processors.TopKLogitsWarper(3)], samples=True)
+    logits, noise = torch.randn(ROWS, 4, VOCABULARY), torch.empty(ROWS, 2, VOCABULARY).exponential_(1)
+    depths = torch.tensor([[0, 1, 1, 1]])
+    rules = rules_of([processors.TopPLogitsWarper(0.7)], samples=True)
     logits[2, 1] = torch.nan
     choice, valid = rules.choose_everywhere(logits, depths, noise)
     for row in range(ROWS):
         for node in range(4):
             assert bool(valid[row, node]) == ((row, node) != (2, 1))
-            chances = processors.TopKLogitsWarper(3)(None, logits[row, node][None]).softmax(-1)[0]
+            chances = processors.TopPLogitsWarper(0.7)(None, logits[row, node][None]).softmax(-1)[0]
             if valid[row, node]:
                 assert choice[row, node] == (chances / noise[row, depths[0, node]]).argmax()
     choice, valid = rules_of([processors.SuppressTokensLogitsProcessor([4])]).choose_everywhere(
@@ -264,7 +264,15 @@ def test_where_others_may_draw_the_generator_is_left_as_the_base_leaves_it():
 
 
 @pytest.mark.parametrize("alike", [True, False])
-@pytest.mark.parametrize("given", [processors.TopKLogitsWarper(4), processors.RepetitionPenaltyLogitsProcessor(9.0)])
+@pytest.mark.parametrize(
+    "given",
+    [
+        processors.TopPLogitsWarper(0.7),
+        processors.RepetitionPenaltyLogitsProcessor(9.0),
+        processors.MinLengthLogitsProcessor(5, 4, device="cpu"),
+    ],
+    ids=lambda given: type(given).__name__,
+)
 def test_every_node_s_probabilities_are_those_after_its_own_prefix(given, alike):
     trees = [DraftTree([(0,), (1,), (0, 0), (0, 0, 0)]), DraftTree([(0,), (0, 0), (0, 1), (0, 1, 0)])]
     trees = trees[:1] * 2 if alike else trees
@@ -275,7 +283,10 @@ def test_every_node_s_probabilities_are_those_after_its_own_prefix(given, alike)
     sequences, lengths = torch.tensor([[0, 3, 9, 7, 7], [10, 6, 8, 9, 7]]), [3, 4]
     logits = torch.randn(2, 5, VOCABULARY, dtype=torch.float64)
     rules = rules_of([given], rows=2)
-    found = rules.probabilities(logits, tokens, topology, sequences, lengths)
+    for given_logits in (logits, logits.float()):  # which are asked again where nothing is preferred
+        before = given_logits.clone()
+        found = rules.probabilities(given_logits, tokens, topology, sequences, lengths)
+        assert torch.equal(given_logits, before)
     for row, tree in enumerate(trees):
         for node in range(5):
             line, at = [], node

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from hf_drafthead.generation import DraftTree, published_trees
 from hf_drafthead.generation import tree as tree_module
+from hf_drafthead.generation.tree import Topology
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 BUFFERS = sorted(path.stem for path in GOLDEN.glob("tree_buffers_*.json"))
@@ -65,6 +66,38 @@ def test_a_tree_by_hand():
     assert tree.topology().unrelated[0, 3].tolist() == [True, False, True, False, True]
     assert tree == DraftTree(EXAMPLE) and hash(tree) == hash(DraftTree(EXAMPLE)) and tree != DraftTree([(0,)])
     assert repr(tree) == "DraftTree(5 nodes, depth 2)"
+
+
+def test_the_root_alone():
+    tree = DraftTree.root_alone()
+    assert (tree.paths, tree.parents, tree.depths) == ((), (0,), (0,))
+    assert (tree.num_nodes, tree.max_depth, tree.max_rank) == (1, 0, -1)
+    assert tree.topology().paths.tolist() == [[[0]]] and tree.levels() == ()
+    assert tree.without_gaps() is tree
+
+
+def test_a_tree_without_gaps():
+    assert DraftTree([(1,), (3,), (3, 2), (3, 5)]).without_gaps().paths == ((0,), (1,), (1, 0), (1, 1))
+
+
+def test_trees_of_several_rows_have_the_topologies_of_each():
+    trees = [DraftTree([(0,), (1,), (0, 0), (0, 1)]), DraftTree([(0,), (1,), (2,), (1, 0)])]
+    alone = [tree.topology() for tree in trees]
+    parents, depths = torch.cat([one.parents for one in alone]), torch.cat([one.depths for one in alone])
+    for found, *expected in zip(Topology.of(parents, depths, 2), *alone):
+        assert torch.equal(found, torch.cat(expected))
+
+
+def test_the_levels_ask_for_no_more_guesses_than_there_are_ranks():
+    assert [level.width for level in DraftTree([(0,), (4,), (0, 1)]).levels()] == [5, 2]
+    assert DraftTree([(0,), (0, 0)]).topology().paths.shape == (1, 3, 3)
+
+
+def test_the_largest_and_the_deepest_tree():
+    assert DraftTree((rank,) for rank in range(4095)).num_nodes == 4096
+    with pytest.raises(ValueError, match="more than 4,096 nodes"):
+        DraftTree((rank,) for rank in range(4096))
+    assert DraftTree((0,) * depth for depth in range(1, 257)).max_depth == 256
 
 
 def test_a_drawing():

@@ -333,8 +333,8 @@ def test_where_rounding_leaves_nothing_of_what_the_base_says_it_is_asked_as_it_i
     q = torch.tensor([0.5, 0.5], dtype=torch.float64).expand(1, 2, 2)
     p = torch.tensor([0.5, 0.5 - 2**-54], dtype=torch.float64).expand(1, 2, 2)
     chance = torch.full((1, 2), 1 - 2**-53, dtype=torch.float64)
-    choices = rejection_choices(p, q, candidates, chance, torch.tensor([[1.0, 2.0]], dtype=torch.float64))
-    assert choices.tolist() == [[0, -1]]
+    choices = rejection_choices(p, q, candidates, chance, torch.tensor([[2.0, 1.0]], dtype=torch.float64))
+    assert choices.tolist() == [[1, -1]]
 
 
 @pytest.mark.parametrize("acceptance", ["typical", "rejection"])
@@ -345,7 +345,8 @@ def test_what_is_preferred_follows_the_acceptance_of_the_call(acceptance):
     rules.processors.append(TemperatureLogitsWarper(0.5))
     rules.__post_init__()
     levels = tree.levels()
-    guesses = [Guesses(torch.randn(2, len(level.expanded), VOCABULARY)) for level in levels]
+    drafted = torch.tensor([1, 2, 3, 4, 5, 6])  # tokens that the drafter chooses among
+    guesses = [Guesses(torch.randn(2, len(level.expanded), 6), drafted) for level in levels]
     candidates = case.candidates._replace(guesses=tuple(guesses))
     settings = DraftSettings(tree, acceptance, 0.1, 0.6)
     logits, reach = torch.randn(2, 4, VOCABULARY), torch.tensor(case.reach)
@@ -358,10 +359,20 @@ def test_what_is_preferred_follows_the_acceptance_of_the_call(acceptance):
     else:
         q = torch.zeros_like(p)
         for level, said in zip(levels, guesses):
-            q[:, level.expanded] = (said.logits / 0.5).softmax(-1)
+            q[:, level.expanded[:, None], drafted] = (said.logits / 0.5).softmax(-1)
         torch.manual_seed(3)
         expected = rejection_choices(p, q, candidates, torch.rand(2, 4), torch.empty(2, VOCABULARY).exponential_(1))
     assert torch.equal(found, expected) and (found >= 0).any()
     logits[1, 2, 3] = torch.nan
     with pytest.raises(RuntimeError, match="probability tensor contains"):
         preferred_choices(settings, rules, logits, candidates, sequences, case.lengths, reach)
+
+
+def test_with_the_root_alone_rejection_draws_a_token_from_what_the_base_says():
+    case = Case([DraftTree.root_alone()], [[1]], [[0]], [5], [0], [9], 30)
+    settings = DraftSettings(case.trees[0], "rejection", 0.1, 0.6)
+    logits = torch.full((1, 1, VOCABULARY), -torch.inf)
+    logits[..., 4] = 0.0
+    sequences, reach = torch.zeros(1, WIDTH, dtype=torch.long), torch.tensor([9])
+    rules = rules_of(case)
+    assert preferred_choices(settings, rules, logits, case.candidates, sequences, [5], reach).tolist() == [[4]]
