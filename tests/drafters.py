@@ -110,7 +110,12 @@ class Oracle:
         distances = (self.features[row] - hidden).abs().amax(-1)
         first = 0 if before is None else before + 1
         assert first < len(text) - 1, f"row {row} goes on behind its end"
-        position = first if before is not None and self.keeps_history else first + int(distances[first:].argmin())
+        position = first
+        if before is None or not self.keeps_history:
+            # a text that repeats one token from its start has one hidden state at all positions
+            near = [at for at in range(first, len(text) - 1) if distances[at] <= self.tolerance]
+            nearest = first + int(distances[first:].argmin())
+            position = next((at for at in near if text[at + 1] == token), nearest)
         assert distances[position] <= self.tolerance, f"row {row}: no hidden state of position {position}"
         assert text[position + 1] == token, f"row {row}: {token} does not follow position {position}"
         state.at[row] = position
