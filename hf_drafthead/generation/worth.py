@@ -218,7 +218,8 @@ def _check_precision(texts: Sequence[Sequence[int]], prompts: int) -> None:
     """Refuse texts whose tokens per step are not known to within PRECISION.
 
     The steps of one text resemble each other, so the texts are what varies: the error is that of a ratio of two sums
-    over texts, their tokens and their steps, linearised (Cochran, Sampling Techniques, section 6.4).
+    over texts, their tokens and their steps, linearised (Cochran, Sampling Techniques, section 6.4). Few texts may be
+    alike by chance, so it counts for no less than if all steps were independent.
 
     Args:
         texts: tokens emitted by each step of each text.
@@ -229,7 +230,8 @@ def _check_precision(texts: Sequence[Sequence[int]], prompts: int) -> None:
         raise ValueError(_too_few(prompts, steps, 1.0, 2 * prompts))
     tau = sum(map(sum, texts)) / steps
     squares = sum((sum(text) - tau * len(text)) ** 2 for text in texts)
-    error = (squares * len(texts) / (len(texts) - 1)) ** 0.5 / (tau * steps)
+    over_texts = (squares * len(texts) / (len(texts) - 1)) ** 0.5 / (tau * steps)
+    error = max(over_texts, statistics.stdev(count for text in texts for count in text) / tau / steps**0.5)
     if error > PRECISION:
         raise ValueError(_too_few(prompts, steps, error, -(-prompts * error**2 // PRECISION**2)))
 

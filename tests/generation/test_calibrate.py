@@ -460,9 +460,11 @@ def test_the_error_of_tokens_per_step_is_over_texts_and_not_over_steps(monkeypat
     with pytest.raises(ValueError, match="1 prompts are too few: their 3 steps tell"):
         worth._check_precision([[2, 2, 2]], 1)
     worth._check_precision([[2, 1] * 3, [2, 1] * 50], 2)  # of one kind, however long
+    with pytest.raises(ValueError, match="their 4 steps tell the tokens per step to within 29%"):
+        worth._check_precision([[1, 3], [3, 1]], 2)  # alike by chance
 
     generator = torch.Generator().manual_seed(0)
-    texts = [torch.randint(1, 4, (int(size),), generator=generator).tolist() for size in torch.arange(5, 45)]
+    texts = [torch.randint(1 + n % 2, 3 + n % 2, (5 + n,), generator=generator).tolist() for n in range(40)]
     without = [sum(map(sum, rest)) / sum(map(len, rest)) for n in range(40) for rest in [texts[:n] + texts[n + 1 :]]]
     mean = sum(without) / 40
     jackknife = (39 / 40 * sum((one - mean) ** 2 for one in without)) ** 0.5 / mean
