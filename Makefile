@@ -8,12 +8,17 @@ READY := .venv/.ready
 # One thread per process: the models of the tests are tiny, and a worker per core uses it better than threads do.
 TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
 
+# What depends most on the version of transformers, in a minute or two; `test-oldest` takes half an hour with its set-up.
+OLDEST_TESTS := tests/generation/test_exact.py tests/generation/test_caches.py tests/generation/test_outputs.py \
+	tests/generation/test_prompts.py tests/modeling/test_families.py tests/modeling/test_loading.py
+
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-fuzz test-conformance test-oldest soak audit check style docs build
+.PHONY: help demo test test-slow test-fuzz test-conformance test-oldest test-oldest-transformers soak audit check
+.PHONY: style docs build
 .PHONY: bench-gpu coverage mutate test-remote-code test-formats
 
 help:  ## show this list
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 18
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 26
 
 demo: $(READY)  ## draft heads against their base on the bundled models
 	$(BIN)/hf-drafthead demo
@@ -36,6 +41,12 @@ test-oldest:  ## the tests of the rooms that know transformers, with the oldest 
 	test -x .oldest/bin/pip || $(PYTHON) -m venv .oldest
 	.oldest/bin/pip install --disable-pip-version-check --quiet --constraint constraints-oldest.txt --editable '.[dev]'
 	OMP_NUM_THREADS=1 .oldest/bin/python -m pytest -q -n 2 --dist worksteal tests/generation tests/modeling
+
+test-oldest-transformers: $(READY)  ## the laws with the oldest transformers allowed, beside the other pinned packages (needs a package index)
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-compile --no-deps --upgrade --target .oldest-transformers \
+		$$(grep '^transformers==' constraints-oldest.txt)
+	PYTHONPATH=.oldest-transformers $(BIN)/python -c "import transformers; print('transformers', transformers.__version__)"
+	PYTHONPATH=.oldest-transformers $(TEST) -q $(OLDEST_TESTS)
 
 soak: $(READY)  ## 2,000 generations of mixed settings on the bundled models against the base; COUNT=300 for fewer
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/soak.py --count $(or $(COUNT),2000)

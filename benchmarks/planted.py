@@ -15,7 +15,6 @@ from torch import Tensor
 
 from hf_drafthead.generation.drafting import Guesses
 from hf_drafthead.modeling.drafter import Drafter
-from hf_drafthead.modeling.layers import last_valid
 
 FAR = 1e4  # larger than any score
 
@@ -58,11 +57,6 @@ class PlantedDrafter(Drafter):
 
     def observe(self, state: PlantedState, features: Tensor, tokens: Tensor, lengths: Tensor) -> PlantedState:
         position = state.position + lengths
-        if not self.inner.keeps_history:
-            nothing = features.new_zeros(len(features), features.shape[2])
-            features = last_valid(nothing, features, lengths).unsqueeze(1)
-            tokens = last_valid(tokens[:, 0], tokens, lengths).unsqueeze(1)
-            lengths = lengths.clamp(max=1)
         return PlantedState(self.inner.observe(state.inner, features, tokens, lengths), position)
 
     def expand(self, state: PlantedState, tokens: Tensor, parents: Tensor) -> tuple[PlantedState, Guesses]:

@@ -65,7 +65,7 @@ class Oracle:
         base: whose hidden states it knows.
         texts: the tokens of each row without padding, up to the row's own end.
         guess: how good it is.
-        keeps_history: whether it asks for every verified position, or only for the last.
+        keeps_history: whether it asks for every verified position, or of the prompt for the last alone.
         per_node: give every node its own logits, and none worth having to a node that is off the text; else all nodes
             of a level share one guess.
         max_depth: its number of heads.
@@ -111,7 +111,7 @@ class Oracle:
         first = 0 if before is None else before + 1
         assert first < len(text) - 1, f"row {row} goes on behind its end"
         position = first
-        if before is None or not self.keeps_history:
+        if before is None:
             # a text that repeats one token from its start has one hidden state at all positions
             near = [at for at in range(first, len(text) - 1) if distances[at] <= self.tolerance]
             nearest = first + int(distances[first:].argmin())

@@ -100,7 +100,9 @@ def walk_on_host(
     tokens = candidates.tokens
     lengths, ends = list(lengths), list(ends)
     batch = tokens.shape[0]
-    below, before, everyone = _guessed(candidates), list(lengths), list(range(batch))
+    before, everyone = list(lengths), list(range(batch))
+    parents, drafted = candidates.topology.parents.tolist(), tokens.tolist()
+    parents *= batch // len(parents)  # one tree for all rows, or one for each
     greedy = rules.greedy and preferred is None
     looked_at = not greedy or show is not None
     sequences = sequences.clone() if looked_at else sequences
@@ -141,7 +143,7 @@ def walk_on_host(
         now = still_moving()
         going_on = []
         for row in moving:
-            at[row] = below[row].get((at[row], token_of[row]), 0)
+            at[row] = _child(parents[row], drafted[row], at[row], token_of[row])
             if at[row] and row in now and len(nodes[row]) <= reach[row]:
                 going_on.append(row)
         if rules.lockstep and len(going_on) < len(now):
@@ -156,14 +158,15 @@ def walk_on_host(
     return Walk(torch.tensor(packed, device=tokens.device))
 
 
-def _guessed(candidates: Candidates) -> list[dict[tuple[int, int], int]]:
-    """For every row the node of each parent and token; of equal ones the first."""
-    tokens = candidates.tokens
-    parents = candidates.topology.parents.expand_as(tokens).tolist()
-    return [
-        {(above[node], drafted[node]): node for node in reversed(range(1, len(drafted)))}
-        for above, drafted in zip(parents, tokens.tolist())
-    ]
+def _child(parents: list[int], tokens: list[int], node: int, token: int) -> int:
+    """The child of a node that carries a token, of equal ones the first; 0, the root, where there is none."""
+    try:
+        child = tokens.index(token, node + 1)  # children come behind their parent
+        while parents[child] != node:
+            child = tokens.index(token, child + 1)
+        return child
+    except ValueError:
+        return 0
 
 
 def preferred_choices(

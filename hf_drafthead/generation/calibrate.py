@@ -28,7 +28,7 @@ from hf_drafthead.generation.worth import METHODS, Worth, check_prompts, cut, sa
 
 CHECKED, APART = 3, 1.3  # sizes that are run against the base, and how far apart they are at least, as a factor
 CLOSE = 0.8  # share of the best size's tokens per second that each of them is predicted to reach
-CHECKED_PROMPTS, CHECKED_TOKENS, WARM_TOKENS = 8, 64, 8
+CHECKED_PROMPTS, CHECKED_BATCHES, CHECKED_TOKENS, WARM_TOKENS = 8, 4, 64, 8  # at least so many prompts and batches
 
 
 def calibrate(
@@ -167,8 +167,11 @@ def _check_end_to_end(
     captured: bool,
     new_tokens: int,
 ) -> tuple[Size, dict[str, Any]]:
-    """Run some sizes against the base: the fastest, and its figures."""
-    seconds: dict[Size | None, float] = dict.fromkeys((None, *candidates), 0.0)  # None: the base
+    """Run some sizes against the base: the fastest, and its figures.
+
+    The speed of a machine changes from one batch to the next, so the speedup is the median of those of the batches.
+    """
+    seconds: dict[Size | None, list[float]] = {size: [] for size in (None, *candidates)}  # None: the base
     taken: dict[Size, list[int]] = {size: [] for size in candidates}
     identical = dict.fromkeys(candidates, True)
     static = {"cache_implementation": "static"} if captured else {}
@@ -189,18 +192,20 @@ def _check_end_to_end(
                     return_dict_in_generate=True,
                 )
                 texts[size] = output.sequences.cpu()  # waits for the device
-                seconds[size] += time.perf_counter() - start if turn else 0.0
+                seconds[size] += [time.perf_counter() - start] if turn else []
             if size and turn:
                 taken[size] += output.accepted_lengths[output.accepted_lengths > 0].tolist()
                 identical[size] &= torch.equal(texts[size], texts[None])
         if turn:
             written += int(output.accepted_lengths.sum()) + len(output.sequences)
-    best = min(candidates, key=seconds.__getitem__)
+    ratios = {size: [base / own for base, own in zip(seconds[None], seconds[size])] for size in candidates}
+    speedups = {size: statistics.median(ratio) for size, ratio in ratios.items()}
+    best = max(candidates, key=speedups.__getitem__)
     return best, {
         "tokens_per_step": statistics.mean(taken[best]) if taken[best] else 1.0,  # every answer may be one token long
-        "tokens_per_second": written / seconds[best],
-        "base_tokens_per_second": written / seconds[None],
-        "speedup": seconds[None] / seconds[best],
+        "tokens_per_second": written / sum(seconds[best]),
+        "base_tokens_per_second": written / sum(seconds[None]),
+        "speedup": speedups[best],
         "identical": identical[best],
     }
 
@@ -208,7 +213,7 @@ def _check_end_to_end(
 def _batches(model: Any, prompts: Sequence[torch.Tensor], size: int) -> list[dict[str, torch.Tensor]]:
     """Some prompts in batches of `size`, padded on the left; few prompts are taken again."""
     device = model.base.get_input_embeddings().weight.device
-    count = -(-min(CHECKED_PROMPTS, len(prompts)) // size)
+    count = max(-(-min(CHECKED_PROMPTS, len(prompts)) // size), CHECKED_BATCHES)
     pad = model.generation_config.pad_token_id
     batches = []
     for batch in range(count):

@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
@@ -95,7 +94,8 @@ def decode(
             stream.committed(state, rules)
             if on_step is not None:
                 watch.lap("step")
-                on_step(replace(record, seconds={**record.seconds, "step": watch.seconds["step"]}))
+                record.seconds["step"] = watch.seconds["step"]
+                on_step(record)
     return finish(reader, state, rules, ordinary_cache, known, stream)
 
 

@@ -66,19 +66,15 @@ def deepest(limits: Limits, cache: SlotCache) -> torch.Tensor:
 
 def commit(drafter, draft_state: Any, cache: SlotCache, rows: Rows, verified: Verified, walk: Walk) -> Rows:
     """Keep what was walked: keys and values, tokens, lengths, and hidden states for the drafter; drop the rest."""
-    cache.keep(walk.nodes, walk.counts)
-    place = torch.arange(walk.depth, device=walk.packed.device)
-    rows.sequences.scatter_(1, rows.lengths[:, None] + place, walk.tokens)
-    nodes, tokens, counts = walk.nodes, walk.tokens, walk.own
-    if not drafter.keeps_history:
-        # a wrong node here costs speed and never correctness: the tests look at it by itself
-        last = (counts[:, None] - 1).clamp(min=0)
-        nodes, tokens, counts = nodes.gather(1, last), tokens.gather(1, last), counts.clamp(max=1)
+    nodes, tokens, counts = walk.nodes, walk.tokens, walk.counts
+    cache.keep(nodes, counts)
+    rows.sequences.scatter_(1, rows.lengths[:, None] + cache.numbers(walk.depth, nodes.device), tokens)
+    # a wrong node here costs speed and never correctness: the tests look at it by itself
     said = verified.features
-    features = said.gather(1, nodes.to(said.device)[..., None].expand(-1, -1, said.shape[2]))  # (B, D or 1, F*H)
-    draft_state = drafter.observe(draft_state, features, tokens, counts)
+    features = said.gather(1, nodes.to(said.device)[..., None].expand(-1, -1, said.shape[2]))  # (B, D, F*H)
+    draft_state = drafter.observe(draft_state, features, tokens, walk.own)
     ends = walk.ends.contiguous()  # a program takes the strides of what it was made with for those of all steps
-    return rows._replace(lengths=rows.lengths + walk.counts, ends=ends, draft_state=draft_state)
+    return rows._replace(lengths=rows.lengths + counts, ends=ends, draft_state=draft_state)
 
 
 class Step:

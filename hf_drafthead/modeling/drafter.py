@@ -24,7 +24,8 @@ class Drafter(nn.Module):
 
     Attributes:
         reads: which hidden states of the base are read; -1 is the last one, after the base's final norm.
-        keeps_history: True if `observe` needs every verified position, False if only each row's last one counts.
+        keeps_history: True if `observe` needs every verified position, False if only each row's last one counts: of the
+            prompt it is then given no other.
         draft_tokens: (D,) the base's ids of the tokens that it chooses among; None for all of them.
         base: the base model: a plain reference, so that it is neither saved nor moved with the drafter.
     """

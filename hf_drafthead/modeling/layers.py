@@ -114,12 +114,8 @@ def last_valid(kept: Tensor, new: Tensor, lengths: Tensor) -> Tensor:
         new: (B, A, H).
         lengths: (B,) valid positions per row.
     """
-    new, lengths = new.to(kept), lengths.to(kept.device)
-    if new.shape[1] == 1:
-        picked = new[:, 0]
-    else:
-        picked = new[torch.arange(new.shape[0], device=new.device), (lengths - 1).clamp(min=0)]
-    return torch.where((lengths > 0).unsqueeze(1), picked, kept)
+    place = lengths.to(kept.device)[:, None, None].expand(-1, 1, kept.shape[1])
+    return torch.cat([kept.unsqueeze(1), new.to(kept)], dim=1).gather(1, place)[:, 0]
 
 
 def weight_of(linear: Any, like: Tensor) -> Tensor:

@@ -35,18 +35,14 @@ def test_a_drafter_with_a_memory_sees_every_position_once(guess, rows, call):
 
 @every_call
 @pytest.mark.parametrize("rows", [1, 4])
-def test_a_drafter_without_sees_the_last_position_of_every_step(rows, call):
+def test_a_drafter_without_sees_the_last_position_of_the_prompt_and_all_behind_it(rows, call):
     inputs = prompt(rows)
     found = agree(inputs=inputs, call=call)
     (state,) = found.oracle.states
-    for row in range(rows):
-        accepted = [n for n in found.got.accepted_lengths[row].tolist() if n]
+    assert state.steps == found.steps + 1
+    for row, text in enumerate(found.oracle.texts):
         last = int(inputs["attention_mask"][row].sum()) - 1
-        places = [last]
-        for n in accepted:
-            places.append(places[-1] + n)
-        assert state.seen[row] == places[: len(state.seen[row])]
-        assert len(state.seen[row]) in (len(places), len(places) - 1)
+        assert state.seen[row] == list(range(last, len(text) - 1))
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
