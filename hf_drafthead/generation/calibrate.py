@@ -169,8 +169,12 @@ def _check_end_to_end(
 ) -> tuple[Size, dict[str, Any]]:
     """Run some sizes against the base: the fastest, and its figures.
 
-    The speed of a machine changes from one batch to the next, so the speedup is the median of those of the batches.
+    These few texts tell what a step costs in units of the base's, and all texts how many steps are needed: together
+    they decide. The speed of a machine changes from one batch to the next, so medians over the batches count.
     """
+    rows = len(batches[0]["input_ids"])
+    gains = {size: gain(worth, size, rows, new_tokens) for size in candidates}
+    expected: dict[Size, list[float]] = {size: [] for size in candidates}  # speedups on all texts
     seconds: dict[Size | None, list[float]] = {size: [] for size in (None, *candidates)}  # None: the base
     taken: dict[Size, list[int]] = {size: [] for size in candidates}
     identical = dict.fromkeys(candidates, True)
@@ -178,6 +182,7 @@ def _check_end_to_end(
     written = 0
     for turn, given in enumerate([batches[0], *batches]):  # a short first one warms up
         texts: dict[Size | None, torch.Tensor] = {}
+        steps: dict[Size, int] = {}
         for size in seconds:
             call = {"draft_tree": worth.tree(size), **static} if size else {}
             with own_seed(model):
@@ -194,18 +199,21 @@ def _check_end_to_end(
                 texts[size] = output.sequences.cpu()  # waits for the device
                 seconds[size] += [time.perf_counter() - start] if turn else []
             if size and turn:
+                steps[size] = output.accepted_lengths.shape[1]
                 taken[size] += output.accepted_lengths[output.accepted_lengths > 0].tolist()
                 identical[size] &= torch.equal(texts[size], texts[None])
         if turn:
             written += int(output.accepted_lengths.sum()) + len(output.sequences)
-    ratios = {size: [base / own for base, own in zip(seconds[None], seconds[size])] for size in candidates}
-    speedups = {size: statistics.median(ratio) for size, ratio in ratios.items()}
-    best = max(candidates, key=speedups.__getitem__)
+            base_steps = int(output.accepted_lengths.sum(1).max()) if output.accepted_lengths.numel() else 0
+            for size, count in steps.items():
+                step = seconds[size][-1] / max(count, 1)
+                expected[size].append(gains[size] * seconds[None][-1] / max(base_steps, 1) / step)
+    best = max(candidates, key=lambda size: statistics.median(expected[size]))
     return best, {
         "tokens_per_step": statistics.mean(taken[best]) if taken[best] else 1.0,  # every answer may be one token long
         "tokens_per_second": written / sum(seconds[best]),
         "base_tokens_per_second": written / sum(seconds[None]),
-        "speedup": speedups[best],
+        "speedup": statistics.median(base / own for base, own in zip(seconds[None], seconds[best])),
         "identical": identical[best],
     }
 

@@ -6,6 +6,7 @@ Shapes: B rows, N nodes (root included).
 from __future__ import annotations
 
 import statistics
+import sys
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 
 from hf_drafthead.generation.ladder import ALONE, CostCurve, Size
-from hf_drafthead.generation.tree import MAX_NODES, DraftTree
+from hf_drafthead.generation.tree import DraftTree
 from hf_drafthead.generation.worth import Worth
 
 STEPS = (2, 8, 16, 32, 64, 128, 256)  # nodes whose step is timed
@@ -46,9 +47,9 @@ class Costs:
         return sum(call.tokens for call in calls) / seconds, base_seconds / seconds
 
 
-def gain(worth: Worth, size: Size, rows: int) -> float:
+def gain(worth: Worth, size: Size, rows: int, new_tokens: int = sys.maxsize) -> float:
     """Steps of the base over steps with the best tree: the tokens per step of the row that takes most of them."""
-    calls = worth.calls(size, rows, MAX_NODES)
+    calls = worth.calls(size, rows, new_tokens)
     return sum(call.base_steps for call in calls) / sum(call.steps for call in calls)
 
 

@@ -352,7 +352,8 @@ def test_sizes_that_are_run_differ_in_nodes_and_the_root_alone_is_one_where_it_i
 
 
 def test_the_fastest_of_the_sizes_that_are_run_is_kept(monkeypatch):
-    found = worth.Worth([(0,), (0, 0), (1,)], {}, 0)
+    steps = {ALONE: [[1] * 8], Size(2, 1): [[2] * 4], Size(4, 2): [[2] * 4]}
+    found = worth.Worth([(0,), (0, 0), (1,)], steps, 8)
     seconds, now = {0: 4.0, 1: 5.0, 2: 2.0, 4: 3.0}, [0.0]
     text, counts = torch.tensor([[5, 6, 7, 8, 9]]), torch.tensor([[2, 0, 1]])
 
@@ -366,13 +367,18 @@ def test_the_fastest_of_the_sizes_that_are_run_is_kept(monkeypatch):
     model = SimpleNamespace(base=base, generate=generate, generation_config=SimpleNamespace(eos_token_id=None))
     monkeypatch.setattr(calibrating.time, "perf_counter", lambda: now[0])
     sizes = [Size(4, 2), Size(2, 1), ALONE]
-    best, figures = calibrating._check_end_to_end(model, found, sizes, [{}, {}], {}, False, 64)
+    given = [{"input_ids": torch.zeros(1, 2)}] * 2
+    best, figures = calibrating._check_end_to_end(model, found, sizes, given, {}, False, 64)
     assert best == Size(2, 1) and figures == {
         "tokens_per_step": 1.5, "tokens_per_second": 8 / 4.0, "base_tokens_per_second": 8 / 8.0, "speedup": 2.0,
         "identical": True,
     }  # fmt: skip
-    best, figures = calibrating._check_end_to_end(model, found, [Size(4, 2)], [{}], {}, False, 64)
+    best, figures = calibrating._check_end_to_end(model, found, [Size(4, 2)], given, {}, False, 64)
     assert best == Size(4, 2) and not figures["identical"]
+    # of these batches the tree of two nodes is the fastest one; on all texts the other takes half of its steps
+    more = worth.Worth(found.paths, {**steps, Size(4, 2): [[4] * 2]}, 8)
+    best, figures = calibrating._check_end_to_end(model, more, sizes, given, {}, False, 64)
+    assert best == Size(4, 2) and figures["speedup"] == 4.0 / 3.0
 
 
 def test_the_seconds_of_a_step_are_those_of_the_round_over_the_base(monkeypatch):
