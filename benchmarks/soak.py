@@ -29,12 +29,14 @@ from transformers.utils import logging
 
 from hf_drafthead import zoo
 from hf_drafthead.evaluation.prompts import read_prompts
+from hf_drafthead.generation import capture
 
 BUSHY = [[0], [0, 0], [1], [2], [1, 0], [0, 1], [0, 0, 0]]
 TREES: list[Any] = ["mc_sim_7b_63", [[0], [1], [0, 0]], [[0]], [[rank] for rank in range(12)], BUSHY, "dynamic"]
 CAPTURED = 0.04  # of the generations: tracing a step takes seconds
 TRACED = CompileConfig(backend="eager", mode="default")
 ALLOWED_GROWTH = 1.1  # of the memory after a tenth of the generations
+PROGRAM_MB = 15  # at most, of a traced step, which is kept for later calls; a model keeps 8 of them
 
 
 @dataclass
@@ -42,7 +44,7 @@ class Report:
     """What a soak has found.
 
     differences: one line per generation that differed, with its number; accepted: tokens that a guess brought;
-    resident: MB after every hundredth of the generations.
+    resident: MB after every hundredth of the generations; programs: traced steps that were kept then.
     """
 
     generations: int = 0
@@ -54,16 +56,20 @@ class Report:
     families: Counter[str] = field(default_factory=Counter)
     differences: list[str] = field(default_factory=list)
     resident: list[float] = field(default_factory=list)
+    programs: list[int] = field(default_factory=list)
 
     @property
     def grew(self) -> bool:
-        """Whether memory went on growing after the first tenth, in which caches and buffers are made."""
-        settled = self.resident[: max(len(self.resident) // 10, 1)]
-        return len(self.resident) >= 20 and max(self.resident[-10:]) > ALLOWED_GROWTH * max(settled)
+        """Whether memory grew after the first tenth, in which caches and buffers are made, by more than programs take."""
+        settled = max(len(self.resident) // 10, 1)
+        more = max(self.programs[-10:]) - max(self.programs[:settled])
+        allowed = ALLOWED_GROWTH * max(self.resident[:settled]) + PROGRAM_MB * max(more, 0)
+        return len(self.resident) >= 20 and max(self.resident[-10:]) > allowed
 
     def to_json(self) -> dict[str, Any]:
         shown = {"first_mb": self.resident[0], "peak_mb": max(self.resident), "last_mb": self.resident[-1]}
-        return {**vars(self), "families": dict(self.families), "resident": shown, "grew": self.grew}
+        told = {"families": dict(self.families), "resident": shown, "programs": self.programs[-1], "grew": self.grew}
+        return {**vars(self), **told}
 
 
 class Mixes(LogitsProcessor):
@@ -174,6 +180,7 @@ def soak(count: int, first: int = 0, seed: int = 0, families: list[str] | None =
         if report.generations % every == 0:
             gc.collect()
             report.resident.append(resident_mb())
+            report.programs.append(sum(len(kept.made) for kept in capture._PROGRAMS.values()))
             found = f"{report.with_accepted} with an accepted guess, {len(report.differences)} differences"
             print(
                 f"{report.generations} of {count}: {found}, {report.resident[-1]:.0f} MB", file=sys.stderr, flush=True

@@ -42,5 +42,8 @@ def test_a_soak_sees_a_difference_and_growth(script, monkeypatch):
     monkeypatch.setattr(script, "CAPTURED", 0.0)
     report = script.soak(2, families=["medusa"])
     assert len(report.differences) == 2 and all("other tokens" in difference for difference in report.differences)
-    assert not script.Report(resident=[100.0] * 50).grew
-    assert script.Report(resident=[100.0] * 10 + [111.0 + n for n in range(90)]).grew
+    flat, growing = [100.0] * 50, [100.0] * 10 + [111.0 + n for n in range(90)]
+    assert not script.Report(resident=flat, programs=[0] * 50).grew
+    assert script.Report(resident=growing, programs=[0] * 100).grew
+    assert not script.Report(resident=growing, programs=[0] * 10 + [7] * 90).grew  # 200 MB, of which they took 105
+    assert script.Report(resident=growing, programs=[7] * 100).grew
