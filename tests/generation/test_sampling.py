@@ -235,7 +235,7 @@ def test_a_temperature_that_leaves_one_token_gives_the_greedy_text_and_a_lower_o
             generate(**call, do_sample=True, temperature=1e-42)
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("rows, captured", [(1, False), (3, False), (3, True)], ids=["alone", "batch", "captured"])
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 def test_a_vocabulary_padded_beyond_the_tokenizer_is_sampled_as_by_the_base(family, rows, captured):
