@@ -60,7 +60,7 @@ class Report:
 
     @property
     def grew(self) -> bool:
-        """Whether memory grew after the first tenth, in which caches and buffers are made, by more than programs take."""
+        """Whether memory grew after the first tenth, in which caches and buffers are made, by more than programs."""
         settled = max(len(self.resident) // 10, 1)
         more = max(self.programs[-10:]) - max(self.programs[:settled])
         allowed = ALLOWED_GROWTH * max(self.resident[:settled]) + PROGRAM_MB * max(more, 0)
