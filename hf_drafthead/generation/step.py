@@ -42,7 +42,8 @@ def draft(
         draft_state, candidates = draft_static(drafter, rows.draft_state, root, tree, tilt, keep_guesses)
     padded = ((rows.ends > 0) & limits.pads)[:, None]
     below = torch.where(padded, limits.padding, candidates.tokens[:, 1:])
-    return draft_state, candidates._replace(tokens=torch.cat([root, below], dim=1))
+    # made anew, not by `_replace`: in a program torch 2.11 returns a tuple without its fields then
+    return draft_state, Candidates(torch.cat([root, below], dim=1), candidates.topology, candidates.guesses)
 
 
 def verify(reader: BaseReader, cache: SlotCache, candidates: Candidates, rows: Rows, limits: Limits) -> Verified:
@@ -74,7 +75,7 @@ def commit(drafter, draft_state: Any, cache: SlotCache, rows: Rows, verified: Ve
     features = said.gather(1, nodes.to(said.device)[..., None].expand(-1, -1, said.shape[2]))  # (B, D, F*H)
     draft_state = drafter.observe(draft_state, features, tokens, walk.own)
     ends = walk.ends.contiguous()  # a program takes the strides of what it was made with for those of all steps
-    return rows._replace(lengths=rows.lengths + counts, ends=ends, draft_state=draft_state)
+    return Rows(rows.sequences, rows.lengths + counts, ends, rows.position_shift, rows.visible, draft_state)
 
 
 class Step:

@@ -226,7 +226,7 @@ class DraftModelDrafter(Drafter):
             cache.place(count, again=state.depth > 1)
             depths = torch.full((1, count), state.depth - 1, device=device)
             scores = self._over_nodes(cache, tokens.to(device), depths, ancestors)
-        state = state._replace(ancestors=ancestors, depth=state.depth + 1)
+        state = DraftModelState(cache, state.scores, ancestors, state.depth + 1, state.over)
         return state, Guesses(self.head_logits(0, scores), self.draft_tokens)
 
     def head_states(self, features: Tensor, input_ids: Tensor, attention_mask: Tensor | None = None) -> list[Tensor]:
