@@ -3,6 +3,8 @@
 from typing import Any
 
 import torch
+import transformers
+from packaging.version import Version
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 VOCABULARY = 67
@@ -39,6 +41,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "mpt": {"model_type": "mpt", "d_model": 32, "n_heads": 4, "n_layers": 2, "expansion_ratio": 2, "max_seq_len": 512},
     "mamba": {"model_type": "mamba", "state_size": 4, "num_hidden_layers": 2},
 }
+# Whether transformers is older than the pinned version, in which a base here and there behaves in another way.
+EARLIER = Version(transformers.__version__) < Version("5.23")
 CANNOT_SDPA = {"gemma2", "mpt", "mamba"}
 
 

@@ -97,7 +97,7 @@ def calibrate(
         batches = _batches(model, prompts, size)
         costs = measured_costs(model, worth, batches[0], sampling, captured)
         progress(f"check, batch size {size}")
-        best, measured = _checked(model, worth, costs, batches, sampling, captured, min(new_tokens, CHECKED_TOKENS))
+        best, measured = _checked(model, worth, costs, batches, sampling, captured, new_tokens)
         tree = [list(path) for path in cut(worth.paths, best)]
         found[size] = entry = {**situations[size]._asdict(), "tree": tree, "measured": {**measured, **how}}
         stored = merged(stored, entry)
@@ -191,7 +191,7 @@ def _check_end_to_end(
                     **given,
                     **sampling,
                     **call,
-                    max_new_tokens=new_tokens if turn else WARM_TOKENS,
+                    max_new_tokens=min(new_tokens, CHECKED_TOKENS) if turn else WARM_TOKENS,
                     min_new_tokens=None,
                     eos_token_id=model.generation_config.eos_token_id,
                     return_dict_in_generate=True,

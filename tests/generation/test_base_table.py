@@ -3,6 +3,10 @@
 import pytest
 
 from tests.base_table import BEGIN, DOCS, END, IMAGES, TEXT, row
+from tests.bases import EARLIER
+
+# Its rotary embedding takes no positions of two dimensions there, so that heads have other decoder layers.
+IN_EARLIER_VERSIONS = {"qwen2_5_vl": ("yes", "a LLaMA's", "")}
 
 
 @pytest.fixture(scope="module")
@@ -15,7 +19,11 @@ def written() -> dict[str, str]:
 @pytest.mark.few(24)
 @pytest.mark.parametrize("kind", [*TEXT, *IMAGES])
 def test_the_table_says_what_happens(kind, written):
-    assert written[kind] == f"| `{kind}` | {' | '.join(row(kind))} |"
+    found = row(kind)
+    if EARLIER and kind in IN_EARLIER_VERSIONS:
+        assert found == IN_EARLIER_VERSIONS[kind]
+    else:
+        assert written[kind] == f"| `{kind}` | {' | '.join(found)} |"
 
 
 def test_every_line_is_tried(written):
