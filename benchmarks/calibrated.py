@@ -8,11 +8,13 @@
 The entries are those of `python -m hf_drafthead.zoo.build --part medusa-trees --force` and so on. They were measured on
 every third of 240 held-out prompts; the figures here are from the others. Every text is compared with the base's own.
 
-    tokens   greedy answers of 128 tokens until there are 5,000 steps of single rows, with the tree for one row
-    speed    answers of 128 tokens, the base and all contenders in turn on every batch: the calibrated tree, "auto", and for one row
-             the published tree cut to its first 4 to 64 nodes; the speedup is the median of five rounds, each of other
-             prompts (30 in all, 40 in batches of eight)
-    wrong    256 tokens with "auto" and heads of noise, for which the entry promises the tokens per step of trained ones
+    tokens   greedy answers of 128 tokens until there are 5,000 steps of single rows, with the tree for one row; on the
+             prompts that it was calibrated on as well, and the standard error over texts of both together
+    speed    answers of 128 tokens, the base and all contenders in turn on every batch: the calibrated tree, "auto", and
+             for one row the published tree cut to its first 4 to 64 nodes; the speedup is that of 30 prompts in all
+             (40 in batches of eight)
+    wrong    256 tokens, five times in turn, with "auto" and heads of noise, for which the entry promises the tokens per
+             step of trained ones
 """
 
 from __future__ import annotations
@@ -43,18 +45,18 @@ from hf_drafthead.zoo.trees import BATCH_SIZES, NEW_TOKENS, more_prompts
 RESULTS = Path(__file__).parent / "results" / "calibrated.json"
 PUBLISHED = (4, 8, 16, 32, 64)  # nodes
 ENOUGH_STEPS, ROWS = 5000, 16
-ROUNDS, SPEED_PROMPTS, WRONG_TOKENS = 5, 6, 256
+SPEED_PROMPTS, LEAST_BATCHES, ROUNDS, WRONG_TOKENS = 30, 5, 5, 256
 BASE, CALIBRATED = "base", "calibrated"
 
 
-def loaded(family: str) -> tuple[Any, list[torch.Tensor]]:
-    """A model of the zoo, and the prompts that it was not calibrated on, in a random order."""
+def loaded(family: str, own: bool = False) -> tuple[Any, list[torch.Tensor]]:
+    """A model of the zoo, and the prompts that it was not calibrated on, or those that it was, in a random order."""
     model = AutoModelForCausalLM.from_pretrained(zoo.path(family)).eval()
     tokenizer = AutoTokenizer.from_pretrained(zoo.path(family))
     prompts = more_prompts(tokenizer, model.base.config.max_position_embeddings - NEW_TOKENS)
-    others = [prompt for number, prompt in enumerate(prompts) if number % 3]
-    order = torch.randperm(len(others), generator=torch.Generator().manual_seed(0))
-    return model, [others[place] for place in order.tolist()]
+    chosen = [prompt for number, prompt in enumerate(prompts) if (number % 3 == 0) == own]
+    order = torch.randperm(len(chosen), generator=torch.Generator().manual_seed(0))
+    return model, [chosen[place] for place in order.tolist()]
 
 
 def entry_of(model: Any, rows: int, captured: bool) -> dict[str, Any]:
@@ -75,25 +77,46 @@ def batch_of(prompts: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def tokens(family: str) -> dict[str, Any]:
-    """Tokens per step, predicted by the entry for one row and measured on other prompts."""
-    model, prompts = loaded(family)
+    """Tokens per step, predicted by the entry for one row, and measured on its own prompts and on others."""
+    model, others = loaded(family)
+    _, own = loaded(family, own=True)
     entry = entry_of(model, 1, False)
     tree = tree_of(entry, None, model.config.get_text_config().vocab_size)
+    steps, emitted = per_text(model, tree, others)
+    own_steps, own_emitted = per_text(model, tree, own)
+    return {
+        "nodes": tree.num_nodes,
+        "predicted": entry["measured"]["predicted_tokens_per_step"],
+        "own": float(own_emitted.sum() / own_steps.sum()),
+        "measured": float(emitted.sum() / steps.sum()),
+        "steps": int(steps.sum()),
+        "error": (share_of_error(steps, emitted) ** 2 + share_of_error(own_steps, own_emitted) ** 2) ** 0.5,
+    }
+
+
+def per_text(model: Any, tree: DraftTree, prompts: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Steps of each text and the tokens that they emitted, both (T,), until there are ENOUGH_STEPS or no more texts."""
     call = {"do_sample": False, "max_new_tokens": NEW_TOKENS}
-    counts: list[int] = []
+    steps: list[int] = []
+    emitted: list[int] = []
     for first in range(0, len(prompts), ROWS):
         given = batch_of(prompts[first : first + ROWS])
         output = draft(model, tree, given, call)
         if not first:
-            assert torch.equal(output.sequences, model.base.generate(**given, **call)), f"{family}: not the base's text"
-        steps = steps_of(output)
-        counts += steps[steps > 0].tolist()
-        if len(counts) >= ENOUGH_STEPS:
+            assert torch.equal(output.sequences, model.base.generate(**given, **call)), "not the base's text"
+        counts = steps_of(output)
+        steps += (counts > 0).sum(1).tolist()
+        emitted += counts.sum(1).tolist()
+        if sum(steps) >= ENOUGH_STEPS:
             break
-    predicted = entry["measured"]["predicted_tokens_per_step"]
-    return {
-        "nodes": tree.num_nodes, "steps": len(counts), "measured": statistics.mean(counts), "predicted": predicted
-    }  # fmt: skip
+    return torch.tensor(steps).double(), torch.tensor(emitted).double()
+
+
+def share_of_error(steps: torch.Tensor, emitted: torch.Tensor) -> float:
+    """Standard error of tokens per step over texts, as a share: of a ratio of two sums (Cochran, section 6.4)."""
+    texts = len(steps)
+    squares = (emitted - emitted.sum() / steps.sum() * steps).square().sum()
+    return float((squares * texts / (texts - 1)).sqrt() / emitted.sum())
 
 
 def speed(family: str, batch_sizes: Sequence[int], captured: bool) -> dict[str, Any]:
@@ -113,15 +136,10 @@ def contest(model: Any, prompts: Sequence[torch.Tensor], rows: int, captured: bo
         trees |= {f"published {size}": DraftTree(grown(paths, size - 1)) for size in PUBLISHED}
     call: dict[str, Any] = {"do_sample": False, "max_new_tokens": NEW_TOKENS}
     own = {**call, **({"cache_implementation": "static"} if captured else {})}
-    each = -(-SPEED_PROMPTS // rows)  # batches of a round
-    batches = [batch_of(prompts[at * rows : (at + 1) * rows]) for at in range(ROUNDS * each)]
-    ratios: dict[str, list[float]] = {name: [] for name in trees}
+    batches = [batch_of(prompts[at : at + rows]) for at in range(0, max(SPEED_PROMPTS, LEAST_BATCHES * rows), rows)]
     run_in_turn(model, trees, batches[:1], call, own)  # one-time work
-    for first in range(0, len(batches), each):
-        seconds = run_in_turn(model, trees, batches[first : first + each], call, own)
-        for name in trees:
-            ratios[name].append(seconds[BASE] / seconds[name])
-    figures = {name: statistics.median(times) for name, times in ratios.items()}
+    seconds = run_in_turn(model, trees, batches, call, own)
+    figures = {name: seconds[BASE] / seconds[name] for name in trees}
     print(rows, {name: round(one, 3) for name, one in figures.items()}, flush=True)
     promised = entry["measured"]["predicted_speedup"]
     return {"nodes": len(entry["tree"]) + 1, "predicted_speedup": promised, "speedups": figures}
@@ -134,12 +152,18 @@ def run_in_turn(
     base_call: dict[str, Any],
     call: dict[str, Any],
 ) -> Counter[str]:
-    """The seconds of the base and of each tree in all; they take turns on every batch, and every text is compared."""
+    """The seconds of the base and of each tree in all; every text is compared.
+
+    They take turns on every batch, and another one begins each time: the speed of a machine changes meanwhile.
+    """
     total: Counter[str] = Counter()
-    for given in batches:
+    for turn, given in enumerate(batches):
         runs = {BASE: functools.partial(model.base.generate, **given, **base_call)}
         runs |= {name: functools.partial(draft, model, tree, given, call) for name, tree in trees.items()}
-        outputs, seconds = time_interleaved(runs, 1, model.base.device)
+        first = turn % len(runs)
+        outputs, seconds = time_interleaved(
+            dict([*runs.items()][first:] + [*runs.items()][:first]), 1, model.base.device
+        )
         text = outputs.pop(BASE)
         assert all(torch.equal(one.sequences, text) for one in outputs.values()), "not the base's text"
         total.update({name: once for name, (once,) in seconds.items()})
@@ -184,10 +208,10 @@ def tables(found: dict[str, Any]) -> list[str]:
     for family in sorted(key for key in found if key != "wrong"):
         one = found[family]
         if figures := one.get("tokens"):
-            off = figures["predicted"] / figures["measured"] - 1
+            own, off = (figures["predicted"] / figures[which] - 1 for which in ("own", "measured"))
             predicted.append([
-                family, str(figures["nodes"]), f"{figures['predicted']:.3f}", f"{figures['measured']:.3f}",
-                f"{off:+.1%}", f"{figures['steps']:,}",
+                family, str(figures["nodes"]), f"{figures['predicted']:.3f}", f"{figures['own']:.3f}", f"{own:+.1%}",
+                f"{figures['measured']:.3f}", f"{off:+.1%}", f"{figures['error']:.1%}", f"{figures['steps']:,}",
             ])  # fmt: skip
         for way in ("uncaptured", "captured"):
             for rows, figures in one.get(way, {}).items():
@@ -205,7 +229,10 @@ def tables(found: dict[str, Any]) -> list[str]:
                     ])  # fmt: skip
     made = [
         markdown(["heads", "steps", "rows", "nodes", "speedup predicted", "speedup in the check"], stored),
-        markdown(["heads", "nodes", "predicted", "measured", "error", "steps"], predicted),
+        markdown(
+            ["heads", "nodes", "predicted", "on its prompts", "off", "on others", "off", "one error", "steps"],
+            predicted,
+        ),
         markdown(
             ["heads", "steps", "nodes", "calibrated", "nodes of the best published", "best published", "more"], fastest
         ),
