@@ -40,6 +40,8 @@ def draft(
         draft_state, candidates = draft_dynamic(drafter, rows.draft_state, root, tree, tilt)
     else:
         draft_state, candidates = draft_static(drafter, rows.draft_state, root, tree, tilt, keep_guesses)
+    if len(root) == 1:  # once it has ended, no step of it counts
+        return draft_state, candidates
     padded = ((rows.ends > 0) & limits.pads)[:, None]
     below = torch.where(padded, limits.padding, candidates.tokens[:, 1:])
     # made anew, not by `_replace`: in a program torch 2.11 returns a tuple without its fields then
