@@ -8,12 +8,8 @@ READY := .venv/.ready
 # One thread per process: the models of the tests are tiny, and a worker per core uses it better than threads do.
 TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
 
-# What depends most on the version of transformers, in half a minute; `test-oldest` takes more than ten, and downloads gigabytes.
-OLDEST_TESTS := tests/generation/test_exact.py tests/generation/test_caches.py tests/generation/test_outputs.py \
-	tests/modeling/test_families.py
-
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-fuzz test-conformance test-oldest test-oldest-transformers soak audit check
+.PHONY: help demo test test-slow test-fuzz test-conformance test-oldest soak audit check
 .PHONY: style docs build
 .PHONY: bench-gpu coverage mutate test-remote-code test-formats
 
@@ -37,18 +33,15 @@ test-conformance: $(READY)  ## transformers' common tests, with CONFORMANCE=the 
 	@test -n "$(CONFORMANCE)" || { echo "say where transformers' tests are: make test-conformance CONFORMANCE=transformers/tests"; exit 1; }
 	CONFORMANCE=$(CONFORMANCE) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -o addopts=--import-mode=importlib -W ignore tests/conformance
 
-test-oldest:  ## the tests of the rooms that know transformers, with the oldest versions allowed (needs a package index)
+test-oldest: .oldest/.ready  ## the tests of the rooms that know transformers and torch, with the oldest versions allowed (needs a package index)
+	OMP_NUM_THREADS=1 .oldest/bin/python -m pytest -q -n auto --dist worksteal $(or $(OLDEST_TESTS),tests/generation tests/modeling)
+
+.oldest/.ready: pyproject.toml constraints.txt constraints-oldest.txt
 	test -x .oldest/bin/pip || $(PYTHON) -m venv .oldest
 # All other packages as pinned: a search for versions that go with the oldest ones does not end.
 	grep -viE '^(torch|transformers|huggingface.hub|setuptools)==' constraints.txt | cat - constraints-oldest.txt > .oldest/constraints.txt
-	.oldest/bin/pip install --disable-pip-version-check --quiet --constraint .oldest/constraints.txt --editable '.[dev]'
-	OMP_NUM_THREADS=1 .oldest/bin/python -m pytest -q -n 2 --dist worksteal tests/generation tests/modeling
-
-test-oldest-transformers: $(READY)  ## the laws with the oldest transformers allowed, beside the other pinned packages (needs a package index)
-	$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-compile --no-deps --upgrade --target .oldest-transformers \
-		$$(grep -E '^(transformers|huggingface_hub)' constraints-oldest.txt)
-	PYTHONPATH=.oldest-transformers $(BIN)/python -c "import transformers; print('transformers', transformers.__version__)"
-	PYTHONPATH=.oldest-transformers $(TEST) -q $(OLDEST_TESTS)
+	.oldest/bin/pip install --disable-pip-version-check --quiet --no-compile --constraint .oldest/constraints.txt --editable '.[dev]'
+	@touch $@
 
 soak: $(READY)  ## 2,000 generations of mixed settings on the bundled models against the base; COUNT=300 for fewer
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/soak.py --count $(or $(COUNT),2000)
