@@ -102,7 +102,7 @@ def walk_on_host(
     batch = tokens.shape[0]
     before, everyone = list(lengths), list(range(batch))
     parents, drafted = candidates.topology.parents.tolist(), tokens.tolist()
-    parents *= batch // len(parents)  # one tree for all rows, or one for each
+    parents *= batch  # one tree for all rows, or one for each, and then more than are looked at
     greedy = rules.greedy and preferred is None
     looked_at = not greedy or show is not None
     sequences = sequences.clone() if looked_at else sequences
