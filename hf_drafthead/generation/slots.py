@@ -54,6 +54,7 @@ class SlotCache(Cache):
         self.fixed = False
         self.pools: list[_Pool] = []
         self._starts_of: tuple[int, int, torch.device] | None = None
+        self._numbers: torch.Tensor | None = None
         super().__init__(layers=[SlotLayer(self) for _ in range(num_layers)])
 
     @property
@@ -113,7 +114,7 @@ class SlotCache(Cache):
             self.reserve(self.extent + m, self.nodes)
         starts, lengths = self._starts(nodes.device), self.lengths.to(nodes.device)
         source = (starts - self.placed + nodes).flatten()
-        target = (starts + lengths[:, None] + torch.arange(m, device=nodes.device)).flatten()
+        target = (starts + lengths[:, None] + self.numbers(m, nodes.device)).flatten()
         for pool in self.pools:
             pool.move(source, target)
         self.lengths.add_(counts.to(self.lengths.device))
@@ -192,6 +193,15 @@ class SlotCache(Cache):
                 return starts
             self._known_starts, self._starts_of = starts, layout
         return self._known_starts
+
+    def numbers(self, count: int, device: torch.device) -> torch.Tensor:
+        """(count,) 0, 1, ... Uncaptured steps share one tensor, of which a slice costs less than to make another."""
+        if self.fixed:
+            return torch.arange(count, device=device)
+        known = self._numbers
+        if known is None or known.shape[0] < count or known.device != device:
+            self._numbers = known = torch.arange(max(count, self.nodes), device=device)
+        return known[:count]
 
     def _longest(self, bound: int) -> int:
         """The longest row. It is read back on a CPU only: a GPU would wait, and goes by the bound."""

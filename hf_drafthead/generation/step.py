@@ -71,7 +71,7 @@ def commit(drafter, draft_state: Any, cache: SlotCache, rows: Rows, verified: Ve
     """Keep what was walked: keys and values, tokens, lengths, and hidden states for the drafter; drop the rest."""
     nodes, tokens, counts = walk.nodes, walk.tokens, walk.counts
     cache.keep(nodes, counts)
-    rows.sequences.scatter_(1, rows.lengths[:, None] + torch.arange(walk.depth, device=nodes.device), tokens)
+    rows.sequences.scatter_(1, rows.lengths[:, None] + cache.numbers(walk.depth, nodes.device), tokens)
     # a wrong node here costs speed and never correctness: the tests look at it by itself
     said = verified.features
     features = said.gather(1, nodes.to(said.device)[..., None].expand(-1, -1, said.shape[2]))  # (B, D, F*H)
