@@ -3,6 +3,8 @@
 
 PYTHON ?= $(firstword $(foreach p,python3.11 python3 python,$(shell $(p) -c 'print("$(p)")' 2>/dev/null)))
 BIN := .venv/bin
+# CI installs the same versions from hashes.txt, where pip compares every file with its published hash.
+PINS ?= constraints.txt
 READY := .venv/.ready
 
 # One thread per process: the models of the tests are tiny, and a worker per core uses it better than threads do.
@@ -89,10 +91,10 @@ test-formats: $(READY)  ## exported heads in the speculators library, in an envi
 	.speculators/bin/pip uninstall --yes --quiet torchvision torchaudio
 	SPECULATORS_PYTHON=$(CURDIR)/.speculators/bin/python $(BIN)/python -m pytest -q tests/formats/test_speculators.py
 
-$(READY): pyproject.toml constraints.txt
+$(READY): pyproject.toml $(PINS)
 	@test -n "$(PYTHON)" || { echo "no Python found: install Python 3.10 or newer, or name one: make PYTHON=/path/to/python3"; exit 1; }
 	test -x $(BIN)/pip || $(PYTHON) -m venv .venv
 # All pinned versions at once, which spares pip the search for versions that fit; then whatever this platform needs besides.
-	$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-compile --no-deps --requirement constraints.txt
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-compile --no-deps --requirement $(PINS)
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-compile --constraint constraints.txt --editable '.[dev]'
 	@touch $@
