@@ -330,6 +330,7 @@ def test_a_bad_tree_is_refused_in_one_line(folder, run, tree, text):
     [
         (["generate", "{model}", "--prompt", ""], "the prompt is empty: give the text to continue with --prompt"),
         (["generate", "{model}", "--prompted"], "No such option: --prompted"),
+        (["train", "--max-steps", "3"], "a setting that has no option is given by --set max_steps=VALUE"),
         (["generate", "{model}", "--prompt", "x", "--max-new-tokens", "0"], "Invalid value for '--max-new-tokens': "),
         (
             ["generate", "{model}", "--prompt", "x", "--max-new-tokens", "many"],

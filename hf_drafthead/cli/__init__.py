@@ -76,7 +76,7 @@ def main(arguments: list[str] | None = None) -> None:
         code = app(args=words or ["--help"], prog_name="hf-drafthead", standalone_mode=False)
     except UsageError as error:
         asked = error.ctx.command_path if error.ctx else "hf-drafthead"
-        complain(f"{error.format_message().rstrip('.')}: see `{asked} --help`.")
+        complain(f"{error.format_message().rstrip('.')}: {_as_setting(error)}see `{asked} --help`.")
         code = 2
     except (FloatingPointError, OSError, TypeError, ValueError) as error:
         complain(str(error))
@@ -95,6 +95,14 @@ def main(arguments: list[str] | None = None) -> None:
         complain("there is not enough memory: use a smaller model, fewer new tokens, or half precision.")
         code = 2
     sys.exit(code or 0)
+
+
+def _as_setting(error: UsageError) -> str:
+    """How what is no option of a command may be given to it all the same."""
+    option = getattr(error, "option_name", None)
+    if option is None or error.ctx is None or not any("--set" in one.opts for one in error.ctx.command.params):
+        return ""
+    return f"a setting that has no option is given by --set {option.lstrip('-').replace('-', '_')}=VALUE; "
 
 
 def _first_line(error: BaseException) -> str:

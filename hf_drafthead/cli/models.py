@@ -181,5 +181,6 @@ def calibrated(entries: Any) -> list[str]:
     for entry in entries if isinstance(entries, list) else []:
         if isinstance(entry, dict) and isinstance(entry.get("tree"), list):
             told = ", ".join(f"{name} {entry[name]}" for name in SITUATION if name in entry)
-            lines.append(f"{len(entry['tree']) + 1} nodes: {told}")
+            nodes = len(entry["tree"]) + 1
+            lines.append(f"{nodes} {'node' if nodes == 1 else 'nodes'}: {told}")
     return lines

@@ -114,29 +114,30 @@ class Look:
         runners = decoding_methods(model, self.tokenizer, compare=[COMPILED])
         given = encode_all(model, self.tokenizer, batched(self.prompts, 1), self.max_new_tokens)
         self._given = of_one_length(given)
-        installed = self._measure(model, BASE, INSTALLED, runners[BASE])
-        yield installed
+        yield self._measure(model, BASE, INSTALLED, runners[BASE])
         best_base = None
         if compiled:
-            best_base = self._measure(model, BASE, COMPILED, runners[COMPILED], over=(installed, None))
+            best_base = self._measure(model, BASE, COMPILED, runners[COMPILED], beside=runners[BASE])
             yield best_base
         for name, path in families.items():
             model, _ = load(path, base_model=self.base)
             tree = self._tree(model)
-            line = self._heads(model, name, INSTALLED, tree, {}, (installed, best_base))
+            line = self._heads(model, name, INSTALLED, tree, {}, best_base)
             if self.best is None or (line.tokens_per_second or 0) > (self.best.line.tokens_per_second or 0):
                 self.best = Best(name, model, tree, line)
             yield line
         best = self.best
         if best is not None and best_base is not None and best_base.notice is None:
             tree = calibrated_tree(best.model, captured=True) or best.tree
-            yield self._heads(best.model, best.name, CAPTURED, tree, CAPTURE, (installed, best_base))
+            yield self._heads(best.model, best.name, CAPTURED, tree, CAPTURE, best_base)
 
     def _heads(
-        self, model: Any, name: str, way: str, tree: DraftTree, settings: dict[str, Any], over: tuple[Line, Line | None]
+        self, model: Any, name: str, way: str, tree: DraftTree, settings: dict[str, Any], compiled: Line | None
     ) -> Line:
-        runner = decoding_methods(model, self.tokenizer, tree=tree, acceptance=settings)[HEADS]
-        return self._measure(model, name, way, runner, over=over, nodes=tree.num_nodes)
+        runners = decoding_methods(model, self.tokenizer, tree=tree, acceptance=settings)
+        return self._measure(
+            model, name, way, runners[HEADS], beside=runners[BASE], compiled=compiled, nodes=tree.num_nodes
+        )
 
     def _tree(self, model: Any) -> DraftTree:
         """The calibrated tree; without one the faster of a few trees, on a few prompts."""
@@ -156,35 +157,42 @@ class Look:
         way: str,
         runner: Method,
         *,
-        over: tuple[Line | None, Line | None] = (None, None),
+        beside: Method | None = None,
+        compiled: Line | None = None,
         nodes: int | None = None,
     ) -> Line:
-        """Every prompt once, after one call that is not timed; `over` are the base as installed and compiled."""
+        """Every prompt once, after one call that is not timed.
+
+        Args:
+            beside: the base as installed, which takes turns on every prompt: what else a machine does, it does to both.
+            compiled: the base compiled.
+        """
         settings = {"do_sample": False, "max_new_tokens": self.max_new_tokens}
         device = self.base.device
 
-        def timed(given: Mapping[str, torch.Tensor]) -> tuple[Any, float]:
+        def timed(method: Method, given: Mapping[str, torch.Tensor]) -> tuple[Any, float]:
             wait(device)
             start = time.perf_counter()
-            output = runner(given, settings)
+            output = method(given, settings)
             wait(device)
             return output, time.perf_counter() - start
 
         try:
-            _, prepared = timed(self._given[0])
+            _, prepared = timed(runner, self._given[0])
         except Exception as error:  # of a compiler; the base can be measured without one
             if way != COMPILED or out_of_memory(error):
                 raise
             return Line(name, way, notice=one_line(error))
-        runs = [timed(given) for given in self._given]
+        base_seconds, runs = 0.0, []
+        for given in self._given:
+            base_seconds += 0.0 if beside is None else timed(beside, given)[1]
+            runs.append(timed(runner, given))
         sequences = [getattr(output, "sequences", output) for output, _ in runs]
         self._expected = self._expected or sequences
         tokens = sum(new_tokens(model, given, found) for given, found in zip(self._given, sequences))
-        pace = tokens / sum(seconds for _, seconds in runs)
-
-        def times(other: Line | None) -> float | None:
-            return pace / other.tokens_per_second if other is not None and other.tokens_per_second else None
-
+        own_seconds = sum(seconds for _, seconds in runs)
+        pace = tokens / own_seconds
+        rate = compiled.tokens_per_second if compiled is not None else None
         return Line(
             name,
             way,
@@ -192,8 +200,8 @@ class Look:
             new_tokens=tokens,
             tokens_per_second=pace,
             tokens_per_step=None if nodes is None else tokens_per_step(steps_of(output) for output, _ in runs),
-            speedup=times(over[0]),
-            speedup_over_compiled=times(over[1]),
+            speedup=None if beside is None else base_seconds / own_seconds,
+            speedup_over_compiled=pace / rate if rate else None,
             identical=all(map(torch.equal, sequences, self._expected)),
             prepared=prepared - runs[0][1],
         )

@@ -16,7 +16,7 @@ def need_template(tokenizer: Any) -> None:
     if not tokenizer.chat_template:
         raise ValueError(
             f"the tokenizer at {tokenizer.name_or_path!r} has no chat template: give one with --chat-template FILE, or "
-            "continue plain text with `hf-drafthead generate`."
+            "continue plain text, with `hf-drafthead generate` and without --system."
         )
 
 

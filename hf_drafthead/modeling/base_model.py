@@ -272,6 +272,8 @@ def refuse_unfit(config: PreTrainedConfig, name: str, loaded: bool) -> None:
     """
     if str(config.model_type).startswith(MODEL_TYPE_PREFIX):
         own = "model.base" if loaded else getattr(config, "base_model_name_or_path", None)
+        if own and os.path.isdir(beside := os.path.join(name, own)):  # written relative to the heads
+            own = os.path.normpath(beside)
         raise ValueError(f"{name!r} has draft heads already: give their base{f' ({own})' if own else ''}.")
     remote = bool(getattr(config, "auto_map", None)) or config.model_type not in CONFIG_MAPPING
     known = not config.is_encoder_decoder if loaded else remote or is_language_model(config)

@@ -163,7 +163,10 @@ def why_refused(error: BaseException) -> str | None:
                 return "the Hub does not accept the token: sign in anew (`hf auth login`), or pass another token="
             return f"the Hub answered {cause.response.status_code}: try again later"
         if isinstance(cause, HTTP_ERROR):
-            return f"the connection broke ({type(cause).__name__}): try again, files that have arrived are kept"
+            return (
+                f"the connection broke ({type(cause).__name__}): try again, files that have arrived are kept; if a "
+                "local folder was meant, there is none of that name"
+            )
     return None
 
 

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from transformers import TrainingArguments
 
 from hf_drafthead.modeling.families import find_family
@@ -48,6 +49,8 @@ class DraftHeadTrainingArguments(TrainingArguments):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if not torch.accelerator.is_available():  # torch would say at every pass that there is nothing to pin for
+            self.dataloader_pin_memory = False
         for name in (*WEIGHTS, "feature_noise", "heads_weight", "base_weight"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} is {getattr(self, name)}: expected 0 or more, 0 leaves it out.")
