@@ -104,7 +104,8 @@ def test_info_shows_what_was_calibrated(folder, run, capsys):
         cli.main(["info", str(folder / "medusa")])
     out = capsys.readouterr().out
     nodes = len(stored(folder)[0]["tree"]) + 1
-    assert f"calibrated     {nodes} nodes: device cpu, dtype float32, batch_size 1, captured False" in out
+    counted = "1 node" if nodes == 1 else f"{nodes} nodes"
+    assert f"calibrated     {counted}: device cpu, dtype float32, batch_size 1, captured False" in out
     assert "measured" not in out
 
 

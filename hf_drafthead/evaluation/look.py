@@ -123,7 +123,7 @@ class Look:
             model, _ = load(path, base_model=self.base)
             tree = self._tree(model)
             line = self._heads(model, name, INSTALLED, tree, {}, best_base)
-            if self.best is None or (line.tokens_per_second or 0) > (self.best.line.tokens_per_second or 0):
+            if self.best is None or (line.speedup or 0) > (self.best.line.speedup or 0):
                 self.best = Best(name, model, tree, line)
             yield line
         best = self.best

@@ -373,7 +373,7 @@ def test_heads_on_heads(heads):
     model = MedusaForCausalLM.from_pretrained(heads)
     for base, message in (
         (model, "'MedusaForCausalLM' has draft heads already: give their base (model.base)."),
-        (heads, "'...heads' has draft heads already: give their base (../base)."),
+        (heads, "'...heads' has draft heads already: give their base (...base)."),
     ):
         with refused(ValueError, message):
             HydraForCausalLM.from_base(base)

@@ -19,7 +19,6 @@ from pathlib import Path
 from packaging.tags import sys_tags
 from packaging.utils import InvalidWheelFilename, canonicalize_name, parse_sdist_filename, parse_wheel_filename
 from packaging.version import Version
-from pip._internal.models.index import PyPI
 
 ROOT = Path(__file__).parents[2]
 CONSTRAINTS, HASHES = ROOT / "constraints.txt", ROOT / "hashes.txt"
@@ -46,6 +45,9 @@ def fits(filename: str, version: str, tags: frozenset) -> bool:
 
 def published(name: str) -> list[dict]:
     """The files of a package on the index."""
+    # not above: a process that imports pip cannot import setuptools afterwards, which a compiler of steps needs
+    from pip._internal.models.index import PyPI
+
     request = urllib.request.Request(f"{PyPI.simple_url}/{name}/", headers={"Accept": SIMPLE_API})
     with urllib.request.urlopen(request, timeout=60) as answer:
         return json.load(answer)["files"]
