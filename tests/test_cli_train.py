@@ -17,7 +17,7 @@ from hf_drafthead.cli.train import outcome
             "the family 'meduza' is not known: expected one of amphista, amphista-alpha, draft-model, eagle,",
         ),
         (["--data", "nowhere.jsonl"], "there is no data at 'nowhere.jsonl': give a .json, .jsonl or .txt file"),
-        (["--base", "/no/base"], "the base '/no/base' was not found ("),
+        (["--base", "/no/base"], "the base '/no/base' was not found (there is no such folder)"),
         (["--set", "lr"], "--set 'lr' is no NAME=VALUE: give for example --set learning_rate=1e-3."),
         (["--set", "num_heads=3"], "'num_heads' is neither a config field of medusa ("),
         (["--set", "num_heads=3"], " nor a training argument: did you mean num_draft_heads?"),
@@ -27,7 +27,7 @@ from hf_drafthead.cli.train import outcome
         (["--streaming"], "with streaming the length of an epoch is not known: give the steps with --set max_steps=N."),
         (["--set", "head_decay=0"], "head_decay is 0: expected a number above 0."),
         (["--dtype", "float99"], "--dtype 'float99' is no floating point type: expected auto, float32, bfloat16 or"),
-        ([], "the data holds 1 rows, of which 64 are to be held out: give more data, or hold out fewer with"),
+        ([], "the data holds 1 rows, of which 1 are to be held out: give more data, or hold out fewer with"),
     ],
     ids=[
         "family",

@@ -32,7 +32,9 @@ def train(
     streaming: Annotated[bool, typer.Option("--streaming", help="Read the data while training.")] = False,
     split: Annotated[str, typer.Option(help="Of a data set.")] = "train",
     chat_template: Template = None,
-    held_out_rows: Annotated[int, typer.Option(min=1, help="Rows to evaluate on.")] = 64,
+    held_out_rows: Annotated[
+        int | None, typer.Option(min=1, help="Rows to evaluate on; by default a tenth of them, at most 64.")
+    ] = None,
     answer_tokens: Annotated[
         int, typer.Option(min=2, help="Tokens of the answers from which the expected speed is computed.")
     ] = 128,

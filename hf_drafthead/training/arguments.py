@@ -1,6 +1,7 @@
 """Training arguments for draft heads, and the values in each family's paper."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
 from typing import Any
 
 import torch
@@ -76,6 +77,14 @@ class DraftHeadTrainingArguments(TrainingArguments):
             arguments: values that replace the recipe's.
 
         Raises:
+            TypeError: there is no such argument.
             ValueError: no such family.
         """
+        known = {each.name for each in fields(cls) if each.init}
+        if unknown := sorted(set(arguments) - known):
+            near = get_close_matches(unknown[0], sorted(known), n=1)
+            raise TypeError(
+                f"{unknown[0]!r} is no training argument: {f'did you mean {near[0]}?' if near else 'check its spelling;'}"
+                f" a field of the heads' config is given in fields={{{unknown[0]!r}: ...}}."
+            )
         return cls(output_dir=output_dir, **{**find_family(family).recipe, **arguments})

@@ -22,6 +22,7 @@ from hf_drafthead.training.vocabulary import frequent_tokens
 
 logger = logging.get_logger(__name__)
 
+HELD_OUT = 64  # rows to evaluate on, unless the data is small
 USUAL_LENGTH = 2048  # tokens of a row, as in the papers
 SHUFFLED = 4096  # rows of the shuffle buffer of a stream
 
@@ -50,10 +51,10 @@ def read_data(
     packing: bool,
     streaming: bool,
     split: str,
-    held_out_rows: int,
+    held_out_rows: int | None,
     seed: int,
 ) -> PreparedData:
-    """Tokenize the rows that `data` names or holds."""
+    """Tokenize the rows that `data` names or holds; without a number of rows to hold out, a tenth, at most 64."""
     if isinstance(data, (Dataset, IterableDataset)):
         raw, source = uniform(data), getattr(data.info, "dataset_name", None) or f"a {type(data).__name__}"
         if streaming and isinstance(raw, Dataset):
@@ -61,7 +62,9 @@ def read_data(
     else:
         source = os.fspath(data)
         raw = read_rows(source, streaming=streaming, split=split)
-    first = list(islice(iter(raw), held_out_rows + 1))
+    first = list(islice(iter(raw), 10 * HELD_OUT if held_out_rows is None else held_out_rows + 1))
+    if held_out_rows is None:
+        held_out_rows = max(1, len(first) // 10)
     if len(first) <= held_out_rows:
         raise ValueError(
             f"the data holds {len(first)} rows, of which {held_out_rows} are to be held out: give more data, or hold "

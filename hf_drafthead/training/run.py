@@ -81,7 +81,7 @@ def train_heads(
     streaming: bool = False,
     split: str = "train",
     chat_template: str | None = None,
-    held_out_rows: int = 64,
+    held_out_rows: int | None = None,
     answer_tokens: int = 128,
     answer_temperature: float = 0.0,
     resume: bool = False,
@@ -108,7 +108,7 @@ def train_heads(
         streaming: read the data while training, shuffled within a buffer; `max_steps` must be given.
         split: of a data set.
         chat_template: text of a Jinja template that replaces the tokenizer's, and is saved with the heads.
-        held_out_rows: rows to evaluate on.
+        held_out_rows: rows to evaluate on; default: a tenth of them, at most 64.
         answer_tokens: of the base's answers from which the expected tokens per step are computed.
         answer_temperature: at which it samples them; 0 is greedy. The tree is calibrated at the same temperature.
         resume: resume from the last complete checkpoint in `output`.

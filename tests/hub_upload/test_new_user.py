@@ -56,7 +56,7 @@ def trained(hub, clients, models, tmp_path) -> Path:
     data.write_text("".join(json.dumps(chat) + "\n" for chat in chats))
     template.write_text(TEMPLATE)
     settings = [word for pair in FEW_STEPS for word in ("--set", pair)]
-    rows = ("--held-out-rows", 2, "--answer-tokens", 8, "--no-calibrate")
+    rows = ("--answer-tokens", 8, "--no-calibrate")
     few = ("--limit", 2, "--max-new-tokens", 8)
     source = ("--base", "org/base", "--family", "medusa", "--data", data, "--chat-template", template)
     for words in (
@@ -72,7 +72,7 @@ def trained(hub, clients, models, tmp_path) -> Path:
 
 def test_heads_trained_on_ten_chats_are_published_and_load_without_the_package(hub, clients, trained, tmp_path):
     summary = json.loads((trained / "training_summary.json").read_text())
-    assert (summary["base"], summary["steps"]) == ("org/base", 2) and summary["data_report"]["kept"] == 8
+    assert (summary["base"], summary["steps"]) == ("org/base", 2) and summary["data_report"]["kept"] == 9
     assert json.loads((trained / "evaluation.json").read_text())["identical"]
     answer = command(clients, "push", trained, "org/heads", "--license", "mit")
     assert answer.code == 0, answer.err

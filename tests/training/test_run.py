@@ -15,14 +15,14 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
-from hf_drafthead import zoo
+from hf_drafthead import MedusaForCausalLM, zoo
 from hf_drafthead.data.sources import stream_hash
 from hf_drafthead.generation import costs, worth
 from hf_drafthead.modeling import families
 from hf_drafthead.training.arguments import DraftHeadTrainingArguments
 from hf_drafthead.training.expected_tokens_per_step import ExpectedTokensPerStep
 from hf_drafthead.training.options import sort_options
-from hf_drafthead.training.prepare import PreparedData, own_prompts
+from hf_drafthead.training.prepare import PreparedData, own_prompts, read_data
 from hf_drafthead.training.record import check_run, save_whole
 from hf_drafthead.training.run import train_heads
 from hf_drafthead.training.trainer import DraftHeadTrainer, whole_checkpoint
@@ -362,7 +362,21 @@ def test_options_are_told_apart():
         sort_options("medusa", {"num_heads": 3})
 
 
+@pytest.mark.parametrize(("rows", "held_out"), [(2, 1), (19, 1), (20, 2), (639, 63), (640, 64), (900, 64)])
+def test_a_tenth_of_the_rows_is_held_out(place, rows, held_out):
+    model = MedusaForCausalLM.from_base(str(place / "base"), num_draft_heads=1)
+    tokenizer = AutoTokenizer.from_pretrained(place / "base")
+    data = Dataset.from_list([{"text": f"abc defg {row}"} for row in range(rows)])
+    for streaming in (False, True):
+        found = read_data(model, tokenizer, data, None, False, streaming, "train", None, seed=0)
+        assert (len(found.held_out), len(list(found.rows))) == (held_out, rows - held_out)
+
+
 def test_bad_input(place, tmp_path):
+    with pytest.raises(TypeError, match="'learning_rat' is no training argument: did you mean learning_rate?"):
+        train(place, tmp_path / "g", learning_rat=1e-3)
+    with pytest.raises(TypeError, match=r"'num_draft_heads' is no .*in fields=\{'num_draft_heads': ...\}"):
+        train(place, tmp_path / "g", num_draft_heads=1)
     with pytest.raises(ValueError, match="the data holds 24 rows, of which 24 are to be held out: give more data, or"):
         train(place, tmp_path / "a", held_out_rows=24)
     with pytest.raises(ValueError, match="with streaming the length of an epoch is not known: give the"):
