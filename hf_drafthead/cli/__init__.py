@@ -66,9 +66,12 @@ def main(arguments: list[str] | None = None) -> None:
     Raises:
         SystemExit: always, with the exit code.
     """
+    import logging as standard_logging
+
     from huggingface_hub.utils import logging as hub_logging
     from transformers.utils import logging
 
+    standard_logging.getLogger("bitsandbytes").setLevel("ERROR")  # which tells of kernels that nobody asked for
     hub_logging.set_verbosity_error()  # an unreachable Hub is reported once, not at every retry
     logging.disable_progress_bar()
     try:

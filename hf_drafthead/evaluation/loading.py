@@ -6,7 +6,7 @@ from typing import Any
 from transformers import AutoConfig, AutoTokenizer
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from hf_drafthead.modeling.checkpoint import HTTP_ERROR, why_refused
+from hf_drafthead.modeling.checkpoint import HTTP_ERROR, is_missing_folder, why_refused
 from hf_drafthead.modeling.config import MODEL_TYPE_PREFIX, DraftHeadConfig
 from hf_drafthead.modeling.families import BY_MODEL_TYPE, FAMILIES
 from hf_drafthead.modeling.files import shortened
@@ -24,8 +24,7 @@ def read_config(name: str) -> DraftHeadConfig:
         ValueError: it is a model of another kind, or of a family that is not known here.
     """
     wanted = "give the folder of a draft-head checkpoint, or its id on the Hub."
-    looks_local = os.path.isabs(name) or name.startswith((".", "~")) or name.count("/") > 1
-    if looks_local and not os.path.isdir(name):
+    if is_missing_folder(name):
         raise OSError(f"there is no folder {name!r}: {wanted}")
     if os.path.isdir(name) and not os.path.isfile(os.path.join(name, "config.json")):
         advice = how_to_convert(name, {}, lambda file: os.path.isfile(os.path.join(name, file)))

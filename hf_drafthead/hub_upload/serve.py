@@ -1,6 +1,5 @@
 """transformers' own server, with the classes of draft heads made known to it."""
 
-import os
 import sys
 import time
 from importlib.util import find_spec
@@ -8,6 +7,7 @@ from typing import Any
 
 import transformers
 
+from hf_drafthead.modeling.checkpoint import is_missing_folder, why_refused
 from hf_drafthead.modeling.families import BY_MODEL_TYPE
 
 WITHOUT_HEADS = ("--continuous-batching", "--cb-")  # options of a decoding that knows no heads
@@ -96,9 +96,14 @@ def check_servable(model: str) -> None:
     """
     name, _, revision = model.partition("@")
     hub = {"revision": revision or "main"}
-    if os.path.sep in name and name.startswith((".", "/", "~")) and not os.path.isdir(name):
+    if is_missing_folder(name):
         raise OSError(f"there is no folder {name!r}: give the folder of a draft-head checkpoint, or its id on the Hub.")
-    config, _ = transformers.PreTrainedConfig.get_config_dict(name, **hub)
+    try:
+        config, _ = transformers.PreTrainedConfig.get_config_dict(name, **hub)
+    except OSError as error:
+        if refused := why_refused(error):
+            raise OSError(f"the heads {name!r} cannot be fetched: {refused}.") from error
+        raise
     if config.get("model_type") not in BY_MODEL_TYPE:
         raise ValueError(
             f"{name!r} holds a {config.get('model_type')!r} model without draft heads: give a draft-head checkpoint, "

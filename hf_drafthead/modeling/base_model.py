@@ -21,7 +21,7 @@ from transformers.models.auto.modeling_auto import (
 from transformers.utils import CONFIG_NAME, cached_file, logging
 
 from hf_drafthead.modeling.adapters import base_of, find_adapter, load_adapter, unwrapped
-from hf_drafthead.modeling.checkpoint import HTTP_ERROR, fetch_file, why_refused
+from hf_drafthead.modeling.checkpoint import HTTP_ERROR, fetch_file, is_missing_folder, why_refused
 from hf_drafthead.modeling.config import MODEL_TYPE_PREFIX, DraftHeadConfig
 
 logger = logging.get_logger(__name__)
@@ -58,9 +58,10 @@ def load_new_base(
         ValueError: it is no decoder-only language model.
     """
     hub = {**fetch, "revision": revision or "main"}
-    if _is_missing_folder(name):
+    if is_missing_folder(name):
         raise OSError(
-            f"the base {name!r} was not found (there is no such folder): give the id or path of a causal language model."
+            f"the base {name!r} was not found (there is no such folder): give the id or path of a causal language "
+            "model."
         )
     try:
         place, hub, adapter = _behind_adapter(name, hub)
@@ -139,7 +140,7 @@ def _load_named(
 ) -> tuple[Any, str]:
     """As above for a base, or an adapter for one, by its name; also the name of the base itself."""
     revision = hub["revision"]
-    if _is_missing_folder(name):
+    if is_missing_folder(name):
         raise OSError(
             f"the base {name!r} of {checkpoint!r} was not found (there is no such folder): pass base_model= with "
             "its id, path or object."
@@ -177,11 +178,6 @@ def _load_named(
     if adapter is not None:
         load_adapter(base, adapter)
     return base, name
-
-
-def _is_missing_folder(name: str) -> bool:
-    """Whether a name can only be that of a folder, and there is none."""
-    return (os.path.isabs(name) or name.startswith(".")) and not os.path.isdir(name)
 
 
 def locate_base(config: DraftHeadConfig, checkpoint: str) -> str:

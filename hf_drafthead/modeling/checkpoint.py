@@ -146,6 +146,12 @@ def fetch_file(path: str, name: str, hub: Mapping[str, Any]) -> str | None:
         raise OSError(f"{name} of the heads {path!r} cannot be fetched: {refused}.") from error
 
 
+def is_missing_folder(name: str) -> bool:
+    """Whether a name can be no id on the Hub but only that of a folder, and there is none."""
+    local = os.path.isabs(name) or name.startswith((".", "~")) or name.count("/") > 1
+    return local and not os.path.isdir(name)
+
+
 def why_refused(error: BaseException) -> str | None:
     """What the Hub had against a download, and what to do; None for an error that is not about that."""
     for cause in _causes(error):

@@ -83,8 +83,9 @@ class DraftHeadTrainingArguments(TrainingArguments):
         known = {each.name for each in fields(cls) if each.init}
         if unknown := sorted(set(arguments) - known):
             near = get_close_matches(unknown[0], sorted(known), n=1)
+            meant = f"did you mean {near[0]}?" if near else "check its spelling;"
             raise TypeError(
-                f"{unknown[0]!r} is no training argument: {f'did you mean {near[0]}?' if near else 'check its spelling;'}"
-                f" a field of the heads' config is given in fields={{{unknown[0]!r}: ...}}."
+                f"{unknown[0]!r} is no training argument: {meant} a field of the heads' config is given in "
+                f"fields={{{unknown[0]!r}: ...}}."
             )
         return cls(output_dir=output_dir, **{**find_family(family).recipe, **arguments})

@@ -14,6 +14,7 @@ from hf_drafthead.hub_upload import serve as serving
 from tests.checkpoints import byte_tokenizer
 from tests.hub_upload.clients import environment
 from tests.hub_upload.serving import running_server, served
+from tests.hub_upload.test_push import command
 
 SAID = {"prompt": "abc", "max_tokens": 12}
 ANSWER = "defghijklmno"
@@ -132,6 +133,16 @@ def test_what_cannot_be_served_is_refused_before_the_server_starts(folder, monke
     with pytest.raises((OSError, ValueError)) as refused:
         serving.serve(str(folder.parent / model), options)
     assert str(refused.value).replace(str(folder.parent) + "/", "...").startswith(line)
+
+
+def test_a_name_that_the_hub_does_not_have_is_refused(hub, clients):
+    served()
+    answer = command(clients, "serve", "org/nothing", token=None)
+    assert answer.code == 2
+    assert answer.err.startswith(
+        "hf-drafthead: the heads 'org/nothing' cannot be fetched: the Hub has no such repository"
+    )
+    assert answer.err.count("\n") == 1
 
 
 def test_help_names_the_options_of_the_server(capsys):
