@@ -312,13 +312,13 @@ class CapturedStep:
             except RuntimeError as error:
                 if not out_of_memory(error):
                     raise
-                size = cache.memory(capacity + nodes) / 2**30
+                size = cache.bytes_of(capacity + nodes) / 2**30
                 raise MemoryError(
                     f"there is no memory for a cache of {size:.1f} GiB: {capacity} positions (a multiple of {BUCKET}), "
                     f"{len(state.lengths)} row(s)."
                 ) from error
-            for pool in cache.pools:
-                torch._dynamo.mark_dynamic(pool.data, 3)
+            for tensor in cache.memory:
+                torch._dynamo.mark_dynamic(tensor, tensor.ndim - 2)
         # the compiler takes equal sizes for one size: what need not be equal must differ
         width = max(capacity - state.past_shift, 0) + depth + nodes + 1
         rows = state.rows

@@ -70,9 +70,9 @@ class Recorded:
             self.warm = True
             return self.step(rows, cache, limits)
         held, caches = _tensors_of(rows), [cache, *_caches_of(rows)]
-        pools = [pool.data for one in caches for pool in one.pools]
+        memory = [tensor for one in caches for tensor in one.memory]
         lengths = [one.lengths for one in caches]
-        addresses = tuple(tensor.data_ptr() for tensor in [*held, *lengths, *pools, *limits])
+        addresses = tuple(tensor.data_ptr() for tensor in [*held, *lengths, *memory, *limits])
         if self.replay is None or self.of != addresses:
             self._record(rows, caches, limits, [*held, *lengths])
             self.of = addresses

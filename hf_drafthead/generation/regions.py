@@ -103,12 +103,13 @@ def _forward_of(layer: nn.Module) -> Callable:
         if not (torch.compiler.is_compiling() and getattr(cache, "fixed", False)):
             return type(layer).forward(layer, *args, **given)
         rest = {key: value for key, value in (*zip(names, args), *given.items()) if key != name}
-        keys, values = cache.layers[number].views()
+        layer_cache = cache.layers[number]
         form, leaves = _flat(rest)
         # The compiler knows the weights of a reused region by where it met the layer first, which for a variable of
         # this closure is here; what a method of the layer returns is the layer that it met in its list.
         itself = layer.get_submodule("")
-        return _one_layer(itself, name, keys, values, cache.nodes - cache.placed, form, *leaves)
+        first = cache.nodes - cache.placed
+        return _one_layer(itself, name, layer_cache.keys, layer_cache.values, first, form, *leaves)
 
     return forward
 

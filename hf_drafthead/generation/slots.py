@@ -65,7 +65,15 @@ class SlotCache(Cache):
     @property
     def slots(self) -> int:
         """S: the nodes' slots and the past's; read off the memory, of which a compiler knows that it may grow."""
-        return self.pools[0].data.shape[3] if self.pools else self.nodes + self.capacity
+        written = next((layer for layer in self.layers if layer.is_initialized), None)
+        return self.nodes + self.capacity if written is None else written.keys.shape[2]
+
+    @property
+    def memory(self) -> list[torch.Tensor]:
+        """The tensors that hold keys and values, slots in their last dimension but one."""
+        if not self.fixed:
+            return [pool.data for pool in self.pools]
+        return [part for layer in self.layers if layer.is_initialized for part in (layer.keys, layer.values)]
 
     # ---- what the next forward writes ---------------------------------------------------------------------------
 
@@ -112,13 +120,29 @@ class SlotCache(Cache):
         assert self.placed is not None
         if not self.fixed:
             self.reserve(self.extent + m, self.nodes)
-        starts, lengths = self._starts(nodes.device), self.lengths.to(nodes.device)
-        source = (starts - self.placed + nodes).flatten()
-        target = (starts + lengths[:, None] + self.numbers(m, nodes.device)).flatten()
-        for pool in self.pools:
-            pool.move(source, target)
+        past = self.lengths.to(nodes.device)[:, None] + self.numbers(m, nodes.device)
+        if self.fixed:
+            rows = torch.arange(self.rows, device=nodes.device)[:, None]
+            self._move_alone(rows, self.nodes - self.placed + nodes, self.nodes + past)
+        else:
+            starts = self._starts(nodes.device)
+            source, target = (starts - self.placed + nodes).flatten(), (starts + past).flatten()
+            for pool in self.pools:
+                pool.move(source, target)
         self.lengths.add_(counts.to(self.lengths.device))
         self.extent = self._longest(self.extent + m)
+
+    def _move_alone(self, rows: torch.Tensor, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Copy slots (B, m) to slots of the same row, in tensors of each layer's own; `rows` is (B, 1).
+
+        A compiler takes a while to trace each operation, of which there are some for every layer.
+        """
+        device = rows.device
+        for part in self.memory:
+            if part.device != device:
+                device = part.device
+                rows, source, target = rows.to(device), source.to(device), target.to(device)
+            part[rows, :, target] = part[rows, :, source]
 
     # ---- memory --------------------------------------------------------------------------------------------------
 
@@ -139,24 +163,25 @@ class SlotCache(Cache):
 
         Nothing has changed where there is no memory for it.
         """
-        parts = [layer.parts(nodes + capacity, nodes - self.nodes) for layer in self.layers if layer.is_initialized]
-        for layer, places in zip((layer for layer in self.layers if layer.is_initialized), parts):
-            layer.part(places)
-        self.nodes, self.capacity = nodes, capacity
-        self.pools = [pool for layer in self.layers if layer.is_initialized for pool, _ in layer.places]
+        written = [layer for layer in self.layers if layer.is_initialized]
+        parts = [layer.alone(nodes + capacity, nodes - self.nodes) for layer in written]
+        for layer, (keys, values) in zip(written, parts):
+            layer.keys, layer.values = keys, values
+        self.nodes, self.capacity, self.pools = nodes, capacity, []
         self.fixed = True
 
-    def memory(self, slots: int) -> int:
+    def bytes_of(self, slots: int) -> int:
         """Bytes that the keys and values of so many slots take."""
-        written = (keys_or_values for layer in self.layers if layer.is_initialized for keys_or_values in layer.views())
+        written = (part for layer in self.layers if layer.is_initialized for part in (layer.keys, layer.values))
         return sum(part[..., 0, :].numel() * part.element_size() * slots for part in written)
 
     def free(self) -> None:
-        """Take `fix` back: the memory may grow again."""
+        """Take `fix` back: the memory may grow again. No more of it is taken."""
         self.fixed = False
         self.extent = int(self.lengths.max())
+        self.pools = []
         for layer in self.layers:
-            layer.bind()
+            layer.share()
 
     def load(self, past: Cache) -> None:
         """Start from the past of an ordinary cache; sliding layers hold only its end."""
@@ -172,8 +197,7 @@ class SlotCache(Cache):
         for index, layer in enumerate(self.layers):
             if layer.is_initialized and stop > start:
                 past = slice(self.nodes + start, self.nodes + stop)
-                keys, values = layer.views()
-                target.update(keys[..., past, :], values[..., past, :], index)
+                target.update(layer.keys[..., past, :], layer.values[..., past, :], index)
 
     def slab(self, like: torch.Tensor) -> tuple[_Pool, int]:
         """A place for one layer's keys or values, of the shape of `like` but for the length."""
@@ -181,17 +205,18 @@ class SlotCache(Cache):
             if pool.fits(like):
                 return pool, pool.take()
         unplaced = sum(not layer.is_initialized for layer in self.layers)
-        self.pools.append(_Pool(min(2 * unplaced, SLABS_PER_POOL), self.nodes + self.capacity, like))
+        rows, heads, _, size = like.shape
+        slabs = min(2 * unplaced, SLABS_PER_POOL)
+        self.pools.append(_Pool(like.new_zeros(slabs, heads, rows, self.nodes + self.capacity, size)))
         return self.pools[-1], self.pools[-1].take()
 
     def _starts(self, device: torch.device) -> torch.Tensor:
         """(B, 1) where each row's past starts, in slots counted over all rows."""
         layout = (self.slots, self.nodes, device)
-        if self.fixed or self._starts_of != layout:
-            starts = torch.arange(0, self.rows * self.slots, self.slots, device=device)[:, None] + self.nodes
-            if self.fixed:  # inside a program the slots are no number
-                return starts
-            self._known_starts, self._starts_of = starts, layout
+        if self._starts_of != layout:
+            first = torch.arange(0, self.rows * self.slots, self.slots, device=device)
+            self._known_starts = first[:, None] + self.nodes
+            self._starts_of = layout
         return self._known_starts
 
     def numbers(self, count: int, device: torch.device) -> torch.Tensor:
@@ -234,22 +259,19 @@ class SlotLayer(CacheLayerMixin):
         if self.is_initialized:
             self.keys, self.values = (pool.slab(index) for pool, index in self.places)
 
-    def parts(self, slots: int, front: int) -> tuple[tuple[_Pool, int], tuple[_Pool, int]]:
-        """Tensors of this layer's own: a compiler takes a write to a shared one for a write to all of it."""
-        keys, values = ((pool.alone(index, slots, front), 0) for pool, index in self.places)
-        return keys, values
+    def alone(self, slots: int, front: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values in tensors of this layer's own, with so many slots, see `_alone`.
 
-    def part(self, places: tuple[tuple[_Pool, int], tuple[_Pool, int]]) -> None:
-        """Move to tensors of its own, from `parts`."""
-        self.places = places
-        self.__dict__.pop("keys", None), self.__dict__.pop("values", None)
+        A compiler takes a write to a tensor that layers share for a write to all of it.
+        """
+        return _alone(self.keys, slots, front), _alone(self.values, slots, front)
 
-    def views(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values (B, H, S, E) of all slots."""
-        if self.cache.fixed:
-            (keys, _), (values, _) = self.places
-            return keys.slab(0), values.slab(0)
-        return self.keys, self.values
+    def share(self) -> None:
+        """Make pools of the tensors of this layer's own."""
+        if self.is_initialized:
+            pools = [_Pool(part.transpose(0, 1)[None], 1) for part in (self.keys, self.values)]
+            self.cache.pools += pools
+            self.places = ((pools[0], 0), (pools[1], 0))
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
         """Write what the layer has computed, (B, H, n, E) each, and return all keys and values to attend to."""
@@ -263,7 +285,7 @@ class SlotLayer(CacheLayerMixin):
         else:
             first = write = cache.nodes - cache.placed
             end = None if cache.fixed else cache.nodes + cache.extent
-        keys, values = self.views()
+        keys, values = self.keys, self.values
         keys[..., write : write + length, :] = key_states
         values[..., write : write + length, :] = value_states
         return keys[..., first:end, :], values[..., first:end, :]
@@ -292,10 +314,8 @@ class _Pool:
     Zeroed at first, because a NaN spreads even where it is masked.
     """
 
-    def __init__(self, slabs: int, slots: int, like: torch.Tensor):
-        rows, heads, _, size = like.shape
-        self.data = torch.zeros(slabs, heads, rows, slots, size, dtype=like.dtype, device=like.device)
-        self.taken = 0
+    def __init__(self, data: torch.Tensor, taken: int = 0):
+        self.data, self.taken = data, taken
 
     def fits(self, like: torch.Tensor) -> bool:
         slabs, heads, _, _, size = self.data.shape
@@ -310,21 +330,12 @@ class _Pool:
         """(B, H, S, E), a view."""
         return self.data[index].transpose(0, 1)
 
-    def alone(self, index: int, slots: int, front: int) -> _Pool:
-        """A pool of `slots` slots with a copy of one slab, behind `front` new ones or without its first `-front`."""
-        old = self.data[index : index + 1, ..., max(-front, 0) :, :]
-        front = max(front, 0)
-        pool = _Pool.__new__(_Pool)
-        pool.data, pool.taken = old.new_zeros(*old.shape[:3], slots, old.shape[4]), 1
-        known = min(old.shape[3], slots - front)
-        pool.data[..., front : front + known, :] = old[..., :known, :]
-        return pool
-
     def move(self, source: torch.Tensor, target: torch.Tensor) -> None:
         """Copy slots to slots, both counted over all rows."""
-        flat = self.data.flatten(2, 3)
+        slabs, heads, rows, slots, size = self.data.shape
+        flat = self.data.view(slabs * heads, rows * slots, size)  # copies are faster where there are fewer dimensions
         source, target = source.to(flat.device), target.to(flat.device)
-        flat.index_copy_(2, target, flat.index_select(2, source))
+        flat.index_copy_(1, target, flat.index_select(1, source))
 
     def grow(self, slots: int, front: int) -> None:
         """Hold `slots` slots, `front` of the new ones before the old ones."""
@@ -332,6 +343,19 @@ class _Pool:
         slabs, heads, rows, before, size = old.shape
         self.data = old.new_zeros(slabs, heads, rows, slots, size)
         self.data[..., front : front + before, :] = old
+
+
+def _alone(part: torch.Tensor, slots: int, front: int) -> torch.Tensor:
+    """Copy keys or values (B, H, S, E) to memory of `slots` slots, behind `front` new ones or without `-front` of them.
+
+    In memory it lies as a slab of a pool does.
+    """
+    rows, heads, _, size = part.shape
+    old, front = part[..., max(-front, 0) :, :], max(front, 0)
+    new = part.new_zeros(heads, rows, slots, size).transpose(0, 1)
+    known = min(old.shape[2], slots - front)
+    new[..., front : front + known, :] = old[..., :known, :]
+    return new
 
 
 def slot_mask(

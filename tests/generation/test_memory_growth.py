@@ -28,7 +28,7 @@ def alive() -> dict[int, int]:
 def in_caches() -> int:
     """Bytes of the caches."""
     caches = (thing for thing in gc.get_objects() if type(thing) is SlotCache)
-    pools = {id(pool): pool.data.nbytes for cache in caches for pool in cache.pools}
+    pools = {id(part): part.nbytes for cache in caches for part in cache.memory}
     return sum(pools.values())
 
 

@@ -126,7 +126,8 @@ def test_more_and_fewer_nodes_can_be_fixed():
         mirror = Mirror(2, 8, 2)
         mirror.append(5, [5, 3])
         mirror.cache.fix(capacity, nodes)
-        assert all(pool.data.shape[0] == pool.taken == 1 for pool in mirror.cache.pools)  # each layer's own
+        memories = {part.untyped_storage().data_ptr() for part in mirror.cache.memory}
+        assert len(memories) == 2 * len(SHAPES)  # each layer's own
         mirror.place(nodes)
         mirror.keep([[0], [0]], [1, 1])
         mirror.place(1)
@@ -162,12 +163,12 @@ def test_layers_of_one_shape_share_a_tensor():
         (2, 1, 2, 5, 2),
     ]
     per_slot = 2 * 8 * sum(heads * (keys + values) for heads, keys, values in SHAPES)
-    assert mirror.cache.memory(7) == 7 * per_slot and mirror.cache.memory(0) == 0
+    assert mirror.cache.bytes_of(7) == 7 * per_slot and mirror.cache.bytes_of(0) == 0
     assert [pool.taken for pool in mirror.cache.pools] == [4, 1, 1]
-    assert SlotCache(2, 3, 4).memory(7) == 0
+    assert SlotCache(2, 3, 4).bytes_of(7) == 0
     smallest = SlotCache(1, 1, 1)
     smallest.update(torch.zeros(1, 1, 1, 2), torch.zeros(1, 1, 1, 2), 0)
-    assert (smallest.slots, smallest.memory(5)) == (1, 5 * 2 * 2 * 4)
+    assert (smallest.slots, smallest.bytes_of(5)) == (1, 5 * 2 * 2 * 4)
 
 
 def test_no_more_layers_share_a_tensor_than_the_bound(monkeypatch):
@@ -246,7 +247,7 @@ def test_a_cache_by_hand():
     assert cache.place(2) == 2 and cache.place(2) == 2 and cache.place(1, again=True) == 3
     cache.update(numbers[:, :, :1] + 6, numbers[:, :, :1], 0)
     cache.keep(torch.tensor([[0]]), torch.tensor([1]))
-    keys, _ = cache.layers[0].views()
+    keys = cache.layers[0].keys
     assert keys[0, 0, cache.nodes : cache.nodes + 3, 0].tolist() == [1, 2, 7]
 
 
