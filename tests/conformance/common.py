@@ -21,6 +21,11 @@ FOLDER = os.environ.get("CONFORMANCE", "")
 MISSING = {"exporters.test_export": "ExportTesterMixin", "generation.test_utils": "GenerationTesterMixin"}
 
 
+def is_missing(module: str) -> bool:
+    """Whether a module of transformers' tests is not in the folder."""
+    return not Path(FOLDER).joinpath(*module.split(".")).with_suffix(".py").is_file()
+
+
 def load(name: str) -> Any:
     """A module of transformers' tests; classes of modules that are not in the folder have no tests."""
     folder = Path(FOLDER).resolve()
@@ -29,7 +34,7 @@ def load(name: str) -> Any:
         package.__path__ = [str(folder.joinpath(*place.split(".")[1:]))]
         sys.modules.setdefault(package.__name__, package)
     for module, mixin in MISSING.items():
-        if not folder.joinpath(*module.split(".")).with_suffix(".py").is_file():
+        if is_missing(module):
             empty = types.ModuleType(f"{PACKAGE}.{module}")
             setattr(empty, mixin, type(mixin, (), {}))
             sys.modules.setdefault(empty.__name__, empty)

@@ -10,7 +10,7 @@ from unittest.mock import patch
 import pytest
 
 from hf_drafthead import MedusaForCausalLM
-from tests.conformance.common import FOLDER, LlamaTester, MedusaTester, load
+from tests.conformance.common import FOLDER, LlamaTester, MedusaTester, is_missing, load
 
 if not FOLDER:
     pytest.skip("CONFORMANCE=FOLDER names transformers' tests", allow_module_level=True)
@@ -31,26 +31,27 @@ REASONS = {
     "test_model_base_model_prefix": COMPOSITE,
     "test_sdpa_can_dispatch_non_composite_models": COMPOSITE,
 }
-# It asks for the tests of generation beside these, which are not in the same folder everywhere.
-ELSEWHERE = "test_generation_tester_mixin_inheritance"
+# Skipped, for all to see, where the folder lacks the tests for generation, which both classes inherit.
+GENERATION = "test_generation_tester_mixin_inheritance"
+NOT_HERE = "generation/test_utils.py, transformers' tests for generation, is not in the folder"
 
 
-class LlamaTest(common.ModelTesterMixin, unittest.TestCase):
+class LlamaTest(common.ModelTesterMixin, common.GenerationTesterMixin, unittest.TestCase):
     all_model_classes = LlamaTester.all_model_classes
 
     def setUp(self) -> None:
         self.model_tester = LlamaTester(self)
-        if self._testMethodName == ELSEWHERE:
-            self.skipTest("the tests of generation are not here")
+        if self._testMethodName == GENERATION and is_missing("generation.test_utils"):
+            self.skipTest(NOT_HERE)
 
 
-class MedusaTest(common.ModelTesterMixin, unittest.TestCase):
+class MedusaTest(common.ModelTesterMixin, common.GenerationTesterMixin, unittest.TestCase):
     all_model_classes = MedusaTester.all_model_classes
 
     def setUp(self) -> None:
         self.model_tester = MedusaTester(self)
-        if self._testMethodName == ELSEWHERE:
-            self.skipTest("the tests of generation are not here")
+        if self._testMethodName == GENERATION and is_missing("generation.test_utils"):
+            self.skipTest(NOT_HERE)
         if self._testMethodName in REASONS:
             self.skipTest(REASONS[self._testMethodName])
         # The tests load what they have saved, and their base lies nowhere else.
