@@ -11,8 +11,9 @@ every third of 240 held-out prompts; the figures here are from the others. Every
     tokens   greedy answers of 128 tokens until there are 5,000 steps of single rows, with the tree for one row; on the
              prompts that it was calibrated on as well, and the standard error over texts of both together
     speed    answers of 128 tokens, the base and all contenders in turn on every batch: the calibrated tree, "auto", and
-             for one row the published tree cut to its first 4 to 64 nodes; the speedup is that of 30 prompts in all
-             (40 in batches of eight)
+             for one row the published tree cut to its first 4 to 64 nodes. A speedup is the base's steps over the
+             contender's, of 30 prompts in all (40 in batches of eight), over the median cost of a contender's step in
+             units of the base's on the same batch: the speed of a machine changes from minute to minute
     wrong    256 tokens, five times in turn, with "auto" and heads of noise, for which the entry promises the tokens per
              step of trained ones
 """
@@ -138,8 +139,7 @@ def contest(model: Any, prompts: Sequence[torch.Tensor], rows: int, captured: bo
     own = {**call, **({"cache_implementation": "static"} if captured else {})}
     batches = [batch_of(prompts[at : at + rows]) for at in range(0, max(SPEED_PROMPTS, LEAST_BATCHES * rows), rows)]
     run_in_turn(model, trees, batches[:1], call, own)  # one-time work
-    seconds = run_in_turn(model, trees, batches, call, own)
-    figures = {name: seconds[BASE] / seconds[name] for name in trees}
+    figures = run_in_turn(model, trees, batches, call, own)
     print(rows, {name: round(one, 3) for name, one in figures.items()}, flush=True)
     promised = entry["measured"]["predicted_speedup"]
     return {"nodes": len(entry["tree"]) + 1, "predicted_speedup": promised, "speedups": figures}
@@ -151,12 +151,13 @@ def run_in_turn(
     batches: Sequence[dict[str, torch.Tensor]],
     base_call: dict[str, Any],
     call: dict[str, Any],
-) -> Counter[str]:
-    """The seconds of the base and of each tree in all; every text is compared.
+) -> dict[str, float]:
+    """The speedup of each tree; every text is compared.
 
     They take turns on every batch, and another one begins each time: the speed of a machine changes meanwhile.
     """
-    total: Counter[str] = Counter()
+    steps: Counter[str] = Counter()
+    costs: dict[str, list[float]] = {name: [] for name in trees}  # of a step, in units of the base's, by batch
     for turn, given in enumerate(batches):
         runs = {BASE: functools.partial(model.base.generate, **given, **base_call)}
         runs |= {name: functools.partial(draft, model, tree, given, call) for name, tree in trees.items()}
@@ -166,8 +167,12 @@ def run_in_turn(
         )
         text = outputs.pop(BASE)
         assert all(torch.equal(one.sequences, text) for one in outputs.values()), "not the base's text"
-        total.update({name: once for name, (once,) in seconds.items()})
-    return total
+        taken = {name: steps_of(output).shape[1] for name, output in outputs.items()}
+        taken[BASE] = text.shape[1] - given["input_ids"].shape[1]
+        steps.update(taken)
+        for name in trees:
+            costs[name].append(seconds[name][0] / taken[name] / (seconds[BASE][0] / taken[BASE]))
+    return {name: steps[BASE] / steps[name] / statistics.median(costs[name]) for name in trees}
 
 
 def wrong() -> dict[str, Any]:

@@ -137,12 +137,12 @@ class SlotCache(Cache):
 
         A compiler takes a while to trace each operation, of which there are some for every layer.
         """
-        device = rows.device
+        places = {rows.device: (rows, source, target)}
         for part in self.memory:
-            if part.device != device:
-                device = part.device
-                rows, source, target = rows.to(device), source.to(device), target.to(device)
-            part[rows, :, target] = part[rows, :, source]
+            if part.device not in places:
+                places[part.device] = (rows.to(part.device), source.to(part.device), target.to(part.device))
+            row, old, new = places[part.device]
+            part[row, :, new] = part[row, :, old]
 
     # ---- memory --------------------------------------------------------------------------------------------------
 

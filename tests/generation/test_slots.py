@@ -278,6 +278,42 @@ def test_lengths_live_where_the_first_layer_computes_and_are_not_read_back_from_
     assert cache.extent == 7
 
 
+def test_layers_of_a_fixed_cache_on_several_devices_move_their_own_nodes():
+    """The meta device stands for another one: what is copied to it cannot be copied back."""
+    cache, numbers = SlotCache(1, 3, 4, 2), torch.arange(2.0).reshape(1, 1, 2, 1)
+    for index, device in enumerate(["cpu", "meta", "cpu"]):
+        cache.update(numbers.to(device), numbers.to(device), index)
+    cache.count(2)
+    cache.fix(4, 2)
+    cache.place(2)
+    for index in (0, 2):
+        cache.update(numbers + 7 + index, numbers - 7 - index, index)
+    cache.keep(torch.tensor([[1]]), torch.tensor([1]))
+    for index in (0, 2):
+        layer = cache.layers[index]
+        assert layer.keys[0, 0, 2:5, 0].tolist() == [0, 1, 8 + index]
+        assert layer.values[0, 0, 2:5, 0].tolist() == [0, 1, -6 - index]
+    assert [part.device.type for part in cache.memory] == ["cpu", "cpu", "meta", "meta", "cpu", "cpu"]
+
+
+def test_a_cache_that_is_fixed_no_longer_grows_with_what_every_layer_holds():
+    cache, numbers = SlotCache(2, 3, 4, 2), torch.arange(8.0).reshape(2, 2, 2, 1)
+    for index in (0, 1):
+        cache.update(numbers + 10 * index, -numbers - 10 * index, index)
+    cache.count(2)
+    cache.fix(4, 2)
+    cache.free()
+    cache.reserve(9, 3)
+    assert cache.slots == 12 and not cache.layers[2].is_initialized
+    cache.place(1)
+    cache.update(numbers[:, :, :1] + 20, -numbers[:, :, :1] - 20, 2)
+    for index in (0, 1):
+        layer = cache.layers[index]
+        assert torch.equal(layer.keys[:, :, 3:5], numbers + 10 * index)
+        assert torch.equal(layer.values[:, :, 3:5], -numbers - 10 * index)
+    assert torch.equal(cache.layers[2].keys[:, :, 2:3], numbers[:, :, :1] + 20)
+
+
 def plain_mask(tree: DraftTree, nodes: list[int], columns: list[int], past: int, extent: int, visible, window):
     """Row by row and column by column: what each node sees, as True and False."""
     rows = []
