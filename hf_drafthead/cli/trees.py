@@ -125,7 +125,8 @@ def told(entry: dict[str, Any]) -> str:
     figures, nodes = entry["measured"], len(entry["tree"]) + 1
     return printable(
         f"batch size {entry['batch_size']}, {'captured' if entry['captured'] else 'uncaptured'} steps, "
-        f"{entry['device']}, {entry['dtype']}: {nodes} {'node' if nodes == 1 else 'nodes'}, "
+        f"{entry['device']}, {entry['dtype']}: "
+        f"{f'{nodes} nodes' if nodes > 1 else '1 node (no tree pays, so the base decodes by itself)'}, "
         f"{figures['tokens_per_step']:.2f} tokens per step ({figures['predicted_tokens_per_step']:.2f} predicted), "
         f"{figures['tokens_per_second']:.0f} tokens/s ({figures['predicted_tokens_per_second']:.0f} predicted), "
         f"{figures['speedup']:.2f}x the base ({figures['predicted_speedup']:.2f} predicted)"

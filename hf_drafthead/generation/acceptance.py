@@ -118,7 +118,7 @@ def walk_on_host(
     while moving:
         group = everyone if rules.lockstep else moving
         if greedy:
-            token_of = {row: int(rounded(logits[row, at[row]]).argmax()) for row in group}
+            token_of = dict(zip(group, _best(logits, group, at)))
         else:
             here = [at[row] for row in group]
             chosen = rules.choose(group, logits[group, here], sequences, lengths)  # (g,)
@@ -156,6 +156,13 @@ def walk_on_host(
         more = depth - count
         packed.append([count, own, end or 0, 1, *kept, *[rules.pad_token] * more, *walked, *[0] * more])
     return Walk(torch.tensor(packed, device=tokens.device))
+
+
+def _best(logits: torch.Tensor, group: list[int], at: list[int]) -> list[int]:
+    """The likeliest token at each row's node, of logits (B, N, V); one row needs no copy of them."""
+    if len(group) == 1:
+        return [int(rounded(logits[group[0], at[group[0]]]).argmax())]
+    return rounded(logits[group, [at[row] for row in group]]).argmax(-1).tolist()
 
 
 def _child(parents: list[int], tokens: list[int], node: int, token: int) -> int:

@@ -47,7 +47,7 @@ def calibrate(
 ) -> list[dict[str, Any]]:
     """Find the tree that gives most tokens per second here, for each batch size, and store it in the generation config.
 
-    Where no tree pays, that is the root alone, which drafts nothing.
+    Where no tree pays, that is the root alone: `generate` then leaves the call to the base.
 
     Args:
         model: with draft heads, in eval mode.
@@ -145,16 +145,14 @@ def _checked(
 
 
 def _candidates(rates: dict[Size, float], count: int) -> list[Size]:
-    """The sizes to be run, all CLOSE to the best: the fastest ones whose nodes are APART, and the root alone."""
+    """The trees to be run, all CLOSE to the best of them: the fastest ones whose nodes are APART."""
     chosen: list[Size] = []
-    for size in sorted(rates, key=rates.__getitem__, reverse=True):
+    for size in sorted(rates.keys() - {ALONE}, key=rates.__getitem__, reverse=True):
         if chosen and rates[size] < CLOSE * rates[chosen[0]]:
             break
         ratios = [max(size.nodes, one.nodes) / min(size.nodes, one.nodes) for one in chosen]
         if len(chosen) < count and all(ratio >= APART for ratio in ratios):
             chosen.append(size)
-    if ALONE not in chosen and rates[ALONE] >= CLOSE * rates[chosen[0]]:
-        chosen.append(ALONE)
     return chosen
 
 
@@ -167,7 +165,7 @@ def _check_end_to_end(
     captured: bool,
     new_tokens: int,
 ) -> tuple[Size, dict[str, Any]]:
-    """Run some sizes against the base: the fastest, and its figures.
+    """Run some sizes against the base: the fastest, or the root alone where none is faster than the base; and figures.
 
     These few texts tell what a step costs in units of the base's, and all texts how many steps are needed: together
     they decide. The speed of a machine changes from one batch to the next, so medians over the batches count.
@@ -209,10 +207,14 @@ def _check_end_to_end(
                 step = seconds[size][-1] / max(count, 1)
                 expected[size].append(gains[size] * seconds[None][-1] / max(base_steps, 1) / step)
     best = max(candidates, key=lambda size: statistics.median(expected[size]))
+    base_rate = written / sum(seconds[None])
+    if statistics.median(expected[best]) <= 1:
+        alone = {"tokens_per_step": 1.0, "tokens_per_second": base_rate, "speedup": 1.0, "identical": True}
+        return ALONE, {**alone, "base_tokens_per_second": base_rate}
     return best, {
         "tokens_per_step": statistics.mean(taken[best]) if taken[best] else 1.0,  # every answer may be one token long
         "tokens_per_second": written / sum(seconds[best]),
-        "base_tokens_per_second": written / sum(seconds[None]),
+        "base_tokens_per_second": base_rate,
         "speedup": statistics.median(base / own for base, own in zip(seconds[None], seconds[best])),
         "identical": identical[best],
     }

@@ -39,11 +39,13 @@ class Costs:
     def predicted(self, worth: Worth, size: Size, rows: int, new_tokens: int) -> tuple[float, float]:
         """Tokens per second of calls with the best tree of a size, and how many times as fast as the base that is.
 
-        A call ends with the row that takes most steps: the mean of all rows would promise too much.
+        A call ends with the row that takes most steps: the mean of all rows would promise too much. With the root alone
+        it is the base that decodes.
         """
         calls = worth.calls(size, rows, new_tokens)
         seconds = sum(self.start + call.steps * self.curve.at(*size) for call in calls)
         base_seconds = sum(self.base_start + call.base_steps * self.base_step for call in calls)
+        seconds = base_seconds if size == ALONE else seconds
         return sum(call.tokens for call in calls) / seconds, base_seconds / seconds
 
 

@@ -80,8 +80,8 @@ class DraftHeadGenerationMixin(GenerationMixin):
 
         Takes every argument of `GenerationMixin.generate`, in its order. What a tree of guesses cannot do (beam search,
         attentions, an assistant model, a cache that cannot be compacted, ...) is decoded by the base itself, with one
-        warning. With `cache_implementation="static"` or `compile_config` the whole step is compiled once for a tree and
-        a batch size, and kept for later calls.
+        warning; so is a call for which the calibration found that no tree pays. With `cache_implementation="static"` or
+        `compile_config` the whole step is compiled once for a tree and a batch size, and kept for later calls.
 
         Args:
             inputs: (B, P) prompt token ids, left-padded where B > 1.
@@ -225,6 +225,8 @@ def _decode_if_possible(base, input_ids, *, reader, drafter, settings, capture, 
     if settings.calibration or settings.draft_tree == AUTO:
         situation = Situation.of(base, drafter, len(input_ids), capture is not None)
         settings = settings.calibrated(situation, drafter.max_depth, draft_vocabulary(base, drafter))
+        if not settings.tree.max_depth and on_step is None:
+            raise Unsupported("no tree paid when this call was calibrated (draft_tree= drafts all the same)")
     positions = getattr(config, "_mask_length", input_ids.shape[1]) if mask is None else mask.shape[1]
     longest = positions + config.max_length - input_ids.shape[1] + settings.tree.max_depth
     check_length(base.config.get_text_config(decoder=True), longest, settings.tree.num_nodes)

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from hf_drafthead.generation.memory import out_of_memory
-from hf_drafthead.generation.slots import SlotCache, slot_mask
+from hf_drafthead.generation.slots import SlotCache, padded, slot_mask
 from hf_drafthead.generation.tree import DraftTree, Topology
 
 KNOWN_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
@@ -117,7 +117,7 @@ class BaseReader:
         positions: torch.Tensor,
         visible: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """One forward over the nodes of a step.
+        """One forward over the nodes of a step. A root alone behind rows of one length is a plain step of the base.
 
         Args:
             tokens: (B, N), node 0 the root.
@@ -129,23 +129,28 @@ class BaseReader:
         Returns:
             logits (B, N, V) and features (B, N, F*H).
         """
-        cache.place(tokens.shape[1])
-        masks = {
-            kind: slot_mask(
-                topology.ancestors,
-                cache.lengths,
-                cache.seen_extent,
-                self.base.dtype,
-                visible=visible,
-                window=window,
-                depths=topology.depths,
-            )
-            for kind, window in self.windows.items()
-        }
+        if tokens.shape[1] == 1 and cache.even:
+            cache.append()
+            mask = None if visible is None else padded(visible, cache.extent + 1)
+        else:
+            cache.place(tokens.shape[1])
+            masks = {
+                kind: slot_mask(
+                    topology.ancestors,
+                    cache.lengths,
+                    cache.seen_extent,
+                    self.base.dtype,
+                    visible=visible,
+                    window=window,
+                    depths=topology.depths,
+                )
+                for kind, window in self.windows.items()
+            }
+            mask = masks if len(masks) > 1 else next(iter(masks.values()))
         return self(
             False,
             input_ids=tokens,
-            attention_mask=masks if len(masks) > 1 else next(iter(masks.values())),
+            attention_mask=mask,
             position_ids=positions,
             past_key_values=cache,
             use_cache=True,

@@ -69,6 +69,13 @@ class SlotCache(Cache):
         return self.nodes + self.capacity if written is None else written.keys.shape[2]
 
     @property
+    def even(self) -> bool:
+        """Whether all rows are known to end at `extent`: a GPU, which would wait, is not asked."""
+        if self.fixed or self.lengths.device.type != "cpu":
+            return False
+        return self.rows == 1 or self.lengths.tolist() == [self.extent] * self.rows
+
+    @property
     def memory(self) -> list[torch.Tensor]:
         """The tensors that hold keys and values, slots in their last dimension but one."""
         if not self.fixed:
@@ -108,7 +115,7 @@ class SlotCache(Cache):
         return self.placed
 
     def keep(self, nodes: torch.Tensor, counts: torch.Tensor) -> None:
-        """Move nodes of the step behind each row's past.
+        """Move nodes of the step behind each row's past. A single one that was appended is there already.
 
         All m of them are moved; what lies beyond `counts` is not seen, and is written over by the next ones.
 
@@ -117,20 +124,25 @@ class SlotCache(Cache):
             counts: (B,) how many of them become past.
         """
         m = nodes.shape[1]
-        assert self.placed is not None
+        if self.placed is not None:
+            self._move(nodes, self.placed)
+        self.lengths.add_(counts.to(self.lengths.device))
+        self.extent = self._longest(self.extent + m)
+
+    def _move(self, nodes: torch.Tensor, placed: int) -> None:
+        """Copy nodes (B, m) behind each row's past; `placed` of them were written."""
+        m = nodes.shape[1]
         if not self.fixed:
             self.reserve(self.extent + m, self.nodes)
         past = self.lengths.to(nodes.device)[:, None] + self.numbers(m, nodes.device)
         if self.fixed:
             rows = torch.arange(self.rows, device=nodes.device)[:, None]
-            self._move_alone(rows, self.nodes - self.placed + nodes, self.nodes + past)
+            self._move_alone(rows, self.nodes - placed + nodes, self.nodes + past)
         else:
             starts = self._starts(nodes.device)
-            source, target = (starts - self.placed + nodes).flatten(), (starts + past).flatten()
+            source, target = (starts - placed + nodes).flatten(), (starts + past).flatten()
             for pool in self.pools:
                 pool.move(source, target)
-        self.lengths.add_(counts.to(self.lengths.device))
-        self.extent = self._longest(self.extent + m)
 
     def _move_alone(self, rows: torch.Tensor, source: torch.Tensor, target: torch.Tensor) -> None:
         """Copy slots (B, m) to slots of the same row, in tensors of each layer's own; `rows` is (B, 1).
@@ -390,9 +402,7 @@ def slot_mask(
     slots = torch.arange(extent, device=past.device)
     behind = slots < past[:, None]  # (B, S)
     if visible is not None:
-        behind = behind & torch.nn.functional.pad(
-            visible[:, :extent], (0, max(extent - visible.shape[1], 0)), value=True
-        )
+        behind = behind & padded(visible, extent)
     behind = behind[:, None].expand(rows, nodes, -1)
     above = ancestors.expand(rows, -1, -1)
     if window is not None and depths is not None:
@@ -401,6 +411,11 @@ def slot_mask(
         behind = behind & (past[:, None, None] + depths[:, :, None] - slots < window)
     seen = torch.cat([above, behind], dim=-1)[:, None]
     return torch.zeros(seen.shape, dtype=dtype, device=past.device).masked_fill_(~seen, torch.finfo(dtype).min)
+
+
+def padded(visible: torch.Tensor, extent: int) -> torch.Tensor:
+    """(B, extent) which past slots hold no padding, of `visible` (B, S'); there is none behind them."""
+    return torch.nn.functional.pad(visible[:, :extent], (0, max(extent - visible.shape[1], 0)), value=True)
 
 
 def can_load(past: Cache) -> bool:

@@ -40,7 +40,7 @@ def draft(
         draft_state, candidates = draft_dynamic(drafter, rows.draft_state, root, tree, tilt)
     else:
         draft_state, candidates = draft_static(drafter, rows.draft_state, root, tree, tilt, keep_guesses)
-    if len(root) == 1:  # once it has ended, no step of it counts
+    if len(root) == 1 or tree.num_nodes == 1:  # once a single row has ended, no step of it counts
         return draft_state, candidates
     padded = ((rows.ends > 0) & limits.pads)[:, None]
     below = torch.where(padded, limits.padding, candidates.tokens[:, 1:])
@@ -54,8 +54,9 @@ def verify(reader: BaseReader, cache: SlotCache, candidates: Candidates, rows: R
     Nodes behind the last position that the base would be asked about stay on that position, which exists; the walk does
     not go there.
     """
-    past = cache.lengths[:, None]
-    positions = torch.minimum(past + candidates.topology.depths, torch.maximum(limits.last_position, past))
+    positions = past = cache.lengths[:, None]  # the root's
+    if candidates.tokens.shape[1] > 1:
+        positions = torch.minimum(past + candidates.topology.depths, torch.maximum(limits.last_position, past))
     logits, features = reader.nodes(
         candidates.tokens, candidates.topology, cache, positions + rows.position_shift, rows.visible
     )
@@ -71,10 +72,12 @@ def commit(drafter, draft_state: Any, cache: SlotCache, rows: Rows, verified: Ve
     """Keep what was walked: keys and values, tokens, lengths, and hidden states for the drafter; drop the rest."""
     nodes, tokens, counts = walk.nodes, walk.tokens, walk.counts
     cache.keep(nodes, counts)
-    rows.sequences.scatter_(1, rows.lengths[:, None] + cache.numbers(walk.depth, nodes.device), tokens)
+    rows.sequences.scatter_(1, rows.lengths[:, None] + cache.numbers(walk.depth, tokens.device), tokens)
     # a wrong node here costs speed and never correctness: the tests look at it by itself
-    said = verified.features
-    features = said.gather(1, nodes.to(said.device)[..., None].expand(-1, -1, said.shape[2]))  # (B, D, F*H)
+    features = verified.features
+    if features.shape[1] > 1:
+        nodes = nodes.to(features.device)[..., None]
+        features = features.gather(1, nodes.expand(-1, -1, features.shape[2]))  # (B, D, F*H)
     draft_state = drafter.observe(draft_state, features, tokens, walk.own)
     ends = walk.ends.contiguous()  # a program takes the strides of what it was made with for those of all steps
     return Rows(rows.sequences, rows.lengths + counts, ends, rows.position_shift, rows.visible, draft_state)

@@ -6,6 +6,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_drafthead.generation.reader import BaseReader, probe
+from hf_drafthead.generation.tree import DraftTree
 from tests.bases import CANNOT_SDPA, SIZES, SPECIAL, VOCABULARY, tiny_base
 from tests.drafters import Drafted, half_right
 from tests.families import FAMILIES
@@ -47,7 +48,8 @@ def paths_of(topology, row: int) -> list[list[int]]:
 
 @every_base
 @pytest.mark.parametrize("rows", [1, 4])
-def test_every_node_has_the_logits_of_a_plain_forward_over_its_path(rows, kind, attention, monkeypatch):
+@pytest.mark.parametrize("tree", [TREE, DraftTree.root_alone()], ids=["tree", "root alone"])
+def test_every_node_has_the_logits_of_a_plain_forward_over_its_path(tree, rows, kind, attention, monkeypatch):
     base = shared_base(kind, attn_implementation=attention)
     inputs = ragged(rows, attention)
     steps, nodes = [], BaseReader.nodes
@@ -61,7 +63,7 @@ def test_every_node_has_the_logits_of_a_plain_forward_over_its_path(rows, kind, 
     probe(base, (-1,))
     monkeypatch.setattr(BaseReader, "nodes", spy)
     call = {"max_new_tokens": 18, "eos_token_id": None}
-    found = agree(base, inputs, half_right, call=call, tolerance=TOLERANCE[attention])
+    found = agree(base, inputs, half_right, call=call, tree=tree, tolerance=TOLERANCE[attention])
     steps = steps[-found.steps :]  # the first one was the probe's
     worst, mask = 0.0, inputs.get("attention_mask", torch.ones_like(inputs["input_ids"]))
     for row in range(rows):
