@@ -134,6 +134,11 @@ class SlotCache(Cache):
         m = nodes.shape[1]
         if not self.fixed:
             self.reserve(self.extent + m, self.nodes)
+        if self.rows == 1 and self.even:  # fewer operations
+            first = self.nodes + self.extent
+            for pool in self.pools:
+                pool.move(nodes[0] + (self.nodes - placed), slice(first, first + m))
+            return
         past = self.lengths.to(nodes.device)[:, None] + self.numbers(m, nodes.device)
         if self.fixed:
             rows = torch.arange(self.rows, device=nodes.device)[:, None]
@@ -342,12 +347,15 @@ class _Pool:
         """(B, H, S, E), a view."""
         return self.data[index].transpose(0, 1)
 
-    def move(self, source: torch.Tensor, target: torch.Tensor) -> None:
+    def move(self, source: torch.Tensor, target: torch.Tensor | slice) -> None:
         """Copy slots to slots, both counted over all rows."""
         slabs, heads, rows, slots, size = self.data.shape
         flat = self.data.view(slabs * heads, rows * slots, size)  # copies are faster where there are fewer dimensions
-        source, target = source.to(flat.device), target.to(flat.device)
-        flat.index_copy_(1, target, flat.index_select(1, source))
+        moved = flat.index_select(1, source.to(flat.device))
+        if isinstance(target, slice):
+            flat[:, target] = moved
+        else:
+            flat.index_copy_(1, target.to(flat.device), moved)
 
     def grow(self, slots: int, front: int) -> None:
         """Hold `slots` slots, `front` of the new ones before the old ones."""
