@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -131,7 +132,7 @@ class BaseReader:
         """
         if tokens.shape[1] == 1 and cache.even:
             cache.append()
-            mask = None if visible is None else padded(visible, cache.extent + 1)
+            mask: Any = None if visible is None else padded(visible, cache.extent + 1)
         else:
             cache.place(tokens.shape[1])
             masks = {
