@@ -23,7 +23,8 @@ from hf_drafthead.generation.settings import DraftSettings
 from hf_drafthead.generation.state import DecodingState, Walk
 from hf_drafthead.generation.step import Step
 
-SHARE = 0.15  # of the last step in the moving mean
+SHARE = 0.05  # of the last step in the moving mean: with more, a few steps without a right guess end drafting too often
+TRIAL_SHARE = 0.3  # of a step that was tried after a pause, during which nothing was learned
 USUAL = 2  # steps that give what is usual: at the beginning of a call the mean is that of these and its own steps
 FIRST_PAUSE, LONGEST_PAUSE = 8, 64  # steps without drafting between two trials
 
@@ -58,7 +59,7 @@ class AutoStep:
         self.ladder, self.settings, self.make, self.capture = settings.tree, settings, make, capture
         self.steps: dict[int, Step | CapturedStep] = {}
         self.gain, self.learned, self.used = 1.0, 0, 0
-        self.pause, self.waited = FIRST_PAUSE, 0
+        self.pause, self.waited, self.tried = FIRST_PAUSE, 0, False
 
     @property
     def tree(self):
@@ -80,18 +81,18 @@ class AutoStep:
             return
         gave = counts[min(running, key=lambda row: state.lengths[row] - counts[row])] - 1
         self.learned += 1
-        share = max(SHARE, 1 / (USUAL + self.learned))
+        share = max(TRIAL_SHARE if self.tried else SHARE, 1 / (USUAL + self.learned))
         self.gain += share * (gave / max(self.ladder.tokens_per_step[self.used] - 1, 0.01) - self.gain)
 
     def _chosen(self) -> int:
-        best = self.ladder.best(self.gain)
+        best, self.tried = self.ladder.best(self.gain), False
         if best or len(self.ladder.trees) == 1:
             self.pause, self.waited = FIRST_PAUSE, 0
             return best
         self.waited += 1
         if self.waited <= self.pause:
             return 0
-        self.pause, self.waited = min(2 * self.pause, LONGEST_PAUSE), 0
+        self.pause, self.waited, self.tried = min(2 * self.pause, LONGEST_PAUSE), 0, True
         return 1
 
     def _step(self, state: DecodingState) -> Step | CapturedStep:

@@ -82,9 +82,9 @@ def test_a_drafter_that_is_always_wrong_is_hardly_asked(without_hash):
     nodes = nodes_of(wrong, max_new_tokens=256)
     assert len(nodes) == 255 and nodes[0] == 9 and set(nodes) == {1, 3, 9}
     drafting = [step for step, n in enumerate(nodes) if n > 1]
-    # six steps until the mean has fallen, then trials after 8, 16, 32, 64 and 64 steps
-    assert drafting[:6] == list(range(6)) and [nodes[step] for step in drafting[6:]] == [3] * 5
-    pauses = [later - step - 1 for step, later in zip(drafting[5:], drafting[6:])]
+    # seven steps until the mean has fallen, then trials after 8, 16, 32, 64 and 64 steps
+    assert drafting[:7] == list(range(7)) and [nodes[step] for step in drafting[7:]] == [3] * 5
+    pauses = [later - step - 1 for step, later in zip(drafting[6:], drafting[7:])]
     assert pauses == [auto.FIRST_PAUSE, 16, 32, 64, auto.LONGEST_PAUSE]
     # in units of the base's step
     assert sum({1: 1.0, 3: 1.2, 9: 1.5}[n] for n in nodes) < 1.015 * len(nodes)
