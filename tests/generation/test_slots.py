@@ -314,6 +314,38 @@ def test_a_cache_that_is_fixed_no_longer_grows_with_what_every_layer_holds():
     assert torch.equal(cache.layers[2].keys[:, :, 2:3], numbers[:, :, :1] + 20)
 
 
+def test_whether_rows_are_known_to_be_of_one_length():
+    numbers = torch.zeros(2, 1, 3, 2)
+    cache = SlotCache(2, 1, 9, 1)
+    cache.update(numbers, numbers, 0)
+    cache.count(3)
+    assert cache.even
+    cache.place(1)
+    cache.keep(torch.zeros(2, 1, dtype=torch.long), torch.tensor([1, 0]))
+    assert not cache.even
+    cache.keep(torch.zeros(2, 1, dtype=torch.long), torch.tensor([0, 1]))
+    assert cache.even
+    cache.fix(9, 1)
+    assert not cache.even
+    alone = SlotCache(1, 1, 9, 1)
+    assert alone.even
+    alone.update(numbers[:1].to("meta"), numbers[:1].to("meta"), 0)
+    assert not alone.even  # on another device nothing is asked
+
+
+def test_a_node_behind_rows_of_one_length_is_appended_and_stays():
+    numbers = torch.arange(6.0).reshape(2, 1, 3, 1)
+    cache = SlotCache(2, 1, 9, 2)
+    cache.update(numbers, numbers, 0)
+    cache.count(3)
+    cache.append()
+    keys, _ = cache.update(numbers[:, :, :1] + 10, numbers[:, :, :1] + 10, 0)
+    assert keys[:, 0, :, 0].tolist() == [[0, 1, 2, 10], [3, 4, 5, 13]]
+    cache.keep(torch.zeros(2, 1, dtype=torch.long), torch.tensor([1, 0]))
+    assert cache.lengths.tolist() == [4, 3] and cache.extent == 4
+    assert cache.layers[0].keys[0, 0, 2:6, 0].tolist() == [0, 1, 2, 10]
+
+
 def plain_mask(tree: DraftTree, nodes: list[int], columns: list[int], past: int, extent: int, visible, window):
     """Row by row and column by column: what each node sees, as True and False."""
     rows = []
