@@ -73,7 +73,7 @@ class SlotCache(Cache):
         """Whether all rows are known to end at `extent`: a GPU, which would wait, is not asked."""
         if self.fixed or self.lengths.device.type != "cpu":
             return False
-        return self.rows == 1 or self.lengths.tolist() == [self.extent] * self.rows
+        return self.lengths.tolist() == [self.extent] * self.rows
 
     @property
     def memory(self) -> list[torch.Tensor]:

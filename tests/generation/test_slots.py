@@ -329,6 +329,8 @@ def test_whether_rows_are_known_to_be_of_one_length():
     assert not cache.even
     alone = SlotCache(1, 1, 9, 1)
     assert alone.even
+    alone.extent = 1  # a bound
+    assert not alone.even
     alone.update(numbers[:1].to("meta"), numbers[:1].to("meta"), 0)
     assert not alone.even  # on another device nothing is asked
 
