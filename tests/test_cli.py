@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from hf_drafthead import cli, zoo
+from hf_drafthead.cli import demo
 from hf_drafthead.evaluation import compare_with_base, look
 from hf_drafthead.evaluation.loading import load
 from hf_drafthead.evaluation.prompts import read_prompts
@@ -178,28 +179,65 @@ def test_a_short_demo_measures_the_base_beside_every_family_and_grows_line_by_li
     assert code == 0
     assert len(bases) == 4 and all(base is bases[0] for base in bases)  # loaded once
     # three prompts, and one call that is not timed; then the base beside each of the others
-    assert calls == ["base"] * 4 + ["compiled"] + ["base", "compiled"] * 3 + ["base"] * 9
-    ways = [("base", "as installed"), ("base", "compiled"), ("hydra", "as installed"), ("medusa", "as installed")]
+    assert calls == ["base"] * 10 + ["compiled"] + ["base", "compiled"] * 3 + ["base"] * 3
+    ways = [("base", "as installed"), ("hydra", "as installed"), ("medusa", "as installed"), ("base", "compiled")]
     assert [(row["name"], row["way"]) for row in rows[:4]] == ways
-    fastest = max(rows[2:4], key=lambda row: row["speedup"])
+    fastest = max(rows[1:3], key=lambda row: row["speedup"])
     assert (rows[4]["name"], rows[4]["way"], len(rows)) == (fastest["name"], "captured", 5)
     assert captured == [{"cache_implementation": "static"}]
     assert rows[4]["tree_nodes"] == fastest["tree_nodes"]
     assert all(row["identical"] and row["new_tokens"] == 36 for row in rows)
-    for row in rows[2:]:
+    for row in rows[1:3] + rows[4:]:
         assert row["speedup"] > 0
-        assert row["speedup_over_compiled"] == pytest.approx(row["tokens_per_second"] / rows[1]["tokens_per_second"])
         assert row["tokens_per_step"] >= 1 and row["tree_nodes"] >= 2
+    over_compiled = rows[4]["tokens_per_second"] / rows[3]["tokens_per_second"]
+    assert [row["speedup_over_compiled"] for row in rows] == [None] * 4 + [pytest.approx(over_compiled)]
     lines = out.splitlines()
     assert lines[1].split()[:3] == ["family", "how", "nodes"]
-    assert [line.split()[0] for line in lines[2:7]] == ["base", "base", "compiling", "hydra", "medusa"]
+    assert [line.split()[0] for line in lines[2:7]] == ["base", "hydra", "medusa", "base", "compiling"]
     assert lines[8].split()[0] == "compiling"
     assert out.count(" yes") == 5 and all(len(line) <= 80 for line in lines[1:7])
     assert out.count(" continues 'import os'") == 1
-    code, out, _ = run("demo", "--max-new-tokens", 4, "--prompts", 1)
+    code, out, _ = run("demo", "--no-compiled", "--max-new-tokens", 4, "--prompts", 1)
     assert code == 0 and len(captured) == 1 and calls.count("compiled") == 4  # nothing more is compiled
-    assert "--compiled also measures the base and the fastest family compiled" in out
-    assert [line.split()[0] for line in out.splitlines()[3:6]] == ["base", "hydra", "medusa"]
+    assert [line.split()[0] for line in out.splitlines()[2:5]] == ["base", "hydra", "medusa"]
+    assert "compil" not in out.partition("\n")[2].partition("\n")[2]
+
+
+def test_a_short_demo_compiles_as_far_as_its_time_allows(tiny_zoo, run, monkeypatch):
+    right = look.decoding_methods
+
+    def slow(given, settings):  # to compile
+        clock[0] += 40.0 * (len(compiled) == 0)
+        compiled.append(given)
+        return right_base(given, settings)
+
+    def stand_ins(*arguments, acceptance=None, **options):
+        nonlocal right_base
+        found = right(*arguments, **options)
+        right_base = found["base"]
+        return {**found, "compiled": slow}
+
+    def out_of_demo():
+        compiled.clear()
+        clock[0] = 0.0
+        code, out, _ = run("demo", "--family", "medusa", "--max-new-tokens", 4, "--prompts", 1)
+        assert code == 0
+        return [line for line in out.splitlines()[2:] if " compiled " in line or " captured " in line]
+
+    compiled, clock, right_base = [], [0.0], None
+    monkeypatch.setattr(look, "decoding_methods", stand_ins)
+    monkeypatch.setattr(look.time, "perf_counter", lambda: clock.__setitem__(0, clock[0] + 0.001) or clock[0])
+    base, step = out_of_demo()
+    assert base.endswith(" yes") and len(compiled) == 2
+    assert step.split()[:3] == ["medusa", "captured", "left"]
+    assert step.endswith("left out: with about 56 s for compiling it would end after 96 s")
+    monkeypatch.setattr(demo, "DEMO_SECONDS", 97.0)
+    base, step = out_of_demo()
+    assert base.endswith(" yes") and step.endswith(" yes")
+    monkeypatch.setattr(demo, "DEMO_SECONDS", 29.0)
+    (base,) = out_of_demo()
+    assert base.endswith("left out: with about 30 s for compiling it would end after 30 s") and not compiled
 
 
 def test_prompts_of_one_length_keep_their_beginning_and_their_end():
@@ -225,22 +263,25 @@ def test_a_short_demo_goes_on_where_nothing_can_be_compiled(tiny_zoo, run, monke
     code, out, _ = run("demo", "--compiled", "--max-new-tokens", 4, "--family", "medusa")
     assert code == 0
     assert "compiled      not possible here: no C++ compiler" in out
-    assert out.splitlines()[4].split()[-2:] == ["-", "yes"]  # over compiled
     assert " captured " not in out
 
 
 def test_a_short_demo_takes_few_prompts(monkeypatch, run):
-    seen = []
+    seen, limits = [], []
 
-    def lines(self, families, compiled):
-        assert not compiled
+    def lines(self, families, compile_within):
+        limits.append(compile_within)
         seen.append((len(self.prompts), self.max_new_tokens, list(families)))
         raise ValueError("seen")
 
     monkeypatch.setattr(look.Look, "lines", lines)
     assert run("demo")[0] == 2 and run("demo", "--prompts", 2)[0] == 2
     assert seen == [(4, 48, zoo.families()), (2, 48, zoo.families())]
-    refused(run("demo", "--full", "--compiled"), "--compiled is for the short demo: leave --full out.")
+    assert run("demo", "--compiled")[0] == 2 and run("demo", "--no-compiled")[0] == 2
+    assert limits == [demo.DEMO_SECONDS, demo.DEMO_SECONDS, None, 0.0]
+    text = "--compiled and --no-compiled are for the short demo: leave --full out."
+    refused(run("demo", "--full", "--compiled"), text)
+    refused(run("demo", "--full", "--no-compiled"), text)
     refused(run("demo", "--repeats", 2), "--repeats is for --full: a short demo runs every prompt once.")
 
 

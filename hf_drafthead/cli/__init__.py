@@ -66,6 +66,7 @@ def main(arguments: list[str] | None = None) -> None:
     Raises:
         SystemExit: always, with the exit code.
     """
+    import gc
     import logging as standard_logging
 
     from huggingface_hub.utils import logging as hub_logging
@@ -74,6 +75,9 @@ def main(arguments: list[str] | None = None) -> None:
     standard_logging.getLogger("bitsandbytes").setLevel("ERROR")  # which tells of kernels that nobody asked for
     hub_logging.set_verbosity_error()  # an unreachable Hub is reported once, not at every retry
     logging.disable_progress_bar()
+    alone = arguments is None  # this process is the command's: what was imported is never garbage
+    if alone:
+        gc.freeze()  # looking at all of it takes a second each time
     try:
         words = sys.argv[1:] if arguments is None else arguments
         code = app(args=words or ["--help"], prog_name="hf-drafthead", standalone_mode=False)
@@ -97,6 +101,8 @@ def main(arguments: list[str] | None = None) -> None:
             raise
         complain("there is not enough memory: use a smaller model, fewer new tokens, or half precision.")
         code = 2
+    if alone:
+        gc.freeze()  # the process ends: what is left need not be looked at
     sys.exit(code or 0)
 
 

@@ -12,6 +12,7 @@ from hf_drafthead.cli.common import Json, app, bar, check_writable, coloured, co
 
 PREPARED = ("compiled", "captured")  # ways whose first call compiles
 FEW_PROMPTS, FEW_TOKENS = 4, 48
+DEMO_SECONDS = 80.0  # from its first line on, so that it ends within 90 with the imports before
 FULL_TOKENS = 96
 COLUMNS = {"family": -15, "how": -13, "nodes": 5, "tok/step": 9, "tok/s": 6, "speedup": 8}  # below 0: to the left
 COLUMNS |= {"over compiled": 14, "same text": 10}
@@ -23,9 +24,13 @@ def demo(
         bool, typer.Option("--full", help="All prompts, the tree of every size, batches: some ten minutes.")
     ] = False,
     compiled: Annotated[
-        bool,
-        typer.Option("--compiled", help="Also the base and the fastest family compiled, which takes minutes at first."),
-    ] = False,
+        bool | None,
+        typer.Option(
+            help="Also the base and the fastest family compiled, however long that takes, or neither; by default as "
+            f"far as a demo of {DEMO_SECONDS:.0f} seconds allows.",
+            show_default=False,
+        ),
+    ] = None,
     family: Annotated[list[str] | None, typer.Option(help="Only this family (may be repeated).")] = None,
     prompts: Annotated[
         int | None, typer.Option(min=1, help=f"Only the first so many prompts; {FEW_PROMPTS} without --full.")
@@ -45,8 +50,8 @@ def demo(
     check_writable(json_path)
     if repeats > 1 and not full:
         raise ValueError("--repeats is for --full: a short demo runs every prompt once.")
-    if compiled and full:
-        raise ValueError("--compiled is for the short demo: leave --full out.")
+    if compiled is not None and full:
+        raise ValueError("--compiled and --no-compiled are for the short demo: leave --full out.")
     paths = {name: zoo.path(name) for name in family or zoo.families()}
     if not paths:
         raise OSError("the zoo holds no heads: build them with `python -m hf_drafthead.zoo.build`.")
@@ -58,7 +63,8 @@ def demo(
     if full:
         rows, different, (name, found) = show_full(console, paths, asked, tokens, repeats)
     else:
-        rows, different, (name, found) = show_few(console, paths, asked, tokens, compiled)
+        compile_within = {None: DEMO_SECONDS, True: None, False: 0.0}[compiled]
+        rows, different, (name, found) = show_few(console, paths, asked, tokens, compile_within)
     console.print(Text(f"\n{name} continues {found.prompt.splitlines()[-1].strip()!r}", style="bold"))
     console.print(Text.assemble(*(coloured(piece, depth) for piece, depth in found.pieces)), soft_wrap=True)
     console.print(legend(found.pieces))
@@ -72,8 +78,10 @@ def demo(
 Shown = tuple[list[dict[str, Any]], list[str], tuple[str, Any]]
 
 
-def show_few(console: Console, paths: dict[str, str], asked: list[Any], tokens: int, compiled: bool) -> Shown:
-    """A table that grows line by line: the base, then every family; compiled ones if asked for."""
+def show_few(
+    console: Console, paths: dict[str, str], asked: list[Any], tokens: int, compile_within: float | None
+) -> Shown:
+    """A table that grows line by line: the base, every family, what is compiled (`Look.lines`)."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -83,12 +91,10 @@ def show_few(console: Console, paths: dict[str, str], asked: list[Any], tokens: 
 
     base = AutoModelForCausalLM.from_pretrained(zoo.path("base"), dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(zoo.path("base"))
-    if not compiled:
-        console.print("--compiled also measures the base and the fastest family compiled")
     console.print(aligned(COLUMNS), soft_wrap=True)
     rows, different = [], []
     look = Look(base, tokenizer, asked, tokens)
-    for line in look.lines(paths, compiled):
+    for line in look.lines(paths, compile_within):
         console.print(line_of(line), soft_wrap=True)
         rows.append(line.to_json())
         if line.identical is False and line.name in paths:
@@ -108,9 +114,9 @@ def aligned(cells: Iterable[str]) -> str:
 
 
 def line_of(line: Any) -> str:
-    """One line of the table; of the compiled base also how long compiling took, or why there is none."""
+    """One line of the table; of what is compiled also how long compiling took, or why there are no figures."""
     if line.notice is not None:
-        return aligned([line.name, line.way]) + f" not possible here: {line.notice}"
+        return aligned([line.name, line.way]) + f" {line.notice}"
     figures = (line.tokens_per_step, line.speedup, line.speedup_over_compiled)
     steps, speedup, over_compiled = ("-" if value is None else f"{value:.2f}" for value in figures)
     same = "yes" if line.identical else "NO"

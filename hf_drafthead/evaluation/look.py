@@ -6,6 +6,7 @@ Shapes: B = 1 row.
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -26,6 +27,8 @@ TREE_SIZES = (12, 24)  # nodes; the faster one on the first prompts is taken
 TREE_PROMPTS, TREE_TOKENS = 1, 24
 CAPTURED = "captured"  # the step of the heads compiled as one program
 CAPTURE: dict[str, Any] = {"cache_implementation": "static"}
+COMPILING = 30.0  # seconds to expect of a compiler that has never seen the base; two cores took 27 to 35
+STEP_OVER_BASE = 1.4  # the seconds that a family's step takes to compile, over those of the base, at most
 
 
 @dataclass(frozen=True)
@@ -33,7 +36,7 @@ class Line:
     """The figures of one way to decode the prompts.
 
     name: `base` or the family; way: how it was run; prepared: seconds of one-time work in the first call, mostly
-    compiling; notice: why there are no figures, if there are none.
+    compiling; speedup_over_compiled: of the captured step; notice: why there are no figures, if there are none.
     """
 
     name: str
@@ -98,41 +101,68 @@ class Look:
     best: Best | None = field(default=None, init=False)
     _expected: list[torch.Tensor] = field(default_factory=list, init=False, repr=False)
 
-    def lines(self, families: Mapping[str, str], compiled: bool = False) -> Iterator[Line]:
-        """The base, then each family as soon as it is measured.
+    def lines(self, families: Mapping[str, str], compile_within: float | None = 0.0) -> Iterator[Line]:
+        """The base, then each family as soon as it is measured, then what is compiled.
+
+        Compiled are the base and the step of the fastest family, where that is possible here and expected to be done
+        in time; a line without figures says why not.
 
         Args:
             families: folder or id of the heads, by name; at least one.
-            compiled: also the base compiled and, where that is possible here, at the end the fastest family with its
-                step compiled as one program.
+            compile_within: seconds from now after which nothing compiled should run; None: no limit; 0: compile
+                nothing.
 
         Raises:
             OSError, ValueError: as `load` does, or a prompt leaves the base no room.
         """
+        start = time.perf_counter()
         first, *_ = families.values()
         model, _ = load(first, base_model=self.base)
         runners = decoding_methods(model, self.tokenizer, compare=[COMPILED])
         given = encode_all(model, self.tokenizer, batched(self.prompts, 1), self.max_new_tokens)
         self._given = of_one_length(given)
         yield self._measure(model, BASE, INSTALLED, runners[BASE])
-        best_base = None
-        if compiled:
-            best_base = self._measure(model, BASE, COMPILED, runners[COMPILED], beside=runners[BASE])
-            yield best_base
         for name, path in families.items():
             model, _ = load(path, base_model=self.base)
             tree = self._tree(model)
-            line = self._heads(model, name, INSTALLED, tree, {}, best_base)
+            line = self._heads(model, name, INSTALLED, tree)
             if self.best is None or (line.speedup or 0) > (self.best.line.speedup or 0):
                 self.best = Best(name, model, tree, line)
             yield line
+        assert self.best is not None
         best = self.best
-        if best is not None and best_base is not None and best_base.notice is None:
-            tree = calibrated_tree(best.model, captured=True) or best.tree
-            yield self._heads(best.model, best.name, CAPTURED, tree, CAPTURE, best_base)
+        if compile_within == 0:
+            return
+
+        def no_time(seconds: float) -> str | None:
+            expected = time.perf_counter() - start + seconds
+            if compile_within is None or expected <= compile_within:
+                return None
+            return f"left out: with about {seconds:.0f} s for compiling it would end after {expected:.0f} s"
+
+        late = no_time(COMPILING)
+        if late is not None:
+            yield Line(BASE, COMPILED, notice=late)
+            return
+        compiled = self._measure(model, BASE, COMPILED, runners[COMPILED], beside=runners[BASE])
+        yield compiled
+        if compiled.notice is not None:
+            return
+        late = no_time(compiled.prepared * STEP_OVER_BASE)
+        if late is not None:
+            yield Line(best.name, CAPTURED, notice=late)
+            return
+        tree = calibrated_tree(best.model, captured=True) or best.tree
+        yield self._heads(best.model, best.name, CAPTURED, tree, CAPTURE, compiled)
 
     def _heads(
-        self, model: Any, name: str, way: str, tree: DraftTree, settings: dict[str, Any], compiled: Line | None
+        self,
+        model: Any,
+        name: str,
+        way: str,
+        tree: DraftTree,
+        settings: Mapping[str, Any] = MappingProxyType({}),
+        compiled: Line | None = None,
     ) -> Line:
         runners = decoding_methods(model, self.tokenizer, tree=tree, acceptance=settings)
         return self._measure(
@@ -182,7 +212,7 @@ class Look:
         except Exception as error:  # of a compiler; the base can be measured without one
             if way != COMPILED or out_of_memory(error):
                 raise
-            return Line(name, way, notice=one_line(error))
+            return Line(name, way, notice=f"not possible here: {one_line(error)}")
         base_seconds, runs = 0.0, []
         for given in self._given:
             base_seconds += 0.0 if beside is None else timed(beside, given)[1]
