@@ -21,7 +21,7 @@ COLUMNS |= {"over compiled": 14, "same text": 10}
 @app.command()
 def demo(
     full: Annotated[
-        bool, typer.Option("--full", help="All prompts, the tree of every size, batches: some ten minutes.")
+        bool, typer.Option("--full", help="All prompts, and batches with the published tree: some ten minutes.")
     ] = False,
     compiled: Annotated[
         bool | None,

@@ -26,7 +26,7 @@ from hf_drafthead.generation.settings import DraftSettings
 from hf_drafthead.generation.tree import MAX_NODES
 from hf_drafthead.generation.worth import METHODS, Worth, check_prompts, cut, sampled_prompts, worth_of_trees
 
-CHECKED, APART = 3, 1.3  # sizes that are run against the base, and how far apart they are at least, as a factor
+CHECKED, APART = 3, 1.3  # sizes that are run against the base, and how far apart their nodes are at least, as a factor
 CLOSE = 0.8  # share of the best size's tokens per second that each of them is predicted to reach
 PAYS = 1.03  # times as fast as the base: a tree that is measured to be less may be slower on another day
 CHECKED_PROMPTS, CHECKED_BATCHES, CHECKED_TOKENS, WARM_TOKENS = 8, 4, 64, 8  # at least so many prompts and batches
@@ -146,15 +146,17 @@ def _checked(
 
 
 def _candidates(rates: dict[Size, float], count: int) -> list[Size]:
-    """The trees to be run, all CLOSE to the best of them: the fastest ones whose nodes are APART."""
+    """The trees to be run, all CLOSE to the best of them: the fastest ones whose nodes are APART, and where there is
+    more than one of these the fastest one of another depth, since what a level costs is known less well."""
+    ranked = sorted(rates.keys() - {ALONE}, key=rates.__getitem__, reverse=True)
+    close = [size for size in ranked if rates[size] >= CLOSE * rates[ranked[0]]]
     chosen: list[Size] = []
-    for size in sorted(rates.keys() - {ALONE}, key=rates.__getitem__, reverse=True):
-        if chosen and rates[size] < CLOSE * rates[chosen[0]]:
-            break
+    for size in close:
         ratios = [max(size.nodes, one.nodes) / min(size.nodes, one.nodes) for one in chosen]
         if len(chosen) < count and all(ratio >= APART for ratio in ratios):
             chosen.append(size)
-    return chosen
+    others = [size for size in close if size.depth != chosen[0].depth and size not in chosen]
+    return chosen + others[: int(count > 1)]
 
 
 def _check_end_to_end(
