@@ -24,9 +24,9 @@ from hf_drafthead.generation.state import DecodingState, Walk
 from hf_drafthead.generation.step import Step
 
 SHARE = 0.05  # of the last step in the moving mean: with more, a few steps without a right guess end drafting too often
-TRIAL_SHARE = 0.3  # of a step that was tried after a pause, during which nothing was learned
+TRIAL_SHARE = 0.5  # of a step that was tried after a pause, during which nothing was learned
 USUAL = 2  # steps that give what is usual: at the beginning of a call the mean is that of these and its own steps
-FIRST_PAUSE, LONGEST_PAUSE = 8, 64  # steps without drafting between two trials
+FIRST_PAUSE, LONGEST_PAUSE = 4, 64  # steps without drafting between two trials
 
 
 def steps_of(

@@ -82,10 +82,10 @@ def test_a_drafter_that_is_always_wrong_is_hardly_asked(without_hash):
     nodes = nodes_of(wrong, max_new_tokens=256)
     assert len(nodes) == 255 and nodes[0] == 9 and set(nodes) == {1, 3, 9}
     drafting = [step for step, n in enumerate(nodes) if n > 1]
-    # seven steps until the mean has fallen, then trials after 8, 16, 32, 64 and 64 steps
-    assert drafting[:7] == list(range(7)) and [nodes[step] for step in drafting[7:]] == [3] * 5
+    # seven steps until the mean has fallen, then trials after 4, 8, 16, 32, 64 and 64 steps
+    assert drafting[:7] == list(range(7)) and [nodes[step] for step in drafting[7:]] == [3] * 6
     pauses = [later - step - 1 for step, later in zip(drafting[6:], drafting[7:])]
-    assert pauses == [auto.FIRST_PAUSE, 16, 32, 64, auto.LONGEST_PAUSE]
+    assert pauses == [auto.FIRST_PAUSE, 8, 16, 32, 64, auto.LONGEST_PAUSE]
     # in units of the base's step
     assert sum({1: 1.0, 3: 1.2, 9: 1.5}[n] for n in nodes) < 1.015 * len(nodes)
 
@@ -266,11 +266,12 @@ def test_the_sizes_of_an_entry_go_down_to_the_root_alone():
         {"measured": {**MEASURED, "step_seconds": []}},
         {"measured": {**MEASURED, "step_seconds": [[1, float("nan")]]}},
         {"measured": {**MEASURED, "step_seconds": [[1, -1.0]]}},
+        {"measured": {**MEASURED, "base_step_seconds": 0}},
         {"measured": {**MEASURED, "tokens_per_step_by_nodes": "many"}},
         {"tree": [[0]] * 10**6},
         {"tree": [[0], ["a"]]},
     ],
-    ids=["none", "nothing", "no cost", "nan", "negative", "text", "nodes", "ranks"],
+    ids=["none", "nothing", "no cost", "nan", "negative", "no time", "text", "nodes", "ranks"],
 )
 def test_a_damaged_entry_is_refused_in_one_line(changed):
     with pytest.raises(

@@ -335,11 +335,12 @@ def test_a_few_sizes_are_run_and_of_captured_steps_only_the_best(monkeypatch):
     assert ran == [4, 1]
 
 
-def test_entries_of_earlier_versions_know_no_levels(calibrated):
+def test_a_ladder_knows_the_costs_of_an_entry_and_entries_of_earlier_versions_know_no_levels(calibrated):
     entry = dict(calibrated.generation_config.calibration[0])
-    entry["measured"] = {**entry["measured"], "step_seconds": [[1, 1.0], [3, 1.5]], "level_seconds": 0.25}
-    assert Ladder.of(entry, None, VOCABULARY).seconds == (1.0, 1.75)
-    del entry["measured"]["level_seconds"]
+    costs = {"step_seconds": [[1, 1.0], [3, 1.5]], "level_seconds": 0.25, "base_step_seconds": 1.25}
+    entry["measured"] = {**entry["measured"], **costs}
+    assert Ladder.of(entry, None, VOCABULARY).seconds == (1.25, 1.75)  # the root alone is a step of the base
+    del entry["measured"]["level_seconds"], entry["measured"]["base_step_seconds"]
     assert Ladder.of(entry, None, VOCABULARY).seconds == (1.0, 1.5)
 
 
