@@ -11,6 +11,7 @@ Shapes: P prompt tokens, B rows, N nodes (root included).
 
 from __future__ import annotations
 
+import operator
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -168,10 +169,11 @@ def _check_end_to_end(
     captured: bool,
     new_tokens: int,
 ) -> tuple[Size, dict[str, Any]]:
-    """Run some sizes against the base: the fastest, or the root alone where none PAYS; and its figures.
+    """Run some sizes against the base: the fastest, or the root alone where none pays; and its figures.
 
     These few texts tell what a step costs in units of the base's, and all texts how many steps are needed: together
-    they decide. The speed of a machine changes from one batch to the next, so medians over the batches count.
+    they decide, and a tree that was slower than the base on these texts is not taken. The speed of a machine changes
+    from one batch to the next, so medians over the batches count.
     """
     rows = len(batches[0]["input_ids"])
     gains = {size: gain(worth, size, rows, new_tokens) for size in candidates}
@@ -209,16 +211,19 @@ def _check_end_to_end(
             for size, count in steps.items():
                 step = seconds[size][-1] / max(count, 1)
                 expected[size].append(gains[size] * seconds[None][-1] / max(base_steps, 1) / step)
-    best = max(candidates, key=lambda size: statistics.median(expected[size]))
     base_rate = written / sum(seconds[None])
-    if statistics.median(expected[best]) < PAYS:
+    paid = {size: statistics.median(map(operator.truediv, seconds[None], seconds[size])) for size in candidates}
+    promise = {size: statistics.median(expected[size]) for size in candidates}
+    paying = [size for size in candidates if promise[size] >= PAYS and paid[size] >= 1]
+    if not paying:
         alone = {"tokens_per_step": 1.0, "tokens_per_second": base_rate, "speedup": 1.0, "identical": True}
         return ALONE, {**alone, "base_tokens_per_second": base_rate}
+    best = max(paying, key=promise.__getitem__)
     return best, {
         "tokens_per_step": statistics.mean(taken[best]) if taken[best] else 1.0,  # every answer may be one token long
         "tokens_per_second": written / sum(seconds[best]),
         "base_tokens_per_second": base_rate,
-        "speedup": statistics.median(base / own for base, own in zip(seconds[None], seconds[best])),
+        "speedup": paid[best],
         "identical": identical[best],
     }
 
