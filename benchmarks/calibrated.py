@@ -1,6 +1,7 @@
 """The zoo's calibrated trees: predictions against measurements, against the published tree, and `draft_tree="auto"`.
 
     python benchmarks/calibrated.py tokens                            # tokens per step; the same on every machine
+    python benchmarks/calibrated.py sampled                           # the same from prompts that the base samples
     python benchmarks/calibrated.py speed medusa --batch-size 1,2     # one family: minutes on an idle machine
     python benchmarks/calibrated.py wrong                             # a drafter that is always wrong
     python benchmarks/calibrated.py tables                            # of what is in results/calibrated.json
@@ -10,6 +11,9 @@ every third of 240 held-out prompts; the figures here are from the others. Every
 
     tokens   greedy answers of 128 tokens until there are 5,000 steps of single rows, with the tree for one row; on the
              prompts that it was calibrated on as well, and the standard error over texts of both together
+    sampled  1,280 prompts of 32 tokens that the base samples, as `calibrate` lets it where none are given: tokens per
+             step of the best tree of the entry's size, predicted from the greedy answers to half of them, and measured
+             on the other half; `error` is the standard error over texts of both halves together
     speed    answers of 128 tokens, the base and all contenders in turn on every batch: the calibrated tree, "auto", and
              for one row the published tree cut to its first 4 to 64 nodes. A speedup is the base's steps over the
              contender's, of 30 prompts in all (40 in batches of eight), over the median cost of a contender's step in
@@ -26,6 +30,7 @@ import argparse
 import functools
 import json
 import statistics
+import sys
 from collections import defaultdict
 from collections.abc import Sequence
 from importlib import resources
@@ -41,13 +46,16 @@ from hf_drafthead.evaluation.compare_with_base import grown
 from hf_drafthead.evaluation.speed import draft, steps_of, time_interleaved
 from hf_drafthead.generation.entries import Situation, matching, tree_of
 from hf_drafthead.generation.identity import drafter_hash
+from hf_drafthead.generation.ladder import Size
 from hf_drafthead.generation.settings import AUTO, DEFAULT_TREE
 from hf_drafthead.generation.tree import MAX_DEPTH
+from hf_drafthead.generation.worth import sampled_prompts, worth_of_trees
 from hf_drafthead.zoo.trees import BATCH_SIZES, NEW_TOKENS, more_prompts
 
 RESULTS = Path(__file__).parent / "results" / "calibrated.json"
 PUBLISHED = (4, 8, 16, 32, 64)  # nodes
 ENOUGH_STEPS, ROWS = 5000, 16
+SAMPLED_PROMPTS, SAMPLED_ROWS = 1280, 32
 SPEED_PROMPTS, LEAST_BATCHES, ROUNDS, WRONG_TOKENS = 30, 5, 15, 256
 BASE, CALIBRATED, PREFIX = "base", "calibrated", "published"
 HALVES = slice(0, None, 2), slice(1, None, 2)  # of the batches
@@ -99,20 +107,41 @@ def tokens(family: str) -> dict[str, Any]:
     }
 
 
-def per_text(model: Any, tree: DraftTree, prompts: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Steps of each text and the tokens that they emitted, both (T,), until there are ENOUGH_STEPS or no more texts."""
+def sampled(family: str) -> dict[str, Any]:
+    """Tokens per step on prompts that the base sampled, predicted from half of them and measured on the other half."""
+    model, _ = loaded(family)
+    entry = entry_of(model, 1, False)
+    prompts = sampled_prompts(model, SAMPLED_PROMPTS)
+    size = Size(len(entry["tree"]) + 1, max(map(len, entry["tree"])))
+    worth = worth_of_trees(model, prompts[0::2], NEW_TOKENS, size.nodes)
+    counted = [(len(text), sum(text)) for text in worth.steps[size]]
+    counted_steps, counted_emitted = torch.tensor(counted).double().T
+    steps, emitted = per_text(model, worth.tree(size), prompts[1::2], most_steps=sys.maxsize, rows=SAMPLED_ROWS)
+    return {
+        "nodes": size.nodes,
+        "predicted": worth.tokens_per_step(size),
+        "measured": float(emitted.sum() / steps.sum()),
+        "steps": int(steps.sum()),
+        "error": (share_of_error(steps, emitted) ** 2 + share_of_error(counted_steps, counted_emitted) ** 2) ** 0.5,
+    }
+
+
+def per_text(
+    model: Any, tree: DraftTree, prompts: Sequence[torch.Tensor], most_steps: int = ENOUGH_STEPS, rows: int = ROWS
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Steps of each text and the tokens that they emitted, both (T,), until there are enough steps or no more texts."""
     call = {"do_sample": False, "max_new_tokens": NEW_TOKENS}
     steps: list[int] = []
     emitted: list[int] = []
-    for first in range(0, len(prompts), ROWS):
-        given = batch_of(prompts[first : first + ROWS])
+    for first in range(0, len(prompts), rows):
+        given = batch_of(prompts[first : first + rows])
         output = draft(model, tree, given, call)
         if not first:
             assert torch.equal(output.sequences, model.base.generate(**given, **call)), "not the base's text"
         counts = steps_of(output)
         steps += (counts > 0).sum(1).tolist()
         emitted += counts.sum(1).tolist()
-        if sum(steps) >= ENOUGH_STEPS:
+        if sum(steps) >= most_steps:
             break
     return torch.tensor(steps).double(), torch.tensor(emitted).double()
 
@@ -233,8 +262,8 @@ def wrong() -> dict[str, Any]:
 
 def tables(found: dict[str, Any]) -> list[str]:
     """The tables of docs/trees.md."""
-    predicted, fastest, auto = [], [], []
-    stored = []
+    stored: list[list[str]] = []
+    predicted, on_sampled, fastest, auto = [], [], [], []
     for family in zoo.families():
         settings = json.loads((Path(zoo.path(family)) / "generation_config.json").read_text())
         for entry in settings["calibration"]:
@@ -250,6 +279,12 @@ def tables(found: dict[str, Any]) -> list[str]:
             predicted.append([
                 family, str(figures["nodes"]), f"{figures['predicted']:.3f}", f"{figures['own']:.3f}", f"{own:+.1%}",
                 f"{figures['measured']:.3f}", f"{off:+.1%}", f"{figures['error']:.1%}", f"{figures['steps']:,}",
+            ])  # fmt: skip
+        if figures := one.get("sampled"):
+            off = figures["predicted"] / figures["measured"] - 1
+            on_sampled.append([
+                family, str(figures["nodes"]), f"{figures['predicted']:.3f}", f"{figures['measured']:.3f}",
+                f"{off:+.1%}", f"{figures['error']:.1%}", f"{figures['steps']:,}",
             ])  # fmt: skip
         for way in ("uncaptured", "captured"):
             for rows, figures in one.get(way, {}).items():
@@ -271,6 +306,7 @@ def tables(found: dict[str, Any]) -> list[str]:
             ["heads", "nodes", "predicted", "on its prompts", "off", "on others", "off", "one error", "steps"],
             predicted,
         ),
+        markdown(["heads", "nodes", "predicted", "measured", "off", "one error", "steps"], on_sampled),
         markdown(
             ["heads", "steps", "nodes", "calibrated", "nodes of the best published", "best published", "more"], fastest
         ),
@@ -284,7 +320,7 @@ def tables(found: dict[str, Any]) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=["tokens", "speed", "wrong", "tables"])
+    parser.add_argument("part", choices=["tokens", "sampled", "speed", "wrong", "tables"])
     parser.add_argument("families", nargs="*", default=zoo.families())
     parser.add_argument("--batch-size", default=",".join(map(str, BATCH_SIZES)), metavar="N[,N...]")
     parser.add_argument("--captured", action="store_true", help="compiled steps")
@@ -294,6 +330,8 @@ def main() -> None:
             figures = wrong()
         elif given.part == "tokens":
             figures = {"tokens": tokens(family)}
+        elif given.part == "sampled":
+            figures = {"sampled": sampled(family)}
         else:
             way = "captured" if given.captured else "uncaptured"
             figures = {way: speed(family, [int(size) for size in given.batch_size.split(",")], given.captured)}

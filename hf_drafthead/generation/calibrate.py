@@ -28,6 +28,7 @@ from hf_drafthead.generation.tree import MAX_NODES
 from hf_drafthead.generation.worth import METHODS, Worth, check_prompts, cut, sampled_prompts, worth_of_trees
 
 CHECKED, APART = 3, 1.3  # sizes that are run against the base, and how far apart their nodes are at least, as a factor
+COMPILED_CHECKED = 2  # of captured steps, each of which is compiled
 CLOSE = 0.8  # share of the best size's tokens per second that each of them is predicted to reach
 PAYS = 1.03  # times as fast as the base: a tree that is measured to be less may be slower on another day
 CHECKED_PROMPTS, CHECKED_BATCHES, CHECKED_TOKENS, WARM_TOKENS = 8, 4, 64, 8  # at least so many prompts and batches
@@ -127,7 +128,7 @@ def _checked(
     sizes = sorted(size for size in worth.steps if size.nodes <= costs.curve.points[-1][0])
     predicted = {size: costs.predicted(worth, size, rows, new_tokens) for size in sizes}
     rates = {size: rate for size, (rate, _) in predicted.items()}
-    candidates = _candidates(rates, 1 if captured else CHECKED)
+    candidates = _candidates(rates)[: COMPILED_CHECKED if captured else None]
     best, figures = _check_end_to_end(model, worth, candidates, batches, sampling, captured, new_tokens)
     depth = best.depth or max(sizes).depth
     as_deep = {size.nodes: size for size in sizes if size.depth <= depth}  # the deepest of them
@@ -146,18 +147,18 @@ def _checked(
     }
 
 
-def _candidates(rates: dict[Size, float], count: int) -> list[Size]:
-    """The trees to be run, all CLOSE to the best of them: the fastest ones whose nodes are APART, and where there is
-    more than one of these the fastest one of another depth, since what a level costs is known less well."""
+def _candidates(rates: dict[Size, float]) -> list[Size]:
+    """The trees to be run, all CLOSE to the best of them: the fastest ones whose nodes are APART, best first, and the
+    fastest one of another depth, since what a level costs is known less well."""
     ranked = sorted(rates.keys() - {ALONE}, key=rates.__getitem__, reverse=True)
     close = [size for size in ranked if rates[size] >= CLOSE * rates[ranked[0]]]
     chosen: list[Size] = []
     for size in close:
         ratios = [max(size.nodes, one.nodes) / min(size.nodes, one.nodes) for one in chosen]
-        if len(chosen) < count and all(ratio >= APART for ratio in ratios):
+        if len(chosen) < CHECKED and all(ratio >= APART for ratio in ratios):
             chosen.append(size)
     others = [size for size in close if size.depth != chosen[0].depth and size not in chosen]
-    return chosen + others[: int(count > 1)]
+    return chosen + others[:1]
 
 
 def _check_end_to_end(

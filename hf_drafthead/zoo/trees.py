@@ -14,6 +14,7 @@ from hf_drafthead.zoo.corpus import read_corpus
 from hf_drafthead.zoo.prompts import BUNDLED, cut_prompts
 
 BATCH_SIZES = (1, 2, 4, 8)
+CAPTURED_BATCH_SIZES = (1,)  # minutes each
 MORE_PROMPTS, NEW_TOKENS = 240, 128
 
 
@@ -29,7 +30,7 @@ def more_prompts(tokenizer: PreTrainedTokenizerBase, longest: int) -> list[torch
 
 
 def calibrate_heads(folder: Path, *, captured: bool, again: bool = False) -> None:
-    """Calibrate heads for every batch size, on every third one of `more_prompts`: the others are left to measure on.
+    """Calibrate heads for all batch sizes, on every third one of `more_prompts`: the others are left to measure on.
 
     Args:
         folder: of the heads, whose generation config gets the entries.
@@ -41,7 +42,7 @@ def calibrate_heads(folder: Path, *, captured: bool, again: bool = False) -> Non
     calibrate(
         model,
         more_prompts(AutoTokenizer.from_pretrained(folder), longest)[::3],
-        batch_sizes=BATCH_SIZES,
+        batch_sizes=_batch_sizes(captured),
         captured=captured,
         new_tokens=NEW_TOKENS,
         resume=not again,
@@ -50,6 +51,10 @@ def calibrate_heads(folder: Path, *, captured: bool, again: bool = False) -> Non
 
 
 def is_calibrated(folder: Path, *, captured: bool) -> bool:
-    """Whether there is an entry for every batch size."""
+    """Whether there is an entry for each of the batch sizes."""
     found = json.loads((folder / "generation_config.json").read_text()).get("calibration", [])
-    return {one["batch_size"] for one in found if one["captured"] == captured} >= set(BATCH_SIZES)
+    return {one["batch_size"] for one in found if one["captured"] == captured} >= set(_batch_sizes(captured))
+
+
+def _batch_sizes(captured: bool) -> tuple[int, ...]:
+    return CAPTURED_BATCH_SIZES if captured else BATCH_SIZES

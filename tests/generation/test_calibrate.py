@@ -332,7 +332,7 @@ def test_a_few_sizes_are_run_and_of_captured_steps_only_the_best(monkeypatch):
     timed_by_size(monkeypatch, lambda nodes, depth: 1.0)
     for captured in (False, True):
         calibrate(model, PROMPTS, captured=captured, new_tokens=41, max_nodes=40)
-    assert ran == [4, 1]
+    assert ran == [4, 2]
 
 
 def test_a_ladder_knows_the_costs_of_an_entry_and_entries_of_earlier_versions_know_no_levels(calibrated):
@@ -347,13 +347,12 @@ def test_a_ladder_knows_the_costs_of_an_entry_and_entries_of_earlier_versions_kn
 def test_the_sizes_that_are_run_differ_in_nodes_or_levels_and_are_close_to_the_best():
     rates = {ALONE: 1.2, Size(4, 1): 1.0, Size(4, 2): 1.1, Size(5, 2): 1.05, Size(6, 2): 0.99, Size(12, 3): 0.5}
     # 12 nodes are not close; (4, 1) has other levels than the best
-    assert calibrating._candidates(rates, 3) == [Size(4, 2), Size(6, 2), Size(4, 1)]
-    assert calibrating._candidates(rates, 1) == [Size(4, 2)]
-    assert calibrating._candidates({Size(2, 1): 1.0}, 3) == [Size(2, 1)]
+    assert calibrating._candidates(rates) == [Size(4, 2), Size(6, 2), Size(4, 1)]
+    assert calibrating._candidates({Size(2, 1): 1.0}) == [Size(2, 1)]
     rates[Size(8, 3)] = 1.0
-    assert calibrating._candidates(rates, 3) == [Size(4, 2), Size(8, 3), Size(6, 2), Size(4, 1)]
+    assert calibrating._candidates(rates) == [Size(4, 2), Size(8, 3), Size(6, 2), Size(4, 1)]
     del rates[Size(4, 1)]
-    assert calibrating._candidates(rates, 3) == [Size(4, 2), Size(8, 3), Size(6, 2)]
+    assert calibrating._candidates(rates) == [Size(4, 2), Size(8, 3), Size(6, 2)]
 
 
 def test_the_fastest_of_the_sizes_that_are_run_is_kept(monkeypatch):
