@@ -156,3 +156,30 @@ def test_what_the_package_imports_is_what_it_requires():
                 continue
             providers = {canonicalize_name(provider) for provider in distributions.get(top, [top])}
             assert providers & required, f"{name} imports {top}: add it to the dependencies in pyproject.toml"
+
+
+def test_the_decoding_loop_is_read_in_one_sitting():
+    lines = {path.name: path.read_text().splitlines() for path in (PACKAGE / "generation").glob("*.py")}
+    assert len(lines["decoding.py"]) + len(lines["step.py"]) <= 450
+    functions = [
+        (node.end_lineno - node.body[ast.get_docstring(node) is not None and len(node.body) > 1].lineno + 1, node.name)
+        for source in lines.values()
+        for node in ast.walk(ast.parse("\n".join(source)))
+        if isinstance(node, ast.FunctionDef)
+    ]
+    assert max(functions) < (61,), "beside its docstring no function of this room has more than 60 lines"
+    assert len(functions) > 200
+
+
+def test_no_module_of_generation_imports_itself_by_way_of_others():
+    names = [path.stem for path in (PACKAGE / "generation").glob("*.py") if path.stem != "__init__"]
+    sources = {name: (PACKAGE / "generation" / f"{name}.py").read_text() for name in names}
+    imports = {
+        name: [other for other in names if f"from hf_drafthead.generation.{other} import" in source]
+        for name, source in sources.items()
+    }
+    assert "step" in imports["decoding"]
+    while imports:
+        first = [name for name, others in imports.items() if not set(others) & set(imports)]
+        assert first, f"a circle among {sorted(imports)}"
+        imports = {name: others for name, others in imports.items() if name not in first}

@@ -82,7 +82,7 @@ def decode(
     state = prefill(reader, drafter, settings.tree, input_ids, rules, inputs, ordinary_cache, stream)
     watch.lap("prefill")
     if on_step is not None:
-        on_step(StepRecord(0, [[token] for token in newest(state)], [], [1] * rules.batch_size, 0, watch.seconds))
+        on_step(StepRecord(0, state.rows.newest().tolist(), [], [1] * rules.batch_size, 0, watch.seconds))
     show = None if streamer is None else stream.show
     make = functools.partial(Step, reader, drafter, rules=rules, show=show, timed=on_step is not None)
     step = steps_of(settings, make, capture if state.running(rules.pads) else None, state)
@@ -133,15 +133,7 @@ def prefill(
         next_position = position_ids[:, -1:].expand(batch, 1).to(device) + 1
     position_shift = next_position - cache.extent
     past_shift = cache.extent - prompt_length
-    max_length = FAR if rules.max_length is None else rules.max_length
-    last_position = (position_table(config) or FAR) - 1 - position_shift
-    limits = Limits(
-        max_length=torch.tensor(max_length, device=device),
-        eos=torch.tensor(rules.eos_tokens or [-1], device=device),
-        last_position=last_position.clamp(max=max_length - 2 + past_shift),
-        padding=torch.tensor(rules.pad_token, device=device),
-        pads=torch.tensor(rules.pads, device=device),
-    )
+    limits = _limits(rules, (position_table(config) or FAR) - 1 - position_shift, past_shift)
     sequences = torch.full((batch, prompt_length + room), rules.pad_token, dtype=torch.long, device=input_ids.device)
     sequences[:, :prompt_length] = input_ids
     everyone, lengths = list(range(batch)), [prompt_length] * batch
@@ -172,11 +164,6 @@ def prefill(
         lengths=lengths,
         ends=[length if stop else None for length, stop in zip(lengths, fired)],
     )
-
-
-def newest(state: DecodingState) -> list[int]:
-    """Each row's newest token."""
-    return state.rows.sequences.gather(1, state.rows.lengths[:, None] - 1)[:, 0].tolist()
 
 
 class Stream:
@@ -222,8 +209,7 @@ def finish(
     in_dict = rules.config.return_dict_in_generate
     if in_dict or getattr(ordinary_cache, "_is_user_defined", False):
         if state.unread():
-            newest_tokens = state.rows.sequences.gather(1, state.rows.lengths[:, None] - 1)
-            reader.behind(newest_tokens, state.cache, state.rows.position_shift, state.rows.visible)
+            reader.behind(state.rows.newest(), state.cache, state.rows.position_shift, state.rows.visible)
         state.cache.unload(ordinary_cache, known, length - 1 + state.past_shift)
     if not in_dict:
         return sequences
@@ -235,6 +221,18 @@ def finish(
         logits=tuple(rules.logits[:new]) if rules.keeps_logits else None,
         past_key_values=ordinary_cache,
         accepted_lengths=steps.reshape(-1, len(state.lengths)).T,
+    )
+
+
+def _limits(rules: Rules, last_position: torch.Tensor, past_shift: int) -> Limits:
+    """Where a call must stop, on the device of `last_position` (B, 1), the last that the base can embed."""
+    device, max_length = last_position.device, FAR if rules.max_length is None else rules.max_length
+    return Limits(
+        max_length=torch.tensor(max_length, device=device),
+        eos=torch.tensor(rules.eos_tokens or [-1], device=device),
+        last_position=last_position.clamp(max=max_length - 2 + past_shift),
+        padding=torch.tensor(rules.pad_token, device=device),
+        pads=torch.tensor(rules.pads, device=device),
     )
 
 

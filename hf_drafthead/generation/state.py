@@ -163,6 +163,10 @@ class Rows(NamedTuple):
     visible: torch.Tensor | None
     draft_state: Any
 
+    def newest(self) -> torch.Tensor:
+        """(B, 1) each row's newest token, which is the root of its next tree."""
+        return self.sequences.gather(1, self.lengths[:, None] - 1)
+
 
 @dataclass(frozen=True)
 class StepRecord:

@@ -35,7 +35,7 @@ def draft(
 
     Below a row that has ended there is padding alone, which is what the base reads there.
     """
-    root = rows.sequences.gather(1, rows.lengths[:, None] - 1)
+    root = rows.newest()
     if isinstance(tree, DynamicTree):
         draft_state, candidates = draft_dynamic(drafter, rows.draft_state, root, tree, tilt)
     else:
