@@ -18,7 +18,7 @@ from hf_drafthead.generation.tree import DraftTree
 from hf_drafthead.generation.worth import Worth
 
 STEPS = (2, 8, 16, 32, 64, 128, 256)  # nodes whose step is timed
-COMPILED_STEPS = (8, 32)  # compiling one takes longer than everything else
+COMPILED_STEPS = (2, 8, 32)  # compiling one takes longer than everything else
 LEVEL_NODES = 8  # of the two trees that tell what a level costs
 COST_TOKENS, COST_ROUNDS = 32, 3
 HOPELESS = 0.8  # larger trees are not timed if the most that any can reach is below this share of the best size
