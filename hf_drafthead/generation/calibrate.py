@@ -29,7 +29,7 @@ from hf_drafthead.generation.worth import METHODS, Worth, check_prompts, cut, sa
 
 CHECKED, APART = 3, 1.3  # sizes that are run against the base, and how far apart their nodes are at least, as a factor
 COMPILED_CHECKED = 2  # of captured steps, each of which is compiled
-BLOCK = 8  # rows: compiled products of 3 to 8 of them take about as long, and so on
+BLOCK = 8  # nodes of all rows: compiled products of 3 to 8 of them take about as long, and so on
 CLOSE = 0.8  # share of the best size's tokens per second that each of them is predicted to reach
 PAYS = 1.03  # times as fast as the base: a tree that is measured to be less may be slower on another day
 CHECKED_PROMPTS, CHECKED_BATCHES, CHECKED_TOKENS, WARM_TOKENS = 8, 4, 64, 8  # at least so many prompts and batches
@@ -127,7 +127,7 @@ def _checked(
     """Run the sizes that promise most tokens per second against the base: the fastest, and all figures."""
     rows = len(batches[0]["input_ids"])
     known = (size for size in worth.steps if size.nodes <= costs.curve.points[-1][0])
-    sizes = sorted(size for size in known if not captured or size.nodes <= 2 or size.nodes % BLOCK == 0)
+    sizes = sorted(size for size in known if not captured or size.nodes <= 2 or rows * size.nodes % BLOCK == 0)
     predicted = {size: costs.predicted(worth, size, rows, new_tokens) for size in sizes}
     rates = {size: rate for size, (rate, _) in predicted.items()}
     candidates = _candidates(rates)[: COMPILED_CHECKED if captured else None]

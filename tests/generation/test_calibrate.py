@@ -318,21 +318,20 @@ def test_a_shallow_tree_is_kept_where_levels_are_dear(level, depth, monkeypatch)
     assert ladder.seconds[-1] == pytest.approx(1.0 + size.nodes / 24 + level * (depth - 1))
 
 
-def test_a_few_sizes_are_run_and_of_captured_steps_only_the_best(monkeypatch):
+def test_a_few_sizes_are_run_and_of_captured_steps_two_that_fill_blocks_of_nodes(monkeypatch):
     model, found = planted(monkeypatch)
     monkeypatch.setattr(calibrating, "worth_of_trees", lambda *args: found)
-    timed_by_size(monkeypatch, lambda nodes, depth: 1.0 + nodes / 24)
-    ran = []
+    ran: list[list[int]] = []
 
     def check(model, worth, candidates, *args):
-        ran.append(len(candidates))
+        ran.append([size.nodes for size in candidates])
         return candidates[0], {}
 
     monkeypatch.setattr(calibrating, "_check_end_to_end", check)
     timed_by_size(monkeypatch, lambda nodes, depth: 1.0)
-    for captured in (False, True):
-        calibrate(model, PROMPTS, captured=captured, new_tokens=41, max_nodes=40)
-    assert ran == [4, 2]
+    for captured, rows in ((False, 1), (True, 1), (True, 4)):
+        calibrate(model, PROMPTS, batch_sizes=(rows,), captured=captured, new_tokens=41, max_nodes=40)
+    assert ran == [[40, 28, 20, 40], [40, 24], [40, 28]]
 
 
 def test_a_ladder_knows_the_costs_of_an_entry_and_entries_of_earlier_versions_know_no_levels(calibrated):
