@@ -28,7 +28,7 @@ from hf_drafthead.generation.tree import MAX_NODES
 from hf_drafthead.generation.worth import METHODS, Worth, check_prompts, cut, sampled_prompts, worth_of_trees
 
 CHECKED, APART = 3, 1.3  # sizes that are run against the base, and how far apart their nodes are at least, as a factor
-COMPILED_CHECKED = 2  # of captured steps, each of which is compiled
+COMPILED_CHECKED = 3  # of captured steps, each of which is compiled
 BLOCK = 8  # nodes of all rows: compiled products of 3 to 8 of them take about as long, and so on
 CLOSE = 0.8  # share of the best size's tokens per second that each of them is predicted to reach
 PAYS = 1.03  # times as fast as the base: a tree that is measured to be less may be slower on another day
@@ -150,8 +150,8 @@ def _checked(
 
 
 def _candidates(rates: dict[Size, float]) -> list[Size]:
-    """The trees to be run, all CLOSE to the best of them: the fastest ones whose nodes are APART, best first, and the
-    fastest one of another depth, since what a level costs is known less well."""
+    """The trees to be run, all CLOSE to the best of them: that one, the fastest one of another depth, since what a level
+    costs is known less well, and the fastest ones whose nodes are APART."""
     ranked = sorted(rates.keys() - {ALONE}, key=rates.__getitem__, reverse=True)
     close = [size for size in ranked if rates[size] >= CLOSE * rates[ranked[0]]]
     chosen: list[Size] = []
@@ -160,7 +160,7 @@ def _candidates(rates: dict[Size, float]) -> list[Size]:
         if len(chosen) < CHECKED and all(ratio >= APART for ratio in ratios):
             chosen.append(size)
     others = [size for size in close if size.depth != chosen[0].depth and size not in chosen]
-    return chosen + others[:1]
+    return chosen[:1] + others[:1] + chosen[1:]
 
 
 def _check_end_to_end(

@@ -318,7 +318,7 @@ def test_a_shallow_tree_is_kept_where_levels_are_dear(level, depth, monkeypatch)
     assert ladder.seconds[-1] == pytest.approx(1.0 + size.nodes / 24 + level * (depth - 1))
 
 
-def test_a_few_sizes_are_run_and_of_captured_steps_two_that_fill_blocks_of_nodes(monkeypatch):
+def test_a_few_sizes_are_run_and_of_captured_steps_three_that_fill_blocks_of_nodes(monkeypatch):
     model, found = planted(monkeypatch)
     monkeypatch.setattr(calibrating, "worth_of_trees", lambda *args: found)
     ran: list[list[int]] = []
@@ -331,7 +331,7 @@ def test_a_few_sizes_are_run_and_of_captured_steps_two_that_fill_blocks_of_nodes
     timed_by_size(monkeypatch, lambda nodes, depth: 1.0)
     for captured, rows in ((False, 1), (True, 1), (True, 4)):
         calibrate(model, PROMPTS, batch_sizes=(rows,), captured=captured, new_tokens=41, max_nodes=40)
-    assert ran == [[40, 28, 20, 40], [40, 24], [40, 28]]
+    assert ran == [[40, 40, 28, 20], [40, 40, 24], [40, 40, 28]]
 
 
 def test_a_ladder_knows_the_costs_of_an_entry_and_entries_of_earlier_versions_know_no_levels(calibrated):
@@ -346,10 +346,10 @@ def test_a_ladder_knows_the_costs_of_an_entry_and_entries_of_earlier_versions_kn
 def test_the_sizes_that_are_run_differ_in_nodes_or_levels_and_are_close_to_the_best():
     rates = {ALONE: 1.2, Size(4, 1): 1.0, Size(4, 2): 1.1, Size(5, 2): 1.05, Size(6, 2): 0.99, Size(12, 3): 0.5}
     # 12 nodes are not close; (4, 1) has other levels than the best
-    assert calibrating._candidates(rates) == [Size(4, 2), Size(6, 2), Size(4, 1)]
+    assert calibrating._candidates(rates) == [Size(4, 2), Size(4, 1), Size(6, 2)]
     assert calibrating._candidates({Size(2, 1): 1.0}) == [Size(2, 1)]
     rates[Size(8, 3)] = 1.0
-    assert calibrating._candidates(rates) == [Size(4, 2), Size(8, 3), Size(6, 2), Size(4, 1)]
+    assert calibrating._candidates(rates) == [Size(4, 2), Size(4, 1), Size(8, 3), Size(6, 2)]
     del rates[Size(4, 1)]
     assert calibrating._candidates(rates) == [Size(4, 2), Size(8, 3), Size(6, 2)]
 

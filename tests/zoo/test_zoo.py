@@ -69,6 +69,8 @@ def test_the_heads_carry_the_trees_that_were_measured_for_them(name):
             on_step=lambda record, nodes=nodes: nodes.add(record.drafted) if record.step else None,
         )
         assert nodes == {len(entry["tree"]) + 1}
+    captured = matching(model.generation_config.calibration, Situation.of(model.base, model.drafter, 1, True))
+    assert captured is not None and captured["tree"] and captured["measured"]["identical"]
 
 
 def test_eagle3_drafts_more_tokens_per_step_than_eagle_and_the_draft_model_more_than_two():
