@@ -150,8 +150,8 @@ def _checked(
 
 
 def _candidates(rates: dict[Size, float]) -> list[Size]:
-    """The trees to be run, all CLOSE to the best of them: that one, the fastest one of another depth, since what a level
-    costs is known less well, and the fastest ones whose nodes are APART."""
+    """The trees to be run, all CLOSE to the best of them: that one, the fastest one of another depth, since what a
+    level costs is known less well, and the fastest ones whose nodes are APART."""
     ranked = sorted(rates.keys() - {ALONE}, key=rates.__getitem__, reverse=True)
     close = [size for size in ranked if rates[size] >= CLOSE * rates[ranked[0]]]
     chosen: list[Size] = []
