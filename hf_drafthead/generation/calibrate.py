@@ -131,7 +131,7 @@ def _checked(
     predicted = {size: costs.predicted(worth, size, rows, new_tokens) for size in sizes}
     rates = {size: rate for size, (rate, _) in predicted.items()}
     candidates = _candidates(rates)[: COMPILED_CHECKED if captured else None]
-    best, figures = _check_end_to_end(model, worth, candidates, batches, sampling, captured, new_tokens)
+    best, figures = _check_end_to_end(model, worth, costs, candidates, batches, sampling, captured, new_tokens)
     depth = best.depth or max(sizes).depth
     as_deep = {size.nodes: size for size in sizes if size.depth <= depth}  # the deepest of them
     return best, {
@@ -166,6 +166,7 @@ def _candidates(rates: dict[Size, float]) -> list[Size]:
 def _check_end_to_end(
     model: Any,
     worth: Worth,
+    costs: Costs,
     candidates: list[Size],
     batches: list[dict[str, torch.Tensor]],
     sampling: dict[str, Any],
@@ -174,13 +175,12 @@ def _check_end_to_end(
 ) -> tuple[Size, dict[str, Any]]:
     """Run some sizes against the base: the fastest, or the root alone where none pays; and its figures.
 
-    These few texts tell what a step costs in units of the base's, and all texts how many steps are needed: together
-    they decide, and a tree that was slower than the base on these texts is not taken. The speed of a machine changes
-    from one batch to the next, so medians over the batches count.
+    These few texts tell what a step costs, once the start of a call is taken off, and all texts how many steps are
+    needed: together they decide, and a tree that was slower than the base on these texts is not taken. The speed of a
+    machine changes from one batch to the next, so medians over the batches count.
     """
     rows = len(batches[0]["input_ids"])
-    gains = {size: gain(worth, size, rows, new_tokens) for size in candidates}
-    expected: dict[Size, list[float]] = {size: [] for size in candidates}  # speedups on all texts
+    step_seconds: dict[Size, list[float]] = {size: [] for size in candidates}
     seconds: dict[Size | None, list[float]] = {size: [] for size in (None, *candidates)}  # None: the base
     taken: dict[Size, list[int]] = {size: [] for size in candidates}
     identical = dict.fromkeys(candidates, True)
@@ -212,11 +212,14 @@ def _check_end_to_end(
             written += int(output.accepted_lengths.sum()) + len(output.sequences)
             base_steps = int(output.accepted_lengths.sum(1).max()) if output.accepted_lengths.numel() else 0
             for size, count in steps.items():
-                step = seconds[size][-1] / max(count, 1)
-                expected[size].append(gains[size] * seconds[None][-1] / max(base_steps, 1) / step)
+                step = costs.step_of_call(seconds[size][-1], count, seconds[None][-1], base_steps)
+                step_seconds[size].append(step)
     base_rate = written / sum(seconds[None])
     paid = {size: statistics.median(map(operator.truediv, seconds[None], seconds[size])) for size in candidates}
-    promise = {size: statistics.median(expected[size]) for size in candidates}
+    promise = {
+        size: costs.predicted(worth, size, rows, new_tokens, statistics.median(step_seconds[size]))[1]
+        for size in candidates
+    }
     paying = [size for size in candidates if promise[size] >= PAYS and paid[size] >= 1]
     if not paying:
         alone = {"tokens_per_step": 1.0, "tokens_per_second": base_rate, "speedup": 1.0, "identical": True}

@@ -36,17 +36,26 @@ class Costs:
     base_step: float
     base_start: float
 
-    def predicted(self, worth: Worth, size: Size, rows: int, new_tokens: int) -> tuple[float, float]:
+    def predicted(
+        self, worth: Worth, size: Size, rows: int, new_tokens: int, step: float | None = None
+    ) -> tuple[float, float]:
         """Tokens per second of calls with the best tree of a size, and how many times as fast as the base that is.
 
         A call ends with the row that takes most steps: the mean of all rows would promise too much. With the root alone
-        it is the base that decodes.
+        it is the base that decodes. `step` is the seconds of a step where they are known better than by the curve.
         """
         calls = worth.calls(size, rows, new_tokens)
-        seconds = sum(self.start + call.steps * self.curve.at(*size) for call in calls)
+        step = self.curve.at(*size) if step is None else step
+        seconds = sum(self.start + call.steps * step for call in calls)
         base_seconds = sum(self.base_start + call.base_steps * self.base_step for call in calls)
         seconds = base_seconds if size == ALONE else seconds
         return sum(call.tokens for call in calls) / seconds, base_seconds / seconds
+
+    def step_of_call(self, seconds: float, steps: int, base_seconds: float, base_steps: int) -> float:
+        """Seconds of a step of a call that took so long, beside a call of the base: the speed of the machine may have
+        changed, and by how much the base tells."""
+        slower = base_seconds / (self.base_start + base_steps * self.base_step)
+        return max(seconds / slower - self.start, 0.0) / max(steps, 1)
 
 
 def gain(worth: Worth, size: Size, rows: int, new_tokens: int = sys.maxsize) -> float:

@@ -1,5 +1,6 @@
 """Calibration: the entry that fits a call names its tree, and the text stays the base's own."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -293,7 +294,7 @@ def test_two_trees_of_as_many_nodes_tell_what_a_level_costs(monkeypatch):
     # of compiled steps as many sizes as there are programs: no more than these
     asked = timed_by_size(monkeypatch, lambda nodes, depth: 1.0)
     costs.measured_costs(model, found, given, {}, captured=True)
-    assert set(asked) == {None, ALONE, Size(8, 1), Size(8, 3), Size(40, 3)}
+    assert set(asked) == {None, ALONE, Size(2, 1), Size(8, 1), Size(8, 3), Size(32, 3), Size(40, 3)}
 
 
 @pytest.mark.parametrize("level, depth", [(0.0, 3), (0.02, 3), (0.4, 1)], ids=["free", "cheap", "dear"])
@@ -301,7 +302,7 @@ def test_a_shallow_tree_is_kept_where_levels_are_dear(level, depth, monkeypatch)
     model, found = planted(monkeypatch)
     monkeypatch.setattr(calibrating, "worth_of_trees", lambda *args: found)
     timed_by_size(monkeypatch, lambda nodes, deep: 1.0 + nodes / 24 + level * max(deep - 1, 0))
-    monkeypatch.setattr(calibrating, "_check_end_to_end", lambda model, worth, candidates, *args: (candidates[0], {}))
+    monkeypatch.setattr(calibrating, "_check_end_to_end", lambda model, worth, costs, sizes, *args: (sizes[0], {}))
     (entry,) = calibrate(model, PROMPTS, new_tokens=41, max_nodes=40)
     measured = entry["measured"]
     assert max(map(len, entry["tree"])) == depth and measured["level_seconds"] == pytest.approx(level)
@@ -323,7 +324,7 @@ def test_a_few_sizes_are_run_and_of_captured_steps_three_that_fill_blocks_of_nod
     monkeypatch.setattr(calibrating, "worth_of_trees", lambda *args: found)
     ran: list[list[int]] = []
 
-    def check(model, worth, candidates, *args):
+    def check(model, worth, costs, candidates, *args):
         ran.append([size.nodes for size in candidates])
         return candidates[0], {}
 
@@ -370,28 +371,40 @@ def test_the_fastest_of_the_sizes_that_are_run_is_kept(monkeypatch):
     model = SimpleNamespace(base=base, generate=generate, generation_config=SimpleNamespace(eos_token_id=None))
     monkeypatch.setattr(calibrating.time, "perf_counter", lambda: now[0])
     sizes = [Size(4, 2), Size(2, 1)]
+    cost = costs.Costs(CostCurve([(1, 1.0)]), start=0.0, base_step=4.0 / 3, base_start=0.0)
     given = [{"input_ids": torch.zeros(1, 2)}] * 2
-    best, figures = calibrating._check_end_to_end(model, found, sizes, given, {}, False, 64)
+    best, figures = calibrating._check_end_to_end(model, found, cost, sizes, given, {}, False, 64)
     assert best == Size(2, 1) and figures == {
         "tokens_per_step": 1.5, "tokens_per_second": 8 / 4.0, "base_tokens_per_second": 8 / 8.0, "speedup": 2.0,
         "identical": True,
     }  # fmt: skip
-    best, figures = calibrating._check_end_to_end(model, found, [Size(4, 2)], given, {}, False, 64)
+    best, figures = calibrating._check_end_to_end(model, found, cost, [Size(4, 2)], given, {}, False, 64)
     assert best == Size(4, 2) and not figures["identical"]
     # of these batches the tree of two nodes is the fastest one; on all texts the other takes half of its steps
     more = worth.Worth(found.paths, {**steps, Size(4, 2): [[4] * 2]}, 8)
-    best, figures = calibrating._check_end_to_end(model, more, sizes, given, {}, False, 64)
+    best, figures = calibrating._check_end_to_end(model, more, cost, sizes, given, {}, False, 64)
     assert best == Size(4, 2) and figures["speedup"] == 4.0 / 3.0
+    # of 2 and 3 seconds 1.9 are the start of a call, which a call of all texts takes once as well
+    starts = replace(cost, start=1.9)
+    best, _ = calibrating._check_end_to_end(model, more, starts, sizes, given, {}, False, 64)
+    assert best == Size(2, 1)
     # neither is faster than the base by enough, so it decodes by itself
     seconds.update({2: 7.8, 4: 8.5})
-    best, figures = calibrating._check_end_to_end(model, found, sizes, given, {}, False, 64)
+    best, figures = calibrating._check_end_to_end(model, found, cost, sizes, given, {}, False, 64)
     assert best == ALONE and figures == {
         "tokens_per_step": 1.0, "tokens_per_second": 8 / 8.0, "base_tokens_per_second": 8 / 8.0, "speedup": 1.0,
         "identical": True,
     }  # fmt: skip
     # slower than the base on these texts: what all texts promise is not believed
-    best, _ = calibrating._check_end_to_end(model, more, [Size(4, 2)], given, {}, False, 64)
+    best, _ = calibrating._check_end_to_end(model, more, cost, [Size(4, 2)], given, {}, False, 64)
     assert best == ALONE
+
+
+def test_the_step_of_a_call_is_without_its_start_and_as_fast_as_the_base_was():
+    cost = costs.Costs(CostCurve([(1, 1.0)]), start=1.0, base_step=1.0, base_start=1.0)
+    assert cost.step_of_call(3.0, 4, base_seconds=5.0, base_steps=4) == 0.5
+    assert cost.step_of_call(6.0, 4, base_seconds=10.0, base_steps=4) == 0.5  # an hour in which all takes twice as long
+    assert cost.step_of_call(0.5, 4, base_seconds=5.0, base_steps=4) == 0.0
 
 
 def test_the_seconds_of_a_step_are_those_of_the_round_over_the_base(monkeypatch):
