@@ -11,16 +11,14 @@ Shapes: P prompt tokens, B rows, N nodes (root included).
 
 from __future__ import annotations
 
-import operator
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from hf_drafthead.generation.calibration import check_temperature, own_seed
-from hf_drafthead.generation.costs import Costs, gain, measured_costs
+from hf_drafthead.generation.costs import Costs, Predicted, Timed, gain, measured_costs, timed
 from hf_drafthead.generation.entries import Situation, matching, merged
 from hf_drafthead.generation.ladder import ALONE, Size
 from hf_drafthead.generation.settings import DraftSettings
@@ -32,7 +30,7 @@ COMPILED_CHECKED = 3  # of captured steps, each of which is compiled
 BLOCK = 8  # nodes of all rows: compiled products of 3 to 8 of them take about as long, and so on
 CLOSE = 0.8  # share of the best size's tokens per second that each of them is predicted to reach
 PAYS = 1.03  # times as fast as the base: a tree that is measured to be less may be slower on another day
-CHECKED_PROMPTS, CHECKED_BATCHES, CHECKED_TOKENS, WARM_TOKENS = 8, 4, 64, 8  # at least so many prompts and batches
+CHECKED_PROMPTS, CHECKED_BATCHES, CHECKED_TOKENS, WARM_TOKENS = 16, 6, 64, 8  # at least so many prompts and batches
 
 
 def calibrate(
@@ -128,8 +126,7 @@ def _checked(
     rows = len(batches[0]["input_ids"])
     known = (size for size in worth.steps if size.nodes <= costs.curve.points[-1][0])
     sizes = sorted(size for size in known if not captured or size.nodes <= 2 or rows * size.nodes % BLOCK == 0)
-    predicted = {size: costs.predicted(worth, size, rows, new_tokens) for size in sizes}
-    rates = {size: rate for size, (rate, _) in predicted.items()}
+    rates = {size: costs.predicted(worth, size, rows, new_tokens).tokens_per_second for size in sizes}
     candidates = _candidates(rates)[: COMPILED_CHECKED if captured else None]
     best, figures = _check_end_to_end(model, worth, costs, candidates, batches, sampling, captured, new_tokens)
     depth = best.depth or max(sizes).depth
@@ -137,8 +134,6 @@ def _checked(
     return best, {
         **figures,
         "predicted_tokens_per_step": worth.tokens_per_step(best),
-        "predicted_tokens_per_second": rates[best],
-        "predicted_speedup": predicted[best][1],
         "start_seconds": costs.start,
         "base_start_seconds": costs.base_start,
         "base_step_seconds": costs.base_step,
@@ -175,62 +170,54 @@ def _check_end_to_end(
 ) -> tuple[Size, dict[str, Any]]:
     """Run some sizes against the base: the fastest, or the root alone where none pays; and its figures.
 
-    These few texts tell what a step costs, once the start of a call is taken off, and all texts how many steps are
-    needed: together they decide, and a tree that was slower than the base on these texts is not taken. The speed of a
-    machine changes from one batch to the next, so medians over the batches count.
+    These few texts tell what a step costs, and all texts how many steps are needed: together they decide, and a tree
+    that was slower than the base on these texts is not taken. The speed of a machine changes from one batch to the
+    next, so medians over the batches count, of a step's cost in steps of the base on the same batch.
     """
     rows = len(batches[0]["input_ids"])
-    step_seconds: dict[Size, list[float]] = {size: [] for size in candidates}
-    seconds: dict[Size | None, list[float]] = {size: [] for size in (None, *candidates)}  # None: the base
-    taken: dict[Size, list[int]] = {size: [] for size in candidates}
-    identical = dict.fromkeys(candidates, True)
-    static = {"cache_implementation": "static"} if captured else {}
-    written = 0
+    runs: dict[Size, list[Timed]] = {size: [] for size in (ALONE, *candidates)}  # ALONE: the base
     for turn, given in enumerate([batches[0], *batches]):  # a short first one warms up
-        texts: dict[Size | None, torch.Tensor] = {}
-        steps: dict[Size, int] = {}
-        for size in seconds:
-            call = {"draft_tree": worth.tree(size), **static} if size else {}
+        call = {
+            **given,
+            **sampling,
+            "max_new_tokens": min(new_tokens, CHECKED_TOKENS) if turn else WARM_TOKENS,
+            "min_new_tokens": None,
+            "eos_token_id": model.generation_config.eos_token_id,
+        }
+        for size in runs:
             with own_seed(model):
-                start = time.perf_counter()
-                output = (model if size else model.base).generate(
-                    **given,
-                    **sampling,
-                    **call,
-                    max_new_tokens=min(new_tokens, CHECKED_TOKENS) if turn else WARM_TOKENS,
-                    min_new_tokens=None,
-                    eos_token_id=model.generation_config.eos_token_id,
-                    return_dict_in_generate=True,
-                )
-                texts[size] = output.sequences.cpu()  # waits for the device
-                seconds[size] += [time.perf_counter() - start] if turn else []
-            if size and turn:
-                steps[size] = output.accepted_lengths.shape[1]
-                taken[size] += output.accepted_lengths[output.accepted_lengths > 0].tolist()
-                identical[size] &= torch.equal(texts[size], texts[None])
-        if turn:
-            written += int(output.accepted_lengths.sum()) + len(output.sequences)
-            base_steps = int(output.accepted_lengths.sum(1).max()) if output.accepted_lengths.numel() else 0
-            for size, count in steps.items():
-                step = costs.step_of_call(seconds[size][-1], count, seconds[None][-1], base_steps)
-                step_seconds[size].append(step)
-    base_rate = written / sum(seconds[None])
-    paid = {size: statistics.median(map(operator.truediv, seconds[None], seconds[size])) for size in candidates}
-    promise = {
-        size: costs.predicted(worth, size, rows, new_tokens, statistics.median(step_seconds[size]))[1]
-        for size in candidates
-    }
-    paying = [size for size in candidates if promise[size] >= PAYS and paid[size] >= 1]
+                run = timed(model, None if size == ALONE else worth.tree(size), call, captured)
+            runs[size] += [run] if turn else []
+    base = runs.pop(ALONE)
+    # the first token of a row needs no step
+    written = rows * len(batches) + sum(sum(run.emitted) for run in runs[candidates[0]])
+    base_rate = written / sum(run.seconds for run in base)
+    paid: dict[Size, float] = {}
+    predicted: dict[Size, Predicted] = {}
+    for size, mine in runs.items():
+        paid[size] = statistics.median(one.seconds / run.seconds for run, one in zip(mine, base))
+        known = [run.step / one.step for run, one in zip(mine, base) if run.step / one.step > 0]  # NaN: there was none
+        step = costs.base_step * statistics.median(known) if known else None
+        predicted[size] = costs.predicted(worth, size, rows, new_tokens, step)
+    paying = [size for size in candidates if predicted[size].speedup >= PAYS and paid[size] >= 1]
     if not paying:
-        alone = {"tokens_per_step": 1.0, "tokens_per_second": base_rate, "speedup": 1.0, "identical": True}
-        return ALONE, {**alone, "base_tokens_per_second": base_rate}
-    best = max(paying, key=promise.__getitem__)
+        return ALONE, {
+            **costs.predicted(worth, ALONE, rows, new_tokens).figures(),
+            "tokens_per_step": 1.0,
+            "tokens_per_second": base_rate,
+            "base_tokens_per_second": base_rate,
+            "speedup": 1.0,
+            "identical": True,
+        }
+    best = max(paying, key=lambda size: predicted[size].speedup)
+    taken = [count for run in runs[best] for count in run.emitted]
     return best, {
-        "tokens_per_step": statistics.mean(taken[best]) if taken[best] else 1.0,  # every answer may be one token long
-        "tokens_per_second": written / sum(seconds[best]),
+        **predicted[best].figures(),
+        "tokens_per_step": statistics.mean(taken) if taken else 1.0,  # every answer may be one token long
+        "tokens_per_second": written / sum(run.seconds for run in runs[best]),
         "base_tokens_per_second": base_rate,
         "speedup": paid[best],
-        "identical": identical[best],
+        "identical": all(torch.equal(run.sequences, one.sequences) for run, one in zip(runs[best], base)),
     }
 
 

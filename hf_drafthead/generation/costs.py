@@ -5,11 +5,13 @@ Shapes: B rows, N nodes (root included).
 
 from __future__ import annotations
 
+import math
 import statistics
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,6 +26,17 @@ COST_TOKENS, COST_ROUNDS = 32, 3
 HOPELESS = 0.8  # larger trees are not timed if the most that any can reach is below this share of the best size
 
 
+class Predicted(NamedTuple):
+    """Tokens per second of all rows, and how many times as fast as the base that is."""
+
+    tokens_per_second: float
+    speedup: float
+
+    def figures(self) -> dict[str, float]:
+        """As an entry names them."""
+        return {f"predicted_{name}": value for name, value in self._asdict().items()}
+
+
 @dataclass(frozen=True)
 class Costs:
     """Seconds of a call with some batch size.
@@ -36,10 +49,8 @@ class Costs:
     base_step: float
     base_start: float
 
-    def predicted(
-        self, worth: Worth, size: Size, rows: int, new_tokens: int, step: float | None = None
-    ) -> tuple[float, float]:
-        """Tokens per second of calls with the best tree of a size, and how many times as fast as the base that is.
+    def predicted(self, worth: Worth, size: Size, rows: int, new_tokens: int, step: float | None = None) -> Predicted:
+        """Of calls with the best tree of a size.
 
         A call ends with the row that takes most steps: the mean of all rows would promise too much. With the root alone
         it is the base that decodes. `step` is the seconds of a step where they are known better than by the curve.
@@ -49,13 +60,7 @@ class Costs:
         seconds = sum(self.start + call.steps * step for call in calls)
         base_seconds = sum(self.base_start + call.base_steps * self.base_step for call in calls)
         seconds = base_seconds if size == ALONE else seconds
-        return sum(call.tokens for call in calls) / seconds, base_seconds / seconds
-
-    def step_of_call(self, seconds: float, steps: int, base_seconds: float, base_steps: int) -> float:
-        """Seconds of a step of a call that took so long, beside a call of the base: the speed of the machine may have
-        changed, and by how much the base tells."""
-        slower = base_seconds / (self.base_start + base_steps * self.base_step)
-        return max(seconds / slower - self.start, 0.0) / max(steps, 1)
+        return Predicted(sum(call.tokens for call in calls) / seconds, base_seconds / seconds)
 
 
 def gain(worth: Worth, size: Size, rows: int, new_tokens: int = sys.maxsize) -> float:
@@ -89,7 +94,7 @@ def measured_costs(
     gains = {size: gain(worth, size, rows) for size in worth.steps}
     first: dict[Size, float] = {}
     for size in sorted({ALONE, *(worth.depths(nodes)[-1] for nodes in (*few, most)), pair[0], pair[-1]}):
-        first[size], _ = _timed(model, worth.tree(size), call, captured)
+        first[size] = timed(model, worth.tree(size), call, captured).step
         best = max(gains[one] / step for one, step in first.items())
         level = CostCurve.through(first).level
         least = {one: first[size] + level * (one.depth - size.depth) for one in worth.steps if one.nodes > size.nodes}
@@ -98,36 +103,54 @@ def measured_costs(
     trees = {size: worth.tree(size) for size in first}
     model.base.generate(**call)
     rounds = [
-        (_timed(model, None, call), {size: _timed(model, tree, call, captured) for size, tree in trees.items()})
+        (timed(model, None, call), {size: timed(model, tree, call, captured) for size, tree in trees.items()})
         for _ in range(COST_ROUNDS)
     ]
-    unit = statistics.median(step for (step, _), _ in rounds)
+    unit = statistics.median(base.step for base, _ in rounds)
     curve = CostCurve.through(
-        {size: unit * statistics.median(timed[size][0] / step for (step, _), timed in rounds) for size in trees}
+        {size: unit * statistics.median(runs[size].step / base.step for base, runs in rounds) for size in trees}
     )
-    start = statistics.median(one[1] / step for (step, _), timed in rounds for one in timed.values())
-    base_start = statistics.median(rest / step for (step, rest), _ in rounds)
+    start = statistics.median(run.rest / base.step for base, runs in rounds for run in runs.values())
+    base_start = statistics.median(base.rest / base.step for base, _ in rounds)
     return Costs(curve, unit * start, unit, unit * base_start)
 
 
-def _timed(model: Any, tree: DraftTree | None, call: dict[str, Any], captured: bool = False) -> tuple[float, float]:
-    """Seconds of a step of one call, of the base where there is no tree, and of everything besides its steps."""
+class Timed(NamedTuple):
+    """What one call took.
+
+    step: seconds of a step, the median; NaN where there was none; rest: seconds of everything besides its steps;
+    seconds: of all together; sequences: its texts, on the host; emitted: by each row's steps, where it drafted.
+    """
+
+    step: float
+    rest: float
+    seconds: float
+    sequences: torch.Tensor = torch.empty(0)
+    emitted: Sequence[int] = ()
+
+
+def timed(model: Any, tree: DraftTree | None, call: dict[str, Any], captured: bool = False) -> Timed:
+    """One call with a tree, or of the base where there is none."""
+    steps: list[float] = []
+    call = {**call, "return_dict_in_generate": True}
     start = time.perf_counter()
     if tree is None:
         clock = _TokenClock()
-        model.base.generate(**call, streamer=clock)
-        taken = clock.intervals()
+        sequences = model.base.generate(**call, streamer=clock).sequences.cpu()  # waits for the device
+        steps, emitted = clock.intervals(), torch.empty(0)
     else:
-        taken = []
-        model.generate(
+        output = model.generate(
             **call,
             **({"cache_implementation": "static"} if captured else {}),
             draft_tree=tree,
-            on_step=lambda record: taken.append(record.seconds["step"]) if record.step else None,
+            on_step=lambda record: steps.append(record.seconds["step"]) if record.step else None,
         )
+        sequences, emitted = output.sequences.cpu(), output.accepted_lengths
+    seconds = time.perf_counter() - start
     # a step that takes long for another reason, such as preparing a captured one, is no step
-    step = statistics.median(taken)
-    return step, time.perf_counter() - start - step * len(taken)
+    step = statistics.median(steps) if steps else math.nan
+    rest = seconds - step * len(steps) if steps else seconds
+    return Timed(step, rest, seconds, sequences, emitted[emitted > 0].tolist())
 
 
 class _TokenClock:

@@ -30,7 +30,7 @@ def more_prompts(tokenizer: PreTrainedTokenizerBase, longest: int) -> list[torch
 
 
 def calibrate_heads(folder: Path, *, captured: bool, again: bool = False) -> None:
-    """Calibrate heads for all batch sizes, on every third one of `more_prompts`: the others are left to measure on.
+    """Calibrate heads for all batch sizes, on every second one of `more_prompts`: the others are left to measure on.
 
     Args:
         folder: of the heads, whose generation config gets the entries.
@@ -41,7 +41,7 @@ def calibrate_heads(folder: Path, *, captured: bool, again: bool = False) -> Non
     longest = model.base.config.max_position_embeddings - NEW_TOKENS
     calibrate(
         model,
-        more_prompts(AutoTokenizer.from_pretrained(folder), longest)[::3],
+        more_prompts(AutoTokenizer.from_pretrained(folder), longest)[::2],
         batch_sizes=_batch_sizes(captured),
         captured=captured,
         new_tokens=NEW_TOKENS,

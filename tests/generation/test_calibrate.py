@@ -1,5 +1,6 @@
 """Calibration: the entry that fits a call names its tree, and the text stays the base's own."""
 
+import math
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -234,9 +235,9 @@ def timed_by_size(monkeypatch, step):
 
     def timed(model, tree, call, captured=False):
         asked.append(Size(tree.num_nodes, tree.max_depth) if tree else None)
-        return (step(tree.num_nodes, tree.max_depth) if tree else 1.0), 0.5
+        return costs.Timed(step(tree.num_nodes, tree.max_depth) if tree else 1.0, rest=0.5, seconds=0.0)
 
-    monkeypatch.setattr(costs, "_timed", timed)
+    monkeypatch.setattr(costs, "timed", timed)
     return asked
 
 
@@ -358,53 +359,70 @@ def test_the_sizes_that_are_run_differ_in_nodes_or_levels_and_are_close_to_the_b
 def test_the_fastest_of_the_sizes_that_are_run_is_kept(monkeypatch):
     steps = {ALONE: [[1] * 8], Size(2, 1): [[2] * 4], Size(4, 2): [[2] * 4]}
     found = worth.Worth([(0,), (0, 0), (1,)], steps, 8)
-    seconds, now = {0: 4.0, 2: 2.0, 4: 3.0}, [0.0]
-    text, counts = torch.tensor([[5, 6, 7, 8, 9]]), torch.tensor([[2, 0, 1]])
+    seconds = {None: 1.0, 2: 0.75, 4: 1.5}  # of a step
+    paces, text = [5.0, 1.0, 4.0, 2.0], torch.tensor([[5, 6, 7, 8, 9]])  # the first call of all warms up
 
-    def generate(draft_tree=None, max_new_tokens=0, **call):
-        nodes = draft_tree.num_nodes if draft_tree else 0
-        # the short call before the others, which warms up, is not counted
-        now[0] += seconds[nodes] if max_new_tokens == 64 else 1000.0 * nodes
-        return SimpleNamespace(sequences=text + (nodes == 4), accepted_lengths=counts)
+    def timed(model, tree, call, captured):
+        nodes = tree.num_nodes if tree else None
+        pace = paces[int(call["input_ids"])] if call["max_new_tokens"] == 64 else 1000.0 * (nodes or 1)
+        step, number = seconds[nodes] * pace, 2 if nodes else 4
+        return costs.Timed(step, 0.0, step * number, text + (nodes == 4), (1, 3) if nodes else ())
 
-    base = SimpleNamespace(generate=generate, device=torch.device("cpu"))
-    model = SimpleNamespace(base=base, generate=generate, generation_config=SimpleNamespace(eos_token_id=None))
-    monkeypatch.setattr(calibrating.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(calibrating, "timed", timed)
+    model = SimpleNamespace(
+        base=SimpleNamespace(device=torch.device("cpu")), generation_config=SimpleNamespace(eos_token_id=None)
+    )
     sizes = [Size(4, 2), Size(2, 1)]
-    cost = costs.Costs(CostCurve([(1, 1.0)]), start=0.0, base_step=4.0 / 3, base_start=0.0)
-    given = [{"input_ids": torch.zeros(1, 2)}] * 2
+    cost = costs.Costs(CostCurve([(1, 1.0)]), start=0.0, base_step=10.0, base_start=0.0)
+    given = [{"input_ids": torch.tensor([[turn]])} for turn in (1, 2, 3)]
     best, figures = calibrating._check_end_to_end(model, found, cost, sizes, given, {}, False, 64)
+    # a text of five tokens a batch, in steps that take 1, 4 and 2 times as long
     assert best == Size(2, 1) and figures == {
-        "tokens_per_step": 1.5, "tokens_per_second": 8 / 4.0, "base_tokens_per_second": 8 / 8.0, "speedup": 2.0,
-        "identical": True,
+        "tokens_per_step": 2.0, "tokens_per_second": 15 / 10.5, "base_tokens_per_second": 15 / 28.0,
+        "speedup": 4 / 1.5, "identical": True,
+        # 8 tokens after the first in 4 steps of 7.5 seconds, or 8 of 10
+        "predicted_tokens_per_second": 9 / 30.0, "predicted_speedup": 80 / 30.0,
     }  # fmt: skip
     best, figures = calibrating._check_end_to_end(model, found, cost, [Size(4, 2)], given, {}, False, 64)
     assert best == Size(4, 2) and not figures["identical"]
-    # of these batches the tree of two nodes is the fastest one; on all texts the other takes half of its steps
-    more = worth.Worth(found.paths, {**steps, Size(4, 2): [[4] * 2]}, 8)
+    # on these batches the tree of two nodes is the fastest one; on all texts the other takes a third of its steps
+    more = worth.Worth(found.paths, {**steps, Size(2, 1): [[1, 2, 1, 1, 1, 1, 1]], Size(4, 2): [[4] * 2]}, 8)
     best, figures = calibrating._check_end_to_end(model, more, cost, sizes, given, {}, False, 64)
-    assert best == Size(4, 2) and figures["speedup"] == 4.0 / 3.0
-    # of 2 and 3 seconds 1.9 are the start of a call, which a call of all texts takes once as well
-    starts = replace(cost, start=1.9)
-    best, _ = calibrating._check_end_to_end(model, more, starts, sizes, given, {}, False, 64)
-    assert best == Size(2, 1)
+    assert best == Size(4, 2) and figures["speedup"] == 4 / 3
+    # the start of a call, which takes as long with every tree, leaves less to gain by fewer steps
+    for start, expected in ((0.0, Size(4, 2)), (40.0, Size(4, 2)), (60.0, ALONE)):
+        slow = replace(cost, start=start)
+        assert calibrating._check_end_to_end(model, more, slow, sizes, given, {}, False, 64)[0] == expected
     # neither is faster than the base by enough, so it decodes by itself
-    seconds.update({2: 7.8, 4: 8.5})
+    seconds.update({2: 1.95, 4: 2.1})
     best, figures = calibrating._check_end_to_end(model, found, cost, sizes, given, {}, False, 64)
     assert best == ALONE and figures == {
-        "tokens_per_step": 1.0, "tokens_per_second": 8 / 8.0, "base_tokens_per_second": 8 / 8.0, "speedup": 1.0,
-        "identical": True,
+        "tokens_per_step": 1.0, "tokens_per_second": 15 / 28.0, "base_tokens_per_second": 15 / 28.0, "speedup": 1.0,
+        "identical": True, "predicted_tokens_per_second": 9 / 80.0, "predicted_speedup": 1.0,
     }  # fmt: skip
     # slower than the base on these texts: what all texts promise is not believed
     best, _ = calibrating._check_end_to_end(model, more, cost, [Size(4, 2)], given, {}, False, 64)
     assert best == ALONE
 
 
-def test_the_step_of_a_call_is_without_its_start_and_as_fast_as_the_base_was():
-    cost = costs.Costs(CostCurve([(1, 1.0)]), start=1.0, base_step=1.0, base_start=1.0)
-    assert cost.step_of_call(3.0, 4, base_seconds=5.0, base_steps=4) == 0.5
-    assert cost.step_of_call(6.0, 4, base_seconds=10.0, base_steps=4) == 0.5  # an hour in which all takes twice as long
-    assert cost.step_of_call(0.5, 4, base_seconds=5.0, base_steps=4) == 0.0
+def test_a_call_without_a_step_tells_no_cost_of_one(monkeypatch):
+    found = worth.Worth([(0,)], {ALONE: [[1] * 8], Size(2, 1): [[2] * 4]}, 8)
+    times = iter([1.0, 0.5] * 4)
+
+    def timed(model, tree, call, captured):
+        return costs.Timed(math.nan, 1.0, next(times), torch.tensor([[5, 6]]))
+
+    monkeypatch.setattr(calibrating, "timed", timed)
+    model = SimpleNamespace(
+        base=SimpleNamespace(device=torch.device("cpu")), generation_config=SimpleNamespace(eos_token_id=None)
+    )
+    cost = costs.Costs(CostCurve([(2, 1.25)]), start=0.0, base_step=1.0, base_start=0.0)
+    given = [{"input_ids": torch.tensor([[turn]])} for turn in (1, 2, 3)]
+    best, figures = calibrating._check_end_to_end(model, found, cost, [Size(2, 1)], given, {}, False, 64)
+    assert best == Size(2, 1) and figures["speedup"] == 2.0 and figures["tokens_per_step"] == 1.0
+    dear = replace(cost, curve=CostCurve([(2, 2.5)]))  # of the curve then
+    times = iter([1.0, 0.5] * 4)
+    assert calibrating._check_end_to_end(model, found, dear, [Size(2, 1)], given, {}, False, 64)[0] == ALONE
 
 
 def test_the_seconds_of_a_step_are_those_of_the_round_over_the_base(monkeypatch):
@@ -416,9 +434,9 @@ def test_the_seconds_of_a_step_are_those_of_the_round_over_the_base(monkeypatch)
     paces = iter([1.0, 1.0, *[1.0] * 3, *[4.0] * 3, *[2.0] * 3])
 
     def timed(model, tree, call, captured=False):
-        return next(seconds), next(paces) * 0.5
+        return costs.Timed(next(seconds), rest=next(paces) * 0.5, seconds=0.0)
 
-    monkeypatch.setattr(costs, "_timed", timed)
+    monkeypatch.setattr(costs, "timed", timed)
     measured = costs.measured_costs(model, found, {"input_ids": torch.stack(PROMPTS[:1])}, {})
     assert measured.curve.points == [(1, 2.0), (2, 3.0)] and measured.base_step == 2.0
     assert measured.start == measured.base_start == 1.0
