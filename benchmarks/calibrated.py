@@ -15,11 +15,12 @@ every second of 240 held-out prompts; the figures here are from the others. Ever
              step of the best tree of the entry's size, predicted from the greedy answers to half of them, and measured
              on the other half; `error` is the standard error over texts of both halves together
     speed    answers of 128 tokens, the base and all contenders in turn on every batch: the calibrated tree, "auto", and
-             for one row the published tree cut to its first 4 to 64 nodes. A speedup is the base's steps over the
-             contender's, of 30 prompts in all (40 in batches of eight), over the median cost of a contender's step in
-             units of the base's on the same batch: the speed of a machine changes from minute to minute. Of "auto",
-             whose steps cost more or less, the times count. `more` is the calibrated tree over the prefix that is best
-             on the other half of the batches
+             for one row the published tree cut to its first 4 to 64 nodes; of 30 prompts in all (40 in batches of
+             eight). The time of all calls with a tree is its steps times the cost of a step, and the rest of each call:
+             both the medians over the batches, in units of the median step of the base on the same batch, since the
+             speed of a machine changes from minute to minute. Of "auto", whose steps cost more or less, and where the
+             base decodes by itself, the times of the calls count. `more` is the calibrated tree over the prefix that is
+             best on the other half of the batches
     wrong    256 tokens, fifteen times in turn, with "auto" and heads of noise, for which the entry promises the tokens
              per step of trained ones; the median of the ratios, each of one turn
 """
@@ -27,11 +28,11 @@ every second of 240 held-out prompts; the figures here are from the others. Ever
 from __future__ import annotations
 
 import argparse
-import functools
 import json
+import math
 import statistics
 import sys
-from collections import defaultdict
+import time
 from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
@@ -43,7 +44,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_drafthead import DraftTree, zoo
 from hf_drafthead.evaluation.compare_with_base import grown
-from hf_drafthead.evaluation.speed import draft, steps_of, time_interleaved
+from hf_drafthead.evaluation.speed import CAPTURED, draft, steps_of, time_interleaved
+from hf_drafthead.generation.costs import Timed, timed
 from hf_drafthead.generation.entries import Situation, matching, tree_of
 from hf_drafthead.generation.identity import drafter_hash
 from hf_drafthead.generation.ladder import Size
@@ -58,8 +60,8 @@ ENOUGH_STEPS, ROWS = 5000, 16
 SAMPLED_PROMPTS, SAMPLED_ROWS = 1280, 32
 SPEED_PROMPTS, LEAST_BATCHES, ROUNDS, WRONG_TOKENS = 30, 5, 15, 256
 BASE, CALIBRATED, PREFIX = "base", "calibrated", "published"
-HALVES = slice(0, None, 2), slice(1, None, 2)  # of the batches
-Figures = dict[str, list]  # of each contender, by batch
+PARTS = slice(None), slice(0, None, 2), slice(1, None, 2)  # all batches, and halves of them
+Runs = dict[str, list[Timed]]  # of each contender, by batch
 
 
 def loaded(family: str, own: bool = False) -> tuple[Any, list[torch.Tensor]]:
@@ -162,37 +164,37 @@ def speed(family: str, batch_sizes: Sequence[int], captured: bool) -> dict[str, 
 def contest(model: Any, prompts: Sequence[torch.Tensor], rows: int, captured: bool) -> dict[str, Any]:
     """Speedups of every contender with some batch size."""
     entry = entry_of(model, rows, captured)
-    trees: dict[str, Any] = {CALIBRATED: None, AUTO: AUTO}
+    deepest = model.drafter.max_depth
+    tree = tree_of(entry, deepest, model.config.get_text_config().vocab_size) if entry["tree"] else None
+    trees: dict[str, Any] = {BASE: None, CALIBRATED: tree, AUTO: AUTO}
     if rows == 1:
         file = resources.files("hf_drafthead.generation") / "trees" / f"{DEFAULT_TREE}.json"
-        deepest = model.drafter.max_depth or MAX_DEPTH
-        paths = [tuple(path) for path in json.loads(file.read_text())["paths"] if len(path) <= deepest]
+        paths = [tuple(path) for path in json.loads(file.read_text())["paths"] if len(path) <= (deepest or MAX_DEPTH)]
         trees |= {f"{PREFIX} {size}": DraftTree(grown(paths, size - 1)) for size in PUBLISHED}
-    call: dict[str, Any] = {"do_sample": False, "max_new_tokens": NEW_TOKENS}
-    own = {**call, **({"cache_implementation": "static"} if captured else {})}
     batches = [batch_of(prompts[at : at + rows]) for at in range(0, max(SPEED_PROMPTS, LEAST_BATCHES * rows), rows)]
     # one-time work: with captured steps also compiling all that "auto" takes
-    run_in_turn(model, trees, batches if captured else batches[:1], call, own)
-    steps, seconds = run_in_turn(model, trees, batches, call, own)
-    figures, *halves = (speedups(steps, seconds, part) for part in (slice(None), *HALVES))
+    run_in_turn(model, trees, batches if captured else batches[:1], captured)
+    runs = run_in_turn(model, trees, batches, captured)
+    figures, *halves = (speedups({name: all_of[part] for name, all_of in runs.items()}) for part in PARTS)
     print(rows, {name: round(one, 3) for name, one in figures.items()}, flush=True)
     promised = entry["measured"]["predicted_speedup"]
     found = {"nodes": len(entry["tree"]) + 1, "predicted_speedup": promised, "speedups": figures}
     return {**found, "over_best_published": over_best_published(halves)} if rows == 1 else found
 
 
-def speedups(steps: Figures, seconds: Figures, part: slice) -> dict[str, float]:
-    """Of each contender on some of the batches: the ratio of steps over the median ratio of their costs.
-
-    Steps of "auto" cost more or less as its trees do, and it takes more steps where they cost less: for it the times of
-    the batches count, in units of the base's on the same batch.
-    """
-    cost = {name: [once / count for once, count in zip(seconds[name][part], steps[name][part])] for name in steps}
-    relative = {name: statistics.median(mine / base for mine, base in zip(cost[name], cost[BASE])) for name in cost}
-    found = {name: sum(steps[BASE][part]) / sum(steps[name][part]) / relative[name] for name in steps if name != BASE}
-    taken = zip(steps[BASE][part], seconds[AUTO][part], seconds[BASE][part])
-    found[AUTO] = sum(steps[BASE][part]) / sum(count * mine / base for count, mine, base in taken)
-    return found
+def speedups(runs: Runs) -> dict[str, float]:
+    """Of each contender on some of the batches."""
+    base, found = runs[BASE], {}
+    for name, mine in runs.items():
+        both = list(zip(mine, base))
+        if mine[0].steps:
+            step = statistics.median(run.step / one.step for run, one in both)
+            rest = statistics.median(run.rest / one.step for run, one in both)
+            found[name] = sum(rest + run.steps * step for run in mine)
+        else:  # the base's own steps, or steps of different costs: the times count
+            found[name] = sum(run.seconds / one.step for run, one in both)
+    taken = sum(one.seconds / one.step for one in base)
+    return {name: (found[BASE] if runs[name][0].steps else taken) / found[name] for name in runs if name != BASE}
 
 
 def over_best_published(halves: Sequence[dict[str, float]]) -> float:
@@ -207,32 +209,28 @@ def over_best_published(halves: Sequence[dict[str, float]]) -> float:
     return statistics.mean(ratios)
 
 
-def run_in_turn(
-    model: Any,
-    trees: dict[str, Any],
-    batches: Sequence[dict[str, torch.Tensor]],
-    base_call: dict[str, Any],
-    call: dict[str, Any],
-) -> tuple[Figures, Figures]:
-    """The steps and the seconds of the base and of each tree, by batch; every text is compared.
+def run_in_turn(model: Any, trees: dict[str, Any], batches: Sequence[dict[str, torch.Tensor]], captured: bool) -> Runs:
+    """The calls of the base and with each tree, by batch; every text is compared.
 
     They take turns on every batch, and another one begins each time: the speed of a machine changes meanwhile.
     """
-    steps: Figures = defaultdict(list)
-    seconds: Figures = defaultdict(list)
+    runs: Runs = {name: [] for name in trees}
+    call: dict[str, Any] = {"do_sample": False, "max_new_tokens": NEW_TOKENS}
     for turn, given in enumerate(batches):
-        runs = {BASE: functools.partial(model.base.generate, **given, **base_call)}
-        runs |= {name: functools.partial(draft, model, tree, given, call) for name, tree in trees.items()}
-        first = turn % len(runs)
-        outputs, taken = time_interleaved(dict([*runs.items()][first:] + [*runs.items()][:first]), 1, model.base.device)
-        text = outputs.pop(BASE)
-        assert all(torch.equal(one.sequences, text) for one in outputs.values()), "not the base's text"
-        steps[BASE].append(text.shape[1] - given["input_ids"].shape[1])
-        for name, output in outputs.items():
-            steps[name].append(steps_of(output).shape[1] or steps[BASE][-1])  # none where the base decoded by itself
-        for name, (once,) in taken.items():
-            seconds[name].append(once)
-    return steps, seconds
+        names = [*trees]
+        first = turn % len(names)
+        for name in names[first:] + names[:first]:
+            if name == BASE or isinstance(trees[name], DraftTree):
+                run = timed(model, trees[name], {**given, **call}, captured)
+            else:  # "auto", or the entry's own where it leaves the call to the base
+                settings = {**call, **(CAPTURED if captured else {})}
+                start = time.perf_counter()
+                output = draft(model, trees[name], given, settings)
+                run = Timed(math.nan, math.nan, time.perf_counter() - start, sequences=output.sequences)
+            runs[name].append(run)
+        text = runs[BASE][-1].sequences
+        assert all(torch.equal(of_one[-1].sequences, text) for of_one in runs.values()), "not the base's text"
+    return runs
 
 
 def wrong() -> dict[str, Any]:

@@ -29,7 +29,7 @@ CHECKED, APART = 3, 1.3  # sizes that are run against the base, and how far apar
 COMPILED_CHECKED = 3  # of captured steps, each of which is compiled
 BLOCK = 8  # nodes of all rows: compiled products of 3 to 8 of them take about as long, and so on
 CLOSE = 0.8  # share of the best size's tokens per second that each of them is predicted to reach
-PAYS = 1.03  # times as fast as the base: a tree that is measured to be less may be slower on another day
+PAYS = 1.01  # times as fast as the base, to within which a check tells it
 CHECKED_PROMPTS, CHECKED_BATCHES, CHECKED_TOKENS, WARM_TOKENS = 16, 6, 64, 8  # at least so many prompts and batches
 
 

@@ -119,12 +119,14 @@ class Timed(NamedTuple):
     """What one call took.
 
     step: seconds of a step, the median; NaN where there was none; rest: seconds of everything besides its steps;
-    seconds: of all together; sequences: its texts, on the host; emitted: by each row's steps, where it drafted.
+    seconds: of all together; steps: how many; sequences: its texts, on the host; emitted: by each row's steps, where
+    it drafted.
     """
 
     step: float
     rest: float
     seconds: float
+    steps: int = 0
     sequences: torch.Tensor = torch.empty(0)
     emitted: Sequence[int] = ()
 
@@ -150,7 +152,7 @@ def timed(model: Any, tree: DraftTree | None, call: dict[str, Any], captured: bo
     # a step that takes long for another reason, such as preparing a captured one, is no step
     step = statistics.median(steps) if steps else math.nan
     rest = seconds - step * len(steps) if steps else seconds
-    return Timed(step, rest, seconds, sequences, emitted[emitted > 0].tolist())
+    return Timed(step, rest, seconds, len(steps), sequences, emitted[emitted > 0].tolist())
 
 
 class _TokenClock:

@@ -366,7 +366,7 @@ def test_the_fastest_of_the_sizes_that_are_run_is_kept(monkeypatch):
         nodes = tree.num_nodes if tree else None
         pace = paces[int(call["input_ids"])] if call["max_new_tokens"] == 64 else 1000.0 * (nodes or 1)
         step, number = seconds[nodes] * pace, 2 if nodes else 4
-        return costs.Timed(step, 0.0, step * number, text + (nodes == 4), (1, 3) if nodes else ())
+        return costs.Timed(step, 0.0, step * number, number, text + (nodes == 4), (1, 3) if nodes else ())
 
     monkeypatch.setattr(calibrating, "timed", timed)
     model = SimpleNamespace(
@@ -410,7 +410,7 @@ def test_a_call_without_a_step_tells_no_cost_of_one(monkeypatch):
     times = iter([1.0, 0.5] * 4)
 
     def timed(model, tree, call, captured):
-        return costs.Timed(math.nan, 1.0, next(times), torch.tensor([[5, 6]]))
+        return costs.Timed(math.nan, 1.0, next(times), 0, torch.tensor([[5, 6]]))
 
     monkeypatch.setattr(calibrating, "timed", timed)
     model = SimpleNamespace(
