@@ -67,11 +67,11 @@ def calibrate(
     Returns:
         the entries of `batch_sizes` in order, see `entries`. `measured` holds tokens_per_step, tokens_per_second,
         base_tokens_per_second, speedup and identical of the check, predicted_tokens_per_step,
-        predicted_tokens_per_second and predicted_speedup; `start_seconds` of a call before its first step,
-        `base_start_seconds` and `base_step_seconds`; `step_seconds` of trees with one level, as pairs of nodes and
-        figure, and `level_seconds` of each further level; as such pairs `tokens_per_step_by_nodes` (of the row that
-        takes most steps) and `tokens_per_second_by_nodes` of trees that are no deeper than the one kept; and how it
-        was measured.
+        predicted_tokens_per_second and predicted_speedup; `tree_seconds` of a step with the tree in the check, where
+        one pays; before the check `start_seconds` of a call before its first step, `base_start_seconds` and
+        `base_step_seconds`; `step_seconds` of trees with one level, as pairs of nodes and figure, and `level_seconds`
+        of each further level; as such pairs `tokens_per_step_by_nodes` (of the row that takes most steps) and
+        `tokens_per_second_by_nodes` of trees that are no deeper than the one kept; and how it was measured.
 
     Raises:
         ValueError: prompts that are empty, too long or too few for tokens per step to within 5 %; sizes or a
@@ -194,11 +194,12 @@ def _check_end_to_end(
     base_rate = written / sum(run.seconds for run in base)
     paid: dict[Size, float] = {}
     predicted: dict[Size, Predicted] = {}
+    steps: dict[Size, float] = {}
     for size, mine in runs.items():
         paid[size] = statistics.median(one.seconds / run.seconds for run, one in zip(mine, base))
         known = [run.step / one.step for run, one in zip(mine, base) if run.step / one.step > 0]  # NaN: there was none
-        step = costs.base_step * statistics.median(known) if known else None
-        predicted[size] = costs.predicted(worth, size, rows, new_tokens, step)
+        steps[size] = costs.base_step * statistics.median(known) if known else costs.curve.at(*size)
+        predicted[size] = costs.predicted(worth, size, rows, new_tokens, steps[size])
     paying = [size for size in candidates if predicted[size].speedup >= PAYS and paid[size] >= 1]
     if not paying:
         return ALONE, {
@@ -213,6 +214,7 @@ def _check_end_to_end(
     taken = [count for run in runs[best] for count in run.emitted]
     return best, {
         **predicted[best].figures(),
+        "tree_seconds": steps[best],
         "tokens_per_step": statistics.mean(taken) if taken else 1.0,  # every answer may be one token long
         "tokens_per_second": written / sum(run.seconds for run in runs[best]),
         "base_tokens_per_second": base_rate,

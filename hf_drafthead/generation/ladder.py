@@ -105,9 +105,10 @@ class Ladder:
             known = sorted(gains)
             taus = [1.0 if size == 1 else gains[min(known, key=lambda one: abs(one - size))] for size in sizes]
             trees = [DraftTree(order[: size - 1]) if size > 1 else DraftTree.root_alone() for size in sizes]
-            # the root alone is a step of the base
-            alone = _number(measured.get("base_step_seconds", curve.at(1)))
-            seconds = [alone, *(curve.at(tree.num_nodes, tree.max_depth) for tree in trees[1:])]
+            seconds = [curve.at(tree.num_nodes, tree.max_depth) for tree in trees]
+            # what the check found holds for the other trees too
+            off = _number(measured.get("tree_seconds", seconds[-1])) / seconds[-1]
+            seconds = [seconds[0], *(off * one for one in seconds[1:])]
             return cls(tuple(trees), tuple(seconds), tuple(taus))
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise damaged(entry, error) from None

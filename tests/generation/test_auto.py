@@ -266,7 +266,7 @@ def test_the_sizes_of_an_entry_go_down_to_the_root_alone():
         {"measured": {**MEASURED, "step_seconds": []}},
         {"measured": {**MEASURED, "step_seconds": [[1, float("nan")]]}},
         {"measured": {**MEASURED, "step_seconds": [[1, -1.0]]}},
-        {"measured": {**MEASURED, "base_step_seconds": 0}},
+        {"measured": {**MEASURED, "tree_seconds": 0}},
         {"measured": {**MEASURED, "tokens_per_step_by_nodes": "many"}},
         {"tree": [[0]] * 10**6},
         {"tree": [[0], ["a"]]},

@@ -338,11 +338,15 @@ def test_a_few_sizes_are_run_and_of_captured_steps_three_that_fill_blocks_of_nod
 
 def test_a_ladder_knows_the_costs_of_an_entry_and_entries_of_earlier_versions_know_no_levels(calibrated):
     entry = dict(calibrated.generation_config.calibration[0])
-    costs = {"step_seconds": [[1, 1.0], [3, 1.5]], "level_seconds": 0.25, "base_step_seconds": 1.25}
+    costs = {"step_seconds": [[1, 1.0], [3, 1.5]], "level_seconds": 0.25, "tree_seconds": 1.75}
     entry["measured"] = {**entry["measured"], **costs}
-    assert Ladder.of(entry, None, VOCABULARY).seconds == (1.25, 1.75)  # the root alone is a step of the base
-    del entry["measured"]["level_seconds"], entry["measured"]["base_step_seconds"]
-    assert Ladder.of(entry, None, VOCABULARY).seconds == (1.0, 1.5)
+    assert Ladder.of(entry, None, VOCABULARY).seconds == (1.0, 1.75)
+    # the check found that the tree costs twice as much: then smaller ones do, but not the root alone
+    entry["measured"] |= {"step_seconds": [[1, 1.0], [2, 1.25], [6, 1.75]], "tree_seconds": 4.0}
+    entry["tree"] = [[0], [0, 0], [1], [2], [3]]
+    assert Ladder.of(entry, None, VOCABULARY).seconds == (1.0, 2.5, 4.0)
+    del entry["measured"]["level_seconds"], entry["measured"]["tree_seconds"]
+    assert Ladder.of(entry, None, VOCABULARY).seconds == (1.0, 1.25, 1.75)
 
 
 def test_the_sizes_that_are_run_differ_in_nodes_or_levels_and_are_close_to_the_best():
@@ -381,7 +385,7 @@ def test_the_fastest_of_the_sizes_that_are_run_is_kept(monkeypatch):
         "tokens_per_step": 2.0, "tokens_per_second": 15 / 10.5, "base_tokens_per_second": 15 / 28.0,
         "speedup": 4 / 1.5, "identical": True,
         # 8 tokens after the first in 4 steps of 7.5 seconds, or 8 of 10
-        "predicted_tokens_per_second": 9 / 30.0, "predicted_speedup": 80 / 30.0,
+        "predicted_tokens_per_second": 9 / 30.0, "predicted_speedup": 80 / 30.0, "tree_seconds": 7.5,
     }  # fmt: skip
     best, figures = calibrating._check_end_to_end(model, found, cost, [Size(4, 2)], given, {}, False, 64)
     assert best == Size(4, 2) and not figures["identical"]
