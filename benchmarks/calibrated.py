@@ -14,13 +14,15 @@ every second of 240 held-out prompts; the figures here are from the others. Ever
     sampled  1,280 prompts of 32 tokens that the base samples, as `calibrate` lets it where none are given: tokens per
              step of the best tree of the entry's size, predicted from the greedy answers to half of them, and measured
              on the other half; `error` is the standard error over texts of both halves together
-    speed    answers of 128 tokens, the base and all contenders in turn on every batch: the calibrated tree, "auto", and
-             for one row the published tree cut to its first 4 to 64 nodes; of 30 prompts in all (40 in batches of
-             eight). The time of all calls with a tree is its steps times the cost of a step, and the rest of each call:
-             both the medians over the batches, in units of the median step of the base on the same batch, since the
-             speed of a machine changes from minute to minute. Of "auto", whose steps cost more or less, and where the
-             base decodes by itself, the times of the calls count. `more` is the calibrated tree over the prefix that is
-             best on the other half of the batches
+    speed    the calibrated tree, "auto", and for one row the published tree cut to its first 4 to 64 nodes. Answers of
+             128 tokens to 30 prompts (40 in batches of eight) are timed, the base and all contenders in turn on every
+             batch; how many steps each tree takes is counted on all 120 prompts, from the ranks of the base's tokens,
+             and on those that were timed it is what the calls took: 30 texts leave an error of about 6 %. The time of
+             all calls is their steps times the cost of a step, and the rest of each call: both the medians over the
+             timed batches, in units of the median step of the base on the same batch, since the speed of a machine
+             changes from minute to minute. Of "auto", whose steps cost more or less, the times of the calls count, and
+             beside it those with the calibrated tree; so where the base decodes by itself. `more` is the calibrated
+             tree over the prefix that is best on the other half of the prompts
     wrong    256 tokens, fifteen times in turn, with "auto" and heads of noise, for which the entry promises the tokens
              per step of trained ones; the median of the ratios, each of one turn
 """
@@ -28,6 +30,7 @@ every second of 240 held-out prompts; the figures here are from the others. Ever
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import statistics
@@ -45,6 +48,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from hf_drafthead import DraftTree, zoo
 from hf_drafthead.evaluation.compare_with_base import grown
 from hf_drafthead.evaluation.speed import CAPTURED, draft, steps_of, time_interleaved
+from hf_drafthead.generation.calibration import foretold_steps, own_texts, rank_paths
 from hf_drafthead.generation.costs import Timed, timed
 from hf_drafthead.generation.entries import Situation, matching, tree_of
 from hf_drafthead.generation.identity import drafter_hash
@@ -171,30 +175,61 @@ def contest(model: Any, prompts: Sequence[torch.Tensor], rows: int, captured: bo
         file = resources.files("hf_drafthead.generation") / "trees" / f"{DEFAULT_TREE}.json"
         paths = [tuple(path) for path in json.loads(file.read_text())["paths"] if len(path) <= (deepest or MAX_DEPTH)]
         trees |= {f"{PREFIX} {size}": DraftTree(grown(paths, size - 1)) for size in PUBLISHED}
-    batches = [batch_of(prompts[at : at + rows]) for at in range(0, max(SPEED_PROMPTS, LEAST_BATCHES * rows), rows)]
+    batches = [prompts[at : at + rows] for at in range(0, len(prompts) - rows + 1, rows)]
+    few = [batch_of(batch) for batch in batches[: max(-(-SPEED_PROMPTS // rows), LEAST_BATCHES)]]
     # one-time work: with captured steps also compiling all that "auto" takes
-    run_in_turn(model, trees, batches if captured else batches[:1], captured)
-    runs = run_in_turn(model, trees, batches, captured)
-    figures, *halves = (speedups({name: all_of[part] for name, all_of in runs.items()}) for part in PARTS)
-    print(rows, {name: round(one, 3) for name, one in figures.items()}, flush=True)
-    promised = entry["measured"]["predicted_speedup"]
-    found = {"nodes": len(entry["tree"]) + 1, "predicted_speedup": promised, "speedups": figures}
+    run_in_turn(model, trees, few if captured else few[:1], captured)
+    runs = run_in_turn(model, trees, few, captured)
+    steps = steps_of_batches(model, trees, batches)
+    for name, mine in steps.items():
+        assert mine[: len(few)] == [run.steps for run in runs[name]], f"{name}: not the steps that were counted"
+    figures, *halves = (
+        speedups(
+            {name: all_of[part] for name, all_of in runs.items()},
+            {name: all_of[part] for name, all_of in steps.items()},
+        )
+        for part in PARTS
+    )
+    taken = {name: sum(run.seconds / one.step for run, one in zip(runs[name], runs[BASE])) for name in runs}
+    in_calls = {name: taken[BASE] / taken[name] for name in (CALIBRATED, AUTO)}
+    print(rows, {name: round(one, 3) for name, one in figures.items()}, in_calls, flush=True)
+    found = {
+        "nodes": len(entry["tree"]) + 1,
+        "texts": rows * len(batches),
+        "predicted_speedup": entry["measured"]["predicted_speedup"],
+        "speedups": figures,
+        "in_calls": in_calls,
+    }
     return {**found, "over_best_published": over_best_published(halves)} if rows == 1 else found
 
 
-def speedups(runs: Runs) -> dict[str, float]:
-    """Of each contender on some of the batches."""
-    base, found = runs[BASE], {}
-    for name, mine in runs.items():
-        both = list(zip(mine, base))
-        if mine[0].steps:
-            step = statistics.median(run.step / one.step for run, one in both)
-            rest = statistics.median(run.rest / one.step for run, one in both)
-            found[name] = sum(rest + run.steps * step for run in mine)
-        else:  # the base's own steps, or steps of different costs: the times count
-            found[name] = sum(run.seconds / one.step for run, one in both)
-    taken = sum(one.seconds / one.step for one in base)
-    return {name: (found[BASE] if runs[name][0].steps else taken) / found[name] for name in runs if name != BASE}
+def steps_of_batches(
+    model: Any, trees: dict[str, Any], batches: Sequence[Sequence[torch.Tensor]]
+) -> dict[str, list[int]]:
+    """How many steps each batch of prompts takes with every tree, and with the base: as many as its slowest row."""
+    found: dict[str, list[int]] = {}
+    ranks: list[torch.Tensor] = []
+    prompts = [prompt for batch in batches for prompt in batch]
+    for first in range(0, len(prompts), ROWS):
+        ranks += rank_paths(model, *own_texts(model, prompts[first : first + ROWS], NEW_TOKENS, draft_tree=[[0]]))
+    for name, tree in trees.items():
+        if name == BASE or isinstance(tree, DraftTree):
+            rows = [len(foretold_steps(tree or DraftTree.root_alone(), one[None])[0]) for one in ranks]
+            found[name], texts = [], iter(rows)
+            for batch in batches:
+                found[name].append(max(itertools.islice(texts, len(batch))))
+    return found
+
+
+def speedups(runs: Runs, steps: dict[str, list[int]]) -> dict[str, float]:
+    """Of each tree whose steps were counted."""
+    found = {}
+    for name, mine in steps.items():
+        both = list(zip(runs[name], runs[BASE]))
+        step = statistics.median(run.step / one.step for run, one in both)
+        rest = statistics.median(run.rest / one.step for run, one in both)
+        found[name] = rest * len(mine) + step * sum(mine)
+    return {name: found[BASE] / found[name] for name in steps if name != BASE}
 
 
 def over_best_published(halves: Sequence[dict[str, float]]) -> float:
@@ -287,17 +322,19 @@ def tables(found: dict[str, Any]) -> list[str]:
             ])  # fmt: skip
         for way in ("uncaptured", "captured"):
             for rows, figures in one.get(way, {}).items():
-                ratio = figures["speedups"]
+                ratio, timed_calls = figures["speedups"], figures["in_calls"]
                 line = [family, way, rows, str(figures["nodes"])]
                 expected = f"{figures['predicted_speedup']:.2f}"
-                auto.append([*line, expected, f"{ratio[CALIBRATED]:.2f}", f"{ratio[AUTO]:.2f}"])
+                on_all = f"{ratio[CALIBRATED]:.2f}" if CALIBRATED in ratio else ""
+                of_calls = [f"{timed_calls[name]:.2f}" if name in timed_calls else "" for name in (CALIBRATED, AUTO)]
+                auto.append([*line, str(figures["texts"]), expected, on_all, *of_calls])
                 prefixes = {name: value for name, value in ratio.items() if name.startswith(PREFIX)}
                 if prefixes:
                     best = max(prefixes, key=prefixes.__getitem__)
                     more = figures["over_best_published"] - 1
                     fastest.append([
-                        *line[:2], line[3], f"{ratio[CALIBRATED]:.2f}", best.split()[1], f"{prefixes[best]:.2f}",
-                        f"{more:+.0%}",
+                        *line[:2], line[3], str(figures["texts"]), f"{ratio[CALIBRATED]:.2f}", best.split()[1],
+                        f"{prefixes[best]:.2f}", f"{more:+.0%}",
                     ])  # fmt: skip
     made = [
         markdown(["heads", "steps", "rows", "nodes", "speedup predicted", "speedup in the check"], stored),
@@ -307,9 +344,13 @@ def tables(found: dict[str, Any]) -> list[str]:
         ),
         markdown(["heads", "nodes", "predicted", "measured", "off", "one error", "steps"], on_sampled),
         markdown(
-            ["heads", "steps", "nodes", "calibrated", "nodes of the best published", "best published", "more"], fastest
+            ["heads", "steps", "nodes", "texts", "calibrated", "nodes of the best published", "best published", "more"],
+            fastest,
         ),
-        markdown(["heads", "steps", "rows", "nodes", "predicted", "calibrated", "auto"], auto),
+        markdown(
+            ["heads", "steps", "rows", "nodes", "texts", "predicted", "calibrated", "calibrated, calls", "auto, calls"],
+            auto,
+        ),
     ]
     if figures := found.get("wrong"):
         slower = figures["seconds_over_base"][AUTO] - 1
