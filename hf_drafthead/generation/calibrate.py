@@ -27,7 +27,7 @@ from hf_drafthead.generation.worth import METHODS, Worth, check_prompts, cut, sa
 
 CHECKED, APART = 3, 1.3  # sizes that are run against the base, and how far apart their nodes are at least, as a factor
 COMPILED_CHECKED = 3  # of captured steps, each of which is compiled
-BLOCK = 8  # nodes of all rows: compiled products of 3 to 8 of them take about as long, and so on
+BLOCK = 8  # nodes of all rows: products of so many take less time for each node than of a few more or less
 CLOSE = 0.8  # share of the best size's tokens per second that each of them is predicted to reach
 PAYS = 1.01  # times as fast as the base, to within which a check tells it
 CHECKED_PROMPTS, CHECKED_BATCHES, CHECKED_TOKENS, WARM_TOKENS = 16, 6, 64, 8  # at least so many prompts and batches
@@ -124,10 +124,11 @@ def _checked(
 ) -> tuple[Size, dict[str, Any]]:
     """Run the sizes that promise most tokens per second against the base: the fastest, and all figures."""
     rows = len(batches[0]["input_ids"])
-    known = (size for size in worth.steps if size.nodes <= costs.curve.points[-1][0])
-    sizes = sorted(size for size in known if not captured or size.nodes <= 2 or rows * size.nodes % BLOCK == 0)
+    sizes = sorted(size for size in worth.steps if size.nodes <= costs.curve.points[-1][0])
     rates = {size: costs.predicted(worth, size, rows, new_tokens).tokens_per_second for size in sizes}
-    candidates = _candidates(rates)[: COMPILED_CHECKED if captured else None]
+    small = 2 if captured else BLOCK  # compiled products of 3 to 8 nodes take about as long
+    fitting = {size: rates[size] for size in sizes if size.nodes <= small or rows * size.nodes % BLOCK == 0}
+    candidates = _candidates(fitting)[: COMPILED_CHECKED if captured else None]
     best, figures = _check_end_to_end(model, worth, costs, candidates, batches, sampling, captured, new_tokens)
     depth = best.depth or max(sizes).depth
     as_deep = {size.nodes: size for size in sizes if size.depth <= depth}  # the deepest of them

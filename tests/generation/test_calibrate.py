@@ -320,7 +320,7 @@ def test_a_shallow_tree_is_kept_where_levels_are_dear(level, depth, monkeypatch)
     assert ladder.seconds[-1] == pytest.approx(1.0 + size.nodes / 24 + level * (depth - 1))
 
 
-def test_a_few_sizes_are_run_and_of_captured_steps_three_that_fill_blocks_of_nodes(monkeypatch):
+def test_a_few_sizes_are_run_that_fill_blocks_of_nodes_and_of_captured_steps_three(monkeypatch):
     model, found = planted(monkeypatch)
     monkeypatch.setattr(calibrating, "worth_of_trees", lambda *args: found)
     ran: list[list[int]] = []
@@ -330,10 +330,12 @@ def test_a_few_sizes_are_run_and_of_captured_steps_three_that_fill_blocks_of_nod
         return candidates[0], {}
 
     monkeypatch.setattr(calibrating, "_check_end_to_end", check)
-    timed_by_size(monkeypatch, lambda nodes, depth: 1.0)
-    for captured, rows in ((False, 1), (True, 1), (True, 4)):
-        calibrate(model, PROMPTS, batch_sizes=(rows,), captured=captured, new_tokens=41, max_nodes=40)
-    assert ran == [[40, 40, 28, 20], [40, 40, 24], [40, 40, 28]]
+    for cost in (0.0, 0.1):  # of a node
+        timed_by_size(monkeypatch, lambda nodes, depth, cost=cost: 1.0 + cost * nodes)
+        for captured, rows in ((False, 1), (False, 4), (True, 1), (True, 4)):
+            calibrate(model, PROMPTS, batch_sizes=(rows,), captured=captured, new_tokens=41, max_nodes=40)
+    assert ran[:4] == [[40, 40, 24, 16], [40, 40, 28, 20], [40, 40, 24], [40, 40, 28]]
+    assert ran[4:] == [[4, 4, 3, 6], [3, 5, 4, 6], [8, 8, 2], [4, 4, 6]]
 
 
 def test_a_ladder_knows_the_costs_of_an_entry_and_entries_of_earlier_versions_know_no_levels(calibrated):
