@@ -24,9 +24,9 @@ from hf_drafthead.generation.state import DecodingState, Walk
 from hf_drafthead.generation.step import Step
 
 SHARE = 0.05  # of the last step in the moving mean: with more, a few steps without a right guess end drafting too often
-TRIAL_SHARE = 0.3  # of a step that was tried after a pause; what was learned before then counts as USUAL steps again
+TRIAL_SHARE = 0.3  # of a step that was tried after a pause
 USUAL = 2  # steps that give what is usual: at the beginning of a call the mean is that of these and its own steps
-FIRST_PAUSE, LONGEST_PAUSE = 4, 64  # steps without drafting between two trials
+FIRST_PAUSE, LONGEST_PAUSE = 2, 128  # steps without drafting between two trials
 
 
 def steps_of(
@@ -81,7 +81,7 @@ class AutoStep:
             return
         gave = counts[min(running, key=lambda row: state.lengths[row] - counts[row])] - 1
         share = TRIAL_SHARE if self.tried else max(SHARE, 1 / (USUAL + self.learned + 1))
-        self.learned = 0 if self.tried else self.learned + 1
+        self.learned += not self.tried
         self.gain += share * (gave / max(self.ladder.tokens_per_step[self.used] - 1, 0.01) - self.gain)
 
     def _chosen(self) -> int:

@@ -82,12 +82,31 @@ def test_a_drafter_that_is_always_wrong_is_hardly_asked(without_hash):
     nodes = nodes_of(wrong, max_new_tokens=256)
     assert len(nodes) == 255 and nodes[0] == 9 and set(nodes) == {1, 3, 9}
     drafting = [step for step, n in enumerate(nodes) if n > 1]
-    # seven steps until the mean has fallen, then trials after 4, 8, 16, 32, 64 and 64 steps
+    # seven steps until the mean has fallen, then trials after 2, 4, 8, 16, 32 and 64 steps
     assert drafting[:7] == list(range(7)) and [nodes[step] for step in drafting[7:]] == [3] * 6
     pauses = [later - step - 1 for step, later in zip(drafting[6:], drafting[7:])]
-    assert pauses == [auto.FIRST_PAUSE, 8, 16, 32, 64, auto.LONGEST_PAUSE]
+    assert pauses == [auto.FIRST_PAUSE, 4, 8, 16, 32, 64]
     # in units of the base's step
     assert sum({1: 1.0, 3: 1.2, 9: 1.5}[n] for n in nodes) < 1.015 * len(nodes)
+
+
+def test_three_wrong_steps_after_a_good_trial_do_not_end_drafting(without_hash):
+    steps = auto.AutoStep(SimpleNamespace(tree=Ladder.of(entry(), None, VOCABULARY)), None, None)
+    state = SimpleNamespace(counted=[], lengths=[0])
+
+    def used_after(given):
+        """The tree after a step that gave so many tokens more than one."""
+        state.counted.append([1 + given])
+        steps._learn(state)
+        steps.used = steps._chosen()
+        return steps.used
+
+    steps.used = steps._chosen()
+    while used_after(0):
+        pass
+    while not used_after(0):  # until something is tried
+        pass
+    assert all(used_after(given) > 0 for given in (1, 0, 0, 0))
 
 
 def test_usual_heads_draft_from_the_first_step_on(without_hash):
