@@ -3,7 +3,7 @@
     python benchmarks/calibrated.py tokens                            # tokens per step; the same on every machine
     python benchmarks/calibrated.py sampled                           # the same from prompts that the base samples
     python benchmarks/calibrated.py speed medusa --batch-size 1,2     # one family: minutes on an idle machine
-    python benchmarks/calibrated.py wrong                             # a drafter that is always wrong
+    python benchmarks/calibrated.py wrong medusa eagle3               # drafters that are always wrong
     python benchmarks/calibrated.py tables                            # of what is in results/calibrated.json
 
 The entries are those of `python -m hf_drafthead.zoo.build --part medusa-trees --force` and so on. They were measured on
@@ -268,9 +268,9 @@ def run_in_turn(model: Any, trees: dict[str, Any], batches: Sequence[dict[str, t
     return runs
 
 
-def wrong() -> dict[str, Any]:
-    """Medusa heads of noise with the entry of trained ones, with "auto" against the base."""
-    model, prompts = loaded("medusa")
+def wrong(family: str) -> dict[str, Any]:
+    """Heads of noise with the entry of trained ones, with "auto" against the base."""
+    model, prompts = loaded(family)
     entry = entry_of(model, 1, False)
     torch.manual_seed(0)
     for weight in model.drafter.parameters():
@@ -297,7 +297,7 @@ def wrong() -> dict[str, Any]:
 def tables(found: dict[str, Any]) -> list[str]:
     """The tables of docs/trees.md."""
     stored: list[list[str]] = []
-    predicted, on_sampled, fastest, auto = [], [], [], []
+    predicted, on_sampled, fastest, auto, noise = [], [], [], [], []
     for family in zoo.families():
         settings = json.loads((Path(zoo.path(family)) / "generation_config.json").read_text())
         for entry in settings["calibration"]:
@@ -306,7 +306,7 @@ def tables(found: dict[str, Any]) -> list[str]:
                 family, "captured" if entry["captured"] else "uncaptured", str(entry["batch_size"]),
                 str(len(entry["tree"]) + 1), f"{told['predicted_speedup']:.2f}", f"{told['speedup']:.2f}",
             ])  # fmt: skip
-    for family in sorted(key for key in found if key != "wrong"):
+    for family in sorted(found):
         one = found[family]
         if figures := one.get("tokens"):
             own, off = (figures["predicted"] / figures[which] - 1 for which in ("own", "measured"))
@@ -320,6 +320,9 @@ def tables(found: dict[str, Any]) -> list[str]:
                 family, str(figures["nodes"]), f"{figures['predicted']:.3f}", f"{figures['measured']:.3f}",
                 f"{off:+.1%}", f"{figures['error']:.1%}", f"{figures['steps']:,}",
             ])  # fmt: skip
+        if figures := one.get("wrong"):
+            slower = (f"{figures['seconds_over_base'][name] - 1:+.1%}" for name in (AUTO, CALIBRATED))
+            noise.append([family, f"{figures['tokens_per_step']:.2f}", *slower])
         for way in ("uncaptured", "captured"):
             for rows, figures in one.get(way, {}).items():
                 ratio, timed_calls = figures["speedups"], figures["in_calls"]
@@ -336,7 +339,7 @@ def tables(found: dict[str, Any]) -> list[str]:
                         *line[:2], line[3], str(figures["texts"]), f"{ratio[CALIBRATED]:.2f}", best.split()[1],
                         f"{prefixes[best]:.2f}", f"{more:+.0%}",
                     ])  # fmt: skip
-    made = [
+    return [
         markdown(["heads", "steps", "rows", "nodes", "speedup predicted", "speedup in the check"], stored),
         markdown(
             ["heads", "nodes", "predicted", "on its prompts", "off", "on others", "off", "one error", "steps"],
@@ -351,11 +354,8 @@ def tables(found: dict[str, Any]) -> list[str]:
             ["heads", "steps", "rows", "nodes", "texts", "predicted", "calibrated", "calibrated, calls", "auto, calls"],
             auto,
         ),
+        markdown(["heads of noise", "tokens per step", "time, auto", "time, calibrated"], noise),
     ]
-    if figures := found.get("wrong"):
-        slower = figures["seconds_over_base"][AUTO] - 1
-        made.append(f"always wrong ({figures['tokens_per_step']:.2f} tokens per step): auto takes {slower:+.1%}")
-    return made
 
 
 def main() -> None:
@@ -365,9 +365,9 @@ def main() -> None:
     parser.add_argument("--batch-size", default=",".join(map(str, BATCH_SIZES)), metavar="N[,N...]")
     parser.add_argument("--captured", action="store_true", help="compiled steps")
     given = parser.parse_args()
-    for family in ["wrong"] if given.part == "wrong" else given.families if given.part != "tables" else []:
+    for family in given.families if given.part != "tables" else []:
         if given.part == "wrong":
-            figures = wrong()
+            figures = {"wrong": wrong(family)}
         elif given.part == "tokens":
             figures = {"tokens": tokens(family)}
         elif given.part == "sampled":
