@@ -342,10 +342,10 @@ def tables(found: dict[str, Any]) -> list[str]:
     return [
         markdown(["heads", "steps", "rows", "nodes", "speedup predicted", "speedup in the check"], stored),
         markdown(
-            ["heads", "nodes", "predicted", "on its prompts", "off", "on others", "off", "one error", "steps"],
+            ["heads", "nodes", "predicted", "on its prompts", "off", "on others", "off", "one standard error", "steps"],
             predicted,
         ),
-        markdown(["heads", "nodes", "predicted", "measured", "off", "one error", "steps"], on_sampled),
+        markdown(["heads", "nodes", "predicted", "measured", "off", "one standard error", "steps"], on_sampled),
         markdown(
             ["heads", "steps", "nodes", "texts", "calibrated", "nodes of the best published", "best published", "more"],
             fastest,
