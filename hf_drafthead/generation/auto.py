@@ -7,8 +7,9 @@ A calibration entry says what a step of n nodes costs, and how many tokens it gi
 where `gain` says how much of the usual gain this text gives: a moving mean over the steps of the call, in a batch of
 the row that is the furthest behind, with which the call will end. On foreign text it falls, the trees become smaller,
 and at last the root alone is left, which drafts nothing: at the start of a call after a few steps, since the
-calibration counts as two steps of the mean there. A small tree is tried now and then all the same, ever more rarely as
-long as it gives nothing. The text is the base's own whatever is drafted.
+calibration counts as three right guesses of the mean there, and a step as those that its tree gives on usual text. A
+small tree is tried now and then all the same, ever more rarely as long as it gives nothing. The text is the base's own
+whatever is drafted.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from hf_drafthead.generation.step import Step
 
 SHARE = 0.05  # of the last step in the moving mean: with more, a few steps without a right guess end drafting too often
 TRIAL_SHARE = 0.3  # of a step that was tried after a pause
-USUAL = 2  # steps that give what is usual: at the beginning of a call the mean is that of these and its own steps
+USUAL = 3  # right guesses as usual: at the beginning of a call the mean is that of these and its own steps
 FIRST_PAUSE, LONGEST_PAUSE = 2, 128  # steps without drafting between two trials
 
 
@@ -58,7 +59,7 @@ class AutoStep:
         assert isinstance(settings.tree, Ladder)
         self.ladder, self.settings, self.make, self.capture = settings.tree, settings, make, capture
         self.steps: dict[int, Step | CapturedStep] = {}
-        self.gain, self.learned, self.used = 1.0, 0, 0
+        self.gain, self.learned, self.used = 1.0, 0.0, 0
         self.pause, self.waited, self.tried = FIRST_PAUSE, 0, False
 
     @property
@@ -80,9 +81,10 @@ class AutoStep:
         if not self.used or not running:
             return
         gave = counts[min(running, key=lambda row: state.lengths[row] - counts[row])] - 1
-        share = TRIAL_SHARE if self.tried else max(SHARE, 1 / (USUAL + self.learned + 1))
-        self.learned += not self.tried
-        self.gain += share * (gave / max(self.ladder.tokens_per_step[self.used] - 1, 0.01) - self.gain)
+        usual = max(self.ladder.tokens_per_step[self.used] - 1, 0.01)
+        share = TRIAL_SHARE if self.tried else max(SHARE, usual / (USUAL + self.learned + usual))
+        self.learned += 0.0 if self.tried else usual
+        self.gain += share * (gave / usual - self.gain)
 
     def _chosen(self) -> int:
         best, self.tried = self.ladder.best(self.gain), False
