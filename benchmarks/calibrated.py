@@ -323,7 +323,8 @@ def tables(found: dict[str, Any]) -> list[str]:
                 f"{off:+.1%}", f"{figures['error']:.1%}", f"{figures['steps']:,}",
             ])  # fmt: skip
         if figures := one.get("wrong"):
-            slower = (f"{figures['seconds_over_base'][name] - 1:+.1%}" for name in (AGAIN, AUTO, CALIBRATED))
+            ratios = figures["seconds_over_base"]
+            slower = (f"{ratios[name] - 1:+.1%}" if name in ratios else "" for name in (AGAIN, AUTO, CALIBRATED))
             noise.append([family, f"{figures['tokens_per_step']:.2f}", *slower])
         for way in ("uncaptured", "captured"):
             for rows, figures in one.get(way, {}).items():
