@@ -26,7 +26,7 @@ from hf_drafthead.generation.tree import MAX_NODES
 from hf_drafthead.generation.worth import METHODS, Worth, check_prompts, cut, sampled_prompts, worth_of_trees
 
 CHECKED, APART = 3, 1.3  # sizes that are run against the base, and how far apart their nodes are at least, as a factor
-COMPILED_CHECKED = 3  # of captured steps, each of which is compiled
+COMPILED_CHECKED, COMPILED_TURNS = 3, 2  # of captured steps, each of which is compiled: fewer sizes, every batch twice
 BLOCK = 8  # nodes of all rows: products of so many take less time for each node than of a few more or less
 CLOSE = 0.8  # share of the best size's tokens per second that each of them is predicted to reach
 PAYS = 1.01  # times as fast as the base, to within which a check tells it
@@ -129,7 +129,8 @@ def _checked(
     small = 2 if captured else BLOCK  # compiled products of 3 to 8 nodes take about as long
     fitting = {size: rates[size] for size in sizes if size.nodes <= small or rows * size.nodes % BLOCK == 0}
     candidates = _candidates(fitting)[: COMPILED_CHECKED if captured else None]
-    best, figures = _check_end_to_end(model, worth, costs, candidates, batches, sampling, captured, new_tokens)
+    turns = batches * (COMPILED_TURNS if captured else 1)
+    best, figures = _check_end_to_end(model, worth, costs, candidates, turns, sampling, captured, new_tokens)
     depth = best.depth or max(sizes).depth
     as_deep = {size.nodes: size for size in sizes if size.depth <= depth}  # the deepest of them
     return best, {

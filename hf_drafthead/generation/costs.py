@@ -23,6 +23,7 @@ STEPS = (2, 8, 16, 32, 64, 128, 256)  # nodes whose step is timed
 COMPILED_STEPS = (2, 8, 32)  # compiling one takes longer than everything else
 LEVEL_NODES = 8  # of the two trees that tell what a level costs
 COST_TOKENS, COST_ROUNDS = 32, 3
+COMPILED_ROUNDS = 4  # times as many of captured steps: they take seconds, and compiling a step half a minute
 HOPELESS = 0.8  # larger trees are not timed if the most that any can reach is below this share of the best size
 
 
@@ -104,7 +105,7 @@ def measured_costs(
     model.base.generate(**call)
     rounds = [
         (timed(model, None, call), {size: timed(model, tree, call, captured) for size, tree in trees.items()})
-        for _ in range(COST_ROUNDS)
+        for _ in range(COST_ROUNDS * (COMPILED_ROUNDS if captured else 1))
     ]
     unit = statistics.median(base.step for base, _ in rounds)
     curve = CostCurve.through(
