@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from hf_drafthead.generation.calibration import check_temperature, own_seed
-from hf_drafthead.generation.costs import Costs, Predicted, Timed, gain, measured_costs, timed
+from hf_drafthead.generation.costs import Costs, Predicted, Timed, gain, in_units, measured_costs, timed
 from hf_drafthead.generation.entries import Situation, matching, merged
 from hf_drafthead.generation.ladder import ALONE, Size
 from hf_drafthead.generation.settings import DraftSettings
@@ -197,10 +197,10 @@ def _check_end_to_end(
     paid: dict[Size, float] = {}
     predicted: dict[Size, Predicted] = {}
     steps: dict[Size, float] = {}
+    paces = in_units([one.step for one in base], {size: [run.step for run in mine] for size, mine in runs.items()})
     for size, mine in runs.items():
         paid[size] = statistics.median(one.seconds / run.seconds for run, one in zip(mine, base))
-        known = [run.step / one.step for run, one in zip(mine, base) if run.step / one.step > 0]  # NaN: there was none
-        steps[size] = costs.base_step * statistics.median(known) if known else costs.curve.at(*size)
+        steps[size] = costs.base_step * paces[size] if size in paces else costs.curve.at(*size)
         predicted[size] = costs.predicted(worth, size, rows, new_tokens, steps[size])
     paying = [size for size in candidates if predicted[size].speedup >= PAYS and paid[size] >= 1]
     if not paying:

@@ -78,7 +78,7 @@ def measured_costs(
     Of a few numbers of nodes the deepest tree is timed, and of LEVEL_NODES also the least deep one: the two tell what a
     level costs. A first round warms up. It goes from small to large trees, and ends, after these two, where a step
     takes so long that no larger tree can pay. Of the others each gives seconds in units of the base's step in the same
-    round, since the speed of a machine may change from one round to the next; the medians count.
+    round, since the speed of a machine may change from one round to the next; the medians count (`in_units`).
 
     Args:
         model: with draft heads.
@@ -108,12 +108,33 @@ def measured_costs(
         for _ in range(COST_ROUNDS * (COMPILED_ROUNDS if captured else 1))
     ]
     unit = statistics.median(base.step for base, _ in rounds)
-    curve = CostCurve.through(
-        {size: unit * statistics.median(runs[size].step / base.step for base, runs in rounds) for size in trees}
+    paces = in_units(
+        [base.step for base, _ in rounds], {size: [runs[size].step for _, runs in rounds] for size in trees}
     )
+    curve = CostCurve.through({size: unit * pace for size, pace in paces.items()})
     start = statistics.median(run.rest / base.step for base, runs in rounds for run in runs.values())
     base_start = statistics.median(base.rest / base.step for base, _ in rounds)
     return Costs(curve, unit * start, unit, unit * base_start)
+
+
+def in_units(base: Sequence[float], steps: dict[Size, list[float]]) -> dict[Size, float]:
+    """Steps with some trees in steps of the base, as medians over turns; empty where there was no step to time.
+
+    A machine may change how fast compiled steps are and not how fast the base's are, which wait for Python: so trees
+    are compared with each other in the same turn, and all together with the base.
+
+    >>> in_units([1.0, 1.0, 1.0], {Size(2, 1): [1.0, 2.0, 2.0], Size(8, 1): [1.5, 3.0, 3.0]})
+    {Size(nodes=2, depth=1): 2.0, Size(nodes=8, depth=1): 3.0}
+    """
+    turns = [turn for turn in range(len(base)) if all(one[turn] > 0 for one in (base, *steps.values()))]
+    if not turns:
+        return {}
+    together = [statistics.geometric_mean(one[turn] for one in steps.values()) for turn in turns]
+    all_over_base = statistics.median(mean / base[turn] for mean, turn in zip(together, turns))
+    return {
+        size: all_over_base * statistics.median(one[turn] / mean for mean, turn in zip(together, turns))
+        for size, one in steps.items()
+    }
 
 
 class Timed(NamedTuple):

@@ -444,8 +444,19 @@ def test_the_seconds_of_a_step_are_those_of_the_round_over_the_base(monkeypatch)
 
     monkeypatch.setattr(costs, "timed", timed)
     measured = costs.measured_costs(model, found, {"input_ids": torch.stack(PROMPTS[:1])}, {})
-    assert measured.curve.points == [(1, 2.0), (2, 3.0)] and measured.base_step == 2.0
+    assert measured.curve.points == [(1, pytest.approx(2.0)), (2, pytest.approx(3.0))] and measured.base_step == 2.0
     assert measured.start == measured.base_start == 1.0
+
+
+def test_trees_are_compared_with_each_other_although_their_pace_changes_and_the_base_s_does_not():
+    # in every turn the second takes 1.1 times as long as the first, which takes half of a base's step, or all of it;
+    # medians over the base would take one from the fast turns and one from the slow ones
+    fast, slow, wrong = (0.5, 0.55), (1.0, 1.1), (0.5, math.nan)
+    turns = [fast, slow, fast, slow, wrong, (0.98, 1.078)]
+    small, large = Size(8, 2), Size(8, 3)
+    paces = costs.in_units([1.0] * 6, {small: [one for one, _ in turns], large: [two for _, two in turns]})
+    assert paces[large] / paces[small] == pytest.approx(1.1) and paces[small] == pytest.approx(0.98)
+    assert costs.in_units([math.nan], {small: [math.nan]}) == {}
 
 
 def test_where_no_tree_pays_the_entry_has_the_root_alone(monkeypatch, notices):
