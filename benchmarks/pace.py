@@ -1,0 +1,90 @@
+"""How the cost of a captured step changes on two CPU cores from one quarter of a minute to the next, and by what.
+
+    python benchmarks/pace.py hydra --minutes 4
+
+In each window calls of the base, uncaptured, and of its heads with the captured tree of the entry for one row take
+turns, 64 tokens each, the latter with matrix products on all threads and on one; and so does one product of 256 x 256:
+it shows how long two threads take to reach each other, which a step of hundreds of short products does as often.
+Medians in milliseconds, written to results/pace.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from calibrated import batch_of, entry_of, loaded
+from figures import markdown
+
+from hf_drafthead.generation.costs import timed
+from hf_drafthead.generation.entries import tree_of
+
+RESULTS = Path(__file__).parent / "results" / "pace.json"
+WINDOW, TOKENS, SIDE = 15.0, 64, 256  # seconds
+NAMES = "base", "captured", "captured, one thread", "product", "product, one thread"
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Products run on one thread here."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def milliseconds(work: Callable[[], object], times: int = 20) -> float:
+    """The median time of some work."""
+    seconds = []
+    for _ in range(times):
+        start = time.perf_counter()
+        work()
+        seconds.append(time.perf_counter() - start)
+    return 1e3 * statistics.median(seconds)
+
+
+def windows(family: str, minutes: float) -> list[dict[str, float]]:
+    """The medians of each window."""
+    model, prompts = loaded(family)
+    entry = entry_of(model, 1, True)
+    tree = tree_of(entry, model.drafter.max_depth, model.config.get_text_config().vocab_size)
+    square = torch.randn(SIDE, SIDE)
+
+    def turn(prompt: torch.Tensor) -> tuple[float, ...]:
+        call = {**batch_of([prompt]), "do_sample": False, "max_new_tokens": TOKENS}
+        base, captured = (1e3 * timed(model, one, call, one is not None).step for one in (None, tree))
+        product = milliseconds(lambda: square @ square)
+        with one_thread():
+            alone = 1e3 * timed(model, tree, call, True).step
+            return base, captured, alone, product, milliseconds(lambda: square @ square)
+
+    turn(prompts[0])  # compiles
+    found = []
+    for _ in range(round(60 * minutes / WINDOW)):
+        turns: list[tuple[float, ...]] = []
+        end = time.perf_counter() + WINDOW
+        while time.perf_counter() < end:
+            turns.append(turn(prompts[len(turns) % len(prompts)]))
+        found.append(dict(zip(NAMES, map(statistics.median, zip(*turns)))))
+        print(found[-1], flush=True)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("family", nargs="?", default="hydra")
+    parser.add_argument("--minutes", type=float, default=4.0)
+    given = parser.parse_args()
+    found = windows(given.family, given.minutes)
+    RESULTS.write_text(json.dumps({given.family: found}, indent=1) + "\n")
+    print(markdown([*NAMES], [[f"{one[name]:.2f}" for name in NAMES] for one in found]))
+
+
+if __name__ == "__main__":
+    main()
