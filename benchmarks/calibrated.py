@@ -23,10 +23,11 @@ every second of 240 held-out prompts; the figures here are from the others. Ever
              changes from minute to minute. Of "auto", whose steps cost more or less, the times of the calls count, and
              beside it those with the calibrated tree; so where the base decodes by itself. `more` is the calibrated
              tree over the prefix that is best on the other half of the prompts, both timed in steps of the calibrated
-             tree on the same batch: captured steps change their speed where those of the base do not
-    wrong    256 tokens, fifteen times in turn, with "auto" and heads of noise, for which the entry promises the tokens
+             tree on the same batch: captured steps change their speed where those of the base do not. With --one-thread
+             matrix products run on one thread, as do those of a calibration before, which is not stored
+    wrong    256 tokens, thirty times in turn, with "auto" and heads of noise, for which the entry promises the tokens
              per step of trained ones; the median of the ratios, each of one turn. The base is called a second time in
-             every turn: how far this ratio is from 1 tells what the others are good for
+             every turn: how far this ratio is from 1 tells what the others are good for. The calibrated tree: thrice
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from hf_drafthead import DraftTree, zoo
 from hf_drafthead.evaluation.compare_with_base import grown
 from hf_drafthead.evaluation.speed import CAPTURED, draft, steps_of, time_interleaved
+from hf_drafthead.generation.calibrate import calibrate
 from hf_drafthead.generation.calibration import foretold_steps, own_texts, rank_paths
 from hf_drafthead.generation.costs import Timed, timed
 from hf_drafthead.generation.entries import Situation, matching, tree_of
@@ -64,7 +66,8 @@ RESULTS = Path(__file__).parent / "results" / "calibrated.json"
 PUBLISHED = (4, 8, 16, 32, 64)  # nodes
 ENOUGH_STEPS, ROWS = 5000, 16
 SAMPLED_PROMPTS, SAMPLED_ROWS = 1280, 32
-SPEED_PROMPTS, LEAST_BATCHES, ROUNDS, WRONG_TOKENS = 30, 5, 15, 256
+SPEED_PROMPTS, LEAST_BATCHES, WRONG_TOKENS = 30, 5, 256
+ROUNDS, FEW_ROUNDS = 30, 3
 BASE, AGAIN, CALIBRATED, PREFIX = "base", "base again", "calibrated", "published"
 HALVES = slice(0, None, 2), slice(1, None, 2)  # of the batches
 Runs = dict[str, list[Timed]]  # of each contender, by batch
@@ -161,9 +164,13 @@ def share_of_error(steps: torch.Tensor, emitted: torch.Tensor) -> float:
     return float((squares * texts / (texts - 1)).sqrt() / emitted.sum())
 
 
-def speed(family: str, batch_sizes: Sequence[int], captured: bool) -> dict[str, Any]:
+def speed(family: str, batch_sizes: Sequence[int], captured: bool, one_thread: bool) -> dict[str, Any]:
     """The figures of each batch size."""
     model, prompts = loaded(family)
+    if one_thread:
+        torch.set_num_threads(1)
+        _, own = loaded(family, own=True)
+        calibrate(model, own, batch_sizes=batch_sizes, captured=captured, new_tokens=NEW_TOKENS)
     return {str(rows): contest(model, prompts, rows, captured) for rows in batch_sizes}
 
 
@@ -293,15 +300,17 @@ def wrong(family: str) -> dict[str, Any]:
         AUTO: lambda: draft(model, AUTO, given, call),
         CALIBRATED: lambda: draft(model, None, given, call),
     }
-    for run in runs.values():
-        run()
-    outputs, seconds = time_interleaved(runs, ROUNDS, model.base.device)
-    assert torch.equal(outputs[BASE].sequences, outputs[AUTO].sequences)
-    over_base = {
-        name: statistics.median(mine / base for mine, base in zip(times, seconds[BASE]))
-        for name, times in seconds.items()
-    }
-    return {"tokens_per_step": float(steps_of(outputs[CALIBRATED]).double().mean()), "seconds_over_base": over_base}
+    over_base: dict[str, float] = {}
+    for names, rounds in (((BASE, CALIBRATED), FEW_ROUNDS), ((BASE, AGAIN, AUTO), ROUNDS)):
+        taken = {name: runs[name] for name in names}
+        time_interleaved(taken, 1, model.base.device)  # one-time work
+        outputs, seconds = time_interleaved(taken, rounds, model.base.device)
+        assert all(torch.equal(one.sequences, outputs[BASE].sequences) for one in outputs.values())
+        for name, times in seconds.items():
+            over_base[name] = statistics.median(mine / base for mine, base in zip(times, seconds[BASE]))
+        if CALIBRATED in outputs:
+            per_step = float(steps_of(outputs[CALIBRATED]).double().mean())
+    return {"tokens_per_step": per_step, "seconds_over_base": over_base}
 
 
 def tables(found: dict[str, Any]) -> list[str]:
@@ -334,7 +343,7 @@ def tables(found: dict[str, Any]) -> list[str]:
             ratios = figures["seconds_over_base"]
             slower = (f"{ratios[name] - 1:+.1%}" if name in ratios else "" for name in (AGAIN, AUTO, CALIBRATED))
             noise.append([family, f"{figures['tokens_per_step']:.2f}", *slower])
-        for way in ("uncaptured", "captured"):
+        for way in sorted(set(one) - {"tokens", "sampled", "wrong"}, reverse=True):
             for rows, figures in one.get(way, {}).items():
                 ratio, timed_calls = figures["speedups"], figures["in_calls"]
                 line = [family, way, rows, str(figures["nodes"])]
@@ -375,6 +384,7 @@ def main() -> None:
     parser.add_argument("families", nargs="*", default=zoo.families())
     parser.add_argument("--batch-size", default=",".join(map(str, BATCH_SIZES)), metavar="N[,N...]")
     parser.add_argument("--captured", action="store_true", help="compiled steps")
+    parser.add_argument("--one-thread", action="store_true", help="matrix products on one thread")
     given = parser.parse_args()
     for family in given.families if given.part != "tables" else []:
         if given.part == "wrong":
@@ -384,8 +394,9 @@ def main() -> None:
         elif given.part == "sampled":
             figures = {"sampled": sampled(family)}
         else:
-            way = "captured" if given.captured else "uncaptured"
-            figures = {way: speed(family, [int(size) for size in given.batch_size.split(",")], given.captured)}
+            way = ("captured" if given.captured else "uncaptured") + (", one thread" if given.one_thread else "")
+            sizes = [int(size) for size in given.batch_size.split(",")]
+            figures = {way: speed(family, sizes, given.captured, given.one_thread)}
         print(family, figures, flush=True)
         known = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {}
         mine = known.setdefault(family, {})
