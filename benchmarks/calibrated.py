@@ -26,7 +26,7 @@ every second of 240 held-out prompts; the figures here are from the others. Ever
              tree on the same batch: captured steps change their speed where those of the base do not. It is kept of
              every run with the same entry, and the table holds the mean. With --one-thread
              matrix products run on one thread, as do those of a calibration before, which is not stored
-    wrong    256 tokens, thirty times in turn, with "auto" and heads of noise, for which the entry promises the tokens
+    wrong    256 tokens, twenty times in turn, with "auto" and heads of noise, for which the entry promises the tokens
              per step of trained ones; the median of the ratios, each of one turn. The base is called a second time in
              every turn: how far this ratio is from 1 tells what the others are good for. The calibrated tree: thrice
 """
@@ -68,7 +68,7 @@ PUBLISHED = (4, 8, 16, 32, 64)  # nodes
 ENOUGH_STEPS, ROWS = 5000, 16
 SAMPLED_PROMPTS, SAMPLED_ROWS = 1280, 32
 SPEED_PROMPTS, LEAST_BATCHES, WRONG_TOKENS = 30, 5, 256
-ROUNDS, FEW_ROUNDS = 30, 3
+ROUNDS, FEW_ROUNDS = 20, 3
 BASE, AGAIN, CALIBRATED, PREFIX = "base", "base again", "calibrated", "published"
 HALVES = slice(0, None, 2), slice(1, None, 2)  # of the batches
 Runs = dict[str, list[Timed]]  # of each contender, by batch

@@ -16,7 +16,7 @@ from hf_drafthead.generation.dynamic import Tree
 from hf_drafthead.generation.memory import nodes_in_memory
 from hf_drafthead.generation.state import DecodingState
 
-MOST_WAITING = 32  # positions that wait
+MOST_WAITING = 128  # positions that wait: as many as the longest pause of "auto", so that few such passes are made
 
 
 class Waiting(NamedTuple):
