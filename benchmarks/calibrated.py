@@ -14,21 +14,24 @@ every second of 240 held-out prompts; the figures here are from the others. Ever
     sampled  1,280 prompts of 32 tokens that the base samples, as `calibrate` lets it where none are given: tokens per
              step of the best tree of the entry's size, predicted from the greedy answers to half of them, and measured
              on the other half; `error` is the standard error over texts of both halves together
-    speed    the calibrated tree, "auto", and for one row the published tree cut to its first 4 to 64 nodes. Answers of
-             128 tokens to 30 prompts (40 in batches of eight) are timed, the base and all contenders in turn on every
-             batch; how many steps each tree takes is counted on all 120 prompts, from the ranks of the base's tokens,
-             and on those that were timed it is what the calls took: 30 texts leave an error of about 6 %. The time of
-             all calls is their steps times the cost of a step, and the rest of each call: both the medians over the
-             timed batches, in units of the median step of the base on the same batch, since the speed of a machine
-             changes from minute to minute. Of "auto", whose steps cost more or less, the times of the calls count, and
-             beside it those with the calibrated tree; so where the base decodes by itself. `more` is the calibrated
-             tree over the prefix that is best on the other half of the prompts, both timed in steps of the calibrated
-             tree on the same batch: captured steps change their speed where those of the base do not. It is kept of
-             every run with the same entry, and the table holds the mean. With --one-thread
-             matrix products run on one thread, as do those of a calibration before, which is not stored
-    wrong    256 tokens, twenty times in turn, with "auto" and heads of noise, for which the entry promises the tokens
-             per step of trained ones; the median of the ratios, each of one turn. The base is called a second time in
-             every turn: how far this ratio is from 1 tells what the others are good for. The calibrated tree: thrice
+    speed    the calibrated tree, "auto", and for one row the published tree cut to its first 4 to 64 nodes. The base,
+             the calibrated tree and "auto" answer 30 prompts (40 in batches of eight) with 128 tokens, in turn on every
+             batch. What the published trees' steps cost is compared with the calibrated tree's step by step in the
+             same calls (`costs.in_turn`), to within less than 1 %; in calls of their own it would be 4 %. How many
+             steps each tree takes is counted on all 120 prompts, from the ranks of the base's tokens, and on those
+             that were timed it is what the calls took: 30 texts leave an error of about 6 %. The time of all calls is
+             their steps times the cost of a step, and the rest of each call: both the medians over the timed batches,
+             in units of the median step of the base on the same batch, since the speed of a machine changes from
+             minute to minute. Of "auto", whose steps cost more or less, the times of the calls count, and beside it
+             those with the calibrated tree; so where the base decodes by itself: the median ratio over the batches.
+             `more` is the calibrated tree over the prefix that is best on the other half of the prompts. It is kept of
+             every run with the same entry, and the table holds the mean. With --anew the heads are calibrated in the
+             same process just before, which is not stored; with --one-thread as well, and products of matrices run on
+             one thread
+    wrong    256 tokens, forty times in turn, with "auto" and heads of noise, for which the entry promises the tokens
+             per step of trained ones; the median of the ratios, each of one turn, in a random order. The base is
+             called a second time in every turn: how far this ratio is from 1 tells what the others are good for;
+             `error` is the standard error of the median of "auto". The calibrated tree: thrice
 """
 
 from __future__ import annotations
@@ -37,6 +40,7 @@ import argparse
 import itertools
 import json
 import math
+import random
 import statistics
 import sys
 import time
@@ -44,6 +48,7 @@ from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from figures import markdown
@@ -54,7 +59,7 @@ from hf_drafthead.evaluation.compare_with_base import grown
 from hf_drafthead.evaluation.speed import CAPTURED, draft, steps_of, time_interleaved
 from hf_drafthead.generation.calibrate import calibrate
 from hf_drafthead.generation.calibration import foretold_steps, own_texts, rank_paths
-from hf_drafthead.generation.costs import Timed, timed
+from hf_drafthead.generation.costs import Timed, in_turn, timed
 from hf_drafthead.generation.entries import Situation, matching, tree_of
 from hf_drafthead.generation.identity import drafter_hash
 from hf_drafthead.generation.ladder import Size
@@ -65,13 +70,15 @@ from hf_drafthead.zoo.trees import BATCH_SIZES, NEW_TOKENS, more_prompts
 
 RESULTS = Path(__file__).parent / "results" / "calibrated.json"
 PUBLISHED = (4, 8, 16, 32, 64)  # nodes
-ENOUGH_STEPS, ROWS = 5000, 16
+COMPILED_PUBLISHED = (4, 8, 16)  # captured, those of 32 and 64 were 10 % and more behind for every family
+ENOUGH_STEPS, ROWS, RANKED = 5000, 16, 40
 SAMPLED_PROMPTS, SAMPLED_ROWS = 1280, 32
-SPEED_PROMPTS, LEAST_BATCHES, WRONG_TOKENS = 30, 5, 256
-ROUNDS, FEW_ROUNDS = 20, 3
+SPEED_PROMPTS, LEAST_BATCHES, WRONG_TOKENS = 30, 6, 256
+ROUNDS, FEW_ROUNDS, TURNS = 40, 3, 300
 BASE, AGAIN, CALIBRATED, PREFIX = "base", "base again", "calibrated", "published"
 HALVES = slice(0, None, 2), slice(1, None, 2)  # of the batches
 Runs = dict[str, list[Timed]]  # of each contender, by batch
+_RANKS: WeakKeyDictionary[Any, dict[torch.Tensor, torch.Tensor]] = WeakKeyDictionary()  # by prompt, by identity
 
 
 def loaded(family: str, own: bool = False) -> tuple[Any, list[torch.Tensor]]:
@@ -165,85 +172,103 @@ def share_of_error(steps: torch.Tensor, emitted: torch.Tensor) -> float:
     return float((squares * texts / (texts - 1)).sqrt() / emitted.sum())
 
 
-def speed(family: str, batch_sizes: Sequence[int], captured: bool, one_thread: bool) -> dict[str, Any]:
+def speed(
+    family: str, batch_sizes: Sequence[int], captured: bool, anew: bool = False, one_thread: bool = False
+) -> dict[str, Any]:
     """The figures of each batch size."""
     model, prompts = loaded(family)
     if one_thread:
         torch.set_num_threads(1)
-        _, own = loaded(family, own=True)
-        calibrate(model, own, batch_sizes=batch_sizes, captured=captured, new_tokens=NEW_TOKENS)
-    return {str(rows): contest(model, prompts, rows, captured) for rows in batch_sizes}
+    found = {}
+    for rows in batch_sizes:
+        if anew or one_thread:
+            own = loaded(family, own=True)[1]
+            calibrate(model, own, batch_sizes=[rows], captured=captured, new_tokens=NEW_TOKENS)
+        found[str(rows)] = contest(model, prompts, rows, captured)
+    return found
 
 
 def contest(model: Any, prompts: Sequence[torch.Tensor], rows: int, captured: bool) -> dict[str, Any]:
     """Speedups of every contender with some batch size."""
     entry = entry_of(model, rows, captured)
     deepest = model.drafter.max_depth
-    tree = tree_of(entry, deepest, model.config.get_text_config().vocab_size) if entry["tree"] else None
-    trees: dict[str, Any] = {BASE: None, CALIBRATED: tree, AUTO: AUTO}
-    if rows == 1:
+    trees: dict[str, DraftTree] = {}
+    if entry["tree"]:
+        trees[CALIBRATED] = tree_of(entry, deepest, model.config.get_text_config().vocab_size)
+    if entry["tree"] and rows == 1:
         file = resources.files("hf_drafthead.generation") / "trees" / f"{DEFAULT_TREE}.json"
         paths = [tuple(path) for path in json.loads(file.read_text())["paths"] if len(path) <= (deepest or MAX_DEPTH)]
-        trees |= {f"{PREFIX} {size}": DraftTree(grown(paths, size - 1)) for size in PUBLISHED}
+        sizes = COMPILED_PUBLISHED if captured else PUBLISHED
+        trees |= {f"{PREFIX} {size}": DraftTree(grown(paths, size - 1)) for size in sizes}
     batches = [prompts[at : at + rows] for at in range(0, len(prompts) - rows + 1, rows)]
-    few = [batch_of(batch) for batch in batches[: max(-(-SPEED_PROMPTS // rows), LEAST_BATCHES)]]
-    # one-time work: with captured steps also compiling all that "auto" takes
-    run_in_turn(model, trees, few if captured else few[:1], captured)
-    runs = run_in_turn(model, trees, few, captured)
-    steps = steps_of_batches(model, trees, batches)
-    for name, mine in steps.items():
-        assert mine[: len(few)] == [run.steps for run in runs[name]], f"{name}: not the steps that were counted"
-    figures = speedups(runs, steps)
-    taken = {name: sum(run.seconds / one.step for run, one in zip(runs[name], runs[BASE])) for name in runs}
-    in_calls = {name: taken[BASE] / taken[name] for name in (CALIBRATED, AUTO)}
-    print(rows, {name: round(one, 3) for name, one in figures.items()}, in_calls, flush=True)
-    found = {
+    few = [batch_of(batch) for batch in batches[: max(SPEED_PROMPTS // rows**2, LEAST_BATCHES)]]
+    run = {BASE: None, CALIBRATED: trees.get(CALIBRATED), AUTO: AUTO}
+    run_in_turn(model, run, few[:1], captured)  # one-time work; what "auto" compiles later is in few of its calls
+    runs = run_in_turn(model, run, few, captured)
+    taken = {
+        name: 1 / statistics.median(one.seconds / base.seconds for one, base in zip(runs[name], runs[BASE]))
+        for name in (CALIBRATED, AUTO)
+    }
+    found: dict[str, Any] = {
         "nodes": len(entry["tree"]) + 1,
         "texts": rows * len(batches),
         "predicted_speedup": entry["measured"]["predicted_speedup"],
-        "speedups": figures,
-        "in_calls": in_calls,
+        "speedups": {},
+        "in_calls": taken,
     }
+    if not trees:
+        return found
+    call = {"do_sample": False, "max_new_tokens": NEW_TOKENS, "eos_token_id": None}
+    shares = in_turn(model, trees, [{**given, **call} for given in few], TURNS, captured) if len(trees) > 1 else {}
+    costs = {name: share / shares[CALIBRATED] for name, share in shares.items()} or {CALIBRATED: 1.0}
+    steps = steps_of_batches(model, trees, batches)
+    for name in (BASE, CALIBRATED):
+        assert steps[name][: len(few)] == [one.steps for one in runs[name]], f"{name}: not the steps that were counted"
+    found["speedups"] = speedups(runs, steps, costs)
+    print(rows, {name: round(one, 3) for name, one in found["speedups"].items()}, taken, flush=True)
     if rows > 1:
         return found
-    halves = [
-        speedups(
-            {name: all_of[half] for name, all_of in runs.items()},
-            {name: all_of[half] for name, all_of in steps.items()},
-            CALIBRATED,
-        )
-        for half in HALVES
-    ]
-    return {**found, "over_best_published": [over_best_published(halves)]}
+    halves = [speedups(runs, {name: all_of[half] for name, all_of in steps.items()}, costs) for half in HALVES]
+    return {**found, "costs": costs, "over_best_published": [over_best_published(halves)]}
 
 
 def steps_of_batches(
-    model: Any, trees: dict[str, Any], batches: Sequence[Sequence[torch.Tensor]]
+    model: Any, trees: dict[str, DraftTree], batches: Sequence[Sequence[torch.Tensor]]
 ) -> dict[str, list[int]]:
     """How many steps each batch of prompts takes with every tree, and with the base: as many as its slowest row."""
     found: dict[str, list[int]] = {}
-    ranks: list[torch.Tensor] = []
-    prompts = [prompt for batch in batches for prompt in batch]
-    for first in range(0, len(prompts), ROWS):
-        ranks += rank_paths(model, *own_texts(model, prompts[first : first + ROWS], NEW_TOKENS, draft_tree=[[0]]))
-    for name, tree in trees.items():
-        if name == BASE or isinstance(tree, DraftTree):
-            rows = [len(foretold_steps(tree or DraftTree.root_alone(), one[None])[0]) for one in ranks]
-            found[name], texts = [], iter(rows)
-            for batch in batches:
-                found[name].append(max(itertools.islice(texts, len(batch))))
+    ranks = ranks_of(model, [prompt for batch in batches for prompt in batch])
+    for name, tree in {BASE: DraftTree.root_alone(), **trees}.items():
+        texts = iter([len(foretold_steps(tree, one[None])[0]) for one in ranks])
+        found[name] = [max(itertools.islice(texts, len(batch))) for batch in batches]
     return found
 
 
-def speedups(runs: Runs, steps: dict[str, list[int]], unit: str = BASE) -> dict[str, float]:
-    """How many times as fast as `unit` each tree is whose steps were counted, in units of whose steps all are timed."""
-    found = {}
-    for name, mine in steps.items():
-        both = list(zip(runs[name], runs[unit]))
-        step = statistics.median(run.step / one.step for run, one in both)
-        rest = statistics.median(run.rest / one.step for run, one in both)
-        found[name] = rest * len(mine) + step * sum(mine)
-    return {name: found[unit] / found[name] for name in steps if name != BASE}
+def ranks_of(model: Any, prompts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The ranks of the base's tokens after each prompt; kept, since batches of all sizes ask for them."""
+    known = _RANKS.setdefault(model, {})
+    missing = [prompt for prompt in prompts if prompt not in known]
+    for first in range(0, len(missing), RANKED):
+        some = missing[first : first + RANKED]
+        texts = own_texts(model, some, NEW_TOKENS, draft_tree=[[0]])
+        known |= dict(zip(some, rank_paths(model, *texts)))
+    return [known[prompt] for prompt in prompts]
+
+
+def speedups(runs: Runs, steps: dict[str, list[int]], costs: dict[str, float]) -> dict[str, float]:
+    """How many times as fast as the base each tree is.
+
+    Args:
+        runs: of the base and of the calibrated tree.
+        steps: by the tree, or the base, the steps of each batch.
+        costs: by the tree, of a step in steps of the calibrated tree.
+    """
+    both = list(zip(runs[CALIBRATED], runs[BASE]))
+    step = statistics.median(run.step / one.step for run, one in both)
+    rest = statistics.median(run.rest / one.step for run, one in both)
+    base_rest = statistics.median(one.rest / one.step for _, one in both)
+    base = base_rest * len(steps[BASE]) + sum(steps[BASE])
+    return {name: base / (rest * len(steps[name]) + cost * step * sum(steps[name])) for name, cost in costs.items()}
 
 
 def over_best_published(halves: Sequence[dict[str, float]]) -> float:
@@ -252,12 +277,12 @@ def over_best_published(halves: Sequence[dict[str, float]]) -> float:
     The best of five on the same batches would be favoured by chance.
 
     Args:
-        halves: how many times as fast as the calibrated tree each one is.
+        halves: how many times as fast as the base each one is.
     """
     ratios = []
     for here, there in (halves, halves[::-1]):
         best = max((name for name in there if name.startswith(PREFIX)), key=there.__getitem__)
-        ratios.append(1 / here[best])
+        ratios.append(here[CALIBRATED] / here[best])
     return statistics.mean(ratios)
 
 
@@ -309,16 +334,22 @@ def wrong(family: str) -> dict[str, Any]:
         CALIBRATED: lambda: draft(model, None, given, call),
     }
     over_base: dict[str, float] = {}
+    errors: dict[str, float] = {}
     for names, rounds in (((BASE, CALIBRATED), FEW_ROUNDS), ((BASE, AGAIN, AUTO), ROUNDS)):
-        taken = {name: runs[name] for name in names}
-        time_interleaved(taken, 1, model.base.device)  # one-time work
-        outputs, seconds = time_interleaved(taken, rounds, model.base.device)
-        assert all(torch.equal(one.sequences, outputs[BASE].sequences) for one in outputs.values())
+        seconds: dict[str, list[float]] = {name: [] for name in names}
+        for turn in range(rounds + 1):
+            shuffled = random.Random(turn).sample(names, len(names))
+            outputs, once = time_interleaved({name: runs[name] for name in shuffled}, 1, model.base.device)
+            assert all(torch.equal(one.sequences, outputs[BASE].sequences) for one in outputs.values())
+            for name in names if turn else ():  # the first turn does the one-time work
+                seconds[name] += once[name]
         for name, times in seconds.items():
-            over_base[name] = statistics.median(mine / base for mine, base in zip(times, seconds[BASE]))
+            ratios = [mine / base for mine, base in zip(times, seconds[BASE])]
+            over_base[name] = statistics.median(ratios)
+            errors[name] = 1.25 * statistics.stdev(ratios) / rounds**0.5  # of a median, about
         if CALIBRATED in outputs:
             per_step = float(steps_of(outputs[CALIBRATED]).double().mean())
-    return {"tokens_per_step": per_step, "seconds_over_base": over_base}
+    return {"tokens_per_step": per_step, "seconds_over_base": over_base, "error": errors[AUTO]}
 
 
 def tables(found: dict[str, Any]) -> list[str]:
@@ -350,7 +381,8 @@ def tables(found: dict[str, Any]) -> list[str]:
         if figures := one.get("wrong"):
             ratios = figures["seconds_over_base"]
             slower = (f"{ratios[name] - 1:+.1%}" if name in ratios else "" for name in (AGAIN, AUTO, CALIBRATED))
-            noise.append([family, f"{figures['tokens_per_step']:.2f}", *slower])
+            error = f"{figures['error']:.1%}" if "error" in figures else ""
+            noise.append([family, f"{figures['tokens_per_step']:.2f}", *slower, error])
         for way in sorted(set(one) - {"tokens", "sampled", "wrong"}, reverse=True):
             for rows, figures in one.get(way, {}).items():
                 ratio, timed_calls = figures["speedups"], figures["in_calls"]
@@ -393,7 +425,17 @@ def tables(found: dict[str, Any]) -> list[str]:
             ["heads", "steps", "rows", "nodes", "texts", "predicted", "calibrated", "calibrated, calls", "auto, calls"],
             auto,
         ),
-        markdown(["heads of noise", "tokens per step", "time, base again", "time, auto", "time, calibrated"], noise),
+        markdown(
+            [
+                "heads of noise",
+                "tokens per step",
+                "time, base again",
+                "time, auto",
+                "time, calibrated",
+                "one standard error",
+            ],
+            noise,
+        ),
     ]
 
 
@@ -403,6 +445,7 @@ def main() -> None:
     parser.add_argument("families", nargs="*", default=zoo.families())
     parser.add_argument("--batch-size", default=",".join(map(str, BATCH_SIZES)), metavar="N[,N...]")
     parser.add_argument("--captured", action="store_true", help="compiled steps")
+    parser.add_argument("--anew", action="store_true", help="calibrate just before, without storing it")
     parser.add_argument("--one-thread", action="store_true", help="matrix products on one thread")
     given = parser.parse_args()
     for family in given.families if given.part != "tables" else []:
@@ -413,9 +456,10 @@ def main() -> None:
         elif given.part == "sampled":
             figures = {"sampled": sampled(family)}
         else:
-            way = ("captured" if given.captured else "uncaptured") + (", one thread" if given.one_thread else "")
+            way = "captured" if given.captured else "uncaptured"
+            way += ", one thread" if given.one_thread else ", anew" if given.anew else ""
             sizes = [int(size) for size in given.batch_size.split(",")]
-            figures = {way: speed(family, sizes, given.captured, given.one_thread)}
+            figures = {way: speed(family, sizes, given.captured, given.anew, given.one_thread)}
         print(family, figures, flush=True)
         known = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {}
         mine = known.setdefault(family, {})

@@ -4,13 +4,14 @@
     worth      one pass of the heads over it counts which rank paths were right, and so the steps that a generation
                takes with the best tree of every size: so many nodes, no deeper than so many levels (`worth`)
     cost       the seconds of a step are measured for a few sizes, and what a level of a tree costs (`costs`)
-    check      the sizes with most tokens per second are run against the base, and the fastest is kept
+    check      the sizes with most tokens per second are compared step by step, and the fastest is run against the base
 
 Shapes: P prompt tokens, B rows, N nodes (root included).
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,19 +19,34 @@ from typing import Any
 import torch
 
 from hf_drafthead.generation.calibration import check_temperature, own_seed
-from hf_drafthead.generation.costs import Costs, Predicted, Timed, gain, in_units, measured_costs, timed
+from hf_drafthead.generation.costs import (
+    WARM_TOKENS,
+    Costs,
+    Timed,
+    gain,
+    in_rounds,
+    in_turn,
+    measured_costs,
+    pace,
+    timed,
+)
 from hf_drafthead.generation.entries import Situation, matching, merged
 from hf_drafthead.generation.ladder import ALONE, Size
 from hf_drafthead.generation.settings import DraftSettings
 from hf_drafthead.generation.tree import MAX_NODES
-from hf_drafthead.generation.worth import METHODS, Worth, check_prompts, cut, sampled_prompts, worth_of_trees
+from hf_drafthead.generation.worth import METHODS, Worth, check_prompts, sampled_prompts, worth_of_trees
 
-CHECKED, APART = 3, 1.3  # sizes that are run against the base, and how far apart their nodes are at least, as a factor
-COMPILED_CHECKED, COMPILED_TURNS = 3, 2  # of captured steps, each of which is compiled: fewer sizes, every batch twice
+CHECKED, DEPTHS, APART = (
+    3,
+    2,
+    1.3,
+)  # numbers of nodes that are compared, of as many depths, apart by this factor at least
+COMPILED_CHECKED = 3  # captured trees that are compared, each of which is compiled
+CHECK_TURNS = 80  # in which they are compared
 BLOCK = 8  # nodes of all rows: products of so many take less time for each node than of a few more or less
 CLOSE = 0.8  # share of the best size's tokens per second that each of them is predicted to reach
 PAYS = 1.01  # times as fast as the base, to within which a check tells it
-CHECKED_PROMPTS, CHECKED_BATCHES, CHECKED_TOKENS, WARM_TOKENS = 16, 6, 64, 8  # at least so many prompts and batches
+CHECKED_PROMPTS, CHECKED_BATCHES, CHECKED_TOKENS = 8, 6, 64  # at least so many prompts and batches
 
 
 def calibrate(
@@ -59,7 +75,7 @@ def calibrate(
         max_nodes: of a tree, the root included.
         new_tokens: of each of the base's answers, at most.
         temperature: the base samples its answers; 0 is greedy.
-        method: "paths" counts rank paths; "product" multiplies accuracies per head, as Medusa does.
+        method: "paths" counts rank paths where steps begin; "product" multiplies accuracies per head, as Medusa does.
         resume: keep the entries that are there for these heads, and measure only what is missing.
         progress: is given the name of each stage before it begins, `stages` of them.
         keep: is given every new entry at once; it is in the generation config then.
@@ -97,10 +113,12 @@ def calibrate(
             continue
         progress(f"cost, batch size {size}")
         batches = _batches(model, prompts, size)
-        costs = measured_costs(model, worth, batches[0], sampling, captured)
+        with own_seed(model):
+            costs = measured_costs(model, worth, batches[0], sampling, captured)
         progress(f"check, batch size {size}")
-        best, measured = _checked(model, worth, costs, batches, sampling, captured, new_tokens)
-        tree = [list(path) for path in cut(worth.paths, best)]
+        with own_seed(model):
+            best, measured = _checked(model, worth, costs, batches, sampling, captured, new_tokens)
+        tree = [list(path) for path in worth.paths[best]]
         found[size] = entry = {**situations[size]._asdict(), "tree": tree, "measured": {**measured, **how}}
         stored = merged(stored, entry)
         model.generation_config.calibration = stored
@@ -129,8 +147,13 @@ def _checked(
     small = 2 if captured else BLOCK  # compiled products of 3 to 8 nodes take about as long
     fitting = {size: rates[size] for size in sizes if size.nodes <= small or rows * size.nodes % BLOCK == 0}
     candidates = _candidates(fitting)[: COMPILED_CHECKED if captured else None]
-    turns = batches * (COMPILED_TURNS if captured else 1)
-    best, figures = _check_end_to_end(model, worth, costs, candidates, turns, sampling, captured, new_tokens)
+    calls = [{**given, **sampling, "max_new_tokens": new_tokens, "min_new_tokens": None, "eos_token_id": None}
+             for given in batches]  # fmt: skip
+    shares = in_turn(model, {size: worth.tree(size) for size in candidates}, calls, CHECK_TURNS, captured)
+    mean = statistics.geometric_mean(costs.curve.at(*size) for size in candidates)
+    steps = {size: mean * share for size, share in shares.items()}
+    best = max(steps, key=lambda size: costs.predicted(worth, size, rows, new_tokens, steps[size]).tokens_per_second)
+    best, figures = _check_end_to_end(model, worth, costs, best, batches, sampling, captured, new_tokens)
     depth = best.depth or max(sizes).depth
     as_deep = {size.nodes: size for size in sizes if size.depth <= depth}  # the deepest of them
     return best, {
@@ -147,37 +170,38 @@ def _checked(
 
 
 def _candidates(rates: dict[Size, float]) -> list[Size]:
-    """The trees to be run, all CLOSE to the best of them: that one, the fastest one of another depth, since what a
-    level costs is known less well, and the fastest ones whose nodes are APART."""
+    """The trees to be compared, all CLOSE to the fastest: that one, and the fastest ones of nodes that are APART, each
+    number of nodes with the fastest DEPTHS, since what a level costs is known less well; the fastest first."""
     ranked = sorted(rates.keys() - {ALONE}, key=rates.__getitem__, reverse=True)
     close = [size for size in ranked if rates[size] >= CLOSE * rates[ranked[0]]]
-    chosen: list[Size] = []
+    chosen: dict[int, list[Size]] = {}  # by nodes
     for size in close:
-        ratios = [max(size.nodes, one.nodes) / min(size.nodes, one.nodes) for one in chosen]
-        if len(chosen) < CHECKED and all(ratio >= APART for ratio in ratios):
-            chosen.append(size)
-    others = [size for size in close if size.depth != chosen[0].depth and size not in chosen]
-    return chosen[:1] + others[:1] + chosen[1:]
+        apart = all(max(size.nodes, one) / min(size.nodes, one) >= APART for one in chosen)
+        if apart and len(chosen) < CHECKED:
+            chosen[size.nodes] = []
+        if len(chosen.get(size.nodes, [None] * DEPTHS)) < DEPTHS:
+            chosen[size.nodes].append(size)
+    return [size for size in close if size in chosen.get(size.nodes, [])]
 
 
 def _check_end_to_end(
     model: Any,
     worth: Worth,
     costs: Costs,
-    candidates: list[Size],
+    best: Size,
     batches: list[dict[str, torch.Tensor]],
     sampling: dict[str, Any],
     captured: bool,
     new_tokens: int,
 ) -> tuple[Size, dict[str, Any]]:
-    """Run some sizes against the base: the fastest, or the root alone where none pays; and its figures.
+    """Run a size against the base: it, or the root alone where it does not pay; and the figures.
 
-    These few texts tell what a step costs, and all texts how many steps are needed: together they decide, and a tree
-    that was slower than the base on these texts is not taken. The speed of a machine changes from one batch to the
-    next, so medians over the batches count, of a step's cost in steps of the base on the same batch.
+    These few texts tell what a step costs in steps of the base, and all texts how many steps are needed: together they
+    decide, and a tree that was slower than the base on these texts is not taken. The speed of a machine changes from
+    one batch to the next, so medians over the batches count, each of the same batch.
     """
     rows = len(batches[0]["input_ids"])
-    runs: dict[Size, list[Timed]] = {size: [] for size in (ALONE, *candidates)}  # ALONE: the base
+    runs: list[tuple[Timed, Timed]] = []  # of the base, and with the tree
     for turn, given in enumerate([batches[0], *batches]):  # a short first one warms up
         call = {
             **given,
@@ -186,24 +210,21 @@ def _check_end_to_end(
             "min_new_tokens": None,
             "eos_token_id": model.generation_config.eos_token_id,
         }
-        for size in runs:
+        both = {}
+        for size in (best, ALONE) if turn % 2 else (ALONE, best):
             with own_seed(model):
-                run = timed(model, None if size == ALONE else worth.tree(size), call, captured)
-            runs[size] += [run] if turn else []
-    base = runs.pop(ALONE)
-    # the first token of a row needs no step
-    written = rows * len(batches) + sum(sum(run.emitted) for run in runs[candidates[0]])
-    base_rate = written / sum(run.seconds for run in base)
-    paid: dict[Size, float] = {}
-    predicted: dict[Size, Predicted] = {}
-    steps: dict[Size, float] = {}
-    paces = in_units([one.step for one in base], {size: [run.step for run in mine] for size, mine in runs.items()})
-    for size, mine in runs.items():
-        paid[size] = statistics.median(one.seconds / run.seconds for run, one in zip(mine, base))
-        steps[size] = costs.base_step * paces[size] if size in paces else costs.curve.at(*size)
-        predicted[size] = costs.predicted(worth, size, rows, new_tokens, steps[size])
-    paying = [size for size in candidates if predicted[size].speedup >= PAYS and paid[size] >= 1]
-    if not paying:
+                both[size] = timed(model, None if size == ALONE else worth.tree(size), call, captured)
+        runs += [(both[ALONE], both[best])] if turn else []
+    taken = [count for _, run in runs for count in run.emitted]
+    written = rows * len(batches) + sum(taken)  # the first token of a row needs no step
+    base_rate = written / sum(base.seconds for base, _ in runs)
+    paid = statistics.median(base.seconds / run.seconds for base, run in runs)
+    calls = [{**given, **sampling, "min_new_tokens": None, "eos_token_id": None} for given in batches]
+    steps, base_steps = in_rounds(model, [worth.tree(best), None], calls, captured)
+    over_base = pace([*steps, *(run for _, run in runs)], [*base_steps, *(base for base, _ in runs)])
+    step = costs.curve.at(*best) if math.isnan(over_base) else costs.base_step * over_base
+    predicted = costs.predicted(worth, best, rows, new_tokens, step)
+    if predicted.speedup < PAYS or paid < 1:
         return ALONE, {
             **costs.predicted(worth, ALONE, rows, new_tokens).figures(),
             "tokens_per_step": 1.0,
@@ -212,16 +233,14 @@ def _check_end_to_end(
             "speedup": 1.0,
             "identical": True,
         }
-    best = max(paying, key=lambda size: predicted[size].speedup)
-    taken = [count for run in runs[best] for count in run.emitted]
     return best, {
-        **predicted[best].figures(),
-        "tree_seconds": steps[best],
+        **predicted.figures(),
+        "tree_seconds": step,
         "tokens_per_step": statistics.mean(taken) if taken else 1.0,  # every answer may be one token long
-        "tokens_per_second": written / sum(run.seconds for run in runs[best]),
+        "tokens_per_second": written / sum(run.seconds for _, run in runs),
         "base_tokens_per_second": base_rate,
-        "speedup": paid[best],
-        "identical": all(torch.equal(run.sequences, one.sequences) for run, one in zip(runs[best], base)),
+        "speedup": paid,
+        "identical": all(torch.equal(run.sequences, base.sequences) for base, run in runs),
     }
 
 

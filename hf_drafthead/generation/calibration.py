@@ -13,7 +13,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -197,18 +197,22 @@ def foretold_steps(tree: DraftTree, ranks: torch.Tensor) -> list[list[int]]:
         tree: any.
         ranks: (B, S, K) from `rank_paths`.
     """
-    paths = set(tree.paths)
-    steps = []
-    for row in ranks.tolist():
-        taken, position = [], 0
-        end = sum(levels[0] != UNKNOWN for levels in row)  # new tokens after the first, which needs no step
-        while position < end:
-            depth = 0
-            while depth < len(row[position]) and tuple(row[position][: depth + 1]) in paths:
-                depth += 1
-            taken.append(min(depth + 1, end - position))
-            position += taken[-1]
-        steps.append(taken)
+    return [[emitted for _, emitted in _walked(tree.paths, row)] for row in ranks.tolist()]
+
+
+def _walked(paths: Sequence[RankPath], row: list[list[int]]) -> list[tuple[int, int]]:
+    """Where each step of generating a text begins, and how many tokens it emits; see `foretold_steps`."""
+    known, width = set(paths), max(map(len, paths), default=0)
+    end = len(row)  # new tokens after the first, which needs no step
+    while end and row[end - 1][0] == UNKNOWN:
+        end -= 1
+    steps, position = [], 0
+    while position < end:
+        levels, depth = tuple(row[position]), width
+        while depth and levels[:depth] not in known:
+            depth -= 1
+        steps.append((position, min(depth + 1, end - position)))
+        position += depth + 1
     return steps
 
 
@@ -225,8 +229,34 @@ def grow_tree(ranks: torch.Tensor, nodes: int) -> list[RankPath]:
     if nodes < 2:
         raise ValueError(f"a tree of {nodes} nodes drafts nothing: ask for at least 2, the root and one guess.")
     worth = _worth(ranks)
-    # a parent is worth at least as much as its children and is shorter, so it always comes first
-    return sorted(worth, key=lambda path: (-worth[path], len(path), path))[: nodes - 1]
+    return _most_valuable(worth, worth, nodes)
+
+
+def recounted(
+    paths: list[RankPath], rows: Sequence[list[list[int]]], nodes: int, depth: int, ranks_below: int
+) -> list[RankPath]:
+    """A tree that was counted at all positions, counted anew where its own steps begin, as long as that saves steps.
+
+    A step begins where the one before ended, often behind a token that was hard to guess, and what is right there
+    differs from what is right elsewhere. (Hydra, arXiv 2402.05109, adds node by node what such steps lack.)
+
+    Args:
+        paths: of the tree.
+        rows: (S, K) of each text, ranks from `rank_paths`.
+        nodes: of the tree at most, the root included.
+        depth: of the tree at most.
+        ranks_below: no path has a rank that is not below this.
+    """
+    steps = [_walked(paths, row) for row in rows]
+    while True:
+        begun = [row[position] for row, taken in zip(rows, steps) for position, _ in taken]
+        worth = _worth(torch.tensor(begun))
+        fitting = (path for path in worth if len(path) <= depth and max(path) < ranks_below)
+        anew = _most_valuable(worth, fitting, nodes)
+        fewer = [_walked(anew, row) for row in rows]
+        if sum(map(len, fewer)) >= sum(map(len, steps)):
+            return paths
+        paths, steps = anew, fewer
 
 
 def grow_tree_by_product(ranks: torch.Tensor, nodes: int) -> list[RankPath]:
@@ -263,10 +293,17 @@ def grow_tree_by_product(ranks: torch.Tensor, nodes: int) -> list[RankPath]:
     return chosen
 
 
+def _most_valuable(worth: Counter[RankPath], paths: Iterable[RankPath], nodes: int) -> list[RankPath]:
+    """The n - 1 most valuable of some paths, the most valuable first."""
+    # a parent is worth at least as much as its children and is shorter, so it always comes first
+    return heapq.nsmallest(nodes - 1, paths, key=lambda path: (-worth[path], len(path), path))
+
+
 def _worth(ranks: torch.Tensor) -> Counter[RankPath]:
     """At how many positions each rank path is what really follows; those near a row's end do not tell."""
     ranks = ranks.flatten(0, -2)
     worth: Counter[RankPath] = Counter()
-    for path in map(tuple, ranks[ranks[:, -1] != UNKNOWN].tolist()):
-        worth.update(path[:depth] for depth in range(1, len(path) + 1))
+    for path, count in Counter(map(tuple, ranks[ranks[:, -1] != UNKNOWN].tolist())).items():
+        for depth in range(1, len(path) + 1):
+            worth[path[:depth]] += count
     return worth

@@ -5,7 +5,9 @@ Shapes: B rows, N nodes (root included).
 
 from __future__ import annotations
 
+import itertools
 import math
+import random
 import statistics
 import sys
 import time
@@ -15,15 +17,16 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hf_drafthead.generation.ladder import ALONE, CostCurve, Size
+from hf_drafthead.generation.ladder import ALONE, CostCurve, Size, TreesInTurn
 from hf_drafthead.generation.tree import DraftTree
 from hf_drafthead.generation.worth import Worth
 
 STEPS = (2, 8, 16, 32, 64, 128, 256)  # nodes whose step is timed
 COMPILED_STEPS = (2, 8, 32)  # compiling one takes longer than everything else
 LEVEL_NODES = 8  # of the two trees that tell what a level costs
-COST_TOKENS, COST_ROUNDS = 32, 3
-COMPILED_ROUNDS = 4  # times as many of captured steps: they take seconds, and compiling a step half a minute
+COST_TOKENS, COST_ROUNDS, WARM_TOKENS = 16, 12, 8  # short calls: the speed of a machine changes within one
+COST_TURNS = 24  # in which trees of these sizes are compared
+LEAST_TURNS, TURN_SECONDS = 12, 8.0  # turns end after so long, but not before so many
 HOPELESS = 0.8  # larger trees are not timed if the most that any can reach is below this share of the best size
 
 
@@ -73,12 +76,12 @@ def gain(worth: Worth, size: Size, rows: int, new_tokens: int = sys.maxsize) -> 
 def measured_costs(
     model: Any, worth: Worth, given: dict[str, torch.Tensor], sampling: dict[str, Any], captured: bool = False
 ) -> Costs:
-    """Time calls with trees of a few sizes and calls of the base in turn.
+    """What a step costs with trees of a few sizes, in seconds of the base's step.
 
     Of a few numbers of nodes the deepest tree is timed, and of LEVEL_NODES also the least deep one: the two tell what a
-    level costs. A first round warms up. It goes from small to large trees, and ends, after these two, where a step
-    takes so long that no larger tree can pay. Of the others each gives seconds in units of the base's step in the same
-    round, since the speed of a machine may change from one round to the next; the medians count (`in_units`).
+    level costs. A first call with each warms up. It goes from small to large trees, and ends, after these two, where a
+    step takes so long that no larger tree can pay. Then the trees are compared with each other step by step
+    (`in_turn`), and one of them and the root alone with the base, call by call.
 
     Args:
         model: with draft heads.
@@ -101,40 +104,82 @@ def measured_costs(
         least = {one: first[size] + level * (one.depth - size.depth) for one in worth.steps if one.nodes > size.nodes}
         if size >= pair[-1] and all(gains[one] / step < HOPELESS * best for one, step in least.items()):
             break
-    trees = {size: worth.tree(size) for size in first}
-    model.base.generate(**call)
-    rounds = [
-        (timed(model, None, call), {size: timed(model, tree, call, captured) for size, tree in trees.items()})
-        for _ in range(COST_ROUNDS * (COMPILED_ROUNDS if captured else 1))
-    ]
-    unit = statistics.median(base.step for base, _ in rounds)
-    paces = in_units(
-        [base.step for base, _ in rounds], {size: [runs[size].step for _, runs in rounds] for size in trees}
-    )
-    curve = CostCurve.through({size: unit * pace for size, pace in paces.items()})
-    start = statistics.median(run.rest / base.step for base, runs in rounds for run in runs.values())
-    base_start = statistics.median(base.rest / base.step for base, _ in rounds)
-    return Costs(curve, unit * start, unit, unit * base_start)
+    trees = {size: worth.tree(size) for size in first if size != ALONE}
+    shares = in_turn(model, trees, [call], COST_TURNS, captured)
+    base, alone, tree = in_rounds(model, [None, worth.tree(ALONE), trees[pair[-1]]], [call], captured)
+    unit = statistics.median(run.step for run in base)
+    seconds = {size: unit * pace(tree, base) * shares[size] / shares[pair[-1]] for size in trees}
+    start = statistics.median(run.rest / one.step for runs in (alone, tree) for run, one in zip(runs, base))
+    base_start = statistics.median(one.rest / one.step for one in base)
+    return Costs(CostCurve.through({ALONE: unit * pace(alone, base), **seconds}), unit * start, unit, unit * base_start)
 
 
-def in_units(base: Sequence[float], steps: dict[Size, list[float]]) -> dict[Size, float]:
-    """Steps with some trees in steps of the base, as medians over turns; empty where there was no step to time.
+def in_turn(
+    model: Any, trees: dict[Any, DraftTree], calls: Sequence[dict[str, Any]], turns: int, captured: bool = False
+) -> dict[Any, float]:
+    """What a step costs with each tree, as a share of their geometric mean.
 
-    A machine may change how fast compiled steps are and not how fast the base's are, which wait for Python: so trees
-    are compared with each other in the same turn, and all together with the base.
+    The speed of a machine changes within a tenth of a second, and that of compiled steps without that of the base. So
+    the trees take the steps of the same calls in turn, in a random order each time, and the medians over turns count.
 
-    >>> in_units([1.0, 1.0, 1.0], {Size(2, 1): [1.0, 2.0, 2.0], Size(8, 1): [1.5, 3.0, 3.0]})
-    {Size(nodes=2, depth=1): 2.0, Size(nodes=8, depth=1): 3.0}
+    Args:
+        model: with draft heads.
+        trees: by name.
+        calls: arguments of `generate` for a few calls, taken one after the other.
+        turns: at most.
+        captured: compiled steps.
     """
-    turns = [turn for turn in range(len(base)) if all(one[turn] > 0 for one in (base, *steps.values()))]
-    if not turns:
-        return {}
-    together = [statistics.geometric_mean(one[turn] for one in steps.values()) for turn in turns]
-    all_over_base = statistics.median(mean / base[turn] for mean, turn in zip(together, turns))
-    return {
-        size: all_over_base * statistics.median(one[turn] / mean for mean, turn in zip(together, turns))
-        for size, one in steps.items()
-    }
+    names = [*trees]
+    shuffled = random.Random(0)
+    order = [place for _ in range(turns) for place in shuffled.sample(range(len(names)), len(names))]
+    together = tuple(trees.values())
+    for place in range(len(names)):  # compiles
+        timed(model, TreesInTurn(together, (place,)), {**calls[0], "max_new_tokens": WARM_TOKENS}, captured)
+    steps: list[float] = []
+    started = time.perf_counter()
+    for call in itertools.cycle(calls):
+        enough = len(steps) >= LEAST_TURNS * len(names) and time.perf_counter() - started > TURN_SECONDS
+        left = tuple(order[len(steps) :])
+        if enough or not left:
+            break
+        call = {**call, "max_new_tokens": min(call["max_new_tokens"], len(left) + 1)}  # one token needs no step
+        run = timed(model, TreesInTurn(together, left), call, captured)
+        steps += run.each
+        if not run.each:
+            break  # every answer is one token long
+    found: dict[Any, list[float]] = {name: [] for name in names}
+    for first in range(0, len(steps) - len(names) + 1, len(names)):
+        turn = slice(first, first + len(names))
+        mean = statistics.geometric_mean(steps[turn])
+        for place, step in zip(order[turn], steps[turn]):
+            found[names[place]].append(step / mean)
+    return {name: statistics.median(shares) if shares else 1.0 for name, shares in found.items()}
+
+
+def in_rounds(
+    model: Any, trees: Sequence[DraftTree | None], calls: Sequence[dict[str, Any]], captured: bool = False
+) -> list[list[Timed]]:
+    """Short calls with each tree, and of the base where there is none, COST_ROUNDS of each in turn.
+
+    Args:
+        model: with draft heads.
+        trees: which, or None.
+        calls: arguments of `generate`, taken one after the other.
+        captured: compiled steps.
+    """
+    runs: list[list[Timed]] = [[] for _ in trees]
+    places = [*range(len(trees))]
+    for turn, call in enumerate(itertools.islice(itertools.cycle(calls), COST_ROUNDS + 1)):
+        for place in places if turn % 2 else places[::-1]:
+            run = timed(model, trees[place], {**call, "max_new_tokens": COST_TOKENS}, captured)
+            runs[place] += [run] if turn else []  # the first round warms up
+    return runs
+
+
+def pace(runs: Sequence[Timed], base: Sequence[Timed]) -> float:
+    """A step in steps of the base, the median over rounds; NaN where no round has a step of both."""
+    ratios = [run.step / one.step for run, one in zip(runs, base) if run.step > 0 and one.step > 0]
+    return statistics.median(ratios) if ratios else math.nan
 
 
 class Timed(NamedTuple):
@@ -142,7 +187,7 @@ class Timed(NamedTuple):
 
     step: seconds of a step, the median; NaN where there was none; rest: seconds of everything besides its steps;
     seconds: of all together; steps: how many; sequences: its texts, on the host; emitted: by each row's steps, where
-    it drafted.
+    it drafted; each: seconds of every step.
     """
 
     step: float
@@ -151,9 +196,10 @@ class Timed(NamedTuple):
     steps: int = 0
     sequences: torch.Tensor = torch.empty(0)
     emitted: Sequence[int] = ()
+    each: Sequence[float] = ()
 
 
-def timed(model: Any, tree: DraftTree | None, call: dict[str, Any], captured: bool = False) -> Timed:
+def timed(model: Any, tree: DraftTree | TreesInTurn | None, call: dict[str, Any], captured: bool = False) -> Timed:
     """One call with a tree, or of the base where there is none."""
     steps: list[float] = []
     call = {**call, "return_dict_in_generate": True}
@@ -174,7 +220,7 @@ def timed(model: Any, tree: DraftTree | None, call: dict[str, Any], captured: bo
     # a step that takes long for another reason, such as preparing a captured one, is no step
     step = statistics.median(steps) if steps else math.nan
     rest = seconds - step * len(steps) if steps else seconds
-    return Timed(step, rest, seconds, len(steps), sequences, emitted[emitted > 0].tolist())
+    return Timed(step, rest, seconds, len(steps), sequences, emitted[emitted > 0].tolist(), steps)
 
 
 class _TokenClock:

@@ -19,7 +19,7 @@ from transformers.generation.streamers import BaseStreamer
 from hf_drafthead.generation.auto import steps_of
 from hf_drafthead.generation.capture import Capture
 from hf_drafthead.generation.dynamic import Tree
-from hf_drafthead.generation.ladder import Ladder
+from hf_drafthead.generation.ladder import Trees
 from hf_drafthead.generation.reader import BaseReader, position_table, prefill_inputs
 from hf_drafthead.generation.rules import Rules
 from hf_drafthead.generation.settings import DraftSettings
@@ -102,7 +102,7 @@ def decode(
 def prefill(
     reader: BaseReader,
     drafter,
-    tree: Tree | Ladder,
+    tree: Tree | Trees,
     input_ids: torch.Tensor,
     rules: Rules,
     inputs: dict,

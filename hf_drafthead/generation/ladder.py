@@ -1,4 +1,4 @@
-"""Trees of several sizes, what a step with each costs, and which of them pays most on a text.
+"""Trees of several sizes for one call: what a step with each costs, and which of them pays most on a text.
 
 Shapes: N nodes (root included).
 """
@@ -75,13 +75,44 @@ class CostCurve:
 
 
 @dataclass(frozen=True)
-class Ladder:
+class Trees:
+    """The trees of one call, each step of which takes one of them; caches have room for the largest."""
+
+    trees: tuple[DraftTree, ...]
+
+    @property
+    def num_nodes(self) -> int:
+        """N of the largest tree."""
+        return max(tree.num_nodes for tree in self.trees)
+
+    @property
+    def max_depth(self) -> int:
+        """Levels of the deepest tree."""
+        return max(tree.max_depth for tree in self.trees)
+
+    @property
+    def slots(self) -> int:
+        """Most nodes that a step writes to a cache."""
+        return max(tree.slots for tree in self.trees)
+
+
+@dataclass(frozen=True)
+class TreesInTurn(Trees):
+    """Trees whose steps are to be compared: one call makes its steps with them in a given order.
+
+    order: which tree each step takes; after the last one it begins again.
+    """
+
+    order: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Ladder(Trees):
     """What `draft_tree="auto"` chooses from: the root alone first, then trees that hold each other, ever larger.
 
     seconds: of a step with each tree; tokens_per_step: that each gave where it was calibrated, 1.0 for the root alone.
     """
 
-    trees: tuple[DraftTree, ...]
     seconds: tuple[float, ...]
     tokens_per_step: tuple[float, ...]
 
@@ -119,21 +150,6 @@ class Ladder:
             (1 + gain * (tau - 1)) / seconds for tau, seconds in zip(self.tokens_per_step, self.seconds, strict=True)
         ]
         return max(range(len(rates)), key=rates.__getitem__)
-
-    @property
-    def num_nodes(self) -> int:
-        """N of the largest tree."""
-        return self.trees[-1].num_nodes
-
-    @property
-    def max_depth(self) -> int:
-        """Levels of the largest tree."""
-        return self.trees[-1].max_depth
-
-    @property
-    def slots(self) -> int:
-        """Most nodes that a step writes to a cache."""
-        return self.trees[-1].slots
 
 
 def _sizes(largest: int) -> list[int]:

@@ -10,7 +10,7 @@ from transformers.utils import logging
 
 from hf_drafthead.generation.dynamic import DynamicTree, Tree, resolve
 from hf_drafthead.generation.entries import Situation, matching, tree_of
-from hf_drafthead.generation.ladder import Ladder
+from hf_drafthead.generation.ladder import Ladder, Trees, TreesInTurn
 from hf_drafthead.generation.tree import DraftTree
 
 logger = logging.get_logger(__name__)
@@ -103,6 +103,8 @@ class DraftSettings:
         """
         if self.draft_tree == AUTO:  # which trees these are depends on the call, see `calibrated`
             return self
+        if isinstance(self.draft_tree, TreesInTurn):
+            return self
         return self._with(resolve(self.draft_tree, max_depth, vocabulary))
 
     def calibrated(self, situation: Situation, max_depth: int | None, vocabulary: int) -> DraftSettings:
@@ -140,7 +142,7 @@ class DraftSettings:
         return replace(self, draft_tree=tree.without_gaps())
 
     @property
-    def tree(self) -> Tree | Ladder:
+    def tree(self) -> Tree | Trees:
         """The tree of resolved settings, or the trees."""
-        assert isinstance(self.draft_tree, (DraftTree, DynamicTree, Ladder))
+        assert isinstance(self.draft_tree, (DraftTree, DynamicTree, Trees))
         return self.draft_tree

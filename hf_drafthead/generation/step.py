@@ -17,7 +17,7 @@ import torch
 from hf_drafthead.generation.acceptance import preferred_choices, walk_on_device, walk_on_host
 from hf_drafthead.generation.drafting import draft_dynamic, draft_static
 from hf_drafthead.generation.dynamic import DynamicTree, Tree
-from hf_drafthead.generation.ladder import Ladder
+from hf_drafthead.generation.ladder import Trees
 from hf_drafthead.generation.later import catch_up, observer_of
 from hf_drafthead.generation.memory import nodes_in_memory
 from hf_drafthead.generation.reader import BaseReader
@@ -26,6 +26,8 @@ from hf_drafthead.generation.settings import DraftSettings
 from hf_drafthead.generation.slots import SlotCache
 from hf_drafthead.generation.state import Candidates, DecodingState, Limits, Rows, Verified, Walk
 from hf_drafthead.generation.stopwatch import Stopwatch
+
+SLOTS = 64  # for the nodes, in caches of fixed shapes: a multiple of this
 
 
 def draft(
@@ -83,6 +85,14 @@ def commit(drafter, draft_state: Any, cache: SlotCache, rows: Rows, verified: Ve
     return Rows(rows.sequences, rows.lengths + counts, ends, rows.position_shift, rows.visible, draft_state)
 
 
+def fixed_slots(tree: Tree | Trees) -> int:
+    """Slots for the nodes of a step in caches of fixed shapes: the same for most trees, which then share programs.
+
+    Attention does not look at more slots than there are nodes.
+    """
+    return -(-tree.slots // SLOTS) * SLOTS
+
+
 class Step:
     """A step that is run operation by operation.
 
@@ -101,10 +111,10 @@ class Step:
         self, reader: BaseReader, drafter, settings: DraftSettings, rules: Rules, show=None, timed: bool = False
     ):
         self.reader, self.drafter, self.settings, self.rules, self.show = reader, drafter, settings, rules, show
-        assert not isinstance(settings.tree, Ladder)
+        assert not isinstance(settings.tree, Trees)
         self.tree = settings.tree
         self.vocabulary = reader.base.config.get_text_config(decoder=True).vocab_size
-        self.slots = self.tree.slots  # of the caches, for the nodes of a step of fixed shapes
+        self.slots = fixed_slots(self.tree)  # of the caches, for the nodes of a step of fixed shapes
         self.timed, self.observer = timed, observer_of(drafter, self.tree)
 
     def __call__(self, state: DecodingState) -> tuple[Walk, dict[str, float]]:

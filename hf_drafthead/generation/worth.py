@@ -19,6 +19,7 @@ from hf_drafthead.generation.calibration import (
     own_seed,
     own_texts,
     rank_paths,
+    recounted,
     tilt_of_seed,
 )
 from hf_drafthead.generation.drafting import draft_vocabulary
@@ -37,18 +38,18 @@ TEXTS_AT_ONCE = 16
 class Worth:
     """What the base's own text says of trees.
 
-    paths: rank paths, the most valuable first, so that every beginning is a tree; steps: by the size of a tree, tokens
-    emitted by each step of generating each text, foretold with a tree that was not grown on that text; positions: that
-    were counted.
+    paths: the rank paths of the best tree of each size, the most valuable first, so that every beginning is a tree;
+    steps: by the size of a tree, tokens emitted by each step of generating each text, foretold with a tree that was not
+    grown on that text; positions: that were counted.
     """
 
-    paths: list[RankPath]
+    paths: dict[Size, list[RankPath]]
     steps: dict[Size, list[list[int]]]
     positions: int
 
     def tree(self, size: Size) -> DraftTree:
         """The best tree of so many nodes that is no deeper."""
-        return DraftTree(cut(self.paths, size)) if size.nodes > 1 else DraftTree.root_alone()
+        return DraftTree(self.paths[size]) if size.nodes > 1 else DraftTree.root_alone()
 
     def depths(self, nodes: int) -> list[Size]:
         """The sizes of so many nodes, the least deep first."""
@@ -89,11 +90,6 @@ class Call(NamedTuple):
     steps: int
 
 
-def cut(paths: Sequence[RankPath], size: Size) -> list[RankPath]:
-    """The most valuable paths of a tree of some size, the most valuable first; `paths` are sorted so."""
-    return [path for path in paths if len(path) <= size.depth][: size.nodes - 1]
-
-
 def _steps_to(counts: Sequence[int], tokens: int) -> int:
     """How many steps give so many tokens, or all."""
     total = 0
@@ -126,34 +122,51 @@ def worth_of_trees(
     ranks = []
     for first in range(0, len(prompts), TEXTS_AT_ONCE):
         ranks += _ranks_by_text(model, prompts[first : first + TEXTS_AT_ONCE], new_tokens, temperature, first, settings)
-    grow = METHODS[method]
     ranks_below = min(MOST_RANK, draft_vocabulary(model.base, model.drafter))
-
-    def grown(parts: list[torch.Tensor]) -> list[RankPath]:
-        paths = grow(torch.cat(parts), MAX_NODES) if parts else []
-        return [path for path in paths if max(path) < ranks_below]
-
-    halves = (grown(ranks[1::2]), grown(ranks[0::2]))  # of even and odd texts
-    paths = grown(ranks)
-    if not all(halves):
+    every_text, *halves = (BestTrees(method, part, ranks_below) for part in (ranks, ranks[1::2], ranks[0::2]))
+    if not (halves[0].paths and halves[1].paths):
         raise ValueError(_too_few(len(prompts), 0, 1.0, 2 * len(prompts)))
+    paths: dict[Size, list[RankPath]] = {ALONE: []}
     steps = {ALONE: [[1] * sum(foretold_steps(DraftTree([(0,)]), one[None])[0]) for one in ranks]}
-    for size in _sizes(paths, max_nodes):
-        trees = [DraftTree(cut(grown_on, size)) for grown_on in halves]
-        steps[size] = [foretold_steps(trees[number % 2], one[None])[0] for number, one in enumerate(ranks)]
+    for limit in _limits(every_text.paths, max_nodes):
+        grown = every_text.tree(limit)
+        size = Size(limit.nodes, max(map(len, grown)))
+        if size not in paths:
+            paths[size] = grown
+            trees = [DraftTree(half.tree(limit)) for half in halves]  # of even and odd texts
+            steps[size] = [foretold_steps(trees[number % 2], one[None])[0] for number, one in enumerate(ranks)]
     _check_precision(steps[max(steps)], len(prompts))
-    return Worth(paths, steps, sum(len(one) for one in ranks))
+    return Worth(paths, dict(sorted(steps.items())), sum(len(one) for one in ranks))
 
 
-def _sizes(paths: list[RankPath], max_nodes: int) -> list[Size]:
-    """The sizes that are tried, in ascending order: for every depth the best trees that are no deeper."""
+class BestTrees:
+    """The best trees on some texts by a method.
+
+    Args:
+        method: one of METHODS.
+        ranks: (S, K) of each text.
+        ranks_below: no path has a rank that is not below this.
+    """
+
+    def __init__(self, method: str, ranks: Sequence[torch.Tensor], ranks_below: int):
+        self.method, self.ranks_below = method, ranks_below
+        self.rows = [text.tolist() for text in ranks]
+        grown = METHODS[method](torch.cat([*ranks]), MAX_NODES) if ranks else []
+        self.paths = [path for path in grown if max(path) < ranks_below]
+
+    def tree(self, limit: Size) -> list[RankPath]:
+        """The paths of the best tree of so many nodes that is no deeper, the most valuable first."""
+        paths = [path for path in self.paths if len(path) <= limit.depth][: limit.nodes - 1]
+        return recounted(paths, self.rows, *limit, self.ranks_below) if self.method == "paths" else paths
+
+
+def _limits(paths: list[RankPath], max_nodes: int) -> list[Size]:
+    """The sizes that are tried, in ascending order: so many nodes, no deeper than each depth."""
     most = min(len(paths) + 1, max_nodes)
     found = set()
     for depth in range(1, max(map(len, paths)) + 1):
         held = sum(len(path) <= depth for path in paths) + 1
-        for nodes in (*SIZES, most):
-            if nodes <= min(most, held):
-                found.add(Size(nodes, max(map(len, cut(paths, Size(nodes, depth))))))
+        found |= {Size(nodes, depth) for nodes in (*SIZES, most) if nodes <= min(most, held)}
     return sorted(found)
 
 

@@ -11,7 +11,7 @@ from hf_drafthead.generation import auto, capture, entries, later
 from hf_drafthead.generation import step as stepping
 from hf_drafthead.generation.acceptance import walk_on_device
 from hf_drafthead.generation.entries import Situation
-from hf_drafthead.generation.ladder import Ladder
+from hf_drafthead.generation.ladder import Ladder, TreesInTurn
 from hf_drafthead.generation.state import Candidates, Limits, Rows
 from hf_drafthead.generation.tree import DraftTree
 from tests.bases import VOCABULARY, tiny_base
@@ -142,7 +142,7 @@ def test_usual_heads_draft_from_the_first_step_on(without_hash):
             steps.used = steps._chosen()
             drafted.append(steps.used)
             given = gives[int(torch.randint(5, (1,), generator=generator))]
-            usual = steps.ladder.tokens_per_step
+            usual = steps.trees.tokens_per_step
             state.counted.append([1 + given * (usual[steps.used] - 1) / 1.5])
     assert drafted.count(2) > 0.95 * len(drafted) and drafted.count(0) < 0.02 * len(drafted)
 
@@ -219,6 +219,37 @@ def test_captured_steps_of_several_sizes_share_the_caches(monkeypatch, fallbacks
     assert torch.equal(text, model.base.generate(**call))
     assert len(set(nodes[1:])) > 1 and fallbacks == []
     assert len(capture._PROGRAMS[model].made) == len(set(nodes[1:]))
+
+
+@pytest.mark.parametrize("captured", [{}, {"compile_config": TRACED}], ids=["uncaptured", "captured"])
+def test_trees_take_the_steps_of_a_call_in_the_order_that_is_given(captured, fallbacks):
+    base = tiny_base("llama-gqa")
+    call = {**prompt(2), **LONG}
+    text = base.generate(**call)
+    model = Drafted(base, Oracle(base, text.tolist(), half_right))
+    trees = DraftTree([(0,)]), DraftTree(PATHS), DraftTree.root_alone()
+    nodes = []
+    found = model.generate(
+        **call,
+        **captured,
+        draft_tree=TreesInTurn(trees, (1, 1, 0, 2)),
+        on_step=lambda record: nodes.append(record.drafted) if record.step else None,
+    )
+    assert torch.equal(found, text) and fallbacks == []
+    assert len(nodes) > 8 and nodes == [(9, 9, 2, 1)[step % 4] for step in range(len(nodes))]
+
+
+def test_trees_that_are_captured_alone_and_among_others_share_their_programs():
+    model = FAMILIES[0].build(tiny_base("llama-gqa"))
+    call = {**prompt(), **LONG, "compile_config": TRACED}
+    trees = DraftTree([(0,)]), DraftTree(PATHS)
+    model.generate(**call, draft_tree=TreesInTurn(trees, (0, 1)))
+    made = capture._PROGRAMS[model].made
+    before = list(made.values())
+    assert len(before) == 2
+    for tree in trees:
+        model.generate(**call, draft_tree=tree)
+    assert list(made.values()) == before
 
 
 @pytest.mark.slow

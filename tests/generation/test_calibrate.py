@@ -13,7 +13,7 @@ from hf_drafthead.generation import calibration, costs, worth
 from hf_drafthead.generation.calibrate import calibrate
 from hf_drafthead.generation.calibration import grow_tree_by_product
 from hf_drafthead.generation.entries import Situation, matching, merged
-from hf_drafthead.generation.ladder import ALONE, CostCurve, Ladder, Size
+from hf_drafthead.generation.ladder import ALONE, CostCurve, Ladder, Size, TreesInTurn
 from hf_drafthead.generation.tree import DraftTree
 from hf_drafthead.generation.worth import sampled_prompts, worth_of_trees
 from tests.bases import VOCABULARY, tiny_base
@@ -21,13 +21,15 @@ from tests.families import FAMILIES
 
 PROMPTS = list(torch.randint(3, VOCABULARY, (6, 7), generator=torch.Generator().manual_seed(3)))
 QUICK = {"new_tokens": 24, "max_nodes": 12}
+FEW = {"COST_TOKENS": 6, "COST_ROUNDS": 1, "COST_TURNS": 2}
 GREEDY = {"max_new_tokens": 12, "eos_token_id": None, "do_sample": False}
 
 
 @pytest.fixture(autouse=True)
 def few_steps(monkeypatch):
-    monkeypatch.setattr(costs, "COST_TOKENS", 6)
-    monkeypatch.setattr(costs, "COST_ROUNDS", 1)
+    for name, value in FEW.items():
+        monkeypatch.setattr(costs, name, value)
+    monkeypatch.setattr(calibrating, "CHECK_TURNS", 2)
     monkeypatch.setattr(worth, "PRECISION", 0.2)
 
 
@@ -40,8 +42,9 @@ def calibrated():
     """Hydra heads with entries for one row and for two, whose trees differ from each other and from `draft_tree`."""
     model = family("hydra").build(tiny_base("llama-gqa"))
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(costs, "COST_TOKENS", 6)
-        patched.setattr(costs, "COST_ROUNDS", 1)
+        for name, value in FEW.items():
+            patched.setattr(costs, name, value)
+        patched.setattr(calibrating, "CHECK_TURNS", 2)
         patched.setattr(worth, "PRECISION", 0.2)
         kept = []
         entries = calibrate(model, PROMPTS, batch_sizes=(1, 2), keep=kept.append, **QUICK)
@@ -208,14 +211,14 @@ def test_no_tree_is_grown_beyond_the_tokens_that_the_heads_choose_among(monkeypa
     monkeypatch.setattr(worth, "PRECISION", 1.0)
     model = family("eagle3").build(tiny_base("llama-gqa"), draft_vocab_size=20)
     found = worth_of_trees(model, PROMPTS, 24, 60, eos_token_id=None)
-    assert found.paths and max(map(max, found.paths)) < 20
+    assert len(found.paths) > 5 and max(rank for paths in found.paths.values() for path in paths for rank in path) < 20
 
 
 def test_in_a_batch_the_row_that_takes_most_steps_counts():
     # of three texts: 6 tokens each after the first, in 2, 3 and 6 steps
     steps = [[3, 3], [2, 2, 2], [1] * 6]
     one_guess = Size(2, 1)
-    found = worth.Worth([(0,)], {ALONE: [[1] * 6] * 3, one_guess: steps}, 18)
+    found = worth.Worth({one_guess: [(0,)]}, {ALONE: [[1] * 6] * 3, one_guess: steps}, 18)
     assert [call.steps for call in found.calls(one_guess, 1, 99)] == [2, 3, 6]
     assert [call.steps for call in found.calls(one_guess, 2, 99)] == [3, 6, 6]  # the last text is followed by the first
     assert [(call.steps, call.base_steps) for call in found.calls(one_guess, 3, 99)] == [(6, 6)] * 3
@@ -234,6 +237,10 @@ def timed_by_size(monkeypatch, step):
     asked = []
 
     def timed(model, tree, call, captured=False):
+        if isinstance(tree, TreesInTurn):
+            turns = [tree.trees[place] for place in tree.order[: call["max_new_tokens"] - 1]]
+            asked.extend(Size(one.num_nodes, one.max_depth) for one in turns)
+            return costs.Timed(0.0, 0.5, 0.0, each=[step(one.num_nodes, one.max_depth) for one in turns])
         asked.append(Size(tree.num_nodes, tree.max_depth) if tree else None)
         return costs.Timed(step(tree.num_nodes, tree.max_depth) if tree else 1.0, rest=0.5, seconds=0.0)
 
@@ -242,9 +249,9 @@ def timed_by_size(monkeypatch, step):
 
 
 def test_sizes_that_cannot_pay_are_not_timed(monkeypatch):
-    paths = [(rank,) for rank in range(40)]
     taken = {ALONE: [1] * 8, Size(2, 1): [2] * 4, Size(8, 1): [2] * 4, Size(16, 1): [4] * 2}
     taken |= {Size(32, 1): [4] * 2, Size(41, 1): [4] * 2}
+    paths = {size: [(rank,) for rank in range(size.nodes - 1)] for size in taken}
     found = worth.Worth(paths, {size: [steps] * 4 for size, steps in taken.items()}, 32)
     model = family("medusa").build(tiny_base("llama-gqa"))
     given = {"input_ids": torch.stack(PROMPTS[:1])}
@@ -272,10 +279,8 @@ def test_the_best_trees_of_every_depth_are_tried(monkeypatch):
     for size in found.steps:
         tree = found.tree(size)
         assert (tree.num_nodes, tree.max_depth) == size
-        left_out = [path for path in found.paths if len(path) <= size.depth and path not in tree.paths]
-        assert not left_out or min(map(found.paths.index, left_out)) > max(
-            map(found.paths.index, tree.paths), default=-1
-        )
+        for nodes in range(2, size.nodes):
+            assert DraftTree(found.paths[size][: nodes - 1]).num_nodes == nodes
     assert found.depths(8) == [Size(8, 1), Size(8, 2), Size(8, 3)] and max(found.steps) == Size(40, 3)
     taus = [found.tokens_per_step(size) for size in found.depths(8)]
     assert taus[0] < taus[1] < taus[2]
@@ -303,12 +308,12 @@ def test_a_shallow_tree_is_kept_where_levels_are_dear(level, depth, monkeypatch)
     model, found = planted(monkeypatch)
     monkeypatch.setattr(calibrating, "worth_of_trees", lambda *args: found)
     timed_by_size(monkeypatch, lambda nodes, deep: 1.0 + nodes / 24 + level * max(deep - 1, 0))
-    monkeypatch.setattr(calibrating, "_check_end_to_end", lambda model, worth, costs, sizes, *args: (sizes[0], {}))
+    monkeypatch.setattr(calibrating, "_check_end_to_end", lambda model, worth, costs, best, *args: (best, {}))
     (entry,) = calibrate(model, PROMPTS, new_tokens=41, max_nodes=40)
     measured = entry["measured"]
     assert max(map(len, entry["tree"])) == depth and measured["level_seconds"] == pytest.approx(level)
     size = Size(len(entry["tree"]) + 1, depth)
-    assert entry["tree"] == [list(path) for path in worth.cut(found.paths, size)]
+    assert entry["tree"] == [list(path) for path in found.paths[size]]
     assert measured["predicted_tokens_per_step"] == found.tokens_per_step(size)
     # the curves are those of trees that are no deeper, of which "auto" takes the beginnings
     timed = [one for one in sorted(found.steps) if one.nodes <= measured["step_seconds"][-1][0]]
@@ -320,22 +325,47 @@ def test_a_shallow_tree_is_kept_where_levels_are_dear(level, depth, monkeypatch)
     assert ladder.seconds[-1] == pytest.approx(1.0 + size.nodes / 24 + level * (depth - 1))
 
 
-def test_a_few_sizes_are_run_that_fill_blocks_of_nodes_and_of_captured_steps_three(monkeypatch):
+def test_a_few_sizes_are_compared_that_fill_blocks_of_nodes_and_of_captured_steps_three(monkeypatch):
     model, found = planted(monkeypatch)
     monkeypatch.setattr(calibrating, "worth_of_trees", lambda *args: found)
-    ran: list[list[int]] = []
+    monkeypatch.setattr(calibrating, "_check_end_to_end", lambda model, worth, costs, best, *args: (best, {}))
+    compared: list[list[tuple[int, int]]] = []
 
-    def check(model, worth, costs, candidates, *args):
-        ran.append([size.nodes for size in candidates])
-        return candidates[0], {}
+    def in_turn(model, trees, *args):
+        compared.append([(tree.num_nodes, tree.max_depth) for tree in trees.values()])
+        return dict.fromkeys(trees, 1.0)
 
-    monkeypatch.setattr(calibrating, "_check_end_to_end", check)
+    monkeypatch.setattr(calibrating, "in_turn", in_turn)
     for cost in (0.0, 0.1):  # of a node
         timed_by_size(monkeypatch, lambda nodes, depth, cost=cost: 1.0 + cost * nodes)
         for captured, rows in ((False, 1), (False, 4), (True, 1), (True, 4)):
             calibrate(model, PROMPTS, batch_sizes=(rows,), captured=captured, new_tokens=41, max_nodes=40)
-    assert ran[:4] == [[40, 40, 24, 16], [40, 40, 28, 20], [40, 40, 24], [40, 40, 28]]
-    assert ran[4:] == [[4, 4, 3, 6], [3, 5, 4, 6], [8, 8, 2], [4, 4, 6]]
+    assert compared[:4] == [
+        [(40, 3), (24, 3), (40, 2), (16, 3), (24, 2), (16, 2)],
+        [(40, 3), (28, 3), (40, 2), (28, 2), (20, 3), (20, 2)],
+        [(40, 3), (24, 3), (40, 2)],
+        [(40, 3), (28, 3), (40, 2)],
+    ]
+    assert compared[4:] == [
+        [(4, 3), (3, 2), (6, 3), (4, 2), (6, 2), (3, 1)],
+        [(3, 2), (4, 3), (6, 3), (4, 2), (6, 2), (3, 1)],
+        [(8, 3), (2, 1), (8, 2)],
+        [(4, 3), (6, 3), (4, 2)],
+    ]
+
+
+@pytest.mark.parametrize("dear", [1.0, 1.2, 4.0])
+def test_of_the_sizes_that_are_compared_the_one_with_most_tokens_per_second_is_run(dear, monkeypatch):
+    model, found = planted(monkeypatch)
+    monkeypatch.setattr(calibrating, "worth_of_trees", lambda *args: found)
+    monkeypatch.setattr(calibrating, "_check_end_to_end", lambda model, worth, costs, best, *args: (best, {}))
+    timed_by_size(monkeypatch, lambda nodes, depth: 1.0)
+    # compared step by step, deep trees cost more than the curve says
+    monkeypatch.setattr(
+        calibrating, "in_turn", lambda model, trees, *args: {size: dear if size.depth == 3 else 1.0 for size in trees}
+    )
+    (entry,) = calibrate(model, PROMPTS, new_tokens=41, max_nodes=40)
+    assert max(map(len, entry["tree"])) == (3 if dear < 1.2 else 2)
 
 
 def test_a_ladder_knows_the_costs_of_an_entry_and_entries_of_earlier_versions_know_no_levels(calibrated):
@@ -351,20 +381,56 @@ def test_a_ladder_knows_the_costs_of_an_entry_and_entries_of_earlier_versions_kn
     assert Ladder.of(entry, None, VOCABULARY).seconds == (1.0, 1.25, 1.75)
 
 
-def test_the_sizes_that_are_run_differ_in_nodes_or_levels_and_are_close_to_the_best():
+def test_the_sizes_that_are_compared_differ_in_nodes_or_levels_and_are_close_to_the_best():
     rates = {ALONE: 1.2, Size(4, 1): 1.0, Size(4, 2): 1.1, Size(5, 2): 1.05, Size(6, 2): 0.99, Size(12, 3): 0.5}
-    # 12 nodes are not close; (4, 1) has other levels than the best
+    # 12 nodes are not close, and 5 not apart from 4
     assert calibrating._candidates(rates) == [Size(4, 2), Size(4, 1), Size(6, 2)]
     assert calibrating._candidates({Size(2, 1): 1.0}) == [Size(2, 1)]
-    rates[Size(8, 3)] = 1.0
-    assert calibrating._candidates(rates) == [Size(4, 2), Size(4, 1), Size(8, 3), Size(6, 2)]
-    del rates[Size(4, 1)]
-    assert calibrating._candidates(rates) == [Size(4, 2), Size(8, 3), Size(6, 2)]
+    rates |= {Size(8, 3): 1.02, Size(4, 3): 0.995, Size(16, 3): 0.9}
+    # three numbers of nodes, and no third depth
+    assert calibrating._candidates(rates) == [Size(4, 2), Size(8, 3), Size(4, 1), Size(6, 2)]
+    rates |= {Size(8, 2): 0.95, Size(4, 3): 1.08}
+    assert calibrating._candidates(rates) == [Size(4, 2), Size(4, 3), Size(8, 3), Size(6, 2), Size(8, 2)]
 
 
-def test_the_fastest_of_the_sizes_that_are_run_is_kept(monkeypatch):
+def test_the_trees_of_a_comparison_take_the_steps_of_the_same_calls_in_turn(monkeypatch):
+    trees = {"small": DraftTree([(0,)]), "large": DraftTree([(0,), (1,)]), "deep": DraftTree([(0,), (0, 0)])}
+    asked: list[tuple[int, ...]] = []
+    pace = 1.0
+
+    def timed(model, tree, call, captured):
+        nonlocal pace
+        most = call["max_new_tokens"] - 1
+        asked.append(tree.order[:most])
+        each = []
+        for place in tree.order[: min(most, 7)]:
+            pace = 5.0 - pace if len(each) == 4 else pace  # the machine changes its speed in the middle of a call
+            each.append(pace * (1.0, 1.1, 1.3)[place])
+        return costs.Timed(0.0, 0.0, 0.0, len(each), each=each)
+
+    monkeypatch.setattr(costs, "timed", timed)
+    model = SimpleNamespace(base=SimpleNamespace(device=torch.device("cpu")))
+    shares = costs.in_turn(model, trees, [{"max_new_tokens": 9}], 40)
+    assert shares["large"] / shares["small"] == pytest.approx(1.1)
+    assert shares["deep"] / shares["small"] == pytest.approx(1.3)
+    assert shares["small"] == pytest.approx(1 / (1.0 * 1.1 * 1.3) ** (1 / 3))
+    assert asked[:3] == [(0,), (1,), (2,)]  # they warm up
+    taken = [place for call in asked[3:-1] for place in call[:7]] + list(asked[-1])
+    assert len(taken) == 120 and all(sorted(taken[at : at + 3]) == [0, 1, 2] for at in range(0, 120, 3))
+    assert len({tuple(taken[at : at + 3]) for at in range(0, 120, 3)}) == 6  # in every order
+
+    asked.clear()
+    monkeypatch.setattr(costs, "TURN_SECONDS", 0.0)
+    monkeypatch.setattr(costs, "LEAST_TURNS", 5)
+    costs.in_turn(model, trees, [{"max_new_tokens": 9}], 40)
+    assert len(asked) == 3 + 3  # 15 steps, of which a call makes 7
+    monkeypatch.setattr(costs, "timed", lambda *args: costs.Timed(math.nan, 0.0, 0.0))
+    assert costs.in_turn(model, trees, [{"max_new_tokens": 9}], 40) == dict.fromkeys(trees, 1.0)
+
+
+def test_a_size_is_kept_where_it_pays(monkeypatch):
     steps = {ALONE: [[1] * 8], Size(2, 1): [[2] * 4], Size(4, 2): [[2] * 4]}
-    found = worth.Worth([(0,), (0, 0), (1,)], steps, 8)
+    found = worth.Worth({Size(2, 1): [(0,)], Size(4, 2): [(0,), (0, 0), (1,)]}, steps, 8)
     seconds = {None: 1.0, 2: 0.75, 4: 1.5}  # of a step
     paces, text = [5.0, 1.0, 4.0, 2.0], torch.tensor([[5, 6, 7, 8, 9]])  # the first call of all warms up
 
@@ -375,13 +441,17 @@ def test_the_fastest_of_the_sizes_that_are_run_is_kept(monkeypatch):
         return costs.Timed(step, 0.0, step * number, number, text + (nodes == 4), (1, 3) if nodes else ())
 
     monkeypatch.setattr(calibrating, "timed", timed)
+    monkeypatch.setattr(calibrating, "in_rounds", lambda model, trees, *args: [[]] * len(trees))
     model = SimpleNamespace(
         base=SimpleNamespace(device=torch.device("cpu")), generation_config=SimpleNamespace(eos_token_id=None)
     )
-    sizes = [Size(4, 2), Size(2, 1)]
     cost = costs.Costs(CostCurve([(1, 1.0)]), start=0.0, base_step=10.0, base_start=0.0)
     given = [{"input_ids": torch.tensor([[turn]])} for turn in (1, 2, 3)]
-    best, figures = calibrating._check_end_to_end(model, found, cost, sizes, given, {}, False, 64)
+
+    def check(size, worth=found, cost=cost):
+        return calibrating._check_end_to_end(model, worth, cost, size, given, {}, False, 64)
+
+    best, figures = check(Size(2, 1))
     # a text of five tokens a batch, in steps that take 1, 4 and 2 times as long
     assert best == Size(2, 1) and figures == {
         "tokens_per_step": 2.0, "tokens_per_second": 15 / 10.5, "base_tokens_per_second": 15 / 28.0,
@@ -389,74 +459,79 @@ def test_the_fastest_of_the_sizes_that_are_run_is_kept(monkeypatch):
         # 8 tokens after the first in 4 steps of 7.5 seconds, or 8 of 10
         "predicted_tokens_per_second": 9 / 30.0, "predicted_speedup": 80 / 30.0, "tree_seconds": 7.5,
     }  # fmt: skip
-    best, figures = calibrating._check_end_to_end(model, found, cost, [Size(4, 2)], given, {}, False, 64)
+    best, figures = check(Size(4, 2))
     assert best == Size(4, 2) and not figures["identical"]
-    # on these batches the tree of two nodes is the fastest one; on all texts the other takes a third of its steps
+    # how many steps it takes is what all texts say, and not these batches
     more = worth.Worth(found.paths, {**steps, Size(2, 1): [[1, 2, 1, 1, 1, 1, 1]], Size(4, 2): [[4] * 2]}, 8)
-    best, figures = calibrating._check_end_to_end(model, more, cost, sizes, given, {}, False, 64)
-    assert best == Size(4, 2) and figures["speedup"] == 4 / 3
+    assert check(Size(2, 1), more)[1]["predicted_speedup"] == 80 / 52.5
+    assert check(Size(4, 2), more)[1]["speedup"] == 4 / 3
     # the start of a call, which takes as long with every tree, leaves less to gain by fewer steps
     for start, expected in ((0.0, Size(4, 2)), (40.0, Size(4, 2)), (60.0, ALONE)):
-        slow = replace(cost, start=start)
-        assert calibrating._check_end_to_end(model, more, slow, sizes, given, {}, False, 64)[0] == expected
-    # neither is faster than the base by enough, so it decodes by itself
+        assert check(Size(4, 2), more, replace(cost, start=start))[0] == expected
+    # not faster than the base by enough, so it decodes by itself
     seconds.update({2: 1.99, 4: 2.1})
-    best, figures = calibrating._check_end_to_end(model, found, cost, sizes, given, {}, False, 64)
+    best, figures = check(Size(2, 1))
     assert best == ALONE and figures == {
         "tokens_per_step": 1.0, "tokens_per_second": 15 / 28.0, "base_tokens_per_second": 15 / 28.0, "speedup": 1.0,
         "identical": True, "predicted_tokens_per_second": 9 / 80.0, "predicted_speedup": 1.0,
     }  # fmt: skip
     # slower than the base on these texts: what all texts promise is not believed
-    best, _ = calibrating._check_end_to_end(model, more, cost, [Size(4, 2)], given, {}, False, 64)
-    assert best == ALONE
+    assert check(Size(4, 2), more)[0] == ALONE
+    # short calls in turn with the base tell what a step costs, beside those of the check
+    seconds.update({2: 0.75})
+    rounds = [[costs.Timed(ratio, 0.0, 0.0) for _ in range(4)] for ratio in (1.5, 2.0)]
+    monkeypatch.setattr(calibrating, "in_rounds", lambda model, trees, *args: rounds if trees[1] is None else None)
+    assert check(Size(2, 1))[1]["tree_seconds"] == 7.5  # 0.75 of it in three batches and in four rounds
 
 
 def test_a_call_without_a_step_tells_no_cost_of_one(monkeypatch):
-    found = worth.Worth([(0,)], {ALONE: [[1] * 8], Size(2, 1): [[2] * 4]}, 8)
-    times = iter([1.0, 0.5] * 4)
+    found = worth.Worth({Size(2, 1): [(0,)]}, {ALONE: [[1] * 8], Size(2, 1): [[2] * 4]}, 8)
 
     def timed(model, tree, call, captured):
-        return costs.Timed(math.nan, 1.0, next(times), 0, torch.tensor([[5, 6]]))
+        return costs.Timed(math.nan, 1.0, 0.5 if tree else 1.0, 0, torch.tensor([[5, 6]]))
 
     monkeypatch.setattr(calibrating, "timed", timed)
+    monkeypatch.setattr(costs, "timed", timed)
     model = SimpleNamespace(
         base=SimpleNamespace(device=torch.device("cpu")), generation_config=SimpleNamespace(eos_token_id=None)
     )
     cost = costs.Costs(CostCurve([(2, 1.25)]), start=0.0, base_step=1.0, base_start=0.0)
     given = [{"input_ids": torch.tensor([[turn]])} for turn in (1, 2, 3)]
-    best, figures = calibrating._check_end_to_end(model, found, cost, [Size(2, 1)], given, {}, False, 64)
+    best, figures = calibrating._check_end_to_end(model, found, cost, Size(2, 1), given, {}, False, 64)
     assert best == Size(2, 1) and figures["speedup"] == 2.0 and figures["tokens_per_step"] == 1.0
     dear = replace(cost, curve=CostCurve([(2, 2.5)]))  # of the curve then
-    times = iter([1.0, 0.5] * 4)
-    assert calibrating._check_end_to_end(model, found, dear, [Size(2, 1)], given, {}, False, 64)[0] == ALONE
+    assert calibrating._check_end_to_end(model, found, dear, Size(2, 1), given, {}, False, 64)[0] == ALONE
 
 
 def test_the_seconds_of_a_step_are_those_of_the_round_over_the_base(monkeypatch):
-    found = worth.Worth([(0,)], {ALONE: [[1] * 8], Size(2, 1): [[2] * 4]}, 8)
+    pair = Size(4, 1), Size(4, 2)
+    paths = {Size(2, 1): [(0,)], pair[0]: [(0,), (1,), (2,)], pair[1]: [(0,), (0, 0), (1,)]}
+    steps = {ALONE: [[1] * 8]} | {size: [[2] * 4] for size in paths}
+    found = worth.Worth(paths, steps, 8)
     model = family("medusa").build(tiny_base("llama-gqa"))
     monkeypatch.setattr(costs, "COST_ROUNDS", 3)
-    # warm-up, and three rounds at different paces of the machine, in the last of which the tree is disturbed
-    seconds = iter([1.0, 1.0, *[1.0, 1.0, 1.5], *[4.0, 4.0, 6.0], *[2.0, 2.0, 6.0]])
-    paces = iter([1.0, 1.0, *[1.0] * 3, *[4.0] * 3, *[2.0] * 3])
+    shares = {Size(2, 1): 0.5, pair[0]: 1.0, pair[1]: 1.25}
+    monkeypatch.setattr(costs, "in_turn", lambda model, trees, *args: {size: shares[size] for size in trees})
+    # a warm-up, and three rounds at different paces of the machine, in the last of which the tree is disturbed
+    rounds = [(9.0, 1.0, 1.0), (1.0, 1.0, 1.5), (4.0, 4.0, 6.0), (2.0, 2.0, 6.0)]
+    asked: list[int] = []
 
     def timed(model, tree, call, captured=False):
-        return costs.Timed(next(seconds), rest=next(paces) * 0.5, seconds=0.0)
+        if call["max_new_tokens"] != costs.COST_TOKENS or len(asked) < len(steps):  # the first call of each size
+            asked.append(0)
+            return costs.Timed(1.0, rest=0.5, seconds=0.0)
+        now = rounds[(len(asked) - len(steps)) // 3]
+        asked.append(0)
+        step = now[0 if tree is None else 1 if tree.num_nodes == 1 else 2]
+        return costs.Timed(step, rest=0.5 * now[0], seconds=0.0)
 
     monkeypatch.setattr(costs, "timed", timed)
     measured = costs.measured_costs(model, found, {"input_ids": torch.stack(PROMPTS[:1])}, {})
-    assert measured.curve.points == [(1, pytest.approx(2.0)), (2, pytest.approx(3.0))] and measured.base_step == 2.0
+    # the deepest tree takes 1.5 steps of the base, the others as much less as in turn, and the root alone one: the mean
+    # of it and of two nodes, since a curve never falls
+    assert measured.base_step == 2.0 and measured.curve.level == pytest.approx(0.6)
+    assert measured.curve.points == [(1, pytest.approx(1.6)), (2, pytest.approx(1.6)), (4, pytest.approx(2.4))]
     assert measured.start == measured.base_start == 1.0
-
-
-def test_trees_are_compared_with_each_other_although_their_pace_changes_and_the_base_s_does_not():
-    # in every turn the second takes 1.1 times as long as the first, which takes half of a base's step, or all of it;
-    # medians over the base would take one from the fast turns and one from the slow ones
-    fast, slow, wrong = (0.5, 0.55), (1.0, 1.1), (0.5, math.nan)
-    turns = [fast, slow, fast, slow, wrong, (0.98, 1.078)]
-    small, large = Size(8, 2), Size(8, 3)
-    paces = costs.in_units([1.0] * 6, {small: [one for one, _ in turns], large: [two for _, two in turns]})
-    assert paces[large] / paces[small] == pytest.approx(1.1) and paces[small] == pytest.approx(0.98)
-    assert costs.in_units([math.nan], {small: [math.nan]}) == {}
 
 
 def test_where_no_tree_pays_the_entry_has_the_root_alone(monkeypatch, notices):
@@ -475,6 +550,14 @@ def test_where_no_tree_pays_the_entry_has_the_root_alone(monkeypatch, notices):
         "(draft_tree= drafts all the same)."
     ]
     assert model.generate(**call, draft_tree=[[0]]).accepted_lengths is not None
+
+
+def test_the_caller_s_random_generator_stays_as_it_is():
+    model = family("medusa").build(tiny_base("llama-gqa"))
+    torch.manual_seed(1)
+    state = torch.get_rng_state()
+    calibrate(model, PROMPTS, temperature=0.8, **QUICK)
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_medusa_s_product_takes_the_heads_as_independent():

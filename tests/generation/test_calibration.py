@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hf_drafthead.generation.calibration import foretold_steps, grow_tree, rank_paths, tilt_of_seed
+from hf_drafthead.generation.calibration import foretold_steps, grow_tree, rank_paths, recounted, tilt_of_seed
 from hf_drafthead.generation.tree import DraftTree
 from tests.bases import VOCABULARY, tiny_base
 from tests.families import FAMILIES
@@ -81,6 +81,28 @@ def test_a_step_goes_as_deep_as_the_tree_and_no_further_than_the_text():
         [[0, 0], [0, -1], [-1, -1], [-1, -1], [-1, -1], [-1, -1]],
     ]
     assert foretold_steps(tree, torch.tensor(rows)) == [[3, 2, 1], [2]]
+
+
+def test_a_tree_is_counted_anew_where_its_steps_begin_as_long_as_that_saves_steps():
+    # of nine positions five have rank 0, but steps with that guess begin mostly where rank 1 is right
+    row = [[rank] for rank in (0, 0, 1, 0, 0, 1, 1, 1, 0)]
+    ranks = torch.tensor([row])
+    counted = grow_tree(ranks, 2)
+    taken = [foretold_steps(DraftTree(paths), ranks)[0] for paths in (counted, [(1,)])]
+    assert counted == [(0,)] and [len(steps) for steps in taken] == [7, 6]
+    assert recounted(counted, [row], 2, 1, 9) == [(1,)]
+    assert recounted([(1,)], [row], 2, 1, 9) == [(1,)]
+    assert recounted(counted, [row], 2, 1, 1) == [(0,)]  # no rank but 0
+
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.multinomial(torch.tensor([0.5, 0.3, 0.2]), 3 * 40 * 20, True, generator=generator).view(20, 40, 3)
+    for nodes, depth in ((4, 2), (8, 3), (16, 3)):
+        before = [path for path in grow_tree(rows, 100) if len(path) <= depth][: nodes - 1]
+        after = recounted(before, rows.tolist(), nodes, depth, 9)
+        fewer, more = (sum(map(len, foretold_steps(DraftTree(paths), rows))) for paths in (after, before))
+        assert fewer <= more and len(after) == nodes - 1 and max(map(len, after)) <= depth
+        for size in range(1, nodes):
+            assert DraftTree(after[:size]).num_nodes == size + 1
 
 
 def test_every_beginning_of_a_grown_tree_is_a_tree():
