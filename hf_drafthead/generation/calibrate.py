@@ -37,16 +37,16 @@ from hf_drafthead.generation.tree import MAX_NODES
 from hf_drafthead.generation.worth import METHODS, Worth, check_prompts, sampled_prompts, worth_of_trees
 
 CHECKED, DEPTHS, APART = (
+    4,
     3,
-    2,
     1.3,
 )  # numbers of nodes that are compared, of as many depths, apart by this factor at least
 COMPILED_CHECKED = 3  # captured trees that are compared, each of which is compiled
-CHECK_TURNS = 80  # in which they are compared
+FEW_TURNS, CHECK_TURNS, LEFT = 24, 100, 3  # all are compared in few turns, the fastest that are left in more
 BLOCK = 8  # nodes of all rows: products of so many take less time for each node than of a few more or less
 CLOSE = 0.8  # share of the best size's tokens per second that each of them is predicted to reach
 PAYS = 1.01  # times as fast as the base, to within which a check tells it
-CHECKED_PROMPTS, CHECKED_BATCHES, CHECKED_TOKENS = 8, 6, 64  # at least so many prompts and batches
+CHECKED_PROMPTS, CHECKED_BATCHES, CHECKED_TOKENS = 6, 6, 64  # at least so many prompts and batches
 
 
 def calibrate(
@@ -149,10 +149,7 @@ def _checked(
     candidates = _candidates(fitting)[: COMPILED_CHECKED if captured else None]
     calls = [{**given, **sampling, "max_new_tokens": new_tokens, "min_new_tokens": None, "eos_token_id": None}
              for given in batches]  # fmt: skip
-    shares = in_turn(model, {size: worth.tree(size) for size in candidates}, calls, CHECK_TURNS, captured)
-    mean = statistics.geometric_mean(costs.curve.at(*size) for size in candidates)
-    steps = {size: mean * share for size, share in shares.items()}
-    best = max(steps, key=lambda size: costs.predicted(worth, size, rows, new_tokens, steps[size]).tokens_per_second)
+    best = _fastest(model, worth, costs, candidates, calls, captured, new_tokens)
     best, figures = _check_end_to_end(model, worth, costs, best, batches, sampling, captured, new_tokens)
     depth = best.depth or max(sizes).depth
     as_deep = {size.nodes: size for size in sizes if size.depth <= depth}  # the deepest of them
@@ -182,6 +179,29 @@ def _candidates(rates: dict[Size, float]) -> list[Size]:
         if len(chosen.get(size.nodes, [None] * DEPTHS)) < DEPTHS:
             chosen[size.nodes].append(size)
     return [size for size in close if size in chosen.get(size.nodes, [])]
+
+
+def _fastest(
+    model: Any,
+    worth: Worth,
+    costs: Costs,
+    candidates: list[Size],
+    calls: list[dict[str, Any]],
+    captured: bool,
+    new_tokens: int,
+) -> Size:
+    """The size with most tokens per second, compared step by step: all in a few turns, those that are LEFT in more."""
+    rows = len(calls[0]["input_ids"])
+    steps = {size: costs.curve.at(*size) for size in candidates}
+    for turns in (FEW_TURNS, CHECK_TURNS):
+        mean = statistics.geometric_mean(steps[size] for size in candidates)
+        shares = in_turn(model, {size: worth.tree(size) for size in candidates}, calls, turns, captured)
+        steps = {size: mean * share for size, share in shares.items()}
+        rates = {
+            size: costs.predicted(worth, size, rows, new_tokens, step).tokens_per_second for size, step in steps.items()
+        }
+        candidates = sorted(rates, key=rates.__getitem__, reverse=True)[:LEFT]
+    return candidates[0]
 
 
 def _check_end_to_end(

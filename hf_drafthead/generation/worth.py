@@ -31,7 +31,7 @@ METHODS = {"paths": grow_tree, "product": grow_tree_by_product}
 SIZES = (2, 3, 4, 5, 6, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 100, 128, 192, 256)
 MOST_RANK = 64  # ranks from here on are never grown: finding them costs more than they are worth
 PRECISION = 0.05  # standard error of the tokens per step, as a share
-TEXTS_AT_ONCE = 16
+TEXTS_AT_ONCE = 32
 
 
 @dataclass(frozen=True)
