@@ -9,8 +9,9 @@
 The entries are those of `python -m hf_drafthead.zoo.build --part medusa-trees --force` and so on. They were measured on
 every second of 240 held-out prompts; the figures here are from the others. Every text is compared with the base's own.
 
-    tokens   greedy answers of 128 tokens until there are 5,000 steps of single rows, with the tree for one row; on the
-             prompts that it was calibrated on as well, and the standard error over texts of both together
+    tokens   with the tree for one row and greedy answers of 128 tokens to the 120 prompts, and to those that it was
+             calibrated on, from the ranks of the base's tokens; 16 are generated as well. `error` is the standard error
+             over texts of both together
     sampled  1,280 prompts of 32 tokens that the base samples, as `calibrate` lets it where none are given: tokens per
              step of the best tree of the entry's size, predicted from the greedy answers to half of them, and measured
              on the other half; `error` is the standard error over texts of both halves together
@@ -42,7 +43,6 @@ import json
 import math
 import random
 import statistics
-import sys
 import time
 from collections.abc import Sequence
 from importlib import resources
@@ -71,8 +71,8 @@ from hf_drafthead.zoo.trees import BATCH_SIZES, NEW_TOKENS, more_prompts
 RESULTS = Path(__file__).parent / "results" / "calibrated.json"
 PUBLISHED = (4, 8, 16, 32, 64)  # nodes
 COMPILED_PUBLISHED = (4, 8, 16)  # captured, those of 32 and 64 were 10 % and more behind for every family
-ENOUGH_STEPS, ROWS, RANKED = 5000, 16, 40
-SAMPLED_PROMPTS, SAMPLED_ROWS = 1280, 32
+ROWS, RANKED = 16, 40
+SAMPLED_PROMPTS = 1280
 SPEED_PROMPTS, LEAST_BATCHES, WRONG_TOKENS = 30, 6, 256
 ROUNDS, FEW_ROUNDS, TURNS = 40, 3, 300
 BASE, AGAIN, CALIBRATED, PREFIX = "base", "base again", "calibrated", "published"
@@ -135,7 +135,7 @@ def sampled(family: str) -> dict[str, Any]:
     worth = worth_of_trees(model, prompts[0::2], NEW_TOKENS, size.nodes)
     counted = [(len(text), sum(text)) for text in worth.steps[size]]
     counted_steps, counted_emitted = torch.tensor(counted).double().T
-    steps, emitted = per_text(model, worth.tree(size), prompts[1::2], most_steps=sys.maxsize, rows=SAMPLED_ROWS)
+    steps, emitted = per_text(model, worth.tree(size), prompts[1::2])
     return {
         "nodes": size.nodes,
         "predicted": worth.tokens_per_step(size),
@@ -145,24 +145,18 @@ def sampled(family: str) -> dict[str, Any]:
     }
 
 
-def per_text(
-    model: Any, tree: DraftTree, prompts: Sequence[torch.Tensor], most_steps: int = ENOUGH_STEPS, rows: int = ROWS
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Steps of each text and the tokens that they emitted, both (T,), until there are enough steps or no more texts."""
-    call = {"do_sample": False, "max_new_tokens": NEW_TOKENS}
-    steps: list[int] = []
-    emitted: list[int] = []
-    for first in range(0, len(prompts), rows):
-        given = batch_of(prompts[first : first + rows])
-        output = draft(model, tree, given, call)
-        if not first:
-            assert torch.equal(output.sequences, model.base.generate(**given, **call)), "not the base's text"
-        counts = steps_of(output)
-        steps += (counts > 0).sum(1).tolist()
-        emitted += counts.sum(1).tolist()
-        if sum(steps) >= most_steps:
-            break
-    return torch.tensor(steps).double(), torch.tensor(emitted).double()
+def per_text(model: Any, tree: DraftTree, prompts: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Steps of each text and the tokens that they emitted, both (T,), counted on the ranks of the base's tokens.
+
+    A few texts are generated as well: they must be the base's, in as many steps.
+    """
+    given, call = batch_of(prompts[:ROWS]), {"do_sample": False, "max_new_tokens": NEW_TOKENS}
+    output = draft(model, tree, given, call)
+    assert torch.equal(output.sequences, model.base.generate(**given, **call)), "not the base's text"
+    texts = [foretold_steps(tree, ranks[None])[0] for ranks in ranks_of(model, prompts)]
+    steps, emitted = torch.tensor([(len(text), sum(text)) for text in texts]).T
+    assert steps[:ROWS].tolist() == (steps_of(output) > 0).sum(1).tolist(), "not the steps that were counted"
+    return steps.double(), emitted.double()
 
 
 def share_of_error(steps: torch.Tensor, emitted: torch.Tensor) -> float:
