@@ -112,6 +112,7 @@ class DraftHeadGenerationMixin(GenerationMixin):
             "posterior_alpha": posterior_alpha,
         }
         settings = self._draft_settings(config, asked)
+        config.__dict__.pop("calibration", None)  # the base would copy it
         call = {
             "generation_config": config,
             "logits_processor": logits_processor,
@@ -156,7 +157,10 @@ class DraftHeadGenerationMixin(GenerationMixin):
     ) -> tuple[CallConfig, dict[str, Any]]:
         """The call's generation config with the model's for a default, and the arguments that are not part of it."""
         config = CallConfig()
-        config.__dict__.update(copy.deepcopy(vars(self.generation_config if given is None else given)))
+        stored = vars(self.generation_config if given is None else given)
+        # the entries of a calibration are long and are only read
+        copied = copy.deepcopy({name: value for name, value in stored.items() if name != "calibration"})
+        config.__dict__.update({**stored, **copied})
         if given is not None:
             config.update(**self.generation_config.to_dict(), defaults_only=True, allow_custom_entries=True)
         lengths = ("max_length", "min_length")  # the base wants to know whether these are its defaults

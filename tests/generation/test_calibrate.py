@@ -103,6 +103,19 @@ def test_a_call_takes_the_entry_that_fits_and_else_its_tree_with_one_notice(cali
     assert drafted(calibrated, 1, draft_tree=[[0]]) == {2}
 
 
+class Entries(list):
+    def __deepcopy__(self, memo):
+        raise AssertionError("copied")
+
+
+def test_a_call_does_not_copy_the_entries_which_are_long(calibrated, monkeypatch):
+    stored = calibrated.generation_config.calibration
+    monkeypatch.setattr(calibrated.generation_config, "calibration", Entries(stored))
+    assert drafted(calibrated, 1) == {3} and drafted(calibrated, 1, draft_tree="auto")
+    assert drafted(calibrated, 1, draft_tree=[[0]]) == {2}
+    assert calibrated.generation_config.calibration == stored
+
+
 def test_entries_are_saved_and_loaded_and_belong_to_their_heads(calibrated, tmp_path, notices):
     calibrated.save_pretrained(tmp_path)
     loaded = type(calibrated).from_pretrained(tmp_path, base_model=calibrated.base)
