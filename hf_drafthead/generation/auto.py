@@ -23,8 +23,9 @@ from hf_drafthead.generation.capture import Capture, CapturedStep
 from hf_drafthead.generation.ladder import Ladder, Trees, TreesInTurn
 from hf_drafthead.generation.memory import FittingStep
 from hf_drafthead.generation.settings import DraftSettings
+from hf_drafthead.generation.slots import fixed_slots
 from hf_drafthead.generation.state import DecodingState, Walk
-from hf_drafthead.generation.step import Step, fixed_slots
+from hf_drafthead.generation.step import Step
 from hf_drafthead.generation.tree import DraftTree
 
 SHARE = 0.05  # of the last step in the moving mean: with more, a few steps without a right guess end drafting too often
@@ -85,7 +86,7 @@ class StepWithTrees:
         found = self.steps.get(self.used)
         if found is None:
             step = self.make(replace(self.settings, draft_tree=self.tree))
-            step.slots = fixed_slots(self.trees)  # caches of one shape serve all trees
+            step.slots = fixed_slots(self.trees.slots)  # caches of one shape serve all trees
             found = self.capture.prepared(step, state) if self.capture else step
             if self.capture and not isinstance(found, CapturedStep):
                 # captured and other steps do not share caches: from now on none is captured

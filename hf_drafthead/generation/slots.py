@@ -27,6 +27,7 @@ from transformers.cache_utils import (
 # Layers whose keys have one shape share a tensor, so that moving nodes is one copy for all of them. Where shapes or
 # devices differ between layers, a shared tensor may stay partly unused: this bounds the waste.
 SLABS_PER_POOL = 64
+SLOTS = 64  # for the nodes, in caches of fixed shapes: a multiple of this
 ROOM = 1024  # positions by which the memory grows at most, unless more is needed at once
 
 
@@ -424,6 +425,17 @@ def slot_mask(
 def padded(visible: torch.Tensor, extent: int) -> torch.Tensor:
     """(B, extent) which past slots hold no padding, of `visible` (B, S'); there is none behind them."""
     return torch.nn.functional.pad(visible[:, :extent], (0, max(extent - visible.shape[1], 0)), value=True)
+
+
+def fixed_slots(nodes: int) -> int:
+    """Slots for the nodes of a step in caches of fixed shapes: the same for most trees, which then share programs.
+
+    Attention does not look at more slots than there are nodes.
+
+    >>> fixed_slots(1), fixed_slots(64), fixed_slots(65)
+    (64, 64, 128)
+    """
+    return -(-nodes // SLOTS) * SLOTS
 
 
 def can_load(past: Cache) -> bool:

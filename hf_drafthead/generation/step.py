@@ -23,11 +23,9 @@ from hf_drafthead.generation.memory import nodes_in_memory
 from hf_drafthead.generation.reader import BaseReader
 from hf_drafthead.generation.rules import Rules
 from hf_drafthead.generation.settings import DraftSettings
-from hf_drafthead.generation.slots import SlotCache
+from hf_drafthead.generation.slots import SlotCache, fixed_slots
 from hf_drafthead.generation.state import Candidates, DecodingState, Limits, Rows, Verified, Walk
 from hf_drafthead.generation.stopwatch import Stopwatch
-
-SLOTS = 64  # for the nodes, in caches of fixed shapes: a multiple of this
 
 
 def draft(
@@ -85,14 +83,6 @@ def commit(drafter, draft_state: Any, cache: SlotCache, rows: Rows, verified: Ve
     return Rows(rows.sequences, rows.lengths + counts, ends, rows.position_shift, rows.visible, draft_state)
 
 
-def fixed_slots(tree: Tree | Trees) -> int:
-    """Slots for the nodes of a step in caches of fixed shapes: the same for most trees, which then share programs.
-
-    Attention does not look at more slots than there are nodes.
-    """
-    return -(-tree.slots // SLOTS) * SLOTS
-
-
 class Step:
     """A step that is run operation by operation.
 
@@ -114,7 +104,7 @@ class Step:
         assert not isinstance(settings.tree, Trees)
         self.tree = settings.tree
         self.vocabulary = reader.base.config.get_text_config(decoder=True).vocab_size
-        self.slots = fixed_slots(self.tree)  # of the caches, for the nodes of a step of fixed shapes
+        self.slots = fixed_slots(self.tree.slots)  # of the caches, for the nodes of a step of fixed shapes
         self.timed, self.observer = timed, observer_of(drafter, self.tree)
 
     def __call__(self, state: DecodingState) -> tuple[Walk, dict[str, float]]:
