@@ -18,7 +18,7 @@ every second of 240 held-out prompts; the figures here are from the others. Ever
     speed    the calibrated tree, "auto", and for one row the published tree cut to its first 4 to 64 nodes. The base,
              the calibrated tree and "auto" answer 30 prompts (40 in batches of eight) with 128 tokens, in turn on every
              batch. What the published trees' steps cost is compared with the calibrated tree's step by step in the
-             same calls (`costs.in_turn`), to within less than 1 %; in calls of their own it would be 4 %. How many
+             same calls (`costs.in_turn`), since calls of their own scatter too much. How many
              steps each tree takes is counted on all 120 prompts, from the ranks of the base's tokens, and on those
              that were timed it is what the calls took: 30 texts leave an error of about 6 %. The time of all calls is
              their steps times the cost of a step, and the rest of each call: both the medians over the timed batches,
@@ -26,9 +26,7 @@ every second of 240 held-out prompts; the figures here are from the others. Ever
              minute to minute. Of "auto", whose steps cost more or less, the times of the calls count, and beside it
              those with the calibrated tree; so where the base decodes by itself: the median ratio over the batches.
              `more` is the calibrated tree over the prefix that is best on the other half of the prompts. It is kept of
-             every run with the same entry, and the table holds the mean. With --anew the heads are calibrated in the
-             same process just before, which is not stored; with --one-thread as well, and products of matrices run on
-             one thread
+             every run with the same entry, and the table holds the mean.
     wrong    256 tokens, forty times in turn, with "auto" and heads of noise, for which the entry promises the tokens
              per step of trained ones; the median of the ratios, each of one turn, in a random order. The base is
              called a second time in every turn: how far this ratio is from 1 tells what the others are good for;
@@ -57,7 +55,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from hf_drafthead import DraftTree, zoo
 from hf_drafthead.evaluation.compare_with_base import grown
 from hf_drafthead.evaluation.speed import CAPTURED, draft, steps_of, time_interleaved
-from hf_drafthead.generation.calibrate import calibrate
 from hf_drafthead.generation.calibration import foretold_steps, own_texts, rank_paths
 from hf_drafthead.generation.costs import Timed, in_turn, timed
 from hf_drafthead.generation.entries import Situation, matching, tree_of
@@ -70,7 +67,7 @@ from hf_drafthead.zoo.trees import BATCH_SIZES, NEW_TOKENS, more_prompts
 
 RESULTS = Path(__file__).parent / "results" / "calibrated.json"
 PUBLISHED = (4, 8, 16, 32, 64)  # nodes
-COMPILED_PUBLISHED = (4, 8, 16)  # captured, those of 32 and 64 were 10 % and more behind for every family
+COMPILED_PUBLISHED = (4, 8, 16)  # those of 32 and 64 were 8 % and more behind for every family
 ROWS, RANKED = 16, 40
 SAMPLED_PROMPTS = 1280
 SPEED_PROMPTS, LEAST_BATCHES, WRONG_TOKENS = 30, 6, 256
@@ -166,20 +163,10 @@ def share_of_error(steps: torch.Tensor, emitted: torch.Tensor) -> float:
     return float((squares * texts / (texts - 1)).sqrt() / emitted.sum())
 
 
-def speed(
-    family: str, batch_sizes: Sequence[int], captured: bool, anew: bool = False, one_thread: bool = False
-) -> dict[str, Any]:
+def speed(family: str, batch_sizes: Sequence[int], captured: bool) -> dict[str, Any]:
     """The figures of each batch size."""
     model, prompts = loaded(family)
-    if one_thread:
-        torch.set_num_threads(1)
-    found = {}
-    for rows in batch_sizes:
-        if anew or one_thread:
-            own = loaded(family, own=True)[1]
-            calibrate(model, own, batch_sizes=[rows], captured=captured, new_tokens=NEW_TOKENS)
-        found[str(rows)] = contest(model, prompts, rows, captured)
-    return found
+    return {str(rows): contest(model, prompts, rows, captured) for rows in batch_sizes}
 
 
 def contest(model: Any, prompts: Sequence[torch.Tensor], rows: int, captured: bool) -> dict[str, Any]:
@@ -439,8 +426,6 @@ def main() -> None:
     parser.add_argument("families", nargs="*", default=zoo.families())
     parser.add_argument("--batch-size", default=",".join(map(str, BATCH_SIZES)), metavar="N[,N...]")
     parser.add_argument("--captured", action="store_true", help="compiled steps")
-    parser.add_argument("--anew", action="store_true", help="calibrate just before, without storing it")
-    parser.add_argument("--one-thread", action="store_true", help="matrix products on one thread")
     given = parser.parse_args()
     for family in given.families if given.part != "tables" else []:
         if given.part == "wrong":
@@ -451,9 +436,8 @@ def main() -> None:
             figures = {"sampled": sampled(family)}
         else:
             way = "captured" if given.captured else "uncaptured"
-            way += ", one thread" if given.one_thread else ", anew" if given.anew else ""
             sizes = [int(size) for size in given.batch_size.split(",")]
-            figures = {way: speed(family, sizes, given.captured, given.anew, given.one_thread)}
+            figures = {way: speed(family, sizes, given.captured)}
         print(family, figures, flush=True)
         known = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {}
         mine = known.setdefault(family, {})

@@ -15,6 +15,7 @@ whatever is drafted.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -56,7 +57,7 @@ def steps_of(
     return FittingStep(step, lambda tree: make(replace(settings, draft_tree=tree)))
 
 
-class StepWithTrees:
+class StepWithTrees(ABC):
     """A step with one of several trees. Arguments as in `steps_of`."""
 
     ahead = 0
@@ -78,9 +79,9 @@ class StepWithTrees:
         self.used = self.chosen(state)
         return self._step(state)(state)
 
+    @abstractmethod
     def chosen(self, state: DecodingState) -> int:
         """Which tree the next step takes."""
-        raise NotImplementedError
 
     def _step(self, state: DecodingState) -> Step | CapturedStep:
         found = self.steps.get(self.used)
