@@ -112,12 +112,15 @@ def calibrate(
         if found[size] is not None:
             continue
         progress(f"cost, batch size {size}")
-        batches = _batches(model, prompts, size)
+        calls = [
+            {**given, **sampling, "max_new_tokens": new_tokens, "min_new_tokens": None, "eos_token_id": None}
+            for given in _batches(model, prompts, size)
+        ]
         with own_seed(model):
-            costs = measured_costs(model, worth, batches[0], sampling, captured)
+            costs = measured_costs(model, worth, calls[0], captured)
         progress(f"check, batch size {size}")
         with own_seed(model):
-            best, measured = _checked(model, worth, costs, batches, sampling, captured, new_tokens)
+            best, measured = _checked(model, worth, costs, calls, captured)
         tree = [list(path) for path in worth.paths[best]]
         found[size] = entry = {**situations[size]._asdict(), "tree": tree, "measured": {**measured, **how}}
         stored = merged(stored, entry)
@@ -132,25 +135,25 @@ def stages(batch_sizes: Sequence[int]) -> int:
 
 
 def _checked(
-    model: Any,
-    worth: Worth,
-    costs: Costs,
-    batches: list[dict[str, torch.Tensor]],
-    sampling: dict[str, Any],
-    captured: bool,
-    new_tokens: int,
+    model: Any, worth: Worth, costs: Costs, calls: list[dict[str, Any]], captured: bool
 ) -> tuple[Size, dict[str, Any]]:
-    """Run the sizes that promise most tokens per second against the base: the fastest, and all figures."""
-    rows = len(batches[0]["input_ids"])
+    """Compare the sizes that promise most tokens per second, and run the fastest against the base; and all figures.
+
+    Args:
+        model: with draft heads.
+        worth: of trees.
+        costs: of a call.
+        calls: arguments of `generate`, of a batch each; without end-of-sequence tokens, so that all are of one length.
+        captured: compiled steps.
+    """
+    rows, new_tokens = len(calls[0]["input_ids"]), calls[0]["max_new_tokens"]
     sizes = sorted(size for size in worth.steps if size.nodes <= costs.curve.points[-1][0])
     rates = {size: costs.predicted(worth, size, rows, new_tokens).tokens_per_second for size in sizes}
     small = 2 if captured else BLOCK  # compiled products of 3 to 8 nodes take about as long
     fitting = {size: rates[size] for size in sizes if size.nodes <= small or rows * size.nodes % BLOCK == 0}
     candidates = _candidates(fitting)[: COMPILED_CHECKED if captured else None]
-    calls = [{**given, **sampling, "max_new_tokens": new_tokens, "min_new_tokens": None, "eos_token_id": None}
-             for given in batches]  # fmt: skip
-    best = _fastest(model, worth, costs, candidates, calls, captured, new_tokens)
-    best, figures = _check_end_to_end(model, worth, costs, best, batches, sampling, captured, new_tokens)
+    fastest = _fastest(model, worth, costs, candidates, calls, captured)
+    best, figures = _check_end_to_end(model, worth, costs, fastest, calls, captured)
     depth = best.depth or max(sizes).depth
     as_deep = {size.nodes: size for size in sizes if size.depth <= depth}  # the deepest of them
     return best, {
@@ -182,16 +185,10 @@ def _candidates(rates: dict[Size, float]) -> list[Size]:
 
 
 def _fastest(
-    model: Any,
-    worth: Worth,
-    costs: Costs,
-    candidates: list[Size],
-    calls: list[dict[str, Any]],
-    captured: bool,
-    new_tokens: int,
+    model: Any, worth: Worth, costs: Costs, candidates: list[Size], calls: list[dict[str, Any]], captured: bool
 ) -> Size:
     """The size with most tokens per second, compared step by step: all in a few turns, those that are LEFT in more."""
-    rows = len(calls[0]["input_ids"])
+    rows, new_tokens = len(calls[0]["input_ids"]), calls[0]["max_new_tokens"]
     steps = {size: costs.curve.at(*size) for size in candidates}
     for turns in (FEW_TURNS, CHECK_TURNS):
         mean = statistics.geometric_mean(steps[size] for size in candidates)
@@ -205,14 +202,7 @@ def _fastest(
 
 
 def _check_end_to_end(
-    model: Any,
-    worth: Worth,
-    costs: Costs,
-    best: Size,
-    batches: list[dict[str, torch.Tensor]],
-    sampling: dict[str, Any],
-    captured: bool,
-    new_tokens: int,
+    model: Any, worth: Worth, costs: Costs, best: Size, calls: list[dict[str, Any]], captured: bool
 ) -> tuple[Size, dict[str, Any]]:
     """Run a size against the base: it, or the root alone where it does not pay; and the figures.
 
@@ -220,15 +210,14 @@ def _check_end_to_end(
     decide, and a tree that was slower than the base on these texts is not taken. The speed of a machine changes from
     one batch to the next, so medians over the batches count, each of the same batch.
     """
-    rows = len(batches[0]["input_ids"])
+    rows, new_tokens = len(calls[0]["input_ids"]), calls[0]["max_new_tokens"]
+    ends = model.generation_config.eos_token_id
     runs: list[tuple[Timed, Timed]] = []  # of the base, and with the tree
-    for turn, given in enumerate([batches[0], *batches]):  # a short first one warms up
+    for turn, call in enumerate([calls[0], *calls]):  # a short first one warms up
         call = {
-            **given,
-            **sampling,
-            "max_new_tokens": min(new_tokens, CHECKED_TOKENS) if turn else WARM_TOKENS,
-            "min_new_tokens": None,
-            "eos_token_id": model.generation_config.eos_token_id,
+            **call,
+            "max_new_tokens": min(new_tokens, CHECKED_TOKENS if turn else WARM_TOKENS),
+            "eos_token_id": ends,
         }
         both = {}
         for size in (best, ALONE) if turn % 2 else (ALONE, best):
@@ -236,10 +225,9 @@ def _check_end_to_end(
                 both[size] = timed(model, None if size == ALONE else worth.tree(size), call, captured)
         runs += [(both[ALONE], both[best])] if turn else []
     taken = [count for _, run in runs for count in run.emitted]
-    written = rows * len(batches) + sum(taken)  # the first token of a row needs no step
+    written = rows * len(calls) + sum(taken)  # the first token of a row needs no step
     base_rate = written / sum(base.seconds for base, _ in runs)
     paid = statistics.median(base.seconds / run.seconds for base, run in runs)
-    calls = [{**given, **sampling, "min_new_tokens": None, "eos_token_id": None} for given in batches]
     steps, base_steps = in_rounds(model, [worth.tree(best), None], calls, captured)
     over_base = pace([*steps, *(run for _, run in runs)], [*base_steps, *(base for base, _ in runs)])
     step = costs.curve.at(*best) if math.isnan(over_base) else costs.base_step * over_base

@@ -73,9 +73,7 @@ def gain(worth: Worth, size: Size, rows: int, new_tokens: int = sys.maxsize) -> 
     return sum(call.base_steps for call in calls) / sum(call.steps for call in calls)
 
 
-def measured_costs(
-    model: Any, worth: Worth, given: dict[str, torch.Tensor], sampling: dict[str, Any], captured: bool = False
-) -> Costs:
+def measured_costs(model: Any, worth: Worth, call: dict[str, Any], captured: bool = False) -> Costs:
     """What a step costs with trees of a few sizes, in seconds of the base's step.
 
     Of a few numbers of nodes the deepest tree is timed, and of LEVEL_NODES also the least deep one: the two tell what a
@@ -86,12 +84,10 @@ def measured_costs(
     Args:
         model: with draft heads.
         worth: which trees.
-        given: one batch of prompts.
-        sampling: settings of `generate`.
+        call: arguments of `generate` for one batch, without end-of-sequence tokens.
         captured: time compiled steps.
     """
-    rows = len(given["input_ids"])
-    call = {**given, **sampling, "max_new_tokens": COST_TOKENS, "min_new_tokens": None, "eos_token_id": None}
+    rows, call = len(call["input_ids"]), _short(call, COST_TOKENS)
     most = max(worth.steps).nodes
     few = [nodes for nodes in (COMPILED_STEPS if captured else STEPS) if nodes < most]
     pair = worth.depths(min(LEVEL_NODES, most))
@@ -134,7 +130,7 @@ def in_turn(
     order = [place for _ in range(turns) for place in shuffled.sample(range(len(names)), len(names))]
     together = tuple(trees.values())
     for place in range(len(names)):  # compiles
-        timed(model, TreesInTurn(together, (place,)), {**calls[0], "max_new_tokens": WARM_TOKENS}, captured)
+        timed(model, TreesInTurn(together, (place,)), _short(calls[0], WARM_TOKENS), captured)
     steps: list[float] = []
     started = time.perf_counter()
     for call in itertools.cycle(calls):
@@ -142,8 +138,9 @@ def in_turn(
         left = tuple(order[len(steps) :])
         if enough or not left:
             break
-        call = {**call, "max_new_tokens": min(call["max_new_tokens"], len(left) + 1)}  # one token needs no step
-        run = timed(model, TreesInTurn(together, left), call, captured)
+        run = timed(
+            model, TreesInTurn(together, left), _short(call, len(left) + 1), captured
+        )  # the first token is no step
         steps += run.each
         if not run.each:
             break  # every answer is one token long
@@ -171,9 +168,14 @@ def in_rounds(
     places = [*range(len(trees))]
     for turn, call in enumerate(itertools.islice(itertools.cycle(calls), COST_ROUNDS + 1)):
         for place in places if turn % 2 else places[::-1]:
-            run = timed(model, trees[place], {**call, "max_new_tokens": COST_TOKENS}, captured)
+            run = timed(model, trees[place], _short(call, COST_TOKENS), captured)
             runs[place] += [run] if turn else []  # the first round warms up
     return runs
+
+
+def _short(call: dict[str, Any], tokens: int) -> dict[str, Any]:
+    """A call of no more tokens than it has and than these."""
+    return {**call, "max_new_tokens": min(call["max_new_tokens"], tokens)}
 
 
 def pace(runs: Sequence[Timed], base: Sequence[Timed]) -> float:

@@ -9,13 +9,12 @@ import torch
 from transformers.utils import logging
 
 from hf_drafthead.generation import calibrate as calibrating
-from hf_drafthead.generation import calibration, costs, worth
+from hf_drafthead.generation import costs, worth
 from hf_drafthead.generation.calibrate import calibrate
-from hf_drafthead.generation.calibration import grow_tree_by_product
 from hf_drafthead.generation.entries import Situation, matching, merged
 from hf_drafthead.generation.ladder import ALONE, CostCurve, Ladder, Size, TreesInTurn
 from hf_drafthead.generation.tree import DraftTree
-from hf_drafthead.generation.worth import sampled_prompts, worth_of_trees
+from hf_drafthead.generation.worth import worth_of_trees
 from tests.bases import VOCABULARY, tiny_base
 from tests.families import FAMILIES
 
@@ -186,49 +185,6 @@ def test_captured_steps_have_entries_of_their_own(monkeypatch):
     assert entry["captured"] and set(asked[1:]) == {"static"} and asked[0] is None
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_the_predicted_tokens_per_step_are_those_of_generate(temperature):
-    model = family("eagle").build(tiny_base("llama-gqa"))
-    prompts = list(torch.randint(3, VOCABULARY, (16, 5), generator=torch.Generator().manual_seed(4)))
-    found = worth_of_trees(model, prompts, 40, 16, temperature, eos_token_id=None)
-    largest = max(found.steps)
-    assert largest.nodes == 16
-    sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
-    others = torch.randint(3, VOCABULARY, (24, 5), generator=torch.Generator().manual_seed(5))
-    lengths = model.generate(
-        others, max_new_tokens=40, eos_token_id=None, draft_tree=found.tree(largest), return_dict_in_generate=True,
-        **sampling,
-    ).accepted_lengths  # fmt: skip
-    measured = float(lengths[lengths > 0].double().mean())
-    assert found.tokens_per_step(largest) == pytest.approx(measured, rel=0.05) and measured > 1.1
-
-
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_ranks_of_sampled_texts_are_those_of_guesses_that_know_the_noise(temperature, monkeypatch):
-    monkeypatch.setattr(worth, "PRECISION", 9.0)
-    monkeypatch.setattr(worth, "TEXTS_AT_ONCE", 4)
-    model = family("medusa").build(tiny_base("llama-gqa"))
-    tilts, ranks_of = [], worth.rank_paths
-
-    def noted(*args, tilt):
-        tilts.append(tilt)
-        return ranks_of(*args, tilt=tilt)
-
-    monkeypatch.setattr(worth, "rank_paths", noted)
-    worth_of_trees(model, PROMPTS, 8, 6, temperature, eos_token_id=None)
-    assert len(tilts) == 2
-    for seed, rows, tilt in zip((0, 4), (4, 2), tilts):
-        expected = calibration.tilt_of_seed(model, rows, 8, temperature, seed)
-        assert tilt is expected is None or torch.equal(tilt, expected)
-
-
-def test_no_tree_is_grown_beyond_the_tokens_that_the_heads_choose_among(monkeypatch):
-    monkeypatch.setattr(worth, "PRECISION", 1.0)
-    model = family("eagle3").build(tiny_base("llama-gqa"), draft_vocab_size=20)
-    found = worth_of_trees(model, PROMPTS, 24, 60, eos_token_id=None)
-    assert len(found.paths) > 5 and max(rank for paths in found.paths.values() for path in paths for rank in path) < 20
-
-
 def test_in_a_batch_the_row_that_takes_most_steps_counts():
     # of three texts: 6 tokens each after the first, in 2, 3 and 6 steps
     steps = [[3, 3], [2, 2, 2], [1] * 6]
@@ -269,9 +225,9 @@ def test_sizes_that_cannot_pay_are_not_timed(monkeypatch):
     paths = {size: [(rank,) for rank in range(size.nodes - 1)] for size in taken}
     found = worth.Worth(paths, {size: [steps] * 4 for size, steps in taken.items()}, 32)
     model = family("medusa").build(tiny_base("llama-gqa"))
-    given = {"input_ids": torch.stack(PROMPTS[:1])}
+    given = {"input_ids": torch.stack(PROMPTS[:1]), "max_new_tokens": 41}
     asked = timed_by_size(monkeypatch, lambda nodes, depth: 1.0 + nodes / 8)
-    curve = costs.measured_costs(model, found, given, {}).curve
+    curve = costs.measured_costs(model, found, given).curve
     # 41 nodes give 4 tokens, which in the seconds of 32 nodes are 0.8 a second, and 2 nodes give 1.6
     assert [nodes for nodes, _ in curve.points] == [1, 2, 8, 16, 32] and Size(41, 1) not in asked
     assert curve.at(8) == 2.0 and curve.level == 0.0
@@ -304,9 +260,9 @@ def test_the_best_trees_of_every_depth_are_tried(monkeypatch):
 
 def test_two_trees_of_as_many_nodes_tell_what_a_level_costs(monkeypatch):
     model, found = planted(monkeypatch)
-    given = {"input_ids": torch.stack(PROMPTS[:1])}
+    given = {"input_ids": torch.stack(PROMPTS[:1]), "max_new_tokens": 41}
     asked = timed_by_size(monkeypatch, lambda nodes, depth: 1.0 + nodes / 64 + 0.25 * max(depth - 1, 0))
-    curve = costs.measured_costs(model, found, given, {}).curve
+    curve = costs.measured_costs(model, found, given).curve
     assert curve.level == pytest.approx(0.25)
     assert curve.at(1, 0) == curve.at(1) == 1.0 + 1 / 64
     for nodes, depth in found.steps:
@@ -314,7 +270,7 @@ def test_two_trees_of_as_many_nodes_tell_what_a_level_costs(monkeypatch):
     assert {size for size in asked if size and size.nodes == 8} == {Size(8, 1), Size(8, 3)}
     # of compiled steps as many sizes as there are programs: no more than these
     asked = timed_by_size(monkeypatch, lambda nodes, depth: 1.0)
-    costs.measured_costs(model, found, given, {}, captured=True)
+    costs.measured_costs(model, found, given, captured=True)
     assert set(asked) == {None, ALONE, Size(2, 1), Size(8, 1), Size(8, 3), Size(32, 3), Size(40, 3)}
 
 
@@ -460,10 +416,10 @@ def test_a_size_is_kept_where_it_pays(monkeypatch):
         base=SimpleNamespace(device=torch.device("cpu")), generation_config=SimpleNamespace(eos_token_id=None)
     )
     cost = costs.Costs(CostCurve([(1, 1.0)]), start=0.0, base_step=10.0, base_start=0.0)
-    given = [{"input_ids": torch.tensor([[turn]])} for turn in (1, 2, 3)]
+    given = [{"input_ids": torch.tensor([[turn]]), "max_new_tokens": 64} for turn in (1, 2, 3)]
 
     def check(size, worth=found, cost=cost):
-        return calibrating._check_end_to_end(model, worth, cost, size, given, {}, False, 64)
+        return calibrating._check_end_to_end(model, worth, cost, size, given, False)
 
     best, figures = check(Size(2, 1))
     # a text of five tokens a batch, in steps that take 1, 4 and 2 times as long
@@ -493,9 +449,9 @@ def test_a_size_is_kept_where_it_pays(monkeypatch):
     assert check(Size(4, 2), more)[0] == ALONE
     # short calls in turn with the base tell what a step costs, beside those of the check
     seconds.update({2: 0.75})
-    rounds = [[costs.Timed(ratio, 0.0, 0.0) for _ in range(4)] for ratio in (1.5, 2.0)]
+    rounds = [[costs.Timed(step, 0.0, 0.0)] * 4 for step in (3.0, 2.0)]
     monkeypatch.setattr(calibrating, "in_rounds", lambda model, trees, *args: rounds if trees[1] is None else None)
-    assert check(Size(2, 1))[1]["tree_seconds"] == 7.5  # 0.75 of it in three batches and in four rounds
+    assert check(Size(2, 1))[1]["tree_seconds"] == 15.0  # 0.75 of the base's in three batches, and 1.5 in four rounds
 
 
 def test_a_call_without_a_step_tells_no_cost_of_one(monkeypatch):
@@ -510,11 +466,11 @@ def test_a_call_without_a_step_tells_no_cost_of_one(monkeypatch):
         base=SimpleNamespace(device=torch.device("cpu")), generation_config=SimpleNamespace(eos_token_id=None)
     )
     cost = costs.Costs(CostCurve([(2, 1.25)]), start=0.0, base_step=1.0, base_start=0.0)
-    given = [{"input_ids": torch.tensor([[turn]])} for turn in (1, 2, 3)]
-    best, figures = calibrating._check_end_to_end(model, found, cost, Size(2, 1), given, {}, False, 64)
+    given = [{"input_ids": torch.tensor([[turn]]), "max_new_tokens": 64} for turn in (1, 2, 3)]
+    best, figures = calibrating._check_end_to_end(model, found, cost, Size(2, 1), given, False)
     assert best == Size(2, 1) and figures["speedup"] == 2.0 and figures["tokens_per_step"] == 1.0
     dear = replace(cost, curve=CostCurve([(2, 2.5)]))  # of the curve then
-    assert calibrating._check_end_to_end(model, found, dear, Size(2, 1), given, {}, False, 64)[0] == ALONE
+    assert calibrating._check_end_to_end(model, found, dear, Size(2, 1), given, False)[0] == ALONE
 
 
 def test_the_seconds_of_a_step_are_those_of_the_round_over_the_base(monkeypatch):
@@ -540,7 +496,7 @@ def test_the_seconds_of_a_step_are_those_of_the_round_over_the_base(monkeypatch)
         return costs.Timed(step, rest=0.5 * now[0], seconds=0.0)
 
     monkeypatch.setattr(costs, "timed", timed)
-    measured = costs.measured_costs(model, found, {"input_ids": torch.stack(PROMPTS[:1])}, {})
+    measured = costs.measured_costs(model, found, {"input_ids": torch.stack(PROMPTS[:1]), "max_new_tokens": 41})
     # the deepest tree takes 1.5 steps of the base, the others as much less as in turn, and the root alone one: the mean
     # of it and of two nodes, since a curve never falls
     assert measured.base_step == 2.0 and measured.curve.level == pytest.approx(0.6)
@@ -566,6 +522,21 @@ def test_where_no_tree_pays_the_entry_has_the_root_alone(monkeypatch, notices):
     assert model.generate(**call, draft_tree=[[0]]).accepted_lengths is not None
 
 
+def test_no_call_is_longer_than_the_answers_that_are_asked_for(monkeypatch):
+    model, asked, timed = family("medusa").build(tiny_base("llama-gqa")), [], costs.timed
+
+    def noted(model, tree, call, *args):
+        asked.append(call["max_new_tokens"])
+        return timed(model, tree, call, *args)
+
+    monkeypatch.setattr(costs, "timed", noted)
+    monkeypatch.setattr(calibrating, "timed", noted)
+    monkeypatch.setattr(costs, "COST_TOKENS", 16)
+    monkeypatch.setattr(worth, "PRECISION", 9.0)
+    calibrate(model, PROMPTS, new_tokens=7, max_nodes=6)
+    assert max(asked) == 7
+
+
 def test_the_caller_s_random_generator_stays_as_it_is():
     model = family("medusa").build(tiny_base("llama-gqa"))
     torch.manual_seed(1)
@@ -574,29 +545,10 @@ def test_the_caller_s_random_generator_stays_as_it_is():
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_medusa_s_product_takes_the_heads_as_independent():
-    # head 1: rank 0 in 3 of 4, rank 1 in 1; head 2: rank 0 in half, ranks 1 and 2 in a quarter each
-    ranks = torch.tensor([[0, 1], [0, 2], [0, 0], [1, 0]])
-    # (0,) 3/4, (0, 0) 3/8, (1,) 1/4, (0, 1) 3/16, (0, 2) 3/16, (1, 0) 1/8, (1, 1) 1/16, (1, 2) 1/16
-    expected = [(0,), (0, 0), (1,), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]
-    assert grow_tree_by_product(ranks, 9) == grow_tree_by_product(ranks, 50) == expected
-    for nodes in range(2, 10):
-        assert DraftTree(grow_tree_by_product(ranks, nodes)).num_nodes == nodes
-
-
 def test_the_curve_never_falls():
     curve = CostCurve.through({Size(16, 1): 3.0, Size(2, 1): 2.0, Size(8, 1): 1.0, Size(4, 1): 3.0})
     assert curve.points == [(2, 2.0), (4, 2.0), (8, 2.0), (16, 3.0)]
     assert [curve.at(nodes) for nodes in (1, 6, 12, 64)] == [2.0, 2.0, 2.5, 3.0]
-
-
-def test_prompts_that_the_base_samples_by_itself():
-    model = family("medusa").build(tiny_base("llama-gqa"))
-    torch.manual_seed(1)
-    state = torch.get_rng_state()
-    prompts = sampled_prompts(model, 5, 9)
-    assert torch.equal(torch.get_rng_state(), state)
-    assert [len(prompt) for prompt in prompts] == [9] * 5 and len({tuple(p.tolist()) for p in prompts}) == 5
 
 
 @pytest.mark.parametrize(
@@ -619,35 +571,6 @@ def test_bad_input_is_refused_in_one_line(prompts, call, line):
     with pytest.raises(ValueError) as refused:
         calibrate(model, prompts, **{**QUICK, **call})
     assert line in str(refused.value) and "\n" not in str(refused.value)
-
-
-def test_the_error_of_tokens_per_step_is_over_texts_and_not_over_steps(monkeypatch):
-    monkeypatch.setattr(worth, "PRECISION", 0.05)
-    # the steps of a text resemble each other: 100 steps of each of these are no better known than the texts differ
-    texts = [[1] * 100, [2] * 100, [1] * 100, [2] * 100]
-    with pytest.raises(
-        ValueError, match="their 400 steps tell the tokens per step to within 19%, and 5% needs about 60"
-    ):
-        worth._check_precision(texts, 4)
-    worth._check_precision(16 * texts, 64)
-    with pytest.raises(ValueError, match="1 prompts are too few: their 3 steps tell"):
-        worth._check_precision([[2, 2, 2]], 1)
-    worth._check_precision([[2, 1] * 3, [2, 1] * 50], 2)  # of one kind, however long
-    with pytest.raises(ValueError, match="their 4 steps tell the tokens per step to within 29%"):
-        worth._check_precision([[1, 3], [3, 1]], 2)  # alike by chance
-
-    generator = torch.Generator().manual_seed(0)
-    texts = [torch.randint(1 + n % 2, 3 + n % 2, (5 + n,), generator=generator).tolist() for n in range(40)]
-    without = [sum(map(sum, rest)) / sum(map(len, rest)) for n in range(40) for rest in [texts[:n] + texts[n + 1 :]]]
-    mean = sum(without) / 40
-    jackknife = (39 / 40 * sum((one - mean) ** 2 for one in without)) ** 0.5 / mean
-    for share, enough in ((1.1, True), (0.9, False)):
-        monkeypatch.setattr(worth, "PRECISION", share * jackknife)
-        if enough:
-            worth._check_precision(texts, 40)
-        else:
-            with pytest.raises(ValueError, match="needs about (4[5-9]|5[0-4]) prompts"):
-                worth._check_precision(texts, 40)
 
 
 def test_too_few_prompts_are_told_how_many_are_needed(monkeypatch):
