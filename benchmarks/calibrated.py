@@ -19,10 +19,10 @@ every second of 240 held-out prompts; the figures here are from the others. Ever
              the calibrated tree and "auto" answer 30 prompts, or six or seven batches of more rows, with 128 tokens, in
              turn on every batch. What the published trees' steps cost is compared with the calibrated tree's step by
              step in the same calls (`costs.in_turn`), since calls of their own scatter too much. How many steps each
-             tree takes is counted on all 120 prompts, from the ranks of the base's tokens, and on those that were timed it
-             is what the calls took: 30 texts leave an error of about 6 %. The time of all calls is their steps times the
-             cost of a step, and the rest of each call: both the medians over the timed batches, in units of the median
-             step of the base on the same batch, since the speed of a machine changes from
+             tree takes is counted on all 120 prompts, from the ranks of the base's tokens, and on those that were
+             timed it is what the calls took: 30 texts leave an error of about 6 %. The time of all calls is their
+             steps times the cost of a step, and the rest of each call: both the medians over the timed batches, in
+             units of the median step of the base on the same batch, since the speed of a machine changes from
              minute to minute. Of "auto", whose steps cost more or less, the times of the calls count, and beside it
              those with the calibrated tree; so where the base decodes by itself: the median ratio over the batches.
              `more` is the calibrated tree over the prefix that is best on the other half of the prompts. It is kept of
