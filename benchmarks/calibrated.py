@@ -27,10 +27,11 @@ every second of 240 held-out prompts; the figures here are from the others. Ever
              those with the calibrated tree; so where the base decodes by itself: the median ratio over the batches.
              `more` is the calibrated tree over the prefix that is best on the other half of the prompts. It is kept of
              every run with the same entry, and the table holds the mean.
-    wrong    256 tokens, forty times in turn, with "auto" and heads of noise, for which the entry promises the tokens
-             per step of trained ones; the median of the ratios, each of one turn, in a random order. The base is
-             called a second time in every turn: how far this ratio is from 1 tells what the others are good for;
-             `error` is the standard error of the median of "auto". The calibrated tree: thrice
+    wrong    256 tokens, forty times, with "auto" and heads of noise, for which the entry promises the tokens per step
+             of trained ones. The base is called before and after it in every turn, since the speed of a machine
+             drifts: the median over turns of the time of "auto" over the mean of both. The second call of the base over
+             the first tells what the figure is good for; `error` is the standard error of the median. The calibrated
+             tree: thrice
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ import argparse
 import itertools
 import json
 import math
-import random
+import operator
 import statistics
 import time
 from collections.abc import Sequence
@@ -315,22 +316,21 @@ def wrong(family: str) -> dict[str, Any]:
         CALIBRATED: lambda: draft(model, None, given, call),
     }
     over_base: dict[str, float] = {}
-    errors: dict[str, float] = {}
-    for names, rounds in (((BASE, CALIBRATED), FEW_ROUNDS), ((BASE, AGAIN, AUTO), ROUNDS)):
+    for names, rounds in (((BASE, CALIBRATED, AGAIN), FEW_ROUNDS), ((BASE, AUTO, AGAIN), ROUNDS)):
         seconds: dict[str, list[float]] = {name: [] for name in names}
         for turn in range(rounds + 1):
-            shuffled = random.Random(turn).sample(names, len(names))
-            outputs, once = time_interleaved({name: runs[name] for name in shuffled}, 1, model.base.device)
+            outputs, once = time_interleaved({name: runs[name] for name in names}, 1, model.base.device)
             assert all(torch.equal(one.sequences, outputs[BASE].sequences) for one in outputs.values())
             for name in names if turn else ():  # the first turn does the one-time work
                 seconds[name] += once[name]
-        for name, times in seconds.items():
-            ratios = [mine / base for mine, base in zip(times, seconds[BASE])]
-            over_base[name] = statistics.median(ratios)
-            errors[name] = 1.25 * statistics.stdev(ratios) / rounds**0.5  # of a median, about
+        over_base[AGAIN] = statistics.median(map(operator.truediv, seconds[AGAIN], seconds[BASE]))
+        both = map(statistics.mean, zip(seconds[BASE], seconds[AGAIN]))
+        ratios = list(map(operator.truediv, seconds[names[1]], both))
+        over_base[names[1]] = statistics.median(ratios)
         if CALIBRATED in outputs:
             per_step = float(steps_of(outputs[CALIBRATED]).double().mean())
-    return {"tokens_per_step": per_step, "seconds_over_base": over_base, "error": errors[AUTO]}
+    error = 1.25 * statistics.stdev(ratios) / ROUNDS**0.5  # of a median, about
+    return {"tokens_per_step": per_step, "seconds_over_base": over_base, "error": error}
 
 
 def tables(found: dict[str, Any]) -> list[str]:

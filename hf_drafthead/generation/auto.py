@@ -8,7 +8,7 @@ nodes costs, and how many tokens it gives on usual text. Then
 where `gain` says how much of the usual gain this text gives: a moving mean over the steps of the call, in a batch of
 the row that is the furthest behind, with which the call will end. On foreign text it falls, the trees become smaller,
 and at last the root alone is left, which drafts nothing: at the start of a call after a few steps, since the
-calibration counts as three right guesses of the mean there, and a step as those that its tree gives on usual text. A
+calibration counts as two right guesses of the mean there, and a step as those that its tree gives on usual text. A
 small tree is tried now and then all the same, ever more rarely as long as it gives nothing. The text is the base's own
 whatever is drafted.
 """
@@ -31,7 +31,7 @@ from hf_drafthead.generation.tree import DraftTree
 
 SHARE = 0.05  # of the last step in the moving mean: with more, a few steps without a right guess end drafting too often
 TRIAL_SHARE = 0.3  # of a step that was tried after a pause
-USUAL = 3  # right guesses as usual: at the beginning of a call the mean is that of these and its own steps
+USUAL = 2  # right guesses as usual: at the beginning of a call the mean is that of these and its own steps
 FIRST_PAUSE, LONGEST_PAUSE = 2, 128  # steps without drafting between two trials
 
 
