@@ -36,11 +36,8 @@ from hf_drafthead.generation.settings import DraftSettings
 from hf_drafthead.generation.tree import MAX_NODES
 from hf_drafthead.generation.worth import METHODS, Worth, check_prompts, sampled_prompts, worth_of_trees
 
-CHECKED, DEPTHS, APART = (
-    4,
-    3,
-    1.3,
-)  # numbers of nodes that are compared, of as many depths, apart by this factor at least
+CHECKED, DEPTHS = 4, 3  # numbers of nodes that are compared, and depths of each
+APART = 1.3  # factor by which these numbers of nodes differ at least
 COMPILED_CHECKED = 3  # captured trees that are compared, each of which is compiled
 FEW_TURNS, CHECK_TURNS, LEFT = 24, 100, 3  # all are compared in few turns, the fastest that are left in more
 BLOCK = 8  # nodes of all rows: products of so many take less time for each node than of a few more or less
