@@ -38,7 +38,7 @@ from hf_drafthead.generation.worth import METHODS, Worth, check_prompts, sampled
 
 CHECKED, DEPTHS = 4, 3  # numbers of nodes that are compared, and depths of each
 APART = 1.3  # factor by which these numbers of nodes differ at least
-COMPILED_CHECKED = 3  # captured trees that are compared, each of which is compiled
+COMPILED_CHECKED = 2  # instead of CHECKED where every tree is compiled
 FEW_TURNS, CHECK_TURNS, LEFT = 24, 100, 3  # all are compared in few turns, the fastest that are left in more
 BLOCK = 8  # nodes of all rows: products of so many take less time for each node than of a few more or less
 CLOSE = 0.8  # share of the best size's tokens per second that each of them is predicted to reach
@@ -148,7 +148,7 @@ def _checked(
     rates = {size: costs.predicted(worth, size, rows, new_tokens).tokens_per_second for size in sizes}
     small = 2 if captured else BLOCK  # compiled products of 3 to 8 nodes take about as long
     fitting = {size: rates[size] for size in sizes if size.nodes <= small or rows * size.nodes % BLOCK == 0}
-    candidates = _candidates(fitting)[: COMPILED_CHECKED if captured else None]
+    candidates = _candidates(fitting, COMPILED_CHECKED if captured else CHECKED)
     fastest = _fastest(model, worth, costs, candidates, calls, captured)
     best, figures = _check_end_to_end(model, worth, costs, fastest, calls, captured)
     depth = best.depth or max(sizes).depth
@@ -166,15 +166,15 @@ def _checked(
     }
 
 
-def _candidates(rates: dict[Size, float]) -> list[Size]:
-    """The trees to be compared, all CLOSE to the fastest: that one, and the fastest ones of nodes that are APART, each
-    number of nodes with the fastest DEPTHS, since what a level costs is known less well; the fastest first."""
+def _candidates(rates: dict[Size, float], numbers: int) -> list[Size]:
+    """The trees to be compared, all CLOSE to the fastest: so many numbers of nodes that are APART, the fastest ones, each
+    with the fastest DEPTHS, since what a level costs is known less well; the fastest tree first."""
     ranked = sorted(rates.keys() - {ALONE}, key=rates.__getitem__, reverse=True)
     close = [size for size in ranked if rates[size] >= CLOSE * rates[ranked[0]]]
     chosen: dict[int, list[Size]] = {}  # by nodes
     for size in close:
         apart = all(max(size.nodes, one) / min(size.nodes, one) >= APART for one in chosen)
-        if apart and len(chosen) < CHECKED:
+        if apart and len(chosen) < numbers:
             chosen[size.nodes] = []
         if len(chosen.get(size.nodes, [None] * DEPTHS)) < DEPTHS:
             chosen[size.nodes].append(size)

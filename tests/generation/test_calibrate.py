@@ -296,7 +296,7 @@ def test_a_shallow_tree_is_kept_where_levels_are_dear(level, depth, monkeypatch)
     assert ladder.seconds[-1] == pytest.approx(1.0 + size.nodes / 24 + level * (depth - 1))
 
 
-def test_a_few_sizes_are_compared_that_fill_blocks_of_nodes_and_of_captured_steps_three(monkeypatch):
+def test_a_few_sizes_are_compared_that_fill_blocks_of_nodes_and_of_captured_steps_fewer(monkeypatch):
     model, found = planted(monkeypatch)
     monkeypatch.setattr(calibrating, "worth_of_trees", lambda *args: found)
     monkeypatch.setattr(calibrating, "_check_end_to_end", lambda model, worth, costs, best, *args: (best, {}))
@@ -315,12 +315,12 @@ def test_a_few_sizes_are_compared_that_fill_blocks_of_nodes_and_of_captured_step
     assert compared[::2] == [
         [(40, 3), (24, 3), (40, 2), (16, 3), (24, 2), (16, 2)],
         [(40, 3), (28, 3), (40, 2), (28, 2), (20, 3), (20, 2), (14, 3), (14, 2)],
-        [(40, 3), (24, 3), (40, 2)],
-        [(40, 3), (28, 3), (40, 2)],
+        [(40, 3), (24, 3), (40, 2), (24, 2)],
+        [(40, 3), (28, 3), (40, 2), (28, 2)],
         [(4, 3), (3, 2), (6, 3), (4, 2), (6, 2), (8, 3), (3, 1), (4, 1), (8, 2)],
         [(3, 2), (4, 3), (6, 3), (4, 2), (6, 2), (8, 3), (3, 1), (4, 1), (8, 2), (6, 1)],
         [(8, 3), (2, 1), (8, 2)],
-        [(4, 3), (6, 3), (4, 2)],
+        [(4, 3), (6, 3), (4, 2), (6, 2), (4, 1), (6, 1)],
     ]
 
 
@@ -354,13 +354,14 @@ def test_a_ladder_knows_the_costs_of_an_entry_and_entries_of_earlier_versions_kn
 def test_the_sizes_that_are_compared_differ_in_nodes_or_levels_and_are_close_to_the_best():
     rates = {ALONE: 1.2, Size(4, 1): 1.0, Size(4, 2): 1.1, Size(5, 2): 1.05, Size(6, 2): 0.99, Size(12, 3): 0.5}
     # 12 nodes are not close, and 5 not apart from 4
-    assert calibrating._candidates(rates) == [Size(4, 2), Size(4, 1), Size(6, 2)]
-    assert calibrating._candidates({Size(2, 1): 1.0}) == [Size(2, 1)]
+    assert calibrating._candidates(rates, 4) == [Size(4, 2), Size(4, 1), Size(6, 2)]
+    assert calibrating._candidates({Size(2, 1): 1.0}, 4) == [Size(2, 1)]
     rates |= {Size(8, 3): 1.02, Size(4, 3): 0.995, Size(4, 4): 0.99, Size(16, 3): 0.9, Size(32, 3): 0.89}
     # four numbers of nodes, and of each the fastest three depths
-    assert calibrating._candidates(rates) == [
+    assert calibrating._candidates(rates, 4) == [
         Size(4, 2), Size(8, 3), Size(4, 1), Size(4, 3), Size(6, 2), Size(16, 3)
     ]  # fmt: skip
+    assert calibrating._candidates(rates, 2) == [Size(4, 2), Size(8, 3), Size(4, 1), Size(4, 3)]
 
 
 def test_the_trees_of_a_comparison_take_the_steps_of_the_same_calls_in_turn(monkeypatch):
