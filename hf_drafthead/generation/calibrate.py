@@ -169,8 +169,8 @@ def _checked(
 def _candidates(rates: dict[Size, float], numbers: int) -> list[Size]:
     """The trees to be compared, the fastest first, all CLOSE to it.
 
-    They are of the fastest numbers of nodes that are APART, and each number of nodes with the fastest DEPTHS, since what a
-    level costs is known less well.
+    They are of the fastest numbers of nodes that are APART, each with the fastest DEPTHS, since what a level costs is
+    known less well.
     """
     ranked = sorted(rates.keys() - {ALONE}, key=rates.__getitem__, reverse=True)
     close = [size for size in ranked if rates[size] >= CLOSE * rates[ranked[0]]]
