@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from hf_drafthead.generation.ladder import ALONE, CostCurve, Size, TreesInTurn
+from hf_drafthead.generation.slots import fixed_slots
 from hf_drafthead.generation.tree import DraftTree
 from hf_drafthead.generation.worth import Worth
 
@@ -101,11 +102,18 @@ def measured_costs(model: Any, worth: Worth, call: dict[str, Any], captured: boo
         if size >= pair[-1] and all(gains[one] / step < HOPELESS * best for one, step in least.items()):
             break
     trees = {size: worth.tree(size) for size in first if size != ALONE}
-    shares = in_turn(model, trees, [call], COST_TURNS, captured)
-    base, alone, tree = in_rounds(model, [None, worth.tree(ALONE), trees[pair[-1]]], [call], captured)
+    # compiled steps attend to all slots of a cache: with those of the largest tree small ones would seem dear
+    by_slots: dict[int, dict[Size, DraftTree]] = {}
+    for size, tree in trees.items():
+        by_slots.setdefault(fixed_slots(size.nodes) if captured else 0, {pair[-1]: trees[pair[-1]]})[size] = tree
+    over_deep: dict[Size, float] = {}  # the deepest tree of LEVEL_NODES
+    for alike in by_slots.values():
+        shares = in_turn(model, alike, [call], COST_TURNS, captured)
+        over_deep |= {size: shares[size] / shares[pair[-1]] for size in alike}
+    base, alone, deep = in_rounds(model, [None, worth.tree(ALONE), trees[pair[-1]]], [call], captured)
     unit = statistics.median(run.step for run in base)
-    seconds = {size: unit * pace(tree, base) * shares[size] / shares[pair[-1]] for size in trees}
-    start = statistics.median(run.rest / one.step for runs in (alone, tree) for run, one in zip(runs, base))
+    seconds = {size: unit * pace(deep, base) * over_deep[size] for size in trees}
+    start = statistics.median(run.rest / one.step for runs in (alone, deep) for run, one in zip(runs, base))
     base_start = statistics.median(one.rest / one.step for one in base)
     return Costs(CostCurve.through({ALONE: unit * pace(alone, base), **seconds}), unit * start, unit, unit * base_start)
 
