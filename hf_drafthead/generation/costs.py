@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from hf_drafthead.generation.frames import with_room
 from hf_drafthead.generation.ladder import ALONE, CostCurve, Size, TreesInTurn
 from hf_drafthead.generation.slots import fixed_slots
 from hf_drafthead.generation.tree import DraftTree
@@ -216,7 +217,7 @@ def timed(model: Any, tree: DraftTree | TreesInTurn | None, call: dict[str, Any]
     start = time.perf_counter()
     if tree is None:
         clock = _TokenClock()
-        sequences = model.base.generate(**call, streamer=clock).sequences.cpu()  # waits for the device
+        sequences = with_room(model.base.generate)(**call, streamer=clock).sequences.cpu()  # waits for the device
         steps, emitted = clock.intervals(), torch.empty(0)
     else:
         output = model.generate(

@@ -20,6 +20,7 @@ from hf_drafthead.generation.decoding import decode
 from hf_drafthead.generation.drafting import draft_vocabulary
 from hf_drafthead.generation.dynamic import DynamicTree
 from hf_drafthead.generation.entries import Situation
+from hf_drafthead.generation.frames import with_room
 from hf_drafthead.generation.reader import BaseReader, Unsupported, check_length, circumstances, probe
 from hf_drafthead.generation.rules import ROW_BY_ROW
 from hf_drafthead.generation.settings import AUTO, DraftSettings
@@ -55,6 +56,7 @@ class CallConfig(GenerationConfig):
 class DraftHeadGenerationMixin(GenerationMixin):
     """Gives a model with `base` and `drafter` a `generate` that returns what `base.generate` returns, sooner."""
 
+    @with_room
     def generate(  # type: ignore[override]
         self,
         inputs: torch.Tensor | None = None,
