@@ -201,8 +201,10 @@ def contest(model: Any, prompts: Sequence[torch.Tensor], rows: int, captured: bo
     if not trees:
         return found
     call = {"do_sample": False, "max_new_tokens": NEW_TOKENS, "eos_token_id": None}
-    shares = in_turn(model, trees, [{**given, **call} for given in few], TURNS, captured) if len(trees) > 1 else {}
-    costs = {name: share / shares[CALIBRATED] for name, share in shares.items()} or {CALIBRATED: 1.0}
+    others = {name: tree for name, tree in trees.items() if tree != trees[CALIBRATED]}
+    different = {CALIBRATED: trees[CALIBRATED], **others}
+    shares = in_turn(model, different, [{**given, **call} for given in few], TURNS, captured) if others else {}
+    costs = {name: shares[name] / shares[CALIBRATED] if name in others else 1.0 for name in trees}
     steps = steps_of_batches(model, trees, batches)
     for name in (BASE, CALIBRATED):
         assert steps[name][: len(few)] == [one.steps for one in runs[name]], f"{name}: not the steps that were counted"

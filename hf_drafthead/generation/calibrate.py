@@ -40,6 +40,7 @@ CHECKED, DEPTHS = 4, 3  # numbers of nodes that are compared, and depths of each
 APART = 1.3  # factor by which these numbers of nodes differ at least
 COMPILED_CHECKED = 2  # instead of CHECKED where every tree is compiled
 FEW_TURNS, CHECK_TURNS, LEFT = 24, 100, 3  # all are compared in few turns, the fastest that are left in more
+COMPILED_TURNS = 300  # instead of CHECK_TURNS: of short steps, which scatter more
 BLOCK = 8  # nodes of all rows: products of so many take less time for each node than of a few more or less
 CLOSE = 0.8  # share of the best size's tokens per second that each of them is predicted to reach
 PAYS = 1.01  # times as fast as the base, to within which a check tells it
@@ -190,7 +191,7 @@ def _fastest(
     """The size with most tokens per second, compared step by step: all in a few turns, those that are LEFT in more."""
     rows, new_tokens = len(calls[0]["input_ids"]), calls[0]["max_new_tokens"]
     steps = {size: costs.curve.at(*size) for size in candidates}
-    for turns in (FEW_TURNS, CHECK_TURNS):
+    for turns in (FEW_TURNS, COMPILED_TURNS if captured else CHECK_TURNS):
         mean = statistics.geometric_mean(steps[size] for size in candidates)
         shares = in_turn(model, {size: worth.tree(size) for size in candidates}, calls, turns, captured)
         steps = {size: mean * share for size, share in shares.items()}
