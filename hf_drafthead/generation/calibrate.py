@@ -41,6 +41,7 @@ APART = 1.3  # factor by which these numbers of nodes differ at least
 COMPILED_CHECKED = 2  # instead of CHECKED where every tree is compiled
 FEW_TURNS, CHECK_TURNS, LEFT = 24, 100, 3  # all are compared in few turns, the fastest that are left in more
 COMPILED_TURNS = 300  # instead of CHECK_TURNS: of short steps, which scatter more
+COMPILED_TIE = 0.98  # of the fastest: which of such trees is faster changes with the state of the machine
 BLOCK = 8  # nodes of all rows: products of so many take less time for each node than of a few more or less
 CLOSE = 0.8  # share of the best size's tokens per second that each of them is predicted to reach
 PAYS = 1.01  # times as fast as the base, to within which a check tells it
@@ -188,7 +189,10 @@ def _candidates(rates: dict[Size, float], numbers: int) -> list[Size]:
 def _fastest(
     model: Any, worth: Worth, costs: Costs, candidates: list[Size], calls: list[dict[str, Any]], captured: bool
 ) -> Size:
-    """The size with most tokens per second, compared step by step: all in a few turns, those that are LEFT in more."""
+    """The size with most tokens per second, compared step by step: all in a few turns, those that are LEFT in more.
+
+    Of captured sizes within COMPILED_TIE the smallest is taken.
+    """
     rows, new_tokens = len(calls[0]["input_ids"]), calls[0]["max_new_tokens"]
     steps = {size: costs.curve.at(*size) for size in candidates}
     for turns in (FEW_TURNS, COMPILED_TURNS if captured else CHECK_TURNS):
@@ -199,7 +203,8 @@ def _fastest(
             size: costs.predicted(worth, size, rows, new_tokens, step).tokens_per_second for size, step in steps.items()
         }
         candidates = sorted(rates, key=rates.__getitem__, reverse=True)[:LEFT]
-    return candidates[0]
+    tie = COMPILED_TIE if captured else 1.0
+    return min(size for size in candidates if rates[size] >= tie * rates[candidates[0]])
 
 
 def _check_end_to_end(

@@ -296,6 +296,23 @@ def test_a_shallow_tree_is_kept_where_levels_are_dear(level, depth, monkeypatch)
     assert ladder.seconds[-1] == pytest.approx(1.0 + size.nodes / 24 + level * (depth - 1))
 
 
+@pytest.mark.parametrize("captured, slower, nodes", [(False, 1.01, 16), (True, 1.01, 8), (True, 1.03, 16)])
+def test_of_captured_trees_that_are_as_fast_the_smallest_is_kept(captured, slower, nodes, monkeypatch):
+    sizes = [Size(16, 2), Size(8, 2), Size(32, 2)]  # the fastest first
+    speeds = dict(zip(sizes, [1.0, slower, 1.2]))
+    monkeypatch.setattr(calibrating, "in_turn", lambda *args: speeds)
+
+    class EqualSteps:
+        curve = costs.CostCurve([(1, 1.0)])
+
+        def predicted(self, worth, size, rows, new_tokens, step):
+            return costs.Predicted(1 / step, 1 / step)
+
+    found = SimpleNamespace(tree=lambda size: size)
+    calls = [{"input_ids": [[1]], "max_new_tokens": 1}]
+    assert calibrating._fastest(None, found, EqualSteps(), sizes, calls, captured) == Size(nodes, 2)
+
+
 def test_a_few_sizes_are_compared_that_fill_blocks_of_nodes_and_of_captured_steps_fewer(monkeypatch):
     model, found = planted(monkeypatch)
     monkeypatch.setattr(calibrating, "worth_of_trees", lambda *args: found)
