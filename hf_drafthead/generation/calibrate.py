@@ -38,7 +38,7 @@ from hf_drafthead.generation.worth import METHODS, Worth, check_prompts, sampled
 
 CHECKED, DEPTHS = 4, 3  # numbers of nodes that are compared, and depths of each
 APART = 1.3  # factor by which these numbers of nodes differ at least
-COMPILED_CHECKED = 2  # instead of CHECKED where every tree is compiled
+COMPILED_CHECKED, COMPILED_APART = 2, 2.0  # instead of CHECKED and APART where every tree is compiled
 FEW_TURNS, CHECK_TURNS, LEFT = 24, 100, 3  # all are compared in few turns, the fastest that are left in more
 COMPILED_TURNS = 300  # instead of CHECK_TURNS: of short steps, which scatter more
 COMPILED_TIE = 0.98  # of the fastest: which of such trees is faster changes with the state of the machine
@@ -150,7 +150,7 @@ def _checked(
     rates = {size: costs.predicted(worth, size, rows, new_tokens).tokens_per_second for size in sizes}
     small = 2 if captured else BLOCK  # compiled products of 3 to 8 nodes take about as long
     fitting = {size: rates[size] for size in sizes if size.nodes <= small or rows * size.nodes % BLOCK == 0}
-    candidates = _candidates(fitting, COMPILED_CHECKED if captured else CHECKED)
+    candidates = _candidates(fitting, *((COMPILED_CHECKED, COMPILED_APART) if captured else (CHECKED, APART)))
     fastest = _fastest(model, worth, costs, candidates, calls, captured)
     best, figures = _check_end_to_end(model, worth, costs, fastest, calls, captured)
     depth = best.depth or max(sizes).depth
@@ -168,17 +168,17 @@ def _checked(
     }
 
 
-def _candidates(rates: dict[Size, float], numbers: int) -> list[Size]:
+def _candidates(rates: dict[Size, float], numbers: int, factor: float) -> list[Size]:
     """The trees to be compared, the fastest first, all CLOSE to it.
 
-    They are of the fastest numbers of nodes that are APART, each with the fastest DEPTHS, since what a level costs is
-    known less well.
+    They are of the fastest numbers of nodes that differ by the factor, each with the fastest DEPTHS, since what a level
+    costs is known less well.
     """
     ranked = sorted(rates.keys() - {ALONE}, key=rates.__getitem__, reverse=True)
     close = [size for size in ranked if rates[size] >= CLOSE * rates[ranked[0]]]
     chosen: dict[int, list[Size]] = {}  # by nodes
     for size in close:
-        apart = all(max(size.nodes, one) / min(size.nodes, one) >= APART for one in chosen)
+        apart = all(max(size.nodes, one) / min(size.nodes, one) >= factor for one in chosen)
         if apart and len(chosen) < numbers:
             chosen[size.nodes] = []
         if len(chosen.get(size.nodes, [None] * DEPTHS)) < DEPTHS:

@@ -2,8 +2,8 @@
 
 CPython keeps the frames of Python functions in blocks of 16 KiB. A call whose frame does not fit into the rest of a
 block takes a new one from the operating system, and gives it back when it returns. Where a block happens to end between
-the loop of decoding and the functions that it calls, every one of those calls does so: a compiled step has hundreds of
-them, and each waits for the system and for the first access to a new page.
+the loop of decoding and the functions that it calls, each of those calls does so, many times in every step, and waits
+for the system and for the first access to a new page.
 """
 
 from __future__ import annotations
@@ -16,11 +16,13 @@ from typing import ParamSpec, TypeVar
 P = ParamSpec("P")
 T = TypeVar("T")
 
-FRAME_WORDS = 1 << 15  # a frame of so many gets a block of twice as many: the rest is for the frames below it
+FRAME_WORDS = (
+    1 << 15
+)  # of 8 bytes; a frame of so many gets a block of twice as many: the rest is for the frames below it
 
 
 def with_room(function: Callable[P, T]) -> Callable[P, T]:
-    """Decorate a function so that itself and what it calls have their frames in one block of 256 KiB.
+    """Decorate a function so that it and what it calls have 256 KiB for their frames in one block.
 
     >>> with_room(max)(1, 2)
     2

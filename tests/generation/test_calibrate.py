@@ -274,6 +274,24 @@ def test_two_trees_of_as_many_nodes_tell_what_a_level_costs(monkeypatch):
     assert set(asked) == {None, ALONE, Size(2, 1), Size(8, 1), Size(8, 3), Size(32, 3), Size(40, 3)}
 
 
+def test_captured_trees_are_compared_with_those_whose_caches_have_as_many_slots(monkeypatch):
+    model, found = planted(monkeypatch)
+    timed_by_size(monkeypatch, lambda nodes, depth: 1.0 + nodes / 64)
+    monkeypatch.setattr(costs, "fixed_slots", lambda nodes: 8 if nodes <= 8 else 40)
+    compared, real = [], costs.in_turn
+    monkeypatch.setattr(
+        costs, "in_turn", lambda model, trees, *args: compared.append([*trees]) or real(model, trees, *args)
+    )
+    given = {"input_ids": torch.stack(PROMPTS[:1]), "max_new_tokens": 41}
+    curve = costs.measured_costs(model, found, given, captured=True).curve
+    deep = Size(8, 3)  # in each comparison, so that all steps are told as shares of one
+    assert sorted(map(sorted, compared)) == [[Size(2, 1), Size(8, 1), deep], [deep, Size(32, 3), Size(40, 3)]]
+    assert [seconds for _, seconds in curve.points] == pytest.approx([1.0 + nodes / 64 for nodes, _ in curve.points])
+    compared.clear()
+    costs.measured_costs(model, found, given)
+    assert len(compared) == 1
+
+
 @pytest.mark.parametrize("level, depth", [(0.0, 3), (0.02, 3), (0.4, 1)], ids=["free", "cheap", "dear"])
 def test_a_shallow_tree_is_kept_where_levels_are_dear(level, depth, monkeypatch):
     model, found = planted(monkeypatch)
@@ -297,7 +315,7 @@ def test_a_shallow_tree_is_kept_where_levels_are_dear(level, depth, monkeypatch)
 
 
 @pytest.mark.parametrize("captured, slower, nodes", [(False, 1.01, 16), (True, 1.01, 8), (True, 1.03, 16)])
-def test_of_captured_trees_that_are_as_fast_the_smallest_is_kept(captured, slower, nodes, monkeypatch):
+def test_of_captured_trees_about_as_fast_the_smallest_is_kept(captured, slower, nodes, monkeypatch):
     sizes = [Size(16, 2), Size(8, 2), Size(32, 2)]  # the fastest first
     speeds = dict(zip(sizes, [1.0, slower, 1.2]))
     monkeypatch.setattr(calibrating, "in_turn", lambda *args: speeds)
@@ -332,12 +350,12 @@ def test_a_few_sizes_are_compared_that_fill_blocks_of_nodes_and_of_captured_step
     assert compared[::2] == [
         [(40, 3), (24, 3), (40, 2), (16, 3), (24, 2), (16, 2)],
         [(40, 3), (28, 3), (40, 2), (28, 2), (20, 3), (20, 2), (14, 3), (14, 2)],
-        [(40, 3), (24, 3), (40, 2), (24, 2)],
-        [(40, 3), (28, 3), (40, 2), (28, 2)],
+        [(40, 3), (40, 2), (16, 3), (16, 2)],
+        [(40, 3), (40, 2), (20, 3), (20, 2)],
         [(4, 3), (3, 2), (6, 3), (4, 2), (6, 2), (8, 3), (3, 1), (4, 1), (8, 2)],
         [(3, 2), (4, 3), (6, 3), (4, 2), (6, 2), (8, 3), (3, 1), (4, 1), (8, 2), (6, 1)],
         [(8, 3), (2, 1), (8, 2)],
-        [(4, 3), (6, 3), (4, 2), (6, 2), (4, 1), (6, 1)],
+        [(4, 3), (4, 2), (8, 3), (4, 1), (8, 2)],
     ]
 
 
@@ -371,14 +389,15 @@ def test_a_ladder_knows_the_costs_of_an_entry_and_entries_of_earlier_versions_kn
 def test_the_sizes_that_are_compared_differ_in_nodes_or_levels_and_are_close_to_the_best():
     rates = {ALONE: 1.2, Size(4, 1): 1.0, Size(4, 2): 1.1, Size(5, 2): 1.05, Size(6, 2): 0.99, Size(12, 3): 0.5}
     # 12 nodes are not close, and 5 not apart from 4
-    assert calibrating._candidates(rates, 4) == [Size(4, 2), Size(4, 1), Size(6, 2)]
-    assert calibrating._candidates({Size(2, 1): 1.0}, 4) == [Size(2, 1)]
+    assert calibrating._candidates(rates, 4, 1.3) == [Size(4, 2), Size(4, 1), Size(6, 2)]
+    assert calibrating._candidates({Size(2, 1): 1.0}, 4, 1.3) == [Size(2, 1)]
     rates |= {Size(8, 3): 1.02, Size(4, 3): 0.995, Size(4, 4): 0.99, Size(16, 3): 0.9, Size(32, 3): 0.89}
     # four numbers of nodes, and of each the fastest three depths
-    assert calibrating._candidates(rates, 4) == [
+    assert calibrating._candidates(rates, 4, 1.3) == [
         Size(4, 2), Size(8, 3), Size(4, 1), Size(4, 3), Size(6, 2), Size(16, 3)
     ]  # fmt: skip
-    assert calibrating._candidates(rates, 2) == [Size(4, 2), Size(8, 3), Size(4, 1), Size(4, 3)]
+    assert calibrating._candidates(rates, 2, 1.3) == [Size(4, 2), Size(8, 3), Size(4, 1), Size(4, 3)]
+    assert calibrating._candidates(rates, 2, 3.0) == [Size(4, 2), Size(4, 1), Size(4, 3), Size(16, 3)]
 
 
 def test_the_trees_of_a_comparison_take_the_steps_of_the_same_calls_in_turn(monkeypatch):

@@ -1,11 +1,16 @@
+import inspect
 import resource
 import sys
 
 import pytest
+import torch
 
 from hf_drafthead.generation.frames import with_room
+from tests.bases import tiny_base
+from tests.families import FAMILIES
 
 CALLS, DEPTHS = 1000, 400  # frames of so many calls within each other fill a block of 16 KiB more than once
+BLOCKS = pytest.mark.skipif(sys.version_info < (3, 11), reason="before Python 3.11 frames have no blocks")
 
 
 def frame(depth, function):
@@ -20,15 +25,41 @@ def calls():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
 
-def most_faults(function):
-    return max(frame(depth, function) for depth in range(DEPTHS))
+def most_faults(function, depths=range(DEPTHS)):
+    return max(frame(depth, function) for depth in depths)
 
 
-@pytest.mark.skipif(sys.version_info < (3, 11), reason="frames of Python functions have no blocks before Python 3.11")
-def test_what_a_call_costs_does_not_depend_on_how_deep_its_caller_is():
+@pytest.fixture
+def blocks():
     if most_faults(calls) < CALLS / 2:
         pytest.skip("this interpreter keeps the blocks of its frames")
+
+
+@BLOCKS
+def test_what_a_call_costs_does_not_depend_on_how_deep_its_caller_is(blocks):
     assert most_faults(with_room(calls)) < CALLS / 10
+
+
+@BLOCKS
+@pytest.mark.parametrize("drafts", [True, False], ids=["drafted", "base"])
+def test_generate_makes_room_for_its_steps(drafts, blocks):
+    model = FAMILIES[0].build(tiny_base("llama-gqa"))
+    found = []
+
+    class Faults:
+        def put(self, tokens):
+            found.append(calls())
+
+        def end(self): ...
+
+    call = {"draft_tree": [[0]], "max_new_tokens": 3, "eos_token_id": None, "streamer": Faults(), "use_cache": drafts}
+
+    def faults():
+        found.clear()
+        model.generate(torch.tensor([[5, 6, 7]]), **call)
+        return max(found)
+
+    assert most_faults(faults, range(0, 160, 2)) < CALLS / 10
 
 
 def test_arguments_results_errors_and_the_signature_go_through():
@@ -38,5 +69,6 @@ def test_arguments_results_errors_and_the_signature_go_through():
         return number / by
 
     assert (divided(6), divided(6, by=3), divided.__doc__) == (3, 2, "Says what it does.")
+    assert [*inspect.signature(divided).parameters] == ["number", "by"]
     with pytest.raises(ZeroDivisionError):
         divided(1, 0)
