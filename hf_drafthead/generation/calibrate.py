@@ -39,13 +39,13 @@ from hf_drafthead.generation.worth import METHODS, Worth, check_prompts, sampled
 CHECKED, DEPTHS = 4, 3  # numbers of nodes that are compared, and depths of each
 APART = 1.3  # factor by which these numbers of nodes differ at least
 COMPILED_CHECKED, COMPILED_APART = 2, 2.0  # instead of CHECKED and APART where every tree is compiled
-FEW_TURNS, CHECK_TURNS, LEFT = 24, 100, 3  # all are compared in few turns, the fastest that are left in more
+FEW_TURNS, CHECK_TURNS, LEFT = 16, 100, 3  # all are compared in few turns, the fastest that are left in more
 COMPILED_TURNS = 300  # instead of CHECK_TURNS: of short steps, which scatter more
 COMPILED_TIE = 0.98  # of the fastest: which of such trees is faster changes with the state of the machine
 BLOCK = 8  # nodes of all rows: products of so many take less time for each node than of a few more or less
 CLOSE = 0.8  # share of the best size's tokens per second that each of them is predicted to reach
 PAYS = 1.01  # times as fast as the base, to within which a check tells it
-CHECKED_PROMPTS, CHECKED_BATCHES, CHECKED_TOKENS = 6, 6, 64  # at least so many prompts and batches
+CHECKED_PROMPTS, CHECKED_BATCHES, CHECKED_TOKENS = 6, 6, 48  # at least so many prompts and batches
 
 
 def calibrate(

@@ -26,7 +26,7 @@ from hf_drafthead.generation.worth import Worth
 STEPS = (2, 8, 16, 32, 64, 128, 256)  # nodes whose step is timed
 COMPILED_STEPS = (2, 8, 32)  # compiling one takes longer than everything else
 LEVEL_NODES = 8  # of the two trees that tell what a level costs
-COST_TOKENS, COST_ROUNDS, WARM_TOKENS = 16, 12, 8  # short calls: the speed of a machine changes within one
+COST_TOKENS, COST_ROUNDS, WARM_TOKENS = 16, 8, 8  # short calls: the speed of a machine changes within one
 COST_TURNS = 24  # in which trees of these sizes are compared
 LEAST_TURNS, TURN_SECONDS = 12, 8.0  # turns end after so long, but not before so many
 HOPELESS = 0.8  # larger trees are not timed if the most that any can reach is below this share of the best size
