@@ -443,7 +443,8 @@ def test_a_size_is_kept_where_it_pays(monkeypatch):
 
     def timed(model, tree, call, captured):
         nodes = tree.num_nodes if tree else None
-        pace = paces[int(call["input_ids"])] if call["max_new_tokens"] == calibrating.CHECKED_TOKENS else 1000.0 * (nodes or 1)
+        checked = call["max_new_tokens"] == calibrating.CHECKED_TOKENS
+        pace = paces[int(call["input_ids"])] if checked else 1000.0 * (nodes or 1)
         step, number = seconds[nodes] * pace, 2 if nodes else 4
         return costs.Timed(step, 0.0, step * number, number, text + (nodes == 4), (1, 3) if nodes else ())
 
