@@ -72,7 +72,7 @@ def of_one_length(prompts: Sequence[Mapping[str, torch.Tensor]]) -> list[dict[st
 
 @dataclass(frozen=True)
 class Best:
-    """The fastest family: its name, its model, the tree that it was measured with, and its line."""
+    """The family with most tokens per step: its name, its model, the tree that it was measured with, and its line."""
 
     name: str
     model: Any
@@ -91,7 +91,7 @@ class Look:
         max_new_tokens: per prompt, at most.
 
     Attributes:
-        best: the fastest family so far.
+        best: the family with most tokens per step so far.
     """
 
     base: Any
@@ -104,8 +104,9 @@ class Look:
     def lines(self, families: Mapping[str, str], compile_within: float | None = 0.0) -> Iterator[Line]:
         """The base, then each family as soon as it is measured, then what is compiled.
 
-        Compiled are the base and the step of the fastest family, where that is possible here and expected to be done
-        in time; a line without figures says why not.
+        Compiled are the base and the step of the family with most tokens per step, where that is possible here and
+        expected to be done in time; a line without figures says why not. Tokens per step are the same in every run,
+        while the speed on a few prompts is not.
 
         Args:
             families: folder or id of the heads, by name; at least one.
@@ -126,7 +127,7 @@ class Look:
             model, _ = load(path, base_model=self.base)
             tree = self._tree(model)
             line = self._heads(model, name, INSTALLED, tree)
-            if self.best is None or (line.speedup or 0) > (self.best.line.speedup or 0):
+            if self.best is None or (line.tokens_per_step or 0) > (self.best.line.tokens_per_step or 0):
                 self.best = Best(name, model, tree, line)
             yield line
         assert self.best is not None
