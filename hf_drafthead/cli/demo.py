@@ -26,8 +26,8 @@ def demo(
     compiled: Annotated[
         bool | None,
         typer.Option(
-            help="Also the base and the family with most tokens per step compiled, however long that takes, or neither; "
-            f"by default as far as a demo of {DEMO_SECONDS:.0f} seconds allows.",
+            help="Also the base and the family with most tokens per step compiled, however long that takes, or "
+            f"neither; by default as far as a demo of {DEMO_SECONDS:.0f} seconds allows.",
             show_default=False,
         ),
     ] = None,

@@ -27,6 +27,7 @@ from hf_drafthead.modeling.config import MODEL_TYPE_PREFIX, DraftHeadConfig
 logger = logging.get_logger(__name__)
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
+GIVE_BASE = "pass base_model= (in a shell --base-model) with its id, path or object."
 BESIDE_THE_CONFIG = ("dtype", "torch_dtype", "quantization_config")
 
 
@@ -141,10 +142,7 @@ def _load_named(
     """As above for a base, or an adapter for one, by its name; also the name of the base itself."""
     revision = hub["revision"]
     if is_missing_folder(name):
-        raise OSError(
-            f"the base {name!r} of {checkpoint!r} was not found (there is no such folder): pass base_model= with "
-            "its id, path or object."
-        )
+        raise OSError(f"the base {name!r} of {checkpoint!r} was not found (there is no such folder): {GIVE_BASE}")
     try:
         name, hub, adapter = _behind_adapter(name, hub)
         found, arguments = _config_at(name, hub, arguments)
@@ -156,8 +154,7 @@ def _load_named(
                 "takes another place of it."
             ) from error
         raise OSError(
-            f"the base {name!r} of {checkpoint!r} was not found ({_first_line(error)}): pass base_model= with its "
-            "id, path or object."
+            f"the base {name!r} of {checkpoint!r} was not found ({_first_line(error)}): {GIVE_BASE}"
         ) from error
     refuse_unfit(found, name, loaded=False)
     check_base(config, found, name)
@@ -190,19 +187,14 @@ def locate_base(config: DraftHeadConfig, checkpoint: str) -> str:
     """
     name = config.base_model_name_or_path
     if not name:
-        raise OSError(
-            f"{checkpoint!r} does not say which base it was trained for: pass base_model= with its id, path or object."
-        )
+        raise OSError(f"{checkpoint!r} does not say which base it was trained for: {GIVE_BASE}")
     inside = Path(checkpoint) / name
     if inside.is_dir():
         return str(inside.resolve())
     if os.path.isabs(name) or name.startswith("."):
         if Path(name).is_dir() and os.path.isabs(name):
             return name
-        raise OSError(
-            f"the base of {checkpoint!r} was not found at {str(inside)!r}: pass base_model= with its id, path or "
-            "object."
-        )
+        raise OSError(f"the base of {checkpoint!r} was not found at {str(inside)!r}: {GIVE_BASE}")
     return name
 
 

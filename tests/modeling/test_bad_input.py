@@ -21,6 +21,8 @@ from hf_drafthead.modeling import (
 from tests.bases import tiny_base
 from tests.families import FAMILIES
 
+GIVE_BASE = "pass base_model= (in a shell --base-model) with its id, path or object."
+
 
 @pytest.fixture
 def heads(tmp_path) -> Path:
@@ -188,31 +190,27 @@ def test_a_folder_without_a_config(tmp_path):
 
 def test_a_base_that_is_not_where_the_config_says(heads):
     (heads.parent / "base").rename(heads.parent / "gone")
-    message = "the base of '...heads' was not found at '...base': pass base_model= with its id, path or object."
+    message = "the base of '...heads' was not found at '...base': " + GIVE_BASE
     with refused(OSError, message):
         AutoModel.from_pretrained(heads)
 
 
 def test_a_base_that_is_not_where_the_user_says(heads):
-    message = (
-        "the base './nowhere/at all' of '...heads' was not found (...): pass base_model= with its id, path or object."
-    )
+    message = "the base './nowhere/at all' of '...heads' was not found (...): " + GIVE_BASE
     with refused(OSError, message):
         AutoModel.from_pretrained(heads, base_model="./nowhere/at all")
 
 
 def test_a_base_that_is_not_on_the_hub(heads):
     edit_config(heads, base_model_name_or_path="org/not-downloaded")
-    message = (
-        "the base 'org/not-downloaded' of '...heads' was not found (...): pass base_model= with its id, path or object."
-    )
+    message = "the base 'org/not-downloaded' of '...heads' was not found (...): " + GIVE_BASE
     with refused(OSError, message):
         AutoModel.from_pretrained(heads, local_files_only=True)
 
 
 def test_heads_that_do_not_say_what_their_base_is(heads):
     edit_config(heads, base_model_name_or_path=None)
-    message = "'...heads' does not say which base it was trained for: pass base_model= with its id, path or object."
+    message = "'...heads' does not say which base it was trained for: " + GIVE_BASE
     with refused(OSError, message):
         AutoModel.from_pretrained(heads)
 
