@@ -213,8 +213,9 @@ def _check_end_to_end(
     """Run a size against the base: it, or the root alone where it does not pay; and the figures.
 
     These few texts tell what a step costs in steps of the base, and all texts how many steps are needed: together they
-    decide, and a tree that was slower than the base on these texts is not taken. The speed of a machine changes from
-    one batch to the next, so medians over the batches count, each of the same batch.
+    decide. If these calls were slower than predicted of them, so is the tree, and it is not taken where it would be
+    slower than the base. The speed of a machine changes from one batch to the next, so medians over the batches count,
+    each of the same batch.
     """
     rows, new_tokens = len(calls[0]["input_ids"]), calls[0]["max_new_tokens"]
     ends = model.generation_config.eos_token_id
@@ -238,7 +239,10 @@ def _check_end_to_end(
     over_base = pace([*steps, *(run for _, run in runs)], [*base_steps, *(base for base, _ in runs)])
     step = costs.curve.at(*best) if math.isnan(over_base) else costs.base_step * over_base
     predicted = costs.predicted(worth, best, rows, new_tokens, step)
-    if predicted.speedup < PAYS or paid < 1:
+    short = worth.calls(best, rows, min(new_tokens, CHECKED_TOKENS))  # of one text each, and its neighbours
+    same = [short[batch * rows % len(short)] for batch in range(len(calls))]
+    expected = statistics.median(costs.of_base(call) / costs.of_tree(call, step) for call in same)
+    if predicted.speedup < PAYS or predicted.speedup * paid / expected < 1:
         return ALONE, {
             **costs.predicted(worth, ALONE, rows, new_tokens).figures(),
             "tokens_per_step": 1.0,

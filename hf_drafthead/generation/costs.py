@@ -21,7 +21,7 @@ from hf_drafthead.generation.frames import with_room
 from hf_drafthead.generation.ladder import ALONE, CostCurve, Size, TreesInTurn
 from hf_drafthead.generation.slots import fixed_slots
 from hf_drafthead.generation.tree import DraftTree
-from hf_drafthead.generation.worth import Worth
+from hf_drafthead.generation.worth import Call, Worth
 
 STEPS = (2, 8, 16, 32, 64, 128, 256)  # nodes whose step is timed
 COMPILED_STEPS = (2, 8, 32)  # compiling one takes longer than everything else
@@ -63,10 +63,17 @@ class Costs:
         """
         calls = worth.calls(size, rows, new_tokens)
         step = self.curve.at(*size) if step is None else step
-        seconds = sum(self.start + call.steps * step for call in calls)
-        base_seconds = sum(self.base_start + call.base_steps * self.base_step for call in calls)
-        seconds = base_seconds if size == ALONE else seconds
+        base_seconds = sum(map(self.of_base, calls))
+        seconds = base_seconds if size == ALONE else sum(self.of_tree(call, step) for call in calls)
         return Predicted(sum(call.tokens for call in calls) / seconds, base_seconds / seconds)
+
+    def of_base(self, call: Call) -> float:
+        """Seconds of the base for these texts."""
+        return self.base_start + call.base_steps * self.base_step
+
+    def of_tree(self, call: Call, step: float) -> float:
+        """Seconds for these texts with a tree whose step takes so many."""
+        return self.start + call.steps * step
 
 
 def gain(worth: Worth, size: Size, rows: int, new_tokens: int = sys.maxsize) -> float:

@@ -492,6 +492,27 @@ def test_a_size_is_kept_where_it_pays(monkeypatch):
     assert check(Size(2, 1))[1]["tree_seconds"] == 15.0  # 0.75 of the base's in three batches, and 1.5 in four rounds
 
 
+@pytest.mark.parametrize("rest, kept", [(0.0, Size(2, 1)), (5.0, ALONE)])
+def test_short_calls_are_compared_with_what_is_expected_of_them(rest, kept, monkeypatch):
+    """A text whose first steps give little is slower than the base at first, and faster as a whole."""
+    found = worth.Worth({Size(2, 1): [(0,)]}, {ALONE: [[1] * 9], Size(2, 1): [[1, 1, 1, 3, 3]]}, 9)
+
+    def timed(model, tree, call, captured):
+        text = torch.tensor([[5, 6, 7, 8]])
+        return costs.Timed(1.5, rest, 4.5 + rest, 3, text, (1, 1, 1)) if tree else costs.Timed(1.0, 0.0, 3.0, 3, text)
+
+    monkeypatch.setattr(calibrating, "timed", timed)
+    monkeypatch.setattr(calibrating, "in_rounds", lambda model, trees, *args: [[]] * len(trees))
+    monkeypatch.setattr(calibrating, "CHECKED_TOKENS", 4)
+    model = SimpleNamespace(
+        base=SimpleNamespace(device=torch.device("cpu")), generation_config=SimpleNamespace(eos_token_id=None)
+    )
+    cost = costs.Costs(CostCurve([(2, 1.5)]), start=0.0, base_step=1.0, base_start=0.0)
+    given = [{"input_ids": torch.tensor([[turn]]), "max_new_tokens": 64} for turn in (1, 2, 3)]
+    best, figures = calibrating._check_end_to_end(model, found, cost, Size(2, 1), given, False)
+    assert best == kept and (best == ALONE or figures["speedup"] == 3.0 / 4.5)
+
+
 def test_a_call_without_a_step_tells_no_cost_of_one(monkeypatch):
     found = worth.Worth({Size(2, 1): [(0,)]}, {ALONE: [[1] * 8], Size(2, 1): [[2] * 4]}, 8)
 
