@@ -10,6 +10,7 @@ from matplotlib.image import imread
 from transformers import AutoModelForCausalLM
 
 from hf_drafthead import cli
+from hf_drafthead.cli.trees import told
 from hf_drafthead.generation import costs, worth
 from hf_drafthead.generation.tree import DraftTree, published_trees
 from tests.checkpoints import save_base, save_heads
@@ -48,7 +49,7 @@ def test_trees_are_printed_and_stored_for_each_batch_size(run, folder, tmp_path)
     assert code == 0, err
     lines = [line for line in out.splitlines() if line.startswith("batch size ")]
     assert [line.split(",")[0] for line in lines] == ["batch size 1", "batch size 2"]
-    assert "uncaptured steps, cpu, float32: " in lines[0] and " tokens per step (" in lines[0] and "\nroot\n" in out
+    assert "uncaptured steps, cpu, float32: " in lines[0] and "x the base predicted" in lines[0] and "\nroot\n" in out
     found = json.loads((tmp_path / "found.json").read_text())["entries"]
     assert found == stored(folder) and [entry["batch_size"] for entry in found] == [1, 2]
     model = AutoModelForCausalLM.from_pretrained(folder / "medusa")
@@ -59,6 +60,23 @@ def test_trees_are_printed_and_stored_for_each_batch_size(run, folder, tmp_path)
     # what is there is kept, what is missing is measured
     code, out, _ = run(*prompts, "--batch-size", "1,3", "--resume")
     assert code == 0 and stored(folder)[:2] == found and stored(folder)[2]["batch_size"] == 3
+
+
+@pytest.mark.parametrize("earlier", [False, True], ids=["entry", "entry of an earlier version"])
+def test_predictions_are_told_apart_from_the_check(earlier):
+    measured = {
+        "predicted_tokens_per_step": 2.349, "predicted_tokens_per_second": 212.6, "predicted_speedup": 1.549,
+        "tokens_per_step": 2.174, "tokens_per_second": 189.4, "speedup": 1.263, "predicted_check_speedup": 1.351,
+    }  # fmt: skip
+    if earlier:
+        del measured["predicted_check_speedup"]
+    entry = {"batch_size": 2, "captured": True, "device": "cpu", "dtype": "float32", "measured": measured}
+    first = "batch size 2, captured steps, cpu, float32: "
+    figures = ", 2.35 tokens per step, 213 tokens/s, 1.55x the base predicted"
+    check = "checked in short calls: 2.17 tokens per step, 189 tokens/s, 1.26x the base"
+    of_these = "" if earlier else " (1.35x predicted of these)"
+    assert told({**entry, "tree": [[0], [1]]}) == f"{first}3 nodes{figures}\n{check}{of_these}"
+    assert told({**entry, "tree": []}) == f"{first}1 node (no tree pays, so the base decodes by itself){figures}"
 
 
 def test_a_dry_run_stores_nothing_and_the_base_can_write_the_prompts(run, folder):

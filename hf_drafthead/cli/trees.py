@@ -121,16 +121,23 @@ def load_with_prompts(
 
 
 def told(entry: dict[str, Any]) -> str:
-    """One line about a calibration entry."""
+    """What is predicted of a calibration entry's tree, and what its check found."""
     figures, nodes = entry["measured"], len(entry["tree"]) + 1
-    return printable(
+    of_calls = figures.get("predicted_check_speedup")  # entries of earlier versions do not hold it
+    lines = [
         f"batch size {entry['batch_size']}, {'captured' if entry['captured'] else 'uncaptured'} steps, "
         f"{entry['device']}, {entry['dtype']}: "
         f"{f'{nodes} nodes' if nodes > 1 else '1 node (no tree pays, so the base decodes by itself)'}, "
-        f"{figures['tokens_per_step']:.2f} tokens per step ({figures['predicted_tokens_per_step']:.2f} predicted), "
-        f"{figures['tokens_per_second']:.0f} tokens/s ({figures['predicted_tokens_per_second']:.0f} predicted), "
-        f"{figures['speedup']:.2f}x the base ({figures['predicted_speedup']:.2f} predicted)"
-    )
+        f"{figures['predicted_tokens_per_step']:.2f} tokens per step, "
+        f"{figures['predicted_tokens_per_second']:.0f} tokens/s, {figures['predicted_speedup']:.2f}x the base predicted"
+    ]
+    if nodes > 1:
+        lines.append(
+            f"checked in short calls: {figures['tokens_per_step']:.2f} tokens per step, "
+            f"{figures['tokens_per_second']:.0f} tokens/s, {figures['speedup']:.2f}x the base"
+            + (f" ({of_calls:.2f}x predicted of these)" if of_calls is not None else "")
+        )
+    return "\n".join(map(printable, lines))
 
 
 @app.command()

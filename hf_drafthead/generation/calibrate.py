@@ -81,12 +81,13 @@ def calibrate(
 
     Returns:
         the entries of `batch_sizes` in order, see `entries`. `measured` holds tokens_per_step, tokens_per_second,
-        base_tokens_per_second, speedup and identical of the check, predicted_tokens_per_step,
-        predicted_tokens_per_second and predicted_speedup; `tree_seconds` of a step with the tree in the check, where
-        one pays; before the check `start_seconds` of a call before its first step, `base_start_seconds` and
-        `base_step_seconds`; `step_seconds` of trees with one level, as pairs of nodes and figure, and `level_seconds`
-        of each further level; as such pairs `tokens_per_step_by_nodes` (of the row that takes most steps) and
-        `tokens_per_second_by_nodes` of trees that are no deeper than the one kept; and how it was measured.
+        base_tokens_per_second, speedup and identical of the check, and predicted_check_speedup of its calls;
+        predicted_tokens_per_step, predicted_tokens_per_second and predicted_speedup of answers of `new_tokens`;
+        `tree_seconds` of a step with the tree in the check, where one pays; before the check `start_seconds` of a call
+        before its first step, `base_start_seconds` and `base_step_seconds`; `step_seconds` of trees with one level, as
+        pairs of nodes and figure, and `level_seconds` of each further level; as such pairs `tokens_per_step_by_nodes`
+        (of the row that takes most steps) and `tokens_per_second_by_nodes` of trees that are no deeper than the one
+        kept; and how it was measured.
 
     Raises:
         ValueError: prompts that are empty, too long or too few for tokens per step to within 5 %; sizes or a
@@ -249,6 +250,7 @@ def _check_end_to_end(
             "tokens_per_second": base_rate,
             "base_tokens_per_second": base_rate,
             "speedup": 1.0,
+            "predicted_check_speedup": 1.0,
             "identical": True,
         }
     return best, {
@@ -258,6 +260,7 @@ def _check_end_to_end(
         "tokens_per_second": written / sum(run.seconds for _, run in runs),
         "base_tokens_per_second": base_rate,
         "speedup": paid,
+        "predicted_check_speedup": expected,
         "identical": all(torch.equal(run.sequences, base.sequences) for base, run in runs),
     }
 
