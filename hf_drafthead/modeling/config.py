@@ -7,7 +7,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, ClassVar
 
-from transformers import AutoConfig
+from transformers import AutoConfig, GenerationConfig
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -243,6 +243,25 @@ class DraftHeadConfig(PreTrainedConfig):
             raise ValueError(
                 f"{name} is {shortened.repr(value)}: expected a number from 0 up to, but not including, 1."
             )
+
+
+class HeadsGenerationConfig(GenerationConfig):
+    """A base's generation config with the settings of its heads.
+
+    Many published bases have a `temperature` or `top_p` without `do_sample`. transformers warns of that when a config
+    is saved as it was loaded, and raises when a field was added to it, as heads do.
+    """
+
+    @classmethod
+    def of(cls, config: GenerationConfig | None) -> "HeadsGenerationConfig":
+        """A copy of a config; None for the defaults."""
+        ours = cls()
+        ours.__dict__.update(copy.deepcopy(vars(config)) if config is not None else {})
+        return ours
+
+    def validate(self, strict: bool = False, **kwargs: Any) -> None:
+        """As in transformers for a config that was not changed: contradictions are warned of, errors raised."""
+        super().validate(**kwargs)
 
 
 def _of_the_base(name: str) -> property:

@@ -35,7 +35,7 @@ from hf_drafthead.modeling.checkpoint import (
     read_generation_settings,
     refuse_damage,
 )
-from hf_drafthead.modeling.config import ABOUT_THE_BASE, DraftHeadConfig
+from hf_drafthead.modeling.config import ABOUT_THE_BASE, DraftHeadConfig, HeadsGenerationConfig
 from hf_drafthead.modeling.drafter import Drafter
 from hf_drafthead.modeling.files import in_one_line, shortened
 
@@ -238,7 +238,7 @@ class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
 
     def _take_generation_config(self, heads: Mapping[str, Any]) -> None:
         """Generate as the base does, with the heads' own settings on top."""
-        ours = copy.deepcopy(getattr(self.base, "generation_config", None) or GenerationConfig())
+        ours = HeadsGenerationConfig.of(getattr(self.base, "generation_config", None))
         ours._from_model_config = False  # such a config drops the settings that transformers does not know when loaded
         for name, value in DraftSettings.stored_in(heads).items():
             setattr(ours, name, value)
@@ -334,7 +334,7 @@ class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
         model.base.requires_grad_(False)
         model.checkpoint_revision = source.heads.get("revision")
         if generation_config is not None:
-            model.generation_config = copy.deepcopy(generation_config)
+            model.generation_config = HeadsGenerationConfig.of(generation_config)
         if not output_loading_info:
             return model
         return model, {"missing_keys": set(), "unexpected_keys": set(), "mismatched_keys": set(), "error_msgs": []}
@@ -396,6 +396,7 @@ class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
         if "hf_quantizer" in model.__dict__:  # only the base is quantized: heads are saved as they are
             model.base.hf_quantizer = model.__dict__.pop("hf_quantizer")
         model.base.generation_config = copy.deepcopy(model.generation_config)
+        model.generation_config = HeadsGenerationConfig.of(model.generation_config)
         for name in DraftSettings.names():
             model.base.generation_config.__dict__.pop(name, None)
         return model
