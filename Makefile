@@ -76,8 +76,8 @@ build: $(READY)  ## sdist and wheel in dist/, checked
 	$(BIN)/python -m build --no-isolation
 	$(BIN)/twine check --strict dist/*
 
-bench-gpu: $(READY)  ## step times on a GPU within 8 minutes, in benchmarks/results/gpu.json
-	$(BIN)/python benchmarks/gpu.py
+bench-gpu:  ## what a GPU shows within 10 minutes, in benchmarks/results/results.jsonl (needs torch and transformers, installs nothing)
+	$(PYTHON) benchmarks/gpu.py
 
 test-remote-code: $(READY)  ## pushed heads where only transformers and torch are installed (needs a package index)
 	test -x .remote-code/bin/pip || $(PYTHON) -m venv .remote-code
