@@ -3,19 +3,17 @@
 Importing this package registers its model families with `AutoConfig`, `AutoModel` and `AutoModelForCausalLM`.
 """
 
+import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hf_drafthead.formats import convert_checkpoint, export_checkpoint
-from hf_drafthead.generation import DraftHeadGenerateOutput, DraftTree
-from hf_drafthead.modeling import DraftHeadConfig, DraftHeadPreTrainedModel
-from hf_drafthead.modeling.families import CLASSES
-
-if TYPE_CHECKING:  # at run time these are the classes of the table
+if TYPE_CHECKING:  # at run time `load_families` brings these, of which those in the last line are the table's
+    from hf_drafthead.formats import convert_checkpoint, export_checkpoint
+    from hf_drafthead.generation import DraftHeadGenerateOutput, DraftTree
+    from hf_drafthead.modeling import DraftHeadConfig, DraftHeadPreTrainedModel
     from hf_drafthead.modeling.families import *  # noqa: F403
 
 __version__ = "0.1.0"
-
-globals().update(CLASSES)
 __all__ = [
     "DraftHeadConfig",
     "DraftHeadGenerateOutput",
@@ -23,5 +21,25 @@ __all__ = [
     "DraftTree",
     "convert_checkpoint",
     "export_checkpoint",
-    *CLASSES,
 ]
+
+
+def load_families() -> None:
+    """Register the families and make the names of this package available; imports torch and transformers."""
+    from hf_drafthead import formats, generation, modeling
+    from hf_drafthead.modeling.families import CLASSES
+
+    for name in [name for name in __all__ if name not in CLASSES]:
+        globals()[name] = next(getattr(room, name) for room in (formats, generation, modeling) if hasattr(room, name))
+    globals().update(CLASSES)
+    __all__.extend(name for name in CLASSES if name not in __all__)
+
+
+def _started_as_command() -> bool:
+    """Whether this process is the command line, which imports torch only where a command needs it."""
+    program = sys.argv[0] if getattr(sys, "argv", None) else ""
+    return Path(program).stem == "hf-drafthead" or (program == "-m" and "-m hf_drafthead" in " ".join(sys.orig_argv))
+
+
+if not _started_as_command():
+    load_families()

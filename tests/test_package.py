@@ -91,3 +91,53 @@ def test_the_supported_versions_are_the_promised_ones():
     assert required["torch"] == ">=2.11"
     assert required["transformers"] == "<6,>=5.17"
     assert metadata["License-Expression"] == "Apache-2.0"
+
+
+# What `hf-drafthead` does with these words, and which heavy packages were imported for it.
+COMMAND = """
+import sys
+sys.argv = ["/usr/bin/hf-drafthead", *sys.argv[1:]]
+from hf_drafthead.cli import main
+try:
+    main()
+finally:
+    print("imported:", [name for name in ("torch", "transformers", "datasets", "matplotlib") if name in sys.modules])
+"""
+
+
+@pytest.mark.parametrize("words", [["--help"], ["--version"], ["bench", "--help"], []], ids=" ".join)
+def test_help_is_printed_before_anything_heavy_is_imported(words):
+    ended = subprocess.run([sys.executable, "-c", COMMAND, *words], capture_output=True, text=True, cwd=ROOT)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.splitlines()[-1] == "imported: []"
+
+
+def test_a_command_that_works_registers_the_families():
+    code = COMMAND.replace("print(", "print(len(sys.modules['hf_drafthead'].__all__), ")
+    ended = subprocess.run(
+        [sys.executable, "-c", code, "trees", "hydra_single"], capture_output=True, text=True, cwd=ROOT
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert int(ended.stdout.splitlines()[-1].split()[0]) > 6
+
+
+# Only training and the bundled models' own building may import these when they are imported themselves.
+BLOCKED = """
+import importlib, pkgutil, sys
+for name in ("datasets", "peft", "matplotlib", "rouge_score", "jinja2"):
+    sys.modules[name] = None  # every import of it fails
+import hf_drafthead, torch
+from hf_drafthead import zoo
+for module in pkgutil.walk_packages(hf_drafthead.__path__, "hf_drafthead."):
+    if not module.name.startswith(("hf_drafthead.training", "hf_drafthead.zoo", "hf_drafthead.page", "hf_drafthead._")):
+        importlib.import_module(module.name)
+model = hf_drafthead.MedusaForCausalLM.from_pretrained(zoo.path("medusa"))
+output = model.generate(torch.arange(8)[None], max_new_tokens=8, do_sample=False, return_dict_in_generate=True)
+print(output.accepted_lengths.sum().item())
+"""
+
+
+def test_generate_needs_no_package_of_the_other_rooms():
+    ended = subprocess.run([sys.executable, "-c", BLOCKED], capture_output=True, text=True, cwd=ROOT)
+    assert ended.returncode == 0, ended.stderr
+    assert int(ended.stdout) == 7

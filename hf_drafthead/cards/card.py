@@ -7,7 +7,6 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-import jinja2
 from huggingface_hub import CardData, EvalResult, ModelCard, ModelCardData
 
 from hf_drafthead.cards.facts import ACCURACY, FULL, Facts, is_hub_id, read_facts
@@ -170,6 +169,8 @@ def ours(results: list[EvalResult] | None) -> bool:
 
 def render(facts: Facts, data: ModelCardData, repo_id: str) -> str:
     """The card as the template has it."""
+    import jinja2
+
     environment = jinja2.Environment(undefined=jinja2.ChainableUndefined, keep_trailing_newline=True)
     environment.filters |= {
         "cell": cell,
@@ -352,7 +353,7 @@ def was_drafted(found: dict[str, Any]) -> bool:
 
 def cell(value: Any) -> str:
     """A value on one line of a table."""
-    if value is None or isinstance(value, jinja2.Undefined):
+    if value is None or type(value).__name__ == "ChainableUndefined":  # of jinja2: the facts do not hold it
         return "none" if value is None else "?"
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= 10_000:
         return f"{value:,}"

@@ -1,12 +1,16 @@
 """The pictures of a card: the same facts give the same bytes."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from pathlib import Path
-
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
+from typing import TYPE_CHECKING
 
 from hf_drafthead.generation.tree import DraftTree
+
+if TYPE_CHECKING:  # matplotlib is imported where it draws
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 INK, PAPER, COLOURS = "#333333", "#ffffff", ("#4c72b0", "#a8bddc")
 
@@ -18,6 +22,8 @@ def draw_trees(trees: Mapping[str, DraftTree], path: Path) -> None:
         trees: by title; no title is shown where it is empty.
         path: where the picture goes.
     """
+    from matplotlib.figure import Figure
+
     rows = [_rows(tree) for tree in trees.values()]
     sizes = [min(max(1.5, 0.16 * (max(places) + 1)), 16) for places in rows]
     figure = Figure(figsize=(7, sum(sizes)), layout="constrained")
@@ -46,6 +52,8 @@ def draw_accuracies(accuracies: dict[int, list[float]], path: Path) -> None:
         accuracies: by k, each head's share (0 to 1) of positions with the true token among its best k.
         path: where the picture goes.
     """
+    from matplotlib.figure import Figure
+
     shown = {k: accuracies[k] for k in sorted({min(accuracies), max(accuracies)})}
     figure = Figure(figsize=(6, 3), layout="constrained")
     axes = figure.subplots()

@@ -67,19 +67,14 @@ def main(arguments: list[str] | None = None) -> None:
         SystemExit: always, with the exit code.
     """
     import gc
-    import logging as standard_logging
 
-    from huggingface_hub.utils import logging as hub_logging
-    from transformers.utils import logging
-
-    standard_logging.getLogger("bitsandbytes").setLevel("ERROR")  # which tells of kernels that nobody asked for
-    hub_logging.set_verbosity_error()  # an unreachable Hub is reported once, not at every retry
-    logging.disable_progress_bar()
     alone = arguments is None  # this process is the command's: what was imported is never garbage
+    words = sys.argv[1:] if arguments is None else arguments
+    if words and not {"--help", "-h", "--version"} & set(words):
+        prepare_libraries()
     if alone:
         gc.freeze()  # looking at all of it takes a second each time
     try:
-        words = sys.argv[1:] if arguments is None else arguments
         code = app(args=words or ["--help"], prog_name="hf-drafthead", standalone_mode=False)
     except UsageError as error:
         asked = error.ctx.command_path if error.ctx else "hf-drafthead"
@@ -104,6 +99,21 @@ def main(arguments: list[str] | None = None) -> None:
     if alone:
         gc.freeze()  # the process ends: what is left need not be looked at
     sys.exit(code or 0)
+
+
+def prepare_libraries() -> None:
+    """Register the families and quieten the libraries; it takes seconds, so that what only prints help does without."""
+    import logging as standard_logging
+
+    from huggingface_hub.utils import logging as hub_logging
+    from transformers.utils import logging
+
+    from hf_drafthead import load_families
+
+    standard_logging.getLogger("bitsandbytes").setLevel("ERROR")  # which tells of kernels that nobody asked for
+    hub_logging.set_verbosity_error()  # an unreachable Hub is reported once, not at every retry
+    logging.disable_progress_bar()
+    load_families()
 
 
 def _as_setting(error: UsageError) -> str:

@@ -15,13 +15,14 @@ from hf_drafthead.cli.common import (
     write_json,
 )
 from hf_drafthead.cli.trees import told
-from hf_drafthead.modeling.families import FAMILIES
 
 
 @app.command()
 def train(
     base: Annotated[str, typer.Option(help="Folder of a causal language model, or its id on the Hub.")],
-    family: Annotated[str, typer.Option(help=f"Of the heads: {', '.join(FAMILIES)}.")],
+    family: Annotated[
+        str, typer.Option(help="Of the heads, such as medusa, hydra++ or eagle3; a wrong name lists all.")
+    ],
     data: Annotated[str, typer.Option(help="Chats or texts: a file, a folder, or the name of a data set.")],
     output_folder: Annotated[str, typer.Option("--output", help="Folder for checkpoints and the trained heads.")],
     heads: Annotated[str | None, typer.Option(help="Train these trained heads further.")] = None,

@@ -17,20 +17,6 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from datasets import Features, List, Value
-
-TURN = {"role": Value("string"), "content": Value("string"), "cut": Value("bool"), "ids": List(Value("int32"))}
-FEATURES = Features(
-    {
-        "messages": List(TURN),
-        "turns": List(Value("string")),
-        "text": Value("string"),
-        "given": Value("int64"),
-        "ids": List(Value("int32")),
-        "source": Value("string"),
-        "row": Value("int64"),
-    }
-)
 CHATS = ("messages", "conversations")
 KNOWN = (*CHATS, "turns", "text", "prompt")  # fields of which a record has at least one
 EXPECTED = (
@@ -38,6 +24,24 @@ EXPECTED = (
     '{"conversations": [{"from": "human", "value": "..."}]}, a text as {"text": "..."}, a text to continue as '
     '{"prompt": "..."}, or questions as {"turns": ["..."]}'
 )
+
+
+def features() -> Any:
+    """The columns of a row as `datasets` describes them, which is not imported before."""
+    from datasets import Features, List, Value
+
+    turn = {"role": Value("string"), "content": Value("string"), "cut": Value("bool"), "ids": List(Value("int32"))}
+    return Features(
+        {
+            "messages": List(turn),
+            "turns": List(Value("string")),
+            "text": Value("string"),
+            "given": Value("int64"),
+            "ids": List(Value("int32")),
+            "source": Value("string"),
+            "row": Value("int64"),
+        }
+    )
 
 
 def is_record(record: Any) -> bool:

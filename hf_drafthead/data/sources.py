@@ -1,24 +1,19 @@
 """Where rows come from: a file, a folder of files, a folder of `Dataset.save_to_disk`, or a data set by its name."""
 
+from __future__ import annotations
+
 import hashlib
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
-
-from datasets import (
-    Dataset,
-    DatasetDict,
-    IterableDataset,
-    IterableDatasetDict,
-    load_dataset,
-    load_from_disk,
-)
-from datasets.exceptions import DatasetGenerationError
+from typing import TYPE_CHECKING, Any
 
 from hf_drafthead.data.files import RECORDS, TEXTS, files_of, records_of
-from hf_drafthead.data.rows import EXPECTED, FEATURES, KNOWN, as_row, data_hash, is_record
+from hf_drafthead.data.rows import EXPECTED, KNOWN, as_row, data_hash, features, is_record
+
+if TYPE_CHECKING:  # imported where it is used: a file of questions is read without it
+    from datasets import Dataset, IterableDataset
 
 SAVED = ("state.json", "dataset_dict.json")  # one of which a folder of `save_to_disk` holds
 
@@ -39,6 +34,8 @@ def read_rows(source: str | Path, *, streaming: bool = False, split: str = "trai
         OSError: there is no such source.
         ValueError: it cannot be read, or holds nothing that is known; the message names file and line.
     """
+    from datasets import Dataset, DatasetDict, IterableDatasetDict
+
     if files := _read_one_by_one(Path(source)):
         return _read_files(files, streaming)
     found = _load(str(source), streaming, split)
@@ -69,6 +66,8 @@ def read_records(source: str | Path, split: str | None = None) -> Iterator[tuple
             for place, record in records_of(str(file)):
                 yield f"{file} {place}", record
         return
+    from datasets import DatasetDict
+
     found = _load(str(source), False, None)
     if isinstance(found, DatasetDict):
         chosen = split or (next(iter(found)) if len(found) == 1 else "test")
@@ -89,7 +88,8 @@ def uniform(rows: Dataset | IterableDataset, name: str = "the data") -> Dataset 
         ValueError: it has none of them.
     """
     columns = rows.column_names or list(next(iter(rows), {}))
-    if set(columns) == set(FEATURES):
+    wanted = features()
+    if set(columns) == set(wanted):
         return rows
     if not set(KNOWN) & set(columns):
         found = f"has the columns {', '.join(columns)}" if columns else "is empty"
@@ -98,7 +98,7 @@ def uniform(rows: Dataset | IterableDataset, name: str = "the data") -> Dataset 
     def convert(record: dict[str, Any], number: int) -> dict[str, Any]:
         return as_row(record, "", number)
 
-    return rows.map(convert, with_indices=True, remove_columns=columns, features=FEATURES)
+    return rows.map(convert, with_indices=True, remove_columns=columns, features=wanted)
 
 
 def stream_hash(source: str, first: Iterable[Mapping[str, Any]]) -> str:
@@ -121,14 +121,17 @@ def _read_one_by_one(path: Path) -> list[Path]:
 
 
 def _read_files(files: list[Path], streaming: bool) -> Dataset | IterableDataset:
+    from datasets import Dataset, IterableDataset
+    from datasets.exceptions import DatasetGenerationError
+
     # size and time are part of what a cached data set is known by: a file that has changed is read again
     known_by = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     if next(_rows_of(known_by), None) is None:
         raise ValueError(f"{', '.join(map(str, files[:3]))}: there is no row in it: {EXPECTED}.")
     if streaming:
-        return IterableDataset.from_generator(_rows_of, features=FEATURES, gen_kwargs={"files": known_by})
+        return IterableDataset.from_generator(_rows_of, features=features(), gen_kwargs={"files": known_by})
     try:
-        return Dataset.from_generator(_rows_of, features=FEATURES, gen_kwargs={"files": known_by})
+        return Dataset.from_generator(_rows_of, features=features(), gen_kwargs={"files": known_by})
     except DatasetGenerationError as error:
         raise (error.__cause__ or error) from None
 
@@ -144,6 +147,8 @@ def _rows_of(files: list[tuple[str, int, int]]) -> Iterator[dict[str, Any]]:
 
 def _load(source: str, streaming: bool, split: str | None) -> Any:
     """What `datasets` finds at a source: a data set, or several splits."""
+    from datasets import load_dataset, load_from_disk
+
     wanted = "give a .json, .jsonl or .txt file, a folder of them, or the name of a data set."
     looks_local = os.path.isabs(source) or source.startswith((".", "~")) or source.endswith(TEXTS + RECORDS)
     if not os.path.exists(source) and (looks_local or source.count("/") > 1 or not source):

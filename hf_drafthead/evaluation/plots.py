@@ -1,15 +1,17 @@
 """Plots of measurements."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
-
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
+from typing import TYPE_CHECKING, Any
 
 from hf_drafthead.evaluation.measurement import Measurement
 from hf_drafthead.evaluation.report import labels
+
+if TYPE_CHECKING:  # matplotlib is imported where it draws
+    from matplotlib.axes import Axes
 
 
 def draw(measurements: Sequence[Measurement], folder: Path) -> list[Path]:
@@ -22,6 +24,8 @@ def draw(measurements: Sequence[Measurement], folder: Path) -> list[Path]:
     Returns:
         the files.
     """
+    from matplotlib.figure import Figure
+
     folder.mkdir(parents=True, exist_ok=True)
     heats = {one.temperature for one in measurements}
     swept = {one.model for one in measurements if "posterior_threshold" in one.acceptance and len(heats) == 1}
@@ -58,6 +62,8 @@ def draw_calibration(entries: Sequence[dict[str, Any]], folder: Path) -> Path:
     Returns:
         the picture, calibration.png.
     """
+    from matplotlib.figure import Figure
+
     folder.mkdir(parents=True, exist_ok=True)
     figure = Figure(figsize=(9, 4), layout="constrained")
     steps, seconds = figure.subplots(1, 2)
