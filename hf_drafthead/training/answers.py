@@ -18,6 +18,8 @@ from transformers import LogitsProcessor, LogitsProcessorList, TopPLogitsWarper
 from hf_drafthead.data.chats import Chat, Refused, repaired
 from hf_drafthead.data.rows import as_row
 from hf_drafthead.data.texts import beginning_of
+from hf_drafthead.training.data import padding_token
+from hf_drafthead.training.encode import refuse_unknown
 from hf_drafthead.training.templates import ChatEncoder, frame, without_post_processor
 
 
@@ -127,10 +129,7 @@ class Answerer:
         self._chats: ChatEncoder | None = None
         known = model.generation_config.eos_token_id
         self._ends = {*(known if isinstance(known, list) else [known]), tokenizer.eos_token_id} - {None}
-        self._pad = next(
-            (token for token in (tokenizer.pad_token_id, model.generation_config.pad_token_id) if token is not None),
-            min(self._ends, default=0),
-        )
+        self._pad = padding_token(model, tokenizer)
 
     def begin(self, index: int, row: Mapping[str, Any]) -> Task:
         """A task for a row; the answers in the row are ignored.
@@ -152,7 +151,9 @@ class Answerer:
                 stop = self._bare(self._chats.end_of_turn, add_special_tokens=False)["input_ids"]
                 self._ends |= set(stop[-1:])
             task = Task.of_questions(index, self._chats.fit(asked))
-        if self._room(length := len(self._prompt(task))) < 1:
+        prompt = self._prompt(task)
+        refuse_unknown(self.tokenizer, prompt, self.model.config.get_text_config().vocab_size)
+        if self._room(length := len(prompt)) < 1:
             raise Refused(f"its prompt of {length} tokens leaves no room for an answer in {self.max_length}")
         return task
 

@@ -19,7 +19,7 @@ from hf_drafthead.data.sources import read_rows, uniform
 from hf_drafthead.training.encode import ENCODED, TOKENS, Encode, Fit
 from hf_drafthead.training.objectives import IGNORED
 
-__all__ = ["DataReport", "PaddingCollator", "data_hash", "read_rows", "tokenize_rows"]
+__all__ = ["DataReport", "PaddingCollator", "data_hash", "padding_token", "read_rows", "tokenize_rows"]
 
 WINDOW = 1000  # rows that are packed together
 FORM = "2"  # of what is cached: change it to invalidate caches of older versions
@@ -99,6 +99,7 @@ def tokenize_rows(
     *,
     packing: bool = False,
     positions: int | None = None,
+    vocab_size: int | None = None,
 ) -> tuple[Dataset | IterableDataset, DataReport]:
     """Rows of token ids and labels, in the order of the source.
 
@@ -112,6 +113,7 @@ def tokenize_rows(
         max_length: most tokens of a row; by default as many as the longest one has, with packing `positions`.
         packing: fill rows up.
         positions: how many the base has, if that is known: nothing may be longer.
+        vocab_size: tokens that the base embeds, if that is known: rows with others are refused.
 
     Returns:
         Rows with `input_ids` and `labels` (IGNORED at positions without a loss), each with at least one label; and
@@ -130,7 +132,7 @@ def tokenize_rows(
         if max_length is None:
             raise ValueError("packing needs max_length, the tokens of a full row: give one.")
     rows = uniform(rows)
-    encode = Encode(tokenizer, max_length, positions, packing)
+    encode = Encode(tokenizer, max_length, positions, packing, vocab_size)
     fit = Fit(max_length, packing, encode.beginning)
     report = DataReport()
     if isinstance(rows, IterableDataset):
@@ -195,6 +197,18 @@ class PaddingCollator:
         if "features" in rows[0]:
             batch["features"] = _pad([torch.as_tensor(row["features"]) for row in rows], 0)
         return batch
+
+
+def padding_token(model: Any, tokenizer: Any) -> int:
+    """A token to fill batches up with that the base can embed: under the mask any will do."""
+    ends = model.generation_config.eos_token_id
+    known = (
+        tokenizer.pad_token_id,
+        model.generation_config.pad_token_id,
+        *(ends if isinstance(ends, list) else [ends]),
+    )
+    size = model.config.get_text_config().vocab_size
+    return next((token for token in known if isinstance(token, int) and 0 <= token < size), 0)
 
 
 def _pad(rows: list[torch.Tensor], value: int) -> torch.Tensor:

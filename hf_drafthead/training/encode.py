@@ -26,8 +26,11 @@ OTHER_TOKENS = "token ids of another tokenizer ignored"
 class Encode:
     """Batches of rows to token ids and labels, one for one; a refused row has the reason instead."""
 
-    def __init__(self, tokenizer: Any, max_length: int | None, positions: int | None, packing: bool) -> None:
+    def __init__(
+        self, tokenizer: Any, max_length: int | None, positions: int | None, packing: bool, vocab_size: int | None
+    ) -> None:
         self.tokenizer, self.max_length, self.positions, self.packing = tokenizer, max_length, positions, packing
+        self.vocab_size = vocab_size
         self._bare = without_post_processor(tokenizer)
         self._chats: ChatEncoder | None = None  # made at the first chat: plain text needs no chat template
         self.beginning, self._ending = frame(tokenizer)
@@ -36,7 +39,7 @@ class Encode:
             repr(tokenizer.chat_template),
             repr(tokenizer.special_tokens_map),
         )
-        self.known_by = (*known, max_length, positions, packing)
+        self.known_by = (*known, max_length, positions, packing, vocab_size)
 
     def __call__(self, batch: Mapping[str, Sequence[Any]]) -> dict[str, list]:
         out: dict[str, list] = {name: [] for name in ENCODED}
@@ -59,6 +62,7 @@ class Encode:
                 ids, labels = self._chats.encode(chat)
             else:
                 ids, labels = self._text(row)
+            refuse_unknown(self.tokenizer, ids, self.vocab_size)
             if self.max_length is None and self.positions is not None and len(ids) > self.positions:
                 raise ValueError(
                     f"{name} has {len(ids)} tokens, but the base has {self.positions} positions: "
@@ -112,6 +116,19 @@ class Encode:
         ids, labels = encode_span(self._bare, row["text"], [(row["given"], len(row["text"]))])
         beginning = [IGNORED if row["given"] else token for token in self.beginning]
         return self.beginning + ids + self._ending, beginning + labels + self._ending
+
+
+def refuse_unknown(tokenizer: Any, ids: list[int], vocab_size: int | None) -> None:
+    """Refuse tokens that a base cannot embed: they were added to its tokenizer alone.
+
+    Raises:
+        Refused: there is one.
+    """
+    if vocab_size is not None and (most := max(ids, default=0)) >= vocab_size:
+        raise Refused(
+            f"it has the token {tokenizer.convert_ids_to_tokens(most)!r}, number {most} of the tokenizer, but the base "
+            f"embeds {vocab_size}"
+        )
 
 
 class Fit:

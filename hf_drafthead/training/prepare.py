@@ -71,6 +71,7 @@ def read_data(
             "out fewer with --held-out-rows."
         )
     limits: dict[str, Any] = {"max_length": max_length or most_tokens(model), "positions": positions_of(model)}
+    limits["vocab_size"] = model.config.get_text_config().vocab_size
     chosen = Dataset.from_list(first[:held_out_rows], features=raw.features)
     held_out, _ = tokenize_rows(chosen, tokenizer, **limits)
     rows, report = tokenize_rows(raw.skip(held_out_rows), tokenizer, packing=packing, **limits)

@@ -25,7 +25,7 @@ from hf_drafthead.modeling.base_model import last_layer
 from hf_drafthead.modeling.families import find_family, fresh_heads
 from hf_drafthead.training.arguments import JOINT, WEIGHTS, DraftHeadTrainingArguments
 from hf_drafthead.training.clock import Clock
-from hf_drafthead.training.data import PaddingCollator
+from hf_drafthead.training.data import PaddingCollator, padding_token
 from hf_drafthead.training.expected_tokens_per_step import ExpectedTokensPerStep
 from hf_drafthead.training.forecast import forecast
 from hf_drafthead.training.lora import add_lora, merge_lora
@@ -157,7 +157,7 @@ def train_heads(
     }
     if settings.process_index == 0 and not dry_run:
         check_run(output, run, resume)
-    collator = PaddingCollator(tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0)
+    collator = PaddingCollator(padding_token(model, tokenizer))
     looks = None
     if settings.process_index == 0:
         placed = hasattr(model.base, "hf_quantizer") or hasattr(model.base, "hf_device_map")
@@ -196,8 +196,9 @@ def train_heads(
     trainer.resume(checkpoint)
     hours = clock.hours
     evaluated = [entry for entry in trainer.state.log_history if "eval_loss" in entry]
-    done = bool(evaluated) and evaluated[-1]["step"] == trainer.state.global_step
-    metrics = evaluated[-1] if done else trainer.evaluate()
+    best = settings.load_best_model_at_end and trainer.state.best_model_checkpoint
+    step = int(best.rpartition("-")[2]) if best else trainer.state.global_step  # of the heads as they are now
+    metrics = next((entry for entry in reversed(evaluated) if entry["step"] == step), None) or trainer.evaluate()
     model.eval()
     model.drafter.to(last_layer(model.base)[1])  # in the type that they are loaded in
     summary = {
@@ -212,6 +213,7 @@ def train_heads(
         "seed": settings.seed,
         "joint": joint,
         "steps": trainer.state.global_step,
+        "best_step": step if best else None,
         "epochs": round(trainer.state.epoch or 0.0, 3),
         "batch_size": settings.train_batch_size * settings.gradient_accumulation_steps * settings.world_size,
         "learning_rate": settings.learning_rate,

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,10 +21,12 @@ from hf_drafthead.data.sources import stream_hash
 from hf_drafthead.generation import costs, worth
 from hf_drafthead.modeling import families
 from hf_drafthead.training.arguments import DraftHeadTrainingArguments
+from hf_drafthead.training.data import padding_token
+from hf_drafthead.training.distill import distill
 from hf_drafthead.training.expected_tokens_per_step import ExpectedTokensPerStep
 from hf_drafthead.training.options import sort_options
 from hf_drafthead.training.prepare import PreparedData, own_prompts, read_data
-from hf_drafthead.training.record import check_run, save_whole
+from hf_drafthead.training.record import SUMMARY, check_run, save_whole
 from hf_drafthead.training.run import train_heads
 from hf_drafthead.training.trainer import DraftHeadTrainer, whole_checkpoint
 from tests.bases import tiny_base
@@ -468,3 +471,36 @@ def test_a_peak_that_is_never_reached_is_told(place, tmp_path, caplog, monkeypat
     monkeypatch.setattr(logging.get_logger("hf_drafthead"), "propagate", True)
     train(place, tmp_path / "heads", "eagle")
     assert "the learning rate rises for 2000 steps, but the training has 4: it will not reach 3e-05" in caplog.text
+
+
+def test_figures_are_of_the_heads_that_are_saved(place, tmp_path):
+    """Here the greater loss is taken for the better, so that the first evaluation is the best."""
+    how = {"warmup_steps": 0, "lr_scheduler_type": "constant", "save_total_limit": None}
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "greater_is_better": True}
+    trained = train(place, tmp_path / "heads", max_steps=8, save_steps=4, eval_steps=4, **how, **best)
+    state = json.loads((tmp_path / "heads" / "checkpoint-8" / "trainer_state.json").read_text())
+    losses = {log["step"]: log["eval_loss"] for log in state["log_history"] if "eval_loss" in log}
+    assert losses[4] > losses[8]
+    stored = json.loads((tmp_path / "heads" / SUMMARY).read_text())
+    for summary in (trained.summary, stored):
+        assert summary["held_out"]["loss"] == losses[4] and summary["best_step"] == 4 and summary["steps"] == 8
+    saved, chosen = (load_file(tmp_path / "heads" / part / "model.safetensors") for part in ("", "checkpoint-4"))
+    assert all(torch.equal(saved[name], chosen[name]) for name in saved)
+
+
+def test_a_pad_token_that_the_base_does_not_embed_is_not_used(place, tmp_path):
+    shutil.copytree(place / "base", tmp_path / "base")
+    shutil.copy(place / "texts.jsonl", tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "base")
+    tokenizer.add_special_tokens({"pad_token": "[PAD]"})
+    tokenizer.save_pretrained(tmp_path / "base")
+    lines = [json.dumps({"text": "short"}), (place / "texts.jsonl").read_text(), json.dumps({"text": "a [PAD] b"})]
+    (tmp_path / "texts.jsonl").write_text("\n".join(lines))
+    trained = train(tmp_path, tmp_path / "heads")
+    report = trained.summary["data_report"]
+    assert report["refused"] == 1 and "the token '[PAD]', number" in report["refusals"][0]
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    assert padding_token(base, tokenizer) < len(tokenizer) - 1
+    rows = [{"text": "short"}, {"text": "def function(a, b):\n    return a"}, {"text": "a [PAD] b"}]
+    written = distill(base, tokenizer, Dataset.from_list(rows), tmp_path / "own.jsonl", max_new_tokens=4, batch_size=2)
+    assert written.answers == 2 and written.refused == 1
