@@ -1,0 +1,130 @@
+"""Tokens per step of several models with heads on MT-Bench's and Spec-Bench's questions, by category, in batches.
+
+    python benchmarks/chat_figures.py QUESTIONS.jsonl HEADS [HEADS ...] --output figures.jsonl
+    python benchmarks/chat_figures.py QUESTIONS.jsonl HEADS --tree dynamic --nodes 32 --limit 4 --device cpu
+
+Every question is asked through the chat template, turn after turn, each after the base's own answer to the one before.
+The answers are the base's, so all heads are measured on the same text; how fast they are is for `hf-drafthead bench`,
+which times one row. Needs torch, transformers and this checkout. A line of JSON per heads, tree and temperature is
+appended to the output at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+from transformers import AutoModel, AutoTokenizer
+
+import hf_drafthead  # noqa: F401 - registers the models
+from hf_drafthead import DraftTree
+
+SPEC_BENCH = {"translation", "summarization", "qa", "math_reasoning", "rag"}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("questions", type=Path, help="lines with `category` and `turns`")
+    parser.add_argument("heads", nargs="+", help="folders or ids of models with heads")
+    parser.add_argument("--base", help="the base, where the heads name another place")
+    parser.add_argument("--tree", nargs="*", default=["static", "dynamic"], choices=["static", "dynamic"])
+    parser.add_argument("--nodes", type=int, nargs="*", default=[32], help="nodes of a step, the root included")
+    parser.add_argument("--temperature", type=float, nargs="*", default=[0.0, 1.0])
+    parser.add_argument("--tokens", type=int, default=128, help="new tokens of every answer")
+    parser.add_argument("--limit", type=int, help="questions of every category")
+    parser.add_argument("--batch", type=int, default=40)
+    parser.add_argument("--lookup", type=int, nargs="*", default=[0], help="tokens copied from the text in each step")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--output", type=Path, default=Path("figures.jsonl"))
+    args = parser.parse_args()
+    questions = read(args.questions, args.limit)
+    for heads in args.heads:
+        more = {"base_model": args.base} if args.base else {}
+        model = AutoModel.from_pretrained(heads, dtype=getattr(torch, args.dtype), **more).to(args.device).eval()
+        tokenizer = AutoTokenizer.from_pretrained(args.base or heads, padding_side="left")
+        tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+        for kind in args.tree:
+            for nodes in args.nodes:
+                for temperature in args.temperature:
+                    for copied in args.lookup:
+                        call = {"draft_tree": tree_of(model, kind, nodes), "max_new_tokens": args.tokens}
+                        call |= {"do_sample": temperature > 0, "top_k": 0} if temperature else {"do_sample": False}
+                        call |= {"temperature": temperature} if temperature else {}
+                        call |= {"prompt_lookup_num_tokens": copied} if copied else {}
+                        row = {"heads": str(heads), "tree": kind, "nodes": nodes, "temperature": temperature}
+                        row |= {"lookup": copied, "dtype": args.dtype, "device": args.device}
+                        row |= measured(model, tokenizer, questions, call, args.batch)
+                        with args.output.open("a") as output:
+                            output.write(json.dumps(row) + "\n")
+                        print(json.dumps(row), flush=True)
+
+
+def read(path: Path, limit: int | None) -> dict[str, list[list[str]]]:
+    """The turns of every question, by category; MT-Bench's topics are one category where Spec-Bench's others are."""
+    topics: dict[str, list[list[str]]] = defaultdict(list)
+    for line in path.read_text().splitlines():
+        question = json.loads(line)
+        topic = topics[question["category"]]
+        if limit is None or len(topic) < limit:
+            topic.append(question["turns"])
+    if not SPEC_BENCH & set(topics):
+        return dict(topics)
+    grouped: dict[str, list[list[str]]] = defaultdict(list)
+    for name, turns in topics.items():
+        grouped[name if name in SPEC_BENCH else "mt_bench"] += turns
+    return dict(grouped)
+
+
+def tree_of(model: Any, kind: str, nodes: int) -> Any:
+    """A tree of so many nodes: the published one's nodes nearest to the root and the first guess, or a dynamic one."""
+    deepest = model.drafter.max_depth
+    if kind == "dynamic":
+        return {"dynamic": {"nodes": nodes, **({} if deepest is None else {"depth": min(6, deepest)})}}
+    paths = DraftTree.from_name("mc_sim_7b_63").cut(deepest or 99).paths
+    return DraftTree(sorted(paths, key=lambda path: (len(path) + sum(path), path))[: nodes - 1])
+
+
+def measured(model: Any, tokenizer: Any, questions: dict[str, list[list[str]]], call: dict, batch: int) -> dict:
+    """Tokens per step of every category and of all, and how many steps they were counted in."""
+    torch.manual_seed(0)
+    begun, by_category, all_tokens, all_steps = time.perf_counter(), {}, 0, 0
+    for name, group in questions.items():
+        tokens = steps = 0
+        for first in range(0, len(group), batch):
+            conversations: list[list[dict[str, str]]] = [[] for _ in group[first : first + batch]]
+            for turn in range(max(map(len, group[first : first + batch]))):
+                asked = []
+                for conversation, turns in zip(conversations, group[first : first + batch]):
+                    if turn < len(turns):
+                        conversation.append({"role": "user", "content": turns[turn]})
+                        asked.append(conversation)
+                texts = [tokenizer.apply_chat_template(c, tokenize=False, add_generation_prompt=True) for c in asked]
+                inputs = tokenizer(texts, return_tensors="pt", padding=True, add_special_tokens=False)
+                inputs = inputs.to(model.base.device)
+                output = model.generate(**inputs, **call, return_dict_in_generate=True)
+                accepted = output.accepted_lengths
+                if accepted is not None:
+                    tokens, steps = tokens + int(accepted.sum()), steps + int((accepted > 0).sum())
+                answers = tokenizer.batch_decode(
+                    output.sequences[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True
+                )
+                for conversation, answer in zip(asked, answers):
+                    conversation.append({"role": "assistant", "content": answer.strip()})
+        by_category[name] = round(tokens / steps, 3) if steps else None
+        all_tokens, all_steps = all_tokens + tokens, all_steps + steps
+    total = round(all_tokens / all_steps, 3) if all_steps else None
+    seconds = round(time.perf_counter() - begun, 1)
+    return {"tokens_per_step": total, "by_category": by_category, "steps": all_steps, "seconds": seconds}
+
+
+if __name__ == "__main__":
+    main()
