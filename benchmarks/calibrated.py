@@ -58,7 +58,7 @@ from hf_drafthead.evaluation.compare_with_base import grown
 from hf_drafthead.evaluation.speed import CAPTURED, draft, steps_of, time_interleaved
 from hf_drafthead.generation.calibration import foretold_steps, own_texts, rank_paths
 from hf_drafthead.generation.costs import Timed, in_turn, timed
-from hf_drafthead.generation.entries import Situation, matching, tree_of
+from hf_drafthead.generation.entries import CalibrationKey, matching, tree_of
 from hf_drafthead.generation.identity import drafter_hash
 from hf_drafthead.generation.ladder import Size
 from hf_drafthead.generation.settings import AUTO, DEFAULT_TREE
@@ -91,7 +91,8 @@ def loaded(family: str, own: bool = False) -> tuple[Any, list[torch.Tensor]]:
 
 def entry_of(model: Any, rows: int, captured: bool) -> dict[str, Any]:
     """The calibration entry of a batch size."""
-    found = matching(model.generation_config.calibration, Situation.of(model.base, model.drafter, rows, captured))
+    execution = "compiled" if captured else "eager"
+    found = matching(model.generation_config.calibration, CalibrationKey.of(model.base, model.drafter, rows, execution))
     assert found is not None, f"not calibrated for batch size {rows}"
     return found
 
@@ -344,7 +345,7 @@ def tables(found: dict[str, Any]) -> list[str]:
         for entry in settings["calibration"]:
             told = entry["measured"]
             stored.append([
-                family, "captured" if entry["captured"] else "uncaptured", str(entry["batch_size"]),
+                family, "captured" if entry["execution"] == "compiled" else "uncaptured", str(entry["batch_size"]),
                 str(len(entry["tree"]) + 1), f"{told['predicted_speedup']:.2f}", f"{told['speedup']:.2f}",
             ])  # fmt: skip
     for family in sorted(found):

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 from hf_drafthead import cli
 from hf_drafthead.cli.trees import told
 from hf_drafthead.generation import costs, worth
+from hf_drafthead.generation.entries import CalibrationKey, cpu_name
 from hf_drafthead.generation.tree import DraftTree, published_trees
 from tests.checkpoints import save_base, save_heads
 
@@ -47,9 +48,9 @@ def test_trees_are_printed_and_stored_for_each_batch_size(run, folder, tmp_path)
     prompts = ("--prompts", folder / "prompts.jsonl")
     code, out, err = run(*prompts, "--batch-size", "1,2", "--json", tmp_path / "found.json")
     assert code == 0, err
-    lines = [line for line in out.splitlines() if line.startswith("batch size ")]
-    assert [line.split(",")[0] for line in lines] == ["batch size 1", "batch size 2"]
-    assert "uncaptured steps, cpu, float32: " in lines[0] and "x the base predicted" in lines[0] and "\nroot\n" in out
+    lines = [line for line in out.splitlines() if "x the base predicted" in line]
+    assert [line.split(", ")[2] for line in lines] == ["batch size 1", "batch size 2"]
+    assert f"{cpu_name()} with " in lines[0] and ", eager steps: " in lines[0] and "\nroot\n" in out
     found = json.loads((tmp_path / "found.json").read_text())["entries"]
     assert found == stored(folder) and [entry["batch_size"] for entry in found] == [1, 2]
     model = AutoModelForCausalLM.from_pretrained(folder / "medusa")
@@ -70,8 +71,9 @@ def test_predictions_are_told_apart_from_the_check(earlier):
     }  # fmt: skip
     if earlier:
         del measured["predicted_check_speedup"]
-    entry = {"batch_size": 2, "captured": True, "device": "cpu", "dtype": "float32", "measured": measured}
-    first = "batch size 2, captured steps, cpu, float32: "
+    key = CalibrationKey("NVIDIA X", None, "float32", 2, "compiled", None)
+    entry = {**key._asdict(), "measured": measured}
+    first = "NVIDIA X, float32, batch size 2, compiled steps: "
     figures = ", 2.35 tokens per step, 213 tokens/s, 1.55x the base predicted"
     check = "checked in short calls: 2.17 tokens per step, 189 tokens/s, 1.26x the base"
     of_these = "" if earlier else " (1.35x predicted of these)"
@@ -123,7 +125,7 @@ def test_info_shows_what_was_calibrated(folder, run, capsys):
     out = capsys.readouterr().out
     nodes = len(stored(folder)[0]["tree"]) + 1
     counted = "1 node" if nodes == 1 else f"{nodes} nodes"
-    assert f"calibrated     {counted}: device cpu, dtype float32, batch_size 1, captured False" in out
+    assert f"calibrated     {counted}: device {cpu_name()}, threads " in out and "batch_size 1, execution eager" in out
     assert "measured" not in out
 
 

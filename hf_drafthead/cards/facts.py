@@ -14,7 +14,7 @@ from huggingface_hub.utils import validate_repo_id
 from safetensors import safe_open
 from transformers.configuration_utils import PreTrainedConfig
 
-from hf_drafthead.generation.entries import tree_of
+from hf_drafthead.generation.entries import CalibrationKey, tree_of
 from hf_drafthead.generation.identity import heads_hash
 from hf_drafthead.generation.settings import AUTO, DraftSettings
 from hf_drafthead.generation.tree import DraftTree
@@ -151,7 +151,7 @@ def read_facts(folder: Path, model: Any = None) -> Facts:
 
 
 def _calibrated(entries: list[dict[str, Any]], depth: int | None, vocabulary: int) -> dict[str, DraftTree]:
-    """The different trees of calibration entries; a title names every situation that a tree is for.
+    """The different trees of calibration entries; a title names everything that a tree is for.
 
     Raises:
         ValueError: an entry is damaged.
@@ -159,10 +159,8 @@ def _calibrated(entries: list[dict[str, Any]], depth: int | None, vocabulary: in
     titles: dict[DraftTree, list[str]] = {}
     for entry in entries:
         tree = tree_of(entry, depth, vocabulary)
-        steps = ", captured steps" if entry.get("captured") else ""
-        situation = f"{entry.get('device')}, {entry.get('dtype')}, batch size {entry.get('batch_size')}{steps}"
-        titles.setdefault(tree, []).append(situation)
-    return {"; ".join(situations): tree for tree, situations in titles.items()}
+        titles.setdefault(tree, []).append(str(CalibrationKey.of_entry(entry)))
+    return {"; ".join(keys): tree for tree, keys in titles.items()}
 
 
 def check_folder(folder: Path) -> None:

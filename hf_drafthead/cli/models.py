@@ -33,7 +33,7 @@ from hf_drafthead.cli.common import (
     write_picture,
 )
 
-SITUATION = ("device", "dtype", "batch_size", "captured")
+CALIBRATED_FOR = ("device", "threads", "dtype", "batch_size", "execution")
 APART = ("draft_tree", "calibration")  # settings that have lines of their own
 
 
@@ -180,7 +180,7 @@ def calibrated(entries: Any) -> list[str]:
     lines = []
     for entry in entries if isinstance(entries, list) else []:
         if isinstance(entry, dict) and isinstance(entry.get("tree"), list):
-            told = ", ".join(f"{name} {entry[name]}" for name in SITUATION if name in entry)
+            told = ", ".join(f"{name} {entry[name]}" for name in CALIBRATED_FOR if entry.get(name) is not None)
             nodes = len(entry["tree"]) + 1
             lines.append(f"{nodes} {'node' if nodes == 1 else 'nodes'}: {told}")
     return lines

@@ -122,11 +122,12 @@ def load_with_prompts(
 
 def told(entry: dict[str, Any]) -> str:
     """What is predicted of a calibration entry's tree, and what its check found."""
+    from hf_drafthead.generation.entries import CalibrationKey
+
     figures, nodes = entry["measured"], len(entry["tree"]) + 1
     of_calls = figures.get("predicted_check_speedup")  # entries of earlier versions do not hold it
     lines = [
-        f"batch size {entry['batch_size']}, {'captured' if entry['captured'] else 'uncaptured'} steps, "
-        f"{entry['device']}, {entry['dtype']}: "
+        f"{CalibrationKey.of_entry(entry)}: "
         f"{f'{nodes} nodes' if nodes > 1 else '1 node (no tree pays, so the base decodes by itself)'}, "
         f"{figures['predicted_tokens_per_step']:.2f} tokens per step, "
         f"{figures['predicted_tokens_per_second']:.0f} tokens/s, {figures['predicted_speedup']:.2f}x the base predicted"

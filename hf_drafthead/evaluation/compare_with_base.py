@@ -4,12 +4,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from transformers import GenerationConfig
+
 from hf_drafthead.evaluation.bench import measure
 from hf_drafthead.evaluation.measurement import Measurement
 from hf_drafthead.evaluation.questions import Question
 from hf_drafthead.evaluation.speed import batched, fastest_tree
+from hf_drafthead.generation.capture import execution_of
 from hf_drafthead.generation.drafting import draft_vocabulary
-from hf_drafthead.generation.entries import Situation, matching, tree_of
+from hf_drafthead.generation.entries import CalibrationKey, matching, nearest, tree_of
 from hf_drafthead.generation.settings import AUTO, DEFAULT_TREE, DraftSettings
 from hf_drafthead.generation.tree import DraftTree, RankPath
 
@@ -84,9 +87,11 @@ def rounds(prompts: Sequence[Question], batch_size: int = 8) -> int:
 
 
 def calibrated_tree(model: Any, captured: bool = False) -> DraftTree | None:
-    """The tree that was measured to be the fastest for one row on this device and in this dtype, if any was."""
+    """The tree that was measured to be the fastest for one row here, or for the nearest; None where none was."""
     settings = DraftSettings.from_config(model.generation_config)
-    entry = matching(settings.calibration, Situation.of(model.base, model.drafter, 1, captured))
+    call = GenerationConfig(cache_implementation="static" if captured else None)
+    key = CalibrationKey.of(model.base, model.drafter, 1, execution_of(model, call))
+    entry = matching(settings.calibration, key) or nearest(settings.calibration, key)
     vocabulary = draft_vocabulary(model.base, model.drafter)
     return None if entry is None else tree_of(entry, model.drafter.max_depth, vocabulary)
 

@@ -17,8 +17,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from transformers import GenerationConfig
 
 from hf_drafthead.generation.calibration import check_temperature, own_seed
+from hf_drafthead.generation.capture import execution_of
 from hf_drafthead.generation.costs import (
     WARM_TOKENS,
     Costs,
@@ -30,7 +32,7 @@ from hf_drafthead.generation.costs import (
     pace,
     timed,
 )
-from hf_drafthead.generation.entries import Situation, matching, merged
+from hf_drafthead.generation.entries import CalibrationKey, matching, merged
 from hf_drafthead.generation.ladder import ALONE, Size
 from hf_drafthead.generation.settings import DraftSettings
 from hf_drafthead.generation.tree import MAX_NODES
@@ -96,9 +98,10 @@ def calibrate(
     _check(max_nodes, batch_sizes, method)
     check_temperature(temperature)
     model._base_reader()  # raises where trees cannot go, before any work is done
+    execution = execution_of(model, GenerationConfig(cache_implementation="static" if captured else None))
     stored = DraftSettings.stored_in(model.generation_config).get("calibration", [])
-    situations = {size: Situation.of(model.base, model.drafter, size, captured) for size in batch_sizes}
-    found = {size: matching(stored, situations[size]) if resume else None for size in batch_sizes}
+    keys = {size: CalibrationKey.of(model.base, model.drafter, size, execution) for size in batch_sizes}
+    found = {size: matching(stored, keys[size]) if resume else None for size in batch_sizes}
     if all(found.values()):
         return [entry for entry in found.values() if entry is not None]
     if prompts is None:
@@ -122,7 +125,7 @@ def calibrate(
         with own_seed(model):
             best, measured = _checked(model, worth, costs, calls, captured)
         tree = [list(path) for path in worth.paths[best]]
-        found[size] = entry = {**situations[size]._asdict(), "tree": tree, "measured": {**measured, **how}}
+        found[size] = entry = {**keys[size]._asdict(), "tree": tree, "measured": {**measured, **how}}
         stored = merged(stored, entry)
         model.generation_config.calibration = stored
         keep(entry)

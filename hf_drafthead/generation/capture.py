@@ -157,6 +157,12 @@ class Capture:
         )
 
 
+def execution_of(model: Any, config: GenerationConfig) -> str:
+    """How the steps of a call run, as a `CalibrationKey` names it: eager, compiled or recorded."""
+    capture = Capture.wanted(model, config)
+    return "eager" if capture is None else "recorded" if capture.config is None else "compiled"
+
+
 def not_captured(reason: str, state: DecodingState) -> None:
     """Say why the steps of a call are not captured, and let its caches grow again."""
     logger.warning_once(f"Steps are not captured, they run operation by operation: {reason}")

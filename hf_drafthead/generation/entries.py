@@ -1,64 +1,148 @@
-"""Entries of a calibration: the situation in which a tree was measured, and the entry that fits a call.
+"""Entries of a calibration: what a tree was measured for, and the entry that fits a call.
 
-An entry is a JSON object of the generation config: `device`, `dtype`, `batch_size`, `captured`, `heads_hash`, `tree`
-(rank paths, the most valuable first; none where no tree pays) and `measured` (the figures, see `calibrate`).
+An entry is a JSON object of the generation config: the fields of a `CalibrationKey`, `tree` (rank paths, the most
+valuable first; none where no tree pays) and `measured` (the figures, see `calibrate`).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from hf_drafthead.generation.identity import device_name, drafter_hash
+from hf_drafthead.generation.identity import cpu_name, device_name, drafter_hash
 from hf_drafthead.generation.tree import DraftTree
 
+EXECUTIONS = ("eager", "compiled", "recorded")  # how a call runs its steps; recorded: as CUDA graphs
 
-class Situation(NamedTuple):
+
+class CalibrationKey(NamedTuple):
     """What the speed of a tree depends on, besides the text.
 
-    device: the GPU's name, or "cpu"; dtype: of the base; batch_size: rows; captured: whether steps are compiled;
-    heads_hash: of the drafter's weights, see `drafter_hash`.
+    device: the GPU's name, or the CPU's; threads: that torch uses on a CPU, None on a GPU; dtype: of the base;
+    batch_size: rows; execution: one of EXECUTIONS; heads_hash: of the drafter's weights, see `drafter_hash`.
     """
 
     device: str
+    threads: int | None
     dtype: str
     batch_size: int
-    captured: bool
+    execution: str
     heads_hash: str | None
 
     @classmethod
-    def of(cls, base: Any, drafter: torch.nn.Module, batch_size: int, captured: bool) -> Situation:
-        """The situation of a call."""
+    def of(cls, base: Any, drafter: torch.nn.Module | None, batch_size: int, execution: str) -> CalibrationKey:
+        """The key of a call; without a drafter, whose hash takes its time, that of any heads."""
+        on_cpu = base.device.type == "cpu"
+        device, threads = (cpu_name(), torch.get_num_threads()) if on_cpu else (device_name(base.device), None)
         dtype = str(base.dtype).removeprefix("torch.")
-        return cls(device_name(base.device), dtype, batch_size, captured, drafter_hash(drafter))
+        heads = None if drafter is None else drafter_hash(drafter)
+        return cls(device, threads, dtype, batch_size, execution, heads)
+
+    @classmethod
+    def of_entry(cls, entry: dict[str, Any]) -> CalibrationKey:
+        """The key of an entry; entries of earlier versions say "cpu" for every CPU, and `captured`.
+
+        Raises:
+            ValueError: a field is missing, or of another type.
+        """
+        device, threads = entry.get("device"), entry.get("threads", 0 if entry.get("device") == "cpu" else None)
+        execution = entry.get("execution")
+        if execution is None and isinstance(entry.get("captured"), bool):
+            # on a GPU every call that was not compiled was recorded
+            execution = "compiled" if entry["captured"] else "eager" if device == "cpu" else "recorded"
+        key = cls(device, threads, entry.get("dtype"), entry.get("batch_size"), execution, entry.get("heads_hash"))  # type: ignore[arg-type]
+        for name, kind in (("device", str), ("dtype", str), ("batch_size", int), ("execution", str)):
+            value = getattr(key, name)
+            if not isinstance(value, kind) or isinstance(value, bool):
+                raise damaged(entry, TypeError(f"its {name} is {str(value)[:20]!r}"))
+        if key.batch_size < 1 or key.execution not in EXECUTIONS:
+            raise damaged(entry, ValueError(f"batch size {key.batch_size}, execution {key.execution[:20]!r}"))
+        if threads is not None and (not isinstance(threads, int) or isinstance(threads, bool)):
+            raise damaged(entry, TypeError(f"its threads are {str(threads)[:20]!r}"))
+        if not isinstance(key.heads_hash, (str, type(None))):
+            raise damaged(entry, TypeError("its heads_hash is no text"))
+        return key
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether the device is a CPU."""
+        return self.threads is not None
 
     def __str__(self) -> str:
-        steps = "captured" if self.captured else "uncaptured"
-        return f"{self.device}, {self.dtype}, batch size {self.batch_size}, {steps} steps, heads {self.heads_hash}"
+        device = f"{self.device} with {self.threads} thread(s)" if self.threads else self.device
+        return f"{device}, {self.dtype}, batch size {self.batch_size}, {self.execution} steps"
 
 
-def matching(entries: Sequence[dict[str, Any]], situation: Situation) -> dict[str, Any] | None:
-    """The entry that was measured in this situation; None if there is none."""
-    wanted = situation._asdict()
-    return next((one for one in entries if all(one.get(name) == value for name, value in wanted.items())), None)
+def matching(entries: Sequence[dict[str, Any]], key: CalibrationKey) -> dict[str, Any] | None:
+    """The entry that was measured for this key; None if there is none.
+
+    Raises:
+        ValueError: an entry is damaged.
+    """
+    return next((entry for entry in entries if CalibrationKey.of_entry(entry) == key), None)
+
+
+def nearest(entries: Sequence[dict[str, Any]], key: CalibrationKey) -> dict[str, Any] | None:
+    """The entry of these heads that is a first choice for a key; None if there is none.
+
+    The same kind of device comes first, then the nearest batch size, the execution, the dtype, the device, its threads,
+    and fewer nodes. A GPU's entry is none for a CPU, and the other way round. That no tree pays for some rows says
+    nothing about fewer.
+
+    Raises:
+        ValueError: an entry is damaged.
+    """
+    found = []
+    for entry in entries:
+        its, paths = CalibrationKey.of_entry(entry), entry.get("tree")
+        # in another dtype the same weights are rounded, and have another hash
+        other_heads = None not in (its.heads_hash, key.heads_hash) and its.heads_hash != key.heads_hash
+        if (its.dtype == key.dtype and other_heads) or its.on_cpu != key.on_cpu:
+            continue
+        if not paths and its.batch_size > key.batch_size:
+            continue
+        rows = abs(math.log(its.batch_size / key.batch_size))
+        differs = (its.execution != key.execution, its.dtype != key.dtype, its.device != key.device)
+        threads = abs((its.threads or 0) - (key.threads or 0))
+        found.append(((rows, *differs, threads, len(paths or [])), entry))
+    return min(found, key=lambda pair: pair[0])[1] if found else None
 
 
 def merged(entries: Sequence[dict[str, Any]], new: dict[str, Any]) -> list[dict[str, Any]]:
-    """The entries with a new one, in place of the one of its situation and of those of its type for other heads."""
+    """The entries with a new one, in place of the one of its key and of those of its dtype for other heads.
 
-    def stays(one: dict[str, Any]) -> bool:
-        if one.get("dtype") != new["dtype"]:  # the same heads have another hash where their values are rounded
+    Entries of earlier versions that it stands for go as well, and damaged ones.
+    """
+    key = CalibrationKey.of_entry(new)
+
+    def stays(entry: dict[str, Any]) -> bool:
+        try:
+            its = CalibrationKey.of_entry(entry)
+        except ValueError:
+            return False
+        if its.dtype != key.dtype:  # the same heads have another hash where their values are rounded
             return True
-        same_heads = one.get("heads_hash") == new["heads_hash"]
-        return same_heads and any(one.get(name) != new[name] for name in ("device", "batch_size", "captured"))
+        if its.device == "cpu" and key.on_cpu:
+            its = its._replace(device=key.device, threads=key.threads)
+        return its.heads_hash == key.heads_hash and its != key
 
     return [*filter(stays, entries), new]
 
 
-def tree_of(entry: dict[str, Any], max_depth: int | None, vocabulary: int) -> DraftTree:
+def tree_of(
+    entry: dict[str, Any], max_depth: int | None, vocabulary: int, key: CalibrationKey | None = None
+) -> DraftTree:
     """The tree of an entry; without paths it is the root alone.
+
+    Args:
+        entry: of a calibration.
+        max_depth: deepest level that the drafter can guess; None if there is no limit.
+        vocabulary: number of tokens that the heads choose among.
+        key: of a call; with more rows than were measured, the tree has so many fewer nodes that a step verifies as
+            many tokens as then.
 
     Raises:
         ValueError: the entry holds none, or one that these heads cannot fill.
@@ -67,14 +151,22 @@ def tree_of(entry: dict[str, Any], max_depth: int | None, vocabulary: int) -> Dr
         paths = entry.get("tree")
         if not isinstance(paths, list):
             raise TypeError(f"its tree is of type {type(paths).__name__}, expected a list of rank paths.")
-        return DraftTree.resolve(paths, max_depth, vocabulary) if paths else DraftTree.root_alone()
+        if not paths:
+            return DraftTree.root_alone()
+        tree = DraftTree.resolve(paths, max_depth, vocabulary)
+        measured = CalibrationKey.of_entry(entry).batch_size if key is not None else 0
+        if key is None or measured >= key.batch_size:
+            return tree
+        # every beginning of the paths is a tree
+        return DraftTree(paths[: max(tree.num_nodes * measured // key.batch_size, 2) - 1])
     except (TypeError, ValueError) as error:
         raise damaged(entry, error) from None
 
 
 def damaged(entry: dict[str, Any], error: Exception) -> ValueError:
     """One line about an entry that cannot be used."""
+    device, size = (str(entry.get(name))[:60] for name in ("device", "batch_size"))
     return ValueError(
-        f"the calibration entry for {entry.get('device')}, batch size {entry.get('batch_size')}, is damaged "
+        f"the calibration entry for {device}, batch size {size}, is damaged "
         f"({' '.join(str(error).split())[:300]}): run `hf-drafthead calibrate` again, or give draft_tree=."
     )

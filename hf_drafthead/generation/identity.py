@@ -1,7 +1,10 @@
 """What a figure belongs to: the heads, by a short hash of their weights, and the device."""
 
+import functools
 import hashlib
+import platform
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -54,3 +57,16 @@ def drafter_hash(drafter: torch.nn.Module) -> str | None:
 def device_name(device: torch.device) -> str:
     """The GPU's name, or the device's type."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+@functools.cache
+def cpu_name() -> str:
+    """The model of the CPU, as the operating system names it.
+
+    >>> len(cpu_name()) > 0 and cpu_name() != "cpu"
+    True
+    """
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.is_file() else []
+    models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(models, "") or platform.processor() or platform.machine() or "unknown CPU"

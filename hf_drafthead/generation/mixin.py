@@ -15,11 +15,11 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.integrations.fsdp import is_fsdp_managed_module
 from transformers.utils import logging
 
-from hf_drafthead.generation.capture import Capture
+from hf_drafthead.generation.capture import Capture, execution_of
 from hf_drafthead.generation.decoding import decode
 from hf_drafthead.generation.drafting import draft_vocabulary
 from hf_drafthead.generation.dynamic import DynamicTree
-from hf_drafthead.generation.entries import Situation
+from hf_drafthead.generation.entries import CalibrationKey
 from hf_drafthead.generation.frames import with_room
 from hf_drafthead.generation.reader import BaseReader, Unsupported, check_length, circumstances, probe
 from hf_drafthead.generation.rules import ROW_BY_ROW
@@ -90,8 +90,8 @@ class DraftHeadGenerationMixin(GenerationMixin):
             generation_config: as in transformers; `model.generation_config` also holds the four settings below.
             draft_tree: name of a published tree, rank paths or a `DraftTree`; "dynamic", {"dynamic": {"nodes": 32,
                 "depth": 6, "width": 8}} or a `DynamicTree`, whose shape follows the guesses; "auto", in each step the
-                calibrated tree that pays most, or none; by default the tree that was calibrated for this device, dtype
-                and batch size, else the generation config's.
+                calibrated tree that pays most, or none; by default the tree that was calibrated for this call, or for
+                the nearest, else 8 nodes on a CPU, else the generation config's.
             acceptance: "exact" (the base's own text; under sampling its distribution and, with the same seed, its
                 tokens), "rejection" (speculative sampling: the base's distribution, not its seed), or "typical"
                 (Medusa's lossy rule: under sampling it keeps any guess that is likely enough, so the text is NOT a
@@ -133,6 +133,7 @@ class DraftHeadGenerationMixin(GenerationMixin):
                 reader=self._base_reader(),
                 drafter=self.drafter,
                 settings=settings,
+                execution=None if draft_tree not in (None, AUTO) else execution_of(self, config),
                 capture=Capture.wanted(self, config),
                 streamer=streamer,
                 on_step=on_step,
@@ -176,10 +177,10 @@ class DraftHeadGenerationMixin(GenerationMixin):
 
     def _draft_settings(self, config: GenerationConfig, asked: dict[str, Any]) -> DraftSettings:
         """The call's settings, else the generation config's, else the defaults; checked."""
-        if asked["draft_tree"] not in (None, AUTO):  # a tree that the call asks for comes before a measured one
-            asked = {**asked, "calibration": []}
-        vocabulary = draft_vocabulary(self.base, self.drafter)
-        return DraftSettings.from_config(config, **asked).resolved(self.drafter.max_depth, vocabulary)
+        settings = DraftSettings.from_config(config, **asked)
+        resolved = settings.resolved(self.drafter.max_depth, draft_vocabulary(self.base, self.drafter))
+        # a tree that the call asks for comes before a measured one, and that before the generation config's
+        return settings if asked["draft_tree"] in (None, AUTO) else resolved
 
     def why_no_drafts(self) -> str | None:
         """Why no call of `generate` can draft on this base, found out by running it once; None if calls can."""
@@ -211,7 +212,7 @@ class DraftHeadGenerationMixin(GenerationMixin):
         return known[key]
 
 
-def _decode_if_possible(base, input_ids, *, reader, drafter, settings, capture, streamer, on_step, **call):
+def _decode_if_possible(base, input_ids, *, reader, drafter, settings, execution, capture, streamer, on_step, **call):
     """The loop, as the base's `custom_generate`, after a look at what the base has prepared."""
     processors, criteria = call.pop("logits_processor"), call.pop("stopping_criteria")
     config = call.pop("generation_config")
@@ -228,9 +229,9 @@ def _decode_if_possible(base, input_ids, *, reader, drafter, settings, capture, 
     if position_ids is not None and position_ids.dim() != 2:
         raise Unsupported("position ids have more than one axis per token")
     mask = inputs.get("attention_mask")  # as long as the prompt and the past together, also where it was dropped
-    if settings.calibration or settings.draft_tree == AUTO:
-        situation = Situation.of(base, drafter, len(input_ids), capture is not None)
-        settings = settings.calibrated(situation, drafter.max_depth, draft_vocabulary(base, drafter))
+    if execution is not None:  # the call names no tree
+        key = CalibrationKey.of(base, drafter if settings.calibration else None, len(input_ids), execution)
+        settings = settings.for_call(key, drafter.max_depth, draft_vocabulary(base, drafter))
         if not settings.tree.max_depth and on_step is None:
             raise Unsupported("no tree paid when this call was calibrated (draft_tree= drafts all the same)")
     positions = getattr(config, "_mask_length", input_ids.shape[1]) if mask is None else mask.shape[1]

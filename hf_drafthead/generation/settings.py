@@ -9,13 +9,15 @@ from typing import Any
 from transformers.utils import logging
 
 from hf_drafthead.generation.dynamic import DynamicTree, Tree, resolve
-from hf_drafthead.generation.entries import Situation, matching, tree_of
+from hf_drafthead.generation.entries import CalibrationKey, matching, nearest, tree_of
 from hf_drafthead.generation.ladder import Ladder, Trees, TreesInTurn
 from hf_drafthead.generation.tree import DraftTree
 
 logger = logging.get_logger(__name__)
 
 DEFAULT_TREE = "mc_sim_7b_63"  # the 64 nodes that the Medusa and Hydra papers' code drafts
+# 8 nodes, the first paths of DEFAULT_TREE: on a CPU each further node costs
+SMALL_TREE = [[0], [0, 0], [1], [0, 1], [2], [0, 0, 0], [1, 0]]
 AUTO = "auto"  # in each step the tree that pays most, of those that were calibrated
 ACCEPTANCES = ("exact", "rejection", "typical")
 
@@ -101,33 +103,46 @@ class DraftSettings:
         Raises:
             TypeError, ValueError: no such tree, or one that does not fit.
         """
-        if self.draft_tree == AUTO:  # which trees these are depends on the call, see `calibrated`
+        if self.draft_tree == AUTO:  # which trees these are depends on the call, see `for_call`
             return self
         if isinstance(self.draft_tree, TreesInTurn):
             return self
         return self._with(resolve(self.draft_tree, max_depth, vocabulary))
 
-    def calibrated(self, situation: Situation, max_depth: int | None, vocabulary: int) -> DraftSettings:
-        """The same settings with the tree that was measured in this situation; with "auto", with a `Ladder`.
+    def for_call(self, key: CalibrationKey, max_depth: int | None, vocabulary: int) -> DraftSettings:
+        """The same settings with the tree for a call that names none: what was measured for it, else a first choice.
 
-        Where none of the entries fits, `draft_tree` is kept (the default tree for "auto"), with one notice.
+        A first choice is the tree of the nearest entry; without one a tree of 8 nodes on a CPU and with "auto", else
+        `draft_tree`. So are rank paths and dynamic trees of the generation config. There is one notice that names the
+        command. With "auto" and an entry the settings hold a `Ladder`.
 
         Raises:
-            ValueError: the entry that fits is damaged.
+            ValueError: an entry is damaged.
         """
-        entry = matching(self.calibration, situation)
-        if entry is None:
-            logger.warning_once(
-                f"These heads were not calibrated for this call ({situation}): "
-                f"{DEFAULT_TREE if self.draft_tree == AUTO else 'draft_tree'} is used; run `hf-drafthead calibrate` to "
-                "measure the tree for it."
-            )
+        entry = matching(self.calibration, key) or nearest(self.calibration, key)
+        captured = " --captured" if key.execution == "compiled" else ""
+        advice = f"run `hf-drafthead calibrate PATH --batch-size {key.batch_size}{captured}` to measure here."
+        if entry is not None:
+            tree = tree_of(entry, max_depth, vocabulary, key)
+            if (measured := CalibrationKey.of_entry(entry)) != key:
+                logger.warning_once(
+                    f"These heads were calibrated for {measured}, and not for this call ({key}): the tree of that "
+                    f"calibration, {tree.num_nodes} node(s), is a first choice; {advice}"
+                )
             if self.draft_tree == AUTO:
-                return replace(self, draft_tree=DEFAULT_TREE).resolved(max_depth, vocabulary)
-            return self
-        if self.draft_tree == AUTO:
-            return self._with(Ladder.of(entry, max_depth, vocabulary))
-        return self._with(tree_of(entry, max_depth, vocabulary))
+                return self._with(Ladder.of(entry, max_depth, vocabulary))
+            return self._with(tree)
+        by_default = isinstance(self.draft_tree, str) and self.draft_tree != "dynamic"
+        if not by_default and not self.calibration:  # chosen for these heads by whoever stored it
+            return self.resolved(max_depth, vocabulary)
+        small = by_default and (key.on_cpu or self.draft_tree == AUTO)
+        chosen = replace(self, draft_tree=_fitting(SMALL_TREE, max_depth, vocabulary)) if small else self
+        chosen = chosen.resolved(max_depth, vocabulary)
+        logger.warning_once(
+            f"These heads were not calibrated for this call ({key}): a tree of {chosen.tree.num_nodes} nodes is used; "
+            f"{advice}"
+        )
+        return chosen
 
     def _with(self, tree: Tree | Ladder) -> DraftSettings:
         """The same settings with this tree, where the acceptance can walk it."""
@@ -146,3 +161,8 @@ class DraftSettings:
         """The tree of resolved settings, or the trees."""
         assert isinstance(self.draft_tree, (DraftTree, DynamicTree, Trees))
         return self.draft_tree
+
+
+def _fitting(paths: list[list[int]], max_depth: int | None, vocabulary: int) -> list[list[int]]:
+    """The paths that heads of so many levels and tokens can guess."""
+    return [path for path in paths if len(path) <= (max_depth or len(path)) and max(path) < vocabulary]

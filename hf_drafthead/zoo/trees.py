@@ -53,7 +53,8 @@ def calibrate_heads(folder: Path, *, captured: bool, again: bool = False) -> Non
 def is_calibrated(folder: Path, *, captured: bool) -> bool:
     """Whether there is an entry for each of the batch sizes."""
     found = json.loads((folder / "generation_config.json").read_text()).get("calibration", [])
-    return {one["batch_size"] for one in found if one["captured"] == captured} >= set(_batch_sizes(captured))
+    compiled = {"compiled"} if captured else {"eager", "recorded"}
+    return {one["batch_size"] for one in found if one["execution"] in compiled} >= set(_batch_sizes(captured))
 
 
 def _batch_sizes(captured: bool) -> tuple[int, ...]:

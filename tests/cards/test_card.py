@@ -480,10 +480,13 @@ def test_figures_of_other_trees_are_told_apart_from_this_one(heads):
 
 
 def test_calibrated_trees_are_listed(heads):
-    entry = {"device": "NVIDIA A100", "dtype": "float16", "batch_size": 4, "tree": [[0], [1]]}
+    entry = {"device": "NVIDIA A100", "dtype": "float16", "batch_size": 4, "execution": "recorded", "tree": [[0], [1]]}
     put(heads, "generation_config.json", {"draft_tree": TREE, "calibration": [entry]})
     text = card_of(heads).text
-    assert "| NVIDIA A100 | float16 | 4 | 3 |" in text and "![the calibrated trees](calibrated_trees.png)" in text
+    assert (
+        "| NVIDIA A100 | float16 | 4 | recorded | 3 |" in text
+        and "![the calibrated trees](calibrated_trees.png)" in text
+    )
 
 
 def test_calibrated_trees_are_drawn_each_once(heads):
@@ -494,10 +497,10 @@ def test_calibrated_trees_are_drawn_each_once(heads):
     put(heads, "generation_config.json", {"calibration": entries})
     assert list(read_facts(heads).calibrated.items()) == [
         (
-            "cpu, float16, batch size 1; cpu, float16, batch size 8, captured steps",
+            "cpu, float16, batch size 1, eager steps; cpu, float16, batch size 8, compiled steps",
             DraftTree([[0], [1]]),
         ),
-        ("cpu, float16, batch size 2", DraftTree([[0], [0, 0]])),
+        ("cpu, float16, batch size 2, eager steps", DraftTree([[0], [0, 0]])),
     ]
     card_of(heads)
     both = imread(heads / "calibrated_trees.png").shape

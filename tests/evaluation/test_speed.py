@@ -11,7 +11,7 @@ from hf_drafthead.evaluation.bench import measure
 from hf_drafthead.evaluation.loading import load
 from hf_drafthead.evaluation.measurement import Measurement
 from hf_drafthead.evaluation.questions import Question
-from hf_drafthead.generation.entries import Situation
+from hf_drafthead.generation.entries import CalibrationKey
 from hf_drafthead.generation.mixin import DraftHeadGenerationMixin
 from hf_drafthead.generation.tree import DraftTree
 from tests.checkpoints import TREE, save_base, save_heads
@@ -122,16 +122,16 @@ def test_candidate_trees_grow_along_the_models_own(loaded):
 def test_a_calibrated_tree_is_taken_without_trying_others(loaded, monkeypatch):
     model, tokenizer = loaded
     assert compare_with_base.calibrated_tree(model) is None
-    situation = Situation.of(model.base, model.drafter, 1, False)
-    monkeypatch.setattr(
-        model.generation_config, "calibration", [{**situation._asdict(), "tree": [[0], [1]]}], raising=False
-    )
+    key = CalibrationKey.of(model.base, model.drafter, 1, "eager")
+    entries = [{**key._asdict(), "tree": [[0], [1]]}]
+    monkeypatch.setattr(model.generation_config, "calibration", entries, raising=False)
     monkeypatch.setattr(compare_with_base, "fastest_tree", None)
     found = compare_with_base.compare_with_base(model, tokenizer, PROMPTS, max_new_tokens=4, batch_size=2)
     assert found.tree == DraftTree([(0,), (1,)]) and found.fastest.tree_nodes == 3
     shown = look.Look(model.base, tokenizer, PROMPTS, 4)
     assert shown._tree(model) == found.tree
-    assert compare_with_base.calibrated_tree(model, captured=True) is None
+    entries.append({**key._replace(execution="compiled")._asdict(), "tree": [[0]]})
+    assert compare_with_base.calibrated_tree(model, captured=True) == DraftTree([(0,)])
 
 
 def test_the_report_names_every_field_of_the_fastest_run(loaded):

@@ -151,7 +151,8 @@ def knowing(guess=right):
 
 def test_where_the_tree_comes_from():
     model = knowing()
-    assert steps_of(model) == 3  # mc_sim_7b_63: four levels
+    assert steps_of(model) == 3  # 8 nodes on three levels: a CPU, and no calibration
+    assert steps_of(model, draft_tree="mc_sim_7b_63") == 3  # four levels
     model.generation_config.draft_tree = [[0]]
     assert steps_of(model) == 6
     assert steps_of(model, draft_tree=[[0], [0, 0]]) == 4

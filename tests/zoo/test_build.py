@@ -97,8 +97,8 @@ def test_trees_are_a_part_that_is_measured_after_the_heads(small, tmp_path, monk
     run(tmp_path, "medusa-trees", "medusa", "base")  # in the order of the parts, whatever the order of the options
     stored = tmp_path / "assets" / "medusa" / "generation_config.json"
     found = json.loads(stored.read_text())["calibration"]
-    assert [(entry["batch_size"], entry["captured"], entry["dtype"]) for entry in found] == [
-        (1, False, "float32"), (2, False, "float32")
+    assert [(entry["batch_size"], entry["execution"], entry["dtype"]) for entry in found] == [
+        (1, "eager", "float32"), (2, "eager", "float32")
     ]  # fmt: skip
     capsys.readouterr()
     run(tmp_path, "medusa-trees")

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_drafthead import zoo
-from hf_drafthead.generation.entries import Situation, matching
+from hf_drafthead.generation.entries import CalibrationKey, nearest
 
 
 def test_an_unknown_model_is_refused_naming_the_known_ones():
@@ -58,9 +58,15 @@ def test_the_base_computes_in_float32_and_was_trained_on_text():
 @pytest.mark.parametrize("name", zoo.families())
 def test_the_heads_carry_the_trees_that_were_measured_for_them(name):
     model = AutoModelForCausalLM.from_pretrained(zoo.path(name)).eval()
+    entries = model.generation_config.calibration
+    keys = [CalibrationKey.of_entry(entry) for entry in entries]
+    assert {(key.batch_size, key.execution) for key in keys} == {
+        (1, "eager"), (2, "eager"), (4, "eager"), (8, "eager"), (1, "compiled")
+    }  # fmt: skip
+    assert all(entry["measured"]["identical"] for entry in entries)
     for rows in (1, 2, 4, 8):
-        entry = matching(model.generation_config.calibration, Situation.of(model.base, model.drafter, rows, False))
-        assert entry is not None and entry["measured"]["identical"], rows
+        entry = nearest(entries, CalibrationKey.of(model.base, model.drafter, rows, "eager"))
+        assert entry is not None and (entry["batch_size"], entry["execution"]) == (rows, "eager")
         nodes = set()
         ids = torch.full((rows, 4), 70)
         model.generate(
@@ -69,8 +75,8 @@ def test_the_heads_carry_the_trees_that_were_measured_for_them(name):
             on_step=lambda record, nodes=nodes: nodes.add(record.drafted) if record.step else None,
         )
         assert nodes == {len(entry["tree"]) + 1}
-    captured = matching(model.generation_config.calibration, Situation.of(model.base, model.drafter, 1, True))
-    assert captured is not None and captured["tree"] and captured["measured"]["identical"]
+    compiled = nearest(entries, CalibrationKey.of(model.base, model.drafter, 1, "compiled"))
+    assert compiled is not None and compiled["tree"] and compiled["execution"] == "compiled"
 
 
 def test_eagle3_drafts_more_tokens_per_step_than_eagle_and_the_draft_model_more_than_two():

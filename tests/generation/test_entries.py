@@ -1,0 +1,175 @@
+"""The entry of a calibration that fits a call: of this machine and execution, else the nearest as a first choice."""
+
+import pytest
+import torch
+from transformers.utils import logging
+
+from hf_drafthead.generation import capture, entries
+from hf_drafthead.generation.entries import CalibrationKey, matching, merged, nearest, tree_of
+from hf_drafthead.generation.settings import DraftSettings
+from hf_drafthead.generation.tree import DraftTree
+from tests.bases import VOCABULARY, tiny_base
+from tests.families import FAMILIES
+from tests.generation.agreement import prompt
+
+KEY = CalibrationKey("CPU A", 2, "float32", 1, "eager", "a")
+GPU = KEY._replace(device="GPU A", threads=None, execution="recorded")
+CHAIN = [[0], [0, 0], [0, 0, 0], [1], [0, 1]]
+
+
+def entry(key=KEY, tree=CHAIN, **changed):
+    return {**key._replace(**changed)._asdict(), "tree": tree, "measured": {}}
+
+
+@pytest.fixture
+def notices():
+    told = []
+
+    class Handler(logging.logging.Handler):
+        def emit(self, record):
+            told.append(record.getMessage())
+
+    handler, logger = Handler(), logging.logging.getLogger("hf_drafthead")
+    logger.addHandler(handler)
+    yield told
+    logger.removeHandler(handler)
+
+
+def drafted(model, rows=1, draft_tree=None, **call):
+    """Nodes of every step of a call, none where the base decodes by itself; its text is the base's own."""
+    nodes = set()
+    call = {**prompt(rows), "max_new_tokens": 12, "eos_token_id": None, **call}
+    text = model.generate(
+        **call, draft_tree=draft_tree, on_step=lambda record: nodes.add(record.drafted) if record.step else None
+    )
+    assert torch.equal(text, model.base.generate(**call))
+    return nodes
+
+
+@pytest.fixture
+def model():
+    return FAMILIES[0].build(tiny_base("llama-gqa"))
+
+
+def test_a_key_names_the_machine_and_the_execution(model):
+    key = CalibrationKey.of(model.base, model.drafter, 3, "eager")
+    assert key == (entries.cpu_name(), torch.get_num_threads(), "float64", 3, "eager", key.heads_hash)
+    assert key.device != "cpu" and len(key.heads_hash) == 16
+    assert matching([entry(key)], key) and matching([entry(key, threads=key.threads + 1)], key) is None
+    assert matching([entry(key, execution="compiled")], key) is None
+    assert matching([entry(key, device="another CPU")], key) is None
+
+
+@pytest.mark.parametrize("execution, call", [
+    ("eager", {"disable_compile": True}), ("recorded", {}), ("compiled", {"cache_implementation": "static"}),
+])  # fmt: skip
+def test_a_call_is_looked_up_as_it_is_run(execution, call, model, monkeypatch, notices):
+    """Where there are CUDA graphs a call that asks for nothing is recorded."""
+    monkeypatch.setattr(capture, "has_graphs", lambda device: True)
+    monkeypatch.setattr(capture.Capture, "prepared", lambda self, step, state: step)
+    key = CalibrationKey.of(model.base, model.drafter, 1, execution)
+    others = [entry(key, [[0]], execution=one) for one in entries.EXECUTIONS if one != execution]
+    model.generation_config.calibration = [*others, entry(key)]
+    assert drafted(model, **call) == {6} and notices == []
+
+
+def test_the_nearest_entry_is_a_first_choice():
+    def first(key, *found):
+        chosen = nearest(found, key)
+        return None if chosen is None else found.index(chosen)
+
+    def of(**changed):
+        return entry(KEY._replace(**changed))
+
+    two_rows = KEY._replace(batch_size=2)
+    # the batch size before the execution, the dtype, the device, its threads, and fewer nodes
+    assert first(two_rows, of(), of(batch_size=2, execution="compiled", dtype="bfloat16", device="CPU B")) == 1
+    assert first(two_rows, of(batch_size=8), of()) == 1
+    assert first(KEY, of(execution="compiled"), of(dtype="float16", device="CPU B")) == 1
+    assert first(KEY, of(dtype="float16"), of(device="CPU B", threads=64)) == 1
+    assert first(KEY, of(device="CPU B"), of(threads=64)) == 1
+    assert first(KEY, of(threads=64), of(threads=4), of(threads=16)) == 1
+    assert first(KEY, of(threads=1), entry(KEY, [[0]], threads=3)) == 1
+    # a GPU says nothing of a CPU, other heads nothing of these; in another dtype their hash is another one
+    assert first(KEY, entry(GPU)) is None and first(GPU, of()) is None
+    assert first(KEY, of(heads_hash="b")) is None and first(KEY, of(heads_hash="b", dtype="float16")) == 0
+    # that no tree pays for eight rows says nothing of one
+    assert first(KEY, entry(KEY, [], batch_size=8)) is None
+    assert first(KEY._replace(batch_size=9), entry(KEY, [], batch_size=8)) == 0
+
+
+def test_more_rows_than_were_measured_get_fewer_nodes():
+    nodes = [tree_of(entry(), None, 99, KEY._replace(batch_size=rows)).num_nodes for rows in (1, 2, 3, 8)]
+    assert nodes == [6, 3, 2, 2]
+    assert tree_of(entry(batch_size=8), None, 99, KEY).num_nodes == 6
+
+
+def test_an_entry_of_another_machine_is_used_with_one_notice(model, notices):
+    key = CalibrationKey.of(model.base, model.drafter, 1, "eager")
+    model.generation_config.calibration = [entry(key, device="some other CPU", threads=64)]
+    assert drafted(model) == drafted(model) == {6}
+    assert len(notices) == 1 and "some other CPU with 64 thread(s)" in notices[0]
+    assert "`hf-drafthead calibrate PATH --batch-size 1`" in notices[0]
+    assert drafted(model, 3) == {2} and len(notices) == 2 and "--batch-size 3" in notices[1]
+
+
+def test_entries_of_earlier_versions_are_read(model, notices):
+    heads = entries.drafter_hash(model.drafter)
+    earlier = {"device": "cpu", "dtype": "float64", "batch_size": 1, "captured": False, "heads_hash": heads}
+    assert CalibrationKey.of_entry(earlier) == ("cpu", 0, "float64", 1, "eager", heads)
+    assert CalibrationKey.of_entry({**earlier, "captured": True}).execution == "compiled"
+    # on a GPU every call that was not compiled was recorded
+    gpu = CalibrationKey.of_entry({**earlier, "device": "NVIDIA H100"})
+    assert gpu == ("NVIDIA H100", None, "float64", 1, "recorded", heads)
+    model.generation_config.calibration = [{**earlier, "tree": CHAIN, "measured": {}}]
+    assert drafted(model) == {6} and len(notices) == 1 and "calibrated for cpu, float64" in notices[0]
+
+
+@pytest.mark.parametrize("changed, line", [
+    ({"device": 3}, "its device is '3'"), ({"device": None}, "its device is 'None'"), ({"dtype": ["x"]}, "its dtype"),
+    ({"batch_size": "1" * 10**6}, "its batch_size is '1111"), ({"batch_size": True}, "its batch_size is 'True'"),
+    ({"batch_size": 0}, "batch size 0"), ({"execution": "fast" * 99}, "execution 'fastfast"),
+    ({"execution": None}, "its execution is 'None'"), ({"threads": "2"}, "its threads are '2'"),
+    ({"heads_hash": {}}, "its heads_hash is no text"), ({"tree": [[0]] * 10**6}, "more than 4,096 nodes"),
+    ({"tree": [[0, 0]]}, "has no parent"), ({"tree": [[VOCABULARY]]}, "has ranks 0 to"),
+    ({"tree": "mc_sim_7b_63"}, "its tree is of type str"), ({"tree": None}, "its tree is of type NoneType"),
+], ids=lambda value: value if isinstance(value, str) else "")  # fmt: skip
+def test_a_damaged_entry_is_refused_in_one_line(changed, line, model):
+    key = CalibrationKey.of(model.base, model.drafter, 1, "eager")
+    model.generation_config.calibration = [{**entry(key), **changed}]
+    with pytest.raises(ValueError, match="the calibration entry for .*, is damaged") as refused:
+        drafted(model)
+    assert line in str(refused.value) and "\n" not in str(refused.value) and len(str(refused.value)) < 500
+    assert drafted(model, draft_tree=[[0]]) == {2}
+
+
+def test_a_new_entry_replaces_the_one_of_its_key_and_those_of_other_heads():
+    other_dtype, other_rows, gpu = entry(dtype="float16", heads_hash="b"), entry(batch_size=2), entry(GPU)
+    earlier = {"device": "cpu", "dtype": "float32", "batch_size": 1, "captured": False, "heads_hash": "a"}
+    old = [entry(heads_hash="b"), entry(), other_rows, other_dtype, gpu, earlier, {"device": 3}]
+    assert merged(old, entry(tree=[])) == [other_rows, other_dtype, gpu, entry(tree=[])]
+
+
+@pytest.mark.parametrize("stored, nodes", [
+    (None, 8), ("mc_sim_7b_63", 8), ("auto", 8), ([[0], [1], [2]], 4), ("dynamic", 32), ({"dynamic": {"nodes": 9}}, 9),
+], ids=str)  # fmt: skip
+def test_without_entries_a_cpu_drafts_few_nodes_with_one_notice(stored, nodes, model, notices):
+    model.generation_config.draft_tree = stored
+    assert drafted(model) == drafted(model) == {nodes}
+    told = [one for one in notices if "were not calibrated for this call" in one]
+    assert len(told) == (stored in (None, "mc_sim_7b_63", "auto"))
+    assert all("a tree of 8 nodes is used; run `hf-drafthead calibrate PATH --batch-size 1` to" in one for one in told)
+    notices.clear()
+    published = DraftTree.resolve("mc_sim_7b_63", model.drafter.max_depth, VOCABULARY)
+    assert drafted(model, draft_tree="mc_sim_7b_63") == {published.num_nodes} and notices == []
+
+
+def test_without_entries_a_gpu_drafts_the_published_tree(model):
+    def nodes(**settings):
+        return DraftSettings(**settings).for_call(GPU, None, VOCABULARY).tree.num_nodes
+
+    assert nodes() == 64 and nodes(draft_tree="auto") == 8 and nodes(draft_tree=[[0]]) == 2
+
+
+def test_heads_of_one_level_get_the_paths_that_they_can_guess():
+    assert DraftSettings().for_call(KEY, 1, 2).tree.paths == ((0,), (1,))
