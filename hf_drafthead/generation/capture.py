@@ -109,6 +109,7 @@ class Capture:
             if captured.seconds is None:
                 if self.config is not None and self.config.backend == "inductor":
                     instruction_sets_meanwhile()
+                sizes_may_change(state)
                 with layers_once(self.model.base):
                     captured_step.first = captured_step(state)
                 logger.warning(
@@ -137,7 +138,8 @@ class Capture:
         def recorded(function: Callable) -> Recorded:
             return Recorded(function, key, programs.compared)
 
-        return CapturedStep(Captured(step, recorded), step, state, functools.partial(programs.refused.setdefault, key))
+        refuse = functools.partial(programs.refused.setdefault, key)
+        return CapturedStep(Captured(step, recorded), step, state, refuse, alone=False)
 
     def _key(self, step: Step, state: DecodingState) -> Hashable:
         base, rows = self.model.base, state.rows
@@ -237,6 +239,16 @@ def instruction_sets_meanwhile() -> None:
     threading.Thread(target=valid_vec_isa_list, daemon=True).start()
 
 
+def sizes_may_change(state: DecodingState) -> None:
+    """Tell a compiler which sizes of a call's tensors differ from step to step."""
+    for cache in state.caches:
+        for tensor in cache.memory:
+            torch._dynamo.mark_dynamic(tensor, tensor.ndim - 2)
+    torch._dynamo.mark_dynamic(state.rows.sequences, 1)
+    if state.rows.visible is not None:
+        torch._dynamo.mark_dynamic(state.rows.visible, 1)
+
+
 class CapturedStep:
     """A step that runs the programs of its key, in place of `Step`.
 
@@ -245,17 +257,25 @@ class CapturedStep:
         step: the step that they were made from.
         state: of the call, whose caches get fixed shapes here.
         refuse: is told why the programs cannot be used.
+        alone: whether each layer needs tensors of its own, see `SlotCache.fix`.
     """
 
     def __init__(
-        self, captured: Captured, step: Step, state: DecodingState, refuse: Callable[[str], Any] = lambda reason: None
+        self,
+        captured: Captured,
+        step: Step,
+        state: DecodingState,
+        refuse: Callable[[str], Any] = lambda reason: None,
+        alone: bool = True,
     ):
+        self.alone = alone
         self.captured, self.step, self.tree, self.refuse = captured, step, step.tree, refuse
         step.observer = step.drafter  # its states and those of a program take each other's place
         self.device = state.rows.lengths.device
         self.first: tuple[Walk, dict[str, float]] | None = None
         self.refused: str | None = None  # why this call goes on without its programs
-        self._fix(state)
+        if not self._fits(state):
+            self._fix(state)
 
     @property
     def ahead(self) -> int:
@@ -299,7 +319,8 @@ class CapturedStep:
     def _fits(self, state: DecodingState) -> bool:
         """Whether the caches have their fixed shapes, with room for two steps."""
         longest = max(state.lengths) + state.past_shift + 2 * (self.step.tree.max_depth + 1)
-        return state.cache.fixed and longest <= state.cache.capacity
+        cache = state.cache
+        return cache.fixed and cache.nodes == self.step.slots and longest <= cache.capacity
 
     def _fix(self, state: DecodingState) -> None:
         """Give all tensors of the call the shapes for the next stretch of text.
@@ -314,7 +335,7 @@ class CapturedStep:
         capacity = -(-capacity // BUCKET) * BUCKET
         for cache in state.caches:
             try:
-                cache.fix(capacity, nodes)
+                cache.fix(capacity, nodes, alone=self.alone)
             except RuntimeError as error:
                 if not out_of_memory(error):
                     raise
@@ -323,20 +344,16 @@ class CapturedStep:
                     f"there is no memory for a cache of {size:.1f} GiB: {capacity} positions (a multiple of {BUCKET}), "
                     f"{len(state.lengths)} row(s)."
                 ) from error
-            for tensor in cache.memory:
-                torch._dynamo.mark_dynamic(tensor, tensor.ndim - 2)
         # the compiler takes equal sizes for one size: what need not be equal must differ
         width = max(capacity - state.past_shift, 0) + depth + nodes + 1
         rows = state.rows
         sequences = rows.sequences.new_full((rows.sequences.shape[0], width), self.step.rules.pad_token)
         known = min(width, rows.sequences.shape[1])
         sequences[:, :known] = rows.sequences[:, :known]
-        torch._dynamo.mark_dynamic(sequences, 1)
         visible = rows.visible
         if visible is not None:
             # as long as the keys: the compiler cannot write code for a size that differs from theirs by a constant
             visible = nn.functional.pad(visible, (0, state.cache.slots - visible.shape[1]), value=True)
-            torch._dynamo.mark_dynamic(visible, 1)
         state.rows = rows._replace(sequences=sequences, visible=visible)
 
 

@@ -96,6 +96,8 @@ def decode(
                 watch.lap("step")
                 record.seconds["step"] = watch.seconds["step"]
                 on_step(record)
+        if not launched:
+            state.bound_caches()
     return finish(reader, state, rules, ordinary_cache, known, stream)
 
 

@@ -9,6 +9,7 @@ on the host, which a replay would not decide again, is refused.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Hashable, MutableSet
 
 import torch
@@ -16,6 +17,8 @@ from torch.utils._pytree import tree_leaves
 
 from hf_drafthead.generation.slots import SlotCache
 from hf_drafthead.generation.state import Limits, Rows, Walk
+
+_RECORDING = threading.Lock()  # of all models: a second recording at the same time fails
 
 
 class NotRecorded(Exception):
@@ -27,11 +30,20 @@ def has_graphs(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def recorded_kernels(step: Callable[[], Walk]) -> Callable[[], Walk]:
-    """What replays the kernels of a step; its outcome lies in the same memory each time."""
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # other threads may go on meanwhile
-        walk = step()
+def recorded_kernels(step: Callable[[], Walk], device: torch.device) -> Callable[[], Walk]:
+    """What replays the kernels of a step on a device; its outcome lies in the same memory each time.
+
+    Other threads may go on meanwhile, but for those that draw from the device's generator.
+    """
+    with _RECORDING, torch.cuda.device(device):
+        before = torch.cuda.current_stream()
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph, stream=torch.cuda.Stream(), capture_error_mode="thread_local"):
+                walk = step()
+        except BaseException:
+            torch.cuda.set_stream(before)  # a recording that failed leaves the thread on its stream
+            raise
 
     def replay() -> Walk:
         graph.replay()
@@ -41,7 +53,10 @@ def recorded_kernels(step: Callable[[], Walk]) -> Callable[[], Walk]:
 
 
 class Recorded:
-    """A whole step, recorded when it is called for the second time with tensors of one shape.
+    """A whole step, recorded when it is called for the second time with the same memory.
+
+    The first time takes what it needs besides, such as workspaces and the tensors of a tree. On some GPUs attention
+    makes a plan for each new length, which it cannot do while it is recorded.
 
     Args:
         step: draft, verify, walk and commit, see `capture.Captured`.
@@ -56,9 +71,8 @@ class Recorded:
         compared: MutableSet[Hashable],
     ):
         self.step, self.key, self.compared = step, key, compared
-        self.warm = False  # a first step takes what it needs besides, such as workspaces and the tensors of a tree
         self.replay: Callable[[], Walk] | None = None
-        self.of: tuple[int, ...] = ()  # addresses of the memory that the graph works on
+        self.of: tuple[tuple[int, torch.Size], ...] = ()  # the memory that the graph works on
 
     def __call__(self, rows: Rows, cache: SlotCache, limits: Limits) -> tuple[Walk, Rows]:
         """Take a step.
@@ -66,22 +80,20 @@ class Recorded:
         Raises:
             NotRecorded: it cannot be recorded, or a replay gives something else.
         """
-        if not self.warm:
-            self.warm = True
-            return self.step(rows, cache, limits)
-        held, caches = _tensors_of(rows), [cache, *_caches_of(rows)]
-        memory = [tensor for one in caches for tensor in one.memory]
-        lengths = [one.lengths for one in caches]
-        addresses = tuple(tensor.data_ptr() for tensor in [*held, *lengths, *memory, *limits])
-        if self.replay is None or self.of != addresses:
-            self._record(rows, caches, limits, [*held, *lengths])
-            self.of = addresses
-        assert self.replay is not None
+        caches = [cache, *_caches_of(rows)]
+        if self.of != _memory(rows, caches, limits):
+            self.replay = None
+            walk, after = self.step(rows, cache, limits)
+            self.of = _memory(after, caches, limits)
+            return walk, after
+        if self.replay is None:
+            self.replay = self._recorded(rows, caches, limits)
         walk = self.replay()
         return Walk(walk.packed.clone()), rows  # the next replay may be launched before this one's result is read
 
-    def _record(self, rows: Rows, caches: list[SlotCache], limits: Limits, held: list[torch.Tensor]) -> None:
+    def _recorded(self, rows: Rows, caches: list[SlotCache], limits: Limits) -> Callable[[], Walk]:
         lengths = [cache.lengths for cache in caches]
+        held = [*_tensors_of(rows), *lengths]
 
         def in_place() -> Walk:
             try:
@@ -98,19 +110,25 @@ class Recorded:
 
         before = [tensor.clone() for tensor in held]
         try:
-            self.replay = recorded_kernels(in_place)
+            replay = recorded_kernels(in_place, rows.lengths.device)
         except Exception as error:  # whatever cannot be recorded: steps without a graph work all the same
-            raise NotRecorded(" ".join(f"{type(error).__name__}: {error}".split("\n")[:1])) from error
+            raise NotRecorded(cause_of(error)) from error
         if self.key in self.compared:
-            return
+            return replay
         expected = [in_place().packed, *(tensor.clone() for tensor in held)]
         _put_back(before, held)
-        found = [self.replay().packed.clone(), *(tensor.clone() for tensor in held)]
+        found = [replay().packed.clone(), *(tensor.clone() for tensor in held)]
         _put_back(before, held)
-        if not all(torch.equal(one, other) for one, other in zip(expected, found)):
-            self.replay = None
+        if not all(alike(one, other) for one, other in zip(expected, found)):
             raise NotRecorded("a replay of the recorded step gives something else than the step.")
         self.compared.add(self.key)
+        return replay
+
+
+def cause_of(error: BaseException) -> str:
+    """One line about why a recording failed: how it ends says less."""
+    cause = error.__context__ or error
+    return f"{type(cause).__name__}: {cause}".partition("\n")[0]
 
 
 def _tensors_of(rows: Rows) -> list[torch.Tensor]:
@@ -119,6 +137,20 @@ def _tensors_of(rows: Rows) -> list[torch.Tensor]:
 
 def _caches_of(rows: Rows) -> list[SlotCache]:
     return [leaf for leaf in tree_leaves(rows) if isinstance(leaf, SlotCache)]
+
+
+def _memory(rows: Rows, caches: list[SlotCache], limits: Limits) -> tuple[tuple[int, torch.Size], ...]:
+    """Addresses and shapes of what a graph works on."""
+    parts = (part for one in caches for part in (one.lengths, *one.memory))
+    return tuple((tensor.data_ptr(), tensor.shape) for tensor in (*_tensors_of(rows), *parts, *limits))
+
+
+def alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors are equal, but for rounding where they are no whole numbers."""
+    if not one.is_floating_point():
+        return torch.equal(one, other)
+    close = torch.finfo(one.dtype).eps ** 0.5
+    return torch.allclose(one, other, rtol=close, atol=close * float(one.abs().max()) if one.numel() else 0.0)
 
 
 def _put_back(values: list[torch.Tensor], where: list[torch.Tensor]) -> None:

@@ -28,6 +28,8 @@ from transformers.cache_utils import (
 # devices differ between layers, a shared tensor may stay partly unused: this bounds the waste.
 SLABS_PER_POOL = 64
 SLOTS = 64  # for the nodes, in caches of fixed shapes: a multiple of this
+BUCKET = 64  # past positions that a GPU attends to: a multiple of this, for it plans anew for every other length
+ALIGNED = 8  # numbers in a row of a GPU's mask: a multiple of this, else attention copies the mask in every layer
 ROOM = 1024  # positions by which the memory grows at most, unless more is needed at once
 
 
@@ -61,7 +63,9 @@ class SlotCache(Cache):
     @property
     def seen_extent(self) -> int:
         """Past slots that a step attends to."""
-        return self.slots - self.nodes if self.fixed else self.extent
+        if self.fixed:
+            return self.slots - self.nodes
+        return self.extent if self.lengths.device.type == "cpu" else rounded_up(self.extent, BUCKET)
 
     @property
     def slots(self) -> int:
@@ -79,7 +83,7 @@ class SlotCache(Cache):
     @property
     def memory(self) -> list[torch.Tensor]:
         """The tensors that hold keys and values, slots in their last dimension but one."""
-        if not self.fixed:
+        if self.pools:
             return [pool.data for pool in self.pools]
         return [part for layer in self.layers if layer.is_initialized for part in (layer.keys, layer.values)]
 
@@ -112,7 +116,7 @@ class SlotCache(Cache):
         before = self.placed if again and self.placed is not None else 0
         self.placed = before + count
         if not self.fixed:
-            self.reserve(self.capacity, self.placed)
+            self.reserve(self.seen_extent, self.placed)
         return self.placed
 
     def keep(self, nodes: torch.Tensor, counts: torch.Tensor) -> None:
@@ -141,7 +145,7 @@ class SlotCache(Cache):
                 pool.move(nodes[0] + (self.nodes - placed), slice(first, first + m))
             return
         past = self.lengths.to(nodes.device)[:, None] + self.numbers(m, nodes.device)
-        if self.fixed:
+        if not self.pools:
             rows = torch.arange(self.rows, device=nodes.device)[:, None]
             self._move_alone(rows, self.nodes - placed + nodes, self.nodes + past)
         else:
@@ -170,23 +174,36 @@ class SlotCache(Cache):
             return
         if capacity > self.capacity and self.pools:
             capacity = max(capacity, self.capacity + min(self.capacity, ROOM))
-        old_nodes, self.nodes, self.capacity = self.nodes, max(nodes, self.nodes), max(capacity, self.capacity)
-        for pool in self.pools:
-            pool.grow(self.nodes + self.capacity, self.nodes - old_nodes)
-        for layer in self.layers:
-            layer.bind()
+        self._resize(max(capacity, self.capacity), max(nodes, self.nodes))
 
-    def fix(self, capacity: int, nodes: int) -> None:
+    def fix(self, capacity: int, nodes: int, alone: bool = True) -> None:
         """From now on every shape stays the same: room for so many positions and nodes, all of it attended to.
 
         Nothing has changed where there is no memory for it.
+
+        Args:
+            alone: give every layer tensors of its own: a compiler takes a write to a tensor that layers share for a
+                write to all of it.
         """
         written = [layer for layer in self.layers if layer.is_initialized]
-        parts = [layer.alone(nodes + capacity, nodes - self.nodes) for layer in written]
-        for layer, (keys, values) in zip(written, parts):
-            layer.keys, layer.values = keys, values
-        self.nodes, self.capacity, self.pools = nodes, capacity, []
+        shape = (nodes + capacity, nodes - self.nodes)
+        if alone or not self.pools:
+            parts = [(_resized(layer.keys, *shape), _resized(layer.values, *shape)) for layer in written]
+            for layer, (keys, values) in zip(written, parts):
+                layer.keys, layer.values = keys, values
+            self.nodes, self.capacity, self.pools = nodes, capacity, []
+        else:
+            self._resize(capacity, nodes)
         self.fixed = True
+
+    def _resize(self, capacity: int, nodes: int) -> None:
+        """Hold so many past positions and nodes in the pools; nothing has changed where there is no memory for it."""
+        data = [_resized(pool.data, nodes + capacity, nodes - self.nodes) for pool in self.pools]
+        for pool, new in zip(self.pools, data):
+            pool.data = new
+        self.nodes, self.capacity = nodes, capacity
+        for layer in self.layers:
+            layer.bind()
 
     def bytes_of(self, slots: int) -> int:
         """Bytes that the keys and values of so many slots take."""
@@ -197,9 +214,9 @@ class SlotCache(Cache):
         """Take `fix` back: the memory may grow again. No more of it is taken."""
         self.fixed = False
         self.extent = int(self.lengths.max())
-        self.pools = []
-        for layer in self.layers:
-            layer.share()
+        if not self.pools:
+            for layer in self.layers:
+                layer.share()
 
     def load(self, past: Cache) -> None:
         """Start from the past of an ordinary cache; sliding layers hold only its end."""
@@ -231,7 +248,7 @@ class SlotCache(Cache):
     def _starts(self, device: torch.device) -> torch.Tensor:
         """(B, 1) where each row's past starts, in slots counted over all rows."""
         layout = (self.slots, self.nodes, device)
-        if self._starts_of != layout:
+        if self._starts_of != layout or self.fixed:  # a recorded step makes its own each time
             first = torch.arange(0, self.rows * self.slots, self.slots, device=device)
             self._known_starts = first[:, None] + self.nodes
             self._starts_of = layout
@@ -245,6 +262,11 @@ class SlotCache(Cache):
         if known is None or known.shape[0] < count or known.device != device:
             self._numbers = known = torch.arange(max(count, self.nodes), device=device)
         return known[:count]
+
+    def bound(self, longest: int) -> None:
+        """Told by the host, which has read the lengths: no row is longer than this."""
+        if not self.fixed:
+            self.extent = min(self.extent, longest)
 
     def _longest(self, bound: int) -> int:
         """The longest row. It is read back on a CPU only: a GPU would wait, and goes by the bound."""
@@ -277,13 +299,6 @@ class SlotLayer(CacheLayerMixin):
         if self.is_initialized:
             self.keys, self.values = (pool.slab(index) for pool, index in self.places)
 
-    def alone(self, slots: int, front: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values in tensors of this layer's own, with so many slots, see `_alone`.
-
-        A compiler takes a write to a tensor that layers share for a write to all of it.
-        """
-        return _alone(self.keys, slots, front), _alone(self.values, slots, front)
-
     def share(self) -> None:
         """Make pools of the tensors of this layer's own."""
         if self.is_initialized:
@@ -302,7 +317,7 @@ class SlotLayer(CacheLayerMixin):
             end: int | None = write + length
         else:
             first = write = cache.nodes - cache.placed
-            end = None if cache.fixed else cache.nodes + cache.extent
+            end = None if cache.fixed else cache.nodes + cache.seen_extent
         keys, values = self.keys, self.values
         keys[..., write : write + length, :] = key_states
         values[..., write : write + length, :] = value_states
@@ -358,23 +373,20 @@ class _Pool:
         else:
             flat.index_copy_(1, target.to(flat.device), moved)
 
-    def grow(self, slots: int, front: int) -> None:
-        """Hold `slots` slots, `front` of the new ones before the old ones."""
-        old = self.data
-        slabs, heads, rows, before, size = old.shape
-        self.data = old.new_zeros(slabs, heads, rows, slots, size)
-        self.data[..., front : front + before, :] = old
 
+def _resized(part: torch.Tensor, slots: int, front: int) -> torch.Tensor:
+    """Copy keys and values (..., S, E) to memory of `slots` slots, behind `front` new ones or without `-front` of them.
 
-def _alone(part: torch.Tensor, slots: int, front: int) -> torch.Tensor:
-    """Copy keys or values (B, H, S, E) to memory of `slots` slots, behind `front` new ones or without `-front` of them.
-
-    In memory it lies as a slab of a pool does.
+    A layer's own (B, H, S, E) lie in memory as in a pool, head by head.
     """
-    rows, heads, _, size = part.shape
     old, front = part[..., max(-front, 0) :, :], max(front, 0)
-    new = part.new_zeros(heads, rows, slots, size).transpose(0, 1)
-    known = min(old.shape[2], slots - front)
+    *outer, _, size = part.shape
+    if len(outer) == 2:
+        rows, heads = outer
+        new = part.new_zeros(heads, rows, slots, size).transpose(0, 1)
+    else:
+        new = part.new_zeros(*outer, slots, size)
+    known = min(old.shape[-2], slots - front)
     new[..., front : front + known, :] = old[..., :known, :]
     return new
 
@@ -419,12 +431,23 @@ def slot_mask(
             above = above & (depths[:, :, None] - depths[:, None, :] < window)
         behind = behind & (past[:, None, None] + depths[:, :, None] - slots < window)
     seen = torch.cat([above, behind], dim=-1)[:, None]
-    return torch.zeros(seen.shape, dtype=dtype, device=past.device).masked_fill_(~seen, torch.finfo(dtype).min)
+    width = seen.shape[-1] if past.device.type == "cpu" else rounded_up(seen.shape[-1], ALIGNED)
+    mask = torch.zeros(*seen.shape[:-1], width, dtype=dtype, device=past.device)[..., : seen.shape[-1]]
+    return mask.masked_fill_(~seen, torch.finfo(dtype).min)
 
 
 def padded(visible: torch.Tensor, extent: int) -> torch.Tensor:
     """(B, extent) which past slots hold no padding, of `visible` (B, S'); there is none behind them."""
     return torch.nn.functional.pad(visible[:, :extent], (0, max(extent - visible.shape[1], 0)), value=True)
+
+
+def rounded_up(number: int, multiple: int) -> int:
+    """The next multiple.
+
+    >>> rounded_up(0, 8), rounded_up(1, 8), rounded_up(8, 8)
+    (0, 8, 8)
+    """
+    return -(-number // multiple) * multiple
 
 
 def fixed_slots(nodes: int) -> int:
@@ -435,7 +458,7 @@ def fixed_slots(nodes: int) -> int:
     >>> fixed_slots(1), fixed_slots(64), fixed_slots(65)
     (64, 64, 128)
     """
-    return -(-nodes // SLOTS) * SLOTS
+    return rounded_up(nodes, SLOTS)
 
 
 def can_load(past: Cache) -> bool:

@@ -234,6 +234,12 @@ class DecodingState:
             more = sequences.new_full((sequences.shape[0], max(longest - sequences.shape[1], ROOM)), padding)
             self.rows = self.rows._replace(sequences=torch.cat([sequences, more], dim=1))
 
+    def bound_caches(self) -> None:
+        """Let attention look no further than the rows reach, once the host has read every step."""
+        past = max(self.lengths) - 1 + self.past_shift
+        for cache in self.caches:
+            cache.bound(past + (cache is not self.cache))  # a draft model has read the newest token too
+
     def note(self, outcome: Outcome) -> StepRecord:
         """Read the outcome of a step, and remember what the host needs to know of it. Here the host waits.
 

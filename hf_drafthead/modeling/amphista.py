@@ -219,7 +219,7 @@ class AmphistaDrafter(MedusaDrafter):
         Returns:
             (K, N, H), of which the output projections give the logits, equation 6.
         """
-        x = x[self._stage_of_head]
+        x = torch.stack([x[stage] for stage in self._stage_of_head])  # a list as index is a copy from the host
         for block in self.blocks:
             x = block(x)
         if not self.auto_embedding:

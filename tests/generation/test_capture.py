@@ -187,18 +187,23 @@ def test_what_the_compiler_refuses_runs_uncaptured_with_one_warning(monkeypatch)
 def test_without_memory_for_the_fixed_shapes_the_text_goes_on_uncaptured(family, most, untraced, monkeypatch):
     monkeypatch.setattr(capture, "AHEAD", 4)
     monkeypatch.setattr(capture, "BUCKET", 32)
-    warnings, alone, taken = [], slots._alone, []
+    warnings, resized, fix, taken = [], slots._resized, slots.SlotCache.fix, []
 
     def scarce(part, wanted, front):
         taken.extend([wanted] if wanted > most else [])
         if len(taken) % 3 == 0 and taken:  # after some layers have got theirs
             raise RuntimeError("[enforce fail at alloc_cpu.cpp:134] DefaultCPUAllocator: can't allocate memory")
-        return alone(part, wanted, front)
+        return resized(part, wanted, front)
+
+    def fix_scarce(*given, **named):
+        with monkeypatch.context() as patch:
+            patch.setattr(slots, "_resized", scarce)
+            fix(*given, **named)
 
     model = next(one for one in FAMILIES if one.name == family).build(tiny_base("llama"))
     monkeypatch.setattr(capture.logger, "warning_once", warnings.append)
     with monkeypatch.context() as patch:
-        patch.setattr(slots, "_alone", scarce)
+        patch.setattr(slots.SlotCache, "fix", fix_scarce)
         both(model, 2, max_new_tokens=60)
     assert warnings[0].startswith("Steps are not captured, they run operation by operation: there is no memory for ")
     assert re.search(r"a cache of \d+\.\d GiB: \d+ positions \(a multiple of 32\), 2 row\(s\)", warnings[0])

@@ -1,5 +1,7 @@
 """Recorded steps, and steps that are launched ahead of the host: as on a GPU, whose graph a second run stands for."""
 
+import contextlib
+
 import pytest
 import torch
 
@@ -16,7 +18,7 @@ every_family = pytest.mark.parametrize("family", FAMILIES, ids=lambda family: fa
 class Recording:
     """What stands for a CUDA graph: it does what was recorded, and its outcome lies in one memory."""
 
-    def __init__(self, step):
+    def __init__(self, step, device=None):
         self.step, self.walk, self.replays = step, None, 0
 
     def __call__(self):
@@ -33,7 +35,7 @@ def recordings(monkeypatch):
     """All that is recorded."""
     found = []
 
-    def record(step):
+    def record(step, device):
         found.append(Recording(step))
         return found[-1]
 
@@ -96,7 +98,7 @@ def test_the_end_is_found_a_step_late_and_what_ran_past_it_is_dropped(recordings
 def test_what_cannot_be_recorded_runs_as_before_and_is_not_tried_again(family, recordings, warnings, monkeypatch):
     tried = []
 
-    def refused(step):
+    def refused(step, device):
         tried.append(step)
         raise RuntimeError("operation not permitted when stream is capturing\nmore")
 
@@ -120,6 +122,71 @@ def test_a_replay_that_does_something_else_is_found_out(family, recordings, warn
     check(model, 2, max_new_tokens=40)
     (warning,) = warnings
     assert "a replay of the recorded step gives something else" in warning
+
+
+def test_new_memory_takes_a_step_without_a_graph_first(recordings, warnings, monkeypatch):
+    taken, whole = [], capture.Captured.__init__
+
+    def noted(self, step, make):
+        whole(self, step, lambda function: make(lambda *given: (taken.append(len(recordings)), function(*given))[1]))
+
+    monkeypatch.setattr(capture.Captured, "__init__", noted)
+    monkeypatch.setattr(capture, "AHEAD", 4)
+    monkeypatch.setattr(capture, "BUCKET", 16)
+    model = FAMILIES[0].build(tiny_base("llama"))
+    model.generate(**prompt(), max_new_tokens=60, eos_token_id=None, draft_tree=TREE)
+    before_each = [taken.index(count) for count in range(len(recordings))]  # the first step after the last recording
+    assert len(recordings) > 2 and len(set(before_each)) == len(recordings)
+
+
+class Cuda:
+    """What stands for `torch.cuda`: a recording that ends badly leaves the stream as it is, as the real one does."""
+
+    def __init__(self):
+        self.stream = "before"
+
+    def device(self, device):
+        return contextlib.nullcontext()
+
+    def current_stream(self):
+        return self.stream
+
+    def set_stream(self, stream):
+        self.stream = stream
+
+    def Stream(self):
+        return "aside"
+
+    def CUDAGraph(self):
+        return None
+
+    @contextlib.contextmanager
+    def graph(self, graph, stream, capture_error_mode):
+        before, self.stream = self.stream, stream
+        try:
+            yield
+        finally:
+            raise RuntimeError("the capture was invalidated")
+        self.stream = before
+
+
+def test_a_recording_that_fails_leaves_the_stream_and_tells_the_cause(monkeypatch):
+    cuda = Cuda()
+    monkeypatch.setattr(torch, "cuda", cuda)
+
+    def step():
+        raise ValueError("no copies\nmore")
+
+    with pytest.raises(RuntimeError) as caught:
+        graphs.recorded_kernels(step, torch.device("cpu"))
+    assert cuda.stream == "before" and not graphs._RECORDING.locked()
+    assert graphs.cause_of(caught.value) == "ValueError: no copies"
+
+
+def test_rounding_is_no_difference():
+    values = torch.randn(9)
+    assert graphs.alike(values, values * (1 + 1e-6)) and not graphs.alike(values, values + 0.1)
+    assert not graphs.alike(torch.tensor([1, 2]), torch.tensor([1, 3]))
 
 
 def test_a_changed_base_is_compared_anew(recordings):
