@@ -5,7 +5,6 @@ median time: other load on the machine affects both, and a single slow call affe
 """
 
 import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -13,6 +12,7 @@ import torch
 
 from hf_drafthead.evaluation.questions import Question, check_template, text_of
 from hf_drafthead.generation.tree import DraftTree
+from hf_drafthead.trees.timing import time_interleaved
 
 CAPTURED = {"cache_implementation": "static"}  # settings under which the steps of draft heads are compiled
 
@@ -41,36 +41,6 @@ def fastest_tree(
             totals[tree] += statistics.median(seconds[tree])
         progress()
     return min(totals, key=totals.__getitem__)
-
-
-def time_interleaved(
-    runs: Mapping[Any, Callable[[], Any]],
-    repeats: int,
-    device: torch.device,
-    *,
-    before: Callable[[], object] = lambda: None,
-    after: Callable[[Any], object] = lambda name: None,
-) -> tuple[dict[Any, Any], dict[Any, list[float]]]:
-    """Call each alternately, `repeats` times: what each returned last, and the seconds of every call.
-
-    Args:
-        runs: what to call, by name.
-        repeats: times.
-        device: whose queued work belongs to a call.
-        before, after: called around each call, outside of its time; `after` with the name.
-    """
-    results: dict[Any, Any] = {}
-    seconds: dict[Any, list[float]] = {name: [] for name in runs}
-    for _ in range(repeats):
-        for name, run in runs.items():
-            before()
-            wait(device)
-            start = time.perf_counter()
-            results[name] = run()
-            wait(device)
-            seconds[name].append(time.perf_counter() - start)
-            after(name)
-    return results, seconds
 
 
 def draft(
@@ -230,9 +200,3 @@ class ForwardCount:
 
     def _add(self, *_: object) -> None:
         self.forwards += 1
-
-
-def wait(device: torch.device) -> None:
-    """Let queued work on a GPU end, so that a clock around it measures it."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

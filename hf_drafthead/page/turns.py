@@ -14,8 +14,6 @@ from contextlib import contextmanager
 
 import torch
 
-from hf_drafthead.evaluation.speed import wait
-
 SLICE = 0.05  # seconds of a turn: long against the hand-over, short against what a reader notices
 
 

@@ -91,17 +91,6 @@ def test_where_the_base_decodes_by_itself_there_are_no_steps(loaded, monkeypatch
     assert found.identical and found.tokens_per_step is None and found.efficiency is None
 
 
-def test_runs_take_turns_and_each_has_its_time(monkeypatch):
-    now = iter([0, 1, 10, 12, 20, 29, 30, 34, 40, 42, 50, 53])
-    monkeypatch.setattr(speed.time, "perf_counter", lambda: next(now))
-    order = []
-    runs = {name: lambda name=name: order.append(name) or len(order) for name in ("a", "b")}
-    results, seconds = speed.time_interleaved(runs, 3, torch.device("cpu"))
-    assert order == ["a", "b"] * 3
-    assert results == {"a": 5, "b": 6}
-    assert seconds == {"a": [1, 9, 2], "b": [2, 4, 3]}
-
-
 def test_the_fastest_tree_is_the_one_that_took_least_time(loaded, monkeypatch):
     model, tokenizer = loaded
     trees = [DraftTree([[0]]), DraftTree([[0], [1]]), DraftTree([[0], [0, 0]])]
