@@ -18,9 +18,10 @@ from hf_drafthead.evaluation.compare_with_base import calibrated_tree, candidate
 from hf_drafthead.evaluation.loading import load, one_line
 from hf_drafthead.evaluation.measurement import BASE, COMPILED, HEADS
 from hf_drafthead.evaluation.questions import Question
-from hf_drafthead.evaluation.speed import batched, encode_all, fastest_tree, new_tokens, steps_of, wait
+from hf_drafthead.evaluation.speed import batched, encode_all, fastest_tree, new_tokens, steps_of
 from hf_drafthead.generation.memory import out_of_memory
 from hf_drafthead.generation.tree import DraftTree
+from hf_drafthead.trees.timing import wait
 
 INSTALLED = "as installed"
 TREE_SIZES = (12, 24)  # nodes; the faster one on the first prompts is taken

@@ -9,8 +9,9 @@ import torch
 from transformers.generation.streamers import BaseStreamer
 
 from hf_drafthead.evaluation.acceptance import guess_depths, tokens_per_step
-from hf_drafthead.evaluation.speed import ForwardCount, encode, steps_of, wait
+from hf_drafthead.evaluation.speed import ForwardCount, encode, steps_of
 from hf_drafthead.generation.tree import DraftTree
+from hf_drafthead.trees.timing import wait
 
 Piece = tuple[str, int]  # text, and the depth of the guess: 0 is the base's own token
 

@@ -14,6 +14,8 @@ from contextlib import contextmanager
 
 import torch
 
+from hf_drafthead.trees.timing import wait
+
 SLICE = 0.05  # seconds of a turn: long against the hand-over, short against what a reader notices
 
 

@@ -1,1 +1,1 @@
-"""Which draft tree: rank paths counted on the base's own text, trees grown from them, timed in turn, the fastest kept."""
+"""Which draft tree: rank paths counted on the base's own text, trees grown from them, timed, the fastest kept."""
