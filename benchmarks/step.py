@@ -281,7 +281,7 @@ def show(row: dict, first: bool) -> None:
         "on_paper",
         "verify",
         "draft",
-        "walk",
+        "accept",
         "commit",
         "bookkeeping",
         "base_forward",

@@ -1,14 +1,19 @@
 """Chats from users' files: repaired where the meaning is clear, refused where it is not."""
 
+import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 ROLES = {
     "system": "system",
     **dict.fromkeys(("user", "human", "prompter"), "user"),
     **dict.fromkeys(("assistant", "gpt", "chatgpt", "bing", "bard", "claude", "model", "bot"), "assistant"),
+    **dict.fromkeys(("tool", "function", "function_response", "observation", "ipython"), "tool"),
 }
+
+
+UNANSWERED = "unanswered last turn dropped"
 
 
 class Refused(ValueError):
@@ -17,19 +22,22 @@ class Refused(ValueError):
 
 @dataclass
 class Chat:
-    """Turns that alternate between user and assistant, behind one system turn or none.
+    """Turns that alternate between user and assistant, behind one system turn or none; tools answer the assistant.
 
     Attributes:
-        messages: turns with `role` (system, user or assistant) and `content`, as chat templates take them.
+        messages: turns with `role` (system, user, assistant or tool), `content` and what `data.rows.EXTRA` names, as
+            chat templates take them.
         cut: the last answer reached a limit: no end of turn follows it.
         mapped: what was changed, in words, each kind once.
         ids: for each answer its tokens as the base wrote them, None where only the text is known.
+        tools: the functions that the assistant may call, as chat templates take them; None without any.
     """
 
-    messages: list[dict[str, str]]
+    messages: list[dict[str, Any]]
     cut: bool = False
     mapped: dict[str, None] = field(default_factory=dict)
     ids: list[list[int] | None] = field(default_factory=list)
+    tools: list[dict[str, Any]] | None = None
 
     def answered(self) -> "Chat":
         """The chat without a last question that has no answer.
@@ -39,9 +47,10 @@ class Chat:
         """
         if not any(turn["role"] == "assistant" for turn in self.messages):
             raise Refused("it has no assistant turn")
-        if self.messages[-1]["role"] == "user":
-            return Chat(self.messages[:-1], mapped={**self.mapped, "unanswered last turn dropped": None}, ids=self.ids)
-        return self
+        messages = list(self.messages)
+        while messages[-1]["role"] != "assistant":
+            messages.pop()
+        return self if len(messages) == len(self.messages) else self.noting(UNANSWERED, messages=messages, cut=False)
 
     def without_system(self) -> "Chat":
         """The chat with its system turn put in front of the first question, for templates without system turns."""
@@ -49,26 +58,30 @@ class Chat:
             return self
         system, question, *rest = self.messages
         first = {"role": "user", "content": f"{system['content']}\n\n{question['content']}"}
-        mapped = {**self.mapped, "system turn put into the first question": None}
-        return Chat([first, *rest], self.cut, mapped, self.ids)
+        return self.noting("system turn put into the first question", messages=[first, *rest])
+
+    def noting(self, change: str, **fields: Any) -> "Chat":
+        """A copy in which something was changed."""
+        return replace(self, **{"mapped": {**self.mapped, change: None}, **fields})
 
 
-def repaired(messages: Sequence[Mapping[str, Any]] | None) -> Chat:
+def repaired(messages: Sequence[Mapping[str, Any]] | None, tools: str | None = None) -> Chat:
     """A chat of known roles in an order that templates understand.
 
     Renames roles; drops empty system turns, and answers before the first question; joins system turns at the beginning,
     and questions that follow one another, by an empty line. Never changes an answer.
 
     Args:
-        messages: turns with `role` and `content`, of answers also `cut` and `ids`, as in `data.rows`.
+        messages: turns with `role` and `content`, and perhaps `cut`, `ids` and `extra`, as in `data.rows`.
+        tools: as in `data.rows`.
 
     Raises:
-        Refused: no turns, an unknown role, a turn without text, a system turn in the middle, two answers in a row, or
-            no question.
+        Refused: no turns, an unknown role, a turn without text, a system turn in the middle, two answers in a row, a
+            tool's answer that none of the assistant's turns can have asked for, or no question.
     """
     if not messages:
         raise Refused("it has no turns")
-    chat = Chat([])
+    chat = Chat([], tools=json.loads(tools) if tools else None)
     for number, turn in enumerate(messages):
         given, content = turn.get("role"), turn.get("content")
         if not given:
@@ -80,16 +93,21 @@ def repaired(messages: Sequence[Mapping[str, Any]] | None) -> Chat:
             raise Refused(f"turn {number} has no text")
         if role != given:
             chat.mapped[f"{given} -> {role}"] = None
-        _add(chat, number, role, content, turn.get("ids"))
+        extra = json.loads(turn.get("extra") or "{}")
+        _add(chat, number, {"role": role, "content": content, **extra}, turn.get("ids"))
         chat.cut = bool(turn.get("cut"))
     if not any(turn["role"] == "user" for turn in chat.messages):
         raise Refused("it has no user turn")
     return chat
 
 
-def _add(chat: Chat, number: int, role: str, content: str, ids: list[int] | None) -> None:
-    before = chat.messages[-1]["role"] if chat.messages else None
-    if not content.strip():
+def _add(chat: Chat, number: int, turn: dict[str, Any], ids: list[int] | None) -> None:
+    before, role, content = chat.messages[-1]["role"] if chat.messages else None, turn["role"], turn["content"]
+    if role == "tool":  # one call may have several answers, and an answer may be empty
+        if before not in ("assistant", "tool"):
+            raise Refused(f"turn {number} is a tool's, but no turn of the assistant comes before it")
+        chat.messages.append(turn)
+    elif not content.strip() and not turn.get("tool_calls"):
         if role != "system":
             raise Refused(f"turn {number} ({role}) is empty")
         chat.mapped["empty system turn dropped"] = None
@@ -103,6 +121,6 @@ def _add(chat: Chat, number: int, role: str, content: str, ids: list[int] | None
         chat.mapped[f"{role} turns joined"] = None
         chat.messages[-1] = {"role": role, "content": f"{chat.messages[-1]['content']}\n\n{content}"}
     else:
-        chat.messages.append({"role": role, "content": content})
+        chat.messages.append(turn)
         if role == "assistant":
             chat.ids.append(ids)

@@ -3,13 +3,15 @@
 A row has these columns; of `messages`, `turns` and `text` at least two are None:
 
 - `messages`: turns of a chat, each with `role`, `content`, `cut` (True: the answer reached a limit, and no end of turn
-  follows it) and `ids` (the tokens of an answer as the base wrote them, its end of turn included; None where only the
-  text is known).
+  follows it), `ids` (the tokens of an answer as the base wrote them, its end of turn included; None where only the
+  text is known) and `extra` (JSON: what chat templates read besides, see EXTRA; None where there is nothing).
+- `tools`: JSON, the functions that a chat's assistant may call; None without any.
 - `turns`: questions to ask one after the other, each after the model's own answer to the one before.
 - `text`: plain text.
 - `given`: how many characters of the text are only context, without labels.
 - `ids`: the tokens behind the given part of the text, as the base wrote them; None where only the text is known.
 - `source`, `row`: the file's name (empty for a data set), and the row's number in it, counted from 0.
+- `unused`: names of the record's fields that hold something and are not read.
 """
 
 import hashlib
@@ -18,6 +20,14 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 CHATS = ("messages", "conversations")
+EXTRA = (
+    "reasoning_content",
+    "tool_calls",
+    "tool_call_id",
+    "name",
+)  # of a turn, as transformers' chat templates read it
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # names of one thing
+OF_A_TURN = {"role", "from", "content", "value", "cut", "ids", "extra", *EXTRA, *THOUGHTS}
 KNOWN = (*CHATS, "turns", "text", "prompt")  # fields of which a record has at least one
 EXPECTED = (
     'expected a chat as {"messages": [{"role": "user", "content": "..."}]} or '
@@ -31,15 +41,18 @@ def features() -> Any:
     from datasets import Features, List, Value
 
     turn = {"role": Value("string"), "content": Value("string"), "cut": Value("bool"), "ids": List(Value("int32"))}
+    turn["extra"] = Value("string")
     return Features(
         {
             "messages": List(turn),
+            "tools": Value("string"),
             "turns": List(Value("string")),
             "text": Value("string"),
             "given": Value("int64"),
             "ids": List(Value("int32")),
             "source": Value("string"),
             "row": Value("int64"),
+            "unused": List(Value("string")),
         }
     )
 
@@ -53,33 +66,45 @@ def as_row(record: Any, source: str = "", number: int = 0) -> dict[str, Any]:
     """One record in the form of a row; what cannot be read is None, and refused where it is used.
 
     Args:
-        record: an object with `messages` or `conversations` (ShareGPT); with `turns`, texts; with `text`, and `given`
-            if its beginning is only context; or with `prompt`, a text, texts to ask one after the other, or messages,
-            and `completion` of the same kind if the answer is there.
+        record: an object with `messages` or `conversations` (ShareGPT), and beside them perhaps `system`, `tools` and
+            `reasoning_content` (of the last answer); with `turns`, texts; with `text`, and `given` if its beginning is
+            only context; or with `prompt`, a text, texts to ask one after the other, or messages, and `completion` of
+            the same kind if the answer is there.
         source: the file's name.
         number: of the row in it.
     """
     fields = record if isinstance(record, Mapping) else {}
-    chat = next((fields[name] for name in CHATS if fields.get(name) is not None), None)
-    turns, text, given = fields.get("turns"), fields.get("text"), fields.get("given")
+    holder = next((name for name in CHATS if fields.get(name) is not None), None)
+    chat, turns, text, given = fields.get(holder or ""), fields.get("turns"), fields.get("text"), fields.get("given")
     prompt, completion = fields.get("prompt"), fields.get("completion")
+    read = {"ids", "given", "source", "row", "unused", *(("turns", "text") if holder is None else (holder,))}
     if chat is None and turns is None and text is None and prompt is not None:
+        read |= {"prompt", "completion"}
         if isinstance(prompt, str):
             text, given = prompt + (completion if isinstance(completion, str) else ""), len(prompt)
         elif _are(prompt, str):
             turns = prompt
         else:
             chat = [*_listed(prompt), *_listed(completion)]
-    messages = None if chat is None else [_turn(turn) for turn in _listed(chat)]
+    messages = tools = None
+    if chat is not None:
+        messages = [_turn(turn) for turn in _with_what_is_beside(_listed(chat), fields)]
+        tools = _tools(fields.get("tools"))
+        read |= {"system", *THOUGHTS, *(["tools"] if tools else [])}
     asked = list(turns) if messages is None and turns is not None and _are(turns, str) else None
+    unused = [name for name, value in fields.items() if name not in read and not _is_nothing(value)]
+    for turn in _listed(chat):
+        unused += [f"{holder or 'prompt'}.{name}" for name in sorted(_unread_of_turn(turn))]
     return {
         "messages": messages,
+        "tools": tools,
         "turns": asked,
         "text": text if messages is None and asked is None and isinstance(text, str) else None,
         "given": given if isinstance(given, int) else 0,
         "ids": _ids(fields.get("ids")),
         "source": source,
         "row": number,
+        "unused": list(dict.fromkeys([*(fields.get("unused") or ()), *map(str, unused)])),
     }
 
 
@@ -92,14 +117,14 @@ def data_hash(rows: Iterable[Mapping[str, Any]]) -> str:
             "messages": None if messages is None else [_without_nothing(turn) for turn in messages],
             "text": row.get("text"),
             "given": row.get("given"),
-            **{name: row[name] for name in ("turns", "ids") if row.get(name) is not None},
+            **{name: row[name] for name in ("turns", "ids", "tools") if row.get(name) is not None},
         }
         digest.update(json.dumps(said, sort_keys=True, ensure_ascii=False, separators=(",", ":")).encode() + b"\n")
     return digest.hexdigest()
 
 
 def _without_nothing(turn: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in turn.items() if name != "ids" or value is not None}
+    return {name: value for name, value in turn.items() if name not in ("ids", "extra") or value is not None}
 
 
 def _turn(turn: Any) -> dict[str, Any]:
@@ -109,12 +134,98 @@ def _turn(turn: Any) -> dict[str, Any]:
         parts = [part.get("text") if isinstance(part, Mapping) else part for part in content]
         texts = [part for part in parts if isinstance(part, str)]
         content = "".join(texts) if len(texts) == len(parts) else None
+    extra = _extra(fields)
+    if isinstance(role, str) and role.lower() == "function_call" and (calls := _calls(content)):  # of ShareGPT
+        role, content, extra = "assistant", "", json.dumps({"tool_calls": calls}, ensure_ascii=False)
+    if content is None and extra is not None and "tool_calls" in json.loads(extra):
+        content = ""
     return {
         "role": role if isinstance(role, str) else None,
         "content": content if isinstance(content, str) else None,
         "cut": fields.get("cut") is True,
         "ids": _ids(fields.get("ids")),
+        "extra": extra,
     }
+
+
+def _extra(fields: Mapping[str, Any]) -> str | None:
+    """What a chat template reads of a turn besides its text, as JSON."""
+    if isinstance(fields.get("extra"), str):  # a turn of a row
+        return fields["extra"]
+    thought = next((fields[name] for name in THOUGHTS if isinstance(fields.get(name), str)), None)
+    found = {
+        "reasoning_content": thought if thought and thought.strip() else None,
+        "tool_calls": _calls(fields.get("tool_calls")),
+        "tool_call_id": fields.get("tool_call_id"),
+        "name": fields.get("name"),
+    }
+    found = {name: value for name, value in found.items() if not _is_nothing(value)}
+    return json.dumps(found, ensure_ascii=False) if found else None
+
+
+def _calls(given: Any) -> list[dict[str, Any]]:
+    """Calls of functions in the form that chat templates take; none if these are no calls."""
+    calls = _parsed(given)
+    calls = [calls] if isinstance(calls, Mapping) else calls
+    found = []
+    for call in calls if _are(calls, Mapping) else ():
+        function = _full(call.get("function", call))
+        if not isinstance(function.get("name"), str):
+            return []
+        around = {"id": call["id"]} if call.get("id") else {}
+        arguments = _parsed(function.get("arguments") or {})
+        found.append({"type": "function", **around, "function": {"name": function["name"], "arguments": arguments}})
+    return found
+
+
+def _tools(given: Any) -> str | None:
+    """Functions that may be called, as JSON, in the form that chat templates take; None if these are none."""
+    tools = _parsed(given)
+    tools = [_parsed(tool) for tool in tools] if isinstance(tools, (list, tuple)) else []
+    if not _are(tools, Mapping):
+        return None
+    full = [_full(tool) for tool in tools]
+    bare = [
+        {"type": "function", "function": tool} if "function" not in tool and "name" in tool else tool for tool in full
+    ]
+    return json.dumps(bare, ensure_ascii=False)
+
+
+def _full(value: Any) -> Any:
+    """Without the fields that hold nothing: data sets give every object of a column the fields of all of them."""
+    if isinstance(value, Mapping):
+        return {name: _full(inner) for name, inner in value.items() if inner is not None}
+    return [_full(inner) for inner in value] if isinstance(value, (list, tuple)) else value
+
+
+def _parsed(given: Any) -> Any:
+    """What a text of JSON holds; anything else as it is."""
+    try:
+        return json.loads(given) if isinstance(given, str) else _full(given)
+    except ValueError:
+        return given
+
+
+def _with_what_is_beside(turns: list[Any], fields: Mapping[str, Any]) -> list[Any]:
+    """The turns of a chat with the system's words and the last thought, which some data sets keep in own columns."""
+    system = fields.get("system")
+    if isinstance(system, str) and system.strip():
+        first = _turn(turns[0]) if turns else {"role": None, "content": None}
+        if (first["role"], first["content"]) != ("system", system):
+            turns = [{"role": "system", "content": system}, *turns]
+    thought = next((fields[name] for name in THOUGHTS if isinstance(fields.get(name), str)), None)
+    if thought and turns and isinstance(turns[-1], Mapping) and _extra(turns[-1]) is None:
+        turns = [*turns[:-1], {**turns[-1], "reasoning_content": thought}]
+    return turns
+
+
+def _unread_of_turn(turn: Any) -> set[str]:
+    fields = turn if isinstance(turn, Mapping) else {}
+    return {str(name) for name, value in fields.items() if name not in OF_A_TURN and not _is_nothing(value)}
+
+
+def _is_nothing(value: Any) -> bool:
+    return value is None or (isinstance(value, (str, list, tuple, dict)) and not value)
 
 
 def _listed(turns: Any) -> list[Any]:

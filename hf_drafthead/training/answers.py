@@ -22,6 +22,8 @@ from hf_drafthead.training.data import padding_token
 from hf_drafthead.training.encode import refuse_unknown
 from hf_drafthead.training.templates import ChatEncoder, frame, without_post_processor
 
+EMPTY = "the answer is empty"
+
 
 @dataclass
 class Task:
@@ -36,6 +38,8 @@ class Task:
         ids: the tokens of that continuation; those of a chat's answers are in its messages.
         answers: number of answers so far.
         done: whether no question is left.
+        tools: the functions that a chat's assistant may call.
+        refused: why there is no answer at all, of a row that is done.
     """
 
     index: int
@@ -46,18 +50,29 @@ class Task:
     ids: list[int] | None = None
     answers: int = 0
     done: bool = False
+    tools: list[dict[str, Any]] | None = None
+    refused: str | None = None
 
     @classmethod
     def of_questions(cls, index: int, asked: Chat) -> "Task":
         """A task for the questions of a chat."""
         system = [turn for turn in asked.messages if turn["role"] == "system"]
         first, *later = [turn["content"] for turn in asked.messages if turn["role"] == "user"]
-        return cls(index, later, [*system, {"role": "user", "content": first}])
+        return cls(index, later, [*system, {"role": "user", "content": first}], tools=asked.tools)
+
+    def leave_unanswered(self, reason: str, counts: "Counts") -> None:
+        """End with the answer before the question that was asked last; without one the row is refused."""
+        self.done = True
+        counts.unusable[reason] = counts.unusable.get(reason, 0) + 1
+        if any(turn["role"] == "assistant" for turn in self.messages):
+            self.messages.pop()
+        else:
+            self.refused = reason
 
     def to_row(self) -> dict[str, Any]:
         """What is written to the file: a row that `read_rows` understands."""
         if self.given is None:
-            return {"row": self.index, "messages": self.messages}
+            return {"row": self.index, "messages": self.messages, **({"tools": self.tools} if self.tools else {})}
         known = {} if self.ids is None else {"ids": self.ids}
         return {"row": self.index, "text": self.text, "given": len(self.given), **known}
 
@@ -65,6 +80,8 @@ class Task:
 @dataclass
 class Counts:
     """What was generated: answers, those cut at a limit, their tokens, and the forward passes of the base.
+
+    `unusable` counts answers that are in no row, by the reason.
 
     `steps` counts for each row those that it took part in; it stays 0 without draft heads.
     """
@@ -74,6 +91,7 @@ class Counts:
     tokens: int = 0
     steps: int = 0
     step_tokens: int = 0
+    unusable: dict[str, int] = field(default_factory=dict)
 
 
 def questions_of(row: Mapping[str, Any]) -> Chat | None:
@@ -83,8 +101,8 @@ def questions_of(row: Mapping[str, Any]) -> Chat | None:
         Refused: it holds nothing that can be asked.
     """
     if row.get("messages") is not None:
-        chat = repaired(row["messages"])
-        return Chat([turn for turn in chat.messages if turn["role"] != "assistant"])
+        chat = repaired(row["messages"], row.get("tools"))
+        return Chat([turn for turn in chat.messages if turn["role"] in ("system", "user")], tools=chat.tools)
     if row.get("turns") is not None:
         if not all(turn.strip() for turn in row["turns"]):
             raise Refused("one of its turns is empty")
@@ -175,7 +193,7 @@ class Answerer:
         if task.given is not None:
             return self._first + self._bare(task.given, add_special_tokens=False, verbose=False)["input_ids"]
         assert self._chats is not None
-        text = self._chats.render(task.messages, prompt=True)
+        text = self._chats.render(task.messages, prompt=True, tools=task.tools)
         return self._bare(text, add_special_tokens=False, verbose=False)["input_ids"]
 
     def _room(self, length: int) -> int:
@@ -231,6 +249,7 @@ class Answerer:
         if ended and self._chats.trail:
             words = words.removesuffix(self._chats.trail)
         if not words.strip():
+            task.leave_unanswered(EMPTY, self.counts)
             return
         answer = {"role": "assistant", "content": words, "ids": tokens}
         task.messages.append(answer if ended else {**answer, "cut": True})

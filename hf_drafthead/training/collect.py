@@ -33,6 +33,7 @@ class DistillReport:
         tokens: of the answers.
         tokens_per_step: of draft heads; None without any.
         seconds: of the slowest process.
+        unusable: answers that are in no row, by the reason.
     """
 
     rows: int = 0
@@ -45,6 +46,7 @@ class DistillReport:
     tokens: int = 0
     tokens_per_step: float | None = None
     seconds: float = 0.0
+    unusable: dict[str, int] = field(default_factory=dict)
 
     def refuse(self, index: int, reason: object) -> None:
         """Count a row that cannot be asked."""
@@ -61,6 +63,8 @@ class DistillReport:
         line += f": {self.answers:,} answers of {self.tokens:,} tokens in {self.seconds:.1f} s"
         line += f", {self.cut:,} cut" if self.cut else ""
         line += "" if self.tokens_per_step is None else f", {self.tokens_per_step:.2f} tokens per step"
+        for reason, count in self.unusable.items():
+            line += f"\n{count:,} answers not used: {reason}"
         if self.refused:
             more = ", ..." if self.refused > len(self.refusals) else ""
             line += f"\n{self.refused:,} rows refused: {', '.join(self.refusals)}{more}"
@@ -152,6 +156,8 @@ def _sum(parts: list[tuple[DistillReport, Any]]) -> DistillReport:
             setattr(total, name, getattr(total, name) + getattr(report, name))
         for name in ("answers", "cut", "tokens"):
             setattr(total, name, getattr(total, name) + getattr(counts, name))
+        for reason, count in counts.unusable.items():
+            total.unusable[reason] = total.unusable.get(reason, 0) + count
         total.refusals = (total.refusals + report.refusals)[:NAMED]
         total.seconds = max(total.seconds, report.seconds)
         steps, step_tokens = steps + counts.steps, step_tokens + counts.step_tokens

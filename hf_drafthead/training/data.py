@@ -22,7 +22,7 @@ from hf_drafthead.training.objectives import IGNORED
 __all__ = ["DataReport", "PaddingCollator", "data_hash", "padding_token", "read_rows", "tokenize_rows"]
 
 WINDOW = 1000  # rows that are packed together
-FORM = "2"  # of what is cached: change it to invalidate caches of older versions
+FORM = "3"  # of what is cached: change it to invalidate caches of older versions
 
 
 @dataclass
@@ -37,6 +37,7 @@ class DataReport:
         refused: rows left out.
         refusals: the first of these, each with its number (from 0) and the reason.
         mapped: how many rows were changed, by what was done to them.
+        unused: in how many rows a column, or a field of a turn, holds something that is not read, by its name.
         cut: chats that were too long and lost their end.
         split: texts that were too long and became several examples.
         examples: rows of token ids that came out.
@@ -49,6 +50,7 @@ class DataReport:
     refused: int = 0
     refusals: list[str] = field(default_factory=list)
     mapped: dict[str, int] = field(default_factory=dict)
+    unused: dict[str, int] = field(default_factory=dict)
     cut: int = 0
     split: int = 0
     examples: int = 0
@@ -70,11 +72,15 @@ class DataReport:
         if self.refused:
             more = ", ..." if self.refused > len(self.refusals) else ""
             line += f"\n{self.refused:,} rows refused: {', '.join(self.refusals)}{more}"
+        if self.unused:
+            line += f"\nnot used: {', '.join(f'{name} ({count:,} rows)' for name, count in self.unused.items())}"
         return line
 
     def _count_rows(self, batch: Mapping[str, Sequence[Any]]) -> None:
         self.rows += len(batch["refused"])
-        for refused, mapped in zip(batch["refused"], batch["mapped"]):
+        for refused, mapped, unused in zip(batch["refused"], batch["mapped"], batch["unused"]):
+            for name in unused:
+                self.unused[name] = self.unused.get(name, 0) + 1
             if refused is not None:
                 self.refused += 1
                 if len(self.refusals) < self.NAMED:

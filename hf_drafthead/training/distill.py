@@ -166,8 +166,11 @@ def _run(
             break
         answerer.answer(tasks)
         through = [task for task in tasks if task.done]
-        shards.write(task.to_row() for task in through)
-        report.written += len(through)
-        for _ in through:
+        answered = [task for task in through if not task.refused]
+        shards.write(task.to_row() for task in answered)
+        report.written += len(answered)
+        for task in through:
+            if task.refused:
+                report.refuse(task.index, task.refused)
             progress()
         tasks = [task for task in tasks if not task.done]

@@ -14,6 +14,7 @@ ENCODED = Features(
     {
         **TOKENS,
         "mapped": List(Value("string")),
+        "unused": List(Value("string")),
         "refused": Value("string"),
         "cut": Value("bool"),
         "split": Value("bool"),
@@ -57,7 +58,7 @@ class Encode:
             if row["messages"] is not None:
                 if self._chats is None:
                     self._chats = ChatEncoder(self.tokenizer)
-                chat = self._chats.fit(self._readable(repaired(row["messages"]).answered()))
+                chat = self._chats.fit(self._readable(repaired(row["messages"], row["tools"]).answered()))
                 mapped = list(chat.mapped)
                 ids, labels = self._chats.encode(chat)
             else:
@@ -83,6 +84,7 @@ class Encode:
             "input_ids": ids,
             "labels": labels,
             "mapped": mapped,
+            "unused": row["unused"],
             "refused": refused,
             "cut": cut,
             "split": split,
@@ -93,7 +95,7 @@ class Encode:
         answers = [turn["content"] for turn in chat.messages if turn["role"] == "assistant"]
         if all(ids is None or self._spells(ids, answer) for ids, answer in zip(chat.ids, answers)):
             return chat
-        return Chat(chat.messages, chat.cut, {**chat.mapped, OTHER_TOKENS: None}, [None] * len(answers))
+        return chat.noting(OTHER_TOKENS, ids=[None] * len(answers))
 
     def _spells(self, ids: list[int], text: str) -> bool:
         try:

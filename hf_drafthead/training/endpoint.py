@@ -12,17 +12,22 @@ from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from hf_drafthead.data.chats import Refused
-from hf_drafthead.data.rows import as_row, data_hash
+from hf_drafthead.data.chats import Chat, Refused
+from hf_drafthead.data.rows import THOUGHTS, as_row, data_hash
 from hf_drafthead.data.texts import beginning_of
-from hf_drafthead.training.answers import Counts, Task, questions_of
+from hf_drafthead.training.answers import EMPTY, Counts, Task, questions_of
 from hf_drafthead.training.collect import DistillReport, Todo, collect
 from hf_drafthead.training.distill import check_choices
 from hf_drafthead.training.shards import Shards
-from hf_drafthead.training.templates import ChatEncoder, without_post_processor
+from hf_drafthead.training.templates import THOUGHTS_LEFT_OUT, ChatEncoder, without_post_processor
 
+CUT_WHILE_THINKING = "the answer was cut while the base was thinking: raise max_new_tokens"
+HIDDEN_THOUGHTS = (
+    "the server returns thoughts apart from the answers, and the base's chat template does not show them: start the "
+    "server without a reasoning parser, or give the template that the base was trained with"
+)
 HOPELESS = 20  # refused rows, with none answered, after which the run ends
 TIMEOUT = 600.0  # seconds for one answer
 
@@ -87,6 +92,16 @@ def distill_from_endpoint(
     return collect(rows, output, {"endpoint_model": model, "data": data_hash(rows), **choices}, work, tell)
 
 
+class Answer(NamedTuple):
+    """What a server answers: words, thoughts and calls of tools apart, and whether it ended by itself."""
+
+    words: str
+    ended: bool
+    tokens: int
+    thought: str = ""
+    calls: list[dict[str, Any]] | None = None
+
+
 class Asker:
     """Asks a server for the answers of one task after the other.
 
@@ -138,7 +153,7 @@ class Asker:
         """
         while not task.done:
             try:
-                words, ended, tokens = await self._answer(task)
+                answer = await self._answer(task)
             except self._openai.BadRequestError as error:
                 if task.answers == 0:
                     raise Refused(f"the server refuses it ({_said(error)})") from None
@@ -156,16 +171,16 @@ class Asker:
                     "command again, which resumes."
                 ) from error
             self.counts.answers += 1
-            self.counts.cut += not ended
-            self.counts.tokens += tokens
-            self._take(task, words, ended)
+            self.counts.cut += not answer.ended
+            self.counts.tokens += answer.tokens
+            self._take(task, answer)
 
     async def close(self) -> None:
         """End all connections."""
         await self._client.close()
 
-    async def _answer(self, task: Task) -> tuple[str, bool, int]:
-        """The server's answer, whether it ended by itself, and its number of tokens."""
+    async def _answer(self, task: Task) -> Answer:
+        """The server's answer."""
         how: dict[str, Any] = {"model": self.model, "max_tokens": self.choices["max_new_tokens"]}
         how["temperature"] = self.choices["temperature"]
         if how["temperature"] > 0:
@@ -173,31 +188,52 @@ class Asker:
             how |= {"top_p": self.choices["top_p"], "seed": _number(key)}
         if task.given is not None:
             done = await self._client.completions.create(prompt=task.given, **how)
-            words = done.choices[0].text
+            more: dict[str, Any] = {"words": done.choices[0].text or ""}
         else:
             said = [{"role": turn["role"], "content": turn["content"]} for turn in task.messages]
+            how |= {"tools": task.tools} if task.tools else {}
             done = await self._client.chat.completions.create(messages=said, **how)
-            words = done.choices[0].message.content
+            message = done.choices[0].message
+            thoughts = (getattr(message, name, None) for name in THOUGHTS)
+            calls = [call.model_dump(exclude_none=True) for call in message.tool_calls or ()]
+            thought = next((found for found in thoughts if isinstance(found, str)), "")
+            more = {"words": message.content or "", "thought": thought, "calls": calls}
         tokens = 0 if done.usage is None else done.usage.completion_tokens
-        return words or "", done.choices[0].finish_reason == "stop", tokens
+        return Answer(ended=done.choices[0].finish_reason in ("stop", "tool_calls"), tokens=tokens, **more)
 
-    def _take(self, task: Task, words: str, ended: bool) -> None:
+    def _take(self, task: Task, answer: Answer) -> None:
+        words, ended = answer.words, answer.ended
         task.done = True
         task.answers += 1
         if not ended:
             words = words.rstrip("\N{REPLACEMENT CHARACTER}")  # half a character
         if task.given is not None:
-            task.text = task.given + words
+            task.text, task.refused = task.given + words, None if words else EMPTY
             return
         if self._chats is not None:
             words = words.removeprefix(self._chats.lead)
-        if not words.strip():
-            return
-        answer: dict[str, Any] = {"role": "assistant", "content": words}
-        task.messages.append(answer if ended else {**answer, "cut": True})
-        if ended and task.questions:
+        if not words.strip() and not answer.calls:
+            cut_while_thinking = answer.thought.strip() and not ended
+            return task.leave_unanswered(CUT_WHILE_THINKING if cut_while_thinking else EMPTY, self.counts)
+        turn: dict[str, Any] = {"role": "assistant", "content": words}
+        turn |= {"reasoning_content": answer.thought} if answer.thought.strip() else {}
+        turn |= {"tool_calls": answer.calls} if answer.calls else {}
+        if reason := self._why_not_shown([*task.messages, turn], task.tools):
+            return task.leave_unanswered(reason, self.counts)
+        task.messages.append(turn if ended else {**turn, "cut": True})
+        if ended and task.questions and not answer.calls:  # nobody answers the calls
             task.messages.append({"role": "user", "content": task.questions.pop(0)})
             task.done = False
+
+    def _why_not_shown(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> str | None:
+        """Why the last answer could not be trained on: the base's template does not show all of it; else None."""
+        if self._chats is None:
+            return None
+        try:
+            fitted = self._chats.fit(Chat(messages[-2:], tools=tools))
+        except Refused as reason:
+            return str(reason)
+        return HIDDEN_THOUGHTS if THOUGHTS_LEFT_OUT in fitted.mapped else None
 
 
 async def _ask_all(
@@ -210,6 +246,8 @@ async def _ask_all(
             try:
                 task = asker.begin(index, row)
                 await asker.finish(task)
+                if task.refused:
+                    raise Refused(task.refused)
             except Refused as reason:
                 report.refuse(index, reason)
                 if report.refused >= HOPELESS and not report.written + report.found:

@@ -16,6 +16,9 @@ from hf_drafthead.training.objectives import IGNORED
 
 # placeholders that no chat contains and no template strips, splits or changes
 QUESTION, ANSWER, SYSTEM = "QzPxquestionQzPx", "QzPxanswerQzPx", "QzPxsystemQzPx"
+PART = "QzPxpart{}QzPx"
+THOUGHTS_LEFT_OUT = "thoughts left out by the chat template"
+TOOLS_LEFT_OUT = "tools left out by the chat template"
 
 
 def need_offsets(tokenizer: Any) -> None:
@@ -112,17 +115,44 @@ class ChatEncoder:
         self.takes_system = self._shows([{"role": "system", "content": SYSTEM}, question, answer], SYSTEM)
         self._marks = self._marks_are_right([question, answer])
 
-    def render(self, messages: list[dict[str, str]], prompt: bool = False) -> str:
+    def render(self, messages: list[dict[str, Any]], prompt: bool = False, tools: list[Any] | None = None) -> str:
         """The text of a chat, with the generation prompt behind it if asked for.
 
         Raises:
             Refused: the template refuses the chat.
         """
-        return self._render(messages, prompt)[0]
+        return self._render(messages, prompt, tools=tools)[0]
 
     def fit(self, chat: Chat) -> Chat:
-        """The chat as the template can show it."""
-        return chat if self.takes_system else chat.without_system()
+        """The chat as the template can show it; what it leaves out is noted.
+
+        Raises:
+            Refused: it refuses the chat, or shows no calls of tools or their answers, without which the rest of the
+                chat makes no sense.
+        """
+        chat = chat if self.takes_system else chat.without_system()
+        if chat.tools and self.render(chat.messages, tools=chat.tools) == self.render(chat.messages):
+            chat = chat.noting(TOOLS_LEFT_OUT, tools=None)
+        needed, thoughts, numbered = set(), set(), []
+        for number, turn in enumerate(chat.messages):
+            part = PART.format(number)
+            if turn["role"] == "tool":
+                turn = {**turn, "content": part}
+                needed.add(part)
+            if turn.get("tool_calls"):
+                function = {**turn["tool_calls"][0]["function"], "name": part}
+                turn = {**turn, "tool_calls": [{**turn["tool_calls"][0], "function": function}]}
+                needed.add(part)
+            if turn.get("reasoning_content"):
+                turn = {**turn, "reasoning_content": f"thought{part}"}
+                thoughts.add(f"thought{part}")
+            numbered.append(turn)
+        if not needed | thoughts:
+            return chat
+        text = self.render(numbered, tools=chat.tools)
+        if any(part not in text for part in needed):
+            raise Refused("the chat template does not show calls of tools and their answers: set another")
+        return chat if all(thought in text for thought in thoughts) else chat.noting(THOUGHTS_LEFT_OUT)
 
     def encode(self, chat: Chat) -> tuple[list[int], list[int]]:
         """Token ids of a chat, and labels: the ids of the assistant's tokens, IGNORED elsewhere.
@@ -131,7 +161,7 @@ class ChatEncoder:
             Refused: the template refuses the chat, or where an answer begins or ends cannot be determined.
         """
         if chat.ids and all(ids is not None for ids in chat.ids):
-            text = self.render(chat.messages)
+            text = self.render(chat.messages, tools=chat.tools)
             return self._as_written(text, self._search(chat, text), chat)
         text, spans = self.spans(chat)
         return encode_span(self._bare, text, spans)
@@ -153,9 +183,9 @@ class ChatEncoder:
     def spans(self, chat: Chat) -> tuple[str, list[tuple[int, int]]]:
         """The text of a chat, and from and to which character each answer goes."""
         if not self._marks:
-            text = self.render(chat.messages)
+            text = self.render(chat.messages, tools=chat.tools)
             return text, self._search(chat, text)
-        text, spans = self._render(chat.messages, marks=True)
+        text, spans = self._render(chat.messages, marks=True, tools=chat.tools)
         if chat.cut and spans and (end := self.end_of_turn) and text[slice(*spans[-1])].endswith(end):
             spans[-1] = (spans[-1][0], spans[-1][1] - len(end))
         return text, spans
@@ -166,15 +196,11 @@ class ChatEncoder:
         for number, turn in enumerate(chat.messages):
             if turn["role"] != "assistant":
                 continue
-            other = [*chat.messages[:number], {**turn, "content": ANSWER}, *chat.messages[number + 1 :]]
-            parts = self.render(other).split(ANSWER)
-            if len(parts) != 2:
-                raise Refused(f"the chat template shows turn {number} {len(parts) - 1} times")
-            before, after = parts
+            before, after = self._around(chat, number, text)
             end = len(text) - len(after)
             begin = len(before) if text.startswith(before) else None
             if self._has_prompt:  # what the base is given before it answers; some templates leave parts of it out later
-                prompt = self.render(chat.messages[:number], prompt=True)
+                prompt = self.render(chat.messages[:number], prompt=True, tools=chat.tools)
                 if text.startswith(prompt) and len(prompt) <= end:
                     begin = len(prompt)
             if begin is None or not text.endswith(after) or not (spans[-1][1] if spans else 0) <= begin <= end:
@@ -185,12 +211,40 @@ class ChatEncoder:
             spans.append((begin, end))
         return spans
 
+    def _around(self, chat: Chat, number: int, text: str) -> tuple[str, str]:
+        """What the template puts before and behind an answer: another answer is rendered in its place.
+
+        Raises:
+            Refused: it does not show the answer once, or refuses both kinds of answer that could stand there.
+        """
+        turn = chat.messages[number]
+        plain = {"role": "assistant", "content": ANSWER}
+        others = [plain] if set(turn) == set(plain) else [plain, {**turn, "content": ANSWER}]
+        for other in others:  # some templates want a call before a tool's answer
+            try:
+                messages = [*chat.messages[:number], other, *chat.messages[number + 1 :]]
+                parts = self.render(messages, tools=chat.tools).split(ANSWER)
+            except Refused:
+                if other is others[-1]:
+                    raise
+                continue
+            if len(parts) == 2 and text.endswith(parts[1]):
+                return parts[0], parts[1]
+        if len(parts) != 2:
+            raise Refused(f"the chat template shows turn {number} {len(parts) - 1} times")
+        return parts[0], parts[1]
+
     def _render(
-        self, messages: list[dict[str, str]], prompt: bool = False, marks: bool = False
+        self,
+        messages: list[dict[str, Any]],
+        prompt: bool = False,
+        marks: bool = False,
+        tools: list[Any] | None = None,
     ) -> tuple[str, list[tuple[int, int]]]:
         try:
             texts, spans = render_jinja_template(
                 conversations=[messages],
+                tools=tools,
                 chat_template=self._template,
                 add_generation_prompt=prompt,
                 return_assistant_tokens_mask=marks,

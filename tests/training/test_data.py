@@ -178,7 +178,7 @@ def test_what_is_no_text_becomes_none_and_parts_are_put_together(tmp_path):
     path = write_lines(tmp_path / "x.jsonl", [{"messages": [{"role": "user", "content": c} for c in contents]}])
     (row,) = read_rows(path)
     assert [turn["content"] for turn in row["messages"]] == ["one, two", None, None, None, "", "x"]
-    nothing = dict.fromkeys(("messages", "turns", "text", "ids"))
+    nothing = {**dict.fromkeys(("messages", "turns", "text", "ids", "tools")), "unused": []}
     assert as_row("no object", "f", 3) == {**nothing, "given": 0, "source": "f", "row": 3}
 
 
@@ -284,7 +284,11 @@ MENDED = {
 }
 REFUSED = {
     "empty": ([], "it has no turns"),
-    "unknown role": ([U("u"), {"role": "tool", "content": "x"}, A("a")], "turn 1 has the unknown role 'tool'"),
+    "unknown role": ([U("u"), {"role": "owl", "content": "x"}, A("a")], "turn 1 has the unknown role 'owl'"),
+    "tool first": (
+        [U("u"), {"role": "observation", "content": "x"}, A("a")],
+        "turn 1 is a tool's, but no turn of the assistant comes before it",
+    ),
     "no role": ([U("u"), {"role": None, "content": "x"}], "turn 1 has no role"),
     "no content": ([U("u"), A(None)], "turn 1 has no text"),
     "blank": ([U("u"), A(" ")], "turn 1 (assistant) is empty"),
@@ -330,9 +334,9 @@ def test_rows_are_mapped_refused_and_counted(tmp_path, streaming):
     assert sum(report.mapped.values()) == sum(len(mapped) for *_, mapped in MENDED.values())
     assert report.tokens == sum(len(row["input_ids"]) for row in found)
     assert report.labels == sum(label != IGNORED for row in found for label in row["labels"])
-    assert str(report).splitlines()[0].startswith("18 rows read, 8 kept (2 leading assistant turn dropped, ")
-    assert str(report).splitlines()[1].startswith("10 rows refused: awkward.jsonl row 8: it has no turns, awkward")
-    assert json.loads(json.dumps(report.to_json()))["rows"] == 18
+    assert str(report).splitlines()[0].startswith("19 rows read, 8 kept (2 leading assistant turn dropped, ")
+    assert str(report).splitlines()[1].startswith("11 rows refused: awkward.jsonl row 8: it has no turns, awkward")
+    assert json.loads(json.dumps(report.to_json()))["rows"] == 19
 
 
 @pytest.mark.parametrize("packing", [False, True])
@@ -446,3 +450,108 @@ def test_chats_need_a_template_and_texts_do_not(tmp_path, chats, streaming):
     rows = read_rows(write_lines(tmp_path / "x.jsonl", [{"text": "abc"}]), streaming=streaming)
     (example,) = tokenize_rows(rows, tokenizer_with(None), 64)[0]
     assert example["labels"] == example["input_ids"] == tokenizer_with(None)("abc")["input_ids"]
+
+
+# ---- columns beside the chat -----------------------------------------------------------------------------------------
+
+TOOL_TEMPLATE = (
+    "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}"
+    "{% if m.reasoning_content and loop.last %}{{ '<think>' + m.reasoning_content + '</think>' }}{% endif %}"
+    "{{ m['content'] }}{% for call in m.tool_calls %}{{ '<call>' + call.function | tojson }}{% endfor %}"
+    "{{ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+FUNCTION = {"name": "add", "parameters": {}}
+TOOL_CALL = {"function": {"name": "add", "arguments": '{"a": 1}'}}
+WITH_TOOLS = [
+    {"role": "user", "content": "1+1?"},
+    {"role": "assistant", "content": None, "tool_calls": [TOOL_CALL]},
+    {"role": "tool", "content": "2", "name": "add"},
+    {"role": "tool", "content": ""},
+    {"role": "assistant", "content": "Two."},
+]
+OF_SHAREGPT = [
+    {"from": "human", "value": "1+1?"},
+    {"from": "function_call", "value": '{"name": "add", "arguments": {"a": 1}}'},
+    {"from": "observation", "value": "2"},
+    {"from": "observation", "value": ""},
+    {"from": "gpt", "value": "Two."},
+]
+BESIDE = {
+    "system": ({"conversations": sharegpt("hi", "Arr!"), "system": "Be a pirate."}, ["Arr!"], "system\nBe a pirate."),
+    "system twice": (
+        {"messages": [S("Be."), U("hi"), A("Arr!")], "system": "Be."},
+        ["Arr!"],
+        "<|im_start|>system\nBe.<|im_end|>\n<|im_start|>user",
+    ),
+    "tools": ({"messages": turns("hi", "Arr!"), "tools": json.dumps([FUNCTION])}, ["Arr!"], '[{"type": "function", '),
+    "tools as objects": (
+        {"messages": turns("hi", "Arr!"), "tools": [{"type": "function", "function": FUNCTION}]},
+        ["Arr!"],
+        '[{"type": "function", "function": {"name": "add"',
+    ),
+    "calls": (
+        {"messages": WITH_TOOLS},
+        ['<call>{"name": "add", "arguments": {"a": 1}}', "Two."],
+        "<|im_start|>tool\n2<",
+    ),
+    "calls as ShareGPT has them": (
+        {"conversations": OF_SHAREGPT},
+        ['<call>{"name": "add", "arguments": {"a": 1}}', "Two."],
+        "<|im_start|>tool\n2<",
+    ),
+    "thoughts of a turn": (
+        {"messages": [U("2+2?"), {**A("4"), "reasoning": "two and two"}]},
+        ["<think>two and two</think>4"],
+        "",
+    ),
+    "thoughts beside the chat": (
+        {"messages": turns("2+2?", "4"), "reasoning_content": "two and two"},
+        ["<think>two and two</think>4"],
+        "",
+    ),
+}
+
+
+@pytest.mark.parametrize("form", ["lines", "data set", "stream"])
+@pytest.mark.parametrize("name", BESIDE)
+def test_what_stands_beside_a_chat_reaches_the_template(tmp_path, name, form):
+    record, answers, shown = BESIDE[name]
+    path = write_lines(tmp_path / "x.jsonl", [record])
+    rows = datasets.Dataset.from_list([record]) if form == "data set" else read_rows(path, streaming=form == "stream")
+    tokenizer = tokenizer_with(TOOL_TEMPLATE)
+    rows, report = tokenize_rows(rows, tokenizer)
+    (row,) = rows
+    said = tokenizer.decode([label for label in row["labels"] if label != IGNORED])
+    assert said == "".join(f"{answer}<|im_end|>" for answer in answers)  # the assistant's tokens alone are learnt
+    assert shown in tokenizer.decode(row["input_ids"])
+    assert not report.unused and not report.refused and not any("left out" in kind for kind in report.mapped)
+
+
+def test_what_is_not_used_is_named(tmp_path):
+    rows = [
+        {"messages": [U("u"), {**A("a"), "weight": 1}], "prompt": "u", "id": "x", "tools": "no list"},
+        {"messages": [U("u"), {**A("a"), "reasoning_content": "hm"}, U("v"), A("b")], "tools": [FUNCTION]},
+        {"messages": WITH_TOOLS},
+        {"text": "t", "label": None, "url": "y"},
+    ]
+    path = write_lines(tmp_path / "x.jsonl", rows)
+    told = [tokenize_rows(read_rows(path, streaming=streaming), tokenizer_with(CHATML)) for streaming in (False, True)]
+    assert listed(told[0][0]) == listed(told[1][0])
+    for _, report in told:
+        assert report.unused == {"prompt": 1, "id": 1, "tools": 1, "messages.weight": 1, "url": 1}
+        assert report.mapped == {
+            "tools left out by the chat template": 1,
+            "thoughts left out by the chat template": 1,
+        }
+        assert report.refusals == [
+            "x.jsonl row 2: the chat template does not show calls of tools and their answers: set another"
+        ]
+        assert str(report).splitlines()[-1].startswith("not used: prompt (1 rows), id (1 rows), tools (1 rows)")
+    _, report = tokenize_rows(read_rows(path), tokenizer_with(TOOL_TEMPLATE))  # which drops earlier thoughts
+    assert report.mapped == {"thoughts left out by the chat template": 1}
+
+
+def test_rows_can_be_read_as_rows_again(tmp_path):
+    for record, *_ in BESIDE.values():
+        row = as_row(record)
+        assert as_row(row) == row

@@ -17,6 +17,7 @@ from hf_drafthead.training.distill import distill, load_model
 from hf_drafthead.training.endpoint import distill_from_endpoint, with_path
 from tests.checkpoints import byte_tokenizer, save_base, save_heads
 from tests.hub_upload.serving import running_server, served
+from tests.training.chat_templates import CHATML, tokenizer_with
 
 CHATS = [{"messages": [{"role": "user", "content": words}]} for words in "abcdefghij"]
 TURNS = [{"turns": ["a", "x"]}, {"turns": ["m", "n", "o"]}]
@@ -52,7 +53,8 @@ class Server:
 
     Attributes:
         asked: what was asked, in order.
-        fails: given the number of a request, the status to answer with, "drop" to say nothing at all, None to answer.
+        fails: given the number of a request, the status to answer with, "drop" to say nothing at all, a message to
+            answer with, None to recite.
     """
 
     def __init__(self, fails=lambda number: None, port: int = 0):
@@ -83,6 +85,10 @@ class Server:
                 said = body["prompt"] if "prompt" in body else body["messages"][-1]["content"]
                 words = recited(said, body["max_tokens"])
                 inner = {"text": words} if "prompt" in body else {"message": {"role": "assistant", "content": words}}
+                if isinstance(trouble, dict):
+                    inner = {"message": {"role": "assistant", "content": None, **trouble}}
+                    ended = "tool_calls" if "tool_calls" in trouble else "stop" if trouble.get("content") else "length"
+                    inner["finish_reason"] = ended
                 choice = {"index": 0, "finish_reason": "stop", **inner}
                 usage = {"prompt_tokens": 1, "completion_tokens": len(words), "total_tokens": 1 + len(words)}
                 self._send(
@@ -278,3 +284,67 @@ def test_a_served_model_answers_as_it_does_in_this_process(tmp_path):
     assert there == here
     _, report = tokenize_rows(read_rows(tmp_path / "there.jsonl"), AutoTokenizer.from_pretrained(heads))
     assert report.kept == len(here) == 14
+
+
+# the template of a base that thinks, and knows tools
+THINKING_WITH_TOOLS = (
+    "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}"
+    "{% if m.reasoning_content %}{{ '<think>' + m.reasoning_content + '</think>' }}{% endif %}{{ m['content'] }}"
+    "{% for call in m.tool_calls %}{{ '<call>' + call.function | tojson + '</call>' }}{% endfor %}{{ '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+CALL = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 2}'}}
+SAID = [
+    {"content": "Four.", "reasoning_content": "Two and two."},
+    {"content": "Six.", "reasoning": "Three and three."},  # as vLLM calls it now
+    {"reasoning_content": "cut while think"},
+    {"tool_calls": [CALL]},
+    {"content": " "},
+]
+
+
+TOOLS = [{"type": "function", "function": {"name": "add"}}]
+QUESTIONS = [{"messages": [{"role": "user", "content": "a"}], "tools": [{"name": "add"}]} for _ in SAID]
+CUT, NOTHING = "the answer was cut while the base was thinking: raise max_new_tokens", "the answer is empty"
+
+
+@pytest.mark.parametrize("template", [None, THINKING_WITH_TOOLS], ids=["no tokenizer", "a template that shows all"])
+def test_thoughts_and_calls_are_kept_and_what_is_no_answer_is_refused(tmp_path, template):
+    tokenizer = tokenizer_with(THINKING_WITH_TOOLS)
+    with Server(lambda number: SAID[number]) as server:
+        given = None if template is None else tokenizer
+        report = ask(server, QUESTIONS, tmp_path / "own.jsonl", tokenizer=given, concurrency=1)
+        assert [body["tools"] for _, body, _ in server.asked] == [TOOLS] * len(SAID)
+    assert (report.written, report.refused, report.unusable) == (3, 2, {CUT: 1, NOTHING: 1})
+    assert report.refusals == [f"row 2: {CUT}", f"row 4: {NOTHING}"] and f"1 answers not used: {CUT}" in str(report)
+    answers = [row["messages"][1] for row in read(tmp_path / "own.jsonl")]
+    assert [answer.get("reasoning_content") for answer in answers] == ["Two and two.", "Three and three.", None]
+    rows, trained = tokenize_rows(read_rows(tmp_path / "own.jsonl"), tokenizer)
+    learnt = [tokenizer.decode([token for token in row["labels"] if token >= 0]) for row in rows]
+    assert learnt == [
+        "<think>Two and two.</think>Four.<|im_end|>",
+        "<think>Three and three.</think>Six.<|im_end|>",
+        '<call>{"name": "add", "arguments": {"a": 2}}</call><|im_end|>',
+    ]
+    assert all(tokenizer.decode(row["input_ids"]).startswith('[{"type": "function"') for row in rows)
+    assert not trained.mapped and not trained.refused
+
+
+def test_a_template_without_thoughts_refuses_them_and_says_what_to_do(tmp_path):
+    said = [*SAID[:1], {"content": "Four."}, {"tool_calls": [CALL]}]
+    with Server(lambda number: said[number]) as server:
+        report = ask(server, QUESTIONS[:3], tmp_path / "own.jsonl", tokenizer=tokenizer_with(CHATML), concurrency=1)
+        assert all("tools" not in body for _, body, _ in server.asked)  # the base was not taught to read them
+    assert report.written == 1
+    thoughts, calls = report.refusals
+    assert "start the server without a reasoning parser, or give the template" in thoughts
+    assert calls == "row 2: the chat template does not show calls of tools and their answers: set another"
+
+
+def test_a_later_answer_that_cannot_be_used_ends_the_chat(tmp_path):
+    said = [SAID[0], SAID[2]]
+    with Server(lambda number: said[number]) as server:
+        report = ask(server, TURNS[:1], tmp_path / "own.jsonl", concurrency=1)
+    (row,) = read(tmp_path / "own.jsonl")
+    assert [turn["role"] for turn in row["messages"]] == ["user", "assistant"]
+    assert (report.written, report.refused, report.unusable) == (1, 0, {CUT: 1})
