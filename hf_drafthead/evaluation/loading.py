@@ -11,6 +11,7 @@ from hf_drafthead.modeling.config import MODEL_TYPE_PREFIX, DraftHeadConfig
 from hf_drafthead.modeling.families import BY_MODEL_TYPE, FAMILIES
 from hf_drafthead.modeling.files import shortened
 from hf_drafthead.modeling.foreign import how_to_convert
+from hf_drafthead.modeling.gguf_files import load_tokenizer
 
 
 def read_config(name: str) -> DraftHeadConfig:
@@ -81,7 +82,7 @@ def load(name: str, **kwargs: Any) -> tuple[Any, Any]:
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, **trust)
     except (OSError, ValueError):
-        tokenizer = AutoTokenizer.from_pretrained(model.base.name_or_path, **trust)
+        tokenizer = load_tokenizer(model.base.name_or_path, model.config.base_gguf_file, **trust)
     return model, tokenizer
 
 

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from huggingface_hub import ModelCard, hf_hub_download, snapshot_download
 from huggingface_hub.errors import HFValidationError, RemoteEntryNotFoundError, RepositoryNotFoundError
-from transformers import AutoTokenizer
 
 from hf_drafthead.hub_upload.preflight import family_of, files_of, find_base, left_behind, tensors_of
 from hf_drafthead.modeling import DraftHeadConfig, DraftHeadPreTrainedModel
 from hf_drafthead.modeling.base_model import check_base, fetch_config, is_local, locate_base, refuse_unfit
 from hf_drafthead.modeling.checkpoint import HTTP_ERROR, INDEX, why_refused
 from hf_drafthead.modeling.families import FAMILIES
+from hf_drafthead.modeling.gguf_files import load_tokenizer
 
 CARD = "README.md"
 SHARD = "50GB"  # as in transformers
@@ -60,7 +60,7 @@ def stage_model(
         _copy(source, target, TOKENIZER)
     base = str(model.base.name_or_path)
     revision = model.config.base_model_revision if base == model.config.base_model_name_or_path else None
-    return notes + add_tokenizer(target, base, revision, token)
+    return notes + add_tokenizer(target, base, revision, token, model.config.base_gguf_file)
 
 
 def stage_folder(
@@ -108,10 +108,13 @@ def stage_folder(
     if base is not None:
         revision, unchecked = _named_base(config, base, token)
         edit_json(target / "config.json", base_model_name_or_path=base, base_model_revision=revision)
+        if base != config.base_model_name_or_path:  # a repository of safetensors, in the place of a file here
+            edit_json(target / "config.json", base_gguf_file=None)
         return notes + unchecked + add_tokenizer(target, base, revision, token)
     if config.base_included or _has_tokenizer(target):
         return notes + add_tokenizer(target, None, None, token)
-    return notes + add_tokenizer(target, locate_base(config, str(folder)), config.base_model_revision, token)
+    place = locate_base(config, str(folder))
+    return notes + add_tokenizer(target, place, config.base_model_revision, token, config.base_gguf_file)
 
 
 def _named_base(config: DraftHeadConfig, base: str, token: str | bool | None) -> tuple[str | None, list[str]]:
@@ -147,7 +150,9 @@ def _has_tokenizer(folder: Path) -> bool:
     return any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))
 
 
-def add_tokenizer(target: Path, base: str | None, revision: str | None, token: str | bool | None) -> list[str]:
+def add_tokenizer(
+    target: Path, base: str | None, revision: str | None, token: str | bool | None, gguf_file: str | None = None
+) -> list[str]:
     """Add the base's tokenizer, if the folder has none.
 
     Returns:
@@ -158,11 +163,11 @@ def add_tokenizer(target: Path, base: str | None, revision: str | None, token: s
     """
     if not _has_tokenizer(target):
         on_hub = bool(base) and not os.path.isdir(str(base))
-        if base and on_hub and not _fetch_tokenizer(base, revision, token):
+        if base and on_hub and gguf_file is None and not _fetch_tokenizer(base, revision, token):
             return ["there is no tokenizer: neither the heads nor their base bring one"]
         where = {"revision": revision, "token": token} if on_hub else {}
         try:
-            AutoTokenizer.from_pretrained(base or target, **where).save_pretrained(target)
+            load_tokenizer(base or target, gguf_file, **where).save_pretrained(target)
         except (HTTP_ERROR, OSError, ValueError, TypeError, KeyError) as error:
             if not on_hub:
                 return ["there is no tokenizer: neither the heads nor their base bring one"]

@@ -74,7 +74,8 @@ class DraftHeadPreTrainedModel(LoadableModel):
             ValueError: `include_base=True` with a quantized base, or several adapters are active.
         """
         quantizer = getattr(self.base, "hf_quantizer", None)
-        if include_base and quantizer is not None:
+        unpacked = getattr(getattr(quantizer, "quantization_config", None), "dequantize", False)  # when it was loaded
+        if include_base and quantizer is not None and not unpacked:
             raise ValueError(
                 f"the base is quantized ({quantizer.quantization_config.quant_method}) and cannot be saved with its "
                 "heads: save the heads only, or load the base without quantization_config=."
@@ -116,6 +117,8 @@ class DraftHeadPreTrainedModel(LoadableModel):
         stored.base_included = include_base
         if self._code_writer() is not None:
             stored.__dict__.pop("auto_map", None)  # of code that the checkpoint may not hold
+        if include_base:
+            stored.base_gguf_file = None
         if include_base or not with_adapter:
             stored.adapter_name_or_path = stored.adapter_revision = None
         elif not stored.adapter_name_or_path:

@@ -11,7 +11,7 @@ import torch
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import (
@@ -23,6 +23,7 @@ from transformers.utils import CONFIG_NAME, cached_file, logging
 from hf_drafthead.modeling.adapters import base_of, find_adapter, load_adapter, unwrapped
 from hf_drafthead.modeling.checkpoint import HTTP_ERROR, fetch_file, is_missing_folder, why_refused
 from hf_drafthead.modeling.config import MODEL_TYPE_PREFIX, DraftHeadConfig
+from hf_drafthead.modeling.gguf_files import beside, gguf_arguments, load_tokenizer, reading_gguf, split_gguf
 
 logger = logging.get_logger(__name__)
 
@@ -32,13 +33,14 @@ BESIDE_THE_CONFIG = ("dtype", "torch_dtype", "quantization_config")
 
 
 class NewBase(NamedTuple):
-    """A base for fresh heads: the model, its name and commit, and where its adapter came from."""
+    """A base for fresh heads: the model, its name, commit and GGUF file, and where its adapter came from."""
 
     model: Any
     name: str
     revision: str | None
     adapter: str | None
     adapter_revision: str | None
+    gguf_file: str | None
 
 
 def load_new_base(
@@ -47,7 +49,7 @@ def load_new_base(
     """A base for fresh heads.
 
     Args:
-        name: Hub id or path, of a base or of an adapter for one.
+        name: Hub id or path, of a base or of an adapter for one; it may end with the name of a GGUF file.
         revision: branch, tag or commit.
         fetch: keyword arguments of every download.
         arguments: all others of `AutoModelForCausalLM.from_pretrained`.
@@ -59,11 +61,14 @@ def load_new_base(
         ValueError: it is no decoder-only language model.
     """
     hub = {**fetch, "revision": revision or "main"}
+    name, file = split_gguf(name)
+    arguments = {**arguments, "gguf_file": file} if file else arguments
     if is_missing_folder(name):
         raise OSError(
             f"the base {name!r} was not found (there is no such folder): give the id or path of a causal language "
             "model."
         )
+    arguments = gguf_arguments(name, arguments, hub)
     try:
         place, hub, adapter = _behind_adapter(name, hub)
         config, arguments = _config_at(place, hub, arguments)
@@ -71,19 +76,19 @@ def load_new_base(
         refused = why_refused(error)
         if refused:
             raise OSError(f"the base {name!r} cannot be fetched: {refused}.") from error
-        raise OSError(
-            f"the base {name!r} was not found ({_first_line(error)}): give the id or path of a causal language model."
-        ) from error
+        wanted = "give the id or path of a causal language model."
+        raise OSError(f"the base {name!r} {_why_not(name, error)}: {wanted}") from error
     refuse_unfit(config, place, loaded=False)
     refuse_misspelt(arguments, fields)
-    commit = commit_of(place, hub)
+    file = arguments.get("gguf_file")
+    commit = commit_of(place, hub, file or CONFIG_NAME)
     hub["revision"] = commit or hub["revision"]
-    base = auto_class(config).from_pretrained(place, **hub, **arguments)
+    base = _loaded(config, place, hub, arguments)
     if adapter is None:
-        return NewBase(base, name, commit, None, None)
+        return NewBase(base, name, commit, None, None, file)
     load_adapter(base, adapter)
     of_the_hub = None if os.path.isdir(name) else name
-    return NewBase(base, place, commit, of_the_hub, of_the_hub and _commit_in(adapter))
+    return NewBase(base, place, commit, of_the_hub, of_the_hub and _commit_in(adapter), file)
 
 
 def _behind_adapter(name: str, hub: dict[str, Any]) -> tuple[str, dict[str, Any], str | None]:
@@ -126,9 +131,13 @@ def load_base(
         refuse_unfit(base.config, type(base).__name__, loaded=True)
         check_base(config, base.config, name or type(base).__name__)
     else:
-        name = locate_base(config, checkpoint) if given is None else os.fspath(given)
+        name, file = split_gguf(locate_base(config, checkpoint) if given is None else os.fspath(given))
+        file = file or arguments.get("gguf_file") or (config.base_gguf_file if given is None else None)
+        arguments = {**arguments, "gguf_file": file} if file else arguments
         revision = revision or (config.base_model_revision if given is None else None) or "main"
         base, name = _load_named(name, checkpoint, config, {**fetch, "revision": revision}, arguments)
+        if given is not None and is_local(config.base_model_name_or_path or name, checkpoint):
+            config.base_gguf_file = file  # the path is recorded below
     # A Hub id stays as the record of what the heads were trained for; a path is only where the base lies here.
     recorded = config.base_model_name_or_path
     if name and (given is None or not recorded or is_local(recorded, checkpoint)):
@@ -143,6 +152,7 @@ def _load_named(
     revision = hub["revision"]
     if is_missing_folder(name):
         raise OSError(f"the base {name!r} of {checkpoint!r} was not found (there is no such folder): {GIVE_BASE}")
+    arguments = gguf_arguments(name, arguments, hub)
     try:
         name, hub, adapter = _behind_adapter(name, hub)
         found, arguments = _config_at(name, hub, arguments)
@@ -153,12 +163,10 @@ def _load_named(
                 f"the base {name!r} of {checkpoint!r} cannot be fetched at {revision!r}: {refused}; base_model= "
                 "takes another place of it."
             ) from error
-        raise OSError(
-            f"the base {name!r} of {checkpoint!r} was not found ({_first_line(error)}): {GIVE_BASE}"
-        ) from error
+        raise OSError(f"the base {name!r} of {checkpoint!r} {_why_not(name, error)}: {GIVE_BASE}") from error
     refuse_unfit(found, name, loaded=False)
     check_base(config, found, name)
-    commit = commit_of(name, hub)
+    commit = commit_of(name, hub, arguments.get("gguf_file") or CONFIG_NAME)
     if commit and config.base_model_revision and commit != config.base_model_revision:
         logger.warning_once(
             f"these heads were trained on {config.base_model_name_or_path!r} at {config.base_model_revision}; "
@@ -166,7 +174,7 @@ def _load_named(
         )
     hub["revision"] = commit or hub["revision"]
     try:
-        base = auto_class(found).from_pretrained(name, **hub, **arguments)
+        base = _loaded(found, name, hub, arguments)
     except (OSError, HTTP_ERROR) as error:
         refused = why_refused(error)
         if refused is None:
@@ -339,10 +347,13 @@ def save_tokenizer(base: Any, config: DraftHeadConfig, folder: Path) -> None:
     if not name or any((folder / file).is_file() for file in TOKENIZER_FILES):
         return
     of_record = name == config.base_model_name_or_path and config.base_model_revision
-    hub = {"revision": of_record or "main", "local_files_only": True}
+    hub: dict[str, Any] = {"revision": of_record or "main", "local_files_only": True}
     try:
+        if config.base_gguf_file and name == config.base_model_name_or_path:
+            load_tokenizer(name, config.base_gguf_file, **hub).save_pretrained(folder)
+            return
         if any(cached_file(name, file, _raise_exceptions_for_missing_entries=False, **hub) for file in TOKENIZER_FILES):
-            AutoTokenizer.from_pretrained(name, **hub).save_pretrained(folder)
+            load_tokenizer(name, **hub).save_pretrained(folder)
     except (OSError, ValueError, TypeError, KeyError, ImportError) as error:
         logger.warning_once(f"the tokenizer of {name!r} is not saved with its heads: {_first_line(error)}")
 
@@ -366,18 +377,34 @@ def _config_at(
 ) -> tuple[PreTrainedConfig, dict[str, Any]]:
     """The base's config, read before its weights are, and the arguments to load these with: the config among them."""
     # As AutoModel does: these are not for the config, everything else that it knows goes into it.
-    beside = {key: arguments[key] for key in BESIDE_THE_CONFIG if arguments.get(key) is not None}
+    apart = {key: arguments[key] for key in BESIDE_THE_CONFIG if arguments.get(key) is not None}
     code = {key: arguments[key] for key in ("trust_remote_code", "code_revision") if key in arguments}
-    fields = {key: value for key, value in arguments.items() if key not in beside and key not in code}
-    config, left = AutoConfig.from_pretrained(name, return_unused_kwargs=True, **code, **hub, **fields)
-    return config, {**beside, **code, **left, "config": config}
+    fields = {key: value for key, value in arguments.items() if key not in apart and key not in code}
+    with reading_gguf(arguments.get("gguf_file")):
+        config, left = AutoConfig.from_pretrained(name, return_unused_kwargs=True, **code, **hub, **fields)
+    return config, {**apart, **code, **left, "config": config}
 
 
-def commit_of(name: str, hub: Mapping[str, Any]) -> str | None:
-    """The commit that a Hub id and revision resolve to; None for a local folder."""
+def _loaded(config: PreTrainedConfig, name: str, hub: Mapping[str, Any], arguments: Mapping[str, Any]) -> Any:
+    """The base whose config this is, with what `_config_at` says to load it with."""
+    with reading_gguf(arguments.get("gguf_file")):
+        base = auto_class(config).from_pretrained(name, **hub, **arguments)
+    if arguments.get("gguf_file"):
+        base.name_or_path = base.config.name_or_path = name  # transformers takes the title that is in the file
+    return base
+
+
+def _why_not(name: str, error: Exception) -> str:
+    """What a message says about a base that was not found, or about its folder, which is there."""
+    there = os.path.isdir(name)
+    return f"{'cannot be read' if there else 'was not found'} ({_first_line(error).rstrip('.')}{beside(name)})"
+
+
+def commit_of(name: str, hub: Mapping[str, Any], of_file: str = CONFIG_NAME) -> str | None:
+    """The commit that a Hub id and revision resolve to, by a file that it has; None for a local folder."""
     if os.path.isdir(name):
         return None
-    file = cached_file(name, "config.json", _raise_exceptions_for_missing_entries=False, **hub)
+    file = cached_file(name, of_file, _raise_exceptions_for_missing_entries=False, **hub)
     return _commit_in(str(Path(file).parent)) if file else None
 
 

@@ -17,7 +17,7 @@ from hf_drafthead.modeling.layers import llama_like
 
 MODEL_TYPE_PREFIX = "drafthead_"  # of every family's model_type
 ABOUT_THE_BASE = {"base_config", "base_included", "base_model_name_or_path", "base_model_revision"}
-ABOUT_THE_BASE |= {"adapter_name_or_path", "adapter_revision"}
+ABOUT_THE_BASE |= {"adapter_name_or_path", "adapter_revision", "base_gguf_file"}
 # A config builds modules before a tensor is looked at: these keep what it can cost far above anything published.
 MAX_HEADS = 64
 MAX_LAYERS = 32  # of one head
@@ -43,6 +43,7 @@ class DraftHeadConfig(PreTrainedConfig):
         base_model_name_or_path: where the base is loaded from when a checkpoint holds the heads only. A relative path
             is looked up in the checkpoint's own folder.
         base_model_revision: commit of the base that the heads were trained on, if the base came from the Hub.
+        base_gguf_file: name of the GGUF file in that place that holds the base; None for safetensors.
         adapter_name_or_path: the PEFT adapter that the base had when the heads were trained: `adapter`, the folder of
             the checkpoint that holds it, or the Hub id that it came from, which is used if there is no such folder.
         adapter_revision: commit of the adapter, if it came from the Hub.
@@ -59,6 +60,7 @@ class DraftHeadConfig(PreTrainedConfig):
     base_config: dict[str, Any] | PreTrainedConfig | None = None
     base_model_name_or_path: str | None = None
     base_model_revision: str | None = None
+    base_gguf_file: str | None = None
     adapter_name_or_path: str | None = None
     adapter_revision: str | None = None
     base_included: bool = False

@@ -150,7 +150,8 @@ class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
 
         Args:
             base: Hub id or path of a causal language model or of an adapter for one, or a loaded model, which may have
-                adapters and is used, not copied. Its parameters are frozen: what trains the model trains the heads.
+                adapters and is used, not copied. A path or id may end with the name of a GGUF file, or `gguf_file=`
+                names it. The base's parameters are frozen: what trains the model trains the heads.
             config: take the family's fields from this config.
             base_revision: branch, tag or commit of the base.
             kwargs: fields of the family's config (`num_draft_heads=4`), before those of `config`; all others go to
@@ -171,7 +172,7 @@ class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
         config_fields = {name: getattr(config, name) for name in own} if config is not None else {}
         config_fields |= {name: kwargs.pop(name) for name in (own | ABOUT_THE_BASE) & set(kwargs)}
         loaded: Any = base
-        commit, adapter, adapter_commit = base_revision, None, None
+        commit, adapter, adapter_commit, file = base_revision, None, None, None
         if isinstance(base, nn.Module):
             loaded = unwrapped(base)
             refuse_unfit(loaded.config, type(base).__name__, loaded=True)
@@ -181,11 +182,11 @@ class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
         else:
             name = os.fspath(base)
             fetch = {key: kwargs.pop(key) for key in HUB_ARGUMENTS & set(kwargs)}
-            loaded, name, commit, adapter, adapter_commit = load_new_base(name, base_revision, fetch, kwargs, own)
+            loaded, name, commit, adapter, adapter_commit, file = load_new_base(name, base_revision, fetch, kwargs, own)
         if loaded.get_output_embeddings() is None:
             raise ValueError(f"{type(loaded).__name__} has no lm_head: draft heads need a causal language model.")
         name = full_name(name) if name else None
-        found = {"base_model_name_or_path": name, "base_model_revision": commit}
+        found = {"base_model_name_or_path": name, "base_model_revision": commit, "base_gguf_file": file}
         config_fields = found | {"adapter_name_or_path": adapter, "adapter_revision": adapter_commit} | config_fields
         model = cls(cls.config_class(base_config=loaded.config, **config_fields), build_base=False)
         model._attach(loaded)

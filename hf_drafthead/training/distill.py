@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 from hf_drafthead.data.chats import Refused
 from hf_drafthead.data.rows import data_hash
+from hf_drafthead.modeling.gguf_files import gguf_arguments, load_tokenizer, reading_gguf, split_gguf
 from hf_drafthead.training.answers import Answerer, Counts, Task
 from hf_drafthead.training.collect import DistillReport, Todo, collect
 from hf_drafthead.training.shards import Shards
@@ -99,27 +100,32 @@ def load_model(name: str, device: torch.device | None = None) -> tuple[Any, Any]
     Raises:
         OSError: there is none.
     """
+    place, file = split_gguf(name)
     wanted = "give the folder of a causal language model or of a draft-head checkpoint, or its id on the Hub."
     try:
-        place = {} if device is None or device.type == "cpu" else {"device_map": {"": device}}
-        model = AutoModelForCausalLM.from_pretrained(name, dtype="auto", **place)
+        device_map = {} if device is None or device.type == "cpu" else {"device_map": {"": device}}
+        options = gguf_arguments(place, {"gguf_file": file} if file else {}, {})
+        with reading_gguf(file):
+            model = AutoModelForCausalLM.from_pretrained(place, dtype="auto", **device_map, **options)
     except OSError as error:
         said = " ".join(str(error).split("\n\n")[0].split()).rstrip(".")
         raise OSError(f"no model could be read at {name!r} ({said}): {wanted}") from error
     try:
-        return model, AutoTokenizer.from_pretrained(name)
+        return model, load_tokenizer(name)
     except (OSError, ValueError):
-        return model, AutoTokenizer.from_pretrained(getattr(model, "base", model).name_or_path)
+        if not hasattr(model, "base"):
+            raise
+        return model, load_tokenizer(model.base.name_or_path, model.config.base_gguf_file)
 
 
-def load_tokenizer(name: str) -> Any:
+def tokenizer_of(name: str) -> Any:
     """The tokenizer of a model, without the model.
 
     Raises:
         OSError: there is none.
     """
     try:
-        return AutoTokenizer.from_pretrained(name)
+        return load_tokenizer(name)
     except (OSError, ValueError) as error:
         said = " ".join(str(error).split("\n\n")[0].split()).rstrip(".")
         raise OSError(f"no tokenizer could be read at {name!r} ({said}): give the folder or id of the base.") from error

@@ -14,7 +14,7 @@ from typing import Any
 
 from datasets import Dataset, IterableDataset
 from torch import Tensor
-from transformers import AutoTokenizer, set_seed
+from transformers import set_seed
 from transformers.trainer_utils import SchedulerType
 from transformers.utils import logging
 
@@ -23,6 +23,7 @@ from hf_drafthead.generation.reader import Unsupported
 from hf_drafthead.modeling.base import DraftHeadPreTrainedModel
 from hf_drafthead.modeling.base_model import last_layer
 from hf_drafthead.modeling.families import find_family, fresh_heads
+from hf_drafthead.modeling.gguf_files import load_tokenizer
 from hf_drafthead.training.arguments import JOINT, WEIGHTS, DraftHeadTrainingArguments
 from hf_drafthead.training.clock import Clock
 from hf_drafthead.training.data import PaddingCollator, padding_token
@@ -139,7 +140,7 @@ def train_heads(
         )
     set_seed(settings.seed)
     model = _model(base, family, heads, fields or {}, load or {})
-    tokenizer = AutoTokenizer.from_pretrained(base)
+    tokenizer = load_tokenizer(base, (load or {}).get("gguf_file"))
     tokenizer.chat_template = chat_template or tokenizer.chat_template
     if not isinstance(data, PreparedData):
         seed = settings.seed if settings.data_seed is None else settings.data_seed

@@ -283,8 +283,8 @@ def test_loading_arguments_for_a_base_that_is_loaded(heads, argument):
 
 
 def test_a_base_for_new_heads_that_is_not_there(tmp_path):
-    message = "the base '...' was not found (...): give the id or path of a causal language model."
-    for name in (tmp_path, tmp_path / "not there", "org/not-downloaded"):
+    for name, what in ((tmp_path, "cannot be read"), (tmp_path / "not there", "was not found"), ("org/not", "was not")):
+        message = f"the base '...' {what}...(...): give the id or path of a causal language model."
         with refused(OSError, message):
             MedusaForCausalLM.from_base(name, local_files_only=True)
 

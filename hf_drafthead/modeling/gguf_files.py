@@ -1,0 +1,104 @@
+"""Bases in a GGUF file, as llama.cpp has them: transformers reads them, unpacked into ordinary weights."""
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import transformers
+from transformers import AutoTokenizer
+from transformers.utils import cached_file
+from transformers.utils.import_utils import is_gguf_available
+
+from hf_drafthead.modeling.files import in_one_line
+
+INSTALL = "pip install 'hf-drafthead[gguf]'"
+MAGIC = b"GGUF"
+HUB = ("revision", "token", "local_files_only", "cache_dir")  # arguments of a download
+
+
+def split_gguf(name: str) -> tuple[str, str | None]:
+    """A name of a base as a folder or Hub id, and the GGUF file there, if it names one.
+
+    >>> split_gguf("models/llama.Q4_1.gguf"), split_gguf("org/name")
+    (('models', 'llama.Q4_1.gguf'), ('org/name', None))
+    """
+    if not name.endswith(".gguf") or os.path.isdir(name):
+        return name, None
+    place, _, file = name.rpartition("/")
+    return place or os.curdir, file
+
+
+def beside(name: str) -> str:
+    """What a message says about a folder without config.json: the GGUF files that it holds."""
+    files = sorted(file.name for file in Path(name).glob("*.gguf")) if os.path.isdir(name) else []
+    return f"; it holds {', '.join(files)}: give gguf_file={files[0]!r}" if files else ""
+
+
+def gguf_arguments(place: str, arguments: Mapping[str, Any], hub: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of `from_pretrained` with those that a GGUF file needs, if `gguf_file` is among them.
+
+    The weights are unpacked: left in their blocks, as transformers may leave them, they can be neither saved nor
+    computed in bfloat16 without a conversion in every product.
+
+    Raises:
+        OSError: the package gguf is missing, the file is not there, or is no GGUF file.
+    """
+    file = arguments.get("gguf_file")
+    if file is None:
+        return dict(arguments)
+    named = os.path.join(place, file)
+    if not is_gguf_available():
+        raise OSError(f"reading {named!r} needs the package gguf: {INSTALL}.")
+    if os.path.isdir(place) and not os.path.isfile(named):
+        held = sorted(one.name for one in Path(place).glob("*.gguf"))
+        raise OSError(f"there is no file {named!r}: the folder holds {', '.join(held) or 'no GGUF file'}.")
+    with reading_gguf(named):
+        local = cached_file(place, file, **hub)
+    with open(local, "rb") as stream:
+        if (begin := stream.read(4)) != MAGIC:
+            raise OSError(f"{named!r} is no GGUF file (it begins with {begin!r}): copy or download it again.")
+    config = getattr(transformers, "GgufConfig", None)  # in older versions weights are always unpacked
+    unpacked = {"quantization_config": config(dequantize=True)} if config is not None else {}
+    return {**unpacked, **{name: value for name, value in arguments.items() if value is not None}}
+
+
+@contextmanager
+def reading_gguf(named: str | None) -> Iterator[None]:
+    """Turn whatever a damaged or unknown GGUF file makes its readers raise into one line; None: no such file is read.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    try:
+        yield
+    except Exception as error:
+        if named is None:
+            raise
+        raise OSError(
+            f"the GGUF file {named!r} cannot be read ({in_one_line(error)}): copy or download it again, or give the "
+            "model as safetensors if transformers does not know this kind of file."
+        ) from error
+
+
+def load_tokenizer(name: str | os.PathLike, gguf_file: str | None = None, **arguments: Any) -> Any:
+    """The tokenizer of a model, in its folder, in its repository or in its GGUF file.
+
+    Args:
+        name: folder, Hub id, or the name of a GGUF file in one of them.
+        gguf_file: name of the file, if `name` does not end with it.
+        arguments: of `AutoTokenizer.from_pretrained`.
+
+    Raises:
+        OSError, ValueError: as transformers does, or the GGUF file cannot be read.
+    """
+    place, file = split_gguf(os.fspath(name)) if gguf_file is None else (os.fspath(name), gguf_file)
+    if file is None:
+        return AutoTokenizer.from_pretrained(place, **arguments)
+    hub: dict[str, Any] = {name: arguments[name] for name in HUB if name in arguments}
+    gguf_arguments(place, {"gguf_file": file}, hub)
+    with reading_gguf(os.path.join(place, file)):
+        tokenizer = AutoTokenizer.from_pretrained(place, gguf_file=file, **arguments)
+    tokenizer.name_or_path = place
+    return tokenizer

@@ -1,0 +1,112 @@
+"""Bases in a GGUF file: the heads' config records it, and every way to load them finds it again."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from transformers import AutoModel, AutoModelForCausalLM
+
+from hf_drafthead import MedusaForCausalLM
+from hf_drafthead.evaluation.loading import load
+from hf_drafthead.modeling import gguf_files
+from hf_drafthead.training.distill import load_model
+from tests.gguf_base import write_gguf
+
+pytest.importorskip("gguf", reason="the package gguf is not installed")
+FILE = "tiny.gguf"
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("gguf")
+    write_gguf(folder / FILE)
+    return folder
+
+
+def same_text(one, other):
+    ids = torch.tensor([[1, 3, 4, 5]])
+    return torch.equal(
+        one.generate(ids, max_new_tokens=12, do_sample=False), other.generate(ids, max_new_tokens=12, do_sample=False)
+    )
+
+
+@pytest.mark.parametrize("name", [{"gguf_file": FILE}, {}], ids=["argument", "in the path"])
+def test_heads_find_the_file_again(place, tmp_path, name):
+    model = MedusaForCausalLM.from_base(place if name else place / FILE, num_draft_heads=2, **name).eval()
+    assert (model.config.base_model_name_or_path, model.config.base_gguf_file) == (str(place), FILE)
+    assert model.base.name_or_path == str(place) and not model.why_no_drafts()
+    model.save_pretrained(tmp_path)
+    again, tokenizer = load(str(tmp_path))
+    assert same_text(model, again) and same_text(again, again.base)
+    assert again.config.base_gguf_file == FILE and tokenizer("ab")["input_ids"] == [9]
+
+
+def test_a_base_that_is_included_needs_no_file(place, tmp_path):
+    model = MedusaForCausalLM.from_base(place / FILE, num_draft_heads=2).eval()
+    model.save_pretrained(tmp_path, include_base=True)
+    again = AutoModel.from_pretrained(tmp_path)
+    assert again.config.base_gguf_file is None and same_text(model, again)
+
+
+def test_heads_move_to_the_same_base_as_safetensors(place, tmp_path):
+    MedusaForCausalLM.from_base(place / FILE, num_draft_heads=2).save_pretrained(tmp_path / "heads")
+    base, tokenizer = load_model(str(place / FILE))
+    base.save_pretrained(tmp_path / "base")
+    moved = MedusaForCausalLM.from_pretrained(tmp_path / "heads", base_model=tmp_path / "base")
+    assert moved.config.base_gguf_file is None and same_text(moved, base)
+    moved.save_pretrained(tmp_path / "moved")
+    assert same_text(MedusaForCausalLM.from_pretrained(tmp_path / "moved"), base)
+    assert "assistant" in tokenizer.apply_chat_template(
+        [{"role": "user", "content": "a"}], tokenize=False, add_generation_prompt=True
+    )
+
+
+def test_another_base_in_a_file(place, tmp_path):
+    base = AutoModelForCausalLM.from_pretrained(place, **gguf_files.gguf_arguments(place, {"gguf_file": FILE}, {}))
+    base.save_pretrained(tmp_path / "base")
+    MedusaForCausalLM.from_base(tmp_path / "base", num_draft_heads=2).save_pretrained(tmp_path / "heads")
+    model = MedusaForCausalLM.from_pretrained(tmp_path / "heads", base_model=place / FILE)
+    assert model.config.base_gguf_file == FILE and same_text(model, base)
+
+
+def damaged(place, folder, kind):
+    content = (place / FILE).read_bytes()
+    changed = {"cut": content[: len(content) // 2], "header": content[:40], "foreign": b"PK\3\4" + content[4:]}
+    (folder / FILE).write_bytes(changed[kind])
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [("cut", "cannot be read"), ("header", "cannot be read"), ("foreign", "is no GGUF file .it begins with")],
+)
+def test_a_damaged_file_is_refused_in_one_line(place, tmp_path, kind, said):
+    damaged(place, tmp_path, kind)
+    with pytest.raises(OSError, match=said) as error:
+        MedusaForCausalLM.from_base(tmp_path / FILE)
+    assert FILE in str(error.value) and "\n" not in str(error.value)
+
+
+def test_an_unknown_architecture_is_refused(tmp_path):
+    write_gguf(tmp_path / FILE, architecture="nosuch")
+    with pytest.raises(OSError, match="cannot be read .*nosuch"):
+        MedusaForCausalLM.from_base(tmp_path / FILE)
+
+
+def test_what_is_there_is_named(place, tmp_path):
+    with pytest.raises(OSError, match=f"cannot be read .*it holds {FILE}: give gguf_file='{FILE}'"):
+        MedusaForCausalLM.from_base(place)
+    with pytest.raises(OSError, match=f"there is no file '.*other.gguf': the folder holds {FILE}"):
+        MedusaForCausalLM.from_base(place / "other.gguf")
+    MedusaForCausalLM.from_base(place / FILE, num_draft_heads=2).save_pretrained(tmp_path / "heads")
+    moved = shutil.copytree(tmp_path / "heads", tmp_path / "moved")
+    config = json.loads((moved / "config.json").read_text()) | {"base_gguf_file": "gone.gguf"}
+    (moved / "config.json").write_text(json.dumps(config))
+    with pytest.raises(OSError, match="there is no file '.*gone.gguf'"):
+        MedusaForCausalLM.from_pretrained(moved)
+
+
+def test_without_the_package(place, monkeypatch):
+    monkeypatch.setattr(gguf_files, "is_gguf_available", lambda: False)
+    with pytest.raises(OSError, match=r"needs the package gguf: pip install 'hf-drafthead\[gguf\]'"):
+        MedusaForCausalLM.from_base(place / FILE)
