@@ -466,7 +466,7 @@ def step(args: argparse.Namespace) -> None:
     with figure("parts of an uncaptured step, waiting after each") as row:
         notes: list[Any] = []
         case.heads(disable_compile=True, on_step=notes.append)(case.short)
-        for name in ("draft", "verify", "accept", "commit", "step"):
+        for name in ("draft", "verify", "walk", "commit", "step"):
             row[f"{name}_ms"] = 1e3 * statistics.median(note.seconds[name] for note in notes[3:])
     if args.device == "cuda":
         with figure("kernels of a recorded call") as row:

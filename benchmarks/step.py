@@ -281,7 +281,7 @@ def show(row: dict, first: bool) -> None:
         "on_paper",
         "verify",
         "draft",
-        "accept",
+        "walk",
         "commit",
         "bookkeeping",
         "base_forward",

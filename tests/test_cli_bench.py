@@ -1,6 +1,7 @@
 """`hf-drafthead bench`: what it prints and writes, and how it answers bad input."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from hf_drafthead import cli, zoo
 from hf_drafthead.cards import write_card
+from hf_drafthead.cli import common
 from hf_drafthead.cli.settings import parse_settings
 from hf_drafthead.evaluation import bench as benching
 from hf_drafthead.evaluation import plan, questions
@@ -92,6 +94,32 @@ def test_one_model_gives_one_object_with_every_field(run, tmp_path):
     )
     assert figures["efficiency"] == pytest.approx(figures["speedup"] / figures["tokens_per_step"])
     assert "medusa" in out and "yes" in out and "head 1, top 1 / top 5" in out
+    assert "prompt-lookup, speedup" in out and figures["compared"]["prompt-lookup"]["identical"]
+    assert out.splitlines()[-1].startswith("medusa: ") and "x: " in out.splitlines()[-1]
+
+
+def test_several_trees_are_measured_one_by_one(run, tmp_path):
+    file = tmp_path / "figures.json"
+    trees = ("--tree", "[[0]]", "--draft-tree", "[[0], [1], [0, 0]]", "--compare", "none")
+    code, out, err = run("{folder}/medusa", "--questions", "{folder}/prompts.jsonl", *QUICK, *trees, "--json", file)
+    rows = json.loads(file.read_text())["rows"]
+    assert (code, err) == (0, "")
+    assert [(row["tree_nodes"], row["compared"]) for row in rows] == [(2, {}), (4, {})]
+    assert "medusa 2 nodes: " in out and "medusa 4 nodes: " in out
+
+
+def test_categories_have_lines_of_their_own_where_there_are_several(run):
+    _, out, _ = run("{folder}/medusa", "--questions", "{folder}/prompts.jsonl", *QUICK)
+    assert "speedup (tokens per step)" in out
+    _, out, _ = run("{folder}/medusa", "--questions", "{folder}/prompts.jsonl", *QUICK, "--limit", 1)
+    assert "speedup (tokens per step)" not in out
+
+
+def test_progress_is_plain_lines_where_there_is_no_terminal(run, monkeypatch):
+    monkeypatch.setattr(common, "LOG_SECONDS", 0.0)
+    _, _, err = run("{folder}/medusa", "--questions", "{folder}/prompts.jsonl", *QUICK)
+    said = [re.fullmatch(r"medusa: (\d) of 2 done after \d+ s", line) for line in err.splitlines()]
+    assert [match[1] for match in said] == ["0", "1", "2"]
 
 
 def test_several_models_stand_side_by_side(run, tmp_path):
@@ -107,7 +135,7 @@ def test_several_models_stand_side_by_side(run, tmp_path):
         ("medusa", 3, True),
         ("hydra", 3, True),
     ]
-    assert out.count("medusa") == out.count("hydra") == 3
+    assert out.count("medusa") == out.count("hydra") == 4  # three tables, and the sentence at the end
     assert len(table.read_text().splitlines()) == 1 + 2 * 3
     assert len(list(pictures.glob("*.png"))) == 3
 
@@ -139,7 +167,7 @@ def test_several_temperatures_are_a_curve_with_every_kind_of_acceptance(run, tmp
     assert all(row["identical"] for row in rows if row["acceptance"]["acceptance"] == "exact")
     assert (pictures / "temperature.png").exists() and not (pictures / "epsilon.png").exists()
     assert [line.split(",")[4] for line in table.read_text().splitlines()[1::2]] == ["0.0"] + ["0.5"] * 3 + ["1.0"] * 3
-    assert out.count("medusa T=0.5") == 3 and "rejection" in out
+    assert out.count("medusa T=0.5") == 6 and "rejection" in out
 
 
 def test_an_interruption_writes_and_marks_what_was_measured(run, tmp_path, monkeypatch):
@@ -156,7 +184,8 @@ def test_an_interruption_writes_and_marks_what_was_measured(run, tmp_path, monke
     code, out, err = run("{folder}/medusa", "--questions", "{folder}/prompts.jsonl", *QUICK, "--json", file)
     assert code == 130
     assert (
-        err == "hf-drafthead: interrupted: the figures, marked with *, are those of the prompts that were finished.\n"
+        err == "hf-drafthead: interrupted: the figures, marked with *, are those of the prompts that were finished, "
+        f"and are kept in {str(file)!r}.\n"
     )
     assert "medusa *" in out
     figures = json.loads(file.read_text())
@@ -176,7 +205,9 @@ def test_an_interruption_between_two_models_is_written_too(run, tmp_path, monkey
     models = ("{folder}/medusa", "{folder}/hydra")
     code, _, err = run(*models, "--questions", "{folder}/prompts.jsonl", *QUICK, "--json", file)
     assert code == 130
-    assert err == "hf-drafthead: interrupted: the figures are those of the prompts that were finished.\n"
+    assert err.startswith(
+        "hf-drafthead: interrupted: the figures are those of the prompts that were finished, and are "
+    )
     figures = json.loads(file.read_text())
     assert (figures["family"], figures["complete"], figures["stopped"]) == ("medusa", True, "interrupted")
 

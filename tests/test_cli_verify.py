@@ -39,6 +39,7 @@ def test_heads_that_write_what_the_base_writes_pass(run, tmp_path):
     file = tmp_path / "verdict.json"
     code, out, err = run("--set", "repetition_penalty=1.3", "--batch-size", 2, "--json", file)
     assert (code, err) == (0, "")
+    assert out.endswith(" texts are the same.\n") and "float32" not in out
     assert "sampled, batches of 2 with" in out and out.count("repetition_penalty=1.3") == 6
     verdict = json.loads(file.read_text())
     assert verdict["identical"] is True and verdict["shortest"] is None
@@ -65,6 +66,26 @@ def test_a_difference_ends_with_1_and_the_shortest_prompt_that_shows_it(run, tmp
     assert verdict["identical"] is False
     assert verdict["shortest"]["text"] == "ef f" and verdict["shortest"]["heads"] == verdict["shortest"]["base"] + 1
     assert [check["different"] for check in verdict["checks"]] == [2, 2, 2]
+
+
+def test_an_interruption_keeps_what_was_compared(run, tmp_path, monkeypatch):
+    right, calls = DraftHeadGenerationMixin.generate, []
+
+    def interrupted(self, *arguments, **kwargs):
+        calls.append(0)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return right(self, *arguments, **kwargs)
+
+    monkeypatch.setattr(DraftHeadGenerationMixin, "generate", interrupted)
+    file = tmp_path / "verdict.json"
+    code, out, err = run("--json", file)
+    verdict = json.loads(file.read_text())
+    assert code == 130 and "all 2 texts are the same." in out
+    assert err.startswith("hf-drafthead: interrupted: this is what was compared until then, and is kept in '")
+    assert verdict["complete"] is False and [check["name"] for check in verdict["checks"]] == ["greedy"]
+    calls[:] = [0, 0]
+    assert run()[0] == 130
 
 
 def test_texts_to_stop_at_are_looked_for(run, tmp_path):
@@ -158,8 +179,8 @@ def test_bad_input_is_refused_in_one_line(run, arguments, text):
 
 def test_half_precision_is_loaded_when_asked_for(run, tmp_path):
     file = tmp_path / "verdict.json"
-    code, _, _ = run("--dtype", "bfloat16", "--limit", 1, "--batch-size", 1, "--json", file)
-    assert code == 0
+    code, out, _ = run("--dtype", "bfloat16", "--limit", 1, "--batch-size", 1, "--json", file)
+    assert code == 0 and out.endswith(" The check of exactness is --dtype float32.\n")
     assert json.loads(file.read_text())["dtype"] == str(torch.bfloat16).removeprefix("torch.")
 
 

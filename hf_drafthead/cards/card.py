@@ -9,7 +9,8 @@ from typing import Any
 
 from huggingface_hub import CardData, EvalResult, ModelCard, ModelCardData
 
-from hf_drafthead.cards.facts import ACCURACY, FULL, Facts, is_hub_id, read_facts
+from hf_drafthead.cards.exactness import FULL_PRECISION, counts_of, in_words
+from hf_drafthead.cards.facts import ACCURACY, Facts, is_hub_id, read_facts
 from hf_drafthead.cards.licenses import check_license
 from hf_drafthead.cards.pictures import draw_accuracies, draw_trees
 from hf_drafthead.cards.sections import REBUILT, merge
@@ -182,6 +183,7 @@ def render(facts: Facts, data: ModelCardData, repo_id: str) -> str:
         "asked": asked_text,
         "without_folders": without_folders,
         "names": names,
+        "seen": lambda runs: "; ".join(f"{names([run])}: {in_words(counts_of(run) or {})}" for run in runs),
         "dtypes": lambda runs: listed(dtype_of(run) for run in runs),
         "choice": choice,
         "dtype": dtype_of,
@@ -193,8 +195,10 @@ def render(facts: Facts, data: ModelCardData, repo_id: str) -> str:
     unnamed = "a base that is included here" if facts.base_included else "a base that is missing: the config names none"
     asked = [*filter(is_exact, facts.runs), *facts.verifications]
     told = [one for one in asked if isinstance(one.get("identical"), bool)]
-    same = [one for one in told if one["identical"] and was_drafted(one)]
-    differed = [one for one in told if not one["identical"]]
+    kinds: dict[str, list[dict[str, Any]]] = {"same": [], "rounding": [], "half": [], "fault": []}
+    for one in told:
+        kinds[exactness(one)].append(one)
+    same = [one for one in kinds["same"] if was_drafted(one)]
     drafted = [run for run in facts.runs if was_drafted(run)]
     return environment.from_string((ROOM / "template.md.jinja").read_text(encoding="utf-8")).render(
         card_data=data.to_yaml(),
@@ -212,9 +216,10 @@ def render(facts: Facts, data: ModelCardData, repo_id: str) -> str:
         recipe=recipe(facts.training),
         training_picture=TRAINING_PICTURE if (facts.folder / TRAINING_PICTURE).is_file() else None,
         same=same,
-        wrong=[one for one in differed if not is_half(one)],
-        rounded=[one for one in differed if is_half(one)],
-        whole=[one for one in same if one.get("dtype") in FULL],
+        wrong=kinds["fault"],
+        rounded=kinds["rounding"],
+        half=kinds["half"],
+        whole=[one for one in same if one.get("dtype") in FULL_PRECISION],
         nothing_drafted=bool(told),
         fewer=any(is_number(run.get("tokens_per_step")) and run["tokens_per_step"] > 1 for run in facts.runs),
         drafted=drafted,
@@ -314,9 +319,14 @@ def dtype_of(run: dict[str, Any]) -> str:
     return str(run.get("dtype") or "dtype not recorded")
 
 
-def is_half(run: dict[str, Any]) -> bool:
-    """Whether a run computed in a type in which rounding may change the text."""
-    return bool(run.get("dtype")) and run["dtype"] not in FULL
+def exactness(run: dict[str, Any]) -> str:
+    """`same`, or what changed the text: `rounding`, a `fault`, or either, unrecorded, in `half` precision."""
+    counts = counts_of(run)
+    if counts is not None and (counts["faults"] or counts["rounding"]):
+        return "fault" if counts["faults"] else "rounding"
+    if run["identical"]:
+        return "same"
+    return "half" if run.get("dtype") and run["dtype"] not in FULL_PRECISION else "fault"
 
 
 def asked_text(run: dict[str, Any]) -> str:
@@ -336,6 +346,9 @@ def same_text(part: dict[str, Any], run: dict[str, Any]) -> str:
         return "not asked for"
     if same is True and not was_drafted(part):
         return "nothing drafted"
+    counts = counts_of(part)
+    if same is False and counts and not counts["faults"]:
+        return f"rounding ({counts['rounding']} of {counts['texts']})"
     return "not measured" if not isinstance(same, bool) else "yes" if same else "**no**"
 
 

@@ -14,6 +14,7 @@ from huggingface_hub.utils import validate_repo_id
 from safetensors import safe_open
 from transformers.configuration_utils import PreTrainedConfig
 
+from hf_drafthead.cards.exactness import FULL_PRECISION
 from hf_drafthead.generation.entries import CalibrationKey, tree_of
 from hf_drafthead.generation.identity import heads_hash
 from hf_drafthead.generation.settings import AUTO, DraftSettings
@@ -30,7 +31,6 @@ SHARED = ABOUT_THE_BASE | {
     "transformers_version",
     "use_cache",
 }
-FULL = ("float32", "float64")  # the types in which the text has to be the base's own
 BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 SHOWN_APART = ("draft_tree", "calibration")
 ACCURACY = re.compile(r"head(\d+)_top(\d+)")
@@ -253,7 +253,7 @@ def _base_parameters(folder: Path, named: str | None, model: Any) -> int | None:
 def _plainness(run: dict[str, Any]) -> tuple[bool, bool]:
     """The order in which runs are asked for accuracies: greedy ones first, of these the ones that round least."""
     greedy = (run.get("settings") or {}).get("do_sample") is False
-    return not greedy, greedy and run.get("dtype") not in FULL
+    return not greedy, greedy and run.get("dtype") not in FULL_PRECISION
 
 
 def _accuracies(figures: dict[str, Any]) -> dict[int, list[float]]:

@@ -4,6 +4,7 @@ import io
 import json
 import shlex
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +22,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+LOG_SECONDS = 5.0  # that lie at least between two lines of progress in a log
 # by the depth of the guess; the base's own tokens stay plain
 COLOURS = ("green", "cyan", "blue", "magenta", "red", "yellow")
 
@@ -29,9 +31,10 @@ Models = Annotated[list[str], typer.Argument(metavar="MODEL...", help="As MODEL;
 Template = Annotated[
     Path | None, typer.Option("--chat-template", metavar="FILE", help="Jinja template, instead of the tokenizer's.")
 ]
-Tree = Annotated[
-    str | None,
-    typer.Option(help="Draft tree: a published one's name, rank paths as JSON, a JSON file, dynamic, or auto."),
+TREE_HELP = "Draft tree: a published one's name, rank paths as JSON, a JSON file, dynamic, or auto."
+Tree = Annotated[str | None, typer.Option("--tree", "--draft-tree", help=TREE_HELP)]
+Trees = Annotated[
+    list[str] | None, typer.Option("--tree", "--draft-tree", help=f"{TREE_HELP} Several are measured one by one.")
 ]
 Temperature = Annotated[
     float | None, typer.Option(min=0.0, help="0 is greedy; without it the model's own settings hold.")
@@ -180,12 +183,17 @@ def output(color: bool = False) -> Console:
 
 @contextmanager
 def bar(total: int) -> Iterator[Callable[[str], Callable[[], None]]]:
-    """A progress bar on stderr; what it yields names a part of the work and returns what to call at each step."""
+    """The progress of `total` steps on stderr: a bar on a terminal, and plain lines in a log.
+
+    What it yields names a part of the work and returns what to call at each step.
+    """
     columns = (TextColumn("{task.description:<10}"), BarColumn(), TimeRemainingColumn())
     console = Console(stderr=True)
-    hidden = not console.is_terminal
+    if not console.is_terminal:
+        yield _log_lines(total)
+        return
     # drawn between measurements: a drawing thread would take time from what is measured
-    with Progress(*columns, console=console, transient=True, disable=hidden, auto_refresh=False) as progress:
+    with Progress(*columns, console=console, transient=True, auto_refresh=False) as progress:
         task = progress.add_task("", total=total)
 
         def begin(part: str) -> Callable[[], None]:
@@ -193,6 +201,32 @@ def bar(total: int) -> Iterator[Callable[[str], Callable[[], None]]]:
             return lambda: progress.update(task, advance=1, refresh=True)
 
         yield begin
+
+
+def _log_lines(total: int) -> Callable[[str], Callable[[], None]]:
+    """A line for each part and for each tenth of the work, at most one in `LOG_SECONDS`."""
+    start = last = time.perf_counter()
+    done = 0
+
+    def tell(part: str) -> None:
+        nonlocal last
+        now = time.perf_counter()
+        if now - last >= LOG_SECONDS:
+            last = now
+            print(f"{part}: {done} of {total} done after {now - start:.0f} s", file=sys.stderr, flush=True)
+
+    def begin(part: str) -> Callable[[], None]:
+        tell(part)
+
+        def step() -> None:
+            nonlocal done
+            done += 1
+            if 10 * done // total > 10 * (done - 1) // total:
+                tell(part)
+
+        return step
+
+    return begin
 
 
 def sampling(temperature: float | None) -> dict[str, Any]:

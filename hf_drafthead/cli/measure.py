@@ -15,7 +15,7 @@ from hf_drafthead.cli.common import (
     RemoteCode,
     Settings,
     Template,
-    Tree,
+    Trees,
     app,
     bar,
     check_writable,
@@ -29,6 +29,8 @@ from hf_drafthead.cli.common import (
     write_json,
 )
 from hf_drafthead.cli.settings import parse_settings
+
+PROMPT_LOOKUP = "prompt-lookup"
 
 
 @app.command()
@@ -59,12 +61,15 @@ def bench(
         typer.Option(metavar="X[,X...]", help="Also typical acceptance with these thresholds, alpha being their root."),
     ] = None,
     compare: Annotated[
-        str | None, typer.Option(metavar="NAME[,NAME...]", help="Also prompt-lookup, assistant=PATH, compiled.")
+        str | None,
+        typer.Option(
+            metavar="NAME[,NAME...]", help="Also prompt-lookup (usual with one row), assistant=PATH, compiled; or none."
+        ),
     ] = None,
     captured: Annotated[
         bool, typer.Option("--captured", help='Compile the heads\' steps, as cache_implementation="static" does.')
     ] = False,
-    tree: Tree = None,
+    tree: Trees = None,
     settings: Settings = None,
     device: Device = None,
     dtype: Dtype = "auto",
@@ -86,18 +91,19 @@ def bench(
     check_writable(json_path)
     check_writable(csv_path, "--csv")
     thresholds = parse_numbers("--epsilon", epsilon, float)
+    sizes = parse_numbers("--batch-size", batch_size, int)
     usual = [0.7] if thresholds else [0.0]
     plan = Plan(
         models=models,
         questions=read_questions(questions, split)[:limit],
         settings={"max_new_tokens": max_new_tokens, **parse_settings(settings)},
         temperatures=parse_numbers("--temperature", temperature, float, zero=True) or usual,
-        tree=None if tree is None else parse_tree(tree),
+        trees=[parse_tree(one) for one in tree] if tree else [None],
         chat_template=read_template(chat_template),
         thresholds=thresholds,
         captured=captured,
-        compare=compare.split(",") if compare else (),
-        batch_sizes=parse_numbers("--batch-size", batch_size, int),
+        compare=compared_methods(compare, sizes),
+        batch_sizes=sizes,
         repeats=repeats,
         seed=seed,
         load=LoadOptions(dtype, device, base_model, trust_remote_code),
@@ -118,12 +124,22 @@ def bench(
         console = output()
         for table in report.tables(outcome.measurements):
             console.print(table)
+        for sentence in report.verdicts(outcome.measurements):
+            console.print(sentence, soft_wrap=True)
         if plot is not None:
             plots.draw(outcome.measurements, plot)
     if outcome.stopped:
         marked = ", marked with *," if any(not one.complete for one in outcome.measurements) else ""
-        complain(f"{outcome.stopped}: the figures{marked} are those of the prompts that were finished.")
+        kept = f", and are kept in {str(json_path)!r}" if json_path is not None else ""
+        complain(f"{outcome.stopped}: the figures{marked} are those of the prompts that were finished{kept}.")
         raise typer.Exit(130)
+
+
+def compared_methods(names: str | None, sizes: list[int]) -> list[str]:
+    """What base and heads are compared with: as asked, else with one row prompt lookup, which needs no heads."""
+    if names is None:
+        return [PROMPT_LOOKUP] if sizes == [1] else []
+    return [] if names == "none" else names.split(",")
 
 
 def named(questions: str) -> str:
@@ -172,8 +188,14 @@ def verify(
             progress=begin("verify"),
             **how,
         )
-    output().print(verdict_table(found))
+    console = output()
+    console.print(verdict_table(found))
+    console.print(found.in_words(), soft_wrap=True)
     write_json(json_path, found.to_json(tokenizer))
+    if found.stopped:
+        kept = f", and is kept in {str(json_path)!r}" if json_path is not None else ""
+        complain(f"interrupted: this is what was compared until then{kept}; it does not show that all is well.")
+        raise typer.Exit(130)
     if undrafted := sum(check.undrafted for check in found.checks):
         complain(f"{undrafted} calls were decoded by the base itself, so they verified nothing: see the warning above.")
     if found.shortest is not None:

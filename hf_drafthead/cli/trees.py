@@ -181,13 +181,8 @@ def roofline(
     )
     console = output()
     for one in planned:
-        line = (
-            f"{gpu}, batch size {one.batch_size}: {one.tree.num_nodes} nodes, "
-            f"{one.tokens_per_step:.2f} tokens per step, {1e3 * one.seconds:.3g} ms per step "
-            f"({1e3 * one.base_seconds:.3g} of the base), "
-            f"{one.speedup:.2f}x the base on paper"
-        )
-        console.print(printable(line), soft_wrap=True)
+        for line in one.in_words():
+            console.print(printable(f"{gpu}, batch size {one.batch_size}: {line}"), soft_wrap=True)
         console.print(Text(one.tree.draw()))
     write_json(json_path, {"gpu": gpu, "context": context, "planned": [one.to_json() for one in planned]})
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from hf_drafthead.evaluation.compare import Method, cannot_batch, decoding_methods
+from hf_drafthead.evaluation.compare import Method, cannot_batch, decoding_methods, with_reader
 from hf_drafthead.evaluation.loading import one_line
 from hf_drafthead.evaluation.measurement import (
     BASE,
@@ -26,9 +26,9 @@ from hf_drafthead.evaluation.measurement import (
     summed_up,
     undrafted_notice,
 )
-from hf_drafthead.evaluation.memory import PeakMemory
 from hf_drafthead.evaluation.quality import quality
 from hf_drafthead.evaluation.questions import Question
+from hf_drafthead.evaluation.rounding import FirstDifference, first_difference
 from hf_drafthead.evaluation.sharding import Shard
 from hf_drafthead.evaluation.speed import (
     ForwardCount,
@@ -104,6 +104,7 @@ class Course:
         seed: of sampling; every method starts each round from the same state.
         closely: also analyse the steps, the guesses and the answers, in a run that is not timed.
         captured: whether the heads' steps are compiled, as they are in `runners`.
+        lossless: whether the text of the heads should be the base's.
         progress: called after each batch of questions.
         stopped: why it ended early, if it did.
         notices: what was left out.
@@ -118,6 +119,7 @@ class Course:
     seed: int = 0
     closely: bool = True
     captured: bool = False
+    lossless: bool = True
     progress: Callable[[], object] = lambda: None
     rounds: list[Round] = field(default_factory=list)
     stopped: str | None = None
@@ -212,16 +214,19 @@ class Course:
         if self.captured and len(given["input_ids"]) not in self._captured_for:
             self.runners[HEADS](given, self.settings)  # every new number of rows
             self._captured_for.add(len(given["input_ids"]))
-        peak, peaks = PeakMemory(self.model.base.device), dict.fromkeys(self.runners, 0)
+        device = self.model.base.device
+        peaks: dict[str, int] = {}  # of the GPU: the most that a process on a CPU has used says nothing of a method
         forwards: dict[str, int] = {}
         seed, self.seed = self.seed, self.seed + 1
 
         def before() -> None:
             torch.manual_seed(seed)
-            peak.reset()
+            if device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats(device)
 
         def after(name: str) -> None:
-            peaks[name] = max(peaks[name], peak.read() or 0)
+            if device.type == "cuda":
+                peaks[name] = max(peaks.get(name, 0), torch.cuda.max_memory_allocated(device))
 
         def counted(name: str) -> Any:
             if name in (HEADS, COMPILED):  # the counter would be compiled too, and again whenever the count has changed
@@ -234,7 +239,7 @@ class Course:
             return output
 
         calls = {name: functools.partial(counted, name) for name in self.runners}
-        outputs, seconds = time_interleaved(calls, self.repeats, self.model.base.device, before=before, after=after)
+        outputs, seconds = time_interleaved(calls, self.repeats, device, before=before, after=after)
         sequences = {name: getattr(output, "sequences", output) for name, output in outputs.items()}
         rows = {name: new_rows(self.model, given, found, self.settings) for name, found in sequences.items()}
         if drafted(outputs[HEADS]):
@@ -248,7 +253,8 @@ class Course:
                     tokens=sum(map(len, rows[name])),
                     forwards=forwards.get(name, max(map(len, rows[name]))),
                     identical=torch.equal(sequences[name], sequences[BASE]),
-                    peak_memory=peaks[name] or None,
+                    differences=self._differences(given, sequences, rows, seed) if name == HEADS else [],
+                    peak_memory=peaks.get(name),
                 )
                 for name in self.runners
             },
@@ -265,6 +271,23 @@ class Course:
                     base, heads = (quality(answer, question.references[turn]) for answer in answers)
                     one.quality.append((base, heads))
         return one, [answer.strip() for answer in texts[BASE]]
+
+    def _differences(
+        self,
+        given: Mapping[str, torch.Tensor],
+        sequences: Mapping[str, torch.Tensor],
+        rows: Mapping[str, list[list[int]]],
+        seed: int,
+    ) -> list[FirstDifference]:
+        """Where the heads' texts leave the base's; nowhere where they need not be the same."""
+        if not self.lossless or torch.equal(sequences[HEADS], sequences[BASE]):
+            return []
+        settings = with_reader(self.settings, self.tokenizer)
+        pairs = enumerate(zip(rows[BASE], rows[HEADS]))
+        differing = [(row, base, heads) for row, (base, heads) in pairs if base != heads]
+        if not differing:  # what follows the end of a row is not the same
+            return [FirstDifference(max(map(len, rows[BASE])), None, None)]
+        return [first_difference(self.model.base, given, settings, *texts, seed) for texts in differing]
 
     def _goes_on(self, question: Question, answers: list[str]) -> bool:
         """Whether there is a next turn, and room for it."""
@@ -343,6 +366,7 @@ def bench(
     while waiting:
         size = waiting.pop(0)
         how_run: dict[str, Any] = {"repeats": repeats, "seed": seed, "captured": captured, "progress": progress}
+        how_run["lossless"] = acceptance["acceptance"] == "exact"
         course = Course(model, tokenizer, dict(runners), settings, size, **how_run)
         course.run_as_far_as_possible(shard.questions)
         shard.gather(course)

@@ -11,6 +11,7 @@ import transformers
 
 from hf_drafthead.evaluation.acceptance import histogram, tokens_per_step, top_k_accuracy
 from hf_drafthead.evaluation.quality import METRIC
+from hf_drafthead.evaluation.rounding import FirstDifference, counted
 from hf_drafthead.evaluation.stages import TimeSplit
 from hf_drafthead.generation.identity import device_name, drafter_hash
 
@@ -22,13 +23,15 @@ class Run:
     """The result of one method in a round.
 
     seconds: of each repeat; tokens: generated, each row up to its own end; forwards: of the base, prefill included;
-    identical: whether its tokens are the base's; peak_memory: the most bytes in use, None where that is not known.
+    identical: whether its tokens are the base's; differences: of the heads where they should be, row by row;
+    peak_memory: the most bytes in use on a GPU, else None.
     """
 
     seconds: list[float]
     tokens: int
     forwards: int = 0
     identical: bool = True
+    differences: list[FirstDifference] = field(default_factory=list)
     peak_memory: int | None = None
 
 
@@ -75,6 +78,7 @@ class Measurement:
     speedup_over_compiled: float | None
     efficiency: float | None  # speedup / tokens_per_step: 1.0 if drafting, tree and bookkeeping cost nothing
     identical: bool
+    differences: dict[str, Any]  # of exact runs: how many texts rounding and faults changed, see `rounding.counted`
     per_category: dict[str, dict[str, Any]]
     tree_nodes: int
     accepted_lengths: dict[int, int]  # how many steps emitted 1, 2, 3 ... tokens
@@ -90,7 +94,7 @@ class Measurement:
     speedup_by_round: dict[str, float]
     head_accuracy: list[list[float]] | None  # by head: how often the next token is among its best 1, 2, 3 ...
     time_split: dict[str, float] | None  # milliseconds per step
-    peak_memory: dict[str, int] | None  # bytes, by method
+    peak_memory: dict[str, int] | None  # bytes on a GPU, by method
     compared: dict[str, dict[str, Any] | None]  # others than the base, None where one could not run
     quality: dict[str, Any] | None
     undrafted: int = 0  # calls that the base decoded by itself, which say nothing of the heads
@@ -200,6 +204,9 @@ def figures(rounds: Sequence[Round]) -> dict[str, Any]:
         "tokens_per_second": pace(rounds, HEADS),
         "speedup": pace(rounds, HEADS) / pace(rounds, BASE),
         "identical": all(one.runs[HEADS].identical for one in rounds),
+        "differences": counted(
+            sum(one.rows for one in rounds), [first for one in rounds for first in one.runs[HEADS].differences]
+        ),
         "quality": quality,
         "undrafted": sum(one.undrafted for one in rounds),
     }

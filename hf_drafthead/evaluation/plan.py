@@ -1,5 +1,6 @@
 """One call of `hf-drafthead bench`: several models on the same questions, with everything that was asked for."""
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -17,17 +18,17 @@ class Plan:
     """What to measure.
 
     models: folders or ids; questions: for all of them; settings: of `generate`; temperatures: 0 is greedy; of several
-    each is measured with every kind of acceptance; tree: None for each model's own; chat_template: text of a template
-    that takes the place of the tokenizers'; thresholds: of typical acceptance, each measured besides exact acceptance,
-    with its root for alpha as in the Medusa paper; captured, compare, batch_sizes, repeats, seed: see `bench`; load:
-    how to load every model.
+    each is measured with every kind of acceptance; trees: each is measured; None is the model's own; chat_template:
+    text of a template that takes the place of the tokenizers'; thresholds: of typical acceptance, each measured besides
+    exact acceptance, with its root for alpha as in the Medusa paper; captured, compare, batch_sizes, repeats, seed: see
+    `bench`; load: how to load every model.
     """
 
     models: Sequence[str]
     questions: Sequence[Question]
     settings: dict[str, Any]
     temperatures: Sequence[float] = ()
-    tree: DraftTree | None = None
+    trees: Sequence[str | DraftTree | None] = (None,)
     chat_template: str | None = None
     thresholds: Sequence[float] = ()
     captured: bool = False
@@ -45,7 +46,7 @@ class Plan:
     def batches(self) -> int:
         """How often `progress` is called at most: less where memory runs out, or where processes share the work."""
         each = sum(len(batched(self.questions, size)) for size in self.batch_sizes)
-        return len(self.models) * len(list(self.runs())) * each
+        return len(self.models) * len(self.trees) * len(list(self.runs())) * each
 
     def runs(self) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
         """The settings of `generate` and those of the heads alone, for every measurement of a model."""
@@ -97,13 +98,13 @@ def carry_out(
             if plan.chat_template is not None:
                 tokenizer.chat_template = plan.chat_template
             progress = begin(name.rstrip("/").rsplit("/")[-1])
-            for settings, acceptance in plan.runs():
+            for tree, (settings, acceptance) in itertools.product(plan.trees, plan.runs()):
                 found = bench(
                     model,
                     tokenizer,
                     plan.questions,
                     settings,
-                    tree=plan.tree,
+                    tree=tree,
                     acceptance=acceptance,
                     captured=plan.captured,
                     compare=plan.compare if acceptance.get("acceptance", "exact") == "exact" else (),
@@ -115,10 +116,11 @@ def carry_out(
                 )
                 outcome.measurements += found
                 keep(outcome.measurements)
-                if any(one.lossless and not one.identical for one in found):
+                faults = sum(one.differences["faults"] for one in found)
+                if faults:
                     tell(
-                        f"{name}: some text is not the base's own; `hf-drafthead verify` distinguishes rounding from "
-                        "faults."
+                        f"{name}: {faults} texts differ from the base's by more than rounding explains: "
+                        "`hf-drafthead verify` finds the shortest prompt that shows it."
                     )
                 if found[-1].stopped == INTERRUPTED:
                     raise KeyboardInterrupt

@@ -7,8 +7,10 @@ from typing import Any
 
 from rich.table import Table
 
+from hf_drafthead.cards.exactness import FULL_PRECISION, in_words
 from hf_drafthead.evaluation.measurement import Measurement
 from hf_drafthead.evaluation.quality import METRIC
+from hf_drafthead.evaluation.stages import STAGES
 
 CSV_COLUMNS = (
     "model",
@@ -56,14 +58,17 @@ def labels(measurements: Sequence[Measurement], sizes_shown: bool = True) -> lis
 
     Args:
         measurements: of one call.
-        sizes_shown: whether the batch size is part of it, where there are several.
+        sizes_shown: whether batch size and nodes are part of it, where there are several.
     """
     families = {one.model: one.family for one in measurements}
     clear = len(set(families.values())) == len(families)
     sizes, heats = {one.batch_size for one in measurements}, {one.temperature for one in measurements}
+    alike = [(one.model, one.batch_size, one.temperature, str(one.acceptance)) for one in measurements]
+    swept = len(set(alike)) < len(alike)  # with several trees
     found = []
     for one in measurements:
         parts = [one.family if clear else one.model.rstrip("/").rsplit("/")[-1]]
+        parts += [f"{one.tree_nodes} nodes"] if swept and sizes_shown else []
         parts += [f"batch {one.batch_size}"] if len(sizes) > 1 and sizes_shown else []
         parts += [f"T={one.temperature:g}"] if len(heats) > 1 else []
         if not one.lossless:
@@ -75,7 +80,10 @@ def labels(measurements: Sequence[Measurement], sizes_shown: bool = True) -> lis
 def tables(measurements: Sequence[Measurement]) -> list[Table]:
     """What the command line prints; for a curve over temperatures only the summary."""
     curve = len({one.temperature for one in measurements}) > 1
-    views = (summary_table,) if curve else (summary_table, category_table, details_table)
+    if curve:
+        return [summary_table(measurements)]
+    categories = {category for one in measurements for category in one.per_category}
+    views = (summary_table, *((category_table,) if len(categories) > 1 else ()), details_table)
     return [view(measurements) for view in views]
 
 
@@ -105,10 +113,35 @@ def summary_table(measurements: Sequence[Measurement]) -> Table:
 
 
 def same_text(one: Measurement) -> str:
-    """Whether the text was the base's own; a difference in an exact run is written in capitals."""
+    """Whether the text was the base's own, or rounding changed some; what it does not explain is in capitals."""
+    if not one.identical and one.lossless:
+        rounding, texts = one.differences["rounding"], one.differences["texts"]
+        return "NO" if one.differences["faults"] else f"rounding ({rounding} of {texts})"
     if not one.identical:
-        return "NO" if one.lossless else "no"
+        return "no"
     return "-" if one.undrafted and one.tokens_per_step is None else "yes"
+
+
+def verdicts(measurements: Sequence[Measurement]) -> list[str]:
+    """What the figures of each measurement mean, in a sentence or two."""
+    lines = []
+    for label, one in zip(labels(measurements), measurements):
+        sentence = f"{label}: {one.speedup:.2f}x: {_pace_in_words(one)}."
+        if one.lossless and not one.identical:
+            sentence += f" {in_words(one.differences).capitalize()}."
+        if one.lossless and one.dtype not in FULL_PRECISION:
+            sentence += " The check of exactness is --dtype float32."
+        lines.append(sentence)
+    return lines
+
+
+def _pace_in_words(one: Measurement) -> str:
+    if one.tokens_per_step is None:
+        return "the base decoded every call by itself, so this says nothing of the heads"
+    if one.speedup >= 1.05:
+        return "faster than the base"
+    pace = "slower than the base" if one.speedup < 0.95 else "as fast as the base"
+    return pace + "; calibrate (`hf-drafthead calibrate`)" + ("" if one.captured else ", or --captured")
 
 
 def category_table(measurements: Sequence[Measurement]) -> Table:
@@ -133,7 +166,7 @@ def details_table(measurements: Sequence[Measurement]) -> Table:
         if set(cells) != {"-"}:
             table.add_row(name, *cells)
 
-    for stage in ("draft", "verify", "accept", "commit", "rest", "step"):
+    for stage in (*STAGES, "rest", "step"):
         line(f"{stage}, ms per step", [_figure((one.time_split or {}).get(stage)) for one in measurements])
     heads = max(len(one.head_accuracy or []) for one in measurements)
     for head in range(heads):

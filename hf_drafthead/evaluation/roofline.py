@@ -24,6 +24,9 @@ from hf_drafthead.generation.tree import DraftTree
 from hf_drafthead.generation.worth import Worth, check_prompts, sampled_prompts, worth_of_trees
 
 GB, TERA = 1e9, 1e12
+# About what transformers launches in a layer of a dense decoder, and the seconds of each that no arithmetic or memory
+# traffic accounts for: in a recorded step (a CUDA graph), and in one that Python launches.
+KERNELS_PER_LAYER, RECORDED_LAUNCH, EAGER_LAUNCH = 40, 2e-6, 15e-6
 
 
 @dataclass(frozen=True)
@@ -185,7 +188,8 @@ class PlannedTree:
     """The tree with most tokens per second on a machine, on paper.
 
     tokens_per_step: on texts that it was not grown on; seconds: of a step; base_seconds: of a step of the base;
-    speedup: tokens per second over those of the base.
+    speedup: tokens per second over those of the base; recorded_floor, eager_floor: seconds that launching the base's
+    kernels takes about, in a CUDA graph and without.
     """
 
     batch_size: int
@@ -194,6 +198,24 @@ class PlannedTree:
     seconds: float
     base_seconds: float
     speedup: float
+    recorded_floor: float
+    eager_floor: float
+
+    def in_words(self) -> list[str]:
+        """The plan, and where launching kernels takes longer than the step on paper, that it does."""
+        figures = (
+            f"{self.tree.num_nodes} nodes, {self.tokens_per_step:.2f} tokens per step; on paper a step takes "
+            f"{1e3 * self.seconds:.3g} ms, one of the base {1e3 * self.base_seconds:.3g} ms: "
+            f"{self.speedup:.2f}x the base"
+        )
+        if self.recorded_floor < self.seconds:
+            return [figures]
+        return [
+            figures,
+            f"but launching the base's kernels takes about {1e3 * self.recorded_floor:.2g} ms a step as a CUDA graph "
+            f"and {1e3 * self.eager_floor:.2g} ms without: of a base this small it decides, and more nodes cost next "
+            "to nothing; measure it on the GPU itself",
+        ]
 
     def to_json(self) -> dict[str, Any]:
         """All fields, the tree as rank paths."""
@@ -249,9 +271,11 @@ def machine_named(name: str) -> Machine:
 def _best(model: Any, worth: Worth, machine: Machine, dtype: str, rows: int, context: int) -> PlannedTree:
     width = model.base.get_input_embeddings().weight.element_size()
     alone = seconds_of(base_work(model.base.config, rows, 1, context + 1, width), machine, dtype)
+    kernels = KERNELS_PER_LAYER * model.base.config.get_text_config(decoder=True).num_hidden_layers
+    floors = kernels * RECORDED_LAUNCH, kernels * EAGER_LAUNCH
     plans = []
     for size in worth.steps:
         tree, tau = worth.tree(size), worth.tokens_per_step(size)
         seconds = seconds_of(step_work(model, rows, tree, context + size.nodes), machine, dtype)
-        plans.append(PlannedTree(rows, tree, tau, seconds, alone, tau * alone / seconds))
+        plans.append(PlannedTree(rows, tree, tau, seconds, alone, tau * alone / seconds, *floors))
     return max(plans, key=lambda one: one.speedup)

@@ -10,21 +10,24 @@ from typing import Any
 
 from hf_drafthead.generation import StepRecord
 
-STAGES = ("draft", "verify", "accept", "commit")
+STAGES = ("draft", "verify", "walk", "commit")
 
 
 @dataclass
 class TimeSplit:
-    """The seconds of some steps: of each stage, and of the whole loop; and how many nodes they verified."""
+    """The seconds of some steps: of each stage that was timed, and of the whole loop; and how many nodes they verified.
 
-    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
+    The stages of a captured step are one program, of which only the whole is timed.
+    """
+
+    seconds: dict[str, float] = field(default_factory=dict)
     loop_seconds: float = 0.0
     steps: int = 0
     nodes: int = 0  # of the largest tree
 
     def __add__(self, other: "TimeSplit") -> "TimeSplit":
         return TimeSplit(
-            {stage: self.seconds[stage] + other.seconds[stage] for stage in STAGES},
+            {stage: self.seconds.get(stage, 0.0) + other.seconds.get(stage, 0.0) for stage in self._timed(other)},
             self.loop_seconds + other.loop_seconds,
             self.steps + other.steps,
             max(self.nodes, other.nodes),
@@ -35,18 +38,22 @@ class TimeSplit:
         if not record.step:
             return
         for stage in STAGES:
-            self.seconds[stage] += record.seconds.get(stage, 0.0)
+            if stage in record.seconds:
+                self.seconds[stage] = self.seconds.get(stage, 0.0) + record.seconds[stage]
         self.loop_seconds += record.seconds["step"]
         self.steps += 1
         self.nodes = max(self.nodes, record.drafted)
 
     def to_json(self) -> dict[str, float] | None:
-        """Milliseconds per step: of each stage, of the `rest` of the loop, and of the whole `step`; None if no step."""
+        """Milliseconds per step: of each timed stage, the `rest` of the loop and the whole `step`; None if no step."""
         if not self.steps:
             return None
         figures = {stage: 1e3 * seconds / self.steps for stage, seconds in self.seconds.items()}
         step = 1e3 * self.loop_seconds / self.steps
-        return {**figures, "rest": step - sum(figures.values()), "step": step}
+        return {**figures, **({"rest": step - sum(figures.values())} if figures else {}), "step": step}
+
+    def _timed(self, other: "TimeSplit") -> list[str]:
+        return [stage for stage in STAGES if stage in self.seconds or stage in other.seconds]
 
 
 def time_split(call: Callable[[Callable[[StepRecord], None]], Any]) -> TimeSplit:

@@ -12,33 +12,27 @@ import torch
 import transformers
 from rich.table import Table
 
+from hf_drafthead.cards.exactness import FULL_PRECISION, in_words
 from hf_drafthead.evaluation.acceptance import guess_depths
 from hf_drafthead.evaluation.compare import with_reader
 from hf_drafthead.evaluation.measurement import identity
-from hf_drafthead.evaluation.near_tie import margin_of
+from hf_drafthead.evaluation.rounding import FirstDifference, counted, first_difference
 from hf_drafthead.evaluation.speed import drafted, steps_of
 from hf_drafthead.generation.identity import device_name
 
 Tokens = list[int]
 
 
-@dataclass(frozen=True)
-class Difference:
+@dataclass(frozen=True, kw_only=True)
+class Difference(FirstDifference):
     """One text that is not the base's.
 
-    check: which; prompt: its tokens; rows: of the call; position: new tokens on which both agree; base, heads: the
-    tokens that follow, None where a text has ended; margin: see `margin_of`, None where no token was chosen
-    differently; near_tie: whether rounding explains it.
+    check: which; prompt: its tokens; rows: of the call.
     """
 
     check: str
     prompt: Tokens
     rows: int
-    position: int
-    base: int | None
-    heads: int | None
-    margin: float | None = None
-    near_tie: bool = False
 
     def told(self, tokenizer: Any) -> str:
         """The difference on one line."""
@@ -91,19 +85,36 @@ class Check:
 
 @dataclass
 class Verdict:
-    """The results of all checks, and the shortest prompt that shows a fault."""
+    """The results of all checks, the shortest prompt that shows a fault, and whether it was interrupted."""
 
     about: dict[str, Any]
     checks: list[Check]
     shortest: Difference | None
+    stopped: bool = False
+
+    @property
+    def counts(self) -> dict[str, Any]:
+        """Of all checks together, see `rounding.counted`."""
+        differences = [difference for check in self.checks for difference in check.differences]
+        return counted(sum(check.texts for check in self.checks), differences)
 
     @property
     def identical(self) -> bool:
-        """Whether there was no difference except by rounding."""
-        return self.shortest is None
+        """Whether every text was the base's, token by token."""
+        return not any(check.differences for check in self.checks)
+
+    @property
+    def passed(self) -> bool:
+        """Whether rounding explains every difference."""
+        return not any(check.faults for check in self.checks)
+
+    def in_words(self) -> str:
+        """What was seen, in one sentence; in half precision also how exactness is checked."""
+        precise = self.about["dtype"] in FULL_PRECISION
+        return f"{in_words(self.counts)}." + ("" if precise else " The check of exactness is --dtype float32.")
 
     def to_json(self, tokenizer: Any) -> dict[str, Any]:
-        """Counts of each check, every near tie, and the shortest prompt of a fault."""
+        """What was seen in all and in each check, every near tie, and the shortest prompt of a fault."""
         checks = [
             {
                 "name": one.name,
@@ -119,7 +130,14 @@ class Verdict:
         ]
         ties = [tie.to_json(tokenizer) for one in self.checks for tie in one.near_ties]
         shortest = None if self.shortest is None else self.shortest.to_json(tokenizer)
-        return {**self.about, "identical": self.identical, "checks": checks, "near_ties": ties, "shortest": shortest}
+        seen = {
+            "identical": self.identical,
+            "passed": self.passed,
+            "complete": not self.stopped,
+            "differences": self.counts,
+            "checks": checks,
+        }
+        return {**self.about, **seen, "near_ties": ties, "shortest": shortest}
 
 
 def verify(
@@ -144,13 +162,22 @@ def verify(
         settings: of `generate`, such as processors; everything is checked with and without them.
         tokenizer: the base's, needed where the settings have `stop_strings`.
         progress: called after each call that was compared.
+
+    Raises:
+        KeyboardInterrupt: before anything was compared; later what was compared is returned.
     """
     checks = all_checks(max_new_tokens, batch_size, settings or {}, model.base.generation_config.pad_token_id)
-    for check in checks:
-        check.settings = with_reader(check.settings, tokenizer)
-        for group in groups(prompts, check.rows):
-            compare(model, check, group, seed)
-            progress()
+    stopped = False
+    try:
+        for check in checks:
+            check.settings = with_reader(check.settings, tokenizer)
+            for group in groups(prompts, check.rows):
+                compare(model, check, group, seed)
+                progress()
+    except KeyboardInterrupt:
+        checks, stopped = [check for check in checks if check.calls], True
+        if not checks:
+            raise
     return Verdict(
         about={
             "model": model.name_or_path,
@@ -168,7 +195,8 @@ def verify(
             "torch": torch.__version__,
         },
         checks=checks,
-        shortest=shortest_fault(model, checks, seed),
+        shortest=None if stopped else shortest_fault(model, checks, seed),
+        stopped=stopped,
     )
 
 
@@ -233,10 +261,12 @@ def compare(model: Any, check: Check, prompts: Sequence[Tokens], seed: int) -> N
             for rows in (expected, output.sequences)
         )
         if base != heads:
-            found.append(judged(model, check, settings, given, row, prompt, base, heads, seed))
+            first = first_difference(model.base, given, settings, row, base, heads, seed)
+            found.append(Difference(**asdict(first), check=check.name, prompt=list(prompt), rows=len(prompts)))
     widths = expected.shape[1], output.sequences.shape[1]
     if not found and (not generator_same or widths[0] != widths[1]):
-        found.append(Difference(check.name, list(prompts[0]), len(prompts), min(widths) - start, None, None))
+        at = min(widths) - start
+        found.append(Difference(at, None, None, check=check.name, prompt=list(prompts[0]), rows=len(prompts)))
     check.texts += len(prompts)
     check.same += len(prompts) - len(found)
     check.differences += found
@@ -252,18 +282,6 @@ def ends_inside_steps(model: Any, given: Mapping[str, torch.Tensor], settings: M
         first_seen = [at for at in inside if answer[at] not in answer[:at]]
         chosen.add(answer[(first_seen or inside or [len(answer) // 2])[-1]])
     return sorted(chosen)
-
-
-def judged(model, check, settings, given, row, prompt, base: Tokens, heads: Tokens, seed: int) -> Difference:
-    """Where two texts first differ, and whether rounding explains it."""
-    shorter = min(len(base), len(heads))
-    position = next((at for at in range(shorter) if base[at] != heads[at]), shorter)
-    theirs, ours = ((text[position] if position < len(text) else None) for text in (base, heads))
-    parted = Difference(check.name, list(prompt), len(given["input_ids"]), position, theirs, ours)
-    if theirs is None or ours is None:
-        return parted
-    margin, allowed = margin_of(model.base, given, settings, row, base[:position], ours, seed)
-    return Difference(**{**asdict(parted), "margin": margin, "near_tie": margin <= allowed})
 
 
 def shortest_fault(model: Any, checks: Sequence[Check], seed: int) -> Difference | None:

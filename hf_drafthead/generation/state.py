@@ -174,7 +174,7 @@ class StepRecord:
 
     step: 0 is the prefill, which emits one token and has no nodes; tokens: emitted; nodes: walked, node 0 the root;
     counts: emitted up to the row's own end; drafted: N; seconds: of each stage (`prefill`, or `draft`, `verify`,
-    `accept`, `commit` of a step that is not captured) and of the whole `step`.
+    `walk`, `commit` of a step that is not captured) and of the whole `step`.
     """
 
     step: int

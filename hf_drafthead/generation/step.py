@@ -120,7 +120,7 @@ class Step:
             verified = verify(self.reader, cache, candidates, rows, limits)
             watch.lap("verify")
         walk = self.walk(state, candidates, verified, noise)
-        watch.lap("accept")
+        watch.lap("walk")
         state.rows = commit(self.observer, draft_state, cache, rows, verified, walk)
         watch.lap("commit")
         return walk, watch.seconds

@@ -98,8 +98,14 @@ def verdict(running: Comparison) -> str:
         return "These settings are decoded by the base itself, without guesses: the log names the reason."
     if running.same is None:
         return ""
-    same = "the same text" if running.same else "**different texts**"
-    return f"Speedup **{running.speedup or 0:.2f}**. Heads and base wrote {same}."
+    difference = running.difference
+    wrote = "the same text" if running.same else "**different texts**"
+    if difference is not None and difference.near_tie:
+        wrote = (
+            f"different texts after token {difference.position}, by rounding: there the two best tokens are "
+            f"{difference.margin:.3g} apart in the logits"
+        )
+    return f"Speedup **{running.speedup or 0:.2f}**. Heads and base wrote {wrote}."
 
 
 def build(model: Any, tokenizer: Any, *, max_new_tokens: int = 128) -> gr.Blocks:

@@ -11,6 +11,7 @@ import torch
 from transformers.generation.streamers import BaseStreamer
 
 from hf_drafthead.evaluation.acceptance import guess_depths
+from hf_drafthead.evaluation.rounding import FirstDifference, first_difference
 from hf_drafthead.evaluation.speed import drafted
 from hf_drafthead.generation import StepRecord
 from hf_drafthead.generation.settings import DraftSettings
@@ -98,6 +99,8 @@ class Comparison:
         seed: int = 0,
         with_base: bool = True,
     ):
+        self._base, self._prompt, self._settings, self._seed = model.base, given, settings, seed
+        self._exact = drafting.acceptance == "exact"
         device = model.base.device
         names = [HEADS, BASE] if with_base else [HEADS]
         self.sides = {name: Side(name) for name in names}
@@ -146,6 +149,14 @@ class Comparison:
         if BASE not in self.sides or not all(side.finished for side in self.sides.values()):
             return None
         return self.sides[HEADS].tokens == self.sides[BASE].tokens
+
+    @property
+    def difference(self) -> FirstDifference | None:
+        """Where the texts of both sides part, and whether rounding explains it; None where they should not be equal."""
+        if self.same is not False or not self._exact:
+            return None
+        texts = self.sides[BASE].tokens, self.sides[HEADS].tokens
+        return first_difference(self._base, self._prompt, self._settings, 0, *texts, self._seed)
 
     @property
     def speedup(self) -> float | None:

@@ -238,7 +238,7 @@ def test_limits_claim_no_more_than_was_found(heads):
     put(heads, "evaluation.json", run())
     assert "- The text was the base's own in the runs above;" in limits()
     put(heads, "evaluation.json", run(identical=False, dtype="float32"))
-    assert "the base's own in float32 and float64, but a run in float32 differed: see Exactness." in limits()
+    assert "The text should be the base's own, but a run in float32 differed: see Exactness." in limits()
     put(heads, "evaluation.json", [run(identical=False, dtype="bfloat16"), run(dtype="float32")])
     assert "and was so in the runs above in float32.\n  It differed in bfloat16: see Exactness." in limits()
     assert "should be" not in limits()
@@ -328,18 +328,45 @@ def test_a_lossy_run_is_marked_and_does_not_count_as_a_difference(heads):
     assert "| all | 40 | 2.71 | 1.48 | yes |" in text and "| all | 40 | 2.71 | 1.48 | not asked for |" in text
 
 
-@pytest.mark.parametrize("different", [0, 2])
-def test_what_verify_found_is_told(heads, different):
-    check = {"name": "greedy, batch 4", "texts": 40, "same": 39, "near_ties": 1, "different": different}
-    found = {"device": "cpu", "dtype": "bfloat16", "batch_size": 4, "identical": not different, "checks": [check]}
-    put(heads, "evaluation_verify.json", {**found, "family": "hydra"})
+NAMED = "`hf-drafthead verify`, cpu, bfloat16, batch size 4"
+PARTED = "39 of 40 texts are the same, 1 differs from a near tie on (largest margin 0.125 in the logits"
+
+
+@pytest.mark.parametrize(
+    "same, near_ties, different, text",
+    [
+        (40, 0, 0, "In every exact run with draft heads the output was the base's own, token by token."),
+        (39, 1, 0, f"Near ties that rounding decides changed some texts (see Limits): {NAMED}: {PARTED})."),
+        (37, 1, 2, f"**The output differed from the base's own, although it should be identical: {NAMED}.**"),
+    ],
+)
+@pytest.mark.parametrize("identical", ["as it is", True])  # which versions before wrote where rounding explains all
+def test_what_verify_found_is_told(heads, same, near_ties, different, text, identical):
+    check = {"name": "greedy, batch 4", "texts": 40, "same": same, "near_ties": near_ties, "different": different}
+    check["largest_margin"] = 0.125 if near_ties else None
+    identical = same == 40 if identical == "as it is" else not different
+    verdict = {"device": "cpu", "dtype": "bfloat16", "batch_size": 4, "identical": identical, "checks": [check]}
+    put(heads, "evaluation_verify.json", {**verdict, "family": "hydra"})
     card = card_of(heads)
-    assert "`hf-drafthead verify`, cpu, bfloat16, batch size 4:" in card.text
-    assert f"| greedy, batch 4 | 40 | 39 | 1 | {different} |" in card.text
-    told = "differed from the base's own (see Limits): `hf-drafthead verify`, cpu, bfloat16, batch size 4."
-    assert (told in card.text) == bool(different)
+    assert f"{NAMED}:" in card.text
+    assert f"| greedy, batch 4 | 40 | {same} | {near_ties} | {different} |" in card.text
+    assert exactness_of(heads).startswith(text)
+    assert ("token by token" in card.text) == (same == 40)
     assert "Tokens per step and speedup: not measured." in card.text
     assert card.data.eval_results is None
+
+
+def test_a_run_in_which_rounding_decided_near_ties_says_how_many_and_by_how_little(heads):
+    counts = {"texts": 40, "rounding": 5, "faults": 0, "largest_margin": 0.125, "largest_probability_margin": 0.01}
+    put(heads, "evaluation.json", run(identical=False, differences=counts))
+    text = card_of(heads).text
+    assert "| all | 40 | 2.71 | 1.48 | rounding (5 of 40) |" in text
+    assert (
+        "35 of 40 texts are the same, 5 differ from a near tie on (largest margin 0.125 in the logits, 0.01 in" in text
+    )
+    put(heads, "evaluation.json", run(identical=False, differences={**counts, "faults": 1}))
+    text = card_of(heads).text
+    assert "| all | 40 | 2.71 | 1.48 | **no** |" in text and "**The output differed from the base's own," in text
 
 
 def test_heads_that_are_set_to_be_lossy_are_told_apart(heads):

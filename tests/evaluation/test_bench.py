@@ -8,11 +8,11 @@ import torch
 from matplotlib.image import imread
 
 from hf_drafthead.evaluation import bench as benching
-from hf_drafthead.evaluation import compare, plan, plots, report, sharding, speed, stages
+from hf_drafthead.evaluation import compare, plan, plots, report, rounding, sharding, speed, stages
 from hf_drafthead.evaluation.bench import bench
 from hf_drafthead.evaluation.loading import load
 from hf_drafthead.evaluation.questions import UNCATEGORISED, Question
-from hf_drafthead.generation import step, stopwatch
+from hf_drafthead.generation import StepRecord, step, stopwatch
 from hf_drafthead.generation.mixin import DraftHeadGenerationMixin
 from hf_drafthead.generation.tree import DraftTree
 from tests.checkpoints import TREE, save_base, save_heads
@@ -53,10 +53,10 @@ def test_tokens_per_step_are_exactly_those_of_accepted_lengths(loaded):
     assert found.prompts == 4 and found.new_tokens == 40 and found.base_forwards == steps + 4
     assert found.speedup_spread[0] <= found.speedup_spread[1]
     split = found.time_split
-    assert split["step"] == pytest.approx(sum(split[part] for part in ("draft", "verify", "accept", "commit", "rest")))
+    assert split["step"] == pytest.approx(sum(split[part] for part in ("draft", "verify", "walk", "commit", "rest")))
     assert len(found.head_accuracy) == 3 and all(shares == sorted(shares) for shares in found.head_accuracy)
     assert found.to_json()["head2_top5"] == found.head_accuracy[2][4]
-    assert found.peak_memory is None or found.peak_memory["heads"] > 0
+    assert found.peak_memory is None  # what a process on a CPU has used at most says nothing of a method
 
 
 def rounds_of(loaded, questions=PROMPTS, **options):
@@ -92,29 +92,51 @@ def test_each_side_s_answer_has_its_own_quality(loaded, monkeypatch):
     assert found.quality == {"metric": "rougeL", "answers": 1, "base": 1.0, "heads": 0.0}
 
 
-def test_the_peak_of_memory_is_forgotten_before_every_call(loaded, monkeypatch):
-    class Rising:
-        """Rises with every reading until it is reset."""
+@pytest.mark.parametrize(
+    "settings", [GREEDY, {"do_sample": True, "temperature": 2.0, "max_new_tokens": 10}], ids=["greedy", "sampled"]
+)
+def test_rounding_is_told_from_a_fault_by_the_margin(loaded, monkeypatch, settings):
+    right = DraftHeadGenerationMixin.generate
 
-        def __init__(self, device):
-            self.peak = 0
+    def other_last_token(self, **kwargs):
+        output = right(self, **kwargs)
+        output.sequences[0, -1] += 1
+        return output
 
-        def reset(self):
-            self.peak = 0
+    monkeypatch.setattr(DraftHeadGenerationMixin, "generate", other_last_token)
+    (found,) = measured(loaded, settings=settings)
+    counts = {"texts": 4, "rounding": 0, "faults": 4, "largest_margin": None, "largest_probability_margin": None}
+    assert not found.identical and found.differences == counts and report.same_text(found) == "NO"
+    assert found.per_category["x"]["differences"]["faults"] == 3
+    monkeypatch.setattr(rounding, "ROUNDING_STEPS", 1e12)  # whatever differs is a near tie
+    (found,) = measured(loaded, settings=settings)
+    assert not found.identical and (found.differences["rounding"], found.differences["faults"]) == (4, 0)
+    assert report.same_text(found) == "rounding (4 of 4)" and found.differences["largest_margin"] > 0
+    (sentence,) = report.verdicts([found])
+    assert "0 of 4 texts are the same, 4 differ from a near tie on (largest margin " in sentence
+    (lossy,) = measured(loaded, settings=settings, acceptance={"acceptance": "rejection"})
+    assert lossy.differences["rounding"] == lossy.differences["faults"] == 0
 
-        def read(self):
-            self.peak += 1
-            return self.peak
 
-    monkeypatch.setattr(benching, "PeakMemory", Rising)
-    (found,) = measured(loaded, PROMPTS[:2], repeats=2)
-    assert found.peak_memory == {"base": 1, "heads": 1}
+def test_a_verdict_says_what_a_speedup_means(loaded):
+    (found,) = measured(loaded, PROMPTS[:1])
+    for speedup, words in (
+        (1.8, "medusa: 1.80x: faster than the base."),
+        (1.02, "medusa: 1.02x: as fast as the base; calibrate (`hf-drafthead calibrate`), or --captured."),
+        (0.65, "medusa: 0.65x: slower than the base; calibrate (`hf-drafthead calibrate`), or --captured."),
+    ):
+        assert report.verdicts([dataclasses.replace(found, speedup=speedup)]) == [words]
+    captured = dataclasses.replace(found, speedup=0.65, captured=True, dtype="bfloat16")
+    assert report.verdicts([captured]) == [
+        "medusa: 0.65x: slower than the base; calibrate (`hf-drafthead calibrate`). "
+        "The check of exactness is --dtype float32."
+    ]
 
 
 @pytest.mark.parametrize("stage", stages.STAGES)
 def test_a_stage_s_time_is_told_under_its_name(loaded, monkeypatch, stage):
     clock = types.SimpleNamespace(now=0.0)
-    holder, name = (step.Step, "walk") if stage == "accept" else (step, stage)
+    holder, name = (step.Step, "walk") if stage == "walk" else (step, stage)
     right = getattr(holder, name)
 
     def slow(*arguments, **kwargs):
@@ -126,6 +148,17 @@ def test_a_stage_s_time_is_told_under_its_name(loaded, monkeypatch, stage):
     (found,) = measured(loaded, PROMPTS[:1])
     others = dict.fromkeys([*stages.STAGES, "rest"], 0.0)
     assert found.time_split == {**others, stage: 250.0, "step": 250.0}
+
+
+def test_of_a_captured_step_only_the_whole_is_timed(loaded):
+    split = stages.TimeSplit()
+    split.note(StepRecord(1, [[5]], [[0]], [1], 8, {"step": 0.5}))
+    assert (split + stages.TimeSplit()).to_json() == {"step": 500.0}
+    (found,) = measured(loaded, PROMPTS[:1])
+    captured = dataclasses.replace(found, time_split=split.to_json())
+    names = report.details_table([captured]).columns[0]._cells
+    assert "step, ms per step" in names and not any("walk" in name for name in names)
+    assert "walk, ms per step" in report.details_table([found]).columns[0]._cells
 
 
 def undrafted_where(monkeypatch, length):
@@ -310,7 +343,7 @@ def test_an_interruption_between_two_measurements_ends_the_plan_and_is_told(load
     monkeypatch.setattr(plan, "load_here", loading)
     monkeypatch.setattr(benching.Course, "_warm_up", warming)
     sizes = [1] if moment == "loading" else [1, 2]
-    asked = plan.Plan(["a", "b", "c"], PROMPTS[:1], GREEDY, tree=TREE, batch_sizes=sizes, repeats=1)
+    asked = plan.Plan(["a", "b", "c"], PROMPTS[:1], GREEDY, trees=[TREE], batch_sizes=sizes, repeats=1)
     outcome = plan.carry_out(
         asked, begin=lambda name: lambda: None, tell=print, keep=lambda found: kept.append(list(found))
     )

@@ -32,7 +32,7 @@ def rounds():
             "other": Run([3.0, 3.0, 6.0], tokens=20, forwards=5, identical=False),
         },
         accepted=torch.tensor([[4, 3, 2], [5, 4, 0]]),
-        time_split=TimeSplit({"draft": 1.0, "verify": 2.0, "accept": 4.0, "commit": 8.0}, 17.0, steps=2, nodes=9),
+        time_split=TimeSplit({"draft": 1.0, "verify": 2.0, "walk": 4.0, "commit": 8.0}, 17.0, steps=2, nodes=9),
         quality=[(0.25, 0.75), (0.5, 1.0)],
     )
     second = Round(
@@ -43,7 +43,7 @@ def rounds():
             "heads": Run([2.0, 2.0, 1.0], tokens=10, forwards=5),
         },
         accepted=torch.tensor([[3, 2, 2, 2]]),
-        time_split=TimeSplit({"draft": 0.5, "verify": 1.0, "accept": 0.0, "commit": 0.5}, 3.0, steps=3, nodes=5),
+        time_split=TimeSplit({"draft": 0.5, "verify": 1.0, "walk": 0.0, "commit": 0.5}, 3.0, steps=3, nodes=5),
     )
     return [first, second]
 
@@ -101,7 +101,7 @@ def test_the_time_split_names_each_stage_in_milliseconds_per_step(found):
     assert found.time_split == {
         "draft": 300.0,
         "verify": 600.0,
-        "accept": 800.0,
+        "walk": 800.0,
         "commit": 1700.0,
         "rest": 600.0,
         "step": 4000.0,

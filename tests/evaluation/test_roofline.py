@@ -95,6 +95,9 @@ def test_the_tree_fits_the_machine_and_the_batch(monkeypatch):
     assert slow[1].speedup == 1 < slow[0].speedup < fast[0].speedup  # no tree pays, which leaves the root alone
     for one in (*slow, *fast):
         assert one.speedup == pytest.approx(one.tokens_per_step * one.base_seconds / one.seconds)
+    monkeypatch.setitem(roofline.MACHINES, "any", Machine(1e15, {"float32": 1e18}))
+    (launched,) = plan_trees(model, PROMPTS, "any", (1,), context=16)
+    assert [len(one.in_words()) for one in (*slow, launched)] == [2, 1, 2]
     assert fast[0].to_json()["tree"] == [list(path) for path in fast[0].tree.paths]
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hf_drafthead.evaluation import near_tie
+from hf_drafthead.evaluation import rounding
 from hf_drafthead.evaluation import verify as verifying
 from hf_drafthead.evaluation.measurement import identity
 from hf_drafthead.evaluation.verify import Check, compare, groups, verify
@@ -99,7 +99,7 @@ def test_a_planted_fault_is_found(model, monkeypatch, plant, found_by, passes):
     plant(monkeypatch)
     found = verdict_of(model, settings=SETTINGS if plant is processor_skipped else None)
     faults = {check.name: len(check.faults) for check in found.checks}
-    assert not found.identical
+    assert not found.identical and not found.passed
     assert faults[found_by] > 0
     assert passes is None or faults[passes] == 0
     assert not any(check.near_ties for check in found.checks)
@@ -137,20 +137,20 @@ def test_the_margin_is_what_parts_the_tokens(model, settings, rows):
     torch.manual_seed(3)
     answers = model.base.generate(**given, **call)[:, given["input_ids"].shape[1] :].tolist()
     for row, answer in enumerate(answers):
-        own = near_tie.margin_of(model.base, given, call, row, answer[:4], answer[4], 3)
+        own = rounding.margin_of(model.base, given, call, row, answer[:4], answer[4], answer[4], 3)
         assert own[0] == 0.0  # no disturbance makes the base choose its own token
         others = [
-            near_tie.margin_of(model.base, given, call, row, answer[:4], token, 3)[0]
+            rounding.margin_of(model.base, given, call, row, answer[:4], answer[4], token, 3)[0]
             for token in range(VOCABULARY)
             if token != answer[4]
         ]
-        assert min(others) > own[1]  # a random model is never undecided within rounding
+        assert min(others) > own[2]  # a random model is never undecided within rounding
     if not settings:
         prefix = torch.tensor([PROMPTS[0] + answers[0][:4]])
         best, second = model.base(prefix).logits[0, -1].float().topk(2)[0].tolist() if rows == 1 else (0, 0)
         if rows == 1:
             assert min(
-                near_tie.margin_of(model.base, given, call, 0, answers[0][:4], token, 3)[0]
+                rounding.margin_of(model.base, given, call, 0, answers[0][:4], answers[0][4], token, 3)[0]
                 for token in range(VOCABULARY)
                 if token != answers[0][4]
             ) == pytest.approx(best - second, rel=1e-3)
@@ -176,7 +176,13 @@ def test_a_tie_that_rounding_decides_is_no_fault(monkeypatch):
     monkeypatch.setattr(BaseReader, "nodes", rounded_otherwise)
     found = verdict_of(model, max_new_tokens=8, batch_size=2)
     ties = [tie for check in found.checks for tie in check.near_ties]
-    assert found.identical and ties
+    assert found.passed and ties and not found.identical
+    texts = sum(check.texts for check in found.checks)
+    assert found.in_words().startswith(f"{texts - len(ties)} of {texts} texts are the same, {len(ties)} differ from a ")
+    assert found.in_words().endswith("in probability). The check of exactness is --dtype float32.")
+    report = found.to_json(byte_tokenizer())
+    assert (report["identical"], report["passed"], report["differences"]["faults"]) == (False, True, 0)
+    assert report["differences"]["rounding"] == len(ties) == len(report["near_ties"])
     assert {(tie.base, tie.heads) for tie in ties if "sampled" not in tie.check} <= {(3, 4), (4, 3)}
     assert max(tie.margin for tie in ties) < 1.0
 

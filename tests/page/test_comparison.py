@@ -1,11 +1,13 @@
 """A comparison: both sides write what `generate` writes, and the steps tell how."""
 
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from hf_drafthead.evaluation.acceptance import guess_depths
+from hf_drafthead.evaluation.rounding import FirstDifference
 from hf_drafthead.evaluation.speed import encode
 from hf_drafthead.generation.settings import DraftSettings
 from hf_drafthead.generation.tree import DraftTree
@@ -64,9 +66,35 @@ def test_a_walk_leads_down_the_tree_by_the_tokens_that_were_written(hydra, given
     assert any(len(step.walked) > 2 for step in heads.steps)
 
 
+def test_where_the_texts_part_is_told_with_its_margin(hydra, given):
+    found = compared(hydra, given, GREEDY)
+    assert found.difference is None
+    found.sides[HEADS].tokens[7] += 1
+    parted = found.difference
+    assert (parted.position, parted.heads) == (7, parted.base + 1)
+    assert parted.margin > 0 and not parted.near_tie
+
+
+@pytest.mark.parametrize(
+    "near_tie, words",
+    [
+        (True, "different texts after token 7, by rounding: there the two best tokens are 0.125 apart in the logits."),
+        (False, "**different texts**."),
+    ],
+)
+def test_the_page_distinguishes_rounding_from_a_fault(near_tie, words):
+    pytest.importorskip("gradio", reason="gradio is not installed: pip install 'hf-drafthead[page]'")
+    from hf_drafthead.page.app import verdict
+
+    difference = FirstDifference(7, 1, 2, 0.125, 0.01, near_tie)
+    sides = {HEADS: SimpleNamespace(drafted=True)}
+    running = SimpleNamespace(sides=sides, same=False, speedup=2.0, difference=difference)
+    assert verdict(running) == f"Speedup **2.00**. Heads and base wrote {words}"
+
+
 def test_typical_acceptance_is_the_heads_alone(hydra, given):
     found = compared(hydra, given, SAMPLED, acceptance="typical")
-    assert found.same is False
+    assert found.same is False and found.difference is None
     assert found.sides[HEADS].tokens_per_step > compared(hydra, given, SAMPLED).sides[HEADS].tokens_per_step
 
 

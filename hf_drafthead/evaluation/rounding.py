@@ -1,0 +1,156 @@
+"""Where two texts first differ, and whether rounding explains it: by how little the base's logits would have to change.
+
+Matrix products of different shapes round differently, so in half precision two tokens with nearly equal logits may be
+exchanged. This depends on the hardware; an error in the decoding causes differences at any margin.
+
+Shapes: B rows, P prompt positions, V vocabulary.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+ROUNDING_STEPS = 4  # by which two ways to compute a logit may differ, of the largest logit's size
+HALVINGS = 24
+
+
+@dataclass(frozen=True)
+class FirstDifference:
+    """Where a text leaves the base's.
+
+    position: new tokens on which both agree; base, heads: the tokens that follow, None where a text has ended; margin:
+    in the raw logits, see `margin_of`, None where no token was chosen differently; probability_margin: of the two
+    tokens under those logits; near_tie: whether rounding explains the difference.
+    """
+
+    position: int
+    base: int | None
+    heads: int | None
+    margin: float | None = None
+    probability_margin: float | None = None
+    near_tie: bool = False
+
+
+def first_difference(
+    base: Any,
+    prompts: Mapping[str, torch.Tensor],
+    settings: Mapping[str, Any],
+    row: int,
+    base_tokens: Sequence[int],
+    heads_tokens: Sequence[int],
+    seed: int,
+) -> FirstDifference:
+    """Where two texts of different tokens first differ, and by how much the base preferred its own.
+
+    Args:
+        base: the causal LM.
+        prompts: `input_ids` and `attention_mask` (B, P) of the call.
+        settings: of the call.
+        row: which of the B.
+        base_tokens, heads_tokens: the new tokens of the row.
+        seed: of the call.
+    """
+    shorter = min(len(base_tokens), len(heads_tokens))
+    position = next((at for at in range(shorter) if base_tokens[at] != heads_tokens[at]), shorter)
+    theirs, ours = ((text[position] if position < len(text) else None) for text in (base_tokens, heads_tokens))
+    if theirs is None or ours is None:
+        return FirstDifference(position, theirs, ours)
+    margins = margin_of(base, prompts, settings, row, list(base_tokens[:position]), theirs, ours, seed)
+    margin, probability, allowed = margins
+    return FirstDifference(position, theirs, ours, margin, probability, margin <= allowed)
+
+
+def counted(texts: int, differences: Sequence[FirstDifference]) -> dict[str, Any]:
+    """How many texts rounding and faults changed, and the largest margins that rounding explains; as JSON has it."""
+    ties = [one for one in differences if one.near_tie]
+    return {
+        "texts": texts,
+        "rounding": len(ties),
+        "faults": len(differences) - len(ties),
+        "largest_margin": max((tie.margin or 0.0 for tie in ties), default=None),
+        "largest_probability_margin": max((tie.probability_margin or 0.0 for tie in ties), default=None),
+    }
+
+
+@torch.no_grad()
+def margin_of(
+    base: Any,
+    prompts: Mapping[str, torch.Tensor],
+    settings: Mapping[str, Any],
+    row: int,
+    text: list[int],
+    chosen: int,
+    other: int,
+    seed: int,
+) -> tuple[float, float, float]:
+    """The margin between the token that the base chose and another one.
+
+    The raw logits are changed: the other token's up, all others down, each by half the margin. The change thus passes
+    through every processor and, in sampling, is combined with the noise that the base drew at this position.
+
+    Args:
+        base: the causal LM.
+        prompts: `input_ids` and `attention_mask` (B, P) of the call.
+        settings: of the call.
+        row: which of the B.
+        text: the new tokens of the row on which both agree.
+        chosen: the token of the base.
+        other: what the base did not choose.
+        seed: of the call.
+
+    Returns:
+        the smallest margin with which the base chooses `other`, infinite where none does; how much more probable
+        `chosen` is under the raw logits; and the margin that rounding explains.
+    """
+    own = {name: tensor[row : row + 1] for name, tensor in prompts.items()}
+    prefix = torch.cat([own["input_ids"], own["input_ids"].new_tensor([text])], dim=1)
+    mask = torch.cat([own["attention_mask"], torch.ones_like(prefix[:, : len(text)])], dim=1)
+    padded = {} if bool(mask.all()) else {"position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
+    logits = base(input_ids=prefix, attention_mask=mask, use_cache=False, **padded).logits[:, -1].float()  # (1, V)
+    probabilities = logits[0].softmax(-1)
+    probability = abs(float(probabilities[chosen] - probabilities[other]))
+    processors = _processors(base, own, settings)
+    noise = None
+    if settings.get("do_sample"):
+        noise = _noise(logits, len(prompts["input_ids"]), len(text), seed)[row : row + 1]
+
+    def chosen_at(margin: float) -> bool:
+        disturbed = logits - margin / 2
+        disturbed[0, other] += margin
+        scores = processors(prefix, disturbed)
+        best = scores.argmax(-1) if noise is None else (scores.softmax(-1) / noise).argmax(-1)
+        return int(best) == other
+
+    epsilon = max(torch.finfo(base.dtype).eps, torch.finfo(torch.float32).eps)  # tokens are chosen in float32
+    allowed = ROUNDING_STEPS * epsilon * float(logits.abs().max())
+    low, high = 0.0, 4 * float(logits.max() - logits.min()) + 100.0
+    if chosen_at(low):
+        return low, probability, allowed
+    if not chosen_at(high):
+        return float("inf"), probability, allowed
+    for _ in range(HALVINGS):
+        middle = (low + high) / 2
+        low, high = (low, middle) if chosen_at(middle) else (middle, high)
+    return high, probability, allowed
+
+
+def _processors(base: Any, prompts: Mapping[str, torch.Tensor], settings: Mapping[str, Any]) -> Any:
+    """The logits processors that the base prepares for this call."""
+    prepared = []
+
+    def keep_processors(model, input_ids, logits_processor, **_):
+        prepared.append(logits_processor)
+        return input_ids
+
+    base.generate(**prompts, **settings, custom_generate=keep_processors)
+    return prepared[0]
+
+
+def _noise(like: torch.Tensor, rows: int, position: int, seed: int) -> torch.Tensor:
+    """(B, V) the noise of one position; `torch.multinomial(p, 1)` is `argmax(p / noise)`, drawn again at each."""
+    torch.manual_seed(seed)
+    for _ in range(position + 1):
+        noise = like.new_empty(rows, like.shape[-1]).exponential_(1)
+    return noise
