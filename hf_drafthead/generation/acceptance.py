@@ -21,7 +21,7 @@ import torch
 
 from hf_drafthead.generation.rules import Rules, rounded
 from hf_drafthead.generation.settings import DraftSettings
-from hf_drafthead.generation.state import NOT_A_DISTRIBUTION, Candidates, Limits, Rows, Walk, running
+from hf_drafthead.generation.state import Candidates, Limits, Rows, Walk, running
 from hf_drafthead.generation.tree import DraftTree
 
 
@@ -184,8 +184,9 @@ def preferred_choices(
     sequences: torch.Tensor,
     lengths: list[int],
     reach: torch.Tensor,
-) -> torch.Tensor:
-    """(B, N) what typical acceptance or rejection emit at a node, -1 for the base's own choice.
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What typical acceptance or rejection emit at a node, -1 for the base's own choice, (B, N); and whether the base's
+    probabilities there are numbers, (B, N).
 
     Args:
         settings: which acceptance, not the exact one, and the tree.
@@ -198,17 +199,15 @@ def preferred_choices(
     """
     tokens, topology = candidates.tokens, candidates.topology
     p = rules.probabilities(logits, tokens, topology, sequences, lengths).to(reach.device)
-    if not p.isfinite().all():
-        raise RuntimeError(NOT_A_DISTRIBUTION)
+    valid = p.sum(-1).isfinite()
     if settings.acceptance == "typical":
-        return typical_choices(p, candidates, reach, settings.posterior_threshold, settings.posterior_alpha)
+        return typical_choices(p, candidates, reach, settings.posterior_threshold, settings.posterior_alpha), valid
     assert isinstance(settings.tree, DraftTree)  # as the settings see to
     q = torch.zeros_like(p)
     for level, guesses in zip(settings.tree.levels(p.device), candidates.guesses):
         q[:, level.expanded] = guesses.chances(rules.temperature, p.shape[-1]).to(p)
-    return rejection_choices(
-        p, q, candidates, torch.rand(tokens.shape, device=p.device), torch.empty_like(p[:, 0]).exponential_(1)
-    )
+    chance, noise = torch.rand(tokens.shape, device=p.device), torch.empty_like(p[:, 0]).exponential_(1)
+    return rejection_choices(p, q, candidates, chance, noise), valid
 
 
 def typical_choices(
@@ -276,8 +275,8 @@ def rejection_choices(
         noise: (B, V) exponential, for the last token.
 
     Returns:
-        (B, N): at every node of the accepted path the token that follows it, elsewhere -1. On the way the host asks
-        for each node whether a row is at its parent.
+        (B, N): at every node of the accepted path the token that follows it, elsewhere -1. A CPU passes by the nodes
+        at whose parent no row is; a GPU, which would have to be waited for, computes them too.
     """
     tokens, topology = candidates.tokens, candidates.topology
     parents = topology.parents.expand_as(tokens)
@@ -287,7 +286,7 @@ def rejection_choices(
     p, q = probabilities[:, 0].double(), drawn_from[:, 0].double()  # (B, V)
     for node in range(1, tokens.shape[1]):  # by depth, and siblings in the order of their draws
         here = parents[:, node] == at
-        if not here.any():
+        if here.device.type == "cpu" and not here.any():
             continue
         token = tokens[:, node, None]
         p_of, q_of = p.gather(1, token)[:, 0], q.gather(1, token)[:, 0]

@@ -155,6 +155,8 @@ class Capture:
             base.dtype,
             base.config._attn_implementation,
             step.drafter.reads,
+            global_state(rows.lengths.device),
+            (*adapters_of(base), *adapters_of(self.model.drafter)),
             None if self.config is None else repr(sorted(self.config.to_dict().items())),
         )
 
@@ -355,6 +357,39 @@ class CapturedStep:
             # as long as the keys: the compiler cannot write code for a size that differs from theirs by a constant
             visible = nn.functional.pad(visible, (0, state.cache.slots - visible.shape[1]), value=True)
         state.rows = rows._replace(sequences=sequences, visible=visible)
+
+
+def global_state(device: torch.device) -> Hashable:
+    """What torch computes by that is set for a thread or a process, and that a program takes from where it was made."""
+    kinds = dict.fromkeys((device.type, "cpu"))
+    backends = torch.backends.cuda
+    return (
+        *((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds),
+        torch.is_autocast_cache_enabled(),
+        torch.get_float32_matmul_precision(),
+        (
+            backends.matmul.allow_fp16_reduced_precision_reduction,
+            backends.matmul.allow_bf16_reduced_precision_reduction,
+        ),
+        (backends.flash_sdp_enabled(), backends.mem_efficient_sdp_enabled(), backends.math_sdp_enabled()),
+        backends.cudnn_sdp_enabled(),
+        (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()),
+        torch.get_default_dtype(),
+        torch.get_default_device(),
+        (torch.is_grad_enabled(), torch.is_inference_mode_enabled()),
+        torch.get_num_threads(),
+    )
+
+
+def adapters_of(module: Any) -> Iterator[str]:
+    """Of each of PEFT's layers, which adapters are active, merged or disabled, and how they are scaled."""
+    for name, layer in module.named_modules() if isinstance(module, nn.Module) else ():
+        if hasattr(layer, "_disable_adapters"):
+            values = {
+                key: value for key, value in vars(layer).items() if not isinstance(value, (nn.Module, torch.Tensor))
+            }
+            switches = {key: value for key, value in values.items() if key[0] != "_" or "adapter" in key}
+            yield f"{name} {switches}"
 
 
 def fingerprint(model: Any) -> Hashable:

@@ -24,7 +24,7 @@ from hf_drafthead.generation.reader import BaseReader
 from hf_drafthead.generation.rules import Rules
 from hf_drafthead.generation.settings import DraftSettings
 from hf_drafthead.generation.slots import SlotCache, fixed_slots
-from hf_drafthead.generation.state import Candidates, DecodingState, Limits, Rows, Verified, Walk
+from hf_drafthead.generation.state import NOT_A_DISTRIBUTION, Candidates, DecodingState, Limits, Rows, Verified, Walk
 from hf_drafthead.generation.stopwatch import Stopwatch
 
 
@@ -136,15 +136,20 @@ class Step:
     ) -> Walk:
         """The walk that suits the call: on the device where it can be."""
         rules, logits, rows, limits = self.rules, verified.logits, state.rows, state.limits
-        preferred = None
+        preferred, waits = None, logits.device.type != "cpu"  # a CPU waits for nothing, and looks at few nodes
         if self.settings.acceptance != "exact" and rules.config.do_sample:
             reach, sequences = deepest(limits, state.cache), rows.sequences.to(rules.device)
-            preferred = preferred_choices(self.settings, rules, logits, candidates, sequences, state.lengths, reach)
-            if rules.rejects and rules.on_device:
-                valid = torch.ones_like(preferred, dtype=torch.bool)
+            preferred, valid = preferred_choices(
+                self.settings, rules, logits, candidates, sequences, state.lengths, reach
+            )
+            if rules.on_device and (waits or rules.rejects):
+                if not rules.rejects:
+                    choice, _ = rules.choose_everywhere(logits.to(reach.device), candidates.topology.depths, None)
+                    preferred = torch.where(preferred < 0, choice, preferred)
                 return walk_on_device(preferred, valid, candidates, rows, limits, reach)
-        # a CPU, which waits for nothing, looks at the nodes that are visited only
-        elif rules.on_device and logits.device.type != "cpu":
+            if not valid.all():
+                raise RuntimeError(NOT_A_DISTRIBUTION)
+        elif rules.on_device and waits:
             logits = logits.to(rows.lengths.device)
             noise = None if noise is None else noise.to(logits.device)
             choice, valid = rules.choose_everywhere(logits, candidates.topology.depths, noise)

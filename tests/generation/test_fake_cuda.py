@@ -1,0 +1,202 @@
+"""Whole steps on tensors of a GPU that is not there: nothing waits for the device, and nothing is copied to or from it.
+
+A call is made on the CPU up to its first step. Its tensors and those of the model are then replaced by fake ones on
+`cuda:0`, which have shapes and no values, and the step is taken with them. What a step must not do raises: to read a
+value, to copy between devices, to index by a mask or by a Python list.
+"""
+
+import copy
+import dataclasses
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from hf_drafthead.generation import DraftTree, capture, decoding, rules
+from hf_drafthead.generation.slots import SlotCache, slot_mask
+from tests.bases import tiny_base
+from tests.families import FAMILIES
+from tests.generation.agreement import TREE, prompt
+
+CUDA = torch.device("cuda:0")
+TREES = {"static": TREE, "dynamic": {"dynamic": {"nodes": 8, "depth": 3, "width": 3}}, "root": DraftTree.root_alone()}
+CALLS = {
+    "greedy": {},
+    "sampled": {"do_sample": True, "top_k": 20, "top_p": 0.9, "temperature": 0.7},
+    "typical": {"do_sample": True, "acceptance": "typical"},
+    "rejection": {"do_sample": True, "acceptance": "rejection"},
+}
+READS_VALUES = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "unique_dim", "_unique2"}
+INDEXES = {"index", "index_put", "index_put_"}
+
+
+class NothingWaits(TorchDispatchMode):
+    """Refuses what makes a GPU wait for the host, or the host for the GPU; notes the operations of the others."""
+
+    def __init__(self):
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, function, types, arguments=(), named=None):
+        name = function._schema.name.partition("::")[2]
+        assert name not in READS_VALUES, f"{name} reads a value"
+        result = function(*arguments, **(named or {}))
+        tensors = [leaf for leaf in tree_leaves((arguments, named, result)) if isinstance(leaf, torch.Tensor)]
+        # a number that is written to all of a tensor is an argument of the kernel
+        assert all(tensor.is_cuda for tensor in tensors if tensor.dim()), f"{name} touches memory of the host"
+        if name in INDEXES:
+            assert not any(index is not None and index.dtype == torch.bool for index in arguments[1]), "index by a mask"
+        self.names.append(name)
+        return result
+
+
+class Reached(Exception):
+    """The first step of a call, and the state before it."""
+
+
+@pytest.fixture
+def first_step(monkeypatch):
+    """Runs a call of a model up to its first step: what would take it, and the state."""
+
+    def stop(settings, make, capture, state):
+        raise Reached(make(settings), state)
+
+    monkeypatch.setattr(decoding, "steps_of", stop)
+    # the generator of a GPU that is not there
+    monkeypatch.setattr(rules.NoiseTape, "_state", lambda tape: torch.zeros(0))
+    monkeypatch.setattr(rules.NoiseTape, "_restore", lambda tape, state: None)
+
+    def run(model, **call):
+        with pytest.raises(Reached) as reached:
+            model.generate(**call, max_new_tokens=30)
+        return reached.value.args
+
+    return run
+
+
+def faked(value, mode):
+    """Fake tensors of a GPU in the place of tensors, which keep their shapes and strides."""
+
+    def fake(leaf):
+        if not isinstance(leaf, torch.Tensor) or isinstance(leaf, FakeTensor):
+            return leaf
+        with mode:
+            return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=CUDA)
+
+    return tree_map(fake, value)
+
+
+def on_fake_gpu(model, mode):
+    """A copy of a model, with fake weights."""
+    twin = copy.deepcopy(model)
+    for part in (twin.base, twin.drafter):
+        for module in part.modules():
+            for tensors in (module._parameters, module._buffers):
+                for name, tensor in tensors.items():
+                    if tensor is not None:
+                        fake = faked(tensor.detach(), mode)
+                        tensors[name] = (
+                            torch.nn.Parameter(fake, requires_grad=False) if tensors is module._parameters else fake
+                        )
+    twin.drafter.attach(twin.base)
+    return twin
+
+
+def moved(step, state, twin, mode):
+    """Let a step and its state lie on the fake GPU."""
+    step.reader = dataclasses.replace(step.reader, base=twin.base)
+    step.drafter = twin.drafter
+    step.observer = twin.drafter
+    with mode:
+        if isinstance(step.tree, DraftTree):
+            step.tree.topology(CUDA), step.tree.levels(CUDA)
+    for cache in state.caches:
+        for pool in cache.pools:
+            pool.data = faked(pool.data, mode)
+        for layer in cache.layers:
+            layer.bind()
+        cache.lengths = faked(cache.lengths, mode)
+    state.rows, state.limits = faked(state.rows, mode), faked(state.limits, mode)
+    step.rules.device = CUDA
+    if step.rules.tape is not None:
+        step.rules.tape.device = CUDA
+        step.rules.tape.drawn = faked(step.rules.tape.drawn, mode)
+    for part in (*step.rules.processors, *step.rules.criteria):
+        vars(part).update(faked(dict(vars(part)), mode))
+
+
+@pytest.fixture(scope="module", params=FAMILIES, ids=lambda family: family.name)
+def models(request):
+    """A family on the CPU, and on the fake GPU."""
+    mode = FakeTensorMode()
+    model = request.param.build(tiny_base("llama-gqa", dtype=torch.float32))
+    return model, on_fake_gpu(model, mode), mode
+
+
+def cases():
+    for rows in (1, 3):
+        for name in CALLS:
+            for kind in TREES:
+                dynamic_rejects = (name, kind) == ("rejection", "dynamic")  # is refused
+                if not dynamic_rejects and (rows == 3 or name == "greedy" or kind == "static"):
+                    yield pytest.param(name, kind, rows, id=f"{name}, {kind}, {rows}")
+
+
+@pytest.mark.parametrize("name, kind, rows", cases())
+@torch.no_grad()
+def test_a_step_waits_for_nothing(models, first_step, name, kind, rows):
+    model, twin, mode = models
+    step, state = first_step(model, **prompt(rows), **CALLS[name], draft_tree=TREES[kind])
+    moved(step, state, twin, mode)
+    with mode, NothingWaits() as watch:
+        walk, _ = step(state)
+    assert walk.tokens.is_cuda and len(watch.names) > 30
+
+
+@pytest.mark.parametrize("kind", TREES)
+@torch.no_grad()
+def test_a_recorded_step_waits_for_nothing(models, first_step, kind):
+    model, twin, mode = models
+    step, state = first_step(model, **prompt(3), draft_tree=TREES[kind])
+    moved(step, state, twin, mode)
+    program = capture.Captured(step, lambda function: function)
+    with mode:
+        for cache in state.caches:
+            cache.fix(64, 64, alone=False)
+        state.rows = state.rows._replace(sequences=torch.zeros(3, 128, dtype=torch.long, device=CUDA), visible=None)
+        with NothingWaits() as watch:
+            walk, _ = program.whole(state.rows, state.cache, state.limits)
+    assert walk.tokens.is_cuda and len(watch.names) > 30
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda x: x[[0, 1]],
+        lambda x: x[x > 0],
+        lambda x: x.sum().item(),
+        lambda x: x.cpu(),
+        lambda x: x + torch.tensor([1.0, 2.0]).to(x.device),
+        lambda x: bool((x > 0).all()),
+    ],
+    ids=["list", "mask", "item", "copy", "copy to", "truth"],
+)
+def test_the_watch_can_fail(wrong):
+    with FakeTensorMode(), pytest.raises(Exception), NothingWaits():  # noqa: B017
+        wrong(torch.zeros(2, 2, device=CUDA))
+
+
+def test_lengths_on_a_gpu_are_those_of_few_plans_and_masks_are_aligned():
+    with FakeTensorMode():
+        cache = SlotCache(1, 1, capacity=70)
+        keys = torch.zeros(1, 1, 9, 4, device=CUDA)
+        cache.update(keys, keys, 0)
+        cache.count(9)
+        cache.place(13)
+        seen, _ = cache.update(torch.zeros(1, 1, 13, 4, device=CUDA), torch.zeros(1, 1, 13, 4, device=CUDA), 0)
+        assert cache.seen_extent == 64 and seen.shape[2] == 13 + 64
+        ancestors = torch.ones(1, 13, 13, dtype=torch.bool, device=CUDA)
+        mask = slot_mask(ancestors, cache.lengths, cache.seen_extent, torch.float32)
+        assert mask.shape == (1, 1, 13, 77) and mask.stride(2) == 80

@@ -1,0 +1,88 @@
+"""A captured program is never taken for a call that torch or PEFT computes otherwise than the call it was made for."""
+
+import contextlib
+
+import pytest
+import torch
+from peft import LoraConfig
+from transformers import CompileConfig
+
+from hf_drafthead.generation import capture
+from tests.bases import tiny_base
+from tests.families import FAMILIES
+from tests.generation.agreement import TREE, prompt
+
+# traced down to the operations of which autocast has changed the types
+CAPTURED = {"compile_config": CompileConfig(backend="aot_eager", mode="default"), "draft_tree": TREE}
+CALL = {"max_new_tokens": 16, "eos_token_id": None}
+
+
+def check(model):
+    """A captured call equals the base, and says what it is; returns the text."""
+    expected = model.base.generate(**prompt(), **CALL)
+    assert torch.equal(model.generate(**prompt(), **CALL, **CAPTURED), expected)
+    return expected
+
+
+@contextlib.contextmanager
+def deterministic():
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@contextlib.contextmanager
+def low_precision():
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def autocast():
+    return torch.autocast("cpu", torch.bfloat16)
+
+
+@pytest.mark.parametrize("state", [autocast, deterministic, low_precision])
+def test_what_torch_computes_by_is_part_of_the_key(state):
+    before = capture.global_state(torch.device("cpu"))
+    with state():
+        assert capture.global_state(torch.device("cpu")) != before
+    assert capture.global_state(torch.device("cpu")) == before
+
+
+def test_autocast_entered_and_left_between_two_calls():
+    model = FAMILIES[0].build(tiny_base("llama", dtype=torch.float32))
+
+    def in_half_precision():
+        output = model.generate(
+            **prompt(), **CALL | {"max_new_tokens": 4}, **CAPTURED, return_dict_in_generate=True, output_logits=True
+        )
+        return all(torch.equal(logits, logits.bfloat16().float()) for logits in output.logits)
+
+    found = [in_half_precision()]
+    with autocast():
+        found.append(in_half_precision())
+        check(model)
+    assert [*found, in_half_precision()] == [False, True, False]
+    check(model)
+
+
+def test_adapters_that_are_switched_between_two_calls():
+    base = tiny_base("llama")
+    base.add_adapter(LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False))
+    base.eval()
+    model = FAMILIES[0].build(base)
+    adapted = check(model)
+    base.disable_adapters()
+    assert not torch.equal(check(model), adapted)
+    base.enable_adapters()
+    assert torch.equal(check(model), adapted)
+    for module in base.modules():
+        if hasattr(module, "merged_adapters"):
+            module.merge()
+    check(model)
