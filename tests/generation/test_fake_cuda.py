@@ -21,6 +21,7 @@ from tests.families import FAMILIES
 from tests.generation.agreement import TREE, prompt
 
 CUDA = torch.device("cuda:0")
+MODE = FakeTensorMode()
 TREES = {"static": TREE, "dynamic": {"dynamic": {"nodes": 8, "depth": 3, "width": 3}}, "root": DraftTree.root_alone()}
 CALLS = {
     "greedy": {},
@@ -65,7 +66,7 @@ def first_step(monkeypatch):
 
     monkeypatch.setattr(decoding, "steps_of", stop)
     # the generator of a GPU that is not there
-    monkeypatch.setattr(rules.NoiseTape, "_state", lambda tape: torch.zeros(0))
+    monkeypatch.setattr(rules.NoiseTape, "_state", lambda tape: None)
     monkeypatch.setattr(rules.NoiseTape, "_restore", lambda tape, state: None)
 
     def run(model, **call):
@@ -76,19 +77,19 @@ def first_step(monkeypatch):
     return run
 
 
-def faked(value, mode):
+def faked(value):
     """Fake tensors of a GPU in the place of tensors, which keep their shapes and strides."""
 
     def fake(leaf):
         if not isinstance(leaf, torch.Tensor) or isinstance(leaf, FakeTensor):
             return leaf
-        with mode:
+        with MODE:
             return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=CUDA)
 
     return tree_map(fake, value)
 
 
-def on_fake_gpu(model, mode):
+def on_fake_gpu(model):
     """A copy of a model, with fake weights."""
     twin = copy.deepcopy(model)
     for part in (twin.base, twin.drafter):
@@ -96,7 +97,7 @@ def on_fake_gpu(model, mode):
             for tensors in (module._parameters, module._buffers):
                 for name, tensor in tensors.items():
                     if tensor is not None:
-                        fake = faked(tensor.detach(), mode)
+                        fake = faked(tensor.detach())
                         tensors[name] = (
                             torch.nn.Parameter(fake, requires_grad=False) if tensors is module._parameters else fake
                         )
@@ -104,35 +105,34 @@ def on_fake_gpu(model, mode):
     return twin
 
 
-def moved(step, state, twin, mode):
+def moved(step, state, twin):
     """Let a step and its state lie on the fake GPU."""
     step.reader = dataclasses.replace(step.reader, base=twin.base)
     step.drafter = twin.drafter
     step.observer = twin.drafter
-    with mode:
+    with MODE:
         if isinstance(step.tree, DraftTree):
             step.tree.topology(CUDA), step.tree.levels(CUDA)
     for cache in state.caches:
         for pool in cache.pools:
-            pool.data = faked(pool.data, mode)
+            pool.data = faked(pool.data)
         for layer in cache.layers:
             layer.bind()
-        cache.lengths = faked(cache.lengths, mode)
-    state.rows, state.limits = faked(state.rows, mode), faked(state.limits, mode)
+        cache.lengths = faked(cache.lengths)
+    state.rows, state.limits = faked(state.rows), faked(state.limits)
     step.rules.device = CUDA
     if step.rules.tape is not None:
         step.rules.tape.device = CUDA
-        step.rules.tape.drawn = faked(step.rules.tape.drawn, mode)
+        step.rules.tape.drawn = faked(step.rules.tape.drawn)
     for part in (*step.rules.processors, *step.rules.criteria):
-        vars(part).update(faked(dict(vars(part)), mode))
+        vars(part).update(faked(dict(vars(part))))
 
 
 @pytest.fixture(scope="module", params=FAMILIES, ids=lambda family: family.name)
 def models(request):
     """A family on the CPU, and on the fake GPU."""
-    mode = FakeTensorMode()
     model = request.param.build(tiny_base("llama-gqa", dtype=torch.float32))
-    return model, on_fake_gpu(model, mode), mode
+    return model, on_fake_gpu(model)
 
 
 def cases():
@@ -144,13 +144,13 @@ def cases():
                     yield pytest.param(name, kind, rows, id=f"{name}, {kind}, {rows}")
 
 
-@pytest.mark.parametrize("name, kind, rows", cases())
+@pytest.mark.parametrize("name, kind, rows", list(cases()))
 @torch.no_grad()
 def test_a_step_waits_for_nothing(models, first_step, name, kind, rows):
-    model, twin, mode = models
+    model, twin = models
     step, state = first_step(model, **prompt(rows), **CALLS[name], draft_tree=TREES[kind])
-    moved(step, state, twin, mode)
-    with mode, NothingWaits() as watch:
+    moved(step, state, twin)
+    with MODE, NothingWaits() as watch:
         walk, _ = step(state)
     assert walk.tokens.is_cuda and len(watch.names) > 30
 
@@ -158,11 +158,11 @@ def test_a_step_waits_for_nothing(models, first_step, name, kind, rows):
 @pytest.mark.parametrize("kind", TREES)
 @torch.no_grad()
 def test_a_recorded_step_waits_for_nothing(models, first_step, kind):
-    model, twin, mode = models
+    model, twin = models
     step, state = first_step(model, **prompt(3), draft_tree=TREES[kind])
-    moved(step, state, twin, mode)
+    moved(step, state, twin)
     program = capture.Captured(step, lambda function: function)
-    with mode:
+    with MODE:
         for cache in state.caches:
             cache.fix(64, 64, alone=False)
         state.rows = state.rows._replace(sequences=torch.zeros(3, 128, dtype=torch.long, device=CUDA), visible=None)
@@ -184,12 +184,12 @@ def test_a_recorded_step_waits_for_nothing(models, first_step, kind):
     ids=["list", "mask", "item", "copy", "copy to", "truth"],
 )
 def test_the_watch_can_fail(wrong):
-    with FakeTensorMode(), pytest.raises(Exception), NothingWaits():  # noqa: B017
+    with MODE, pytest.raises(Exception), NothingWaits():  # noqa: B017
         wrong(torch.zeros(2, 2, device=CUDA))
 
 
 def test_lengths_on_a_gpu_are_those_of_few_plans_and_masks_are_aligned():
-    with FakeTensorMode():
+    with MODE:
         cache = SlotCache(1, 1, capacity=70)
         keys = torch.zeros(1, 1, 9, 4, device=CUDA)
         cache.update(keys, keys, 0)

@@ -2,11 +2,16 @@
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from hf_drafthead.generation import DraftTree, SlotCache
+from hf_drafthead.generation.reader import probe
 from hf_drafthead.generation.rules import NoiseTape
 from tests.bases import VOCABULARY, tiny_base
 from tests.families import FAMILIES
 
+DEVICE = "cuda"
+TREE = DraftTree([(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0)])
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
@@ -49,3 +54,27 @@ def test_prompts_on_the_cpu_are_answered_there():
     output = model.generate(prompt, **settings)
     assert output.device.type == "cpu"
     assert torch.equal(output, model.base.generate(prompt, **settings))
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("kernel", ["CUDNN_ATTENTION", "EFFICIENT_ATTENTION", "MATH"])
+@torch.no_grad()
+def test_nodes_in_half_precision_with_the_kernels_that_users_run(kernel, rows):
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "initializer_range": 0.1}  # heads of 64 numbers
+    base = tiny_base("llama-gqa", dtype=torch.bfloat16, **sizes).to(DEVICE)
+    exact = tiny_base("llama-gqa", dtype=torch.float32, **sizes).to(DEVICE)
+    exact.load_state_dict(base.state_dict())
+    generator = torch.Generator().manual_seed(1)
+    past = torch.randint(3, VOCABULARY, (rows, 37), generator=generator).to(DEVICE)
+    nodes = torch.randint(3, VOCABULARY, (rows, TREE.num_nodes), generator=generator).to(DEVICE)
+    topology = TREE.topology(DEVICE)
+    with sdpa_kernel([SDPBackend[kernel], SDPBackend.MATH], set_priority=True):
+        reader = probe(base, (-1,))
+        cache = SlotCache(rows, base.config.num_hidden_layers, 64, TREE.slots)
+        reader(True, input_ids=past, past_key_values=cache, use_cache=True)
+        cache.count(past.shape[1])
+        found, _ = reader.nodes(nodes, topology, cache, cache.lengths[:, None] + topology.depths, None)
+    for node, depth in enumerate(TREE.depths):
+        text = torch.cat([past, nodes[:, topology.paths[0, node, : depth + 1]]], dim=1)
+        expected = exact(text).logits[:, -1]
+        assert (found[:, node] - expected).abs().max() < 0.05 * expected.abs().max()
