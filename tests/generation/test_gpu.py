@@ -68,7 +68,7 @@ def test_nodes_in_half_precision_with_the_kernels_that_users_run(kernel, rows):
     past = torch.randint(3, VOCABULARY, (rows, 37), generator=generator).to(DEVICE)
     nodes = torch.randint(3, VOCABULARY, (rows, TREE.num_nodes), generator=generator).to(DEVICE)
     topology = TREE.topology(DEVICE)
-    with sdpa_kernel([SDPBackend[kernel], SDPBackend.MATH], set_priority=True):
+    with sdpa_kernel([getattr(SDPBackend, kernel), SDPBackend.MATH], set_priority=True):
         reader = probe(base, (-1,))
         cache = SlotCache(rows, base.config.num_hidden_layers, 64, TREE.slots)
         reader(True, input_ids=past, past_key_values=cache, use_cache=True)
