@@ -160,10 +160,17 @@ class Writer:
 
 
 class Template:
-    """What the chat template puts around a user's words and an answer, as tokens."""
+    """What the chat template puts around a user's words and an answer, as tokens.
 
-    def __init__(self, tokenizer: Any) -> None:
+    Args:
+        tokenizer: of the base.
+        eos: what ends a text besides, by the base's generation config: a tokenizer that transformers 5.17 makes of a
+            GGUF file takes another token for it.
+    """
+
+    def __init__(self, tokenizer: Any, eos: int | list[int] | None) -> None:
         self.tokenizer = tokenizer
+        self.special = set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder)
 
         def show(messages: list[dict[str, str]], prompt: bool = False) -> str:
             return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)
@@ -173,11 +180,10 @@ class Template:
         before, after = one.split(QUESTION)
         between = two.split(ANSWER)[1].split(QUESTION)[0]
         self.before, self.after = self.encode(before), self.encode(after)
-        ends = [number for number, token in enumerate(self.encode(between)) if token in tokenizer.all_special_ids]
+        ends = [number for number, token in enumerate(self.encode(between)) if token in self.special]
         self.end = self.encode(between)[ends[0]]
         self.between = self.encode(between)[ends[0] + 1 :]  # from the end of an answer to the next user's words
-        self.ends = sorted({self.end, tokenizer.eos_token_id})
-        self.special = set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder)
+        self.ends = sorted({self.end, *([eos] if isinstance(eos, int) else eos or [])})
 
     def encode(self, text: str) -> list[int]:
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -311,7 +317,7 @@ def questions_and_answers(args: argparse.Namespace) -> None:
     model, tokenizer = load(args.base, device, torch.bfloat16)
     if model.config.vocab_size > 1 << 16:
         raise SystemExit(f"the vocabulary has {model.config.vocab_size} tokens, which uint16 cannot hold")
-    template = Template(tokenizer)
+    template = Template(tokenizer, model.generation_config.eos_token_id)
     weights = model.get_input_embeddings().weight.detach().float().cpu().numpy()
     settings = {
         "seed": args.seed,
