@@ -54,16 +54,16 @@ from figures import markdown
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_drafthead import DraftTree, zoo
-from hf_drafthead.evaluation.compare_with_base import grown
-from hf_drafthead.evaluation.speed import CAPTURED, draft, steps_of, time_interleaved
+from hf_drafthead.evaluation.calls import CAPTURED, draft, steps_of
 from hf_drafthead.generation.calibration import foretold_steps, own_texts, rank_paths
 from hf_drafthead.generation.costs import Timed, in_turn, timed
 from hf_drafthead.generation.entries import CalibrationKey, matching, tree_of
 from hf_drafthead.generation.identity import drafter_hash
 from hf_drafthead.generation.ladder import Size
 from hf_drafthead.generation.settings import AUTO, DEFAULT_TREE
-from hf_drafthead.generation.tree import MAX_DEPTH
+from hf_drafthead.generation.tree import MAX_DEPTH, RankPath
 from hf_drafthead.generation.worth import sampled_prompts, worth_of_trees
+from hf_drafthead.trees.timing import time_interleaved
 from hf_drafthead.zoo.trees import BATCH_SIZES, NEW_TOKENS, more_prompts
 
 RESULTS = Path(__file__).parent / "results" / "calibrated.json"
@@ -77,6 +77,15 @@ BASE, AGAIN, CALIBRATED, PREFIX = "base", "base again", "calibrated", "published
 HALVES = slice(0, None, 2), slice(1, None, 2)  # of the batches
 Runs = dict[str, list[Timed]]  # of each contender, by batch
 _RANKS: WeakKeyDictionary[Any, dict[torch.Tensor, torch.Tensor]] = WeakKeyDictionary()  # by prompt, by identity
+
+
+def grown(paths: Sequence[RankPath], count: int) -> list[RankPath]:
+    """The first `count` paths whose parent is among them."""
+    chosen: list[RankPath] = []
+    for path in paths:
+        if len(chosen) < count and (len(path) == 1 or path[:-1] in chosen):
+            chosen.append(path)
+    return chosen
 
 
 def loaded(family: str, own: bool = False) -> tuple[Any, list[torch.Tensor]]:

@@ -9,8 +9,8 @@ Held-out code prompts of the zoo, greedy, float32, one prompt at a time and in b
 turns on every prompt in one process (`hf_drafthead.evaluation.bench`). The heads run captured steps
 (`cache_implementation="static"`), and with `--uncaptured` also steps as they are by default. `compiled` is the base
 with a static cache under `torch.compile`; `prompt lookup` and `assisted` are transformers' own, measured beside the
-draft model, which is their assistant unless another is given. The draft tree of each family is the one that is
-fastest on this machine at the batch size, among the sizes of `TREE_SIZES`.
+draft model, which is their assistant unless another is given. The draft tree of each family is the one that `generate`
+takes: that of the calibration entry for this machine and batch size, or of the nearest.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ import platform
 import shlex
 import sys
 from pathlib import Path
-from typing import Any
 
 import torch
 import transformers
@@ -29,18 +28,13 @@ import transformers
 from hf_drafthead import zoo
 from hf_drafthead.evaluation import report
 from hf_drafthead.evaluation.bench import INTERRUPTED, bench
-from hf_drafthead.evaluation.compare_with_base import TRIED_PROMPTS, candidate_trees
 from hf_drafthead.evaluation.loading import load
 from hf_drafthead.evaluation.measurement import Measurement
-from hf_drafthead.evaluation.prompts import read_prompts
-from hf_drafthead.evaluation.questions import Question
-from hf_drafthead.evaluation.speed import fastest_tree
-from hf_drafthead.generation.tree import DraftTree
+from hf_drafthead.evaluation.questions import Question, read_prompts
 
 HERE = Path(__file__).resolve().parent
 LINE = "\n"
 DRAFT_MODEL = "draft-model"
-TREE_SIZES = {1: (8, 12), 8: (2, 4)}  # nodes that are tried, by the smallest batch size they are for
 
 
 def bundled_assistant(folder: Path) -> Path:
@@ -49,19 +43,6 @@ def bundled_assistant(folder: Path) -> Path:
     model.drafter.model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
-
-
-def trees(model: Any, batch_size: int) -> list[DraftTree]:
-    """The trees to try at a batch size, along the model's own rank paths."""
-    sizes = TREE_SIZES[max(size for size in TREE_SIZES if size <= batch_size)]
-    return candidate_trees(model, sizes)
-
-
-def tried(prompts: list[Question], batch_size: int) -> list[Question]:
-    """The prompts that choose the tree: a whole batch of one category, or a few of all."""
-    if batch_size == 1:
-        return prompts[:TRIED_PROMPTS]
-    return [prompt for prompt in prompts if prompt.category == prompts[0].category][:batch_size]
 
 
 def rows_of(measurements: list[Measurement]) -> list[str]:
@@ -76,7 +57,7 @@ def rows_of(measurements: list[Measurement]) -> list[str]:
         lines.append(
             f"| {one.family}, {one.tree_nodes} nodes | {one.batch_size} | {steps} | "
             f"{one.tokens_per_step or 1:.2f} | {one.base_tokens_per_second:.0f} | {one.tokens_per_second:.0f} | "
-            f"**{one.speedup:.2f}** | {low:.2f} to {high:.2f} | {over} | {'yes' if one.identical else 'NO'} |"
+            f"**{one.speedup:.2f}** | {low:.2f} to {high:.2f} | {over} | {report.same_text(one)} |"
         )
     for one in measurements:
         for name, found in one.compared.items():
@@ -147,34 +128,19 @@ def main() -> None:
         model, tokenizer = load(zoo.path(family), dtype=torch.float32)
         measured: list[Measurement] = []
         for captured in (True, False) if args.uncaptured else (True,):
-            for batch_size in args.batch:
-                how = {"batch_size": batch_size, "captured": captured}
-                tree = fastest_tree(
-                    model,
-                    tokenizer,
-                    tried(prompts, batch_size),
-                    trees(model, batch_size),
-                    max_new_tokens=args.tokens,
-                    **how,
-                )
-                measured += bench(
-                    model,
-                    tokenizer,
-                    prompts,
-                    {"do_sample": False, "max_new_tokens": args.tokens},
-                    tree=tree,
-                    captured=captured,
-                    compare=[*compiled, *(untrained if family == DRAFT_MODEL else [])] if captured else (),
-                    batch_sizes=[batch_size],
-                    repeats=args.repeats,
-                    tell=print,
-                )
-                one = measured[-1]
-                print(
-                    f"{one.family}: {one.tree_nodes} nodes, batch {batch_size}, {one.speedup:.2f}x, "
-                    f"{one.speedup_over_compiled or 0:.2f}x compiled, identical {one.identical}",
-                    flush=True,
-                )
+            new = bench(
+                model,
+                tokenizer,
+                prompts,
+                {"do_sample": False, "max_new_tokens": args.tokens},
+                captured=captured,
+                compare=[*compiled, *(untrained if family == DRAFT_MODEL else [])] if captured else (),
+                batch_sizes=args.batch,
+                repeats=args.repeats,
+                notify=print,
+            )
+            measured += new
+            print(*report.verdicts(new), sep="\n", flush=True)
         measurements += measured
         here = f"{HERE.parent}/"  # the page and the figures name the project's own files, wherever it lies
         files = {results / "end_to_end.json": measurements}

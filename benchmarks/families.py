@@ -24,9 +24,9 @@ from figures import accuracies, fill, markdown, samplings, steps, trainings
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from hf_drafthead import DraftTree, zoo
-from hf_drafthead.evaluation.acceptance import tokens_per_step
-from hf_drafthead.evaluation.prompts import read_prompts
-from hf_drafthead.evaluation.speed import draft, encode, steps_of
+from hf_drafthead.evaluation.calls import draft, encode, steps_of
+from hf_drafthead.evaluation.measurement import tokens_per_step
+from hf_drafthead.evaluation.questions import read_prompts
 from hf_drafthead.generation.settings import DEFAULT_TREE
 from hf_drafthead.zoo.build import STEPS, own_data
 from hf_drafthead.zoo.heads import AMPHISTA, FAMILIES, HEADS, Recipe, train_heads

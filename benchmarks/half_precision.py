@@ -16,7 +16,7 @@ from transformers import AutoModel, AutoTokenizer
 
 import hf_drafthead  # noqa: F401  registers the families
 from hf_drafthead import zoo
-from hf_drafthead.evaluation.prompts import read_prompts
+from hf_drafthead.evaluation.questions import read_prompts
 
 
 def first_difference(left: torch.Tensor, right: torch.Tensor) -> int | None:

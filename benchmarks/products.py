@@ -12,7 +12,7 @@ import argparse
 
 import torch
 
-from hf_drafthead.evaluation.speed import time_interleaved
+from hf_drafthead.trees.timing import time_interleaved
 
 # features out, features in, weights
 SHAPES = [

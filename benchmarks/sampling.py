@@ -25,9 +25,9 @@ from step import SHAPES, random_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from hf_drafthead import zoo
-from hf_drafthead.evaluation.acceptance import tokens_per_step
-from hf_drafthead.evaluation.prompts import read_prompts
-from hf_drafthead.evaluation.speed import batched, draft, encode, encode_all, steps_of
+from hf_drafthead.evaluation.calls import batched, draft, encode, encode_all, steps_of
+from hf_drafthead.evaluation.measurement import tokens_per_step
+from hf_drafthead.evaluation.questions import read_prompts
 from hf_drafthead.generation.acceptance import rejection_choices
 from hf_drafthead.generation.calibration import grow_tree, own_texts, rank_paths, tilt_of_seed
 from hf_drafthead.generation.dynamic import DynamicTree

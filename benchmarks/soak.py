@@ -28,7 +28,7 @@ from transformers import AutoModel, AutoTokenizer, CompileConfig, LogitsProcesso
 from transformers.utils import logging
 
 from hf_drafthead import zoo
-from hf_drafthead.evaluation.prompts import read_prompts
+from hf_drafthead.evaluation.questions import read_prompts
 from hf_drafthead.generation import capture
 
 BUSHY = [[0], [0, 0], [1], [2], [1, 0], [0, 1], [0, 0, 0]]

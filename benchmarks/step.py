@@ -32,13 +32,12 @@ from planted import PlantedDrafter
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedModel
 
 from hf_drafthead import DraftTree, zoo
-from hf_drafthead.evaluation.compare import decoding_methods
-from hf_drafthead.evaluation.measurement import BASE, COMPILED, HEADS
+from hf_drafthead.evaluation.calls import BASE, COMPILED, HEADS, decoding_methods
+from hf_drafthead.evaluation.measurement import STAGES, TimeSplit
 from hf_drafthead.evaluation.roofline import Machine, base_work, seconds_of, step_work
-from hf_drafthead.evaluation.speed import time_interleaved
-from hf_drafthead.evaluation.stages import STAGES, time_split
 from hf_drafthead.generation.settings import DEFAULT_TREE
 from hf_drafthead.modeling.families import FAMILIES, fresh_heads
+from hf_drafthead.trees.timing import time_interleaved
 
 SHAPES: dict[str, dict[str, int]] = {
     "68m": {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 2, "num_attention_heads": 12},
@@ -116,7 +115,9 @@ def _uncaptured(
                 model.generate(**given, draft_tree=tree, return_dict_in_generate=True, on_step=note, **settings)
             )
 
-        split = time_split(drafted).to_json()
+        timed = TimeSplit()
+        drafted(timed.note)
+        split = timed.to_json()
         if repeat == 0:
             continue  # warm-up
         rows["base_forward_ms"].append(1e3 * statistics.median(forwards[1:]))
@@ -143,7 +144,9 @@ def _captured(model: PreTrainedModel, tree: DraftTree, given: dict, settings: di
     }
     outputs, seconds = time_interleaved(runs, repeats, model.base.device)
     median = {name: statistics.median(values) for name, values in seconds.items()}
-    steps = time_split(lambda note: runners[HEADS](given, {**settings, "on_step": note})).to_json()
+    timed = TimeSplit()
+    runners[HEADS](given, {**settings, "on_step": timed.note})
+    steps = timed.to_json()
     return {
         "prepared_s": prepared,
         "captured_step_ms": steps["step"],

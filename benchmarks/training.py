@@ -28,7 +28,7 @@ from figures import TRAININGS, trainings
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_drafthead import zoo
-from hf_drafthead.evaluation.acceptance import tokens_per_step
+from hf_drafthead.evaluation.measurement import tokens_per_step
 from hf_drafthead.modeling import DraftHeadPreTrainedModel
 from hf_drafthead.training.prepare import PreparedData, own_prompts
 from hf_drafthead.training.run import FORETOLD_PROMPTS, Trained, train_heads

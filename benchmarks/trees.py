@@ -27,10 +27,10 @@ import torch
 from figures import markdown
 
 from hf_drafthead import DraftTree, zoo
-from hf_drafthead.evaluation.acceptance import tokens_per_step
+from hf_drafthead.evaluation.calls import encode, steps_of
 from hf_drafthead.evaluation.loading import load
-from hf_drafthead.evaluation.prompts import read_prompts
-from hf_drafthead.evaluation.speed import encode, steps_of
+from hf_drafthead.evaluation.measurement import tokens_per_step
+from hf_drafthead.evaluation.questions import read_prompts
 from hf_drafthead.generation.calibration import (
     UNKNOWN,
     foretold_steps,

@@ -11,15 +11,13 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from hf_drafthead import cli, zoo
-from hf_drafthead.cli import demo
-from hf_drafthead.evaluation import compare_with_base, look
+from hf_drafthead.evaluation import bench as benching
 from hf_drafthead.evaluation.loading import load
-from hf_drafthead.evaluation.prompts import read_prompts
 from hf_drafthead.generation.mixin import DraftHeadGenerationMixin
 from tests.checkpoints import FAMILIES, TREE, save_base, save_heads
 
 PROMPT = "def f(self):\n\treturn"
-DESIGN_FIELDS = {
+FIELDS = {
     "model",
     "base",
     "family",
@@ -40,7 +38,6 @@ DESIGN_FIELDS = {
     "tree_nodes",
     "transformers",
     "torch",
-    "tokens_per_step_published_tree",
 }
 
 
@@ -131,158 +128,48 @@ def test_info_tells_what_the_checkpoint_holds(folder, run, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(folder / "medusa")
     parameters = sum(parameter.numel() for parameter in model.drafter.parameters())
     assert code == 0
-    for words in ("medusa", "llama", f"{parameters:,}", f"{len(TREE) + 1} nodes", "├── 0", "num_layers="):
+    for words in ("medusa", "llama", f"{parameters:,}", f"{len(TREE) + 1} nodes", "num_layers="):
         assert words in out
+    assert "├── 0" not in out and "├── 0" in run("info", folder / "medusa", "--draw")[1]
     figures = json.loads(file.read_text())
     assert figures["parameters"] == parameters
     assert figures["memory"] == 4 * parameters
     assert sorted(figures["tree"]) == sorted(TREE)
 
 
-def test_demo_measures_every_family_and_shows_a_sample(tiny_zoo, run, tmp_path):
+def test_demo_measures_every_family_as_bench_does_and_shows_a_sample(tiny_zoo, run, tmp_path):
     file = tmp_path / "demo.json"
-    code, out, _ = run("demo", "--full", "--max-new-tokens", 12, "--repeats", 1, "--json", file)
+    code, out, err = run("demo", "--full", "--max-new-tokens", 12, "--json", file)
     rows = json.loads(file.read_text())["rows"]
-    assert code == 0
-    assert [row["family"] for row in rows] == sorted(FAMILIES)
+    assert (code, err) == (0, "")
+    assert [(row["family"], row["batch_size"]) for row in rows] == [
+        (name, size) for name in sorted(FAMILIES) for size in (1, 8)
+    ]
     for row in rows:
-        assert DESIGN_FIELDS <= set(row)
-        assert row["identical"] and row["identical_published_tree"]
-        assert row["prompts"] == 3 and row["new_tokens"] == 36
+        assert FIELDS <= set(row)
+        assert row["identical"] and row["prompts"] == 3 and row["new_tokens"] == 36
         assert set(row["per_category"]) == {"a", "b"}
         assert row["efficiency"] == pytest.approx(row["speedup"] / row["tokens_per_step"])
+    assert rows[1]["tree_nodes"] > rows[0]["tree_nodes"] == len(TREE) + 1  # the published tree, and the model's own
     assert out.count("yes") == 2 * len(FAMILIES) and "NO" not in out
     assert out.count(" continues 'import os'") == 1  # by the family that needed the fewest steps
+    code, out, _ = run("demo", "--family", "medusa", "--prompts", 1, "--max-new-tokens", 4)
+    assert code == 0 and "1 prompts" in out and " continues 'def f'" in out
 
 
-def test_a_short_demo_measures_the_base_beside_every_family_and_grows_line_by_line(
-    tiny_zoo, run, tmp_path, monkeypatch
-):
-    calls, bases, captured = [], [], []
-    right = look.decoding_methods
+def test_the_base_is_loaded_once_and_the_short_demo_takes_few_prompts(tiny_zoo, run, monkeypatch):
+    seen = []
 
-    def counting(model, tokenizer, **options):
-        bases.append(model.base)
-        if options.get("acceptance"):  # nothing is compiled in a test
-            captured.append(options.pop("acceptance"))
-        found = right(model, tokenizer, **options)
-        base = found["base"]
-        found["base"] = lambda given, settings: calls.append("base") or base(given, settings)
-        if "compare" in options:
-            found["compiled"] = lambda given, settings: calls.append("compiled") or base(given, settings)
-        return found
+    def asked(model, tokenizer, questions, settings, *, captured, compare, **_):
+        seen.append((model.base, len(questions), settings["max_new_tokens"], captured, compare))
+        if len(seen) % 2 == 0:
+            raise ValueError("seen")
+        return []
 
-    monkeypatch.setattr(look, "decoding_methods", counting)
-    file = tmp_path / "demo.json"
-    code, out, _ = run("demo", "--compiled", "--max-new-tokens", 12, "--json", file)
-    rows = json.loads(file.read_text())["rows"]
-    assert code == 0
-    assert len(bases) == 4 and all(base is bases[0] for base in bases)  # loaded once
-    # three prompts, and one call that is not timed; then the base beside each of the others
-    assert calls == ["base"] * 10 + ["compiled"] + ["base", "compiled"] * 3 + ["base"] * 3
-    ways = [("base", "as installed"), ("hydra", "as installed"), ("medusa", "as installed"), ("base", "compiled")]
-    assert [(row["name"], row["way"]) for row in rows[:4]] == ways
-    longest = max(rows[1:3], key=lambda row: row["tokens_per_step"])
-    assert (rows[4]["name"], rows[4]["way"], len(rows)) == (longest["name"], "captured", 5)
-    assert captured == [{"cache_implementation": "static"}]
-    assert rows[4]["tree_nodes"] == longest["tree_nodes"]
-    assert all(row["identical"] and row["new_tokens"] == 36 for row in rows)
-    for row in rows[1:3] + rows[4:]:
-        assert row["speedup"] > 0
-        assert row["tokens_per_step"] >= 1 and row["tree_nodes"] >= 2
-    over_compiled = rows[4]["tokens_per_second"] / rows[3]["tokens_per_second"]
-    assert [row["speedup_over_compiled"] for row in rows] == [None] * 4 + [pytest.approx(over_compiled)]
-    lines = out.splitlines()
-    assert lines[1].split()[:3] == ["family", "how", "nodes"]
-    assert [line.split()[0] for line in lines[2:7]] == ["base", "hydra", "medusa", "base", "compiling"]
-    assert lines[8].split()[0] == "compiling"
-    assert out.count(" yes") == 5 and all(len(line) <= 80 for line in lines[1:7])
-    assert out.count(" continues 'import os'") == 1
-    code, out, _ = run("demo", "--no-compiled", "--max-new-tokens", 4, "--prompts", 1)
-    assert code == 0 and len(captured) == 1 and calls.count("compiled") == 4  # nothing more is compiled
-    assert [line.split()[0] for line in out.splitlines()[2:5]] == ["base", "hydra", "medusa"]
-    assert "compil" not in out.partition("\n")[2].partition("\n")[2]
-
-
-def test_a_short_demo_compiles_as_far_as_its_time_allows(tiny_zoo, run, monkeypatch):
-    right = look.decoding_methods
-
-    def slow(given, settings):  # to compile
-        clock[0] += 40.0 * (len(compiled) == 0)
-        compiled.append(given)
-        return right_base(given, settings)
-
-    def stand_ins(*arguments, acceptance=None, **options):
-        nonlocal right_base
-        found = right(*arguments, **options)
-        right_base = found["base"]
-        return {**found, "compiled": slow}
-
-    def out_of_demo():
-        compiled.clear()
-        clock[0] = 0.0
-        code, out, _ = run("demo", "--family", "medusa", "--max-new-tokens", 4, "--prompts", 1)
-        assert code == 0
-        return [line for line in out.splitlines()[2:] if " compiled " in line or " captured " in line]
-
-    compiled, clock, right_base = [], [0.0], None
-    monkeypatch.setattr(look, "decoding_methods", stand_ins)
-    monkeypatch.setattr(look.time, "perf_counter", lambda: clock.__setitem__(0, clock[0] + 0.001) or clock[0])
-    base, step = out_of_demo()
-    assert base.endswith(" yes") and len(compiled) == 2
-    assert step.split()[:3] == ["medusa", "captured", "left"]
-    assert step.endswith("left out: with about 56 s for compiling it would end after 96 s")
-    monkeypatch.setattr(demo, "DEMO_SECONDS", 97.0)
-    base, step = out_of_demo()
-    assert base.endswith(" yes") and step.endswith(" yes")
-    monkeypatch.setattr(demo, "DEMO_SECONDS", 29.0)
-    (base,) = out_of_demo()
-    assert base.endswith("left out: with about 30 s for compiling it would end after 30 s") and not compiled
-
-
-def test_prompts_of_one_length_keep_their_beginning_and_their_end():
-    ids = [torch.tensor([[1, 5, 6, 7]]), torch.tensor([[1, 8, 9]]), torch.tensor([[1, 2, 3, 4, 5]])]
-    found = look.of_one_length([{"input_ids": row, "attention_mask": torch.ones_like(row)} for row in ids])
-    assert [one["input_ids"].tolist() for one in found] == [[[1, 6, 7]], [[1, 8, 9]], [[1, 4, 5]]]
-    assert all(one["attention_mask"].tolist() == [[1, 1, 1]] for one in found)
-    (alone,) = look.of_one_length([{"input_ids": torch.tensor([[7]])}])
-    assert alone["input_ids"].tolist() == [[7]]
-
-
-def test_a_short_demo_goes_on_where_nothing_can_be_compiled(tiny_zoo, run, monkeypatch):
-    right = look.decoding_methods
-
-    def failing(given, settings):
-        raise RuntimeError("no C++ compiler")
-
-    def without_compiler(*arguments, **options):
-        options.pop("acceptance", None)
-        return {**right(*arguments, **options), "compiled": failing}
-
-    monkeypatch.setattr(look, "decoding_methods", without_compiler)
-    code, out, _ = run("demo", "--compiled", "--max-new-tokens", 4, "--family", "medusa")
-    assert code == 0
-    assert "compiled      not possible here: no C++ compiler" in out
-    assert " captured " not in out
-
-
-def test_a_short_demo_takes_few_prompts(monkeypatch, run):
-    seen, limits = [], []
-
-    def lines(self, families, compile_within):
-        limits.append(compile_within)
-        seen.append((len(self.prompts), self.max_new_tokens, list(families)))
-        raise ValueError("seen")
-
-    monkeypatch.setattr(look.Look, "lines", lines)
-    assert run("demo")[0] == 2 and run("demo", "--prompts", 2)[0] == 2
-    assert seen == [(4, 48, zoo.families()), (2, 48, zoo.families())]
-    assert run("demo", "--compiled")[0] == 2 and run("demo", "--no-compiled")[0] == 2
-    assert limits == [demo.DEMO_SECONDS, demo.DEMO_SECONDS, None, 0.0]
-    text = "--compiled and --no-compiled are for the short demo: leave --full out."
-    refused(run("demo", "--full", "--compiled"), text)
-    refused(run("demo", "--full", "--no-compiled"), text)
-    refused(run("demo", "--repeats", 2), "--repeats is for --full: a short demo runs every prompt once.")
+    monkeypatch.setattr(benching, "bench", asked)
+    for words, expected in (([], (3, 48, False, [])), (["--captured", "--prompts", 2], (2, 48, True, ["compiled"]))):
+        assert run("demo", *words)[0] == 2
+        assert seen[-1][1:] == seen[-2][1:] == expected and seen[-1][0] is seen[-2][0]
 
 
 def test_demo_ends_with_1_if_an_output_differs(tiny_zoo, run, monkeypatch):
@@ -294,7 +181,7 @@ def test_demo_ends_with_1_if_an_output_differs(tiny_zoo, run, monkeypatch):
         return out
 
     monkeypatch.setattr(DraftHeadGenerationMixin, "generate", wrong)
-    code, out, err = run("demo", "--full", "--family", "medusa", "--max-new-tokens", 6, "--repeats", 1)
+    code, out, err = run("demo", "--family", "medusa", "--max-new-tokens", 6)
     assert code == 1
     assert "NO" in out
     assert err.splitlines()[-1].endswith(
@@ -302,17 +189,11 @@ def test_demo_ends_with_1_if_an_output_differs(tiny_zoo, run, monkeypatch):
     )
 
 
-def test_the_progress_bar_of_the_demo_knows_its_length(tiny_zoo):
-    model, tokenizer = load(str(tiny_zoo / "medusa"))
-    prompts = read_prompts(tiny_zoo / "prompts.jsonl")
-    calls = []
-    compare_with_base.compare_with_base(
-        model, tokenizer, prompts, max_new_tokens=4, repeats=1, batch_size=2, progress=lambda: calls.append(0)
-    )
-    assert len(calls) == compare_with_base.rounds(prompts, 2)
-
-
 BAD_MODELS = {
+    "no owner": (
+        "nowhere",
+        "there is no folder 'nowhere': give the folder of a draft-head checkpoint, or its id on the Hub.",
+    ),
     "no folder": ("nowhere/at/all", "there is no folder 'nowhere/at/all': give the folder of a draft-head checkpoint"),
     "not on the Hub": ("org/none", "no model could be read at 'org/none' ("),
     "empty folder": ("{folder}/empty", "holds no config.json: give the folder of a draft-head checkpoint"),

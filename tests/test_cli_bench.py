@@ -13,7 +13,7 @@ from hf_drafthead.cards import write_card
 from hf_drafthead.cli import common
 from hf_drafthead.cli.settings import parse_settings
 from hf_drafthead.evaluation import bench as benching
-from hf_drafthead.evaluation import plan, questions
+from hf_drafthead.evaluation import questions
 from hf_drafthead.evaluation.questions import read_questions
 from tests.checkpoints import FAMILIES, save_base, save_heads
 
@@ -171,7 +171,7 @@ def test_several_temperatures_are_a_curve_with_every_kind_of_acceptance(run, tmp
 
 
 def test_an_interruption_writes_and_marks_what_was_measured(run, tmp_path, monkeypatch):
-    right, calls = benching.Course._round, []
+    right, calls = benching.BenchRun._round, []
 
     def interrupted(self, *arguments):
         calls.append(0)
@@ -179,7 +179,7 @@ def test_an_interruption_writes_and_marks_what_was_measured(run, tmp_path, monke
             raise KeyboardInterrupt
         return right(self, *arguments)
 
-    monkeypatch.setattr(benching.Course, "_round", interrupted)
+    monkeypatch.setattr(benching.BenchRun, "_round", interrupted)
     file = tmp_path / "figures.json"
     code, out, err = run("{folder}/medusa", "--questions", "{folder}/prompts.jsonl", *QUICK, "--json", file)
     assert code == 130
@@ -193,14 +193,14 @@ def test_an_interruption_writes_and_marks_what_was_measured(run, tmp_path, monke
 
 
 def test_an_interruption_between_two_models_is_written_too(run, tmp_path, monkeypatch):
-    right = plan.load_here
+    right = benching.LoadOptions.load
 
-    def interrupted(name, options):
+    def interrupted(self, name):
         if name.endswith("hydra"):
             raise KeyboardInterrupt
-        return right(name, options)
+        return right(self, name)
 
-    monkeypatch.setattr(plan, "load_here", interrupted)
+    monkeypatch.setattr(benching.LoadOptions, "load", interrupted)
     file = tmp_path / "figures.json"
     models = ("{folder}/medusa", "{folder}/hydra")
     code, _, err = run(*models, "--questions", "{folder}/prompts.jsonl", *QUICK, "--json", file)

@@ -6,41 +6,34 @@ from typing import Annotated
 import typer
 
 from hf_drafthead.cli.common import (
-    BaseModel,
-    Device,
-    Dtype,
+    Loading,
     Model,
-    RemoteCode,
     SamplingSeed,
     System,
     Temperature,
-    Template,
     Tree,
     app,
     coloured,
     complain,
-    load_model,
     output,
     parse_tree,
     sampling,
     show_pace,
+    takes_model,
 )
 
 
 @app.command()
+@takes_model
 def chat(
     model: Model,
+    loading: Loading,
     system: System = None,
-    chat_template: Template = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer, at most.")] = 1024,
     temperature: Temperature = None,
     seed: SamplingSeed = None,
     tree: Tree = None,
     color: Annotated[bool, typer.Option("--color/--no-color", help="Colour accepted guesses by their depth.")] = True,
-    device: Device = None,
-    dtype: Dtype = "auto",
-    base_model: BaseModel = None,
-    trust_remote_code: RemoteCode = False,
 ) -> None:
     """Hold a conversation: answers stream, accepted guesses are coloured by depth; /clear starts anew, /exit ends."""
     from transformers import set_seed
@@ -48,7 +41,7 @@ def chat(
     from hf_drafthead.evaluation.conversation import Conversation
 
     chosen = None if tree is None else parse_tree(tree)
-    loaded, tokenizer = load_model(model, chat_template, dtype, device, base_model, trust_remote_code)
+    loaded, tokenizer = loading.load(model)
     settings = {"max_new_tokens": max_new_tokens, **sampling(temperature)}
     conversation = Conversation(loaded, tokenizer, system=system, tree=chosen, settings=settings)
     if seed is not None:

@@ -1,5 +1,7 @@
 """What the commands share: the application, options, checks, printing."""
 
+import functools
+import inspect
 import io
 import json
 import shlex
@@ -7,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -58,45 +61,91 @@ RemoteCode = Annotated[
 Json = Annotated[Path | None, typer.Option("--json", metavar="PATH", help="Write the figures there as JSON.")]
 
 
-def parse_tree(given: str) -> Any:
+@dataclass(frozen=True)
+class Loading:
+    """The options of every command that loads a model: how it is loaded."""
+
+    chat_template: Template = None
+    device: Device = None
+    dtype: Dtype = "auto"
+    base_model: BaseModel = None
+    trust_remote_code: RemoteCode = False
+
+    def template(self) -> str | None:
+        """The text of the chat template that replaces the tokenizer's."""
+        return read_template(self.chat_template)
+
+    def options(self) -> Any:
+        """The same as `LoadOptions`, which are checked."""
+        from hf_drafthead.evaluation.loading import LoadOptions
+
+        return LoadOptions(self.dtype, self.device, self.base_model, self.trust_remote_code)
+
+    def load(self, name: str) -> tuple[Any, Any]:
+        """Model, in eval mode, and tokenizer.
+
+        Raises:
+            OSError, ValueError: there is no such template, or as `LoadOptions` and its `load` do.
+        """
+        template = self.template()
+        model, tokenizer = self.options().load(name)
+        tokenizer.chat_template = template or tokenizer.chat_template
+        return model, tokenizer
+
+
+def takes_model(function: Callable[..., None], without: str = "") -> Callable[..., None]:
+    """A command whose parameter `loading: Loading` typer sees as the options that `Loading` holds, `without` one."""
+    options = {name: each for name, each in inspect.signature(Loading).parameters.items() if name != without}
+    others = [each for each in inspect.signature(function).parameters.values() if each.annotation is not Loading]
+
+    @functools.wraps(function)
+    def command(**values: Any) -> None:
+        loading = Loading(**{name: values.pop(name) for name in options})
+        function(loading=loading, **values)
+
+    command.__signature__ = inspect.Signature([*others, *options.values()])  # type: ignore[attr-defined]
+    return command
+
+
+def parse_tree(text: str) -> Any:
     """A draft tree from the command line: rank paths as JSON, a file that holds them, or a published tree's name; else
     "dynamic", sizes of a dynamic tree as JSON, or "auto"."""
     from hf_drafthead.generation.settings import AUTO
     from hf_drafthead.generation.tree import DraftTree
 
-    if given in ("dynamic", AUTO):
-        return given
-    if given.lstrip().startswith("{"):
-        return dynamic_of(given)
-    if given.lstrip().startswith("["):
-        return DraftTree.from_json(given)
-    if given.endswith(".json"):
-        if not Path(given).is_file():
-            raise OSError(f"there is no tree file {given!r}: give a file of rank paths such as [[0], [1], [0, 0]].")
-        return DraftTree.from_json(Path(given).read_text(encoding="utf-8"))
-    return DraftTree.from_name(given)
+    if text in ("dynamic", AUTO):
+        return text
+    if text.lstrip().startswith("{"):
+        return dynamic_of(text)
+    if text.lstrip().startswith("["):
+        return DraftTree.from_json(text)
+    if text.endswith(".json"):
+        if not Path(text).is_file():
+            raise OSError(f"there is no tree file {text!r}: give a file of rank paths such as [[0], [1], [0, 0]].")
+        return DraftTree.from_json(Path(text).read_text(encoding="utf-8"))
+    return DraftTree.from_name(text)
 
 
-def dynamic_of(given: str) -> Any:
+def dynamic_of(text: str) -> Any:
     """The sizes of a dynamic tree, checked."""
     from hf_drafthead.generation.dynamic import resolve
 
     try:
-        found = json.loads(given)
+        sizes = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f'--tree {given[:40]!r} is not JSON ({error}): give {{"dynamic": {{"nodes": 32}}}}.') from None
-    resolve(found, None, 2**31)
-    return found
+        raise ValueError(f'--tree {text[:40]!r} is not JSON ({error}): give {{"dynamic": {{"nodes": 32}}}}.') from None
+    resolve(sizes, None, 2**31)
+    return sizes
 
 
-def parse_options(given: list[str]) -> dict[str, Any]:
+def parse_options(pairs: list[str]) -> dict[str, Any]:
     """NAME=VALUE pairs; values are read as JSON if they are valid JSON, else as text.
 
     Raises:
         ValueError: one is no such pair.
     """
     options = {}
-    for pair in given:
+    for pair in pairs:
         name, equals, value = pair.partition("=")
         if not (name and equals):
             raise ValueError(f"--set {pair!r} is no NAME=VALUE: give for example --set learning_rate=1e-3.")
@@ -107,17 +156,17 @@ def parse_options(given: list[str]) -> dict[str, Any]:
     return options
 
 
-def parse_numbers(option: str, given: str | None, kind: Callable[[str], Any], *, zero: bool = False) -> list[Any]:
+def parse_numbers(option: str, text: str | None, kind: Callable[[str], Any], *, zero: bool = False) -> list[Any]:
     """Numbers above 0 with commas between them; `zero` allows 0 as well."""
     try:
-        found = [kind(word) for word in given.split(",")] if given else []
+        numbers = [kind(word) for word in text.split(",")] if text else []
     except ValueError:
-        found = [-1]
-    if not all((0 < number or (zero and number == 0)) and number < float("inf") for number in found):
+        numbers = [-1]
+    if not all((0 < number or (zero and number == 0)) and number < float("inf") for number in numbers):
         expected = "whole numbers" if kind is int else "numbers"
         least = "from 0" if zero else "above 0"
-        raise ValueError(f"{option} {given!r}: expected {expected} {least} with commas between them.")
-    return found
+        raise ValueError(f"{option} {text!r}: expected {expected} {least} with commas between them.")
+    return numbers
 
 
 def read_template(path: Path | None) -> str | None:
@@ -136,16 +185,8 @@ def load_model(
         name: folder or id of the heads.
         chat_template: file of a Jinja template that replaces the tokenizer's.
         dtype, device, base_model, remote_code: as in `LoadOptions`.
-
-    Raises:
-        OSError, ValueError: there is no such template, or as `load_here` and `LoadOptions` do.
     """
-    from hf_drafthead.evaluation.load_options import LoadOptions, load_here
-
-    template = read_template(chat_template)
-    model, tokenizer = load_here(name, LoadOptions(dtype, device, base_model, remote_code))
-    tokenizer.chat_template = template or tokenizer.chat_template
-    return model, tokenizer
+    return Loading(chat_template, device, dtype, base_model, remote_code).load(name)
 
 
 def command_line() -> str:
@@ -156,8 +197,8 @@ def command_line() -> str:
 def check_writable(path: Path | None, option: str = "--json") -> None:
     """Refuse a place where no file can be written, before any work is done for it."""
     if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
-        found = "is a folder" if path.is_dir() else f"lies in {str(path.parent)!r}, which does not exist"
-        raise OSError(f"{option} {str(path)!r} {found}: give the path of a file in a folder that exists.")
+        reason = "is a folder" if path.is_dir() else f"lies in {str(path.parent)!r}, which does not exist"
+        raise OSError(f"{option} {str(path)!r} {reason}: give the path of a file in a folder that exists.")
 
 
 def write_json(path: Path | None, figures: dict[str, Any]) -> None:
@@ -177,8 +218,11 @@ def printable(text: str) -> str:
 
 
 def output(color: bool = False) -> Console:
-    """Standard output; coloured on a terminal, and elsewhere only if asked for."""
-    return Console(highlight=False, markup=False, force_terminal=True if color else None)
+    """Standard output; coloured on a terminal, and elsewhere only if asked for; tables in a file are never cut."""
+    console = Console(highlight=False, markup=False, force_terminal=True if color else None)
+    if not console.is_terminal:
+        console.width = 160
+    return console
 
 
 @contextmanager

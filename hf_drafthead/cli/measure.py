@@ -6,26 +6,21 @@ from typing import Annotated, Any
 import typer
 
 from hf_drafthead.cli.common import (
-    BaseModel,
-    Device,
-    Dtype,
     Json,
+    Loading,
     Model,
     Models,
-    RemoteCode,
     Settings,
-    Template,
     Trees,
     app,
     bar,
     check_writable,
     command_line,
     complain,
-    load_model,
     output,
     parse_numbers,
     parse_tree,
-    read_template,
+    takes_model,
     write_json,
 )
 from hf_drafthead.cli.settings import parse_settings
@@ -34,6 +29,7 @@ PROMPT_LOOKUP = "prompt-lookup"
 
 
 @app.command()
+@takes_model
 def bench(
     models: Models,
     questions: Annotated[
@@ -42,8 +38,8 @@ def bench(
             metavar="FILE", help="MT-Bench or Spec-Bench file, any other file of chats, prompts or texts, data set."
         ),
     ],
+    loading: Loading,
     split: Annotated[str | None, typer.Option(help="Of the data set.")] = None,
-    chat_template: Template = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first so many questions.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens per answer, at most.")] = 256,
     batch_size: Annotated[str, typer.Option(metavar="N[,N...]", help="Questions per call; several for a curve.")] = "1",
@@ -71,10 +67,6 @@ def bench(
     ] = False,
     tree: Trees = None,
     settings: Settings = None,
-    device: Device = None,
-    dtype: Dtype = "auto",
-    base_model: BaseModel = None,
-    trust_remote_code: RemoteCode = False,
     plot: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Draw pictures there.")] = None,
     csv_path: Annotated[
         Path | None, typer.Option("--csv", metavar="PATH", help="Write the figures by category.")
@@ -83,10 +75,9 @@ def bench(
 ) -> None:
     """Speed, acceptance and exactness of models with draft heads against their bases, on questions."""
     from hf_drafthead.evaluation import plots, report
-    from hf_drafthead.evaluation.load_options import LoadOptions
-    from hf_drafthead.evaluation.plan import Plan, carry_out
+    from hf_drafthead.evaluation.bench import Plan, carry_out
+    from hf_drafthead.evaluation.loading import process_state
     from hf_drafthead.evaluation.questions import read_questions
-    from hf_drafthead.evaluation.sharding import process_state
 
     check_writable(json_path)
     check_writable(csv_path, "--csv")
@@ -98,40 +89,39 @@ def bench(
         questions=read_questions(questions, split)[:limit],
         settings={"max_new_tokens": max_new_tokens, **parse_settings(settings)},
         temperatures=parse_numbers("--temperature", temperature, float, zero=True) or usual,
-        trees=[parse_tree(one) for one in tree] if tree else [None],
-        chat_template=read_template(chat_template),
+        trees=[parse_tree(text) for text in tree] if tree else [None],
+        chat_template=loading.template(),
         thresholds=thresholds,
-        captured=captured,
         compare=compared_methods(compare, sizes),
         batch_sizes=sizes,
-        repeats=repeats,
-        seed=seed,
-        load=LoadOptions(dtype, device, base_model, trust_remote_code),
+        options={"captured": captured, "repeats": repeats, "seed": seed},
+        load=loading.options(),
     )
-    said = {"questions": named(questions), "split": split, "limit": limit, "command": command_line()}
-    said = {name: value for name, value in said.items() if value is not None}
+    about = {"questions": named(questions), "split": split, "limit": limit, "command": command_line()}
+    about = {name: value for name, value in about.items() if value is not None}
     first = process_state().is_main_process
 
     def keep(measurements: list[Any]) -> None:
         if first:
-            write_json(json_path, report.to_json(measurements, **said))
+            write_json(json_path, report.to_json(measurements, **about))
             if csv_path is not None:
                 report.write_csv(csv_path, measurements)
 
     with bar(plan.batches) as begin:
-        outcome = carry_out(plan, begin=begin, tell=complain if first else lambda notice: None, keep=keep)
+        notify = complain if first else lambda notice: None
+        measurements, stopped = carry_out(plan, begin=begin, notify=notify, keep=keep)
     if first:
         console = output()
-        for table in report.tables(outcome.measurements):
+        for table in report.tables(measurements):
             console.print(table)
-        for sentence in report.verdicts(outcome.measurements):
+        for sentence in report.verdicts(measurements):
             console.print(sentence, soft_wrap=True)
         if plot is not None:
-            plots.draw(outcome.measurements, plot)
-    if outcome.stopped:
-        marked = ", marked with *," if any(not one.complete for one in outcome.measurements) else ""
+            plots.draw(measurements, plot)
+    if stopped:
+        marked = ", marked with *," if any(not each.complete for each in measurements) else ""
         kept = f", and are kept in {str(json_path)!r}" if json_path is not None else ""
-        complain(f"{outcome.stopped}: the figures{marked} are those of the prompts that were finished{kept}.")
+        complain(f"{stopped}: the figures{marked} are those of the prompts that were finished{kept}.")
         raise typer.Exit(130)
 
 
@@ -148,56 +138,46 @@ def named(questions: str) -> str:
 
 
 @app.command()
+@takes_model
 def verify(
     model: Model,
     prompts: Annotated[
         str, typer.Option(metavar="FILE", help="As the questions of `bench`; of a chat the first turn.")
     ],
+    loading: Loading,
     split: Annotated[str | None, typer.Option(help="Of the data set.")] = None,
-    chat_template: Template = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first so many prompts.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens per prompt.")] = 64,
     batch_size: Annotated[int, typer.Option(min=1, help="Rows of the checks in batches.")] = 4,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the sampling.")] = 0,
     settings: Settings = None,
-    device: Device = None,
-    dtype: Dtype = "auto",
-    base_model: BaseModel = None,
-    trust_remote_code: RemoteCode = False,
     json_path: Json = None,
 ) -> None:
     """Whether a model with draft heads writes what its base writes; ends with 1 if it does not."""
+    from hf_drafthead.evaluation.calls import batched, encode_all
     from hf_drafthead.evaluation.questions import read_questions
-    from hf_drafthead.evaluation.speed import batched, encode_all
-    from hf_drafthead.evaluation.verify import calls, verdict_table, verify
+    from hf_drafthead.evaluation.verify import calls, verdict_table
+    from hf_drafthead.evaluation.verify import verify as check
 
     check_writable(json_path)
-    given = parse_settings(settings)
-    asked = read_questions(prompts, split)[:limit]
-    loaded, tokenizer = load_model(model, chat_template, dtype, device, base_model, trust_remote_code)
-    encoded = encode_all(loaded, tokenizer, batched(asked, 1), max_new_tokens)
-    rows = [one["input_ids"][0].tolist() for one in encoded]
-    how: dict[str, Any] = {"batch_size": batch_size, "settings": given}
-    with bar(calls(rows, **how)) as begin:
-        found = verify(
-            loaded,
-            rows,
-            max_new_tokens=max_new_tokens,
-            seed=seed,
-            tokenizer=tokenizer,
-            progress=begin("verify"),
-            **how,
-        )
+    options: dict[str, Any] = {"batch_size": batch_size, "settings": parse_settings(settings)}
+    questions = read_questions(prompts, split)[:limit]
+    loaded, tokenizer = loading.load(model)
+    inputs = encode_all(loaded, tokenizer, batched(questions, 1), max_new_tokens)
+    rows = [each["input_ids"][0].tolist() for each in inputs]
+    with bar(calls(rows, **options)) as begin:
+        options |= {"max_new_tokens": max_new_tokens, "seed": seed, "tokenizer": tokenizer}
+        verdict = check(loaded, rows, progress=begin("verify"), **options)
     console = output()
-    console.print(verdict_table(found))
-    console.print(found.in_words(), soft_wrap=True)
-    write_json(json_path, found.to_json(tokenizer))
-    if found.stopped:
+    console.print(verdict_table(verdict))
+    console.print(verdict.in_words(), soft_wrap=True)
+    write_json(json_path, verdict.to_json(tokenizer))
+    if verdict.stopped:
         kept = f", and is kept in {str(json_path)!r}" if json_path is not None else ""
         complain(f"interrupted: this is what was compared until then{kept}; it does not show that all is well.")
         raise typer.Exit(130)
-    if undrafted := sum(check.undrafted for check in found.checks):
+    if undrafted := sum(each.undrafted for each in verdict.checks):
         complain(f"{undrafted} calls were decoded by the base itself, so they verified nothing: see the warning above.")
-    if found.shortest is not None:
-        complain(found.shortest.told(tokenizer))
+    if verdict.shortest is not None:
+        complain(verdict.shortest.in_words(tokenizer))
         raise typer.Exit(1)

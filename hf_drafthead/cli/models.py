@@ -1,5 +1,6 @@
 """`hf-drafthead generate` and `info`: one model, used and described."""
 
+import functools
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -8,27 +9,23 @@ import typer
 from rich.text import Text
 
 from hf_drafthead.cli.common import (
-    BaseModel,
-    Device,
-    Dtype,
     Json,
+    Loading,
     Model,
-    RemoteCode,
     SamplingSeed,
     System,
     Temperature,
-    Template,
     Tree,
     app,
     check_writable,
     coloured,
     legend,
-    load_model,
     output,
     parse_tree,
     printable,
     sampling,
     show_pace,
+    takes_model,
     write_json,
     write_picture,
 )
@@ -38,14 +35,15 @@ APART = ("draft_tree", "calibration")  # settings that have lines of their own
 
 
 @app.command()
+@takes_model
 def generate(
     model: Model,
+    loading: Loading,
     prompt: Annotated[
         str | None, typer.Option(help="Text to continue, or question of a chat; without it standard input is read.")
     ] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is, without the chat template.")] = False,
     system: System = None,
-    chat_template: Template = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to write, at most.")] = 128,
     temperature: Temperature = None,
     seed: SamplingSeed = None,
@@ -53,27 +51,23 @@ def generate(
     stream: Annotated[bool, typer.Option("--stream", help="Print while writing.")] = False,
     color: Annotated[bool, typer.Option("--color", help="Colour accepted guesses by their depth.")] = False,
     svg: Annotated[Path | None, typer.Option(metavar="PATH", help="Also write the coloured text as a picture.")] = None,
-    device: Device = None,
-    dtype: Dtype = "auto",
-    base_model: BaseModel = None,
-    trust_remote_code: RemoteCode = False,
     json_path: Json = None,
 ) -> None:
     """Continue a prompt, or answer it where the tokenizer has a chat template."""
     from transformers import set_seed
 
-    from hf_drafthead.evaluation.conversation import chat_text, need_template
-    from hf_drafthead.evaluation.sample import sample
+    from hf_drafthead.evaluation.conversation import sample
+    from hf_drafthead.evaluation.questions import chat_text, need_template
 
     check_writable(json_path)
     check_writable(svg, "--svg")
-    if raw and (system or chat_template):
+    if raw and (system or loading.chat_template):
         raise ValueError("--raw leaves the chat template out: drop it, or drop --system and --chat-template.")
     asked = read_standard_input() if prompt is None else prompt
     if not asked:
         raise ValueError("the prompt is empty: give the text to continue with --prompt 'def main('.")
     chosen = None if tree is None else parse_tree(tree)
-    loaded, tokenizer = load_model(model, chat_template, dtype, device, base_model, trust_remote_code)
+    loaded, tokenizer = loading.load(model)
     if system:
         need_template(tokenizer)
     chat = bool(tokenizer.chat_template) and not raw
@@ -119,60 +113,62 @@ def read_standard_input() -> str:
 
 
 @app.command()
+@functools.partial(takes_model, without="chat_template")
 def info(
     model: Model,
+    loading: Loading,
     try_base: Annotated[
         bool, typer.Option("--probe", help="Load the base too and try whether the heads draft on it.")
     ] = False,
-    device: Device = None,
-    dtype: Dtype = "auto",
-    base_model: BaseModel = None,
-    trust_remote_code: RemoteCode = False,
+    draw: Annotated[bool, typer.Option("--draw", help="Draw the draft tree too.")] = False,
     json_path: Json = None,
 ) -> None:
     """Show a checkpoint: family, base, heads, parameters, memory, tree and settings.
 
     Options that say how to load the base imply --probe.
     """
-    from hf_drafthead.evaluation.load_options import LoadOptions, load_here
     from hf_drafthead.evaluation.summary import probe, summarize
 
     check_writable(json_path)
-    options = LoadOptions(dtype, device, base_model, trust_remote_code)
-    found = summarize(model)
-    tried = probe(load_here(model, options)[0]) if try_base or options != LoadOptions() else None
-    rows = {
-        "family": found.family,
-        "base": f"{found.base or 'not named'} ({found.base_type}{', included' if found.base_included else ''})",
-        "base revision": found.base_revision or "not recorded",
-        "draft heads": str(found.draft_heads),
-        "parameters": f"{found.parameters:,}",
-        "memory added": f"{found.memory / 2**20:.1f} MiB ({found.dtype})",
-        "heads": ", ".join(f"{name}={value}" for name, value in found.fields.items()),
-        "settings": ", ".join(f"{name}={value}" for name, value in found.settings.items() if name not in APART),
-    }
-    if tried is not None:
-        rows["on its base"] = (
-            f"{tried.base_parameters:,} parameters, {tried.memory / 2**20:.1f} MiB with the heads "
-            f"({tried.dtype}, {tried.device})"
-        )
-        rows["drafts"] = "yes" if tried.drafts else f"no, the base decodes by itself: {tried.why_not}"
-    else:
-        rows["drafts"] = "not tried: --probe loads the base and tries"
+    loading.options()  # refused before anything is read
+    summary = summarize(model)
+    probed = probe(loading.load(model)[0]) if try_base or loading != Loading() else None
     console = output()
-    for name, value in rows.items():
-        if value:
-            console.print(Text(printable(f"{name:<14} {value}")), soft_wrap=True)
-    if found.tree is not None:
-        chosen = found.settings["draft_tree"]
-        named = f"{printable(chosen)}: " if isinstance(chosen, str) else ""
-        console.print(f"{'draft tree':<14} {named}{found.tree.num_nodes} nodes, each line a rank among its siblings")
-        console.print(Text(found.tree.draw()))
-    elif found.settings.get("draft_tree") is not None:
-        console.print(Text(printable(f"{'draft tree':<14} {found.settings['draft_tree']}")), soft_wrap=True)
-    for line in calibrated(found.settings.get("calibration")):
-        console.print(Text(printable(f"{'calibrated':<14} {line}")), soft_wrap=True)
-    write_json(json_path, {**found.to_json(), **({} if tried is None else {"probe": vars(tried)})})
+    for name, value in rows_of(summary, probed):
+        console.print(Text(printable(f"{name:<14} {value}")), soft_wrap=True)
+    if draw and summary.tree is not None:
+        console.print(f"{'drawn':<14} each line a rank among its siblings")
+        console.print(Text(summary.tree.draw()))
+    write_json(json_path, {**summary.to_json(), **({} if probed is None else {"probe": vars(probed)})})
+
+
+def rows_of(summary: Any, probed: Any) -> list[tuple[str, str]]:
+    """What `info` prints of a checkpoint, and of its base where that was tried."""
+    rows = [
+        ("family", summary.family),
+        ("base", f"{summary.base or 'not named'} ({summary.base_type}{', included' if summary.base_included else ''})"),
+        ("base revision", summary.base_revision or "not recorded"),
+        ("draft heads", str(summary.draft_heads)),
+        ("parameters", f"{summary.parameters:,}"),
+        ("memory added", f"{summary.memory / 2**20:.1f} MiB ({summary.dtype})"),
+        ("heads", ", ".join(f"{name}={value}" for name, value in summary.fields.items())),
+        ("settings", ", ".join(f"{name}={value}" for name, value in summary.settings.items() if name not in APART)),
+    ]
+    if probed is None:
+        rows.append(("drafts", "not tried: --probe loads the base and tries"))
+    else:
+        weights = f"{probed.base_parameters:,} parameters, {probed.memory / 2**20:.1f} MiB with the heads"
+        rows.append(("on its base", f"{weights} ({probed.dtype}, {probed.device})"))
+        rows.append(("drafts", "yes" if probed.drafts else f"no, the base decodes by itself: {probed.why_not}"))
+    chosen = summary.settings.get("draft_tree")
+    if summary.tree is not None:
+        name = f"{chosen}: " if isinstance(chosen, str) else ""
+        size = f"{summary.tree.num_nodes} nodes, {summary.tree.max_depth} guesses deep"
+        rows.append(("draft tree", f"{name}{size} (--draw draws it)"))
+    elif chosen is not None:
+        rows.append(("draft tree", str(chosen)))
+    rows += [("calibrated", line) for line in calibrated(summary.settings.get("calibration"))]
+    return [(name, value) for name, value in rows if value]
 
 
 def calibrated(entries: Any) -> list[str]:
@@ -180,7 +176,7 @@ def calibrated(entries: Any) -> list[str]:
     lines = []
     for entry in entries if isinstance(entries, list) else []:
         if isinstance(entry, dict) and isinstance(entry.get("tree"), list):
-            told = ", ".join(f"{name} {entry[name]}" for name in CALIBRATED_FOR if entry.get(name) is not None)
+            situation = ", ".join(f"{name} {entry[name]}" for name in CALIBRATED_FOR if entry.get(name) is not None)
             nodes = len(entry["tree"]) + 1
-            lines.append(f"{nodes} {'node' if nodes == 1 else 'nodes'}: {told}")
+            lines.append(f"{nodes} {'node' if nodes == 1 else 'nodes'}: {situation}")
     return lines

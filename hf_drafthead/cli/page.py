@@ -5,27 +5,24 @@ from typing import Annotated
 
 import typer
 
-from hf_drafthead.cli.common import BaseModel, Device, Dtype, Model, RemoteCode, Template, app, load_model
+from hf_drafthead.cli.common import Loading, Model, app, takes_model
 
 
 @app.command()
+@takes_model
 def page(
     model: Model,
-    chat_template: Template = None,
+    loading: Loading,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Initial value of the page's setting.")] = 128,
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")] = 7860,
     open_browser: Annotated[bool, typer.Option("--open", help="Open the page in the browser.")] = False,
-    device: Device = None,
-    dtype: Dtype = "auto",
-    base_model: BaseModel = None,
-    trust_remote_code: RemoteCode = False,
 ) -> None:
     """Open a page in the browser: base and heads side by side, guesses in colour, the draft tree of every step."""
     if find_spec("gradio") is None:
         raise OSError("the page needs gradio: pip install 'hf-drafthead[page]'.")
     from hf_drafthead.page.app import build, launch
 
-    loaded, tokenizer = load_model(model, chat_template, dtype, device, base_model, trust_remote_code)
+    loaded, tokenizer = loading.load(model)
     blocks = build(loaded, tokenizer, max_new_tokens=max_new_tokens)
     launch(blocks, host=host, port=port, open_browser=open_browser)

@@ -58,7 +58,7 @@ def train(
     """Train draft heads and show their expected tokens per step; defaults are the recipe of the family's paper."""
     from accelerate import PartialState
 
-    from hf_drafthead.evaluation.load_options import floating_type
+    from hf_drafthead.evaluation.loading import floating_type
     from hf_drafthead.training.options import sort_options
     from hf_drafthead.training.run import train_heads
 

@@ -109,8 +109,8 @@ def load_with_prompts(
     model: str, loading: tuple[Any, ...], prompts: str | None, limit: int, new_tokens: int, chat_template: Path | None
 ) -> tuple[Any, list[Any] | None]:
     """A model, and the token ids of the prompts in a file; None without one. `loading` is as in `load_model`."""
+    from hf_drafthead.evaluation.calls import batched, encode_all
     from hf_drafthead.evaluation.questions import read_questions
-    from hf_drafthead.evaluation.speed import batched, encode_all
 
     asked = None if prompts is None else read_questions(prompts)[:limit]
     loaded, tokenizer = load_model(model, chat_template, *loading)

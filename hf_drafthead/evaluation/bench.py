@@ -1,4 +1,4 @@
-"""Speed, acceptance and exactness of a model with draft heads against its own base, on questions.
+"""Speed, acceptance and exactness of models with draft heads against their own bases, on questions.
 
 Base, heads and other methods decode every prompt alternately in one process; a conversation continues with the base's
 own answers, so that all get the same prompts.
@@ -7,103 +7,56 @@ Shapes: B rows, P prompt tokens, M positions, K heads.
 """
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from accelerate.utils import gather_object
 
-from hf_drafthead.evaluation.compare import Method, cannot_batch, decoding_methods, with_reader
-from hf_drafthead.evaluation.loading import one_line
-from hf_drafthead.evaluation.measurement import (
+from hf_drafthead.evaluation.calls import (
     BASE,
     COMPILED,
     HEADS,
-    Measurement,
-    Round,
-    Run,
-    identity,
-    summed_up,
-    undrafted_notice,
-)
-from hf_drafthead.evaluation.quality import quality
-from hf_drafthead.evaluation.questions import Question
-from hf_drafthead.evaluation.rounding import FirstDifference, first_difference
-from hf_drafthead.evaluation.sharding import Shard
-from hf_drafthead.evaluation.speed import (
     ForwardCount,
+    Method,
     batched,
+    cannot_batch,
+    decoding_methods,
     drafted,
     encode_all,
     encode_turn,
     has_room,
     new_rows,
     steps_of,
-    time_interleaved,
+    with_reader,
 )
-from hf_drafthead.evaluation.stages import time_split
+from hf_drafthead.evaluation.loading import LoadOptions, one_line, process_state
+from hf_drafthead.evaluation.measurement import Measurement, Round, Run, answer_quality, summed_up
+from hf_drafthead.evaluation.questions import Question
+from hf_drafthead.evaluation.rounding import FirstDifference, first_difference
 from hf_drafthead.generation.calibration import rank_paths
 from hf_drafthead.generation.memory import out_of_memory
 from hf_drafthead.generation.tree import DraftTree
+from hf_drafthead.trees.timing import time_interleaved
 
 INTERRUPTED, NO_MEMORY = "interrupted", "out of memory"
 
 
-def measure(
-    model: Any,
-    tokenizer: Any,
-    prompts: Sequence[Question],
-    *,
-    tree: DraftTree,
-    max_new_tokens: int,
-    batch_size: int = 1,
-    repeats: int = 3,
-    progress: Callable[[], object] = lambda: None,
-) -> Measurement:
-    """Decode texts greedily with the base and with the heads, alternately: measures speed and exactness only.
-
-    Args:
-        model: a model with draft heads; its base is what it is compared with.
-        tokenizer: the base's.
-        prompts: what to continue, `batch_size` of one category at a time, padded on the left.
-        tree: the draft tree of every step.
-        max_new_tokens: per prompt, at most.
-        batch_size: prompts per call.
-        repeats: timed runs of each prompt, of which the median counts.
-        progress: called after each batch.
-
-    Raises:
-        ValueError: no prompt, one that is empty, or one that leaves the base no room for `max_new_tokens`.
-    """
-    course = Course(
-        model,
-        tokenizer,
-        decoding_methods(model, tokenizer, tree=tree),
-        {"do_sample": False, "max_new_tokens": max_new_tokens},
-        batch_size=batch_size,
-        repeats=repeats,
-        closely=False,
-        progress=progress,
-    )
-    course.rounds += course.run(prompts)
-    course.notices += undrafted_notice(course.rounds)
-    return course.measurement(tree_nodes=tree.num_nodes)
-
-
 @dataclass
-class Course:
+class BenchRun:
     """One measurement: how it is done, and the rounds so far.
 
     Attributes:
         model: with draft heads.
         tokenizer: the base's.
-        runners: the decoding methods; those that cannot run here are removed, with a notice.
+        methods: of decoding; those that cannot run here are removed, with a notice.
         settings: of every call, `max_new_tokens` among them.
         batch_size: B, questions of one category at a time.
         repeats: timed runs, of which the median counts.
         seed: of sampling; every method starts each round from the same state.
-        closely: also analyse the steps, the guesses and the answers, in a run that is not timed.
-        captured: whether the heads' steps are compiled, as they are in `runners`.
+        captured: whether the heads' steps are compiled, as they are in `methods`.
         lossless: whether the text of the heads should be the base's.
         progress: called after each batch of questions.
         stopped: why it ended early, if it did.
@@ -112,26 +65,24 @@ class Course:
 
     model: Any
     tokenizer: Any
-    runners: dict[str, Method]
+    methods: dict[str, Method]
     settings: Mapping[str, Any]
     batch_size: int = 1
     repeats: int = 3
     seed: int = 0
-    closely: bool = True
     captured: bool = False
     lossless: bool = True
     progress: Callable[[], object] = lambda: None
     rounds: list[Round] = field(default_factory=list)
     stopped: str | None = None
     notices: list[str] = field(default_factory=list)
-    _compiled_for: set[torch.Size] = field(default_factory=set, init=False, repr=False)
-    _captured_for: set[int] = field(default_factory=set, init=False, repr=False)
+    _prepared: set[Any] = field(default_factory=set, init=False, repr=False)  # shapes and rows that were compiled for
 
     def run_as_far_as_possible(self, questions: Sequence[Question]) -> None:
         """Run, and keep the finished rounds if the memory runs out or the user interrupts."""
         try:
-            for one in self.run(questions):
-                self.rounds.append(one)
+            for finished in self.run(questions):
+                self.rounds.append(finished)
         except KeyboardInterrupt:
             self.stopped = INTERRUPTED
         except (RuntimeError, MemoryError) as error:
@@ -149,71 +100,76 @@ class Course:
         """
         batches = batched(questions, self.batch_size)
         first_turns = encode_all(self.model, self.tokenizer, batches, self.settings["max_new_tokens"])
-        self._warm_up(max(first_turns, key=lambda given: given["input_ids"].shape[1]))
-        for batch, given in zip(batches, first_turns, strict=True):
+        self._warm_up(max(first_turns, key=lambda inputs: inputs["input_ids"].shape[1]))
+        for batch, inputs in zip(batches, first_turns, strict=True):
             answers: list[list[str]] = [[] for _ in batch]
-            turn, asked = 0, list(range(len(batch)))
-            while asked:
-                one, told = self._round([batch[row] for row in asked], turn, given)
-                yield one
-                for row, answer in zip(asked, told):
-                    answers[row].append(answer)
+            turn, open_rows = 0, list(range(len(batch)))
+            while open_rows:
+                finished, texts = self._round([batch[row] for row in open_rows], turn, inputs)
+                yield finished
+                for row, text in zip(open_rows, texts):
+                    answers[row].append(text)
                 turn += 1
-                asked = [row for row in asked if self._goes_on(batch[row], answers[row])]
-                if asked:
-                    rest = [batch[row] for row in asked]
-                    given = encode_turn(self.model, self.tokenizer, rest, [answers[row] for row in asked])
+                open_rows = [row for row in open_rows if self._has_next_turn(batch[row], answers[row])]
+                if open_rows:
+                    rest = [batch[row] for row in open_rows]
+                    inputs = encode_turn(self.model, self.tokenizer, rest, [answers[row] for row in open_rows])
             self.progress()
 
-    def measurement(self, **said: Any) -> Measurement:
+    def measurement(self, **about: Any) -> Measurement:
         """The measurement of the rounds so far."""
         return summed_up(
             self.model,
             self.rounds,
             batch_size=self.batch_size,
             repeats=self.repeats,
-            settings=told_settings(self.model, self.settings),
+            settings=full_settings(self.model, self.settings),
             captured=self.captured,
             complete=self.stopped is None,
             stopped=self.stopped,
             notices=self.notices,
-            **said,
+            **about,
         )
 
-    def _warm_up(self, given: Mapping[str, torch.Tensor]) -> None:
+    def _warm_up(self, inputs: Mapping[str, torch.Tensor]) -> None:
         """Run what happens in the first call only: the probe of the base, compilation, allocations."""
-        for name, runner in list(self.runners.items()):
+        for name, method in list(self.methods.items()):
             if name in (BASE, HEADS):
-                runner(given, self.settings)
+                method(inputs, self.settings)
             elif self.batch_size > 1 and cannot_batch(name):
                 self._leave_out(name, "transformers decodes this way for one prompt at a time only")
             else:
-                self._try(name, given)
+                self._try(name, inputs)
 
-    def _try(self, name: str, given: Mapping[str, torch.Tensor]) -> None:
+    def _try(self, name: str, inputs: Mapping[str, torch.Tensor]) -> None:
         """One untimed call; a method that fails is left out."""
         try:
-            self.runners[name](given, self.settings)
+            self.methods[name](inputs, self.settings)
         except Exception as error:  # errors of compilers and of other methods, which the heads do not need
             if out_of_memory(error):
                 raise
             self._leave_out(name, one_line(error))
         if name == COMPILED:
-            self._compiled_for.add(given["input_ids"].shape)
+            self._prepared.add(inputs["input_ids"].shape)
 
     def _leave_out(self, name: str, reason: str) -> None:
-        del self.runners[name]
+        del self.methods[name]
         self.notices.append(f"{name} is left out: {reason}.")
 
+    def _prepare(self, inputs: Mapping[str, torch.Tensor]) -> None:
+        """Untimed calls where a compiled method meets a new shape of prompts, or captured heads a new batch size."""
+        shape = inputs["input_ids"].shape
+        if COMPILED in self.methods and shape not in self._prepared:
+            self._try(COMPILED, inputs)
+        if self.captured and shape[0] not in self._prepared:
+            self.methods[HEADS](inputs, self.settings)
+            self._prepared.add(shape[0])
+
     def _round(
-        self, batch: Sequence[Question], turn: int, given: Mapping[str, torch.Tensor]
+        self, batch: Sequence[Question], turn: int, inputs: Mapping[str, torch.Tensor]
     ) -> tuple[Round, list[str]]:
         """One turn of a batch, and the base's answers."""
-        if COMPILED in self.runners and given["input_ids"].shape not in self._compiled_for:
-            self._try(COMPILED, given)  # every new shape is compiled again
-        if self.captured and len(given["input_ids"]) not in self._captured_for:
-            self.runners[HEADS](given, self.settings)  # every new number of rows
-            self._captured_for.add(len(given["input_ids"]))
+        self._prepare(inputs)
         device = self.model.base.device
         peaks: dict[str, int] = {}  # of the GPU: the most that a process on a CPU has used says nothing of a method
         forwards: dict[str, int] = {}
@@ -230,21 +186,21 @@ class Course:
 
         def counted(name: str) -> Any:
             if name in (HEADS, COMPILED):  # the counter would be compiled too, and again whenever the count has changed
-                return self.runners[name](given, self.settings)
+                return self.methods[name](inputs, self.settings)
             with ForwardCount(self.model.base) as count:
-                output = self.runners[name](given, self.settings)
-            forwards[name] = count.take()
+                output = self.methods[name](inputs, self.settings)
+            forwards[name] = count.forwards
             if getattr(output, "past_key_values", None) is not None:
                 output.past_key_values = None  # else it would count as memory of the next method
             return output
 
-        calls = {name: functools.partial(counted, name) for name in self.runners}
+        calls = {name: functools.partial(counted, name) for name in self.methods}
         outputs, seconds = time_interleaved(calls, self.repeats, device, before=before, after=after)
         sequences = {name: getattr(output, "sequences", output) for name, output in outputs.items()}
-        rows = {name: new_rows(self.model, given, found, self.settings) for name, found in sequences.items()}
+        rows = {name: new_rows(self.model, inputs, tokens, self.settings) for name, tokens in sequences.items()}
         if drafted(outputs[HEADS]):
             forwards[HEADS] = 1 + steps_of(outputs[HEADS]).shape[1]
-        one = Round(
+        finished = Round(
             category=batch[0].category,
             rows=len(batch),
             runs={
@@ -253,43 +209,36 @@ class Course:
                     tokens=sum(map(len, rows[name])),
                     forwards=forwards.get(name, max(map(len, rows[name]))),
                     identical=torch.equal(sequences[name], sequences[BASE]),
-                    differences=self._differences(given, sequences, rows, seed) if name == HEADS else [],
                     peak_memory=peaks.get(name),
                 )
-                for name in self.runners
+                for name in self.methods
             },
             accepted=steps_of(outputs[HEADS]),
+            ranks=self._ranks(inputs, rows[BASE]),
             undrafted=int(not drafted(outputs[HEADS])),
         )
+        before()
+        self.methods[HEADS](inputs, {**self.settings, "on_step": finished.time_split.note})
+        if self.lossless and not finished.runs[HEADS].identical:
+            finished.runs[HEADS].differences = self._differences(inputs, rows, seed)
         texts = {name: self.tokenizer.batch_decode(rows[name], skip_special_tokens=True) for name in (BASE, HEADS)}
-        if self.closely:
-            before()
-            one.time_split = time_split(lambda note: self.runners[HEADS](given, {**self.settings, "on_step": note}))
-            one.ranks = self._ranks(given, rows[BASE])
-            for question, *answers in zip(batch, texts[BASE], texts[HEADS]):
-                if any(question.references[turn : turn + 1]):
-                    base, heads = (quality(answer, question.references[turn]) for answer in answers)
-                    one.quality.append((base, heads))
-        return one, [answer.strip() for answer in texts[BASE]]
+        for question, *answers in zip(batch, texts[BASE], texts[HEADS]):
+            if any(question.references[turn : turn + 1]):
+                base, heads = (answer_quality(answer, question.references[turn]) for answer in answers)
+                finished.quality.append((base, heads))
+        return finished, [answer.strip() for answer in texts[BASE]]
 
     def _differences(
-        self,
-        given: Mapping[str, torch.Tensor],
-        sequences: Mapping[str, torch.Tensor],
-        rows: Mapping[str, list[list[int]]],
-        seed: int,
+        self, inputs: Mapping[str, torch.Tensor], rows: Mapping[str, list[list[int]]], seed: int
     ) -> list[FirstDifference]:
-        """Where the heads' texts leave the base's; nowhere where they need not be the same."""
-        if not self.lossless or torch.equal(sequences[HEADS], sequences[BASE]):
-            return []
+        """Where the heads' texts leave the base's."""
         settings = with_reader(self.settings, self.tokenizer)
-        pairs = enumerate(zip(rows[BASE], rows[HEADS]))
-        differing = [(row, base, heads) for row, (base, heads) in pairs if base != heads]
-        if not differing:  # what follows the end of a row is not the same
+        texts = [(row, *pair) for row, pair in enumerate(zip(rows[BASE], rows[HEADS])) if pair[0] != pair[1]]
+        if not texts:  # what follows the end of a row is not the same
             return [FirstDifference(max(map(len, rows[BASE])), None, None)]
-        return [first_difference(self.model.base, given, settings, *texts, seed) for texts in differing]
+        return [first_difference(self.model.base, inputs, settings, *text, seed) for text in texts]
 
-    def _goes_on(self, question: Question, answers: list[str]) -> bool:
+    def _has_next_turn(self, question: Question, answers: list[str]) -> bool:
         """Whether there is a next turn, and room for it."""
         turn = len(answers)
         if turn == len(question.turns):
@@ -302,9 +251,9 @@ class Course:
         )
         return False
 
-    def _ranks(self, given: Mapping[str, torch.Tensor], rows: list[list[int]]) -> torch.Tensor | None:
+    def _ranks(self, inputs: Mapping[str, torch.Tensor], rows: list[list[int]]) -> torch.Tensor | None:
         """(M, K) at which each head had the base's own tokens, -1 behind a row's end; None where no answer is long."""
-        prompts = [tokens[mask.bool()] for tokens, mask in zip(given["input_ids"], given["attention_mask"])]
+        prompts = [tokens[mask.bool()] for tokens, mask in zip(inputs["input_ids"], inputs["attention_mask"])]
         texts = [torch.cat([prompt, prompt.new_tensor(row)]) for prompt, row in zip(prompts, rows)]
         if max(map(len, rows)) < 2:
             return None
@@ -328,7 +277,7 @@ def bench(
     repeats: int = 3,
     seed: int = 0,
     progress: Callable[[], object] = lambda: None,
-    tell: Callable[[str], object] = lambda notice: None,
+    notify: Callable[[str], object] = lambda notice: None,
 ) -> list[Measurement]:
     """One measurement for every batch size, which is halved where memory runs out.
 
@@ -347,7 +296,7 @@ def bench(
         repeats: timed runs of each prompt, of which the median counts.
         seed: of sampling.
         progress: called after each batch of questions.
-        tell: called with every notice.
+        notify: called with every notice.
 
     Returns:
         one per batch size that was begun, complete or not; after an interruption the last one's `stopped` is set.
@@ -356,56 +305,189 @@ def bench(
         KeyboardInterrupt: before there was anything to return.
         OSError, ValueError: as `decoding_methods` and `encode_all` do, or the memory does not suffice for one prompt.
     """
-    shard = Shard(questions)
+    share, processes = share_of(questions)
     encode_all(model, tokenizer, batched(questions, 1), settings["max_new_tokens"])  # refused in all processes
     acceptance = acceptance_of(model, acceptance or {})
-    runners = decoding_methods(model, tokenizer, tree=tree, acceptance=acceptance, captured=captured, compare=compare)
-    waiting, found = list(dict.fromkeys(batch_sizes)), list[Measurement]()
-    done = set(waiting)
-    how = {"compared": compare, "acceptance": acceptance, "processes": shard.processes, **identity(model)}
+    methods = decoding_methods(model, tokenizer, tree=tree, acceptance=acceptance, captured=captured, compare=compare)
+    waiting, measurements = list(dict.fromkeys(batch_sizes)), list[Measurement]()
+    begun = set(waiting)
     while waiting:
         size = waiting.pop(0)
-        how_run: dict[str, Any] = {"repeats": repeats, "seed": seed, "captured": captured, "progress": progress}
-        how_run["lossless"] = acceptance["acceptance"] == "exact"
-        course = Course(model, tokenizer, dict(runners), settings, size, **how_run)
-        course.run_as_far_as_possible(shard.questions)
-        shard.gather(course)
-        if course.stopped == NO_MEMORY:
-            kept = f"{sum(one.rows for one in course.rounds)} prompts were measured"
-            course.notices.append(f"out of memory at a batch size of {size}: {kept}.")
-            if size > 1 and size // 2 not in done:
+        run = BenchRun(model, tokenizer, dict(methods), settings, size, repeats, seed, captured, progress=progress)
+        run.lossless = acceptance["acceptance"] == "exact"
+        run.run_as_far_as_possible(share)
+        if processes > 1:
+            gather(run)
+        if run.stopped == NO_MEMORY:
+            kept = f"{sum(each.rows for each in run.rounds)} prompts were measured"
+            run.notices.append(f"out of memory at a batch size of {size}: {kept}.")
+            if size > 1 and size // 2 not in begun:
                 waiting.insert(0, size // 2)
-                done.add(size // 2)
-                course.notices[-1] = f"{course.notices[-1][:-1]}, continuing with a batch size of {size // 2}."
-        course.notices += undrafted_notice(course.rounds)
-        for notice in course.notices:
-            tell(notice)
-        if course.rounds:
-            found.append(course.measurement(**how))
-        elif found:
-            stopped = course.stopped if course.stopped == INTERRUPTED else found[-1].stopped
-            found[-1] = replace(found[-1], stopped=stopped, notices=[*found[-1].notices, *course.notices])
-        if course.stopped == INTERRUPTED:
+                begun.add(size // 2)
+                run.notices[-1] = f"{run.notices[-1][:-1]}, continuing with a batch size of {size // 2}."
+        if undrafted := sum(each.undrafted for each in run.rounds):
+            run.notices.append(
+                f"{undrafted} of {len(run.rounds)} calls were decoded by the base itself, which counts in the speedup "
+                "and not in the tokens per step."
+            )
+        for notice in run.notices:
+            notify(notice)
+        if run.rounds:
+            measurements.append(run.measurement(compared=compare, acceptance=acceptance, processes=processes))
+        elif measurements:
+            last = measurements[-1]
+            stopped = run.stopped if run.stopped == INTERRUPTED else last.stopped
+            measurements[-1] = replace(last, stopped=stopped, notices=[*last.notices, *run.notices])
+        if run.stopped == INTERRUPTED:
             break
-    if not found:
-        if course.stopped == INTERRUPTED:
+    if not measurements:
+        if run.stopped == INTERRUPTED:
             raise KeyboardInterrupt
         raise OSError("there is not enough memory for a single prompt: use a smaller model, or fewer new tokens.")
-    return found
+    return measurements
 
 
-def told_settings(model: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
+def share_of(questions: Sequence[Question]) -> tuple[list[Question], int]:
+    """This process's share of the questions, and how many processes there are.
+
+    Raises:
+        ValueError: there are fewer questions than processes.
+    """
+    state = process_state()
+    if state.num_processes > max(len(questions), 1):
+        raise ValueError(
+            f"{len(questions)} questions cannot be shared among {state.num_processes} processes: start fewer of them."
+        )
+    return list(questions)[state.process_index :: state.num_processes], state.num_processes
+
+
+def gather(run: BenchRun) -> None:
+    """Give every process the rounds of all processes, and a common reason for stopping."""
+    run.rounds = gather_object(run.rounds)
+    run.notices = list(dict.fromkeys(gather_object(run.notices)))
+    run.stopped = next(filter(None, gather_object([run.stopped])), None)
+
+
+def full_settings(model: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of the calls, with the sampling settings that only the base's generation config has."""
     usual = model.base.generation_config
-    told = {"do_sample": bool(usual.do_sample), **settings}
-    if told["do_sample"] and told.get("temperature") is None:
-        told["temperature"] = 1.0 if usual.temperature is None else usual.temperature
-    return told
+    full = {"do_sample": bool(usual.do_sample), **settings}
+    if full["do_sample"] and full.get("temperature") is None:
+        full["temperature"] = 1.0 if usual.temperature is None else usual.temperature
+    return full
 
 
-def acceptance_of(model: Any, asked: Mapping[str, Any]) -> dict[str, Any]:
-    """How the heads accept: as asked, else as the model's generation config says, else exactly."""
+def acceptance_of(model: Any, wanted: Mapping[str, Any]) -> dict[str, Any]:
+    """How the heads accept: as wanted, else as the model's generation config says, else exactly."""
     names = ("acceptance", "posterior_threshold", "posterior_alpha")
     stored = {name: value for name in names if (value := getattr(model.generation_config, name, None)) is not None}
-    merged = {"acceptance": "exact", **stored, **asked}
+    merged = {"acceptance": "exact", **stored, **wanted}
     return merged if merged["acceptance"] == "typical" else {"acceptance": merged["acceptance"]}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one call of `hf-drafthead bench` measures.
+
+    models: folders or ids; questions: for all of them; settings: of `generate`; temperatures: 0 is greedy; of several
+    each is measured with every kind of acceptance; trees: each is measured; None is the model's own; chat_template:
+    text of a template that takes the place of the tokenizers'; thresholds: of typical acceptance, each measured besides
+    exact acceptance, with its root for alpha as in the Medusa paper; options: of every `bench`; load: how to load every
+    model.
+    """
+
+    models: Sequence[str]
+    questions: Sequence[Question]
+    settings: dict[str, Any]
+    temperatures: Sequence[float] = ()
+    trees: Sequence[str | DraftTree | None] = (None,)
+    chat_template: str | None = None
+    thresholds: Sequence[float] = ()
+    compare: Sequence[str] = ()
+    batch_sizes: Sequence[int] = (1,)
+    options: Mapping[str, Any] = field(default_factory=dict)
+    load: LoadOptions = LoadOptions()
+
+    def __post_init__(self):
+        if not all(0 <= threshold <= 1 for threshold in self.thresholds):
+            raise ValueError(f"--epsilon is {list(self.thresholds)}: expected probabilities, from 0 to 1.")
+
+    @property
+    def batches(self) -> int:
+        """How often `progress` is called at most: less where memory runs out, or where processes share the work."""
+        batches = sum(len(batched(self.questions, size)) for size in self.batch_sizes)
+        return len(self.models) * len(self.trees) * len(list(self.runs())) * batches
+
+    def runs(self) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+        """The settings of `generate` and those of the heads alone, for every measurement of a model."""
+        curve = len(self.temperatures) > 1
+        for heat in self.temperatures or (None,):
+            choice = {} if heat is None else {"do_sample": True, "temperature": heat} if heat else {"do_sample": False}
+            settings = {**choice, **self.settings}
+            yield settings, {"acceptance": "exact"} if curve or self.thresholds else {}
+            if curve and heat:
+                yield settings, {"acceptance": "rejection"}
+            if curve and heat and not self.thresholds:
+                yield settings, {"acceptance": "typical"}
+            for threshold in self.thresholds:
+                typical = {"posterior_threshold": threshold, "posterior_alpha": threshold**0.5}
+                yield settings, {"acceptance": "typical", **typical}
+
+
+def carry_out(
+    plan: Plan,
+    *,
+    begin: Callable[[str], Callable[[], object]],
+    notify: Callable[[str], object],
+    keep: Callable[[list[Measurement]], object],
+) -> tuple[list[Measurement], str | None]:
+    """Measure one model after the other: the measurements, and why these are not all, if they are not.
+
+    Args:
+        plan: what to measure.
+        begin: is called with each model's name, and gives what to call after each batch of questions.
+        notify: called with every notice.
+        keep: is called with all measurements so far, whenever there are new ones, so that none is lost.
+
+    Raises:
+        KeyboardInterrupt: before anything was measured.
+        OSError, TypeError, ValueError: what `load` or `bench` refuse.
+    """
+    measurements = list[Measurement]()
+    try:
+        for name in plan.models:
+            model, tokenizer = plan.load.load(name)
+            if plan.chat_template is not None:
+                tokenizer.chat_template = plan.chat_template
+            progress = begin(name.rstrip("/").rsplit("/")[-1])
+            for tree, (settings, acceptance) in itertools.product(plan.trees, plan.runs()):
+                new = bench(
+                    model,
+                    tokenizer,
+                    plan.questions,
+                    settings,
+                    tree=tree,
+                    acceptance=acceptance,
+                    compare=plan.compare if acceptance.get("acceptance", "exact") == "exact" else (),
+                    batch_sizes=plan.batch_sizes,
+                    progress=progress,
+                    notify=notify,
+                    **plan.options,
+                )
+                measurements += new
+                keep(measurements)
+                if faults := sum(each.differences["faults"] for each in new):
+                    notify(
+                        f"{name}: {faults} texts differ from the base's by more than rounding explains: "
+                        "`hf-drafthead verify` finds the shortest prompt that shows it."
+                    )
+                if new[-1].stopped == INTERRUPTED:
+                    raise KeyboardInterrupt
+    except KeyboardInterrupt:
+        if not measurements:
+            raise
+        if measurements[-1].stopped != INTERRUPTED:  # it came between two measurements
+            measurements[-1] = replace(measurements[-1], stopped=INTERRUPTED)
+            keep(measurements)
+        return measurements, INTERRUPTED
+    return measurements, None

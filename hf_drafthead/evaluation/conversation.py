@@ -1,12 +1,148 @@
-"""A conversation with a model, one answer after the other."""
+"""A text continued piece by piece, with the depth of the guess that each piece was; a conversation of such texts."""
 
+import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from hf_drafthead.evaluation.sample import Sample, sample
-from hf_drafthead.evaluation.speed import encode, positions_of
-from hf_drafthead.evaluation.templates import chat_text, need_template
+import torch
+from transformers.generation.streamers import BaseStreamer
+
+from hf_drafthead.evaluation.calls import ForwardCount, encode, positions_of, steps_of
+from hf_drafthead.evaluation.measurement import guess_depths, tokens_per_step
+from hf_drafthead.evaluation.questions import chat_text, need_template
 from hf_drafthead.generation.tree import DraftTree
+from hf_drafthead.trees.timing import wait
+
+Piece = tuple[str, int]  # text, and the depth of the guess: 0 is the base's own token
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What a model wrote, and in how many steps."""
+
+    model: str
+    prompt: str
+    text: str
+    pieces: list[Piece]
+    new_tokens: int
+    steps: int
+    tokens_per_step: float | None
+    seconds: float
+
+
+def sample(
+    model: Any,
+    tokenizer: Any,
+    prompt: str,
+    *,
+    tree: str | DraftTree | None = None,
+    on_piece: Callable[[str, int], object] | None = None,
+    special_tokens: bool = True,
+    **settings: Any,
+) -> Sample:
+    """Continue one prompt.
+
+    Args:
+        model: a model with draft heads.
+        tokenizer: its base's.
+        prompt: the text to continue.
+        tree: draft tree, or a published one's name; None for the model's own.
+        on_piece: called with every piece as soon as its step is committed.
+        special_tokens: whether the tokenizer adds its own; not where a chat template has written them.
+        settings: for `generate`.
+
+    Raises:
+        ValueError: the prompt is empty, or `generate` refuses a setting.
+    """
+    inputs = encode(model, tokenizer, [prompt], special_tokens=special_tokens)
+    chosen = {} if tree is None else {"draft_tree": tree}
+    with ForwardCount(model.base) as count:
+        streamer = None if on_piece is None else PieceStreamer(tokenizer, on_piece, count)
+        wait(model.base.device)
+        start = time.perf_counter()
+        out = model.generate(**inputs, **chosen, **settings, streamer=streamer, return_dict_in_generate=True)
+        wait(model.base.device)
+        seconds = time.perf_counter() - start
+    tokens = out.sequences[0, inputs["input_ids"].shape[1] :].tolist()
+    accepted = steps_of(out)
+    depths = guess_depths(accepted[0])
+    depths += [0] * (len(tokens) - len(depths))
+    spelling = Spelling(tokenizer)
+    pieces = [(spelling.add(token), depth) for token, depth in zip(tokens, depths, strict=False)]
+    pieces = [(text, depth) for text, depth in [*pieces, (spelling.rest(), 0)] if text]
+    return Sample(
+        model=model.name_or_path,
+        prompt=prompt,
+        text="".join(text for text, _ in pieces),
+        pieces=pieces,
+        new_tokens=len(tokens),
+        steps=int((accepted > 0).sum()),
+        tokens_per_step=tokens_per_step([accepted]),
+        seconds=seconds,
+    )
+
+
+class Spelling:
+    """Converts tokens to text one at a time, holding back those that end inside a character."""
+
+    def __init__(self, tokenizer: Any):
+        self._tokenizer = tokenizer
+        self._tokens: list[int] = []
+        self._length = 0
+
+    def add(self, token: int) -> str:
+        """The text that this token completes; empty while a character is unfinished."""
+        self._tokens.append(token)
+        text = self._text()
+        return "" if text.endswith("\N{REPLACEMENT CHARACTER}") else self._new_text(text)
+
+    def rest(self) -> str:
+        """What was held back, at the end."""
+        return self._new_text(self._text())
+
+    def _text(self) -> str:
+        return self._tokenizer.decode(self._tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    def _new_text(self, text: str) -> str:
+        new, self._length = text[self._length :], len(text)
+        return new
+
+
+class PieceStreamer(BaseStreamer):
+    """Passes on every piece of the new text with its depth.
+
+    Tokens without a forward of the base between them are of one step: their depths are 1, 2, ..., and the last is the
+    base's own. Which one is the last is known when the next step begins, so each is passed on after the next has come.
+    """
+
+    def __init__(self, tokenizer: Any, on_piece: Callable[[str, int], object], count: ForwardCount):
+        self._spelling = Spelling(tokenizer)
+        self._on_piece = on_piece
+        self._count = count
+        self._prompt_seen = False
+        self._held: tuple[int, int, int] | None = None  # token, depth, forwards when it came
+
+    def put(self, value: torch.Tensor) -> None:
+        """The prompt on the first call, then one token per call."""
+        if not self._prompt_seen:
+            self._prompt_seen = True
+            return
+        _, depth, forwards = self._held or (0, 0, -1)
+        same_step = forwards == self._count.forwards
+        self._pass_on(last_of_step=not same_step)
+        self._held = (int(value), depth + 1 if same_step else 1, self._count.forwards)
+
+    def end(self) -> None:
+        """The last token, and the held-back rest of the text."""
+        self._pass_on(last_of_step=True)
+        if text := self._spelling.rest():
+            self._on_piece(text, 0)
+
+    def _pass_on(self, last_of_step: bool) -> None:
+        if self._held is not None and (text := self._spelling.add(self._held[0])):
+            self._on_piece(text, 0 if last_of_step else self._held[1])
+        self._held = None
 
 
 class Conversation:

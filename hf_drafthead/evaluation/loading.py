@@ -1,8 +1,11 @@
 """From a name to a model with draft heads and its tokenizer, or to a one-line error."""
 
 import os
+from dataclasses import dataclass
 from typing import Any
 
+import torch
+from accelerate import PartialState
 from transformers import AutoConfig, AutoTokenizer
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -25,7 +28,8 @@ def read_config(name: str) -> DraftHeadConfig:
         ValueError: it is a model of another kind, or of a family that is not known here.
     """
     wanted = "give the folder of a draft-head checkpoint, or its id on the Hub."
-    if is_missing_folder(name):
+    # heads lie under the name of their owner on the Hub: a name without one is not asked for there
+    if is_missing_folder(name) or ("/" not in name and not os.path.isdir(name)):
         raise OSError(f"there is no folder {name!r}: {wanted}")
     if os.path.isdir(name) and not os.path.isfile(os.path.join(name, "config.json")):
         advice = how_to_convert(name, {}, lambda file: os.path.isfile(os.path.join(name, file)))
@@ -33,15 +37,15 @@ def read_config(name: str) -> DraftHeadConfig:
             raise OSError(f"{name!r} is no checkpoint of this library: {advice}.")
         raise OSError(f"the folder {name!r} holds no config.json: {wanted}")
     try:
-        given, _ = DraftHeadConfig.get_config_dict(name)
+        fields, _ = DraftHeadConfig.get_config_dict(name)
     except (OSError, HTTP_ERROR) as error:
         refused = why_refused(error)
         if refused is not None and not os.path.isdir(name):
             raise OSError(f"the heads {name!r} cannot be fetched: {refused}.") from error
         raise OSError(f"no model could be read at {name!r} ({one_line(error)}): {wanted}") from error
-    model_type = given.get("model_type")
+    model_type = fields.get("model_type")
     if not str(model_type).startswith(MODEL_TYPE_PREFIX):
-        if advice := how_to_convert(name, given):
+        if advice := how_to_convert(name, fields):
             raise ValueError(f"{name!r} is no checkpoint of this library: {advice}.")
         raise ValueError(f"{name!r} holds a {shortened.repr(model_type)} model without draft heads: {wanted}")
     if model_type not in CONFIG_MAPPING:
@@ -89,3 +93,88 @@ def load(name: str, **kwargs: Any) -> tuple[Any, Any]:
 def one_line(error: BaseException) -> str:
     """The first paragraph of an error's text, on one line, without the full stop."""
     return " ".join(str(error).split("\n\n")[0].split()).rstrip(".")
+
+
+def process_state() -> PartialState:
+    """The state of this process; without a GPU, processes that `torchrun` or MPI started on the CPU count too."""
+    return PartialState(cpu=not torch.cuda.is_available())
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """How to load heads and base.
+
+    dtype: `auto`, or a floating point type of torch by name; device: as torch names it, or `auto` for all GPUs; None
+    for the GPU of this process, for all GPUs if there is one process, and for the CPU where there is no GPU;
+    base_model: folder or id to load instead of the base that the config names; trust_remote_code: run the base's own
+    model code.
+
+    Raises:
+        ValueError: there is no such type, or no such device here.
+    """
+
+    dtype: str = "auto"
+    device: str | None = None
+    base_model: str | None = None
+    trust_remote_code: bool = False
+
+    def __post_init__(self) -> None:
+        floating_type(self.dtype)
+        check_device(self.device)
+
+    def arguments(self) -> dict[str, Any]:
+        """Keyword arguments of `from_pretrained`; defaults are left out."""
+        place: Any = self.device
+        if place is None and torch.cuda.is_available():
+            state = process_state()
+            place = "auto" if state.num_processes == 1 else state.device
+        arguments: dict[str, Any] = {"dtype": floating_type(self.dtype)}
+        if place is not None and place != "cpu":
+            arguments["device_map"] = place if place == "auto" else {"": place}
+        if self.base_model is not None:
+            arguments["base_model"] = self.base_model
+        if self.trust_remote_code:
+            arguments["trust_remote_code"] = True
+        return arguments
+
+    def load(self, name: str) -> tuple[Any, Any]:
+        """Model, in eval mode, and tokenizer; raises as `load` does.
+
+        Args:
+            name: folder or id of the heads.
+        """
+        model, tokenizer = load(name, **self.arguments())
+        return model.eval(), tokenizer
+
+
+def floating_type(name: str) -> Any:
+    """What `--dtype` names: `auto`, or a floating point type of torch.
+
+    Raises:
+        ValueError: there is no such type.
+    """
+    wanted = name if name == "auto" else getattr(torch, name, None)
+    if wanted != "auto" and not (isinstance(wanted, torch.dtype) and wanted.is_floating_point):
+        raise ValueError(f"--dtype {name!r} is no floating point type: expected auto, float32, bfloat16 or float16.")
+    return wanted
+
+
+def check_device(name: str | None) -> None:
+    """Refuse a device that torch does not know, or that is not here.
+
+    Raises:
+        ValueError: it is one of these.
+    """
+    if name in (None, "auto", "cpu"):
+        return
+    try:
+        wanted = torch.device(name)
+    except RuntimeError:
+        raise ValueError(f"--device {name!r} is no device: expected auto, cpu, cuda, cuda:1 or mps.") from None
+    kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    count = torch.accelerator.device_count() if kind is not None else 0
+    if kind is None or kind.type != wanted.type or (wanted.index or 0) >= count:
+        present = f"{count} of type {kind.type!r}" if kind is not None else "none"
+        raise ValueError(
+            f"--device {name!r} is not available (accelerators found: {present}): give another, or leave it."
+        )

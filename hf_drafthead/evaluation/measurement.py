@@ -1,5 +1,9 @@
-"""What was measured: one `Round` per batch of prompts, and the figures that a list of rounds adds up to."""
+"""What was measured: one `Round` per batch of prompts, and the figures that a list of rounds adds up to.
 
+Shapes: B rows, S steps, M positions, K heads.
+"""
+
+import functools
 import operator
 import statistics
 from collections.abc import Callable, Iterable, Sequence
@@ -9,13 +13,55 @@ from typing import Any
 import torch
 import transformers
 
-from hf_drafthead.evaluation.acceptance import histogram, tokens_per_step, top_k_accuracy
-from hf_drafthead.evaluation.quality import METRIC
+from hf_drafthead.evaluation.calls import BASE, COMPILED, HEADS
 from hf_drafthead.evaluation.rounding import FirstDifference, counted
-from hf_drafthead.evaluation.stages import TimeSplit
+from hf_drafthead.generation import StepRecord
 from hf_drafthead.generation.identity import device_name, drafter_hash
 
-BASE, HEADS, COMPILED = "base", "heads", "compiled"
+STAGES = ("draft", "verify", "walk", "commit")
+METRIC = "rougeL"
+
+
+@dataclass
+class TimeSplit:
+    """The seconds of some steps: of each stage that was timed, and of the whole loop; and how many nodes they verified.
+
+    The clock waits for the device at both ends of every stage, which slows a GPU down: these figures and the speed are
+    taken from separate runs. The stages of a captured step are one program, of which only the whole is timed.
+    """
+
+    seconds: dict[str, float] = field(default_factory=dict)
+    loop_seconds: float = 0.0
+    steps: int = 0
+    nodes: int = 0  # of the largest tree
+
+    def __add__(self, other: "TimeSplit") -> "TimeSplit":
+        timed = [stage for stage in STAGES if stage in self.seconds or stage in other.seconds]
+        return TimeSplit(
+            {stage: self.seconds.get(stage, 0.0) + other.seconds.get(stage, 0.0) for stage in timed},
+            self.loop_seconds + other.loop_seconds,
+            self.steps + other.steps,
+            max(self.nodes, other.nodes),
+        )
+
+    def note(self, record: StepRecord) -> None:
+        """Add a step, as `generate(on_step=...)` reports it; the prefill, which is none, is left out."""
+        if not record.step:
+            return
+        for stage in STAGES:
+            if stage in record.seconds:
+                self.seconds[stage] = self.seconds.get(stage, 0.0) + record.seconds[stage]
+        self.loop_seconds += record.seconds["step"]
+        self.steps += 1
+        self.nodes = max(self.nodes, record.drafted)
+
+    def to_json(self) -> dict[str, float] | None:
+        """Milliseconds per step: of each timed stage, the `rest` of the loop and the whole `step`; None if no step."""
+        if not self.steps:
+            return None
+        parts = {stage: 1e3 * seconds / self.steps for stage, seconds in self.seconds.items()}
+        step = 1e3 * self.loop_seconds / self.steps
+        return {**parts, **({"rest": step - sum(parts.values())} if parts else {}), "step": step}
 
 
 @dataclass
@@ -129,12 +175,11 @@ def summed_up(
     *,
     batch_size: int,
     repeats: int,
-    tree_nodes: int | None = None,
     settings: dict[str, Any] | None = None,
     acceptance: dict[str, Any] | None = None,
     captured: bool = False,
     compared: Iterable[str] = (),
-    **said: Any,
+    **ending: Any,
 ) -> Measurement:
     """The figures of some rounds.
 
@@ -142,20 +187,23 @@ def summed_up(
         model: what was measured.
         rounds: at least one.
         batch_size, repeats, settings, acceptance, captured: how it was measured.
-        tree_nodes: N, where it is known; else as the steps had it.
         compared: methods that were asked for, also those that could not run.
-        said: fields on how the measurement ended.
+        ending: fields on how the measurement ended.
     """
-    split = sum((one.time_split for one in rounds), TimeSplit())
-    names = list(dict.fromkeys(name for one in rounds for name in one.runs))
-    forms = {name: paces(rounds, name) for name in names}
+    split = sum((each.time_split for each in rounds), TimeSplit())
+    names = list(dict.fromkeys(name for each in rounds for name in each.runs))
+    by_repeat = {name: paces(rounds, name) for name in names}
     whole = figures(rounds)
-    said = said if "heads_hash" in said else {**identity(model), **said}
-    peaks = {name: max(known) for name in names if (known := peaks_of(rounds, name))}
+    tau = whole["tokens_per_step"]
+    peaks = {
+        name: max(known)
+        for name in names
+        if (known := [each.runs[name].peak_memory or 0 for each in rounds if name in each.runs]) and any(known)
+    }
     others: dict[str, dict[str, Any] | None] = {
         name: other_figures(rounds, name) if name in names else None for name in compared
     }
-    fast = others.get(COMPILED)
+    compiled = others.get(COMPILED)
     return Measurement(
         model=model.name_or_path,
         base=model.base.name_or_path,
@@ -163,56 +211,55 @@ def summed_up(
         device=device_name(model.base.device),
         dtype=str(model.base.dtype).removeprefix("torch."),
         batch_size=batch_size,
-        new_tokens=sum(one.runs[HEADS].tokens for one in rounds),
-        base_forwards=sum(one.runs[HEADS].forwards for one in rounds),
-        speedup_over_compiled=None if fast is None else fast["speedup_of_heads"],
-        efficiency=efficiency(whole["speedup"], whole["tokens_per_step"]),
+        new_tokens=sum(each.runs[HEADS].tokens for each in rounds),
+        base_forwards=sum(each.runs[HEADS].forwards for each in rounds),
+        speedup_over_compiled=None if compiled is None else compiled["speedup_of_heads"],
+        efficiency=None if tau is None else whole["speedup"] / tau,
         per_category=by_category(rounds),
-        tree_nodes=split.nodes if tree_nodes is None else tree_nodes,
-        accepted_lengths=histogram(one.accepted for one in rounds),
+        tree_nodes=split.nodes,
+        accepted_lengths=histogram(each.accepted for each in rounds),
         transformers=transformers.__version__,
         torch=torch.__version__,
         repeats=repeats,
         settings=settings or {},
         acceptance=acceptance or {},
         captured=captured,
-        speedup_spread=spread([fast / slow for fast, slow in zip(forms[HEADS], forms[BASE])]),
-        base_tokens_per_second_spread=spread(forms[BASE]),
-        tokens_per_second_spread=spread(forms[HEADS]),
-        speedup_by_round=quartiles([pace([one], HEADS) / pace([one], BASE) for one in rounds]),
-        head_accuracy=top_k_accuracy(one.ranks for one in rounds if one.ranks is not None),
+        speedup_spread=spread([ours / theirs for ours, theirs in zip(by_repeat[HEADS], by_repeat[BASE])]),
+        base_tokens_per_second_spread=spread(by_repeat[BASE]),
+        tokens_per_second_spread=spread(by_repeat[HEADS]),
+        speedup_by_round=quartiles([pace([each], HEADS) / pace([each], BASE) for each in rounds]),
+        head_accuracy=top_k_accuracy(each.ranks for each in rounds if each.ranks is not None),
         time_split=split.to_json(),
         peak_memory=peaks or None,
         compared=others,
         **whole,
-        **said,
+        **identity(model),
+        **ending,
     )
 
 
 def figures(rounds: Sequence[Round]) -> dict[str, Any]:
     """What is reported of all rounds, and of those of each category."""
-    tau = tokens_per_step(one.accepted for one in rounds)
-    scores = [score for one in rounds for score in one.quality]
+    scores = [score for each in rounds for score in each.quality]
     quality = None
     if scores:
         base, heads = (statistics.mean(values) for values in zip(*scores))
         quality = {"metric": METRIC, "answers": len(scores), "base": base, "heads": heads}
+    prompts = sum(each.rows for each in rounds)
     return {
-        "prompts": sum(one.rows for one in rounds),
-        "tokens_per_step": tau,
+        "prompts": prompts,
+        "tokens_per_step": tokens_per_step(each.accepted for each in rounds),
         "base_tokens_per_second": pace(rounds, BASE),
         "tokens_per_second": pace(rounds, HEADS),
         "speedup": pace(rounds, HEADS) / pace(rounds, BASE),
-        "identical": all(one.runs[HEADS].identical for one in rounds),
-        "differences": counted(
-            sum(one.rows for one in rounds), [first for one in rounds for first in one.runs[HEADS].differences]
-        ),
+        "identical": all(each.runs[HEADS].identical for each in rounds),
+        "differences": counted(prompts, [first for each in rounds for first in each.runs[HEADS].differences]),
         "quality": quality,
-        "undrafted": sum(one.undrafted for one in rounds),
+        "undrafted": sum(each.undrafted for each in rounds),
     }
 
 
-def identity(model: Any) -> dict[str, str | None]:
+def identity(model: Any) -> dict[str, Any]:
     """`heads_hash` and `base_revision`: what was measured. There is no hash of weights that lie elsewhere."""
     commit = getattr(model.base.config, "_commit_hash", None)
     return {
@@ -221,57 +268,40 @@ def identity(model: Any) -> dict[str, str | None]:
     }
 
 
-def undrafted_notice(rounds: Sequence[Round]) -> list[str]:
-    """One line where the base decoded calls by itself; empty where it did not."""
-    count = sum(one.undrafted for one in rounds)
-    if not count:
-        return []
-    told = "which counts in the speedup and not in the tokens per step"
-    return [f"{count} of {len(rounds)} calls were decoded by the base itself, {told}."]
-
-
 def by_category(rounds: Sequence[Round]) -> dict[str, dict[str, Any]]:
     """`figures` of each category, in the order in which they were met."""
     groups: dict[str, list[Round]] = {}
-    for one in rounds:
-        groups.setdefault(one.category, []).append(one)
+    for each in rounds:
+        groups.setdefault(each.category, []).append(each)
     return {category: figures(group) for category, group in groups.items()}
 
 
 def other_figures(rounds: Sequence[Round], name: str) -> dict[str, Any]:
     """Another method against the base and against the heads, over the rounds that it ran in."""
-    ran = [one for one in rounds if name in one.runs]
+    ran = [each for each in rounds if name in each.runs]
+    runs = [each.runs[name] for each in ran]
     theirs = pace(ran, name)
     return {
         "tokens_per_second": theirs,
         "speedup": theirs / pace(ran, BASE),
         "speedup_of_heads": pace(ran, HEADS) / theirs,
-        "tokens_per_forward": sum(one.runs[name].tokens for one in ran) / sum(one.runs[name].forwards for one in ran),
-        "identical": all(one.runs[name].identical for one in ran),
+        "tokens_per_forward": sum(run.tokens for run in runs) / sum(run.forwards for run in runs),
+        "identical": all(run.identical for run in runs),
         "tokens_per_second_spread": spread(paces(ran, name)),
     }
 
 
-def pace(rounds: Sequence[Round], name: str) -> float:
-    """Tokens per second of a method, every round counting with its median time."""
-    return _pace(rounds, name, statistics.median)
+def pace(rounds: Sequence[Round], name: str, chosen: Callable[[list[float]], float] = statistics.median) -> float:
+    """Tokens per second of a method, every round counting with its median time, or with what `chosen` takes of them."""
+    runs = [each.runs[name] for each in rounds]
+    return sum(run.tokens for run in runs) / sum(chosen(run.seconds) for run in runs)
 
 
 def paces(rounds: Sequence[Round], name: str) -> list[float]:
     """Tokens per second of a method, repeat by repeat, over the rounds that it ran in."""
-    ran = [one for one in rounds if name in one.runs]
-    repeats = min(len(one.runs[name].seconds) for one in ran)
-    return [_pace(ran, name, operator.itemgetter(repeat)) for repeat in range(repeats)]
-
-
-def _pace(rounds: Sequence[Round], name: str, chosen: Callable[[list[float]], float]) -> float:
-    runs = [one.runs[name] for one in rounds]
-    return sum(run.tokens for run in runs) / sum(chosen(run.seconds) for run in runs)
-
-
-def efficiency(speedup: float, tau: float | None) -> float | None:
-    """How much of tau became speed."""
-    return None if tau is None else speedup / tau
+    ran = [each for each in rounds if name in each.runs]
+    repeats = min(len(each.runs[name].seconds) for each in ran)
+    return [pace(ran, name, operator.itemgetter(repeat)) for repeat in range(repeats)]
 
 
 def spread(values: Sequence[float]) -> list[float]:
@@ -290,7 +320,86 @@ def quartiles(values: Sequence[float]) -> dict[str, float]:
     return dict(zip(("lower", "median", "upper"), statistics.quantiles(values, n=4, method="inclusive")))
 
 
-def peaks_of(rounds: Sequence[Round], name: str) -> list[int]:
-    """The known memory peaks of a method."""
-    runs = [one.runs[name] for one in rounds if name in one.runs]
-    return [run.peak_memory for run in runs if run.peak_memory is not None]
+def tokens_per_step(accepted_lengths: Iterable[torch.Tensor]) -> float | None:
+    """Tokens emitted per step (tau), over all rows of all calls; None where there was no step.
+
+    Args:
+        accepted_lengths: one (B, S) tensor per call, 0 after a row ended, as `generate` returns it.
+
+    >>> tokens_per_step([torch.tensor([[3, 1], [2, 0]])])
+    2.0
+    """
+    emitted = steps = 0
+    for lengths in accepted_lengths:
+        emitted += int(lengths.sum())
+        steps += int((lengths > 0).sum())
+    return emitted / steps if steps else None
+
+
+def histogram(accepted_lengths: Iterable[torch.Tensor]) -> dict[int, int]:
+    """How many steps emitted 1, 2, 3 ... tokens.
+
+    >>> histogram([torch.tensor([[3, 1], [2, 0]]), torch.tensor([[1]])])
+    {1: 2, 2: 1, 3: 1}
+    """
+    counts: dict[int, int] = {}
+    for lengths in accepted_lengths:
+        for length in lengths[lengths > 0].tolist():
+            counts[length] = counts.get(length, 0) + 1
+    return dict(sorted(counts.items()))
+
+
+def guess_depths(accepted_lengths: torch.Tensor) -> list[int]:
+    """For each new token of one row: the depth of the guess that it was, 0 for the base's own.
+
+    The first token is the prompt's and the last of every step is the base's, so a step of three tokens reads 1, 2, 0.
+
+    Args:
+        accepted_lengths: (S,), one row.
+
+    >>> guess_depths(torch.tensor([3, 1, 2, 0]))
+    [0, 1, 2, 0, 0, 1, 0]
+    """
+    depths = [0]
+    for length in accepted_lengths.tolist():
+        depths += [*range(1, length), 0] if length else []
+    return depths
+
+
+def top_k_accuracy(ranks: Iterable[torch.Tensor], most: int = 5) -> list[list[float]] | None:
+    """By head, how often the token that follows is among its best 1, 2 ... `most` guesses (Amphista, figure 1).
+
+    Args:
+        ranks: (..., K) from 0, one tensor per call of `rank_paths`; -1 is not counted.
+        most: the largest k.
+
+    Returns:
+        K lists of `most` shares; None where nothing is counted.
+
+    >>> top_k_accuracy([torch.tensor([[0, 3], [1, 0], [0, -1]])], most=2)
+    [[0.6666666666666666, 1.0], [0.5, 0.5]]
+    """
+    parts = [part.flatten(0, -2) for part in ranks]
+    ranked = torch.cat(parts) if parts else torch.zeros(0, 0)
+    valid = ranked >= 0
+    if not valid.any():
+        return None
+    counts = valid.sum(0).clamp(min=1).double()
+    hits = [(valid & (ranked < k)).sum(0) / counts for k in range(1, most + 1)]
+    return torch.stack(hits, dim=1).tolist()
+
+
+@functools.cache
+def _scorer() -> Any:
+    from rouge_score.rouge_scorer import RougeScorer  # type: ignore[import-untyped]
+
+    return RougeScorer([METRIC], use_stemmer=True)
+
+
+def answer_quality(answer: str, references: Sequence[str]) -> float:
+    """How close an answer is to the best matching reference: the F-measure of ROUGE-L, from 0 (no common word) to 1.
+
+    >>> answer_quality("in second place", ["the first", "second place"])
+    0.8
+    """
+    return _scorer().score_multi(references, answer)[METRIC].fmeasure

@@ -8,16 +8,16 @@ text, or for each turn a text or several, any of which will do.
 """
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from hf_drafthead.data.chats import Refused, repaired
+from hf_drafthead.data.chats import Chat, Refused, repaired
 from hf_drafthead.data.rows import EXPECTED, as_row
 from hf_drafthead.data.sources import read_records
 from hf_drafthead.data.texts import beginning_of
-from hf_drafthead.evaluation.templates import chat_text
+from hf_drafthead.evaluation.loading import one_line
 
 UNCATEGORISED = "uncategorised"
 BEGINNING = 64  # tokens of a plain text that are continued, as `hf-drafthead distill` does
@@ -70,12 +70,25 @@ def read_questions(source: str | Path, split: str | None = None) -> list[Questio
     return as_spec_bench_groups(questions)
 
 
+def read_prompts(path: str | Path) -> list[Question]:
+    """The texts to continue of a JSON lines file: one object per line, with a `prompt` and, if any, its `category`.
+
+    Raises:
+        OSError, ValueError: as `read_questions` does, or a line is a conversation; the message names it.
+    """
+    questions = read_questions(path)
+    for question in questions:
+        if question.chat:
+            raise ValueError(f"{question.where} is a conversation: expected {{'prompt': a text to continue}}.")
+    return questions
+
+
 def as_spec_bench_groups(questions: Sequence[Question]) -> list[Question]:
     """MT-Bench's topics as one task where Spec-Bench's other tasks stand beside them, as in its tables."""
-    found = {question.category for question in questions}
-    if not (found & SPEC_BENCH_TASKS and found <= SPEC_BENCH_TASKS | TOPICS):
+    categories = {question.category for question in questions}
+    if not (categories & SPEC_BENCH_TASKS and categories <= SPEC_BENCH_TASKS | TOPICS):
         return list(questions)
-    return [replace(one, category=MT_BENCH) if one.category in TOPICS else one for one in questions]
+    return [replace(each, category=MT_BENCH) if each.category in TOPICS else each for each in questions]
 
 
 def question_of(row: Any, where: str) -> Question:
@@ -90,21 +103,21 @@ def question_of(row: Any, where: str) -> Question:
     """
     shown = json.dumps(row, ensure_ascii=False, default=str)
     shown = shown if len(shown) <= 60 else shown[:60] + "..."
-    known = as_row(row)
+    fields = as_row(row)
     more: dict[str, Any] = {}
     turns: tuple[str, ...] = ()
-    if known["messages"] is not None:
+    if fields["messages"] is not None:
         try:
-            messages = repaired(known["messages"]).messages
+            messages = repaired(fields["messages"]).messages
         except Refused as reason:
             raise ValueError(f"{where} is {shown}, a chat that cannot be asked: {reason}.") from None
         turns = tuple(turn["content"] for turn in messages if turn["role"] == "user")
         more = {"chat": True, "system": messages[0]["content"] if messages[0]["role"] == "system" else None}
-    elif known["turns"] is not None:
-        turns, more = tuple(known["turns"]), {"chat": True}
-    elif known["text"] is not None:
-        turns = (known["text"][: known["given"]] if known["given"] else known["text"],)
-        more = {} if known["given"] or "prompt" in row else {"beginning": BEGINNING}
+    elif fields["turns"] is not None:
+        turns, more = tuple(fields["turns"]), {"chat": True}
+    elif fields["text"] is not None:
+        turns = (fields["text"][: fields["given"]] if fields["given"] else fields["text"],)
+        more = {} if fields["given"] or "prompt" in row else {"beginning": BEGINNING}
     if not turns:
         raise ValueError(f"{where} is {shown}: {EXPECTED}.")
     if not all(turn.strip() if more.get("chat") else turn for turn in turns):
@@ -151,11 +164,59 @@ def text_of(tokenizer: Any, question: Question, answers: Sequence[str]) -> str:
     return chat_text(tokenizer, messages, question.where)
 
 
-def _references(given: Any, where: str) -> tuple[tuple[str, ...], ...]:
-    by_turn = [given] if isinstance(given, str) else given or []
-    several = [[one] if isinstance(one, str) else one for one in by_turn] if isinstance(by_turn, list) else [by_turn]
+def need_template(tokenizer: Any) -> None:
+    """Refuse a tokenizer without a chat template.
+
+    Raises:
+        ValueError: it has no chat template.
+    """
+    if not tokenizer.chat_template:
+        raise ValueError(
+            f"the tokenizer at {tokenizer.name_or_path!r} has no chat template: give one with --chat-template FILE, or "
+            "continue plain text, with `hf-drafthead generate` and without --system."
+        )
+
+
+def chat_text(tokenizer: Any, messages: Sequence[Mapping[str, str]], where: str = "the conversation") -> str:
+    """A conversation in the tokenizer's chat template, up to where the next answer begins.
+
+    The text holds the special tokens that the template writes: tokenize it without adding others. For a template
+    without system turns the system message is put in front of the first question.
+
+    Args:
+        tokenizer: with a chat template.
+        messages: turns of `system`, `user` and `assistant`; the last one is the user's.
+        where: the name of the conversation in error messages.
+
+    Raises:
+        ValueError: the template refuses the conversation.
+    """
+    turns = [dict(message) for message in messages]
+    if turns[0]["role"] == "system":
+        try:
+            text = _rendered(tokenizer, turns, where)
+            if turns[0]["content"].strip() in text:
+                return text
+        except ValueError:
+            pass  # the template refuses system turns
+        turns = Chat(turns).without_system().messages
+    return _rendered(tokenizer, turns, where)
+
+
+def _rendered(tokenizer: Any, messages: list[dict[str, str]], where: str) -> str:
+    try:
+        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    except Exception as error:  # a template may raise anything; the template is at fault
+        raise ValueError(f"the chat template cannot take {where} ({one_line(error)}): correct the template.") from error
+
+
+def _references(reference: Any, where: str) -> tuple[tuple[str, ...], ...]:
+    by_turn = [reference] if isinstance(reference, str) else reference or []
+    several = (
+        [[turn] if isinstance(turn, str) else turn for turn in by_turn] if isinstance(by_turn, list) else [by_turn]
+    )
     if not all(isinstance(answers, list) and all(isinstance(text, str) for text in answers) for answers in several):
         raise ValueError(
-            f'{where} has the "reference" {json.dumps(given, default=str)}: expected a text, or some per turn.'
+            f'{where} has the "reference" {json.dumps(reference, default=str)}: expected a text, or some per turn.'
         )
     return tuple(tuple(text for text in answers if text) for answers in several)

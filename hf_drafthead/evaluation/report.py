@@ -8,9 +8,7 @@ from typing import Any
 from rich.table import Table
 
 from hf_drafthead.cards.exactness import FULL_PRECISION, in_words
-from hf_drafthead.evaluation.measurement import Measurement
-from hf_drafthead.evaluation.quality import METRIC
-from hf_drafthead.evaluation.stages import STAGES
+from hf_drafthead.evaluation.measurement import METRIC, STAGES, Measurement
 
 CSV_COLUMNS = (
     "model",
@@ -33,9 +31,9 @@ CSV_COLUMNS = (
 )
 
 
-def to_json(measurements: Sequence[Measurement], **said: Any) -> dict[str, Any]:
-    """One measurement as an object, several as the `rows` of one; `said` is added to each."""
-    rows = [{**one.to_json(), **said} for one in measurements]
+def to_json(measurements: Sequence[Measurement], **about: Any) -> dict[str, Any]:
+    """One measurement as an object, several as the `rows` of one; `about` is added to each."""
+    rows = [{**each.to_json(), **about} for each in measurements]
     return rows[0] if len(rows) == 1 else {"rows": rows}
 
 
@@ -44,13 +42,13 @@ def write_csv(path: Path, measurements: Sequence[Measurement]) -> None:
     with path.open("w", encoding="utf-8", newline="") as file:
         writer = csv.DictWriter(file, CSV_COLUMNS, extrasaction="ignore", lineterminator="\n")
         writer.writeheader()
-        for one in measurements:
-            whole = one.to_json()
-            for category, figures in [("all", whole), *one.per_category.items()]:
-                judged = figures["quality"] or {}
-                heat = {"temperature": one.temperature}
-                scores = {"quality_base": judged.get("base"), "quality_heads": judged.get("heads")}
-                writer.writerow({**whole, **figures, **one.acceptance, **heat, **scores, "category": category})
+        for each in measurements:
+            whole = each.to_json()
+            for category, figures in [("all", whole), *each.per_category.items()]:
+                quality = figures["quality"] or {}
+                heat = {"temperature": each.temperature}
+                scores = {"quality_base": quality.get("base"), "quality_heads": quality.get("heads")}
+                writer.writerow({**whole, **figures, **each.acceptance, **heat, **scores, "category": category})
 
 
 def labels(measurements: Sequence[Measurement], sizes_shown: bool = True) -> list[str]:
@@ -60,100 +58,98 @@ def labels(measurements: Sequence[Measurement], sizes_shown: bool = True) -> lis
         measurements: of one call.
         sizes_shown: whether batch size and nodes are part of it, where there are several.
     """
-    families = {one.model: one.family for one in measurements}
+    families = {each.model: each.family for each in measurements}
     clear = len(set(families.values())) == len(families)
-    sizes, heats = {one.batch_size for one in measurements}, {one.temperature for one in measurements}
-    alike = [(one.model, one.batch_size, one.temperature, str(one.acceptance)) for one in measurements]
+    sizes, heats = {each.batch_size for each in measurements}, {each.temperature for each in measurements}
+    alike = [(each.model, each.batch_size, each.temperature, str(each.acceptance)) for each in measurements]
     swept = len(set(alike)) < len(alike)  # with several trees
-    found = []
-    for one in measurements:
-        parts = [one.family if clear else one.model.rstrip("/").rsplit("/")[-1]]
-        parts += [f"{one.tree_nodes} nodes"] if swept and sizes_shown else []
-        parts += [f"batch {one.batch_size}"] if len(sizes) > 1 and sizes_shown else []
-        parts += [f"T={one.temperature:g}"] if len(heats) > 1 else []
-        if not one.lossless:
-            parts.append(f"{one.acceptance['acceptance']} {one.acceptance.get('posterior_threshold', '')}".strip())
-        found.append(" ".join(parts))
-    return found
+    names = []
+    for each in measurements:
+        parts = [each.family if clear else each.model.rstrip("/").rsplit("/")[-1]]
+        parts += [f"{each.tree_nodes} nodes"] if swept and sizes_shown else []
+        parts += [f"batch {each.batch_size}"] if len(sizes) > 1 and sizes_shown else []
+        parts += [f"T={each.temperature:g}"] if len(heats) > 1 else []
+        if not each.lossless:
+            parts.append(f"{each.acceptance['acceptance']} {each.acceptance.get('posterior_threshold', '')}".strip())
+        names.append(" ".join(parts))
+    return names
 
 
 def tables(measurements: Sequence[Measurement]) -> list[Table]:
     """What the command line prints; for a curve over temperatures only the summary."""
-    curve = len({one.temperature for one in measurements}) > 1
-    if curve:
+    if len({each.temperature for each in measurements}) > 1:
         return [summary_table(measurements)]
-    categories = {category for one in measurements for category in one.per_category}
+    categories = {category for each in measurements for category in each.per_category}
     views = (summary_table, *((category_table,) if len(categories) > 1 else ()), details_table)
     return [view(measurements) for view in views]
 
 
 def summary_table(measurements: Sequence[Measurement]) -> Table:
     """One line per measurement."""
-    table = _table(
-        "", "nodes", "batch", "prompts", "tokens\n/ step", "base\ntok/s", "heads\ntok/s", "speedup", "spread"
-    )
-    for name in ("effi-\nciency", "same\ntext"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for label, one in zip(labels(measurements, sizes_shown=False), measurements):
-        low, high = one.speedup_spread
+    counts = sorted({each.prompts for each in measurements})
+    prompts = " to ".join(map(str, dict.fromkeys((counts[0], counts[-1]))))
+    columns = ("nodes", "batch", "tokens\n/ step", "base\ntok/s", "heads\ntok/s", "speedup", "spread", "effi-\nciency")
+    table = _table(f"{prompts} prompts", *columns, "same\ntext")
+    for label, each in zip(labels(measurements, sizes_shown=False), measurements):
+        low, high = each.speedup_spread
         table.add_row(
-            label + ("" if one.complete else " *"),
-            str(one.tree_nodes or "-"),
-            str(one.batch_size),
-            str(one.prompts),
-            _figure(one.tokens_per_step),
-            f"{one.base_tokens_per_second:.0f}",
-            f"{one.tokens_per_second:.0f}",
-            _figure(one.speedup),
+            label + ("" if each.complete else " *"),
+            str(each.tree_nodes or "-"),
+            str(each.batch_size),
+            _figure(each.tokens_per_step),
+            f"{each.base_tokens_per_second:.0f}",
+            f"{each.tokens_per_second:.0f}",
+            _figure(each.speedup),
             f"{low:.2f}-{high:.2f}",
-            _figure(one.efficiency),
-            same_text(one),
+            _figure(each.efficiency),
+            same_text(each),
         )
     return table
 
 
-def same_text(one: Measurement) -> str:
+def same_text(measurement: Measurement) -> str:
     """Whether the text was the base's own, or rounding changed some; what it does not explain is in capitals."""
-    if not one.identical and one.lossless:
-        rounding, texts = one.differences["rounding"], one.differences["texts"]
-        return "NO" if one.differences["faults"] else f"rounding ({rounding} of {texts})"
-    if not one.identical:
+    if not measurement.identical and measurement.lossless:
+        counts = measurement.differences
+        return "NO" if counts["faults"] else f"rounding ({counts['rounding']} of {counts['texts']})"
+    if not measurement.identical:
         return "no"
-    return "-" if one.undrafted and one.tokens_per_step is None else "yes"
+    return "-" if measurement.undrafted and measurement.tokens_per_step is None else "yes"
 
 
 def verdicts(measurements: Sequence[Measurement]) -> list[str]:
     """What the figures of each measurement mean, in a sentence or two."""
     lines = []
-    for label, one in zip(labels(measurements), measurements):
-        sentence = f"{label}: {one.speedup:.2f}x: {_pace_in_words(one)}."
-        if one.lossless and not one.identical:
-            sentence += f" {in_words(one.differences).capitalize()}."
-        if one.lossless and one.dtype not in FULL_PRECISION:
+    for label, each in zip(labels(measurements), measurements):
+        sentence = f"{label}: {each.speedup:.2f}x: {_pace_in_words(each)}."
+        if each.lossless and not each.identical:
+            sentence += f" {in_words(each.differences).capitalize()}."
+        if each.lossless and each.dtype not in FULL_PRECISION:
             sentence += " The check of exactness is --dtype float32."
         lines.append(sentence)
     return lines
 
 
-def _pace_in_words(one: Measurement) -> str:
-    if one.tokens_per_step is None:
+def _pace_in_words(measurement: Measurement) -> str:
+    if measurement.tokens_per_step is None:
         return "the base decoded every call by itself, so this says nothing of the heads"
-    if one.speedup >= 1.05:
+    if measurement.speedup >= 1.05:
         return "faster than the base"
-    pace = "slower than the base" if one.speedup < 0.95 else "as fast as the base"
-    return pace + "; calibrate (`hf-drafthead calibrate`)" + ("" if one.captured else ", or --captured")
+    pace = "slower than the base" if measurement.speedup < 0.95 else "as fast as the base"
+    return pace + "; calibrate (`hf-drafthead calibrate`)" + ("" if measurement.captured else ", or --captured")
 
 
 def category_table(measurements: Sequence[Measurement]) -> Table:
     """Speedup and tokens per step by category, the measurements side by side."""
     table = _table("speedup (tokens per step)", *labels(measurements))
-    categories = dict.fromkeys(category for one in measurements for category in one.per_category)
+    categories = dict.fromkeys(category for each in measurements for category in each.per_category)
     for category in categories:
         cells = []
-        for one in measurements:
-            figures = one.per_category.get(category)
-            told = "-" if figures is None else f"{figures['speedup']:.2f} ({_figure(figures['tokens_per_step'])})"
-            cells.append(told)
+        for each in measurements:
+            figures = each.per_category.get(category)
+            cells.append(
+                "-" if figures is None else f"{figures['speedup']:.2f} ({_figure(figures['tokens_per_step'])})"
+            )
         table.add_row(category, *cells)
     return table
 
@@ -167,26 +163,26 @@ def details_table(measurements: Sequence[Measurement]) -> Table:
             table.add_row(name, *cells)
 
     for stage in (*STAGES, "rest", "step"):
-        line(f"{stage}, ms per step", [_figure((one.time_split or {}).get(stage)) for one in measurements])
-    heads = max(len(one.head_accuracy or []) for one in measurements)
+        line(f"{stage}, ms per step", [_figure((each.time_split or {}).get(stage)) for each in measurements])
+    heads = max(len(each.head_accuracy or []) for each in measurements)
     for head in range(heads):
-        shares = [(one.head_accuracy or [])[head : head + 1] for one in measurements]
-        told = [f"{100 * share[0][0]:.0f} / {100 * share[0][-1]:.0f} %" if share else "-" for share in shares]
-        line(f"head {head + 1}, top 1 / top 5", told)
-    for name in dict.fromkeys(name for one in measurements for name in one.compared):
-        figures = [one.compared.get(name) for one in measurements]
-        line(f"{name}, speedup", ["-" if one is None else f"{one['speedup']:.2f}" for one in figures])
+        shares = [(each.head_accuracy or [])[head : head + 1] for each in measurements]
+        cells = [f"{100 * share[0][0]:.0f} / {100 * share[0][-1]:.0f} %" if share else "-" for share in shares]
+        line(f"head {head + 1}, top 1 / top 5", cells)
+    for name in dict.fromkeys(name for each in measurements for name in each.compared):
+        figures = [each.compared.get(name) for each in measurements]
+        line(f"{name}, speedup", ["-" if other is None else f"{other['speedup']:.2f}" for other in figures])
     for who in ("base", "heads"):
-        line(f"{METRIC} of the {who}", [_figure((one.quality or {}).get(who)) for one in measurements])
-    for who in dict.fromkeys(name for one in measurements for name in one.peak_memory or {}):
-        peaks = [(one.peak_memory or {}).get(who) for one in measurements]
+        line(f"{METRIC} of the {who}", [_figure((each.quality or {}).get(who)) for each in measurements])
+    for who in dict.fromkeys(name for each in measurements for name in each.peak_memory or {}):
+        peaks = [(each.peak_memory or {}).get(who) for each in measurements]
         line(f"{who}, peak memory", ["-" if peak is None else f"{peak / 2**20:.0f} MiB" for peak in peaks])
     return table
 
 
 def _table(first: str, *columns: str) -> Table:
     table = Table(box=None, padding=(0, 1, 0, 0))
-    table.add_column(first, no_wrap=True)
+    table.add_column(first)
     for column in columns:
         table.add_column(column, justify="right", no_wrap=True)
     return table

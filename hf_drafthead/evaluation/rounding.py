@@ -64,7 +64,7 @@ def first_difference(
 
 def counted(texts: int, differences: Sequence[FirstDifference]) -> dict[str, Any]:
     """How many texts rounding and faults changed, and the largest margins that rounding explains; as JSON has it."""
-    ties = [one for one in differences if one.near_tie]
+    ties = [difference for difference in differences if difference.near_tie]
     return {
         "texts": texts,
         "rounding": len(ties),

@@ -10,8 +10,8 @@ from huggingface_hub import get_safetensors_metadata
 from huggingface_hub.errors import NotASafetensorsRepoError, SafetensorsParsingError
 from transformers.configuration_utils import PreTrainedConfig
 
+from hf_drafthead.evaluation.calls import drafted
 from hf_drafthead.evaluation.loading import one_line, read_config
-from hf_drafthead.evaluation.speed import drafted
 from hf_drafthead.generation.dynamic import resolve
 from hf_drafthead.generation.identity import device_name
 from hf_drafthead.generation.settings import AUTO, DraftSettings

@@ -13,11 +13,9 @@ import transformers
 from rich.table import Table
 
 from hf_drafthead.cards.exactness import FULL_PRECISION, in_words
-from hf_drafthead.evaluation.acceptance import guess_depths
-from hf_drafthead.evaluation.compare import with_reader
-from hf_drafthead.evaluation.measurement import identity
+from hf_drafthead.evaluation.calls import drafted, steps_of, with_reader
+from hf_drafthead.evaluation.measurement import guess_depths, identity
 from hf_drafthead.evaluation.rounding import FirstDifference, counted, first_difference
-from hf_drafthead.evaluation.speed import drafted, steps_of
 from hf_drafthead.generation.identity import device_name
 
 Tokens = list[int]
@@ -34,7 +32,7 @@ class Difference(FirstDifference):
     prompt: Tokens
     rows: int
 
-    def told(self, tokenizer: Any) -> str:
+    def in_words(self, tokenizer: Any) -> str:
         """The difference on one line."""
         where = "" if self.rows == 1 else f" in a batch of {self.rows}"
         if self.base is None and self.heads is None:
@@ -70,7 +68,7 @@ class Check:
     @property
     def near_ties(self) -> list[Difference]:
         """Differences that rounding explains."""
-        return [one for one in self.differences if one.near_tie]
+        return [difference for difference in self.differences if difference.near_tie]
 
     @property
     def largest_margin(self) -> float | None:
@@ -80,7 +78,7 @@ class Check:
     @property
     def faults(self) -> list[Difference]:
         """Differences that nothing explains."""
-        return [one for one in self.differences if not one.near_tie]
+        return [difference for difference in self.differences if not difference.near_tie]
 
 
 @dataclass
@@ -117,18 +115,18 @@ class Verdict:
         """What was seen in all and in each check, every near tie, and the shortest prompt of a fault."""
         checks = [
             {
-                "name": one.name,
-                "texts": one.texts,
-                "same": one.same,
-                "near_ties": len(one.near_ties),
-                "largest_margin": one.largest_margin,
-                "different": len(one.faults),
-                "calls": one.calls,
-                "undrafted_calls": one.undrafted,
+                "name": check.name,
+                "texts": check.texts,
+                "same": check.same,
+                "near_ties": len(check.near_ties),
+                "largest_margin": check.largest_margin,
+                "different": len(check.faults),
+                "calls": check.calls,
+                "undrafted_calls": check.undrafted,
             }
-            for one in self.checks
+            for check in self.checks
         ]
-        ties = [tie.to_json(tokenizer) for one in self.checks for tie in one.near_ties]
+        ties = [tie.to_json(tokenizer) for check in self.checks for tie in check.near_ties]
         shortest = None if self.shortest is None else self.shortest.to_json(tokenizer)
         seen = {
             "identical": self.identical,
@@ -237,45 +235,45 @@ def groups(prompts: Sequence[Tokens], rows: int) -> Iterator[list[Tokens]]:
 
 def compare(model: Any, check: Check, prompts: Sequence[Tokens], seed: int) -> None:
     """One call of the base and one of the heads; the result is added to the check."""
-    given = padded(prompts, check.settings["pad_token_id"], model.base.device)
+    inputs = padded(prompts, check.settings["pad_token_id"], model.base.device)
     settings = dict(check.settings)
     if check.ends:
-        settings["eos_token_id"] = ends_inside_steps(model, given, settings)
+        settings["eos_token_id"] = ends_inside_steps(model, inputs, settings)
     torch.manual_seed(seed)
-    expected = model.base.generate(**given, **settings)
+    expected = model.base.generate(**inputs, **settings)
     left_at = generator_state(expected.device)
     torch.manual_seed(seed)
     exactly = {"acceptance": "exact", **settings}  # whatever the model's config has
-    output = model.generate(**given, **exactly, return_dict_in_generate=True)
+    output = model.generate(**inputs, **exactly, return_dict_in_generate=True)
     generator_same = torch.equal(generator_state(expected.device), left_at)
     check.calls += 1
     check.undrafted += not drafted(output)
 
     ends = settings.get("eos_token_id", model.base.generation_config.eos_token_id)
     ends = set(ends if isinstance(ends, list) else [] if ends is None else [ends])
-    found: list[Difference] = []
-    start = given["input_ids"].shape[1]
+    differences: list[Difference] = []
+    start = inputs["input_ids"].shape[1]
     for row, prompt in enumerate(prompts):
         base, heads = (
             without_padding(rows[row, start:].tolist(), ends, settings["pad_token_id"])
             for rows in (expected, output.sequences)
         )
         if base != heads:
-            first = first_difference(model.base, given, settings, row, base, heads, seed)
-            found.append(Difference(**asdict(first), check=check.name, prompt=list(prompt), rows=len(prompts)))
+            first = first_difference(model.base, inputs, settings, row, base, heads, seed)
+            differences.append(Difference(**asdict(first), check=check.name, prompt=list(prompt), rows=len(prompts)))
     widths = expected.shape[1], output.sequences.shape[1]
-    if not found and (not generator_same or widths[0] != widths[1]):
+    if not differences and (not generator_same or widths[0] != widths[1]):
         at = min(widths) - start
-        found.append(Difference(at, None, None, check=check.name, prompt=list(prompts[0]), rows=len(prompts)))
+        differences.append(Difference(at, None, None, check=check.name, prompt=list(prompts[0]), rows=len(prompts)))
     check.texts += len(prompts)
-    check.same += len(prompts) - len(found)
-    check.differences += found
+    check.same += len(prompts) - len(differences)
+    check.differences += differences
 
 
-def ends_inside_steps(model: Any, given: Mapping[str, torch.Tensor], settings: Mapping[str, Any]) -> list[int]:
+def ends_inside_steps(model: Any, inputs: Mapping[str, torch.Tensor], settings: Mapping[str, Any]) -> list[int]:
     """For each row a token that was accepted inside a step and not at its end: the hardest position to stop at."""
-    output = model.generate(**given, **settings, return_dict_in_generate=True)
-    answers = output.sequences[:, given["input_ids"].shape[1] :].tolist()
+    output = model.generate(**inputs, **settings, return_dict_in_generate=True)
+    answers = output.sequences[:, inputs["input_ids"].shape[1] :].tolist()
     chosen = set()
     for answer, accepted in zip(answers, steps_of(output)):
         inside = [at for at, (_, depth) in enumerate(zip(answer, guess_depths(accepted))) if depth]

@@ -10,8 +10,8 @@ os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")  # read on import: a 
 
 import gradio as gr
 
+from hf_drafthead.evaluation.calls import draft, encode
 from hf_drafthead.evaluation.loading import one_line
-from hf_drafthead.evaluation.speed import encode, warm_up
 from hf_drafthead.generation.memory import out_of_memory
 from hf_drafthead.generation.settings import ACCEPTANCES
 from hf_drafthead.generation.tree import DraftTree, published_trees
@@ -116,7 +116,7 @@ def build(model: Any, tokenizer: Any, *, max_new_tokens: int = 128) -> gr.Blocks
         tokenizer: the base's; with a chat template the page offers a chat too.
         max_new_tokens: what the setting begins with.
     """
-    warm_up(model, None, encode(model, tokenizer, ["1, 2, 3"]), {"max_new_tokens": 4, "do_sample": False})
+    warm_up(model, tokenizer)
     page = Page(model, tokenizer)
     modes = [CHAT, TEXT] if tokenizer.chat_template else [TEXT]
     with gr.Blocks(title="Draft heads", analytics_enabled=False, fill_width=True) as blocks:
@@ -185,6 +185,13 @@ def build(model: Any, tokenizer: Any, *, max_new_tokens: int = 128) -> gr.Blocks
             **quiet,
         )
     return blocks
+
+
+def warm_up(model: Any, tokenizer: Any) -> None:
+    """Do what happens in the first call only: the probe of the base, allocations."""
+    inputs, settings = encode(model, tokenizer, ["1, 2, 3"]), {"max_new_tokens": 4, "do_sample": False}
+    model.base.generate(**inputs, **settings)
+    draft(model, None, inputs, settings)
 
 
 def heading(model: Any) -> str:

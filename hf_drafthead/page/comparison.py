@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from transformers.generation.streamers import BaseStreamer
 
-from hf_drafthead.evaluation.acceptance import guess_depths
+from hf_drafthead.evaluation.calls import drafted
+from hf_drafthead.evaluation.measurement import guess_depths
 from hf_drafthead.evaluation.rounding import FirstDifference, first_difference
-from hf_drafthead.evaluation.speed import drafted
 from hf_drafthead.generation import StepRecord
 from hf_drafthead.generation.settings import DraftSettings
 from hf_drafthead.generation.tree import DraftTree

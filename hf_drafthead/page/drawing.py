@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any
 
-from hf_drafthead.evaluation.sample import Spelling
+from hf_drafthead.evaluation.conversation import Spelling
 from hf_drafthead.generation.tree import DraftTree
 from hf_drafthead.page.comparison import Side, Step
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hf_drafthead.evaluation.speed import encode, has_room, positions_of
+from hf_drafthead.evaluation.calls import encode, has_room, positions_of
 from hf_drafthead.generation.drafting import draft_vocabulary
 from hf_drafthead.generation.settings import DraftSettings
 from hf_drafthead.generation.tree import DraftTree

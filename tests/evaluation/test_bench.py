@@ -1,5 +1,6 @@
 """`bench` measures what `generate` does, asks every turn after the base's own answers, and keeps what it has."""
 
+import copy
 import dataclasses
 import types
 
@@ -8,7 +9,7 @@ import torch
 from matplotlib.image import imread
 
 from hf_drafthead.evaluation import bench as benching
-from hf_drafthead.evaluation import compare, plan, plots, report, rounding, sharding, speed, stages
+from hf_drafthead.evaluation import calls, measurement, plots, report, rounding
 from hf_drafthead.evaluation.bench import bench
 from hf_drafthead.evaluation.loading import load
 from hf_drafthead.evaluation.questions import UNCATEGORISED, Question
@@ -43,7 +44,7 @@ def test_tokens_per_step_are_exactly_those_of_accepted_lengths(loaded):
     model, tokenizer = loaded
     emitted = steps = 0
     for prompt in PROMPTS:
-        given = speed.encode(model, tokenizer, [prompt.text])
+        given = calls.encode(model, tokenizer, [prompt.text])
         lengths = model.generate(**given, **GREEDY, draft_tree=TREE, return_dict_in_generate=True).accepted_lengths
         emitted, steps = emitted + int(lengths.sum()), steps + int((lengths > 0).sum())
     (found,) = measured(loaded, repeats=2)
@@ -60,9 +61,55 @@ def test_tokens_per_step_are_exactly_those_of_accepted_lengths(loaded):
 
 
 def rounds_of(loaded, questions=PROMPTS, **options):
-    """The rounds of a course, before they are summed up."""
-    course = benching.Course(*loaded, compare.decoding_methods(*loaded, tree=TREE), GREEDY, **options)
-    return list(course.run(questions))
+    """The rounds of a run, before they are summed up."""
+    run = benching.BenchRun(*loaded, calls.decoding_methods(*loaded, tree=TREE), GREEDY, **options)
+    return list(run.run(questions))
+
+
+def test_a_batch_counts_each_row_by_itself(loaded):
+    (alone,) = measured(loaded)
+    (batch,) = measured(loaded, batch_sizes=[3])
+    assert batch.identical
+    assert (batch.prompts, batch.new_tokens) == (alone.prompts, alone.new_tokens)
+    assert batch.tokens_per_step == alone.tokens_per_step
+    assert batch.base_forwards < alone.base_forwards
+
+
+def test_a_row_counts_up_to_its_own_end_of_sequence(loaded):
+    model, tokenizer = loaded
+    end, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
+    inputs = {"input_ids": torch.tensor([[9, 9], [9, end]])}
+    sequences = torch.tensor([[9, 9, 7, end, pad, pad], [9, end, 7, 7, 7, 7]])
+    assert calls.new_rows(model, inputs, sequences) == [[7, end], [7, 7, 7, 7]]
+    assert calls.new_rows(model, inputs, sequences, {"eos_token_id": [7]}) == [[7], [7]]
+
+
+@pytest.mark.parametrize(
+    "prompts, options, text",
+    [
+        ([], {}, "there is no prompt to measure on: give at least one."),
+        ([Question(("",))], {}, "the prompt is empty: give the text to continue."),
+        (PROMPTS, {"batch_sizes": [0]}, "batch_size is 0: expected at least 1."),
+        (
+            PROMPTS,
+            {"settings": {"max_new_tokens": 124}},
+            "a prompt of 5 tokens and 124 new ones exceed the base's 128 positions: ",
+        ),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(loaded, prompts, options, text):
+    with pytest.raises(ValueError) as refused:
+        measured(loaded, prompts, **options)
+    assert text in str(refused.value)
+
+
+def test_a_batch_without_a_pad_token_is_refused(loaded):
+    model, tokenizer = loaded[0], copy.deepcopy(loaded[1])
+    tokenizer.pad_token = None
+    with pytest.raises(
+        ValueError, match="the tokenizer has no pad token, which a batch needs: set tokenizer.pad_token"
+    ):
+        calls.encode(model, tokenizer, ["a", "bc"])
 
 
 def test_everybody_runs_as_often_as_asked(loaded):
@@ -133,7 +180,7 @@ def test_a_verdict_says_what_a_speedup_means(loaded):
     ]
 
 
-@pytest.mark.parametrize("stage", stages.STAGES)
+@pytest.mark.parametrize("stage", measurement.STAGES)
 def test_a_stage_s_time_is_told_under_its_name(loaded, monkeypatch, stage):
     clock = types.SimpleNamespace(now=0.0)
     holder, name = (step.Step, "walk") if stage == "walk" else (step, stage)
@@ -146,14 +193,14 @@ def test_a_stage_s_time_is_told_under_its_name(loaded, monkeypatch, stage):
     monkeypatch.setattr(stopwatch, "time", types.SimpleNamespace(perf_counter=lambda: clock.now))
     monkeypatch.setattr(holder, name, slow)
     (found,) = measured(loaded, PROMPTS[:1])
-    others = dict.fromkeys([*stages.STAGES, "rest"], 0.0)
+    others = dict.fromkeys([*measurement.STAGES, "rest"], 0.0)
     assert found.time_split == {**others, stage: 250.0, "step": 250.0}
 
 
 def test_of_a_captured_step_only_the_whole_is_timed(loaded):
-    split = stages.TimeSplit()
+    split = measurement.TimeSplit()
     split.note(StepRecord(1, [[5]], [[0]], [1], 8, {"step": 0.5}))
-    assert (split + stages.TimeSplit()).to_json() == {"step": 500.0}
+    assert (split + measurement.TimeSplit()).to_json() == {"step": 500.0}
     (found,) = measured(loaded, PROMPTS[:1])
     captured = dataclasses.replace(found, time_split=split.to_json())
     names = report.details_table([captured]).columns[0]._cells
@@ -177,7 +224,7 @@ def undrafted_where(monkeypatch, length):
 def test_calls_that_the_base_decoded_are_counted_and_told(loaded, monkeypatch):
     undrafted_where(monkeypatch, len("def t"))
     notices = []
-    (found,) = measured(loaded, tell=notices.append)
+    (found,) = measured(loaded, notify=notices.append)
     assert found.undrafted == 1 and found.to_json()["undrafted"] == 1 and found.tokens_per_step > 1
     assert {name: part["undrafted"] for name, part in found.per_category.items()} == {"x": 1, "y": 0}
     told = "1 of 4 calls were decoded by the base itself, which counts in the speedup and not in the tokens per step."
@@ -190,18 +237,16 @@ def test_where_nothing_was_drafted_nothing_is_called_the_same(loaded, monkeypatc
     (found,) = measured(loaded)
     assert found.undrafted == 4 and found.tokens_per_step is None
     assert (report.same_text(right), report.same_text(found)) == ("yes", "-")
-    alone = benching.measure(*loaded, PROMPTS, tree=TREE, max_new_tokens=4, repeats=1)
-    assert alone.undrafted == 4 and len(alone.notices) == 1
 
 
 def test_how_hot_it_was_is_told_also_where_only_the_base_says_so(loaded, monkeypatch):
     config = loaded[0].base.generation_config
-    assert benching.told_settings(loaded[0], {"max_new_tokens": 4}) == {"do_sample": False, "max_new_tokens": 4}
-    assert benching.told_settings(loaded[0], {"do_sample": True})["temperature"] == 1.0
+    assert benching.full_settings(loaded[0], {"max_new_tokens": 4}) == {"do_sample": False, "max_new_tokens": 4}
+    assert benching.full_settings(loaded[0], {"do_sample": True})["temperature"] == 1.0
     monkeypatch.setattr(config, "temperature", 0.6)
     monkeypatch.setattr(config, "do_sample", True)
-    assert benching.told_settings(loaded[0], {}) == {"do_sample": True, "temperature": 0.6}
-    assert benching.told_settings(loaded[0], {"temperature": 0.9})["temperature"] == 0.9
+    assert benching.full_settings(loaded[0], {}) == {"do_sample": True, "temperature": 0.6}
+    assert benching.full_settings(loaded[0], {"temperature": 0.9})["temperature"] == 0.9
     (found,) = measured(loaded, PROMPTS[:1], {"do_sample": True, "max_new_tokens": 4})
     assert found.settings == {"do_sample": True, "max_new_tokens": 4, "temperature": 0.6}
 
@@ -224,7 +269,7 @@ def test_a_later_turn_follows_the_base_s_own_answer(loaded, monkeypatch):
     monkeypatch.setattr(type(model.base), "generate", listening)
     (found,) = measured(loaded, CHATS, batch_sizes=[2])
     answer = tokenizer.decode(
-        generate(model.base, **speed.encode(model, tokenizer, ["<ab>"], special_tokens=False), **GREEDY)[0, 4:]
+        generate(model.base, **calls.encode(model, tokenizer, ["<ab>"], special_tokens=False), **GREEDY)[0, 4:]
     )
     assert asked[-1] == [f"<ab><{answer.strip()}><cd>"]
     assert found.prompts == 3 and found.batch_size == 2  # the second conversation has one turn
@@ -233,7 +278,7 @@ def test_a_later_turn_follows_the_base_s_own_answer(loaded, monkeypatch):
 def test_a_later_turn_without_room_is_left_out_and_told(loaded):
     notices = []
     settings = {**GREEDY, "max_new_tokens": 60}
-    (found,) = measured(loaded, CHATS, settings, tell=notices.append)
+    (found,) = measured(loaded, CHATS, settings, notify=notices.append)
     assert found.prompts == 2
     assert (
         notices
@@ -282,7 +327,7 @@ def test_out_of_memory_steps_the_batch_down_and_keeps_what_was_measured(loaded, 
     out_of_memory_above(1, monkeypatch, calls_before=3)  # the warm-up, and one round of two calls
     notices = []
     questions = [dataclasses.replace(prompt, category="x") for prompt in PROMPTS]
-    halves, alone = measured(loaded, questions, batch_sizes=[2], tell=notices.append)
+    halves, alone = measured(loaded, questions, batch_sizes=[2], notify=notices.append)
     assert (halves.batch_size, halves.prompts, halves.complete, halves.stopped) == (2, 2, False, "out of memory")
     assert (alone.batch_size, alone.prompts, alone.complete, alone.stopped) == (1, 4, True, None)
     assert notices == [
@@ -307,29 +352,29 @@ def test_an_interruption_leaves_what_was_measured_and_is_marked(loaded, monkeypa
     (found,) = measured(loaded, batch_sizes=[1, 2], progress=interrupt)
     assert (found.prompts, found.complete, found.stopped) == (3, False, "interrupted")
     with pytest.raises(KeyboardInterrupt):
-        monkeypatch.setattr(benching.Course, "_round", lambda *arguments: interrupt() or interrupt() or interrupt())
+        monkeypatch.setattr(benching.BenchRun, "_round", lambda *arguments: interrupt() or interrupt() or interrupt())
         done.clear()
         measured(loaded)
 
 
 def test_an_interruption_of_a_warm_up_ends_the_call_and_is_told(loaded, monkeypatch):
-    warm_up = benching.Course._warm_up
+    warm_up = benching.BenchRun._warm_up
 
     def interrupted(self, given):
         if self.batch_size == 2:
             raise KeyboardInterrupt
         warm_up(self, given)
 
-    monkeypatch.setattr(benching.Course, "_warm_up", interrupted)
+    monkeypatch.setattr(benching.BenchRun, "_warm_up", interrupted)
     (found,) = measured(loaded, batch_sizes=[1, 2, 3])
     assert (found.batch_size, found.prompts, found.complete, found.stopped) == (1, 4, True, "interrupted")
 
 
 @pytest.mark.parametrize("moment", ["loading", "warm-up"])
 def test_an_interruption_between_two_measurements_ends_the_plan_and_is_told(loaded, monkeypatch, moment):
-    warm_up, begun, kept = benching.Course._warm_up, [], []
+    warm_up, begun, kept = benching.BenchRun._warm_up, [], []
 
-    def loading(name, options):
+    def loading(options, name):
         begun.append(name)
         if (moment, name) == ("loading", "b"):
             raise KeyboardInterrupt
@@ -340,14 +385,14 @@ def test_an_interruption_between_two_measurements_ends_the_plan_and_is_told(load
             raise KeyboardInterrupt
         warm_up(self, given)
 
-    monkeypatch.setattr(plan, "load_here", loading)
-    monkeypatch.setattr(benching.Course, "_warm_up", warming)
+    monkeypatch.setattr(benching.LoadOptions, "load", loading)
+    monkeypatch.setattr(benching.BenchRun, "_warm_up", warming)
     sizes = [1] if moment == "loading" else [1, 2]
-    asked = plan.Plan(["a", "b", "c"], PROMPTS[:1], GREEDY, trees=[TREE], batch_sizes=sizes, repeats=1)
-    outcome = plan.carry_out(
-        asked, begin=lambda name: lambda: None, tell=print, keep=lambda found: kept.append(list(found))
+    asked = benching.Plan(["a", "b", "c"], PROMPTS[:1], GREEDY, trees=[TREE], batch_sizes=sizes, options={"repeats": 1})
+    _, stopped = benching.carry_out(
+        asked, begin=lambda name: lambda: None, notify=print, keep=lambda found: kept.append(list(found))
     )
-    assert outcome.stopped == "interrupted" and begun == (["a", "b"] if moment == "loading" else ["a"])
+    assert stopped == "interrupted" and begun == (["a", "b"] if moment == "loading" else ["a"])
     assert [one.stopped for one in kept[-1]] == ["interrupted"]
 
 
@@ -368,7 +413,7 @@ def test_others_are_compared_in_the_same_run(loaded, monkeypatch):
 
     monkeypatch.setattr(type(model.base), "generate", without_assistant)
     names = ["prompt-lookup", f"assistant={model.base.name_or_path}"]
-    alone, pairs = measured(loaded, compare=names, batch_sizes=[1, 2], tell=notices.append)
+    alone, pairs = measured(loaded, compare=names, batch_sizes=[1, 2], notify=notices.append)
     for name in names:
         assert alone.compared[name]["identical"] and alone.compared[name]["tokens_per_forward"] >= 1
         assert pairs.compared[name] is None
@@ -434,7 +479,7 @@ def test_every_new_shape_is_compiled_before_the_clock_runs(loaded, monkeypatch):
 )
 def test_others_that_are_not_known_are_refused(loaded, name, text):
     with pytest.raises((OSError, ValueError)) as refused:
-        compare.decoding_methods(*loaded, compare=[name])
+        calls.decoding_methods(*loaded, compare=[name])
     assert text in str(refused.value)
 
 
@@ -443,7 +488,7 @@ def test_processes_share_the_questions_and_add_up(loaded, monkeypatch):
     courses = []
     for index in range(2):
         state = types.SimpleNamespace(num_processes=2, process_index=index)
-        monkeypatch.setattr(sharding, "process_state", lambda state=state: state)
+        monkeypatch.setattr(benching, "process_state", lambda state=state: state)
 
         def gather_object(mine, index=index):
             """What the other process has, as far as it is known, and mine."""
@@ -452,14 +497,14 @@ def test_processes_share_the_questions_and_add_up(loaded, monkeypatch):
                 return [one for course in courses[-2:] for one in course]
             return mine
 
-        monkeypatch.setattr(sharding, "gather_object", gather_object)
+        monkeypatch.setattr(benching, "gather_object", gather_object)
         (found,) = measured(loaded)
     assert [sum(one.rows for one in course) for course in courses] == [2, 2]
     assert found.processes == 2 and found.prompts == whole.prompts
     assert found.tokens_per_step == whole.tokens_per_step
     assert {name: one["prompts"] for name, one in found.per_category.items()} == {"x": 3, "y": 1}
     with pytest.raises(ValueError, match="1 questions cannot be shared among 2 processes: start fewer of them."):
-        sharding.Shard(PROMPTS[:1])
+        benching.share_of(PROMPTS[:1])
 
 
 def test_every_picture_that_the_figures_allow_is_drawn(loaded, tmp_path):

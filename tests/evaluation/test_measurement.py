@@ -5,8 +5,7 @@ import types
 import pytest
 import torch
 
-from hf_drafthead.evaluation.measurement import Round, Run, pace, quartiles, summed_up
-from hf_drafthead.evaluation.stages import TimeSplit
+from hf_drafthead.evaluation.measurement import Round, Run, TimeSplit, pace, quartiles, summed_up
 from hf_drafthead.generation.identity import heads_hash
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hf_drafthead import DraftTree
-from hf_drafthead.evaluation.stages import STAGES
+from hf_drafthead.evaluation.measurement import STAGES
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 TINY = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hf_drafthead.evaluation.acceptance import guess_depths
+from hf_drafthead.evaluation.calls import encode
+from hf_drafthead.evaluation.measurement import guess_depths
 from hf_drafthead.evaluation.rounding import FirstDifference
-from hf_drafthead.evaluation.speed import encode
 from hf_drafthead.generation.settings import DraftSettings
 from hf_drafthead.generation.tree import DraftTree
 from hf_drafthead.page.comparison import BASE, HEADS, Comparison

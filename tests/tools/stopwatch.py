@@ -19,9 +19,9 @@ from typing import Any
 import torch
 
 from hf_drafthead.evaluation.bench import bench
+from hf_drafthead.evaluation.calls import encode_all, encode_turn, has_room
 from hf_drafthead.evaluation.loading import load
 from hf_drafthead.evaluation.questions import Question, read_questions
-from hf_drafthead.evaluation.speed import encode_all, encode_turn, has_room
 
 MOST_APART = 0.05
 

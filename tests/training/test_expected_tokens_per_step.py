@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hf_drafthead.evaluation.acceptance import tokens_per_step
+from hf_drafthead.evaluation.measurement import tokens_per_step
 from hf_drafthead.generation.tree import DraftTree
 from hf_drafthead.training.expected_tokens_per_step import ExpectedTokensPerStep
 from hf_drafthead.training.likeness import likeness

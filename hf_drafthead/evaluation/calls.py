@@ -1,54 +1,111 @@
-"""One call of `generate`, and the time of several calls that alternate.
+"""One call of `generate`: its prompts as token ids, the methods that can answer them, and what came of it.
 
-Every prompt is decoded alternately by the base and by the heads, several times in one process, and counts with its
-median time: other load on the machine affects both, and a single slow call affects neither.
+Shapes: B rows, T prompt tokens, L tokens of a sequence, S steps.
 """
 
-import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, CompileConfig
 
+from hf_drafthead.evaluation.loading import one_line
 from hf_drafthead.evaluation.questions import Question, check_template, text_of
 from hf_drafthead.generation.tree import DraftTree
-from hf_drafthead.trees.timing import time_interleaved
 
+BASE, HEADS, COMPILED = "base", "heads", "compiled"
+PROMPT_LOOKUP, ASSISTANT = "prompt-lookup", "assistant"
+LOOKUP_TOKENS = 10  # guesses per step, as in the documentation of transformers
 CAPTURED = {"cache_implementation": "static"}  # settings under which the steps of draft heads are compiled
 
+# takes the prompts and the settings of `generate`, returns its output
+Method = Callable[[Mapping[str, torch.Tensor], Mapping[str, Any]], Any]
 
-def fastest_tree(
+
+def decoding_methods(
     model: Any,
     tokenizer: Any,
-    prompts: Sequence[Question],
-    trees: Sequence[DraftTree],
     *,
-    max_new_tokens: int,
-    batch_size: int = 1,
+    tree: str | DraftTree | None = None,
+    acceptance: Mapping[str, Any] | None = None,
     captured: bool = False,
-    progress: Callable[[], object] = lambda: None,
-) -> DraftTree:
-    """The tree with which the model decodes these prompts fastest on this machine, greedily."""
-    settings = {"do_sample": False, "max_new_tokens": max_new_tokens, **(CAPTURED if captured else {})}
-    inputs = encode_all(model, tokenizer, batched(prompts, batch_size), max_new_tokens)
-    totals = dict.fromkeys(trees, 0.0)
-    for tree in trees:
-        warm_up(model, tree, inputs[0], settings)
-    for given in inputs:
-        runs = {tree: lambda tree=tree, given=given: draft(model, tree, given, settings) for tree in trees}
-        _, seconds = time_interleaved(runs, 2, model.base.device)
-        for tree in trees:
-            totals[tree] += statistics.median(seconds[tree])
-        progress()
-    return min(totals, key=totals.__getitem__)
+    compare: Sequence[str] = (),
+) -> dict[str, Method]:
+    """The base, the heads, and other methods by name, in the order in which they are run.
+
+    Args:
+        model: with draft heads.
+        tokenizer: the base's.
+        tree: of the heads; None for the model's own.
+        acceptance: settings that only the heads are given.
+        captured: whether the heads' steps are compiled.
+        compare: `prompt-lookup` and `assistant=PATH`, which decode one prompt at a time; `compiled`, the base with a
+            static cache under `torch.compile`.
+
+    Raises:
+        OSError: there is no model at PATH.
+        ValueError: another name.
+    """
+    base, only_heads = model.base, {**(CAPTURED if captured else {}), **(acceptance or {})}
+    methods: dict[str, Method] = {
+        BASE: _of_base(base, tokenizer, {}),
+        HEADS: lambda inputs, settings: draft(model, tree, inputs, {**with_reader(settings, tokenizer), **only_heads}),
+    }
+    for name in compare:
+        kind, _, path = name.partition("=")
+        if name == PROMPT_LOOKUP:
+            more: dict[str, Any] = {"prompt_lookup_num_tokens": LOOKUP_TOKENS}
+        elif name == COMPILED:
+            more = {"cache_implementation": "static", "compile_config": _compile_everywhere()}
+        elif kind == ASSISTANT and path:
+            more = _assistant(base, tokenizer, path)
+        else:
+            raise ValueError(
+                f"--compare {name!r} is not known: expected {PROMPT_LOOKUP}, {ASSISTANT}=PATH or {COMPILED}."
+            )
+        methods[name] = _of_base(base, tokenizer, more)
+    return methods
+
+
+def _of_base(base: Any, tokenizer: Any, more: Mapping[str, Any]) -> Method:
+    return lambda inputs, settings: base.generate(**inputs, **{**with_reader(settings, tokenizer), **more})
+
+
+def _compile_everywhere() -> CompileConfig:
+    config = CompileConfig()
+    config._compile_all_devices = True  # else only a GPU's forward is compiled
+    return config
+
+
+def _assistant(base: Any, tokenizer: Any, path: str) -> dict[str, Any]:
+    try:
+        assistant = AutoModelForCausalLM.from_pretrained(path, dtype=base.dtype).to(base.device).eval()
+        theirs = AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        raise OSError(
+            f"no assistant could be read at {path!r} ({one_line(error)}): give a model's folder or id."
+        ) from None
+    if theirs.get_vocab() == tokenizer.get_vocab():
+        return {"assistant_model": assistant}
+    return {"assistant_model": assistant, "tokenizer": tokenizer, "assistant_tokenizer": theirs}
+
+
+def cannot_batch(name: str) -> bool:
+    """Whether this method decodes one prompt at a time only."""
+    return name == PROMPT_LOOKUP or name.startswith(ASSISTANT)
+
+
+def with_reader(settings: Mapping[str, Any], tokenizer: Any) -> dict[str, Any]:
+    """The settings, with the tokenizer where they have `stop_strings`."""
+    return {**settings, "tokenizer": tokenizer} if settings.get("stop_strings") else dict(settings)
 
 
 def draft(
-    model: Any, tree: str | DraftTree | None, given: Mapping[str, torch.Tensor], settings: Mapping[str, Any]
+    model: Any, tree: str | DraftTree | None, inputs: Mapping[str, torch.Tensor], settings: Mapping[str, Any]
 ) -> Any:
     """One call of the heads, with what they accepted; None is the model's own tree."""
     chosen = {} if tree is None else {"draft_tree": tree}
-    return model.generate(**given, **settings, **chosen, return_dict_in_generate=True)
+    return model.generate(**inputs, **settings, **chosen, return_dict_in_generate=True)
 
 
 def drafted(output: Any) -> bool:
@@ -63,25 +120,37 @@ def steps_of(output: Any) -> torch.Tensor:
     return output.accepted_lengths.cpu()
 
 
-def warm_up(model: Any, tree: DraftTree | None, given: Mapping[str, torch.Tensor], settings: Mapping[str, Any]) -> None:
-    """Do the one-time work of the first call: the probe of the base, allocations, the tree's tensors."""
-    model.base.generate(**given, **settings)
-    draft(model, tree, given, settings)
+class ForwardCount:
+    """Counts the forwards of a base while it is open."""
+
+    def __init__(self, base: Any):
+        self._decoder = base.get_decoder()
+        self.forwards = 0
+
+    def __enter__(self) -> "ForwardCount":
+        self._hook = self._decoder.register_forward_hook(self._add)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._hook.remove()
+
+    def _add(self, *_: object) -> None:
+        self.forwards += 1
 
 
-def batched(prompts: Sequence[Question], batch_size: int) -> list[list[Question]]:
-    """The prompts in batches of one category each.
+def batched(questions: Sequence[Question], batch_size: int) -> list[list[Question]]:
+    """The questions in batches of one category each.
 
     Raises:
         ValueError: there is none, or the batch size is below 1.
     """
-    if not prompts:
+    if not questions:
         raise ValueError("there is no prompt to measure on: give at least one.")
     if batch_size < 1:
         raise ValueError(f"batch_size is {batch_size}: expected at least 1.")
     groups: dict[Any, list[Question]] = {}
-    for prompt in prompts:
-        groups.setdefault((prompt.category, prompt.chat), []).append(prompt)
+    for question in questions:
+        groups.setdefault((question.category, question.chat), []).append(question)
     return [group[i : i + batch_size] for group in groups.values() for i in range(0, len(group), batch_size)]
 
 
@@ -126,8 +195,8 @@ def encode_all(
     inputs = []
     for batch in batches:
         inputs.append(encode_turn(model, tokenizer, batch, [()] * len(batch)))
-        own = inputs[-1]["attention_mask"].sum(1)
-        for question, length in zip(batch, own.tolist()):
+        lengths = inputs[-1]["attention_mask"].sum(1)
+        for question, length in zip(batch, lengths.tolist()):
             if not has_room(model, length, max_new_tokens):
                 raise ValueError(
                     f"{question.where}: a prompt of {length} tokens and {max_new_tokens} new ones exceed the base's "
@@ -155,48 +224,20 @@ def has_room(model: Any, length: int, max_new_tokens: int) -> bool:
     return positions is None or length + max_new_tokens <= positions
 
 
-def new_tokens(model: Any, given: Mapping[str, torch.Tensor], sequences: torch.Tensor) -> int:
-    """How many tokens were generated, each row counted up to and including its own end-of-sequence token."""
-    return sum(map(len, new_rows(model, given, sequences)))
-
-
 def new_rows(
-    model: Any, given: Mapping[str, torch.Tensor], sequences: torch.Tensor, settings: Mapping[str, Any] | None = None
+    model: Any, inputs: Mapping[str, torch.Tensor], sequences: torch.Tensor, settings: Mapping[str, Any] | None = None
 ) -> list[list[int]]:
     """The tokens that were generated in each row, up to and including its own end-of-sequence token.
 
     Args:
         model: its base names the token, unless the call did.
-        given: the prompts.
+        inputs: the prompts.
         sequences: (B, L) what `generate` returned.
         settings: of the call.
     """
     ends = (settings or {}).get("eos_token_id", model.base.generation_config.eos_token_id)
     ends = torch.tensor(ends if isinstance(ends, list) else [] if ends is None else [ends], device=sequences.device)
-    generated = sequences[:, given["input_ids"].shape[1] :]
+    generated = sequences[:, inputs["input_ids"].shape[1] :]
     is_end = torch.isin(generated, ends)
     counts = (is_end.cumsum(1) - is_end.long() == 0).sum(1)
     return [row[:count].tolist() for row, count in zip(generated, counts.tolist())]
-
-
-class ForwardCount:
-    """Counts the forwards of a base while it is open."""
-
-    def __init__(self, base: Any):
-        self._decoder = base.get_decoder()
-        self.forwards = 0
-
-    def take(self) -> int:
-        """The forwards since the last call of this."""
-        taken, self.forwards = self.forwards, 0
-        return taken
-
-    def __enter__(self) -> "ForwardCount":
-        self._hook = self._decoder.register_forward_hook(self._add)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._hook.remove()
-
-    def _add(self, *_: object) -> None:
-        self.forwards += 1
