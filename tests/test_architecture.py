@@ -119,7 +119,7 @@ def test_imports_follow_the_arrows(name, path):
         ("hf_drafthead.training.trainer", "from hf_drafthead import zoo"),
         ("hf_drafthead.trees.calibrate", "from hf_drafthead.evaluation import bench"),
         ("hf_drafthead.generation.settings", "from hf_drafthead.trees import timing"),
-        ("hf_drafthead.evaluation.speed", "from hf_drafthead.training.objectives import next_token"),
+        ("hf_drafthead.evaluation.calls", "from hf_drafthead.training.objectives import next_token"),
         ("hf_drafthead.cards.card", "import hf_drafthead.evaluation"),
         ("hf_drafthead.zoo.build", "from hf_drafthead.cli import main"),
     ],
