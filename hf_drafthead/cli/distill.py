@@ -11,16 +11,29 @@ from hf_drafthead.cli.common import Json, Template, app, bar, check_writable, ou
 
 @app.command()
 def distill(
-    data: Annotated[str, typer.Option(help="Chats, prompts or texts: a file, a folder, or the name of a data set.")],
     output_file: Annotated[Path, typer.Option("--output", metavar="FILE.jsonl", help="The answers go there.")],
     model: Annotated[
         str | None,
         typer.Argument(
             metavar="[MODEL]",
             help="Folder or id of a causal language model, or of one with draft heads; with --endpoint only its "
-            "tokenizer is read, and only plain texts need it.",
+            "tokenizer is read, which plain texts and --synthesize need.",
         ),
     ] = None,
+    data: Annotated[
+        str | None, typer.Option(help="Chats, prompts or texts: a file, a folder, or the name of a data set.")
+    ] = None,
+    synthesize: Annotated[
+        int | None,
+        typer.Option(
+            min=1, metavar="N", help="Without --data: write N chats, for which the base writes the questions."
+        ),
+    ] = None,
+    turns: Annotated[int, typer.Option(min=1, help="With --synthesize: questions of a chat, at most.")] = 1,
+    greedy: Annotated[
+        float, typer.Option(min=0.0, max=1.0, help="With --synthesize: share of chats with greedy answers.")
+    ] = 0.5,
+    question_tokens: Annotated[int, typer.Option(min=1, help="With --synthesize: tokens of a question, at most.")] = 96,
     endpoint: Annotated[
         str | None,
         typer.Option(metavar="URL", help="Ask this OpenAI-compatible server: http://host:8000/v1."),
@@ -31,10 +44,13 @@ def distill(
     concurrency: Annotated[int, typer.Option(min=1, help="With --endpoint: concurrent requests.")] = 32,
     retries: Annotated[int, typer.Option(min=0, help="With --endpoint: how often a failed request is sent again.")] = 8,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer, at most.")] = 512,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
+    temperature: Annotated[
+        float | None, typer.Option(min=0.0, help="0 is greedy, as by default; with --synthesize 1.")
+    ] = None,
     top_p: Annotated[float, typer.Option(help="Sample from the likeliest tokens of this probability.")] = 1.0,
     batch_size: Annotated[
-        int | None, typer.Option(min=1, help="Rows at a time, in each process; 8 by default. Not with --endpoint.")
+        int | None,
+        typer.Option(min=1, help="Rows at a time, in each process; 8, or 32 with --synthesize. Not with --endpoint."),
     ] = None,
     max_length: Annotated[
         int | None, typer.Option(min=2, help="Tokens of a prompt with its answer, at most. Not with --endpoint.")
@@ -45,14 +61,14 @@ def distill(
     chat_template: Template = None,
     json_path: Json = None,
 ) -> None:
-    """Generate the base's own answers to the prompts of the data, to train heads on.
+    """Generate the base's own answers to train heads on, to the prompts of the data or to questions of its own.
 
     The same command resumes an interrupted run.
     """
     from hf_drafthead.data import read_rows
     from hf_drafthead.training import distill as room
     from hf_drafthead.training.collect import processes
-    from hf_drafthead.training.endpoint import distill_from_endpoint
+    from hf_drafthead.training.endpoint import distill_from_endpoint, synthesize_from_endpoint
 
     check_writable(json_path)
     check_writable(output_file, "--output")
@@ -64,22 +80,32 @@ def distill(
     if endpoint is not None and (given := [name for name, value in own.items() if value is not None]):
         raise ValueError(f"{given[0]} does not go with --endpoint: the server decides that; leave it out.")
     template = read_template(chat_template)
+    if (data is None) == (synthesize is None):
+        raise ValueError("give --data, or --synthesize N for chats of which the base writes the questions too.")
+    if synthesize is not None and model is None:
+        raise ValueError("--synthesize needs the base's chat template: name the base (hf-drafthead distill MODEL ...).")
     state = processes()
-    with state.main_process_first():  # the others find the rows in its cache
-        rows = read_rows(data, split=split)
-    options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p}
-    options |= {"prompt_tokens": prompt_tokens, "seed": seed}
+    options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "top_p": top_p, "seed": seed}
+    if data is not None:
+        with state.main_process_first():  # the others find the rows in its cache
+            rows: Any = read_rows(data, split=split)
+        options |= {"temperature": temperature or 0.0, "prompt_tokens": prompt_tokens}
+    else:
+        rows = synthesize
+        options |= {"temperature": 1.0 if temperature is None else temperature, "turns": turns, "greedy": greedy}
+        options["question_tokens"] = question_tokens
     if endpoint is None:
         loaded, tokenizer = room.load_model(str(model), state.device)
         tokenizer.chat_template = template or tokenizer.chat_template
-        options |= {"batch_size": batch_size or 8, "max_length": max_length}
-        run = partial(room.distill, loaded, tokenizer)
+        options |= {"batch_size": batch_size or (8 if synthesize is None else 32), "max_length": max_length}
+        run = partial(room.distill if synthesize is None else room.synthesize, loaded, tokenizer)
     else:
         options |= {"concurrency": concurrency, "retries": retries}
-        options["tokenizer"] = None if model is None else room.load_tokenizer(model)
-        run = partial(distill_from_endpoint, endpoint, str(served_model))
-    with bar(len(rows)) as begin:
-        report = run(rows, output_file, progress=begin("answering"), **options)
+        options["tokenizer"] = None if model is None else room.tokenizer_of(model)
+        ask = distill_from_endpoint if synthesize is None else synthesize_from_endpoint
+        run = partial(ask, endpoint, str(served_model))
+    with bar(synthesize or len(rows)) as begin:
+        report = run(rows, output_file, progress=begin("answering" if synthesize is None else "writing"), **options)
     if state.is_main_process:
         output().print(str(report), soft_wrap=True)
         write_json(json_path, report.to_json())

@@ -1,6 +1,11 @@
-"""Where a plain text is cut into a beginning that is given and a rest that the model writes."""
+"""Texts: where one is cut into a beginning that is given and a rest; which are fit to be asked as questions."""
 
+import hashlib
+import re
 from typing import Any
+
+SHORTEST = 12  # characters of a question
+REPEATED = (4, 3)  # a question repeats itself if it has so many words in a row so many times
 
 
 def beginning_of(tokenizer: Any, text: str, tokens: int) -> str:
@@ -17,3 +22,27 @@ def beginning_of(tokenizer: Any, text: str, tokens: int) -> str:
     while 1 < last < len(offsets) and offsets[last][0] < offsets[last - 1][1]:
         last -= 1
     return text[: offsets[last - 1][1]] if last < len(offsets) else text
+
+
+def why_no_question(words: str) -> str | None:
+    """Why a text that a model wrote in a user's place is not fit to be asked; None if it is.
+
+    >>> why_no_question("How do birds find their way?"), why_no_question("hm"), why_no_question("I see, " * 30)
+    (None, 'too short', 'repeats itself')
+    """
+    if len(words) < SHORTEST or len(re.findall(r"[^\W\d_]{2,}", words)) < 2:
+        return "too short"
+    if "\N{REPLACEMENT CHARACTER}" in words:
+        return "broken characters"
+    length, times = REPEATED
+    parts = words.lower().split()
+    grams = [tuple(parts[at : at + length]) for at in range(len(parts) - length + 1)]
+    lines = [line.strip() for line in words.splitlines() if line.strip()]
+    often = any(grams.count(gram) >= times for gram in set(grams))
+    return "repeats itself" if often or (len(lines) > 3 and 2 * len(set(lines)) <= len(lines)) else None
+
+
+def same_words(words: str) -> int:
+    """A number that texts with the same words share, whatever their case and punctuation."""
+    said = " ".join(re.findall(r"\w+", words.lower()))
+    return int.from_bytes(hashlib.blake2b(said.encode(), digest_size=8).digest(), "big")

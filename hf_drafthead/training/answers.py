@@ -1,14 +1,17 @@
-"""The base's own answers to the questions of chats, and its own continuations of texts, a batch at a time.
+"""The base's own answers to the questions of chats, its own questions, and its own continuations of texts, in batches.
+
+Questions are written as Magpie does (arXiv 2406.08464): the chat template up to where a user's words would stand, is
+sampled from until the turn ends.
 
 Greedy or sampled, the answers to a row depend on that row, the settings and the seed alone: not on the other rows of
 its batch, nor on where a run was interrupted. The limit is rounding: in another batch a row is padded differently,
 which can exchange two nearly equal logits, more often in half precision.
 
-Shapes: B rows, P positions of the longest prompt, V vocabulary.
+Shapes: B rows, P positions of the longest prompt, D new tokens, V vocabulary.
 """
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,12 +20,13 @@ from transformers import LogitsProcessor, LogitsProcessorList, TopPLogitsWarper
 
 from hf_drafthead.data.chats import Chat, Refused, repaired
 from hf_drafthead.data.rows import as_row
-from hf_drafthead.data.texts import beginning_of
+from hf_drafthead.data.texts import beginning_of, same_words, why_no_question
 from hf_drafthead.training.data import padding_token
 from hf_drafthead.training.encode import refuse_unknown
 from hf_drafthead.training.templates import ChatEncoder, frame, without_post_processor
 
 EMPTY = "the answer is empty"
+DUPLICATE, CUT, CONTROL = "duplicate", "cut", "control tokens"  # why questions are dropped
 
 
 @dataclass
@@ -30,7 +34,7 @@ class Task:
     """A row that is being answered: its prompt, and the base's answers so far.
 
     Attributes:
-        index: the row's place in the data.
+        index: the row's place in the data, or among the base's own questions.
         questions: of a chat, those that are not asked yet, the next one first.
         messages: system, questions asked and the base's answers.
         given: the beginning of a text.
@@ -40,6 +44,8 @@ class Task:
         done: whether no question is left.
         tools: the functions that a chat's assistant may call.
         refused: why there is no answer at all, of a row that is done.
+        to_write: number of questions that the base is still to write itself.
+        greedy: whether its answers are, at whatever temperature others are sampled.
     """
 
     index: int
@@ -52,6 +58,13 @@ class Task:
     done: bool = False
     tools: list[dict[str, Any]] | None = None
     refused: str | None = None
+    to_write: int = 0
+    greedy: bool = False
+
+    @property
+    def asks(self) -> bool:
+        """Whether the next thing to write is a question."""
+        return self.to_write > 0 and (not self.messages or self.messages[-1]["role"] == "assistant")
 
     @classmethod
     def of_questions(cls, index: int, asked: Chat) -> "Task":
@@ -69,6 +82,22 @@ class Task:
         else:
             self.refused = reason
 
+    def ask(self, words: str, asked: set[int]) -> str | None:
+        """Take a question that the base wrote, or return why it is dropped: then the chat ends before it.
+
+        Args:
+            words: of the question.
+            asked: the first questions of other chats; this one is added.
+        """
+        reason = why_no_question(words)
+        if not self.messages and reason is None:
+            reason = DUPLICATE if same_words(words) in asked else None
+            asked.add(same_words(words))
+        if reason is None:
+            self.messages.append({"role": "user", "content": words})
+            self.to_write -= 1
+        return reason
+
     def to_row(self) -> dict[str, Any]:
         """What is written to the file: a row that `read_rows` understands."""
         if self.given is None:
@@ -81,7 +110,8 @@ class Task:
 class Counts:
     """What was generated: answers, those cut at a limit, their tokens, and the forward passes of the base.
 
-    `unusable` counts answers that are in no row, by the reason.
+    `unusable` counts answers that are in no row, by the reason. `questions` counts those that the base wrote, `dropped`
+    those that were not asked, by the reason, and `in_vain` the chats without a question since the last one with any.
 
     `steps` counts for each row those that it took part in; it stays 0 without draft heads.
     """
@@ -92,6 +122,17 @@ class Counts:
     steps: int = 0
     step_tokens: int = 0
     unusable: dict[str, int] = field(default_factory=dict)
+    questions: int = 0
+    dropped: dict[str, int] = field(default_factory=dict)
+    in_vain: int = 0
+
+    def drop(self, task: Task, reason: str) -> None:
+        """End a task before a question of the base that cannot be asked."""
+        self.dropped[reason] = self.dropped.get(reason, 0) + 1
+        task.done = True
+        if not task.messages:
+            task.refused = reason
+            self.in_vain += 1
 
 
 def questions_of(row: Mapping[str, Any]) -> Chat | None:
@@ -124,6 +165,8 @@ class Answerer:
         top_p: sample from the likeliest tokens that have this probability together.
         prompt_tokens: of a text, how many are given.
         seed: of the sampling.
+        question_tokens: of a question that the base writes, at most.
+        asked: `same_words` of first questions that are not to be asked again.
     """
 
     def __init__(
@@ -137,14 +180,19 @@ class Answerer:
         top_p: float,
         prompt_tokens: int,
         seed: int,
+        question_tokens: int = 96,
+        asked: set[int] | None = None,
     ) -> None:
         self.model, self.tokenizer = model, tokenizer
         self.max_new_tokens, self.max_length, self.prompt_tokens = max_new_tokens, max_length, prompt_tokens
         self.temperature, self.top_p, self.seed = temperature, top_p, seed
+        self.question_tokens, self.asked = question_tokens, asked or set()
         self.counts = Counts()
         self._bare = without_post_processor(tokenizer)
         self._first, _ = frame(tokenizer)
         self._chats: ChatEncoder | None = None
+        self._stop: str | None = None
+        self._control: set[int] = set()
         known = model.generation_config.eos_token_id
         self._ends = {*(known if isinstance(known, list) else [known]), tokenizer.eos_token_id} - {None}
         self._pad = padding_token(model, tokenizer)
@@ -164,41 +212,66 @@ class Answerer:
                 given=text[: row["given"]] if row.get("given") else beginning_of(self._bare, text, self.prompt_tokens),
             )
         else:
-            if self._chats is None:
-                self._chats = ChatEncoder(self.tokenizer)
-                stop = self._bare(self._chats.end_of_turn, add_special_tokens=False)["input_ids"]
-                self._ends |= set(stop[-1:])
-            task = Task.of_questions(index, self._chats.fit(asked))
+            task = Task.of_questions(index, self._encoder().fit(asked))
         prompt = self._prompt(task)
         refuse_unknown(self.tokenizer, prompt, self.model.config.get_text_config().vocab_size)
         if self._room(length := len(prompt)) < 1:
             raise Refused(f"its prompt of {length} tokens leaves no room for an answer in {self.max_length}")
         return task
 
+    def begin_own(self, index: int, questions: int, greedy: bool) -> Task:
+        """A task of which the base writes the questions too.
+
+        Raises:
+            ValueError: there is no chat template, or it does not show a lone question.
+        """
+        self._end_of_question()
+        return Task(index, to_write=questions, greedy=greedy)
+
     def answer(self, tasks: list[Task]) -> None:
-        """Answer every task's next question, all tasks in one batch; tasks without further questions become `done`."""
+        """Write every task's next answer, or its next question; tasks without further questions become `done`.
+
+        Tasks of one limit are one batch.
+        """
         prompts = [self._prompt(task) for task in tasks]
-        rooms = [self._room(len(prompt)) for prompt in prompts]
-        together = [number for number, room in enumerate(rooms) if room == self.max_new_tokens]
-        # the others have different limits, so each is generated alone
-        alone = [[number] for number, room in enumerate(rooms) if room < self.max_new_tokens]
-        for group in [together, *alone]:
-            if group:
-                part = [tasks[number] for number in group]
-                written = self._generate(part, [prompts[number] for number in group], rooms[group[0]])
-                for task, prompt, tokens in zip(part, (prompts[number] for number in group), written):
-                    self._take(task, prompt, tokens)
+        limits = [self._room(len(prompt), task.asks) for task, prompt in zip(tasks, prompts)]
+        for limit in sorted(set(limits)):
+            group = [number for number in range(len(tasks)) if limits[number] == limit]
+            part, its_prompts = [tasks[number] for number in group], [prompts[number] for number in group]
+            written = self._generate(part, its_prompts, limit)
+            for task, prompt, tokens in zip(part, its_prompts, written):
+                (self._take_question if task.asks else self._take)(task, prompt, tokens)
+
+    def _encoder(self) -> ChatEncoder:
+        if self._chats is None:
+            self._chats = ChatEncoder(self.tokenizer)
+            stop = self._bare(self._chats.end_of_turn, add_special_tokens=False)["input_ids"]
+            self._ends |= set(stop[-1:])
+        return self._chats
+
+    def _end_of_question(self) -> str:
+        """What ends a user's turn if no token does; empty if one does, which then ends answers as well."""
+        if self._stop is None:
+            end, is_token = question_end(self.tokenizer, self._encoder)
+            self._stop = "" if is_token else end
+            self._ends |= set(self._bare(end, add_special_tokens=False)["input_ids"]) if is_token else set()
+            self._control = set(self.tokenizer.all_special_ids) | set(self.tokenizer.added_tokens_decoder)
+        return self._stop
 
     def _prompt(self, task: Task) -> list[int]:
         if task.given is not None:
             return self._first + self._bare(task.given, add_special_tokens=False, verbose=False)["input_ids"]
-        assert self._chats is not None
-        text = self._chats.render(task.messages, prompt=True, tools=task.tools)
+        chats = self._encoder()
+        if task.asks:
+            text = chats.before_question(task.messages)
+        else:
+            text = chats.render(task.messages, prompt=True, tools=task.tools)
         return self._bare(text, add_special_tokens=False, verbose=False)["input_ids"]
 
-    def _room(self, length: int) -> int:
+    def _room(self, length: int, question: bool = False) -> int:
         """How many tokens may follow a prompt."""
-        return self.max_new_tokens if self.max_length is None else min(self.max_new_tokens, self.max_length - length)
+        most = self.question_tokens if question else self.max_new_tokens
+        return most if self.max_length is None else min(most, self.max_length - length)
 
     def _generate(self, tasks: list[Task], prompts: list[list[int]], new_tokens: int) -> list[list[int]]:
         """What the model writes after each prompt, up to and including the token that ends it."""
@@ -206,9 +279,10 @@ class Answerer:
         ids = torch.tensor([[self._pad] * (width - len(prompt)) + prompt for prompt in prompts])  # (B, P)
         mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
         processors = LogitsProcessorList()
-        if self.temperature > 0:
-            keys = [f"{self.seed}/{task.index}/{task.answers}" for task in tasks]
-            processors.append(RowNoise(keys, width, self.temperature, self.top_p))
+        temperatures = [self._temperature(task) for task in tasks]
+        if any(temperatures):
+            keys = [f"{self.seed}/{task.index}/{'question' * task.asks}{task.answers}" for task in tasks]
+            processors.append(RowDraws.of(keys, width, new_tokens, temperatures, self.top_p))
         ends = sorted(self._ends)
         output = self.model.generate(
             input_ids=ids.to(self.model.device),
@@ -229,6 +303,28 @@ class Answerer:
             length = next((place + 1 for place, token in enumerate(tokens) if token in self._ends), len(tokens))
             written.append(tokens[:length])
         return written
+
+    def _temperature(self, task: Task) -> float:
+        return 1.0 if task.asks else 0.0 if task.greedy else self.temperature
+
+    def _take_question(self, task: Task, prompt: list[int], tokens: list[int]) -> None:
+        """Put the question that was written into the task, or end the task."""
+        stop = self._end_of_question()
+        ended = bool(tokens) and tokens[-1] in self._ends
+        tokens = tokens[:-1] if ended else tokens
+        self.counts.questions += 1
+        reason = CONTROL if self._control & set(tokens) else None
+        words = self._words(prompt, tokens)
+        if stop and stop in words:
+            words, ended = words.partition(stop)[0], True
+        reason = reason or (None if ended else CUT) or task.ask(words.strip(), self.asked)
+        if reason is None and self._room(len(self._prompt(task))) < 1:
+            task.messages.pop()
+            reason = CUT
+        if reason is None:
+            self.counts.in_vain = 0
+        else:
+            self.counts.drop(task, reason)
 
     def _take(self, task: Task, prompt: list[int], tokens: list[int]) -> None:
         """Put what was written into the task, and the next question behind it."""
@@ -258,6 +354,8 @@ class Answerer:
             task.done = self._room(len(self._prompt(task))) < 1
             if task.done:
                 task.messages.pop()
+        if ended and task.to_write:
+            task.done = self._room(len(self._prompt(task)), question=True) < 1
 
     def _words(self, prompt: list[int], tokens: list[int]) -> str:
         """Tokens as text; behind their prompt, for some tokenizers drop a space at the very beginning."""
@@ -268,36 +366,77 @@ class Answerer:
         return both[len(before) :] if both.startswith(before) else alone
 
 
-class RowNoise(LogitsProcessor):
-    """Makes the greedy choice a draw from the processed distribution: argmax(log p - log noise), noise exponential.
-
-    The noise of a row's position comes from a separate generator, so neither the batch nor the position at which an
-    interrupted run was resumed can change the draw.
+def question_end(tokenizer: Any, encoder: Callable[[], ChatEncoder]) -> tuple[str, bool]:
+    """What ends a user's turn in the chat template, and whether it is a special token.
 
     Args:
-        keys: one for each row of the batch, in its order.
+        tokenizer: the base's.
+        encoder: makes its `ChatEncoder`.
+
+    Raises:
+        ValueError: there is no chat template, or it does not show a lone question.
+    """
+    if getattr(tokenizer, "chat_template", None) is None:
+        raise ValueError(
+            f"the tokenizer of {tokenizer.name_or_path!r} has no chat template, which tells where a base would write a "
+            "question: give the one it was trained with (--chat-template FILE, tokenizer.chat_template), or questions "
+            "(--data)."
+        )
+    try:
+        chats = encoder()
+        chats.before_question([])
+        end, is_token = chats.end_of_question()
+        if not end:
+            raise Refused("the chat template puts nothing behind a user's words")
+        return end, is_token
+    except Refused as reason:
+        raise ValueError(f"the base cannot write questions ({reason}): give questions (--data).") from None
+
+
+class RowDraws(LogitsProcessor):
+    """Makes the greedy choice a draw from the processed distribution, for the rows with a temperature.
+
+    The token drawn is the first whose cumulative probability exceeds a uniform number. The numbers of a row come from
+    a key of its own, so neither the batch nor the place where an interrupted run was resumed can change the draw; and
+    there is one for each position, not one for each token of the vocabulary.
+
+    Args:
+        uniforms: (B, D) between 0 and 1.
+        temperatures: (B, 1), 0 for rows that stay greedy.
         prompt_length: P.
-        temperature: above 0.
         top_p: 1.0 keeps all tokens.
     """
 
-    def __init__(self, keys: list[str], prompt_length: int, temperature: float, top_p: float) -> None:
-        self.keys, self.prompt_length, self.temperature = keys, prompt_length, temperature
-        self.top_p = top_p
+    def __init__(self, uniforms: torch.Tensor, temperatures: torch.Tensor, prompt_length: int, top_p: float) -> None:
+        self.uniforms, self.temperatures = uniforms, temperatures
+        self.prompt_length, self.top_p = prompt_length, top_p
 
-    def for_rows(self, rows: list[int]) -> "RowNoise":
-        """The noise of some rows of the batch only, for decoding in which each row advances at its own pace."""
-        return RowNoise([self.keys[row] for row in rows], self.prompt_length, self.temperature, self.top_p)
+    @classmethod
+    def of(
+        cls, keys: list[str], prompt_length: int, new_tokens: int, temperatures: list[float], top_p: float
+    ) -> "RowDraws":
+        """The draws of rows with these keys, D = `new_tokens`."""
+        uniforms = []
+        for key in keys:
+            seed = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=7).digest(), "big")
+            uniforms.append(torch.rand(new_tokens, generator=torch.Generator().manual_seed(seed)))
+        return cls(torch.stack(uniforms), torch.tensor(temperatures)[:, None], prompt_length, top_p)
+
+    def for_rows(self, rows: list[int]) -> "RowDraws":
+        """The draws of some rows of the batch only, for decoding in which each row advances at its own pace."""
+        return RowDraws(self.uniforms[rows], self.temperatures[rows], self.prompt_length, self.top_p)
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """Scores (B, V) whose greatest is the token drawn."""
-        scores = scores.float() / self.temperature
+        """Scores (B, V) whose greatest is the token chosen."""
+        if self.uniforms.device != scores.device:
+            self.uniforms, self.temperatures = self.uniforms.to(scores.device), self.temperatures.to(scores.device)
+        sampled = self.temperatures > 0
+        scaled = scores.float() / torch.where(sampled, self.temperatures, 1.0)
         if self.top_p < 1:
-            scores = TopPLogitsWarper(self.top_p)(input_ids, scores)
+            scaled = TopPLogitsWarper(self.top_p)(input_ids, scaled)
+        below = scaled.softmax(-1).cumsum(-1)
+        whole = below[:, -1:]
         position = input_ids.shape[1] - self.prompt_length
-        noise = torch.empty_like(scores)
-        generator = torch.Generator(scores.device)
-        for row, key in zip(noise, self.keys, strict=True):
-            digest = hashlib.blake2b(f"{key}/{position}".encode(), digest_size=7).digest()
-            row.exponential_(generator=generator.manual_seed(int.from_bytes(digest, "big")))
-        return scores - noise.clamp_min(torch.finfo(noise.dtype).tiny).log()
+        at = (self.uniforms[:, position, None] * whole).minimum(whole.nextafter(torch.zeros_like(whole)))
+        token = torch.where(sampled, torch.searchsorted(below, at, right=True), scores.argmax(-1, keepdim=True))
+        return torch.full_like(scores, -torch.inf).scatter_(1, token, 0.0)

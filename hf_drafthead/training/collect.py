@@ -16,6 +16,7 @@ from hf_drafthead.training.shards import Shards
 
 Todo = Iterator[tuple[int, Mapping[str, Any]]]  # rows with their numbers
 NAMED = 5  # refused rows that the report names
+UNFIT_IN_A_ROW = 256  # chats without a question, one after the other, after which the base is asked for no more
 
 
 @dataclass
@@ -34,6 +35,9 @@ class DistillReport:
         tokens_per_step: of draft heads; None without any.
         seconds: of the slowest process.
         unusable: answers that are in no row, by the reason.
+        questions: that the base wrote itself, in this run.
+        dropped: those of them that were not asked, by the reason.
+        missing: chats that were asked for and are not there, because the base wrote no more questions.
     """
 
     rows: int = 0
@@ -47,6 +51,9 @@ class DistillReport:
     tokens_per_step: float | None = None
     seconds: float = 0.0
     unusable: dict[str, int] = field(default_factory=dict)
+    questions: int = 0
+    dropped: dict[str, int] = field(default_factory=dict)
+    missing: int = 0
 
     def refuse(self, index: int, reason: object) -> None:
         """Count a row that cannot be asked."""
@@ -63,6 +70,12 @@ class DistillReport:
         line += f": {self.answers:,} answers of {self.tokens:,} tokens in {self.seconds:.1f} s"
         line += f", {self.cut:,} cut" if self.cut else ""
         line += "" if self.tokens_per_step is None else f", {self.tokens_per_step:.2f} tokens per step"
+        if self.questions:
+            line += f"\n{self.questions:,} questions of the base's own, dropped: {in_words(self.dropped) or 'none'}"
+        if self.missing:
+            line += (
+                f"\n{self.missing:,} chats are missing: the last {UNFIT_IN_A_ROW:,} or more questions were all unfit"
+            )
         for reason, count in self.unusable.items():
             line += f"\n{count:,} answers not used: {reason}"
         if self.refused:
@@ -77,6 +90,7 @@ def collect(
     settings: dict[str, Any],
     work: Callable[[Todo, Shards, DistillReport], Counts],
     progress: Callable[[], None],
+    own: bool = False,
 ) -> DistillReport:
     """Answer the rows that are not answered yet, in all processes together, and write them to the output in order.
 
@@ -86,6 +100,7 @@ def collect(
         settings: what the output depends on.
         work: answers this process's share; it writes the rows, and counts refused ones in the report.
         progress: called once for each row that is done already or another process's.
+        own: the base writes the questions: there are no rows, and those of earlier runs are found.
 
     Raises:
         OSError, ValueError: as `Shards` does, what `work` raises, or no row could be asked.
@@ -98,7 +113,11 @@ def collect(
     done = shards.done()
     state.wait_for_everyone()  # no process writes before all have read what is done
     report, start = DistillReport(), time.monotonic()
-    todo = _share(rows, done, state.process_index, state.num_processes, report, progress)
+    if own:
+        report.found = len(done) * state.is_main_process
+        for _ in done:
+            progress()
+    todo = _share(rows, set() if own else done, state.process_index, state.num_processes, report, progress)
     shards.open()
     try:
         counts = work(todo, shards, report)
@@ -107,6 +126,12 @@ def collect(
     report.seconds = time.monotonic() - start
     total = _sum(gather_object([(report, counts)]))  # waits for everyone
     if not total.written + total.found:
+        if own:
+            raise ValueError(
+                f"not one of {total.questions:,} questions that the base wrote can be asked "
+                f"({in_words(total.dropped) or 'none was finished'}): give questions (--data), or the chat template "
+                "that it was trained with."
+            )
         why = f" ({'; '.join(total.refusals)})" if total.refusals else ""
         raise ValueError(
             f"there is nothing to ask in the data: {total.refused} of {total.rows} rows were refused{why}."
@@ -156,6 +181,9 @@ def _sum(parts: list[tuple[DistillReport, Any]]) -> DistillReport:
             setattr(total, name, getattr(total, name) + getattr(report, name))
         for name in ("answers", "cut", "tokens"):
             setattr(total, name, getattr(total, name) + getattr(counts, name))
+        total.questions, total.missing = total.questions + counts.questions, total.missing + report.missing
+        for reason, count in counts.dropped.items():
+            total.dropped[reason] = total.dropped.get(reason, 0) + count
         for reason, count in counts.unusable.items():
             total.unusable[reason] = total.unusable.get(reason, 0) + count
         total.refusals = (total.refusals + report.refusals)[:NAMED]
@@ -163,3 +191,39 @@ def _sum(parts: list[tuple[DistillReport, Any]]) -> DistillReport:
         steps, step_tokens = steps + counts.steps, step_tokens + counts.step_tokens
     total.tokens_per_step = step_tokens / steps if steps else None
     return total
+
+
+def in_words(counts: Mapping[str, int]) -> str:
+    """Counts by reason, the most frequent first.
+
+    >>> in_words({"cut": 2, "duplicate": 1300})
+    '1,300 duplicate, 2 cut'
+    """
+    return ", ".join(f"{count:,} {reason}" for reason, count in sorted(counts.items(), key=lambda pair: -pair[1]))
+
+
+def own_share(count: int, shards: Shards) -> int:
+    """How many of `count` chats this process still has to write."""
+    state = processes()
+    left = max(0, count - len(shards.there))
+    return (left + state.num_processes - 1 - state.process_index) // state.num_processes
+
+
+def own_rows(count: int, patience: int, shards: Shards, counts: Counts, report: DistillReport) -> Todo:
+    """Numbers of chats that this process may begin, behind those that are there, until its share is written.
+
+    Args:
+        count: chats in all.
+        patience: chats without a question, one after the other, after which no more are begun.
+        shards: its `there` names those of earlier runs.
+        counts, report: of the work, as it goes on.
+    """
+    state, share = processes(), own_share(count, shards)
+    index = max(shards.there, default=-1) + 1 + state.process_index
+    while report.written < share:
+        if counts.in_vain >= patience:
+            report.missing = share - report.written
+            return
+        report.rows += 1
+        yield index, {}
+        index += state.num_processes

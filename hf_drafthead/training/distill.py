@@ -15,7 +15,7 @@ from hf_drafthead.data.chats import Refused
 from hf_drafthead.data.rows import data_hash
 from hf_drafthead.modeling.gguf_files import gguf_arguments, load_tokenizer, reading_gguf, split_gguf
 from hf_drafthead.training.answers import Answerer, Counts, Task
-from hf_drafthead.training.collect import DistillReport, Todo, collect
+from hf_drafthead.training.collect import UNFIT_IN_A_ROW, DistillReport, Todo, collect, own_rows, own_share
 from hf_drafthead.training.shards import Shards
 
 
@@ -66,28 +66,148 @@ def distill(
             asked.
     """
     check_choices(temperature, top_p, max_new_tokens=max_new_tokens, batch_size=batch_size, prompt_tokens=prompt_tokens)
-    base = getattr(model, "base", model)
-    positions = getattr(base.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    if positions is not None and max_length is not None and max_length > positions:
-        raise ValueError(f"max_length is {max_length}, but the base has {positions} positions: give at most that many.")
     choices: dict[str, Any] = {
         "max_new_tokens": max_new_tokens,
-        "max_length": positions if max_length is None else max_length,
+        "max_length": _longest(model, max_length),
         "temperature": float(temperature),
         "top_p": float(top_p),
         "prompt_tokens": prompt_tokens,
         "seed": seed,
     }
-    template = hashlib.sha256(repr(tokenizer.chat_template).encode()).hexdigest()
-    about = {"base": base.name_or_path, "chat_template": template, "data": data_hash(rows)}
+    about = {**_origin(model, tokenizer), "data": data_hash(rows)}
     answerer = Answerer(model.eval(), tokenizer, **choices)
 
     def work(todo: Todo, shards: Shards, report: DistillReport) -> Counts:
-        _run(answerer, todo, shards, batch_size, report, tell)
+        _run(answerer, answerer.begin, todo, shards, batch_size, report, tell)
         return answerer.counts
 
     tell = progress or (lambda: None)
     return collect(rows, output, {**about, **choices}, work, tell)
+
+
+def synthesize(
+    model: Any,
+    tokenizer: Any,
+    count: int,
+    output: str | Path,
+    *,
+    turns: int = 1,
+    greedy: float = 0.5,
+    max_new_tokens: int = 512,
+    question_tokens: int = 96,
+    temperature: float = 1.0,
+    top_p: float = 1.0,
+    batch_size: int = 32,
+    max_length: int | None = None,
+    seed: int = 0,
+    progress: Callable[[], None] | None = None,
+) -> DistillReport:
+    """Let a model write chats from nothing: its own questions (Magpie, arXiv 2406.08464), and its answers to them.
+
+    A question is what the model writes where the chat template would have a user's words, at temperature 1, until the
+    turn ends. Questions that are too short, cut, repeat themselves or hold control tokens are dropped, and so are first
+    questions with the words of an earlier one (of this process).
+
+    The output is that of `distill`. A run that was interrupted goes on behind the last chat that was written, and so
+    does one with a greater `count`. Under `accelerate launch` every process writes its share.
+
+    Args:
+        model: a causal language model on its device; one with draft heads needs fewer forward passes.
+        tokenizer: its fast tokenizer, with a chat template.
+        count: chats to write, those of earlier runs included.
+        output: JSON lines.
+        turns: questions of a chat, at most.
+        greedy: share of the chats whose answers are greedy; the others are sampled.
+        max_new_tokens: of each answer.
+        question_tokens: of each question.
+        temperature, top_p: of the answers that are sampled.
+        batch_size, max_length, seed: as for `distill`.
+        progress: called once for each chat, in this process.
+
+    Returns:
+        What was written; fewer chats than asked for where the model wrote nothing but unfit questions for long.
+
+    Raises:
+        OSError: as `distill`.
+        ValueError: a setting that does not fit, no chat template or one that does not show a lone question, an output
+            that was begun with other settings, or not one question that can be asked.
+    """
+    choices = own_choices(turns, greedy, max_new_tokens, question_tokens, temperature, top_p, seed)
+    check_choices(temperature, top_p, count=count, batch_size=batch_size)
+    choices["max_length"] = _longest(model, max_length)
+    names = ("max_new_tokens", "question_tokens", "temperature", "top_p", "seed", "max_length")
+    answerer = Answerer(
+        model.eval(), tokenizer, prompt_tokens=1, **{name: choices[name] for name in names if name in choices}
+    )
+    answerer.begin_own(0, 1, False)  # which refuses a tokenizer that does not fit, before a file is written
+    tell = progress or (lambda: None)
+
+    def work(todo: Todo, shards: Shards, report: DistillReport) -> Counts:
+        answerer.asked |= shards.asked()
+        own = own_rows(count, max(UNFIT_IN_A_ROW, 4 * batch_size), shards, answerer.counts, report)
+
+        def begin(index: int, row: Mapping[str, Any]) -> Task:
+            return answerer.begin_own(index, turns, is_greedy(index, greedy))
+
+        _run(answerer, begin, own, shards, batch_size, report, tell, own_share(count, shards))
+        return answerer.counts
+
+    return collect((), output, {**_origin(model, tokenizer), **choices}, work, tell, own=True)
+
+
+def own_choices(
+    turns: int,
+    greedy: float,
+    max_new_tokens: int,
+    question_tokens: int,
+    temperature: float,
+    top_p: float,
+    seed: int,
+) -> dict[str, Any]:
+    """What chats from nothing depend on.
+
+    Raises:
+        ValueError: naming the setting that does not fit.
+    """
+    check_choices(temperature, top_p, turns=turns, max_new_tokens=max_new_tokens, question_tokens=question_tokens)
+    if not 0 <= greedy <= 1:
+        raise ValueError(f"greedy is {greedy}: expected a share from 0 to 1.")
+    if greedy < 1 and temperature == 0:
+        raise ValueError(f"temperature is 0, but greedy is {greedy}: give greedy=1 (--greedy 1), or a temperature.")
+    return {
+        "data": "the base's own questions",
+        "turns": turns,
+        "greedy": float(greedy),
+        "max_new_tokens": max_new_tokens,
+        "question_tokens": question_tokens,
+        "temperature": float(temperature),
+        "top_p": float(top_p),
+        "seed": seed,
+    }
+
+
+def is_greedy(index: int, share: float) -> bool:
+    """Whether a chat's answers are greedy: this share of the chats, spread evenly.
+
+    >>> [is_greedy(index, 0.5) for index in range(4)], is_greedy(7, 0.0), is_greedy(7, 1.0)
+    ([True, False, True, False], False, True)
+    """
+    return int(-index * share // 1) != int(-(index + 1) * share // 1)
+
+
+def _longest(model: Any, max_length: int | None) -> int | None:
+    """Tokens of a prompt and its answer; the base's positions if nothing is asked for."""
+    config = getattr(model, "base", model).config.get_text_config(decoder=True)
+    positions = getattr(config, "max_position_embeddings", None)
+    if positions is not None and max_length is not None and max_length > positions:
+        raise ValueError(f"max_length is {max_length}, but the base has {positions} positions: give at most that many.")
+    return positions if max_length is None else max_length
+
+
+def _origin(model: Any, tokenizer: Any) -> dict[str, Any]:
+    """The base and the chat template that rows depend on."""
+    template = hashlib.sha256(repr(tokenizer.chat_template).encode()).hexdigest()
+    return {"base": getattr(model, "base", model).name_or_path, "chat_template": template}
 
 
 def load_model(name: str, device: torch.device | None = None) -> tuple[Any, Any]:
@@ -148,13 +268,19 @@ def check_choices(temperature: float, top_p: float, **counts: int) -> None:
 
 def _run(
     answerer: Answerer,
+    begin: Callable[[int, Mapping[str, Any]], Task],
     todo: Todo,
     shards: Shards,
     batch_size: int,
     report: DistillReport,
     progress: Callable[[], None],
+    most: int | None = None,
 ) -> None:
-    """Keep the batch full until no row is left; finished rows are written before the next question is asked."""
+    """Keep the batch full until no row is left; finished rows are written before the next question is asked.
+
+    With `most` the base writes the questions: rows without one are not rows that were refused, and what is finished
+    beyond so many is left out.
+    """
     tasks: list[Task] = []
     more = True
     while more or tasks:
@@ -164,18 +290,19 @@ def _run(
             if index is None:
                 break
             try:
-                tasks.append(answerer.begin(index, row))
+                tasks.append(begin(index, row))
             except Refused as reason:
                 report.refuse(index, reason)
                 progress()
-        if not tasks:
+        if not tasks or (most is not None and report.written >= most):
             break
         answerer.answer(tasks)
         through = [task for task in tasks if task.done]
         answered = [task for task in through if not task.refused]
+        answered = answered if most is None else answered[: most - report.written]
         shards.write(task.to_row() for task in answered)
         report.written += len(answered)
-        for task in through:
+        for task in through if most is None else answered:
             if task.refused:
                 report.refuse(task.index, task.refused)
             progress()

@@ -17,11 +17,11 @@ from typing import Any, NamedTuple
 from hf_drafthead.data.chats import Chat, Refused
 from hf_drafthead.data.rows import THOUGHTS, as_row, data_hash
 from hf_drafthead.data.texts import beginning_of
-from hf_drafthead.training.answers import EMPTY, Counts, Task, questions_of
-from hf_drafthead.training.collect import DistillReport, Todo, collect
-from hf_drafthead.training.distill import check_choices
+from hf_drafthead.training.answers import CONTROL, CUT, EMPTY, Counts, Task, question_end, questions_of
+from hf_drafthead.training.collect import UNFIT_IN_A_ROW, DistillReport, Todo, collect, own_rows, own_share
+from hf_drafthead.training.distill import check_choices, is_greedy, own_choices
 from hf_drafthead.training.shards import Shards
-from hf_drafthead.training.templates import THOUGHTS_LEFT_OUT, ChatEncoder, without_post_processor
+from hf_drafthead.training.templates import THOUGHTS_LEFT_OUT, ChatEncoder, frame, without_post_processor
 
 CUT_WHILE_THINKING = "the answer was cut while the base was thinking: raise max_new_tokens"
 HIDDEN_THOUGHTS = (
@@ -92,6 +92,55 @@ def distill_from_endpoint(
     return collect(rows, output, {"endpoint_model": model, "data": data_hash(rows), **choices}, work, tell)
 
 
+def synthesize_from_endpoint(
+    url: str,
+    model: str,
+    count: int,
+    output: str | Path,
+    *,
+    tokenizer: Any,
+    turns: int = 1,
+    greedy: float = 0.5,
+    max_new_tokens: int = 512,
+    question_tokens: int = 96,
+    temperature: float = 1.0,
+    top_p: float = 1.0,
+    seed: int = 0,
+    concurrency: int = 32,
+    retries: int = 8,
+    progress: Callable[[], None] | None = None,
+) -> DistillReport:
+    """Let a server write chats from nothing, as `synthesize` lets a model in this process.
+
+    The server must complete raw prompts (`/completions`): questions are what the model writes behind the beginning of
+    the base's chat template, answers come from `/chat/completions`.
+
+    Args:
+        url, model, concurrency, retries, progress: as for `distill_from_endpoint`.
+        count, output, turns, greedy, max_new_tokens, question_tokens, temperature, top_p, seed: as for `synthesize`.
+        tokenizer: the base's fast one, with its chat template.
+
+    Raises:
+        OSError: as `distill_from_endpoint` does.
+        ValueError: as `synthesize` does.
+    """
+    choices = own_choices(turns, greedy, max_new_tokens, question_tokens, temperature, top_p, seed)
+    check_choices(temperature, top_p, count=count, concurrency=concurrency)
+    if find_spec("openai") is None:
+        raise OSError("--endpoint needs the package openai: pip install 'hf-drafthead[endpoint]'.")
+    question_end(tokenizer, lambda: ChatEncoder(tokenizer))
+    tell = progress or (lambda: None)
+
+    def work(todo: Todo, shards: Shards, report: DistillReport) -> Counts:
+        asker = Asker(url, model, tokenizer, choices, retries)
+        asker.asked |= shards.asked()
+        own = own_rows(count, max(UNFIT_IN_A_ROW, 4 * concurrency), shards, asker.counts, report)
+        asyncio.run(_ask_all(asker, own, shards, report, concurrency, tell, own_share(count, shards)))
+        return asker.counts
+
+    return collect((), output, {"endpoint_model": model, **choices}, work, tell, own=True)
+
+
 class Answer(NamedTuple):
     """What a server answers: words, thoughts and calls of tools apart, and whether it ended by itself."""
 
@@ -112,7 +161,7 @@ class Asker:
 
     def __init__(self, url: str, model: str, tokenizer: Any, choices: Mapping[str, Any], retries: int) -> None:
         self.url, self.model, self.choices = url, model, choices
-        self.counts = Counts()
+        self.counts, self.asked = Counts(), set[int]()
         self._bare = None if tokenizer is None else without_post_processor(tokenizer)
         template = None if tokenizer is None else getattr(tokenizer, "chat_template", None)
         self._chats = ChatEncoder(tokenizer) if template else None
@@ -131,6 +180,8 @@ class Asker:
             Refused: it holds nothing that can be asked.
             ValueError: a plain text, and no tokenizer to cut it.
         """
+        if "turns" in self.choices:
+            return Task(index, to_write=self.choices["turns"], greedy=is_greedy(index, self.choices["greedy"]))
         row = as_row(row)
         asked = questions_of(row)
         if asked is not None:
@@ -153,17 +204,22 @@ class Asker:
         """
         while not task.done:
             try:
+                if task.asks:
+                    await self._question(task)
+                    continue
                 answer = await self._answer(task)
             except self._openai.BadRequestError as error:
                 if task.answers == 0:
                     raise Refused(f"the server refuses it ({_said(error)})") from None
-                task.messages.pop()  # a question that there is no room for
+                if not task.asks:
+                    task.messages.pop()  # a question that there is no room for
                 task.done = True
                 return
             except self._openai.APIStatusError as error:
+                what = ", and whether the server completes raw prompts (/completions)" if task.asks else ""
                 raise OSError(
                     f"the server at {self.url!r} answers {error.status_code} ({_said(error)}): check --endpoint, "
-                    f"--model {self.model!r} and OPENAI_API_KEY; the same command resumes."
+                    f"--model {self.model!r} and OPENAI_API_KEY{what}; the same command resumes."
                 ) from error
             except self._openai.APIConnectionError as error:
                 raise OSError(
@@ -179,10 +235,32 @@ class Asker:
         """End all connections."""
         await self._client.close()
 
+    async def _question(self, task: Task) -> None:
+        """Put a question that the server's model writes into the task, or end the task."""
+        assert self._chats is not None
+        end, _ = self._chats.end_of_question()
+        prompt = self._chats.before_question(task.messages)
+        begin = getattr(self._chats.tokenizer, "bos_token", None)
+        if begin and frame(self._chats.tokenizer)[0]:  # the server puts it in front of every prompt
+            prompt = prompt.removeprefix(begin)
+        how = {"model": self.model, "max_tokens": self.choices["question_tokens"], "temperature": 1.0}
+        key = f"{self.choices['seed']}/{task.index}/question{task.answers}"
+        done = await self._client.completions.create(prompt=prompt, stop=[end], seed=_number(key), **how)
+        words = (done.choices[0].text or "").strip()
+        self.counts.questions += 1
+        special = {str(token) for token in self._chats.tokenizer.added_tokens_decoder.values()}
+        reason = CUT if done.choices[0].finish_reason != "stop" else None
+        reason = CONTROL if any(token in words for token in special) else reason
+        reason = reason or task.ask(words, self.asked)
+        if reason is None:
+            self.counts.in_vain = 0
+        else:
+            self.counts.drop(task, reason)
+
     async def _answer(self, task: Task) -> Answer:
         """The server's answer."""
         how: dict[str, Any] = {"model": self.model, "max_tokens": self.choices["max_new_tokens"]}
-        how["temperature"] = self.choices["temperature"]
+        how["temperature"] = 0.0 if task.greedy else self.choices["temperature"]
         if how["temperature"] > 0:
             key = f"{self.choices['seed']}/{task.index}/{task.answers}"
             how |= {"top_p": self.choices["top_p"], "seed": _number(key)}
@@ -224,6 +302,8 @@ class Asker:
         if ended and task.questions and not answer.calls:  # nobody answers the calls
             task.messages.append({"role": "user", "content": task.questions.pop(0)})
             task.done = False
+        if ended and task.to_write and not answer.calls:
+            task.done = False
 
     def _why_not_shown(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> str | None:
         """Why the last answer could not be trained on: the base's template does not show all of it; else None."""
@@ -237,15 +317,26 @@ class Asker:
 
 
 async def _ask_all(
-    asker: Asker, todo: Todo, shards: Shards, report: DistillReport, concurrency: int, progress: Callable[[], None]
+    asker: Asker,
+    todo: Todo,
+    shards: Shards,
+    report: DistillReport,
+    concurrency: int,
+    progress: Callable[[], None],
+    most: int | None = None,
 ) -> None:
-    """Work on so many tasks concurrently until no row is left; finished rows are written immediately."""
+    """Work on so many tasks concurrently until no row is left; finished rows are written immediately.
+
+    With `most` the server's model writes the questions, and what is finished beyond so many is left out.
+    """
 
     async def work() -> None:
         for index, row in todo:  # all workers take from the same rows
             try:
                 task = asker.begin(index, row)
                 await asker.finish(task)
+                if most is not None and (task.refused or report.written >= most):
+                    continue
                 if task.refused:
                     raise Refused(task.refused)
             except Refused as reason:

@@ -10,6 +10,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from hf_drafthead.data.texts import same_words
+
 
 class Shards:
     """The files of one output.
@@ -26,6 +28,7 @@ class Shards:
 
     def __init__(self, output: str | Path, settings: dict[str, Any], process: int = 0) -> None:
         self.output, self.settings = Path(output), settings
+        self.there: set[int] = set()
         self._notes = self.output.with_name(f"{self.output.name}.settings.json")
         self._part = self.output.with_name(f"{self.output.name}.part{process}")
         if self.output.is_dir() or not self.output.absolute().parent.is_dir():
@@ -51,8 +54,15 @@ class Shards:
         _write_whole(self._notes, [json.dumps(self.settings, indent=2).encode() + b"\n"])
 
     def done(self) -> set[int]:
-        """Numbers of the rows that are there, whichever process wrote them."""
-        return set(self._index())
+        """Numbers of the rows that are there, whichever process wrote them; also kept in `there`."""
+        self.there = set(self._index())
+        return self.there
+
+    def asked(self) -> set[int]:
+        """`same_words` of the first question of each chat that is there."""
+        rows = (json.loads(_line_at(*place)) for place in self._index().values())
+        firsts = (next((turn for turn in row["messages"] if turn["role"] == "user"), None) for row in rows)
+        return {same_words(turn["content"]) for turn in firsts if turn is not None}
 
     def open(self) -> None:
         """Open this process's part for writing; an incomplete line of a killed process is dropped."""

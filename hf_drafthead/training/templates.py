@@ -123,6 +123,23 @@ class ChatEncoder:
         """
         return self._render(messages, prompt, tools=tools)[0]
 
+    def before_question(self, messages: list[dict[str, Any]]) -> str:
+        """The text of a chat up to where the user's next words stand.
+
+        Raises:
+            Refused: the template refuses the chat, or does not show a user's words once.
+        """
+        parts = self.render([*messages, {"role": "user", "content": QUESTION}]).split(QUESTION)
+        if len(parts) != 2:
+            raise Refused(f"the chat template shows a user's words {len(parts) - 1} times")
+        return parts[0]
+
+    def end_of_question(self) -> tuple[str, bool]:
+        """What ends a user's turn, and whether it is a special token; else the words before the assistant's."""
+        text = self.render([{"role": "user", "content": QUESTION}], prompt=True).partition(QUESTION)[2]
+        before, special = self._before_special(text)
+        return (special, True) if special and not before.strip() else (text.strip(), False)
+
     def fit(self, chat: Chat) -> Chat:
         """The chat as the template can show it; what it leaves out is noted.
 

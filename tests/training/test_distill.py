@@ -14,7 +14,7 @@ import torch
 from hf_drafthead.data.chats import repaired
 from hf_drafthead.data.sources import read_rows
 from hf_drafthead.modeling import MedusaForCausalLM
-from hf_drafthead.training.answers import RowNoise
+from hf_drafthead.training.answers import RowDraws
 from hf_drafthead.training.data import tokenize_rows
 from hf_drafthead.training.distill import DistillReport, distill, load_model
 from hf_drafthead.training.objectives import IGNORED
@@ -125,11 +125,11 @@ def test_seeds_and_rows_differ(base, tokenizer, tmp_path):
 
 
 @pytest.mark.parametrize("top_p", [1.0, 0.8])
-def test_the_noise_draws_from_the_distribution(top_p):
+def test_draws_are_from_the_distribution(top_p):
     chances = torch.tensor([0.5, 0.3, 0.15, 0.05])
     draws = 4000
-    noise = RowNoise([f"0/{row}/0" for row in range(draws)], 1, temperature=2.0, top_p=top_p)
-    tokens = noise(torch.zeros(draws, 5, dtype=torch.long), 2 * chances.log().expand(draws, -1)).argmax(-1)
+    draw = RowDraws.of([f"0/{row}/0" for row in range(draws)], 1, 9, [2.0] * draws, top_p)
+    tokens = draw(torch.zeros(draws, 5, dtype=torch.long), 2 * chances.log().expand(draws, -1)).argmax(-1)
     kept = torch.where(torch.tensor([True, True, top_p == 1, top_p == 1]), chances, torch.zeros(4))
     expected = kept / kept.sum()
     found = torch.tensor([Counter(tokens.tolist())[token] / draws for token in range(4)])
@@ -137,12 +137,23 @@ def test_the_noise_draws_from_the_distribution(top_p):
     assert ((expected > 0) | (found == 0)).all()
 
 
-def test_the_noise_of_some_rows_is_theirs():
-    keys, scores = ["a", "b", "c"], torch.zeros(3, 5)
+def test_the_draws_of_some_rows_are_theirs():
+    keys, scores = ["a", "b", "c"], torch.zeros(3, 50)
     prefix = torch.zeros(3, 4, dtype=torch.long)
-    noise = RowNoise(keys, 2, 1.0, 1.0)
-    assert torch.equal(noise.for_rows([2, 0])(prefix[:2], scores[:2]), noise(prefix, scores)[[2, 0]])
-    assert not torch.equal(noise(prefix[:, :3], scores), noise(prefix, scores))
+    draw = RowDraws.of(keys, 2, 5, [1.0, 1.0, 0.7], 1.0)
+    assert torch.equal(draw.for_rows([2, 0])(prefix[:2], scores[:2]), draw(prefix, scores)[[2, 0]])
+    assert not torch.equal(draw(prefix[:, :3], scores), draw(prefix, scores))
+    assert torch.equal(
+        draw(prefix, scores), RowDraws.of(keys, 3, 5, [1.0, 1.0, 0.7], 1.0)(prefix[:, [0, *range(4)]], scores)
+    )
+
+
+def test_rows_without_a_temperature_stay_greedy_and_what_is_impossible_is_never_drawn():
+    scores = torch.tensor([[0.0, 3.0, -torch.inf, 1.0, -torch.inf]]).expand(200, -1)
+    draw = RowDraws.of([str(row) for row in range(200)], 1, 1, [0.0, 9.0] * 100, 1.0)
+    draw.uniforms[1] = 1.0  # rounded up
+    tokens = draw(torch.zeros(200, 1, dtype=torch.long), scores).argmax(-1)
+    assert set(tokens[::2].tolist()) == {1} and set(tokens[1::2].tolist()) == {0, 1, 3} and tokens[1] == 3
 
 
 class Killed(Exception):

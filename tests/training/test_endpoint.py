@@ -55,10 +55,12 @@ class Server:
         asked: what was asked, in order.
         fails: given the number of a request, the status to answer with, "drop" to say nothing at all, a message to
             answer with, None to recite.
+        questions: what it says to raw prompts, if it is not to recite.
     """
 
     def __init__(self, fails=lambda number: None, port: int = 0):
         outer, self.asked, self.at_once, self.most_at_once = self, [], 0, 0
+        self.questions = None
         lock = threading.Lock()
 
         class Handler(BaseHTTPRequestHandler):
@@ -83,7 +85,8 @@ class Server:
                 if isinstance(trouble, int):
                     return self._send(trouble, {"error": {"message": f"trouble {trouble}"}})
                 said = body["prompt"] if "prompt" in body else body["messages"][-1]["content"]
-                words = recited(said, body["max_tokens"])
+                asks = outer.questions is not None and "prompt" in body
+                words = next(outer.questions) if asks else recited(said, body["max_tokens"])
                 inner = {"text": words} if "prompt" in body else {"message": {"role": "assistant", "content": words}}
                 if isinstance(trouble, dict):
                     inner = {"message": {"role": "assistant", "content": None, **trouble}}

@@ -1,0 +1,241 @@
+"""Chats from nothing: the base writes the questions as well, and they are questions that can be asked."""
+
+import json
+
+import pytest
+
+from hf_drafthead import cli
+from hf_drafthead.data.texts import same_words, why_no_question
+from hf_drafthead.modeling import MedusaForCausalLM
+from hf_drafthead.training import distill
+from hf_drafthead.training.answers import Answerer
+from hf_drafthead.training.distill import load_model, synthesize
+from hf_drafthead.training.endpoint import synthesize_from_endpoint
+from hf_drafthead.training.templates import ChatEncoder
+from tests.bases import tiny_base
+from tests.checkpoints import save_base
+from tests.training.chat_templates import CHATML, STYLES, VICUNA, tokenizer_with
+from tests.training.test_distill import Killed, by_hand, killer, read
+from tests.training.test_endpoint import Server
+
+SETTINGS = {"max_new_tokens": 8, "question_tokens": 60, "batch_size": 5}
+
+
+def writing_base(tokenizer, **overrides):
+    """A random base that writes letters, spaces and ends of turns, and nothing else."""
+    base = tiny_base("llama", vocab_size=len(tokenizer), **overrides)
+    allowed = set(tokenizer("abcdefghijklmnop   ", add_special_tokens=False)["input_ids"])
+    allowed |= {tokenizer.eos_token_id}
+    base.generation_config.eos_token_id = tokenizer.eos_token_id
+    base.generation_config.suppress_tokens = sorted(set(range(len(tokenizer))) - allowed)
+    return base
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    tokenizer = tokenizer_with(CHATML)
+    tokenizer.eos_token = "<|im_end|>"
+    return tokenizer
+
+
+@pytest.fixture(scope="module")
+def base(tokenizer):
+    return writing_base(tokenizer)
+
+
+def said(row, role):
+    return [turn["content"] for turn in row["messages"] if turn["role"] == role]
+
+
+def is_greedy(base, tokenizer, row, new_tokens):
+    """Whether a row's answer is what `generate` says."""
+    by_generate = by_hand(base, tokenizer, said(row, "user"), new_tokens)
+    return [turn.get("ids") for turn in by_generate] == [turn.get("ids") for turn in row["messages"]]
+
+
+def test_chats_are_questions_of_the_base_and_its_answers(base, tokenizer, tmp_path):
+    report = synthesize(base, tokenizer, 12, tmp_path / "own.jsonl", **SETTINGS)
+    rows = read(tmp_path / "own.jsonl")
+    questions = [said(row, "user") for row in rows]
+    assert len(rows) == report.written == 12 and {len(each) for each in questions} == {1}
+    assert all(why_no_question(words) is None and words == words.strip() for (words,) in questions)
+    assert len({same_words(words) for (words,) in questions}) == 12
+    assert report.questions > 12 and set(report.dropped) <= {"too short", "cut", "duplicate", "repeats itself"}
+    assert report.questions - sum(report.dropped.values()) >= 12 and report.missing == 0
+    greedy = [is_greedy(base, tokenizer, row, 8) for row in rows]
+    assert all(same for row, same in zip(rows, greedy) if row["row"] % 2 == 0)
+    assert not all(same for row, same in zip(rows, greedy) if row["row"] % 2)
+
+
+def test_a_question_is_what_follows_the_beginning_of_a_users_turn(base, tokenizer, tmp_path, monkeypatch):
+    seen = []
+    generate = Answerer._generate
+
+    def spy(self, tasks, prompts, new_tokens):
+        seen.extend(tokenizer.decode(prompt) for task, prompt in zip(tasks, prompts) if task.asks)
+        return generate(self, tasks, prompts, new_tokens)
+
+    monkeypatch.setattr(Answerer, "_generate", spy)
+    synthesize(base, tokenizer, 6, tmp_path / "own.jsonl", turns=2, **SETTINGS | {"max_new_tokens": 40})
+    first = [prompt for prompt in seen if prompt.count("<|im_start|>") == 1]
+    later = [prompt for prompt in seen if prompt.count("<|im_start|>") == 3]
+    assert set(first) == {"<|im_start|>user\n"} and later and len(first) + len(later) == len(seen)
+    rows = read(tmp_path / "own.jsonl")
+    asked = [row for row in rows if len(said(row, "user")) == 2]
+    assert asked and all(prompt.endswith("<|im_end|>\n<|im_start|>user\n") for prompt in later)
+    assert any(said(asked[0], "user")[0] in prompt and said(asked[0], "assistant")[0] in prompt for prompt in later)
+
+
+def test_heads_and_batches_change_nothing(base, tokenizer, tmp_path):
+    heads = MedusaForCausalLM.from_base(writing_base(tokenizer), num_draft_heads=3).eval()
+    texts = []
+    for name, model, size in (("one", base, 3), ("two", base, 8), ("heads", heads, 3)):
+        report = synthesize(model, tokenizer, 9, tmp_path / name, **SETTINGS | {"batch_size": size})
+        texts.append((tmp_path / name).read_text())
+    assert texts[0] == texts[1] == texts[2] and report.tokens_per_step >= 1
+
+
+def test_a_run_that_was_killed_goes_on_and_so_does_one_that_asks_for_more(base, tokenizer, tmp_path):
+    output = tmp_path / "own.jsonl"
+    with pytest.raises(Killed):
+        synthesize(base, tokenizer, 9, output, **SETTINGS, progress=killer(4))
+    found = len((tmp_path / "own.jsonl.part0").read_bytes().splitlines())
+    report = synthesize(base, tokenizer, 9, output, **SETTINGS)
+    before = read(output)
+    assert (report.found, report.written, len(before)) == (found, 9 - found, 9) and found
+    again = synthesize(base, tokenizer, 20, output, **SETTINGS)
+    rows = read(output)
+    assert (again.found, again.written) == (9, 11) and rows[:9] == before and len(rows) == 20
+    assert len({same_words(words) for row in rows for words in said(row, "user")}) == 20
+    with pytest.raises(ValueError, match="was started with seed=0, but now seed=1"):
+        synthesize(base, tokenizer, 20, output, **SETTINGS, seed=1)
+
+
+@pytest.mark.parametrize(("greedy", "same"), [(1.0, {True}), (0.0, {False}), (0.5, {True, False})])
+def test_a_share_of_the_answers_is_greedy(base, tokenizer, tmp_path, greedy, same):
+    # every answer is cut at its limit, so that two that are drawn apart differ
+    settings = SETTINGS | {"max_new_tokens": 3}
+    synthesize(base, tokenizer, 10, tmp_path / "own.jsonl", greedy=greedy, temperature=9.0, **settings)
+    rows = read(tmp_path / "own.jsonl")
+    assert {is_greedy(base, tokenizer, row, 3) for row in rows} == same
+
+
+def test_a_base_that_repeats_itself_says_how_many_questions_came_out(base, tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr(distill, "UNFIT_IN_A_ROW", 10)
+    few = iter(["where do birds go", "Where do birds go?", "hm", *["who are you then"] * 500])
+    words = Answerer._words
+
+    def say(self, prompt, tokens):
+        asked = tokenizer.decode(prompt).endswith("user\n")
+        return next(few) if asked else words(self, prompt, tokens)
+
+    monkeypatch.setattr(Answerer, "_words", say)
+    monkeypatch.setattr(base.generation_config, "forced_eos_token_id", tokenizer.eos_token_id)
+    report = synthesize(base, tokenizer, 9, tmp_path / "own.jsonl", **SETTINGS)
+    assert report.written == 2 and report.missing == 7
+    assert "7 chats are missing" in str(report) and "duplicate, 1 too short" in str(report)
+
+
+def test_a_base_without_one_question_is_refused(tmp_path):
+    model, tokenizer = load_model(str(save_base(tmp_path)))  # which recites the alphabet and never ends
+    tokenizer.chat_template = CHATML
+    with pytest.raises(
+        ValueError, match=r"not one of \d+ questions that the base wrote can be asked .*: give questions"
+    ):
+        synthesize(model, tokenizer, 3, tmp_path / "own.jsonl", max_new_tokens=4, question_tokens=5, batch_size=64)
+
+
+LONELY = "{% if messages|length < 2 %}{{ raise_exception('two turns at least') }}{% endif %}" + CHATML
+
+
+@pytest.mark.parametrize(
+    ("template", "settings", "said"),
+    [
+        (None, {}, "has no chat template, which tells where a base would write a question: give the one it was"),
+        (
+            LONELY,
+            {},
+            r"the base cannot write questions \(the chat template refuses it \(two turns at least\)\): give q",
+        ),
+        (CHATML, {"turns": 0}, "turns is 0: expected at least 1"),
+        (CHATML, {"greedy": 1.5}, "greedy is 1.5: expected a share from 0 to 1"),
+        (CHATML, {"temperature": 0.0}, "temperature is 0, but greedy is 0.5: give greedy=1"),
+        (CHATML, {"count": 0}, "count is 0: expected at least 1"),
+    ],
+)
+def test_bad_input_is_refused_before_a_file_is_written(base, tmp_path, template, settings, said):
+    given = {"count": 3, **SETTINGS, **settings}
+    with pytest.raises(ValueError, match=said):
+        synthesize(base, tokenizer_with(template), given.pop("count"), tmp_path / "own.jsonl", **given)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("template", "end"), [(CHATML, ("<|im_end|>", True)), (VICUNA, ("ASSISTANT:", False))], ids=["token", "words"]
+)
+def test_the_end_of_a_users_turn(template, end):
+    assert ChatEncoder(tokenizer_with(template)).end_of_question() == end
+
+
+@pytest.mark.parametrize("name", sorted(STYLES))
+def test_every_template_shows_where_a_user_begins(name):
+    chats = ChatEncoder(tokenizer_with(STYLES[name].template))
+    text = chats.render([{"role": "user", "content": "how are you"}], prompt=True)
+    assert text.startswith(chats.before_question([]) + "how are you") and chats.end_of_question()[0] in text
+
+
+def test_words_end_a_question_where_no_token_does(tmp_path):
+    tokenizer = tokenizer_with(VICUNA)
+    base = writing_base(tokenizer)
+    answerer = Answerer(
+        base, tokenizer, max_new_tokens=4, max_length=None, temperature=0.0, top_p=1.0, prompt_tokens=1, seed=0
+    )
+    task = answerer.begin_own(0, 1, True)
+    answerer._take_question(task, [], tokenizer(" where do birds go ASSISTANT: no", add_special_tokens=False).input_ids)
+    assert task.messages == [{"role": "user", "content": "where do birds go"}] and not task.done
+
+
+def test_a_server_writes_questions_too(tokenizer, tmp_path):
+    with Server() as server:
+        server.questions = (f"where do {chr(97 + number % 26)}{chr(97 + number // 26)} go a" for number in range(200))
+        report = synthesize_from_endpoint(
+            server.url, "letters", 6, tmp_path / "own.jsonl", tokenizer=tokenizer, turns=2, max_new_tokens=3
+        )
+    rows = read(tmp_path / "own.jsonl")
+    assert report.written == len(rows) == 6
+    assert {tuple(turn["role"] for turn in row["messages"]) for row in rows} == {("user", "assistant") * 2}
+    asked = [body for path, body, _ in server.asked if path == "/v1/completions"]
+    assert {body["prompt"] for body in asked if body["prompt"].count("user") == 1} == {"<|im_start|>user\n"}
+    assert {tuple(body["stop"]) for body in asked} == {("<|im_end|>",)} and {body["temperature"] for body in asked} == {
+        1
+    }
+    temperatures = {body["temperature"] for path, body, _ in server.asked if path == "/v1/chat/completions"}
+    assert temperatures == {0.0, 1.0}
+
+
+def test_a_server_without_raw_prompts_is_named(tokenizer, tmp_path):
+    with Server(lambda number: 404) as server, pytest.raises(OSError, match="answers 404 .*completes raw prompts"):
+        synthesize_from_endpoint(server.url, "letters", 2, tmp_path / "own.jsonl", tokenizer=tokenizer)
+
+
+def run(capsys, *arguments):
+    with pytest.raises(SystemExit) as end:
+        cli.main(["distill", *map(str, arguments)])
+    return end.value.code, *capsys.readouterr()
+
+
+def test_the_command(base, tokenizer, tmp_path, capsys):
+    base.save_pretrained(tmp_path / "base")
+    tokenizer.save_pretrained(tmp_path / "base")
+    output, figures = tmp_path / "own.jsonl", tmp_path / "figures.json"
+    settings = ["--max-new-tokens", 8, "--question-tokens", 60, "--batch-size", 4, "--turns", 2, "--json", figures]
+    code, out, _ = run(capsys, tmp_path / "base", "--synthesize", 5, "--output", output, *settings)
+    assert code == 0 and out.startswith("5 rows written: ") and "questions of the base's own, dropped: " in out
+    assert len(read(output)) == 5 and json.loads(figures.read_text())["questions"] > 5
+    for words, text in (
+        ([tmp_path / "base"], "give --data, or --synthesize N"),
+        ([tmp_path / "base", "--data", "x", "--synthesize", 2], "give --data, or --synthesize N"),
+        (["--endpoint", "http://127.0.0.1:1", "--model", "x", "--synthesize", 2], "needs the base's chat template"),
+    ):
+        code, _, err = run(capsys, *words, "--output", tmp_path / "other.jsonl")
+        assert code == 2 and text in err and err.count("\n") == 1
