@@ -40,8 +40,11 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, nargs="*", default=[0.0, 1.0])
     parser.add_argument("--tokens", type=int, default=128, help="new tokens of every answer")
     parser.add_argument("--limit", type=int, help="questions of every category")
-    parser.add_argument("--batch", type=int, default=40)
+    parser.add_argument("--batch", type=int, default=40, help="rows of a call; 0 counts no tokens per step")
     parser.add_argument("--lookup", type=int, nargs="*", default=[0], help="tokens copied from the text in each step")
+    parser.add_argument(
+        "--timed", type=int, default=0, help="questions that are also timed beside the base, row by row"
+    )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--output", type=Path, default=Path("figures.jsonl"))
@@ -62,7 +65,10 @@ def main() -> None:
                         call |= {"prompt_lookup_num_tokens": copied} if copied else {}
                         row = {"heads": str(heads), "tree": kind, "nodes": nodes, "temperature": temperature}
                         row |= {"lookup": copied, "dtype": args.dtype, "device": args.device}
-                        row |= measured(model, tokenizer, questions, call, args.batch)
+                        if args.batch:
+                            row |= measured(model, tokenizer, questions, call, args.batch)
+                        if args.timed:
+                            row |= timed(model, tokenizer, questions, call, args.timed)
                         with args.output.open("a") as output:
                             output.write(json.dumps(row) + "\n")
                         print(json.dumps(row), flush=True)
@@ -124,6 +130,44 @@ def measured(model: Any, tokenizer: Any, questions: dict[str, list[list[str]]], 
     total = round(all_tokens / all_steps, 3) if all_steps else None
     seconds = round(time.perf_counter() - begun, 1)
     return {"tokens_per_step": total, "by_category": by_category, "steps": all_steps, "seconds": seconds}
+
+
+def timed(model: Any, tokenizer: Any, questions: dict[str, list[list[str]]], call: dict, count: int) -> dict:
+    """Tokens per second with heads over those of the base, as installed and in turn, one question at a time.
+
+    The questions are the first of every category, one after the other; `spread` holds the quartiles of their ratios.
+    """
+    groups = list(questions.values())
+    asked = [group[turn][0] for turn in range(count) for group in groups if turn < len(group)][:count]
+    calls = {"base": model.base.generate, "heads": model.generate}
+    base_call = {name: value for name, value in call.items() if name not in ("draft_tree", "prompt_lookup_num_tokens")}
+    ratios, same, seconds = [], 0, dict.fromkeys(calls, 0.0)
+    for number, question in enumerate([asked[0], *asked]):  # the first one prepares
+        text = tokenizer.apply_chat_template(
+            [{"role": "user", "content": question}], tokenize=False, add_generation_prompt=True
+        )
+        inputs = tokenizer(text, return_tensors="pt", add_special_tokens=False).to(model.base.device)
+        taken, texts = {}, {}
+        for name in ("base", "heads") if number % 2 else ("heads", "base"):
+            torch.manual_seed(number)
+            wait(model.base.device)
+            begun = time.perf_counter()
+            texts[name] = calls[name](**inputs, **(call if name == "heads" else base_call))
+            wait(model.base.device)
+            taken[name] = time.perf_counter() - begun
+        if number:
+            ratios.append(taken["base"] / taken["heads"])
+            same += texts["base"].equal(texts["heads"])
+            seconds = {name: seconds[name] + taken[name] for name in calls}
+    quartiles = [round(float(q), 3) for q in torch.tensor(ratios).quantile(torch.tensor([0.25, 0.5, 0.75]))]
+    speedup = round(seconds["base"] / seconds["heads"], 3)
+    return {"speedup": speedup, "spread": quartiles, "timed": len(asked), "same_text": same}
+
+
+def wait(device: torch.device) -> None:
+    """Wait until a GPU has done what was launched."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
 
 
 if __name__ == "__main__":
