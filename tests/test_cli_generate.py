@@ -200,13 +200,13 @@ def test_a_conversation_goes_on_with_the_model_s_own_answers(folder, run, monkey
     code, out, err = run("chat", folder / "hydra", "--system", "S", "--max-new-tokens", 3, given=words)
     assert code == 0
     assert asked == ["SQxab", "SQxAcdeQyab", "SQzab"]
-    assert out == "cde\ncde\ncde\n"
+    assert out == "> x\ncde\n> y\ncde\n> /clear\n> z\ncde\n"  # a transcript, for the questions come from a pipe
     assert err.count("3 tokens in ") == 3
 
 
 def test_a_conversation_that_is_full_says_so_and_goes_on(folder, run):
     code, out, err = run("chat", folder / "hydra", "--max-new-tokens", 3, given="x" * 130 + "\ny")
-    assert code == 0 and out == "cde\n"
+    assert code == 0 and out.endswith("> y\ncde\n")
     assert "tokens, which leaves no room for an answer in the base's 128 positions: begin a new one." in err
 
 

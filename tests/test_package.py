@@ -112,6 +112,24 @@ def test_help_is_printed_before_anything_heavy_is_imported(words):
     assert ended.stdout.splitlines()[-1] == "imported: []"
 
 
+def test_help_cuts_nothing_at_80_columns():
+    code = """
+import os
+os.environ["COLUMNS"] = "80"
+import typer
+from typer.testing import CliRunner
+from hf_drafthead.cli import app
+group = typer.main.get_command(app)
+for name in group.commands:
+    print(name, CliRunner().invoke(app, [name, "--help"]).output.count("\u2026"))
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert ended.returncode == 0, ended.stderr
+    counts = dict(line.split() for line in ended.stdout.splitlines())
+    assert counts.pop("serve") and len(counts) > 15  # `serve` shows the options of transformers
+    assert set(counts.values()) == {"0"}, counts
+
+
 def test_a_command_that_works_registers_the_families():
     code = COMMAND.replace("print(", "print(len(sys.modules['hf_drafthead'].__all__), ")
     ended = subprocess.run(

@@ -29,7 +29,7 @@ def chat(
     model: Model,
     loading: Loading,
     system: System = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer, at most.")] = 1024,
+    max_new_tokens: Annotated[int, typer.Option(metavar="N", min=1, help="Tokens of an answer, at most.")] = 1024,
     temperature: Temperature = None,
     seed: SamplingSeed = None,
     tree: Tree = None,
@@ -70,9 +70,13 @@ def chat(
 
 
 def next_question() -> str | None:
-    """The user's next line without white space around it; None at the end."""
+    """The user's next line without white space around it, shown where it comes from a pipe; None at the end."""
     try:
         line = input("> " if sys.stdin.isatty() else "").strip()
     except EOFError:
         return None
-    return None if line == "/exit" else line
+    if line == "/exit":
+        return None
+    if line and not sys.stdin.isatty():
+        print(f"> {line}")
+    return line

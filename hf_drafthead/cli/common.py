@@ -35,22 +35,28 @@ Template = Annotated[
     Path | None, typer.Option("--chat-template", metavar="FILE", help="Jinja template, instead of the tokenizer's.")
 ]
 TREE_HELP = "Draft tree: a published one's name, rank paths as JSON, a JSON file, dynamic, or auto."
-Tree = Annotated[str | None, typer.Option("--tree", "--draft-tree", help=TREE_HELP)]
+Tree = Annotated[str | None, typer.Option("--tree", "--draft-tree", metavar="TREE", help=TREE_HELP)]
 Trees = Annotated[
-    list[str] | None, typer.Option("--tree", "--draft-tree", help=f"{TREE_HELP} Several are measured one by one.")
+    list[str] | None,
+    typer.Option("--tree", "--draft-tree", metavar="TREE", help=f"{TREE_HELP} Several are measured one by one."),
 ]
 Temperature = Annotated[
-    float | None, typer.Option(min=0.0, help="0 is greedy; without it the model's own settings hold.")
+    float | None,
+    typer.Option(metavar="X", min=0.0, help="0 is greedy; without it the model's own settings hold."),
 ]
-SamplingSeed = Annotated[int | None, typer.Option(min=0, help="Seed of the sampling.")]
-System = Annotated[str | None, typer.Option(help="System message, in front of the first question of a chat.")]
+SamplingSeed = Annotated[int | None, typer.Option(metavar="N", min=0, help="Seed of the sampling.")]
+System = Annotated[
+    str | None, typer.Option(metavar="TEXT", help="System message, in front of the first question of a chat.")
+]
 Settings = Annotated[
     list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="Setting of `generate` (may be repeated).")
 ]
-Dtype = Annotated[str, typer.Option(help="Type of the weights: auto, float32, bfloat16, float16.")]
+Dtype = Annotated[str, typer.Option(metavar="NAME", help="Type of the weights: auto, float32, bfloat16, float16.")]
 Device = Annotated[
     str | None,
-    typer.Option(help="cpu, cuda, cuda:1, mps, or auto (all GPUs); by default the GPUs if there are any."),
+    typer.Option(
+        metavar="NAME", help="cpu, cuda, cuda:1, mps, or auto (all GPUs); by default the GPUs if there are any."
+    ),
 ]
 BaseModel = Annotated[
     str | None, typer.Option(metavar="MODEL", help="Folder or id of the base, instead of the one the config names.")

@@ -23,12 +23,14 @@ def demo(
     ] = False,
     family: Annotated[list[str] | None, typer.Option(help="Only this family (may be repeated).")] = None,
     prompts: Annotated[
-        int | None, typer.Option(min=1, help=f"Only the first so many prompts; {FEW_PROMPTS} without --full.")
+        int | None,
+        typer.Option(metavar="N", min=1, help=f"Only the first so many prompts; {FEW_PROMPTS} without --full."),
     ] = None,
     max_new_tokens: Annotated[
-        int | None, typer.Option(min=1, help=f"Tokens per prompt: {FEW_TOKENS}, with --full {FULL_TOKENS}.")
+        int | None,
+        typer.Option(metavar="N", min=1, help=f"Tokens per prompt: {FEW_TOKENS}, with --full {FULL_TOKENS}."),
     ] = None,
-    repeats: Annotated[int, typer.Option(min=1, help="Timed runs of each prompt; the median counts.")] = 1,
+    repeats: Annotated[int, typer.Option(metavar="N", min=1, help="Timed runs of each prompt; the median counts.")] = 1,
     json_path: Json = None,
 ) -> None:
     """The bundled base against each bundled family, as `bench` measures it: speed, tokens per step, same text."""

@@ -29,11 +29,16 @@ def distill(
             min=1, metavar="N", help="Without --data: write N chats, for which the base writes the questions."
         ),
     ] = None,
-    turns: Annotated[int, typer.Option(min=1, help="With --synthesize: questions of a chat, at most.")] = 1,
+    turns: Annotated[
+        int, typer.Option(metavar="N", min=1, help="With --synthesize: questions of a chat, at most.")
+    ] = 1,
     greedy: Annotated[
-        float, typer.Option(min=0.0, max=1.0, help="With --synthesize: share of chats with greedy answers.")
+        float,
+        typer.Option(metavar="X", min=0.0, max=1.0, help="With --synthesize: share of chats with greedy answers."),
     ] = 0.5,
-    question_tokens: Annotated[int, typer.Option(min=1, help="With --synthesize: tokens of a question, at most.")] = 96,
+    question_tokens: Annotated[
+        int, typer.Option(metavar="N", min=1, help="With --synthesize: tokens of a question, at most.")
+    ] = 96,
     endpoint: Annotated[
         str | None,
         typer.Option(metavar="URL", help="Ask this OpenAI-compatible server: http://host:8000/v1."),
@@ -41,22 +46,27 @@ def distill(
     served_model: Annotated[
         str | None, typer.Option("--model", metavar="NAME", help="With --endpoint: the model, as the server calls it.")
     ] = None,
-    concurrency: Annotated[int, typer.Option(min=1, help="With --endpoint: concurrent requests.")] = 32,
-    retries: Annotated[int, typer.Option(min=0, help="With --endpoint: how often a failed request is sent again.")] = 8,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer, at most.")] = 512,
+    concurrency: Annotated[int, typer.Option(metavar="N", min=1, help="With --endpoint: concurrent requests.")] = 32,
+    retries: Annotated[
+        int, typer.Option(metavar="N", min=0, help="With --endpoint: how often a failed request is sent again.")
+    ] = 8,
+    max_new_tokens: Annotated[int, typer.Option(metavar="N", min=1, help="Tokens of an answer, at most.")] = 512,
     temperature: Annotated[
-        float | None, typer.Option(min=0.0, help="0 is greedy, as by default; with --synthesize 1.")
+        float | None, typer.Option(metavar="X", min=0.0, help="0 is greedy, as by default; with --synthesize 1.")
     ] = None,
     top_p: Annotated[float, typer.Option(help="Sample from the likeliest tokens of this probability.")] = 1.0,
     batch_size: Annotated[
         int | None,
-        typer.Option(min=1, help="Rows at a time, in each process; 8, or 32 with --synthesize. Not with --endpoint."),
+        typer.Option(
+            metavar="N", min=1, help="Rows at a time, in each process; 8, or 32 with --synthesize. Not with --endpoint."
+        ),
     ] = None,
     max_length: Annotated[
-        int | None, typer.Option(min=2, help="Tokens of a prompt with its answer, at most. Not with --endpoint.")
+        int | None,
+        typer.Option(metavar="N", min=2, help="Tokens of a prompt with its answer, at most. Not with --endpoint."),
     ] = None,
-    prompt_tokens: Annotated[int, typer.Option(min=1, help="Of a plain text, how many are given.")] = 64,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the sampling.")] = 0,
+    prompt_tokens: Annotated[int, typer.Option(metavar="N", min=1, help="Of a plain text, how many are given.")] = 64,
+    seed: Annotated[int, typer.Option(metavar="N", min=0, help="Seed of the sampling.")] = 0,
     split: Annotated[str, typer.Option(help="Of a data set.")] = "train",
     chat_template: Template = None,
     json_path: Json = None,

@@ -39,11 +39,11 @@ def bench(
         ),
     ],
     loading: Loading,
-    split: Annotated[str | None, typer.Option(help="Of the data set.")] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Only the first so many questions.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens per answer, at most.")] = 256,
+    split: Annotated[str | None, typer.Option(metavar="NAME", help="Of the data set.")] = None,
+    limit: Annotated[int | None, typer.Option(metavar="N", min=1, help="Only the first so many questions.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(metavar="N", min=1, help="Tokens per answer, at most.")] = 256,
     batch_size: Annotated[str, typer.Option(metavar="N[,N...]", help="Questions per call; several for a curve.")] = "1",
-    repeats: Annotated[int, typer.Option(min=1, help="Timed runs of each prompt; the median counts.")] = 3,
+    repeats: Annotated[int, typer.Option(metavar="N", min=1, help="Timed runs of each prompt; the median counts.")] = 3,
     temperature: Annotated[
         str | None,
         typer.Option(
@@ -51,7 +51,7 @@ def bench(
             help="0, the default, is greedy; 0.7 with --epsilon; several for a curve with every kind of acceptance.",
         ),
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the sampling.")] = 0,
+    seed: Annotated[int, typer.Option(metavar="N", min=0, help="Seed of the sampling.")] = 0,
     epsilon: Annotated[
         str | None,
         typer.Option(metavar="X[,X...]", help="Also typical acceptance with these thresholds, alpha being their root."),
@@ -63,7 +63,7 @@ def bench(
         ),
     ] = None,
     captured: Annotated[
-        bool, typer.Option("--captured", help='Compile the heads\' steps, as cache_implementation="static" does.')
+        bool, typer.Option("--captured", help="Compile the heads' steps, as a static cache does.")
     ] = False,
     tree: Trees = None,
     settings: Settings = None,
@@ -145,11 +145,11 @@ def verify(
         str, typer.Option(metavar="FILE", help="As the questions of `bench`; of a chat the first turn.")
     ],
     loading: Loading,
-    split: Annotated[str | None, typer.Option(help="Of the data set.")] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Only the first so many prompts.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens per prompt.")] = 64,
-    batch_size: Annotated[int, typer.Option(min=1, help="Rows of the checks in batches.")] = 4,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the sampling.")] = 0,
+    split: Annotated[str | None, typer.Option(metavar="NAME", help="Of the data set.")] = None,
+    limit: Annotated[int | None, typer.Option(metavar="N", min=1, help="Only the first so many prompts.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(metavar="N", min=1, help="Tokens per prompt.")] = 64,
+    batch_size: Annotated[int, typer.Option(metavar="N", min=1, help="Rows of the checks in batches.")] = 4,
+    seed: Annotated[int, typer.Option(metavar="N", min=0, help="Seed of the sampling.")] = 0,
     settings: Settings = None,
     json_path: Json = None,
 ) -> None:

@@ -44,7 +44,7 @@ def generate(
     ] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is, without the chat template.")] = False,
     system: System = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to write, at most.")] = 128,
+    max_new_tokens: Annotated[int, typer.Option(metavar="N", min=1, help="Tokens to write, at most.")] = 128,
     temperature: Temperature = None,
     seed: SamplingSeed = None,
     tree: Tree = None,

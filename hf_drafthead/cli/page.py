@@ -13,9 +13,9 @@ from hf_drafthead.cli.common import Loading, Model, app, takes_model
 def page(
     model: Model,
     loading: Loading,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Initial value of the page's setting.")] = 128,
+    max_new_tokens: Annotated[int, typer.Option(metavar="N", min=1, help="Initial value of the page's setting.")] = 128,
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")] = 7860,
+    port: Annotated[int, typer.Option(metavar="N", min=1, max=65535, help="Port to listen on.")] = 7860,
     open_browser: Annotated[bool, typer.Option("--open", help="Open the page in the browser.")] = False,
 ) -> None:
     """Open a page in the browser: base and heads side by side, guesses in colour, the draft tree of every step."""

@@ -27,20 +27,27 @@ def train(
     output_folder: Annotated[str, typer.Option("--output", help="Folder for checkpoints and the trained heads.")],
     heads: Annotated[str | None, typer.Option(help="Train these trained heads further.")] = None,
     joint: Annotated[bool, typer.Option("--joint", help="Train the base too (Medusa-2).")] = False,
-    lora_rank: Annotated[int, typer.Option(min=0, help="Adapters of a trained base; 0: all its weights.")] = 32,
-    max_length: Annotated[int | None, typer.Option(min=8, help="Tokens of a row, at most.")] = None,
+    lora_rank: Annotated[
+        int, typer.Option(metavar="N", min=0, help="Adapters of a trained base; 0: all its weights.")
+    ] = 32,
+    max_length: Annotated[int | None, typer.Option(metavar="N", min=8, help="Tokens of a row, at most.")] = None,
     packing: Annotated[bool, typer.Option("--packing", help="Join whole texts to full rows.")] = False,
     streaming: Annotated[bool, typer.Option("--streaming", help="Read the data while training.")] = False,
-    split: Annotated[str, typer.Option(help="Of a data set.")] = "train",
+    split: Annotated[str, typer.Option(metavar="NAME", help="Of a data set.")] = "train",
     chat_template: Template = None,
     held_out_rows: Annotated[
-        int | None, typer.Option(min=1, help="Rows to evaluate on; by default a tenth of them, at most 64.")
+        int | None,
+        typer.Option(metavar="N", min=1, help="Rows to evaluate on; by default a tenth of them, at most 64."),
     ] = None,
     answer_tokens: Annotated[
-        int, typer.Option(min=2, help="Tokens of the answers from which the expected speed is computed.")
+        int, typer.Option(metavar="N", min=2, help="Tokens of the answers from which the expected speed is computed.")
     ] = 128,
-    answer_temperature: Annotated[float, typer.Option(min=0.0, help="Of these answers; 0 is greedy.")] = 0.0,
-    dtype: Annotated[str, typer.Option(help="Of base and heads: auto, float32, bfloat16 or float16.")] = "auto",
+    answer_temperature: Annotated[
+        float, typer.Option(metavar="X", min=0.0, help="Of these answers; 0 is greedy.")
+    ] = 0.0,
+    dtype: Annotated[
+        str, typer.Option(metavar="NAME", help="Of base and heads: auto, float32, bfloat16 or float16.")
+    ] = "auto",
     load_in_4bit: Annotated[bool, typer.Option("--load-in-4bit", help="Quantize the base (bitsandbytes).")] = False,
     option: Annotated[
         list[str] | None,
@@ -50,9 +57,9 @@ def train(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Show the expected memory, steps and time, then stop.")
     ] = False,
-    calibrate: Annotated[
-        bool, typer.Option("--calibrate/--no-calibrate", help="At the end, measure which draft tree is fastest here.")
-    ] = True,
+    no_calibrate: Annotated[
+        bool, typer.Option("--no-calibrate", help="Do not measure at the end which draft tree is fastest here.")
+    ] = False,
     json_path: Json = None,
 ) -> None:
     """Train draft heads and show their expected tokens per step; defaults are the recipe of the family's paper."""
@@ -88,7 +95,7 @@ def train(
         answer_temperature=answer_temperature,
         resume=resume,
         dry_run=dry_run,
-        calibrate_tree=calibrate,
+        calibrate_tree=not no_calibrate,
         load=load,
         tell=lambda line: console.print(line, soft_wrap=True),
         **arguments,

@@ -31,11 +31,11 @@ Prompts = Annotated[
     typer.Option(metavar="FILE", help="Prompts, chats or texts, as for bench; else the base writes its own."),
 ]
 BatchSize = Annotated[str, typer.Option(metavar="N[,N...]", help="Rows of a call; a tree for each.")]
-MaxNodes = Annotated[int, typer.Option(min=2, max=4096, help="Of a tree, the root included.")]
-AnswerTemperature = Annotated[float, typer.Option(min=0.0, help="Of the base's answers; 0 is greedy.")]
+MaxNodes = Annotated[int, typer.Option(metavar="N", min=2, max=4096, help="Of a tree, the root included.")]
+AnswerTemperature = Annotated[float, typer.Option(metavar="X", min=0.0, help="Of the base's answers; 0 is greedy.")]
 Method = Annotated[str, typer.Option(help="paths: counted rank paths; product: Medusa's accuracies.")]
-MaxNewTokens = Annotated[int, typer.Option(min=2, help="Tokens per answer, at most.")]
-Limit = Annotated[int, typer.Option(min=1, help="Only the first so many prompts.")]
+MaxNewTokens = Annotated[int, typer.Option(metavar="N", min=2, help="Tokens per answer, at most.")]
+Limit = Annotated[int, typer.Option(metavar="N", min=1, help="Only the first so many prompts.")]
 
 
 @app.command()
@@ -45,7 +45,7 @@ def calibrate(
     batch_size: BatchSize = "1",
     max_nodes: MaxNodes = 100,
     captured: Annotated[
-        bool, typer.Option("--captured/--eager", help='Compiled steps, as cache_implementation="static" has them.')
+        bool, typer.Option("--captured/--eager", help="Compiled steps, as a static cache has them.")
     ] = False,
     temperature: AnswerTemperature = 0.0,
     method: Method = "paths",
@@ -147,7 +147,7 @@ def roofline(
     gpu: Annotated[str, typer.Option(help="Name of the GPU, such as h100-sxm; a wrong one lists all.")],
     prompts: Prompts = None,
     batch_size: BatchSize = "1",
-    context: Annotated[int, typer.Option(min=1, help="Positions that a step attends to.")] = 1024,
+    context: Annotated[int, typer.Option(metavar="N", min=1, help="Positions that a step attends to.")] = 1024,
     max_nodes: MaxNodes = 100,
     temperature: AnswerTemperature = 0.0,
     method: Method = "paths",

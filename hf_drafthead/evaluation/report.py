@@ -89,7 +89,7 @@ def summary_table(measurements: Sequence[Measurement]) -> Table:
     counts = sorted({each.prompts for each in measurements})
     prompts = " to ".join(map(str, dict.fromkeys((counts[0], counts[-1]))))
     columns = ("nodes", "batch", "tokens\n/ step", "base\ntok/s", "heads\ntok/s", "speedup", "spread", "effi-\nciency")
-    table = _table(f"{prompts} prompts", *columns, "same\ntext")
+    table = _table("1 prompt" if prompts == "1" else f"{prompts} prompts", *columns, "same\ntext")
     for label, each in zip(labels(measurements, sizes_shown=False), measurements):
         low, high = each.speedup_spread
         table.add_row(

@@ -119,7 +119,7 @@ def build(model: Any, tokenizer: Any, *, max_new_tokens: int = 128) -> gr.Blocks
     warm_up(model, tokenizer)
     page = Page(model, tokenizer)
     modes = [CHAT, TEXT] if tokenizer.chat_template else [TEXT]
-    with gr.Blocks(title="Draft heads", analytics_enabled=False, fill_width=True) as blocks:
+    with gr.Blocks(title=f"Draft heads: {name_of(model)}", analytics_enabled=False, fill_width=True) as blocks:
         gr.Markdown(heading(model))
         inputs: dict[str, Any] = {}
         with gr.Row():
@@ -194,12 +194,18 @@ def warm_up(model: Any, tokenizer: Any) -> None:
     draft(model, None, inputs, settings)
 
 
+def name_of(model: Any) -> str:
+    """The last part of a model's folder or id."""
+    path = str(model.name_or_path)
+    return os.path.basename(os.path.abspath(path) if os.path.isdir(path) else path.rstrip("/")) or "a model"
+
+
 def heading(model: Any) -> str:
     """Which model this is, as Markdown."""
     base = model.config.base_model_name_or_path or model.base.name_or_path
-    name, base = (os.path.basename(str(path).rstrip("/")) for path in (model.name_or_path, base))
     dtype = str(model.base.dtype).removeprefix("torch.")
-    return f"## {name}\n{model.config.family} heads, base: {base}, {dtype} on {model.base.device.type}"
+    where = f"{dtype} on {model.base.device.type}"
+    return f"## {name_of(model)}\n{model.config.family} heads, base: {os.path.basename(str(base).rstrip('/'))}, {where}"
 
 
 def settings(max_new_tokens: int) -> dict[str, Any]:
@@ -259,10 +265,14 @@ def launch(blocks: gr.Blocks, *, host: str, port: int, open_browser: bool = Fals
         server_name=host,
         server_port=port,
         inbrowser=open_browser,
-        prevent_thread_lock=not block,
+        prevent_thread_lock=True,
+        quiet=True,  # else it advises to share the page with everybody
         share=False,
         theme=gr.themes.Default(**fonts),
         css=drawing.CSS,
         footer_links=[],
     )
+    if block:
+        print(f"the page is at {address} (Ctrl-C ends it).", flush=True)
+        blocks.block_thread()
     return address

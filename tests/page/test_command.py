@@ -1,6 +1,7 @@
 """`hf-drafthead page`: what it refuses, and that it serves."""
 
 import importlib.util
+import itertools
 import socket
 import subprocess
 import sys
@@ -44,7 +45,9 @@ def test_it_serves_until_it_is_interrupted():
                     break
             time.sleep(0.1)
         assert process.poll() is None, process.stdout.read()
-        assert b"Draft heads" in urlopen(f"http://127.0.0.1:{port}/", timeout=60).read()
+        assert b"Draft heads: medusa" in urlopen(f"http://127.0.0.1:{port}/", timeout=60).read()
+        told = f"the page is at http://127.0.0.1:{port}/ (Ctrl-C ends it).\n"
+        assert told in itertools.takewhile(lambda line: "share=True" not in line, process.stdout)
     finally:
         process.terminate()
         process.wait(20)

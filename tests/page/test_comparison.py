@@ -92,6 +92,15 @@ def test_the_page_distinguishes_rounding_from_a_fault(near_tie, words):
     assert verdict(running) == f"Speedup **2.00**. Heads and base wrote {words}"
 
 
+@pytest.mark.parametrize("path, name", [("org/heads", "org/heads"), ("a/b/heads/", "heads"), (".", None)])
+def test_the_page_is_named_for_its_model(monkeypatch, tmp_path, path, name):
+    pytest.importorskip("gradio", reason="gradio is not installed: pip install 'hf-drafthead[page]'")
+    from hf_drafthead.page.app import name_of
+
+    monkeypatch.chdir(tmp_path)
+    assert name_of(SimpleNamespace(name_or_path=path)) == (name or tmp_path.name).rsplit("/")[-1]
+
+
 def test_typical_acceptance_is_the_heads_alone(hydra, given):
     found = compared(hydra, given, SAMPLED, acceptance="typical")
     assert found.same is False and found.difference is None
