@@ -4,10 +4,10 @@ from pathlib import Path
 
 import torch
 
-WORDS = ["<unk>", "<s>", "</s>", "a", "b", "c", "d", "Ġ", "Ġa", "ab"]
+WORDS = ["<unk>", "<start>", "<end>", "a", "b", "c", "d", "Ġ", "Ġa", "ab"]
 TEMPLATE = (
-    "{% for message in messages %}<s>{{ message['role'] }} {{ message['content'] }}</s>{% endfor %}"
-    "{% if add_generation_prompt %}<s>assistant {% endif %}"
+    "{% for message in messages %}<start>{{ message['role'] }} {{ message['content'] }}<end>{% endfor %}"
+    "{% if add_generation_prompt %}<start>assistant {% endif %}"
 )
 
 
@@ -36,6 +36,7 @@ def write_gguf(file: Path, seed: int = 0, architecture: str = "llama") -> None:
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     writer.add_unk_token_id(0)
+    writer.add_pad_token_id(2)
     writer.add_chat_template(TEMPLATE)
     generator = torch.Generator().manual_seed(seed)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import transformers
-from transformers import AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
 from transformers.utils import cached_file
 from transformers.utils.import_utils import is_gguf_available
 
@@ -100,5 +100,9 @@ def load_tokenizer(name: str | os.PathLike, gguf_file: str | None = None, **argu
     gguf_arguments(place, {"gguf_file": file}, hub)
     with reading_gguf(os.path.join(place, file)):
         tokenizer = AutoTokenizer.from_pretrained(place, gguf_file=file, **arguments)
+        config = AutoConfig.from_pretrained(place, gguf_file=file, **arguments)
+    for kind in ("bos", "eos", "unk", "pad"):  # older versions guess some of them, where the file says them all
+        if (number := getattr(config, f"{kind}_token_id", None)) is not None:
+            setattr(tokenizer, f"{kind}_token", tokenizer.convert_ids_to_tokens(number))
     tokenizer.name_or_path = place
     return tokenizer

@@ -49,6 +49,13 @@ def test_a_base_that_is_included_needs_no_file(place, tmp_path):
     assert again.config.base_gguf_file is None and same_text(model, again)
 
 
+def test_the_tokenizer_has_the_special_tokens_that_the_file_says(place):
+    tokenizer = gguf_files.load_tokenizer(place / FILE)
+    special = (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id, tokenizer.pad_token_id)
+    assert special == (1, 2, 0, 2) and tokenizer.eos_token == "<end>"
+    assert tokenizer.decode([3, 2, 4, 1], skip_special_tokens=True) == "ab"
+
+
 def test_heads_move_to_the_same_base_as_safetensors(place, tmp_path):
     MedusaForCausalLM.from_base(place / FILE, num_draft_heads=2).save_pretrained(tmp_path / "heads")
     base, tokenizer = load_model(str(place / FILE))
