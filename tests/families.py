@@ -83,11 +83,14 @@ def own_fields(config: DraftHeadConfig) -> dict[str, Any]:
 
 
 # What the tests want otherwise than the papers: no chance in training, and parts that are not used by default.
-VARIED: dict[str, dict[str, Any]] = {"hydra++": {"dropout": 0.0}, "amphista-alpha": {"lm_head_rank": 16}}
-VARIED["eagle3"] = {"num_draft_heads": 3, "feature_layers": [0, 1], "draft_vocab_size": 50}
+VARIED: dict[str, dict[str, Any]] = {
+    "hydra++": {"dropout": 0.0, "draft_vocab_size": 50},
+    "amphista-alpha": {"lm_head_rank": 16, "draft_vocab_size": 50},
+    "eagle3": {"num_draft_heads": 3, "feature_layers": [0, 1], "draft_vocab_size": 50},
+}
 FAMILIES = [
     Family(name, family.model_class, own_fields(family.config()) | VARIED.get(name, {}))
     for name, family in families.FAMILIES.items()
 ]
-FAMILIES.insert(1, Family("medusa-shared", MedusaForCausalLM, {"share_lm_head": True, "num_layers": 2}))
+FAMILIES.insert(1, Family("medusa-shared", MedusaForCausalLM, {"share_lm_head": True, "num_layers": 2, "draft_vocab_size": 50}))
 FAMILIES.append(Family("eagle3-variants", Eagle3ForCausalLM, EAGLE3_VARIANTS))

@@ -179,7 +179,7 @@ class AmphistaDrafter(MedusaDrafter):
         self.projections = OutputProjections(
             heads,
             hidden_size,
-            text.vocab_size,
+            self.choices,
             config.share_lm_head,
             bias=config.lm_head_bias,
             rank=config.lm_head_rank,

@@ -49,6 +49,8 @@ class DraftHeadConfig(PreTrainedConfig):
         adapter_revision: commit of the adapter, if it came from the Hub.
         base_included: True in a checkpoint that holds the base's weights as well.
         num_draft_heads: tokens guessed ahead of the base's own next token.
+        draft_vocab_size: D, tokens among which the heads choose, the most frequent ones of the training text (FR-Spec,
+            arXiv 2502.14856); None for all of the base's.
 
     Raises:
         ValueError: a field is out of range, or two of them contradict each other.
@@ -65,6 +67,7 @@ class DraftHeadConfig(PreTrainedConfig):
     adapter_revision: str | None = None
     base_included: bool = False
     num_draft_heads: int = 4
+    draft_vocab_size: int | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
         # The parent's __post_init__ resets the attention implementation of sub-configs in place, which would turn a
@@ -100,6 +103,19 @@ class DraftHeadConfig(PreTrainedConfig):
                     raise ValueError(
                         f"base_config has {name} {shortened.repr(value)}: expected a whole number of at least 1."
                     )
+        if self.draft_vocab_size is not None:
+            self._check_at_least("draft_vocab_size", 1)
+            known = self.known_tokens
+            if known is not None and self.draft_vocab_size > known:
+                raise ValueError(
+                    f"draft_vocab_size is {self.draft_vocab_size}, but the base has {known} tokens: give as many at "
+                    "most, or leave it out."
+                )
+
+    @property
+    def known_tokens(self) -> int | None:
+        """V, tokens that the heads could choose among; None while there is no base."""
+        return self.get_text_config().vocab_size if isinstance(self.base_config, PreTrainedConfig) else None
 
     @property
     def family(self) -> str:

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.configuration_utils import PreTrainedConfig
 
@@ -82,6 +83,10 @@ class DraftModelConfig(DraftHeadConfig):
         return cast(PreTrainedConfig, self.draft_config).get_text_config(decoder=True)
 
     @property
+    def known_tokens(self) -> int | None:
+        return super().known_tokens if self.draft_config is None else self.shared_vocabulary
+
+    @property
     def shared_vocabulary(self) -> int:
         """V', tokens that both models score: sizes may differ by the padding of one family's vocabularies."""
         return min(self.draft_text_config.vocab_size, self.get_text_config().vocab_size)
@@ -142,7 +147,8 @@ class DraftModelDrafter(Drafter):
         super().__init__(config)
         self.model: Any = AutoModelForCausalLM.from_config(copy.deepcopy(config.draft_config))
         self.size = config.shared_vocabulary
-        if self.size < config.get_text_config().vocab_size:
+        self.chosen = self.draft_tokens is not None
+        if not self.chosen and self.size < config.get_text_config().vocab_size:
             self.draft_tokens = torch.arange(self.size)
         self.limit = getattr(config.draft_text_config, "max_position_embeddings", None)
 
@@ -215,7 +221,7 @@ class DraftModelDrafter(Drafter):
     def expand(self, state: DraftModelState, tokens: Tensor, parents: Tensor) -> tuple[DraftModelState, Guesses]:
         cache, device = state.cache, state.scores.device
         if state.over:
-            return state, Guesses(state.scores.new_zeros(len(tokens), 1, self.size), self.draft_tokens)
+            return state, Guesses(state.scores.new_zeros(len(tokens), 1, self.choices), self.draft_tokens)
         if state.depth == 0:  # the root was read already
             scores, ancestors = state.scores.unsqueeze(1), state.ancestors
         else:
@@ -238,7 +244,12 @@ class DraftModelDrafter(Drafter):
 
     def head_logits(self, head: int, hidden: Tensor) -> Tensor:
         """Logits (..., V') from what they are made of (..., S)."""
-        return self.reader.logits(hidden)[..., : self.size]
+        if not self.chosen:
+            return self.reader.logits(hidden)[..., : self.size]
+        if not self.reader.split:
+            return self.reader.logits(hidden)[..., self.draft_tokens]
+        weight, bias = self._rows(self.model.get_output_embeddings(), cast(Tensor, self.draft_tokens), hidden)
+        return F.linear(hidden, weight, bias)
 
     def _over_nodes(self, cache: SlotCache, tokens: Tensor, depths: Tensor, ancestors: Tensor) -> Tensor:
         """What the logits at nodes (B, n) are made of, (B, n, S), each node seeing the past and its ancestors.
@@ -409,6 +420,8 @@ class DraftModelForCausalLM(DraftHeadPreTrainedModel):
                 "include_draft=False saves names only: the draft model must have come from a folder or the Hub, and "
                 "include_base= and push_to_hub= are for checkpoints with weights."
             )
+        if self.drafter.chosen:
+            raise ValueError("include_draft=False saves names only, which would lose the draft vocabulary: save it all.")
         os.makedirs(save_directory, exist_ok=True)
         self.config.architectures = [type(self).__name__]
         self.config.draft_included = False

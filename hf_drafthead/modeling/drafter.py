@@ -1,17 +1,21 @@
 """The drafter contract: how a family's heads guess.
 
 Shapes: B rows, A newly verified positions, T positions, n nodes of a tree level, K heads, V vocabulary, H hidden,
-F feature layers.
+F feature layers, D draft
+vocabulary.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from hf_drafthead.generation.drafting import Guesses
 from hf_drafthead.modeling.config import DraftHeadConfig
 from hf_drafthead.modeling.decoder_layer import DecoderLayer
+from hf_drafthead.modeling.layers import VocabularyRows, base_logits
 
 
 class Drafter(nn.Module):
@@ -38,12 +42,20 @@ class Drafter(nn.Module):
     def __init__(self, config: DraftHeadConfig) -> None:
         super().__init__()
         self.config = config
-        self.register_buffer("draft_tokens", None)
+        size, known = config.draft_vocab_size, config.known_tokens
+        reduced = size is not None and known is not None and size < known
+        self.register_buffer("draft_tokens", torch.arange(size) if reduced else None)
+        self._rows = VocabularyRows()  # of a shared output projection
 
     @property
     def max_depth(self) -> int | None:
         """Deepest tree level that can be guessed; None if there is no limit."""
         return self.config.max_depth
+
+    @property
+    def choices(self) -> int:
+        """Among how many tokens is chosen: D, or V."""
+        return cast(int, self.config.known_tokens) if self.draft_tokens is None else len(self.draft_tokens)
 
     def attach(self, base: nn.Module) -> None:
         """Read embeddings and lm_head from this base from now on."""
@@ -60,12 +72,52 @@ class Drafter(nn.Module):
         """Give fresh heads what they start from: weights of the base."""
         raise NotImplementedError
 
+    def choose_vocabulary(self, tokens: Tensor) -> None:
+        """Draft among these tokens of the base from now on, with projections that start as the base's.
+
+        Args:
+            tokens: (D,) ids.
+
+        Raises:
+            ValueError: these are not D different tokens of the base, or the heads draft among all of them anyway.
+        """
+        if self.draft_tokens is None:
+            raise ValueError(
+                f"the heads draft among all {self.config.known_tokens} tokens of the base: set draft_vocab_size to "
+                "choose among them."
+            )
+        self._check_map(tokens, "the draft vocabulary")
+        self.draft_tokens.copy_(tokens)
+        self.copy_projections()
+
+    def copy_projections(self) -> None:
+        """Start own output projections from the base's, of the draft vocabulary where there is one."""
+
     def check_values(self, path: str) -> None:
         """Refuse what was loaded from a path if its values cannot be used, though its shapes fit.
 
         Raises:
             ValueError: naming the tensor.
         """
+        if self.draft_tokens is not None:
+            self._check_map(self.draft_tokens, f"'drafter.draft_tokens' in {path!r}")
+
+    def _check_map(self, tokens: Tensor, what: str) -> None:
+        known = self.config.known_tokens
+        size = self.config.draft_vocab_size or known
+        outside = tokens[(tokens < 0) | (tokens >= known)]
+        if len(tokens) != size:
+            raise ValueError(f"{what} has {len(tokens)} tokens, but draft_vocab_size is {size}: give as many.")
+        if len(outside):
+            raise ValueError(
+                f"{what} has the token {int(outside[0])}, but the base has {known} tokens, numbered from 0: give "
+                "ids of the base."
+            )
+        different, counts = tokens.unique(return_counts=True)
+        if len(different) < len(tokens):
+            raise ValueError(
+                f"{what} has the token {int(different[counts > 1][0])} more than once: give every token one place."
+            )
 
     def start(self, batch_size: int, capacity: int) -> Any:
         """A fresh state.
@@ -99,7 +151,8 @@ class Drafter(nn.Module):
             parents: (B, n) where each node hangs: index of its parent among the nodes of the previous call.
 
         Returns:
-            The state to go on with, and scores (B, n, V), or (B, 1, V) if the guesses are the same for all nodes.
+            The state to go on with, and scores (B, n, V), or (B, 1, V) if the guesses are the same for all nodes; D
+            in the place of V where the heads choose among some tokens only.
         """
         raise NotImplementedError
 
@@ -130,6 +183,7 @@ class Drafter(nn.Module):
             for name in module._non_persistent_buffers_set
         }
         super()._apply(fn, recurse)
+        self._rows.apply(fn)
         for (module, name), before in exact.items():
             now = getattr(module, name)
             if now is not None and now.dtype != before.dtype:
@@ -140,6 +194,14 @@ class Drafter(nn.Module):
         """The tensor where the drafter is, and in its dtype."""
         like = next(self.parameters())
         return tensor.to(like.dtype) if like.is_meta else tensor.to(like)  # hooks move what an offloaded drafter needs
+
+    def base_logits(self, hidden: Tensor) -> Tensor:
+        """What the base's lm_head makes of states (..., H): logits (..., V), or (..., D) of the draft vocabulary."""
+        if self.draft_tokens is None:
+            return base_logits(self.base, hidden)
+        like = next(self.parameters())
+        weight, bias = self._rows(self.base.get_output_embeddings(), self.draft_tokens, like)
+        return F.linear(hidden.to(weight.dtype), weight, bias)
 
     def embed(self, tokens: Tensor, like: Tensor) -> Tensor:
         """The base's input embeddings (..., H) of tokens, where and in the type that `like` has."""

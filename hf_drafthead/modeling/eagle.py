@@ -22,7 +22,7 @@ from hf_drafthead.modeling.base import DraftHeadPreTrainedModel
 from hf_drafthead.modeling.config import DraftHeadConfig
 from hf_drafthead.modeling.decoder_layer import DecoderLayer
 from hf_drafthead.modeling.drafter import Drafter
-from hf_drafthead.modeling.layers import base_logits, last_valid
+from hf_drafthead.modeling.layers import last_valid
 
 # Li et al. 2024 (EAGLE) and the published trainer; the noise is its 0.2 * 512 / T at T = 2048
 EAGLE_RECIPE: dict[str, Any] = {
@@ -146,7 +146,7 @@ class EagleDrafter(Drafter):
         return [self.body.over_text(x, attention_mask)]
 
     def head_logits(self, head: int, hidden: Tensor) -> Tensor:
-        return base_logits(self.base, hidden)
+        return self.base_logits(hidden)
 
     def _projected(self, features: Tensor) -> Tensor:
         """The base's features (..., F*H) as the layer reads them (..., H)."""

@@ -69,7 +69,6 @@ class Eagle3Config(DraftHeadConfig):
 
     num_draft_heads: int = 7
     feature_layers: list[int] | tuple[int, ...] | None = None
-    draft_vocab_size: int | None = None
     layer_config: dict[str, Any] | PreTrainedConfig | None = None
     num_layers: int = 1
     norm_before_residual: bool = False
@@ -99,6 +98,8 @@ class Eagle3Config(DraftHeadConfig):
 
     def check(self) -> None:
         """Fill in what is to be as published, once the base is known, and refuse what cannot be built."""
+        if self.draft_vocab_size is None and self.known_tokens:
+            self.draft_vocab_size = min(PUBLISHED_VOCABULARY, self.known_tokens)
         super().check()
         self._check_at_least("num_layers", 1)
         for name in ("norm_before_residual", "norm_before_fc", "fc_norm", "fc_bias", "norm_output", "own_embeddings"):
@@ -126,7 +127,6 @@ class Eagle3Config(DraftHeadConfig):
                 "own_embeddings=True, or give the layer the base's size."
             )
         self.feature_layers = self._checked_features(text.num_hidden_layers)
-        self._check_vocabulary(text.vocab_size)
 
     def _checked_features(self, layers: int) -> list[int]:
         """The feature layers, those published where none are given.
@@ -152,16 +152,6 @@ class Eagle3Config(DraftHeadConfig):
         if len(set(found)) < len(found):
             raise ValueError(f"feature_layers is {list(found)}: name every layer once.")
         return list(found)
-
-    def _check_vocabulary(self, vocabulary: int) -> None:
-        if self.draft_vocab_size is None:
-            self.draft_vocab_size = min(PUBLISHED_VOCABULARY, vocabulary)
-        self._check_at_least("draft_vocab_size", 1)
-        if self.draft_vocab_size > vocabulary:
-            raise ValueError(
-                f"draft_vocab_size is {self.draft_vocab_size}, but the base has {vocabulary} tokens: give as many at "
-                "most, or leave it out."
-            )
 
 
 class PairLayer(nn.Module):
@@ -239,7 +229,6 @@ class Eagle3Drafter(EagleDrafter):
         Drafter.__init__(self, config)
         text, layer = config.get_text_config(), config.own_layer
         width, eps, count = layer.hidden_size, config.eps, len(config.feature_layers or ())
-        chosen = cast(int, config.draft_vocab_size)  # filled in by the config's check
         self.reads = tuple(config.feature_layers or ())
         self.layers = config.num_layers
         self.input_norm = nn.RMSNorm(count * text.hidden_size, eps=eps) if config.norm_before_fc else nn.Identity()
@@ -248,38 +237,14 @@ class Eagle3Drafter(EagleDrafter):
         self.fc = nn.Linear(count * text.hidden_size, width, bias=config.fc_bias)
         self.body = PairLayers(config)
         self.norm = nn.RMSNorm(width, eps=eps)
-        self.lm_head = nn.Linear(width, chosen, bias=False)
+        self.lm_head = nn.Linear(width, self.choices, bias=False)
         self.embed_tokens = nn.Embedding(text.vocab_size, width) if config.own_embeddings else None
-        if chosen < text.vocab_size:
-            self.draft_tokens = torch.arange(chosen)
 
     def copy_from_base(self) -> None:
         """The base's embeddings, and of its lm_head the rows of the draft vocabulary, where they are as wide."""
         if self.embed_tokens is not None:
             _copy_if_as_wide(self.embed_tokens.weight, self.base.get_input_embeddings().weight)
-        self._copy_projection()
-
-    def choose_vocabulary(self, tokens: Tensor) -> None:
-        """Draft among these tokens of the base from now on, with a projection that starts as the base's.
-
-        Args:
-            tokens: (D,) ids.
-
-        Raises:
-            ValueError: these are not D different tokens of the base, or the head drafts among all of them anyway.
-        """
-        if self.draft_tokens is None:
-            raise ValueError(
-                f"the head drafts among all {self.lm_head.out_features} tokens of its base: set draft_vocab_size to "
-                "choose among them."
-            )
-        self._check_map(tokens, "the draft vocabulary")
-        self.draft_tokens.copy_(tokens)
-        self._copy_projection()
-
-    def check_values(self, path: str) -> None:
-        if self.draft_tokens is not None:
-            self._check_map(self.draft_tokens, f"'drafter.draft_tokens' in {path!r}")
+        self.copy_projections()
 
     def head_states(self, features: Tensor, input_ids: Tensor, attention_mask: Tensor | None = None) -> list[Tensor]:
         """The training-time test (section 3.2): entry k is guess k of chains that begin at every position.
@@ -314,27 +279,11 @@ class Eagle3Drafter(EagleDrafter):
             embeddings = self.embed_tokens(tokens.to(features.device))
         return torch.cat([embeddings, features], dim=-1)
 
-    def _copy_projection(self) -> None:
+    def copy_projections(self) -> None:
         rows = weight_of(self.base.get_output_embeddings(), like=self.lm_head.weight)
         if self.draft_tokens is not None and not rows.is_meta:
             rows = rows[self.draft_tokens.to(rows.device)]
         _copy_if_as_wide(self.lm_head.weight, rows)
-
-    def _check_map(self, tokens: Tensor, what: str) -> None:
-        size, vocabulary = self.lm_head.out_features, self.config.get_text_config().vocab_size
-        outside = tokens[(tokens < 0) | (tokens >= vocabulary)]
-        if len(tokens) != size:
-            raise ValueError(f"{what} has {len(tokens)} tokens, but draft_vocab_size is {size}: give as many.")
-        if len(outside):
-            raise ValueError(
-                f"{what} has the token {int(outside[0])}, but the base has {vocabulary} tokens, numbered from 0: give "
-                "ids of the base."
-            )
-        known, counts = tokens.unique(return_counts=True)
-        if len(known) < size:
-            raise ValueError(
-                f"{what} has the token {int(known[counts > 1][0])} more than once: give every token one place."
-            )
 
 
 def _copy_if_as_wide(target: Tensor, source: Tensor) -> None:

@@ -142,11 +142,14 @@ class HydraDrafter(Drafter):
         self.prefix = DecoderLayer(config.own_layer, final_norm=True) if config.prefix_layer else None
         self.heads = nn.ModuleList(HydraHead(i, text.hidden_size, config) for i in range(config.num_draft_heads))
         self.projections = OutputProjections(
-            config.num_draft_heads, text.hidden_size, text.vocab_size, config.share_lm_head, bias=True
+            config.num_draft_heads, text.hidden_size, self.choices, config.share_lm_head, bias=True
         )
 
     def copy_from_base(self) -> None:
-        self.projections.copy_from_base(self.base)
+        self.copy_projections()
+
+    def copy_projections(self) -> None:
+        self.projections.copy_from_base(self.base, self.draft_tokens)
 
     def start(self, batch_size: int, capacity: int) -> HydraState:
         nothing = self.placed(torch.zeros(batch_size, self.config.get_text_config().hidden_size))
@@ -164,7 +167,7 @@ class HydraDrafter(Drafter):
         above = state.paths[rows, parents.to(rows.device)]
         paths = torch.cat([above, self.embed(tokens, like=above)], dim=-1)
         logits = self.head_logits(state.level, self.heads[state.level](paths))
-        return HydraState(state.features, paths, state.level + 1, state.cache), Guesses(logits)
+        return HydraState(state.features, paths, state.level + 1, state.cache), Guesses(logits, self.draft_tokens)
 
     def head_states(self, features: Tensor, input_ids: Tensor, attention_mask: Tensor | None = None) -> list[Tensor]:
         embeddings = self.embed(input_ids, like=features)
@@ -177,7 +180,7 @@ class HydraDrafter(Drafter):
     def head_logits(self, head: int, hidden: Tensor) -> Tensor:
         if self.config.dropout:
             hidden = F.dropout(hidden, self.config.dropout, self.training)
-        return self.projections.logits(self.base, head, hidden)
+        return self.base_logits(hidden) if self.projections.shared else self.projections(head, hidden)
 
 
 class HydraForCausalLM(DraftHeadPreTrainedModel):

@@ -3,6 +3,7 @@
 Shapes: B rows, A newly verified positions, K heads, H hidden, V vocabulary.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -50,8 +51,8 @@ class OutputProjections(nn.Module):
     Args:
         heads: K.
         hidden_size: H.
-        vocab_size: V.
-        shared: use the base's lm_head, and have no parameters.
+        vocab_size: V, or D where the heads choose among some tokens only.
+        shared: there are no own ones: the base's lm_head is used.
         bias: give the own projections a bias.
         rank: split the own projections in two factors of this rank (Amphista, table 11); None for full ones.
     """
@@ -67,14 +68,16 @@ class OutputProjections(nn.Module):
         self.down = nn.ModuleList(nn.Linear(hidden_size, self.rank, bias=False) for _ in range(low))
         self.up = nn.ModuleList(nn.Linear(self.rank, vocab_size, bias=bias) for _ in range(own))
 
-    def copy_from_base(self, base: Any) -> None:
-        """Start from the base's lm_head, or the nearest that a low rank allows."""
+    def copy_from_base(self, base: Any, tokens: Tensor | None) -> None:
+        """Start from the base's lm_head, or the nearest that a low rank allows; of some tokens (D,) only, if given."""
         if self.shared:
             return
         with torch.no_grad():
             start = weight_of(base.get_output_embeddings(), like=next(self.parameters()))
             if start.is_meta:
                 return
+            if tokens is not None:
+                start = start[tokens.to(start.device)]
             if self.down:
                 # Its best approximation: W's singular vectors, from the small W'W (H, H), for a full decomposition of
                 # (V, H) takes minutes.
@@ -87,16 +90,54 @@ class OutputProjections(nn.Module):
                 if parameter.dim() == 2:  # not a bias
                     parameter.copy_(start)
 
-    def logits(self, base: Any, head: int, hidden: Tensor) -> Tensor:
-        """Logits (..., V) of one head from its state (..., H).
-
-        Not a `forward`: the hooks of an offloaded model would try to move the base, being an argument.
-        """
-        if self.shared:
-            return base_logits(base, hidden)
+    def forward(self, head: int, hidden: Tensor) -> Tensor:
+        """Logits (..., V) of one head from its state (..., H), by its own projection."""
         if self.down:
             hidden = self.down[head](hidden)
         return self.up[head](hidden)
+
+
+class VocabularyRows:
+    """The rows of a model's output projection for some of its tokens: gathered once, and again when it has changed."""
+
+    def __init__(self) -> None:
+        self._key: Any = None
+        self._rows: tuple[Tensor, Tensor | None] | None = None
+
+    def __call__(self, head: Any, tokens: Tensor, like: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Weight (D, H) and bias (D,) or None.
+
+        Args:
+            head: the output projection, a linear layer, which may be quantized or offloaded.
+            tokens: (D,) ids.
+            like: where the rows are wanted; of a quantized projection also in which type.
+        """
+        weight = head.weight
+        if weight.requires_grad and torch.is_grad_enabled():  # it learns through its rows
+            return self._gathered(head, tokens, like)
+        if torch.compiler.is_compiling():
+            return self._gathered(head, tokens, like) if self._rows is None else self._rows
+        versions = [None if tensor.is_inference() else tensor._version for tensor in (weight, tokens)]
+        key = (id(head), weight.data_ptr(), weight.dtype, tokens.data_ptr(), like.device, *versions)
+        if self._rows is None or key != self._key:
+            with torch.no_grad():
+                self._key, self._rows = key, self._gathered(head, tokens, like)
+        return self._rows
+
+    def apply(self, fn: Callable[[Tensor], Tensor]) -> None:
+        """Move or convert what was gathered."""
+        if self._rows is not None:
+            weight, bias = self._rows
+            self._rows = fn(weight), None if bias is None else fn(bias)
+
+    @staticmethod
+    def _gathered(head: Any, tokens: Tensor, like: Tensor) -> tuple[Tensor, Tensor | None]:
+        weight, bias = head.weight, getattr(head, "bias", None)
+        if type(head) is not nn.Linear or weight.dtype.itemsize < 2 or weight.is_meta != like.is_meta:
+            weight = weight_of(head, like)  # all of it: there may be more than a product in it
+        tokens = tokens.to(weight.device)
+        bias = None if bias is None or bias.is_meta != like.is_meta else bias[tokens.to(bias.device)].to(like.device)
+        return weight[tokens].to(like.device), bias
 
 
 def base_logits(base: Any, hidden: Tensor) -> Tensor:

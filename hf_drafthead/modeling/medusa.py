@@ -68,10 +68,13 @@ class MedusaDrafter(Drafter):
         text = config.get_text_config()
         heads, hidden_size = config.num_draft_heads, text.hidden_size
         self.blocks = nn.ModuleList(ParallelBlocks(heads, hidden_size) for _ in range(config.num_layers))
-        self.projections = OutputProjections(heads, hidden_size, text.vocab_size, config.share_lm_head)
+        self.projections = OutputProjections(heads, hidden_size, self.choices, config.share_lm_head)
 
     def copy_from_base(self) -> None:
-        self.projections.copy_from_base(self.base)
+        self.copy_projections()
+
+    def copy_projections(self) -> None:
+        self.projections.copy_from_base(self.base, self.draft_tokens)
 
     def start(self, batch_size: int, capacity: int) -> Any:
         hidden_size = self.config.get_text_config().hidden_size
@@ -88,14 +91,14 @@ class MedusaDrafter(Drafter):
             guesses = self.head_logits(0, guesses) if self.projections.shared else guesses
         guess = guesses[level] if self.projections.shared else self.head_logits(level, guesses[level])
         # of its own class, which may have more fields
-        return type(state)(state.features, level + 1, guesses, *state[3:]), Guesses(guess.unsqueeze(1))
+        return type(state)(state.features, level + 1, guesses, *state[3:]), Guesses(guess.unsqueeze(1), self.draft_tokens)
 
     def head_states(self, features: Tensor, input_ids: Tensor, attention_mask: Tensor | None = None) -> list[Tensor]:
         hidden = self._side_by_side(features.flatten(0, 1))
         return [state.view_as(features) for state in hidden]
 
     def head_logits(self, head: int, hidden: Tensor) -> Tensor:
-        return self.projections.logits(self.base, head, hidden)
+        return self.base_logits(hidden) if self.projections.shared else self.projections(head, hidden)
 
     def _side_by_side(self, x: Tensor) -> Tensor:
         """(N, H) through every head's blocks: (K, N, H)."""

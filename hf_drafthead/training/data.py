@@ -17,7 +17,7 @@ from datasets import Dataset, IterableDataset
 from hf_drafthead.data.rows import data_hash
 from hf_drafthead.data.sources import read_rows, uniform
 from hf_drafthead.training.encode import ENCODED, TOKENS, Encode, Fit
-from hf_drafthead.training.objectives import IGNORED
+from hf_drafthead.training.objectives import IGNORED, label_positions
 
 __all__ = ["DataReport", "PaddingCollator", "data_hash", "padding_token", "read_rows", "tokenize_rows"]
 
@@ -192,14 +192,17 @@ class PaddingCollator:
         self.pad_token_id = pad_token_id
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
-        """Tensors `input_ids`, `labels` and `attention_mask`, each (B, T); of rows that have them `features`."""
+        """Tensors `input_ids` and `labels`, each (B, T); `label_positions` (N,) in them; of rows that have them `features`.
+
+        There is no mask: behind a text's end is what nothing in it sees, and a mask would cost the fast attention.
+        """
         ids = [torch.as_tensor(row["input_ids"], dtype=torch.long) for row in rows]
         labels = [torch.as_tensor(row["labels"], dtype=torch.long) for row in rows]
         batch = {
             "input_ids": _pad(ids, self.pad_token_id),
             "labels": _pad(labels, IGNORED),
-            "attention_mask": _pad([torch.ones_like(one) for one in ids], 0),
         }
+        batch["label_positions"] = label_positions(batch["labels"])
         if "features" in rows[0]:
             batch["features"] = _pad([torch.as_tensor(row["features"]) for row in rows], 0)
         return batch

@@ -64,36 +64,46 @@ def head_weights(heads: int, decay: float) -> list[float]:
     return [decay ** (head + 1) for head in range(heads)]
 
 
-def rank_counts(logits: torch.Tensor, targets: torch.Tensor, ranks: int) -> torch.Tensor:
+def label_positions(labels: torch.Tensor) -> torch.Tensor:
+    """Where in the flattened labels (B, T) there is one that the base predicts, (N,); the host waits for the device."""
+    return F.pad(labels[:, 1:] != IGNORED, (1, 0)).flatten().nonzero().flatten()
+
+
+def rank_counts(
+    logits: torch.Tensor, targets: torch.Tensor, ranks: int, counted: torch.Tensor | None = None
+) -> torch.Tensor:
     """How often the label was a head's best guess, its second best, and so on.
 
     Args:
         logits: (M, V) of one head.
         targets: (M,) token ids, or IGNORED for one that the head cannot guess.
         ranks: number of ranks to count separately.
+        counted: (M,) which positions count; None for all.
 
     Returns:
         LongTensor (ranks + 1,): labels found at each rank, then those found at none, which is where a NaN is. The sum
         of the first k over the sum of all is the top-k accuracy.
     """
     rank = (~(logits <= logits.gather(1, targets.clamp(min=0)[:, None]))).sum(1).clamp(max=ranks)
-    return torch.bincount(rank.where(targets != IGNORED, ranks), minlength=ranks + 1)
+    rank = rank.where(targets != IGNORED, ranks)
+    rank = rank if counted is None else rank.where(counted, -1)
+    return (rank[:, None] == torch.arange(ranks + 1, device=rank.device)).sum(0)
 
 
-def in_draft_vocabulary(
-    draft_tokens: torch.Tensor, targets: torch.Tensor, teacher_logits: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Targets for a drafter with a reduced vocabulary (EAGLE-3's trainer).
+def draft_targets(draft_tokens: torch.Tensor, targets: torch.Tensor, vocabulary: int) -> torch.Tensor:
+    """Targets for a drafter with a reduced vocabulary.
+
+    A token that it cannot guess has no loss. EAGLE-3's trainer leaves out the positions where the base's own choice is
+    no draft token, which on the base's own greedy text are the same.
 
     Args:
         draft_tokens: (D,) the base's ids of its tokens.
         targets: (M,) token ids of the base.
-        teacher_logits: (M, V) of the base.
+        vocabulary: V, of the base.
 
     Returns:
-        (M,) targets among the D, IGNORED where there is none; (M, D) the base's logits for them; (M,) whether the
-        base's own choice is one of them: other positions have no loss.
+        (M,) targets among the D, IGNORED where there is none.
     """
-    places = torch.full_like(teacher_logits[:1], IGNORED, dtype=torch.long).squeeze(0)
+    places = torch.full((vocabulary,), IGNORED, device=targets.device)
     places[draft_tokens] = torch.arange(len(draft_tokens), device=places.device)
-    return places[targets], teacher_logits[:, draft_tokens], places[teacher_logits.argmax(-1)] != IGNORED
+    return places[targets]

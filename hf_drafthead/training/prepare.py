@@ -14,7 +14,6 @@ from transformers.utils import logging
 from hf_drafthead.data.rows import data_hash
 from hf_drafthead.data.sources import read_rows, stream_hash, uniform
 from hf_drafthead.modeling.base import DraftHeadPreTrainedModel
-from hf_drafthead.modeling.eagle3 import Eagle3Drafter
 from hf_drafthead.training.data import DataReport, PaddingCollator, tokenize_rows
 from hf_drafthead.training.likeness import Likeness, likeness
 from hf_drafthead.training.objectives import IGNORED
@@ -136,9 +135,9 @@ def positions_of(model: DraftHeadPreTrainedModel) -> int:
 
 def choose_vocabulary(model: DraftHeadPreTrainedModel, rows: Any) -> float | None:
     """Give heads with a reduced vocabulary the most frequent tokens of the data; returns their share of all labels."""
-    if not isinstance(model.drafter, Eagle3Drafter) or model.drafter.draft_tokens is None:
+    size, known = model.config.draft_vocab_size, model.config.known_tokens
+    if size is None or known is None or size >= known:
         return None
-    vocabulary = model.config.get_text_config().vocab_size
-    tokens, share = frequent_tokens(rows, len(model.drafter.draft_tokens), vocabulary)
+    tokens, share = frequent_tokens(rows, size, known)
     model.drafter.choose_vocabulary(tokens)
     return share

@@ -313,6 +313,7 @@ def _defaults(streaming: bool, arguments: dict[str, Any]) -> dict[str, Any]:
         "save_steps": 0.1,
         "save_total_limit": 2,
         "logging_steps": 10,
+        "logging_nan_inf_filter": False,  # which waits for the device in every step
         "report_to": "tensorboard" if find_spec("tensorboard") else "none",
         # rows of a stream have different lengths: every process makes its own batches
         **({"accelerator_config": {"dispatch_batches": False}} if streaming else {}),

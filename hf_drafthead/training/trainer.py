@@ -27,6 +27,7 @@ from hf_drafthead.training.lora import adapter_layers, adapters_off
 
 logger = logging.get_logger(__name__)
 
+LOOKS = 10  # steps between two looks at the loss on a GPU
 BASE_WEIGHTS = "trained_base.safetensors"  # beside a checkpoint's heads: the trained weights of the base
 
 
@@ -126,26 +127,33 @@ class DraftHeadTrainer(Trainer):
             num_items_in_batch: (1 + K,) from `get_batch_samples`; unused in evaluation, where each batch is averaged.
         """
         totals = num_items_in_batch if model.training else None
+        # ranks cost a pass over all logits: in training they are counted where they are logged
+        count = not model.training or self.state.global_step % max(int(self.state.logging_steps or 1), 1) == 0
         weight = self.args.heads_weight * heads_share(
             self.args.heads_schedule, self.state.global_step, self.state.max_steps
         )
         # through `forward`, the only method that wrapped models have
-        loss, counts = model(training_loss=self._loss, inputs=inputs, totals=totals, heads_weight=weight)
-        self._counts += counts.cpu()
+        loss, counts = model(training_loss=self._loss, inputs=inputs, totals=totals, heads_weight=weight, count=count)
+        self._counts = self._counts.to(counts.device) + counts
         if totals is not None:
             loss = loss * self.accelerator.num_processes  # whose gradients are averaged
         return (loss, {}) if return_outputs else loss
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """As the Trainer's, but a loss that is not finite ends the training before the weights are changed.
+        """As the Trainer's, but a loss that is not finite ends the training; on a CPU before the weights are changed.
 
         Raises:
             FloatingPointError: naming the step and the last checkpoint.
         """
         loss = super().training_step(*args, **kwargs)
-        if not torch.isfinite(loss):
+        if self._looks and not torch.isfinite(loss):
             raise no_number(f"the loss became {loss.item()}", self.args, self.state)
         return loss
+
+    @property
+    def _looks(self) -> bool:
+        """Whether the host may wait for the device in this step: a GPU would stand still if it did in every step."""
+        return self.args.device.type == "cpu" or (self.state.global_step + 1) % LOOKS == 0
 
     def try_step(self, inputs: Mapping[str, torch.Tensor]) -> tuple[float, float]:
         """Seconds of a forward and backward pass over a batch, and of the forward alone; changes no weights or counts.
@@ -246,9 +254,11 @@ class DraftHeadTrainer(Trainer):
 
 
 class StopOnNonFinite(TrainerCallback):
-    """Ends the training before a gradient that is not finite changes the weights."""
+    """Ends the training when a gradient is not finite; on a CPU before it changes the weights."""
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if args.device.type != "cpu" and (state.global_step + 1) % LOOKS:
+            return
         gradients = [parameter.grad for parameter in kwargs["model"].parameters() if parameter.grad is not None]
         norm = nn.utils.get_total_norm(gradients)
         if not (args.fp16 or torch.isfinite(norm)):  # a gradient scaler skips such steps by itself

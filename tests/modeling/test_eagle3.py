@@ -246,7 +246,7 @@ def test_a_vocabulary_of_another_size_is_refused():
     with pytest.raises(ValueError) as refusal:
         drafter.choose_vocabulary(torch.arange(19))
     assert str(refusal.value) == "the draft vocabulary has 19 tokens, but draft_vocab_size is 20: give as many."
-    with pytest.raises(ValueError, match="the head drafts among all 67 tokens of its base: set draft_vocab_size"):
+    with pytest.raises(ValueError, match="the heads draft among all 67 tokens of the base: set draft_vocab_size"):
         build().drafter.choose_vocabulary(torch.arange(67))
 
 

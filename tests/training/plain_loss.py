@@ -7,7 +7,7 @@ from tests.families import features_of
 
 
 def plain_loss(model, input_ids, labels, *, next_token=1.0, teacher=0.0, decay=1.0):
-    """Weighted sum over heads (scalar); heads with a vocabulary of their own learn where the base's choice is in it."""
+    """Weighted sum over heads (scalar); heads with a vocabulary of their own learn the tokens that are in it."""
     with torch.no_grad():
         scores = model.base(input_ids, use_cache=False).logits
     own, size = model.drafter.draft_tokens, scores.shape[-1]
@@ -20,7 +20,7 @@ def plain_loss(model, input_ids, labels, *, next_token=1.0, teacher=0.0, decay=1
         logits = model.drafter.head_logits(head, hidden)[:, :-shift].flatten(0, 1).float()
         targets, teachers = labels[:, shift:].flatten(), scores[:, shift - 1 : -1].flatten(0, 1).float()
         kept = targets != -100
-        learnt = (places[teachers.argmax(-1)] != -100) & kept
+        learnt = kept & (places[targets.clamp(min=0)] != -100)
         wanted = teachers[learnt][:, own].softmax(-1)
         lost = next_token * F.cross_entropy(logits[learnt], places[targets[learnt]], reduction="sum")
         lost = lost + teacher * F.cross_entropy(logits[learnt], wanted, reduction="sum")

@@ -405,7 +405,7 @@ def test_batches_are_padded_on_the_right():
     batch = PaddingCollator(0)(rows)
     assert batch["input_ids"].tolist() == [[5, 6, 7], [8, 0, 0]]
     assert batch["labels"].tolist() == [[IGNORED, 6, 7], [8, IGNORED, IGNORED]]
-    assert batch["attention_mask"].tolist() == [[1, 1, 1], [1, 0, 0]]
+    assert batch["label_positions"].tolist() == [1, 2] and "attention_mask" not in batch
     assert {tensor.dtype for tensor in batch.values()} == {torch.long}
     with pytest.raises(TypeError, match="pad_token_id is None: expected a token id"):
         PaddingCollator(None)

@@ -20,17 +20,20 @@ def padded(tensor: Tensor) -> Tensor:
 
 @pytest.fixture(scope="module")
 def batch() -> tuple[dict[str, Tensor], Reading]:
-    """The published batch as a training sees it: a label where the published mask, two positions before it, is 1."""
+    """The published batch as a training sees it: a label where the published mask, two positions before it, is 1.
+
+    The published code leaves out where the base's own choice is no draft token: labels are these choices.
+    """
     given = tensors("ttt_safeailab")
     mask = padded(given["in.loss_mask"]).roll(2, dims=1).bool()
     ids = padded(given["in.input_ids"])
+    logits = padded(given["in.base_logits_shifted"]).roll(1, dims=1)
     inputs = {
         "input_ids": ids,
-        "labels": ids.where(mask, -100),
+        "labels": logits.argmax(-1).roll(1, dims=1).where(mask, -100),
         "attention_mask": padded(given["in.attention_mask"]),
     }
     features = padded(given["in.features"])
-    logits = padded(given["in.base_logits_shifted"]).roll(1, dims=1)
     return inputs, Reading(features, features, logits)
 
 
