@@ -30,7 +30,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from hf_drafthead import zoo
 from hf_drafthead.evaluation.measurement import tokens_per_step
 from hf_drafthead.modeling import DraftHeadPreTrainedModel
-from hf_drafthead.training.prepare import PreparedData, own_prompts
+from hf_drafthead.training.examples import PreparedData, own_prompts
 from hf_drafthead.training.run import FORETOLD_PROMPTS, Trained, train_heads
 from hf_drafthead.zoo.build import own_data
 from hf_drafthead.zoo.corpus import read_corpus

@@ -92,5 +92,7 @@ FAMILIES = [
     Family(name, family.model_class, own_fields(family.config()) | VARIED.get(name, {}))
     for name, family in families.FAMILIES.items()
 ]
-FAMILIES.insert(1, Family("medusa-shared", MedusaForCausalLM, {"share_lm_head": True, "num_layers": 2, "draft_vocab_size": 50}))
+FAMILIES.insert(
+    1, Family("medusa-shared", MedusaForCausalLM, {"share_lm_head": True, "num_layers": 2, "draft_vocab_size": 50})
+)
 FAMILIES.append(Family("eagle3-variants", Eagle3ForCausalLM, EAGLE3_VARIANTS))

@@ -421,7 +421,7 @@ class DraftModelForCausalLM(DraftHeadPreTrainedModel):
                 "include_base= and push_to_hub= are for checkpoints with weights."
             )
         if self.drafter.chosen:
-            raise ValueError("include_draft=False saves names only, which would lose the draft vocabulary: save it all.")
+            raise ValueError("include_draft=False saves names only and would lose the draft vocabulary: save it all.")
         os.makedirs(save_directory, exist_ok=True)
         self.config.architectures = [type(self).__name__]
         self.config.draft_included = False

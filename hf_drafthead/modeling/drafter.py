@@ -43,8 +43,8 @@ class Drafter(nn.Module):
         super().__init__()
         self.config = config
         size, known = config.draft_vocab_size, config.known_tokens
-        reduced = size is not None and known is not None and size < known
-        self.register_buffer("draft_tokens", torch.arange(size) if reduced else None)
+        reduced = size and known and size < known
+        self.register_buffer("draft_tokens", torch.arange(size or 0) if reduced else None)
         self._rows = VocabularyRows()  # of a shared output projection
 
     @property
@@ -103,7 +103,7 @@ class Drafter(nn.Module):
             self._check_map(self.draft_tokens, f"'drafter.draft_tokens' in {path!r}")
 
     def _check_map(self, tokens: Tensor, what: str) -> None:
-        known = self.config.known_tokens
+        known = self.config.known_tokens or 0
         size = self.config.draft_vocab_size or known
         outside = tokens[(tokens < 0) | (tokens >= known)]
         if len(tokens) != size:

@@ -2,8 +2,6 @@
 
 Labels are the assistant's tokens in chats, and every token of a plain text. Rows that cannot be used are left out,
 counted and named in the report.
-
-Shapes: B rows, T positions.
 """
 
 import hashlib
@@ -11,15 +9,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-import torch
 from datasets import Dataset, IterableDataset
 
 from hf_drafthead.data.rows import data_hash
 from hf_drafthead.data.sources import read_rows, uniform
 from hf_drafthead.training.encode import ENCODED, TOKENS, Encode, Fit
-from hf_drafthead.training.objectives import IGNORED, label_positions
+from hf_drafthead.training.objectives import IGNORED
 
-__all__ = ["DataReport", "PaddingCollator", "data_hash", "padding_token", "read_rows", "tokenize_rows"]
+__all__ = ["DataReport", "data_hash", "read_rows", "tokenize_rows"]
 
 WINDOW = 1000  # rows that are packed together
 FORM = "3"  # of what is cached: change it to invalidate caches of older versions
@@ -175,53 +172,6 @@ def tokenize_rows(
     if not report.examples:
         raise _nothing_left(report)
     return examples, report
-
-
-class PaddingCollator:
-    """Makes a batch of rows: padded on the right to the longest.
-
-    Args:
-        pad_token_id: what `input_ids` are filled up with.
-    """
-
-    def __init__(self, pad_token_id: int) -> None:
-        if not isinstance(pad_token_id, int):
-            raise TypeError(
-                f"pad_token_id is {pad_token_id!r}: expected a token id, any token, since padding is masked."
-            )
-        self.pad_token_id = pad_token_id
-
-    def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
-        """Tensors `input_ids` and `labels`, each (B, T); `label_positions` (N,) in them; of rows that have them `features`.
-
-        There is no mask: behind a text's end is what nothing in it sees, and a mask would cost the fast attention.
-        """
-        ids = [torch.as_tensor(row["input_ids"], dtype=torch.long) for row in rows]
-        labels = [torch.as_tensor(row["labels"], dtype=torch.long) for row in rows]
-        batch = {
-            "input_ids": _pad(ids, self.pad_token_id),
-            "labels": _pad(labels, IGNORED),
-        }
-        batch["label_positions"] = label_positions(batch["labels"])
-        if "features" in rows[0]:
-            batch["features"] = _pad([torch.as_tensor(row["features"]) for row in rows], 0)
-        return batch
-
-
-def padding_token(model: Any, tokenizer: Any) -> int:
-    """A token to fill batches up with that the base can embed: under the mask any will do."""
-    ends = model.generation_config.eos_token_id
-    known = (
-        tokenizer.pad_token_id,
-        model.generation_config.pad_token_id,
-        *(ends if isinstance(ends, list) else [ends]),
-    )
-    size = model.config.get_text_config().vocab_size
-    return next((token for token in known if isinstance(token, int) and 0 <= token < size), 0)
-
-
-def _pad(rows: list[torch.Tensor], value: int) -> torch.Tensor:
-    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=value)
 
 
 def _stream(rows: IterableDataset, encode: Encode, fit: Fit, report: DataReport) -> IterableDataset:

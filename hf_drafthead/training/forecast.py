@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-from hf_drafthead.training.data import PaddingCollator
-from hf_drafthead.training.prepare import PreparedData
+from hf_drafthead.training.examples import PaddingCollator, PreparedData
 from hf_drafthead.training.trainer import DraftHeadTrainer
 
 MOMENTS = 8  # bytes per trained parameter that Adam keeps in float32

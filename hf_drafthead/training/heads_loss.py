@@ -1,7 +1,7 @@
 """The loss of all heads on one batch: one forward of the base, logits only at labelled positions, a chunk at a time.
 
-A chunk's logits, their loss and its gradient are computed together: no logits are kept for the backward pass or computed
-again in it, and the base's distribution is computed once per position, whatever the number of heads.
+A chunk's logits, their loss and its gradient are computed together: no logits are kept for the backward pass, or
+computed again in it, and the base's distribution is computed once per position, whatever the number of heads.
 
 Shapes: B rows, T positions, N labelled positions, M of a chunk, H hidden, F feature layers, V vocabulary, D draft
 vocabulary (V without one), K heads.
@@ -102,7 +102,9 @@ class HeadsLoss:
         labels = inputs["labels"].to(device)
         places = inputs.get("label_positions")
         places = label_positions(labels) if places is None else places.to(device)
-        totals = label_counts(labels, model.config.num_draft_heads).clamp(min=1) if totals is None else totals.to(device)
+        totals = (
+            label_counts(labels, model.config.num_draft_heads).clamp(min=1) if totals is None else totals.to(device)
+        )
         # Float32 heads on a base in half precision compute in bfloat16, whose range holds any gradient.
         half = like.dtype == torch.float32 and reading.features.dtype.itemsize == 2
         other = half and reading.features.dtype != torch.bfloat16
@@ -226,8 +228,8 @@ class Plan(NamedTuple):
     """What `projected_loss` computes.
 
     logits: (head, states (M, H)) to logits (M, D); targets: (N,) among the D, or IGNORED; weights: per head (N,) of
-    every position's loss; size: positions of a chunk; kept: per head (N,) which positions the ranks are counted at, None
-    for no counting; next_token, teacher: weights of the objectives; teachers: the base's distribution (M, D) of a chunk;
+    every position's loss; size: positions of a chunk; kept: per head (N,) at which positions ranks are counted, None
+    for no counting; next_token, teacher: weights of the objectives; teachers: a chunk's distributions (M, D) of the base;
     divergence: subtract the teachers' entropy.
     """
 
@@ -339,7 +341,7 @@ def _learning(*modules: nn.Module) -> list[Tensor]:
 
 @contextlib.contextmanager
 def computed_in(drafter: Drafter, dtype: torch.dtype) -> Iterator[None]:
-    """The drafter with weights of another type, through which the own ones learn: one conversion per weight and step."""
+    """The drafter with weights of another type, through which its own ones learn: one conversion each per step."""
     held = []
     for module in drafter.modules():
         for name, parameter in module._parameters.items():

@@ -1,13 +1,16 @@
 """Low-rank adapters on the base, for training it together with its heads (Medusa-2); through peft."""
 
+from __future__ import annotations
+
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
-
-from peft import LoraConfig
-from peft.tuners.tuners_utils import BaseTunerLayer
+from typing import TYPE_CHECKING, Any
 
 from hf_drafthead.modeling.base import DraftHeadPreTrainedModel
+
+if TYPE_CHECKING:
+    from peft.tuners.tuners_utils import BaseTunerLayer
 
 
 def add_lora(model: DraftHeadPreTrainedModel, rank: int = 32, alpha: int = 16, dropout: float = 0.05) -> None:
@@ -26,6 +29,8 @@ def add_lora(model: DraftHeadPreTrainedModel, rank: int = 32, alpha: int = 16, d
         raise ValueError(f"the rank of the adapters is {rank}: expected at least 1, or train the base without them.")
     if adapter_layers(model.base):
         raise ValueError("the base has adapters already: merge them first, with merge_lora(model).")
+    from peft import LoraConfig
+
     config = LoraConfig(
         r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules="all-linear", task_type="CAUSAL_LM"
     )
@@ -55,4 +60,8 @@ def merge_lora(model: DraftHeadPreTrainedModel) -> None:
 
 def adapter_layers(base: Any) -> list[tuple[str, BaseTunerLayer]]:
     """Every layer of the base that has an adapter, by name."""
+    if "peft" not in sys.modules:  # which is not needed where there are none
+        return []
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
     return [(name, module) for name, module in base.named_modules() if isinstance(module, BaseTunerLayer)]

@@ -10,9 +10,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from datasets import Dataset, IterableDataset
 from torch import Tensor
 from transformers import set_seed
 from transformers.trainer_utils import SchedulerType
@@ -26,21 +25,21 @@ from hf_drafthead.modeling.families import find_family, fresh_heads
 from hf_drafthead.modeling.gguf_files import load_tokenizer
 from hf_drafthead.training.arguments import JOINT, WEIGHTS, DraftHeadTrainingArguments
 from hf_drafthead.training.clock import Clock
-from hf_drafthead.training.data import PaddingCollator, padding_token
-from hf_drafthead.training.expected_tokens_per_step import ExpectedTokensPerStep
-from hf_drafthead.training.forecast import forecast
-from hf_drafthead.training.lora import add_lora, merge_lora
-from hf_drafthead.training.plots import plot_training
-from hf_drafthead.training.prepare import (
+from hf_drafthead.training.examples import (
+    PaddingCollator,
+    padding_token,
     PreparedData,
     choose_vocabulary,
     look_at,
     most_tokens,
     own_prompts,
     positions_of,
-    read_data,
     refuse_short_rows,
 )
+from hf_drafthead.training.expected_tokens_per_step import ExpectedTokensPerStep
+from hf_drafthead.training.forecast import forecast
+from hf_drafthead.training.lora import add_lora, merge_lora
+from hf_drafthead.training.plots import plot_training
 from hf_drafthead.training.progress import show_progress
 from hf_drafthead.training.record import (
     SUMMARY,
@@ -52,6 +51,9 @@ from hf_drafthead.training.record import (
     write_whole,
 )
 from hf_drafthead.training.trainer import DraftHeadTrainer, whole_checkpoint
+
+if TYPE_CHECKING:
+    from datasets import Dataset, IterableDataset
 
 logger = logging.get_logger(__name__)
 
@@ -70,7 +72,7 @@ class Trained:
 def train_heads(
     base: str | os.PathLike,
     family: str,
-    data: str | os.PathLike | Dataset | IterableDataset | PreparedData,
+    data: "str | os.PathLike | Dataset | IterableDataset | PreparedData",
     output: str | os.PathLike,
     *,
     heads: str | os.PathLike | None = None,
@@ -129,7 +131,8 @@ def train_heads(
     if _sharded():  # every process runs the base before it is sharded
         os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
     together = {**JOINT, **find_family(family).joint_recipe} if joint else {}
-    streaming = streaming or isinstance(data, IterableDataset)
+    if not isinstance(data, (str, os.PathLike, PreparedData)):
+        streaming = streaming or not hasattr(data, "__len__")  # an IterableDataset
     settings = DraftHeadTrainingArguments.for_family(
         family, str(output), **{**together, **_defaults(streaming, arguments), **arguments}
     )
@@ -143,6 +146,8 @@ def train_heads(
     tokenizer = load_tokenizer(base, (load or {}).get("gguf_file"))
     tokenizer.chat_template = chat_template or tokenizer.chat_template
     if not isinstance(data, PreparedData):
+        from hf_drafthead.training.prepare import read_data  # which needs `datasets`
+
         seed = settings.seed if settings.data_seed is None else settings.data_seed
         data = read_data(model, tokenizer, data, max_length, packing, streaming, split, held_out_rows, seed)
         if data.report is not None and settings.process_index == 0:

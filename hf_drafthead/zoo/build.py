@@ -22,7 +22,7 @@ import tokenizers
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_drafthead.training.prepare import PreparedData
+from hf_drafthead.training.examples import PreparedData
 from hf_drafthead.training.record import provenance
 from hf_drafthead.zoo import ASSETS
 from hf_drafthead.zoo.base import ROW, VOCAB_SIZE, save_base, train_base

@@ -9,7 +9,8 @@ import torch
 from hf_drafthead.data import files, sources
 from hf_drafthead.data.chats import Refused, repaired
 from hf_drafthead.data.rows import as_row
-from hf_drafthead.training.data import DataReport, PaddingCollator, data_hash, read_rows, tokenize_rows
+from hf_drafthead.training.data import DataReport, data_hash, read_rows, tokenize_rows
+from hf_drafthead.training.examples import PaddingCollator
 from hf_drafthead.training.objectives import IGNORED
 from tests.training.chat_templates import CHATML, STYLES, tokenizer_with
 

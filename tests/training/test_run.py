@@ -21,11 +21,11 @@ from hf_drafthead.data.sources import stream_hash
 from hf_drafthead.generation import costs, worth
 from hf_drafthead.modeling import families
 from hf_drafthead.training.arguments import DraftHeadTrainingArguments
-from hf_drafthead.training.data import padding_token
 from hf_drafthead.training.distill import distill
+from hf_drafthead.training.examples import PreparedData, own_prompts, padding_token
 from hf_drafthead.training.expected_tokens_per_step import ExpectedTokensPerStep
 from hf_drafthead.training.options import sort_options
-from hf_drafthead.training.prepare import PreparedData, own_prompts, read_data
+from hf_drafthead.training.prepare import read_data
 from hf_drafthead.training.record import SUMMARY, check_run, save_whole
 from hf_drafthead.training.run import train_heads
 from hf_drafthead.training.trainer import DraftHeadTrainer, whole_checkpoint

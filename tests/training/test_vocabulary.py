@@ -4,7 +4,7 @@ import pytest
 import torch
 from datasets import Dataset
 
-from hf_drafthead.training.vocabulary import frequent_tokens
+from hf_drafthead.training.examples import frequent_tokens
 
 ROWS = [{"labels": [-100, 7, 7, 2, 5]}, {"labels": [-100, -100, 7, 5, 9]}, {"labels": [3, -100]}]
 
