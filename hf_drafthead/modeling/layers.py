@@ -121,7 +121,10 @@ class VocabularyRows:
         key = (id(head), weight.data_ptr(), weight.dtype, tokens.data_ptr(), like.device, *versions)
         if self._rows is None or key != self._key:
             with torch.no_grad():
-                self._key, self._rows = key, self._gathered(head, tokens, like)
+                rows = self._gathered(head, tokens, like)
+            if type(rows[0]) is not Tensor:  # of a trial run without data
+                return rows
+            self._key, self._rows = key, rows
         return self._rows
 
     def apply(self, fn: Callable[[Tensor], Tensor]) -> None:

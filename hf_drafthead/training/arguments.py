@@ -32,6 +32,7 @@ class DraftHeadTrainingArguments(TrainingArguments):
         base_learning_rate: peak learning rate of the base's weights; `learning_rate` is that of the heads.
         base_objective: what a base learns: the "text", or "itself", that is its distribution without adapters.
         max_grad_value: clip every gradient to this magnitude (EAGLE).
+        hours: stop after this time; the learning rate follows its schedule over it, if the steps take longer.
     """
 
     next_token_weight: float = field(default=1.0, metadata={"help": "Weight of the text's own tokens."})
@@ -47,6 +48,7 @@ class DraftHeadTrainingArguments(TrainingArguments):
     base_learning_rate: float = field(default=5e-4, metadata={"help": "Learning rate of the base, if it is trained."})
     base_objective: str = field(default="text", metadata={"help": "What the base learns: 'text' or 'itself'."})
     max_grad_value: float | None = field(default=None, metadata={"help": "Clip every gradient to this magnitude."})
+    hours: float | None = field(default=None, metadata={"help": "Stop after this time."})
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -59,7 +61,7 @@ class DraftHeadTrainingArguments(TrainingArguments):
             raise ValueError(
                 f"{WEIGHTS[0]}, {WEIGHTS[1]} and {WEIGHTS[2]} are all 0: nothing to learn, set one above 0."
             )
-        for name in ("head_decay", "base_learning_rate", "max_grad_value"):
+        for name in ("head_decay", "base_learning_rate", "max_grad_value", "hours"):
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ValueError(f"{name} is {value}: expected a number above 0.")

@@ -84,7 +84,10 @@ def forecast(trainer: DraftHeadTrainer, data: PreparedData, collator: PaddingCol
         share = _length(data.held_out, batch) if tokens is None or not rows else tokens / rows * batch
         step *= share / _length(data.held_out, batch)
         seconds = steps * args.gradient_accumulation_steps * step
-        seconds += evaluations * evaluation * math.ceil(len(data.held_out) / (batch * args.world_size))
+        evaluation *= math.ceil(len(data.held_out) / (batch * args.world_size))
+        if trainer.clock is not None:
+            trainer.clock.expected_evaluation = evaluation
+        seconds += evaluations * evaluation
     return Forecast(
         parameters=sum(one.numel() for one in model.drafter.parameters()),
         trained=trained,

@@ -229,8 +229,8 @@ class Plan(NamedTuple):
 
     logits: (head, states (M, H)) to logits (M, D); targets: (N,) among the D, or IGNORED; weights: per head (N,) of
     every position's loss; size: positions of a chunk; kept: per head (N,) at which positions ranks are counted, None
-    for no counting; next_token, teacher: weights of the objectives; teachers: a chunk's distributions (M, D) of the base;
-    divergence: subtract the teachers' entropy.
+    for no counting; next_token, teacher: weights of the objectives; teachers: from a chunk to the base's distribution
+    (M, D); divergence: subtract the teachers' entropy.
     """
 
     logits: Callable[[int, Tensor], Tensor]

@@ -58,15 +58,20 @@ if TYPE_CHECKING:
 logger = logging.get_logger(__name__)
 
 FORETOLD_PROMPTS = 32
+EVALUATIONS = 0.1  # of the time, at most, unless it is said how often to evaluate
 PICTURE = "training.png"
 
 
 @dataclasses.dataclass(frozen=True)
 class Trained:
-    """The result of a training: the model (in eval mode) and the content of `training_summary.json`."""
+    """The result of a training.
+
+    model: in eval mode; summary: the content of `training_summary.json`; history: the Trainer's logs.
+    """
 
     model: DraftHeadPreTrainedModel
     summary: dict[str, Any]
+    history: list[dict[str, Any]] = dataclasses.field(default_factory=list)
 
 
 def train_heads(
@@ -176,17 +181,22 @@ def train_heads(
     expected_tokens_per_step = None
     if prompts:
         expected_tokens_per_step = ExpectedTokensPerStep(
-            prompts, answer_tokens, base_changes=joint, temperature=answer_temperature
+            prompts,
+            answer_tokens,
+            batch_size=8 if settings.device.type == "cpu" else len(prompts),
+            base_changes=joint,
+            temperature=answer_temperature,
         )
-    clock = Clock(output / "clock.json")
+    chosen = {"eval_strategy", "eval_steps", "load_best_model_at_end"} & set(arguments)
+    clock = Clock(output / "clock.json", settings.hours, None if chosen else EVALUATIONS)
     trainer = DraftHeadTrainer(
         model,
         settings,
         train_dataset=data.rows,
         eval_dataset=data.held_out,
         data_collator=collator,
-        callbacks=[clock],
         expected_tokens_per_step=expected_tokens_per_step,
+        clock=clock,
     )
     show_progress(trainer)
     expected = forecast(trainer, data, collator) if settings.process_index == 0 else None
@@ -245,10 +255,11 @@ def train_heads(
         save_whole(model, tokenizer, output, include_base=joint, state_dict=gathered)
         model.name_or_path = str(output)  # a push finds tokenizer and summary there
         write_whole(output / SUMMARY, json.dumps(summary, indent=2, default=str) + "\n")
-        plot_training(trainer.state.log_history, output / PICTURE)
+        if find_spec("matplotlib"):
+            plot_training(trainer.state.log_history, output / PICTURE)
         if calibrate_tree:
             _calibrate(model, prompts, answer_tokens, answer_temperature, output)
-    return Trained(model, summary)
+    return Trained(model, summary, [*trainer.state.log_history])
 
 
 def _model(

@@ -21,6 +21,7 @@ from transformers.utils import logging
 from hf_drafthead.generation.reader import BaseReader
 from hf_drafthead.modeling.base import DraftHeadPreTrainedModel
 from hf_drafthead.training.arguments import DraftHeadTrainingArguments
+from hf_drafthead.training.clock import Clock
 from hf_drafthead.training.expected_tokens_per_step import ExpectedTokensPerStep
 from hf_drafthead.training.heads_loss import RANKS, HeadsLoss, Objective, heads_share, label_counts
 from hf_drafthead.training.lora import adapter_layers, adapters_off
@@ -47,6 +48,7 @@ class DraftHeadTrainer(Trainer):
             trained if there are any, else all its weights.
         args: training arguments, with the weights of the objectives.
         expected_tokens_per_step: computes the expected tokens per step at each evaluation.
+        clock: if it has a limit, the learning rate follows its schedule over that time, if the steps take longer.
         kwargs: as for ``transformers.Trainer``.
 
     Raises:
@@ -62,6 +64,7 @@ class DraftHeadTrainer(Trainer):
         args: DraftHeadTrainingArguments,
         *,
         expected_tokens_per_step: ExpectedTokensPerStep | None = None,
+        clock: Clock | None = None,
         **kwargs: Any,
     ) -> None:
         adapters = adapter_layers(model.base)
@@ -84,7 +87,10 @@ class DraftHeadTrainer(Trainer):
             args._n_gpu = 1
         # if it were sharded as one unit, the drafter would be complete inside its `forward` only, which is not used
         model._no_split_modules.discard(type(model.drafter).__name__)
+        self.clock = clock
         super().__init__(model, args, **kwargs)
+        if clock is not None:
+            self.add_callback(clock)
         if self.is_fsdp_enabled:  # heads are small: a checkpoint holds them in one file, as without sharding
             self.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
         self.model_accepts_loss_kwargs = True  # the loss is divided by the labels of the whole step
@@ -199,6 +205,18 @@ class DraftHeadTrainer(Trainer):
                 group["params"] = [parameter for parameter in group["params"] if id(parameter) not in base]
                 optimizer.add_param_group({**group, "params": of_base, "lr": self.args.base_learning_rate})
         return optimizer
+
+    def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
+        """As the Trainer's, but where there is a limit of time the schedule is at its end when that is over."""
+        scheduler: Any = super().create_scheduler(num_training_steps, optimizer)
+        clock = self.clock
+        if clock is not None and clock.limit and hasattr(scheduler, "lr_lambdas"):
+
+            def timed(steps: Any) -> Any:
+                return lambda step: steps(max(step, int(clock.share(self.args) * num_training_steps)))
+
+            scheduler.lr_lambdas = [timed(steps) for steps in scheduler.lr_lambdas]
+        return scheduler
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
         """As the Trainer's, with the heads' accuracies and the expected tokens per step among the metrics."""
