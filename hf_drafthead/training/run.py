@@ -27,12 +27,12 @@ from hf_drafthead.training.arguments import JOINT, WEIGHTS, DraftHeadTrainingArg
 from hf_drafthead.training.clock import Clock
 from hf_drafthead.training.examples import (
     PaddingCollator,
-    padding_token,
     PreparedData,
     choose_vocabulary,
     look_at,
     most_tokens,
     own_prompts,
+    padding_token,
     positions_of,
     refuse_short_rows,
 )
