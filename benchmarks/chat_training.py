@@ -111,6 +111,18 @@ def train(args: argparse.Namespace) -> None:
     recipe |= {
         name: value for name, value in (("learning_rate", args.rate), ("num_train_epochs", args.epochs)) if value
     }
+    arguments = {
+        "per_device_train_batch_size": args.batch,
+        "per_device_eval_batch_size": args.batch,
+        "train_sampling_strategy": "group_by_length",
+        "save_strategy": "no",
+        "logging_steps": 20,
+        "report_to": "none",
+        "disable_tqdm": True,
+        "use_cpu": args.device == "cpu",
+        "hours": args.seconds / 3600 if args.seconds else None,
+        "seed": args.seed,
+    }
     trained = train_heads(
         args.base,
         args.family,
@@ -119,17 +131,7 @@ def train(args: argparse.Namespace) -> None:
         fields={**FIELDS[args.family], "draft_vocab_size": args.draft_vocab_size or None, **json.loads(args.fields)},
         load={"dtype": torch.bfloat16},
         tell=lambda line: print(line, flush=True),
-        per_device_train_batch_size=args.batch,
-        per_device_eval_batch_size=args.batch,
-        train_sampling_strategy="group_by_length",
-        save_strategy="no",
-        logging_steps=20,
-        report_to="none",
-        disable_tqdm=True,
-        use_cpu=args.device == "cpu",
-        hours=args.seconds / 3600 if args.seconds else None,
-        seed=args.seed,
-        **{**recipe, **json.loads(args.set)},
+        **{**arguments, **recipe, **json.loads(args.set)},
     )
     about = {"arguments": vars(args), "answer_tokens": rows.labels, "history": trained.history}
     (Path(args.output) / "history.json").write_text(json.dumps(about, indent=1, default=str) + "\n")

@@ -4,7 +4,7 @@ import os
 from dataclasses import dataclass, field
 from typing import Any
 
-from hf_drafthead.formats.layout import Layout, Own
+from hf_drafthead.formats.layout import Layout, Own, refuse
 from hf_drafthead.formats.layouts import LAYOUTS, targets
 from hf_drafthead.formats.writer import new_folder, refuse_existing, write_json, write_pickle, write_safetensors
 from hf_drafthead.modeling import DraftHeadConfig, DraftHeadPreTrainedModel
@@ -73,13 +73,14 @@ def export_checkpoint(
     fetch = {key: value for key, value in {"revision": revision, "token": token, **hub}.items() if value is not None}
     own = _of_model(model) if isinstance(model, DraftHeadPreTrainedModel) else _of_checkpoint(os.fspath(model), fetch)
     layout = _layout_for(own, to)
+    vocabulary = _left_out(own, to)
     files = layout.write(own, to, fold_bias)
     with new_folder(folder) as staged:
         write_json(staged / "config.json", files.config)
         write = write_safetensors if files.weights.endswith(".safetensors") else write_pickle
         write(staged / files.weights, files.tensors)
     shapes = {name: list(tensor.shape) for name, tensor in files.tensors.items()}
-    return Export(own.name, to, layout.name, os.fspath(folder), files.weights, shapes, files.notes)
+    return Export(own.name, to, layout.name, os.fspath(folder), files.weights, shapes, files.notes + vocabulary)
 
 
 def _layout_for(own: Own, to: str) -> Layout:
@@ -92,6 +93,26 @@ def _layout_for(own: Own, to: str) -> Layout:
     known = sorted({target for one in here for target in one.targets})
     advice = f"expected one of {', '.join(known)}" if known else "no other project has a form for them"
     raise ValueError(f"{own.name!r} holds {family} heads, which have no form in {to!r}: {advice}.")
+
+
+def _left_out(own: Own, to: str) -> list[str]:
+    """A note where heads lose their draft vocabulary, without which they guess as well, among all tokens.
+
+    Raises:
+        ValueError: their own projections hold no other tokens.
+    """
+    if "draft_tokens" not in own.tensors or own.config.family == "eagle3":  # whose layouts have a place for it
+        return []
+    size = len(own.tensors["draft_tokens"])
+    if any(key.startswith("projections.up.") for key in own.tensors):
+        refuse(
+            own,
+            to,
+            f"its heads have projections of their own over a draft vocabulary of {size} tokens, and the target wants "
+            "all tokens",
+            "train heads with share_lm_head=True or without draft_vocab_size",
+        )
+    return [f"the draft vocabulary of {size} tokens is left out: there the heads guess among all tokens."]
 
 
 def _of_model(model: DraftHeadPreTrainedModel) -> Own:

@@ -91,6 +91,8 @@ class DecoderLayer(nn.Module):
             attention_mask: (B, T) 1 where the text is real.
         """
         positions, seen = self._of_text(x, attention_mask, step)
+        if step == 0 and seen is None and self._takes_causal_flag:
+            return self._run(x, positions, None, cache)
         seen = self._causal(positions) if seen is None else seen
         itself = torch.eye(x.shape[1], dtype=torch.bool, device=x.device).expand_as(seen)
         return self._run(x, positions + step, self._additive(torch.cat([seen, *[itself] * step], dim=2), x), cache)
