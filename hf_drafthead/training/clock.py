@@ -19,7 +19,7 @@ class Clock(TrainerCallback):
         file: JSON file in the folder of the checkpoints, from which a resumed training continues to count.
         limit: hours after which the training is stopped; None for no limit.
         evaluations: an evaluation is left out where all of them would take more than this share of the time so far;
-            None to leave out none. The one at the end of the training is not the Trainer's.
+            None to leave out none. There is always one at the end.
 
     Attributes:
         expected_evaluation: seconds that the first evaluation is expected to take.
@@ -52,9 +52,12 @@ class Clock(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs) -> None:
         if self.limit and self.share(args) >= 1:
             control.should_training_stop = True
+        last = control.should_training_stop or state.global_step >= state.max_steps
+        if self.evaluations is not None and last:
+            control.should_evaluate = True
         if not control.should_evaluate:
             return
-        if self.evaluations is not None:
+        if self.evaluations is not None and not last:
             most = self.evaluations * 3600 * self.hours
             control.should_evaluate = _agreed(self._evaluating + self.expected_evaluation <= most, args) > 0
         if control.should_evaluate:

@@ -50,7 +50,8 @@ class Forecast:
         return (
             f"heads: {self.parameters:,} parameters{also}; memory: {size(self.weights)} of weights, "
             f"{size(self.memory)} or more while training\n"
-            f"data: {counted}; {self.steps:,} steps of {self.batch} rows, {self.evaluations} evaluations: {lasts}"
+            f"data: {counted}; {self.steps:,} steps of {self.batch} rows, {self.evaluations} evaluations at most: "
+            f"{lasts}"
         )
 
 
@@ -87,7 +88,10 @@ def forecast(trainer: DraftHeadTrainer, data: PreparedData, collator: PaddingCol
         evaluation *= math.ceil(len(data.held_out) / (batch * args.world_size))
         if trainer.clock is not None:
             trainer.clock.expected_evaluation = evaluation
-        seconds += evaluations * evaluation
+        during = (evaluations - 1) * evaluation
+        if trainer.clock is not None and trainer.clock.evaluations is not None:
+            during = min(during, trainer.clock.evaluations * seconds)
+        seconds += during + evaluation
     return Forecast(
         parameters=sum(one.numel() for one in model.drafter.parameters()),
         trained=trained,

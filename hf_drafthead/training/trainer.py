@@ -218,6 +218,11 @@ class DraftHeadTrainer(Trainer):
             scheduler.lr_lambdas = [timed(steps) for steps in scheduler.lr_lambdas]
         return scheduler
 
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """As the Trainer's, without a trace in the random numbers: how often it evaluates depends on the time."""
+        with torch.random.fork_rng(devices=[self.args.device] if self.args.device.type == "cuda" else []):
+            return super().evaluate(*args, **kwargs)
+
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
         """As the Trainer's, with the heads' accuracies and the expected tokens per step among the metrics."""
         training_counts, self._counts = self._counts, self._no_counts()

@@ -58,7 +58,9 @@ def test_what_was_foretold_is_what_happens(place, tmp_path, batches):
     base = sum(one.numel() for one in done.model.base.parameters())
     assert expected["weights"] == 4 * (base + expected["parameters"])
     assert expected["memory"] == expected["weights"] + 12 * expected["parameters"]
-    assert expected["evaluations"] == sum("eval_loss" in one for one in history(tmp_path / "out"))
+    evaluations = sum("eval_loss" in one for one in history(tmp_path / "out"))
+    asked = "eval_steps" in batches  # else those that would take more than a tenth of the time are left out
+    assert evaluations == expected["evaluations"] if asked else 0 < evaluations <= expected["evaluations"]
     assert 0 < expected["seconds"]
     assert "rows read" in told[0]
     assert f"heads: {expected['parameters']:,} parameters; memory: " in told[1]
