@@ -1,5 +1,6 @@
 """`hf-drafthead calibrate`, `roofline` and `trees`: which draft tree is fastest, here or elsewhere."""
 
+import json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -65,9 +66,8 @@ def calibrate(
 ) -> None:
     """Find the draft tree that is fastest on this machine, and store it in MODEL's generation config."""
     from hf_drafthead.evaluation import plots
-    from hf_drafthead.generation.calibrate import calibrate as measure
-    from hf_drafthead.generation.calibrate import stages
-    from hf_drafthead.generation.entries import tree_of
+    from hf_drafthead.trees.calibrate import calibrate as measure
+    from hf_drafthead.trees.calibrate import stages
 
     check_writable(json_path)
     if not dry_run and not Path(model).is_dir():
@@ -80,6 +80,7 @@ def calibrate(
         if not dry_run:
             loaded.generation_config.save_pretrained(model)
 
+    about = {} if prompts is None else about_prompts(prompts, Path(model))
     with bar(stages(sizes)) as begin:
         found = measure(
             loaded,
@@ -91,18 +92,33 @@ def calibrate(
             temperature=temperature,
             method=method,
             resume=resume,
+            about=about,
             progress=lambda stage: begin(stage)(),
             keep=keep,
         )
     console = output()
     for entry in found:
         console.print(told(entry), soft_wrap=True)
-        console.print(Text(tree_of(entry, None, 2**31).draw()))
+    if about.get("prompts_trained_on"):
+        complain("the prompts are the data that the heads were trained on: expect fewer tokens per step on other text.")
     if plot is not None:
         plots.draw_calibration(found, plot)
     write_json(json_path, {"entries": found})
     if not all(entry["measured"]["identical"] for entry in found):
         complain(f"some text was not the base's own: `hf-drafthead verify {model}` distinguishes rounding from faults.")
+
+
+def about_prompts(prompts: str, heads: Path) -> dict[str, Any]:
+    """The hash of a file of prompts, and whether the heads were trained on it, where their folder says on what."""
+    from hf_drafthead.data.rows import data_hash
+    from hf_drafthead.data.sources import read_rows
+
+    about: dict[str, Any] = {"prompts_sha256": data_hash(read_rows(prompts))}
+    summary = heads / "training_summary.json"
+    if summary.is_file():
+        trained_on = json.loads(summary.read_text(encoding="utf-8")).get("data_sha256")
+        about["prompts_trained_on"] = trained_on == about["prompts_sha256"]
+    return about
 
 
 def load_with_prompts(
@@ -121,24 +137,19 @@ def load_with_prompts(
 
 
 def told(entry: dict[str, Any]) -> str:
-    """What is predicted of a calibration entry's tree, and what its check found."""
+    """One line about a calibration entry: for what, which tree, and how fast it is."""
     from hf_drafthead.generation.entries import CalibrationKey
 
     figures, nodes = entry["measured"], len(entry["tree"]) + 1
-    of_calls = figures.get("predicted_check_speedup")  # entries of earlier versions do not hold it
-    lines = [
-        f"{CalibrationKey.of_entry(entry)}: "
-        f"{f'{nodes} nodes' if nodes > 1 else '1 node (no tree pays, so the base decodes by itself)'}, "
-        f"{figures['predicted_tokens_per_step']:.2f} tokens per step, "
-        f"{figures['predicted_tokens_per_second']:.0f} tokens/s, {figures['predicted_speedup']:.2f}x the base predicted"
-    ]
-    if nodes > 1:
-        lines.append(
-            f"checked in short calls: {figures['tokens_per_step']:.2f} tokens per step, "
-            f"{figures['tokens_per_second']:.0f} tokens/s, {figures['speedup']:.2f}x the base"
-            + (f" ({of_calls:.2f}x predicted of these)" if of_calls is not None else "")
-        )
-    return "\n".join(map(printable, lines))
+    key = CalibrationKey.of_entry(entry)
+    if nodes == 1:
+        fastest = max((one[-1] for one in figures.get("candidates", [])), default=1.0)
+        return printable(f"{key}: no tree pays (the fastest is {fastest:.2f}x the base), so the base decodes by itself")
+    return printable(
+        f"{key}: a tree of {nodes} nodes is {figures['speedup']:.2f}x as fast as the base "
+        f"({figures['tokens_per_second']:.0f} against {figures['base_tokens_per_second']:.0f} tokens/s, "
+        f"{figures['tokens_per_step']:.2f} tokens per step)"
+    )
 
 
 @app.command()

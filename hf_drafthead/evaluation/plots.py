@@ -52,11 +52,12 @@ def draw(measurements: Sequence[Measurement], folder: Path) -> list[Path]:
 
 
 def draw_calibration(entries: Sequence[dict[str, Any]], folder: Path) -> Path:
-    """Draw tokens per step and tokens per second by the nodes of the tree, as predicted (Hydra, arXiv 2402.05109,
-    figures 7 to 9); a star for the tree that was kept, as measured, and a level line for the base.
+    """Draw tokens per step and speedup by the nodes of the tree (Hydra, arXiv 2402.05109, figures 7 to 9).
+
+    A point for every tree that was timed, a star for the one that was kept; a level line for the base.
 
     Args:
-        entries: of a calibration, see `generation.calibrate`.
+        entries: of a calibration, see `trees.calibrate`.
         folder: created if it does not exist.
 
     Returns:
@@ -66,22 +67,19 @@ def draw_calibration(entries: Sequence[dict[str, Any]], folder: Path) -> Path:
 
     folder.mkdir(parents=True, exist_ok=True)
     figure = Figure(figsize=(9, 4), layout="constrained")
-    steps, seconds = figure.subplots(1, 2)
+    steps, speedups = figure.subplots(1, 2)
     for number, entry in enumerate(entries):
-        figures, rows, colour = entry["measured"], entry["batch_size"], f"C{number}"
-        nodes, taus = zip(*figures["tokens_per_step_by_nodes"])
-        _, rates = zip(*figures["tokens_per_second_by_nodes"])
-        kept = len(entry["tree"]) + 1
-        for axes, predicted, measured in (
-            (steps, taus, figures["tokens_per_step"]),
-            (seconds, rates, figures["tokens_per_second"]),
-        ):
-            axes.plot(nodes, predicted, "o-", color=colour, label=f"batch size {rows}")
-            axes.plot([kept], [measured], "*", color=colour, markersize=12)
+        figures, colour = entry["measured"], f"C{number}"
+        if not figures.get("candidates"):  # an entry of an earlier version
+            continue
+        nodes, _, taus, faster = zip(*figures["candidates"])
+        for axes, timed, kept in ((steps, taus, "tokens_per_step"), (speedups, faster, "speedup")):
+            axes.plot(nodes, timed, ".", color=colour, label=f"batch size {entry['batch_size']}")
+            axes.plot([len(entry["tree"]) + 1], [figures[kept]], "*", color=colour, markersize=12)
             axes.set_xlabel("nodes, the root included")
-        seconds.axhline(figures["base_tokens_per_second"], color=colour, linewidth=0.8, linestyle="--")
+    speedups.axhline(1.0, color="gray", linewidth=0.8, linestyle="--")
     steps.set_ylabel("tokens per step")
-    seconds.set_ylabel("tokens per second (level lines: the base)")
+    speedups.set_ylabel("speedup over the base")
     steps.legend(frameon=False)
     figure.savefig(folder / "calibration.png", dpi=150)
     return folder / "calibration.png"

@@ -21,7 +21,9 @@ import torch
 
 from hf_drafthead.generation.drafting import draft_vocabulary
 from hf_drafthead.generation.tree import DraftTree
-from hf_drafthead.generation.worth import Worth, check_prompts, sampled_prompts, worth_of_trees
+from hf_drafthead.trees.calibrate import count_trees
+from hf_drafthead.trees.grow import TreeStatistics
+from hf_drafthead.trees.rank_paths import sampled_prompts
 
 GB, TERA = 1e9, 1e12
 # About what transformers launches in a layer of a dense decoder, and the seconds of each that no arithmetic or memory
@@ -252,9 +254,8 @@ def plan_trees(
         raise ValueError(f"the base is in {dtype}, expected one of {', '.join(known.flops)}: give --dtype.")
     base_work(model.base.config, 1, 1, 1, 1)  # raises where the model does not fit, before any work is done
     prompts = sampled_prompts(model, new_tokens=new_tokens) if prompts is None else prompts
-    check_prompts(model, prompts, new_tokens)
-    worth = worth_of_trees(model, prompts, new_tokens, max_nodes, temperature, method)
-    return [_best(model, worth, known, dtype, rows, context) for rows in batch_sizes]
+    counted = count_trees(model, prompts, new_tokens, max_nodes, temperature, method)
+    return [_best(model, counted, known, dtype, rows, context) for rows in batch_sizes]
 
 
 def machine_named(name: str) -> Machine:
@@ -268,14 +269,14 @@ def machine_named(name: str) -> Machine:
     return MACHINES[name]
 
 
-def _best(model: Any, worth: Worth, machine: Machine, dtype: str, rows: int, context: int) -> PlannedTree:
+def _best(model: Any, counted: TreeStatistics, machine: Machine, dtype: str, rows: int, context: int) -> PlannedTree:
     width = model.base.get_input_embeddings().weight.element_size()
     alone = seconds_of(base_work(model.base.config, rows, 1, context + 1, width), machine, dtype)
     kernels = KERNELS_PER_LAYER * model.base.config.get_text_config(decoder=True).num_hidden_layers
     floors = kernels * RECORDED_LAUNCH, kernels * EAGER_LAUNCH
     plans = []
-    for size in worth.steps:
-        tree, tau = worth.tree(size), worth.tokens_per_step(size)
+    for size in counted.steps:
+        tree, tau = counted.tree(size), counted.tokens_per_step(size)
         seconds = seconds_of(step_work(model, rows, tree, context + size.nodes), machine, dtype)
         plans.append(PlannedTree(rows, tree, tau, seconds, alone, tau * alone / seconds, *floors))
     return max(plans, key=lambda one: one.speedup)

@@ -16,10 +16,8 @@ import torch
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
-from hf_drafthead.generation.auto import steps_of
 from hf_drafthead.generation.capture import Capture
 from hf_drafthead.generation.dynamic import Tree
-from hf_drafthead.generation.ladder import Trees
 from hf_drafthead.generation.reader import BaseReader, position_table, prefill_inputs
 from hf_drafthead.generation.rules import Rules
 from hf_drafthead.generation.settings import DraftSettings
@@ -27,6 +25,7 @@ from hf_drafthead.generation.slots import SlotCache
 from hf_drafthead.generation.state import DecodingState, DraftHeadGenerateOutput, Limits, Outcome, Rows, StepRecord
 from hf_drafthead.generation.step import Step
 from hf_drafthead.generation.stopwatch import Stopwatch
+from hf_drafthead.generation.switched_step import steps_of
 
 FIRST_ROOM = 512  # new positions for which memory is taken at first
 FAR = 1 << 40  # where nothing limits a length
@@ -104,7 +103,7 @@ def decode(
 def prefill(
     reader: BaseReader,
     drafter,
-    tree: Tree | Trees,
+    tree: Tree,
     input_ids: torch.Tensor,
     rules: Rules,
     inputs: dict,

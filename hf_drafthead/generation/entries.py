@@ -163,6 +163,24 @@ def tree_of(
         raise damaged(entry, error) from None
 
 
+def expected_of(entry: dict[str, Any]) -> tuple[float, float]:
+    """What a step with the entry's tree costs in steps of the base, and the tokens that it emits.
+
+    Raises:
+        ValueError: the entry does not hold both.
+    """
+    try:
+        measured = entry["measured"]
+        if "step_cost" not in measured:  # of an earlier version
+            measured = {**measured, "step_cost": measured["tree_seconds"] / measured["base_step_seconds"]}
+        cost, tokens = (float(measured[name]) for name in ("step_cost", "tokens_per_step"))
+        if not (0 < cost < math.inf and 0 < tokens < math.inf):
+            raise ValueError(f"a step of {tokens} tokens that costs {cost} was never measured")
+        return cost, tokens
+    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+        raise damaged(entry, error) from None
+
+
 def damaged(entry: dict[str, Any], error: Exception) -> ValueError:
     """One line about an entry that cannot be used."""
     device, size = (str(entry.get(name))[:60] for name in ("device", "batch_size"))

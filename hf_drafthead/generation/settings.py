@@ -8,9 +8,9 @@ from typing import Any
 
 from transformers.utils import logging
 
+from hf_drafthead.generation.auto import DraftSwitch
 from hf_drafthead.generation.dynamic import DynamicTree, Tree, resolve
-from hf_drafthead.generation.entries import CalibrationKey, matching, nearest, tree_of
-from hf_drafthead.generation.ladder import Ladder, Trees, TreesInTurn
+from hf_drafthead.generation.entries import CalibrationKey, expected_of, matching, nearest, tree_of
 from hf_drafthead.generation.tree import DraftTree
 
 logger = logging.get_logger(__name__)
@@ -18,7 +18,8 @@ logger = logging.get_logger(__name__)
 DEFAULT_TREE = "mc_sim_7b_63"  # the 64 nodes that the Medusa and Hydra papers' code drafts
 # 8 nodes, the first paths of DEFAULT_TREE: on a CPU each further node costs
 SMALL_TREE = [[0], [0, 0], [1], [0, 1], [2], [0, 0, 0], [1, 0]]
-AUTO = "auto"  # in each step the tree that pays most, of those that were calibrated
+AUTO = "auto"  # draft, or do not draft for a while
+UNMEASURED = 1.5, 2.0  # cost and tokens of a step with "auto" where nothing was measured
 ACCEPTANCES = ("exact", "rejection", "typical")
 
 
@@ -33,6 +34,7 @@ class DraftSettings:
         posterior_threshold, posterior_alpha: epsilon and delta of typical acceptance, both from 0 to 1.
         calibration: which tree was measured to be the fastest, an entry for each situation (see `generation.entries`);
             the entry that fits a call comes before `draft_tree`.
+        switch: of a call with "auto", see `for_call`; no generation config stores it.
 
     Raises:
         TypeError: a setting of another type.
@@ -44,6 +46,7 @@ class DraftSettings:
     posterior_threshold: float = 0.09
     posterior_alpha: float = 0.3
     calibration: list[dict[str, Any]] = field(default_factory=list)
+    switch: DraftSwitch | None = None
 
     def __post_init__(self) -> None:
         if self.acceptance not in ACCEPTANCES:
@@ -68,7 +71,7 @@ class DraftSettings:
     @classmethod
     def names(cls) -> tuple[str, ...]:
         """The names of all settings, as a generation config has them."""
-        return tuple(setting.name for setting in fields(cls))
+        return tuple(setting.name for setting in fields(cls) if setting.name != "switch")
 
     @classmethod
     def stored_in(cls, config: Any) -> dict[str, Any]:
@@ -105,8 +108,6 @@ class DraftSettings:
         """
         if self.draft_tree == AUTO:  # which trees these are depends on the call, see `for_call`
             return self
-        if isinstance(self.draft_tree, TreesInTurn):
-            return self
         return self._with(resolve(self.draft_tree, max_depth, vocabulary))
 
     def for_call(self, key: CalibrationKey, max_depth: int | None, vocabulary: int) -> DraftSettings:
@@ -114,7 +115,7 @@ class DraftSettings:
 
         A first choice is the tree of the nearest entry; without one a tree of 8 nodes on a CPU and with "auto", else
         `draft_tree`. So are rank paths and dynamic trees of the generation config. There is one notice that names the
-        command. With "auto" and an entry the settings hold a `Ladder`.
+        command. With "auto" the settings hold a switch that expects what was measured.
 
         Raises:
             ValueError: an entry is damaged.
@@ -129,37 +130,37 @@ class DraftSettings:
                     f"These heads were calibrated for {measured}, and not for this call ({key}): the tree of that "
                     f"calibration, {tree.num_nodes} node(s), is a first choice; {advice}"
                 )
-            if self.draft_tree == AUTO:
-                return self._with(Ladder.of(entry, max_depth, vocabulary))
-            return self._with(tree)
+            return self._with(tree, DraftSwitch(*expected_of(entry)) if self.draft_tree == AUTO else None)
         by_default = isinstance(self.draft_tree, str) and self.draft_tree != "dynamic"
         if not by_default and not self.calibration:  # chosen for these heads by whoever stored it
             return self.resolved(max_depth, vocabulary)
         small = by_default and (key.on_cpu or self.draft_tree == AUTO)
         chosen = replace(self, draft_tree=_fitting(SMALL_TREE, max_depth, vocabulary)) if small else self
         chosen = chosen.resolved(max_depth, vocabulary)
+        if self.draft_tree == AUTO:
+            chosen = replace(chosen, switch=DraftSwitch(*UNMEASURED))
         logger.warning_once(
             f"These heads were not calibrated for this call ({key}): a tree of {chosen.tree.num_nodes} nodes is used; "
             f"{advice}"
         )
         return chosen
 
-    def _with(self, tree: Tree | Ladder) -> DraftSettings:
+    def _with(self, tree: Tree, switch: DraftSwitch | None = None) -> DraftSettings:
         """The same settings with this tree, where the acceptance can walk it."""
         if self.acceptance != "rejection":
-            return replace(self, draft_tree=tree)
+            return replace(self, draft_tree=tree, switch=switch)
         if not isinstance(tree, DraftTree):
             raise ValueError(
                 f"draft_tree is {self.draft_tree!r}, but acceptance='rejection' must know how each node was drawn: "
                 "give a published tree's name or rank paths, or leave acceptance out."
             )
         # rejection takes the children of a node in the order in which they were drawn, and must know every draw
-        return replace(self, draft_tree=tree.without_gaps())
+        return replace(self, draft_tree=tree.without_gaps(), switch=switch)
 
     @property
-    def tree(self) -> Tree | Trees:
-        """The tree of resolved settings, or the trees."""
-        assert isinstance(self.draft_tree, (DraftTree, DynamicTree, Trees))
+    def tree(self) -> Tree:
+        """The tree of resolved settings."""
+        assert isinstance(self.draft_tree, (DraftTree, DynamicTree))
         return self.draft_tree
 
 

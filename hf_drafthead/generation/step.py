@@ -17,7 +17,6 @@ import torch
 from hf_drafthead.generation.acceptance import preferred_choices, walk_on_device, walk_on_host
 from hf_drafthead.generation.drafting import draft_dynamic, draft_static
 from hf_drafthead.generation.dynamic import DynamicTree, Tree
-from hf_drafthead.generation.ladder import Trees
 from hf_drafthead.generation.later import catch_up, observer_of
 from hf_drafthead.generation.memory import nodes_in_memory
 from hf_drafthead.generation.reader import BaseReader
@@ -101,7 +100,6 @@ class Step:
         self, reader: BaseReader, drafter, settings: DraftSettings, rules: Rules, show=None, timed: bool = False
     ):
         self.reader, self.drafter, self.settings, self.rules, self.show = reader, drafter, settings, rules, show
-        assert not isinstance(settings.tree, Trees)
         self.tree = settings.tree
         self.vocabulary = reader.base.config.get_text_config(decoder=True).vocab_size
         self.slots = fixed_slots(self.tree.slots)  # of the caches, for the nodes of a step of fixed shapes

@@ -8,7 +8,10 @@ from typing import Any
 
 from torch import Tensor
 
-from hf_drafthead.generation.calibration import (
+from hf_drafthead.generation.drafting import draft_vocabulary
+from hf_drafthead.generation.settings import DEFAULT_TREE
+from hf_drafthead.generation.tree import DraftTree
+from hf_drafthead.trees.rank_paths import (
     Texts,
     check_temperature,
     foretold_steps,
@@ -16,9 +19,6 @@ from hf_drafthead.generation.calibration import (
     rank_paths,
     tilt_of_seed,
 )
-from hf_drafthead.generation.drafting import draft_vocabulary
-from hf_drafthead.generation.settings import DEFAULT_TREE
-from hf_drafthead.generation.tree import DraftTree
 
 
 class ExpectedTokensPerStep:

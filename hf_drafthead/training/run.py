@@ -17,7 +17,6 @@ from transformers import set_seed
 from transformers.trainer_utils import SchedulerType
 from transformers.utils import logging
 
-from hf_drafthead.generation.calibrate import calibrate
 from hf_drafthead.generation.reader import Unsupported
 from hf_drafthead.modeling.base import DraftHeadPreTrainedModel
 from hf_drafthead.modeling.base_model import last_layer
@@ -51,6 +50,7 @@ from hf_drafthead.training.record import (
     write_whole,
 )
 from hf_drafthead.training.trainer import DraftHeadTrainer, whole_checkpoint
+from hf_drafthead.trees.calibrate import calibrate
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset

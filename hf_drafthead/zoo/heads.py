@@ -6,10 +6,11 @@ from typing import Any
 
 import torch
 
-from hf_drafthead.generation.calibration import grow_tree, rank_paths
 from hf_drafthead.modeling import DraftHeadPreTrainedModel, families
 from hf_drafthead.training import run
 from hf_drafthead.training.trainer import whole_checkpoint
+from hf_drafthead.trees.grow import grow_tree
+from hf_drafthead.trees.rank_paths import rank_paths
 from hf_drafthead.zoo.base import store_as_bfloat16
 
 BATCH = 8  # rows a step

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
-from hf_drafthead.generation.calibrate import calibrate
+from hf_drafthead.trees.calibrate import calibrate
 from hf_drafthead.zoo.corpus import read_corpus
 from hf_drafthead.zoo.prompts import BUNDLED, cut_prompts
 

@@ -16,9 +16,8 @@ from hf_drafthead.evaluation.roofline import (
     plan_trees,
     seconds_of,
 )
-from hf_drafthead.generation.ladder import ALONE, Size
 from hf_drafthead.generation.tree import DraftTree
-from hf_drafthead.generation.worth import Worth
+from hf_drafthead.trees.grow import ALONE, Size, TreeStatistics
 from tests.bases import VOCABULARY, tiny_base
 from tests.families import FAMILIES
 
@@ -83,8 +82,8 @@ def test_the_tree_fits_the_machine_and_the_batch(monkeypatch):
         Size(4, 2): [[2] * 4],
         Size(12, 3): [[3, 3, 3, 3, 4]],
     }  # 1.6, 2.0 and 3.2 tokens per step
-    worth = Worth({size: paths[: size.nodes - 1] for size in steps}, steps, 100)
-    monkeypatch.setattr(roofline, "worth_of_trees", lambda *args: worth)
+    counted = TreeStatistics({size: paths[: size.nodes - 1] for size in steps}, steps, 100)
+    monkeypatch.setattr(roofline, "count_trees", lambda *args: counted)
     model = next(one for one in FAMILIES if one.name == "medusa").build(tiny_base("llama-gqa", dtype=torch.float32))
     few, many = (Machine(1e9, {"float32": peak}) for peak in (1e9, 1e15))
     monkeypatch.setattr(roofline, "MACHINES", {"few": few, "many": many})

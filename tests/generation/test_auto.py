@@ -1,20 +1,19 @@
 """`draft_tree="auto"`: the base's own text, with trees while they pay, and without where they do not."""
 
 import copy
-from types import SimpleNamespace
 
 import pytest
 import torch
 from transformers import CompileConfig
 
-from hf_drafthead.generation import auto, capture, entries, later
+from hf_drafthead.generation import capture, entries, later
 from hf_drafthead.generation import step as stepping
 from hf_drafthead.generation.acceptance import walk_on_device
+from hf_drafthead.generation.auto import FIRST_PAUSE, LONGEST_PAUSE, DraftSwitch
 from hf_drafthead.generation.entries import CalibrationKey
-from hf_drafthead.generation.ladder import Ladder, TreesInTurn
 from hf_drafthead.generation.state import Candidates, Limits, Rows
 from hf_drafthead.generation.tree import DraftTree
-from tests.bases import VOCABULARY, tiny_base
+from tests.bases import tiny_base
 from tests.drafters import Drafted, Oracle, half_right, right, wrong
 from tests.families import FAMILIES
 from tests.generation.agreement import agree, prompt
@@ -22,10 +21,7 @@ from tests.generation.agreement import agree, prompt
 TRACED = CompileConfig(backend="eager", mode="default")
 LONG = {"max_new_tokens": 60, "eos_token_id": None}
 PATHS = [[0], [0, 0], [1], [0, 0, 0], [0, 1], [2], [1, 0], [0, 0, 1]]
-MEASURED = {
-    "step_seconds": [[1, 1.0], [3, 1.2], [9, 1.5]],
-    "tokens_per_step_by_nodes": [[2, 1.5], [3, 1.8], [9, 2.5]],
-}
+MEASURED = {"step_cost": 1.5, "tokens_per_step": 2.5}
 
 
 def entry(batch_size=1, captured=False, heads_hash=None, **changed):
@@ -75,80 +71,59 @@ def test_exact_under_sampling(without_hash):
     agree(base, prompt(2), half_right, call=call, tree="auto", generation_config=configured(base, entry(2)))
 
 
-def test_a_drafter_that_is_always_right_keeps_the_largest_tree(without_hash):
+def test_a_drafter_that_is_always_right_drafts_in_every_step(without_hash):
     assert set(nodes_of(right)) == {9}
 
 
 def test_a_drafter_that_is_always_wrong_is_hardly_asked(without_hash):
     nodes = nodes_of(wrong, max_new_tokens=256)
-    assert len(nodes) == 255 and nodes[0] == 9 and set(nodes) == {1, 3, 9}
+    assert len(nodes) == 255 and set(nodes) == {1, 9}
     drafting = [step for step, n in enumerate(nodes) if n > 1]
-    # six steps until the mean has fallen, then trials after 2, 4, 8, 16, 32 and 64 steps
-    assert drafting[:6] == list(range(6)) and [nodes[step] for step in drafting[6:]] == [3] * 6
-    pauses = [later - step - 1 for step, later in zip(drafting[5:], drafting[6:])]
-    assert pauses == [auto.FIRST_PAUSE, 4, 8, 16, 32, 64]
-    # in units of the base's step
-    assert sum({1: 1.0, 3: 1.2, 9: 1.5}[n] for n in nodes) < 1.015 * len(nodes)
+    # seven steps until the mean has fallen, then trials after 2, 4, 8, 16, 32 and 64 steps
+    assert drafting[:7] == list(range(7))
+    pauses = [later - step - 1 for step, later in zip(drafting[6:], drafting[7:])]
+    assert pauses == [FIRST_PAUSE, 4, 8, 16, 32, 64]
 
 
-def test_three_wrong_steps_after_a_good_trial_do_not_end_drafting(without_hash):
-    steps = auto.AutoStep(SimpleNamespace(tree=Ladder.of(entry(), None, VOCABULARY)), None, None)
-    state = SimpleNamespace(counted=[], lengths=[0])
-
-    def used_after(given):
-        """The tree after a step that gave so many tokens more than one."""
-        state.counted.append([1 + given])
-        steps._learn(state)
-        steps.used = steps._chosen()
-        return steps.used
-
-    steps.used = steps._chosen()
-    while used_after(0):
-        pass
-    while not used_after(0):  # until something is tried
-        pass
-    assert all(used_after(given) > 0 for given in (1, 0, 0, 0))
+def asked(switch, emitted):
+    """Whether the switch drafts in each of some steps, of which one that drafts emits so many tokens."""
+    found = []
+    for tokens in emitted:
+        found.append(switch.drafts())
+        if found[-1]:
+            switch.note(tokens)
+    return found
 
 
-def wrong_steps(measured):
-    """How many steps without a right guess end drafting at the beginning of a call."""
-    steps = auto.AutoStep(SimpleNamespace(tree=Ladder.of(entry(measured=measured), None, VOCABULARY)), None, None)
-    state = SimpleNamespace(counted=[], lengths=[0])
-    while steps._chosen():
-        steps.used = steps._chosen()
-        state.counted.append([1])
-        steps._learn(state)
-    return len(state.counted)
+def test_pauses_grow_up_to_a_longest_one_and_end_with_a_right_guess():
+    switch = DraftSwitch(1.5, 2.5)
+    found = asked(switch, [1] * 2000)
+    tried = [step for step, drafts in enumerate(found) if drafts]
+    assert tried[-1] - tried[-2] == tried[-2] - tried[-3] == LONGEST_PAUSE + 1
+    assert asked(switch, [5] * 2 * LONGEST_PAUSE)[-1]
+    assert all(asked(switch, [5] * 20))
+    # and a first pause is short again
+    found = asked(switch, [1] * 200)
+    assert found[found.index(False) :][: FIRST_PAUSE + 1] == [False] * FIRST_PAUSE + [True]
 
 
-def test_a_wrong_step_of_a_tree_that_usually_gives_more_tells_more():
-    # both have the same break-even gains, 1/3 for 9 nodes and 1/4 for 3
-    three_times_as_good = {
-        "step_seconds": [[1, 1.0], [3, 1.6], [9, 2.5]],
-        "tokens_per_step_by_nodes": [[3, 3.4], [9, 5.5]],
-    }
-    assert wrong_steps(three_times_as_good) == 2 and wrong_steps(MEASURED) == 6
+def test_a_wrong_step_tells_more_where_a_step_costs_more():
+    assert asked(DraftSwitch(1.5, 2.5), [1] * 20).index(False) == 7
+    assert asked(DraftSwitch(2.25, 2.5), [1] * 20).index(False) == 1
+    assert asked(DraftSwitch(0.9, 1.0), [1] * 20) == [True] * 20  # a step costs less than one of the base
 
 
-def test_usual_heads_draft_from_the_first_step_on(without_hash):
-    # a step with the tree of 9 nodes gives 2.5 tokens in the mean, and only one in two of five steps
-    gives, drafted = [0, 0, 1, 2, 4.5], []
+def test_usual_heads_draft_in_most_steps():
+    # a step emits 2.5 tokens in the mean, and only one in two of five steps
+    drafted = []
     for seed in range(40):
         generator = torch.Generator().manual_seed(seed)
-        steps = auto.AutoStep(SimpleNamespace(tree=Ladder.of(entry(), None, VOCABULARY)), None, None)
-        state = SimpleNamespace(counted=[], lengths=[0])
-        for _ in range(32):
-            if state.counted:
-                steps._learn(state)
-            steps.used = steps._chosen()
-            drafted.append(steps.used)
-            given = gives[int(torch.randint(5, (1,), generator=generator))]
-            usual = steps.trees.tokens_per_step
-            state.counted.append([1 + given * (usual[steps.used] - 1) / 1.5])
-    assert drafted.count(2) > 0.95 * len(drafted) and drafted.count(0) < 0.02 * len(drafted)
+        emitted = torch.tensor([1, 1, 2, 3, 5.5])[torch.randint(5, (32,), generator=generator)]
+        drafted += asked(DraftSwitch(1.5, 2.5), emitted.tolist())
+    assert sum(drafted) > 0.95 * len(drafted)
 
 
-def test_trees_come_back_when_they_pay_again(without_hash):
+def test_drafting_comes_back_when_it_pays_again(without_hash):
     nodes = nodes_of(lambda row, position: None if position < 60 else 0, max_new_tokens=150)
     assert 1 in nodes and nodes[-1] == 9 and nodes.index(1) < len(nodes) - 10
     assert len(nodes) < 120
@@ -172,7 +147,7 @@ def test_what_the_root_alone_verified_is_observed_before_the_next_guess(name, mo
     model = next(one for one in FAMILIES if one.name == name).build(tiny_base("llama-gqa"))
     heads = entries.drafter_hash(model.drafter)
     model.generation_config.calibration = [entry(2, heads_hash=heads)]
-    turns = [2, 2, *[0] * 40, 2, 0, 1, *[0] * 90]  # which tree each step has
+    turns = [True, True, *[False] * 40, True, False, True, *[False] * 90]  # whether each step drafts
     call = {**prompt(2, longest=9), **LONG, "max_new_tokens": 50}
     drafter, draft, observe = type(model.drafter), stepping.draft, type(model.drafter).observe
 
@@ -191,7 +166,7 @@ def test_what_the_root_alone_verified_is_observed_before_the_next_guess(name, mo
 
         monkeypatch.setattr(stepping, "draft", noted_draft)
         monkeypatch.setattr(drafter, "observe", noted_observe)
-        monkeypatch.setattr(auto.AutoStep, "_chosen", lambda self: next(left))
+        monkeypatch.setattr(DraftSwitch, "drafts", lambda self: next(left))
         assert torch.equal(model.generate(**call, draft_tree="auto"), model.base.generate(**call))
         return guessed, observed
 
@@ -205,59 +180,30 @@ def test_what_the_root_alone_verified_is_observed_before_the_next_guess(name, mo
 
 
 @pytest.mark.slow
-def test_captured_steps_of_several_sizes_share_the_caches(monkeypatch, fallbacks):
+def test_captured_steps_of_both_trees_share_the_caches(monkeypatch, fallbacks):
     monkeypatch.setattr(capture, "AHEAD", 8)
     monkeypatch.setattr(capture, "BUCKET", 8)
     model = next(one for one in FAMILIES if one.name == "eagle").build(tiny_base("llama-gqa"))
     heads = entries.drafter_hash(model.drafter)
-    found = entry(2, True, heads, measured={**MEASURED, "tokens_per_step_by_nodes": [[2, 1.2], [3, 1.3], [9, 1.6]]})
-    model.generation_config.calibration = [found]
+    model.generation_config.calibration = [entry(2, True, heads, measured={"step_cost": 2.0, "tokens_per_step": 2.0})]
     call = {**prompt(2), **LONG, "max_new_tokens": 24}
     nodes = []
     text = model.generate(
         **call, draft_tree="auto", compile_config=TRACED, on_step=lambda record: nodes.append(record.drafted)
     )
     assert torch.equal(text, model.base.generate(**call))
-    assert len(set(nodes[1:])) > 1 and fallbacks == []
-    assert len(capture._PROGRAMS[model].made) == len(set(nodes[1:]))
-
-
-@pytest.mark.parametrize("captured", [{}, {"compile_config": TRACED}], ids=["uncaptured", "captured"])
-def test_trees_take_the_steps_of_a_call_in_the_order_that_is_given(captured, fallbacks):
-    base = tiny_base("llama-gqa")
-    call = {**prompt(2), **LONG}
-    text = base.generate(**call)
-    model = Drafted(base, Oracle(base, text.tolist(), half_right))
-    trees = DraftTree([(0,)]), DraftTree(PATHS), DraftTree.root_alone()
-    nodes = []
-    found = model.generate(
-        **call,
-        **captured,
-        draft_tree=TreesInTurn(trees, (1, 1, 0, 2)),
-        on_step=lambda record: nodes.append(record.drafted) if record.step else None,
-    )
-    assert torch.equal(found, text) and fallbacks == []
-    assert len(nodes) > 8 and nodes == [(9, 9, 2, 1)[step % 4] for step in range(len(nodes))]
-
-
-def test_trees_that_are_captured_alone_and_among_others_share_their_programs():
-    model = FAMILIES[0].build(tiny_base("llama-gqa"))
-    call = {**prompt(), **LONG, "compile_config": TRACED}
-    trees = DraftTree([(0,)]), DraftTree(PATHS)
-    model.generate(**call, draft_tree=TreesInTurn(trees, (0, 1)))
-    made = capture._PROGRAMS[model].made
-    before = list(made.values())
-    assert len(before) == 2
-    for tree in trees:
-        model.generate(**call, draft_tree=tree)
-    assert list(made.values()) == before
+    assert set(nodes[1:]) == {1, 9} and fallbacks == []
+    made = list(capture._PROGRAMS[model].made.values())
+    assert len(made) == 2
+    model.generate(**call, draft_tree=PATHS, compile_config=TRACED)  # a call that names the tree has its program
+    assert list(capture._PROGRAMS[model].made.values()) == made
 
 
 @pytest.mark.slow
 def test_nothing_waits_where_other_sizes_are_captured(monkeypatch):
     model = next(one for one in FAMILIES if one.name == "eagle").build(tiny_base("llama-gqa"))
     model.generation_config.calibration = [entry(2, True, entries.drafter_hash(model.drafter))]
-    left, fix = iter([1, 0, 0, 0, *[1] * 60]), capture.CapturedStep._fix
+    left, fix = iter([True, False, False, False, *[True] * 60]), capture.CapturedStep._fix
 
     def does_not_fix(self, state):
         if self.tree.num_nodes == 1 and len(state.counted) > 1:
@@ -267,7 +213,7 @@ def test_nothing_waits_where_other_sizes_are_captured(monkeypatch):
     def fits(self, state):
         return state.cache.fixed and not (self.tree.num_nodes == 1 and len(state.counted) > 1)
 
-    monkeypatch.setattr(auto.AutoStep, "_chosen", lambda self: next(left))
+    monkeypatch.setattr(DraftSwitch, "drafts", lambda self: next(left))
     monkeypatch.setattr(capture.CapturedStep, "_fix", does_not_fix)
     monkeypatch.setattr(capture.CapturedStep, "_fits", fits)
     call = {**prompt(2), **LONG, "max_new_tokens": 12}
@@ -293,12 +239,12 @@ def test_where_one_size_cannot_be_captured_none_is(monkeypatch, fallbacks):
     assert len(made) == 2
 
 
-def test_without_an_entry_a_small_tree_is_used():
+def test_without_an_entry_a_small_tree_is_drafted():
     model = FAMILIES[0].build(tiny_base("llama-gqa"))
     model.generation_config.draft_tree = "auto"
-    nodes = set()
-    model.generate(**prompt(), **LONG, on_step=lambda record: nodes.add(record.drafted) if record.step else None)
-    assert nodes == {8}
+    nodes = []
+    model.generate(**prompt(), **LONG, on_step=lambda record: nodes.append(record.drafted) if record.step else None)
+    assert nodes[0] == 8 and set(nodes) <= {1, 8}
 
 
 def test_a_step_of_the_root_alone_walks_as_with_a_guess_that_is_wrong():
@@ -322,32 +268,21 @@ def test_a_step_of_the_root_alone_walks_as_with_a_guess_that_is_wrong():
         assert one.shape == (6, 1) and torch.equal(one, other[:, :1])
 
 
-def test_the_sizes_of_an_entry_go_down_to_the_root_alone():
-    ladder = Ladder.of(entry(), None, VOCABULARY)
-    assert [tree.num_nodes for tree in ladder.trees] == [1, 3, 9]
-    assert ladder.seconds == (1.0, 1.2, 1.5) and ladder.tokens_per_step == (1.0, 1.8, 2.5)
-    assert [ladder.best(gain) for gain in (0.0, 0.1, 0.3, 1.0)] == [0, 0, 1, 2]
-    assert [tree.paths for tree in ladder.trees[:2]] == [(), ((0,), (0, 0))]
-
-
 @pytest.mark.parametrize(
-    "changed",
-    [
-        {"measured": None},
-        {"measured": {}},
-        {"measured": {**MEASURED, "step_seconds": []}},
-        {"measured": {**MEASURED, "step_seconds": [[1, float("nan")]]}},
-        {"measured": {**MEASURED, "step_seconds": [[1, -1.0]]}},
-        {"measured": {**MEASURED, "tree_seconds": 0}},
-        {"measured": {**MEASURED, "tokens_per_step_by_nodes": "many"}},
-        {"tree": [[0]] * 10**6},
-        {"tree": [[0], ["a"]]},
-    ],
-    ids=["none", "nothing", "no cost", "nan", "negative", "no time", "text", "nodes", "ranks"],
-)
-def test_a_damaged_entry_is_refused_in_one_line(changed):
+    "measured",
+    [None, {}, {"step_cost": float("nan"), "tokens_per_step": 2.0}, {"step_cost": 0.0, "tokens_per_step": 2.0},
+     {"step_cost": "much", "tokens_per_step": 2.0}, {"step_cost": 1.5, "tokens_per_step": [1]},
+     {"tree_seconds": 1.0, "base_step_seconds": 0, "tokens_per_step": 2.0}],
+    ids=["none", "nothing", "nan", "zero", "text", "list", "no time"],
+)  # fmt: skip
+def test_a_damaged_entry_is_refused_in_one_line(measured):
     with pytest.raises(
         ValueError, match=r"the calibration entry for .+, batch size 1, is damaged \(.+\): run"
     ) as refused:
-        Ladder.of(entry(**changed), 4, VOCABULARY)
+        entries.expected_of(entry(measured=measured))
     assert "\n" not in str(refused.value) and len(str(refused.value)) < 500
+
+
+def test_an_entry_of_an_earlier_version_says_what_a_step_costs():
+    earlier = {"tree_seconds": 0.3, "base_step_seconds": 0.2, "tokens_per_step": 2.0}
+    assert entries.expected_of(entry(measured=earlier)) == (pytest.approx(1.5), 2.0)

@@ -18,7 +18,6 @@ from transformers.utils import logging
 
 from hf_drafthead import MedusaForCausalLM, zoo
 from hf_drafthead.data.sources import stream_hash
-from hf_drafthead.generation import costs, worth
 from hf_drafthead.modeling import families
 from hf_drafthead.training.arguments import DraftHeadTrainingArguments
 from hf_drafthead.training.distill import distill
@@ -29,6 +28,7 @@ from hf_drafthead.training.prepare import read_data
 from hf_drafthead.training.record import SUMMARY, check_run, save_whole
 from hf_drafthead.training.run import train_heads
 from hf_drafthead.training.trainer import DraftHeadTrainer, whole_checkpoint
+from hf_drafthead.trees import calibrate
 from tests.bases import tiny_base
 from tests.families import FAMILIES
 from tests.training.chat_templates import CHATML
@@ -64,9 +64,9 @@ def train(place, output, family="medusa", **arguments):
 
 
 def test_a_tree_is_calibrated_at_the_end_where_it_is_asked_for(place, tmp_path, monkeypatch):
-    monkeypatch.setattr(costs, "COST_TOKENS", 5)
-    monkeypatch.setattr(costs, "COST_ROUNDS", 1)
-    monkeypatch.setattr(worth, "PRECISION", 1.0)
+    monkeypatch.setattr(calibrate, "ROUNDS", (1,))
+    monkeypatch.setattr(calibrate, "TIMED_TOKENS", 5)
+    monkeypatch.setattr(calibrate, "LEAST_POSITIONS", 9)
     trained = train(place, tmp_path / "heads", calibrate_tree=True, answer_tokens=16, answer_temperature=0.7)
     (entry,) = trained.model.generation_config.calibration
     loaded = AutoModel.from_pretrained(tmp_path / "heads")

@@ -8,9 +8,9 @@ import pytest
 import torch
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
-from hf_drafthead.generation import costs, worth
 from hf_drafthead.generation.tree import DraftTree
 from hf_drafthead.modeling.families import fresh_heads
+from hf_drafthead.trees import calibrate
 from hf_drafthead.zoo import base as zoo_base
 from hf_drafthead.zoo import build, heads, trees
 from hf_drafthead.zoo.corpus import SourceFile
@@ -91,7 +91,7 @@ def test_the_zoo_may_be_moved(small, tmp_path):
 def test_trees_are_a_part_that_is_measured_after_the_heads(small, tmp_path, monkeypatch, capsys):
     for room, name, value in (
         (trees, "BATCH_SIZES", (1, 2)), (trees, "MORE_PROMPTS", 6), (trees, "NEW_TOKENS", 12), (trees, "BUNDLED", 0),
-        (worth, "PRECISION", 9.0), (costs, "COST_TOKENS", 5), (costs, "COST_ROUNDS", 1),
+        (calibrate, "LEAST_POSITIONS", 9), (calibrate, "TIMED_TOKENS", 5), (calibrate, "ROUNDS", (1,)),
     ):  # fmt: skip
         monkeypatch.setattr(room, name, value)
     run(tmp_path, "medusa-trees", "medusa", "base")  # in the order of the parts, whatever the order of the options

@@ -1,10 +1,11 @@
-"""Calibration: what one pass over a text says of a tree is what generating that text with it does."""
+"""What one pass over a text says of a tree is what generating that text with it does."""
 
 import pytest
 import torch
 
-from hf_drafthead.generation.calibration import foretold_steps, grow_tree, rank_paths, recounted, tilt_of_seed
 from hf_drafthead.generation.tree import DraftTree
+from hf_drafthead.trees import rank_paths as module
+from hf_drafthead.trees.rank_paths import foretold_steps, rank_paths, ranks_by_text, sampled_prompts, tilt_of_seed
 from tests.bases import VOCABULARY, tiny_base
 from tests.families import FAMILIES
 
@@ -69,11 +70,6 @@ def test_some_steps_of_these_models_do_accept_guesses():
     assert (lengths > 1).any()
 
 
-def test_a_tree_grows_by_what_its_nodes_are_worth():
-    ranks = torch.tensor([[0, 0], [0, 0], [0, 2], [1, 0], [0, 0], [3, 1]])
-    assert grow_tree(ranks, 4) == [(0,), (0, 0), (1,)]
-
-
 def test_a_step_goes_as_deep_as_the_tree_and_no_further_than_the_text():
     tree = DraftTree([(0,), (0, 0), (1,)])
     rows = [
@@ -83,38 +79,30 @@ def test_a_step_goes_as_deep_as_the_tree_and_no_further_than_the_text():
     assert foretold_steps(tree, torch.tensor(rows)) == [[3, 2, 1], [2]]
 
 
-def test_a_tree_is_counted_anew_where_its_steps_begin_as_long_as_that_saves_steps():
-    # of nine positions five have rank 0, but steps with that guess begin mostly where rank 1 is right
-    row = [[rank] for rank in (0, 0, 1, 0, 0, 1, 1, 1, 0)]
-    ranks = torch.tensor([row])
-    counted = grow_tree(ranks, 2)
-    taken = [foretold_steps(DraftTree(paths), ranks)[0] for paths in (counted, [(1,)])]
-    assert counted == [(0,)] and [len(steps) for steps in taken] == [7, 6]
-    assert recounted(counted, [row], 2, 1, 9) == [(1,)]
-    assert recounted([(1,)], [row], 2, 1, 9) == [(1,)]
-    assert recounted(counted, [row], 2, 1, 1) == [(0,)]  # no rank but 0
-
-    generator = torch.Generator().manual_seed(0)
-    rows = torch.multinomial(torch.tensor([0.5, 0.3, 0.2]), 3 * 40 * 20, True, generator=generator).view(20, 40, 3)
-    for nodes, depth in ((4, 2), (8, 3), (16, 3)):
-        before = [path for path in grow_tree(rows, 100) if len(path) <= depth][: nodes - 1]
-        after = recounted(before, rows.tolist(), nodes, depth, 9)
-        fewer, more = (sum(map(len, foretold_steps(DraftTree(paths), rows))) for paths in (after, before))
-        assert fewer <= more and len(after) == nodes - 1 and max(map(len, after)) <= depth
-        for size in range(1, nodes):
-            assert DraftTree(after[:size]).num_nodes == size + 1
-
-
-def test_every_beginning_of_a_grown_tree_is_a_tree():
-    ranks = torch.randint(0, 4, (300, 4), generator=torch.Generator().manual_seed(0))
-    paths = grow_tree(ranks, 40)
-    for size in range(1, len(paths) + 1):
-        assert DraftTree(paths[:size]).num_nodes == size + 1
-
-
-def test_too_short_a_text_and_too_small_a_tree_are_refused():
+def test_too_short_a_text_is_refused():
     model = FAMILIES[0].build(tiny_base())
     with pytest.raises(ValueError, match="texts of up to 10 tokens after prompts of 9 or more leave no position"):
         rank_paths(model, torch.ones(1, 10, dtype=torch.long), 9)
-    with pytest.raises(ValueError, match="a tree of 1 nodes drafts nothing: ask for at least 2"):
-        grow_tree(torch.zeros(3, 4, dtype=torch.long), 1)
+
+
+def test_prompts_that_the_base_samples_by_itself():
+    model = FAMILIES[0].build(tiny_base("llama-gqa"))
+    torch.manual_seed(1)
+    state = torch.get_rng_state()
+    prompts = sampled_prompts(model, 5, 9)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert [len(prompt) for prompt in prompts] == [9] * 5 and len({tuple(p.tolist()) for p in prompts}) == 5
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_ranks_of_sampled_texts_are_those_of_guesses_that_know_the_noise(temperature, monkeypatch):
+    monkeypatch.setattr(module, "TEXTS_AT_ONCE", 4)
+    model = FAMILIES[0].build(tiny_base("llama-gqa"))
+    prompts = list(torch.randint(3, VOCABULARY, (6, 7), generator=torch.Generator().manual_seed(3)))
+    tilts = []
+    monkeypatch.setattr(module, "rank_paths", lambda *args, tilt: tilts.append(tilt) or rank_paths(*args, tilt=tilt))
+    ranks = ranks_by_text(model, prompts, 8, temperature, eos_token_id=None)
+    assert [text.shape for text in ranks] == [(7, model.drafter.max_depth)] * 6 and len(tilts) == 2
+    for seed, rows, tilt in zip((0, 4), (4, 2), tilts):
+        expected = tilt_of_seed(model, rows, 8, temperature, seed)
+        assert tilt is expected is None or torch.equal(tilt, expected)

@@ -1,28 +1,25 @@
-"""Which tree for these heads: measured on text that the base itself writes.
+"""Text that the base itself writes, and at which ranks the heads guess it.
 
 A node is on the accepted path exactly when the next tokens of the text have the ranks that the node is named by. So
-one pass of the heads over a text gives the worth of every node of every tree at once, that of (0, 2) being the share
-of positions where head 1 had the next token first and head 2 the one after third. (Medusa, arXiv 2401.10774, section
-2.3.3, multiplies accuracies per head; guesses depend on each other, which counting the paths themselves takes in.)
+one pass of the heads over a text says for every tree at once which of its nodes each step would accept.
 
-Shapes: B rows, T tokens, S positions, K levels, V vocabulary, N nodes (root included).
+Shapes: P prompt tokens, B rows, T tokens, S positions, K levels, V vocabulary.
 """
 
 from __future__ import annotations
 
-import heapq
 import math
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 
 from hf_drafthead.generation.reader import BaseReader
-from hf_drafthead.generation.tree import DraftTree, RankPath
+from hf_drafthead.generation.tree import DraftTree
 
 UNLIMITED_DEPTH = 5  # levels that are looked at where the drafter could go on for ever
+TEXTS_AT_ONCE = 32
 UNKNOWN = -1  # rank of a token behind the end of its row
 
 
@@ -51,6 +48,47 @@ def own_seed(model: Any, seed: int = 0) -> Iterator[None]:
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
         yield
+
+
+def check_prompts(model: Any, prompts: Sequence[torch.Tensor], new_tokens: int) -> None:
+    """Refuse prompts that nothing can be measured on.
+
+    Raises:
+        ValueError: there is none; one is empty, or leaves the base no room for the new tokens.
+    """
+    if not prompts:
+        raise ValueError("there is no prompt to calibrate on: give some, or none at all for the base's own.")
+    positions = getattr(model.base.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    for number, prompt in enumerate(prompts, start=1):
+        if not len(prompt):
+            raise ValueError(f"prompt {number} is empty: give at least one token.")
+        if positions is not None and len(prompt) + new_tokens > positions:
+            raise ValueError(
+                f"prompt {number} has {len(prompt)} tokens, which with {new_tokens} new ones exceed the base's "
+                f"{positions} positions: shorten it, or ask for fewer tokens."
+            )
+
+
+def sampled_prompts(model: Any, count: int = 48, length: int = 32, new_tokens: int = 128) -> list[torch.Tensor]:
+    """Beginnings of texts (P,) that the base writes by itself, where nobody gives any: sampled at temperature 1."""
+    base = model.base
+    positions = getattr(base.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    length = length if positions is None else max(min(length, positions - new_tokens), 2)
+    config = base.generation_config
+    first = next((one for one in (config.bos_token_id, config.eos_token_id) if one is not None), 0)
+    start = torch.as_tensor(first, device=base.get_input_embeddings().weight.device).view(-1)[:1]
+    with own_seed(model):
+        texts = base.generate(
+            start.expand(count, 1),
+            attention_mask=torch.ones(count, 1, dtype=torch.long, device=start.device),
+            do_sample=True,
+            temperature=1.0,
+            top_k=0,
+            top_p=1.0,
+            max_new_tokens=length - 1,
+            eos_token_id=None,
+        )
+    return list(texts)
 
 
 def own_texts(
@@ -165,6 +203,23 @@ def rank_paths(
     return ranks
 
 
+def ranks_by_text(
+    model: Any, prompts: Sequence[torch.Tensor], new_tokens: int, temperature: float = 0.0, **settings: Any
+) -> list[torch.Tensor]:
+    """(S, K) on the host: the ranks of the base's own answer to each prompt; none where answers are one token long.
+
+    At a temperature the guesses know the noise of the text, as those of `generate` do.
+    """
+    found: list[torch.Tensor] = []
+    for seed in range(0, len(prompts), TEXTS_AT_ONCE):
+        some = prompts[seed : seed + TEXTS_AT_ONCE]
+        texts = own_texts(model, some, new_tokens, temperature, seed, draft_tree=[[0]], **settings)
+        if int((texts.lengths - texts.prompt_lengths).max()) > 1:
+            tilt = tilt_of_seed(model, len(some), new_tokens, temperature, seed)
+            found += rank_paths(model, *texts, tilt=tilt).cpu()
+    return found
+
+
 def tilt_of_seed(model: Any, rows: int, new_tokens: int, temperature: float, seed: int = 0) -> torch.Tensor | None:
     """What tilts the guesses of texts that `generate` samples after `torch.manual_seed(seed)`.
 
@@ -197,113 +252,18 @@ def foretold_steps(tree: DraftTree, ranks: torch.Tensor) -> list[list[int]]:
         tree: any.
         ranks: (B, S, K) from `rank_paths`.
     """
-    return [[emitted for _, emitted in _walked(tree.paths, row)] for row in ranks.tolist()]
-
-
-def _walked(paths: Sequence[RankPath], row: list[list[int]]) -> list[tuple[int, int]]:
-    """Where each step of generating a text begins, and how many tokens it emits; see `foretold_steps`."""
-    known, width = set(paths), max(map(len, paths), default=0)
-    end = len(row)  # new tokens after the first, which needs no step
-    while end and row[end - 1][0] == UNKNOWN:
-        end -= 1
-    steps, position = [], 0
-    while position < end:
-        levels, depth = tuple(row[position]), width
-        while depth and levels[:depth] not in known:
-            depth -= 1
-        steps.append((position, min(depth + 1, end - position)))
-        position += depth + 1
-    return steps
-
-
-def grow_tree(ranks: torch.Tensor, nodes: int) -> list[RankPath]:
-    """The most valuable rank paths, best first: every beginning of the list is the best tree of its size.
-
-    Args:
-        ranks: (..., K) from `rank_paths`.
-        nodes: N, the root included; fewer come back where the text shows no more.
-
-    Raises:
-        ValueError: fewer than 2 nodes.
-    """
-    if nodes < 2:
-        raise ValueError(f"a tree of {nodes} nodes drafts nothing: ask for at least 2, the root and one guess.")
-    worth = _worth(ranks)
-    return _most_valuable(worth, worth, nodes)
-
-
-def recounted(
-    paths: list[RankPath], rows: Sequence[list[list[int]]], nodes: int, depth: int, ranks_below: int
-) -> list[RankPath]:
-    """A tree that was counted at all positions, counted anew where its own steps begin, as long as that saves steps.
-
-    A step begins where the one before ended, often behind a token that was hard to guess, and what is right there
-    differs from what is right elsewhere. (Hydra, arXiv 2402.05109, adds node by node what such steps lack.)
-
-    Args:
-        paths: of the tree.
-        rows: (S, K) of each text, ranks from `rank_paths`.
-        nodes: of the tree at most, the root included.
-        depth: of the tree at most.
-        ranks_below: no path has a rank that is not below this.
-    """
-    steps = [_walked(paths, row) for row in rows]
-    while True:
-        begun = [row[position] for row, taken in zip(rows, steps) for position, _ in taken]
-        worth = _worth(torch.tensor(begun))
-        fitting = (path for path in worth if len(path) <= depth and max(path) < ranks_below)
-        anew = _most_valuable(worth, fitting, nodes)
-        fewer = [_walked(anew, row) for row in rows]
-        if sum(map(len, fewer)) >= sum(map(len, steps)):
-            return paths
-        paths, steps = anew, fewer
-
-
-def grow_tree_by_product(ranks: torch.Tensor, nodes: int) -> list[RankPath]:
-    """As `grow_tree`, with Medusa's estimate of a node's worth (arXiv 2401.10774, section 2.3.3).
-
-    The worth of (r_1, ..., r_d) is the product of the shares in which head i had the next token at rank r_i, as if the
-    heads guessed independently of each other. Ties go to the shorter path, then to the lower ranks.
-    """
-    if nodes < 2:
-        raise ValueError(f"a tree of {nodes} nodes drafts nothing: ask for at least 2, the root and one guess.")
-    ranks = ranks.flatten(0, -2)
-    ranks = ranks[ranks[:, -1] != UNKNOWN]
-    shares: list[list[float]] = []  # of each level, by rank
-    for level in ranks.T if len(ranks) else []:
-        shares.append((level.bincount().double() / len(ranks)).tolist())
-    chosen: list[RankPath] = []
-    ranked = [sorted(range(len(level)), key=level.__getitem__, reverse=True) for level in shares]
-    # a path waits as (worth, length, path, places of its ranks in `ranked`, worth of its parent)
-    waiting: list[tuple[float, int, RankPath, RankPath, float]] = []
-    if shares:
-        waiting.append((-shares[0][ranked[0][0]], 1, (ranked[0][0],), (0,), 1.0))
-    while waiting and len(chosen) < nodes - 1:
-        worth, depth, path, places, above = heapq.heappop(waiting)
-        if not worth:
-            break
-        chosen.append(path)
-        if depth < len(shares):
-            best = ranked[depth][0]
-            heapq.heappush(waiting, (worth * shares[depth][best], depth + 1, (*path, best), (*places, 0), -worth))
-        if (place := places[-1] + 1) < len(ranked[depth - 1]):
-            rank = ranked[depth - 1][place]
-            sibling = (*path[:-1], rank)
-            heapq.heappush(waiting, (-above * shares[depth - 1][rank], depth, sibling, (*places[:-1], place), above))
-    return chosen
-
-
-def _most_valuable(worth: Counter[RankPath], paths: Iterable[RankPath], nodes: int) -> list[RankPath]:
-    """The n - 1 most valuable of some paths, the most valuable first."""
-    # a parent is worth at least as much as its children and is shorter, so it always comes first
-    return heapq.nsmallest(nodes - 1, paths, key=lambda path: (-worth[path], len(path), path))
-
-
-def _worth(ranks: torch.Tensor) -> Counter[RankPath]:
-    """At how many positions each rank path is what really follows; those near a row's end do not tell."""
-    ranks = ranks.flatten(0, -2)
-    worth: Counter[RankPath] = Counter()
-    for path, count in Counter(map(tuple, ranks[ranks[:, -1] != UNKNOWN].tolist())).items():
-        for depth in range(1, len(path) + 1):
-            worth[path[:depth]] += count
-    return worth
+    known, width = set(tree.paths), tree.max_depth
+    found = []
+    for row in ranks.tolist():
+        end = len(row)  # new tokens after the first, which needs no step
+        while end and row[end - 1][0] == UNKNOWN:
+            end -= 1
+        steps, position = [], 0
+        while position < end:
+            levels, depth = tuple(row[position]), width
+            while depth and levels[:depth] not in known:
+                depth -= 1
+            steps.append(min(depth + 1, end - position))
+            position += depth + 1
+        found.append(steps)
+    return found

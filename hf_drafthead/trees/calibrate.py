@@ -1,0 +1,250 @@
+"""The right tree for these heads, on this machine, at this batch size.
+
+    text       the base continues some prompts
+    grow       one pass of the heads over it counts which rank paths were right: a tree of every size, and how many
+               steps a generation takes with it (`grow`)
+    time       short calls with every tree and of the base take turns; the better half goes on, until one tree is left
+
+Shapes: P prompt tokens, B rows, N nodes (root included).
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import GenerationConfig
+
+from hf_drafthead.generation.capture import execution_of
+from hf_drafthead.generation.drafting import draft_vocabulary
+from hf_drafthead.generation.entries import CalibrationKey, matching, merged
+from hf_drafthead.generation.settings import DraftSettings
+from hf_drafthead.generation.tree import MAX_NODES
+from hf_drafthead.trees.grow import ALONE, METHODS, MOST_RANK, Size, TreeStatistics
+from hf_drafthead.trees.rank_paths import check_prompts, check_temperature, own_seed, ranks_by_text, sampled_prompts
+from hf_drafthead.trees.timing import time_interleaved
+
+LEAST_POSITIONS = 100  # on which guesses are counted
+COMPILED_NODES = (4, 8, 16, 32)  # compiling a step takes longer than everything else
+TIMED_TOKENS, WARM_TOKENS = 48, 4  # short calls: the speed of a machine changes meanwhile
+ROUNDS = (2, 4, 8)  # in which the better half is timed again
+HOPELESS = 0.7  # of the fastest: larger trees are not timed where one is slower than this
+PAYS = 1.02  # times as fast as the base
+
+
+def calibrate(
+    model: Any,
+    prompts: Sequence[torch.Tensor] | None = None,
+    *,
+    batch_sizes: Sequence[int] = (1,),
+    captured: bool = False,
+    max_nodes: int = 100,
+    new_tokens: int = 128,
+    temperature: float = 0.0,
+    method: str = "paths",
+    resume: bool = False,
+    about: Mapping[str, Any] | None = None,
+    progress: Callable[[str], object] = lambda stage: None,
+    keep: Callable[[dict[str, Any]], object] = lambda entry: None,
+) -> list[dict[str, Any]]:
+    """Find the tree that gives most tokens per second here, for each batch size, and store it in the generation config.
+
+    Where no tree pays, that is the root alone: `generate` then leaves the call to the base.
+
+    Args:
+        model: with draft heads, in eval mode.
+        prompts: (P,) token ids each; by default the base writes some itself, from its beginning of text.
+        batch_sizes: rows of a call.
+        captured: measure compiled steps (`cache_implementation="static"`).
+        max_nodes: of a tree, the root included.
+        new_tokens: of each of the base's answers, at most.
+        temperature: the base samples its answers; 0 is greedy.
+        method: "paths" counts rank paths; "product" multiplies accuracies per head, as Medusa does.
+        resume: keep the entries that are there for these heads, and measure only what is missing.
+        about: what else `measured` shall hold, such as the hash of the prompts.
+        progress: is given the name of each stage before it begins, `stages` of them.
+        keep: is given every new entry at once; it is in the generation config then.
+
+    Returns:
+        the entries of `batch_sizes` in order, see `generation.entries`. `measured` holds tokens_per_step, on texts that
+        the tree was not grown on; in short calls in turn with the base step_cost (seconds of a step in steps of the
+        base), speedup, tokens_per_second and base_tokens_per_second, and whether all texts were identical; `candidates`
+        as (nodes, depth, tokens per step, speedup); and how it was measured.
+
+    Raises:
+        ValueError: prompts that are empty, too long or too few; sizes or a temperature out of range.
+    """
+    if not 2 <= max_nodes <= MAX_NODES:
+        raise ValueError(f"max_nodes is {max_nodes}: expected 2 (the root and one guess) to {MAX_NODES:,}.")
+    if not batch_sizes or min(batch_sizes) < 1:
+        raise ValueError(f"batch_sizes is {list(batch_sizes)}: expected whole numbers above 0.")
+    model._base_reader()  # raises where trees cannot go, before any work is done
+    execution = execution_of(model, GenerationConfig(cache_implementation="static" if captured else None))
+    stored = DraftSettings.stored_in(model.generation_config).get("calibration", [])
+    keys = {size: CalibrationKey.of(model.base, model.drafter, size, execution) for size in batch_sizes}
+    found = {size: matching(stored, keys[size]) if resume else None for size in batch_sizes}
+    if not all(found.values()):
+        prompts = sampled_prompts(model, new_tokens=new_tokens) if prompts is None else prompts
+        progress("text")
+        counted = count_trees(model, prompts, new_tokens, max_nodes, temperature, method)
+        how = {"temperature": temperature, "method": method, "prompts": len(prompts), "positions": counted.positions}
+        call: dict[str, Any] = {"do_sample": bool(temperature), "eos_token_id": None, "min_new_tokens": None}
+        call |= {"temperature": float(temperature)} if temperature else {}
+        call["max_new_tokens"] = min(new_tokens, TIMED_TOKENS)
+        for size in (size for size in batch_sizes if found[size] is None):
+            progress(f"batch size {size}")
+            calls = [{**batch, **call} for batch in batches_of(model, prompts, size)]
+            tree, figures = Comparison(model, counted, calls, captured).fastest()
+            measured = {**figures, **how, **(about or {})}
+            found[size] = entry = {**keys[size]._asdict(), "tree": tree, "measured": measured}
+            model.generation_config.calibration = stored = merged(stored, entry)
+            keep(entry)
+    return [entry for entry in found.values() if entry is not None]
+
+
+def stages(batch_sizes: Sequence[int]) -> int:
+    """How often a `calibrate` of these batch sizes calls `progress`, at most."""
+    return 1 + len(batch_sizes)
+
+
+def count_trees(
+    model: Any,
+    prompts: Sequence[torch.Tensor],
+    new_tokens: int,
+    max_nodes: int,
+    temperature: float = 0.0,
+    method: str = "paths",
+) -> TreeStatistics:
+    """Let the base continue the prompts, and count what trees are worth on that text; see `calibrate`.
+
+    Raises:
+        ValueError: no such method; prompts that are empty, too long or too few; a temperature out of range.
+    """
+    if method not in METHODS:
+        raise ValueError(f"method is {method!r}: expected one of {', '.join(METHODS)}.")
+    check_temperature(temperature)
+    check_prompts(model, prompts, new_tokens)
+    ranks = ranks_by_text(model, prompts, new_tokens, temperature)
+    positions = sum(int((text[:, -1] >= 0).sum()) for text in ranks)
+    if len(ranks) < 2 or positions < LEAST_POSITIONS:
+        raise ValueError(
+            f"{len(prompts)} prompts are too few: their answers have {positions} positions to count guesses on, "
+            f"expected {LEAST_POSITIONS} in two answers or more; give more prompts, or let the answers be longer."
+        )
+    counted = TreeStatistics.of(ranks, max_nodes, method, min(MOST_RANK, draft_vocabulary(model.base, model.drafter)))
+    if counted.steps.keys() == {ALONE}:
+        raise ValueError(f"no guess of these heads is right at any of {positions} positions: train them first.")
+    return counted
+
+
+@dataclass
+class Comparison:
+    """Trees and the base in turn, on the same short calls.
+
+    Args:
+        model: with draft heads.
+        counted: the trees.
+        calls: arguments of `generate`, of a batch each; without end-of-sequence tokens, so that all are of one length.
+        captured: compiled steps.
+    """
+
+    model: Any
+    counted: TreeStatistics
+    calls: Sequence[dict[str, Any]]
+    captured: bool
+    # by size, of each round: seconds of a step in steps of the base; of the base, tokens per second
+    costs: dict[Size, list[float]] = field(default_factory=dict)
+    base_rates: list[float] = field(default_factory=list)
+    identical: bool = True
+
+    def fastest(self) -> tuple[list[list[int]], dict[str, Any]]:
+        """The rank paths of the fastest tree, none where no tree pays; and the figures of `measured`."""
+        batches = itertools.cycle(self.calls)
+        for sizes in self._by_nodes():
+            self._round(sizes, {**next(batches), "max_new_tokens": WARM_TOKENS}, counts=False)
+            self._round(sizes, next(batches))
+            if max(map(self.speedup, sizes)) < HOPELESS * max(map(self.speedup, self.costs)):
+                break
+        left = self._ranked(self.costs)
+        for rounds in ROUNDS:
+            left = left[: max(len(left) // 2, 1)]
+            for _ in range(rounds):
+                self._round(left, next(batches))
+            left = self._ranked(left)
+        best = left[0] if self.speedup(left[0]) >= PAYS else ALONE
+        base_rate, speedup = statistics.median(self.base_rates), self.speedup(best)
+        figures = {
+            "tokens_per_step": self.counted.tokens_per_step(best),
+            "step_cost": statistics.median(self.costs.get(best, [1.0])),
+            "speedup": speedup,
+            "tokens_per_second": speedup * base_rate,
+            "base_tokens_per_second": base_rate,
+        }
+        timed = [(*size, self.counted.tokens_per_step(size), self.speedup(size)) for size in sorted(self.costs)]
+        return [list(path) for path in self.counted.paths[best]], {
+            **{name: round(value, 4) for name, value in figures.items()},
+            "identical": self.identical,
+            "candidates": [[nodes, depth, round(tau, 4), round(faster, 4)] for nodes, depth, tau, faster in timed],
+        }
+
+    def speedup(self, size: Size) -> float:
+        """How many times as fast as the base the texts are: fewer steps, each of which costs more."""
+        if size == ALONE:
+            return 1.0
+        return self.counted.fewer_steps(size, len(self.calls[0]["input_ids"])) / statistics.median(self.costs[size])
+
+    def _ranked(self, sizes: Iterable[Size]) -> list[Size]:
+        return sorted(sizes, key=self.speedup, reverse=True)
+
+    def _by_nodes(self) -> Iterator[list[Size]]:
+        """The sizes to try, few nodes first; of compiled steps the deepest of a few numbers of nodes."""
+        sizes = sorted(set(self.counted.steps) - {ALONE})
+        for nodes, alike in itertools.groupby(sizes, key=lambda size: size.nodes):
+            if not self.captured:
+                yield [*alike]
+            elif nodes in COMPILED_NODES or nodes == sizes[-1].nodes <= COMPILED_NODES[-1]:
+                yield [max(alike)]
+
+    def _round(self, sizes: Sequence[Size], call: dict[str, Any], counts: bool = True) -> None:
+        call = {**call, "return_dict_in_generate": True}
+        static = {"cache_implementation": "static"} if self.captured else {}
+
+        def generate(size: Size) -> Any:
+            with own_seed(self.model):
+                if size == ALONE:
+                    return self.model.base.generate(**call)
+                return self.model.generate(**call, **static, draft_tree=self.counted.tree(size))
+
+        runs = {size: functools.partial(generate, size) for size in (ALONE, *sizes)}
+        first = len(self.base_rates) % len(runs)  # each round begins with another one
+        in_turn = dict([*runs.items()][first:] + [*runs.items()][:first])
+        outputs, seconds = time_interleaved(in_turn, 1, self.model.base.device)
+        text = outputs[ALONE].sequences
+        self.identical &= all(torch.equal(outputs[size].sequences, text) for size in sizes)
+        if not counts:
+            return
+        base_steps = text.shape[1] - call["input_ids"].shape[1] - 1  # the first token needs no step
+        self.base_rates.append(text.shape[0] * (base_steps + 1) / seconds[ALONE][0])
+        for size in sizes:
+            steps = max(outputs[size].accepted_lengths.shape[1], 1)
+            cost = seconds[size][0] / steps / (seconds[ALONE][0] / max(base_steps, 1))
+            self.costs.setdefault(size, []).append(cost)
+
+
+def batches_of(model: Any, prompts: Sequence[torch.Tensor], size: int) -> list[dict[str, torch.Tensor]]:
+    """The prompts in batches of `size`, padded on the left; few prompts are taken again."""
+    device = model.base.get_input_embeddings().weight.device
+    pad = model.generation_config.pad_token_id
+    batches = []
+    for first in range(0, len(prompts), size):
+        rows = [prompts[(first + row) % len(prompts)].to(device) for row in range(size)]
+        ids = torch.nn.utils.rnn.pad_sequence(rows, True, 0 if pad is None else pad, padding_side="left")
+        lengths = torch.tensor([len(row) for row in rows], device=device)
+        mask = torch.arange(ids.shape[1], device=device) >= ids.shape[1] - lengths[:, None]
+        batches.append({"input_ids": ids, "attention_mask": mask.long()})
+    return batches

@@ -1,0 +1,136 @@
+"""Trees from the ranks of the base's own text: of each size the rank paths that were right most often.
+
+The worth of (0, 2) is the share of positions where head 1 had the next token first and head 2 the one after third.
+
+Shapes: B rows, N nodes (root included), S positions, K levels.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import statistics
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from hf_drafthead.generation.tree import DraftTree, RankPath
+from hf_drafthead.trees.rank_paths import UNKNOWN, foretold_steps
+
+NODES = (2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256)  # that are tried
+MOST_RANK = 64  # ranks from here on are never grown: finding them costs more than they are worth
+
+
+class Size(NamedTuple):
+    """Of a tree: N nodes, and levels below the root."""
+
+    nodes: int
+    depth: int
+
+
+ALONE = Size(1, 0)  # the root
+
+
+def grow_tree(ranks: torch.Tensor, nodes: int, ranks_below: int = MOST_RANK) -> list[RankPath]:
+    """The rank paths that were right most often, best first: every beginning of the list is the best tree of its size.
+
+    Args:
+        ranks: (..., K) from `rank_paths`; positions near a row's end, whose last level is not known, do not count.
+        nodes: N, the root included; fewer come back where the text shows no more.
+        ranks_below: no path has a rank that is not below this.
+
+    Raises:
+        ValueError: fewer than 2 nodes.
+    """
+    worth: Counter[RankPath] = Counter()
+    for path, count in Counter(map(tuple, _known(ranks, nodes).tolist())).items():
+        for depth in range(1, len(path) + 1):
+            worth[path[:depth]] += count
+    fitting = (path for path in worth if max(path) < ranks_below)
+    # a parent is worth at least as much as its children and is shorter, so it always comes first
+    return heapq.nsmallest(nodes - 1, fitting, key=lambda path: (-worth[path], len(path), path))
+
+
+def grow_tree_by_product(ranks: torch.Tensor, nodes: int, ranks_below: int = MOST_RANK) -> list[RankPath]:
+    """As `grow_tree`, with Medusa's estimate of a node's worth (arXiv 2401.10774, section 2.3.3).
+
+    The worth of (r_1, ..., r_d) is the product of the shares in which head i had the next token at rank r_i, as if the
+    heads guessed independently of each other. Ties go to the shorter path, then to the lower ranks.
+    """
+    known = _known(ranks, nodes)
+    levels = [(level.bincount()[:ranks_below].double() / len(known)).tolist() for level in known.T if len(known)]
+    chosen: list[RankPath] = []
+    waiting: list[tuple[float, int, RankPath]] = [(-1.0, 0, ())]  # worth, length and path
+    while waiting and len(chosen) < nodes:
+        worth, depth, path = heapq.heappop(waiting)
+        chosen.append(path)
+        for rank, share in enumerate(levels[depth] if depth < len(levels) else []):
+            if share:
+                heapq.heappush(waiting, (worth * share, depth + 1, (*path, rank)))
+    return chosen[1:]  # without the root
+
+
+METHODS = {"paths": grow_tree, "product": grow_tree_by_product}
+
+
+@dataclass(frozen=True)
+class TreeStatistics:
+    """What the base's own text says of trees, on any machine.
+
+    paths: the rank paths of the best tree of each size, the most valuable first, so that every beginning is a tree;
+    steps: by the size of a tree, tokens emitted by each step of generating each text, foretold with a tree that was not
+    grown on that text; positions: that were counted.
+    """
+
+    paths: dict[Size, list[RankPath]]
+    steps: dict[Size, list[list[int]]]
+    positions: int
+
+    @classmethod
+    def of(cls, ranks: Sequence[torch.Tensor], max_nodes: int, method: str, ranks_below: int) -> TreeStatistics:
+        """Of texts whose ranks (S, K) are given.
+
+        Every second text is foretold with the tree of the others, and the other way round: a large tree knows the text
+        that it was grown on better than any other.
+        """
+        grow, deepest = METHODS[method], ranks[0].shape[1]
+        texts = torch.cat([*ranks]), torch.cat([*ranks[1::2]]), torch.cat([*ranks[0::2]])
+        root = DraftTree.root_alone()
+        paths: dict[Size, list[RankPath]] = {ALONE: []}
+        steps = {ALONE: [foretold_steps(root, text[None])[0] for text in ranks]}
+        for depth, nodes in itertools.product(range(1, deepest + 1), NODES):
+            every, *halves = (grow(some[:, :depth], min(nodes, max_nodes), ranks_below) for some in texts)
+            if all((every, *halves)) and (size := Size(len(every) + 1, max(map(len, every)))) not in paths:
+                paths[size] = every
+                trees = [DraftTree(half) for half in halves]  # of even and odd texts
+                steps[size] = [foretold_steps(trees[n % 2], text[None])[0] for n, text in enumerate(ranks)]
+        return cls(paths, dict(sorted(steps.items())), sum(map(len, ranks)))
+
+    def tree(self, size: Size) -> DraftTree:
+        """The best tree of this size."""
+        return DraftTree(self.paths[size]) if size.nodes > 1 else DraftTree.root_alone()
+
+    def tokens_per_step(self, size: Size) -> float:
+        """Tokens that a step gives to a row."""
+        return statistics.mean(itertools.chain(*self.steps[size]))
+
+    def fewer_steps(self, size: Size, rows: int) -> float:
+        """How many times fewer steps than the base's own texts take in batches of B neighbours.
+
+        A batch ends with the row that takes most steps: the mean over all rows would promise too much.
+        """
+        texts, base = self.steps[size], self.steps[ALONE]
+        batches = [[(first + row) % len(texts) for row in range(rows)] for first in range(len(texts))]
+        taken = sum(max(len(texts[text]) for text in batch) for batch in batches)
+        return sum(max(len(base[text]) for text in batch) for batch in batches) / taken
+
+
+def _known(ranks: torch.Tensor, nodes: int) -> torch.Tensor:
+    """(P, K) of the positions where every level is known."""
+    if nodes < 2:
+        raise ValueError(f"a tree of {nodes} nodes drafts nothing: ask for at least 2, the root and one guess.")
+    ranks = ranks.flatten(0, -2)
+    return ranks[ranks[:, -1] != UNKNOWN]

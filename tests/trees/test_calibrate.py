@@ -1,0 +1,225 @@
+"""Calibration: trees and the base take turns on the same calls, and the fastest one is kept."""
+
+import json
+
+import pytest
+import torch
+
+from hf_drafthead.generation.entries import cpu_name
+from hf_drafthead.trees import calibrate as calibrating
+from hf_drafthead.trees.calibrate import Comparison, calibrate, count_trees
+from hf_drafthead.trees.grow import ALONE, Size, TreeStatistics
+from tests.bases import VOCABULARY, tiny_base
+from tests.families import FAMILIES
+from tests.trees.test_grow import planted
+
+PROMPTS = list(torch.randint(3, VOCABULARY, (6, 7), generator=torch.Generator().manual_seed(3)))
+QUICK = {"new_tokens": 24, "max_nodes": 6}
+GREEDY = {"max_new_tokens": 12, "eos_token_id": None, "do_sample": False}
+QUICKLY = {"ROUNDS": (1,), "TIMED_TOKENS": 6}
+
+
+def family(name):
+    model = next(one for one in FAMILIES if one.name == name).build(tiny_base("llama-gqa"))
+    model.generation_config.eos_token_id = None
+    return model
+
+
+@pytest.fixture(autouse=True)
+def few_rounds(monkeypatch):
+    for name, value in QUICKLY.items():
+        monkeypatch.setattr(calibrating, name, value)
+
+
+@pytest.fixture(scope="module")
+def calibrated():
+    """Hydra heads with entries for one row and for two, whose trees differ from each other and from `draft_tree`."""
+    model = family("hydra")
+    with pytest.MonkeyPatch.context() as patched:
+        for name, value in QUICKLY.items():
+            patched.setattr(calibrating, name, value)
+        kept = []
+        about = {"prompts_sha256": "x"}
+        entries = calibrate(model, PROMPTS, batch_sizes=(1, 2), about=about, keep=kept.append, **QUICK)
+    assert entries == kept == model.generation_config.calibration
+    for entry, paths in zip(entries, ([[0], [0, 0]], [[0], [1], [2]])):
+        entry["tree"] = paths
+    model.generation_config.draft_tree = [[0], [0, 0], [0, 0, 0], [1]]
+    return model
+
+
+def drafted(model, rows, **call):
+    """Nodes of every step of a call whose text is the base's own."""
+    prompts, nodes = torch.stack(PROMPTS[:rows]), set()
+    text = model.generate(
+        prompts, **{**GREEDY, **call}, on_step=lambda record: nodes.add(record.drafted) if record.step else None
+    )
+    assert torch.equal(text, model.base.generate(prompts, **GREEDY))
+    return nodes
+
+
+def test_an_entry_says_for_what_and_how_it_was_measured(calibrated):
+    first = calibrated.generation_config.calibration[0]
+    assert (first["device"], first["threads"]) == (cpu_name(), torch.get_num_threads())
+    assert (first["dtype"], first["batch_size"], first["execution"]) == ("float64", 1, "eager")
+    assert len(first["heads_hash"]) == 16
+    measured = first["measured"]
+    assert measured["identical"] is True and measured["prompts_sha256"] == "x"
+    assert (measured["method"], measured["temperature"], measured["prompts"]) == ("paths", 0.0, 6)
+    assert 1 <= measured["tokens_per_step"] < 5 and measured["step_cost"] > 0 and measured["tokens_per_second"] > 0
+    assert {nodes for nodes, *_ in measured["candidates"]} <= {2, 4, 6} and len(measured["candidates"]) > 2
+    json.dumps(first)
+
+
+def test_calls_take_their_entries_also_after_saving_and_while_the_heads_are_the_same(calibrated, tmp_path):
+    assert drafted(calibrated, 1) == {3} and drafted(calibrated, 2) == {4} and drafted(calibrated, 3) == {2}
+    assert drafted(calibrated, 1, draft_tree=[[0]]) == {2} and drafted(calibrated, 1, draft_tree="auto")
+    calibrated.save_pretrained(tmp_path)
+    loaded = type(calibrated).from_pretrained(tmp_path, base_model=calibrated.base)
+    assert drafted(loaded, 1) == {3}
+    with torch.no_grad():
+        next(loaded.drafter.parameters()).mul_(2)
+    assert drafted(loaded, 1) == {5}
+
+
+class Entries(list):
+    def __deepcopy__(self, memo):
+        raise AssertionError("copied")
+
+
+def test_a_call_does_not_copy_the_entries_which_are_long(calibrated, monkeypatch):
+    stored = calibrated.generation_config.calibration
+    monkeypatch.setattr(calibrated.generation_config, "calibration", Entries(stored))
+    assert drafted(calibrated, 1) == {3} and drafted(calibrated, 1, draft_tree="auto")
+    assert calibrated.generation_config.calibration == stored
+
+
+def test_what_is_there_is_not_measured_again(calibrated, monkeypatch):
+    monkeypatch.setattr(calibrating, "count_trees", None)
+    stored = calibrated.generation_config.calibration
+    assert calibrate(calibrated, PROMPTS, batch_sizes=(2, 1), resume=True) == [stored[1], stored[0]]
+
+
+def test_captured_steps_have_entries_of_their_own(monkeypatch):
+    model = family("medusa")
+    asked, generate = [], type(model).generate
+
+    def noted(self, *args, **call):
+        asked.append(call.pop("cache_implementation", None))
+        return generate(self, *args, **call)
+
+    monkeypatch.setattr(type(model), "generate", noted)
+    (entry,) = calibrate(model, PROMPTS, captured=True, **QUICK)
+    assert entry["execution"] == "compiled" and asked[0] is None and set(asked[1:]) == {"static"}
+    assert [nodes for nodes, *_ in entry["measured"]["candidates"]] == [4, 6]  # each is compiled: few, the deepest
+
+
+def compare(monkeypatch, step, counted=None, rows=1, captured=False):
+    """A comparison where the base takes 1.0 for a step and a tree what `step` says of its size; sizes of each round."""
+    counted = counted or TreeStatistics.of(planted(), 40, "paths", 64)
+    asked = []
+
+    class Output:
+        def __init__(self, size):
+            self.sequences = torch.zeros(rows, 13 + 7)
+            self.accepted_lengths = torch.ones(rows, 4 if size.nodes > 1 else 0)
+
+    def clock(runs, repeats, device):
+        asked.append([*runs])
+        assert repeats == 1
+        # twelve tokens after the first in four steps
+        return {size: Output(size) for size in runs}, {
+            size: [12.0 if size == ALONE else 4 * step(size)] for size in runs
+        }
+
+    monkeypatch.setattr(calibrating, "time_interleaved", clock)
+    calls = [{"input_ids": torch.zeros(rows, 7), "max_new_tokens": 13}] * 3
+    comparison = Comparison(family("medusa"), counted, calls, captured)
+    return comparison, counted, asked
+
+
+@pytest.mark.parametrize("level, depth", [(0.0, 3), (0.02, 3), (0.5, 1)], ids=["free", "cheap", "dear"])
+def test_the_fastest_tree_is_kept_and_where_levels_are_dear_a_shallow_one(level, depth, monkeypatch):
+    comparison, counted, _ = compare(monkeypatch, lambda size: 1.0 + size.nodes / 24 + level * (size.depth - 1))
+    paths, figures = comparison.fastest()
+    best = Size(len(paths) + 1, max(map(len, paths)))
+    assert best.depth == depth and paths == [list(path) for path in counted.paths[best]]
+    cost = 1.0 + best.nodes / 24 + level * (depth - 1)
+    assert figures["step_cost"] == pytest.approx(cost, abs=1e-3)
+    assert figures["speedup"] == pytest.approx(counted.fewer_steps(best, 1) / cost, rel=1e-3)
+    assert figures["tokens_per_step"] == pytest.approx(counted.tokens_per_step(best), abs=1e-3)
+    assert figures["base_tokens_per_second"] == pytest.approx(13 / 12, rel=1e-3)
+    assert figures["speedup"] == max(faster for *_, faster in figures["candidates"])
+
+
+def test_the_better_half_goes_on_and_larger_trees_than_pay_are_not_timed(monkeypatch):
+    monkeypatch.setattr(calibrating, "ROUNDS", (2, 4, 8))
+    comparison, _, asked = compare(monkeypatch, lambda size: 1.0 + size.nodes / 4)
+    comparison.fastest()
+    sizes = [[size for size in names if size != ALONE] for names in asked]
+    first, later = sizes[:-14], sizes[-14:]
+    assert all(ALONE in names for names in asked) and max(size.nodes for size in first[-1]) < 40
+    timed = {size for round in first for size in round}
+    assert [len(round) for round in later] == [len(timed) // 2] * 2 + [len(timed) // 4] * 4 + [len(timed) // 8] * 8
+    assert {tuple(names).index(ALONE) for names in asked} != {0}  # another one begins
+    assert len(comparison.costs[max(later[-1])]) == 1 + 2 + 4 + 8
+
+
+@pytest.mark.parametrize("step, pays", [(1.0, True), (1.8, False), (5.0, False)])
+def test_no_tree_is_kept_where_none_pays(step, pays, monkeypatch):
+    counted = TreeStatistics({ALONE: [], Size(2, 1): [(0,)]}, {ALONE: [[1] * 8], Size(2, 1): [[2] * 4]}, 8)
+    comparison, _, _ = compare(monkeypatch, lambda size: step * 1.12, counted)
+    paths, figures = comparison.fastest()
+    assert paths == ([[0]] if pays else [])
+    assert figures["candidates"] == [[2, 1, 2.0, round(2 / step / 1.12, 4)]]
+    if not pays:
+        assert (figures["speedup"], figures["step_cost"], figures["tokens_per_step"]) == (1.0, 1.0, 1.0)
+        assert figures["tokens_per_second"] == figures["base_tokens_per_second"]
+
+
+def test_a_text_that_differs_is_told(monkeypatch):
+    comparison, _, _ = compare(monkeypatch, lambda size: 1.0)
+    clock = calibrating.time_interleaved
+
+    def other_text(runs, repeats, device):
+        outputs, seconds = clock(runs, repeats, device)
+        if Size(12, 3) in outputs:
+            outputs[Size(12, 3)].sequences += 1
+        return outputs, seconds
+
+    monkeypatch.setattr(calibrating, "time_interleaved", other_text)
+    assert comparison.fastest()[1]["identical"] is False
+
+
+@pytest.mark.parametrize("given, line", [
+    ({"prompts": []}, "there is no prompt to calibrate on"),
+    ({"prompts": [PROMPTS[0], PROMPTS[1][:0]]}, "prompt 2 is empty: give at least one token"),
+    ({"prompts": PROMPTS[:1]}, "1 prompts are too few: their answers have 20 positions"),
+    ({"prompts": PROMPTS[:3]}, "3 prompts are too few: their answers have 60 positions"),
+    ({"new_tokens": 4000}, "prompt 1 has 7 tokens, which with 4000 new ones exceed the base's"),
+    ({"max_nodes": 1}, "max_nodes is 1: expected 2"), ({"max_nodes": 5000}, "max_nodes is 5000: expected 2"),
+    ({"batch_sizes": ()}, "batch_sizes is []"), ({"batch_sizes": (2, 0)}, "batch_sizes is [2, 0]"),
+    ({"method": "luck"}, "method is 'luck': expected one of paths, product."),
+    ({"temperature": -1.0}, "temperature is -1.0"), ({"temperature": float("nan")}, "temperature is nan"),
+], ids=lambda value: value if isinstance(value, str) else "")  # fmt: skip
+def test_bad_input_is_one_line(given, line):
+    model = family("medusa")
+    with pytest.raises(ValueError) as refused:
+        calibrate(model, given.pop("prompts", PROMPTS), **{**QUICK, **given})
+    assert line in str(refused.value) and "\n" not in str(refused.value)
+    assert not getattr(model.generation_config, "calibration", None)
+
+
+def test_heads_that_are_never_right_are_refused(monkeypatch):
+    monkeypatch.setattr(calibrating, "ranks_by_text", lambda *args: [torch.full((60, 3), 99)] * 4)
+    with pytest.raises(ValueError, match="no guess of these heads is right at any of 240 positions: train them first"):
+        count_trees(family("medusa"), PROMPTS, 24, 8)
+
+
+def test_a_calibration_at_a_temperature_and_by_product(monkeypatch):
+    model = family("medusa")
+    torch.manual_seed(1)
+    state = torch.get_rng_state()
+    (entry,) = calibrate(model, PROMPTS, temperature=0.8, method="product", **QUICK)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert entry["measured"]["temperature"] == 0.8 and entry["measured"]["identical"]
