@@ -155,7 +155,8 @@ def test_a_new_entry_replaces_the_one_of_its_key_and_those_of_other_heads():
 ], ids=str)  # fmt: skip
 def test_without_entries_a_cpu_drafts_few_nodes_with_one_notice(stored, nodes, model, notices):
     model.generation_config.draft_tree = stored
-    assert drafted(model) == drafted(model) == {nodes}
+    both = drafted(model) | drafted(model)
+    assert both - {1} == {nodes} and (both == {nodes} or stored == "auto")
     told = [one for one in notices if "were not calibrated for this call" in one]
     assert len(told) == (stored in (None, "mc_sim_7b_63", "auto"))
     assert all("a tree of 8 nodes is used; run `hf-drafthead calibrate PATH --batch-size 1` to" in one for one in told)
