@@ -57,9 +57,7 @@ def distill(
     top_p: Annotated[float, typer.Option(help="Sample from the likeliest tokens of this probability.")] = 1.0,
     batch_size: Annotated[
         int | None,
-        typer.Option(
-            metavar="N", min=1, help="Rows at a time, in each process; 8, or 32 with --synthesize. Not with --endpoint."
-        ),
+        typer.Option(metavar="N", min=1, help="Rows at a time, in each process; 8 with --data. Not with --endpoint."),
     ] = None,
     max_length: Annotated[
         int | None,
@@ -107,7 +105,7 @@ def distill(
     if endpoint is None:
         loaded, tokenizer = room.load_model(str(model), state.device)
         tokenizer.chat_template = template or tokenizer.chat_template
-        options |= {"batch_size": batch_size or (8 if synthesize is None else 32), "max_length": max_length}
+        options |= {"batch_size": batch_size if data is None else batch_size or 8, "max_length": max_length}
         run = partial(room.distill if synthesize is None else room.synthesize, loaded, tokenizer)
     else:
         options |= {"concurrency": concurrency, "retries": retries}

@@ -1,5 +1,6 @@
 """`hf-drafthead train`: new heads."""
 
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -8,6 +9,7 @@ from hf_drafthead.cli.common import (
     Json,
     Template,
     app,
+    bar,
     check_writable,
     output,
     parse_options,
@@ -16,6 +18,8 @@ from hf_drafthead.cli.common import (
 )
 from hf_drafthead.cli.trees import told
 
+OWN_CHATS = 2000
+
 
 @app.command()
 def train(
@@ -23,8 +27,14 @@ def train(
     family: Annotated[
         str, typer.Option(help="Of the heads, such as medusa, hydra++ or eagle3; a wrong name lists all.")
     ],
-    data: Annotated[str, typer.Option(help="Chats or texts: a file, a folder, or the name of a data set.")],
     output_folder: Annotated[str, typer.Option("--output", help="Folder for checkpoints and the trained heads.")],
+    data: Annotated[
+        str | None, typer.Option(help="Chats or texts: a file, a folder, or the name of a data set.")
+    ] = None,
+    synthesize: Annotated[
+        int | None,
+        typer.Option(min=20, metavar="N", help="Without --data: the base writes N chats first; 2,000 by default."),
+    ] = None,
     heads: Annotated[str | None, typer.Option(help="Train these trained heads further.")] = None,
     joint: Annotated[bool, typer.Option("--joint", help="Train the base too (Medusa-2).")] = False,
     lora_rank: Annotated[
@@ -62,7 +72,10 @@ def train(
     ] = False,
     json_path: Json = None,
 ) -> None:
-    """Train draft heads and show their expected tokens per step; defaults are the recipe of the family's paper."""
+    """Train draft heads and show their expected tokens per step; defaults are the recipe of the family's paper.
+
+    Without --data the base writes the training text itself, questions included, into the output folder.
+    """
     from accelerate import PartialState
 
     from hf_drafthead.evaluation.loading import floating_type
@@ -76,6 +89,10 @@ def train(
     if load_in_4bit:
         load["quantization_config"] = four_bits(dtype)
     console = output()
+    if data is None:
+        data = str(own_text(base, Path(output_folder), synthesize or OWN_CHATS, template, max_length, dry_run))
+    elif synthesize is not None:
+        raise ValueError("--synthesize N is for a training without --data: leave one of them out.")
     trained = train_heads(
         base,
         family,
@@ -109,6 +126,21 @@ def train(
             console.print(told(entry), soft_wrap=True)
         console.print(f"the heads are in {output_folder}", soft_wrap=True)
     write_json(json_path, trained.summary)
+
+
+def own_text(base: str, folder: Path, chats: int, template: str | None, max_length: int | None, dry_run: bool) -> Path:
+    """The file of chats that the base writes from nothing, or wrote before, in the output folder."""
+    from hf_drafthead.training.distill import own_chats
+
+    file = folder / "own.jsonl"
+    if dry_run and not file.is_file():
+        raise ValueError("--dry-run needs --data: without it the base has to write the text first.")
+    folder.mkdir(parents=True, exist_ok=True)
+    with bar(chats) as begin:
+        settings: dict[str, Any] = {"chat_template": template, "max_length": max_length}
+        report = own_chats(base, file, chats, progress=begin("writing"), **settings)
+    output().print(str(report), soft_wrap=True)
+    return file
 
 
 def outcome(summary: dict[str, Any]) -> list[str]:

@@ -15,8 +15,16 @@ from hf_drafthead.data.chats import Refused
 from hf_drafthead.data.rows import data_hash
 from hf_drafthead.modeling.gguf_files import gguf_arguments, load_tokenizer, reading_gguf, split_gguf
 from hf_drafthead.training.answers import Answerer, Counts, Task
-from hf_drafthead.training.collect import UNFIT_IN_A_ROW, DistillReport, Todo, collect, own_rows, own_share
-from hf_drafthead.training.shards import Shards
+from hf_drafthead.training.collect import (
+    UNFIT_IN_A_ROW,
+    DistillReport,
+    Shards,
+    Todo,
+    collect,
+    own_rows,
+    own_share,
+    processes,
+)
 
 
 def distill(
@@ -97,8 +105,9 @@ def synthesize(
     question_tokens: int = 96,
     temperature: float = 1.0,
     top_p: float = 1.0,
-    batch_size: int = 32,
+    batch_size: int | None = None,
     max_length: int | None = None,
+    seconds: float | None = None,
     seed: int = 0,
     progress: Callable[[], None] | None = None,
 ) -> DistillReport:
@@ -121,7 +130,9 @@ def synthesize(
         max_new_tokens: of each answer.
         question_tokens: of each question.
         temperature, top_p: of the answers that are sampled.
-        batch_size, max_length, seed: as for `distill`.
+        batch_size: chats at a time, in each process; by default 32 on a CPU, 256 elsewhere.
+        max_length, seed: as for `distill`.
+        seconds: after which no further chat is begun; those that were are finished.
         progress: called once for each chat, in this process.
 
     Returns:
@@ -133,7 +144,8 @@ def synthesize(
             that was begun with other settings, or not one question that can be asked.
     """
     choices = own_choices(turns, greedy, max_new_tokens, question_tokens, temperature, top_p, seed)
-    check_choices(temperature, top_p, count=count, batch_size=batch_size)
+    at_once = (32 if model.device.type == "cpu" else 256) if batch_size is None else batch_size
+    check_choices(temperature, top_p, count=count, batch_size=at_once)
     choices["max_length"] = _longest(model, max_length)
     names = ("max_new_tokens", "question_tokens", "temperature", "top_p", "seed", "max_length")
     answerer = Answerer(
@@ -144,15 +156,40 @@ def synthesize(
 
     def work(todo: Todo, shards: Shards, report: DistillReport) -> Counts:
         answerer.asked |= shards.asked()
-        own = own_rows(count, max(UNFIT_IN_A_ROW, 4 * batch_size), shards, answerer.counts, report)
+        own = own_rows(count, max(UNFIT_IN_A_ROW, 4 * at_once), shards, answerer.counts, report, seconds)
 
         def begin(index: int, row: Mapping[str, Any]) -> Task:
             return answerer.begin_own(index, turns, is_greedy(index, greedy))
 
-        _run(answerer, begin, own, shards, batch_size, report, tell, own_share(count, shards))
+        _run(answerer, begin, own, shards, at_once, report, tell, own_share(count, shards))
         return answerer.counts
 
     return collect((), output, {**_origin(model, tokenizer), **choices}, work, tell, own=True)
+
+
+def own_chats(
+    base: str,
+    output: str | Path,
+    count: int,
+    *,
+    chat_template: str | None = None,
+    progress: Callable[[], None] | None = None,
+    **settings: Any,
+) -> DistillReport:
+    """`synthesize` for a base by its name, which is loaded, in its own type, and given up again.
+
+    Args:
+        base: folder or id of a causal language model, or a GGUF file.
+        output, count, progress: as for `synthesize`.
+        chat_template: text of a Jinja template that replaces the tokenizer's.
+        settings: the other arguments of `synthesize`.
+
+    Raises:
+        OSError, ValueError: as `load_model` and `synthesize` do.
+    """
+    model, tokenizer = load_model(base, processes().device)
+    tokenizer.chat_template = chat_template or tokenizer.chat_template
+    return synthesize(model, tokenizer, count, output, progress=progress, **settings)
 
 
 def own_choices(

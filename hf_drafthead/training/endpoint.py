@@ -18,9 +18,8 @@ from hf_drafthead.data.chats import Chat, Refused
 from hf_drafthead.data.rows import THOUGHTS, as_row, data_hash
 from hf_drafthead.data.texts import beginning_of
 from hf_drafthead.training.answers import CONTROL, CUT, EMPTY, Counts, Task, question_end, questions_of
-from hf_drafthead.training.collect import UNFIT_IN_A_ROW, DistillReport, Todo, collect, own_rows, own_share
+from hf_drafthead.training.collect import UNFIT_IN_A_ROW, DistillReport, Shards, Todo, collect, own_rows, own_share
 from hf_drafthead.training.distill import check_choices, is_greedy, own_choices
-from hf_drafthead.training.shards import Shards
 from hf_drafthead.training.templates import THOUGHTS_LEFT_OUT, ChatEncoder, frame, without_post_processor
 
 CUT_WHILE_THINKING = "the answer was cut while the base was thinking: raise max_new_tokens"

@@ -15,10 +15,10 @@ from hf_drafthead.data.chats import repaired
 from hf_drafthead.data.sources import read_rows
 from hf_drafthead.modeling import MedusaForCausalLM
 from hf_drafthead.training.answers import RowDraws
+from hf_drafthead.training.collect import Shards
 from hf_drafthead.training.data import tokenize_rows
 from hf_drafthead.training.distill import DistillReport, distill, load_model
 from hf_drafthead.training.objectives import IGNORED
-from hf_drafthead.training.shards import Shards
 from hf_drafthead.training.templates import ChatEncoder
 from tests.bases import tiny_base
 from tests.checkpoints import FAMILIES, save_base, save_heads

@@ -239,3 +239,27 @@ def test_the_command(base, tokenizer, tmp_path, capsys):
     ):
         code, _, err = run(capsys, *words, "--output", tmp_path / "other.jsonl")
         assert code == 2 and text in err and err.count("\n") == 1
+
+
+def test_a_training_without_data(base, tokenizer, tmp_path, capsys):
+    base.save_pretrained(tmp_path / "base")
+    tokenizer.save_pretrained(tmp_path / "base")
+    words = ["train", "--base", tmp_path / "base", "--family", "medusa", "--output", tmp_path / "heads"]
+    for extra, code in ((["--dry-run"], 2), (["--synthesize", 24, "--data", "x"], 2), (["--synthesize", 24], 0)):
+        settings = ["--max-length", 100, "--answer-tokens", 4, "--no-calibrate", "--set", "max_steps=2"]
+        with pytest.raises(SystemExit) as end:
+            cli.main([*map(str, [*words, *extra, *settings, "--set", "use_cpu=true"])])
+        said = capsys.readouterr()
+        assert end.value.code == code, said.err
+    assert "24 rows written: " in said.out and "the heads are in" in said.out
+    summary = json.loads((tmp_path / "heads" / "training_summary.json").read_text())
+    assert len(read(tmp_path / "heads" / "own.jsonl")) == 24 and summary["data"].endswith("own.jsonl")
+
+
+def test_a_limit_of_time_ends_a_run_that_goes_on_later(base, tokenizer, tmp_path):
+    with pytest.raises(ValueError, match="not one of 0 questions"):
+        synthesize(base, tokenizer, 5, tmp_path / "none.jsonl", seconds=0.0, **SETTINGS)
+    some = synthesize(base, tokenizer, 10_000, tmp_path / "own.jsonl", seconds=0.5, **SETTINGS)
+    assert 0 < some.written < 10_000 and some.missing == 0
+    more = synthesize(base, tokenizer, some.written + 3, tmp_path / "own.jsonl", **SETTINGS)
+    assert (more.found, more.written) == (some.written, 3)
