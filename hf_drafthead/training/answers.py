@@ -21,9 +21,8 @@ from transformers import LogitsProcessor, LogitsProcessorList, TopPLogitsWarper
 from hf_drafthead.data.chats import Chat, Refused, repaired
 from hf_drafthead.data.rows import as_row
 from hf_drafthead.data.texts import beginning_of, same_words, why_no_question
-from hf_drafthead.training.encode import refuse_unknown
 from hf_drafthead.training.examples import padding_token
-from hf_drafthead.training.templates import ChatEncoder, frame, without_post_processor
+from hf_drafthead.training.templates import ChatEncoder, frame, refuse_unknown, without_post_processor
 
 EMPTY = "the answer is empty"
 DUPLICATE, CUT, CONTROL = "duplicate", "cut", "control tokens"  # why questions are dropped

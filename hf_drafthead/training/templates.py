@@ -63,6 +63,19 @@ def without_post_processor(tokenizer: Any) -> Any:
     return bare
 
 
+def refuse_unknown(tokenizer: Any, ids: list[int], vocab_size: int | None) -> None:
+    """Refuse tokens that a base cannot embed: they were added to its tokenizer alone.
+
+    Raises:
+        Refused: there is one.
+    """
+    if vocab_size is not None and (most := max(ids, default=0)) >= vocab_size:
+        raise Refused(
+            f"it has the token {tokenizer.convert_ids_to_tokens(most)!r}, number {most} of the tokenizer, but the base "
+            f"embeds {vocab_size}"
+        )
+
+
 def frame(tokenizer: Any) -> tuple[list[int], list[int]]:
     """What a tokenizer puts in front of every text, and behind it: special tokens, or nothing."""
     inner = tokenizer("a", add_special_tokens=False)["input_ids"]
