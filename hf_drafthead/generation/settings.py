@@ -113,9 +113,9 @@ class DraftSettings:
     def for_call(self, key: CalibrationKey, max_depth: int | None, vocabulary: int) -> DraftSettings:
         """The same settings with the tree for a call that names none: what was measured for it, else a first choice.
 
-        A first choice is the tree of the nearest entry; without one a tree of 8 nodes on a CPU and with "auto", else
-        `draft_tree`. So are rank paths and dynamic trees of the generation config. There is one notice that names the
-        command. With "auto" the settings hold a switch that expects what was measured.
+        A first choice is the tree of the nearest entry, else `draft_tree`, of which a CPU takes 8 nodes and "auto" too.
+        There is one notice that names the command. With "auto" the settings hold a switch that expects what was
+        measured.
 
         Raises:
             ValueError: an entry is damaged.
@@ -131,19 +131,30 @@ class DraftSettings:
                     f"calibration, {tree.num_nodes} node(s), is a first choice; {advice}"
                 )
             return self._with(tree, DraftSwitch(*expected_of(entry)) if self.draft_tree == AUTO else None)
-        by_default = isinstance(self.draft_tree, str) and self.draft_tree != "dynamic"
-        if not by_default and not self.calibration:  # chosen for these heads by whoever stored it
-            return self.resolved(max_depth, vocabulary)
-        small = by_default and (key.on_cpu or self.draft_tree == AUTO)
-        chosen = replace(self, draft_tree=_fitting(SMALL_TREE, max_depth, vocabulary)) if small else self
-        chosen = chosen.resolved(max_depth, vocabulary)
+        cut = self._cut(max_depth, vocabulary) if key.on_cpu or self.draft_tree == AUTO else self
+        chosen = cut.resolved(max_depth, vocabulary)
         if self.draft_tree == AUTO:
             chosen = replace(chosen, switch=DraftSwitch(*UNMEASURED))
-        logger.warning_once(
-            f"These heads were not calibrated for this call ({key}): a tree of {chosen.tree.num_nodes} nodes is used; "
-            f"{advice}"
-        )
+        named = isinstance(self.draft_tree, str) and self.draft_tree != "dynamic"
+        if self.calibration or cut is not self or named:
+            logger.warning_once(
+                f"These heads were not calibrated for this call ({key}): a tree of {chosen.tree.num_nodes} nodes is "
+                f"used; {advice}"
+            )
         return chosen
+
+    def _cut(self, max_depth: int | None, vocabulary: int) -> DraftSettings:
+        """The same settings with 8 nodes of a tree that has more: of a published one SMALL_TREE, else its first."""
+        if isinstance(self.draft_tree, str) and self.draft_tree != "dynamic":
+            fits = [path for path in SMALL_TREE if len(path) <= (max_depth or len(path)) and max(path) < vocabulary]
+            return replace(self, draft_tree=fits)
+        if not isinstance(self.draft_tree, list) or len(self.draft_tree) <= len(SMALL_TREE):
+            return self
+        first: list[list[int]] = []
+        for path in map(list, self.draft_tree):  # those whose parent is there
+            if len(first) < len(SMALL_TREE) and (len(path) == 1 or path[:-1] in first):
+                first.append(path)
+        return replace(self, draft_tree=first)
 
     def _with(self, tree: Tree, switch: DraftSwitch | None = None) -> DraftSettings:
         """The same settings with this tree, where the acceptance can walk it."""
@@ -162,8 +173,3 @@ class DraftSettings:
         """The tree of resolved settings."""
         assert isinstance(self.draft_tree, (DraftTree, DynamicTree))
         return self.draft_tree
-
-
-def _fitting(paths: list[list[int]], max_depth: int | None, vocabulary: int) -> list[list[int]]:
-    """The paths that heads of so many levels and tokens can guess."""
-    return [path for path in paths if len(path) <= (max_depth or len(path)) and max(path) < vocabulary]

@@ -151,15 +151,18 @@ def test_a_new_entry_replaces_the_one_of_its_key_and_those_of_other_heads():
 
 
 @pytest.mark.parametrize("stored, nodes", [
-    (None, 8), ("mc_sim_7b_63", 8), ("auto", 8), ([[0], [1], [2]], 4), ("dynamic", 32), ({"dynamic": {"nodes": 9}}, 9),
+    (None, 8), ("mc_sim_7b_63", 8), ("auto", 8), ([[0], [1], [2]], 4), ([[one] for one in range(20)], 8),
+    ("dynamic", 32), ({"dynamic": {"nodes": 9}}, 9),
 ], ids=str)  # fmt: skip
 def test_without_entries_a_cpu_drafts_few_nodes_with_one_notice(stored, nodes, model, notices):
     model.generation_config.draft_tree = stored
     both = drafted(model) | drafted(model)
     assert both - {1} == {nodes} and (both == {nodes} or stored == "auto")
     told = [one for one in notices if "were not calibrated for this call" in one]
-    assert len(told) == (stored in (None, "mc_sim_7b_63", "auto"))
-    assert all("a tree of 8 nodes is used; run `hf-drafthead calibrate PATH --batch-size 1` to" in one for one in told)
+    assert len(told) == (nodes == 8)
+    assert all(
+        f"a tree of {nodes} nodes is used; run `hf-drafthead calibrate PATH --batch-size 1` to" in one for one in told
+    )
     notices.clear()
     published = DraftTree.resolve("mc_sim_7b_63", model.drafter.max_depth, VOCABULARY)
     assert drafted(model, draft_tree="mc_sim_7b_63") == {published.num_nodes} and notices == []
@@ -170,6 +173,14 @@ def test_without_entries_a_gpu_drafts_the_published_tree(model):
         return DraftSettings(**settings).for_call(GPU, None, VOCABULARY).tree.num_nodes
 
     assert nodes() == 64 and nodes(draft_tree="auto") == 8 and nodes(draft_tree=[[0]]) == 2
+
+
+def test_a_stored_tree_is_cut_to_its_first_nodes_whose_parents_are_there():
+    paths = [[0], [1, 0], [1], [0, 0], [2], [0, 0, 0], [0, 1], [1, 1], [3], [4], [5]]
+    cut = DraftSettings(draft_tree=paths).for_call(KEY, None, VOCABULARY).tree
+    assert cut == DraftTree([[0], [1], [0, 0], [2], [0, 0, 0], [0, 1], [1, 1]])
+    given = DraftTree([[one] for one in range(20)])  # a tree that was made is no list of the most valuable first
+    assert DraftSettings(draft_tree=given).for_call(KEY, None, VOCABULARY).tree == given
 
 
 def test_heads_of_one_level_get_the_paths_that_they_can_guess():
