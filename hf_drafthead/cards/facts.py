@@ -15,8 +15,7 @@ from safetensors import safe_open
 from transformers.configuration_utils import PreTrainedConfig
 
 from hf_drafthead.cards.exactness import FULL_PRECISION
-from hf_drafthead.generation.entries import CalibrationKey, tree_of
-from hf_drafthead.generation.identity import heads_hash
+from hf_drafthead.generation.entries import CalibrationKey, heads_hash, tree_of
 from hf_drafthead.generation.settings import AUTO, DraftSettings
 from hf_drafthead.generation.tree import DraftTree
 from hf_drafthead.modeling.config import ABOUT_THE_BASE, MODEL_TYPE_PREFIX, DraftHeadConfig

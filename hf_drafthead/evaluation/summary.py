@@ -13,7 +13,7 @@ from transformers.configuration_utils import PreTrainedConfig
 from hf_drafthead.evaluation.calls import drafted
 from hf_drafthead.evaluation.loading import one_line, read_config
 from hf_drafthead.generation.dynamic import resolve
-from hf_drafthead.generation.identity import device_name
+from hf_drafthead.generation.entries import device_name
 from hf_drafthead.generation.settings import AUTO, DraftSettings
 from hf_drafthead.generation.tree import DraftTree
 from hf_drafthead.modeling.checkpoint import HTTP_ERROR, checkpoint_files, read_generation_settings, why_refused

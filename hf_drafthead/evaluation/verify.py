@@ -16,7 +16,7 @@ from hf_drafthead.cards.exactness import FULL_PRECISION, in_words
 from hf_drafthead.evaluation.calls import drafted, steps_of, with_reader
 from hf_drafthead.evaluation.measurement import guess_depths, identity
 from hf_drafthead.evaluation.rounding import FirstDifference, counted, first_difference
-from hf_drafthead.generation.identity import device_name
+from hf_drafthead.generation.entries import device_name
 
 Tokens = list[int]
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hf_drafthead.evaluation.measurement import Round, Run, TimeSplit, pace, quartiles, summed_up
-from hf_drafthead.generation.identity import heads_hash
+from hf_drafthead.generation.entries import heads_hash
 
 
 def model_of(weights=None):

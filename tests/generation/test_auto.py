@@ -9,8 +9,8 @@ from transformers import CompileConfig
 from hf_drafthead.generation import capture, entries, later
 from hf_drafthead.generation import step as stepping
 from hf_drafthead.generation.acceptance import walk_on_device
-from hf_drafthead.generation.auto import FIRST_PAUSE, LONGEST_PAUSE, DraftSwitch
 from hf_drafthead.generation.entries import CalibrationKey
+from hf_drafthead.generation.settings import FIRST_PAUSE, LONGEST_PAUSE, DraftSwitch
 from hf_drafthead.generation.state import Candidates, Limits, Rows
 from hf_drafthead.generation.tree import DraftTree
 from tests.bases import tiny_base
