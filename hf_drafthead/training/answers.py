@@ -283,6 +283,7 @@ class Answerer:
             keys = [f"{self.seed}/{task.index}/{'question' * task.asks}{task.answers}" for task in tasks]
             processors.append(RowDraws.of(keys, width, new_tokens, temperatures, self.top_p))
         ends = sorted(self._ends)
+        in_place = {"cache_implementation": "static", "disable_compile": True} if writes_in_place(self.model) else {}
         output = self.model.generate(
             input_ids=ids.to(self.model.device),
             attention_mask=mask.to(self.model.device),
@@ -292,7 +293,9 @@ class Answerer:
             pad_token_id=self._pad,
             logits_processor=processors,
             return_dict_in_generate=True,
+            **in_place,
         )
+        self.model.__dict__.pop("_cache", None)  # of this batch's size, where it was static
         accepted = getattr(output, "accepted_lengths", None)
         if accepted is not None:
             self.counts.steps += int((accepted > 0).sum())
@@ -363,6 +366,11 @@ class Answerer:
             for ids in (prompt, prompt + tokens, tokens)
         )
         return both[len(before) :] if both.startswith(before) else alone
+
+
+def writes_in_place(model: Any) -> bool:
+    """Whether a cache of fixed size pays: on a GPU one that grows is copied in every step. Heads bring their own."""
+    return model.device.type != "cpu" and not hasattr(model, "drafter") and model._can_compile_fullgraph
 
 
 def question_end(tokenizer: Any, encoder: Callable[[], ChatEncoder]) -> tuple[str, bool]:

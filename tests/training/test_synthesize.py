@@ -1,13 +1,17 @@
 """Chats from nothing: the base writes the questions as well, and they are questions that can be asked."""
 
 import json
+import runpy
+import sys
+from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
 from hf_drafthead import cli
 from hf_drafthead.data.texts import same_words, why_no_question
 from hf_drafthead.modeling import MedusaForCausalLM
-from hf_drafthead.training import distill
+from hf_drafthead.training import answers, distill
 from hf_drafthead.training.answers import Answerer
 from hf_drafthead.training.distill import load_model, synthesize
 from hf_drafthead.training.endpoint import synthesize_from_endpoint
@@ -93,6 +97,13 @@ def test_heads_and_batches_change_nothing(base, tokenizer, tmp_path):
         report = synthesize(model, tokenizer, 9, tmp_path / name, **SETTINGS | {"batch_size": size})
         texts.append((tmp_path / name).read_text())
     assert texts[0] == texts[1] == texts[2] and report.tokens_per_step >= 1
+
+
+def test_a_cache_of_fixed_size_changes_nothing(base, tokenizer, tmp_path, monkeypatch):
+    synthesize(base, tokenizer, 9, tmp_path / "grows", **SETTINGS)
+    monkeypatch.setattr(answers, "writes_in_place", lambda model: True)
+    synthesize(base, tokenizer, 9, tmp_path / "fixed", **SETTINGS)
+    assert (tmp_path / "fixed").read_text() == (tmp_path / "grows").read_text() and "_cache" not in vars(base)
 
 
 def test_a_run_that_was_killed_goes_on_and_so_does_one_that_asks_for_more(base, tokenizer, tmp_path):
@@ -263,3 +274,30 @@ def test_a_limit_of_time_ends_a_run_that_goes_on_later(base, tokenizer, tmp_path
     assert 0 < some.written < 10_000 and some.missing == 0
     more = synthesize(base, tokenizer, some.written + 3, tmp_path / "own.jsonl", **SETTINGS)
     assert (more.found, more.written) == (some.written, 3)
+
+
+def test_the_recipe_of_the_chat_model_writes_shards(base, tokenizer, tmp_path, capsys, monkeypatch):
+    base.save_pretrained(tmp_path / "base")
+    tokenizer.save_pretrained(tmp_path / "base")
+    file = Path(__file__).parents[2] / "benchmarks" / "chat_heads.py"
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    make = ["questions-and-answers", tmp_path / "base", tmp_path / "shards", "--device", "cpu", "--rows", 6]
+    make += ["--question-tokens", 60, "--answer-new-tokens", 12, "--two-turns", 1]
+    for words in (
+        [*make, "--answer-tokens", 1],
+        [*make, "--answer-tokens", 200],
+        ["look", tmp_path / "shards", "--tokenizer", tmp_path / "base"],
+    ):
+        monkeypatch.setattr(sys, "argv", ["chat_heads.py", *map(str, words)])
+        runpy.run_path(str(file), run_name="__main__")
+    index = json.loads((tmp_path / "shards" / "index.json").read_text())
+    assert [about["first"] for about in index["rounds"]][:2] == [0, 1_000_000]
+    tensors = load_file(tmp_path / "shards" / index["shards"][0]["file"])
+    tokens, ends = tensors["tokens"].tolist(), {row: end for row, _, end, _ in tensors["answers"].tolist()}
+    assert [ends[row] for row in range(len(ends))] == tensors["rows"].tolist()[1:]  # a chat ends with its last answer
+    for _, begin, end, kind in tensors["answers"].tolist():
+        assert tokenizer.decode(tokens[:begin]).endswith("<|im_start|>assistant\n")
+        assert (tokens[end - 1] == tokenizer.eos_token_id) == (kind < 2) and end - begin <= 12
+    shards = [load_file(tmp_path / "shards" / shard["file"])["answers"] for shard in index["shards"]]
+    assert {kind % 2 for answers in shards for *_, kind in answers.tolist()} == {0, 1}
+    assert "answers of the last shard by kind" in capsys.readouterr().out
