@@ -37,6 +37,8 @@ TEXT: dict[str, dict[str, Any]] = {
     "gemma": {**GROUPS, "head_dim": 8},
     "gemma2": KINDS["gemma2"],
     "gemma3_text": GEMMA3,
+    "gemma3n_text": KINDS["gemma3n-sharing"],
+    "gemma4_text": KINDS["gemma4-sharing"],
     "phi": {},
     "phi3": GROUPS,
     "cohere": GROUPS,
@@ -56,7 +58,7 @@ TEXT: dict[str, dict[str, Any]] = {
     "gpt2": {},
     "gptj": {"rotary_dim": 4},
     "gpt_bigcode": {},
-    "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32},
+    "opt": {"ffn_dim": 48, "word_embed_proj_dim": 16, "do_layer_norm_before": False},  # as facebook/opt-350m
     "falcon": {"new_decoder_architecture": True, "num_kv_heads": 2, "alibi": False},
     "codegen": {"rotary_dim": 4},
     "biogpt": {},
@@ -121,6 +123,54 @@ IMAGES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = 
         {"image_token_index": 66},
     ),
 }
+
+
+# Small values of fields under the names that configs give them, for bases of which nothing else is known.
+SMALL: dict[str, Any] = {
+    **dict.fromkeys(("num_key_value_heads", "num_experts_per_tok", "n_layer", "n_layers", "num_layers"), 2),
+    **dict.fromkeys(("decoder_layers", "linear_num_key_heads", "linear_num_value_heads"), 2),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "n_head", "n_heads", "rotary_dim"), 4),
+    **dict.fromkeys(("decoder_attention_heads", "mamba_n_heads", "mamba_num_heads", "state_size"), 4),
+    **dict.fromkeys(("head_dim", "mamba_d_head", "mamba_head_dim", "linear_key_head_dim", "sliding_window"), 8),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 16),
+    **dict.fromkeys(("d_model", "n_embd", "word_embed_proj_dim", "mamba_d_ssm"), 32),
+    **dict.fromkeys(("ffn_dim", "d_ff", "ffn_hidden_size", "decoder_ffn_dim"), 48),
+    **dict.fromkeys(("n_group", "topk_group", "n_groups", "n_shared_experts"), 1),
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 4,
+    "v_head_dim": 8,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 8,
+    "linear_value_head_dim": 8,
+    "ssm_state_size": 4,
+    "is_decoder": True,
+}
+# What some configs want otherwise: heads of another size, or as many of keys as of queries.
+OTHERWISE: list[dict[str, Any]] = [{}, {"num_key_value_heads": 4}, {"num_key_value_heads": 4, "head_dim": None}]
+MOST = 3_000_000  # parameters of what counts as tiny
+
+
+def generic(kind: str) -> PreTrainedModel | None:
+    """A tiny base of any class of transformers, with random weights in float64; None where these fields make none."""
+    for otherwise in OTHERWISE:
+        try:
+            plain = AutoConfig.for_model(kind)
+            fields = {**SIZES, **SPECIAL, **SMALL, **otherwise}
+            known = {name: value for name, value in fields.items() if value is not None and hasattr(plain, name)}
+            config = AutoConfig.for_model(kind, **known)
+            choice = {"experts_implementation": "eager", "dtype": torch.float64}
+            with torch.device("meta"):
+                blank = auto_class(config).from_config(config, **choice)
+            if sum(parameter.numel() for parameter in blank.parameters()) > MOST:
+                continue
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(0)
+                base = auto_class(config).from_config(config, **choice).eval()
+            base.generate(torch.tensor([[5, 6, 7, 8]]), max_new_tokens=2, do_sample=False)
+            return base
+        except Exception:  # each config and model refuses in its own way what it cannot be
+            continue
+    return None
 
 
 def tiny(kind: str) -> PreTrainedModel:

@@ -89,6 +89,9 @@ class Oracle:
         with torch.no_grad():
             self.features = [hidden_states(self.base, text[:-1]) for text in self.texts]  # the last token is not read
 
+    def prepare(self) -> None:
+        """Nothing is found out by running."""
+
     def start(self, batch_size: int, capacity: int) -> Knowledge:
         assert batch_size == len(self.texts)
         self.states.append(Knowledge(capacity, [None] * batch_size, [[] for _ in range(batch_size)]))

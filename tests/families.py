@@ -51,6 +51,7 @@ def features_of(model: DraftHeadPreTrainedModel, input_ids: torch.Tensor) -> tor
     """(B, T, F*H) what the drafter reads of the base's hidden states over texts, by transformers' own numbers."""
     with torch.no_grad():
         hidden = model.base(input_ids, output_hidden_states=True, use_cache=False).hidden_states
+    hidden = [states.mean(0) if states.dim() == 4 else states for states in hidden]  # of several streams
     return torch.cat([hidden[layer] for layer in model.drafter.reads or (-1,)], dim=-1)
 
 

@@ -57,7 +57,7 @@ class Eagle3(Layout):
         config, layer, text = own.config, own.config.own_layer, own.config.get_text_config()
         refuse_own_base(own, target)
         _refuse_what_is_lost(own, target)
-        tensors, notes = own_tensors(own, first="midlayer." if config.num_layers == 1 else "layers.0.")
+        tensors, notes = own_tensors(own, "midlayer." if config.num_layers == 1 else "layers.0.", target)
         about = llama_fields(layer, text.vocab_size) | {
             "architectures": ["LlamaForCausalLM" if target == "eagle3" else "LlamaForCausalLMEagle3"],
             "num_hidden_layers": config.num_layers,

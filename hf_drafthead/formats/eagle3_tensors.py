@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hf_drafthead.formats.heads import Heads, Joined, Reader, told
 from hf_drafthead.formats.layer_config import read_layer_config
-from hf_drafthead.formats.layout import Own
+from hf_drafthead.formats.layout import Own, refuse
 from hf_drafthead.formats.source import Source
 from hf_drafthead.modeling.eagle3 import Eagle3ForCausalLM
 
@@ -53,9 +53,13 @@ def read_pair_head(source: Source, layer: Mapping[str, Any], flags: dict[str, An
             "give feature_layers= (on the command line --set) or correct target_hidden_size."
         )
     tensors = {"fc.weight": reader.one("fc.weight"), "norm.weight": reader.one("norm.weight", (width,))}
-    draft_size = reader.take("lm_head.weight").shape[0]
-    tensors["lm_head.weight"] = reader.one("lm_head.weight", (draft_size, width))
     vocab_size = _vocabulary(reader, layer, notes)
+    if "lm_head.weight" in reader:
+        draft_size = reader.take("lm_head.weight").shape[0]
+        tensors["lm_head.weight"] = reader.one("lm_head.weight", (draft_size, width))
+    else:
+        draft_size = len(reader.tensors["d2t"]) if "d2t" in reader else config.get("draft_vocab_size") or vocab_size
+        notes.append("the file has no lm_head: the base's is used.")
     if draft_size < vocab_size:
         tensors["draft_tokens"] = _draft_tokens(reader, draft_size, vocab_size, notes)
     else:
@@ -93,6 +97,7 @@ def read_pair_head(source: Source, layer: Mapping[str, Any], flags: dict[str, An
         "fc_norm": "fc_norm.0.weight" in tensors,
         "fc_bias": "fc.bias" in tensors,
         "own_embeddings": "embed_tokens.weight" in tensors,
+        "share_lm_head": "lm_head.weight" not in tensors,
     }
     for name in ("norm_before_fc", "fc_norm"):
         if config.get(name) and not fields[name]:
@@ -109,13 +114,21 @@ def read_pair_head(source: Source, layer: Mapping[str, Any], flags: dict[str, An
     return heads
 
 
-def own_tensors(own: Own, first: str) -> tuple[dict[str, Tensor], list[str]]:
+def own_tensors(own: Own, first: str, target: str) -> tuple[dict[str, Tensor], list[str]]:
     """The tensors of a head of this library under the common names, and notes on them.
 
     Args:
         own: the head.
         first: what the names of the first layer begin with.
+        target: that they are written for.
+
+    Raises:
+        ValueError: the target would lose something.
     """
+    if own.config.share_lm_head:
+        refuse(
+            own, target, "it has no lm_head of its own, which the target looks for", "train with share_lm_head=False"
+        )
     tensors: dict[str, Tensor] = {}
     notes: list[str] = []
     order = None

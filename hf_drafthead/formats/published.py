@@ -20,7 +20,15 @@ BASES = {
     "lmsys/SGLang-EAGLE3-Qwen3-30B-A3B-Instruct-2507-SpecForge-Nex": "Qwen/Qwen3-30B-A3B-Instruct-2507",
     "lmsys/SGLang-EAGLE3-Llama-3.3-70B-Instruct-SpecForge": "meta-llama/Llama-3.3-70B-Instruct",
     "zhuyksir/EAGLE3-gpt-oss-20b-bf16": "openai/gpt-oss-20b",
+    "AngelSlim/Qwen3-1.7B_eagle3": "Qwen/Qwen3-1.7B",
     "AngelSlim/Qwen3-4B_eagle3": "Qwen/Qwen3-4B",
+    "AngelSlim/Hunyuan-1.8B-Instruct_eagle3": "tencent/Hunyuan-1.8B-Instruct",
+    "philschmid/llama-3-1-8b-instruct-medusa": "meta-llama/Llama-3.1-8B-Instruct",
+    "thoughtworks/Llama-3.1-8B-Instruct-Eagle3": "meta-llama/Llama-3.1-8B-Instruct",
+    "yuhuili/EAGLE-LLaMA3-Instruct-8B": "meta-llama/Meta-Llama-3-8B-Instruct",
+    "yuhuili/EAGLE-LLaMA3-Instruct-70B": "meta-llama/Meta-Llama-3-70B-Instruct",
+    "yuhuili/EAGLE-LLaMA3.1-Instruct-8B": "meta-llama/Llama-3.1-8B-Instruct",
+    "parrishcorcoran/MedusaBitNet-2B-4T": "microsoft/bitnet-b1.58-2B-4T",
 }
 
 

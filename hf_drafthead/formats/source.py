@@ -24,6 +24,7 @@ GROUPS = (
 )
 ENDINGS = (".safetensors", ".pt", ".bin", ".pth")
 INDEX = ".index.json"
+COMPILED = re.compile(r"(?<![^.])_orig_mod\.")
 ENVELOPES = ("state_dict", "model", "module", "model_state_dict")  # under which trainers put the tensors
 
 
@@ -88,7 +89,21 @@ def _source(name: str, files: list[str], config: dict[str, Any], commit: str | N
     tensors: dict[str, Tensor] = {}
     for file in files:
         tensors |= map_tensors([file]) if file.endswith(".safetensors") else read_pickle(file)
-    return Source(name, tuple(files), config, tensors, commit)
+    return Source(name, tuple(files), config, plain_names(tensors), commit)
+
+
+def plain_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors without what DistributedDataParallel, torch.compile and NeMo AutoModel put before their names.
+
+    >>> list(plain_names({"module._orig_mod.model.fc.weight": torch.zeros(1), "module.lm_head.weight": torch.zeros(1)}))
+    ['fc.weight', 'lm_head.weight']
+    """
+    named = {COMPILED.sub("", name): tensor for name, tensor in tensors.items()}
+    while named and all(name.startswith("module.") for name in named):
+        named = {name.removeprefix("module."): tensor for name, tensor in named.items()}
+    if "model.fc.weight" in named:  # an EAGLE head as the inner model of a causal language model
+        named = {name.removeprefix("model."): tensor for name, tensor in named.items()}
+    return named if len(named) == len(tensors) else dict(tensors)
 
 
 def _first_of(name: str, group: tuple[str, ...], hub: Mapping[str, Any]) -> list[str] | None:

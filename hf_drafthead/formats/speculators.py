@@ -73,7 +73,7 @@ class Speculators(Layout):
         if list(config.feature_layers) != sorted(config.feature_layers):
             what = f"it reads the layers {list(config.feature_layers)}, and vLLM sorts them"
             refuse(own, target, what, "train it with ascending feature_layers")
-        tensors, notes = own_tensors(own, first="layers.0.")
+        tensors, notes = own_tensors(own, "layers.0.", target)
         features: list[int] | None = list(config.feature_layers)
         if features == published_features(text.num_hidden_layers):
             features = None

@@ -21,7 +21,7 @@ from hf_drafthead.generation.dynamic import Tree
 from hf_drafthead.generation.reader import BaseReader, position_table, prefill_inputs
 from hf_drafthead.generation.rules import Rules
 from hf_drafthead.generation.settings import DraftSettings
-from hf_drafthead.generation.slots import SlotCache
+from hf_drafthead.generation.slots import SlotCache, writing_layers
 from hf_drafthead.generation.state import DecodingState, DraftHeadGenerateOutput, Limits, Outcome, Rows, StepRecord
 from hf_drafthead.generation.step import Step
 from hf_drafthead.generation.stopwatch import Stopwatch
@@ -119,7 +119,7 @@ def prefill(
     most = max(longest - prompt_length, 1)  # the first token comes even where a criterion fires on the prompt
     room = min(most, FIRST_ROOM) + 2 * (tree.max_depth + 2)  # as much as `Step` asks for ahead
     config = reader.base.config.get_text_config(decoder=True)
-    cache = SlotCache(batch, config.num_hidden_layers, positions + room, tree.num_nodes)
+    cache = SlotCache(batch, writing_layers(config), positions + room, tree.num_nodes)
     if known:
         cache.load(past)
     arguments = prefill_inputs(reader.base, input_ids, rules.config, inputs, cache)

@@ -21,7 +21,7 @@ from hf_drafthead.generation.drafting import draft_vocabulary
 from hf_drafthead.generation.dynamic import DynamicTree
 from hf_drafthead.generation.entries import CalibrationKey
 from hf_drafthead.generation.frames import with_room
-from hf_drafthead.generation.reader import BaseReader, Unsupported, check_length, circumstances, probe
+from hf_drafthead.generation.reader import BaseReader, Unsupported, check_length, circumstances, probe, probe_tokens
 from hf_drafthead.generation.rules import ROW_BY_ROW
 from hf_drafthead.generation.settings import AUTO, DraftSettings
 from hf_drafthead.generation.slots import can_load
@@ -183,11 +183,21 @@ class DraftHeadGenerationMixin(GenerationMixin):
         return settings if asked["draft_tree"] in (None, AUTO) else resolved
 
     def why_no_drafts(self) -> str | None:
-        """Why no call of `generate` can draft on this base, found out by running it once; None if calls can."""
+        """Why no call of `generate` can draft on this base, found out by a short one; None if calls can."""
+        short = {"max_new_tokens": 2, "min_new_tokens": None, "stop_strings": None, "cache_implementation": None}
+        config, _ = self._merged_config(None, {**short, "do_sample": False})
+        config.__dict__.pop("calibration", None)
         try:
-            self._base_reader()
+            reader, drafter = self._base_reader(), self.drafter
+            _check_call(self.base, self._merged_config(None, {})[0], None, None)
+            settings = DraftSettings(draft_tree=[[0]]).resolved(self.drafter.max_depth, 1)
+            nothing = {"execution": None, "capture": None, "streamer": None, "on_step": None}
+            loop = functools.partial(_decode_if_possible, reader=reader, drafter=drafter, settings=settings, **nothing)
+            self.base.generate(probe_tokens(self.base)[None, :4], generation_config=config, custom_generate=loop)
         except Unsupported as reason:
             return str(reason)
+        except Exception as error:  # of heads that do not fit the base, or of the base itself
+            return f"a call raises {type(error).__name__}: {error}".splitlines()[0].rstrip(".")
         return None
 
     def _base_reader(self) -> BaseReader:
@@ -195,6 +205,7 @@ class DraftHeadGenerationMixin(GenerationMixin):
         base = self.base
         if base.training or self.drafter.training:  # dropout would draw from the generator that sampling uses
             raise Unsupported("the model is in training mode, call model.eval() first")
+        self.drafter.prepare()
         probed, known = self.__dict__.get("_readers", (None, {}))
         if probed is not base:  # by identity, which a copy of the whole model keeps
             known = {}

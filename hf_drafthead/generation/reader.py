@@ -9,16 +9,18 @@ Shapes: B rows, N nodes, T positions of a text, R = 1 or B, H hidden, F feature 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from hf_drafthead.generation.memory import out_of_memory
-from hf_drafthead.generation.slots import SlotCache, padded, slot_mask
+from hf_drafthead.generation.slots import SlotCache, padded, slot_mask, writing_layers
 from hf_drafthead.generation.tree import DraftTree, Topology
 
 KNOWN_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
@@ -58,20 +60,24 @@ class Reading:
 class BaseReader:
     """How to run one base and read logits and features from it.
 
-    base: the causal LM; windows: attention window (None = all) by layer type; split: whether the logits are the output
-    projection of the decoder's last hidden state, so that the decoder can be run alone; reads: the layers whose hidden
-    states the drafter reads, -1 being the last after the final norm.
+    base: the causal LM; windows: attention window (None = all) by layer type; split: whether the logits are what
+    `output` makes of the decoder's last hidden state, so that the decoder can be run alone; reads: the layers whose
+    hidden states the drafter reads, -1 being the last after the final norm.
     """
 
     base: PreTrainedModel
     windows: dict[str, int | None]
     split: bool
     reads: tuple[int, ...] = (-1,)
+    output: OutputLayer | None = None
 
     @classmethod
-    def of_texts(cls, base: PreTrainedModel, reads: tuple[int, ...] = (-1,)) -> BaseReader:
+    def of_texts(
+        cls, base: PreTrainedModel, reads: tuple[int, ...] = (-1,), output: OutputLayer | None = None
+    ) -> BaseReader:
         """A reader of whole texts, for which a base need not be able to verify trees."""
-        return cls(base, {}, splits(base), reads)
+        output = output or OutputLayer(base)
+        return cls(base, {}, splits(base, output), reads, output)
 
     def __call__(self, last_only: bool, **inputs) -> tuple[torch.Tensor, torch.Tensor]:
         """Logits (B, 1 or length, V) and features (B, length, F*H) of a forward with the base's own arguments."""
@@ -85,7 +91,7 @@ class BaseReader:
 
     def logits(self, scores: torch.Tensor) -> torch.Tensor:
         """Logits (..., V) from the scores of a `Reading`."""
-        return self.base.get_output_embeddings()(scores) if self.split else scores
+        return (self.output or OutputLayer(self.base))(scores) if self.split else scores
 
     def read(self, inputs: dict) -> Reading:
         """A forward with the base's own arguments."""
@@ -99,7 +105,8 @@ class BaseReader:
             hidden, scores = outputs.hidden_states[-1], outputs.logits
         if last_layer_only:
             return Reading(hidden, hidden, scores)
-        features = torch.cat([outputs.hidden_states[layer].to(hidden.device) for layer in self.reads], dim=-1)
+        states = [one_stream(outputs.hidden_states[layer], hidden).to(hidden.device) for layer in self.reads]
+        features = torch.cat(states, dim=-1)
         return Reading(features, hidden, scores)
 
     def behind(
@@ -156,6 +163,18 @@ class BaseReader:
             past_key_values=cache,
             use_cache=True,
         )
+
+
+def one_stream(states: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Hidden states in the shape (B, T, H) of `like`.
+
+    Some bases, such as Gemma 3n, have several streams between their layers: it is their mean, which these bases take
+    before the final norm.
+    """
+    if states.dim() == like.dim():
+        return states
+    extra = next(at for at in range(states.dim()) if states.shape[:at] + states.shape[at + 1 :] == like.shape)
+    return states.mean(extra)
 
 
 def attention_windows(config) -> dict[str, int | None]:
@@ -233,15 +252,16 @@ def probe(base: PreTrainedModel, reads: tuple[int, ...]) -> BaseReader:
     """
     config = base.config.get_text_config(decoder=True)
     windows = attention_windows(config)
-    past, root, left, right = _probe_tokens(base).split((13, 1, 1, 1))
+    past, root, left, right = probe_tokens(base).split((13, 1, 1, 1))
     device = past.device
     tree = DraftTree([(0,), (1,)])
     try:
         plain = [base(torch.cat([past, root, node])[None], use_cache=False).logits[0, -1] for node in (left, right)]
         if not all(expected.isfinite().any() for expected in plain):
             raise Unsupported("the base's logits are not numbers", lasting=False)
-        reader = BaseReader(base, windows, split=splits(base), reads=reads)
-        cache = SlotCache(2, config.num_hidden_layers, capacity=16, nodes=3)
+        output = OutputLayer(base)
+        reader = BaseReader(base, windows, splits(base, output), reads, output)
+        cache = SlotCache(2, writing_layers(config), capacity=16, nodes=3)
         reader(True, input_ids=past.expand(2, -1), past_key_values=cache, use_cache=True)
         cache.count(len(past))
         topology = tree.topology(device)
@@ -265,7 +285,7 @@ def probe(base: PreTrainedModel, reads: tuple[int, ...]) -> BaseReader:
     return reader
 
 
-def _probe_tokens(base: PreTrainedModel) -> torch.Tensor:
+def probe_tokens(base: PreTrainedModel) -> torch.Tensor:
     """16 different tokens where the base reads them."""
     vocabulary = base.config.get_text_config(decoder=True).vocab_size
     return torch.arange(3, 3 + 16, device=_device(base)).remainder(vocabulary)
@@ -289,20 +309,150 @@ def watched(base: PreTrainedModel) -> bool:
     return False
 
 
-@torch.no_grad()
-def splits(base: PreTrainedModel) -> bool:
-    """Whether the output projection of the decoder's last hidden state is the base's logits; no if it is `watched`."""
-    if watched(base):
-        return False
-    tokens = _probe_tokens(base)[None, :4]
-    whole = base(tokens, use_cache=False).logits
-    try:
-        parts = base.get_output_embeddings()(base.get_decoder()(tokens, use_cache=False).last_hidden_state)
-    except (AttributeError, RuntimeError, TypeError) as error:  # its decoder is none, or more lies between
-        if out_of_memory(error):
-            raise
-        return False
-    return torch.allclose(parts, whole, rtol=1e-3, atol=1e-5 * whole.abs().max().item())
+class OutputLayer:
+    """What a base makes of its decoder's last hidden state (..., W): logits (..., V); found out by running it.
+
+    Most bases apply their lm_head and nothing else. Where others scale or cap, their own `forward` is run, on a decoder
+    that hands on the states that it is given.
+
+    Attributes:
+        head: the base's lm_head.
+        known: whether it was found; if not, the lm_head alone is taken for it.
+        width: W; None where the decoder cannot be run.
+    """
+
+    def __init__(self, base: PreTrainedModel):
+        self.base, self.head = base, base.get_output_embeddings()
+        self._around: nn.Module | None = None  # a copy of the base, its parts shared, with such a decoder
+        self._behind: nn.Module | None = None  # the same with a lm_head that does so, too
+        self.width: int | None = None
+        was_training = base.training
+        base.eval()  # dropout would hide it
+        try:
+            self.known = self._find()
+        except Exception as error:  # its decoder is none, it has no memory yet, or it needs what is not there
+            if out_of_memory(error):
+                raise
+            self.known = False
+        finally:
+            base.train(was_training)
+
+    @torch.no_grad()
+    def _find(self) -> bool:
+        """Compare the base's logits with what comes of its decoder's states."""
+        tokens = probe_tokens(self.base)[None, :4]
+        logits = self.base(tokens, use_cache=False).logits
+        states = self.base.get_decoder()(tokens, use_cache=False).last_hidden_state
+        self.width = states.shape[-1]
+        for around in _without_decoder(self.base):
+            try:
+                found = _close(self._of_forward(around, states), logits)
+            except Exception as error:  # another place of the decoder may do
+                if out_of_memory(error):
+                    raise
+                continue
+            if found:
+                # what cannot be seen in the states of a few tokens shows in others: a cap only in large logits
+                wide = torch.linspace(-1, 1, states.shape[-1]).to(states) * states.new_tensor([[1.0], [100.0]])
+                whole, alone = self._of_forward(around, wide[None]), self.head(wide[None])
+                if whole.dtype != alone.dtype or not torch.equal(whole, alone):
+                    path = next(name for name, module in around.named_modules() if module is self.head)
+                    self._around, self._behind = around, _with(around, path.split("."), _Passed)
+                return True
+        return _close(self.head(states), logits)
+
+    def __call__(self, states: torch.Tensor) -> torch.Tensor:
+        """Logits (..., V) of states (..., W)."""
+        return self.head(states) if self._around is None else self._of_forward(self._around, states)
+
+    def behind(self, products: torch.Tensor) -> torch.Tensor:
+        """Logits (..., D) from products of a lm_head (..., D), which may have rows of some tokens alone."""
+        return products if self._behind is None else self._of_forward(self._behind, products)
+
+    @torch.no_grad()
+    def scale(self) -> float:
+        """By what the lm_head's own products are best multiplied to be nearest to the base's logits, on its states."""
+        if self._around is None:
+            return 1.0
+        states = self.base.get_decoder()(probe_tokens(self.base)[None], use_cache=False).last_hidden_state
+        products, logits = self.head(states).double(), self(states).double()
+        kept = logits.isfinite()
+        return float((products * logits)[kept].sum() / (products * products)[kept].sum())
+
+    def _of_forward(self, around: nn.Module, states: torch.Tensor) -> torch.Tensor:
+        texts = states.reshape(1, -1, states.shape[-1]) if states.dim() != 3 else states
+        logits = type(self.base).forward(around, inputs_embeds=texts, use_cache=False, return_dict=True).logits
+        return logits.reshape(*states.shape[:-1], logits.shape[-1])
+
+
+class _Passed(nn.Module):
+    """In the place of another module: it hands on what it is given, and has what that one has."""
+
+    def __init__(self, module: nn.Module):
+        super().__init__()
+        self.__dict__["replaced"] = module  # past nn.Module's bookkeeping
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["replaced"], name)
+
+    def forward(self, states: torch.Tensor, *args, **kwargs) -> Any:
+        return states
+
+
+class _GivenStates(_Passed):
+    """In the place of a decoder, whose output is what it is given as embeddings."""
+
+    def forward(self, *args, **kwargs) -> _DecoderOutput:
+        return _DecoderOutput(kwargs["inputs_embeds"])
+
+
+class _DecoderOutput:
+    """The last hidden state, whatever it is asked by; every other field is None."""
+
+    def __init__(self, states: torch.Tensor):
+        self.last_hidden_state = states
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return None
+
+    def __getitem__(self, key: Any) -> torch.Tensor | None:
+        return self.last_hidden_state if key in (0, "last_hidden_state") else None
+
+
+def _without_decoder(base: PreTrainedModel) -> list[nn.Module]:
+    """Copies of a base that share all its parts but the decoder: in them its part that holds the embeddings hands on
+    what it is given, or only the decoder within that part does."""
+    embeddings, decoder = base.get_input_embeddings(), base.get_decoder()
+    paths = []
+    for inner in (embeddings, decoder):
+        name = next((name for name, module in base.named_modules() if module is inner), "")
+        if name:
+            paths.append(name.split(".")[:1] if inner is embeddings else name.split("."))
+
+    return [_with(base, path, _GivenStates) for path in paths]
+
+
+def _with(module: nn.Module, path: list[str], kind: type[_Passed]) -> nn.Module:
+    """A copy of a module that shares all its parts but the one at the path."""
+    if not path:
+        return kind(module)
+    shared = copy.copy(module)
+    shared.__dict__ = {**module.__dict__, "_modules": dict(module._modules)}
+    shared._modules[path[0]] = _with(module._modules[path[0]], path[1:], kind)  # type: ignore[arg-type]
+    return shared
+
+
+def splits(base: PreTrainedModel, output: OutputLayer) -> bool:
+    """Whether `output` makes the base's logits of the decoder's last hidden state; no if it is `watched`."""
+    return output.known and not watched(base)
+
+
+def _close(found: torch.Tensor, logits: torch.Tensor) -> bool:
+    return found.shape == logits.shape and torch.allclose(
+        found.to(logits), logits, rtol=1e-3, atol=1e-5 * logits.abs().max().item()
+    )
 
 
 def prefill_inputs(base: PreTrainedModel, input_ids: torch.Tensor, config, inputs: dict, past: Cache | None) -> dict:

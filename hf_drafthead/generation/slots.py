@@ -18,11 +18,13 @@ import torch
 from transformers.cache_utils import (
     Cache,
     CacheLayerMixin,
+    DynamicCache,
     DynamicLayer,
     DynamicSlidingWindowLayer,
     StaticLayer,
     StaticSlidingWindowLayer,
 )
+from transformers.configuration_utils import PreTrainedConfig
 
 # Layers whose keys have one shape share a tensor, so that moving nodes is one copy for all of them. Where shapes or
 # devices differ between layers, a shared tensor may stay partly unused: this bounds the waste.
@@ -223,7 +225,7 @@ class SlotCache(Cache):
         known = int(past.get_seq_length())
         self.reserve(known + 1, self.nodes)
         for mine, theirs in zip(self.layers, past.layers):
-            if theirs.is_initialized and theirs.keys.numel():
+            if theirs.is_initialized and not holds_nothing(theirs) and theirs.keys.numel():
                 mine.put(theirs.keys, theirs.values, known - theirs.keys.shape[-2])
         self.count(known)
 
@@ -470,4 +472,16 @@ def can_load(past: Cache) -> bool:
         return False
     prepared = not getattr(past, "_is_user_defined", False)
     known = (DynamicLayer, DynamicSlidingWindowLayer, *((StaticLayer, StaticSlidingWindowLayer) if prepared else ()))
-    return all(type(layer) in known for layer in past.layers)
+    return all(type(layer) in known or holds_nothing(layer) for layer in past.layers)
+
+
+def holds_nothing(layer: CacheLayerMixin) -> bool:
+    """Whether a layer of an ordinary cache only stands for one that writes none, as it reads an earlier layer's."""
+    return type(layer).__name__ == "DummyLayer"  # which older versions of transformers do not have
+
+
+def writing_layers(config: PreTrainedConfig) -> int:
+    """How many of a base's layers, the first ones, write keys and values; the others read those of earlier layers."""
+    layers = DynamicCache(config=config).layers
+    last = next((number for number, layer in enumerate(reversed(layers)) if not holds_nothing(layer)), 0)
+    return (len(layers) or config.num_hidden_layers) - last

@@ -21,6 +21,7 @@ from hf_drafthead.modeling.files import open_tensors, read_json
 logger = logging.get_logger(__name__)
 
 ADAPTER_WEIGHTS, ADAPTER_PICKLE = "adapter_model.safetensors", "adapter_model.bin"
+TOKEN_ADAPTER = "token_adapter"  # the name that PEFT gives a layer in which some tokens are trained
 FOLDER = "adapter"  # of a checkpoint, in which the adapter of its base lies
 # How PEFT names the tensors of an adapter that was made for a model with draft heads, and not for its base.
 OF_A_WHOLE_MODEL = re.compile(r"base_model\.model\.(base|drafter)\.")
@@ -81,7 +82,23 @@ def load_adapter(base: Any, folder: str) -> None:
         ValueError: the adapter is not one for this base.
     """
     info = base.load_adapter(folder)
-    refuse_damage(folder, {name: getattr(info, name, None) for name in ("missing_keys", "unexpected_keys")})
+    found = {name: set(getattr(info, name, None) or ()) for name in ("missing_keys", "unexpected_keys")}
+    if found["missing_keys"]:  # transformers does not know all of PEFT's names, such as that of DoRA's magnitudes
+        from peft import set_peft_model_state_dict
+
+        with open_tensors(Path(folder) / ADAPTER_WEIGHTS) as file:
+            tensors = {name.removeprefix("base_model.model."): file.get_tensor(name) for name in file.keys()}
+        name = next(iter(base.active_adapters()))
+        left = set_peft_model_state_dict(base, tensors, adapter_name=name)
+        found = {
+            "missing_keys": found["missing_keys"] & set(left.missing_keys),
+            "unexpected_keys": left.unexpected_keys,
+        }
+    parameters = dict(base.named_parameters(remove_duplicate=False))
+    loaded = {id(parameter) for name, parameter in parameters.items() if name not in found["missing_keys"]}
+    # PEFT stores once what is tied, and calls its other name missing
+    found["missing_keys"] = {name for name in found["missing_keys"] if id(parameters.get(name)) not in loaded}
+    refuse_damage(folder, found)
 
 
 def adapt(base: Any, path: str | None, config: DraftHeadConfig, hub: Mapping[str, Any], live: bool) -> None:
@@ -178,6 +195,7 @@ def bare_state(model: nn.Module) -> dict[str, Tensor]:
 def _plain_state(model: nn.Module, merge: bool) -> dict[str, Tensor]:
     state = dict(model.state_dict())
     for name, module in model.named_modules():
+        name = name.removesuffix(f".{TOKEN_ADAPTER}")  # PEFT wraps a layer with trainable tokens twice
         if not (_is_adapted(module) or _is_replaced(module)):
             continue
         for key in [key for key in state if key.startswith(f"{name}.")]:
@@ -191,7 +209,27 @@ def _plain_state(model: nn.Module, merge: bool) -> dict[str, Tensor]:
                 module.merge()
             plain = module.get_base_layer()
         state |= {f"{name}.{key}": tensor for key, tensor in plain.state_dict().items()}
-    return state
+    tied = getattr(model, "all_tied_weights_keys", None) or {}
+    return state | {target: state[source] for target, source in tied.items() if source in state and target in state}
+
+
+def check_names(state: Mapping[str, Tensor], plain: nn.Module) -> None:
+    """Refuse to save tensors that would not load: of a model whose adapters were taken out or merged.
+
+    Args:
+        state: what is to be saved.
+        plain: such a model without adapters.
+
+    Raises:
+        ValueError: a tensor is missing, or there is one that the model does not have.
+    """
+    expected = set(plain.state_dict())
+    for kind, names in (("lack", expected - set(state)), ("have besides", set(state) - expected)):
+        if names:
+            raise ValueError(
+                f"the base's adapter cannot be merged into its weights, which would {kind} {sorted(names)[0]!r}: merge "
+                "it yourself (PEFT's merge_and_unload), or save the heads alone."
+            )
 
 
 def _is_adapted(module: Any) -> bool:

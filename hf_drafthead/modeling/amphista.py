@@ -103,7 +103,7 @@ class AmphistaConfig(DraftHeadConfig):
             )
         if self.lm_head_rank is not None:
             self._check_at_least("lm_head_rank", 1)
-            hidden_size = getattr(self.get_text_config(), "hidden_size", None)
+            hidden_size = self.width if isinstance(self.base_config, PreTrainedConfig) else None
             if hidden_size is not None and self.lm_head_rank > hidden_size:
                 raise ValueError(
                     f"lm_head_rank is {self.lm_head_rank}, but the hidden size is {hidden_size}: a rank above it saves "
@@ -124,7 +124,7 @@ class AdaptationStage(nn.Module):
 
     def __init__(self, config: AmphistaConfig) -> None:
         super().__init__()
-        hidden_size = config.get_text_config().hidden_size
+        hidden_size = config.width
         self.fc = nn.Linear((2 if config.use_sampled_token else 1) * hidden_size, hidden_size)
         with torch.no_grad():
             self.fc.weight[:, :hidden_size] = torch.eye(hidden_size)
@@ -167,8 +167,7 @@ class AmphistaDrafter(MedusaDrafter):
 
     def __init__(self, config: AmphistaConfig) -> None:
         Drafter.__init__(self, config)
-        text = config.get_text_config()
-        heads, hidden_size = config.num_draft_heads, text.hidden_size
+        heads, hidden_size = config.num_draft_heads, config.width
         self.keeps_history = config.num_stages > 0
         self.stages = nn.ModuleList(AdaptationStage(config) for _ in range(config.num_stages))
         self.blocks = nn.ModuleList(ParallelBlocks(heads, hidden_size) for _ in range(config.num_layers))
@@ -188,7 +187,7 @@ class AmphistaDrafter(MedusaDrafter):
         self._stage_of_head = [head * groups // heads for head in range(heads)]
 
     def start(self, batch_size: int, capacity: int) -> Any:
-        groups, hidden_size = max(len(self.stages), 1), self.config.get_text_config().hidden_size
+        groups, hidden_size = max(len(self.stages), 1), self.config.width
         caches = tuple(SlotCache(batch_size, 1, min(capacity, ROOM)) for _ in self.stages)
         return AmphistaState(self.placed(torch.zeros(groups, batch_size, hidden_size)), caches=caches)
 

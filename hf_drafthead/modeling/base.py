@@ -13,6 +13,7 @@ from hf_drafthead.modeling.adapters import (
     FOLDER,
     active_adapter,
     bare_state,
+    check_names,
     find_adapter,
     is_of_a_whole_model,
     merged_state,
@@ -86,6 +87,7 @@ class DraftHeadPreTrainedModel(LoadableModel):
         adapted, adapter = getattr(self, "_hf_peft_config_loaded", False), active_adapter(self.base)
         if (adapted or adapter) and include_base:
             state_dict = merged_state(self)
+            check_names(state_dict, self._blank(copy.deepcopy(self.config), build_base=True))
         elif adapted:  # adapters of the whole model, heads and all, lie beside the heads
             state_dict = bare_state(self)
             super().save_pretrained(save_directory, is_main_process=is_main_process)

@@ -264,6 +264,13 @@ def last_layer(base: Any) -> tuple[torch.device, torch.dtype]:
     return torch.device(device), dtype
 
 
+def width_of(base: Any) -> int | None:
+    """How wide the states are that the base's lm_head reads, where that is not its hidden_size; else None."""
+    head = base.get_output_embeddings()
+    width = getattr(head, "in_features", head.weight.shape[-1])
+    return None if width == base.config.get_text_config(decoder=True).hidden_size else width
+
+
 def refuse_unfit(config: PreTrainedConfig, name: str, loaded: bool) -> None:
     """Refuse a base whose own `generate` draft heads could not reproduce.
 

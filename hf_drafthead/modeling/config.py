@@ -17,7 +17,7 @@ from hf_drafthead.modeling.layers import llama_like
 
 MODEL_TYPE_PREFIX = "drafthead_"  # of every family's model_type
 ABOUT_THE_BASE = {"base_config", "base_included", "base_model_name_or_path", "base_model_revision"}
-ABOUT_THE_BASE |= {"adapter_name_or_path", "adapter_revision", "base_gguf_file"}
+ABOUT_THE_BASE |= {"adapter_name_or_path", "adapter_revision", "base_gguf_file", "last_hidden_size"}
 # A config builds modules before a tensor is looked at: these keep what it can cost far above anything published.
 MAX_HEADS = 64
 MAX_LAYERS = 32  # of one head
@@ -48,6 +48,8 @@ class DraftHeadConfig(PreTrainedConfig):
             the checkpoint that holds it, or the Hub id that it came from, which is used if there is no such folder.
         adapter_revision: commit of the adapter, if it came from the Hub.
         base_included: True in a checkpoint that holds the base's weights as well.
+        last_hidden_size: width of the base's embeddings and of what its lm_head reads, where that is not the base's
+            hidden_size (512 of 1024 in facebook/opt-350m): of these the heads read and make states.
         num_draft_heads: tokens guessed ahead of the base's own next token.
         draft_vocab_size: D, tokens among which the heads choose, the most frequent ones of the training text (FR-Spec,
             arXiv 2502.14856); None for all of the base's.
@@ -66,6 +68,7 @@ class DraftHeadConfig(PreTrainedConfig):
     adapter_name_or_path: str | None = None
     adapter_revision: str | None = None
     base_included: bool = False
+    last_hidden_size: int | None = None
     num_draft_heads: int = 4
     draft_vocab_size: int | None = None
 
@@ -86,7 +89,9 @@ class DraftHeadConfig(PreTrainedConfig):
         """Refuse values that cannot be built; families extend it."""
         self._check_count("num_draft_heads", 1, MAX_HEADS)
         self._check_flag("base_included")
-        for name in sorted(ABOUT_THE_BASE - {"base_config", "base_included"}):
+        if self.last_hidden_size is not None:
+            self._check_at_least("last_hidden_size", 1)
+        for name in sorted(ABOUT_THE_BASE - {"base_config", "base_included", "last_hidden_size"}):
             value = getattr(self, name)
             if value is not None and not isinstance(value, str):
                 raise ValueError(f"{name} is {shortened.repr(value)}: expected text, or None.")
@@ -121,6 +126,11 @@ class DraftHeadConfig(PreTrainedConfig):
     def family(self) -> str:
         """The family's short name, as the papers name it: `medusa`, `hydra`, `hydra++`, `amphista`, ..."""
         return self.model_type.removeprefix(MODEL_TYPE_PREFIX)
+
+    @property
+    def width(self) -> int:
+        """H, of the states that heads read and make."""
+        return self.last_hidden_size or self.get_text_config().hidden_size
 
     @property
     def max_depth(self) -> int | None:
@@ -222,7 +232,7 @@ class DraftHeadConfig(PreTrainedConfig):
             wanted: whether they do.
             same_width: whether they must be as wide as the base.
         """
-        own, layer, text = getattr(self, "layer_config", None), self.own_layer, self.get_text_config()
+        own, layer = getattr(self, "layer_config", None), self.own_layer
         if own is not None and not own.model_type:
             raise ValueError("layer_config has no model_type: give the config of a model, such as a LlamaConfig.")
         if not wanted:
@@ -240,13 +250,13 @@ class DraftHeadConfig(PreTrainedConfig):
                 "layer_config= of a model that has, or use Medusa or Hydra heads."
             )
         if own is None:
-            if not has_layers(layer):  # of learned positions, for instance
-                self.layer_config = llama_like(layer, layers=1)
+            if layer.hidden_size != self.width or not has_layers(layer):  # of learned positions, for instance
+                self.layer_config = llama_like(layer, layers=1, width=self.width)
             return
-        if same_width and getattr(own, "hidden_size", None) != text.hidden_size:
+        if same_width and getattr(own, "hidden_size", None) != self.width:
             raise ValueError(
                 f"layer_config has hidden size {getattr(own, 'hidden_size', None)}, but the base has "
-                f"{text.hidden_size}: give the layer the base's."
+                f"{self.width}: give the layer the base's."
             )
         heads, groups = own.num_attention_heads, getattr(own, "num_key_value_heads", None)
         if groups and heads % groups:

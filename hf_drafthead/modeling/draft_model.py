@@ -20,7 +20,7 @@ from transformers.configuration_utils import PreTrainedConfig
 
 from hf_drafthead.generation.drafting import Guesses
 from hf_drafthead.generation.reader import BaseReader, Unsupported, probe
-from hf_drafthead.generation.slots import ROOM, SlotCache, slot_mask
+from hf_drafthead.generation.slots import ROOM, SlotCache, slot_mask, writing_layers
 from hf_drafthead.modeling.base import DraftHeadPreTrainedModel
 from hf_drafthead.modeling.base_model import full_name
 from hf_drafthead.modeling.checkpoint import check_tensors
@@ -158,6 +158,7 @@ class DraftModelDrafter(Drafter):
         Raises:
             Unsupported: it cannot score a tree.
         """
+        super().prepare()
         _ = self.reader
 
     @property
@@ -169,7 +170,7 @@ class DraftModelDrafter(Drafter):
         """
         key = (self.model.config._attn_implementation, self.model.dtype)
         known = self.__dict__.setdefault("_readers", {})
-        if key not in known:
+        if key not in known or known[key].base is not self.model:
             was_training = self.model.training
             self.model.eval()
             try:
@@ -194,7 +195,7 @@ class DraftModelDrafter(Drafter):
                     ours.copy_(theirs)
 
     def start(self, batch_size: int, capacity: int) -> DraftModelState:
-        layers = self.config.draft_text_config.num_hidden_layers
+        layers = writing_layers(self.config.draft_text_config)
         cache = SlotCache(batch_size, layers, min(capacity, ROOM))
         width = self.model.get_output_embeddings().weight.shape[-1] if self.reader.split else self.size
         return self._at_root(cache, self.placed(torch.zeros(batch_size, width)), False)

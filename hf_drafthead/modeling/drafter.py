@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hf_drafthead.generation.drafting import Guesses
+from hf_drafthead.generation.reader import OutputLayer, Unsupported
 from hf_drafthead.modeling.config import DraftHeadConfig
 from hf_drafthead.modeling.decoder_layer import DecoderLayer
-from hf_drafthead.modeling.layers import VocabularyRows, base_logits
+from hf_drafthead.modeling.layers import VocabularyRows
 
 
 class Drafter(nn.Module):
@@ -60,7 +61,29 @@ class Drafter(nn.Module):
     def attach(self, base: nn.Module) -> None:
         """Read embeddings and lm_head from this base from now on."""
         self.__dict__["base"] = base  # past nn.Module's bookkeeping: not a submodule
+        self.base_tokens = len(self.base.get_output_embeddings().weight)
         self.follow_base()
+
+    @property
+    def output(self) -> OutputLayer:
+        """How the base makes logits of its last hidden state: found out by running it, once for each lm_head."""
+        known = self.__dict__.get("_output")
+        if known is None or known.base is not self.base or known.head is not self.base.get_output_embeddings():
+            known = self.__dict__["_output"] = OutputLayer(self.base)
+        return known
+
+    def prepare(self) -> None:
+        """Find out what is found out by running, before a step is compiled.
+
+        Raises:
+            Unsupported: the heads cannot guess.
+        """
+        now = len(self.output.head.weight)
+        if now != self.base_tokens:
+            raise Unsupported(
+                f"the base was resized from {self.base_tokens} to {now} tokens under heads that guess over the former: "
+                "train heads for it (from_base)"
+            )
 
     def follow_base(self) -> None:
         """Compute attention and experts in the same way as the base."""
@@ -196,12 +219,13 @@ class Drafter(nn.Module):
         return tensor.to(like.dtype) if like.is_meta else tensor.to(like)  # hooks move what an offloaded drafter needs
 
     def base_logits(self, hidden: Tensor) -> Tensor:
-        """What the base's lm_head makes of states (..., H): logits (..., V), or (..., D) of the draft vocabulary."""
+        """What the base makes of states (..., H): logits (..., V), or (..., D) of the draft vocabulary."""
+        output = self.output
         if self.draft_tokens is None:
-            return base_logits(self.base, hidden)
-        like = next(self.parameters())
-        weight, bias = self._rows(self.base.get_output_embeddings(), self.draft_tokens, like)
-        return F.linear(hidden.to(weight.dtype), weight, bias)
+            dtype = output.head.weight.dtype  # heads in training have another
+            return output(hidden.to(dtype) if dtype.is_floating_point else hidden)
+        weight, bias = self._rows(output.head, self.draft_tokens, next(self.parameters()))
+        return output.behind(F.linear(hidden.to(weight.dtype), weight, bias))
 
     def embed(self, tokens: Tensor, like: Tensor) -> Tensor:
         """The base's input embeddings (..., H) of tokens, where and in the type that `like` has."""

@@ -107,10 +107,12 @@ class EagleDrafter(Drafter):
 
     def __init__(self, config: EagleConfig) -> None:
         super().__init__(config)
-        hidden_size = config.get_text_config().hidden_size
+        hidden_size, text = config.width, config.get_text_config()
         self.reads = tuple(config.feature_layers)
-        several = len(self.reads)
-        self.reduce = nn.Linear(several * hidden_size, hidden_size, bias=False) if several > 1 else nn.Identity()
+        last = (-1, getattr(text, "num_hidden_layers", None))
+        wide = sum(hidden_size if layer in last else text.hidden_size for layer in self.reads)
+        alone = len(self.reads) == 1 and wide == hidden_size
+        self.reduce = nn.Identity() if alone else nn.Linear(wide, hidden_size, bias=False)
         self.fc = nn.Linear(2 * hidden_size, hidden_size, bias=config.fc_bias)
         self.body = DecoderLayer(config.own_layer, input_norm=False)
 

@@ -62,6 +62,7 @@ class Eagle3Config(DraftHeadConfig):
         fc_bias: give the joining layer a bias.
         norm_output: go on from the normed output.
         own_embeddings: embeddings of its own in the place of the base's; needed where the hidden sizes differ.
+        share_lm_head: project with the base's lm_head, where the hidden sizes are the same.
     """
 
     model_type = "drafthead_eagle3"
@@ -77,6 +78,7 @@ class Eagle3Config(DraftHeadConfig):
     fc_bias: bool = False
     norm_output: bool = False
     own_embeddings: bool = False
+    share_lm_head: bool = False
 
     @property
     def max_depth(self) -> int | None:
@@ -104,6 +106,7 @@ class Eagle3Config(DraftHeadConfig):
         self._check_at_least("num_layers", 1)
         for name in ("norm_before_residual", "norm_before_fc", "fc_norm", "fc_bias", "norm_output", "own_embeddings"):
             self._check_flag(name)
+        self._check_flag("share_lm_head")
         if self.norm_before_fc and self.fc_norm:
             raise ValueError(
                 "norm_before_fc and fc_norm are both True: the features are normed together or each by itself, set one "
@@ -113,7 +116,7 @@ class Eagle3Config(DraftHeadConfig):
             return
         text = self.get_text_config()
         if self.layer_config is None:
-            self.layer_config = llama_like(text, layers=1)
+            self.layer_config = llama_like(text, layers=1, width=self.width)
         self._check_layer("an EAGLE-3 head is a decoder layer", True, same_width=False)
         kinds = (getattr(self.layer_config, "layer_types", None) or [])[: self.num_layers]
         if len(set(kinds)) > 1:
@@ -121,9 +124,14 @@ class Eagle3Config(DraftHeadConfig):
                 f"layer_config has the layer_types {list(kinds)}: give all layers of the head the same attention."
             )
         width = getattr(self.layer_config, "hidden_size", None)
-        if width != text.hidden_size and not self.own_embeddings:
+        if width != self.width and self.share_lm_head:
             raise ValueError(
-                f"layer_config has hidden size {width}, but the base's embeddings have {text.hidden_size}: set "
+                f"layer_config has hidden size {width}, but the base's lm_head reads {self.width}: set "
+                "share_lm_head=False, or give the layer the base's size."
+            )
+        if width != self.width and not self.own_embeddings:
+            raise ValueError(
+                f"layer_config has hidden size {width}, but the base's embeddings have {self.width}: set "
                 "own_embeddings=True, or give the layer the base's size."
             )
         self.feature_layers = self._checked_features(text.num_hidden_layers)
@@ -220,7 +228,7 @@ class Eagle3Drafter(EagleDrafter):
     State dict: `fc.weight` (H, F*H of the base); `body.layer.*` the first layer with LLaMA's names and `hidden_norm`,
     its queries, keys and values reading (2H), embedding first; `body.more.{i}.*` further ones; `norm.weight` (H);
     `lm_head.weight` (D, H); where D is less than V, `draft_tokens` (D,) the base's id of each draft token, int64.
-    By variant: `fc.bias`, `input_norm.weight`, `fc_norm.{i}.weight`, `embed_tokens.weight` (V, H).
+    By variant: no `lm_head.weight`, `fc.bias`, `input_norm.weight`, `fc_norm.{i}.weight`, `embed_tokens.weight` (V, H).
     """
 
     config: Eagle3Config
@@ -237,7 +245,7 @@ class Eagle3Drafter(EagleDrafter):
         self.fc = nn.Linear(count * text.hidden_size, width, bias=config.fc_bias)
         self.body = PairLayers(config)
         self.norm = nn.RMSNorm(width, eps=eps)
-        self.lm_head = nn.Linear(width, self.choices, bias=False)
+        self.lm_head = None if config.share_lm_head else nn.Linear(width, self.choices, bias=False)
         self.embed_tokens = nn.Embedding(text.vocab_size, width) if config.own_embeddings else None
 
     def copy_from_base(self) -> None:
@@ -261,7 +269,8 @@ class Eagle3Drafter(EagleDrafter):
 
     def head_logits(self, head: int, hidden: Tensor) -> Tensor:
         """Logits (..., D) over the draft vocabulary from an output (..., H) of the layer."""
-        return self.lm_head(self.norm(hidden))
+        normed = self.norm(hidden)
+        return self.base_logits(normed) if self.lm_head is None else self.lm_head(normed)
 
     def _projected(self, features: Tensor) -> Tensor:
         if self.fc_norm:
@@ -280,9 +289,12 @@ class Eagle3Drafter(EagleDrafter):
         return torch.cat([embeddings, features], dim=-1)
 
     def copy_projections(self) -> None:
-        rows = weight_of(self.base.get_output_embeddings(), like=self.lm_head.weight)
+        if self.lm_head is None:
+            return
+        rows = weight_of(self.output.head, like=self.lm_head.weight)
         if self.draft_tokens is not None and not rows.is_meta:
             rows = rows[self.draft_tokens.to(rows.device)]
+        rows = rows if rows.is_meta else rows * self.output.scale()
         _copy_if_as_wide(self.lm_head.weight, rows)
 
 

@@ -137,22 +137,21 @@ class HydraDrafter(Drafter):
 
     def __init__(self, config: HydraConfig) -> None:
         super().__init__(config)
-        text = config.get_text_config()
         self.keeps_history = config.prefix_layer
         self.prefix = DecoderLayer(config.own_layer, final_norm=True) if config.prefix_layer else None
-        self.heads = nn.ModuleList(HydraHead(i, text.hidden_size, config) for i in range(config.num_draft_heads))
+        self.heads = nn.ModuleList(HydraHead(i, config.width, config) for i in range(config.num_draft_heads))
         self.projections = OutputProjections(
-            config.num_draft_heads, text.hidden_size, self.choices, config.share_lm_head, bias=True
+            config.num_draft_heads, config.width, self.choices, config.share_lm_head, bias=True
         )
 
     def copy_from_base(self) -> None:
         self.copy_projections()
 
     def copy_projections(self) -> None:
-        self.projections.copy_from_base(self.base, self.draft_tokens)
+        self.projections.copy_from_base(self.output, self.draft_tokens)
 
     def start(self, batch_size: int, capacity: int) -> HydraState:
-        nothing = self.placed(torch.zeros(batch_size, self.config.get_text_config().hidden_size))
+        nothing = self.placed(torch.zeros(batch_size, self.config.width))
         cache = SlotCache(batch_size, 1, min(capacity, ROOM)) if self.prefix is not None else None
         return HydraState(nothing, nothing.unsqueeze(1), cache=cache)
 

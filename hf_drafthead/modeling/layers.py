@@ -12,6 +12,8 @@ from torch.nn import functional as F
 from transformers import LlamaConfig
 from transformers.configuration_utils import PreTrainedConfig
 
+from hf_drafthead.generation.reader import OutputLayer
+
 
 class ResidualBlock(nn.Module):
     """x + SiLU(W x + b), with W = 0 at the start (Medusa, section 2.1.1; b as in the published code)."""
@@ -68,16 +70,22 @@ class OutputProjections(nn.Module):
         self.down = nn.ModuleList(nn.Linear(hidden_size, self.rank, bias=False) for _ in range(low))
         self.up = nn.ModuleList(nn.Linear(self.rank, vocab_size, bias=bias) for _ in range(own))
 
-    def copy_from_base(self, base: Any, tokens: Tensor | None) -> None:
-        """Start from the base's lm_head, or the nearest that a low rank allows; of some tokens (D,) only, if given."""
+    def copy_from_base(self, output: OutputLayer, tokens: Tensor | None) -> None:
+        """Start from the base's lm_head with the scale of its logits, or the nearest that a low rank allows.
+
+        Args:
+            output: of the base.
+            tokens: (D,) ids, of which alone the rows are wanted; None for all.
+        """
         if self.shared:
             return
         with torch.no_grad():
-            start = weight_of(base.get_output_embeddings(), like=next(self.parameters()))
+            start = weight_of(output.head, like=next(self.parameters()))
             if start.is_meta:
                 return
             if tokens is not None:
                 start = start[tokens.to(start.device)]
+            start = start * output.scale()
             if self.down:
                 # Its best approximation: W's singular vectors, from the small W'W (H, H), for a full decomposition of
                 # (V, H) takes minutes.
@@ -143,13 +151,6 @@ class VocabularyRows:
         return weight[tokens].to(like.device), bias
 
 
-def base_logits(base: Any, hidden: Tensor) -> Tensor:
-    """What the base's lm_head makes of states (..., H), in its own dtype: heads in training have another."""
-    head = base.get_output_embeddings()
-    dtype = head.weight.dtype
-    return head(hidden.to(dtype) if dtype.is_floating_point else hidden)
-
-
 def last_valid(kept: Tensor, new: Tensor, lengths: Tensor) -> Tensor:
     """Each row's last valid position of `new`; what was kept where a row has none.
 
@@ -174,24 +175,35 @@ def weight_of(linear: Any, like: Tensor) -> Tensor:
     return (out[1:] - out[0]).T  # the first row, of zeros, gave the bias
 
 
-def llama_like(text: PreTrainedConfig, layers: int) -> LlamaConfig:
-    """The config of a LLaMA of the sizes that a base's text config gives, with so many layers."""
-    width = text.hidden_size
-    heads = getattr(text, "num_attention_heads", None) or max(width // 128, 1)
-    rope = getattr(text, "rope_parameters", None) or {}
+def llama_like(text: PreTrainedConfig, layers: int, width: int | None = None) -> LlamaConfig:
+    """The config of a LLaMA of the sizes that a base's text config gives, with so many layers, perhaps narrower."""
+
+    def field(name: str) -> Any:
+        """What the config says, of the first layer where it says it of each."""
+        try:
+            value = getattr(text, name, None)
+        except Exception:  # some configs raise for what differs between layers
+            return None
+        return next(iter(value), None) if isinstance(value, (list, tuple)) else value
+
+    width = width or text.hidden_size
+    heads = field("num_attention_heads") or max(width // 128, 1)
     special = {name: getattr(text, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     return LlamaConfig(
         vocab_size=text.vocab_size,
         hidden_size=width,
-        intermediate_size=getattr(text, "intermediate_size", None) or 4 * width,
+        intermediate_size=field("intermediate_size") or 4 * width,
         num_hidden_layers=layers,
         num_attention_heads=heads,
-        num_key_value_heads=getattr(text, "num_key_value_heads", None) or heads,
-        head_dim=getattr(text, "head_dim", None) or width // heads,
-        rms_norm_eps=getattr(text, "rms_norm_eps", None) or 1e-6,
-        max_position_embeddings=getattr(text, "max_position_embeddings", None) or 2048,
+        num_key_value_heads=field("num_key_value_heads") or heads,
+        head_dim=field("head_dim") or width // heads,
+        rms_norm_eps=field("rms_norm_eps") or 1e-6,
+        max_position_embeddings=field("max_position_embeddings") or 2048,
         # Scaled frequencies are for texts longer than is trained on; some change with the length of the text.
-        rope_parameters={"rope_type": "default", "rope_theta": rope.get("rope_theta") or 10000.0},
+        rope_parameters={
+            "rope_type": "default",
+            "rope_theta": (getattr(text, "rope_parameters", None) or {}).get("rope_theta") or 10000.0,
+        },
         tie_word_embeddings=bool(getattr(text, "tie_word_embeddings", False)),
         **special,
     )

@@ -26,6 +26,7 @@ from hf_drafthead.modeling.base_model import (
     refuse_loading_arguments,
     refuse_misspelt,
     refuse_unfit,
+    width_of,
 )
 from hf_drafthead.modeling.checkpoint import (
     check_tensors,
@@ -129,6 +130,7 @@ class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
                 )
             base_config = copy.deepcopy(config.base_config)
             self.base = auto_class(base_config).from_config(base_config, trust_remote_code=False)
+            config.last_hidden_size = width_of(self.base)
         self.drafter = self.drafter_class(config)
         self.post_init()
         if build_base:
@@ -186,10 +188,16 @@ class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
         if loaded.get_output_embeddings() is None:
             raise ValueError(f"{type(loaded).__name__} has no lm_head: draft heads need a causal language model.")
         name = full_name(name) if name else None
-        found = {"base_model_name_or_path": name, "base_model_revision": commit, "base_gguf_file": file}
+        found: dict[str, Any] = {"base_model_name_or_path": name, "base_model_revision": commit, "base_gguf_file": file}
+        found["last_hidden_size"] = width_of(loaded)
         config_fields = found | {"adapter_name_or_path": adapter, "adapter_revision": adapter_commit} | config_fields
         model = cls(cls.config_class(base_config=loaded.config, **config_fields), build_base=False)
         model._attach(loaded)
+        if (width := model.drafter.output.width) not in (None, model.config.width):
+            raise ValueError(
+                f"the lm_head of {type(loaded).__name__} reads states of {model.config.width} values, but its decoder "
+                f"gives {width}: draft heads need a base in which these are the same."
+            )
         model.drafter.copy_from_base()
         loaded.requires_grad_(False)
         model.drafter.train(loaded.training)

@@ -65,8 +65,7 @@ class MedusaDrafter(Drafter):
 
     def __init__(self, config: MedusaConfig) -> None:
         super().__init__(config)
-        text = config.get_text_config()
-        heads, hidden_size = config.num_draft_heads, text.hidden_size
+        heads, hidden_size = config.num_draft_heads, config.width
         self.blocks = nn.ModuleList(ParallelBlocks(heads, hidden_size) for _ in range(config.num_layers))
         self.projections = OutputProjections(heads, hidden_size, self.choices, config.share_lm_head)
 
@@ -74,11 +73,10 @@ class MedusaDrafter(Drafter):
         self.copy_projections()
 
     def copy_projections(self) -> None:
-        self.projections.copy_from_base(self.base, self.draft_tokens)
+        self.projections.copy_from_base(self.output, self.draft_tokens)
 
     def start(self, batch_size: int, capacity: int) -> Any:
-        hidden_size = self.config.get_text_config().hidden_size
-        return MedusaState(self.placed(torch.zeros(batch_size, hidden_size)))
+        return MedusaState(self.placed(torch.zeros(batch_size, self.config.width)))
 
     def observe(self, state: Any, features: Tensor, tokens: Tensor, lengths: Tensor) -> Any:
         return MedusaState(last_valid(state.features, features, lengths))

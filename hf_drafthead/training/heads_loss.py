@@ -177,7 +177,7 @@ class HeadsLoss:
         return reading
 
     def _reader(self, model: DraftHeadPreTrainedModel) -> BaseReader:
-        return self.reader or BaseReader(model.base, {}, split=True, reads=model.drafter.reads)
+        return self.reader or BaseReader(model.base, {}, True, model.drafter.reads, model.drafter.output)
 
     def _base_loss(
         self,

@@ -3,14 +3,13 @@
 Shapes: B rows, T positions.
 """
 
-import weakref
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.modeling_outputs import CausalLMOutput
 from transformers.utils import logging
 
-from hf_drafthead.generation.reader import BaseReader, splits
+from hf_drafthead.generation.reader import BaseReader
 from hf_drafthead.modeling.base import DraftHeadPreTrainedModel
 from hf_drafthead.modeling.families import find_family
 from hf_drafthead.training.arguments import WEIGHTS
@@ -18,8 +17,6 @@ from hf_drafthead.training.heads_loss import HeadsLoss, Objective
 from hf_drafthead.training.lora import adapter_layers
 
 logger = logging.get_logger(__name__)
-
-_SPLITS: "weakref.WeakKeyDictionary[nn.Module, bool]" = weakref.WeakKeyDictionary()  # found by running, once per base
 
 
 def heads_output(
@@ -66,18 +63,9 @@ def heads_output(
         Objective(*(recipe.get(name, float(name == "next_token_weight")) for name in WEIGHTS)),
         head_decay=recipe.get("head_decay", 1.0),
         feature_noise=recipe.get("feature_noise", 0.0),
-        reader=BaseReader(model.base, {}, _splits(model.base), model.drafter.reads),
+        reader=BaseReader.of_texts(model.base, model.drafter.reads, model.drafter.output),
     )
     inputs = {"input_ids": input_ids, "labels": labels}
     if attention_mask is not None:
         inputs["attention_mask"] = attention_mask
     return CausalLMOutput(loss=loss_of(model, inputs, heads_weight=recipe.get("heads_weight", 1.0))[0])
-
-
-def _splits(base: Any) -> bool:
-    if base not in _SPLITS:
-        was_training = base.training
-        base.eval()  # dropout would hide it
-        _SPLITS[base] = splits(base)
-        base.train(was_training)
-    return _SPLITS[base]

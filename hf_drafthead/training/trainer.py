@@ -73,7 +73,7 @@ class DraftHeadTrainer(Trainer):
                 "base_objective is 'itself', but the base has no adapters that could be switched off: call "
                 "add_lora(model) first, or set base_objective to 'text'."
             )
-        own, of_base = model.config.own_layer.hidden_size, model.config.get_text_config().hidden_size
+        own, of_base = model.config.own_layer.hidden_size, model.config.width
         if args.feature_weight and own != of_base:
             raise ValueError(
                 f"feature_weight is {args.feature_weight}, but the heads' states have size {own} and the base's hidden "
@@ -99,7 +99,7 @@ class DraftHeadTrainer(Trainer):
             Objective(args.next_token_weight, args.teacher_weight, args.feature_weight),
             head_decay=args.head_decay,
             feature_noise=args.feature_noise,
-            reader=BaseReader.of_texts(model.base, model.drafter.reads),
+            reader=BaseReader.of_texts(model.base, model.drafter.reads, model.drafter.output),
             base=args.base_weight,
             adapters_off=functools.partial(adapters_off, model.base) if args.base_objective == "itself" else None,
         )

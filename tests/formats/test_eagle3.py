@@ -48,7 +48,9 @@ def base_folder(tmp_path_factory):
 
 def original_tensors():
     return {
-        name.removeprefix("heads."): tensor for name, tensor in golden("eagle3").items() if name.startswith("heads.")
+        name.removeprefix("heads."): tensor.clone()
+        for name, tensor in golden("eagle3").items()
+        if name.startswith("heads.")
     }
 
 
@@ -364,3 +366,66 @@ def test_a_draft_vocabulary_out_of_order_is_written_in_order(base, tmp_path):
     assert torch.equal(tokens, tokens.sort().values) and torch.equal(tensors["t2d"].nonzero()[:, 0], tokens)
     place = model.drafter.draft_tokens.tolist().index(int(tokens[7]))
     assert torch.equal(tensors["lm_head.weight"][7], model.drafter.lm_head.weight[place])
+
+
+def as_nemo(tensors):
+    for name in list(tensors):
+        if name not in ("lm_head.weight", "d2t", "t2d"):
+            tensors[f"model.{name}"] = tensors.pop(name)
+
+
+def prefixed(*parts):
+    def change(tensors):
+        for name in list(tensors):
+            tensors["".join(parts) + name] = tensors.pop(name)
+
+    return change
+
+
+def compiled_inside(tensors):
+    for name in [name for name in tensors if name.startswith("layers.0.")]:
+        tensors[name.replace("layers.0.", "layers.0._orig_mod.")] = tensors.pop(name)
+
+
+NAMES = {
+    "NeMo AutoModel": as_nemo,
+    "DDP": prefixed("module."),
+    "torch.compile": prefixed("_orig_mod."),
+    "both": prefixed("module.", "_orig_mod."),
+    "a layer compiled alone": compiled_inside,
+}
+
+
+@pytest.mark.parametrize("form", NAMES)
+def test_names_of_other_trainers_are_the_same_heads(form, write, base_folder, tmp_path):
+    plain = convert_checkpoint(write("specforge"), tmp_path / "plain", base_model=str(base_folder))
+    (tmp_path / "heads").rename(tmp_path / "first")
+    found = convert_checkpoint(write("specforge", NAMES[form]), tmp_path / "new", base_model=str(base_folder))
+    assert found.fields == plain.fields
+    one, other = (load_file(tmp_path / name / "model.safetensors") for name in ("plain", "new"))
+    assert set(one) == set(other) and all(torch.equal(one[name], other[name]) for name in one)
+
+
+@torch.no_grad()
+def test_a_draft_without_an_lm_head_uses_the_base_s(write, base_folder, tmp_path):
+    """As the same head with a copy of the base's rows."""
+
+    def copy_rows(tensors):
+        rows = load_file(base_folder / "model.safetensors")["lm_head.weight"]
+        chosen = tensors["d2t"] + torch.arange(len(tensors["d2t"]))
+        tensors["lm_head.weight"] = rows[chosen].contiguous()
+
+    convert_checkpoint(write("specforge", copy_rows), tmp_path / "own", base_model=str(base_folder))
+    (tmp_path / "heads").rename(tmp_path / "first")
+    without = write("specforge", lambda tensors: tensors.pop("lm_head.weight"))
+    report = convert_checkpoint(without, tmp_path / "shared", base_model=str(base_folder))
+    assert report.fields["share_lm_head"] and "the file has no lm_head: the base's is used." in report.notes
+    own, shared = (AutoModel.from_pretrained(tmp_path / name) for name in ("own", "shared"))
+    states = torch.randn(2, 3, shared.config.width)
+    assert torch.allclose(own.drafter.head_logits(0, states), shared.drafter.head_logits(0, states), atol=1e-5)
+    ids = golden("eagle3")["in.input_ids"]
+    outs = [model.generate(ids, max_new_tokens=20, return_dict_in_generate=True) for model in (own, shared)]
+    assert torch.equal(outs[0].sequences, outs[1].sequences)
+    assert torch.equal(outs[0].accepted_lengths, outs[1].accepted_lengths)
+    with refused("...cannot be written as 'sglang': it has no lm_head of its own...train with share_lm_head=False."):
+        export_checkpoint(tmp_path / "shared", tmp_path / "out", "sglang")

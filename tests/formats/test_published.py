@@ -69,7 +69,7 @@ def test_the_docs_list_every_published_checkpoint():
 
 def test_every_layout_without_a_base_has_it_in_the_table():
     nameless = {one.repo: one.entry["base"] for one in ALL if not one.names_base and "/" in one.repo}
-    assert nameless == BASES
+    assert nameless.items() <= BASES.items()
 
 
 @pytest.mark.parametrize("one", [one for one in ALL if "listed_size" in one.entry], ids=lambda one: one.repo)

@@ -1,8 +1,11 @@
 """The table of bases in the documentation says what happens when each of them is tried."""
 
 import pytest
+import torch
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from tests.base_table import BEGIN, DOCS, END, IMAGES, TEXT, row
+from hf_drafthead.modeling.families import fresh_heads
+from tests.base_table import BEGIN, DOCS, END, FAMILIES, IMAGES, TEXT, generic, row
 from tests.bases import EARLIER
 
 # Its rotary embedding takes no positions of two dimensions there, so that heads have other decoder layers.
@@ -28,3 +31,24 @@ def test_the_table_says_what_happens(kind, written):
 
 def test_every_line_is_tried(written):
     assert list(written) == [*TEXT, *IMAGES]
+
+
+@pytest.mark.few(24)
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("kind", sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) - set(TEXT)))
+def test_every_other_base_drafts_or_says_before_training_why_not(kind, family):
+    base = generic(kind)
+    if base is None:
+        pytest.skip("cannot be built tiny from fields of general names")
+    ids = torch.tensor([[5, 6, 7, 8, 9], [7, 8, 9, 10, 11]])
+    call = {"max_new_tokens": 6, "do_sample": False}
+    expected = base.generate(ids, **call)
+    try:
+        model = fresh_heads(family, base, **FAMILIES[family])
+    except ValueError as refused:
+        assert "draft heads need" in str(refused) or "give layer_config= of a model" in str(refused), refused
+        return
+    output = model.generate(ids, **call, return_dict_in_generate=True)
+    assert torch.equal(output.sequences, expected)
+    drafted = getattr(output, "accepted_lengths", None) is not None
+    assert drafted == (model.why_no_drafts() is None)

@@ -334,3 +334,23 @@ def test_a_quantized_base_is_told_what_is_allowed(monkeypatch):
     reason = FAMILIES[0].build(base).why_no_drafts()
     assert reason.startswith("the quantized base rounds too differently, or ignores tree masks (a node's logits")
     assert reason.endswith("and 1e-05 is allowed)")
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+@pytest.mark.parametrize("tokens", [71, 60])
+def test_a_base_that_was_resized_under_loaded_heads_decodes_by_itself(family, tokens):
+    base = tiny_base("llama-gqa")
+    model = family.build(base)
+    ids = torch.arange(5, 14)[None]
+    call = {"do_sample": True, "max_new_tokens": 8, "return_dict_in_generate": True}
+    assert model.generate(ids, **call).accepted_lengths is not None
+    base.resize_token_embeddings(tokens)
+    texts = []
+    for generate in (base.generate, model.generate):
+        torch.manual_seed(0)
+        texts.append(generate(ids, **call).sequences)
+    assert torch.equal(*texts)
+    assert model.why_no_drafts() == (
+        f"the base was resized from 67 to {tokens} tokens under heads that guess over the former: train heads for it "
+        "(from_base)"
+    )

@@ -165,3 +165,43 @@ def test_adapters_that_cannot_be_one_unit_are_refused(adapted, tmp_path):
     (tmp_path / "lora" / "adapter_model.safetensors").unlink()
     with pytest.raises(OSError, match="holds an adapter without adapter_model.safetensors: adapter_model.bin, a"):
         MedusaForCausalLM.from_base(tmp_path / "lora")
+
+
+KINDS = {
+    "tokens of a tied base": ({"trainable_token_indices": [5, 6], "target_modules": ["q_proj"]}, True),
+    "tokens of an untied base": (
+        {"trainable_token_indices": {"embed_tokens": [5, 6]}, "target_modules": ["q_proj"]},
+        False,
+    ),
+    "a whole layer": ({"modules_to_save": ["lm_head"], "target_modules": ["q_proj"]}, False),
+    "DoRA": ({"use_dora": True, "target_modules": ["q_proj", "down_proj"]}, True),
+    "RS-LoRA on all layers": ({"use_rslora": True, "target_modules": "all-linear"}, True),
+}
+
+
+@pytest.mark.parametrize("include_base", [False, True], ids=["heads", "with base"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_saved_of_any_adapter_loads_as_it_was(kind, include_base, tmp_path):
+    fields, tied = KINDS[kind]
+    tiny_base("llama-gqa", tie_word_embeddings=tied).save_pretrained(tmp_path / "base")
+    config = LoraConfig(r=2, init_lora_weights=False, task_type="CAUSAL_LM", **fields)
+    adapted = get_peft_model(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), config).eval()
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "trainable_tokens_delta" in name or "modules_to_save" in name:
+                parameter.add_(torch.randn_like(parameter))
+    model = MedusaForCausalLM.from_base(adapted)
+    model.save_pretrained(tmp_path / "heads", include_base=include_base)
+    loaded = AutoModel.from_pretrained(tmp_path / "heads")
+    check(loaded, adapted)
+    assert not torch.allclose(logits(loaded), logits(AutoModelForCausalLM.from_pretrained(tmp_path / "base")))
+
+
+def test_tensors_that_would_not_load_are_not_saved(adapted, tmp_path, monkeypatch):
+    model = MedusaForCausalLM.from_base(adapted)
+    monkeypatch.setattr("hf_drafthead.modeling.base.merged_state", lambda model: dict(model.state_dict()))
+    with pytest.raises(
+        ValueError, match="cannot be merged into its weights, which would lack 'base.model.layers.0.mlp"
+    ):
+        model.save_pretrained(tmp_path / "whole", include_base=True)
+    assert not (tmp_path / "whole").exists()
