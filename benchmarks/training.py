@@ -23,12 +23,13 @@ import tempfile
 from pathlib import Path
 
 import torch
-from families import TREE, measured
+from families import measured
 from figures import TRAININGS, trainings
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_drafthead import zoo
 from hf_drafthead.evaluation.measurement import tokens_per_step
+from hf_drafthead.generation.settings import DEFAULT_TREE
 from hf_drafthead.modeling import DraftHeadPreTrainedModel
 from hf_drafthead.training.examples import PreparedData, own_prompts
 from hf_drafthead.training.run import FORETOLD_PROMPTS, Trained, train_heads
@@ -76,7 +77,7 @@ def fit(data: PreparedData, folder: str, seed: int, **more) -> Trained:
 def generated(model: DraftHeadPreTrainedModel, data: PreparedData) -> tuple[float, int]:
     """Tokens per step of `generate` on the rows of the expected figure, and the number of steps."""
     prompts = torch.stack(own_prompts(data.held_out, FORETOLD_PROMPTS, data.rows.given))
-    settings = {"do_sample": False, "max_new_tokens": ANSWER_TOKENS, "draft_tree": TREE}
+    settings = {"do_sample": False, "max_new_tokens": ANSWER_TOKENS, "draft_tree": DEFAULT_TREE}
     accepted = []
     for part in prompts.split(8):
         output = model.generate(part, attention_mask=torch.ones_like(part), return_dict_in_generate=True, **settings)

@@ -22,7 +22,7 @@ ALLOWED = {
     "evaluation": {"data", "trees", "modeling", "cards", "generation"},
     "training": {"data", "trees", "modeling", "cards", "generation"},
     "hub_upload": {"modeling", "cards", "generation"},
-    "page": {"data", "evaluation", "trees", "modeling", "generation"},
+    "page": {"data", "evaluation", "trees", "modeling", "cards", "generation"},
     "formats": {"modeling", "cards", "generation"},
     "zoo": {"data", "training", "trees", "modeling", "cards", "generation"},
     "cli": {

@@ -13,7 +13,7 @@ from hf_drafthead.cards import write_card
 from hf_drafthead.cli import common
 from hf_drafthead.cli.settings import parse_settings
 from hf_drafthead.evaluation import bench as benching
-from hf_drafthead.evaluation import questions
+from hf_drafthead.evaluation import loading, questions
 from hf_drafthead.evaluation.questions import read_questions
 from tests.checkpoints import FAMILIES, save_base, save_heads
 
@@ -193,14 +193,14 @@ def test_an_interruption_writes_and_marks_what_was_measured(run, tmp_path, monke
 
 
 def test_an_interruption_between_two_models_is_written_too(run, tmp_path, monkeypatch):
-    right = benching.LoadOptions.load
+    right = loading.load
 
-    def interrupted(self, name):
+    def interrupted(name, **arguments):
         if name.endswith("hydra"):
             raise KeyboardInterrupt
-        return right(self, name)
+        return right(name, **arguments)
 
-    monkeypatch.setattr(benching.LoadOptions, "load", interrupted)
+    monkeypatch.setattr(loading, "load", interrupted)
     file = tmp_path / "figures.json"
     models = ("{folder}/medusa", "{folder}/hydra")
     code, _, err = run(*models, "--questions", "{folder}/prompts.jsonl", *QUICK, "--json", file)

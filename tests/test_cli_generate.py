@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 import hf_drafthead
 from hf_drafthead import cli
-from hf_drafthead.evaluation.loading import LoadOptions
+from hf_drafthead.evaluation.loading import load, load_arguments
 from tests.checkpoints import byte_tokenizer, save_base, save_heads
 
 TEMPLATE = (
@@ -136,10 +136,10 @@ def test_bad_choices_are_refused_in_one_line(folder, run, words, line):
 
 
 def test_heads_are_loaded_as_asked(folder):
-    another = LoadOptions("bfloat16", "cpu", str(folder / "copy"))
+    another = load_arguments("bfloat16", "cpu", str(folder / "copy"))
     if not (folder / "copy").exists():
         AutoModelForCausalLM.from_pretrained(folder / "base").save_pretrained(folder / "copy")
-    model, _ = another.load(str(folder / "medusa"))
+    model, _ = load(str(folder / "medusa"), **another)
     assert model.base.dtype == model.drafter.dtype == torch.bfloat16 if hasattr(model.drafter, "dtype") else True
     assert model.base.name_or_path == str(folder / "copy")
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}

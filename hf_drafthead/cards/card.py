@@ -370,6 +370,8 @@ def cell(value: Any) -> str:
         return "none" if value is None else "?"
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= 10_000:
         return f"{value:,}"
+    if isinstance(value, float):
+        return f"{value:.4g}" if abs(value) < 1000 else f"{value:.1f}"
     return without_folders(" ".join(str(value).split())).replace("|", "\\|")
 
 

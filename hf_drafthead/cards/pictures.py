@@ -24,7 +24,7 @@ def draw_trees(trees: Mapping[str, DraftTree], path: Path) -> None:
     """
     from matplotlib.figure import Figure
 
-    rows = [_rows(tree) for tree in trees.values()]
+    rows = [rows_of_nodes(tree) for tree in trees.values()]
     sizes = [min(max(1.5, 0.16 * (max(places) + 1)), 16) for places in rows]
     figure = Figure(figsize=(7, sum(sizes)), layout="constrained")
     panels = figure.subplots(len(trees), 1, squeeze=False, height_ratios=sizes)[:, 0]
@@ -71,7 +71,7 @@ def draw_accuracies(accuracies: dict[int, list[float]], path: Path) -> None:
     _save(figure, path)
 
 
-def _rows(tree: DraftTree) -> list[float]:
+def rows_of_nodes(tree: DraftTree) -> list[float]:
     """The row of each node: leaves one below the other, every other node in the middle of its children."""
     rows = [0.0] * tree.num_nodes
     leaves = 0

@@ -77,26 +77,27 @@ class Loading:
     base_model: BaseModel = None
     trust_remote_code: RemoteCode = False
 
-    def template(self) -> str | None:
-        """The text of the chat template that replaces the tokenizer's."""
-        return read_template(self.chat_template)
-
-    def options(self) -> Any:
-        """The same as `LoadOptions`, which are checked."""
-        from hf_drafthead.evaluation.loading import LoadOptions
-
-        return LoadOptions(self.dtype, self.device, self.base_model, self.trust_remote_code)
-
-    def load(self, name: str) -> tuple[Any, Any]:
-        """Model, in eval mode, and tokenizer.
+    def checked(self) -> Callable[[str], tuple[Any, Any]]:
+        """What loads a model, in eval mode, and its tokenizer, from a folder or id.
 
         Raises:
-            OSError, ValueError: there is no such template, or as `LoadOptions` and its `load` do.
+            OSError, ValueError: there is no such template, type or device.
         """
-        template = self.template()
-        model, tokenizer = self.options().load(name)
-        tokenizer.chat_template = template or tokenizer.chat_template
-        return model, tokenizer
+        from hf_drafthead.evaluation.loading import load, load_arguments
+
+        template = read_template(self.chat_template)
+        arguments = load_arguments(self.dtype, self.device, self.base_model, self.trust_remote_code)
+
+        def load_model(name: str) -> tuple[Any, Any]:
+            model, tokenizer = load(name, **arguments)
+            tokenizer.chat_template = template or tokenizer.chat_template
+            return model.eval(), tokenizer
+
+        return load_model
+
+    def load(self, name: str) -> tuple[Any, Any]:
+        """Model, in eval mode, and tokenizer."""
+        return self.checked()(name)
 
 
 def takes_model(function: Callable[..., None], without: str = "") -> Callable[..., None]:
@@ -185,13 +186,7 @@ def read_template(path: Path | None) -> str | None:
 def load_model(
     name: str, chat_template: Path | None, dtype: str, device: str | None, base_model: str | None, remote_code: bool
 ) -> tuple[Any, Any]:
-    """Model, in eval mode, and tokenizer, as the options of a command ask for them.
-
-    Args:
-        name: folder or id of the heads.
-        chat_template: file of a Jinja template that replaces the tokenizer's.
-        dtype, device, base_model, remote_code: as in `LoadOptions`.
-    """
+    """Model, in eval mode, and tokenizer; the arguments are those of `Loading`."""
     return Loading(chat_template, device, dtype, base_model, remote_code).load(name)
 
 

@@ -90,12 +90,11 @@ def bench(
         settings={"max_new_tokens": max_new_tokens, **parse_settings(settings)},
         temperatures=parse_numbers("--temperature", temperature, float, zero=True) or usual,
         trees=[parse_tree(text) for text in tree] if tree else [None],
-        chat_template=loading.template(),
         thresholds=thresholds,
         compare=compared_methods(compare, sizes),
         batch_sizes=sizes,
         options={"captured": captured, "repeats": repeats, "seed": seed},
-        load=loading.options(),
+        load=loading.checked(),
     )
     about = {"questions": named(questions), "split": split, "limit": limit, "command": command_line()}
     about = {name: value for name, value in about.items() if value is not None}

@@ -130,7 +130,7 @@ def info(
     from hf_drafthead.evaluation.summary import probe, summarize
 
     check_writable(json_path)
-    loading.options()  # refused before anything is read
+    loading.checked()  # before anything is read
     summary = summarize(model)
     probed = probe(loading.load(model)[0]) if try_base or loading != Loading() else None
     console = output()

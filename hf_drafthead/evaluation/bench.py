@@ -32,7 +32,7 @@ from hf_drafthead.evaluation.calls import (
     steps_of,
     with_reader,
 )
-from hf_drafthead.evaluation.loading import LoadOptions, one_line, process_state
+from hf_drafthead.evaluation.loading import one_line, process_state
 from hf_drafthead.evaluation.measurement import Measurement, Round, Run, answer_quality, summed_up
 from hf_drafthead.evaluation.questions import Question
 from hf_drafthead.evaluation.rounding import FirstDifference, first_difference
@@ -389,24 +389,22 @@ def acceptance_of(model: Any, wanted: Mapping[str, Any]) -> dict[str, Any]:
 class Plan:
     """What one call of `hf-drafthead bench` measures.
 
-    models: folders or ids; questions: for all of them; settings: of `generate`; temperatures: 0 is greedy; of several
-    each is measured with every kind of acceptance; trees: each is measured; None is the model's own; chat_template:
-    text of a template that takes the place of the tokenizers'; thresholds: of typical acceptance, each measured besides
-    exact acceptance, with its root for alpha as in the Medusa paper; options: of every `bench`; load: how to load every
-    model.
+    models: folders or ids; load: gives model and tokenizer of each; questions: for all; settings: of `generate`;
+    temperatures: 0 is greedy; of several each is measured with every kind of acceptance; trees: each is measured; None
+    is the model's own; thresholds: of typical acceptance, each measured besides exact acceptance, with its root for
+    alpha as in the Medusa paper; options: of every `bench`.
     """
 
     models: Sequence[str]
+    load: Callable[[str], tuple[Any, Any]]
     questions: Sequence[Question]
     settings: dict[str, Any]
     temperatures: Sequence[float] = ()
     trees: Sequence[str | DraftTree | None] = (None,)
-    chat_template: str | None = None
     thresholds: Sequence[float] = ()
     compare: Sequence[str] = ()
     batch_sizes: Sequence[int] = (1,)
     options: Mapping[str, Any] = field(default_factory=dict)
-    load: LoadOptions = LoadOptions()
 
     def __post_init__(self):
         if not all(0 <= threshold <= 1 for threshold in self.thresholds):
@@ -456,9 +454,7 @@ def carry_out(
     measurements = list[Measurement]()
     try:
         for name in plan.models:
-            model, tokenizer = plan.load.load(name)
-            if plan.chat_template is not None:
-                tokenizer.chat_template = plan.chat_template
+            model, tokenizer = plan.load(name)
             progress = begin(name.rstrip("/").rsplit("/")[-1])
             for tree, (settings, acceptance) in itertools.product(plan.trees, plan.runs()):
                 new = bench(

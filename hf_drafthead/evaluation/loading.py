@@ -1,7 +1,6 @@
 """From a name to a model with draft heads and its tokenizer, or to a one-line error."""
 
 import os
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -100,51 +99,32 @@ def process_state() -> PartialState:
     return PartialState(cpu=not torch.cuda.is_available())
 
 
-@dataclass(frozen=True)
-class LoadOptions:
-    """How to load heads and base.
+def load_arguments(
+    dtype: str = "auto", device: str | None = None, base_model: str | None = None, trust_remote_code: bool = False
+) -> dict[str, Any]:
+    """Keyword arguments of `load` for the options of a command.
 
-    dtype: `auto`, or a floating point type of torch by name; device: as torch names it, or `auto` for all GPUs; None
-    for the GPU of this process, for all GPUs if there is one process, and for the CPU where there is no GPU;
-    base_model: folder or id to load instead of the base that the config names; trust_remote_code: run the base's own
-    model code.
+    Args:
+        dtype: `auto`, or a floating point type of torch by name.
+        device: as torch names it, or `auto` for all GPUs; None for the GPU of this process, for all GPUs if there is
+            one process, and for the CPU where there is no GPU.
+        base_model: folder or id to load instead of the base that the config names.
+        trust_remote_code: run the base's own model code.
 
     Raises:
         ValueError: there is no such type, or no such device here.
     """
-
-    dtype: str = "auto"
-    device: str | None = None
-    base_model: str | None = None
-    trust_remote_code: bool = False
-
-    def __post_init__(self) -> None:
-        floating_type(self.dtype)
-        check_device(self.device)
-
-    def arguments(self) -> dict[str, Any]:
-        """Keyword arguments of `from_pretrained`; defaults are left out."""
-        place: Any = self.device
-        if place is None and torch.cuda.is_available():
-            state = process_state()
-            place = "auto" if state.num_processes == 1 else state.device
-        arguments: dict[str, Any] = {"dtype": floating_type(self.dtype)}
-        if place is not None and place != "cpu":
-            arguments["device_map"] = place if place == "auto" else {"": place}
-        if self.base_model is not None:
-            arguments["base_model"] = self.base_model
-        if self.trust_remote_code:
-            arguments["trust_remote_code"] = True
-        return arguments
-
-    def load(self, name: str) -> tuple[Any, Any]:
-        """Model, in eval mode, and tokenizer; raises as `load` does.
-
-        Args:
-            name: folder or id of the heads.
-        """
-        model, tokenizer = load(name, **self.arguments())
-        return model.eval(), tokenizer
+    check_device(device)
+    place: Any = device
+    if place is None and torch.cuda.is_available():
+        state = process_state()
+        place = "auto" if state.num_processes == 1 else state.device
+    arguments: dict[str, Any] = {"dtype": floating_type(dtype)}
+    if place is not None and place != "cpu":
+        arguments["device_map"] = place if place == "auto" else {"": place}
+    if base_model is not None:
+        arguments["base_model"] = base_model
+    return arguments | ({"trust_remote_code": True} if trust_remote_code else {})
 
 
 def floating_type(name: str) -> Any:

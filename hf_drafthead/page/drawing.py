@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any
 
+from hf_drafthead.cards.pictures import rows_of_nodes
 from hf_drafthead.evaluation.conversation import Spelling
 from hf_drafthead.generation.tree import DraftTree
 from hf_drafthead.page.comparison import Side, Step
@@ -107,7 +108,7 @@ def tree(tokenizer: Any, topology: DraftTree, steps: Sequence[Step], shown: int)
         for node in step.walked:
             visits[node] += 1
     tokens = steps[shown].tokens
-    heights = _heights(topology)
+    heights = rows_of_nodes(topology)
     places = [(MARGIN + depth * COLUMN, MARGIN + height * ROW) for depth, height in zip(topology.depths, heights)]
     lines, labels = [], []
     for node, (x, y) in enumerate(places):
@@ -159,26 +160,6 @@ def shortened(spelled: str) -> str:
     'aaaaaaaaaaaaaaa…'
     """
     return spelled if len(spelled) <= LONGEST_LABEL else spelled[: LONGEST_LABEL - 1] + "…"
-
-
-def _heights(topology: DraftTree) -> list[float]:
-    """Each node's row: leaves stand below each other, every other node in the middle of its children."""
-    heights = [0.0] * topology.num_nodes
-    leaves = 0
-
-    def place(node: int) -> None:
-        nonlocal leaves
-        children = topology.children(node)
-        for child in children:
-            place(child)
-        if children:
-            heights[node] = (heights[children[0]] + heights[children[-1]]) / 2
-        else:
-            heights[node] = float(leaves)
-            leaves += 1
-
-    place(0)
-    return heights
 
 
 def _count(number: int, one: str, several: str) -> str:

@@ -311,6 +311,12 @@ def test_every_run_of_every_file_is_told(heads):
     assert all(one.metric_value < 3 for one in card.data.eval_results)
 
 
+def test_numbers_have_as_many_digits_as_a_person_reads(heads):
+    put(heads, "training_summary.json", {"eval_loss": 2.0123456789012345, "rate": 0.0005, "seconds": 12345.678})
+    rows = rows_of(card_of(heads))
+    assert (rows["eval loss"], rows["rate"], rows["seconds"]) == ("2.012", "0.0005", "12345.7")
+
+
 def test_a_difference_from_the_base_is_told_in_so_many_words(heads):
     put(heads, "evaluation.json", run(identical=False))
     text = card_of(heads).text

@@ -374,7 +374,7 @@ def test_an_interruption_of_a_warm_up_ends_the_call_and_is_told(loaded, monkeypa
 def test_an_interruption_between_two_measurements_ends_the_plan_and_is_told(loaded, monkeypatch, moment):
     warm_up, begun, kept = benching.BenchRun._warm_up, [], []
 
-    def loading(options, name):
+    def loading(name):
         begun.append(name)
         if (moment, name) == ("loading", "b"):
             raise KeyboardInterrupt
@@ -385,10 +385,11 @@ def test_an_interruption_between_two_measurements_ends_the_plan_and_is_told(load
             raise KeyboardInterrupt
         warm_up(self, given)
 
-    monkeypatch.setattr(benching.LoadOptions, "load", loading)
     monkeypatch.setattr(benching.BenchRun, "_warm_up", warming)
     sizes = [1] if moment == "loading" else [1, 2]
-    asked = benching.Plan(["a", "b", "c"], PROMPTS[:1], GREEDY, trees=[TREE], batch_sizes=sizes, options={"repeats": 1})
+    asked = benching.Plan(
+        ["a", "b", "c"], loading, PROMPTS[:1], GREEDY, trees=[TREE], batch_sizes=sizes, options={"repeats": 1}
+    )
     _, stopped = benching.carry_out(
         asked, begin=lambda name: lambda: None, notify=print, keep=lambda found: kept.append(list(found))
     )
