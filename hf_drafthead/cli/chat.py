@@ -15,16 +15,16 @@ from hf_drafthead.cli.common import (
     app,
     coloured,
     complain,
+    options_of_groups,
     output,
     parse_tree,
     sampling,
     show_pace,
-    takes_model,
 )
 
 
 @app.command()
-@takes_model
+@options_of_groups
 def chat(
     model: Model,
     loading: Loading,

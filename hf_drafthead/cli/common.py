@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -100,17 +100,32 @@ class Loading:
         return self.checked()(name)
 
 
-def takes_model(function: Callable[..., None], without: str = "") -> Callable[..., None]:
-    """A command whose parameter `loading: Loading` typer sees as the options that `Loading` holds, `without` one."""
-    options = {name: each for name, each in inspect.signature(Loading).parameters.items() if name != without}
-    others = [each for each in inspect.signature(function).parameters.values() if each.annotation is not Loading]
+def options_of_groups(function: Callable[..., None], without: str = "") -> Callable[..., None]:
+    """A command whose parameters of a dataclass, such as `loading: Loading`, typer sees as the options it holds.
+
+    Args:
+        function: the command.
+        without: an option that this command does not have.
+    """
+    groups: dict[str, tuple[Any, list[str]]] = {}
+    plain, options = [], []
+    for parameter in inspect.signature(function).parameters.values():
+        if is_dataclass(parameter.annotation):
+            group: Any = parameter.annotation
+            members = [each for each in inspect.signature(group).parameters.values() if each.name != without]
+            groups[parameter.name] = group, [each.name for each in members]
+            options += members
+        else:
+            plain.append(parameter)
 
     @functools.wraps(function)
     def command(**values: Any) -> None:
-        loading = Loading(**{name: values.pop(name) for name in options})
-        function(loading=loading, **values)
+        for name, (group, names) in groups.items():
+            values[name] = group(**{member: values.pop(member) for member in names})
+        function(**values)
 
-    command.__signature__ = inspect.Signature([*others, *options.values()])  # type: ignore[attr-defined]
+    parameters = sorted([*plain, *options], key=lambda each: each.default is not inspect.Parameter.empty)
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     return command
 
 
@@ -181,13 +196,6 @@ def read_template(path: Path | None) -> str | None:
     if path is not None and not path.is_file():
         raise OSError(f"there is no chat template {str(path)!r}: give a Jinja file.")
     return None if path is None else path.read_text(encoding="utf-8")
-
-
-def load_model(
-    name: str, chat_template: Path | None, dtype: str, device: str | None, base_model: str | None, remote_code: bool
-) -> tuple[Any, Any]:
-    """Model, in eval mode, and tokenizer; the arguments are those of `Loading`."""
-    return Loading(chat_template, device, dtype, base_model, remote_code).load(name)
 
 
 def command_line() -> str:

@@ -17,10 +17,10 @@ from hf_drafthead.cli.common import (
     check_writable,
     command_line,
     complain,
+    options_of_groups,
     output,
     parse_numbers,
     parse_tree,
-    takes_model,
     write_json,
 )
 from hf_drafthead.cli.settings import parse_settings
@@ -29,7 +29,7 @@ PROMPT_LOOKUP = "prompt-lookup"
 
 
 @app.command()
-@takes_model
+@options_of_groups
 def bench(
     models: Models,
     questions: Annotated[
@@ -137,7 +137,7 @@ def named(questions: str) -> str:
 
 
 @app.command()
-@takes_model
+@options_of_groups
 def verify(
     model: Model,
     prompts: Annotated[

@@ -20,12 +20,12 @@ from hf_drafthead.cli.common import (
     check_writable,
     coloured,
     legend,
+    options_of_groups,
     output,
     parse_tree,
     printable,
     sampling,
     show_pace,
-    takes_model,
     write_json,
     write_picture,
 )
@@ -35,7 +35,7 @@ APART = ("draft_tree", "calibration")  # settings that have lines of their own
 
 
 @app.command()
-@takes_model
+@options_of_groups
 def generate(
     model: Model,
     loading: Loading,
@@ -113,7 +113,7 @@ def read_standard_input() -> str:
 
 
 @app.command()
-@functools.partial(takes_model, without="chat_template")
+@functools.partial(options_of_groups, without="chat_template")
 def info(
     model: Model,
     loading: Loading,

@@ -5,11 +5,11 @@ from typing import Annotated
 
 import typer
 
-from hf_drafthead.cli.common import Loading, Model, app, takes_model
+from hf_drafthead.cli.common import Loading, Model, app, options_of_groups
 
 
 @app.command()
-@takes_model
+@options_of_groups
 def page(
     model: Model,
     loading: Loading,

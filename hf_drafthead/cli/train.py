@@ -16,7 +16,7 @@ from hf_drafthead.cli.common import (
     read_template,
     write_json,
 )
-from hf_drafthead.cli.trees import told
+from hf_drafthead.cli.trees import in_words
 
 OWN_CHATS = 2000
 
@@ -123,7 +123,7 @@ def train(
         for line in outcome(trained.summary):
             console.print(line)
         for entry in trained.model.generation_config.to_dict().get("calibration") or []:
-            console.print(told(entry), soft_wrap=True)
+            console.print(in_words(entry), soft_wrap=True)
         console.print(f"the heads are in {output_folder}", soft_wrap=True)
     write_json(json_path, trained.summary)
 
