@@ -11,6 +11,8 @@ from collections import defaultdict
 import pytest
 import torch
 
+from hf_drafthead.cli import common
+
 
 def pytest_configure(config):
     """Name the marks with which tests are kept out of the usual run."""
@@ -36,6 +38,12 @@ def pytest_collection_modifyitems(items):
 def pytest_runtest_setup(item):
     """Seed before the fixtures, so that what a test draws does not depend on the tests before it."""
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def no_line_of_progress(monkeypatch):
+    """What a command prints does not depend on how fast the machine is."""
+    monkeypatch.setattr(common, "LOG_SECONDS", float("inf"))
 
 
 class DeprecationNotices(logging.Handler):
