@@ -16,6 +16,21 @@ WEIGHTS = ("next_token_weight", "teacher_weight", "feature_weight")
 JOINT: dict[str, Any] = {"base_weight": 1.0, "base_learning_rate": 5e-4, "heads_weight": 0.2}
 
 
+# For runs that are shorter than a paper's warm-up, with the objective of the family's paper.
+QUICK: dict[str, Any] = {
+    "learning_rate": 1e-3,
+    "lr_scheduler_type": "cosine",
+    "lr_scheduler_kwargs": {},
+    "warmup_steps": 0.03,
+    "weight_decay": 0.0,
+    "adam_beta2": 0.95,
+    "max_grad_norm": 1.0,
+    "max_grad_value": None,
+    "num_train_epochs": 3,
+}
+QUICK_WIDTH = 1024  # hidden size up to which that learning rate suits; beyond, it falls with the square root
+
+
 @dataclass
 class DraftHeadTrainingArguments(TrainingArguments):
     """Training arguments with the weights of the objectives; `for_family` sets them as a family's paper does.
@@ -32,7 +47,20 @@ class DraftHeadTrainingArguments(TrainingArguments):
         base_learning_rate: peak learning rate of the base's weights; `learning_rate` is that of the heads.
         base_objective: what a base learns: the "text", or "itself", that is its distribution without adapters.
         max_grad_value: clip every gradient to this magnitude (EAGLE).
-        hours: stop after this time; the learning rate follows its schedule over it, if the steps take longer.
+        recipe: "paper", or "quick" for runs that are shorter than a paper's warm-up, which is what `hours` means; None:
+            as "paper", but fresh heads whose own projections would exceed a third of the base share its lm_head.
+        hours: stop after this time; epochs are chosen to fit into it, and the learning rate follows its schedule over
+            it, if the steps take longer.
+        lora_rank: of the adapters through which a base learns; 0 for all its weights.
+        max_length: tokens of a row, at most; default: 2048, or the base's positions if they are fewer.
+        packing: join whole texts to full rows.
+        streaming: read the data while training, shuffled within a buffer; `max_steps` must be given.
+        split: of a data set.
+        chat_template: text of a Jinja template that replaces the tokenizer's, and is saved with the heads.
+        held_out_rows: rows to evaluate on; default: a tenth of them, at most 64.
+        answer_tokens: of the base's answers from which the expected tokens per step are computed.
+        answer_temperature: at which it samples them; 0 is greedy. The tree is calibrated at the same temperature.
+        calibrate_tree: at the end, measure which tree is fastest here at batch size 1, and save it with the heads.
     """
 
     next_token_weight: float = field(default=1.0, metadata={"help": "Weight of the text's own tokens."})
@@ -48,7 +76,18 @@ class DraftHeadTrainingArguments(TrainingArguments):
     base_learning_rate: float = field(default=5e-4, metadata={"help": "Learning rate of the base, if it is trained."})
     base_objective: str = field(default="text", metadata={"help": "What the base learns: 'text' or 'itself'."})
     max_grad_value: float | None = field(default=None, metadata={"help": "Clip every gradient to this magnitude."})
+    recipe: str | None = field(default=None, metadata={"help": "'paper' or 'quick'."})
     hours: float | None = field(default=None, metadata={"help": "Stop after this time."})
+    lora_rank: int = field(default=32, metadata={"help": "Of the adapters of a base that learns."})
+    max_length: int | None = field(default=None, metadata={"help": "Tokens of a row, at most."})
+    packing: bool = field(default=False, metadata={"help": "Join whole texts to full rows."})
+    streaming: bool = field(default=False, metadata={"help": "Read the data while training."})
+    split: str = field(default="train", metadata={"help": "Of a data set."})
+    chat_template: str | None = field(default=None, metadata={"help": "Replaces the tokenizer's."})
+    held_out_rows: int | None = field(default=None, metadata={"help": "Rows to evaluate on."})
+    answer_tokens: int = field(default=128, metadata={"help": "Of the answers the speed is computed from."})
+    answer_temperature: float = field(default=0.0, metadata={"help": "Of these answers."})
+    calibrate_tree: bool = field(default=False, metadata={"help": "Measure the fastest tree at the end."})
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -65,13 +104,17 @@ class DraftHeadTrainingArguments(TrainingArguments):
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ValueError(f"{name} is {value}: expected a number above 0.")
-        for name, known in (("heads_schedule", SCHEDULES), ("base_objective", ("text", "itself"))):
+        for name, known in (
+            ("heads_schedule", SCHEDULES),
+            ("base_objective", ("text", "itself")),
+            ("recipe", (None, "paper", "quick")),
+        ):
             if getattr(self, name) not in known:
-                raise ValueError(f"{name} is {getattr(self, name)!r}: expected one of {', '.join(map(repr, known))}.")
+                raise ValueError(f"{name} is {getattr(self, name)!r}: expected one of {', '.join(map(repr, filter(None, known)))}.")
 
     @classmethod
     def for_family(cls, family: str, output_dir: str, **arguments: Any) -> "DraftHeadTrainingArguments":
-        """The recipe of a family's paper.
+        """The recipe of a family's paper, or the quick one where it is asked for or the hours are limited.
 
         Args:
             family: a name in `modeling.families.FAMILIES`.
@@ -90,4 +133,6 @@ class DraftHeadTrainingArguments(TrainingArguments):
                 f"{unknown[0]!r} is no training argument: {meant} a field of the heads' config is given in "
                 f"fields={{{unknown[0]!r}: ...}}."
             )
-        return cls(output_dir=output_dir, **{**find_family(family).recipe, **arguments})
+        recipe = arguments.get("recipe") or ("quick" if arguments.get("hours") else None)
+        quick = QUICK if recipe == "quick" else {}
+        return cls(output_dir=output_dir, **{**find_family(family).recipe, **quick, **arguments, "recipe": recipe})

@@ -3,7 +3,8 @@
 Shapes: B rows, P tokens of the longest prompt, T tokens of the longest text.
 """
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -52,27 +53,51 @@ class ExpectedTokensPerStep:
         self.new_tokens, self.tree, self.base_changes = new_tokens, tree, base_changes
         self.temperature = temperature
         self._batches = [prompts[first : first + batch_size] for first in range(0, len(prompts), batch_size)]
-        self._answers: list[Texts] = []
+        self._answers: dict[int, Texts] = {}
 
-    def __call__(self, model: Any) -> float | None:
-        """Tokens per step of a model with draft heads, in eval mode; None where every answer is one token long."""
-        vocabulary = draft_vocabulary(model.base, model.drafter)
-        tree = self.tree or DraftTree.resolve(DEFAULT_TREE, model.drafter.max_depth, vocabulary)
+    def __call__(self, model: Any, progress: Callable[[], object] = lambda: None) -> float | None:
+        """Tokens per step of a model with draft heads, in eval mode; None where every answer is one token long.
+
+        Args:
+            model: in eval mode.
+            progress: called once for each of the batches, see `len`.
+        """
         tokens = steps = 0
-        for seed, (texts, prompts, lengths) in enumerate(self._texts(model)):
-            if int((lengths - prompts).max()) < 2:
-                continue
-            tilt = tilt_of_seed(model, len(texts), self.new_tokens, self.temperature, seed)
-            ranks = rank_paths(model, texts, prompts, lengths, depth=tree.max_depth, tilt=tilt)
-            for row in foretold_steps(tree, ranks):
-                tokens, steps = tokens + sum(row), steps + len(row)
+        for number in range(len(self)):
+            emitted = self._emitted(model, number)
+            tokens, steps = tokens + sum(emitted), steps + len(emitted)
+            progress()
         return tokens / steps if steps else None
 
-    def _texts(self, model: Any) -> list[Texts]:
-        """Texts (B, T) padded on the right, lengths of their prompts (B,) and of all of them (B,)."""
-        if self.base_changes or not self._answers:
-            self._answers = [
-                own_texts(model, batch, self.new_tokens, self.temperature, seed)
-                for seed, batch in enumerate(self._batches)
-            ]
-        return self._answers
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def tried(self, model: Any) -> tuple[float, float, float]:
+        """Seconds that the base takes to answer all prompts, the heads take to guess, and a token of an answer takes.
+
+        The first batch is answered for good.
+        """
+        start = time.perf_counter()
+        texts, prompts, lengths = self._answered(model, 0)
+        answered = time.perf_counter()
+        self._emitted(model, 0)
+        answer, guess = answered - start, time.perf_counter() - answered
+        return answer * len(self), guess * len(self), answer / max(int((lengths - prompts).max()), 1)
+
+    def _emitted(self, model: Any, number: int) -> list[int]:
+        """Tokens that each step over a batch would emit."""
+        vocabulary = draft_vocabulary(model.base, model.drafter)
+        tree = self.tree or DraftTree.resolve(DEFAULT_TREE, model.drafter.max_depth, vocabulary)
+        texts, prompts, lengths = self._answered(model, number)
+        if int((lengths - prompts).max()) < 2:
+            return []
+        tilt = tilt_of_seed(model, len(texts), self.new_tokens, self.temperature, number)
+        ranks = rank_paths(model, texts, prompts, lengths, depth=tree.max_depth, tilt=tilt)
+        return [emitted for row in foretold_steps(tree, ranks) for emitted in row]
+
+    def _answered(self, model: Any, number: int) -> Texts:
+        """Texts (B, T) of a batch padded on the right, lengths of their prompts (B,) and of all of them (B,)."""
+        if self.base_changes or number not in self._answers:
+            batch = self._batches[number]
+            self._answers[number] = own_texts(model, batch, self.new_tokens, self.temperature, number)
+        return self._answers[number]

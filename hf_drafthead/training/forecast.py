@@ -6,13 +6,14 @@ Time and memory come from trying one step on held-out rows, whose gradients are 
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from hf_drafthead.training.examples import PaddingCollator, PreparedData
 from hf_drafthead.training.trainer import DraftHeadTrainer
 
+TIMED_TOKENS = 3600  # that a calibration times, of base and trees, at most
 MOMENTS = 8  # bytes per trained parameter that Adam keeps in float32
 
 
@@ -23,7 +24,8 @@ class Forecast:
     parameters: of the heads; trained: all that are trained, the base's included if it is; weights: bytes of
     the weights of base and heads; memory: bytes while training, on a GPU as measured, elsewhere at least weights,
     gradients and the optimizer; rows, tokens: of an epoch; steps: optimizer steps; batch: rows of a step, in all
-    processes together; evaluations: on the held-out rows; seconds: of steps and evaluations.
+    processes together; evaluations: on the held-out rows, at most; step: seconds of an optimizer step; epoch: seconds
+    of the steps of an epoch; seconds: of steps, evaluations and calibration.
     """
 
     parameters: int
@@ -35,7 +37,9 @@ class Forecast:
     steps: int
     batch: int
     evaluations: int
-    seconds: float | None
+    step: float | None = None
+    epoch: float | None = None
+    seconds: float | None = None
 
     def to_json(self) -> dict[str, Any]:
         """All fields."""
@@ -56,7 +60,7 @@ class Forecast:
 
 
 def forecast(trainer: DraftHeadTrainer, data: PreparedData, collator: PaddingCollator) -> Forecast:
-    """Estimate what a training will take.
+    """Estimate what a training will take; where there is a limit of hours, set the epochs that fit into it.
 
     Args:
         trainer: ready to train.
@@ -66,32 +70,21 @@ def forecast(trainer: DraftHeadTrainer, data: PreparedData, collator: PaddingCol
     args = trainer.args
     model: Any = trainer.accelerator.unwrap_model(trainer.model)
     batch = args.per_device_train_batch_size
-    together = batch * args.gradient_accumulation_steps * args.world_size
     rows = len(data.rows) if hasattr(data.rows, "__len__") else None
     tokens = None if rows is None or data.report is None else data.report.tokens
-    if args.max_steps > 0:
-        steps = args.max_steps
-    else:
-        steps = math.ceil(math.ceil((rows or 0) / (batch * args.world_size)) / args.gradient_accumulation_steps)
-        steps = math.ceil(steps * args.num_train_epochs)
+    trained = sum(one.numel() for one in model.parameters() if one.requires_grad)
+    weights = sum(one.numel() * one.element_size() for one in model.parameters())
+    in_epoch = math.ceil(math.ceil((rows or 0) / (batch * args.world_size)) / args.gradient_accumulation_steps)
+    times, peak = None, None
+    if not trainer.is_fsdp_enabled:  # only the Trainer can run a sharded model
+        length = _length(data.held_out, batch) if tokens is None or not rows else tokens / rows * batch
+        times, peak = _tried(trainer, data.held_out, collator, batch, length)
+        if args.hours and args.max_steps <= 0 and in_epoch:
+            args.num_train_epochs = fitting_epochs(args.num_train_epochs, 3600 * args.hours, in_epoch * times.step)
+    steps = args.max_steps if args.max_steps > 0 else math.ceil(in_epoch * args.num_train_epochs)
     every = args.eval_steps if args.eval_steps and args.eval_strategy == "steps" else None
     every = None if every is None else max(math.ceil(steps * every), 1) if every < 1 else int(every)
     evaluations = math.ceil(args.num_train_epochs) if every is None else math.ceil(steps / every)
-    trained = sum(one.numel() for one in model.parameters() if one.requires_grad)
-    weights = sum(one.numel() * one.element_size() for one in model.parameters())
-    seconds, peak = None, None
-    if not trainer.is_fsdp_enabled:  # only the Trainer can run a sharded model
-        step, evaluation, peak = _tried(trainer, data.held_out, collator, batch)
-        share = _length(data.held_out, batch) if tokens is None or not rows else tokens / rows * batch
-        step *= share / _length(data.held_out, batch)
-        seconds = steps * args.gradient_accumulation_steps * step
-        evaluation *= math.ceil(len(data.held_out) / (batch * args.world_size))
-        if trainer.clock is not None:
-            trainer.clock.expected_evaluation = evaluation
-        during = (evaluations - 1) * evaluation
-        if trainer.clock is not None and trainer.clock.evaluations is not None:
-            during = min(during, trainer.clock.evaluations * seconds)
-        seconds += during + evaluation
     return Forecast(
         parameters=sum(one.numel() for one in model.drafter.parameters()),
         trained=trained,
@@ -100,25 +93,75 @@ def forecast(trainer: DraftHeadTrainer, data: PreparedData, collator: PaddingCol
         rows=rows,
         tokens=tokens,
         steps=steps,
-        batch=together,
+        batch=batch * args.gradient_accumulation_steps * args.world_size,
         evaluations=evaluations,
-        seconds=seconds,
+        step=None if times is None else times.step,
+        epoch=None if times is None or not in_epoch else in_epoch * times.step,
+        seconds=None if times is None else _total(trainer, times, steps, evaluations),
     )
 
 
+def fitting_epochs(most: float, seconds: float, epoch: float) -> float:
+    """How many epochs fit into a time of which evaluations take a tenth: whole ones, or the part of one that fits.
+
+    >>> fitting_epochs(3, 3600, 1000), fitting_epochs(3, 3600, 1700), fitting_epochs(3, 3600, 6480)
+    (3, 1, 0.5)
+    """
+    fit = 0.9 * seconds / epoch
+    return min(most, int(fit)) if fit >= 1 else fit
+
+
+class Times(NamedTuple):
+    """Seconds of an optimizer step, of an evaluation, and of what is done once: the base's answers, the calibration."""
+
+    step: float
+    evaluation: float
+    once: float
+
+
+def _total(trainer: DraftHeadTrainer, times: Times, steps: int, evaluations: int) -> float:
+    training, during = steps * times.step, max(evaluations - 1, 0) * times.evaluation
+    if trainer.clock is not None and trainer.clock.evaluations is not None:
+        during = min(during, trainer.clock.evaluations * training)
+    if trainer.args.hours:
+        training = min(training, 3600 * trainer.args.hours)
+    return training + during + times.evaluation + times.once
+
+
 def _tried(
-    trainer: DraftHeadTrainer, rows: Sequence[Any], collator: PaddingCollator, batch: int
-) -> tuple[float, float, int | None]:
-    """Seconds of a step on some rows and of evaluating them, and the most bytes that a GPU had in use."""
-    device = trainer.args.device
+    trainer: DraftHeadTrainer, rows: Sequence[Any], collator: PaddingCollator, batch: int, length: float
+) -> tuple[Times, int | None]:
+    """Tries a step and an evaluation; also the most bytes that a GPU had in use.
+
+    Args:
+        batch: rows that are tried.
+        length: tokens that a batch has on average.
+    """
+    args = trainer.args
+    device = args.device
     inputs = {name: value.to(device) for name, value in collator(_some(rows, batch)).items()}
     on_gpu = device.type == "cuda"
     if on_gpu:
         torch.cuda.reset_peak_memory_stats(device)
+    once = 0.0
     with torch.random.fork_rng(devices=[device] if on_gpu else []):  # the trial must not change the training
         trainer.try_step(inputs)  # the first call includes one-time work
-        seconds, evaluating = trainer.try_step(inputs)
-    return seconds, evaluating, torch.cuda.max_memory_allocated(device) if on_gpu else None
+        seconds, evaluating, updating = trainer.try_step(inputs)
+        step = args.gradient_accumulation_steps * seconds * length / _length(rows, batch) + updating
+        evaluation = evaluating * math.ceil(len(rows) / (batch * args.world_size))
+        if (expected := trainer.expected_tokens_per_step) is not None:
+            model: Any = trainer.accelerator.unwrap_model(trainer.model)
+            training = model.training
+            model.eval()
+            answering, guessing, token = expected.tried(model)
+            model.train(training)
+            evaluation += guessing
+            once += answering
+            if args.calibrate_tree:
+                once += answering + guessing + TIMED_TOKENS * token
+    if trainer.clock is not None:
+        trainer.clock.expected_evaluation = evaluation
+    return Times(step, evaluation, once), torch.cuda.max_memory_allocated(device) if on_gpu else None
 
 
 def _some(rows: Sequence[Any], batch: int) -> list[Any]:
