@@ -1,5 +1,6 @@
 """`hf-drafthead train`: new heads."""
 
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -34,6 +35,14 @@ def train(
     synthesize: Annotated[
         int | None,
         typer.Option(min=20, metavar="N", help="Without --data: the base writes N chats first; 2,000 by default."),
+    ] = None,
+    hours: Annotated[
+        float | None,
+        typer.Option(metavar="H", min=0.001, help="Train for so long: the quick recipe, in as many epochs as fit."),
+    ] = None,
+    recipe: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="paper, or quick for runs shorter than a paper's warm-up."),
     ] = None,
     heads: Annotated[str | None, typer.Option(help="Train these trained heads further.")] = None,
     joint: Annotated[bool, typer.Option("--joint", help="Train the base too (Medusa-2).")] = False,
@@ -80,6 +89,7 @@ def train(
 
     from hf_drafthead.evaluation.loading import floating_type
     from hf_drafthead.training.options import sort_options
+    from hf_drafthead.training.progress import plain_log
     from hf_drafthead.training.run import train_heads
 
     check_writable(json_path)
@@ -89,6 +99,8 @@ def train(
     if load_in_4bit:
         load["quantization_config"] = four_bits(dtype)
     console = output()
+    if not sys.stderr.isatty():
+        plain_log()
     if data is None:
         data = str(own_text(base, Path(output_folder), synthesize or OWN_CHATS, template, max_length, dry_run))
     elif synthesize is not None:
@@ -103,6 +115,8 @@ def train(
         joint=joint,
         lora_rank=lora_rank,
         max_length=max_length,
+        recipe=recipe,
+        hours=hours,
         packing=packing,
         streaming=streaming,
         split=split,

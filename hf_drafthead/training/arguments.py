@@ -110,7 +110,9 @@ class DraftHeadTrainingArguments(TrainingArguments):
             ("recipe", (None, "paper", "quick")),
         ):
             if getattr(self, name) not in known:
-                raise ValueError(f"{name} is {getattr(self, name)!r}: expected one of {', '.join(map(repr, filter(None, known)))}.")
+                raise ValueError(
+                    f"{name} is {getattr(self, name)!r}: expected one of {', '.join(map(repr, filter(None, known)))}."
+                )
 
     @classmethod
     def for_family(cls, family: str, output_dir: str, **arguments: Any) -> "DraftHeadTrainingArguments":

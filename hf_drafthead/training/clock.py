@@ -42,7 +42,7 @@ class Clock(TrainerCallback):
 
     def share(self, args: Any) -> float:
         """How much of the limit has passed, the same in all processes; 0 without one."""
-        return _agreed(self.hours / self.limit, args) if self.limit else 0.0
+        return agreed(self.hours / self.limit, args) if self.limit else 0.0
 
     def on_train_begin(self, args, state, control, **kwargs) -> None:
         self.started = time.monotonic()
@@ -59,7 +59,7 @@ class Clock(TrainerCallback):
             return
         if self.evaluations is not None and not last:
             most = self.evaluations * 3600 * self.hours
-            control.should_evaluate = _agreed(self._evaluating + self.expected_evaluation <= most, args) > 0
+            control.should_evaluate = agreed(self._evaluating + self.expected_evaluation <= most, args) > 0
         if control.should_evaluate:
             self._evaluation_started = time.monotonic()
 
@@ -77,7 +77,7 @@ class Clock(TrainerCallback):
             write_whole(self.file, json.dumps({"step": state.global_step, "seconds": self.hours * 3600}))
 
 
-def _agreed(value: float, args: Any) -> float:
+def agreed(value: float, args: Any) -> float:
     """The first process's value, in all of them."""
     if args.world_size == 1:
         return value

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from hf_drafthead.training.examples import PaddingCollator, PreparedData
+from hf_drafthead.training.progress import duration
 from hf_drafthead.training.trainer import DraftHeadTrainer
 
 TIMED_TOKENS = 3600  # that a calibration times, of base and trees, at most
@@ -171,17 +172,6 @@ def _some(rows: Sequence[Any], batch: int) -> list[Any]:
 def _length(rows: Sequence[Any], batch: int) -> int:
     """Tokens of the rows that are tried."""
     return sum(len(row["input_ids"]) for row in _some(rows, batch))
-
-
-def duration(seconds: float) -> str:
-    """Seconds in the usual units.
-
-    >>> duration(42), duration(3000), duration(9000)
-    ('42 s', '50 min', '2.5 h')
-    """
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
 def size(count: float) -> str:

@@ -1,9 +1,12 @@
 """The output of a running training: a progress bar, and a line for every evaluation."""
 
+import sys
+import time
 from typing import Any
 
 from transformers import Trainer
-from transformers.trainer_callback import PrinterCallback, ProgressCallback
+from transformers.trainer_callback import PrinterCallback, ProgressCallback, TrainerCallback
+from transformers.utils import logging
 
 
 class TrainingProgress(ProgressCallback):
@@ -62,9 +65,62 @@ def heads_of(metrics: dict[str, Any], k: int) -> list[tuple[int, float]]:
     return found
 
 
+class TrainingLog(TrainerCallback):
+    """Lines for a log file: one for each tenth of the training, and one for every evaluation."""
+
+    def __init__(self) -> None:
+        self._loss = ""
+        self._started = 0.0
+        self._first = 0
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._started, self._first = time.monotonic(), state.global_step
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        if logs and "loss" in logs:
+            self._loss = f", loss {float(logs['loss']):.3g}"
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        step, steps = state.global_step, state.max_steps
+        if step * 10 // steps > (step - 1) * 10 // steps and state.is_world_process_zero:
+            done = step - self._first
+            left = (time.monotonic() - self._started) / done * (steps - step)
+            print(f"step {step} of {steps}{self._loss}, about {duration(left)} left", file=sys.stderr, flush=True)
+
+    def on_evaluate(
+        self, args: Any, state: Any, control: Any, metrics: dict[str, Any] | None = None, **kwargs: Any
+    ) -> None:
+        if metrics and state.is_world_process_zero:
+            print(evaluation_line(state.global_step, state.max_steps, metrics), file=sys.stderr, flush=True)
+
+
 def show_progress(trainer: Trainer) -> None:
-    """Replace a trainer's progress bar by this one, unless its progress bars are turned off."""
+    """Replace a trainer's progress bar by this one, and by lines in a log, unless its progress is turned off."""
     for own in (ProgressCallback, PrinterCallback):
         trainer.remove_callback(own)
-    if not trainer.args.disable_tqdm:
+    if trainer.args.disable_tqdm:
+        return
+    if sys.stderr.isatty():
         trainer.add_callback(TrainingProgress())
+    else:
+        trainer.args.disable_tqdm = True  # of the bars that are not the callback's
+        trainer.add_callback(TrainingLog())
+
+
+def plain_log() -> None:
+    """No bars of other libraries, which in a log would be one line without an end."""
+    from datasets import disable_progress_bars
+
+    disable_progress_bars()
+    logging.disable_progress_bar()
+
+
+def duration(seconds: float) -> str:
+    """Seconds in the usual units.
+
+    >>> duration(42), duration(3000), duration(9000)
+    ('42 s', '50 min', '2.5 h')
+    """
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

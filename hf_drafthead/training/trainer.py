@@ -14,7 +14,6 @@ from typing import Any, cast
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
-from tqdm.auto import tqdm
 from transformers import Trainer, TrainerCallback, TrainerState
 from transformers.trainer_utils import EvalLoopOutput
 from transformers.utils import logging
@@ -245,7 +244,7 @@ class DraftHeadTrainer(Trainer):
     def _expected_tokens_per_step(self) -> float | None:
         expected = cast(ExpectedTokensPerStep, self.expected_tokens_per_step)
         hidden = self.args.disable_tqdm or not self.is_world_process_zero()
-        with tqdm(total=len(expected), desc="expected tokens per step", leave=False, disable=hidden) as bar:
+        with logging.tqdm(total=len(expected), desc="expected tokens per step", leave=False, disable=hidden) as bar:
             return expected(self.accelerator.unwrap_model(self.model), progress=bar.update)
 
     def compare_trainer_and_checkpoint_args(self, training_args: Any, trainer_state: Any) -> None:

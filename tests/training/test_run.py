@@ -366,12 +366,13 @@ def test_options_are_told_apart():
 
 
 @pytest.mark.parametrize(("rows", "held_out"), [(2, 1), (19, 1), (20, 2), (639, 63), (640, 64), (900, 64)])
-def test_a_tenth_of_the_rows_is_held_out(place, rows, held_out):
+def test_a_tenth_of_the_rows_is_held_out(place, tmp_path, rows, held_out):
     model = MedusaForCausalLM.from_base(str(place / "base"), num_draft_heads=1)
     tokenizer = AutoTokenizer.from_pretrained(place / "base")
     data = Dataset.from_list([{"text": f"abc defg {row}"} for row in range(rows)])
     for streaming in (False, True):
-        found = read_data(model, tokenizer, data, None, False, streaming, "train", None, seed=0)
+        settings = DraftHeadTrainingArguments.for_family("medusa", str(tmp_path), streaming=streaming, use_cpu=True)
+        found = read_data(model, tokenizer, data, settings)
         assert (len(found.held_out), len(list(found.rows))) == (held_out, rows - held_out)
 
 

@@ -1,0 +1,162 @@
+"""A training fits the time that there is: recipes, remarks before it begins, the clock, and what a log shows."""
+
+import math
+import types
+
+import pytest
+import torch
+
+from hf_drafthead.modeling.families import FAMILIES, fresh_heads
+from hf_drafthead.training import clock as clock_module
+from hf_drafthead.training import progress
+from hf_drafthead.training.arguments import QUICK, DraftHeadTrainingArguments
+from hf_drafthead.training.clock import Clock
+from hf_drafthead.training.forecast import Forecast
+from hf_drafthead.training.progress import TrainingLog
+from hf_drafthead.training.run import remarks, share_large_projections
+from hf_drafthead.training.trainer import DraftHeadTrainer
+from tests.bases import tiny_base
+
+ROWS = [
+    {"input_ids": torch.arange(12) % 7 + 3 + row % 5, "labels": torch.arange(12) % 7 + 3 + row % 5} for row in range(8)
+]
+ALONE = types.SimpleNamespace(world_size=1)
+
+
+def arguments(tmp_path, **given):
+    return DraftHeadTrainingArguments.for_family("eagle", str(tmp_path), use_cpu=True, report_to="none", **given)
+
+
+def test_the_quick_recipe_keeps_the_objective_of_the_family(tmp_path):
+    paper, quick, hours = (arguments(tmp_path, **given) for given in ({}, {"recipe": "quick"}, {"hours": 2.0}))
+    assert (paper.warmup_steps, paper.num_train_epochs, paper.recipe) == (2000, 20, None)
+    for settings in (quick, hours):
+        assert settings.recipe == "quick"
+        assert {name: getattr(settings, name) for name in QUICK if name != "lr_scheduler_type"} == {
+            name: value for name, value in QUICK.items() if name != "lr_scheduler_type"
+        }
+        assert (settings.feature_weight, settings.teacher_weight) == (1.0, 0.1)
+    assert arguments(tmp_path, recipe="paper", hours=2.0).warmup_steps == 2000
+    assert arguments(tmp_path, hours=2.0, learning_rate=0.5).learning_rate == 0.5
+    with pytest.raises(ValueError, match="recipe is 'fast': expected one of 'paper', 'quick'"):
+        arguments(tmp_path, recipe="fast")
+
+
+def foretold(**given):
+    known = {"parameters": 5, "trained": 5, "weights": 1, "memory": 1, "rows": 9, "tokens": 9, "evaluations": 1}
+    return Forecast(**{**known, "steps": 5000, "batch": 4, **given})
+
+
+def test_remarks_say_what_to_set(tmp_path):
+    settings = arguments(tmp_path)
+    assert remarks(foretold(), settings) == []
+    (rising,) = remarks(foretold(steps=300), settings)
+    assert rising.startswith(
+        "the learning rate rises for 2000 steps, but the training has 300: it will not reach 3e-05;"
+    )
+    assert "--recipe quick" in rising
+    (few,) = remarks(foretold(steps=14, parameters=122_000_000), arguments(tmp_path, recipe="quick"))
+    assert few.startswith("too few rows: 14 steps teach 122,000,000 parameters little; give at least 400 rows")
+    short = arguments(tmp_path, hours=1.0, num_train_epochs=0.25)
+    (part,) = remarks(foretold(epoch=4 * 3600), short)
+    assert part.startswith("one pass over the data takes about 4.0 h, the training has 1 h: about 25% of the rows")
+
+
+@pytest.mark.parametrize("family", ["medusa", "hydra", "hydra++", "amphista"])
+def test_projections_that_exceed_a_third_of_the_base_are_shared(family):
+    said = []
+    model = fresh_heads(family, tiny_base(vocab_size=2000))
+    share_large_projections(model, said.append)
+    assert model.config.share_lm_head and not list(model.drafter.projections.parameters())
+    assert said[0].startswith("the heads share the base's lm_head: projections of their own would have ")
+    ids = torch.arange(3, 15)[None]
+    hidden = torch.zeros(1, 12, model.base.config.hidden_size, dtype=model.base.dtype)
+    assert model.drafter.head_logits(0, model.drafter.head_states(hidden, ids)[0]).shape[-1] == 2000
+    small = fresh_heads(family, tiny_base(vocab_size=67), num_draft_heads=2, draft_vocab_size=10)
+    share_large_projections(small, said.append)
+    assert not small.config.share_lm_head and len(said) == 1
+
+
+def test_only_families_with_projections_are_asked():
+    for family in FAMILIES:
+        fields = {"feature_layers": [0, 1]} if family == "eagle3" else {}
+        share_large_projections(fresh_heads(family, tiny_base(), **fields), lambda line: None)
+
+
+@pytest.fixture
+def now(monkeypatch):
+    now = types.SimpleNamespace(seconds=0.0)
+    monkeypatch.setattr(clock_module, "time", types.SimpleNamespace(monotonic=lambda: now.seconds))
+    return now
+
+
+def control(**given):
+    return types.SimpleNamespace(should_training_stop=False, should_evaluate=True, **given)
+
+
+def test_evaluations_take_at_most_their_share(now, tmp_path):
+    clock = Clock(tmp_path / "clock.json", evaluations=0.1)
+    clock.expected_evaluation = 5.0
+    state = types.SimpleNamespace(global_step=0, max_steps=100)
+    clock.on_train_begin(ALONE, state, None)
+    evaluated = []
+    for step in range(1, 101):
+        now.seconds += 1.0
+        state.global_step = step
+        wish = control()
+        clock.on_step_end(ALONE, state, wish)
+        if wish.should_evaluate:
+            evaluated.append(step)
+            now.seconds += 5.0
+            clock.on_evaluate(ALONE, state, wish)
+    assert evaluated[-1] == 100 and 50 in evaluated
+    assert 5.0 * len(evaluated[:-1]) <= 0.1 * now.seconds
+
+
+def test_a_training_stops_with_its_time_and_evaluates_once_more(now, tmp_path):
+    clock = Clock(tmp_path / "clock.json", limit=1.0, evaluations=0.1)
+    state = types.SimpleNamespace(global_step=5, max_steps=100)
+    clock.on_train_begin(ALONE, types.SimpleNamespace(global_step=0), None)
+    clock.expected_evaluation = 1e9
+    for seconds, stops in ((3599.0, False), (3600.0, True)):
+        now.seconds = seconds
+        wish = control()
+        clock.on_step_end(ALONE, state, wish)
+        assert (wish.should_training_stop, wish.should_evaluate) == (stops, stops)
+
+
+def test_the_learning_rate_reaches_its_end_with_the_time(now, tmp_path):
+    model = fresh_heads("medusa", tiny_base(dtype=torch.float32), num_draft_heads=1)
+    clock = Clock(tmp_path / "clock.json", limit=1.0)
+    settings = arguments(tmp_path, hours=1.0, warmup_steps=0)
+    trainer = DraftHeadTrainer(model, settings, train_dataset=ROWS, clock=clock)
+    clock.on_train_begin(settings, types.SimpleNamespace(global_step=0), None)
+    scheduler = trainer.create_scheduler(100, torch.optim.SGD(model.drafter.parameters(), lr=1.0))
+    rates = []
+    for seconds in (0.0, 1800.0, 3599.9):
+        now.seconds = seconds
+        scheduler.step()
+        rates.append(scheduler.get_last_lr()[0])
+    assert rates[0] == pytest.approx(1.0, abs=1e-3)
+    assert rates[1] == pytest.approx(0.5 * (1 + math.cos(math.pi * 0.5)), abs=0.02)
+    assert rates[2] == pytest.approx(0.0, abs=1e-3)
+
+
+def test_a_log_has_a_line_for_each_tenth(capsys, monkeypatch):
+    seconds = iter(range(1000))
+    monkeypatch.setattr(progress, "time", types.SimpleNamespace(monotonic=lambda: float(next(seconds))))
+    log = TrainingLog()
+    state = types.SimpleNamespace(global_step=0, max_steps=200, is_world_process_zero=True)
+    log.on_train_begin(None, state, None)
+    for step in range(1, 201):
+        state.global_step = step
+        if step == 10:
+            log.on_log(None, state, None, logs={"loss": 2.345})
+        log.on_step_end(None, state, None)
+    log.on_evaluate(None, state, None, metrics={"eval_loss": 2.0, "eval_head0_top1": 0.5})
+    lines = capsys.readouterr().err
+    assert "\r" not in lines
+    lines = lines.splitlines()
+    assert len(lines) == 11
+    assert lines[0].startswith("step 20 of 200, loss 2.35, about ") and lines[9].endswith("about 0 s left")
+    assert lines[10] == "step 200 of 200: held-out loss 2.000; first guess right: head 1 50.0 %"
