@@ -130,22 +130,12 @@ def train_heads(
     if settings.process_index == 0 and not dry_run:
         check_run(output, _identity(family, lesson, joint), resume)
     trainer = _trainer(lesson, settings, joint, arguments)
-    expected = forecast(trainer, lesson.data, trainer.data_collator) if settings.process_index == 0 else None
-    settings.num_train_epochs = agreed(settings.num_train_epochs, settings)
-    if expected is not None:
-        (tell or logger.info)(str(expected))
-        for remark in remarks(expected, settings):
-            (tell or logger.warning)(remark)
+    expected = _expected(trainer, lesson, tell)
     if dry_run:
         with suppress(OSError):  # the Trainer makes the folder; one that holds something stays
             output.rmdir()
         return Trained(lesson.model, {"forecast": None if expected is None else expected.to_json()})
-    checkpoint = whole_checkpoint(output) if resume else None
-    if resume and checkpoint is None:
-        raise ValueError(f"{str(output)!r} holds no complete checkpoint to resume from: leave --resume out.")
-    if checkpoint is not None and expected is not None:
-        (tell or logger.info)(f"resuming from step {checkpoint.name.rpartition('-')[2]} of {expected.steps}")
-    trainer.resume(checkpoint)
+    trainer.resume(_checkpoint(output, expected, tell) if resume else None)
     summary = _summary(trainer, lesson, base, family, joint)
     _save(trainer, lesson, summary, output, joint)
     return Trained(lesson.model, summary, [*trainer.state.log_history])
@@ -277,6 +267,28 @@ def _trainer(
     )
     show_progress(trainer)
     return trainer
+
+
+def _expected(trainer: DraftHeadTrainer, lesson: Lesson, tell: Tell | None) -> Forecast | None:
+    """What the training will take, told with remarks on it; in one process only."""
+    settings, expected = trainer.args, None
+    if settings.process_index == 0:
+        expected = forecast(trainer, lesson.data, trainer.data_collator)
+        (tell or logger.info)(str(expected))
+        for remark in remarks(expected, settings):
+            (tell or logger.warning)(remark)
+    settings.num_train_epochs = agreed(settings.num_train_epochs, settings)
+    return expected
+
+
+def _checkpoint(output: Path, expected: Forecast | None, tell: Tell | None) -> Path:
+    """The checkpoint to resume from."""
+    checkpoint = whole_checkpoint(output)
+    if checkpoint is None:
+        raise ValueError(f"{str(output)!r} holds no complete checkpoint to resume from: leave --resume out.")
+    if expected is not None:
+        (tell or logger.info)(f"resuming from step {checkpoint.name.rpartition('-')[2]} of {expected.steps}")
+    return checkpoint
 
 
 def remarks(expected: Forecast, settings: DraftHeadTrainingArguments) -> list[str]:
