@@ -105,6 +105,20 @@ def train(
         data = str(own_text(base, Path(output_folder), synthesize or OWN_CHATS, template, max_length, dry_run))
     elif synthesize is not None:
         raise ValueError("--synthesize N is for a training without --data: leave one of them out.")
+    options = {
+        "lora_rank": lora_rank,
+        "max_length": max_length,
+        "recipe": recipe,
+        "hours": hours,
+        "packing": packing,
+        "streaming": streaming,
+        "split": split,
+        "chat_template": template,
+        "held_out_rows": held_out_rows,
+        "answer_tokens": answer_tokens,
+        "answer_temperature": answer_temperature,
+        "calibrate_tree": not no_calibrate,
+    }
     trained = train_heads(
         base,
         family,
@@ -113,23 +127,11 @@ def train(
         heads=heads,
         fields=fields,
         joint=joint,
-        lora_rank=lora_rank,
-        max_length=max_length,
-        recipe=recipe,
-        hours=hours,
-        packing=packing,
-        streaming=streaming,
-        split=split,
-        chat_template=template,
-        held_out_rows=held_out_rows,
-        answer_tokens=answer_tokens,
-        answer_temperature=answer_temperature,
         resume=resume,
         dry_run=dry_run,
-        calibrate_tree=not no_calibrate,
         load=load,
         tell=lambda line: console.print(line, soft_wrap=True),
-        **arguments,
+        **{**options, **arguments},
     )
     if not PartialState().is_main_process:
         return
