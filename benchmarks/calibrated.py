@@ -28,7 +28,7 @@ from hf_drafthead.trees.timing import ratio, time_interleaved
 from hf_drafthead.zoo.trees import NEW_TOKENS, more_prompts
 
 RESULTS = Path(__file__).parent / "results" / "calibrated.json"
-CALLS, TOKENS, WARM_TOKENS = 24, 64, 4
+CALLS, TOKENS, WARM_TOKENS = 16, 64, 4
 
 
 def measure(family: str, rows: int, captured: bool) -> dict[str, Any]:

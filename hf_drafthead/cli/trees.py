@@ -85,7 +85,6 @@ def calibrate(
     """Find the draft tree that is fastest on this machine, and store it in MODEL's generation config."""
     from hf_drafthead.evaluation import plots
     from hf_drafthead.trees.calibrate import calibrate as measure
-    from hf_drafthead.trees.calibrate import stages
 
     check_writable(json_path)
     if not dry_run and not Path(model).is_dir():
@@ -98,7 +97,7 @@ def calibrate(
             loaded.generation_config.save_pretrained(model)
 
     about = {} if search.prompts is None else about_prompts(search.prompts, Path(model))
-    with bar(stages(sizes)) as begin:
+    with bar(1 + len(sizes)) as begin:  # the text, and each batch size
         entries = measure(
             loaded,
             texts,

@@ -26,7 +26,14 @@ from hf_drafthead.generation.entries import CalibrationKey, matching, merged
 from hf_drafthead.generation.settings import DraftSettings
 from hf_drafthead.generation.tree import MAX_NODES
 from hf_drafthead.trees.grow import ALONE, METHODS, MOST_RANK, Size, TreeStatistics
-from hf_drafthead.trees.rank_paths import check_prompts, check_temperature, own_seed, ranks_by_text, sampled_prompts
+from hf_drafthead.trees.rank_paths import (
+    check_prompts,
+    check_temperature,
+    left_padded,
+    own_seed,
+    ranks_by_text,
+    sampled_prompts,
+)
 from hf_drafthead.trees.timing import time_interleaved
 
 LEAST_POSITIONS = 100  # on which guesses are counted
@@ -67,7 +74,7 @@ def calibrate(
         method: "paths" counts rank paths; "product" multiplies accuracies per head, as Medusa does.
         resume: keep the entries that are there for these heads, and measure only what is missing.
         about: what else `measured` shall hold, such as the hash of the prompts.
-        progress: is given the name of each stage before it begins, `stages` of them.
+        progress: is given the name of each stage before it begins: the text, and each batch size.
         keep: is given every new entry at once; it is in the generation config then.
 
     Returns:
@@ -105,11 +112,6 @@ def calibrate(
             model.generation_config.calibration = stored = merged(stored, entry)
             keep(entry)
     return [entry for entry in found.values() if entry is not None]
-
-
-def stages(batch_sizes: Sequence[int]) -> int:
-    """How often a `calibrate` of these batch sizes calls `progress`, at most."""
-    return 1 + len(batch_sizes)
 
 
 def count_trees(
@@ -237,14 +239,6 @@ class Comparison:
 
 
 def batches_of(model: Any, prompts: Sequence[torch.Tensor], size: int) -> list[dict[str, torch.Tensor]]:
-    """The prompts in batches of `size`, padded on the left; few prompts are taken again."""
-    device = model.base.get_input_embeddings().weight.device
-    pad = model.generation_config.pad_token_id
-    batches = []
-    for first in range(0, len(prompts), size):
-        rows = [prompts[(first + row) % len(prompts)].to(device) for row in range(size)]
-        ids = torch.nn.utils.rnn.pad_sequence(rows, True, 0 if pad is None else pad, padding_side="left")
-        lengths = torch.tensor([len(row) for row in rows], device=device)
-        mask = torch.arange(ids.shape[1], device=device) >= ids.shape[1] - lengths[:, None]
-        batches.append({"input_ids": ids, "attention_mask": mask.long()})
-    return batches
+    """The prompts in batches of `size`; for the last one the first are taken again."""
+    rows = [*prompts, *itertools.islice(itertools.cycle(prompts), -len(prompts) % size)]
+    return [left_padded(model, rows[first : first + size]) for first in range(0, len(rows), size)]

@@ -98,9 +98,8 @@ class TreeStatistics:
         """
         grow, deepest = METHODS[method], ranks[0].shape[1]
         texts = torch.cat([*ranks]), torch.cat([*ranks[1::2]]), torch.cat([*ranks[0::2]])
-        root = DraftTree.root_alone()
         paths: dict[Size, list[RankPath]] = {ALONE: []}
-        steps = {ALONE: [foretold_steps(root, text[None])[0] for text in ranks]}
+        steps = {ALONE: [foretold_steps(DraftTree.root_alone(), text[None])[0] for text in ranks]}
         for depth, nodes in itertools.product(range(1, deepest + 1), NODES):
             every, *halves = (grow(some[:, :depth], min(nodes, max_nodes), ranks_below) for some in texts)
             if all((every, *halves)) and (size := Size(len(every) + 1, max(map(len, every)))) not in paths:

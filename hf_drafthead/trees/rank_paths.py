@@ -20,6 +20,7 @@ from hf_drafthead.generation.tree import DraftTree
 
 UNLIMITED_DEPTH = 5  # levels that are looked at where the drafter could go on for ever
 TEXTS_AT_ONCE = 32
+PAD = 0  # any token that the base embeds will do: a tokenizer's pad token need not be one
 UNKNOWN = -1  # rank of a token behind the end of its row
 
 
@@ -77,18 +78,10 @@ def sampled_prompts(model: Any, count: int = 48, length: int = 32, new_tokens: i
     config = base.generation_config
     first = next((one for one in (config.bos_token_id, config.eos_token_id) if one is not None), 0)
     start = torch.as_tensor(first, device=base.get_input_embeddings().weight.device).view(-1)[:1]
+    alone = torch.ones(count, 1, dtype=torch.long, device=start.device)
+    sampling = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "eos_token_id": None}
     with own_seed(model):
-        texts = base.generate(
-            start.expand(count, 1),
-            attention_mask=torch.ones(count, 1, dtype=torch.long, device=start.device),
-            do_sample=True,
-            temperature=1.0,
-            top_k=0,
-            top_p=1.0,
-            max_new_tokens=length - 1,
-            eos_token_id=None,
-        )
-    return list(texts)
+        return list(base.generate(start * alone, attention_mask=alone, max_new_tokens=length - 1, **sampling))
 
 
 def own_texts(
@@ -107,33 +100,34 @@ def own_texts(
         new_tokens: of each answer, at most.
         temperature: at which the answers are sampled; 0 is greedy.
         seed: from which they are sampled.
-        settings: others of `generate`.
+        settings: others of `generate`; by default each step drafts one node.
     """
     settings |= {"do_sample": True, "temperature": float(temperature)} if temperature else {"do_sample": False}
-    device = model.base.get_input_embeddings().weight.device
-    starts = torch.tensor([len(prompt) for prompt in prompts], device=device)
-    width = int(starts.max())
-    rows = torch.zeros(len(prompts), width, dtype=torch.long, device=device)
-    for row, prompt in zip(rows, prompts, strict=True):
-        row[width - len(prompt) :] = prompt.to(device)
-    mask = (torch.arange(width, device=device) >= width - starts[:, None]).long()
-    config = model.generation_config
-    end = config.eos_token_id
-    ends = torch.as_tensor([] if end is None else end, device=device).view(-1)
-    pad = config.pad_token_id if config.pad_token_id is not None else 0
+    batch, end = left_padded(model, prompts), model.generation_config.eos_token_id
+    starts, width = batch["attention_mask"].sum(1), batch["input_ids"].shape[1]
+    call = {**batch, "max_new_tokens": new_tokens, "pad_token_id": PAD, "draft_tree": [[0]], **settings}
     with own_seed(model, seed):
-        texts = model.generate(rows, attention_mask=mask, max_new_tokens=new_tokens, pad_token_id=pad, **settings)
-    ended = torch.isin(texts[:, width:], ends)
+        texts = model.generate(**call)
+    ended = torch.isin(texts[:, width:], torch.as_tensor([] if end is None else end, device=texts.device))
     first_end = torch.where(ended.any(1), ended.int().argmax(1) + 1, texts.shape[1] - width)
-    texts = torch.stack(
-        [text.roll(-int(width - start)) for text, start in zip(texts, starts, strict=True)]
-    )  # prompts begin in the first column
-    return Texts(texts, starts, starts + first_end)
+    # prompts begin in the first column
+    rows = [text.roll(start - width) for text, start in zip(texts, starts.tolist(), strict=True)]
+    return Texts(torch.stack(rows), starts, starts + first_end)
+
+
+def left_padded(model: Any, prompts: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """`input_ids` and `attention_mask` (B, P) of a batch of prompts, on the base's device."""
+    device = model.base.get_input_embeddings().weight.device
+    rows = [prompt.to(device) for prompt in prompts]
+    ids = torch.nn.utils.rnn.pad_sequence(rows, True, PAD, padding_side="left")
+    lengths = torch.tensor([len(row) for row in rows], device=device)
+    mask = torch.arange(ids.shape[1], device=device) >= ids.shape[1] - lengths[:, None]
+    return {"input_ids": ids, "attention_mask": mask.long()}
 
 
 @torch.no_grad()
 def rank_paths(
-    model,
+    model: Any,
     input_ids: torch.Tensor,
     prompt_lengths: int | torch.Tensor,
     lengths: torch.Tensor | None = None,
@@ -213,7 +207,7 @@ def ranks_by_text(
     found: list[torch.Tensor] = []
     for seed in range(0, len(prompts), TEXTS_AT_ONCE):
         some = prompts[seed : seed + TEXTS_AT_ONCE]
-        texts = own_texts(model, some, new_tokens, temperature, seed, draft_tree=[[0]], **settings)
+        texts = own_texts(model, some, new_tokens, temperature, seed, **settings)
         if int((texts.lengths - texts.prompt_lengths).max()) > 1:
             tilt = tilt_of_seed(model, len(some), new_tokens, temperature, seed)
             found += rank_paths(model, *texts, tilt=tilt).cpu()

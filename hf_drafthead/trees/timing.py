@@ -1,8 +1,4 @@
-"""The one clock: calls take turns, so that whatever else the machine does slows all of them alike.
-
-_, seconds = time_interleaved({"base": base_call, "heads": heads_call}, 5, device)
-speedup = ratio(seconds, "base", "heads")
-"""
+"""The one clock: calls take turns, so that whatever else the machine does slows all of them alike."""
 
 from __future__ import annotations
 
