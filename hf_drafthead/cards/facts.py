@@ -139,7 +139,9 @@ def read_facts(folder: Path, model: Any = None) -> Facts:
         tree_cut=bool(tree and tree_name and DraftTree.from_name(tree_name).max_depth > tree.max_depth),
         dynamic_tree=dynamic,
         settings={name: value for name, value in DraftSettings.stored_in(settings).items() if name not in SHOWN_APART},
-        calibration=settings.get("calibration") or [],
+        calibration=[
+            {**entry, **CalibrationKey.of_entry(entry)._asdict()} for entry in settings.get("calibration") or []
+        ],
         calibrated=_calibrated(settings.get("calibration") or [], depth, vocabulary),
         training=training,
         accuracies=_accuracies(measured or {**training, **(training.get("held_out") or {})}),

@@ -40,7 +40,7 @@ from hf_drafthead.generation.tree import DraftTree
 
 logger = logging.get_logger(__name__)
 
-MOST_PROGRAMS = 32  # kept per model, of which "auto" takes four for a kind of call; the least recently used goes first
+MOST_PROGRAMS = 32  # kept per model, of which "auto" takes two for a kind of call; the least recently used goes first
 BUCKET = 64  # capacities are multiples of this, since attention looks at all of it
 AHEAD = 256  # positions for which a capacity is taken at first; it grows as the text does
 

@@ -89,8 +89,8 @@ class DraftHeadGenerationMixin(GenerationMixin):
             inputs: (B, P) prompt token ids, left-padded where B > 1.
             generation_config: as in transformers; `model.generation_config` also holds the four settings below.
             draft_tree: name of a published tree, rank paths or a `DraftTree`; "dynamic", {"dynamic": {"nodes": 32,
-                "depth": 6, "width": 8}} or a `DynamicTree`, whose shape follows the guesses; "auto", in each step the
-                calibrated tree that pays most, or none; by default the tree that was calibrated for this call, or for
+                "depth": 6, "width": 8}} or a `DynamicTree`, whose shape follows the guesses; "auto", the calibrated
+                tree as long as drafting pays on the text; by default the tree that was calibrated for this call, or for
                 the nearest, else 8 nodes on a CPU, else the generation config's.
             acceptance: "exact" (the base's own text; under sampling its distribution and, with the same seed, its
                 tokens), "rejection" (speculative sampling: the base's distribution, not its seed), or "typical"

@@ -513,7 +513,7 @@ def test_figures_of_other_trees_are_told_apart_from_this_one(heads):
 
 
 def test_calibrated_trees_are_listed(heads):
-    entry = {"device": "NVIDIA A100", "dtype": "float16", "batch_size": 4, "execution": "recorded", "tree": [[0], [1]]}
+    entry = {"device": "NVIDIA A100", "dtype": "float16", "batch_size": 4, "captured": False, "tree": [[0], [1]]}
     put(heads, "generation_config.json", {"draft_tree": TREE, "calibration": [entry]})
     text = card_of(heads).text
     assert (
