@@ -35,8 +35,8 @@ def section(page: str, title: str) -> str:
 
 
 def own_fields(config: DraftHeadConfig) -> set[str]:
-    """The family's fields, and the number of heads."""
-    shared = {field.name for field in fields(DraftHeadConfig)} - {"num_draft_heads"}
+    """The family's fields, the number of heads and the draft vocabulary."""
+    shared = {field.name for field in fields(DraftHeadConfig)} - {"num_draft_heads", "draft_vocab_size"}
     return {field.name for field in fields(type(config))} - shared
 
 
