@@ -115,7 +115,7 @@ def card_data(facts: Facts, old: CardData, name: str, license: str | None) -> Mo
     base = None if isinstance(base, str) and not is_hub_id(base, facts.folder) else base
     tags = ["hf-drafthead", "speculative-decoding", "draft-heads", facts.family]
     named = facts.training.get("datasets") or facts.training.get("dataset") or []
-    datasets = [without_folders(str(one)) for one in ([named] if isinstance(named, str) else named)]
+    datasets = [without_folders(str(each)) for each in ([named] if isinstance(named, str) else named)]
     results = [*eval_results(facts), *foreign]
     data: dict[str, Any] = {
         "license": license or kept.pop("license", None) or facts.training.get("license"),
@@ -159,8 +159,8 @@ def eval_results(facts: Facts) -> list[EvalResult]:
 
 def parts(run: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """A run's figures over all prompts, and by category; rows without a category are never called `all`."""
-    found = {UNCATEGORISED if name == WHOLE else name: part for name, part in (run.get("per_category") or {}).items()}
-    return {WHOLE: run, **({} if list(found) == [UNCATEGORISED] else found)}
+    split = {UNCATEGORISED if name == WHOLE else name: part for name, part in (run.get("per_category") or {}).items()}
+    return {WHOLE: run, **({} if list(split) == [UNCATEGORISED] else split)}
 
 
 def ours(results: list[EvalResult] | None) -> bool:
@@ -193,12 +193,11 @@ def render(facts: Facts, data: ModelCardData, repo_id: str) -> str:
     family = FAMILIES.get(facts.family)
     named = data.get("base_model") or (None if facts.base_included else facts.base_named)
     unnamed = "a base that is included here" if facts.base_included else "a base that is missing: the config names none"
-    asked = [*filter(is_exact, facts.runs), *facts.verifications]
-    told = [one for one in asked if isinstance(one.get("identical"), bool)]
     kinds: dict[str, list[dict[str, Any]]] = {"same": [], "rounding": [], "half": [], "fault": []}
-    for one in told:
-        kinds[exactness(one)].append(one)
-    same = [one for one in kinds["same"] if was_drafted(one)]
+    for run in [*filter(is_exact, facts.runs), *facts.verifications]:
+        if isinstance(run.get("identical"), bool):
+            kinds[exactness(run)].append(run)
+    same = [run for run in kinds["same"] if was_drafted(run)]
     drafted = [run for run in facts.runs if was_drafted(run)]
     return environment.from_string((ROOM / "template.md.jinja").read_text(encoding="utf-8")).render(
         card_data=data.to_yaml(),
@@ -219,8 +218,8 @@ def render(facts: Facts, data: ModelCardData, repo_id: str) -> str:
         wrong=kinds["fault"],
         rounded=kinds["rounding"],
         half=kinds["half"],
-        whole=[one for one in same if one.get("dtype") in FULL_PRECISION],
-        nothing_drafted=bool(told),
+        whole=[run for run in same if run.get("dtype") in FULL_PRECISION],
+        nothing_drafted=bool(kinds["same"]),
         fewer=any(is_number(run.get("tokens_per_step")) and run["tokens_per_step"] > 1 for run in facts.runs),
         drafted=drafted,
         slow=[run for run in drafted if is_number(run.get("speedup")) and round(run["speedup"], 2) <= 1],
@@ -236,8 +235,8 @@ def cited(paper: str) -> str:
         paper: arXiv number.
     """
     entries = [file.read_text(encoding="utf-8") for file in (ROOM / "citations").iterdir()]
-    found = [entry for entry in entries if f"arXiv:{paper}" in entry]
-    return (found or [f"@misc{{{paper}, eprint = {{{paper}}}, archiveprefix = {{arXiv}}}}"])[0].strip()
+    matching = [entry for entry in entries if f"arXiv:{paper}" in entry]
+    return (matching or [f"@misc{{{paper}, eprint = {{{paper}}}, archiveprefix = {{arXiv}}}}"])[0].strip()
 
 
 def other_trees(facts: Facts, drafted: list[dict[str, Any]]) -> dict[str, Any]:
@@ -246,9 +245,9 @@ def other_trees(facts: Facts, drafted: list[dict[str, Any]]) -> dict[str, Any]:
     A dynamic tree has no size of its own.
     """
     sizes = {run["tree_nodes"] for run in drafted if is_number(run.get("tree_nodes"))}
-    own = {facts.tree.num_nodes} if facts.tree else set()
-    others = set() if facts.dynamic_tree else sizes - own
-    return {"other_nodes": sorted(others), "own_measured": bool(sizes & own)}
+    set_size = {facts.tree.num_nodes} if facts.tree else set()
+    others = set() if facts.dynamic_tree else sizes - set_size
+    return {"other_nodes": sorted(others), "own_measured": bool(sizes & set_size)}
 
 
 def recipe(training: dict[str, Any]) -> dict[str, Any]:
@@ -331,12 +330,12 @@ def exactness(run: dict[str, Any]) -> str:
 
 def asked_text(run: dict[str, Any]) -> str:
     """How many prompts of which questions, as far as it is recorded."""
-    told = [f"{cell(run.get('prompts', '?'))} prompts"]
+    parts = [f"{cell(run.get('prompts', '?'))} prompts"]
     if run.get("questions"):
-        told[0] += f" of `{without_folders(str(run['questions']))}`"
-    told += [f"split {run['split']}"] if run.get("split") else []
-    told += [f"the first {run['limit']} questions"] if run.get("limit") else []
-    return ", ".join(told)
+        parts[0] += f" of `{without_folders(str(run['questions']))}`"
+    parts += [f"split {run['split']}"] if run.get("split") else []
+    parts += [f"the first {run['limit']} questions"] if run.get("limit") else []
+    return ", ".join(parts)
 
 
 def same_text(part: dict[str, Any], run: dict[str, Any]) -> str:
@@ -357,11 +356,11 @@ def is_exact(run: dict[str, Any]) -> bool:
     return (run.get("acceptance") or {}).get("acceptance", "exact") == "exact"
 
 
-def was_drafted(found: dict[str, Any]) -> bool:
+def was_drafted(figures: dict[str, Any]) -> bool:
     """Whether the heads took part at all, in a run, in a part of one, or in what `verify` checked."""
-    if "checks" not in found:
-        return found.get("tokens_per_step", 1.0) is not None
-    return any(check.get("undrafted_calls", 0) < check.get("calls", 1) for check in found["checks"])
+    if "checks" not in figures:
+        return figures.get("tokens_per_step", 1.0) is not None
+    return any(check.get("undrafted_calls", 0) < check.get("calls", 1) for check in figures["checks"])
 
 
 def cell(value: Any) -> str:

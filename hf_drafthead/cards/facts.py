@@ -99,18 +99,18 @@ def read_facts(folder: Path, model: Any = None) -> Facts:
         )
     settings = read_json(folder / "generation_config.json") if (folder / "generation_config.json").is_file() else {}
     training = read_json(folder / "training_summary.json") if (folder / "training_summary.json").is_file() else {}
-    known = _heads_config(model_type, config)
-    family = known.family if known else model_type.removeprefix(MODEL_TYPE_PREFIX)
+    heads_config = _heads_config(model_type, config)
+    family = heads_config.family if heads_config else model_type.removeprefix(MODEL_TYPE_PREFIX)
     sizes, dtypes = _drafter_tensors(folder)
-    told = _evaluations(folder, family)
-    runs = [one for one in told if "checks" not in one]
+    evaluations = _evaluations(folder, family)
+    runs = [each for each in evaluations if "checks" not in each]
     base_config = config.get("base_config") or {}
     named = config.get("base_model_name_or_path")
     heads = config.get("num_draft_heads")
     chosen = settings.get("draft_tree")
     dynamic = AUTO if chosen == AUTO else "dynamic" if chosen == "dynamic" or isinstance(chosen, dict) else None
     usual = SHARED | {field.name for field in fields(PreTrainedConfig)}
-    depth = known.max_depth if known else heads
+    depth = heads_config.max_depth if heads_config else heads
     vocabulary = base_config.get("vocab_size") or 2**31  # without a known one every rank is allowed
     tree = None
     if chosen is not None and not dynamic:
@@ -147,7 +147,7 @@ def read_facts(folder: Path, model: Any = None) -> Facts:
         accuracies=_accuracies(measured or {**training, **(training.get("held_out") or {})}),
         accuracy_run=measured,
         runs=runs,
-        verifications=[one for one in told if "checks" in one],
+        verifications=[each for each in evaluations if "checks" in each],
     )
 
 
@@ -202,12 +202,12 @@ def read_json(path: Path) -> Any:
         ValueError: it holds no JSON.
     """
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{str(path)!r} is not JSON ({error}): write it again, or remove it.") from None
-    if not isinstance(found, dict) and not path.name.startswith("evaluation"):
-        raise ValueError(f"{str(path)!r} holds a {type(found).__name__}, expected an object: write it again.")
-    return found
+    if not isinstance(content, dict) and not path.name.startswith("evaluation"):
+        raise ValueError(f"{str(path)!r} holds a {type(content).__name__}, expected an object: write it again.")
+    return content
 
 
 def _heads_config(model_type: str, config: dict[str, Any]) -> DraftHeadConfig | None:
@@ -259,11 +259,11 @@ def _plainness(run: dict[str, Any]) -> tuple[bool, bool]:
 
 def _accuracies(figures: dict[str, Any]) -> dict[int, list[float]]:
     """`head0_top1`, `head0_top5`, `head1_top1`, ... as one list of heads for each k."""
-    found = {(int(match[2]), int(match[1])): figures[name] for name in figures if (match := ACCURACY.fullmatch(name))}
-    ks = sorted({k for k, _ in found})
-    heads = max((head for _, head in found), default=-1) + 1
+    shares = {(int(match[2]), int(match[1])): figures[name] for name in figures if (match := ACCURACY.fullmatch(name))}
+    ks = sorted({k for k, _ in shares})
+    heads = max((head for _, head in shares), default=-1) + 1
     return {
-        k: [found[k, head] for head in range(heads)] for k in ks if all((k, head) in found for head in range(heads))
+        k: [shares[k, head] for head in range(heads)] for k in ks if all((k, head) in shares for head in range(heads))
     }
 
 
@@ -273,11 +273,11 @@ def _evaluations(folder: Path, family: str) -> list[dict[str, Any]]:
     Raises:
         ValueError: a file holds something else, or a run of other heads.
     """
-    told = []
+    evaluations = []
     hashes: dict[str | None, str] = {}  # by the type that the weights were loaded in
     for path in sorted(folder.glob("evaluation*.json")):
-        found = read_json(path)
-        rows = found.get("rows", [found]) if isinstance(found, dict) else found
+        content = read_json(path)
+        rows = content.get("rows", [content]) if isinstance(content, dict) else content
         for row in rows:
             if not isinstance(row, dict) or not {"tokens_per_step", "speedup", "identical"} & set(row):
                 raise ValueError(
@@ -294,8 +294,8 @@ def _evaluations(folder: Path, family: str) -> list[dict[str, Any]]:
                     f"{str(path)!r} was measured with other heads (heads_hash {row['heads_hash']}) than "
                     f"{str(folder)!r} holds ({hashes[None]}): measure these, or remove the file."
                 )
-            told.append(row)
-    return told
+            evaluations.append(row)
+    return evaluations
 
 
 def _is_of_these(folder: Path, row: dict[str, Any], hashes: dict[str | None, str]) -> bool:
@@ -313,9 +313,9 @@ def _is_of_these(folder: Path, row: dict[str, Any], hashes: dict[str | None, str
 
 def _drafter_weights(folder: Path) -> list[tuple[str, torch.Tensor]]:
     """Name and tensor of the heads' weights."""
-    found = []
+    weights = []
     for file in get_local_safetensors_metadata(folder).files_metadata:
         with safe_open(folder / file, framework="pt") as tensors:
             names = [name for name in tensors.keys() if not name.startswith("base.")]
-            found += [(name, tensors.get_tensor(name)) for name in names]
-    return found
+            weights += [(name, tensors.get_tensor(name)) for name in names]
+    return weights

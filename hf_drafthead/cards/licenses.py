@@ -17,19 +17,19 @@ LICENSES = frozenset(
 )
 
 
-def check_license(given: str | None) -> None:
+def check_license(license: str | None) -> None:
     """Refuse what the Hub would not take for a license.
 
     Args:
-        given: the id; None is none.
+        license: the id; None is none.
 
     Raises:
         ValueError: with the ids that are most like it.
     """
-    if given is None or given in LICENSES:
+    if license is None or license in LICENSES:
         return
-    near = difflib.get_close_matches(given.lower().replace(" ", "-"), sorted(LICENSES), n=3, cutoff=0.4)
+    near = difflib.get_close_matches(license.lower().replace(" ", "-"), sorted(LICENSES), n=3, cutoff=0.4)
     meant = f"did you mean {', '.join(near)}? " if near else ""
     raise ValueError(
-        f"--license {given!r} is no id of a license on the Hub: {meant}A license without an id is 'other'."
+        f"--license {license!r} is no id of a license on the Hub: {meant}A license without an id is 'other'."
     )

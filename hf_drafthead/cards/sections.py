@@ -26,7 +26,7 @@ class Section:
 
 def split(text: str) -> list[Section]:
     """The sections of a card's text, in order, without the blank lines between them."""
-    found: list[tuple[str, list[str]]] = [("", [])]
+    parts: list[tuple[str, list[str]]] = [("", [])]
     fence = ""
     for line in text.splitlines():
         start = line.lstrip()[:3]
@@ -35,9 +35,9 @@ def split(text: str) -> list[Section]:
         elif start in FENCES:
             fence = start
         elif line.startswith("## "):
-            found.append((line.strip(), []))
-        found[-1][1].append(line.rstrip())
-    sections = [Section(heading, "\n".join(lines).strip("\n")) for heading, lines in found]
+            parts.append((line.strip(), []))
+        parts[-1][1].append(line.rstrip())
+    sections = [Section(heading, "\n".join(lines).strip("\n")) for heading, lines in parts]
     return [section for section in sections if section.text]
 
 
@@ -50,16 +50,16 @@ def merge(old: str, new: str) -> str:
     """
     fresh = split(new)
     places = {section.heading for section in fresh}
-    own: dict[str, list[Section]] = {}  # what stays, by the heading that it comes after or takes the place of
+    kept: dict[str, list[Section]] = {}  # what stays, by the heading that it comes after or takes the place of
     after = ""
     for section in split(old):
         if section.heading in places:
             after = section.heading
         if not section.ours:
-            own.setdefault(after, []).append(section)
+            kept.setdefault(after, []).append(section)
     result: list[str] = []
     for section in fresh:
-        stay = own.get(section.heading, [])
+        stay = kept.get(section.heading, [])
         if not any(other.heading == section.heading for other in stay):
             result.append(section.text)
         result.extend(other.text for other in stay)

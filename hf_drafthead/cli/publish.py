@@ -29,8 +29,8 @@ def card(
     lacks = missing(folder)
     console = output()
     console.print(str(path), soft_wrap=True)
-    for one in lacks:
-        console.print(f"still missing: {one}", soft_wrap=True)
+    for lack in lacks:
+        console.print(f"still missing: {lack}", soft_wrap=True)
     write_json(json_path, {"card": str(path), "missing": lacks})
 
 

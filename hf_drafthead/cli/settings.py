@@ -11,13 +11,13 @@ WHOLE |= {"encoder_no_repeat_ngram_size", "num_return_sequences", "pad_token_id"
 FLAGS = {"do_sample", "use_cache", "renormalize_logits", "remove_invalid_values"}
 
 
-def parse_settings(given: list[str] | None) -> dict[str, Any]:
+def parse_settings(pairs: list[str] | None) -> dict[str, Any]:
     """Settings of `generate` from NAME=VALUE pairs; a whole number where transformers asks for a float becomes one.
 
     Raises:
         ValueError: one is no such pair, or its value is of another type than the setting.
     """
-    settings = parse_options(given or [])
+    settings = parse_options(pairs or [])
     for name, value in settings.items():
         kind = type(value)
         if value is None:

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from transformers.generation.streamers import BaseStreamer
 
-from hf_drafthead.evaluation.calls import ForwardCount, encode, positions_of, steps_of
+from hf_drafthead.evaluation.calls import encode, positions_of, steps_of
 from hf_drafthead.evaluation.measurement import guess_depths, tokens_per_step
 from hf_drafthead.evaluation.questions import chat_text, need_template
+from hf_drafthead.generation import StepRecord
 from hf_drafthead.generation.tree import DraftTree
 from hf_drafthead.trees.timing import wait
 
@@ -57,13 +58,14 @@ def sample(
     """
     inputs = encode(model, tokenizer, [prompt], special_tokens=special_tokens)
     chosen = {} if tree is None else {"draft_tree": tree}
-    with ForwardCount(model.base) as count:
-        streamer = None if on_piece is None else PieceStreamer(tokenizer, on_piece, count)
-        wait(model.base.device)
-        start = time.perf_counter()
-        out = model.generate(**inputs, **chosen, **settings, streamer=streamer, return_dict_in_generate=True)
-        wait(model.base.device)
-        seconds = time.perf_counter() - start
+    if on_piece is not None:
+        streamer = PieceStreamer(tokenizer, on_piece)
+        settings |= {"streamer": streamer, "on_step": streamer.note}
+    wait(model.base.device)
+    start = time.perf_counter()
+    out = model.generate(**inputs, **chosen, **settings, return_dict_in_generate=True)
+    wait(model.base.device)
+    seconds = time.perf_counter() - start
     tokens = out.sequences[0, inputs["input_ids"].shape[1] :].tolist()
     accepted = steps_of(out)
     depths = guess_depths(accepted[0])
@@ -110,39 +112,42 @@ class Spelling:
 
 
 class PieceStreamer(BaseStreamer):
-    """Passes on every piece of the new text with its depth.
+    """Passes on every piece of the new text with its depth, as soon as its step is committed.
 
-    Tokens without a forward of the base between them are of one step: their depths are 1, 2, ..., and the last is the
-    base's own. Which one is the last is known when the next step begins, so each is passed on after the next has come.
+    `generate` gives it the tokens as its streamer, then the step that they were of through `on_step`. Where the base
+    decodes by itself there are no steps, and every token is passed on when the next one comes.
     """
 
-    def __init__(self, tokenizer: Any, on_piece: Callable[[str, int], object], count: ForwardCount):
+    def __init__(self, tokenizer: Any, on_piece: Callable[[str, int], object]):
         self._spelling = Spelling(tokenizer)
         self._on_piece = on_piece
-        self._count = count
-        self._prompt_seen = False
-        self._held: tuple[int, int, int] | None = None  # token, depth, forwards when it came
+        self._prompt_seen = self._drafting = False
+        self._tokens: list[int] = []  # of the step that is not committed yet
 
     def put(self, value: torch.Tensor) -> None:
         """The prompt on the first call, then one token per call."""
-        if not self._prompt_seen:
-            self._prompt_seen = True
-            return
-        _, depth, forwards = self._held or (0, 0, -1)
-        same_step = forwards == self._count.forwards
-        self._pass_on(last_of_step=not same_step)
-        self._held = (int(value), depth + 1 if same_step else 1, self._count.forwards)
+        if self._prompt_seen and not self._drafting:
+            self._pass_on()
+        if self._prompt_seen:
+            self._tokens.append(int(value))
+        self._prompt_seen = True
+
+    def note(self, record: StepRecord) -> None:
+        """A step is committed: its guesses, and last the base's own token."""
+        self._drafting = True
+        self._pass_on()
 
     def end(self) -> None:
-        """The last token, and the held-back rest of the text."""
-        self._pass_on(last_of_step=True)
+        """The last tokens, and the held-back rest of the text."""
+        self._pass_on()
         if text := self._spelling.rest():
             self._on_piece(text, 0)
 
-    def _pass_on(self, last_of_step: bool) -> None:
-        if self._held is not None and (text := self._spelling.add(self._held[0])):
-            self._on_piece(text, 0 if last_of_step else self._held[1])
-        self._held = None
+    def _pass_on(self) -> None:
+        for place, token in enumerate(self._tokens, start=1):
+            if text := self._spelling.add(token):
+                self._on_piece(text, place % len(self._tokens))  # the last one is the base's own, of depth 0
+        self._tokens = []
 
 
 class Conversation:

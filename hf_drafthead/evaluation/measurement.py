@@ -196,9 +196,10 @@ def summed_up(
     whole = figures(rounds)
     tau = whole["tokens_per_step"]
     peaks = {
-        name: max(known)
+        name: max(bytes_used)
         for name in names
-        if (known := [each.runs[name].peak_memory or 0 for each in rounds if name in each.runs]) and any(known)
+        if (bytes_used := [each.runs[name].peak_memory or 0 for each in rounds if name in each.runs])
+        and any(bytes_used)
     }
     others: dict[str, dict[str, Any] | None] = {
         name: other_figures(rounds, name) if name in names else None for name in compared

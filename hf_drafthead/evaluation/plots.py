@@ -13,8 +13,10 @@ from hf_drafthead.evaluation.report import labels
 if TYPE_CHECKING:  # matplotlib is imported where it draws
     from matplotlib.axes import Axes
 
+Rows = Sequence[Measurement]
 
-def draw(measurements: Sequence[Measurement], folder: Path) -> list[Path]:
+
+def draw(measurements: Rows, folder: Path) -> list[Path]:
     """Draw the plots that these measurements allow, one PNG file each.
 
     Args:
@@ -27,28 +29,35 @@ def draw(measurements: Sequence[Measurement], folder: Path) -> list[Path]:
     from matplotlib.figure import Figure
 
     folder.mkdir(parents=True, exist_ok=True)
-    heats = {one.temperature for one in measurements}
-    swept = {one.model for one in measurements if "posterior_threshold" in one.acceptance and len(heats) == 1}
-    several = {
-        one.model for one in measurements if len({o.batch_size for o in measurements if o.model == one.model}) > 1
-    }
-    pictures: list[tuple[str, Callable[[Axes, Sequence[Measurement]], None], Sequence[Measurement]]] = [
-        ("speedup_by_category", speedup_by_category, measurements),
-        ("accepted_lengths", accepted_lengths, [one for one in measurements if one.accepted_lengths]),
-        ("head_accuracy", head_accuracy, [one for one in measurements if one.head_accuracy]),
-        ("throughput_by_batch", throughput_by_batch, [one for one in measurements if one.model in several]),
-        ("temperature", temperature, measurements if len(heats) > 1 else []),
-        ("epsilon", epsilon, [one for one in measurements if one.model in swept]),
+    sizes = by_model(measurements, lambda row: row.batch_size)
+    heats = {row.temperature for row in measurements}
+    thresholds = by_model(measurements, lambda row: row.acceptance.get("posterior_threshold"))
+    pictures: list[tuple[Callable[[Axes, Rows], None], Rows]] = [
+        (speedup_by_category, measurements),
+        (accepted_lengths, [row for row in measurements if row.accepted_lengths]),
+        (head_accuracy, [row for row in measurements if row.head_accuracy]),
+        (throughput_by_batch, [row for row in measurements if len(sizes[row.model]) > 1]),
+        (temperature, measurements if len(heats) > 1 else []),
+        (epsilon, [row for row in measurements if len(heats) == 1 and thresholds[row.model] - {None}]),
     ]
     written = []
-    for name, picture, shown in pictures:
-        if not shown:
-            continue
-        figure = Figure(figsize=(7, 4), layout="constrained")
-        picture(figure.add_subplot(), shown)
-        figure.savefig(folder / f"{name}.png", dpi=150)
-        written.append(folder / f"{name}.png")
+    for picture, shown in pictures:
+        if shown:
+            figure = Figure(figsize=(7, 4), layout="constrained")
+            axes = figure.add_subplot()
+            picture(axes, shown)
+            axes.legend(frameon=False)
+            written.append(folder / f"{picture.__name__}.png")
+            figure.savefig(written[-1], dpi=150)
     return written
+
+
+def by_model(measurements: Rows, value: Callable[[Measurement], Any]) -> dict[str, set[Any]]:
+    """The different values of each model's measurements."""
+    values: dict[str, set[Any]] = {}
+    for row in measurements:
+        values.setdefault(row.model, set()).add(value(row))
+    return values
 
 
 def draw_calibration(entries: Sequence[dict[str, Any]], folder: Path) -> Path:
@@ -85,117 +94,116 @@ def draw_calibration(entries: Sequence[dict[str, Any]], folder: Path) -> Path:
     return folder / "calibration.png"
 
 
-def speedup_by_category(axes: Axes, measurements: Sequence[Measurement]) -> None:
+def speedup_by_category(axes: Axes, measurements: Rows) -> None:
     """Bars in groups, one group per category; the base is the line at 1."""
-    categories = list(dict.fromkeys(category for one in measurements for category in one.per_category))
-    width = 0.8 / len(measurements)
-    for place, (label, one) in enumerate(zip(labels(measurements), measurements)):
-        known = [
-            (at, one.per_category[name]["speedup"]) for at, name in enumerate(categories) if name in one.per_category
-        ]
-        left = [at + (place - (len(measurements) - 1) / 2) * width for at, _ in known]
-        axes.bar(left, [speedup for _, speedup in known], width, label=label)
+    categories = list(dict.fromkeys(category for row in measurements for category in row.per_category))
+    speedups = [
+        {categories.index(name): figures["speedup"] for name, figures in row.per_category.items()}
+        for row in measurements
+    ]
+    _bars(axes, labels(measurements), speedups)
     axes.axhline(1, color="grey", linewidth=1)
     axes.set_xticks(range(len(categories)), categories, rotation=30, ha="right")
     axes.set_ylabel("speedup over the base")
-    axes.legend(frameon=False)
 
 
-def accepted_lengths(axes: Axes, measurements: Sequence[Measurement]) -> None:
+def accepted_lengths(axes: Axes, measurements: Rows) -> None:
     """The share of steps that emitted 1, 2, 3 ... tokens."""
-    width = 0.8 / len(measurements)
-    for place, (label, one) in enumerate(zip(labels(measurements), measurements)):
-        steps = sum(one.accepted_lengths.values())
-        left = [length + (place - (len(measurements) - 1) / 2) * width for length in one.accepted_lengths]
-        axes.bar(left, [count / steps for count in one.accepted_lengths.values()], width, label=label)
+    shares = [
+        {length: count / sum(row.accepted_lengths.values()) for length, count in row.accepted_lengths.items()}
+        for row in measurements
+    ]
+    _bars(axes, labels(measurements), shares)
     axes.set_xlabel("tokens emitted by a step")
     axes.set_ylabel("share of steps")
-    axes.legend(frameon=False)
 
 
-def head_accuracy(axes: Axes, measurements: Sequence[Measurement]) -> None:
+def head_accuracy(axes: Axes, measurements: Rows) -> None:
     """How often each head has the next token first, and among its best five (Amphista, arXiv 2406.13170, figure 1)."""
-    for number, (label, one) in enumerate(zip(labels(measurements), measurements)):
-        shares = one.head_accuracy or []
+    for number, (label, row) in enumerate(zip(labels(measurements), measurements)):
+        shares = row.head_accuracy or []
         heads = range(1, len(shares) + 1)
-        axes.plot(heads, [100 * share[-1] for share in shares], "o--", color=f"C{number}", label=f"{label}, top 5")
-        axes.plot(heads, [100 * share[0] for share in shares], "o-", color=f"C{number}", label=f"{label}, top 1")
-    axes.set_xticks(range(1, 1 + max(len(one.head_accuracy or []) for one in measurements)))
+        for style, place, name in (("o--", -1, "top 5"), ("o-", 0, "top 1")):
+            values = [100 * share[place] for share in shares]
+            axes.plot(heads, values, style, color=f"C{number}", label=f"{label}, {name}")
+    axes.set_xticks(range(1, 1 + max(len(row.head_accuracy or []) for row in measurements)))
     axes.set_xlabel("head")
     axes.set_ylabel("accuracy in %")
     axes.set_ylim(0, 100)
-    axes.legend(frameon=False)
 
 
-def throughput_by_batch(axes: Axes, measurements: Sequence[Measurement]) -> None:
+def throughput_by_batch(axes: Axes, measurements: Rows) -> None:
     """Tokens per second of the heads and of the base by batch size (Hydra, arXiv 2402.05109, figure 3)."""
-    for number, model in enumerate(dict.fromkeys(one.model for one in measurements)):
-        own = sorted((one for one in measurements if one.model == model), key=lambda one: one.batch_size)
-        sizes = [one.batch_size for one in own]
-        colour = f"C{number}"
-        axes.plot(sizes, [one.tokens_per_second for one in own], "o-", color=colour, label=own[0].family)
-        axes.plot(
-            sizes, [one.base_tokens_per_second for one in own], "o:", color=colour, label=f"base of {own[0].family}"
-        )
+    for number, model in enumerate(dict.fromkeys(row.model for row in measurements)):
+        rows = sorted((row for row in measurements if row.model == model), key=lambda row: row.batch_size)
+        sizes, family = [row.batch_size for row in rows], rows[0].family
+        axes.plot(sizes, [row.tokens_per_second for row in rows], "o-", color=f"C{number}", label=family)
+        base = [row.base_tokens_per_second for row in rows]
+        axes.plot(sizes, base, "o:", color=f"C{number}", label=f"base of {family}")
     axes.set_xscale("log", base=2)
-    axes.set_xticks(sorted({one.batch_size for one in measurements}))
+    axes.set_xticks(sorted({row.batch_size for row in measurements}))
     axes.get_xaxis().set_major_formatter(lambda value, _: f"{value:g}")
     axes.set_ylim(bottom=0)
     axes.set_xlabel("batch size")
     axes.set_ylabel("tokens per second")
-    axes.legend(frameon=False)
 
 
-def temperature(axes: Axes, measurements: Sequence[Measurement]) -> None:
+def temperature(axes: Axes, measurements: Rows) -> None:
     """Tokens per step and speedup by temperature, a line for every model and kind of acceptance."""
     right = axes.twinx()
-    lines: dict[tuple[str, ...], list[Measurement]] = {}
-    for one in measurements:
-        threshold = one.acceptance.get("posterior_threshold", "")
-        kind = "shared noise" if one.lossless else f"{one.acceptance['acceptance']} {threshold}".strip()
-        batch = f"batch {one.batch_size}" if len({other.batch_size for other in measurements}) > 1 else ""
-        lines.setdefault((one.family, kind, batch), []).append(one)
-    for number, (names, found) in enumerate(lines.items()):
-        found = sorted(found, key=lambda one: one.temperature)
-        at = [one.temperature for one in found]
-        axes.plot(at, [_tau(one) for one in found], "o-", color=f"C{number}", label=" ".join(filter(None, names)))
-        right.plot(at, [one.speedup for one in found], "s--", color=f"C{number}")
+    several_sizes = len({row.batch_size for row in measurements}) > 1
+    lines: dict[str, list[Measurement]] = {}
+    for row in measurements:
+        threshold = row.acceptance.get("posterior_threshold", "")
+        kind = "shared noise" if row.lossless else f"{row.acceptance['acceptance']} {threshold}"
+        batch = f"batch {row.batch_size}" if several_sizes else ""
+        lines.setdefault(f"{row.family} {kind} {batch}".strip(), []).append(row)
+    for number, (name, rows) in enumerate(lines.items()):
+        rows = sorted(rows, key=lambda row: row.temperature)
+        heats = [row.temperature for row in rows]
+        axes.plot(heats, [_tau(row) for row in rows], "o-", color=f"C{number}", label=name)
+        right.plot(heats, [row.speedup for row in rows], "s--", color=f"C{number}")
     axes.plot([], [], "s--", color="grey", label="speedup")
     axes.set_xlabel("temperature (0: greedy)")
     axes.set_ylabel("tokens per step")
     right.set_ylabel("speedup over the base")
-    axes.legend(frameon=False)
 
 
-def epsilon(axes: Axes, measurements: Sequence[Measurement]) -> None:
+def epsilon(axes: Axes, measurements: Rows) -> None:
     """Tokens per step and quality by the threshold of typical acceptance; exact sampling as a horizontal line.
 
     Hydra, arXiv 2402.05109, figure 4; Medusa, arXiv 2401.10774, figure 5.
     """
     right = axes.twinx()
-    for number, model in enumerate(dict.fromkeys(one.model for one in measurements)):
-        own = [one for one in measurements if one.model == model]
-        typical = sorted(
-            (one for one in own if not one.lossless), key=lambda one: one.acceptance["posterior_threshold"]
-        )
-        at = [one.acceptance["posterior_threshold"] for one in typical]
+    for number, model in enumerate(dict.fromkeys(row.model for row in measurements)):
+        rows = [row for row in measurements if row.model == model]
+        typical = [row for row in rows if not row.lossless]
+        typical = sorted(typical, key=lambda row: row.acceptance["posterior_threshold"])
+        thresholds = [row.acceptance["posterior_threshold"] for row in typical]
         for side, style, value in ((axes, "o-", _tau), (right, "s--", _quality)):
-            side.plot(at, [value(one) for one in typical], style, color=f"C{number}")
-            for one in own:
-                if one.lossless:
-                    side.axhline(value(one), color=f"C{number}", linewidth=0.8, linestyle=style[1:])
-        axes.plot([], [], color=f"C{number}", label=own[0].family)
+            side.plot(thresholds, [value(row) for row in typical], style, color=f"C{number}")
+            for row in rows:
+                if row.lossless:
+                    side.axhline(value(row), color=f"C{number}", linewidth=0.8, linestyle=style[1:])
+        axes.plot([], [], color=f"C{number}", label=rows[0].family)
     axes.plot([], [], "o-", color="grey", label="tokens per step")
     axes.plot([], [], "s--", color="grey", label="ROUGE-L")
     axes.set_xlabel("epsilon (level lines: exact sampling)")
     axes.set_ylabel("tokens per step")
     right.set_ylabel("ROUGE-L against the references")
-    axes.legend(frameon=False)
 
 
-def _tau(one: Measurement) -> float:
-    return math.nan if one.tokens_per_step is None else one.tokens_per_step
+def _bars(axes: Axes, names: Sequence[str], series: Sequence[dict[int, float]]) -> None:
+    """Groups of bars: of every series its value at each place."""
+    width = 0.8 / len(series)
+    for number, (name, values) in enumerate(zip(names, series)):
+        left = [place + (number - (len(series) - 1) / 2) * width for place in values]
+        axes.bar(left, list(values.values()), width, label=name)
 
 
-def _quality(one: Measurement) -> float:
-    return one.quality["heads"] if one.quality else math.nan
+def _tau(row: Measurement) -> float:
+    return math.nan if row.tokens_per_step is None else row.tokens_per_step
+
+
+def _quality(row: Measurement) -> float:
+    return row.quality["heads"] if row.quality else math.nan

@@ -249,13 +249,13 @@ def plan_trees(
     Raises:
         ValueError: no such machine, or not in this dtype; a base that the model does not fit; too few prompts.
     """
-    known, dtype = machine_named(machine), str(model.base.dtype).removeprefix("torch.")
-    if dtype not in known.flops:
-        raise ValueError(f"the base is in {dtype}, expected one of {', '.join(known.flops)}: give --dtype.")
+    hardware, dtype = machine_named(machine), str(model.base.dtype).removeprefix("torch.")
+    if dtype not in hardware.flops:
+        raise ValueError(f"the base is in {dtype}, expected one of {', '.join(hardware.flops)}: give --dtype.")
     base_work(model.base.config, 1, 1, 1, 1)  # raises where the model does not fit, before any work is done
     prompts = sampled_prompts(model, new_tokens=new_tokens) if prompts is None else prompts
     counted = count_trees(model, prompts, new_tokens, max_nodes, temperature, method)
-    return [_best(model, counted, known, dtype, rows, context) for rows in batch_sizes]
+    return [_best(model, counted, hardware, dtype, rows, context) for rows in batch_sizes]
 
 
 def machine_named(name: str) -> Machine:
@@ -279,4 +279,4 @@ def _best(model: Any, counted: TreeStatistics, machine: Machine, dtype: str, row
         tree, tau = counted.tree(size), counted.tokens_per_step(size)
         seconds = seconds_of(step_work(model, rows, tree, context + size.nodes), machine, dtype)
         plans.append(PlannedTree(rows, tree, tau, seconds, alone, tau * alone / seconds, *floors))
-    return max(plans, key=lambda one: one.speedup)
+    return max(plans, key=lambda plan: plan.speedup)

@@ -104,14 +104,14 @@ def margin_of(
         the smallest margin with which the base chooses `other`, infinite where none does; how much more probable
         `chosen` is under the raw logits; and the margin that rounding explains.
     """
-    own = {name: tensor[row : row + 1] for name, tensor in prompts.items()}
-    prefix = torch.cat([own["input_ids"], own["input_ids"].new_tensor([text])], dim=1)
-    mask = torch.cat([own["attention_mask"], torch.ones_like(prefix[:, : len(text)])], dim=1)
+    single = {name: tensor[row : row + 1] for name, tensor in prompts.items()}
+    prefix = torch.cat([single["input_ids"], single["input_ids"].new_tensor([text])], dim=1)
+    mask = torch.cat([single["attention_mask"], torch.ones_like(prefix[:, : len(text)])], dim=1)
     padded = {} if bool(mask.all()) else {"position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
     logits = base(input_ids=prefix, attention_mask=mask, use_cache=False, **padded).logits[:, -1].float()  # (1, V)
     probabilities = logits[0].softmax(-1)
     probability = abs(float(probabilities[chosen] - probabilities[other]))
-    processors = _processors(base, own, settings)
+    processors = _processors(base, single, settings)
     noise = None
     if settings.get("do_sample"):
         noise = _noise(logits, len(prompts["input_ids"]), len(text), seed)[row : row + 1]

@@ -104,9 +104,9 @@ def probe(model: Any) -> Probe:
     Args:
         model: a model with draft heads, in eval mode.
     """
-    given = torch.arange(1, 5, device=model.base.device)[None]
+    prompt = torch.arange(1, 5, device=model.base.device)[None]
     settings: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "return_dict_in_generate": True}
-    output = model.generate(input_ids=given, attention_mask=torch.ones_like(given), **settings)
+    output = model.generate(input_ids=prompt, attention_mask=torch.ones_like(prompt), **settings)
     drafts = drafted(output)
     return Probe(
         drafts=drafts,
@@ -120,9 +120,9 @@ def probe(model: Any) -> Probe:
 
 def family_fields(config: DraftHeadConfig) -> dict[str, Any]:
     """The config fields that this family adds to what all have; of another config only the kind of model."""
-    own = config.heads_fields() - DraftHeadConfig.heads_fields()
-    found = {field.name: getattr(config, field.name) for field in fields(config) if field.name in own}
-    return {name: value.model_type if isinstance(value, PreTrainedConfig) else value for name, value in found.items()}
+    added = config.heads_fields() - DraftHeadConfig.heads_fields()
+    values = {field.name: getattr(config, field.name) for field in fields(config) if field.name in added}
+    return {name: value.model_type if isinstance(value, PreTrainedConfig) else value for name, value in values.items()}
 
 
 def drafting_settings(name: str) -> dict[str, Any]:

@@ -304,9 +304,10 @@ def verdict_table(verdict: Verdict) -> Table:
     table.add_column("check")
     for column in ("texts", "same", "near ties", "largest margin", "different"):
         table.add_column(column, justify="right", no_wrap=True)
-    for one in verdict.checks:
-        margin = "-" if one.largest_margin is None else f"{one.largest_margin:.3g}"
-        table.add_row(one.name, *map(str, (one.texts, one.same, len(one.near_ties), margin, len(one.faults))))
+    for check in verdict.checks:
+        margin = "-" if check.largest_margin is None else f"{check.largest_margin:.3g}"
+        cells = (check.texts, check.same, len(check.near_ties), margin, len(check.faults))
+        table.add_row(check.name, *map(str, cells))
     return table
 
 

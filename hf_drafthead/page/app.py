@@ -76,7 +76,7 @@ class Page:
             return {}
         return {
             "tree": drawing.tree(self.tokenizer, tree, steps, number - 1),
-            "walked": drawing.told(tree, steps, number - 1),
+            "walked": drawing.step_in_words(tree, steps, number - 1),
         }
 
     def _shown(self, running: Comparison, before: str) -> dict[str, Any]:
@@ -154,8 +154,8 @@ def build(model: Any, tokenizer: Any, *, max_new_tokens: int = 128) -> gr.Blocks
             return {outputs[name]: value for name, value in shown.items()}
 
         def run(values: dict[Any, Any], visitor: gr.Request) -> Iterator[dict[Any, Any]]:
-            given = {name: values[component] for name, component in inputs.items()}
-            asked = Asked(chat=given.pop("mode") == CHAT, **given)
+            fields = {name: values[component] for name, component in inputs.items()}
+            asked = Asked(chat=fields.pop("mode") == CHAT, **fields)
             for shown in page.generate(asked, visitor.session_hash):
                 yield named(shown)
 

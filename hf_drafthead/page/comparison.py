@@ -59,9 +59,9 @@ class Side:
     @property
     def depths(self) -> list[int]:
         """For each token the depth of the guess that it was, 0 for the base's own."""
-        found = guess_depths(torch.tensor([len(step.emitted) for step in list(self.steps)], dtype=torch.long))
+        depths = guess_depths(torch.tensor([len(step.emitted) for step in list(self.steps)], dtype=torch.long))
         count = len(self.tokens)
-        return (found + [0] * count)[:count]
+        return (depths + [0] * count)[:count]
 
     @property
     def tokens_per_step(self) -> float | None:
@@ -82,7 +82,7 @@ class Comparison:
 
     Args:
         model: a model with draft heads.
-        given: `input_ids` and `attention_mask` (1, T) of the prompt.
+        inputs: `input_ids` and `attention_mask` (1, T) of the prompt.
         settings: of `generate`, for both.
         drafting: how the heads draft and accept, with its tree.
         seed: of the sampling, the same for both.
@@ -92,14 +92,14 @@ class Comparison:
     def __init__(
         self,
         model: Any,
-        given: Mapping[str, torch.Tensor],
+        inputs: Mapping[str, torch.Tensor],
         settings: Mapping[str, Any],
         drafting: DraftSettings,
         *,
         seed: int = 0,
         with_base: bool = True,
     ):
-        self._base, self._prompt, self._settings, self._seed = model.base, given, settings, seed
+        self._base, self._prompt, self._settings, self._seed = model.base, inputs, settings, seed
         self._exact = drafting.acceptance == "exact"
         device = model.base.device
         names = [HEADS, BASE] if with_base else [HEADS]
@@ -108,7 +108,7 @@ class Comparison:
         chosen = drafting.draft_tree
         self.tree = chosen if isinstance(chosen, DraftTree) else None  # only what is the same in every step is drawn
         ours = {name: getattr(drafting, name) for name in ("draft_tree", "acceptance")}
-        common = {**given, **settings, "return_dict_in_generate": True}
+        common = {**inputs, **settings, "return_dict_in_generate": True}
         self._calls: dict[str, Callable[..., Any]] = {
             HEADS: lambda **call: model.generate(**common, **ours, on_step=self._record, **call),
             BASE: lambda **call: model.base.generate(**common, **call),

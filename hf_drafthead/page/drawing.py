@@ -69,7 +69,7 @@ def prompt(written: str) -> str:
 
 def conversation(messages: Sequence[dict[str, str]]) -> str:
     """The turns of a chat so far."""
-    return "".join(f'<div class="turn {one["role"]}">{escape(one["content"])}</div>' for one in messages)
+    return "".join(f'<div class="turn {message["role"]}">{escape(message["content"])}</div>' for message in messages)
 
 
 def figures(side: Side) -> str:
@@ -136,7 +136,7 @@ def tree(tokenizer: Any, topology: DraftTree, steps: Sequence[Step], shown: int)
     )
 
 
-def told(topology: DraftTree, steps: Sequence[Step], shown: int) -> str:
+def step_in_words(topology: DraftTree, steps: Sequence[Step], shown: int) -> str:
     """One sentence about a step."""
     guesses, emitted = topology.num_nodes - 1, len(steps[shown].emitted)
     return (
@@ -162,8 +162,8 @@ def shortened(spelled: str) -> str:
     return spelled if len(spelled) <= LONGEST_LABEL else spelled[: LONGEST_LABEL - 1] + "…"
 
 
-def _count(number: int, one: str, several: str) -> str:
-    return f"{number} {one if number == 1 else several}"
+def _count(number: int, singular: str, plural: str) -> str:
+    return f"{number} {singular if number == 1 else plural}"
 
 
 def _number(value: float | None, digits: int) -> str:

@@ -62,8 +62,8 @@ class Asked:
 
     def _drafting(self, model: Any) -> DraftSettings:
         """How the heads draft: as asked, else as their generation config says."""
-        given = self.tree.strip()
-        tree: Any = None if given in ("", OWN_TREE) else DraftTree.from_json(given) if given.startswith("[") else given
+        name = self.tree.strip()
+        tree: Any = None if name in ("", OWN_TREE) else DraftTree.from_json(name) if name.startswith("[") else name
         settings = DraftSettings.from_config(model.generation_config, draft_tree=tree, acceptance=self.acceptance)
         return settings.resolved(model.drafter.max_depth, draft_vocabulary(model.base, model.drafter))
 
@@ -74,11 +74,11 @@ class Asked:
         text = self.written
         if self.chat:
             text = tokenizer.apply_chat_template(self.conversation, tokenize=False, add_generation_prompt=True)
-        given = encode(model, tokenizer, [text], special_tokens=not self.chat)
-        length = given["input_ids"].shape[1]
+        inputs = encode(model, tokenizer, [text], special_tokens=not self.chat)
+        length = inputs["input_ids"].shape[1]
         if not has_room(model, length, self.max_new_tokens):
             raise ValueError(
                 f"a prompt of {length} tokens and {self.max_new_tokens} new ones exceed the base's "
                 f"{positions_of(model)} positions: shorten the prompt, or ask for fewer tokens."
             )
-        return given
+        return inputs
