@@ -19,13 +19,13 @@ from typing import Any
 import torch
 from figures import markdown
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from zoo_recipe.trees import NEW_TOKENS, more_prompts
 
 from hf_drafthead import zoo
 from hf_drafthead.generation.entries import CalibrationKey, nearest, tree_of
 from hf_drafthead.generation.tree import DraftTree
 from hf_drafthead.trees.calibrate import batches_of, calibrate
 from hf_drafthead.trees.timing import ratio, time_interleaved
-from hf_drafthead.zoo.trees import NEW_TOKENS, more_prompts
 
 RESULTS = Path(__file__).parent / "results" / "calibrated.json"
 CALLS, TOKENS, WARM_TOKENS = 16, 64, 4

@@ -4,7 +4,7 @@
     python benchmarks/families.py                     # the tables, from the lines that are there
     python benchmarks/families.py --docs docs         # and into the pages, with the figures of results/step.json
 
-Every training is the zoo's (`hf_drafthead/zoo/heads.py`): same text, same steps; with parts left out half of them. The
+Every training is the zoo's (`zoo_recipe/heads.py`): same text, same steps; with parts left out half of them. The
 base's hidden states are computed once for all. Seed 0 of a family is the bundled model itself. Heads are measured
 greedily on the zoo's held-out prompts, 96 new tokens each, with the published 64-node tree; every text is compared with
 the base's own.
@@ -22,14 +22,14 @@ from pathlib import Path
 import torch
 from figures import accuracies, fill, markdown, samplings, steps, trainings
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from zoo_recipe.build import STEPS, own_data
+from zoo_recipe.heads import AMPHISTA, FAMILIES, HEADS, Recipe, train_heads
 
 from hf_drafthead import DraftTree, zoo
 from hf_drafthead.evaluation.calls import draft, encode, steps_of
 from hf_drafthead.evaluation.measurement import tokens_per_step
 from hf_drafthead.evaluation.questions import read_prompts
 from hf_drafthead.generation.settings import DEFAULT_TREE
-from hf_drafthead.zoo.build import STEPS, own_data
-from hf_drafthead.zoo.heads import AMPHISTA, FAMILIES, HEADS, Recipe, train_heads
 
 RESULTS = Path(__file__).parent / "results" / "families.jsonl"
 NEW_TOKENS = 96

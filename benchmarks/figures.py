@@ -15,8 +15,9 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from zoo_recipe.heads import FAMILIES
+
 from hf_drafthead import zoo
-from hf_drafthead.zoo.heads import FAMILIES
 
 RESULTS = Path(__file__).parent / "results"
 STEPS = RESULTS / "step.json"  # what `step.py --json` has written

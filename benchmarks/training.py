@@ -26,6 +26,11 @@ import torch
 from families import measured
 from figures import TRAININGS, trainings
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from zoo_recipe.build import own_data
+from zoo_recipe.corpus import read_corpus
+from zoo_recipe.heads import ALIKE, HEADS
+from zoo_recipe.own_text import OwnRows
+from zoo_recipe.tokenizer import pack
 
 from hf_drafthead import zoo
 from hf_drafthead.evaluation.measurement import tokens_per_step
@@ -33,11 +38,6 @@ from hf_drafthead.generation.settings import DEFAULT_TREE
 from hf_drafthead.modeling import DraftHeadPreTrainedModel
 from hf_drafthead.training.examples import PreparedData, own_prompts
 from hf_drafthead.training.run import FORETOLD_PROMPTS, Trained, train_heads
-from hf_drafthead.zoo.build import own_data
-from hf_drafthead.zoo.corpus import read_corpus
-from hf_drafthead.zoo.heads import ALIKE, HEADS
-from hf_drafthead.zoo.own_text import OwnRows
-from hf_drafthead.zoo.tokenizer import pack
 
 BASE = zoo.path("base")
 STEPS = 600

@@ -24,7 +24,7 @@ ALLOWED = {
     "hub_upload": {"modeling", "cards", "generation"},
     "page": {"data", "evaluation", "trees", "modeling", "cards", "generation"},
     "formats": {"modeling", "cards", "generation"},
-    "zoo": {"data", "training", "trees", "modeling", "cards", "generation"},
+    "zoo": {"modeling", "generation"},
     "cli": {
         "data",
         "zoo",
@@ -121,7 +121,7 @@ def test_imports_follow_the_arrows(name, path):
         ("hf_drafthead.generation.settings", "from hf_drafthead.trees import timing"),
         ("hf_drafthead.evaluation.calls", "from hf_drafthead.training.objectives import next_token"),
         ("hf_drafthead.cards.card", "import hf_drafthead.evaluation"),
-        ("hf_drafthead.zoo.build", "from hf_drafthead.cli import main"),
+        ("hf_drafthead.zoo.chat", "from hf_drafthead.cli import main"),
     ],
 )
 def test_an_import_against_the_arrows_is_found(module, source):
@@ -135,7 +135,7 @@ def test_an_import_against_the_arrows_is_found(module, source):
         ("hf_drafthead.modeling.base", "def push_to_hub():\n    from ..hub_upload import push"),
         ("hf_drafthead.modeling.base", "def from_pretrained():\n    from hf_drafthead.formats import converted"),
         ("hf_drafthead.modeling.medusa", "from .base import Drafter\nimport transformers.generation"),
-        ("hf_drafthead.zoo.build", "from hf_drafthead.training.trainer import DraftHeadTrainer"),
+        ("hf_drafthead.zoo.chat", "from hf_drafthead.modeling import base"),
         ("hf_drafthead.cli", "from hf_drafthead import evaluation, zoo"),
     ],
 )

@@ -284,7 +284,7 @@ def test_bad_input_is_refused_in_one_line(tiny_zoo, run, arguments, text):
 
 def test_a_zoo_without_heads_is_refused_in_one_line(run, tmp_path, monkeypatch):
     monkeypatch.setattr(zoo, "ASSETS", tmp_path)
-    refused(run("demo"), "the zoo holds no heads: build them with `python -m hf_drafthead.zoo.build`.")
+    refused(run("demo"), "the zoo holds no heads: install hf-drafthead again.")
 
 
 def test_the_installed_command_answers_without_a_traceback():

@@ -48,7 +48,7 @@ def demo(
     check_writable(json_path)
     paths = {name: zoo.path(name) for name in family or zoo.families()}
     if not paths:
-        raise OSError("the zoo holds no heads: build them with `python -m hf_drafthead.zoo.build`.")
+        raise OSError("the zoo holds no heads: install hf-drafthead again.")
     questions = read_prompts(zoo.ASSETS / "prompts.jsonl")[: prompts or (None if full else FEW_PROMPTS)]
     tokens = max_new_tokens or (FULL_TOKENS if full else FEW_TOKENS)
     settings: dict[str, Any] = {"do_sample": False, "max_new_tokens": tokens}

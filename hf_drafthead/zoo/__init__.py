@@ -1,7 +1,6 @@
 """The bundled zoo: a tiny LLaMA trained on real text, draft heads for it, and held-out prompts.
 
-``ASSETS`` is the folder that holds them (its README says what is what); :mod:`hf_drafthead.zoo.build` is the script
-that made it.
+``ASSETS`` is the folder that holds them (its README says what is what), made by `benchmarks/zoo_recipe`.
 """
 
 from pathlib import Path
@@ -22,7 +21,7 @@ def path(name: str) -> str:
     if not (folder / "config.json").is_file():
         raise ValueError(
             f"the zoo holds no model {name!r}: expected one of {', '.join(['base', *families()])}; "
-            f"`python -m hf_drafthead.zoo.build --part NAME` builds one."
+            "`python -m benchmarks.zoo_recipe.build --part NAME` builds one in a checkout."
         )
     return str(folder)
 

@@ -53,7 +53,7 @@ from hf_drafthead.hub_upload import preflight, serve, staging
 from hf_drafthead.hub_upload.bundle import add_bundle
 from hf_drafthead.modeling.families import fresh_heads
 from hf_drafthead.training.arguments import DraftHeadTrainingArguments
-from hf_drafthead.zoo.heads import FAMILIES as ZOO
+from benchmarks.zoo_recipe.heads import FAMILIES as ZOO
 from tests.bases import tiny_base
 from tests.families import FAMILIES as TESTED
 

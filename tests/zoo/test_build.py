@@ -8,12 +8,12 @@ import pytest
 import torch
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
+from benchmarks.zoo_recipe import base as zoo_base
+from benchmarks.zoo_recipe import build, heads, trees
+from benchmarks.zoo_recipe.corpus import SourceFile
 from hf_drafthead.generation.tree import DraftTree
 from hf_drafthead.modeling.families import fresh_heads
 from hf_drafthead.trees import calibrate
-from hf_drafthead.zoo import base as zoo_base
-from hf_drafthead.zoo import build, heads, trees
-from hf_drafthead.zoo.corpus import SourceFile
 
 TEXT = "def add(x, y):\n    return x + y\n\n\nclass Pair:\n    def __init__(self, a, b):\n        self.a = a\n" * 60
 

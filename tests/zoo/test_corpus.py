@@ -2,7 +2,7 @@
 
 import pytest
 
-from hf_drafthead.zoo.corpus import SourceFile, read_corpus, text_hash
+from benchmarks.zoo_recipe.corpus import SourceFile, read_corpus, text_hash
 
 
 def write(folder, name, text="x = 1\n"):

@@ -2,7 +2,7 @@
 
 import torch
 
-from hf_drafthead.zoo import own_text
+from benchmarks.zoo_recipe import own_text
 from tests.bases import VOCABULARY, tiny_base
 
 

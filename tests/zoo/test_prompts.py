@@ -5,9 +5,9 @@ import json
 
 import pytest
 
+from benchmarks.zoo_recipe.corpus import SourceFile, read_corpus
+from benchmarks.zoo_recipe.prompts import LONGEST, SHORTEST, cut_prompts, write_prompts
 from hf_drafthead.zoo import ASSETS
-from hf_drafthead.zoo.corpus import SourceFile, read_corpus
-from hf_drafthead.zoo.prompts import LONGEST, SHORTEST, cut_prompts, write_prompts
 
 COMMITTED = [json.loads(line) for line in (ASSETS / "prompts.jsonl").read_text().splitlines()]
 

@@ -3,8 +3,8 @@
 import pytest
 from transformers import AutoTokenizer
 
-from hf_drafthead.zoo.corpus import SourceFile
-from hf_drafthead.zoo.tokenizer import pack, train_tokenizer
+from benchmarks.zoo_recipe.corpus import SourceFile
+from benchmarks.zoo_recipe.tokenizer import pack, train_tokenizer
 
 FILES = [SourceFile(f"{i}.py", f"def f{i}(x):\n    return x + {i}\n" * 20) for i in range(6)]
 

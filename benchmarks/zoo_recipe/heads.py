@@ -11,7 +11,8 @@ from hf_drafthead.training import run
 from hf_drafthead.training.trainer import whole_checkpoint
 from hf_drafthead.trees.grow import grow_tree
 from hf_drafthead.trees.rank_paths import rank_paths
-from hf_drafthead.zoo.base import store_as_bfloat16
+
+from .base import store_as_bfloat16
 
 BATCH = 8  # rows a step
 HEADS = {"num_draft_heads": 4}

@@ -1,4 +1,4 @@
-"""Rebuild the zoo: ``python -m hf_drafthead.zoo.build [--part base --part medusa ...] [--output DIR] [--seed N]``.
+"""Rebuild the zoo: ``python -m benchmarks.zoo_recipe.build [--part base --part medusa ...] [--output DIR] [--seed N]``.
 
 Parts are built in order, each from the ones before it. An existing part is skipped unless ``--force`` is given, and an
 interrupted training is resumed from its last checkpoint in the work folder.
@@ -25,13 +25,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from hf_drafthead.training.examples import PreparedData
 from hf_drafthead.training.record import provenance
 from hf_drafthead.zoo import ASSETS
-from hf_drafthead.zoo.base import ROW, VOCAB_SIZE, save_base, train_base
-from hf_drafthead.zoo.corpus import SourceFile, read_corpus, text_hash
-from hf_drafthead.zoo.heads import FAMILIES, save_heads, store_tree, train_heads
-from hf_drafthead.zoo.own_text import own_text
-from hf_drafthead.zoo.prompts import BUNDLED, cut_prompts, write_prompts
-from hf_drafthead.zoo.tokenizer import pack, train_tokenizer
-from hf_drafthead.zoo.trees import calibrate_heads, is_calibrated
+
+from .base import ROW, VOCAB_SIZE, save_base, train_base
+from .corpus import SourceFile, read_corpus, text_hash
+from .heads import FAMILIES, save_heads, store_tree, train_heads
+from .own_text import own_text
+from .prompts import BUNDLED, cut_prompts, write_prompts
+from .tokenizer import pack, train_tokenizer
+from .trees import calibrate_heads, is_calibrated
 
 OWN_TEXTS = 4096  # texts of the base that every family learns from
 STEPS = 1500
@@ -103,7 +104,9 @@ EVERY_PART = [*PARTS, *TREES, *CAPTURED_TREES]
 
 def main(arguments: list[str] | None = None) -> None:
     """Build the parts asked for, all of them by default."""
-    parser = argparse.ArgumentParser(prog="python -m hf_drafthead.zoo.build", description="Rebuild the bundled zoo.")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.zoo_recipe.build", description="Rebuild the bundled zoo."
+    )
     parser.add_argument("--part", action="append", choices=EVERY_PART, help="build this part (may be repeated)")
     parser.add_argument("--output", type=Path, default=ASSETS, help="where the models go")
     parser.add_argument("--work", type=Path, default=Path(".zoo-build"), help="where checkpoints are kept")
@@ -111,7 +114,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--force", action="store_true", help="build parts again that are there already")
     given = parser.parse_args(arguments)
     words = [f"--part {part}" for part in given.part or ()] + [f"--seed {given.seed}"]
-    build = Build(given.output, given.work, given.seed, " ".join(["python -m hf_drafthead.zoo.build", *words]))
+    build = Build(given.output, given.work, given.seed, " ".join(["python -m benchmarks.zoo_recipe.build", *words]))
     asked = given.part or [*PARTS, *TREES]
     for part in (one for one in EVERY_PART if one in asked):
         if not given.force and _is_built(build, part):

@@ -10,8 +10,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from hf_drafthead.trees.calibrate import calibrate
-from hf_drafthead.zoo.corpus import read_corpus
-from hf_drafthead.zoo.prompts import BUNDLED, cut_prompts
+
+from .corpus import read_corpus
+from .prompts import BUNDLED, cut_prompts
 
 BATCH_SIZES = (1, 2, 4, 8)
 CAPTURED_BATCH_SIZES = (1,)  # minutes each

@@ -6,7 +6,7 @@ import json
 from collections import Counter
 from pathlib import Path
 
-from hf_drafthead.zoo.corpus import SourceFile
+from .corpus import SourceFile
 
 SHORTEST, LONGEST = 200, 400  # characters
 BUNDLED = 40  # prompts in `prompts.jsonl`

@@ -8,7 +8,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from hf_drafthead.zoo.corpus import SourceFile
+from .corpus import SourceFile
 
 BOS, EOS, PAD = "<|begin|>", "<|end|>", "<|pad|>"  # strings that no file of the library contains
 

@@ -1,0 +1,1 @@
+"""How the bundled zoo was made: text, tokenizer, base, heads and trees; `build` is the command."""
