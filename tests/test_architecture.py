@@ -187,3 +187,8 @@ def test_no_module_of_generation_imports_itself_by_way_of_others():
         first = [name for name, others in imports.items() if not set(others) & set(imports)]
         assert first, f"a circle among {sorted(imports)}"
         imports = {name: others for name, others in imports.items() if name not in first}
+
+
+def test_a_checkout_works_where_nothing_is_installed():
+    asks = [path.name for path in PACKAGE.rglob("*.py") if 'version("hf-drafthead")' in path.read_text()]
+    assert asks == [], f"{asks} ask for the version of the installed package: a checkout on a path has none"

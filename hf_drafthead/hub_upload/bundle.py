@@ -7,9 +7,9 @@ stand once at the top, and the published trees are included as data.
 
 import functools
 import json
-from importlib import metadata
 from pathlib import Path
 
+from hf_drafthead import __version__
 from hf_drafthead.generation import tree as tree_module
 from hf_drafthead.generation.tree import DraftTree, published_trees
 from hf_drafthead.hub_upload.bundle_modules import check_names, in_order
@@ -117,7 +117,7 @@ def build_bundle(family: str) -> str:
     statements = sorted({statement for module in modules for statement in module.imports.values()})
     # `import x` before `from x import y`, as everywhere in the package
     imports = sorted(statements, key=lambda statement: not statement.startswith("import "))
-    header = HEADER.format(family=family, version=metadata.version("hf-drafthead"), imports="\n".join(imports))
+    header = HEADER.format(family=family, version=__version__, imports="\n".join(imports))
     parts = [f"# ---- {module.name.replace('.', '/')}.py\n\n{module.text}" for module in modules]
     return "\n\n\n".join([header.strip(), *parts]) + "\n"
 

@@ -7,13 +7,13 @@ import platform
 import sys
 import tempfile
 from collections.abc import Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 
+from hf_drafthead import __version__
 from hf_drafthead.modeling.base import DraftHeadPreTrainedModel
 
 SUMMARY = "training_summary.json"
@@ -25,7 +25,7 @@ def provenance() -> dict[str, Any]:
     cuda = torch.cuda.is_available()
     return {
         "command": " ".join([os.path.basename(sys.argv[0]), *sys.argv[1:]]),
-        "hf_drafthead": version("hf-drafthead"),
+        "hf_drafthead": __version__,
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
