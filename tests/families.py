@@ -88,6 +88,7 @@ VARIED: dict[str, dict[str, Any]] = {
     "hydra++": {"dropout": 0.0, "draft_vocab_size": 50},
     "amphista-alpha": {"lm_head_rank": 16, "draft_vocab_size": 50},
     "eagle3": {"num_draft_heads": 3, "feature_layers": [0, 1], "draft_vocab_size": 50},
+    "eagle3.1": {"num_draft_heads": 3, "feature_layers": [0, 1], "draft_vocab_size": 50},
 }
 FAMILIES = [
     Family(name, family.model_class, own_fields(family.config()) | VARIED.get(name, {}))

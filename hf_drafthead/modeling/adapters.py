@@ -8,6 +8,7 @@ import json
 import os
 import re
 from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -84,12 +85,11 @@ def load_adapter(base: Any, folder: str) -> None:
     info = base.load_adapter(folder)
     found = {name: set(getattr(info, name, None) or ()) for name in ("missing_keys", "unexpected_keys")}
     if found["missing_keys"]:  # transformers does not know all of PEFT's names, such as that of DoRA's magnitudes
-        from peft import set_peft_model_state_dict
-
         with open_tensors(Path(folder) / ADAPTER_WEIGHTS) as file:
             tensors = {name.removeprefix("base_model.model."): file.get_tensor(name) for name in file.keys()}
         name = next(iter(base.active_adapters()))
-        left = set_peft_model_state_dict(base, tensors, adapter_name=name)
+        peft = import_module("peft")  # it is there where a base has adapters, and nowhere else needed
+        left = peft.set_peft_model_state_dict(base, tensors, adapter_name=name)
         found = {
             "missing_keys": found["missing_keys"] & set(left.missing_keys),
             "unexpected_keys": left.unexpected_keys,

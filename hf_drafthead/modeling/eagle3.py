@@ -80,6 +80,15 @@ class Eagle3Config(DraftHeadConfig):
     own_embeddings: bool = False
     share_lm_head: bool = False
 
+    @classmethod
+    def with_norms(cls, **fields: Any) -> "Eagle3Config":
+        """EAGLE 3.1 (arXiv 2605.09992): every feature is normed by itself, and the normed output is gone on from."""
+        return cls(**{"fc_norm": True, "norm_output": True, **fields})
+
+    @property
+    def family(self) -> str:
+        return "eagle3.1" if self.fc_norm and self.norm_output else "eagle3"
+
     @property
     def max_depth(self) -> int | None:
         return None

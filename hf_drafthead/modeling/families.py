@@ -96,6 +96,15 @@ _TABLE = (
     Family("eagle", "EAGLE", "2401.15077", EagleForCausalLM, EagleConfig, EAGLE_RECIPE),
     Family("eagle3", "EAGLE-3", "2503.01840", Eagle3ForCausalLM, Eagle3Config, EAGLE3_RECIPE),
     Family(
+        "eagle3.1",
+        "EAGLE 3.1",
+        "2605.09992",
+        Eagle3ForCausalLM,
+        Eagle3Config.with_norms,
+        EAGLE3_RECIPE,
+        page="eagle3",
+    ),
+    Family(
         "draft-model",
         "Draft model",
         "2211.17192",

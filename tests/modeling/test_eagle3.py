@@ -7,8 +7,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModel, GPTNeoXConfig, LlamaConfig, Qwen2Config, Qwen3Config
+from transformers.cache_utils import DynamicCache
 
-from hf_drafthead.modeling import Eagle3Config, Eagle3ForCausalLM
+from hf_drafthead.modeling import Eagle3Config, Eagle3ForCausalLM, families
 from tests.bases import VOCABULARY, tiny_base
 from tests.families import Family
 
@@ -255,3 +256,26 @@ def test_a_config_can_be_made_before_there_is_a_base():
     model = Eagle3ForCausalLM.from_base(tiny_base(), config=config, **LAYERS)
     assert model.config.norm_output and model.config.num_draft_heads == 3
     assert config.feature_layers is None and config.layer_config is None
+
+
+def test_eagle_3_1_norms_every_feature_and_feeds_the_normed_output_back():
+    """As its paper draws it, computed by hand."""
+    family = families.find_family("eagle3.1")
+    config = family.config(num_draft_heads=2, feature_layers=[0, 1])
+    assert config.family == "eagle3.1" and config.fc_norm and config.norm_output and not config.norm_before_fc
+    base = tiny_base("llama-gqa")
+    model = Eagle3ForCausalLM.from_base(base, config=config)
+    drafter = model.drafter
+    ids = torch.randint(3, 67, (1, 9), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        for norm in (*drafter.fc_norm, drafter.norm):
+            norm.weight.uniform_(0.5, 2.0)
+        hidden = base(ids, output_hidden_states=True).hidden_states
+        first, second = drafter.head_states(torch.cat([hidden[0], hidden[1]], dim=-1), ids)
+        joined = drafter.fc(torch.cat([drafter.fc_norm[0](hidden[0]), drafter.fc_norm[1](hidden[1])], dim=-1))
+        cache = DynamicCache()
+        pair = torch.cat([base.model.embed_tokens(ids.roll(-1, 1)), joined], dim=-1)
+        expected = drafter.body.over_chains(cache, pair, 0, None)
+        assert torch.allclose(first, expected)
+        pair = torch.cat([base.model.embed_tokens(ids.roll(-2, 1)), drafter.norm(expected)], dim=-1)
+        assert torch.allclose(second, drafter.body.over_chains(cache, pair, 1, None))
