@@ -15,9 +15,10 @@ from hf_drafthead.generation.tree import DraftTree
 logger = logging.get_logger(__name__)
 
 DEFAULT_TREE = "mc_sim_7b_63"  # the 64 nodes that the Medusa and Hydra papers' code drafts
-# 8 nodes, the first paths of DEFAULT_TREE: on a CPU each further node costs
+# 8 nodes, the first paths of DEFAULT_TREE: on a CPU each further token that a step verifies costs
 SMALL_TREE = [[0], [0, 0], [1], [0, 1], [2], [0, 0, 0], [1, 0]]
 AUTO = "auto"  # draft, or do not draft for a while
+SMALL_STEP = 16  # tokens of all rows that a step with SMALL_TREE verifies, with two nodes at least
 UNMEASURED = 1.5, 2.0  # cost and tokens of a step with "auto" where nothing was measured
 ACCEPTANCES = ("exact", "rejection", "typical")
 
@@ -149,7 +150,8 @@ class DraftSettings:
     def for_call(self, key: CalibrationKey, max_depth: int | None, vocabulary: int) -> DraftSettings:
         """The same settings with the tree for a call that names none: what was measured for it, else a first choice.
 
-        A first choice is the tree of the nearest entry, else `draft_tree`, of which a CPU takes 8 nodes and "auto" too.
+        A first choice is the tree of the nearest entry, else `draft_tree`, of which a CPU and "auto" take 8 nodes, of
+        more rows fewer.
         There is one notice that names the command. With "auto" the settings hold a switch that expects what was
         measured.
 
@@ -166,8 +168,10 @@ class DraftSettings:
                     f"These heads were calibrated for {measured}, and not for this call ({key}): the tree of that "
                     f"calibration, {tree.num_nodes} node(s), is a first choice; {advice}"
                 )
-            return self._with(tree, DraftSwitch(*expected_of(entry)) if self.draft_tree == AUTO else None)
-        cut = self._cut(max_depth, vocabulary) if key.on_cpu or self.draft_tree == AUTO else self
+            switched = self.draft_tree == AUTO and tree.max_depth
+            return self._with(tree, DraftSwitch(*expected_of(entry)) if switched else None)
+        small = SMALL_TREE[: max(SMALL_STEP // key.batch_size, 2) - 1]
+        cut = self._cut(small, max_depth, vocabulary) if key.on_cpu or self.draft_tree == AUTO else self
         chosen = cut.resolved(max_depth, vocabulary)
         if self.draft_tree == AUTO:
             chosen = replace(chosen, switch=DraftSwitch(*UNMEASURED))
@@ -179,16 +183,16 @@ class DraftSettings:
             )
         return chosen
 
-    def _cut(self, max_depth: int | None, vocabulary: int) -> DraftSettings:
-        """The same settings with 8 nodes of a tree that has more: of a published one SMALL_TREE, else its first."""
+    def _cut(self, small: list[list[int]], max_depth: int | None, vocabulary: int) -> DraftSettings:
+        """The same settings without the nodes by which a tree exceeds a small one, which replaces published ones."""
         if isinstance(self.draft_tree, str) and self.draft_tree != "dynamic":
-            fits = [path for path in SMALL_TREE if len(path) <= (max_depth or len(path)) and max(path) < vocabulary]
+            fits = [path for path in small if len(path) <= (max_depth or len(path)) and max(path) < vocabulary]
             return replace(self, draft_tree=fits)
-        if not isinstance(self.draft_tree, list) or len(self.draft_tree) <= len(SMALL_TREE):
+        if not isinstance(self.draft_tree, list) or len(self.draft_tree) <= len(small):
             return self
         first: list[list[int]] = []
         for path in map(list, self.draft_tree):  # those whose parent is there
-            if len(first) < len(SMALL_TREE) and (len(path) == 1 or path[:-1] in first):
+            if len(first) < len(small) and (len(path) == 1 or path[:-1] in first):
                 first.append(path)
         return replace(self, draft_tree=first)
 

@@ -183,5 +183,23 @@ def test_a_stored_tree_is_cut_to_its_first_nodes_whose_parents_are_there():
     assert DraftSettings(draft_tree=given).for_call(KEY, None, VOCABULARY).tree == given
 
 
+def test_where_no_tree_paid_the_base_decodes_with_auto_too(model):
+    model.generation_config.calibration = [entry(CalibrationKey.of(model.base, model.drafter, 1, "eager"), [])]
+    for draft_tree in (None, "auto"):
+        output = model.generate(
+            **prompt(), max_new_tokens=9, draft_tree=draft_tree, return_dict_in_generate=True, eos_token_id=None
+        )
+        assert output.accepted_lengths is None
+    assert drafted(model, draft_tree=[[0]]) == {2}
+
+
+def test_more_rows_get_fewer_nodes_without_an_entry_too():
+    def nodes(rows, **settings):
+        return DraftSettings(**settings).for_call(KEY._replace(batch_size=rows), None, VOCABULARY).tree.num_nodes
+
+    assert [nodes(rows) for rows in (1, 2, 3, 4, 8, 99)] == [8, 8, 5, 4, 2, 2]
+    assert nodes(4, draft_tree=[[0], [0, 0], [1], [2]]) == 4 and nodes(4, draft_tree=[[0], [1]]) == 3
+
+
 def test_heads_of_one_level_get_the_paths_that_they_can_guess():
     assert DraftSettings().for_call(KEY, 1, 2).tree.paths == ((0,), (1,))
