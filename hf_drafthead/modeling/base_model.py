@@ -27,7 +27,7 @@ from hf_drafthead.modeling.gguf_files import beside, gguf_arguments, load_tokeni
 
 logger = logging.get_logger(__name__)
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tekken.json")
 GIVE_BASE = "pass base_model= (in a shell --base-model) with its id, path or object."
 BESIDE_THE_CONFIG = ("dtype", "torch_dtype", "quantization_config")
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import transformers
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
 from transformers.utils import cached_file
 from transformers.utils.import_utils import is_gguf_available
 
@@ -83,7 +83,7 @@ def reading_gguf(named: str | None) -> Iterator[None]:
 
 
 def load_tokenizer(name: str | os.PathLike, gguf_file: str | None = None, **arguments: Any) -> Any:
-    """The tokenizer of a model, in its folder, in its repository or in its GGUF file.
+    """The tokenizer of a model, in its folder, in its repository or in its GGUF file; a fast one, where there is one.
 
     Args:
         name: folder, Hub id, or the name of a GGUF file in one of them.
@@ -95,7 +95,13 @@ def load_tokenizer(name: str | os.PathLike, gguf_file: str | None = None, **argu
     """
     place, file = split_gguf(os.fspath(name)) if gguf_file is None else (os.fspath(name), gguf_file)
     if file is None:
-        return AutoTokenizer.from_pretrained(place, **arguments)
+        found = AutoTokenizer.from_pretrained(place, **arguments)
+        if getattr(found, "is_fast", False):
+            return found
+        # mistral-common's tokenizer comes first where it is installed; the file of a fast one often lies beside its own
+        hub = {name: arguments[name] for name in HUB if name in arguments}
+        fast = cached_file(place, "tokenizer.json", _raise_exceptions_for_missing_entries=False, **hub)
+        return found if fast is None else PreTrainedTokenizerFast.from_pretrained(place, **arguments)
     hub: dict[str, Any] = {name: arguments[name] for name in HUB if name in arguments}
     gguf_arguments(place, {"gguf_file": file}, hub)
     with reading_gguf(os.path.join(place, file)):

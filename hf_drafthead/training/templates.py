@@ -29,8 +29,9 @@ def need_offsets(tokenizer: Any) -> None:
     """
     if not getattr(tokenizer, "is_fast", False):
         raise ValueError(
-            f"{type(tokenizer).__name__} has no character offsets, which are needed to mark the answers: "
-            "load a fast tokenizer."
+            f"{type(tokenizer).__name__} has no character offsets, which are needed to mark the answers: load a fast "
+            "tokenizer. Of one of mistral-common, tokenizer.save_pretrained(FOLDER, save_format='hf') writes the "
+            "tokenizer.json of a fast one; put it beside the base's files."
         )
 
 

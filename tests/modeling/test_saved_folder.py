@@ -12,6 +12,8 @@ from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedTokeniz
 
 from hf_drafthead import HydraForCausalLM, MedusaForCausalLM
 from hf_drafthead.hub_upload.bundle import FILE
+from hf_drafthead.modeling.gguf_files import load_tokenizer
+from hf_drafthead.training.templates import need_offsets
 from tests.bases import VOCABULARY, tiny_base
 
 # Loads a folder where hf_drafthead cannot be imported.
@@ -92,3 +94,31 @@ def test_a_tokenizer_that_is_there_stays(base, tmp_path):
 def test_a_base_without_a_tokenizer_is_no_error(tmp_path):
     MedusaForCausalLM.from_base(tiny_base()).save_pretrained(tmp_path / "heads")
     assert not (tmp_path / "heads" / "tokenizer.json").exists()
+
+
+class MistralCommonBackend:
+    """As AutoTokenizer gives it where mistral-common is installed and the base has a tekken.json."""
+
+    is_fast = False
+    name_or_path = ""
+
+    def save_pretrained(self, folder):
+        (folder / "tekken.json").write_text("{}")
+
+
+@pytest.mark.parametrize("has_json", [True, False], ids=["tokenizer.json beside it", "tekken.json alone"])
+def test_a_tokenizer_of_mistral_common_is_saved_and_a_fast_one_comes_first(base, tmp_path, monkeypatch, has_json):
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda *args, **kwargs: MistralCommonBackend())
+    (base / "tekken.json").write_text("{}")
+    if not has_json:
+        (base / "tokenizer.json").unlink()
+        (base / "tokenizer_config.json").unlink()
+    MedusaForCausalLM.from_base(base).save_pretrained(tmp_path / "heads")
+    assert (tmp_path / "heads" / "tekken.json").is_file() == (not has_json)
+    assert (tmp_path / "heads" / "tokenizer.json").is_file() == has_json
+    found = load_tokenizer(base)
+    if has_json:
+        need_offsets(found)
+    else:
+        with pytest.raises(ValueError, match="no character offsets, .* save_format='hf'. writes the tokenizer.json"):
+            need_offsets(found)
