@@ -192,6 +192,7 @@ def render(facts: Facts, data: ModelCardData, repo_id: str) -> str:
     }
     family = FAMILIES.get(facts.family)
     named = data.get("base_model") or (None if facts.base_included else facts.base_named)
+    file = None if facts.base_included else facts.base_gguf_file
     unnamed = "a base that is included here" if facts.base_included else "a base that is missing: the config names none"
     kinds: dict[str, list[dict[str, Any]]] = {"same": [], "rounding": [], "half": [], "fault": []}
     for run in [*filter(is_exact, facts.runs), *facts.verifications]:
@@ -206,7 +207,7 @@ def render(facts: Facts, data: ModelCardData, repo_id: str) -> str:
         repo_id=repo_id,
         rebuilt=REBUILT,
         family_title=family.title if family else facts.family,
-        base_link=f"`{named}`" if named else unnamed,
+        base_link=(f"`{named}`" if named else unnamed) + (f" (its GGUF file `{file}`)" if file else ""),
         base_named=bool(named),
         license=data.get("license"),
         tree_picture=TREE_PICTURE,

@@ -53,6 +53,7 @@ class Facts:
     base: str | None
     base_named: str | None
     base_revision: str | None
+    base_gguf_file: str | None
     base_type: str | None
     base_included: bool
     base_parameters: int | None
@@ -124,6 +125,7 @@ def read_facts(folder: Path, model: Any = None) -> Facts:
         base=named if is_hub_id(named, folder) else None,
         base_named=named,
         base_revision=config.get("base_model_revision"),
+        base_gguf_file=config.get("base_gguf_file"),
         base_type=base_config.get("model_type"),
         base_included=bool(config.get("base_included")),
         base_parameters=_base_parameters(folder, named, model),

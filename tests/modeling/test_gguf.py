@@ -8,6 +8,7 @@ import torch
 from transformers import AutoModel, AutoModelForCausalLM
 
 from hf_drafthead import MedusaForCausalLM
+from hf_drafthead.cards import write_card
 from hf_drafthead.evaluation.loading import load
 from hf_drafthead.modeling import gguf_files
 from hf_drafthead.training.distill import load_model
@@ -40,6 +41,7 @@ def test_heads_find_the_file_again(place, tmp_path, name):
     again, tokenizer = load(str(tmp_path))
     assert same_text(model, again) and same_text(again, again.base)
     assert again.config.base_gguf_file == FILE and tokenizer("ab")["input_ids"] == [9]
+    assert f"(its GGUF file `{FILE}`)" in write_card(tmp_path).read_text()
 
 
 def test_a_base_that_is_included_needs_no_file(place, tmp_path):
