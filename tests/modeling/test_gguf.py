@@ -11,6 +11,7 @@ from hf_drafthead import MedusaForCausalLM
 from hf_drafthead.cards import write_card
 from hf_drafthead.evaluation.loading import load
 from hf_drafthead.modeling import gguf_files
+from hf_drafthead.training import train_heads
 from hf_drafthead.training.distill import load_model
 from tests.gguf_base import write_gguf
 
@@ -42,6 +43,14 @@ def test_heads_find_the_file_again(place, tmp_path, name):
     assert same_text(model, again) and same_text(again, again.base)
     assert again.config.base_gguf_file == FILE and tokenizer("ab")["input_ids"] == [9]
     assert f"(its GGUF file `{FILE}`)" in write_card(tmp_path).read_text()
+
+
+def test_heads_are_trained_on_it(place, tmp_path):
+    (tmp_path / "texts.jsonl").write_text('{"text": "ab cd a b c d ab"}\n' * 12)
+    settings = {"max_steps": 1, "use_cpu": True, "held_out_rows": 2, "answer_tokens": 4, "report_to": "none"}
+    trained = train_heads(str(place / FILE), "medusa", tmp_path / "texts.jsonl", tmp_path / "heads", **settings)
+    again, tokenizer = load(str(tmp_path / "heads"))
+    assert trained.summary["steps"] == 1 and again.config.base_gguf_file == FILE and tokenizer.eos_token == "<end>"
 
 
 def test_a_base_that_is_included_needs_no_file(place, tmp_path):
