@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 import hf_drafthead
 from hf_drafthead import cli
+from hf_drafthead.evaluation.conversation import sample
 from hf_drafthead.evaluation.loading import load, load_arguments
 from tests.checkpoints import byte_tokenizer, save_base, save_heads
 
@@ -202,6 +203,17 @@ def test_a_conversation_goes_on_with_the_model_s_own_answers(folder, run, monkey
     assert asked == ["SQxab", "SQxAcdeQyab", "SQzab"]
     assert out == "> x\ncde\n> y\ncde\n> /clear\n> z\ncde\n"  # a transcript, for the questions come from a pipe
     assert err.count("3 tokens in ") == 3
+
+
+def test_pieces_are_streamed_as_they_are_told_at_the_end_also_where_the_base_decodes(folder):
+    model, tokenizer = load(str(folder / "medusa"))
+    for settings in ({}, {"use_cache": False}):  # without a cache nothing is drafted
+        pieces = []
+        written = sample(
+            model, tokenizer, "ab", max_new_tokens=9, on_piece=lambda *piece: pieces.append(piece), **settings
+        )
+        assert pieces == written.pieces and written.new_tokens == 9
+        assert any(depth for _, depth in pieces) == (written.steps > 0) == (not settings)
 
 
 def test_a_conversation_that_is_full_says_so_and_goes_on(folder, run):

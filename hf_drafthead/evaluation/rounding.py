@@ -21,8 +21,8 @@ class FirstDifference:
     """Where a text leaves the base's.
 
     position: new tokens on which both agree; base, heads: the tokens that follow, None where a text has ended; margin:
-    in the raw logits, see `margin_of`, None where no token was chosen differently; probability_margin: of the two
-    tokens under those logits; near_tie: whether rounding explains the difference.
+    in the raw logits, see `margin_of`, None where no token was chosen differently; probability_margin: the same as a
+    change of probability; near_tie: whether rounding explains the difference.
     """
 
     position: int
@@ -57,8 +57,8 @@ def first_difference(
     theirs, ours = ((text[position] if position < len(text) else None) for text in (base_tokens, heads_tokens))
     if theirs is None or ours is None:
         return FirstDifference(position, theirs, ours)
-    margins = margin_of(base, prompts, settings, row, list(base_tokens[:position]), theirs, ours, seed)
-    margin, probability, allowed = margins
+    agreed = list(base_tokens[:position])
+    margin, probability, allowed = margin_of(base, prompts, settings, row, agreed, ours, seed)
     return FirstDifference(position, theirs, ours, margin, probability, margin <= allowed)
 
 
@@ -81,8 +81,7 @@ def margin_of(
     settings: Mapping[str, Any],
     row: int,
     text: list[int],
-    chosen: int,
-    other: int,
+    token: int,
     seed: int,
 ) -> tuple[float, float, float]:
     """The margin between the token that the base chose and another one.
@@ -96,44 +95,45 @@ def margin_of(
         settings: of the call.
         row: which of the B.
         text: the new tokens of the row on which both agree.
-        chosen: the token of the base.
-        other: what the base did not choose.
+        token: what the base did not choose.
         seed: of the call.
 
     Returns:
-        the smallest margin with which the base chooses `other`, infinite where none does; how much more probable
-        `chosen` is under the raw logits; and the margin that rounding explains.
+        the smallest margin with which the base chooses `token`, infinite where none does; by how much that raises its
+        probability, as the processors leave it; and the margin that rounding explains.
     """
     single = {name: tensor[row : row + 1] for name, tensor in prompts.items()}
     prefix = torch.cat([single["input_ids"], single["input_ids"].new_tensor([text])], dim=1)
     mask = torch.cat([single["attention_mask"], torch.ones_like(prefix[:, : len(text)])], dim=1)
     padded = {} if bool(mask.all()) else {"position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
     logits = base(input_ids=prefix, attention_mask=mask, use_cache=False, **padded).logits[:, -1].float()  # (1, V)
-    probabilities = logits[0].softmax(-1)
-    probability = abs(float(probabilities[chosen] - probabilities[other]))
     processors = _processors(base, single, settings)
     noise = None
     if settings.get("do_sample"):
         noise = _noise(logits, len(prompts["input_ids"]), len(text), seed)[row : row + 1]
 
-    def chosen_at(margin: float) -> bool:
+    def scores_at(margin: float) -> torch.Tensor:
         disturbed = logits - margin / 2
-        disturbed[0, other] += margin
-        scores = processors(prefix, disturbed)
+        disturbed[0, token] += margin
+        return processors(prefix, disturbed)
+
+    def chosen_at(margin: float) -> bool:
+        scores = scores_at(margin)
         best = scores.argmax(-1) if noise is None else (scores.softmax(-1) / noise).argmax(-1)
-        return int(best) == other
+        return int(best) == token
 
     epsilon = max(torch.finfo(base.dtype).eps, torch.finfo(torch.float32).eps)  # tokens are chosen in float32
     allowed = ROUNDING_STEPS * epsilon * float(logits.abs().max())
     low, high = 0.0, 4 * float(logits.max() - logits.min()) + 100.0
     if chosen_at(low):
-        return low, probability, allowed
+        return 0.0, 0.0, allowed
     if not chosen_at(high):
-        return float("inf"), probability, allowed
+        return float("inf"), 1.0, allowed
     for _ in range(HALVINGS):
         middle = (low + high) / 2
         low, high = (low, middle) if chosen_at(middle) else (middle, high)
-    return high, probability, allowed
+    before, after = (float(scores_at(margin).softmax(-1)[0, token]) for margin in (0.0, high))
+    return high, after - before, allowed
 
 
 def _processors(base: Any, prompts: Mapping[str, torch.Tensor], settings: Mapping[str, Any]) -> Any:
