@@ -208,10 +208,12 @@ def test_a_conversation_goes_on_with_the_model_s_own_answers(folder, run, monkey
 def test_pieces_are_streamed_as_they_are_told_at_the_end_also_where_the_base_decodes(folder):
     model, tokenizer = load(str(folder / "medusa"))
     for settings in ({}, {"use_cache": False}):  # without a cache nothing is drafted
-        pieces = []
-        written = sample(
-            model, tokenizer, "ab", max_new_tokens=9, on_piece=lambda *piece: pieces.append(piece), **settings
-        )
+        pieces: list[tuple[str, int]] = []
+
+        def keep(text: str, depth: int, pieces=pieces) -> None:
+            pieces.append((text, depth))
+
+        written = sample(model, tokenizer, "yz", max_new_tokens=9, on_piece=keep, **settings)
         assert pieces == written.pieces and written.new_tokens == 9
         assert any(depth for _, depth in pieces) == (written.steps > 0) == (not settings)
 
