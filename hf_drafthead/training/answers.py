@@ -222,10 +222,17 @@ class Answerer:
         """A task of which the base writes the questions too.
 
         Raises:
-            ValueError: there is no chat template, or it does not show a lone question.
+            ValueError: there is no chat template, it does not show a lone question, or is too long.
         """
-        self._end_of_question()
-        return Task(index, to_write=questions, greedy=greedy)
+        task = Task(index, to_write=questions, greedy=greedy)
+        if self._stop is None:
+            self._end_of_question()
+            if self._room(length := len(self._prompt(task)), question=True) < 1:
+                raise ValueError(
+                    f"max_length is {self.max_length}, but the chat template has {length} tokens before a question: "
+                    "give more."
+                )
+        return task
 
     def answer(self, tasks: list[Task]) -> None:
         """Write every task's next answer, or its next question; tasks without further questions become `done`.
