@@ -1,4 +1,4 @@
-"""Trees that `calibrate` finds now, against those that the zoo's heads carry: whole calls in turn, on other texts.
+"""Trees that `calibrate` finds now, those that the zoo's heads carry, and the default without any: calls in turn.
 
     python benchmarks/calibrated.py medusa eagle --batch-size 1,4
     python benchmarks/calibrated.py hydra --captured
@@ -23,29 +23,34 @@ from zoo_recipe.trees import NEW_TOKENS, more_prompts
 
 from hf_drafthead import zoo
 from hf_drafthead.generation.entries import CalibrationKey, nearest, tree_of
+from hf_drafthead.generation.settings import DraftSettings
 from hf_drafthead.generation.tree import DraftTree
 from hf_drafthead.trees.calibrate import batches_of, calibrate
 from hf_drafthead.trees.timing import ratio, time_interleaved
 
 RESULTS = Path(__file__).parent / "results" / "calibrated.json"
+WHICH, FORMS = ("stored", "found", "default"), {"nodes": "d", "depth": "d", "speedup": ".2f"}
 CALLS, TOKENS, WARM_TOKENS = 16, 64, 4
 
 
 def measure(family: str, rows: int, captured: bool) -> dict[str, Any]:
-    """The stored and the found tree: nodes, depth, and how many times as fast as the base."""
+    """The stored, the found and the default tree: nodes, depth, and how many times as fast as the base."""
     model = AutoModelForCausalLM.from_pretrained(zoo.path(family)).eval()
     tokenizer = AutoTokenizer.from_pretrained(zoo.path(family))
     prompts = more_prompts(tokenizer, model.base.config.max_position_embeddings - NEW_TOKENS)
     stored = model.generation_config.calibration
     (found,) = calibrate(model, prompts[:96:2], batch_sizes=(rows,), captured=captured)
-    entries = {"stored": nearest(stored, CalibrationKey.of_entry(found)), "found": found}
+    key = CalibrationKey.of_entry(found)
+    entries = {"stored": nearest(stored, key), "found": found}
     trees = {name: tree_of(entry or {}, None, 2**31) for name, entry in entries.items()}
+    settings = DraftSettings(draft_tree=model.generation_config.draft_tree)  # without entries
+    trees["default"] = settings.for_call(key, model.drafter.max_depth, 2**31).tree
     seconds: dict[str, list[float]] = {name: [] for name in ("base", *trees)}
     calls = batches_of(model, prompts[1::2], rows)[:CALLS]
     for turn, batch in enumerate([calls[0], *calls]):
         call = {**batch, "do_sample": False, "eos_token_id": None, "max_new_tokens": TOKENS if turn else WARM_TOKENS}
         runs = {name: functools.partial(generate, model, trees.get(name), call, captured) for name in seconds}
-        names = list(runs)[turn % 3 :] + list(runs)[: turn % 3]
+        names = list(runs)[turn % 4 :] + list(runs)[: turn % 4]
         outputs, once = time_interleaved({name: runs[name] for name in names}, 1, model.base.device)
         assert all(torch.equal(outputs[name], outputs["base"]) for name in trees), "the text is not the base's"
         for name in seconds:
@@ -81,13 +86,12 @@ def main() -> None:
             RESULTS.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n")
     lines = []
     for name, one in sorted(known.items()):
-        trees = (f"{one[which][part]:{form}}" for which in ("stored", "found") for part, form in FORMS.items())
+        trees = (f"{one[which][part]:{form}}" for which in WHICH for part, form in FORMS.items())
         lines.append([*name.split(", "), *trees, f"{one['found_over_stored']:.3f}"])
-    print(markdown(["heads", "steps", "rows", *2 * list(FORMS), "found over stored"], lines))
+    columns = [f"{which}: {part}" for which in WHICH for part in FORMS]
+    print(markdown(["heads", "steps", "rows", *columns, "found over stored"], lines))
     print("mean of found over stored:", round(statistics.mean(one["found_over_stored"] for one in known.values()), 3))
 
-
-FORMS = {"nodes": "d", "depth": "d", "speedup": ".2f"}
 
 if __name__ == "__main__":
     main()

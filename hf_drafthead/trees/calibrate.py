@@ -34,7 +34,7 @@ from hf_drafthead.trees.rank_paths import (
     ranks_by_text,
     sampled_prompts,
 )
-from hf_drafthead.trees.timing import time_interleaved
+from hf_drafthead.trees.timing import StepClock, time_interleaved
 
 LEAST_POSITIONS = 100  # on which guesses are counted
 COMPILED_NODES = (4, 8, 16, 32)  # compiling a step takes longer than everything else
@@ -213,29 +213,25 @@ class Comparison:
                 yield [max(alike)]
 
     def _round(self, sizes: Sequence[Size], call: dict[str, Any], counts: bool = True) -> None:
-        call = {**call, "return_dict_in_generate": True}
-        static = {"cache_implementation": "static"} if self.captured else {}
-
-        def generate(size: Size) -> Any:
-            with own_seed(self.model):
-                if size == ALONE:
-                    return self.model.base.generate(**call)
-                return self.model.generate(**call, **static, draft_tree=self.counted.tree(size))
-
-        runs = {size: functools.partial(generate, size) for size in (ALONE, *sizes)}
+        runs = {size: functools.partial(self._timed, size, call) for size in (ALONE, *sizes)}
         first = len(self.base_rates) % len(runs)  # each round begins with another one
         in_turn = dict([*runs.items()][first:] + [*runs.items()][:first])
-        outputs, seconds = time_interleaved(in_turn, 1, self.model.base.device)
-        text = outputs[ALONE].sequences
-        self.identical &= all(torch.equal(outputs[size].sequences, text) for size in sizes)
-        if not counts:
-            return
-        base_steps = text.shape[1] - call["input_ids"].shape[1] - 1  # the first token needs no step
-        self.base_rates.append(text.shape[0] * (base_steps + 1) / seconds[ALONE][0])
-        for size in sizes:
-            steps = max(outputs[size].accepted_lengths.shape[1], 1)
-            cost = seconds[size][0] / steps / (seconds[ALONE][0] / max(base_steps, 1))
-            self.costs.setdefault(size, []).append(cost)
+        timed, _ = time_interleaved(in_turn, 1, self.model.base.device)
+        text, base_step = timed[ALONE]
+        self.identical &= all(torch.equal(timed[size][0], text) for size in sizes)
+        if counts:
+            self.base_rates.append(len(text) / base_step)
+            for size in sizes:
+                self.costs.setdefault(size, []).append(timed[size][1] / base_step)
+
+    def _timed(self, size: Size, call: dict[str, Any]) -> tuple[torch.Tensor, float]:
+        """The texts of a call with a tree, or of the base, and the seconds of a step."""
+        clock, static = StepClock(), {"cache_implementation": "static"} if self.captured else {}
+        with own_seed(self.model):
+            if size == ALONE:
+                return self.model.base.generate(**call, streamer=clock), clock.step(1)
+            tree = self.counted.tree(size)
+            return self.model.generate(**call, **static, draft_tree=tree, on_step=clock.put), clock.step()
 
 
 def batches_of(model: Any, prompts: Sequence[torch.Tensor], size: int) -> list[dict[str, torch.Tensor]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -42,6 +43,23 @@ def time_interleaved(
             seconds[name].append(time.perf_counter() - start)
             after(name)
     return results, seconds
+
+
+class StepClock:
+    """Notes when each step of a call has ended: as its streamer, or its `put` as `on_step`."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def put(self, _: Any) -> None:
+        self.times.append(time.perf_counter())
+
+    def end(self) -> None: ...
+
+    def step(self, prompts: int = 0) -> float:
+        """Seconds of a step, the median; 0 where there was none. A streamer is shown the prompt first."""
+        times = self.times[prompts:]
+        return statistics.median(after - before for before, after in itertools.pairwise(times)) if times[1:] else 0.0
 
 
 def ratio(seconds: Mapping[Any, Sequence[float]], name: Hashable, unit: Hashable) -> float:

@@ -115,22 +115,14 @@ def test_captured_steps_have_entries_of_their_own(monkeypatch):
 
 
 def compare(monkeypatch, step, counted=None, rows=1, captured=False):
-    """A comparison where the base takes 1.0 for a step and a tree what `step` says of its size; sizes of each round."""
+    """A comparison where a tree's step costs what `step` says of its size, of 0.5 s; and the sizes of each round."""
     counted = counted or TreeStatistics.of(planted(), 40, "paths", 64)
     asked = []
-
-    class Output:
-        def __init__(self, size):
-            self.sequences = torch.zeros(rows, 13 + 7)
-            self.accepted_lengths = torch.ones(rows, 4 if size.nodes > 1 else 0)
 
     def clock(runs, repeats, device):
         asked.append([*runs])
         assert repeats == 1
-        # twelve tokens after the first in four steps
-        return {size: Output(size) for size in runs}, {
-            size: [12.0 if size == ALONE else 4 * step(size)] for size in runs
-        }
+        return {size: (torch.zeros(rows, 20), 0.5 * (1.0 if size == ALONE else step(size))) for size in runs}, {}
 
     monkeypatch.setattr(calibrating, "time_interleaved", clock)
     calls = [{"input_ids": torch.zeros(rows, 7), "max_new_tokens": 13}] * 3
@@ -148,7 +140,7 @@ def test_the_fastest_tree_is_kept_and_where_levels_are_dear_a_shallow_one(level,
     assert figures["step_cost"] == pytest.approx(cost, abs=1e-3)
     assert figures["speedup"] == pytest.approx(counted.fewer_steps(best, 1) / cost, rel=1e-3)
     assert figures["tokens_per_step"] == pytest.approx(counted.tokens_per_step(best), abs=1e-3)
-    assert figures["base_tokens_per_second"] == pytest.approx(13 / 12, rel=1e-3)
+    assert figures["base_tokens_per_second"] == 2.0
     assert figures["speedup"] == max(faster for *_, faster in figures["candidates"])
 
 
@@ -185,7 +177,7 @@ def test_a_text_that_differs_is_told(monkeypatch):
     def other_text(runs, repeats, device):
         outputs, seconds = clock(runs, repeats, device)
         if Size(12, 3) in outputs:
-            outputs[Size(12, 3)].sequences += 1
+            outputs[Size(12, 3)][0].add_(1)
         return outputs, seconds
 
     monkeypatch.setattr(calibrating, "time_interleaved", other_text)

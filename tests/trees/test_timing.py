@@ -22,3 +22,14 @@ def test_calls_take_turns_and_each_round_begins_with_another_one(monkeypatch):
 def test_a_ratio_is_that_of_the_same_round():
     seconds = {"base": [1.0, 10.0, 3.0], "heads": [0.5, 5.0, 3.0]}
     assert timing.ratio(seconds, "base", "heads") == 2.0 and timing.ratio(seconds, "heads", "base") == 0.5
+
+
+def test_the_steps_of_a_call_are_timed_by_its_streamer_or_on_step(monkeypatch):
+    ticks = iter([0.0, 5.0, 6.0, 7.0, 17.0])
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: next(ticks))
+    clock = timing.StepClock()
+    assert clock.step() == clock.step(1) == 0.0
+    for _ in range(5):
+        clock.put(None)
+    clock.end()
+    assert clock.step() == 3.0 and clock.step(prompts=1) == 1.0
