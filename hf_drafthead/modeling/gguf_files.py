@@ -94,15 +94,14 @@ def load_tokenizer(name: str | os.PathLike, gguf_file: str | None = None, **argu
         OSError, ValueError: as transformers does, or the GGUF file cannot be read.
     """
     place, file = split_gguf(os.fspath(name)) if gguf_file is None else (os.fspath(name), gguf_file)
+    hub: dict[str, Any] = {name: arguments[name] for name in HUB if name in arguments}
     if file is None:
         found = AutoTokenizer.from_pretrained(place, **arguments)
         if getattr(found, "is_fast", False):
             return found
         # mistral-common's tokenizer comes first where it is installed; the file of a fast one often lies beside its own
-        hub = {name: arguments[name] for name in HUB if name in arguments}
         fast = cached_file(place, "tokenizer.json", _raise_exceptions_for_missing_entries=False, **hub)
         return found if fast is None else PreTrainedTokenizerFast.from_pretrained(place, **arguments)
-    hub: dict[str, Any] = {name: arguments[name] for name in HUB if name in arguments}
     gguf_arguments(place, {"gguf_file": file}, hub)
     with reading_gguf(os.path.join(place, file)):
         tokenizer = AutoTokenizer.from_pretrained(place, gguf_file=file, **arguments)
