@@ -17,7 +17,7 @@ from transformers import (
 )
 from transformers.trainer_utils import get_last_checkpoint
 
-from hf_drafthead.training.clock import Clock
+from hf_drafthead.training.callbacks import Clock
 from hf_drafthead.training.record import recent_loss
 
 VOCAB_SIZE = 1024

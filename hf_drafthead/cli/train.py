@@ -88,8 +88,8 @@ def train(
     from accelerate import PartialState
 
     from hf_drafthead.evaluation.loading import floating_type
-    from hf_drafthead.training.options import sort_options
-    from hf_drafthead.training.progress import plain_log
+    from hf_drafthead.training.arguments import sort_options
+    from hf_drafthead.training.callbacks import plain_log
     from hf_drafthead.training.run import train_heads
 
     check_writable(json_path)
@@ -161,7 +161,7 @@ def own_text(base: str, folder: Path, chats: int, template: str | None, max_leng
 
 def outcome(summary: dict[str, Any]) -> list[str]:
     """The held-out accuracies of a training, line by line; heads are counted from 1."""
-    from hf_drafthead.training.progress import heads_of
+    from hf_drafthead.training.callbacks import heads_of
 
     held_out = summary["held_out"]
     lines = [

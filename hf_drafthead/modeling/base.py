@@ -221,7 +221,7 @@ class DraftHeadPreTrainedModel(LoadableModel):
         if training_loss is not None:
             return training_loss(self, **kwargs)
         if labels is not None and self.training:
-            from hf_drafthead.training.plain import heads_output
+            from hf_drafthead.training.trainer import heads_output
 
             return heads_output(
                 self,

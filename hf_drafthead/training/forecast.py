@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from hf_drafthead.training.callbacks import duration
 from hf_drafthead.training.examples import PaddingCollator, PreparedData
-from hf_drafthead.training.progress import duration
 from hf_drafthead.training.trainer import DraftHeadTrainer
 
 TIMED_TOKENS = 3600  # that a calibration times, of base and trees, at most

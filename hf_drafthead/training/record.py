@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import load_file
 
 from hf_drafthead import __version__
 from hf_drafthead.modeling.base import DraftHeadPreTrainedModel
@@ -120,3 +121,52 @@ def write_whole(file: Path, text: str) -> None:
     beside = file.with_name(f".{file.name}.new")
     beside.write_text(text)
     os.replace(beside, file)
+
+
+def plot_training(history: Sequence[dict[str, Any]], file: Path) -> None:
+    """Top-1 accuracy of every head and tokens per step over the steps, on held-out rows.
+
+    Args:
+        history: the Trainer's `state.log_history`.
+        file: of the picture; its ending says which kind.
+    """
+    from matplotlib.figure import Figure
+
+    rows = [entry for entry in history if "eval_loss" in entry]
+    steps = [entry["step"] for entry in rows]
+    figure = Figure(figsize=(9, 3.5), layout="constrained")
+    heads, speed = figure.subplots(1, 2)
+    head = 0
+    while rows and f"eval_head{head}_top1" in rows[0]:
+        heads.plot(steps, [entry[f"eval_head{head}_top1"] for entry in rows], marker="o", label=f"head {head + 1}")
+        head += 1
+    heads.set(xlabel="step", ylabel="top-1 accuracy", title="held-out rows", ylim=(0, 1))
+    if head:
+        heads.legend()
+    told = [entry for entry in rows if entry.get("eval_tokens_per_step") is not None]
+    speed.plot([entry["step"] for entry in told], [entry["eval_tokens_per_step"] for entry in told], marker="o")
+    speed.set(xlabel="step", ylabel="tokens per step", title="expected of a 64-node tree")
+    figure.savefig(file, dpi=120)
+
+
+def no_number(what: str, args: Any, state: Any) -> FloatingPointError:
+    """The error for a step whose loss or gradient is NaN or infinite."""
+    kept = whole_checkpoint(Path(args.output_dir))
+    return FloatingPointError(
+        f"{what} in step {state.global_step + 1}: lower the learning rate (now {args.learning_rate:g}) or check the "
+        f"data; {f'{kept} is complete and can be resumed from.' if kept else 'no checkpoint had been written yet.'}"
+    )
+
+
+def whole_checkpoint(folder: Path) -> Path | None:
+    """The last complete checkpoint under a folder (the Trainer writes its state last) whose weights are finite."""
+    found = [path for path in folder.glob("checkpoint-*") if path.name.removeprefix("checkpoint-").isdigit()]
+    for checkpoint in sorted(found, key=lambda path: int(path.name.removeprefix("checkpoint-")), reverse=True):
+        try:
+            json.loads((checkpoint / "trainer_state.json").read_text())
+            tensors = load_file(checkpoint / "model.safetensors")
+        except Exception:  # incomplete or damaged, in whatever way
+            continue
+        if all(bool(torch.isfinite(tensor).all()) for tensor in tensors.values()):
+            return checkpoint
+    return None

@@ -22,8 +22,9 @@ from hf_drafthead.modeling.base_model import last_layer
 from hf_drafthead.modeling.families import find_family, fresh_heads
 from hf_drafthead.modeling.gguf_files import load_tokenizer
 from hf_drafthead.training.arguments import JOINT, QUICK_WIDTH, WEIGHTS, DraftHeadTrainingArguments
-from hf_drafthead.training.clock import Clock, agreed
+from hf_drafthead.training.callbacks import Clock, agreed, duration, show_progress
 from hf_drafthead.training.examples import (
+    Likeness,
     PaddingCollator,
     PreparedData,
     choose_vocabulary,
@@ -36,20 +37,18 @@ from hf_drafthead.training.examples import (
 )
 from hf_drafthead.training.expected_tokens_per_step import ExpectedTokensPerStep
 from hf_drafthead.training.forecast import Forecast, forecast
-from hf_drafthead.training.likeness import Likeness
-from hf_drafthead.training.lora import add_lora, merge_lora
-from hf_drafthead.training.plots import plot_training
-from hf_drafthead.training.progress import duration, show_progress
 from hf_drafthead.training.record import (
     SUMMARY,
     check_run,
     fingerprint,
+    plot_training,
     provenance,
     recent_loss,
     save_whole,
+    whole_checkpoint,
     write_whole,
 )
-from hf_drafthead.training.trainer import DraftHeadTrainer, whole_checkpoint
+from hf_drafthead.training.trainer import DraftHeadTrainer, add_lora, merge_lora
 from hf_drafthead.trees.calibrate import calibrate
 
 if TYPE_CHECKING:
@@ -176,7 +175,7 @@ def _lesson(
     tokenizer = load_tokenizer(base, load.get("gguf_file"))
     tokenizer.chat_template = settings.chat_template or tokenizer.chat_template
     if not isinstance(data, PreparedData):
-        from hf_drafthead.training.prepare import read_data  # which needs `datasets`
+        from hf_drafthead.training.data import read_data  # which needs `datasets`
 
         data = read_data(model, tokenizer, data, settings)
         if data.report is not None and settings.process_index == 0:

@@ -5,30 +5,35 @@ Shapes: B rows, T positions, K heads.
 
 import functools
 import itertools
-import json
+import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from safetensors.torch import load_file, save_file
-from torch import nn
-from transformers import Trainer, TrainerCallback, TrainerState
+from torch import Tensor, nn
+from transformers import Trainer, TrainerState
+from transformers.modeling_outputs import CausalLMOutput
 from transformers.trainer_utils import EvalLoopOutput
 from transformers.utils import logging
 
 from hf_drafthead.generation.reader import BaseReader
 from hf_drafthead.modeling.base import DraftHeadPreTrainedModel
-from hf_drafthead.training.arguments import DraftHeadTrainingArguments
-from hf_drafthead.training.clock import Clock
+from hf_drafthead.modeling.families import find_family
+from hf_drafthead.training.arguments import WEIGHTS, DraftHeadTrainingArguments
+from hf_drafthead.training.callbacks import LOOKS, ClipEveryGradient, Clock, StopOnNonFinite
 from hf_drafthead.training.expected_tokens_per_step import ExpectedTokensPerStep
 from hf_drafthead.training.heads_loss import RANKS, HeadsLoss, Objective, heads_share, label_counts
-from hf_drafthead.training.lora import adapter_layers, adapters_off
+from hf_drafthead.training.record import no_number
+
+if TYPE_CHECKING:
+    from peft.tuners.tuners_utils import BaseTunerLayer
 
 logger = logging.get_logger(__name__)
 
-LOOKS = 10  # steps between two looks at the loss on a GPU
 BASE_WEIGHTS = "trained_base.safetensors"  # beside a checkpoint's heads: the trained weights of the base
 
 
@@ -291,43 +296,107 @@ class DraftHeadTrainer(Trainer):
         """None: a checkpoint holds the heads only, so it is expected that the base's tensors are missing."""
 
 
-class StopOnNonFinite(TrainerCallback):
-    """Ends the training when a gradient is not finite; on a CPU before it changes the weights."""
+def add_lora(model: DraftHeadPreTrainedModel, rank: int = 32, alpha: int = 16, dropout: float = 0.05) -> None:
+    """Put adapters on all linear layers of the base but its lm_head; the defaults are the published ones.
 
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if args.device.type != "cpu" and (state.global_step + 1) % LOOKS:
-            return
-        gradients = [parameter.grad for parameter in kwargs["model"].parameters() if parameter.grad is not None]
-        norm = nn.utils.get_total_norm(gradients)
-        if not (args.fp16 or torch.isfinite(norm)):  # a gradient scaler skips such steps by itself
-            raise no_number(f"the gradient became {norm.item()}", args, state)
+    Args:
+        model: its base must have no adapters yet.
+        rank: of the adapters, above 0.
+        alpha: their outputs are scaled by alpha / rank.
+        dropout: on their inputs, in training.
 
+    Raises:
+        ValueError: a rank below 1, or adapters are there already.
+    """
+    if rank < 1:
+        raise ValueError(f"the rank of the adapters is {rank}: expected at least 1, or train the base without them.")
+    if adapter_layers(model.base):
+        raise ValueError("the base has adapters already: merge them first, with merge_lora(model).")
+    from peft import LoraConfig
 
-class ClipEveryGradient(TrainerCallback):
-    """Clips by value, as EAGLE's trainer does; the Trainer itself clips by norm."""
-
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        nn.utils.clip_grad_value_(kwargs["model"].parameters(), args.max_grad_value)
-
-
-def no_number(what: str, args: Any, state: Any) -> FloatingPointError:
-    """The error for a step whose loss or gradient is NaN or infinite."""
-    kept = whole_checkpoint(Path(args.output_dir))
-    return FloatingPointError(
-        f"{what} in step {state.global_step + 1}: lower the learning rate (now {args.learning_rate:g}) or check the "
-        f"data; {f'{kept} is complete and can be resumed from.' if kept else 'no checkpoint had been written yet.'}"
+    config = LoraConfig(
+        r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules="all-linear", task_type="CAUSAL_LM"
     )
+    model.base.add_adapter(config)
 
 
-def whole_checkpoint(folder: Path) -> Path | None:
-    """The last complete checkpoint under a folder (the Trainer writes its state last) whose weights are finite."""
-    found = [path for path in folder.glob("checkpoint-*") if path.name.removeprefix("checkpoint-").isdigit()]
-    for checkpoint in sorted(found, key=lambda path: int(path.name.removeprefix("checkpoint-")), reverse=True):
-        try:
-            json.loads((checkpoint / "trainer_state.json").read_text())
-            tensors = load_file(checkpoint / "model.safetensors")
-        except Exception:  # incomplete or damaged, in whatever way
-            continue
-        if all(bool(torch.isfinite(tensor).all()) for tensor in tensors.values()):
-            return checkpoint
-    return None
+@contextmanager
+def adapters_off(base: Any) -> Iterator[None]:
+    """The base as it was before its adapters."""
+    base.disable_adapters()
+    try:
+        yield
+    finally:
+        base.enable_adapters()
+
+
+def merge_lora(model: DraftHeadPreTrainedModel) -> None:
+    """Merge the adapters into the base's weights and remove them: *exact* then refers to the merged base."""
+    base: Any = model.base
+    for name, layer in adapter_layers(base):
+        layer.merge()
+        parent, _, child = name.rpartition(".")
+        setattr(base.get_submodule(parent), child, layer.get_base_layer())
+    base._hf_peft_config_loaded = False
+    base.__dict__.pop("peft_config", None)
+
+
+def adapter_layers(base: Any) -> "list[tuple[str, BaseTunerLayer]]":
+    """Every layer of the base that has an adapter, by name."""
+    if "peft" not in sys.modules:  # which is not needed where there are none
+        return []
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    return [(name, module) for name, module in base.named_modules() if isinstance(module, BaseTunerLayer)]
+
+
+def heads_output(
+    model: DraftHeadPreTrainedModel,
+    input_ids: Tensor | None,
+    labels: Tensor,
+    attention_mask: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    **rest: Any,
+) -> CausalLMOutput:
+    """The loss of the family's recipe; the base is read without gradients.
+
+    Args:
+        model: in training mode.
+        input_ids: (B, T).
+        labels: (B, T) as for a causal LM, -100 at positions without a loss.
+        attention_mask: (B, T) if rows are padded.
+        position_ids: (B, T) of rows that are one text each.
+        rest: other inputs; tensors among them are refused.
+
+    Raises:
+        ValueError: inputs that the heads cannot learn from, or adapters of the base that are to be trained.
+    """
+    others = sorted(name for name, value in rest.items() if value is not None and not isinstance(value, (bool, int)))
+    if input_ids is None or others:
+        raise ValueError(f"heads learn from whole texts: give input_ids, and no {', '.join(others) or 'other inputs'}.")
+    if position_ids is not None and bool((position_ids.diff(dim=-1) < 0).any()):
+        raise ValueError(
+            "position_ids restart within a row, so that the heads would read several texts as one: turn off packing "
+            "(packing=False, padding_free=False)."
+        )
+    if any(parameter.requires_grad for _, layer in adapter_layers(model.base) for parameter in layer.parameters()):
+        raise ValueError(
+            "the base has adapters that are to be trained, but labels train the heads only: freeze them "
+            "(model.base.requires_grad_(False)), or train base and heads together with `hf-drafthead train --joint`."
+        )
+    if next(model.drafter.parameters()).dtype.itemsize < 4:
+        logger.warning_once(
+            "the heads are in half precision, in which small updates are lost: call model.drafter.float() before the "
+            "Trainer is made; they are computed in bfloat16 all the same."
+        )
+    recipe = find_family(model.config.family).recipe
+    loss_of = HeadsLoss(
+        Objective(*(recipe.get(name, float(name == "next_token_weight")) for name in WEIGHTS)),
+        head_decay=recipe.get("head_decay", 1.0),
+        feature_noise=recipe.get("feature_noise", 0.0),
+        reader=BaseReader.of_texts(model.base, model.drafter.reads, model.drafter.output),
+    )
+    inputs = {"input_ids": input_ids, "labels": labels}
+    if attention_mask is not None:
+        inputs["attention_mask"] = attention_mask
+    return CausalLMOutput(loss=loss_of(model, inputs, heads_weight=recipe.get("heads_weight", 1.0))[0])

@@ -8,7 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_drafthead.generation.reader import BaseReader, OutputLayer
 from hf_drafthead.training.heads_loss import HeadsLoss, Objective
-from hf_drafthead.training.plain import heads_output
+from hf_drafthead.training.trainer import heads_output
 from tests.base_table import IMAGES, TEXT, tiny
 from tests.bases import SIZES, SPECIAL, tiny_base
 from tests.families import FAMILIES

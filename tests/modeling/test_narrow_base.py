@@ -5,7 +5,7 @@ import torch
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from hf_drafthead import MedusaForCausalLM
-from hf_drafthead.training.plain import heads_output
+from hf_drafthead.training.trainer import heads_output
 from tests.base_table import generic, tiny
 from tests.families import FAMILIES
 

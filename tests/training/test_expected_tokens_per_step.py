@@ -5,8 +5,8 @@ import torch
 
 from hf_drafthead.evaluation.measurement import tokens_per_step
 from hf_drafthead.generation.tree import DraftTree
+from hf_drafthead.training.examples import likeness
 from hf_drafthead.training.expected_tokens_per_step import ExpectedTokensPerStep
-from hf_drafthead.training.likeness import likeness
 from hf_drafthead.training.objectives import IGNORED
 from tests.bases import VOCABULARY, tiny_base
 from tests.families import FAMILIES

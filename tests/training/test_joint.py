@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM
 
 from hf_drafthead.training.arguments import DraftHeadTrainingArguments
 from hf_drafthead.training.heads_loss import HeadsLoss, Objective, heads_share
-from hf_drafthead.training.lora import adapter_layers, adapters_off, add_lora, merge_lora
 from hf_drafthead.training.objectives import head_weights, labelled, next_token_loss
+from hf_drafthead.training.trainer import adapter_layers, adapters_off, add_lora, merge_lora
 from tests.bases import tiny_base
 from tests.families import FAMILIES
 from tests.training.test_trainer import ROWS, trainer_of, weights

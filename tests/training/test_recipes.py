@@ -7,12 +7,10 @@ import pytest
 import torch
 
 from hf_drafthead.modeling.families import FAMILIES, fresh_heads
-from hf_drafthead.training import clock as clock_module
-from hf_drafthead.training import progress
+from hf_drafthead.training import callbacks
 from hf_drafthead.training.arguments import QUICK, DraftHeadTrainingArguments
-from hf_drafthead.training.clock import Clock
+from hf_drafthead.training.callbacks import Clock, TrainingLog
 from hf_drafthead.training.forecast import Forecast
-from hf_drafthead.training.progress import TrainingLog
 from hf_drafthead.training.run import remarks, share_large_projections
 from hf_drafthead.training.trainer import DraftHeadTrainer
 from tests.bases import tiny_base
@@ -86,7 +84,7 @@ def test_only_families_with_projections_are_asked():
 @pytest.fixture
 def now(monkeypatch):
     now = types.SimpleNamespace(seconds=0.0)
-    monkeypatch.setattr(clock_module, "time", types.SimpleNamespace(monotonic=lambda: now.seconds))
+    monkeypatch.setattr(callbacks, "time", types.SimpleNamespace(monotonic=lambda: now.seconds))
     return now
 
 
@@ -144,7 +142,7 @@ def test_the_learning_rate_reaches_its_end_with_the_time(now, tmp_path):
 
 def test_a_log_has_a_line_for_each_tenth(capsys, monkeypatch):
     seconds = iter(range(1000))
-    monkeypatch.setattr(progress, "time", types.SimpleNamespace(monotonic=lambda: float(next(seconds))))
+    monkeypatch.setattr(callbacks, "time", types.SimpleNamespace(monotonic=lambda: float(next(seconds))))
     log = TrainingLog()
     state = types.SimpleNamespace(global_step=0, max_steps=200, is_world_process_zero=True)
     log.on_train_begin(None, state, None)

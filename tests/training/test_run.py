@@ -19,15 +19,14 @@ from transformers.utils import logging
 from hf_drafthead import MedusaForCausalLM, zoo
 from hf_drafthead.data.sources import stream_hash
 from hf_drafthead.modeling import families
-from hf_drafthead.training.arguments import DraftHeadTrainingArguments
+from hf_drafthead.training.arguments import DraftHeadTrainingArguments, sort_options
+from hf_drafthead.training.data import read_data
 from hf_drafthead.training.distill import distill
 from hf_drafthead.training.examples import PreparedData, own_prompts, padding_token
 from hf_drafthead.training.expected_tokens_per_step import ExpectedTokensPerStep
-from hf_drafthead.training.options import sort_options
-from hf_drafthead.training.prepare import read_data
-from hf_drafthead.training.record import SUMMARY, check_run, save_whole
+from hf_drafthead.training.record import SUMMARY, check_run, save_whole, whole_checkpoint
 from hf_drafthead.training.run import train_heads
-from hf_drafthead.training.trainer import DraftHeadTrainer, whole_checkpoint
+from hf_drafthead.training.trainer import DraftHeadTrainer
 from hf_drafthead.trees import calibrate
 from tests.bases import tiny_base
 from tests.families import FAMILIES
