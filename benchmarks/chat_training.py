@@ -41,6 +41,7 @@ FIELDS: dict[str, dict[str, Any]] = {
     "amphista-alpha": SHARED,
     "eagle": {},
     "eagle3": {"num_draft_heads": 6},
+    "eagle3.1": {"num_draft_heads": 6},
     "draft-model": {},
 }
 RECIPE: dict[str, Any] = {

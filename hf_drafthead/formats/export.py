@@ -101,7 +101,7 @@ def _left_out(own: Own, to: str) -> list[str]:
     Raises:
         ValueError: their own projections hold no other tokens.
     """
-    if "draft_tokens" not in own.tensors or own.config.family == "eagle3":  # whose layouts have a place for it
+    if "draft_tokens" not in own.tensors or own.config.family.startswith("eagle3"):  # whose layouts have a place for it
         return []
     size = len(own.tensors["draft_tokens"])
     if any(key.startswith("projections.up.") for key in own.tensors):

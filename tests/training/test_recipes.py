@@ -77,7 +77,7 @@ def test_projections_that_exceed_a_third_of_the_base_are_shared(family):
 
 def test_only_families_with_projections_are_asked():
     for family in FAMILIES:
-        fields = {"feature_layers": [0, 1]} if family == "eagle3" else {}
+        fields = {"feature_layers": [0, 1]} if family.startswith("eagle3") else {}
         share_large_projections(fresh_heads(family, tiny_base(), **fields), lambda line: None)
 
 
