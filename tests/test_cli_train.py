@@ -2,11 +2,16 @@
 
 import importlib.util
 import json
+from pathlib import Path
 
 import pytest
 
 from hf_drafthead import cli, zoo
+from hf_drafthead.cli.common import read_template
 from hf_drafthead.cli.train import outcome
+from hf_drafthead.data.chats import Chat
+from hf_drafthead.training.templates import ChatEncoder
+from tests.training.chat_templates import tokenizer_with
 
 
 @pytest.mark.parametrize(
@@ -76,3 +81,14 @@ def test_the_outcome_says_at_which_temperature_the_tokens_per_step_are_expected(
     assert outcome(summary) == [accuracy, f"{expected} at temperature 0.7: 1.50"]
     assert outcome({**summary, "answer_temperature": 0.0}) == [accuracy, f"{expected}: 1.50"]
     assert outcome({**summary, "tokens_per_step": None}) == [accuracy]
+
+
+def test_the_template_of_vicuna_comes_with_the_package(tmp_path):
+    """Its tokenizer brings none; the words of the answers are marked."""
+    template = read_template(Path("vicuna"))
+    encoder = ChatEncoder(tokenizer_with(template))
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "Arr!"}]
+    text, ((begin, end),) = encoder.spans(Chat(messages))
+    assert text.startswith("<s>A chat between a curious user and an artificial") and text[begin:end] == "Arr!</s>"
+    with pytest.raises(OSError, match="there is no chat template 'vicunya': give a Jinja file, or 'vicuna'"):
+        read_template(Path("vicunya"))

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, is_dataclass
+from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -32,7 +33,8 @@ COLOURS = ("green", "cyan", "blue", "magenta", "red", "yellow")
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="Folder of a draft-head checkpoint, or its id on the Hub.")]
 Models = Annotated[list[str], typer.Argument(metavar="MODEL...", help="As MODEL; several are compared side by side.")]
 Template = Annotated[
-    Path | None, typer.Option("--chat-template", metavar="FILE", help="Jinja template, instead of the tokenizer's.")
+    Path | None,
+    typer.Option("--chat-template", metavar="FILE", help="Jinja template, or `vicuna`, instead of the tokenizer's."),
 ]
 TREE_HELP = "Draft tree: a published one's name, rank paths as JSON, a JSON file, dynamic, or auto."
 Tree = Annotated[str | None, typer.Option("--tree", "--draft-tree", metavar="TREE", help=TREE_HELP)]
@@ -192,10 +194,13 @@ def parse_numbers(option: str, text: str | None, kind: Callable[[str], Any], *, 
 
 
 def read_template(path: Path | None) -> str | None:
-    """The text of a chat template."""
-    if path is not None and not path.is_file():
-        raise OSError(f"there is no chat template {str(path)!r}: give a Jinja file.")
-    return None if path is None else path.read_text(encoding="utf-8")
+    """The text of a chat template: of a file, or one that comes with the package."""
+    if path is None:
+        return None
+    shipped = resources.files("hf_drafthead.data") / "templates" / f"{path}.jinja"
+    if not path.is_file() and not shipped.is_file():
+        raise OSError(f"there is no chat template {str(path)!r}: give a Jinja file, or 'vicuna' for that of Vicuna.")
+    return (path if path.is_file() else shipped).read_text(encoding="utf-8")
 
 
 def command_line() -> str:

@@ -1,7 +1,7 @@
 """`hf-drafthead card`, `push` and `serve`: publish and serve heads."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.table import Table
@@ -54,6 +54,9 @@ def push(
         str, typer.Option(metavar="SIZE", help="Of a file of weights, with --include-base.")
     ] = "50GB",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything and show it; send nothing.")] = False,
+    to_folder: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Write the files into a new folder; send nothing.")
+    ] = None,
     json_path: Json = None,
 ) -> None:
     """Publish heads with tokenizer, settings, figures and card, after checking that others can use them."""
@@ -61,13 +64,14 @@ def push(
 
     check_writable(json_path)
     target = Target(repo_id, commit_message, None, private, token, revision, create_pr, None, license)
-    done = push_folder(
-        folder, target, base=base, include_base=include_base, max_shard_size=max_shard_size, dry_run=dry_run
-    )
+    how: dict[str, Any] = {"max_shard_size": max_shard_size, "dry_run": dry_run, "to_folder": to_folder}
+    done = push_folder(folder, target, base=base, include_base=include_base, **how)
     console = output()
     for line in done.lines():
         console.print(line, soft_wrap=True)
     write_json(json_path, done.to_json())
+    if done.refused and to_folder is None:
+        raise typer.Exit(1)
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -19,8 +20,9 @@ from hf_drafthead.hub_upload import preflight, staging
 from hf_drafthead.hub_upload.bundle import add_bundle
 from hf_drafthead.hub_upload.destination import Destination, Target, check_destination, first_line, look, told
 from hf_drafthead.modeling import DraftHeadPreTrainedModel
-from hf_drafthead.modeling.base_model import is_local
+from hf_drafthead.modeling.base_model import is_local, locate_base
 from hf_drafthead.modeling.checkpoint import HTTP_ERROR
+from hf_drafthead.modeling.config import portable
 
 logger = logging.get_logger(__name__)
 
@@ -41,6 +43,7 @@ class Push:
         states: new, changed or unchanged against what the repository holds, by path; removed for weights and
             figures that this push replaces; empty where that could not be asked.
         notes: for the user.
+        refused: why the Hub would not get these files; None if it would, and of a push that was made.
         commit: answer of the Hub; None before it is sent.
         committed: False if nothing had changed, so that no commit was made.
     """
@@ -50,6 +53,7 @@ class Push:
     sizes: dict[str, int]
     states: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    refused: str | None = None
     commit: CommitInfo | None = None
     committed: bool = False
 
@@ -65,6 +69,8 @@ class Push:
         lines = [f"{name:<{wide}} {_size(self.sizes.get(name)):>10}  {self.states.get(name, '')}" for name in names]
         lines.append(f"{'':<{wide}} {_size(self.total):>10}  in {len(self.sizes)} files for {self.repo_id}")
         lines += [f"note: {note}" for note in self.notes]
+        if self.refused is not None:
+            lines.append(f"a push would be refused: {self.refused}")
         if self.commit is None:
             lines.append("dry run: nothing was sent")
         elif not self.committed:
@@ -84,6 +90,7 @@ class Push:
             "files": files,
             "bytes": self.total,
             "notes": self.notes,
+            "refused": self.refused,
             "committed": self.committed,
             "commit": url,
             "pull_request": proposal,
@@ -123,6 +130,7 @@ def push_folder(
     include_base: bool = False,
     max_shard_size: int | str = staging.SHARD,
     dry_run: bool = False,
+    to_folder: str | os.PathLike | None = None,
 ) -> Push:
     """Push the folder of a checkpoint, which is not changed.
 
@@ -133,6 +141,7 @@ def push_folder(
         include_base: push the base's weights too.
         max_shard_size: of the weights, with `include_base`.
         dry_run: check and compare only; nothing is sent.
+        to_folder: write the files into this new folder, and send nothing.
 
     Raises:
         OSError: there is no such folder, the Hub refuses it, or cannot be reached.
@@ -141,6 +150,8 @@ def push_folder(
     source = Path(folder)
     if not source.is_dir():
         raise OSError(f"there is no folder {str(folder)!r}: give the folder of a draft-head checkpoint.")
+    if to_folder is not None and os.path.exists(to_folder):
+        raise OSError(f"{os.fspath(to_folder)!r} is there already: name a folder that is not.")
     preflight.check_files(source)
     preflight.check_index(source)
     with _staged(target) as staged:
@@ -153,7 +164,10 @@ def push_folder(
                 max_shard_size=max_shard_size,
                 token=target.token,
             )
-        return _push(staged, target, notes, shown=str(source), model=None, dry_run=dry_run)
+        done = _push(staged, target, notes, shown=str(source), model=None, dry_run=dry_run or to_folder is not None)
+        if to_folder is not None:
+            _write(done, staged, source, Path(to_folder))
+        return done
 
 
 def _push(
@@ -175,7 +189,13 @@ def _push(
     with told(target):
         there, unseen = _look(target, dry_run)
         check_destination(there, target, config.base_model_name_or_path)
-        notes = notes + unseen + preflight.check_base(config, folder, target.token)
+        refused = None
+        try:
+            notes = notes + unseen + preflight.check_base(config, folder, target.token)
+        except ValueError as error:  # others could not load it; it can be looked at all the same
+            if not dry_run:
+                raise
+            refused = str(error)
         with _known_as(folder, shown):
             preflight.check_weights(folder, None if model is None else model.state_dict())
         add_bundle(folder)
@@ -184,19 +204,36 @@ def _push(
     with _known_as(folder, shown):
         write_card(folder, model, repo_id=there.repo_id, license=target.license)
         staging.add_tags(folder, target.tags)
-        preflight.check_card(folder, shown)
+        try:
+            preflight.check_card(folder, shown)
+        except ValueError as error:
+            if not dry_run:
+                raise
+            refused = refused or str(error)
         preflight.check_files(folder)
     files = preflight.files_of(folder)
     stale = sorted(name for name in _replaced(there.files, files) if FIGURES.fullmatch(name))
     if stale:
         notes.append(f"removed from the repository, because they belong to earlier heads: {', '.join(stale)}")
-    push = Push(there.repo_id, folder, {name: path.stat().st_size for name, path in files.items()}, notes=notes)
+    push = Push(there.repo_id, folder, {name: path.stat().st_size for name, path in files.items()}, {}, notes, refused)
     if dry_run:
         push.states = {} if unseen else _compare(files, there)
         return push
     with told(target, sending=True):
         push.commit, push.committed = _send(files, target, there)
     return push
+
+
+def _write(push: Push, staged: Path, source: Path, folder: Path) -> None:
+    """Copy the files of a push to a folder; the path of a local base is written anew, as seen from there."""
+    config = preflight.family_of(staged).config_class.from_pretrained(staged)
+    base = config.base_model_name_or_path
+    for name in push.sizes:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(staged / name, folder / name)
+    if base and not config.base_included and is_local(base, source):
+        place = portable(locate_base(config, str(source)), folder)
+        staging.edit_json(folder / "config.json", base_model_name_or_path=place)
 
 
 def _look(target: Target, dry_run: bool) -> tuple[Destination, list[str]]:

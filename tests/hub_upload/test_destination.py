@@ -226,3 +226,29 @@ def test_a_wrong_token_that_is_printed_is_noticed(hub, clients):
     clients.run("HfApi().model_info('org/heads')".replace("HfApi", "transformers.utils.hub.HfApi"), token="hf_nobody")
     assert "hf_nobody" in tokens_of(hub)
     assert printed([Answer(1, "", "the token hf_nobody is wrong")], tokens_of(hub)) == ["hf_nobody"]
+
+
+def test_heads_on_a_local_base_can_be_looked_at_and_written(hub, clients, models, folder, tmp_path):
+    shutil.copytree(models / "base", tmp_path / "base")
+    given = ("push", folder, "org/heads", "--license", "mit")
+    line = "the base of these heads is the local path "
+    refused = command(clients, *given)
+    assert refused.code == 2 and line in refused.err
+    dry = command(clients, *given, "--dry-run", "--json", tmp_path / "plan.json")
+    assert dry.code == 1, dry.err
+    lines = dry.out.splitlines()
+    assert {"config.json", "model.safetensors", "README.md"} <= {shown.split()[0] for shown in lines}
+    assert lines[-2].startswith(f"a push would be refused: {line}") and lines[-1] == "dry run: nothing was sent"
+    assert json.loads((tmp_path / "plan.json").read_text())["refused"].startswith(line)
+    written = command(clients, *given, "--to-folder", tmp_path / "elsewhere" / "out")
+    assert written.code == 0, written.err
+    files = {path.name for path in (tmp_path / "elsewhere" / "out").iterdir()}
+    assert {"config.json", "model.safetensors", "README.md", "tokenizer.json"} <= files
+    assert nothing_was_sent(hub)
+    code = """
+        from transformers import AutoModelForCausalLM
+        print(json.dumps(type(AutoModelForCausalLM.from_pretrained(place).base).__name__))
+    """
+    assert clients.run(code, place=str(tmp_path / "elsewhere" / "out")).said == "LlamaForCausalLM"
+    again = command(clients, *given, "--to-folder", tmp_path / "elsewhere" / "out")
+    assert again.code == 2 and "is there already: name a folder that is not" in again.err
