@@ -1,6 +1,7 @@
 """`hf-drafthead train`: new heads."""
 
 import sys
+import time
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,7 +20,7 @@ from hf_drafthead.cli.common import (
 )
 from hf_drafthead.cli.trees import in_words
 
-OWN_CHATS = 2000
+OWN_CHATS, MOST_CHATS = 2000, 200_000
 
 
 @app.command()
@@ -34,7 +35,11 @@ def train(
     ] = None,
     synthesize: Annotated[
         int | None,
-        typer.Option(min=20, metavar="N", help="Without --data: the base writes N chats first; 2,000 by default."),
+        typer.Option(
+            min=20,
+            metavar="N",
+            help="Without --data: the base writes N chats first; by default 2,000, or a third of H hours long.",
+        ),
     ] = None,
     hours: Annotated[
         float | None,
@@ -102,7 +107,13 @@ def train(
     if not sys.stderr.isatty():
         plain_log()
     if data is None:
-        data = str(own_text(base, Path(output_folder), synthesize or OWN_CHATS, template, max_length, dry_run))
+        begin, file = time.monotonic(), Path(output_folder) / "own.jsonl"
+        if not (resume and file.is_file()):
+            if dry_run:
+                raise ValueError("--dry-run needs --data: without it the base has to write the text first.")
+            own_text(base, file, synthesize, hours, {"chat_template": template, "max_length": max_length})
+        data = str(file)
+        hours = hours and hours - (time.monotonic() - begin) / 3600
     elif synthesize is not None:
         raise ValueError("--synthesize N is for a training without --data: leave one of them out.")
     options = {
@@ -144,19 +155,25 @@ def train(
     write_json(json_path, trained.summary)
 
 
-def own_text(base: str, folder: Path, chats: int, template: str | None, max_length: int | None, dry_run: bool) -> Path:
-    """The file of chats that the base writes from nothing, or wrote before, in the output folder."""
+def own_text(base: str, file: Path, chats: int | None, hours: float | None, settings: dict[str, Any]) -> None:
+    """Let the base write chats from nothing: so many, or those that a third of the hours is enough for.
+
+    Args:
+        base: its name.
+        file: they go there; what an earlier run wrote stays.
+        chats, hours: as the user gave them.
+        settings: of `own_chats`.
+    """
     from hf_drafthead.training.distill import own_chats
 
-    file = folder / "own.jsonl"
-    if dry_run and not file.is_file():
-        raise ValueError("--dry-run needs --data: without it the base has to write the text first.")
-    folder.mkdir(parents=True, exist_ok=True)
-    with bar(chats) as begin:
-        settings: dict[str, Any] = {"chat_template": template, "max_length": max_length}
-        report = own_chats(base, file, chats, progress=begin("writing"), **settings)
+    count = chats or (OWN_CHATS if hours is None else MOST_CHATS)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    seconds = None if hours is None else 3600 * hours / 3
+    if seconds is not None and chats is None:
+        output().print(f"the base writes chats for {seconds / 60:.0f} min, into {file}", soft_wrap=True)
+    with bar(count) as begin:
+        report = own_chats(base, file, count, seconds=seconds, progress=begin("writing"), **settings)
     output().print(str(report), soft_wrap=True)
-    return file
 
 
 def outcome(summary: dict[str, Any]) -> list[str]:
