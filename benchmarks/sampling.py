@@ -29,12 +29,11 @@ from hf_drafthead.evaluation.calls import batched, draft, encode, encode_all, st
 from hf_drafthead.evaluation.measurement import tokens_per_step
 from hf_drafthead.evaluation.questions import read_prompts
 from hf_drafthead.generation.acceptance import rejection_choices
-from hf_drafthead.generation.dynamic import DynamicTree
 from hf_drafthead.generation.rules import Rules
 from hf_drafthead.generation.settings import DEFAULT_TREE
 from hf_drafthead.generation.state import Candidates
 from hf_drafthead.generation.step import Step
-from hf_drafthead.generation.tree import DraftTree
+from hf_drafthead.generation.tree import DraftTree, DynamicTree
 from hf_drafthead.trees.grow import grow_tree
 from hf_drafthead.trees.rank_paths import own_texts, rank_paths, tilt_of_seed
 

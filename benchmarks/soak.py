@@ -29,7 +29,7 @@ from transformers.utils import logging
 
 from hf_drafthead import zoo
 from hf_drafthead.evaluation.questions import read_prompts
-from hf_drafthead.generation import capture
+from hf_drafthead.generation.programs import PROGRAMS
 
 BUSHY = [[0], [0, 0], [1], [2], [1, 0], [0, 1], [0, 0, 0]]
 TREES: list[Any] = ["mc_sim_7b_63", [[0], [1], [0, 0]], [[0]], [[rank] for rank in range(12)], BUSHY, "dynamic"]
@@ -180,7 +180,7 @@ def soak(count: int, first: int = 0, seed: int = 0, families: list[str] | None =
         if report.generations % every == 0:
             gc.collect()
             report.resident.append(resident_mb())
-            report.programs.append(sum(len(kept.made) for kept in capture._PROGRAMS.values()))
+            report.programs.append(sum(len(kept.compiled) for kept in PROGRAMS.values()))
             found = f"{report.with_accepted} with an accepted guess, {len(report.differences)} differences"
             print(
                 f"{report.generations} of {count}: {found}, {report.resident[-1]:.0f} MB", file=sys.stderr, flush=True

@@ -29,7 +29,7 @@ from hf_drafthead.evaluation.calls import encode, steps_of
 from hf_drafthead.evaluation.loading import load
 from hf_drafthead.evaluation.measurement import tokens_per_step
 from hf_drafthead.evaluation.questions import read_prompts
-from hf_drafthead.generation.dynamic import DynamicTree
+from hf_drafthead.generation.tree import DynamicTree
 from hf_drafthead.trees.grow import METHODS
 from hf_drafthead.trees.rank_paths import foretold_steps, own_texts, rank_paths
 

@@ -4,13 +4,13 @@ import copy
 
 import torch
 
-from hf_drafthead.generation import acceptance, capture, step
-from hf_drafthead.generation.state import Walk
+from hf_drafthead.generation import acceptance, step
+from hf_drafthead.generation.state import packed, unpacked
 
 
 def phantom_token(patch) -> None:
     """In greedy calls the first guess is always taken for right."""
-    on_device, on_host = acceptance.walk_on_device, acceptance.walk_on_host
+    on_device, on_host = acceptance.walk_on_device, acceptance.walk_greedily
 
     def guessed_right(candidates, first):
         tokens = candidates.tokens.clone()
@@ -20,40 +20,35 @@ def phantom_token(patch) -> None:
     def device(choice, valid, candidates, *rest):
         return on_device(choice, valid, guessed_right(candidates, choice[:, 0]), *rest)
 
-    def host(logits, candidates, sequences, lengths, ends, reach, rules, **more):
-        if rules.greedy:
-            candidates = guessed_right(candidates, logits[:, 0].argmax(-1))
-        return on_host(logits, candidates, sequences, lengths, ends, reach, rules, **more)
+    def host(logits, candidates, *rest):
+        return on_host(logits, guessed_right(candidates, logits[:, 0].argmax(-1)), *rest)
 
     _plant(patch, device, host)
 
 
 def overshoot_past_the_end(patch) -> None:
     """In greedy calls a step that has reached an end of text goes on down the tree."""
-    on_device, on_host = acceptance.walk_on_device, acceptance.walk_on_host
+    on_device, on_host = acceptance.walk_on_device, acceptance.walk_greedily
 
     def ended_later(found, longer, lengths):
         ends = torch.where(found.ends > 0, lengths + longer.counts, 0)
-        return Walk.of(longer.nodes, longer.tokens, longer.counts, ends, longer.valid)
+        return longer._replace(ends=ends)
 
     def device(choice, valid, candidates, rows, limits, reach):
         found = on_device(choice, valid, candidates, rows, limits, reach)
         longer = on_device(choice, valid, candidates, rows, limits._replace(eos=torch.tensor([-1])), reach)
         return ended_later(found, longer, rows.lengths)
 
-    def host(logits, candidates, sequences, lengths, ends, reach, rules, **more):
-        found = on_host(logits, candidates, sequences, lengths, ends, reach, rules, **more)
-        if not rules.greedy:
-            return found
+    def host(logits, candidates, lengths, ends, reach, rules, depth):
+        found = unpacked(on_host(logits, candidates, lengths, ends, reach, rules, depth))
         endless = copy.copy(rules)
         endless.eos_tokens = []
-        longer = on_host(logits, candidates, sequences, lengths, ends, reach, endless, **more)
-        return ended_later(found, longer, torch.tensor(lengths))
+        longer = unpacked(on_host(logits, candidates, lengths, ends, reach, endless, depth))
+        return packed(ended_later(found, longer, torch.tensor(lengths)))
 
     _plant(patch, device, host)
 
 
 def _plant(patch, device, host) -> None:
-    for room in (step, capture):
-        patch.setattr(room, "walk_on_device", device)
-    patch.setattr(step, "walk_on_host", host)
+    patch.setattr(step, "walk_on_device", device)
+    patch.setattr(step, "walk_greedily", host)

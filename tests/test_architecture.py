@@ -1,15 +1,20 @@
 """Imports point one way, as the table below says: from the command line down to generation."""
 
 import ast
+import inspect
 import sys
 from importlib.metadata import packages_distributions, requires
 from pathlib import Path
 
 import pytest
+import torch
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import hf_drafthead
+from hf_drafthead.generation import runner, step
+from tests.bases import tiny_base
+from tests.families import FAMILIES
 
 PACKAGE = Path(hf_drafthead.__file__).parent
 
@@ -162,17 +167,57 @@ def test_what_the_package_imports_is_what_it_requires():
             assert providers & required, f"{name} imports {top}: add it to the dependencies in pyproject.toml"
 
 
-def test_the_decoding_loop_is_read_in_one_sitting():
-    lines = {path.name: path.read_text().splitlines() for path in (PACKAGE / "generation").glob("*.py")}
-    assert len(lines["decoding.py"]) + len(lines["step.py"]) <= 450
+def opened(model, **call) -> set:
+    """The code of the package that runs between the fourth draft of a call and the fifth."""
+    codes, drafts, draft = set(), 0, step.Stages.draft
+
+    def counted(*given):
+        nonlocal drafts
+        drafts += 1
+        return draft(*given)
+
+    def note(frame, event, arg):
+        code = frame.f_code
+        if event == "call" and drafts == 4 and code.co_filename.startswith(str(PACKAGE)) and code.co_name[0] != "<":
+            codes.add(code)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(step.Stages, "draft", counted)
+        sys.setprofile(note)
+        try:
+            model.generate(**call, max_new_tokens=12, eos_token_id=None, draft_tree=[[0], [1], [0, 0]])
+        finally:
+            sys.setprofile(None)
+    assert drafts > 4
+    return codes
+
+
+@pytest.mark.parametrize(
+    "name, captured, files, functions, lines",
+    [("medusa", False, 9, 44, 520), ("eagle", True, 11, 52, 570)],
+    ids=["medusa, eager", "eagle, compiled"],
+)
+def test_what_a_reader_of_one_step_must_open(name, captured, files, functions, lines, monkeypatch):
+    monkeypatch.setattr(runner, "compiled", lambda function, config: function)
+    model = next(family for family in FAMILIES if family.name == name).build(tiny_base("llama-gqa"))
+    call = {"input_ids": torch.arange(3, 9)[None]} | ({"cache_implementation": "static"} if captured else {})
+    codes = opened(model, **call)
+    assert len({code.co_filename for code in codes}) <= files
+    assert len(codes) <= functions
+    assert sum(len(inspect.getsourcelines(code)[0]) for code in codes) <= lines
+    assert {"draft", "verify", "walk_on_device" if captured else "walk", "commit"} <= {code.co_name for code in codes}
+
+
+def test_generation_is_few_modules_of_short_functions():
+    sources = [path.read_text() for path in (PACKAGE / "generation").glob("*.py")]
     functions = [
         (node.end_lineno - node.body[ast.get_docstring(node) is not None and len(node.body) > 1].lineno + 1, node.name)
-        for source in lines.values()
-        for node in ast.walk(ast.parse("\n".join(source)))
+        for source in sources
+        for node in ast.walk(ast.parse(source))
         if isinstance(node, ast.FunctionDef)
     ]
     assert max(functions) < (61,), "beside its docstring no function of this room has more than 60 lines"
-    assert len(functions) > 200
+    assert len(functions) > 200 and len(sources) <= 18
 
 
 def test_no_module_of_generation_imports_itself_by_way_of_others():

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_drafthead.generation import capture
+from hf_drafthead.generation import runner
 from hf_drafthead.modeling import MedusaForCausalLM
 
 SCRIPT = Path(__file__).parents[1] / "benchmarks" / "soak.py"
@@ -22,7 +22,7 @@ def script():
 
 
 def test_a_short_soak_finds_no_difference_and_most_of_it_is_drafted(script, monkeypatch):
-    monkeypatch.setattr(capture, "compiled", lambda function, config: function)  # tracing is slow
+    monkeypatch.setattr(runner, "compiled", lambda function, config: function)  # tracing is slow
     monkeypatch.setattr(script, "CAPTURED", 0.3)
     report = script.soak(16, seed=4, families=["medusa", "hydra", "eagle"])
     assert report.differences == []

@@ -133,6 +133,6 @@ def _first_line(error: BaseException) -> str:
 
 
 def _out_of_memory(error: BaseException) -> bool:
-    from hf_drafthead.generation.memory import out_of_memory
+    from hf_drafthead.generation.slots import out_of_memory
 
     return out_of_memory(error)

@@ -152,7 +152,7 @@ def parse_tree(text: str) -> Any:
 
 def dynamic_of(text: str) -> Any:
     """The sizes of a dynamic tree, checked."""
-    from hf_drafthead.generation.dynamic import resolve
+    from hf_drafthead.generation.tree import resolve
 
     try:
         sizes = json.loads(text)

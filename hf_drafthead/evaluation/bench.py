@@ -36,7 +36,7 @@ from hf_drafthead.evaluation.loading import one_line, process_state
 from hf_drafthead.evaluation.measurement import Measurement, Round, Run, answer_quality, summed_up
 from hf_drafthead.evaluation.questions import Question
 from hf_drafthead.evaluation.rounding import FirstDifference, first_difference
-from hf_drafthead.generation.memory import out_of_memory
+from hf_drafthead.generation.slots import out_of_memory
 from hf_drafthead.generation.tree import DraftTree
 from hf_drafthead.trees.rank_paths import rank_paths
 from hf_drafthead.trees.timing import time_interleaved

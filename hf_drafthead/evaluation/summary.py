@@ -12,10 +12,9 @@ from transformers.configuration_utils import PreTrainedConfig
 
 from hf_drafthead.evaluation.calls import drafted
 from hf_drafthead.evaluation.loading import one_line, read_config
-from hf_drafthead.generation.dynamic import resolve
 from hf_drafthead.generation.entries import device_name
 from hf_drafthead.generation.settings import AUTO, DraftSettings
-from hf_drafthead.generation.tree import DraftTree
+from hf_drafthead.generation.tree import DraftTree, resolve
 from hf_drafthead.modeling.checkpoint import HTTP_ERROR, checkpoint_files, read_generation_settings, why_refused
 from hf_drafthead.modeling.config import DraftHeadConfig
 from hf_drafthead.modeling.files import in_one_line, open_tensors

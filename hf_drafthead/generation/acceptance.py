@@ -19,10 +19,10 @@ from collections.abc import Callable
 
 import torch
 
-from hf_drafthead.generation.rules import Rules, rounded
+from hf_drafthead.generation.rules import Rules
 from hf_drafthead.generation.settings import DraftSettings
-from hf_drafthead.generation.state import Candidates, Limits, Rows, Walk, running
-from hf_drafthead.generation.tree import DraftTree
+from hf_drafthead.generation.state import Candidates, Limits, Rows, Walk, packed_lists, rounded, running
+from hf_drafthead.generation.tree import DraftTree, Tree
 
 
 def walk_on_device(
@@ -58,7 +58,7 @@ def walk_on_device(
     ends = torch.where(ends_now, rows.lengths + counts, rows.ends)
     walked = place < counts[:, None]
     tokens = torch.where(walked, emitted, limits.padding)
-    return Walk.of(nodes, tokens, counts, ends, (valid.gather(1, nodes) | ~walked).all(1))
+    return Walk(counts, counts, ends, (valid.gather(1, nodes) | ~walked).all(1), tokens, nodes)
 
 
 def _step_of_root(choice: torch.Tensor, valid: torch.Tensor, rows: Rows, limits: Limits) -> Walk:
@@ -67,7 +67,8 @@ def _step_of_root(choice: torch.Tensor, valid: torch.Tensor, rows: Rows, limits:
     ends_now = runs & ((choice == limits.eos).any(1) | (rows.lengths + 1 >= limits.max_length))
     ends = torch.where(ends_now, rows.lengths + 1, rows.ends)
     tokens = torch.where(runs[:, None], choice, limits.padding)
-    return Walk.of(torch.zeros_like(choice), tokens, runs.long(), ends, valid[:, 0] | ~runs)
+    counts = runs.long()
+    return Walk(counts, counts, ends, valid[:, 0] | ~runs, tokens, torch.zeros_like(choice))
 
 
 def walk_on_host(
@@ -82,8 +83,8 @@ def walk_on_host(
     preferred: torch.Tensor | None = None,
     show: Callable[[torch.Tensor], None] | None = None,
     depth: int | None = None,
-) -> Walk:
-    """The walk token by token, with every processor and criterion applied to exactly the row's own prefix.
+) -> torch.Tensor:
+    """The walk token by token, `packed`, with every processor and criterion applied to exactly the row's own prefix.
 
     Args:
         logits: (B, N, V) of the base at every node.
@@ -103,9 +104,7 @@ def walk_on_host(
     before, everyone = list(lengths), list(range(batch))
     parents, drafted = candidates.topology.parents.tolist(), tokens.tolist()
     parents *= batch  # one tree for all rows, or one for each, and then more than are looked at
-    greedy = rules.greedy and preferred is None
-    looked_at = not greedy or show is not None
-    sequences = sequences.clone() if looked_at else sequences
+    sequences = sequences.clone()
     at = [0] * batch
     nodes: list[list[int]] = [[] for _ in range(batch)]
     emitted: list[list[int]] = [[] for _ in range(batch)]
@@ -117,20 +116,16 @@ def walk_on_host(
     moving = still_moving()
     while moving:
         group = everyone if rules.lockstep else moving
-        if greedy:
-            token_of = dict(zip(group, _best(logits, group, at)))
-        else:
-            here = [at[row] for row in group]
-            chosen = rules.choose(group, logits[group, here], sequences, lengths)  # (g,)
-            if preferred is not None:
-                instead = preferred[group, here].to(chosen.device)
-                chosen = torch.where(instead >= 0, instead, chosen)
-            token_of = dict(zip(group, chosen.tolist()))
+        here = [at[row] for row in group]
+        chosen = rules.choose(group, logits[group, here], sequences, lengths)  # (g,)
+        if preferred is not None:
+            instead = preferred[group, here].to(chosen.device)
+            chosen = torch.where(instead >= 0, instead, chosen)
+        token_of = dict(zip(group, chosen.tolist()))
         for row in moving:
             if rules.pads and ends[row] is not None:
                 token_of[row] = rules.pad_token
-            if looked_at:
-                sequences[row, lengths[row]] = token_of[row]
+            sequences[row, lengths[row]] = token_of[row]
             lengths[row] += 1
             nodes[row].append(at[row])
             emitted[row].append(token_of[row])
@@ -149,20 +144,43 @@ def walk_on_host(
         if rules.lockstep and len(going_on) < len(now):
             break
         moving = going_on
-    packed, depth = [], depth or max(len(walked) for walked in nodes)
+    rows = []
     for length, end, walked, kept in zip(before, ends, nodes, emitted):
-        count = len(walked)
-        own = max(min(count, end - length), 0) if end and rules.pads else count
-        more = depth - count
-        packed.append([count, own, end or 0, 1, *kept, *[rules.pad_token] * more, *walked, *[0] * more])
-    return Walk(torch.tensor(packed, device=tokens.device))
+        own = max(min(len(walked), end - length), 0) if end and rules.pads else len(walked)
+        rows.append((len(walked), own, end, kept, walked))
+    return packed_lists(rows, depth or max(len(walked) for walked in nodes), rules.pad_token, tokens.device)
 
 
-def _best(logits: torch.Tensor, group: list[int], at: list[int]) -> list[int]:
-    """The likeliest token at each row's node, of logits (B, N, V); one row needs no copy of them."""
-    if len(group) == 1:
-        return [int(rounded(logits[group[0], at[group[0]]]).argmax())]
-    return rounded(logits[group, [at[row] for row in group]]).argmax(-1).tolist()
+def walk_greedily(
+    logits: torch.Tensor,
+    candidates: Candidates,
+    lengths: list[int],
+    ends: list[int | None],
+    reach: list[int],
+    rules: Rules,
+    depth: int | None = None,
+) -> torch.Tensor:
+    """The walk of calls that are `Rules.greedy`, `packed`, row by row on a CPU: looks at no node but those visited.
+
+    Arguments as in `walk_on_host`.
+    """
+    parents, drafted = candidates.topology.parents.tolist(), candidates.tokens.tolist()
+    assert rules.max_length is not None
+    rows = []
+    for row, (length, end) in enumerate(zip(lengths, ends)):
+        tokens: list[int] = []
+        nodes: list[int] = []
+        node = 0
+        while end is None and len(nodes) <= reach[row]:
+            token = int(rounded(logits[row, node]).argmax())
+            tokens.append(token)
+            nodes.append(node)
+            if token in rules.eos_tokens or length + len(nodes) >= rules.max_length:
+                end = length + len(nodes)
+            elif not (node := _child(parents[row % len(parents)], drafted[row], node, token)):
+                break
+        rows.append((len(nodes), len(nodes), end, tokens, nodes))
+    return packed_lists(rows, depth or max(row[0] for row in rows), rules.pad_token, candidates.tokens.device)
 
 
 def _child(parents: list[int], tokens: list[int], node: int, token: int) -> int:
@@ -178,6 +196,7 @@ def _child(parents: list[int], tokens: list[int], node: int, token: int) -> int:
 
 def preferred_choices(
     settings: DraftSettings,
+    tree: Tree,
     rules: Rules,
     logits: torch.Tensor,
     candidates: Candidates,
@@ -189,7 +208,8 @@ def preferred_choices(
     probabilities there are numbers, (B, N).
 
     Args:
-        settings: which acceptance, not the exact one, and the tree.
+        settings: which acceptance, not the exact one.
+        tree: of the step.
         rules: of the call.
         logits: (B, N, V) of the base at every node.
         candidates: the nodes.
@@ -202,9 +222,9 @@ def preferred_choices(
     valid = p.sum(-1).isfinite()
     if settings.acceptance == "typical":
         return typical_choices(p, candidates, reach, settings.posterior_threshold, settings.posterior_alpha), valid
-    assert isinstance(settings.tree, DraftTree)  # as the settings see to
+    assert isinstance(tree, DraftTree)  # as the settings see to
     q = torch.zeros_like(p)
-    for level, guesses in zip(settings.tree.levels(p.device), candidates.guesses):
+    for level, guesses in zip(tree.levels(p.device), candidates.guesses):
         q[:, level.expanded] = guesses.chances(rules.temperature, p.shape[-1]).to(p)
     chance, noise = torch.rand(tokens.shape, device=p.device), torch.empty_like(p[:, 0]).exponential_(1)
     return rejection_choices(p, q, candidates, chance, noise), valid

@@ -16,16 +16,14 @@ import torch
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
-from hf_drafthead.generation.capture import Capture
-from hf_drafthead.generation.dynamic import Tree
 from hf_drafthead.generation.reader import BaseReader, position_table, prefill_inputs
 from hf_drafthead.generation.rules import Rules
-from hf_drafthead.generation.settings import DraftSettings
+from hf_drafthead.generation.runner import Execution, Runner
+from hf_drafthead.generation.settings import DraftSettings, DraftSwitch
 from hf_drafthead.generation.slots import SlotCache, writing_layers
 from hf_drafthead.generation.state import DecodingState, DraftHeadGenerateOutput, Limits, Outcome, Rows, StepRecord
-from hf_drafthead.generation.step import Step
-from hf_drafthead.generation.stopwatch import Stopwatch
-from hf_drafthead.generation.switched_step import steps_of
+from hf_drafthead.generation.step import Step, Stopwatch
+from hf_drafthead.generation.tree import DraftTree, Tree
 
 FIRST_ROOM = 512  # new positions for which memory is taken at first
 FAR = 1 << 40  # where nothing limits a length
@@ -42,7 +40,8 @@ def decode(
     reader: BaseReader,
     drafter,
     settings: DraftSettings,
-    capture: Capture | None = None,
+    model,
+    execution: Execution,
     streamer: BaseStreamer | None = None,
     on_step: Callable[[StepRecord], None] | None = None,
     **inputs,
@@ -56,7 +55,8 @@ def decode(
         reader: how to run the base.
         drafter: the heads, see `modeling.drafter.Drafter`.
         settings: tree and acceptance.
-        capture: how to capture steps, where they are to be captured.
+        model: with `base` and `drafter`, with which programs are kept.
+        execution: how the steps run.
         streamer: is given the prompt and every committed token.
         on_step: is given a record of the prefill and of every step.
         inputs: the base's model inputs: attention_mask, position_ids, past_key_values, inputs_embeds.
@@ -83,14 +83,25 @@ def decode(
     if on_step is not None:
         on_step(StepRecord(0, state.rows.newest().tolist(), [], [1] * rules.batch_size, 0, watch.seconds))
     show = None if streamer is None else stream.show
-    make = functools.partial(Step, reader, drafter, rules=rules, show=show, timed=on_step is not None)
-    step = steps_of(settings, make, capture if state.running(rules.pads) else None, state)
+    make = functools.partial(
+        Step,
+        reader,
+        drafter,
+        device=state.rows.lengths.device,
+        settings=settings,
+        rules=rules,
+        show=show,
+        timed=on_step is not None,
+    )
+    choose = None if settings.switch is None else chooser(settings.tree, settings.switch)
+    runner = Runner(model, execution, make, settings.tree, state, choose)
     launched: deque[Outcome] = deque()
     while state.running(rules.pads):
-        launched.append(Outcome(*step(state), step.tree.num_nodes))
-        while len(launched) > step.ahead:
+        launched.append(runner.step(state))
+        while len(launched) > runner.ahead:
             record = state.note(launched.popleft())
-            stream.committed(state, rules)
+            if streamer is not None:
+                stream.committed(state, rules)
             if on_step is not None:
                 watch.lap("step")
                 record.seconds["step"] = watch.seconds["step"]
@@ -98,6 +109,22 @@ def decode(
         if not launched:
             state.bound_caches()
     return finish(reader, state, rules, ordinary_cache, known, stream)
+
+
+def chooser(tree: Tree, switch: DraftSwitch) -> Callable[[DecodingState], Tree]:
+    """What says which tree the next step of a call with "auto" takes: its own, or the root alone for a while."""
+    alone, drafts = DraftTree.root_alone(), False
+
+    def choose(state: DecodingState) -> Tree:
+        nonlocal drafts
+        counts = state.counted[-1] if drafts and state.counted else []
+        running = [row for row, count in enumerate(counts) if count]  # 0 in those that had ended
+        if running:  # the call ends with the row that is the furthest behind
+            switch.note(counts[min(running, key=lambda row: state.lengths[row] - counts[row])])
+        drafts = switch.drafts()
+        return tree if drafts else alone
+
+    return choose
 
 
 def prefill(

@@ -6,13 +6,13 @@ included), k guesses per node.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
 
-from hf_drafthead.generation.dynamic import DynamicTree
 from hf_drafthead.generation.state import Candidates
-from hf_drafthead.generation.tree import DraftTree, Topology
+from hf_drafthead.generation.tree import DynamicTree, Level, Topology
 
 
 class Guesses(NamedTuple):
@@ -78,30 +78,33 @@ def draft_static(
     drafter,
     draft_state: Any,
     root: torch.Tensor,
-    tree: DraftTree,
+    levels: Iterable[Level],
     tilt: torch.Tensor | None = None,
     keep_guesses: bool = False,
-) -> tuple[Any, Candidates]:
-    """Fill a static tree below the root (B, 1), level by level; also returns the drafter's state.
+) -> tuple[Any, torch.Tensor, tuple[Guesses, ...]]:
+    """Fill a static tree below the root (B, 1), level by level.
 
     Args:
         drafter: guesses.
         draft_state: the drafter's own.
         root: (B, 1) tokens.
-        tree: to fill.
+        levels: of the tree.
         tilt: (B, D, V) of every depth, see `Guesses.top`; None for the drafter's best guesses.
         keep_guesses: hand on what the drafter said, level by level.
+
+    Returns:
+        the drafter's state, the tokens of all nodes (B, N), and the guesses that are kept.
     """
     tokens, kept = root, []
     rows = tokens.shape[0]
-    for depth, level in enumerate(tree.levels(tokens.device)):
+    for depth, level in enumerate(levels):
         expanded = tokens[:, level.expanded]  # (B, n)
         draft_state, guesses = drafter.expand(draft_state, expanded, level.hang_on.expand(rows, -1))
         kept += [guesses] if keep_guesses else []
         guessed, _ = guesses.top(level.width, None if tilt is None else tilt[:, depth])
         slots = level.slots if guessed.shape[1] > 1 else 0
         tokens = torch.cat([tokens, guessed[:, slots, level.ranks].to(tokens.device)], dim=1)
-    return draft_state, Candidates(tokens, tree.topology(tokens.device), tuple(kept))
+    return draft_state, tokens, tuple(kept)
 
 
 def draft_dynamic(

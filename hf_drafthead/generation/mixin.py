@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import functools
+import types
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,20 +16,22 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.integrations.fsdp import is_fsdp_managed_module
 from transformers.utils import logging
 
-from hf_drafthead.generation.capture import Capture, execution_of
 from hf_drafthead.generation.decoding import decode
 from hf_drafthead.generation.drafting import draft_vocabulary
-from hf_drafthead.generation.dynamic import DynamicTree
 from hf_drafthead.generation.entries import CalibrationKey
-from hf_drafthead.generation.frames import with_room
 from hf_drafthead.generation.reader import BaseReader, Unsupported, check_length, circumstances, probe, probe_tokens
 from hf_drafthead.generation.rules import ROW_BY_ROW
+from hf_drafthead.generation.runner import Execution
 from hf_drafthead.generation.settings import AUTO, DraftSettings
 from hf_drafthead.generation.slots import can_load
 from hf_drafthead.generation.state import DraftHeadGenerateOutput, StepRecord
-from hf_drafthead.generation.tree import DraftTree
+from hf_drafthead.generation.tree import DraftTree, DynamicTree
 
 logger = logging.get_logger(__name__)
+P = ParamSpec("P")
+T = TypeVar("T")
+
+FRAME_WORDS = 1 << 15  # of 8 bytes; a frame of so many gets a block of twice as many: the rest is for those below it
 
 # What the base's preparation hands over that the loop knows how to use.
 KNOWN_INPUTS = {
@@ -40,6 +43,30 @@ KNOWN_INPUTS = {
     "logits_to_keep",
     "cache_position",
 }
+
+
+def with_room(function: Callable[P, T]) -> Callable[P, T]:
+    """Decorate a function so that it and what it calls have 256 KiB for their frames in one block.
+
+    CPython keeps frames in blocks of 16 KiB. A call whose frame does not fit into the rest of a block takes a new one
+    from the operating system, and gives it back when it returns. Where a block happens to end between the loop of
+    decoding and the functions that it calls, each of those calls does so, many times in every step.
+
+    >>> with_room(max)(1, 2)
+    2
+    """
+    call = types.FunctionType(_apply.__code__.replace(co_stacksize=FRAME_WORDS), globals())
+
+    @functools.wraps(function)
+    def roomy(*args: P.args, **kwargs: P.kwargs) -> T:
+        result: T = call(function, args, kwargs)
+        return result
+
+    return roomy
+
+
+def _apply(function, args, kwargs):
+    return function(*args, **kwargs)
 
 
 class CallConfig(GenerationConfig):
@@ -133,8 +160,9 @@ class DraftHeadGenerationMixin(GenerationMixin):
                 reader=self._base_reader(),
                 drafter=self.drafter,
                 settings=settings,
-                execution=None if draft_tree not in (None, AUTO) else execution_of(self, config),
-                capture=Capture.wanted(self, config),
+                model=self,
+                execution=Execution.wanted(self, config),
+                chooses=draft_tree in (None, AUTO),
                 streamer=streamer,
                 on_step=on_step,
             )
@@ -223,7 +251,9 @@ class DraftHeadGenerationMixin(GenerationMixin):
         return known[key]
 
 
-def _decode_if_possible(base, input_ids, *, reader, drafter, settings, execution, capture, streamer, on_step, **call):
+def _decode_if_possible(
+    base, input_ids, *, reader, drafter, settings, model, execution, chooses, streamer, on_step, **call
+):
     """The loop, as the base's `custom_generate`, after a look at what the base has prepared."""
     processors, criteria = call.pop("logits_processor"), call.pop("stopping_criteria")
     config = call.pop("generation_config")
@@ -240,8 +270,8 @@ def _decode_if_possible(base, input_ids, *, reader, drafter, settings, execution
     if position_ids is not None and position_ids.dim() != 2:
         raise Unsupported("position ids have more than one axis per token")
     mask = inputs.get("attention_mask")  # as long as the prompt and the past together, also where it was dropped
-    if execution is not None:  # the call names no tree
-        key = CalibrationKey.of(base, drafter if settings.calibration else None, len(input_ids), execution)
+    if chooses:  # the call names no tree
+        key = CalibrationKey.of(base, drafter if settings.calibration else None, len(input_ids), execution.name)
         settings = settings.for_call(key, drafter.max_depth, draft_vocabulary(base, drafter))
         if not settings.tree.max_depth and on_step is None:
             raise Unsupported("no tree paid when this call was calibrated (draft_tree= drafts all the same)")
@@ -258,7 +288,8 @@ def _decode_if_possible(base, input_ids, *, reader, drafter, settings, execution
         reader=reader,
         drafter=drafter,
         settings=settings,
-        capture=capture,
+        model=model,
+        execution=execution,
         streamer=streamer,
         on_step=on_step,
         **inputs,

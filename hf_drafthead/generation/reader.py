@@ -19,8 +19,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from hf_drafthead.generation.memory import out_of_memory
-from hf_drafthead.generation.slots import SlotCache, padded, slot_mask, writing_layers
+from hf_drafthead.generation.slots import SlotCache, out_of_memory, padded, slot_mask, writing_layers
 from hf_drafthead.generation.tree import DraftTree, Topology
 
 KNOWN_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
@@ -155,14 +154,16 @@ class BaseReader:
                 for kind, window in self.windows.items()
             }
             mask = masks if len(masks) > 1 else next(iter(masks.values()))
-        return self(
-            False,
-            input_ids=tokens,
-            attention_mask=mask,
-            position_ids=positions,
-            past_key_values=cache,
-            use_cache=True,
+        reading = self.read(
+            {
+                "input_ids": tokens,
+                "attention_mask": mask,
+                "position_ids": positions,
+                "past_key_values": cache,
+                "use_cache": True,
+            }
         )
+        return self.logits(reading.scores), reading.features
 
 
 def one_stream(states: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

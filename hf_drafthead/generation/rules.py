@@ -26,7 +26,7 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 from transformers.generation import logits_process as processors
 from transformers.generation import stopping_criteria as criteria
 
-from hf_drafthead.generation.state import NOT_A_DISTRIBUTION
+from hf_drafthead.generation.state import NOT_A_DISTRIBUTION, rounded
 from hf_drafthead.generation.tree import Topology
 
 # They look at nothing but a row's scores.
@@ -64,11 +64,6 @@ CRITERIA_ROW_BY_ROW = (
     criteria.EosTokenCriteria,
 )
 CRITERIA_ON_DEVICE = (criteria.MaxLengthCriteria, criteria.EosTokenCriteria)
-
-
-def rounded(logits: torch.Tensor) -> torch.Tensor:
-    """As the base rounds before it chooses."""
-    return logits.float() if logits.dtype == torch.float64 else logits
 
 
 @dataclass
@@ -180,16 +175,11 @@ class Rules:
             flat = scores.float().flatten(0, 1)
             scores = self.processors(flat.new_zeros(len(flat), 1, dtype=torch.long), flat).view(logits.shape)
         if noise is None:
-            return self.choose_greedily(scores)
+            choice = scores.argmax(-1)
+            return choice, torch.ones_like(choice, dtype=torch.bool)
         chances = scores.float().softmax(-1)
         at_node = noise.take_along_dim(depths.expand(noise.shape[0], -1)[..., None], dim=1)  # (B, N, V)
         return (chances / at_node).argmax(-1), chances.sum(-1).isfinite()
-
-    @staticmethod
-    def choose_greedily(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `choose_everywhere`, without processors and sampling."""
-        choice = rounded(logits).argmax(-1)
-        return choice, torch.ones_like(choice, dtype=torch.bool)
 
     def noise_ahead(self, lengths: list[int], moving: list[int], depth: int, vocabulary: int) -> torch.Tensor | None:
         """(B, D, V) noise with which the base will choose each row's next D tokens; None where it does not sample.

@@ -8,9 +8,8 @@ from typing import Any
 
 from transformers.utils import logging
 
-from hf_drafthead.generation.dynamic import DynamicTree, Tree, resolve
 from hf_drafthead.generation.entries import CalibrationKey, expected_of, matching, nearest, tree_of
-from hf_drafthead.generation.tree import DraftTree
+from hf_drafthead.generation.tree import DraftTree, DynamicTree, Tree, resolve
 
 logger = logging.get_logger(__name__)
 

@@ -26,17 +26,27 @@ from transformers.cache_utils import (
 )
 from transformers.configuration_utils import PreTrainedConfig
 
-# Layers whose keys have one shape share a tensor, so that moving nodes is one copy for all of them. Where shapes or
-# devices differ between layers, a shared tensor may stay partly unused: this bounds the waste.
-SLABS_PER_POOL = 64
+# Layers whose keys have one size share a block, so that moving nodes is one copy for all of them. Where sizes or
+# devices differ between layers, a block may stay partly unused: this bounds the waste.
+MOST_TENSORS = 64  # keys or values of layers in one block
 SLOTS = 64  # for the nodes, in caches of fixed shapes: a multiple of this
 BUCKET = 64  # past positions that a GPU attends to: a multiple of this, for it plans anew for every other length
 ALIGNED = 8  # numbers in a row of a GPU's mask: a multiple of this, else attention copies the mask in every layer
 ROOM = 1024  # positions by which the memory grows at most, unless more is needed at once
 
 
+WORDS = (
+    "out of memory",
+    "can't allocate memory",
+    "not enough memory",
+)  # of devices without an error class of their own
+
+
 class SlotCache(Cache):
     """Keys and values of the verified past and of the nodes of one step.
+
+    The memory is a list of blocks (X, B, S, E): the heads of the keys and values of many layers side by side, or, for a
+    compiler, of one layer's keys or values alone.
 
     Args:
         batch_size: B.
@@ -48,6 +58,9 @@ class SlotCache(Cache):
         lengths: (B,) past positions of each row, on the device where attention is computed.
         extent: past slots that attention looks at; no row is longer.
         fixed: nothing grows and every slot is attended to, so that all shapes stay the same (`fix`).
+        blocks: the memory.
+        apart: every layer's keys and values are a block of their own: a compiler takes a write to memory that layers
+            share for a write to all of it.
     """
 
     def __init__(self, batch_size: int, num_layers: int, capacity: int, nodes: int = 0):
@@ -56,10 +69,9 @@ class SlotCache(Cache):
         self.lengths = torch.zeros(batch_size, dtype=torch.long)
         self.extent = 0
         self.placed: int | None = None  # nodes of this step so far; None while the past itself is written
-        self.fixed = False
-        self.pools: list[_Pool] = []
-        self._starts_of: tuple[int, int, torch.device] | None = None
-        self._numbers: torch.Tensor | None = None
+        self.fixed = self.apart = False
+        self.blocks: list[torch.Tensor] = []
+        self.taken: list[int] = []  # heads of each block that hold a layer's keys or values
         super().__init__(layers=[SlotLayer(self) for _ in range(num_layers)])
 
     @property
@@ -81,13 +93,6 @@ class SlotCache(Cache):
         if self.fixed or self.lengths.device.type != "cpu":
             return False
         return self.lengths.tolist() == [self.extent] * self.rows
-
-    @property
-    def memory(self) -> list[torch.Tensor]:
-        """The tensors that hold keys and values, slots in their last dimension but one."""
-        if self.pools:
-            return [pool.data for pool in self.pools]
-        return [part for layer in self.layers if layer.is_initialized for part in (layer.keys, layer.values)]
 
     # ---- what the next forward writes ---------------------------------------------------------------------------
 
@@ -132,41 +137,40 @@ class SlotCache(Cache):
         """
         m = nodes.shape[1]
         if self.placed is not None:
-            self._move(nodes, self.placed)
+            if not self.fixed:
+                self.reserve(self.extent + m, self.nodes)
+            self._move(self.nodes - self.placed + nodes, m)
         self.lengths.add_(counts.to(self.lengths.device))
         self.extent = self._longest(self.extent + m)
 
-    def _move(self, nodes: torch.Tensor, placed: int) -> None:
-        """Copy nodes (B, m) behind each row's past; `placed` of them were written."""
-        m = nodes.shape[1]
-        if not self.fixed:
-            self.reserve(self.extent + m, self.nodes)
+    def _move(self, source: torch.Tensor, m: int) -> None:
+        """Copy slots (B, m) behind each row's past."""
         if self.rows == 1 and self.even:  # fewer operations
             first = self.nodes + self.extent
-            for pool in self.pools:
-                pool.move(nodes[0] + (self.nodes - placed), slice(first, first + m))
+            for block in self.blocks:
+                block[:, 0, first : first + m] = block[:, 0].index_select(1, source[0].to(block.device))
             return
-        past = self.lengths.to(nodes.device)[:, None] + self.numbers(m, nodes.device)
-        if not self.pools:
-            rows = torch.arange(self.rows, device=nodes.device)[:, None]
-            self._move_alone(rows, self.nodes - placed + nodes, self.nodes + past)
-        else:
-            starts = self._starts(nodes.device)
-            source, target = (starts - placed + nodes).flatten(), (starts + past).flatten()
-            for pool in self.pools:
-                pool.move(source, target)
+        device = source.device
+        target = self.nodes + self.lengths.to(device)[:, None] + torch.arange(m, device=device)
+        if self.apart:
+            self._move_apart(source, target)
+            return
+        starts = torch.arange(0, self.rows * self.slots, self.slots, device=device)[:, None]
+        source, target = (starts + source).flatten(), (starts + target).flatten()
+        for block in self.blocks:
+            flat = block.view(block.shape[0], -1, block.shape[3])  # copies are faster where there are fewer dimensions
+            flat.index_copy_(1, target.to(flat.device), flat.index_select(1, source.to(flat.device)))
 
-    def _move_alone(self, rows: torch.Tensor, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Copy slots (B, m) to slots of the same row, in tensors of each layer's own; `rows` is (B, 1).
-
-        A compiler takes a while to trace each operation, of which there are some for every layer.
-        """
-        places = {rows.device: (rows, source, target)}
-        for part in self.memory:
-            if part.device not in places:
-                places[part.device] = (rows.to(part.device), source.to(part.device), target.to(part.device))
-            row, old, new = places[part.device]
-            part[row, :, new] = part[row, :, old]
+    def _move_apart(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Copy slots (B, m) to others, layer by layer: a compiler sees the layers' keys and values only."""
+        rows = torch.arange(self.rows, device=source.device)[:, None]
+        places = {source.device: (rows, source, target)}
+        for layer in self.layers:
+            for part in (layer.keys, layer.values) if layer.is_initialized else ():
+                if part.device not in places:
+                    places[part.device] = (rows.to(part.device), source.to(part.device), target.to(part.device))
+                row, old, new = places[part.device]
+                part[row, :, new] = part[row, :, old]
 
     # ---- memory --------------------------------------------------------------------------------------------------
 
@@ -174,51 +178,59 @@ class SlotCache(Cache):
         """Make room for `capacity` past positions and for `nodes` nodes per row."""
         if capacity <= self.capacity and nodes <= self.nodes:
             return
-        if capacity > self.capacity and self.pools:
+        if capacity > self.capacity and self.blocks:
             capacity = max(capacity, self.capacity + min(self.capacity, ROOM))
         self._resize(max(capacity, self.capacity), max(nodes, self.nodes))
 
-    def fix(self, capacity: int, nodes: int, alone: bool = True) -> None:
+    def fix(self, capacity: int, nodes: int, apart: bool = False) -> None:
         """From now on every shape stays the same: room for so many positions and nodes, all of it attended to.
 
         Nothing has changed where there is no memory for it.
 
         Args:
-            alone: give every layer tensors of its own: a compiler takes a write to a tensor that layers share for a
-                write to all of it.
+            apart: give every layer memory of its own from now on.
         """
-        written = [layer for layer in self.layers if layer.is_initialized]
-        shape = (nodes + capacity, nodes - self.nodes)
-        if alone or not self.pools:
-            parts = [(_resized(layer.keys, *shape), _resized(layer.values, *shape)) for layer in written]
-            for layer, (keys, values) in zip(written, parts):
-                layer.keys, layer.values = keys, values
-            self.nodes, self.capacity, self.pools = nodes, capacity, []
-        else:
-            self._resize(capacity, nodes)
+        self._resize(capacity, nodes, apart)
         self.fixed = True
 
-    def _resize(self, capacity: int, nodes: int) -> None:
-        """Hold so many past positions and nodes in the pools; nothing has changed where there is no memory for it."""
-        data = [_resized(pool.data, nodes + capacity, nodes - self.nodes) for pool in self.pools]
-        for pool, new in zip(self.pools, data):
-            pool.data = new
+    def free(self) -> None:
+        """Take `fix` back: the memory may grow again. No more of it is taken."""
+        if self.fixed:
+            self.fixed = False
+            self.extent = int(self.lengths.max())
+
+    def _resize(self, capacity: int, nodes: int, apart: bool = False) -> None:
+        """Hold so many past positions and nodes; nothing has changed where there is no memory for it."""
+        slots, front = nodes + capacity, nodes - self.nodes
+        if apart and not self.apart:
+            layers = [layer for layer in self.layers if layer.is_initialized]
+            parts = [part.transpose(0, 1) for layer in layers for part in (layer.keys, layer.values)]
+            self.blocks = [_resized(part, slots, front) for part in parts]
+            self.taken, self.apart = [len(block) for block in self.blocks], True
+            for number, layer in enumerate(layers):
+                layer.places = ((2 * number, 0), (2 * number + 1, 0))
+        else:
+            self.blocks = [_resized(block, slots, front) for block in self.blocks]
+        self.capacity, self.nodes = capacity, nodes
+        for layer in self.layers:
+            layer.bind()
+
+    def use(self, blocks: list[torch.Tensor], lengths: torch.Tensor, nodes: int) -> None:
+        """Go on in other memory, of as many heads in each block and no fewer positions, and of fixed shape."""
+        capacity = blocks[0].shape[2] - nodes
+        past = min(self.capacity, capacity)
+        for old, new in zip(self.blocks, blocks, strict=True):
+            new.zero_()  # for what is not a number spreads even where it is masked
+            new[:, :, nodes : nodes + past] = old[:, :, self.nodes : self.nodes + past]
+        lengths.copy_(self.lengths)
+        self.blocks, self.lengths, self.fixed = blocks, lengths, True
         self.nodes, self.capacity = nodes, capacity
         for layer in self.layers:
             layer.bind()
 
     def bytes_of(self, slots: int) -> int:
         """Bytes that the keys and values of so many slots take."""
-        written = (part for layer in self.layers if layer.is_initialized for part in (layer.keys, layer.values))
-        return sum(part[..., 0, :].numel() * part.element_size() * slots for part in written)
-
-    def free(self) -> None:
-        """Take `fix` back: the memory may grow again. No more of it is taken."""
-        self.fixed = False
-        self.extent = int(self.lengths.max())
-        if not self.pools:
-            for layer in self.layers:
-                layer.share()
+        return sum(block[:, :, 0].numel() * block.element_size() * slots for block in self.blocks)
 
     def load(self, past: Cache) -> None:
         """Start from the past of an ordinary cache; sliding layers hold only its end."""
@@ -236,39 +248,20 @@ class SlotCache(Cache):
                 past = slice(self.nodes + start, self.nodes + stop)
                 target.update(layer.keys[..., past, :], layer.values[..., past, :], index)
 
-    def slab(self, like: torch.Tensor) -> tuple[_Pool, int]:
-        """A place for one layer's keys or values, of the shape of `like` but for the length."""
-        for pool in self.pools:
-            if pool.fits(like):
-                return pool, pool.take()
-        unplaced = sum(not layer.is_initialized for layer in self.layers)
+    def place_of(self, like: torch.Tensor) -> tuple[int, int]:
+        """A block and the first of its heads, for one layer's keys or values of the shape of `like` but the length."""
         rows, heads, _, size = like.shape
-        slabs = min(2 * unplaced, SLABS_PER_POOL)
-        self.pools.append(_Pool(like.new_zeros(slabs, heads, rows, self.nodes + self.capacity, size)))
-        return self.pools[-1], self.pools[-1].take()
-
-    def _starts(self, device: torch.device) -> torch.Tensor:
-        """(B, 1) where each row's past starts, in slots counted over all rows."""
-        layout = (self.slots, self.nodes, device)
-        if self._starts_of != layout or self.fixed:  # a recorded step makes its own each time
-            first = torch.arange(0, self.rows * self.slots, self.slots, device=device)
-            self._known_starts = first[:, None] + self.nodes
-            self._starts_of = layout
-        return self._known_starts
-
-    def numbers(self, count: int, device: torch.device) -> torch.Tensor:
-        """(count,) 0, 1, ... Uncaptured steps share one tensor, of which a slice costs less than to make another."""
-        if self.fixed:
-            return torch.arange(count, device=device)
-        known = self._numbers
-        if known is None or known.shape[0] < count or known.device != device:
-            self._numbers = known = torch.arange(max(count, self.nodes), device=device)
-        return known[:count]
-
-    def bound(self, longest: int) -> None:
-        """Told by the host, which has read the lengths: no row is longer than this."""
-        if not self.fixed:
-            self.extent = min(self.extent, longest)
+        for number, block in enumerate(self.blocks):
+            alike = block.shape[3] == size and block.dtype == like.dtype and block.device == like.device
+            if alike and self.taken[number] + heads <= len(block):
+                self.taken[number] += heads
+                return number, self.taken[number] - heads
+        unplaced = sum(not layer.is_initialized for layer in self.layers)
+        tensors = 1 if self.apart else min(2 * unplaced, MOST_TENSORS)
+        # zeroed, for what is not a number spreads even where it is masked
+        self.blocks.append(like.new_zeros(tensors * heads, rows, self.nodes + self.capacity, size))
+        self.taken.append(heads)
+        return len(self.blocks) - 1, 0
 
     def _longest(self, bound: int) -> int:
         """The longest row. It is read back on a CPU only: a GPU would wait, and goes by the bound."""
@@ -292,21 +285,18 @@ class SlotLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         if not any(layer.is_initialized for layer in self.cache.layers):
             self.cache.lengths = self.cache.lengths.to(key_states.device)
-        self.places = (self.cache.slab(key_states), self.cache.slab(value_states))
+        self.places = (self.cache.place_of(key_states), self.cache.place_of(value_states))
+        self.heads = (key_states.shape[1], value_states.shape[1])
         self.is_initialized = True
         self.bind()
 
     def bind(self) -> None:
-        """Look at the pools anew, after they moved."""
+        """Look at the memory anew, after it moved: keys and values (B, H, S, E)."""
         if self.is_initialized:
-            self.keys, self.values = (pool.slab(index) for pool, index in self.places)
-
-    def share(self) -> None:
-        """Make pools of the tensors of this layer's own."""
-        if self.is_initialized:
-            pools = [_Pool(part.transpose(0, 1)[None], 1) for part in (self.keys, self.values)]
-            self.cache.pools += pools
-            self.places = ((pools[0], 0), (pools[1], 0))
+            self.keys, self.values = (
+                self.cache.blocks[number][first : first + heads].transpose(0, 1)
+                for (number, first), heads in zip(self.places, self.heads)
+            )
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
         """Write what the layer has computed, (B, H, n, E) each, and return all keys and values to attend to."""
@@ -343,53 +333,12 @@ class SlotLayer(CacheLayerMixin):
         return -1
 
 
-class _Pool:
-    """Equally shaped slabs in one tensor (slabs, H, B, S, E), so that moving nodes is one copy.
-
-    Zeroed at first, because a NaN spreads even where it is masked.
-    """
-
-    def __init__(self, data: torch.Tensor, taken: int = 0):
-        self.data, self.taken = data, taken
-
-    def fits(self, like: torch.Tensor) -> bool:
-        slabs, heads, _, _, size = self.data.shape
-        alike = like.shape[1::2] == (heads, size) and self.data.dtype == like.dtype and self.data.device == like.device
-        return alike and self.taken < slabs
-
-    def take(self) -> int:
-        self.taken += 1
-        return self.taken - 1
-
-    def slab(self, index: int) -> torch.Tensor:
-        """(B, H, S, E), a view."""
-        return self.data[index].transpose(0, 1)
-
-    def move(self, source: torch.Tensor, target: torch.Tensor | slice) -> None:
-        """Copy slots to slots, both counted over all rows."""
-        slabs, heads, rows, slots, size = self.data.shape
-        flat = self.data.view(slabs * heads, rows * slots, size)  # copies are faster where there are fewer dimensions
-        moved = flat.index_select(1, source.to(flat.device))
-        if isinstance(target, slice):
-            flat[:, target] = moved
-        else:
-            flat.index_copy_(1, target.to(flat.device), moved)
-
-
-def _resized(part: torch.Tensor, slots: int, front: int) -> torch.Tensor:
-    """Copy keys and values (..., S, E) to memory of `slots` slots, behind `front` new ones or without `-front` of them.
-
-    A layer's own (B, H, S, E) lie in memory as in a pool, head by head.
-    """
-    old, front = part[..., max(-front, 0) :, :], max(front, 0)
-    *outer, _, size = part.shape
-    if len(outer) == 2:
-        rows, heads = outer
-        new = part.new_zeros(heads, rows, slots, size).transpose(0, 1)
-    else:
-        new = part.new_zeros(*outer, slots, size)
-    known = min(old.shape[-2], slots - front)
-    new[..., front : front + known, :] = old[..., :known, :]
+def _resized(block: torch.Tensor, slots: int, front: int) -> torch.Tensor:
+    """A copy (X, B, S, E) with so many slots, behind `front` new ones or without the first `-front` of them."""
+    old, front = block[:, :, max(-front, 0) :], max(front, 0)
+    new = block.new_zeros(*block.shape[:2], slots, block.shape[3])
+    known = min(old.shape[2], slots - front)
+    new[:, :, front : front + known] = old[:, :, :known]
     return new
 
 
@@ -485,3 +434,18 @@ def writing_layers(config: PreTrainedConfig) -> int:
     layers = DynamicCache(config=config).layers
     last = next((number for number, layer in enumerate(reversed(layers)) if not holds_nothing(layer)), 0)
     return (len(layers) or config.num_hidden_layers) - last
+
+
+class DoesNotFit(Exception):
+    """The nodes of a step do not fit into memory; its cause is the error of the device."""
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that memory is short, and nothing else.
+
+    >>> out_of_memory(torch.OutOfMemoryError("2 GiB")), out_of_memory(RuntimeError("shapes do not match"))
+    (True, False)
+    """
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in WORDS)

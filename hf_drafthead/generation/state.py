@@ -51,84 +51,79 @@ class Verified(NamedTuple):
 
 
 class Walk(NamedTuple):
-    """What a step keeps, in one tensor (B, 4 + 2 D), which the host reads at once, see `Outcome`."""
+    """What a step keeps.
 
-    packed: torch.Tensor
+    counts (B,) how many of the D nodes are kept, 0 in rows that stand still; own (B,) how many of those the drafter is
+    shown, not the padding behind a row's end; ends (B,) tokens at which a row ended, 0 where it has not; valid (B,) 0
+    where the base's probabilities are not numbers; tokens (B, D) the base's choice at each node, which is what is
+    emitted, the last one being the next root, and padding behind them; nodes (B, D) from the root down, those whose
+    keys and values become past.
+    """
 
-    @classmethod
-    def of(
-        cls,
-        nodes: torch.Tensor,
-        tokens: torch.Tensor,
-        counts: torch.Tensor,
-        ends: torch.Tensor,
-        valid: torch.Tensor,
-        own: torch.Tensor | None = None,
-    ) -> Walk:
-        """The walk of these facts; `own` is `counts` unless given."""
-        facts = torch.stack([counts, counts if own is None else own, ends, valid.long()], dim=1)
-        return cls(torch.cat([facts, tokens, nodes], dim=1))
+    counts: torch.Tensor
+    own: torch.Tensor
+    ends: torch.Tensor
+    valid: torch.Tensor
+    tokens: torch.Tensor
+    nodes: torch.Tensor
 
-    @property
-    def counts(self) -> torch.Tensor:
-        """(B,) how many of the D nodes are kept, 0 in rows that stand still."""
-        return self.packed[:, 0]
 
-    @property
-    def own(self) -> torch.Tensor:
-        """(B,) how many of those the drafter is shown: not the padding behind a row's end."""
-        return self.packed[:, 1]
+def rounded(logits: torch.Tensor) -> torch.Tensor:
+    """As the base rounds before it chooses."""
+    return logits.float() if logits.dtype == torch.float64 else logits
 
-    @property
-    def ends(self) -> torch.Tensor:
-        """(B,) tokens at which a row ended, 0 where it has not."""
-        return self.packed[:, 2]
 
-    @property
-    def valid(self) -> torch.Tensor:
-        """(B,) False where the base's probabilities are not numbers."""
-        return self.packed[:, 3].bool()
+def packed(walk: Walk) -> torch.Tensor:
+    """A walk in one tensor (B, 4 + 2 D), which the host reads at once."""
+    facts = torch.stack([walk.counts, walk.own, walk.ends, walk.valid.long()], dim=1)
+    return torch.cat([facts, walk.tokens, walk.nodes], dim=1)
 
-    @property
-    def depth(self) -> int:
-        """D."""
-        return (self.packed.shape[1] - 4) // 2
 
-    @property
-    def tokens(self) -> torch.Tensor:
-        """(B, D) the base's choice at each node, which is what is emitted; the last one is the next root. Behind them
-        is padding."""
-        return self.packed[:, 4 : 4 + self.depth]
+def packed_lists(
+    rows: list[tuple[int, int, int | None, list[int], list[int]]], depth: int, padding: int, device: torch.device
+) -> torch.Tensor:
+    """As `packed`, of what the host knows of each row: its count, own, end, tokens and nodes; `depth` is D."""
+    pack = [
+        [count, own, end or 0, 1, *tokens, *[padding] * (depth - count), *nodes, *[0] * (depth - count)]
+        for count, own, end, tokens, nodes in rows
+    ]
+    return torch.tensor(pack, device=device)
 
-    @property
-    def nodes(self) -> torch.Tensor:
-        """(B, D) from the root down, those whose keys and values become past."""
-        return self.packed[:, 4 + self.depth :]
+
+def unpacked(pack: torch.Tensor) -> Walk:
+    """The walk in a tensor of `packed`."""
+    counts, own, ends, valid = pack[:, :4].unbind(1)
+    tokens, nodes = pack[:, 4:].chunk(2, dim=1)
+    return Walk(counts, own, ends, valid, tokens, nodes)
+
+
+def unpacked_row(row: list[int]) -> tuple[int, int, bool, list[int], list[int]]:
+    """Of a row on the host: count, end, whether it is valid, and the tokens and nodes that it keeps."""
+    count, depth = row[0], len(row) // 2 - 2
+    return count, row[2], bool(row[3]), row[4 : 4 + count], row[4 + depth : 4 + depth + count]
 
 
 class Outcome:
     """What a step kept, on its way to the host; on a GPU the next step can be launched meanwhile.
 
     Args:
-        walk: of the step.
+        pack: of the walk, see `packed`.
         seconds: of its stages.
         drafted: nodes of its tree.
     """
 
-    def __init__(self, walk: Walk, seconds: dict[str, float], drafted: int):
-        self.packed, self.depth = walk.packed, walk.depth
-        self.seconds, self.drafted = seconds, drafted
-        device = self.packed.device
-        self.ready = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
+    def __init__(self, pack: torch.Tensor, seconds: dict[str, float], drafted: int):
+        self.pack, self.seconds, self.drafted = pack, seconds, drafted
+        self.ready = torch.cuda.current_stream(pack.device).record_event() if pack.is_cuda else None
 
     def read(self) -> list[list[int]]:
-        """The rows of `Walk.packed`; waits for this step, and for none that was launched after it."""
+        """The rows on the host; waits for this step, and for none that was launched after it."""
         if self.ready is None:
-            return self.packed.tolist()
-        aside = torch.cuda.Stream(self.packed.device)
+            return self.pack.tolist()
+        aside = torch.cuda.Stream(self.pack.device)
         with torch.cuda.stream(aside):
             aside.wait_event(self.ready)
-            return self.packed.tolist()
+            return self.pack.tolist()
 
 
 class Limits(NamedTuple):
@@ -192,7 +187,8 @@ class DecodingState:
     rows: on the device; cache: of the base; limits: where the call stops; last_position: B of them, of the limits, as
     the host knows them; prompt_length: tokens of the prompt; past_shift: past positions minus tokens (not 0 where the
     call began with a cache or embeddings); lengths, ends: what the host knows of each row, its tokens and at how many
-    of them it ended, or None; counted: tokens of each step, row by row, up to the row's own end.
+    of them it ended, or None; counted: tokens of each step, row by row, up to the row's own end; pending: what steps of
+    the root alone have verified and the drafter has not observed yet, features (B, 1, F*H), tokens (B, 1), counts (B,).
     """
 
     rows: Rows
@@ -204,6 +200,7 @@ class DecodingState:
     lengths: list[int]
     ends: list[int | None]
     counted: list[list[int]] = field(default_factory=list)
+    pending: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = field(default_factory=list)
 
     def running(self, pads: bool) -> list[int]:
         """Rows that still emit. Without padding a row that has ended goes on until the last one ends."""
@@ -238,7 +235,8 @@ class DecodingState:
         """Let attention look no further than the rows reach, once the host has read every step."""
         past = max(self.lengths) - 1 + self.past_shift
         for cache in self.caches:
-            cache.bound(past + (cache is not self.cache))  # a draft model has read the newest token too
+            if not cache.fixed:  # a draft model has read the newest token too
+                cache.extent = min(cache.extent, past + (cache is not self.cache))
 
     def note(self, outcome: Outcome) -> StepRecord:
         """Read the outcome of a step, and remember what the host needs to know of it. Here the host waits.
@@ -246,18 +244,16 @@ class DecodingState:
         Raises:
             RuntimeError: as the base, which was to sample from what is no distribution.
         """
-        read, depth = outcome.read(), outcome.depth
-        if not all(valid for _, _, _, valid, *_ in read):
+        counts, ends, valid, tokens, nodes = zip(*map(unpacked_row, outcome.read()))
+        if not all(valid):
             raise RuntimeError(NOT_A_DISTRIBUTION)
         counted = []
-        for row, (count, _, end, *_) in enumerate(read):
+        for row, (count, end) in enumerate(zip(counts, ends)):
             before, had_ended = self.lengths[row], self.ends[row] is not None
             self.lengths[row], self.ends[row] = before + count, end or None
             counted.append(0 if had_ended else (end or before + count) - before)
         self.counted.append(counted)
-        tokens = [row[4 : 4 + row[0]] for row in read]
-        nodes = [row[4 + depth : 4 + depth + row[0]] for row in read]
-        return StepRecord(len(self.counted), tokens, nodes, counted, outcome.drafted, outcome.seconds)
+        return StepRecord(len(self.counted), [*tokens], [*nodes], counted, outcome.drafted, outcome.seconds)
 
 
 def running(lengths: list[int], ends: list[int | None], pads: bool) -> list[int]:

@@ -10,56 +10,127 @@ Shapes: B rows, N nodes, D nodes on the longest path, F*H features, V vocabulary
 
 from __future__ import annotations
 
-from typing import Any
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 
-from hf_drafthead.generation.acceptance import preferred_choices, walk_on_device, walk_on_host
+from hf_drafthead.generation.acceptance import preferred_choices, walk_greedily, walk_on_device, walk_on_host
 from hf_drafthead.generation.drafting import draft_dynamic, draft_static
-from hf_drafthead.generation.dynamic import DynamicTree, Tree
-from hf_drafthead.generation.later import catch_up, observer_of
-from hf_drafthead.generation.memory import nodes_in_memory
 from hf_drafthead.generation.reader import BaseReader
 from hf_drafthead.generation.rules import Rules
 from hf_drafthead.generation.settings import DraftSettings
-from hf_drafthead.generation.slots import SlotCache, fixed_slots
-from hf_drafthead.generation.state import NOT_A_DISTRIBUTION, Candidates, DecodingState, Limits, Rows, Verified, Walk
-from hf_drafthead.generation.stopwatch import Stopwatch
+from hf_drafthead.generation.slots import DoesNotFit, SlotCache, out_of_memory
+from hf_drafthead.generation.state import (
+    NOT_A_DISTRIBUTION,
+    Candidates,
+    DecodingState,
+    Limits,
+    Rows,
+    Verified,
+    Walk,
+    packed,
+    rounded,
+    unpacked,
+)
+from hf_drafthead.generation.tree import DynamicTree, Level, Topology, Tree
+
+MOST_PENDING = 128  # positions that wait for the drafter: as many as the longest pause of "auto"
 
 
-def draft(
-    drafter, rows: Rows, tree: Tree, limits: Limits, tilt: torch.Tensor | None, keep_guesses: bool = False
-) -> tuple[Any, Candidates]:
-    """Let the drafter fill the tree below each row's newest token, see `draft_static`; also returns its state.
+# (rows, the base's cache, limits, what else) -> (what was found, rows after it)
+Function = Callable[[Rows, SlotCache, Limits, Any], tuple[Any, Rows]]
 
-    Below a row that has ended there is padding alone, which is what the base reads there.
+
+class Program(NamedTuple):
+    """What a step can be run by: the whole of a greedy one, else what comes before a walk and what after it."""
+
+    whole: Function
+    first: Function
+    last: Function
+
+
+@dataclass(frozen=True)
+class Stages:
+    """The stages of a step with one tree. They hold the base and the drafter, and nothing of a call.
+
+    levels, topology: of a static tree, as tensors where the rows are.
     """
-    root = rows.newest()
-    if isinstance(tree, DynamicTree):
-        draft_state, candidates = draft_dynamic(drafter, rows.draft_state, root, tree, tilt)
-    else:
-        draft_state, candidates = draft_static(drafter, rows.draft_state, root, tree, tilt, keep_guesses)
-    if len(root) == 1 or tree.num_nodes == 1:  # once a single row has ended, no step of it counts
-        return draft_state, candidates
-    padded = ((rows.ends > 0) & limits.pads)[:, None]
-    below = torch.where(padded, limits.padding, candidates.tokens[:, 1:])
-    # made anew, not by `_replace`: in a program torch 2.11 returns a tuple without its fields then
-    return draft_state, Candidates(torch.cat([root, below], dim=1), candidates.topology, candidates.guesses)
 
+    reader: BaseReader
+    drafter: Any
+    tree: Tree
+    keeps_guesses: bool
+    levels: tuple[Level, ...] = ()
+    topology: Topology | None = None
 
-def verify(reader: BaseReader, cache: SlotCache, candidates: Candidates, rows: Rows, limits: Limits) -> Verified:
-    """One forward of the base over all nodes.
+    @classmethod
+    def of(cls, reader: BaseReader, drafter: Any, tree: Tree, keeps_guesses: bool, device: torch.device) -> Stages:
+        """The stages, with the tensors of the tree."""
+        if isinstance(tree, DynamicTree):
+            return cls(reader, drafter, tree, keeps_guesses)
+        return cls(reader, drafter, tree, keeps_guesses, tree.levels(device), tree.topology(device))
 
-    Nodes behind the last position that the base would be asked about stay on that position, which exists; the walk does
-    not go there.
-    """
-    positions = past = cache.lengths[:, None]  # the root's
-    if candidates.tokens.shape[1] > 1:
-        positions = torch.minimum(past + candidates.topology.depths, torch.maximum(limits.last_position, past))
-    logits, features = reader.nodes(
-        candidates.tokens, candidates.topology, cache, positions + rows.position_shift, rows.visible
-    )
-    return Verified(logits, features)
+    def whole(self, rows: Rows, cache: SlotCache, limits: Limits, _: None) -> tuple[torch.Tensor, Rows]:
+        """A greedy step; also returns its walk, `packed`."""
+        reach = deepest(limits, cache)
+        draft_state, candidates = self.draft(rows, limits, None)
+        verified = self.verify(cache, candidates, rows, limits)
+        choice = rounded(verified.logits.to(rows.lengths.device)).argmax(-1)
+        valid = torch.ones_like(choice, dtype=torch.bool)
+        walk = walk_on_device(choice, valid, candidates, rows, limits, reach)
+        return packed(walk), commit(self.drafter, draft_state, cache, rows, verified.features, walk)
+
+    def first(
+        self, rows: Rows, cache: SlotCache, limits: Limits, tilt: torch.Tensor | None
+    ) -> tuple[tuple[Any, Candidates, Verified], Rows]:
+        """What comes before a walk that is not part of a program."""
+        draft_state, candidates = self.draft(rows, limits, tilt)
+        return (draft_state, candidates, self.verify(cache, candidates, rows, limits)), rows
+
+    def last(
+        self, rows: Rows, cache: SlotCache, limits: Limits, kept: tuple[Any, torch.Tensor, Walk]
+    ) -> tuple[None, Rows]:
+        """What comes after it."""
+        draft_state, features, walk = kept
+        return None, commit(self.drafter, draft_state, cache, rows, features, walk)
+
+    def draft(self, rows: Rows, limits: Limits, tilt: torch.Tensor | None) -> tuple[Any, Candidates]:
+        """Let the drafter fill the tree below each row's newest token, see `draft_static`; also returns its state.
+
+        Below a row that has ended there is padding alone, which is what the base reads there.
+        """
+        root, tree = rows.sequences.gather(1, rows.lengths[:, None] - 1), self.tree  # (B, 1) the newest tokens
+        if isinstance(tree, DynamicTree):
+            draft_state, candidates = draft_dynamic(self.drafter, rows.draft_state, root, tree, tilt)
+        else:
+            draft_state, tokens, guesses = draft_static(
+                self.drafter, rows.draft_state, root, self.levels, tilt, self.keeps_guesses
+            )
+            assert self.topology is not None
+            candidates = Candidates(tokens, self.topology, guesses)
+        if len(root) == 1 or candidates.tokens.shape[1] == 1:  # once a single row has ended, no step of it counts
+            return draft_state, candidates
+        padded = ((rows.ends > 0) & limits.pads)[:, None]
+        below = torch.where(padded, limits.padding, candidates.tokens[:, 1:])
+        # made anew, not by `_replace`: in a program torch 2.11 returns a tuple without its fields then
+        return draft_state, Candidates(torch.cat([root, below], dim=1), candidates.topology, candidates.guesses)
+
+    def verify(self, cache: SlotCache, candidates: Candidates, rows: Rows, limits: Limits) -> Verified:
+        """One forward of the base over all nodes.
+
+        Nodes behind the last position that the base would be asked about stay on that position, which exists; the walk
+        does not go there.
+        """
+        positions = past = cache.lengths[:, None]  # the root's
+        if candidates.tokens.shape[1] > 1:
+            positions = torch.minimum(past + candidates.topology.depths, torch.maximum(limits.last_position, past))
+        logits, features = self.reader.nodes(
+            candidates.tokens, candidates.topology, cache, positions + rows.position_shift, rows.visible
+        )
+        return Verified(logits, features)
 
 
 def deepest(limits: Limits, cache: SlotCache) -> torch.Tensor:
@@ -67,91 +138,130 @@ def deepest(limits: Limits, cache: SlotCache) -> torch.Tensor:
     return (limits.last_position - cache.lengths[:, None]).clamp(min=0)[:, 0]
 
 
-def commit(drafter, draft_state: Any, cache: SlotCache, rows: Rows, verified: Verified, walk: Walk) -> Rows:
+def commit(drafter: Any, draft_state: Any, cache: SlotCache, rows: Rows, features: torch.Tensor, walk: Walk) -> Rows:
     """Keep what was walked: keys and values, tokens, lengths, and hidden states for the drafter; drop the rest."""
-    nodes, tokens, counts = walk.nodes, walk.tokens, walk.counts
-    cache.keep(nodes, counts)
-    rows.sequences.scatter_(1, rows.lengths[:, None] + cache.numbers(walk.depth, tokens.device), tokens)
+    nodes, depth = walk.nodes, walk.nodes.shape[1]
+    cache.keep(nodes, walk.counts)
+    places = rows.lengths[:, None] + torch.arange(depth, device=nodes.device)
+    rows.sequences.scatter_(1, places, walk.tokens)
     # a wrong node here costs speed and never correctness: the tests look at it by itself
-    features = verified.features
     if features.shape[1] > 1:
         nodes = nodes.to(features.device)[..., None]
         features = features.gather(1, nodes.expand(-1, -1, features.shape[2]))  # (B, D, F*H)
-    draft_state = drafter.observe(draft_state, features, tokens, walk.own)
+    if drafter is not None:  # else it observes later
+        draft_state = drafter.observe(draft_state, features, walk.tokens, walk.own)
     ends = walk.ends.contiguous()  # a program takes the strides of what it was made with for those of all steps
-    return Rows(rows.sequences, rows.lengths + counts, ends, rows.position_shift, rows.visible, draft_state)
+    return Rows(rows.sequences, rows.lengths + walk.counts, ends, rows.position_shift, rows.visible, draft_state)
 
 
 class Step:
-    """A step that is run operation by operation.
+    """A step of one call with one tree, run operation by operation.
 
     Args:
         reader: how to run the base.
         drafter: what guesses.
-        settings: tree and acceptance.
+        tree: to fill.
+        device: where the rows are.
+        settings: the acceptance.
         rules: of the call.
         show: is given every token before the next one is chosen, see `walk_on_host`.
         timed: note the seconds of every stage, for which the host waits after each.
     """
 
-    ahead = 0  # steps that are launched before the result of the first of them is read
-
     def __init__(
-        self, reader: BaseReader, drafter, settings: DraftSettings, rules: Rules, show=None, timed: bool = False
+        self,
+        reader: BaseReader,
+        drafter: Any,
+        tree: Tree,
+        *,
+        device: torch.device,
+        settings: DraftSettings,
+        rules: Rules,
+        show: Callable[[torch.Tensor], None] | None = None,
+        timed: bool = False,
     ):
-        self.reader, self.drafter, self.settings, self.rules, self.show = reader, drafter, settings, rules, show
-        self.tree = settings.tree
+        self.stages = Stages.of(reader, drafter, tree, rules.rejects, device)
+        self.tree, self.num_nodes, self.depth = tree, tree.num_nodes, tree.max_depth + 1
+        self.device, self.settings, self.rules, self.show, self.timed = device, settings, rules, show, timed
         self.vocabulary = reader.base.config.get_text_config(decoder=True).vocab_size
-        self.slots = fixed_slots(self.tree.slots)  # of the caches, for the nodes of a step of fixed shapes
-        self.timed, self.observer = timed, observer_of(drafter, self.tree)
+        self.draws_otherwise = settings.acceptance != "exact" and rules.config.do_sample
+        self.greedy = rules.greedy and not self.draws_otherwise  # then the walk needs nothing of the host
+        self.on_device = rules.on_device and (device.type != "cpu" or rules.rejects)
+        self.defers = drafter.keeps_history and tree.num_nodes == 1
 
-    def __call__(self, state: DecodingState) -> tuple[Walk, dict[str, float]]:
-        """Take one step; returns what it kept, and the seconds of its stages."""
-        watch = Stopwatch(self.timed, state.rows.lengths.device)
-        state.reserve(2 * (self.tree.max_depth + 2), self.rules.pad_token)  # the host may not know of the last step yet
-        catch_up(self.observer, state)
-        rows, cache, limits = state.rows, state.cache, state.limits
-        noise, tilt = self.noise_ahead(state)
-        with nodes_in_memory(state.caches):
-            draft_state, candidates = draft(self.drafter, rows, self.tree, limits, tilt, self.rules.rejects)
+    @property
+    def functions(self) -> Program:
+        """What programs are made of."""
+        return Program(self.stages.whole, self.stages.first, self.stages.last)
+
+    def __call__(self, state: DecodingState) -> tuple[torch.Tensor, dict[str, float]]:
+        """Take one step; returns its walk, `packed`, and the seconds of its stages."""
+        watch = Stopwatch(self.timed, self.device)
+        state.reserve(2 * (self.depth + 1), self.rules.pad_token)  # the host may not know of the last step yet
+        cache, limits, stages = state.cache, state.limits, self.stages
+        noise, tilt = (None, None) if self.greedy else self.noise_ahead(state)
+        try:
+            if len(state.pending) >= (MOST_PENDING if self.defers else 1):
+                observe_pending(stages.drafter, state)
+            rows = state.rows
+            draft_state, candidates = stages.draft(rows, limits, tilt)
             watch.lap("draft")
-            verified = verify(self.reader, cache, candidates, rows, limits)
+            verified = stages.verify(cache, candidates, rows, limits)
             watch.lap("verify")
-        walk = self.walk(state, candidates, verified, noise)
+        except (RuntimeError, MemoryError) as error:
+            if not out_of_memory(error):
+                raise
+            raise DoesNotFit(str(error).partition("\n")[0]) from error
+        pack = self.walk(state, candidates, verified, noise)
+        walk = unpacked(pack)
         watch.lap("walk")
-        state.rows = commit(self.observer, draft_state, cache, rows, verified, walk)
+        observer = None if self.defers else stages.drafter
+        state.rows = commit(observer, draft_state, cache, rows, verified.features, walk)
+        if self.defers:
+            state.pending.append((verified.features, walk.tokens, walk.own))
         watch.lap("commit")
-        return walk, watch.seconds
+        return pack, watch.seconds
 
     def noise_ahead(self, state: DecodingState) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """(B, D, V) the base's noise of the next positions, and how it tilts guesses; None where it does not sample."""
-        rules, depth = self.rules, self.tree.max_depth + 1
-        noise = rules.noise_ahead(state.lengths, state.running(rules.pads), depth, self.vocabulary)
-        return noise, None if noise is None else rules.tilt(noise).to(state.rows.lengths.device)
+        rules = self.rules
+        noise = rules.noise_ahead(state.lengths, state.running(rules.pads), self.depth, self.vocabulary)
+        return noise, None if noise is None else rules.tilt(noise).to(self.device)
 
     def walk(
         self, state: DecodingState, candidates: Candidates, verified: Verified, noise: torch.Tensor | None
-    ) -> Walk:
-        """The walk that suits the call: on the device where it can be."""
-        rules, logits, rows, limits = self.rules, verified.logits, state.rows, state.limits
-        preferred, waits = None, logits.device.type != "cpu"  # a CPU waits for nothing, and looks at few nodes
-        if self.settings.acceptance != "exact" and rules.config.do_sample:
+    ) -> torch.Tensor:
+        """The walk, `packed`, that suits the call: on the device where it can be; a CPU looks at few nodes."""
+        rules, logits, depth = self.rules, verified.logits, self.depth if state.cache.fixed else None
+        if self.greedy and self.show is None and not self.on_device:
+            return walk_greedily(logits, candidates, state.lengths, state.ends, state.reach(), rules, depth)
+        return self.walk_by_rules(state, candidates, logits, noise, depth)
+
+    def walk_by_rules(
+        self,
+        state: DecodingState,
+        candidates: Candidates,
+        logits: torch.Tensor,
+        noise: torch.Tensor | None,
+        depth: int | None,
+    ) -> torch.Tensor:
+        """The walk of a call that samples, processes scores, or shows every token."""
+        rules, rows, limits = self.rules, state.rows, state.limits
+        preferred, valid = None, None
+        if self.draws_otherwise:
             reach, sequences = deepest(limits, state.cache), rows.sequences.to(rules.device)
             preferred, valid = preferred_choices(
-                self.settings, rules, logits, candidates, sequences, state.lengths, reach
+                self.settings, self.tree, rules, logits, candidates, sequences, state.lengths, reach
             )
-            if rules.on_device and (waits or rules.rejects):
-                if not rules.rejects:
-                    choice, _ = rules.choose_everywhere(logits.to(reach.device), candidates.topology.depths, None)
-                    preferred = torch.where(preferred < 0, choice, preferred)
-                return walk_on_device(preferred, valid, candidates, rows, limits, reach)
-            if not valid.all():
-                raise RuntimeError(NOT_A_DISTRIBUTION)
-        elif rules.on_device and waits:
-            logits = logits.to(rows.lengths.device)
-            noise = None if noise is None else noise.to(logits.device)
-            choice, valid = rules.choose_everywhere(logits, candidates.topology.depths, noise)
-            return walk_on_device(choice, valid, candidates, rows, limits, deepest(limits, state.cache))
+        if self.on_device:
+            logits = logits.to(self.device)
+            noise = None if noise is None or rules.rejects else noise.to(self.device)
+            choice, numbers = rules.choose_everywhere(logits, candidates.topology.depths, noise)
+            if preferred is not None and valid is not None:
+                choice, numbers = torch.where(preferred < 0, choice, preferred), valid
+            return packed(walk_on_device(choice, numbers, candidates, rows, limits, deepest(limits, state.cache)))
+        if valid is not None and not valid.all():
+            raise RuntimeError(NOT_A_DISTRIBUTION)
         return walk_on_host(
             logits,
             candidates,
@@ -162,5 +272,39 @@ class Step:
             rules,
             preferred=preferred,
             show=self.show,
-            depth=self.tree.max_depth + 1 if state.cache.fixed else None,
+            depth=depth,
         )
+
+
+def observe_pending(drafter: Any, state: DecodingState) -> None:
+    """Let the drafter observe what steps of the root alone have verified.
+
+    Such a step drafts nothing. A drafter that keeps a history would run a layer, or a model, in each of them all the
+    same, to remember one position. A row that has ended has counts of 0 from there on, so its valid positions come
+    first, as `observe` wants them.
+    """
+    features, tokens, counts = zip(*state.pending)
+    draft_state = drafter.observe(
+        state.rows.draft_state, torch.cat(features, 1), torch.cat(tokens, 1), torch.stack(counts).sum(0)
+    )
+    state.rows, state.pending = state.rows._replace(draft_state=draft_state), []
+
+
+class Stopwatch:
+    """Seconds between laps; does nothing unless it is switched on."""
+
+    def __init__(self, on: bool, device: torch.device):
+        self.on, self.device = on, device
+        self.seconds: dict[str, float] = {}
+        self.last = self._now() if on else 0.0
+
+    def lap(self, name: str) -> None:
+        """Note what has passed since the last lap under this name."""
+        if self.on:
+            now = self._now()
+            self.seconds[name], self.last = now - self.last, now
+
+    def _now(self) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()

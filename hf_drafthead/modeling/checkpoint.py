@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.utils import GENERATION_CONFIG_NAME, cached_file, has_file
 
-from hf_drafthead.generation.dynamic import resolve
+from hf_drafthead.generation.tree import resolve
 from hf_drafthead.modeling.config import MODEL_TYPE_PREFIX, DraftHeadConfig
 from hf_drafthead.modeling.files import open_tensors, read_json, shortened
 from hf_drafthead.modeling.foreign import how_to_convert

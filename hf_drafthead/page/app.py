@@ -12,8 +12,8 @@ import gradio as gr
 
 from hf_drafthead.evaluation.calls import draft, encode
 from hf_drafthead.evaluation.loading import one_line
-from hf_drafthead.generation.memory import out_of_memory
 from hf_drafthead.generation.settings import ACCEPTANCES
+from hf_drafthead.generation.slots import out_of_memory
 from hf_drafthead.generation.tree import DraftTree, published_trees
 from hf_drafthead.page import drawing
 from hf_drafthead.page.comparison import BASE, HEADS, Comparison, Step

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 
-from hf_drafthead.generation.capture import execution_of
 from hf_drafthead.generation.drafting import draft_vocabulary
 from hf_drafthead.generation.entries import CalibrationKey, matching, merged
+from hf_drafthead.generation.runner import Execution
 from hf_drafthead.generation.settings import DraftSettings
 from hf_drafthead.generation.tree import MAX_NODES
 from hf_drafthead.trees.grow import ALONE, METHODS, MOST_RANK, Size, TreeStatistics
@@ -91,7 +91,7 @@ def calibrate(
     if not batch_sizes or min(batch_sizes) < 1:
         raise ValueError(f"batch_sizes is {list(batch_sizes)}: expected whole numbers above 0.")
     model._base_reader()  # raises where trees cannot go, before any work is done
-    execution = execution_of(model, GenerationConfig(cache_implementation="static" if captured else None))
+    execution = Execution.wanted(model, GenerationConfig(cache_implementation="static" if captured else None)).name
     stored = DraftSettings.stored_in(model.generation_config).get("calibration", [])
     keys = {size: CalibrationKey.of(model.base, model.drafter, size, execution) for size in batch_sizes}
     found = {size: matching(stored, keys[size]) if resume else None for size in batch_sizes}

@@ -13,7 +13,7 @@ from hf_drafthead.evaluation import calls, measurement, plots, report, rounding
 from hf_drafthead.evaluation.bench import bench
 from hf_drafthead.evaluation.loading import load
 from hf_drafthead.evaluation.questions import UNCATEGORISED, Question
-from hf_drafthead.generation import StepRecord, step, stopwatch
+from hf_drafthead.generation import StepRecord, step
 from hf_drafthead.generation.mixin import DraftHeadGenerationMixin
 from hf_drafthead.generation.tree import DraftTree
 from tests.checkpoints import TREE, save_base, save_heads
@@ -183,15 +183,15 @@ def test_a_verdict_says_what_a_speedup_means(loaded):
 @pytest.mark.parametrize("stage", measurement.STAGES)
 def test_a_stage_s_time_is_told_under_its_name(loaded, monkeypatch, stage):
     clock = types.SimpleNamespace(now=0.0)
-    holder, name = (step.Step, "walk") if stage == "walk" else (step, stage)
-    right = getattr(holder, name)
+    holder = {"walk": step.Step, "commit": step}.get(stage, step.Stages)
+    right = getattr(holder, stage)
 
     def slow(*arguments, **kwargs):
         clock.now += 0.25
         return right(*arguments, **kwargs)
 
-    monkeypatch.setattr(stopwatch, "time", types.SimpleNamespace(perf_counter=lambda: clock.now))
-    monkeypatch.setattr(holder, name, slow)
+    monkeypatch.setattr(step, "time", types.SimpleNamespace(perf_counter=lambda: clock.now))
+    monkeypatch.setattr(holder, stage, slow)
     (found,) = measured(loaded, PROMPTS[:1])
     others = dict.fromkeys([*measurement.STAGES, "rest"], 0.0)
     assert found.time_split == {**others, stage: 250.0, "step": 250.0}

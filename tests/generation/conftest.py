@@ -5,7 +5,7 @@ import logging
 import pytest
 import transformers
 
-from hf_drafthead.generation import capture
+from hf_drafthead.generation import runner
 
 pytest.register_assert_rewrite("tests.drafters", "tests.generation.agreement")
 
@@ -45,4 +45,4 @@ def fallbacks():
 @pytest.fixture
 def untraced(monkeypatch):
     """Steps of fixed shapes that no compiler has seen, where it does not matter, for tracing is slow."""
-    monkeypatch.setattr(capture, "compiled", lambda function, config: function)
+    monkeypatch.setattr(runner, "compiled", lambda function, config: function)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import CompileConfig
 
-from hf_drafthead.generation import capture, entries, later
+from hf_drafthead.generation import entries, programs, runner
 from hf_drafthead.generation import step as stepping
 from hf_drafthead.generation.acceptance import walk_on_device
 from hf_drafthead.generation.entries import CalibrationKey
@@ -149,7 +149,7 @@ def test_what_the_root_alone_verified_is_observed_before_the_next_guess(name, mo
     model.generation_config.calibration = [entry(2, heads_hash=heads)]
     turns = [True, True, *[False] * 40, True, False, True, *[False] * 90]  # whether each step drafts
     call = {**prompt(2, longest=9), **LONG, "max_new_tokens": 50}
-    drafter, draft, observe = type(model.drafter), stepping.draft, type(model.drafter).observe
+    drafter, draft, observe = type(model.drafter), stepping.Stages.draft, type(model.drafter).observe
 
     def run():
         """The tokens of all nodes of each step, and how many positions were observed at once."""
@@ -164,25 +164,25 @@ def test_what_the_root_alone_verified_is_observed_before_the_next_guess(name, mo
             observed.append(tokens.shape[1])
             return observe(self, state, features, tokens, lengths)
 
-        monkeypatch.setattr(stepping, "draft", noted_draft)
+        monkeypatch.setattr(stepping.Stages, "draft", noted_draft)
         monkeypatch.setattr(drafter, "observe", noted_observe)
         monkeypatch.setattr(DraftSwitch, "drafts", lambda self: next(left))
         assert torch.equal(model.generate(**call, draft_tree="auto"), model.base.generate(**call))
         return guessed, observed
 
-    monkeypatch.setattr(later, "MOST_WAITING", 32)
+    monkeypatch.setattr(stepping, "MOST_PENDING", 32)
     waited, observed = run()
     assert observed[3:5] == [32, 40 - 32] and len(observed) < 9
-    monkeypatch.setattr(stepping, "observer_of", lambda drafter, tree: drafter)
+    monkeypatch.setattr(stepping, "MOST_PENDING", 1)
     at_once, observed = run()
-    assert len(waited) == len(at_once) == len(observed) - 1 > 44
+    assert len(waited) == len(at_once) == len(observed) > 44
     assert all(map(torch.equal, waited, at_once))
 
 
 @pytest.mark.slow
 def test_captured_steps_of_both_trees_share_the_caches(monkeypatch, fallbacks):
-    monkeypatch.setattr(capture, "AHEAD", 8)
-    monkeypatch.setattr(capture, "BUCKET", 8)
+    monkeypatch.setattr(runner, "AHEAD", 8)
+    monkeypatch.setattr(runner, "BUCKET", 8)
     model = next(one for one in FAMILIES if one.name == "eagle").build(tiny_base("llama-gqa"))
     heads = entries.drafter_hash(model.drafter)
     model.generation_config.calibration = [entry(2, True, heads, measured={"step_cost": 2.0, "tokens_per_step": 2.0})]
@@ -193,50 +193,28 @@ def test_captured_steps_of_both_trees_share_the_caches(monkeypatch, fallbacks):
     )
     assert torch.equal(text, model.base.generate(**call))
     assert set(nodes[1:]) == {1, 9} and fallbacks == []
-    made = list(capture._PROGRAMS[model].made.values())
+    made = list(programs.PROGRAMS[model].compiled.values())
     assert len(made) == 2
     model.generate(**call, draft_tree=PATHS, compile_config=TRACED)  # a call that names the tree has its program
-    assert list(capture._PROGRAMS[model].made.values()) == made
-
-
-@pytest.mark.slow
-def test_nothing_waits_where_other_sizes_are_captured(monkeypatch):
-    model = next(one for one in FAMILIES if one.name == "eagle").build(tiny_base("llama-gqa"))
-    model.generation_config.calibration = [entry(2, True, entries.drafter_hash(model.drafter))]
-    left, fix = iter([True, False, False, False, *[True] * 60]), capture.CapturedStep._fix
-
-    def does_not_fix(self, state):
-        if self.tree.num_nodes == 1 and len(state.counted) > 1:
-            raise MemoryError("no memory for the root alone")
-        fix(self, state)
-
-    def fits(self, state):
-        return state.cache.fixed and not (self.tree.num_nodes == 1 and len(state.counted) > 1)
-
-    monkeypatch.setattr(DraftSwitch, "drafts", lambda self: next(left))
-    monkeypatch.setattr(capture.CapturedStep, "_fix", does_not_fix)
-    monkeypatch.setattr(capture.CapturedStep, "_fits", fits)
-    call = {**prompt(2), **LONG, "max_new_tokens": 12}
-    text = model.generate(**call, draft_tree="auto", compile_config=TRACED)
-    assert torch.equal(text, model.base.generate(**call))
+    assert list(programs.PROGRAMS[model].compiled.values()) == made
 
 
 def test_where_one_size_cannot_be_captured_none_is(monkeypatch, fallbacks):
     model = FAMILIES[0].build(tiny_base("llama-gqa"))
     model.generation_config.calibration = [entry(1, True, entries.drafter_hash(model.drafter))]
-    made, captured = [], capture.Captured
+    made, compiled = [], runner.compiled
 
-    def only_once(step, config):
-        made.append(step.tree.num_nodes)
-        if len(made) > 1:
+    def only_once(function, config):
+        made.append(function)
+        if len(made) > 3:  # the functions of the first size
             raise RuntimeError("this one cannot be compiled")
-        return captured(step, config)
+        return compiled(function, config)
 
-    monkeypatch.setattr(capture, "Captured", only_once)
+    monkeypatch.setattr(runner, "compiled", only_once)
     call = {**prompt(), **LONG}
     text = model.generate(**call, draft_tree="auto", compile_config=TRACED)
     assert torch.equal(text, model.base.generate(**call))
-    assert len(made) == 2
+    assert len(made) == 4
 
 
 def test_without_an_entry_a_small_tree_is_drafted():

@@ -5,8 +5,7 @@ import torch
 from transformers import CompileConfig
 
 from hf_drafthead.generation.drafting import Guesses, draft_dynamic
-from hf_drafthead.generation.dynamic import DynamicTree, resolve
-from hf_drafthead.generation.tree import DraftTree, Topology
+from hf_drafthead.generation.tree import DraftTree, DynamicTree, Topology, resolve
 from tests.bases import VOCABULARY, tiny_base
 from tests.drafters import half_right, right, wrong
 from tests.dynamic_trees import dynamic_tree

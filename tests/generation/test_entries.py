@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers.utils import logging
 
-from hf_drafthead.generation import capture, entries
+from hf_drafthead.generation import entries, runner
 from hf_drafthead.generation.entries import CalibrationKey, matching, merged, nearest, tree_of
 from hf_drafthead.generation.settings import DraftSettings
 from hf_drafthead.generation.tree import DraftTree
@@ -65,8 +65,8 @@ def test_a_key_names_the_machine_and_the_execution(model):
 ])  # fmt: skip
 def test_a_call_is_looked_up_as_it_is_run(execution, call, model, monkeypatch, notices):
     """Where there are CUDA graphs a call that asks for nothing is recorded."""
-    monkeypatch.setattr(capture, "has_graphs", lambda device: True)
-    monkeypatch.setattr(capture.Capture, "prepared", lambda self, step, state: step)
+    monkeypatch.setattr(runner, "has_graphs", lambda device: True)
+    monkeypatch.setattr(runner.Runner, "_first_runs", lambda self, step, state: step(state))
     key = CalibrationKey.of(model.base, model.drafter, 1, execution)
     others = [entry(key, [[0]], execution=one) for one in entries.EXECUTIONS if one != execution]
     model.generation_config.calibration = [*others, entry(key)]

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from hf_drafthead.generation import DraftTree, capture, decoding, rules
+from hf_drafthead.generation import DraftTree, decoding, rules
 from hf_drafthead.generation.slots import SlotCache, slot_mask
 from tests.bases import tiny_base
 from tests.families import FAMILIES
@@ -61,10 +61,10 @@ class Reached(Exception):
 def first_step(monkeypatch):
     """Runs a call of a model up to its first step: what would take it, and the state."""
 
-    def stop(settings, make, capture, state):
-        raise Reached(make(settings), state)
+    def stop(model, execution, make, tree, state, choose):
+        raise Reached(make(tree), state)
 
-    monkeypatch.setattr(decoding, "steps_of", stop)
+    monkeypatch.setattr(decoding, "Runner", stop)
     # the generator of a GPU that is not there
     monkeypatch.setattr(rules.NoiseTape, "_state", lambda tape: None)
     monkeypatch.setattr(rules.NoiseTape, "_restore", lambda tape, state: None)
@@ -107,15 +107,13 @@ def on_fake_gpu(model):
 
 def moved(step, state, twin):
     """Let a step and its state lie on the fake GPU."""
-    step.reader = dataclasses.replace(step.reader, base=twin.base)
-    step.drafter = twin.drafter
-    step.observer = twin.drafter
+    reader = dataclasses.replace(step.stages.reader, base=twin.base, output=copy.copy(step.stages.reader.output))
+    vars(reader.output).update(base=twin.base, head=twin.base.get_output_embeddings())
     with MODE:
-        if isinstance(step.tree, DraftTree):
-            step.tree.topology(CUDA), step.tree.levels(CUDA)
+        step.stages = type(step.stages).of(reader, twin.drafter, step.tree, step.rules.rejects, CUDA)
+    step.device, step.on_device = CUDA, step.rules.on_device
     for cache in state.caches:
-        for pool in cache.pools:
-            pool.data = faked(pool.data)
+        cache.blocks = faked(cache.blocks)
         for layer in cache.layers:
             layer.bind()
         cache.lengths = faked(cache.lengths)
@@ -151,8 +149,8 @@ def test_a_step_waits_for_nothing(models, first_step, name, kind, rows):
     step, state = first_step(model, **prompt(rows), **CALLS[name], draft_tree=TREES[kind])
     moved(step, state, twin)
     with MODE, NothingWaits() as watch:
-        walk, _ = step(state)
-    assert walk.tokens.is_cuda and len(watch.names) > 30
+        pack, _ = step(state)
+    assert pack.is_cuda and len(watch.names) > 30
 
 
 @pytest.mark.parametrize("kind", TREES)
@@ -161,14 +159,13 @@ def test_a_recorded_step_waits_for_nothing(models, first_step, kind):
     model, twin = models
     step, state = first_step(model, **prompt(3), draft_tree=TREES[kind])
     moved(step, state, twin)
-    program = capture.Captured(step, lambda function: function)
     with MODE:
         for cache in state.caches:
-            cache.fix(64, 64, alone=False)
+            cache.fix(64, 64)
         state.rows = state.rows._replace(sequences=torch.zeros(3, 128, dtype=torch.long, device=CUDA), visible=None)
         with NothingWaits() as watch:
-            walk, _ = program.whole(state.rows, state.cache, state.limits)
-    assert walk.tokens.is_cuda and len(watch.names) > 30
+            pack, _ = step.functions.whole(state.rows, state.cache, state.limits, None)
+    assert pack.is_cuda and len(watch.names) > 30
 
 
 @pytest.mark.parametrize(

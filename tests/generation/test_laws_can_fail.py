@@ -150,9 +150,8 @@ def test_a_generator_that_is_left_where_the_fastest_row_was(monkeypatch):
 def test_the_drafter_is_given_another_node_s_hidden_state(rows, keeps_history, monkeypatch):
     commit = step.commit
 
-    def off_by_one(drafter, draft_state, cache, rows, verified, *rest):
-        neighbours = verified._replace(features=verified.features.roll(1, dims=1))
-        return commit(drafter, draft_state, cache, rows, neighbours, *rest)
+    def off_by_one(drafter, draft_state, cache, rows, features, *rest):
+        return commit(drafter, draft_state, cache, rows, features.roll(1, dims=1), *rest)
 
     monkeypatch.setattr(step, "commit", off_by_one)
     # the text is right all the same: only the drafter's own look finds it

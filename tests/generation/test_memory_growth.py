@@ -28,8 +28,8 @@ def alive() -> dict[int, int]:
 def in_caches() -> int:
     """Bytes of the caches."""
     caches = (thing for thing in gc.get_objects() if type(thing) is SlotCache)
-    pools = {id(part): part.nbytes for cache in caches for part in cache.memory}
-    return sum(pools.values())
+    blocks = {id(part): part.nbytes for cache in caches for part in cache.blocks}
+    return sum(blocks.values())
 
 
 @pytest.mark.few(2)

@@ -7,7 +7,7 @@ import torch
 from peft import LoraConfig
 from transformers import CompileConfig
 
-from hf_drafthead.generation import capture
+from hf_drafthead.generation import programs
 from tests.bases import tiny_base
 from tests.families import FAMILIES
 from tests.generation.agreement import TREE, prompt
@@ -49,10 +49,10 @@ def autocast():
 
 @pytest.mark.parametrize("state", [autocast, deterministic, low_precision])
 def test_what_torch_computes_by_is_part_of_the_key(state):
-    before = capture.global_state(torch.device("cpu"))
+    before = programs.global_state(torch.device("cpu"))
     with state():
-        assert capture.global_state(torch.device("cpu")) != before
-    assert capture.global_state(torch.device("cpu")) == before
+        assert programs.global_state(torch.device("cpu")) != before
+    assert programs.global_state(torch.device("cpu")) == before
 
 
 def test_autocast_entered_and_left_between_two_calls():

@@ -111,7 +111,7 @@ def test_layers_are_given_the_nodes_of_the_step_and_every_row_s_past(capacity, n
             kept = [dice.sample(range(count), m) for _ in range(rows)]
             mirror.keep(kept, [dice.randint(0, m) for _ in range(rows)])
             if step == 2:
-                mirror.cache.fix(mirror.cache.extent + 40, 9)
+                mirror.cache.fix(mirror.cache.extent + 40, 9, apart=seed % 2 == 1)
                 assert (mirror.cache.capacity, mirror.cache.nodes) == (mirror.cache.slots - 9, 9)
                 assert mirror.cache.seen_extent == mirror.cache.capacity
             if step == 4:
@@ -125,8 +125,8 @@ def test_more_and_fewer_nodes_can_be_fixed():
     for capacity, nodes in ((12, 1), (12, 2), (12, 5), (6, 5)):
         mirror = Mirror(2, 8, 2)
         mirror.append(5, [5, 3])
-        mirror.cache.fix(capacity, nodes)
-        memories = {part.untyped_storage().data_ptr() for part in mirror.cache.memory}
+        mirror.cache.fix(capacity, nodes, apart=True)
+        memories = {block.untyped_storage().data_ptr() for block in mirror.cache.blocks}
         assert len(memories) == 2 * len(SHAPES)  # each layer's own
         mirror.place(nodes)
         mirror.keep([[0], [0]], [1, 1])
@@ -146,9 +146,9 @@ def test_memory_grows_by_half_at_first_then_by_a_room_or_by_what_is_needed(monke
     assert mirror.cache.capacity == 24
     mirror.append(20)
     assert mirror.cache.capacity == 37
-    before = mirror.cache.pools[0].data
+    before = mirror.cache.blocks[0]
     mirror.cache.reserve(37, 1)
-    assert mirror.cache.pools[0].data is before
+    assert mirror.cache.blocks[0] is before
     mirror.cache.reserve(37, 4)
     assert (mirror.cache.capacity, mirror.cache.nodes, mirror.cache.slots) == (37, 4, 41)
     mirror.check()
@@ -157,14 +157,14 @@ def test_memory_grows_by_half_at_first_then_by_a_room_or_by_what_is_needed(monke
 def test_layers_of_one_shape_share_a_tensor():
     mirror = Mirror(2, 4, 1)
     mirror.append(3)
-    assert [tuple(pool.data.shape) for pool in mirror.cache.pools] == [
-        (6, 2, 2, 5, 3),
-        (2, 1, 2, 5, 4),
-        (2, 1, 2, 5, 2),
+    assert [tuple(block.shape) for block in mirror.cache.blocks] == [
+        (12, 2, 5, 3),
+        (2, 2, 5, 4),
+        (2, 2, 5, 2),
     ]
-    per_slot = 2 * 8 * sum(heads * (keys + values) for heads, keys, values in SHAPES)
+    per_slot = 8 * 2 * (12 * 3 + 2 * 4 + 2 * 2)
     assert mirror.cache.bytes_of(7) == 7 * per_slot and mirror.cache.bytes_of(0) == 0
-    assert [pool.taken for pool in mirror.cache.pools] == [4, 1, 1]
+    assert mirror.cache.taken == [8, 1, 1]
     assert SlotCache(2, 3, 4).bytes_of(7) == 0
     smallest = SlotCache(1, 1, 1)
     smallest.update(torch.zeros(1, 1, 1, 2), torch.zeros(1, 1, 1, 2), 0)
@@ -172,10 +172,10 @@ def test_layers_of_one_shape_share_a_tensor():
 
 
 def test_no_more_layers_share_a_tensor_than_the_bound(monkeypatch):
-    monkeypatch.setattr(slots, "SLABS_PER_POOL", 3)
+    monkeypatch.setattr(slots, "MOST_TENSORS", 3)
     mirror = Mirror(1, 4, 1)
     mirror.append(3)
-    assert [pool.data.shape[0] for pool in mirror.cache.pools] == [3, 3, 2, 2]
+    assert [len(block) for block in mirror.cache.blocks] == [6, 6, 2, 2]
 
 
 def test_an_ordinary_cache_is_loaded_and_unloaded():
@@ -273,7 +273,7 @@ def test_lengths_live_where_the_first_layer_computes_and_are_not_read_back_from_
     cache.count(4, torch.tensor([4, 2], device="meta"))
     assert cache.extent == 4
     cache.place(1)
-    cache.pools = cache.pools[:1]
+    cache.blocks = cache.blocks[:1]
     cache.keep(torch.zeros(2, 3, dtype=torch.long, device="meta"), torch.ones(2, dtype=torch.long, device="meta"))
     assert cache.extent == 7
 
@@ -284,7 +284,7 @@ def test_layers_of_a_fixed_cache_on_several_devices_move_their_own_nodes():
     for index, device in enumerate(["cpu", "meta", "cpu"]):
         cache.update(numbers.to(device), numbers.to(device), index)
     cache.count(2)
-    cache.fix(4, 2)
+    cache.fix(4, 2, apart=True)
     cache.place(2)
     for index in (0, 2):
         cache.update(numbers + 7 + index, numbers - 7 - index, index)
@@ -293,7 +293,7 @@ def test_layers_of_a_fixed_cache_on_several_devices_move_their_own_nodes():
         layer = cache.layers[index]
         assert layer.keys[0, 0, 2:5, 0].tolist() == [0, 1, 8 + index]
         assert layer.values[0, 0, 2:5, 0].tolist() == [0, 1, -6 - index]
-    assert [part.device.type for part in cache.memory] == ["cpu", "cpu", "meta", "meta", "cpu", "cpu"]
+    assert [block.device.type for block in cache.blocks] == ["cpu", "cpu", "meta", "meta", "cpu", "cpu"]
 
 
 def test_a_cache_that_is_fixed_no_longer_grows_with_what_every_layer_holds():

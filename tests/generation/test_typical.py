@@ -11,7 +11,7 @@ from transformers import GenerationConfig, LogitsProcessorList, MaxLengthCriteri
 from hf_drafthead.generation import DraftTree
 from hf_drafthead.generation.acceptance import typical_choices, walk_on_host
 from hf_drafthead.generation.rules import Rules
-from hf_drafthead.generation.state import Candidates
+from hf_drafthead.generation.state import Candidates, unpacked
 from tests.drafters import Drafted, Oracle, half_right
 from tests.families import FAMILIES
 from tests.generation.agreement import TREE, agree, prompt, shared_base
@@ -86,7 +86,7 @@ def test_at_temperature_zero_the_walk_is_the_published_one(case):
         samples=False,
     )
     sequences = torch.zeros(1, 99, dtype=torch.long)
-    walk = walk_on_host(logits, Candidates(tokens, tree.topology()), sequences, [1], [None], [99], rules)
+    walk = unpacked(walk_on_host(logits, Candidates(tokens, tree.topology()), sequences, [1], [None], [99], rules))
     nodes = walk.nodes[0, : walk.counts[0]].tolist()
     assert nodes == published(case, "0", "medusa_fast_typical", lines)
     assert nodes == published(case, "0", "hydra", lines)

@@ -15,13 +15,14 @@ from hf_drafthead.generation.acceptance import (
     preferred_choices,
     rejection_choices,
     typical_choices,
+    walk_greedily,
     walk_on_device,
     walk_on_host,
 )
 from hf_drafthead.generation.drafting import Guesses
 from hf_drafthead.generation.rules import Rules
 from hf_drafthead.generation.settings import DraftSettings
-from hf_drafthead.generation.state import Candidates, Limits, Rows
+from hf_drafthead.generation.state import Candidates, Limits, Rows, packed, unpacked
 from hf_drafthead.generation.tree import Topology
 
 VOCABULARY, WIDTH, EOS = 7, 40, [1, 4]
@@ -106,7 +107,7 @@ def assert_as_plain(walk, case: Case) -> None:
         assert (walk.nodes[row, :count].tolist(), walk.tokens[row, :count].tolist()) == (nodes, emitted)
         assert int(walk.ends[row]) == end
         assert set(walk.tokens[row, count:].tolist()) <= {0} and int(walk.own[row]) == count
-    assert walk.nodes.shape == walk.tokens.shape == (len(case.tokens), walk.depth)
+    assert walk.nodes.shape == walk.tokens.shape and len(walk.nodes) == len(case.tokens)
 
 
 def on_device(case: Case, valid: torch.Tensor):
@@ -162,7 +163,28 @@ def on_host(case: Case, rules: Rules, sequences: torch.Tensor | None = None, **m
     logits = torch.nn.functional.one_hot(torch.tensor(case.choice), VOCABULARY).double()
     sequences = torch.full((len(case.tokens), WIDTH), 6) if sequences is None else sequences
     ends = [end or None for end in case.ends]
-    return walk_on_host(logits, case.candidates, sequences, case.lengths, ends, case.reach, rules, **more)
+    return unpacked(walk_on_host(logits, case.candidates, sequences, case.lengths, ends, case.reach, rules, **more))
+
+
+def greedily(case: Case, depth: int | None = None):
+    logits = torch.nn.functional.one_hot(torch.tensor(case.choice), VOCABULARY).double()
+    ends = [end or None for end in case.ends]
+    return unpacked(walk_greedily(logits, case.candidates, case.lengths, ends, case.reach, rules_of(case), depth))
+
+
+def test_a_walk_comes_back_from_one_tensor():
+    for case in cases(20):
+        walk = on_device(case, torch.ones(len(case.tokens), len(case.tokens[0]), dtype=torch.bool))
+        assert all(map(torch.equal, unpacked(packed(walk)), walk._replace(valid=walk.valid.long())))
+
+
+def test_the_walk_row_by_row_is_the_plain_one():
+    for case in cases(150):
+        if len(case.tokens) > 1 or not case.ends[0]:
+            walk = greedily(case)
+            assert_as_plain(walk, case)
+            assert walk.nodes.shape[1] == int(walk.counts.max())
+            assert_as_plain(greedily(case, 6), case)
 
 
 def test_the_walk_on_the_host_is_the_plain_one():
@@ -170,10 +192,10 @@ def test_the_walk_on_the_host_is_the_plain_one():
         if len(case.tokens) > 1 or not case.ends[0]:  # a single row that has ended takes no step
             walk = on_host(case, rules_of(case))
             assert_as_plain(walk, case)
-            assert walk.depth == int(walk.counts.max())
+            assert walk.nodes.shape[1] == int(walk.counts.max())
             deep = on_host(case, rules_of(case), depth=6)
             assert_as_plain(deep, case)
-            assert deep.depth == 6
+            assert deep.nodes.shape[1] == 6
 
 
 @pytest.mark.parametrize("greedy", [True, False])
@@ -352,7 +374,7 @@ def test_what_is_preferred_follows_the_acceptance_of_the_call(acceptance):
     logits, reach = torch.randn(2, 4, VOCABULARY), torch.tensor(case.reach)
     sequences = torch.zeros(2, WIDTH, dtype=torch.long)
     torch.manual_seed(3)
-    found, valid = preferred_choices(settings, rules, logits, candidates, sequences, case.lengths, reach)
+    found, valid = preferred_choices(settings, tree, rules, logits, candidates, sequences, case.lengths, reach)
     p = (logits / 0.5).softmax(-1)
     if acceptance == "typical":
         expected = typical_choices(p, candidates, reach, 0.1, 0.6)
@@ -364,7 +386,7 @@ def test_what_is_preferred_follows_the_acceptance_of_the_call(acceptance):
         expected = rejection_choices(p, q, candidates, torch.rand(2, 4), torch.empty(2, VOCABULARY).exponential_(1))
     assert torch.equal(found, expected) and (found >= 0).any() and valid.all()
     logits[1, 2, 3] = torch.nan
-    _, valid = preferred_choices(settings, rules, logits, candidates, sequences, case.lengths, reach)
+    _, valid = preferred_choices(settings, tree, rules, logits, candidates, sequences, case.lengths, reach)
     assert (~valid).nonzero().tolist() == [[1, 2]]
 
 
@@ -375,4 +397,6 @@ def test_with_the_root_alone_rejection_draws_a_token_from_what_the_base_says():
     logits[..., 4] = 0.0
     sequences, reach = torch.zeros(1, WIDTH, dtype=torch.long), torch.tensor([9])
     rules = rules_of(case)
-    assert preferred_choices(settings, rules, logits, case.candidates, sequences, [5], reach)[0].tolist() == [[4]]
+    assert preferred_choices(settings, case.trees[0], rules, logits, case.candidates, sequences, [5], reach)[
+        0
+    ].tolist() == [[4]]

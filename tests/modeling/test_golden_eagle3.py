@@ -10,8 +10,8 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_drafthead.generation.drafting import draft_dynamic
-from hf_drafthead.generation.dynamic import DynamicTree
 from hf_drafthead.generation.reader import BaseReader
+from hf_drafthead.generation.tree import DynamicTree
 from hf_drafthead.modeling import Eagle3ForCausalLM
 from tests.dynamic_trees import Drafted, dynamic_tree
 from tests.modeling.golden import FOLDER

@@ -1,0 +1,268 @@
+"""Programs that are kept for later calls: what they depend on, and the memory that recorded ones work on."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from hf_drafthead.generation.slots import SlotCache, out_of_memory, padded
+from hf_drafthead.generation.state import DecodingState, Limits
+from hf_drafthead.generation.step import Function, Program, Step
+from hf_drafthead.generation.tree import Tree
+
+MOST_PROGRAMS = 32  # kept per model; the least recently used goes first
+MOST_ARENAS, ARENA_BYTES = 4, 2 << 30  # memory of recorded programs that is kept after a call, per model
+
+
+@dataclass(frozen=True)
+class ProgramKey:
+    """Everything that a program depends on but the values and, where it is compiled, the sizes of its tensors.
+
+    circumstances: see `Programs.circumstances_of`.
+    """
+
+    execution: str
+    records: bool
+    compile_config: str
+    tree: Tree
+    slots: int
+    greedy: bool
+    samples: bool
+    rejects: bool
+    batch_size: int
+    padded: bool
+    eos_tokens: int
+    reads: tuple[int, ...]
+    circumstances: Hashable
+
+    @classmethod
+    def of(
+        cls,
+        execution: str,
+        records: bool,
+        compile_config: str,
+        step: Step,
+        slots: int,
+        state: DecodingState,
+        circumstances: Hashable,
+    ) -> ProgramKey:
+        """The key of a step."""
+        rules, rows = step.rules, state.rows
+        return cls(
+            execution,
+            records,
+            compile_config,
+            step.tree,
+            slots,
+            step.greedy,
+            rules.tape is not None,
+            rules.rejects,
+            rows.lengths.shape[0],
+            rows.visible is not None,
+            len(state.limits.eos),
+            step.stages.drafter.reads,
+            circumstances,
+        )
+
+
+def global_state(device: torch.device) -> Hashable:
+    """What torch computes by that is set for a thread or a process, and that a program takes from where it was made."""
+    kinds = dict.fromkeys((device.type, "cpu"))
+    backends = torch.backends.cuda
+    sums = backends.matmul
+    return (
+        *((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds),
+        torch.is_autocast_cache_enabled(),
+        torch.get_float32_matmul_precision(),
+        (sums.allow_fp16_reduced_precision_reduction, sums.allow_bf16_reduced_precision_reduction),
+        (backends.flash_sdp_enabled(), backends.mem_efficient_sdp_enabled(), backends.math_sdp_enabled()),
+        backends.cudnn_sdp_enabled(),
+        (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()),
+        torch.get_default_dtype(),
+        torch.get_default_device(),
+        (torch.is_grad_enabled(), torch.is_inference_mode_enabled()),
+        torch.get_num_threads(),
+    )
+
+
+def adapters_of(module: Any) -> Iterator[str]:
+    """Of each of PEFT's layers, which adapters are active, merged or disabled, and how they are scaled."""
+    for name, layer in module.named_modules() if isinstance(module, nn.Module) else ():
+        if hasattr(layer, "_disable_adapters"):
+            switches = {key: value for key, value in vars(layer).items() if key[0] != "_" or "adapter" in key}
+            yield f"{name} { {key: value for key, value in switches.items() if not isinstance(value, torch.Tensor)} }"
+
+
+def fingerprint(module: Any) -> Iterator[Hashable]:
+    """Modules, hooks and shapes."""
+    for part in module.modules() if isinstance(module, nn.Module) else ():
+        hooks = (*part._forward_hooks, None, *part._forward_pre_hooks)  # numbers, which are not given twice
+        yield id(part), hooks, id(part.__dict__.get("forward")), part.training
+        for parameter in part._parameters.values():
+            if parameter is not None:
+                yield tuple(parameter.shape), parameter.stride(), parameter.dtype, parameter.device
+
+
+class Arena:
+    """Memory that recorded programs work on; it belongs to one call at a time.
+
+    Args:
+        state: of the call that takes it first, whose tensors it keeps.
+    """
+
+    def __init__(self, state: DecodingState):
+        self.rows = with_caches(state.rows, None)
+        self.limits = state.limits = Limits(*(limit.clone() for limit in state.limits))
+        self.memory = [(cache.blocks, cache.lengths, cache.nodes) for cache in state.caches]
+        self.programs: dict[ProgramKey, Program] = {}
+        self.owner = weakref.ref(state)
+
+    @property
+    def bytes(self) -> int:
+        """Of keys and values."""
+        return sum(block.nbytes for blocks, *_ in self.memory for block in blocks)
+
+    def program(self, key: ProgramKey, functions: Program, record: Callable[[Function], Function]) -> Program:
+        """The functions recorded here."""
+        if key not in self.programs:
+            self.programs[key] = Program(*map(record, functions))
+        return self.programs[key]
+
+    def take(self, state: DecodingState, padding: int) -> None:
+        """Let a call go on here; `padding` is the token behind the end of a row."""
+        for cache, memory in zip(state.caches, self.memory, strict=True):
+            cache.use(*memory)
+        rows, width = state.rows, self.rows.sequences.shape[1]
+        more = max(width - rows.sequences.shape[1], 0)
+        sequences = nn.functional.pad(rows.sequences[:, :width], (0, more), value=padding)
+        visible = None if rows.visible is None else padded(rows.visible, state.cache.slots)
+        for place, value in zip(
+            tensors_of((self.rows, self.limits)),
+            tensors_of((rows._replace(sequences=sequences, visible=visible), state.limits)),
+            strict=True,
+        ):
+            place.copy_(value)
+        state.rows, state.limits = with_caches(self.rows, caches_of(rows)), self.limits
+
+
+@dataclass
+class Programs:
+    """What is kept for one model."""
+
+    compiled: OrderedDict[ProgramKey, Program] = field(default_factory=OrderedDict)
+    arenas: OrderedDict[Hashable, Arena] = field(default_factory=OrderedDict)
+    refused: dict[ProgramKey, str] = field(default_factory=dict)
+    fingerprint: Hashable = None
+    lock: threading.Lock = field(default_factory=threading.Lock)  # of compiling
+    taking: threading.Lock = field(default_factory=threading.Lock)
+
+    def circumstances_of(self, model: Any, device: torch.device) -> Hashable:
+        """What of torch and of a model a program depends on and a user may change between two calls, its weights aside.
+
+        Where modules or hooks are not those that the programs were made of, nothing is kept of these.
+        """
+        base, drafter = model.base, model.drafter
+        now = (*fingerprint(base), *fingerprint(drafter))
+        if now != self.fingerprint:
+            for kept in (self.compiled, self.arenas, self.refused):
+                kept.clear()
+            self.fingerprint = now
+        switches = (*adapters_of(base), *adapters_of(drafter))
+        return base.dtype, base.config._attn_implementation, global_state(device), switches
+
+    def keep_compiled(self, key: ProgramKey, program: Program) -> None:
+        """Keep a program for later calls, in place of what was not used for the longest time."""
+        self.compiled[key] = program
+        while len(self.compiled) > MOST_PROGRAMS:
+            self.compiled.popitem(last=False)
+
+    def arena(self, key: Hashable, state: DecodingState) -> Arena | None:
+        """The memory that is kept under a key, if no other call is in it."""
+        with self.taking:
+            found = self.arenas.get(key)
+            if found is None or found.owner() is not None:
+                return None
+            found.owner = weakref.ref(state)
+            return found
+
+    def keep(self, key: Hashable, arena: Arena) -> None:
+        """Keep memory for later calls, in place of what was not used for the longest time."""
+        self.arenas[key] = arena
+        self.arenas.move_to_end(key)
+        while len(self.arenas) > MOST_ARENAS or sum(each.bytes for each in self.arenas.values()) > ARENA_BYTES:
+            self.arenas.popitem(last=False)
+
+
+# not on the model, which must stay a thing that can be copied and pickled
+PROGRAMS: weakref.WeakKeyDictionary[Any, Programs] = weakref.WeakKeyDictionary()
+
+
+def tensors_of(tree: Any) -> list[torch.Tensor]:
+    """The tensors of nested tuples, in order."""
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def caches_of(tree: Any) -> list[SlotCache]:
+    """The caches of nested tuples, in order."""
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, SlotCache)]
+
+
+def with_caches(tree: Any, caches: list[SlotCache] | None) -> Any:
+    """Nested tuples with other caches, in order; None leaves their places empty, so that nothing of a call is kept."""
+    left = None if caches is None else iter(caches)
+
+    def put(leaf: Any) -> Any:
+        if not isinstance(leaf, (SlotCache, _Nothing)):
+            return leaf
+        return _Nothing() if left is None else next(left)
+
+    return tree_map(put, tree)
+
+
+class _Nothing:
+    """In the place of a cache."""
+
+
+def fix(state: DecodingState, capacity: int, nodes: int, depth: int, padding: int, apart: bool) -> None:
+    """Give all tensors of a call fixed shapes, for so many past positions.
+
+    Raises:
+        MemoryError: there is no memory for them.
+    """
+    for cache in state.caches:
+        try:
+            cache.fix(capacity, nodes, apart)
+        except RuntimeError as error:
+            if not out_of_memory(error):
+                raise
+            size = cache.bytes_of(capacity + nodes) / 2**30
+            raise MemoryError(
+                f"there is no memory for a cache of {size:.1f} GiB: {capacity} positions, {len(state.lengths)} row(s)."
+            ) from error
+    # the compiler takes equal sizes for one size: what need not be equal must differ
+    width = max(capacity - state.past_shift, 0) + depth + nodes + 1
+    rows, shape = state.rows, (len(state.lengths), width)
+    sequences = rows.sequences.new_full(shape, padding)
+    known = min(width, rows.sequences.shape[1])
+    sequences[:, :known] = rows.sequences[:, :known]
+    # as long as the keys: the compiler cannot write code for a size that differs from theirs by a constant
+    visible = None if rows.visible is None else padded(rows.visible, state.cache.slots)
+    state.rows = rows._replace(sequences=sequences, visible=visible)
+
+
+def sizes_may_change(state: DecodingState) -> None:
+    """Tell a compiler which sizes of a call's tensors differ from step to step."""
+    parts = [(layer.keys, layer.values) for cache in state.caches for layer in cache.layers if layer.is_initialized]
+    for tensor in (part for pair in parts for part in pair):
+        torch._dynamo.mark_dynamic(tensor, tensor.ndim - 2)
+    torch._dynamo.mark_dynamic(state.rows.sequences, 1)
+    if state.rows.visible is not None:
+        torch._dynamo.mark_dynamic(state.rows.visible, 1)

@@ -1,0 +1,305 @@
+"""Recorded steps, and steps that are launched ahead of the host: as on a GPU, whose graph a second run stands for."""
+
+import contextlib
+
+import pytest
+import torch
+from torch.utils._pytree import tree_map
+from transformers import CompileConfig
+
+from hf_drafthead.generation import programs, runner
+from tests.bases import tiny_base
+from tests.families import FAMILIES
+from tests.generation.agreement import TREE, prompt
+
+CALL = {"max_new_tokens": 24, "eos_token_id": None}
+every_family = pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+some_families = pytest.mark.parametrize(
+    "family", [one for one in FAMILIES if one.name in ("medusa", "eagle3")], ids=str
+)
+
+
+class Recording:
+    """What stands for a CUDA graph: it does what was recorded, and its outcome lies in one memory."""
+
+    def __init__(self, function, device):
+        self.function, self.replays = function, 0
+        self.found = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, function())
+
+    def replay(self):
+        self.replays += 1
+        for place, value in zip(programs.tensors_of(self.found), programs.tensors_of(self.function())):
+            place.copy_(value)
+
+
+@pytest.fixture
+def recordings(monkeypatch):
+    """All that is recorded."""
+    found = []
+
+    def record(function, device):
+        # what is recorded is not run, and must leave nothing behind
+        found.append(Recording(function, device))
+        return found[-1].replay, found[-1].found
+
+    monkeypatch.setattr(runner, "has_graphs", lambda device: True)
+    monkeypatch.setattr(runner, "record_kernels", record)
+    return found
+
+
+@pytest.fixture
+def warnings(monkeypatch):
+    told = []
+    monkeypatch.setattr(runner.logger, "warning_once", told.append)
+    return told
+
+
+def check(model, rows=1, **call):
+    call = {**prompt(rows), **CALL, **call}
+    torch.manual_seed(3)
+    expected = model.base.generate(**call)
+    left_at = torch.get_rng_state()
+    torch.manual_seed(3)
+    got = model.generate(**call, draft_tree=TREE, return_dict_in_generate=True)
+    assert torch.equal(got.sequences, expected) and torch.equal(torch.get_rng_state(), left_at)
+    torch.manual_seed(3)
+    plain = model.generate(**call, draft_tree=TREE, return_dict_in_generate=True, disable_compile=True)
+    assert torch.equal(got.accepted_lengths, plain.accepted_lengths)
+
+
+@pytest.mark.few(6)
+@pytest.mark.parametrize("rows", [1, 3])
+@every_family
+def test_exact(family, rows, recordings, warnings):
+    model = family.build(tiny_base("llama-gqa"))
+    check(model, rows)
+    check(model, rows, eos_token_id=list(range(3, 12)), max_new_tokens=40)
+    assert [recording.replays > 2 for recording in recordings] == [True] * 2 and warnings == []
+
+
+@pytest.mark.few(3)
+@every_family
+def test_what_is_not_greedy_is_recorded_in_two_halves(family, recordings, warnings):
+    model = family.build(tiny_base("llama-gqa"))
+    check(model, 2, do_sample=True, temperature=0.7, top_k=20)
+    check(model, 2, do_sample=True, temperature=1.3, max_new_tokens=30)  # the same program
+    assert len(recordings) == 2
+    check(model, 2, repetition_penalty=1.2)
+    assert len(recordings) == 4 and all(recording.replays > 2 for recording in recordings) and warnings == []
+
+
+@pytest.mark.parametrize("family", [one for one in FAMILIES if one.name in ("eagle3", "draft-model")], ids=str)
+def test_a_text_that_outgrows_its_memory_is_recorded_again(family, recordings, warnings, monkeypatch):
+    monkeypatch.setattr(runner, "AHEAD", 32)
+    check(family.build(tiny_base("llama")), 2, max_new_tokens=120)
+    assert len(recordings) > 2 and warnings == []
+
+
+@pytest.mark.few(3)
+@every_family
+def test_later_calls_take_the_program_and_its_memory(family, recordings, warnings):
+    model = family.build(tiny_base("llama-gqa"))
+    check(model, 2)
+    for length in (3, 5, 9):
+        given = prompt(2, longest=length, seed=length)
+        check(model, 2, **given | {"attention_mask": given["attention_mask"]}, max_new_tokens=20 + length)
+    check(model, 2, pad_token_id=5, eos_token_id=list(range(3, 20)))
+    padded = {"attention_mask": torch.tensor([[1] * 9, [0] * 2 + [1] * 7])}
+    check(model, 2, **padded)
+    check(model, 2, attention_mask=torch.ones(2, 9, dtype=torch.long))
+    assert len(recordings) <= 3 and warnings == []  # with and without padding, and with more ends of text
+
+
+def test_a_call_while_another_is_in_the_memory_has_memory_of_its_own(recordings, warnings):
+    model = FAMILIES[0].build(tiny_base("llama"))
+    check(model)
+    before = model.base.generate(**prompt(), **CALL)
+    inner = []
+
+    def meanwhile(record):
+        if record.step == 4:
+            inner.append(model.generate(**prompt(seed=7), **CALL, draft_tree=TREE))
+
+    outer = model.generate(**prompt(), **CALL, draft_tree=TREE, on_step=meanwhile)
+    assert torch.equal(outer, before)
+    assert torch.equal(inner[0], model.base.generate(**prompt(seed=7), **CALL))
+    assert len(recordings) == 2 and warnings == []
+
+
+def test_weights_in_other_memory_are_recorded_anew_and_values_are_read(recordings):
+    model = FAMILIES[0].build(tiny_base("llama"))
+    check(model)
+    with torch.no_grad():
+        for parameter in model.base.parameters():
+            parameter.copy_(parameter.flip(-1))
+    check(model)
+    assert len(recordings) == 1
+    with torch.no_grad():
+        for parameter in model.base.parameters():
+            parameter.data = parameter.flip(-1).clone()
+    check(model)
+    assert len(recordings) == 2
+
+
+def test_memory_that_is_kept_is_bounded(recordings, monkeypatch):
+    model = FAMILIES[0].build(tiny_base("llama"))
+    monkeypatch.setattr(runner, "AHEAD", 16)
+    for length in (20, 50, 80, 110):
+        check(model, max_new_tokens=length)
+    arenas = programs.PROGRAMS[model].arenas
+    assert len(arenas) == programs.MOST_ARENAS
+    monkeypatch.setattr(programs, "ARENA_BYTES", 1)
+    check(model, max_new_tokens=20)
+    assert not arenas
+
+
+def test_trees_of_one_call_share_its_memory(recordings, warnings):
+    model = next(one for one in FAMILIES if one.name == "eagle").build(tiny_base("llama"))
+    for tree in (TREE, [[0]], TREE):
+        model.generate(**prompt(), **CALL, draft_tree=tree)
+    assert len(recordings) == 2 and len(programs.PROGRAMS[model].arenas) == 1 and warnings == []
+
+
+@some_families
+def test_compiled_and_recorded(family, recordings, warnings):
+    model = family.build(tiny_base("llama-gqa"))
+    check(model, 2, compile_config=CompileConfig(backend="eager", mode="reduce-overhead"))
+    assert len(recordings) == 1 and len(programs.PROGRAMS[model].compiled) == 1 and warnings == []
+
+
+@pytest.mark.parametrize(
+    "call, graphs, name, records",
+    [
+        ({}, True, "recorded", True),
+        ({}, False, "eager", False),
+        ({"disable_compile": True, "cache_implementation": "static"}, True, "eager", False),
+        ({"cache_implementation": "static"}, True, "compiled", True),
+        ({"cache_implementation": "static"}, False, "compiled", False),
+        ({"compile_config": CompileConfig()}, True, "compiled", True),
+        ({"compile_config": CompileConfig(mode="default")}, True, "compiled", False),
+        ({"compile_config": CompileConfig(mode="max-autotune-no-cudagraphs")}, True, "compiled", False),
+        ({"compile_config": CompileConfig()}, False, "compiled", False),
+    ],
+    ids=str,
+)
+def test_how_a_call_runs(call, graphs, name, records, monkeypatch):
+    monkeypatch.setattr(runner, "has_graphs", lambda device: graphs)
+    model = FAMILIES[0].build(tiny_base("llama"))
+    config, _ = model._merged_config(None, dict(call))
+    execution = runner.Execution.wanted(model, config)
+    assert (execution.name, execution.records) == (name, records)
+
+
+def test_the_end_is_found_a_step_late_and_what_ran_past_it_is_dropped(recordings, monkeypatch):
+    model = FAMILIES[0].build(tiny_base("llama"))
+    taken, step = [], runner.Runner.step
+    monkeypatch.setattr(runner.Runner, "step", lambda self, state: (taken.append(1), step(self, state))[1])
+    output = model.generate(**prompt(2), **CALL, draft_tree=TREE, return_dict_in_generate=True)
+    assert len(taken) == output.accepted_lengths.shape[1] + 1
+
+
+@some_families
+def test_what_cannot_be_recorded_runs_as_before_and_is_not_tried_again(family, recordings, warnings, monkeypatch):
+    tried = []
+
+    def refused(function, device):
+        tried.append(function)
+        raise RuntimeError("operation not permitted when stream is capturing\nmore")
+
+    monkeypatch.setattr(runner, "record_kernels", refused)
+    model = family.build(tiny_base("llama"))
+    for _ in range(2):
+        check(model, 2, max_new_tokens=40)
+    assert len(tried) == 1 and len(warnings) == 1
+    assert warnings[0].endswith("RuntimeError: operation not permitted when stream is capturing")
+
+
+@some_families
+@pytest.mark.parametrize("choice", [{}, {"do_sample": True}], ids=["greedy", "sampled"])
+def test_a_replay_that_does_something_else_is_found_out(family, choice, recordings, warnings, monkeypatch):
+    def wrong(function, device):
+        recording = Recording(function, device)
+
+        def replay():
+            recording.replay()
+            programs.tensors_of(recording.found)[0].add_(1)
+
+        return replay, recording.found
+
+    monkeypatch.setattr(runner, "record_kernels", wrong)
+    model = family.build(tiny_base("llama"))
+    check(model, 2, max_new_tokens=40, **choice)
+    (warning,) = warnings
+    assert "a replay of the recorded step gives something else" in warning
+
+
+class Cuda:
+    """What stands for `torch.cuda`: a recording that ends badly leaves the stream as it is, as the real one does."""
+
+    def __init__(self):
+        self.stream = "before"
+
+    def device(self, device):
+        return contextlib.nullcontext()
+
+    def current_stream(self):
+        return self.stream
+
+    def set_stream(self, stream):
+        self.stream = stream
+
+    def Stream(self):
+        return "aside"
+
+    def CUDAGraph(self):
+        return None
+
+    @contextlib.contextmanager
+    def graph(self, graph, stream, capture_error_mode):
+        self.stream = stream
+        try:
+            yield
+        finally:
+            raise RuntimeError("the capture was invalidated")
+
+
+def test_a_recording_that_fails_leaves_the_stream_and_tells_the_cause(monkeypatch):
+    cuda = Cuda()
+    monkeypatch.setattr(torch, "cuda", cuda)
+
+    def step():
+        raise ValueError("no copies\nmore")
+
+    with pytest.raises(RuntimeError) as caught:
+        runner.record_kernels(step, torch.device("cpu"))
+    assert cuda.stream == "before" and not runner._RECORDING.locked() and torch.is_autocast_cache_enabled()
+    assert runner.cause_of(caught.value) == "ValueError: no copies"
+
+
+def test_rounding_is_no_difference():
+    values = torch.randn(9)
+    assert runner.alike(values, values * (1 + 1e-6)) and not runner.alike(values, values + 0.1)
+    assert not runner.alike(torch.tensor([1, 2]), torch.tensor([1, 3]))
+
+
+def test_a_changed_base_is_recorded_anew(recordings):
+    model = FAMILIES[0].build(tiny_base("llama"))
+    check(model)
+    model.base.get_decoder().layers[0].mlp.register_forward_hook(lambda module, given, output: output * -3)
+    check(model)
+    assert len(recordings) == 2
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("choice", [{}, {"do_sample": True, "top_k": 20}], ids=["greedy", "sampled"])
+@every_family
+def test_exact_on_a_gpu(family, choice, warnings):
+    model = family.build(tiny_base("llama-gqa")).to("cuda")
+    call = {name: value.to("cuda") for name, value in prompt(3).items()}
+    for _ in range(2):
+        torch.manual_seed(3)
+        expected = model.base.generate(**call, **CALL, **choice)
+        torch.manual_seed(3)
+        assert torch.equal(model.generate(**call, **CALL, **choice, draft_tree=TREE), expected)
+    (arena,) = programs.PROGRAMS[model].arenas.values()
+    assert warnings == [] and len(arena.programs) == 1
