@@ -8,7 +8,7 @@ from typing import Any, TextIO
 TEXTS = (".txt",)
 TABLES = (".parquet", ".arrow")
 RECORDS = (".json", ".jsonl")
-BLOCK = 1 << 16  # characters of a text file that become one row, up to the end of the line
+BLOCK_SIZE = 1 << 16  # characters of a text file that become one row, up to the end of the line
 
 
 def files_of(path: Path) -> list[Path]:
@@ -44,7 +44,7 @@ def _texts(path: str) -> Iterator[tuple[str, Any]]:
     """A text file as one record, or as several if it is long."""
     with open(path, encoding="utf-8") as file:
         number = 0
-        while lines := file.readlines(BLOCK):
+        while lines := file.readlines(BLOCK_SIZE):
             yield f"row {number}", {"text": "".join(lines)}
             number += 1
 
@@ -86,7 +86,7 @@ def _array(file: TextIO, path: str) -> Iterator[Any]:
         nonlocal text
         while True:
             advance(len(text) - len(text.lstrip()))
-            if text or not (text := file.read(BLOCK)):
+            if text or not (text := file.read(BLOCK_SIZE)):
                 return text[:1]
 
     def wrong(message: str, at: int = 0) -> ValueError:
@@ -105,7 +105,7 @@ def _array(file: TextIO, path: str) -> Iterator[Any]:
         except json.JSONDecodeError as error:
             # an element that continues after the piece read seems to end early, or within a string
             goes_on = error.msg.startswith("Unterminated string") or error.pos > len(text) - 12
-            if goes_on and (piece := file.read(max(BLOCK, len(text)))):
+            if goes_on and (piece := file.read(max(BLOCK_SIZE, len(text)))):
                 text += piece
                 continue
             raise wrong(error.msg, error.pos) from None

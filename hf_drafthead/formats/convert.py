@@ -11,19 +11,16 @@ from torch import Tensor, nn
 from transformers import AutoTokenizer, GenerationConfig
 from transformers.configuration_utils import PreTrainedConfig
 
-from hf_drafthead.formats.base_tensors import base_tensor, same_values
+from hf_drafthead.formats.disk import Source, new_folder, refuse_existing, write_safetensors
 from hf_drafthead.formats.heads import Heads, Joined
-from hf_drafthead.formats.layout import Layout
-from hf_drafthead.formats.layouts import find
-from hf_drafthead.formats.published import base_of
-from hf_drafthead.formats.source import Source
-from hf_drafthead.formats.writer import new_folder, refuse_existing, write_safetensors
+from hf_drafthead.formats.layout import Layout, base_tensor, same_values
+from hf_drafthead.formats.layouts import find, published_base
 from hf_drafthead.modeling.base import DraftHeadPreTrainedModel
 from hf_drafthead.modeling.base_model import commit_of, fetch_config, full_name
 from hf_drafthead.modeling.checkpoint import WEIGHTS, check_tensors
 from hf_drafthead.modeling.config import DraftHeadConfig
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
 @dataclass(frozen=True)
@@ -175,7 +172,7 @@ def _read(name: str, found: Source, layout: Layout, fields: Mapping[str, Any]) -
         )
     heads = layout.read(found, fields)
     heads.fields |= fields
-    if not heads.base and not heads.base_inside and (known := base_of(name)) is not None:
+    if not heads.base and not heads.base_inside and (known := published_base(name)) is not None:
         heads.base = known
         heads.notes.append(f"the layout names no base: {known} is the one that heads of this name were published for.")
     return heads

@@ -14,11 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_drafthead.formats.fold import folded_embeddings
+from hf_drafthead.formats.disk import Source
 from hf_drafthead.formats.heads import INPUT, OUTPUT, Heads, Reader
 from hf_drafthead.formats.layer_config import llama_fields, read_layer_config
-from hf_drafthead.formats.layout import Files, Layout, Own, refuse, refuse_own_base
-from hf_drafthead.formats.source import Source
+from hf_drafthead.formats.layout import Files, Layout, Own, read_base_tensor, refuse, refuse_own_base
 from hf_drafthead.modeling import EagleForCausalLM
 
 LAYER = "layers.0."
@@ -148,3 +147,46 @@ def _refuse_biases(own: Own, target: str, tensors: Mapping[str, Tensor]) -> None
             "its layer has biases on projections where the target has none, and would drop them",
             "train it with layer_config= of a Llama without biases",
         )
+
+
+FOLDED_AT_ONCE = 4096
+TOLERANCE = 0.01  # of the bias's largest entry
+
+
+def folded_embeddings(own: Own, target: str) -> tuple[Tensor, str]:
+    """The embeddings to store with the head, and a note that says how exact they are.
+
+    EAGLE's bias of fc is moved into them, for engines that drop it: fc reads [e; h], so W_e e + W_h h + b =
+    W_e (e + d) + W_h h with W_e d = b: the same d is added to every embedding.
+
+    Returns:
+        (V, H) in the type of the head's weights.
+
+    Raises:
+        ValueError: the base's embeddings are not on this machine, or the sums, rounded to that type, change the bias
+            by more than a hundredth.
+    """
+    embeddings = read_base_tensor(own, INPUT, target)
+    weight, bias = own.tensors["fc.weight"], own.tensors["fc.bias"].double()
+    reads_embedding = weight[:, : weight.shape[0]].double()
+    try:
+        shift = torch.linalg.solve(reads_embedding, bias)
+    except torch.linalg.LinAlgError:
+        refuse(own, target, "the half of fc that reads embeddings is singular", "train a head with fc_bias=False")
+    condition = torch.linalg.cond(reads_embedding, p=1).item()
+    pieces, residual = [], 0.0
+    for rows in embeddings.split(FOLDED_AT_ONCE):
+        exact = rows.double() + shift
+        stored = exact.to(weight.dtype)
+        # what fc makes of the stored row, against what it makes of the row and the bias
+        off = (stored.double() - rows.double()) @ reads_embedding.T - bias
+        residual = max(residual, off.abs().max().item())
+        pieces.append(stored)
+    largest = bias.abs().max().item()
+    found = (
+        f"the bias of fc is off by up to {residual:.1e} in {str(weight.dtype).removeprefix('torch.')}, its largest "
+        f"entry being {largest:.1e} (condition of fc's left half {condition:.1e})"
+    )
+    if residual > TOLERANCE * largest:
+        refuse(own, target, f"folded into embeddings, {found}", "train a head with fc_bias=False")
+    return torch.cat(pieces), f"folded into {INPUT} of its own, {found}."

@@ -19,12 +19,11 @@ from typing import Any
 
 from torch import Tensor
 
-from hf_drafthead.formats.base_tensors import base_tensor, same_values
+from hf_drafthead.formats.disk import Source
 from hf_drafthead.formats.eagle3_tensors import layer_prefix, own_tensors, read_pair_head
 from hf_drafthead.formats.heads import INPUT, Heads
 from hf_drafthead.formats.layer_config import llama_fields
-from hf_drafthead.formats.layout import Files, Layout, Own, refuse, refuse_own_base
-from hf_drafthead.formats.source import Source
+from hf_drafthead.formats.layout import Files, Layout, Own, base_tensor, refuse, refuse_own_base, same_values
 from hf_drafthead.modeling.eagle3 import Eagle3ForCausalLM
 
 IDS = "eagle_aux_hidden_state_layer_ids"

@@ -7,17 +7,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_drafthead.formats.heads import Heads, Joined, Reader, told
+from hf_drafthead.formats.disk import Source
+from hf_drafthead.formats.heads import Heads, Joined, Reader, note_difference
 from hf_drafthead.formats.layer_config import read_layer_config
 from hf_drafthead.formats.layout import Own, refuse
-from hf_drafthead.formats.source import Source
 from hf_drafthead.modeling.eagle3 import Eagle3ForCausalLM
 
 FIRST = ("midlayer.", "layers.0.")
 LATER = re.compile(r"layers\.(\d+)\.")
 LATER_OWN = re.compile(r"body\.more\.(\d+)\.")
 LEGACY_NORMS = ("aux_norm_low.weight", "aux_norm_mid.weight", "aux_norm_high.weight")
-OF_THE_BASE = ("verifier_norm.weight", "verifier_lm_head.weight")
+COPIES_OF_THE_BASE = ("verifier_norm.weight", "verifier_lm_head.weight")
 
 
 def layer_prefix(keys: Iterable[str]) -> str | None:
@@ -86,7 +86,7 @@ def read_pair_head(source: Source, layer: Mapping[str, Any], flags: dict[str, An
                     reader.drop(key, "computed from the config")
                 else:
                     tensors[ours + key.removeprefix(start)] = reader.one(key)
-    for key in OF_THE_BASE:
+    for key in COPIES_OF_THE_BASE:
         if key in reader:
             reader.drop(key, "the base's own, which only training needs")
     fields = flags | {
@@ -104,11 +104,11 @@ def read_pair_head(source: Source, layer: Mapping[str, Any], flags: dict[str, An
             key = "input_norm.weight" if name == "norm_before_fc" else norms[0]
             reader.take(key)  # a lost norm: say so
         if config.get(name) is not None:
-            told(notes, config, name, fields[name])
+            note_difference(notes, config, name, fields[name])
     if config.get("draft_vocab_size") is not None:
-        told(notes, config, "draft_vocab_size", draft_size)
+        note_difference(notes, config, "draft_vocab_size", draft_size)
     if layer.get("num_hidden_layers") is not None:
-        told(notes, layer, "num_hidden_layers", layers)
+        note_difference(notes, layer, "num_hidden_layers", layers)
     reader.finish(layout)
     heads = Heads(Eagle3ForCausalLM, fields, tensors, target_width, vocab_size, dropped=reader.dropped, notes=notes)
     return heads
@@ -163,7 +163,7 @@ def _vocabulary(reader: Reader, layer: Mapping[str, Any], notes: list[str]) -> i
             )
         return said
     if said is not None:
-        told(notes, layer, "vocab_size", sizes[0])
+        note_difference(notes, layer, "vocab_size", sizes[0])
     return sizes[0]
 
 

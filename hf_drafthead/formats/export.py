@@ -4,9 +4,9 @@ import os
 from dataclasses import dataclass, field
 from typing import Any
 
+from hf_drafthead.formats.disk import new_folder, refuse_existing, write_config, write_pickle, write_safetensors
 from hf_drafthead.formats.layout import Layout, Own, refuse
 from hf_drafthead.formats.layouts import LAYOUTS, targets
-from hf_drafthead.formats.writer import new_folder, refuse_existing, write_json, write_pickle, write_safetensors
 from hf_drafthead.modeling import DraftHeadConfig, DraftHeadPreTrainedModel
 from hf_drafthead.modeling.base_model import locate_base
 from hf_drafthead.modeling.checkpoint import checkpoint_files, map_tensors, read_config
@@ -76,7 +76,7 @@ def export_checkpoint(
     vocabulary = _left_out(own, to)
     files = layout.write(own, to, fold_bias)
     with new_folder(folder) as staged:
-        write_json(staged / "config.json", files.config)
+        write_config(staged / "config.json", files.config)
         write = write_safetensors if files.weights.endswith(".safetensors") else write_pickle
         write(staged / files.weights, files.tensors)
     shapes = {name: list(tensor.shape) for name, tensor in files.tensors.items()}

@@ -158,7 +158,7 @@ class Heads:
     notes: list[str] = field(default_factory=list)
 
 
-def told(notes: list[str], config: Mapping[str, Any], name: str, found: Any) -> None:
+def note_difference(notes: list[str], config: Mapping[str, Any], name: str, found: Any) -> None:
     """Note a config field that disagrees with the tensors, which are right."""
     if name in config and config[name] != found:
         notes.append(f"config.json says {name} {config[name]!r}, the tensors have {found!r}: the tensors are right.")

@@ -16,14 +16,14 @@ from typing import Any
 
 from torch import Tensor
 
-from hf_drafthead.formats.heads import INPUT, Heads, Joined, Reader, equal, told
+from hf_drafthead.formats.disk import Source
+from hf_drafthead.formats.heads import INPUT, Heads, Joined, Reader, equal, note_difference
 from hf_drafthead.formats.layout import Files, Layout, Own, refuse, refuse_own_base, some
-from hf_drafthead.formats.source import Source
 from hf_drafthead.modeling import HydraForCausalLM
 
 MLP, PROJECTION, PREFIX_LAYER = "hydra_mlp.", "hydra_lm_head.", "prefix_embeding_layer."
 EMBEDDINGS = "input_embed_fn.weight"
-BLOCK = re.compile(r"hydra_mlp\.(\d+)\.(\d+)\.(linear|res_connection)\.(weight|bias)")
+HYDRA_BLOCK = re.compile(r"hydra_mlp\.(\d+)\.(\d+)\.(linear|res_connection)\.(weight|bias)")
 KINDS = ("weight", "bias")
 UNUSED = {
     "embed_tokens.weight": "the prefix layer reads hidden states: the original never uses it",
@@ -40,7 +40,7 @@ class Hydra(Layout):
 
     def detect(self, keys: Iterable[str], config: Mapping[str, Any]) -> bool:
         names = list(keys)
-        return some(BLOCK.pattern, names) and any(key.startswith(PROJECTION) for key in names)
+        return some(HYDRA_BLOCK.pattern, names) and any(key.startswith(PROJECTION) for key in names)
 
     def read(self, source: Source, given: Mapping[str, Any]) -> Heads:
         reader, config = Reader(source.name, source.tensors), source.config
@@ -50,7 +50,7 @@ class Hydra(Layout):
                 f"{source.name!r} reads the hidden state {offset} layers before the last one (hidden_state_offset): "
                 "Hydra heads here read the last one, so these cannot be converted."
             )
-        blocks = [found for key in source.tensors if (found := BLOCK.fullmatch(key))]
+        blocks = [found for key in source.tensors if (found := HYDRA_BLOCK.fullmatch(key))]
         number = 1 + max(int(found[1]) for found in blocks)
         places = sorted({int(found[2]) for found in blocks})
         prefix = any(key.startswith(PREFIX_LAYER) for key in source.tensors)
@@ -90,10 +90,10 @@ class Hydra(Layout):
         base = config.get("base_model_name_or_path")
         heads = Heads(HydraForCausalLM, fields, tensors, hidden_size, vocab_size, base, copies=copies)
         heads.dropped = reader.dropped
-        told(heads.notes, config, "hydra_num_heads", number)
-        told(heads.notes, config, "hydra_num_layers", len(places))
-        told(heads.notes, config, "hydra_head_arch", "prefix-mlp" if prefix else "mlp")
-        told(heads.notes, config, "grounded_heads", True)
+        note_difference(heads.notes, config, "hydra_num_heads", number)
+        note_difference(heads.notes, config, "hydra_num_layers", len(places))
+        note_difference(heads.notes, config, "hydra_head_arch", "prefix-mlp" if prefix else "mlp")
+        note_difference(heads.notes, config, "grounded_heads", True)
         reader.finish(self.name)
         return heads
 

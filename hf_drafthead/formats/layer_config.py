@@ -6,7 +6,7 @@ from typing import Any
 from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 from transformers.configuration_utils import PreTrainedConfig
 
-from hf_drafthead.formats.heads import Reader, told
+from hf_drafthead.formats.heads import Reader, note_difference
 
 KEPT = (
     "max_position_embeddings",
@@ -62,7 +62,7 @@ def read_layer_config(
     }
     for name, found in sizes.items():
         if config.get(name) is not None:
-            told(notes, config, name, found)
+            note_difference(notes, config, name, found)
     fields = {name: config[name] for name in KEPT if config.get(name) is not None}
     fields |= sizes | {"num_attention_heads": heads, "num_hidden_layers": 1, "tie_word_embeddings": False}
     if config.get("sliding_window") and "sliding_attention" in (config.get("layer_types") or ()):

@@ -1,16 +1,19 @@
 """What a layout is: how another project names the tensors of draft heads, and what it writes about them."""
 
+import os
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NoReturn
 
+import torch
 from torch import Tensor, nn
 
-from hf_drafthead.formats.heads import Heads
-from hf_drafthead.formats.source import Source
+from hf_drafthead.formats.disk import Source
+from hf_drafthead.formats.heads import INPUT, OUTPUT, Heads
 from hf_drafthead.modeling.base import DraftHeadPreTrainedModel
+from hf_drafthead.modeling.checkpoint import checkpoint_files, map_tensors
 
 
 @dataclass
@@ -132,3 +135,70 @@ def refuse_own_base(own: Own, target: str) -> None:
             "they were trained together with the base that lies with them, and the target only names a base",
             "save the base on its own (model.base.save_pretrained), load the heads' tensors onto it and name it",
         )
+
+
+ENDS = {
+    INPUT: ("embed_tokens.weight", "wte.weight", "embed_in.weight"),
+    OUTPUT: ("lm_head.weight", "embed_out.weight"),
+}
+COMPARED_AT_ONCE = 4096  # compared at a time
+
+
+def base_tensor(base: str | nn.Module | Mapping[str, Tensor], which: str, revision: str | None = None) -> Tensor | None:
+    """The base's input embeddings or lm_head (V, H), if its weights are on this machine.
+
+    Args:
+        base: a loaded model, its tensors, a folder, or a Hub id whose files are in the cache.
+        which: INPUT or OUTPUT.
+        revision: of a Hub id.
+
+    Returns:
+        None if the weights are not here, or are not stored as plain safetensors.
+    """
+    if isinstance(base, nn.Module):
+        module: Any = base
+        found = module.get_input_embeddings() if which == INPUT else module.get_output_embeddings()
+        weight = found.weight
+        plain = weight.is_floating_point() and weight.dtype.itemsize >= 2 and not weight.is_meta
+        return weight.detach() if plain else None
+    if isinstance(base, str):
+        hub = {} if os.path.isdir(base) else {"local_files_only": True, "revision": revision or "main"}
+        try:
+            base = map_tensors(checkpoint_files(base, None, hub))
+        except OSError:
+            return None
+    for kind in (which, INPUT) if which == OUTPUT else (which,):  # a tied lm_head is not stored
+        names = [name for name in base if name.endswith(ENDS[kind])]
+        if len(names) == 1 and base[names[0]].is_floating_point():
+            return base[names[0]]
+    return None
+
+
+def read_base_tensor(own: Own, which: str, target: str) -> Tensor:
+    """A tensor of the base of heads that are to be written with it.
+
+    Raises:
+        ValueError: the base is not on this machine.
+    """
+    found = base_tensor(own.base_model or own.base or {}, which)
+    if found is None:
+        refuse(
+            own,
+            target,
+            f"the target holds the {which} of the base, and the weights of {own.base!r} are not on this machine",
+            "download the base first (`hf download`)",
+        )
+    return found
+
+
+def same_values(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors of one shape hold the same numbers, as far as the coarser of their types can tell."""
+    if one.shape != other.shape:
+        return False
+    exact = one.dtype == other.dtype
+    rounding = max(torch.finfo(one.dtype).eps, torch.finfo(other.dtype).eps)
+    smallest = 2.0**-24  # the spacing of float16 around zero, where it rounds more coarsely than bfloat16
+    pairs = zip(one.split(COMPARED_AT_ONCE), other.split(COMPARED_AT_ONCE), strict=True)
+    if exact:
+        return all(torch.equal(a, b.to(a.device)) for a, b in pairs)
+    return all(torch.allclose(a.float(), b.to(a.device).float(), rtol=rounding, atol=smallest) for a, b in pairs)

@@ -6,6 +6,10 @@
 in `medusa_lm_head.pt` or `.safetensors`; the names may have `medusa_head.` in front. NVIDIA's variant nests them as
 `medusa_heads.{k}.medusa_layers.{l}.linear.*` and `medusa_heads.{k}.lm_head.weight`. config.json has `medusa_num_heads`
 and `medusa_num_layers`, which published files have wrong, and `base_model_name_or_path`.
+
+A Medusa 1.0 model is an ordinary sharded model whose files hold the heads as well: the base's own names, and
+`medusa_head.{k}.{l}.linear.{weight,bias}`, `medusa_head.{k}.{L}.weight`. config.json is the base's, with the two
+numbers. The base was often trained together with its heads: they belong to the weights in these files and to no other.
 """
 
 import re
@@ -14,9 +18,9 @@ from typing import Any
 
 from torch import Tensor
 
-from hf_drafthead.formats.heads import Heads, Reader, equal, told
+from hf_drafthead.formats.disk import Source
+from hf_drafthead.formats.heads import Heads, Reader, equal, note_difference
 from hf_drafthead.formats.layout import Files, Layout, Own, refuse, refuse_own_base, some
-from hf_drafthead.formats.source import Source
 from hf_drafthead.modeling import MedusaForCausalLM
 
 PREFIX = "medusa_head."
@@ -42,8 +46,8 @@ class Medusa(Layout):
         reader = Reader(source.name, source.tensors)
         heads = read_heads(reader, names)
         heads.base = source.config.get("base_model_name_or_path")
-        told(heads.notes, source.config, "medusa_num_heads", heads.fields["num_draft_heads"])
-        told(heads.notes, source.config, "medusa_num_layers", heads.fields["num_layers"])
+        note_difference(heads.notes, source.config, "medusa_num_heads", heads.fields["num_draft_heads"])
+        note_difference(heads.notes, source.config, "medusa_num_layers", heads.fields["num_layers"])
         reader.finish(self.name)
         return heads
 
@@ -105,7 +109,7 @@ def read_heads(reader: Reader, names: Mapping[str, str]) -> Heads:
     tensors = {}
     for layer in range(layers):
         for kind, shape in (("weight", (hidden_size, hidden_size)), ("bias", (hidden_size,))):
-            keys = [_known(names, f"{head}.{layer}.linear.{kind}") for head in range(number)]
+            keys = [_name_in_file(names, f"{head}.{layer}.linear.{kind}") for head in range(number)]
             tensors[f"blocks.{layer}.{kind}"] = reader.stacked(keys, shape)
     own = bool(projections)
     vocab_size = None
@@ -156,5 +160,54 @@ def refuse_untied(own: Own, target: str) -> None:
                 )
 
 
-def _known(names: Mapping[str, str], name: str) -> str:
+def _name_in_file(names: Mapping[str, str], name: str) -> str:
     return names.get(name, name)
+
+
+# The draft trees of the original command line, chosen there by words in the model's name.
+TREES = {
+    ("vicuna", "7b"): "medusa_vicuna_7b_stage2",
+    ("vicuna", "13b"): "medusa_vicuna_13b_stage2",
+    ("vicuna", "33b"): "medusa_vicuna_33b_stage2",
+    ("zephyr",): "medusa_zephyr_stage2",
+}
+
+
+class MedusaFull(Layout):
+    """Base and heads in one checkpoint."""
+
+    name = "Medusa 1.0 model"
+    family = MedusaForCausalLM
+    targets = ("medusa",)
+    holds_base = True
+
+    def detect(self, keys: Iterable[str], config: Mapping[str, Any]) -> bool:
+        inside = [key.startswith(PREFIX) for key in keys]
+        return any(inside) and not all(inside)
+
+    def read(self, source: Source, given: Mapping[str, Any]) -> Heads:
+        inside = {key: tensor for key, tensor in source.tensors.items() if key.startswith(PREFIX)}
+        reader = Reader(source.name, inside)
+        heads = read_heads(reader, {key.removeprefix(PREFIX): key for key in inside})
+        reader.finish(self.name)
+        note_difference(heads.notes, source.config, "medusa_num_heads", heads.fields["num_draft_heads"])
+        note_difference(heads.notes, source.config, "medusa_num_layers", heads.fields["num_layers"])
+        heads.base_inside = True
+        name = source.name.lower()
+        heads.tree = next((tree for words, tree in TREES.items() if all(word in name for word in words)), heads.tree)
+        return heads
+
+    def write(self, own: Own, target: str, fold_bias: bool = False) -> Files:
+        config = own.config
+        refuse_untied(own, target)
+        if config.share_lm_head:
+            refuse(
+                own,
+                target,
+                "its heads share the base's lm_head, and Medusa 1.0 models have a projection per head",
+                "train heads with share_lm_head=False, or save the base on its own and name it",
+            )
+        base = config.base_config.to_dict()
+        base |= {"medusa_num_heads": config.num_draft_heads, "medusa_num_layers": config.num_layers}
+        tensors = dict(own.base_tensors) | {PREFIX + key: tensor for key, tensor in head_tensors(own).items()}
+        return Files("model.safetensors", tensors, base)

@@ -16,15 +16,14 @@ from typing import Any
 import torch
 from transformers.configuration_utils import PreTrainedConfig
 
-from hf_drafthead.formats.base_tensors import read_base_tensor
-from hf_drafthead.formats.heads import OUTPUT, Heads, Joined, Reader, told
-from hf_drafthead.formats.layout import Files, Layout, Own, refuse_own_base, some
-from hf_drafthead.formats.source import Source
+from hf_drafthead.formats.disk import Source
+from hf_drafthead.formats.heads import OUTPUT, Heads, Joined, Reader, note_difference
+from hf_drafthead.formats.layout import Files, Layout, Own, read_base_tensor, refuse_own_base, some
 from hf_drafthead.modeling import MedusaForCausalLM
 from hf_drafthead.modeling.foreign import how_to_convert
 
-PREFIX = "medusa_heads."
-BLOCK = re.compile(r"(?:medusa_heads\.)?blocks\.(\d+)\.layers\.(\d+)\.(weight|bias)")
+VLLM_PREFIX = "medusa_heads."
+VLLM_BLOCK = re.compile(r"(?:medusa_heads\.)?blocks\.(\d+)\.layers\.(\d+)\.(weight|bias)")
 
 
 class MedusaVllm(Layout):
@@ -35,12 +34,12 @@ class MedusaVllm(Layout):
     targets = ("vllm",)
 
     def detect(self, keys: Iterable[str], config: Mapping[str, Any]) -> bool:
-        return some(BLOCK.pattern, keys)
+        return some(VLLM_BLOCK.pattern, keys)
 
     def read(self, source: Source, given: Mapping[str, Any]) -> Heads:
         reader, config = Reader(source.name, source.tensors), source.config
-        names = {key.removeprefix(PREFIX): key for key in source.tensors}
-        blocks = [found for key in source.tensors if (found := BLOCK.fullmatch(key))]
+        names = {key.removeprefix(VLLM_PREFIX): key for key in source.tensors}
+        blocks = [found for key in source.tensors if (found := VLLM_BLOCK.fullmatch(key))]
         number, layers = (1 + max(int(block[group]) for block in blocks) for group in (1, 2))
         notes: list[str] = []
         if "token_map" in names:
@@ -85,7 +84,7 @@ class MedusaVllm(Layout):
         heads = Heads(MedusaForCausalLM, fields, tensors, hidden_size, vocab_size, base, copies=copies, notes=notes)
         heads.dropped = reader.dropped
         for name, value in {"num_heads": number, "num_hidden_layers": layers, "hidden_size": hidden_size}.items():
-            told(notes, config, name, value)
+            note_difference(notes, config, name, value)
         reader.finish(self.name)
         return heads
 

@@ -9,16 +9,16 @@ it for false and vLLM for true.
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from hf_drafthead.formats.disk import Source
 from hf_drafthead.formats.eagle3 import IDS, published_features
 from hf_drafthead.formats.eagle3_tensors import own_tensors, read_pair_head
 from hf_drafthead.formats.heads import Heads
 from hf_drafthead.formats.layer_config import llama_fields
 from hf_drafthead.formats.layout import Files, Layout, Own, refuse, refuse_own_base
-from hf_drafthead.formats.source import Source
 from hf_drafthead.modeling.eagle3 import Eagle3ForCausalLM
 
 VERSION = "0.9.0"  # of the library whose format is written
-TOKENS = 5  # that vLLM drafts at a time, if the command line does not say
+SPECULATIVE_TOKENS = 5  # that vLLM drafts at a time, if the command line does not say
 LAYERS = {"llama": "llama", "mistral": "llama", "qwen3": "qwen3"}
 KIND = "speculators_model_type"
 
@@ -80,7 +80,7 @@ class Speculators(Layout):
         biased = any(key.startswith("layers.") and key.endswith("o_proj.bias") for key in tensors)
         proposal = {
             "proposal_type": "greedy",
-            "speculative_tokens": min(config.num_draft_heads, TOKENS),
+            "speculative_tokens": min(config.num_draft_heads, SPECULATIVE_TOKENS),
             "verifier_accept_k": 1,
             "accept_tolerance": 0.0,
         }

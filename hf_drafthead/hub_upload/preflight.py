@@ -23,7 +23,7 @@ CACHES = ["__pycache__", ".cache", ".git", ".ipynb_checkpoints", ".*_cache", "*.
 PICKLES = ["*.bin", "*.pt", "*.pth", "*.pkl", "*.pickle", "*.ckpt", "*.joblib"]
 PRIVATE = [".env*", ".netrc", ".git-credentials", ".pypirc", ".npmrc", "*.pem", "*.key", "id_rsa*", "id_ed25519*"]
 PRIVATE += ["token", "stored_tokens", "credentials*"]
-WORDS = ("tokenizer.json", "vocab.json", "vocab.txt", "merges.txt")  # any string may be a word of a vocabulary
+VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "merges.txt")  # any string may be a word of a vocabulary
 SECRET = re.compile(
     rb"\bhf_[A-Za-z0-9]{30,}|\bsk-[A-Za-z0-9_-]{20,}|\bAKIA[0-9A-Z]{16}\b|\bgh[pousr]_[A-Za-z0-9]{36}"
     rb"|\bgithub_pat_\w{22,}|-----BEGIN [A-Z ]*PRIVATE KEY-----|://[^\s/:@]+:[^\s/@]+@"
@@ -33,7 +33,7 @@ WAYS += "with its heads (--include-base, or include_base=True)"
 TEXT_AT_MOST = 16 * 2**20  # bytes; larger files are not text written by people
 
 
-def files_of(folder: Path) -> dict[str, Path]:
+def files_to_send(folder: Path) -> dict[str, Path]:
     """Every file of a folder that may be sent, by its path there, in alphabetical order.
 
     The state of a training (`left_behind`) and the file that git hosts write are excluded.
@@ -71,11 +71,11 @@ def check_files(folder: Path) -> None:
         (PICKLES, "is a pickle, which can run code when it is opened", "save the weights as safetensors instead"),
     )
     signed_in = (get_token() or "").encode()
-    for name, path in files_of(folder).items():
+    for name, path in files_to_send(folder).items():
         for patterns, what, advice in kinds:
             if any(fnmatch(part, pattern) for part in Path(name).parts for pattern in patterns):
                 raise ValueError(f"{name!r} in {str(folder)!r} {what} and is not published: {advice}.")
-        if path.name in WORDS or path.suffix == ".safetensors" or path.stat().st_size > TEXT_AT_MOST:
+        if path.name in VOCABULARIES or path.suffix == ".safetensors" or path.stat().st_size > TEXT_AT_MOST:
             continue
         data = path.read_bytes()
         found = SECRET.search(data)
@@ -87,7 +87,7 @@ def check_files(folder: Path) -> None:
             )
 
 
-def check_base(config: DraftHeadConfig, folder: Path, token: str | bool | None) -> list[str]:
+def check_public_base(config: DraftHeadConfig, folder: Path, token: str | bool | None) -> list[str]:
     """Refuse heads whose base others cannot load.
 
     Args:

@@ -27,7 +27,7 @@ from hf_drafthead.modeling.config import portable
 logger = logging.get_logger(__name__)
 
 # Files that hold the weights, and figures that were measured with them; all others belong to the repository's owner.
-WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
+WEIGHT_FILES = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
 FIGURES = re.compile(r"training_summary\.json|evaluation[^/]*\.json|training\.png|head_accuracies\.png|tree\.png")
 NEW, CHANGED, UNCHANGED, REMOVED = "new", "changed", "unchanged", "removed"
 
@@ -191,7 +191,7 @@ def _push(
         check_destination(there, target, config.base_model_name_or_path)
         refused = None
         try:
-            notes = notes + unseen + preflight.check_base(config, folder, target.token)
+            notes = notes + unseen + preflight.check_public_base(config, folder, target.token)
         except ValueError as error:  # others could not load it; it can be looked at all the same
             if not dry_run:
                 raise
@@ -211,7 +211,7 @@ def _push(
                 raise
             refused = refused or str(error)
         preflight.check_files(folder)
-    files = preflight.files_of(folder)
+    files = preflight.files_to_send(folder)
     stale = sorted(name for name in _replaced(there.files, files) if FIGURES.fullmatch(name))
     if stale:
         notes.append(f"removed from the repository, because they belong to earlier heads: {', '.join(stale)}")
@@ -277,7 +277,7 @@ def _send(files: dict[str, Path], target: Target, there: Destination) -> tuple[C
 
 def _replaced(held: Iterable[str], files: dict[str, Path]) -> list[str]:
     """Weights and figures on the Hub that are not sent again: they would be mistaken for those of the new heads."""
-    return [name for name in held if name not in files and (WEIGHTS.fullmatch(name) or FIGURES.fullmatch(name))]
+    return [name for name in held if name not in files and (WEIGHT_FILES.fullmatch(name) or FIGURES.fullmatch(name))]
 
 
 def _compare(files: dict[str, Path], destination: Destination) -> dict[str, str]:

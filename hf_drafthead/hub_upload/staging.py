@@ -11,7 +11,7 @@ import torch
 from huggingface_hub import ModelCard, hf_hub_download, snapshot_download
 from huggingface_hub.errors import HFValidationError, RemoteEntryNotFoundError, RepositoryNotFoundError
 
-from hf_drafthead.hub_upload.preflight import family_of, files_of, find_base, left_behind, tensors_of
+from hf_drafthead.hub_upload.preflight import family_of, files_to_send, find_base, left_behind, tensors_of
 from hf_drafthead.modeling import DraftHeadConfig, DraftHeadPreTrainedModel
 from hf_drafthead.modeling.base_model import check_base, fetch_config, is_local, locate_base, refuse_unfit
 from hf_drafthead.modeling.checkpoint import HTTP_ERROR, INDEX, why_refused
@@ -50,7 +50,7 @@ def stage_model(
     """
     model.save_pretrained(target, include_base=include_base, include_tokenizer=False, max_shard_size=max_shard_size)
     notes = []
-    source = _source(model, token)
+    source = _loaded_from(model, token)
     if source is not None:
         if _same_heads(source, target):
             _copy(source, target, [*FACTS, CARD])
@@ -91,7 +91,7 @@ def stage_folder(
     """
     family = family_of(folder)
     config = family.config_class.from_pretrained(folder)
-    files = files_of(folder)
+    files = files_to_send(folder)
     if include_base and not config.base_included:
         model: Any = family.from_pretrained(folder, dtype="auto", token=token)
         model.save_pretrained(target, include_base=True, include_tokenizer=False, max_shard_size=max_shard_size)
@@ -285,7 +285,7 @@ def add_tags(target: Path, tags: list[str] | None) -> None:
     card.save(target / CARD)
 
 
-def _source(model: DraftHeadPreTrainedModel, token: str | bool | None) -> Path | None:
+def _loaded_from(model: DraftHeadPreTrainedModel, token: str | bool | None) -> Path | None:
     """The checkpoint that the heads were loaded from: a folder, or their files from the Hub; None if unknown.
 
     Raises:

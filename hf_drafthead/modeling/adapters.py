@@ -23,7 +23,7 @@ logger = logging.get_logger(__name__)
 
 ADAPTER_WEIGHTS, ADAPTER_PICKLE = "adapter_model.safetensors", "adapter_model.bin"
 TOKEN_ADAPTER = "token_adapter"  # the name that PEFT gives a layer in which some tokens are trained
-FOLDER = "adapter"  # of a checkpoint, in which the adapter of its base lies
+ADAPTER_FOLDER = "adapter"  # of a checkpoint, in which the adapter of its base lies
 # How PEFT names the tensors of an adapter that was made for a model with draft heads, and not for its base.
 OF_A_WHOLE_MODEL = re.compile(r"base_model\.model\.(base|drafter)\.")
 
@@ -55,7 +55,7 @@ def find_adapter(path: str, hub: Mapping[str, Any], inside: str | None = None) -
         return str(Path(config).parent)
 
 
-def base_of(folder: str) -> tuple[str, str | None]:
+def adapter_base(folder: str) -> tuple[str, str | None]:
     """Name and revision of the base that an adapter was made for.
 
     Raises:
@@ -124,7 +124,7 @@ def adapt(base: Any, path: str | None, config: DraftHeadConfig, hub: Mapping[str
             "may be accepted; load the adapter with model.base.load_adapter(...)."
         )
         return
-    folder = find_adapter(path, hub, FOLDER) if path else None
+    folder = find_adapter(path, hub, ADAPTER_FOLDER) if path else None
     if folder is None:
         fetch = {key: value for key, value in hub.items() if key not in ("revision", "subfolder")}
         folder = find_adapter(name, {**fetch, "revision": config.adapter_revision or "main"})
@@ -213,7 +213,7 @@ def _plain_state(model: nn.Module, merge: bool) -> dict[str, Tensor]:
     return state | {target: state[source] for target, source in tied.items() if source in state and target in state}
 
 
-def check_names(state: Mapping[str, Tensor], plain: nn.Module) -> None:
+def check_merged_names(state: Mapping[str, Tensor], plain: nn.Module) -> None:
     """Refuse to save tensors that would not load: of a model whose adapters were taken out or merged.
 
     Args:

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from hf_drafthead.modeling.adapters import (
-    FOLDER,
+    ADAPTER_FOLDER,
     active_adapter,
     bare_state,
-    check_names,
+    check_merged_names,
     find_adapter,
     is_of_a_whole_model,
     merged_state,
@@ -87,12 +87,12 @@ class DraftHeadPreTrainedModel(LoadableModel):
         adapted, adapter = getattr(self, "_hf_peft_config_loaded", False), active_adapter(self.base)
         if (adapted or adapter) and include_base:
             state_dict = merged_state(self)
-            check_names(state_dict, self._blank(copy.deepcopy(self.config), build_base=True))
+            check_merged_names(state_dict, self._blank(copy.deepcopy(self.config), build_base=True))
         elif adapted:  # adapters of the whole model, heads and all, lie beside the heads
             state_dict = bare_state(self)
             super().save_pretrained(save_directory, is_main_process=is_main_process)
         elif adapter:
-            save_adapter(self.base, Path(save_directory) / FOLDER, is_main_process)
+            save_adapter(self.base, Path(save_directory) / ADAPTER_FOLDER, is_main_process)
         tensors = self.state_dict() if state_dict is None else state_dict
         if not include_base:
             tensors = {name: tensor for name, tensor in tensors.items() if name.startswith("drafter.")}
@@ -124,7 +124,7 @@ class DraftHeadPreTrainedModel(LoadableModel):
         if include_base or not with_adapter:
             stored.adapter_name_or_path = stored.adapter_revision = None
         elif not stored.adapter_name_or_path:
-            stored.adapter_name_or_path = FOLDER
+            stored.adapter_name_or_path = ADAPTER_FOLDER
         return stored
 
     @staticmethod

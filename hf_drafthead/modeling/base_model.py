@@ -20,7 +20,7 @@ from transformers.models.auto.modeling_auto import (
 )
 from transformers.utils import CONFIG_NAME, cached_file, logging
 
-from hf_drafthead.modeling.adapters import base_of, find_adapter, load_adapter, unwrapped
+from hf_drafthead.modeling.adapters import adapter_base, find_adapter, load_adapter, unwrapped
 from hf_drafthead.modeling.checkpoint import HTTP_ERROR, fetch_file, is_missing_folder, why_refused
 from hf_drafthead.modeling.config import MODEL_TYPE_PREFIX, DraftHeadConfig
 from hf_drafthead.modeling.gguf_files import beside, gguf_arguments, load_tokenizer, reading_gguf, split_gguf
@@ -98,7 +98,7 @@ def _behind_adapter(name: str, hub: dict[str, Any]) -> tuple[str, dict[str, Any]
     adapter = find_adapter(name, {**hub, **quiet})
     if adapter is None or fetch_file(name, CONFIG_NAME, hub) is not None:  # transformers loads both from such a folder
         return name, hub, None
-    place, revision = base_of(adapter)
+    place, revision = adapter_base(adapter)
     return place, {**hub, "revision": revision or "main"}, adapter
 
 
@@ -243,7 +243,7 @@ def fetch_config(name: str, revision: str | None, token: str | bool | None, **hu
     try:
         fields, _ = PreTrainedConfig.get_config_dict(name, revision=revision or "main", token=token, **hub)
     except (OSError, HTTP_ERROR) as error:
-        refused = why_refused(error) or _first_line(error)
+        refused = why_refused(error) or _headline(error)
         raise OSError(f"config.json of the base {name!r} cannot be fetched: {refused.rstrip('.')}.") from error
     model_type = fields.get("model_type")
     if model_type in CONFIG_MAPPING:
@@ -362,7 +362,7 @@ def save_tokenizer(base: Any, config: DraftHeadConfig, folder: Path) -> None:
         if any(cached_file(name, file, _raise_exceptions_for_missing_entries=False, **hub) for file in TOKENIZER_FILES):
             load_tokenizer(name, **hub).save_pretrained(folder)
     except (OSError, ValueError, TypeError, KeyError, ImportError) as error:
-        logger.warning_once(f"the tokenizer of {name!r} is not saved with its heads: {_first_line(error)}")
+        logger.warning_once(f"the tokenizer of {name!r} is not saved with its heads: {_headline(error)}")
 
 
 def full_name(name: str) -> str:
@@ -404,7 +404,7 @@ def _loaded(config: PreTrainedConfig, name: str, hub: Mapping[str, Any], argumen
 def _why_not(name: str, error: Exception) -> str:
     """What a message says about a base that was not found, or about its folder, which is there."""
     there = os.path.isdir(name)
-    return f"{'cannot be read' if there else 'was not found'} ({_first_line(error).rstrip('.')}{beside(name)})"
+    return f"{'cannot be read' if there else 'was not found'} ({_headline(error).rstrip('.')}{beside(name)})"
 
 
 def commit_of(name: str, hub: Mapping[str, Any], of_file: str = CONFIG_NAME) -> str | None:
@@ -421,5 +421,5 @@ def _commit_in(folder: str) -> str | None:
     return name if re.fullmatch(r"[0-9a-f]{40}", name) else None
 
 
-def _first_line(error: Exception) -> str:
+def _headline(error: Exception) -> str:
     return str(error).splitlines()[0]

@@ -42,7 +42,7 @@ from hf_drafthead.modeling.files import in_one_line, shortened
 
 logger = logging.get_logger(__name__)
 
-Model = TypeVar("Model", bound="LoadableModel")
+LoadedModel = TypeVar("LoadedModel", bound="LoadableModel")
 
 # Arguments of from_pretrained for the heads' own files, and for every download.
 HEADS_ARGUMENTS = {"revision", "subfolder", "variant", "_from_auto", "_from_pipeline", "adapter_kwargs"}
@@ -141,13 +141,13 @@ class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
 
     @classmethod
     def from_base(
-        cls: type[Model],
+        cls: type[LoadedModel],
         base: str | os.PathLike | nn.Module,
         *,
         config: DraftHeadConfig | None = None,
         base_revision: str | None = None,
         **kwargs: Any,
-    ) -> Model:
+    ) -> LoadedModel:
         """Fresh heads on a base.
 
         Args:
@@ -257,7 +257,7 @@ class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
 
     @classmethod
     def from_pretrained(  # type: ignore[override]
-        cls: type[Model],
+        cls: type[LoadedModel],
         pretrained_model_name_or_path: str | os.PathLike | None,
         *,
         config: DraftHeadConfig | str | os.PathLike | None = None,
@@ -269,7 +269,7 @@ class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
         generation_config: GenerationConfig | None = None,
         output_loading_info: bool = False,
         **kwargs: Any,
-    ) -> Model | tuple[Model, dict[str, Any]]:
+    ) -> LoadedModel | tuple[LoadedModel, dict[str, Any]]:
         """Load trained heads and their base.
 
         Args:
@@ -381,12 +381,12 @@ class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
 
     @classmethod
     def _with_its_base(
-        cls: type[Model],
+        cls: type[LoadedModel],
         source: HeadsSource,
         config: DraftHeadConfig,
         state_dict: Mapping[str, Tensor] | None,
         arguments: dict[str, Any],
-    ) -> Model:
+    ) -> LoadedModel:
         """The model of a checkpoint that holds its base, as transformers loads it."""
         heads = {**source.heads, **source.fetch, "config": config, "state_dict": state_dict and dict(state_dict)}
         if arguments.get("quantization_config") is not None:
@@ -411,20 +411,20 @@ class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
         return model
 
     @classmethod
-    def _blank(cls: type[Model], config: DraftHeadConfig, build_base: bool) -> Model:
+    def _blank(cls: type[LoadedModel], config: DraftHeadConfig, build_base: bool) -> LoadedModel:
         """The model without memory: its names and shapes."""
         with torch.device("meta"), no_init_weights():
             return cls(config, build_base=build_base)
 
     @classmethod
     def _without_memory(
-        cls: type[Model],
+        cls: type[LoadedModel],
         path: str,
         config: DraftHeadConfig,
         variant: str | None,
         hub: dict[str, Any],
         given: Mapping[str, Tensor] | None = None,
-    ) -> tuple[Model, dict[str, Tensor]]:
+    ) -> tuple[LoadedModel, dict[str, Tensor]]:
         """The model without base and memory, and the heads' tensors, given or in the checkpoint, which fit it.
 
         Raises:
@@ -450,7 +450,7 @@ class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
         return model, tensors
 
     @classmethod
-    def _complete(cls: type[Model], model: Model, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    def _complete(cls: type[LoadedModel], model: LoadedModel, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """The tensors of a checkpoint with those that it leaves out because they are others of them."""
         return tensors
 

@@ -11,7 +11,7 @@ from tests.formats.published import Published, published
 PEAK = """
 import json, sys
 from hf_drafthead import convert_checkpoint
-from hf_drafthead.formats.source import find_sources
+from hf_drafthead.formats.disk import find_sources
 
 def memory(name):  # ru_maxrss would count what the process was that started this one
     with open("/proc/self/status") as status:

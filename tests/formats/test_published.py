@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModel
 
 from hf_drafthead import convert_checkpoint
-from hf_drafthead.formats.published import BASES
+from hf_drafthead.formats.layouts import BASES
 from tests.formats.published import ALL, Published
 
 every = pytest.mark.parametrize("one", ALL, ids=lambda one: one.repo)

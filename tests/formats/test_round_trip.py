@@ -5,8 +5,8 @@ import torch
 from transformers import LlamaConfig
 
 from hf_drafthead import convert_checkpoint, export_checkpoint
+from hf_drafthead.formats.disk import find_sources
 from hf_drafthead.formats.layouts import LAYOUTS, targets
-from hf_drafthead.formats.source import find_sources
 from hf_drafthead.modeling import Eagle3ForCausalLM, EagleForCausalLM, HydraForCausalLM, MedusaForCausalLM
 from tests.bases import tiny_base
 from tests.families import Family

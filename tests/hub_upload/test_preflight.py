@@ -64,13 +64,13 @@ STATE = {
 
 
 def test_the_state_of_a_training_stays_behind(folder):
-    before = set(preflight.files_of(folder))
+    before = set(preflight.files_to_send(folder))
     assert preflight.left_behind(folder) == []
     for name in STATE:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(b"x")
     preflight.check_files(folder)
-    assert set(preflight.files_of(folder)) == before
+    assert set(preflight.files_to_send(folder)) == before
     assert preflight.left_behind(folder) == sorted(set(STATE.values()))
 
 
@@ -189,9 +189,9 @@ def test_a_base_that_only_this_machine_has(folder, base):
     config = MedusaForCausalLM.config_class.from_pretrained(folder)
     config.base_model_name_or_path = base
     with pytest.raises(ValueError, match=r"name it on the Hub .* or push it along with its heads"):
-        preflight.check_base(config, folder, None)
+        preflight.check_public_base(config, folder, None)
     config.base_included = True
-    assert preflight.check_base(config, folder, None) == []
+    assert preflight.check_public_base(config, folder, None) == []
 
 
 def test_a_folder_beside_the_checkpoint_is_no_repository_on_the_hub(folder):
@@ -199,7 +199,7 @@ def test_a_folder_beside_the_checkpoint_is_no_repository_on_the_hub(folder):
     config.base_model_name_or_path = "org/base"
     (folder / "org" / "base").mkdir(parents=True)
     with pytest.raises(ValueError, match=r"is the local path 'org/base'"):
-        preflight.check_base(config, folder, None)
+        preflight.check_public_base(config, folder, None)
 
 
 def test_a_card_without_a_license(models, folder):
