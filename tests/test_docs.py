@@ -51,7 +51,9 @@ def documented(page: str) -> dict[str, str]:
 def figures():
     spec = importlib.util.spec_from_file_location("figures", ROOT / "benchmarks" / "figures.py")
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(ROOT / "benchmarks")  # as for a script
+        spec.loader.exec_module(module)
     return module
 
 
