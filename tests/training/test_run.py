@@ -206,8 +206,9 @@ def test_an_interrupted_run_goes_on_bit_for_bit(place, tmp_path, steps_taken):
         subprocess.run(["rm", "-r", str(path)], check=True)
     (tmp_path / "parts" / "checkpoint-3").mkdir()  # torn: killed while it was written
     steps_taken.clear()
-    resumed = train(place, tmp_path / "parts", resume=True, **settings)
-    assert steps_taken == [3, 4]
+    told = []
+    resumed = train(place, tmp_path / "parts", resume=True, tell=told.append, **settings)
+    assert steps_taken == [3, 4] and told[-1] == "resuming from step 2 of 4"
     for name, tensor in weights(whole.model.drafter).items():
         assert torch.equal(weights(resumed.model.drafter)[name], tensor), name
         assert torch.equal(weights(stopped.model.drafter)[name], tensor), name
