@@ -170,10 +170,12 @@ class HeadsLoss:
             return Reading(inputs["features"], inputs["features"], inputs["features"])
         base, was_training = model.base, model.base.training
         learns = bool(self.base) and learn
-        base.train(was_training and learns)  # no dropout in a base that is not trained
+        if was_training and not learns:
+            base.eval()  # no dropout in a base that is not trained
         with torch.set_grad_enabled(learns and torch.is_grad_enabled()):
             reading = self._reader(model).texts(inputs["input_ids"], inputs.get("attention_mask"))
-        base.train(was_training)
+        if was_training and not learns:
+            base.train()
         return reading
 
     def _reader(self, model: DraftHeadPreTrainedModel) -> BaseReader:
