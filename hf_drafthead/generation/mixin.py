@@ -219,8 +219,8 @@ class DraftHeadGenerationMixin(GenerationMixin):
             reader, drafter = self._base_reader(), self.drafter
             _check_call(self.base, self._merged_config(None, {})[0], None, None)
             settings = DraftSettings(draft_tree=[[0]]).resolved(self.drafter.max_depth, 1)
-            nothing = {"execution": None, "capture": None, "streamer": None, "on_step": None}
-            loop = functools.partial(_decode_if_possible, reader=reader, drafter=drafter, settings=settings, **nothing)
+            how = {"model": self, "execution": Execution("eager"), "chooses": False, "streamer": None, "on_step": None}
+            loop = functools.partial(_decode_if_possible, reader=reader, drafter=drafter, settings=settings, **how)
             self.base.generate(probe_tokens(self.base)[None, :4], generation_config=config, custom_generate=loop)
         except Unsupported as reason:
             return str(reason)
