@@ -10,7 +10,7 @@ from matplotlib.image import imread
 from transformers import AutoModelForCausalLM
 
 from hf_drafthead import cli
-from hf_drafthead.cli.trees import in_words
+from hf_drafthead.cli.trees import entry_in_words
 from hf_drafthead.generation.entries import CalibrationKey, cpu_name
 from hf_drafthead.generation.tree import DraftTree, published_trees
 from hf_drafthead.trees import calibrate
@@ -71,11 +71,11 @@ def test_a_line_says_for_what_which_tree_and_how_fast():
     key = CalibrationKey("NVIDIA X", None, "float32", 2, "compiled", None)
     entry = {**key._asdict(), "measured": measured}
     first = "NVIDIA X, float32, batch size 2, compiled steps: "
-    assert in_words({**entry, "tree": [[0], [1]]}) == (
+    assert entry_in_words({**entry, "tree": [[0], [1]]}) == (
         f"{first}a tree of 3 nodes is 1.26x as fast as the base (189 against 150 tokens/s, 2.35 tokens per step)"
     )
     nothing = "no tree pays (the fastest is 0.95x the base), so the base decodes by itself"
-    assert in_words({**entry, "tree": []}) == first + nothing
+    assert entry_in_words({**entry, "tree": []}) == first + nothing
 
 
 def test_prompts_that_the_heads_were_trained_on_are_named(run, folder, tmp_path):

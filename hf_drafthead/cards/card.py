@@ -9,14 +9,14 @@ from typing import Any
 
 from huggingface_hub import CardData, EvalResult, ModelCard, ModelCardData
 
-from hf_drafthead.cards.exactness import FULL_PRECISION, counts_of, in_words
+from hf_drafthead.cards.exactness import FULL_PRECISION, counts_in_words, counts_of
 from hf_drafthead.cards.facts import ACCURACY, Facts, is_hub_id, read_facts
 from hf_drafthead.cards.licenses import check_license
 from hf_drafthead.cards.pictures import draw_accuracies, draw_trees
 from hf_drafthead.cards.sections import REBUILT, merge
 from hf_drafthead.modeling.families import FAMILIES
 
-ROOM = resources.files("hf_drafthead.cards")
+CARD_FILES = resources.files("hf_drafthead.cards")
 CARD, TREE_PICTURE, ACCURACY_PICTURE = "README.md", "tree.png", "head_accuracies.png"
 CALIBRATED_PICTURE = "calibrated_trees.png"
 TRAINING_PICTURE = "training.png"  # drawn by the training, if it was
@@ -183,12 +183,12 @@ def render(facts: Facts, data: ModelCardData, repo_id: str) -> str:
         "asked": asked_text,
         "without_folders": without_folders,
         "names": names,
-        "seen": lambda runs: "; ".join(f"{names([run])}: {in_words(counts_of(run) or {})}" for run in runs),
+        "seen": lambda runs: "; ".join(f"{names([run])}: {counts_in_words(counts_of(run) or {})}" for run in runs),
         "dtypes": lambda runs: listed(dtype_of(run) for run in runs),
         "choice": choice,
         "dtype": dtype_of,
         "trees": lambda sizes: ("trees" if len(sizes) > 1 else "a tree") + f" of {listed(sizes)} nodes",
-        "same": same_text,
+        "same": same_text_cell,
     }
     family = FAMILIES.get(facts.family)
     named = data.get("base_model") or (None if facts.base_included else facts.base_named)
@@ -200,7 +200,7 @@ def render(facts: Facts, data: ModelCardData, repo_id: str) -> str:
             kinds[exactness(run)].append(run)
     same = [run for run in kinds["same"] if was_drafted(run)]
     drafted = [run for run in facts.runs if was_drafted(run)]
-    return environment.from_string((ROOM / "template.md.jinja").read_text(encoding="utf-8")).render(
+    return environment.from_string((CARD_FILES / "template.md.jinja").read_text(encoding="utf-8")).render(
         card_data=data.to_yaml(),
         facts=facts,
         name=repo_id.rpartition("/")[2],
@@ -235,7 +235,7 @@ def cited(paper: str) -> str:
     Args:
         paper: arXiv number.
     """
-    entries = [file.read_text(encoding="utf-8") for file in (ROOM / "citations").iterdir()]
+    entries = [file.read_text(encoding="utf-8") for file in (CARD_FILES / "citations").iterdir()]
     matching = [entry for entry in entries if f"arXiv:{paper}" in entry]
     return (matching or [f"@misc{{{paper}, eprint = {{{paper}}}, archiveprefix = {{arXiv}}}}"])[0].strip()
 
@@ -339,7 +339,7 @@ def asked_text(run: dict[str, Any]) -> str:
     return ", ".join(parts)
 
 
-def same_text(part: dict[str, Any], run: dict[str, Any]) -> str:
+def same_text_cell(part: dict[str, Any], run: dict[str, Any]) -> str:
     """Whether a part of a run gave the base's own text, where it was meant to."""
     same = part.get("identical")
     if not is_exact(run):

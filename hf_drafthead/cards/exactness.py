@@ -26,12 +26,13 @@ def counts_of(figures: Mapping[str, Any]) -> dict[str, Any] | None:
     return {**totals, "largest_margin": max(margins, default=None)}
 
 
-def in_words(counts: Mapping[str, Any]) -> str:
+def counts_in_words(counts: Mapping[str, Any]) -> str:
     """Counts of texts as a sentence without its full stop.
 
-    >>> in_words({"texts": 3, "rounding": 0, "faults": 0})
+    >>> counts_in_words({"texts": 3, "rounding": 0, "faults": 0})
     'all 3 texts are the same'
-    >>> in_words({"texts": 3, "rounding": 1, "faults": 1, "largest_margin": 0.125, "largest_probability_margin": 0.01})
+    >>> margins = {"largest_margin": 0.125, "largest_probability_margin": 0.01}
+    >>> counts_in_words({"texts": 3, "rounding": 1, "faults": 1, **margins})
     '1 of 3 texts is the same, 1 differs from a near tie on (largest margin 0.125 in the logits, 0.01 in probability), \
 1 differs by more than rounding explains'
     """

@@ -91,7 +91,7 @@ def main(arguments: list[str] | None = None) -> None:
     except ImportError as error:  # of a package that only some of the work needs
         if (error.name or "").partition(".")[0] == "hf_drafthead":
             raise
-        complain(f"a package is missing or broken ({_first_line(error)}): install it, then try again.")
+        complain(f"a package is missing or broken ({_in_one_line(error)}): install it, then try again.")
         code = 2
     except (RuntimeError, MemoryError) as error:
         if not _out_of_memory(error):
@@ -126,7 +126,7 @@ def _as_setting(error: UsageError) -> str:
     return f"a setting that has no option is given by --set {option.lstrip('-').replace('-', '_')}=VALUE; "
 
 
-def _first_line(error: BaseException) -> str:
+def _in_one_line(error: BaseException) -> str:
     from hf_drafthead.evaluation.loading import one_line
 
     return one_line(error)

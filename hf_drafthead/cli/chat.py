@@ -7,11 +7,11 @@ import typer
 
 from hf_drafthead.cli.common import (
     Loading,
-    Model,
+    ModelName,
     SamplingSeed,
     System,
     Temperature,
-    Tree,
+    TreeOption,
     app,
     coloured,
     complain,
@@ -23,16 +23,16 @@ from hf_drafthead.cli.common import (
 )
 
 
-@app.command()
+@app.command("chat")
 @options_of_groups
-def chat(
-    model: Model,
+def run_chat(
+    model: ModelName,
     loading: Loading,
     system: System = None,
     max_new_tokens: Annotated[int, typer.Option(metavar="N", min=1, help="Tokens of an answer, at most.")] = 1024,
     temperature: Temperature = None,
     seed: SamplingSeed = None,
-    tree: Tree = None,
+    tree: TreeOption = None,
     color: Annotated[bool, typer.Option("--color/--no-color", help="Colour accepted guesses by their depth.")] = True,
 ) -> None:
     """Hold a conversation: answers stream, accepted guesses are coloured by depth; /clear starts anew, /exit ends."""

@@ -30,15 +30,19 @@ LOG_SECONDS = 5.0  # that lie at least between two lines of progress in a log
 # by the depth of the guess; the base's own tokens stay plain
 COLOURS = ("green", "cyan", "blue", "magenta", "red", "yellow")
 
-Model = Annotated[str, typer.Argument(metavar="MODEL", help="Folder of a draft-head checkpoint, or its id on the Hub.")]
-Models = Annotated[list[str], typer.Argument(metavar="MODEL...", help="As MODEL; several are compared side by side.")]
+ModelName = Annotated[
+    str, typer.Argument(metavar="MODEL", help="Folder of a draft-head checkpoint, or its id on the Hub.")
+]
+ModelNames = Annotated[
+    list[str], typer.Argument(metavar="MODEL...", help="As MODEL; several are compared side by side.")
+]
 Template = Annotated[
     Path | None,
     typer.Option("--chat-template", metavar="FILE", help="Jinja template, or `vicuna`, instead of the tokenizer's."),
 ]
 TREE_HELP = "Draft tree: a published one's name, rank paths as JSON, a JSON file, dynamic, or auto."
-Tree = Annotated[str | None, typer.Option("--tree", "--draft-tree", metavar="TREE", help=TREE_HELP)]
-Trees = Annotated[
+TreeOption = Annotated[str | None, typer.Option("--tree", "--draft-tree", metavar="TREE", help=TREE_HELP)]
+TreeOptions = Annotated[
     list[str] | None,
     typer.Option("--tree", "--draft-tree", metavar="TREE", help=f"{TREE_HELP} Several are measured one by one."),
 ]

@@ -9,8 +9,8 @@ import typer
 from hf_drafthead.cli.common import Json, Template, app, bar, check_writable, output, read_template, write_json
 
 
-@app.command()
-def distill(
+@app.command("distill")
+def run_distill(
     output_file: Annotated[Path, typer.Option("--output", metavar="FILE.jsonl", help="The answers go there.")],
     model: Annotated[
         str | None,

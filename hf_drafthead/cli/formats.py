@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from hf_drafthead.cli.common import Json, Model, app, check_writable, output, parse_options, write_json
+from hf_drafthead.cli.common import Json, ModelName, app, check_writable, output, parse_options, write_json
 
 Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit on the Hub.")]
 Token = Annotated[str | None, typer.Option(help="Of the Hub, instead of that of `hf auth login`.")]
@@ -63,7 +63,7 @@ def convert(
 
 @app.command()
 def export(
-    model: Model,
+    model: ModelName,
     folder: Annotated[Path, typer.Argument(metavar="DST", help="New folder to write to.")],
     to: Annotated[
         str, typer.Option(help="medusa, tgi, vllm, hydra, eagle, eagle3, sglang or speculators: what the family has.")

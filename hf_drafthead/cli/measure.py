@@ -8,10 +8,10 @@ import typer
 from hf_drafthead.cli.common import (
     Json,
     Loading,
-    Model,
-    Models,
+    ModelName,
+    ModelNames,
     Settings,
-    Trees,
+    TreeOptions,
     app,
     bar,
     check_writable,
@@ -28,10 +28,10 @@ from hf_drafthead.cli.settings import parse_settings
 PROMPT_LOOKUP = "prompt-lookup"
 
 
-@app.command()
+@app.command("bench")
 @options_of_groups
-def bench(
-    models: Models,
+def run_bench(
+    models: ModelNames,
     questions: Annotated[
         str,
         typer.Option(
@@ -65,7 +65,7 @@ def bench(
     captured: Annotated[
         bool, typer.Option("--captured", help="Compile the heads' steps, as a static cache does.")
     ] = False,
-    tree: Trees = None,
+    tree: TreeOptions = None,
     settings: Settings = None,
     plot: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Draw pictures there.")] = None,
     csv_path: Annotated[
@@ -75,7 +75,7 @@ def bench(
 ) -> None:
     """Speed, acceptance and exactness of models with draft heads against their bases, on questions."""
     from hf_drafthead.evaluation import plots, report
-    from hf_drafthead.evaluation.bench import Plan, carry_out
+    from hf_drafthead.evaluation.bench import BenchPlan, carry_out
     from hf_drafthead.evaluation.loading import process_state
     from hf_drafthead.evaluation.questions import read_questions
 
@@ -84,7 +84,7 @@ def bench(
     thresholds = parse_numbers("--epsilon", epsilon, float)
     sizes = parse_numbers("--batch-size", batch_size, int)
     usual = [0.7] if thresholds else [0.0]
-    plan = Plan(
+    plan = BenchPlan(
         models=models,
         questions=read_questions(questions, split)[:limit],
         settings={"max_new_tokens": max_new_tokens, **parse_settings(settings)},
@@ -136,10 +136,10 @@ def named(questions: str) -> str:
     return Path(questions).resolve().name if Path(questions).exists() else questions
 
 
-@app.command()
+@app.command("verify")
 @options_of_groups
-def verify(
-    model: Model,
+def run_verify(
+    model: ModelName,
     prompts: Annotated[
         str, typer.Option(metavar="FILE", help="As the questions of `bench`; of a chat the first turn.")
     ],

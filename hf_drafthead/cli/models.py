@@ -11,11 +11,11 @@ from rich.text import Text
 from hf_drafthead.cli.common import (
     Json,
     Loading,
-    Model,
+    ModelName,
     SamplingSeed,
     System,
     Temperature,
-    Tree,
+    TreeOption,
     app,
     check_writable,
     coloured,
@@ -37,7 +37,7 @@ APART = ("draft_tree", "calibration")  # settings that have lines of their own
 @app.command()
 @options_of_groups
 def generate(
-    model: Model,
+    model: ModelName,
     loading: Loading,
     prompt: Annotated[
         str | None, typer.Option(help="Text to continue, or question of a chat; without it standard input is read.")
@@ -47,7 +47,7 @@ def generate(
     max_new_tokens: Annotated[int, typer.Option(metavar="N", min=1, help="Tokens to write, at most.")] = 128,
     temperature: Temperature = None,
     seed: SamplingSeed = None,
-    tree: Tree = None,
+    tree: TreeOption = None,
     stream: Annotated[bool, typer.Option("--stream", help="Print while writing.")] = False,
     color: Annotated[bool, typer.Option("--color", help="Colour accepted guesses by their depth.")] = False,
     svg: Annotated[Path | None, typer.Option(metavar="PATH", help="Also write the coloured text as a picture.")] = None,
@@ -115,7 +115,7 @@ def read_standard_input() -> str:
 @app.command()
 @functools.partial(options_of_groups, without="chat_template")
 def info(
-    model: Model,
+    model: ModelName,
     loading: Loading,
     try_base: Annotated[
         bool, typer.Option("--probe", help="Load the base too and try whether the heads draft on it.")
@@ -127,12 +127,12 @@ def info(
 
     Options that say how to load the base imply --probe.
     """
-    from hf_drafthead.evaluation.summary import probe, summarize
+    from hf_drafthead.evaluation.summary import summarize, try_on_base
 
     check_writable(json_path)
     loading.checked()  # before anything is read
     summary = summarize(model)
-    probed = probe(loading.load(model)[0]) if try_base or loading != Loading() else None
+    probed = try_on_base(loading.load(model)[0]) if try_base or loading != Loading() else None
     console = output()
     for name, value in rows_of(summary, probed):
         console.print(Text(printable(f"{name:<14} {value}")), soft_wrap=True)

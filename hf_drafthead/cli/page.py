@@ -5,13 +5,13 @@ from typing import Annotated
 
 import typer
 
-from hf_drafthead.cli.common import Loading, Model, app, options_of_groups
+from hf_drafthead.cli.common import Loading, ModelName, app, options_of_groups
 
 
 @app.command()
 @options_of_groups
 def page(
-    model: Model,
+    model: ModelName,
     loading: Loading,
     max_new_tokens: Annotated[int, typer.Option(metavar="N", min=1, help="Initial value of the page's setting.")] = 128,
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",

@@ -74,8 +74,10 @@ def push(
         raise typer.Exit(1)
 
 
-@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})
-def serve(
+@app.command(
+    "serve", context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+)
+def run_serve(
     context: typer.Context,
     model: Annotated[
         str | None, typer.Argument(metavar="MODEL", help="Folder of a draft-head checkpoint, or its id on the Hub.")

@@ -18,7 +18,7 @@ from hf_drafthead.cli.common import (
     read_template,
     write_json,
 )
-from hf_drafthead.cli.trees import in_words
+from hf_drafthead.cli.trees import entry_in_words
 
 OWN_CHATS, MOST_CHATS = 2000, 200_000
 
@@ -150,7 +150,7 @@ def train(
         for line in outcome(trained.summary):
             console.print(line)
         for entry in trained.model.generation_config.to_dict().get("calibration") or []:
-            console.print(in_words(entry), soft_wrap=True)
+            console.print(entry_in_words(entry), soft_wrap=True)
         console.print(f"the heads are in {output_folder}", soft_wrap=True)
     write_json(json_path, trained.summary)
 

@@ -11,7 +11,7 @@ from rich.text import Text
 from hf_drafthead.cli.common import (
     Json,
     Loading,
-    Model,
+    ModelName,
     app,
     bar,
     check_writable,
@@ -66,10 +66,10 @@ class Search:
         }
 
 
-@app.command()
+@app.command("calibrate")
 @options_of_groups
-def calibrate(
-    model: Model,
+def run_calibrate(
+    model: ModelName,
     search: Search,
     loading: Loading,
     captured: Annotated[
@@ -111,7 +111,7 @@ def calibrate(
         )
     console = output()
     for entry in entries:
-        console.print(in_words(entry), soft_wrap=True)
+        console.print(entry_in_words(entry), soft_wrap=True)
     if about.get("prompts_trained_on"):
         complain("the prompts are the data that the heads were trained on: expect fewer tokens per step on other text.")
     if plot is not None:
@@ -139,7 +139,7 @@ def about_prompts(prompts: str, heads: Path) -> dict[str, Any]:
     return about
 
 
-def in_words(entry: dict[str, Any]) -> str:
+def entry_in_words(entry: dict[str, Any]) -> str:
     """One line about a calibration entry: for what, which tree, and how fast it is."""
     from hf_drafthead.generation.entries import CalibrationKey
 
@@ -158,7 +158,7 @@ def in_words(entry: dict[str, Any]) -> str:
 @app.command()
 @options_of_groups
 def roofline(
-    model: Model,
+    model: ModelName,
     gpu: Annotated[str, typer.Option(help="Name of the GPU, such as h100-sxm; a wrong one lists all.")],
     search: Search,
     loading: Loading,

@@ -386,7 +386,7 @@ def acceptance_of(model: Any, wanted: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Plan:
+class BenchPlan:
     """What one call of `hf-drafthead bench` measures.
 
     models: folders or ids; load: gives model and tokenizer of each; questions: for all; settings: of `generate`;
@@ -433,7 +433,7 @@ class Plan:
 
 
 def carry_out(
-    plan: Plan,
+    plan: BenchPlan,
     *,
     begin: Callable[[str], Callable[[], object]],
     notify: Callable[[str], object],

@@ -13,10 +13,10 @@ from hf_drafthead.evaluation.report import labels
 if TYPE_CHECKING:  # matplotlib is imported where it draws
     from matplotlib.axes import Axes
 
-Rows = Sequence[Measurement]
+Measurements = Sequence[Measurement]
 
 
-def draw(measurements: Rows, folder: Path) -> list[Path]:
+def draw(measurements: Measurements, folder: Path) -> list[Path]:
     """Draw the plots that these measurements allow, one PNG file each.
 
     Args:
@@ -32,7 +32,7 @@ def draw(measurements: Rows, folder: Path) -> list[Path]:
     sizes = by_model(measurements, lambda row: row.batch_size)
     heats = {row.temperature for row in measurements}
     thresholds = by_model(measurements, lambda row: row.acceptance.get("posterior_threshold"))
-    pictures: list[tuple[Callable[[Axes, Rows], None], Rows]] = [
+    pictures: list[tuple[Callable[[Axes, Measurements], None], Measurements]] = [
         (speedup_by_category, measurements),
         (accepted_lengths, [row for row in measurements if row.accepted_lengths]),
         (head_accuracy, [row for row in measurements if row.head_accuracy]),
@@ -52,7 +52,7 @@ def draw(measurements: Rows, folder: Path) -> list[Path]:
     return written
 
 
-def by_model(measurements: Rows, value: Callable[[Measurement], Any]) -> dict[str, set[Any]]:
+def by_model(measurements: Measurements, value: Callable[[Measurement], Any]) -> dict[str, set[Any]]:
     """The different values of each model's measurements."""
     values: dict[str, set[Any]] = {}
     for row in measurements:
@@ -94,7 +94,7 @@ def draw_calibration(entries: Sequence[dict[str, Any]], folder: Path) -> Path:
     return folder / "calibration.png"
 
 
-def speedup_by_category(axes: Axes, measurements: Rows) -> None:
+def speedup_by_category(axes: Axes, measurements: Measurements) -> None:
     """Bars in groups, one group per category; the base is the line at 1."""
     categories = list(dict.fromkeys(category for row in measurements for category in row.per_category))
     speedups = [
@@ -107,7 +107,7 @@ def speedup_by_category(axes: Axes, measurements: Rows) -> None:
     axes.set_ylabel("speedup over the base")
 
 
-def accepted_lengths(axes: Axes, measurements: Rows) -> None:
+def accepted_lengths(axes: Axes, measurements: Measurements) -> None:
     """The share of steps that emitted 1, 2, 3 ... tokens."""
     shares = [
         {length: count / sum(row.accepted_lengths.values()) for length, count in row.accepted_lengths.items()}
@@ -118,7 +118,7 @@ def accepted_lengths(axes: Axes, measurements: Rows) -> None:
     axes.set_ylabel("share of steps")
 
 
-def head_accuracy(axes: Axes, measurements: Rows) -> None:
+def head_accuracy(axes: Axes, measurements: Measurements) -> None:
     """How often each head has the next token first, and among its best five (Amphista, arXiv 2406.13170, figure 1)."""
     for number, (label, row) in enumerate(zip(labels(measurements), measurements)):
         shares = row.head_accuracy or []
@@ -132,7 +132,7 @@ def head_accuracy(axes: Axes, measurements: Rows) -> None:
     axes.set_ylim(0, 100)
 
 
-def throughput_by_batch(axes: Axes, measurements: Rows) -> None:
+def throughput_by_batch(axes: Axes, measurements: Measurements) -> None:
     """Tokens per second of the heads and of the base by batch size (Hydra, arXiv 2402.05109, figure 3)."""
     for number, model in enumerate(dict.fromkeys(row.model for row in measurements)):
         rows = sorted((row for row in measurements if row.model == model), key=lambda row: row.batch_size)
@@ -148,7 +148,7 @@ def throughput_by_batch(axes: Axes, measurements: Rows) -> None:
     axes.set_ylabel("tokens per second")
 
 
-def temperature(axes: Axes, measurements: Rows) -> None:
+def temperature(axes: Axes, measurements: Measurements) -> None:
     """Tokens per step and speedup by temperature, a line for every model and kind of acceptance."""
     right = axes.twinx()
     several_sizes = len({row.batch_size for row in measurements}) > 1
@@ -169,7 +169,7 @@ def temperature(axes: Axes, measurements: Rows) -> None:
     right.set_ylabel("speedup over the base")
 
 
-def epsilon(axes: Axes, measurements: Rows) -> None:
+def epsilon(axes: Axes, measurements: Measurements) -> None:
     """Tokens per step and quality by the threshold of typical acceptance; exact sampling as a horizontal line.
 
     Hydra, arXiv 2402.05109, figure 4; Medusa, arXiv 2401.10774, figure 5.

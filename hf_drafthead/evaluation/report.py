@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.table import Table
 
-from hf_drafthead.cards.exactness import FULL_PRECISION, in_words
+from hf_drafthead.cards.exactness import FULL_PRECISION, counts_in_words
 from hf_drafthead.evaluation.measurement import METRIC, STAGES, Measurement
 
 CSV_COLUMNS = (
@@ -123,7 +123,7 @@ def verdicts(measurements: Sequence[Measurement]) -> list[str]:
     for label, each in zip(labels(measurements), measurements):
         sentence = f"{label}: {each.speedup:.2f}x: {_pace_in_words(each)}."
         if each.lossless and not each.identical:
-            sentence += f" {in_words(each.differences).capitalize()}."
+            sentence += f" {counts_in_words(each.differences).capitalize()}."
         if each.lossless and each.dtype not in FULL_PRECISION:
             sentence += " The check of exactness is --dtype float32."
         lines.append(sentence)

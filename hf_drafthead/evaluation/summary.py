@@ -10,6 +10,7 @@ from huggingface_hub import get_safetensors_metadata
 from huggingface_hub.errors import NotASafetensorsRepoError, SafetensorsParsingError
 from transformers.configuration_utils import PreTrainedConfig
 
+from hf_drafthead.cards.facts import BYTES
 from hf_drafthead.evaluation.calls import drafted
 from hf_drafthead.evaluation.loading import one_line, read_config
 from hf_drafthead.generation.entries import device_name
@@ -18,8 +19,6 @@ from hf_drafthead.generation.tree import DraftTree, resolve
 from hf_drafthead.modeling.checkpoint import HTTP_ERROR, checkpoint_files, read_generation_settings, why_refused
 from hf_drafthead.modeling.config import DraftHeadConfig
 from hf_drafthead.modeling.files import in_one_line, open_tensors
-
-BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 
 
 @dataclass(frozen=True)
@@ -97,7 +96,7 @@ class Probe:
     dtype: str
 
 
-def probe(model: Any) -> Probe:
+def try_on_base(model: Any) -> Probe:
     """Draft a few tokens with loaded heads.
 
     Args:

@@ -12,7 +12,7 @@ import torch
 import transformers
 from rich.table import Table
 
-from hf_drafthead.cards.exactness import FULL_PRECISION, in_words
+from hf_drafthead.cards.exactness import FULL_PRECISION, counts_in_words
 from hf_drafthead.evaluation.calls import drafted, steps_of, with_reader
 from hf_drafthead.evaluation.measurement import guess_depths, identity
 from hf_drafthead.evaluation.rounding import FirstDifference, counted, first_difference
@@ -109,7 +109,7 @@ class Verdict:
     def in_words(self) -> str:
         """What was seen, in one sentence; in half precision also how exactness is checked."""
         precise = self.about["dtype"] in FULL_PRECISION
-        return f"{in_words(self.counts)}." + ("" if precise else " The check of exactness is --dtype float32.")
+        return f"{counts_in_words(self.counts)}." + ("" if precise else " The check of exactness is --dtype float32.")
 
     def to_json(self, tokenizer: Any) -> dict[str, Any]:
         """What was seen in all and in each check, every near tie, and the shortest prompt of a fault."""
@@ -235,7 +235,7 @@ def groups(prompts: Sequence[Tokens], rows: int) -> Iterator[list[Tokens]]:
 
 def compare(model: Any, check: Check, prompts: Sequence[Tokens], seed: int) -> None:
     """One call of the base and one of the heads; the result is added to the check."""
-    inputs = padded(prompts, check.settings["pad_token_id"], model.base.device)
+    inputs = left_padded(prompts, check.settings["pad_token_id"], model.base.device)
     settings = dict(check.settings)
     if check.ends:
         settings["eos_token_id"] = ends_inside_steps(model, inputs, settings)
@@ -311,7 +311,7 @@ def verdict_table(verdict: Verdict) -> Table:
     return table
 
 
-def padded(prompts: Sequence[Tokens], pad: int, device: torch.device) -> dict[str, torch.Tensor]:
+def left_padded(prompts: Sequence[Tokens], pad: int, device: torch.device) -> dict[str, torch.Tensor]:
     """`input_ids` and `attention_mask` (B, P), padded on the left."""
     width = max(map(len, prompts))
     rows = [[pad] * (width - len(prompt)) + list(prompt) for prompt in prompts]

@@ -16,7 +16,7 @@ from hf_drafthead.generation.settings import ACCEPTANCES
 from hf_drafthead.generation.slots import out_of_memory
 from hf_drafthead.generation.tree import DraftTree, published_trees
 from hf_drafthead.page import drawing
-from hf_drafthead.page.comparison import BASE, HEADS, Comparison, Step
+from hf_drafthead.page.comparison import BASE, HEADS, Comparison, WalkedStep
 from hf_drafthead.page.request import OWN_TREE, Asked
 
 CHAT, TEXT = "Chat", "Continue a text"
@@ -70,7 +70,7 @@ class Page:
         if self._running is not None and self._running[0] == visitor:
             self._running[1].stop()
 
-    def show_step(self, tree: DraftTree | None, steps: list[Step], number: int) -> dict[str, Any]:
+    def show_step(self, tree: DraftTree | None, steps: list[WalkedStep], number: int) -> dict[str, Any]:
         """The tree of one step, counted from 1."""
         if tree is None or not 1 <= number <= len(steps):
             return {}
@@ -84,9 +84,9 @@ class Page:
         steps = list(heads.steps)
         return {
             "heads_text": drawing.text(self.tokenizer, heads, before),
-            "heads_figures": drawing.figures(heads),
+            "heads_figures": drawing.figures_row(heads),
             "base_text": drawing.text(self.tokenizer, base, before) if base else "",
-            "base_figures": drawing.figures(base) if base else "",
+            "base_figures": drawing.figures_row(base) if base else "",
             "verdict": verdict(running),
             **self.show_step(running.tree, steps, len(steps)),
         }
@@ -140,13 +140,13 @@ def build(model: Any, tokenizer: Any, *, max_new_tokens: int = 128) -> gr.Blocks
                     gr.Markdown(f"### {title}")
                     outputs[f"{side}_figures"] = gr.HTML(elem_id=f"{side}-figures")
                     outputs[f"{side}_text"] = gr.HTML(elem_id=f"{side}-text")
-        gr.HTML(drawing.legend(model.drafter.max_depth or DEEPEST))
+        gr.HTML(drawing.depth_legend(model.drafter.max_depth or DEEPEST))
         gr.Markdown(
             "### Draft tree\nThe accepted path with its tokens; every other guess with its rank. Lines are thicker the "
             "more often a guess was accepted."
         )
         outputs["walked"] = gr.Markdown(elem_id="walked")
-        outputs["step"] = gr.Slider(1, 2, value=1, step=1, label="Step", interactive=False, elem_id="step")
+        outputs["step"] = gr.Slider(1, 2, value=1, step=1, label="WalkedStep", interactive=False, elem_id="step")
         outputs["tree"] = gr.HTML(elem_id="tree")
         outputs |= {name: inputs[name] for name in ("messages", "written")}
 
@@ -162,7 +162,7 @@ def build(model: Any, tokenizer: Any, *, max_new_tokens: int = 128) -> gr.Blocks
         def end(visitor: gr.Request) -> None:
             page.stop(visitor.session_hash)
 
-        def show_step(steps: tuple[DraftTree | None, list[Step]], number: float) -> dict[Any, Any]:
+        def show_step(steps: tuple[DraftTree | None, list[WalkedStep]], number: float) -> dict[Any, Any]:
             return named(page.show_step(*steps, int(number)))
 
         def forget() -> dict[Any, Any]:

@@ -23,7 +23,7 @@ REFRESH = 0.1  # seconds between two looks at what was written
 
 
 @dataclass(frozen=True)
-class Step:
+class WalkedStep:
     """One step of the heads.
 
     root: token of the tree's root; emitted: tokens that the step gave, up to the end of the text; walked: nodes of the
@@ -50,7 +50,7 @@ class Side:
 
     name: str
     tokens: list[int] = field(default_factory=list)
-    steps: list[Step] = field(default_factory=list)
+    steps: list[WalkedStep] = field(default_factory=list)
     seconds: float = 0.0
     drafted: bool | None = None
     finished: bool = False
@@ -184,7 +184,7 @@ class Comparison:
         if record.step:  # 0 is the prompt's own forward
             count = record.counts[0]
             root = heads.tokens[-count - 1]
-            heads.steps.append(Step(root, tuple(record.tokens[0][:count]), tuple(record.nodes[0][:count])))
+            heads.steps.append(WalkedStep(root, tuple(record.tokens[0][:count]), tuple(record.nodes[0][:count])))
         self._turns.pause(HEADS)
 
     def _read_clocks(self) -> None:

@@ -9,9 +9,16 @@ from typing import Any
 from hf_drafthead.cards.pictures import rows_of_nodes
 from hf_drafthead.evaluation.conversation import Spelling
 from hf_drafthead.generation.tree import DraftTree
-from hf_drafthead.page.comparison import Side, Step
+from hf_drafthead.page.comparison import Side, WalkedStep
 
-COLOURS = ("#2e9e4f", "#1496a8", "#3b6fd4", "#9b51c9", "#d0455c", "#c98a12")  # of depths 1, 2 ...; then from the start
+DEPTH_COLOURS = (
+    "#2e9e4f",
+    "#1496a8",
+    "#3b6fd4",
+    "#9b51c9",
+    "#d0455c",
+    "#c98a12",
+)  # of depths 1, 2 ...; then from the start
 COLUMN, ROW, MARGIN = 190, 17, 14  # pixels of the tree's picture: a depth, a leaf, the edge
 LONGEST_LABEL = 16  # characters of a token in the tree
 
@@ -29,14 +36,14 @@ CSS = "\n".join(
         " stroke: var(--body-background-fill); stroke-width: 4px; }",
         ".dh-tree .idle { opacity: 0.45; } .dh-tree path.idle { opacity: 0.25; }"
         " .dh-tree .walked text { font-weight: 700; font-size: 12px; }",
-        *(f".dh-{depth} {{ background: {colour}55; }}" for depth, colour in enumerate(COLOURS, start=1)),
+        *(f".dh-{depth} {{ background: {colour}55; }}" for depth, colour in enumerate(DEPTH_COLOURS, start=1)),
     ]
 )
 
 
 def shade(depth: int) -> int:
     """Which of the colours, counted from 1, stands for a depth of at least 1."""
-    return (depth - 1) % len(COLOURS) + 1
+    return (depth - 1) % len(DEPTH_COLOURS) + 1
 
 
 def text(tokenizer: Any, side: Side, before: str = "") -> str:
@@ -72,27 +79,27 @@ def conversation(messages: Sequence[dict[str, str]]) -> str:
     return "".join(f'<div class="turn {message["role"]}">{escape(message["content"])}</div>' for message in messages)
 
 
-def figures(side: Side) -> str:
+def figures_row(side: Side) -> str:
     """How much a side has written, how fast, and in how many forwards."""
     forwards = len(side.steps) if side.drafted else max(len(side.tokens) - 1, 0)  # after the prompt's own
     cells = {
         "tokens": str(len(side.tokens)),
         "seconds": f"{side.seconds:.2f}",
-        "tokens per second": _number(side.tokens_per_second, 1),
+        "tokens per second": _digits(side.tokens_per_second, 1),
         "forward passes": str(forwards),
-        "tokens per step": _number(side.tokens_per_step, 2),
+        "tokens per step": _digits(side.tokens_per_step, 2),
     }
     row = "".join(f"<td><b>{value}</b><br>{name}</td>" for name, value in cells.items())
     return f'<table class="dh-figures"><tr>{row}</tr></table>'
 
 
-def legend(deepest: int) -> str:
+def depth_legend(deepest: int) -> str:
     """Which colour is which depth."""
     named = (f'<span class="dh-{shade(depth)}">depth {depth}</span>' for depth in range(1, deepest + 1))
     return f'<div class="dh-legend">Accepted guesses: {"".join(named)} no colour: chosen by the base itself</div>'
 
 
-def tree(tokenizer: Any, topology: DraftTree, steps: Sequence[Step], shown: int) -> str:
+def tree(tokenizer: Any, topology: DraftTree, steps: Sequence[WalkedStep], shown: int) -> str:
     """The tree as one step walked it: the tokens of the accepted path, and the rank of every other guess.
 
     Lines are thicker the more often a node was walked in all the steps so far.
@@ -113,7 +120,7 @@ def tree(tokenizer: Any, topology: DraftTree, steps: Sequence[Step], shown: int)
     lines, labels = [], []
     for node, (x, y) in enumerate(places):
         depth, accepted = topology.depths[node], node in tokens
-        colour = COLOURS[shade(depth) - 1] if accepted and node else "currentColor"
+        colour = DEPTH_COLOURS[shade(depth) - 1] if accepted and node else "currentColor"
         if node:
             from_x, from_y = places[topology.parents[node]]
             width = 0.8 + 5 * visits[node] / max(visits[0], 1)
@@ -127,7 +134,7 @@ def tree(tokenizer: Any, topology: DraftTree, steps: Sequence[Step], shown: int)
             f'<g class="{"walked" if accepted else "idle"}"><title>rank path {path}, '
             f"accepted in {visits[node]} of {visits[0]} steps</title>"
             f'<circle cx="{x}" cy="{y}" r="4" fill="{colour}"/>'
-            f'<text x="{x + 8}" y="{y + 4}">{escape(shortened(name))}</text></g>'
+            f'<text x="{x + 8}" y="{y + 4}">{escape(short_label(name))}</text></g>'
         )
     wide, high = max(x for x, _ in places) + COLUMN, max(y for _, y in places) + MARGIN
     return (
@@ -136,11 +143,11 @@ def tree(tokenizer: Any, topology: DraftTree, steps: Sequence[Step], shown: int)
     )
 
 
-def step_in_words(topology: DraftTree, steps: Sequence[Step], shown: int) -> str:
+def step_in_words(topology: DraftTree, steps: Sequence[WalkedStep], shown: int) -> str:
     """One sentence about a step."""
     guesses, emitted = topology.num_nodes - 1, len(steps[shown].emitted)
     return (
-        f"Step {shown + 1} of {len(steps)}: {_count(guesses, 'guess', 'guesses')}, "
+        f"WalkedStep {shown + 1} of {len(steps)}: {_count(guesses, 'guess', 'guesses')}, "
         f"{len(steps[shown].walked) - 1} accepted, {_count(emitted, 'token', 'tokens')} from one forward pass."
     )
 
@@ -153,10 +160,10 @@ def visible(tokenizer: Any, token: int) -> str:
     return spelled or "∅"
 
 
-def shortened(spelled: str) -> str:
+def short_label(spelled: str) -> str:
     """At most as many characters as fit into a column of the tree.
 
-    >>> shortened("a" * 20)
+    >>> short_label("a" * 20)
     'aaaaaaaaaaaaaaa…'
     """
     return spelled if len(spelled) <= LONGEST_LABEL else spelled[: LONGEST_LABEL - 1] + "…"
@@ -166,5 +173,5 @@ def _count(number: int, singular: str, plural: str) -> str:
     return f"{number} {singular if number == 1 else plural}"
 
 
-def _number(value: float | None, digits: int) -> str:
+def _digits(value: float | None, digits: int) -> str:
     return "–" if value is None else f"{value:.{digits}f}"

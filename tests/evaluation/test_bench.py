@@ -387,7 +387,7 @@ def test_an_interruption_between_two_measurements_ends_the_plan_and_is_told(load
 
     monkeypatch.setattr(benching.BenchRun, "_warm_up", warming)
     sizes = [1] if moment == "loading" else [1, 2]
-    asked = benching.Plan(
+    asked = benching.BenchPlan(
         ["a", "b", "c"], loading, PROMPTS[:1], GREEDY, trees=[TREE], batch_sizes=sizes, options={"repeats": 1}
     )
     _, stopped = benching.carry_out(

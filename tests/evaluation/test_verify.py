@@ -132,7 +132,7 @@ def test_what_the_base_decoded_by_itself_is_told(model, monkeypatch):
 )
 @pytest.mark.parametrize("rows", [1, 3])
 def test_the_margin_is_what_parts_the_tokens(model, settings, rows):
-    given = verifying.padded(PROMPTS[:rows], 0, model.device)
+    given = verifying.left_padded(PROMPTS[:rows], 0, model.device)
     call = {"do_sample": False, "max_new_tokens": 6, "pad_token_id": 0, "eos_token_id": None, **settings}
     torch.manual_seed(3)
     answers = model.base.generate(**given, **call)[:, given["input_ids"].shape[1] :].tolist()

@@ -5,7 +5,7 @@ from xml.etree import ElementTree
 
 from hf_drafthead.generation.tree import DraftTree
 from hf_drafthead.page import drawing
-from hf_drafthead.page.comparison import BASE, HEADS, Side, Step
+from hf_drafthead.page.comparison import BASE, HEADS, Side, WalkedStep
 from tests.checkpoints import byte_tokenizer
 
 TOKENIZER = byte_tokenizer()
@@ -21,7 +21,7 @@ def heads(text: str, lengths: list[int]) -> Side:
     side, at = Side(HEADS, ids(text), seconds=2.0, drafted=True, finished=True), 1
     for length in lengths:
         emitted = tuple(side.tokens[at : at + length])
-        side.steps.append(Step(side.tokens[at - 1], emitted, (0, 1, 4)[:length]))
+        side.steps.append(WalkedStep(side.tokens[at - 1], emitted, (0, 1, 4)[:length]))
         at += length
     return side
 
@@ -56,7 +56,7 @@ def test_an_unfinished_character_is_held_back_until_the_end():
 
 def test_figures_are_those_of_the_side():
     def cells(side):
-        return {name: value for value, name in re.findall(r"<b>(.*?)</b><br>(.*?)<", drawing.figures(side))}
+        return {name: value for value, name in re.findall(r"<b>(.*?)</b><br>(.*?)<", drawing.figures_row(side))}
 
     assert cells(heads("abcdef", [3, 2])) == {
         "tokens": "6",
@@ -77,7 +77,7 @@ def test_the_tree_shows_tokens_on_the_walk_and_ranks_elsewhere():
     walked = [
         line.get("stroke") for line in ElementTree.fromstring(drawn).iter("path") if line.get("class") == "walked"
     ]
-    assert walked == [drawing.COLOURS[0], drawing.COLOURS[1]]
+    assert walked == [drawing.DEPTH_COLOURS[0], drawing.DEPTH_COLOURS[1]]
 
 
 def test_lines_are_thicker_where_more_steps_went():
@@ -90,8 +90,8 @@ def test_lines_are_thicker_where_more_steps_went():
 def test_a_step_is_told_in_a_sentence():
     steps = heads("abcdef", [3, 1]).steps
     first, second = (drawing.step_in_words(TREE, steps, shown) for shown in (0, 1))
-    assert first == "Step 1 of 2: 4 guesses, 2 accepted, 3 tokens from one forward pass."
-    assert second == "Step 2 of 2: 4 guesses, 0 accepted, 1 token from one forward pass."
+    assert first == "WalkedStep 1 of 2: 4 guesses, 2 accepted, 3 tokens from one forward pass."
+    assert second == "WalkedStep 2 of 2: 4 guesses, 0 accepted, 1 token from one forward pass."
 
 
 def test_white_space_can_be_seen():
