@@ -146,7 +146,7 @@ def build(model: Any, tokenizer: Any, *, max_new_tokens: int = 128) -> gr.Blocks
             "more often a guess was accepted."
         )
         outputs["walked"] = gr.Markdown(elem_id="walked")
-        outputs["step"] = gr.Slider(1, 2, value=1, step=1, label="WalkedStep", interactive=False, elem_id="step")
+        outputs["step"] = gr.Slider(1, 2, value=1, step=1, label="Step", interactive=False, elem_id="step")
         outputs["tree"] = gr.HTML(elem_id="tree")
         outputs |= {name: inputs[name] for name in ("messages", "written")}
 

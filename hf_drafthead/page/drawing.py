@@ -11,14 +11,8 @@ from hf_drafthead.evaluation.conversation import Spelling
 from hf_drafthead.generation.tree import DraftTree
 from hf_drafthead.page.comparison import Side, WalkedStep
 
-DEPTH_COLOURS = (
-    "#2e9e4f",
-    "#1496a8",
-    "#3b6fd4",
-    "#9b51c9",
-    "#d0455c",
-    "#c98a12",
-)  # of depths 1, 2 ...; then from the start
+# of depths 1, 2 ...; then from the start
+DEPTH_COLOURS = ("#2e9e4f", "#1496a8", "#3b6fd4", "#9b51c9", "#d0455c", "#c98a12")
 COLUMN, ROW, MARGIN = 190, 17, 14  # pixels of the tree's picture: a depth, a leaf, the edge
 LONGEST_LABEL = 16  # characters of a token in the tree
 
@@ -147,7 +141,7 @@ def step_in_words(topology: DraftTree, steps: Sequence[WalkedStep], shown: int) 
     """One sentence about a step."""
     guesses, emitted = topology.num_nodes - 1, len(steps[shown].emitted)
     return (
-        f"WalkedStep {shown + 1} of {len(steps)}: {_count(guesses, 'guess', 'guesses')}, "
+        f"Step {shown + 1} of {len(steps)}: {_count(guesses, 'guess', 'guesses')}, "
         f"{len(steps[shown].walked) - 1} accepted, {_count(emitted, 'token', 'tokens')} from one forward pass."
     )
 

@@ -131,10 +131,10 @@ def test_figures_are_those_of_generate(page, hydra):
 def test_the_tree_can_be_looked_at_step_by_step(page):
     generate(page, PROMPT)
     steps = int(figure(page, "heads", "forward passes"))
-    assert page.inner_text("#walked").startswith(f"WalkedStep {steps} of {steps}: 47 guesses")
+    assert page.inner_text("#walked").startswith(f"Step {steps} of {steps}: 47 guesses")
     assert page.locator("#tree svg g").count() == 48
     set_number(page, "step", 1)
-    page.wait_for_selector(f"#walked :text('WalkedStep 1 of {steps}:')")
+    page.wait_for_selector(f"#walked :text('Step 1 of {steps}:')")
     accepted = int(re.search(r"(\d+) accepted", page.inner_text("#walked"))[1])
     assert page.locator("#tree svg path.walked").count() == accepted
 

@@ -90,8 +90,8 @@ def test_lines_are_thicker_where_more_steps_went():
 def test_a_step_is_told_in_a_sentence():
     steps = heads("abcdef", [3, 1]).steps
     first, second = (drawing.step_in_words(TREE, steps, shown) for shown in (0, 1))
-    assert first == "WalkedStep 1 of 2: 4 guesses, 2 accepted, 3 tokens from one forward pass."
-    assert second == "WalkedStep 2 of 2: 4 guesses, 0 accepted, 1 token from one forward pass."
+    assert first == "Step 1 of 2: 4 guesses, 2 accepted, 3 tokens from one forward pass."
+    assert second == "Step 2 of 2: 4 guesses, 0 accepted, 1 token from one forward pass."
 
 
 def test_white_space_can_be_seen():
