@@ -76,21 +76,22 @@ def main() -> None:
     parser.add_argument("families", nargs="*", default=zoo.families())
     parser.add_argument("--batch-size", default="1", metavar="N[,N...]")
     parser.add_argument("--captured", action="store_true", help="compiled steps")
-    given = parser.parse_args()
-    known = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {}
-    for family in given.families:
-        for rows in map(int, given.batch_size.split(",")):
-            steps = "compiled" if given.captured else "eager"
-            known[f"{family}, {steps}, {rows}"] = figures = measure(family, rows, given.captured)
+    arguments = parser.parse_args()
+    results = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {}
+    for family in arguments.families:
+        for rows in map(int, arguments.batch_size.split(",")):
+            steps = "compiled" if arguments.captured else "eager"
+            results[f"{family}, {steps}, {rows}"] = figures = measure(family, rows, arguments.captured)
             print(family, steps, rows, figures, flush=True)
-            RESULTS.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n")
+            RESULTS.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
     lines = []
-    for name, one in sorted(known.items()):
-        trees = (f"{one[which][part]:{form}}" for which in WHICH for part, form in FORMS.items())
-        lines.append([*name.split(", "), *trees, f"{one['found_over_stored']:.3f}"])
+    for name, figures in sorted(results.items()):
+        trees = (f"{figures[which][part]:{form}}" for which in WHICH for part, form in FORMS.items())
+        lines.append([*name.split(", "), *trees, f"{figures['found_over_stored']:.3f}"])
     columns = [f"{which}: {part}" for which in WHICH for part in FORMS]
     print(markdown(["heads", "steps", "rows", *columns, "found over stored"], lines))
-    print("mean of found over stored:", round(statistics.mean(one["found_over_stored"] for one in known.values()), 3))
+    ratios = [figures["found_over_stored"] for figures in results.values()]
+    print(f"mean of found over stored: {statistics.mean(ratios):.3f}")
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from hf_drafthead.generation.tree import DraftTree
 
 EXECUTIONS = ("eager", "compiled", "recorded")  # how a call runs its steps; recorded: as CUDA graphs
 # by drafter: what its weights were when they were hashed, and the hash
-_KNOWN: WeakKeyDictionary[Any, tuple[Any, str | None]] = WeakKeyDictionary()
+_HASHED: WeakKeyDictionary[Any, tuple[Any, str | None]] = WeakKeyDictionary()
 
 
 class CalibrationKey(NamedTuple):
@@ -101,7 +101,7 @@ def nearest(entries: Sequence[dict[str, Any]], key: CalibrationKey) -> dict[str,
     Raises:
         ValueError: an entry is damaged.
     """
-    found = []
+    candidates = []
     for entry in entries:
         its, paths = CalibrationKey.of_entry(entry), entry.get("tree")
         # in another dtype the same weights are rounded, and have another hash
@@ -113,8 +113,8 @@ def nearest(entries: Sequence[dict[str, Any]], key: CalibrationKey) -> dict[str,
         rows = abs(math.log(its.batch_size / key.batch_size))
         differs = (its.execution != key.execution, its.dtype != key.dtype, its.device != key.device)
         threads = abs((its.threads or 0) - (key.threads or 0))
-        found.append(((rows, *differs, threads, len(paths or [])), entry))
-    return min(found, key=lambda pair: pair[0])[1] if found else None
+        candidates.append(((rows, *differs, threads, len(paths or [])), entry))
+    return min(candidates, key=lambda pair: pair[0])[1] if candidates else None
 
 
 def merged(entries: Sequence[dict[str, Any]], new: dict[str, Any]) -> list[dict[str, Any]]:
@@ -229,11 +229,11 @@ def drafter_hash(drafter: torch.nn.Module) -> str | None:
     tensors = [*drafter.named_parameters(), *drafter.named_buffers()]
     weights = [(f"drafter.{name}", weight) for name, weight in tensors if name in stored]
     state = [(weight.data_ptr(), 0 if weight.is_inference() else weight._version) for _, weight in weights]
-    known = _KNOWN.get(drafter)
-    if known is None or known[0] != state:
+    hashed = _HASHED.get(drafter)
+    if hashed is None or hashed[0] != state:
         elsewhere = any(weight.is_meta for _, weight in weights)
-        known = _KNOWN[drafter] = state, None if elsewhere else heads_hash(weights)
-    return known[1]
+        hashed = _HASHED[drafter] = state, None if elsewhere else heads_hash(weights)
+    return hashed[1]
 
 
 def device_name(device: torch.device) -> str:

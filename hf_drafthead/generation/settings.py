@@ -122,15 +122,15 @@ class DraftSettings:
         Raises:
             TypeError, ValueError: as the class does.
         """
-        given = {name: value for name, value in given.items() if value is not None}
-        found = cls(**{**cls.stored_in(config), **given})
+        arguments = {name: value for name, value in given.items() if value is not None}
+        settings = cls(**{**cls.stored_in(config), **arguments})
         for name in ("posterior_threshold", "posterior_alpha"):
-            if name in given and found.acceptance != "typical":
+            if name in arguments and settings.acceptance != "typical":
                 raise ValueError(
-                    f"{name} is {given[name]}, but acceptance is {found.acceptance!r}: pass acceptance='typical', or "
-                    f"leave {name} out."
+                    f"{name} is {arguments[name]}, but acceptance is {settings.acceptance!r}: pass "
+                    f"acceptance='typical', or leave {name} out."
                 )
-        return found
+        return settings
 
     def resolved(self, max_depth: int | None, vocabulary: int) -> DraftSettings:
         """The same settings, with the tree itself in the place of its name or rank paths; "auto" stays.

@@ -39,7 +39,7 @@ from hf_drafthead.trees.timing import StepClock, time_interleaved
 LEAST_POSITIONS = 100  # on which guesses are counted
 COMPILED_NODES = (4, 8, 16, 32)  # compiling a step takes longer than everything else
 TIMED_TOKENS, WARM_TOKENS = 48, 4  # short calls: the speed of a machine changes meanwhile
-ROUNDS = (2, 4, 8)  # in which the better half is timed again
+FIRST_ROUNDS, ROUNDS = 2, (3, 6, 12)  # of all trees; of the better half, of its better half, and so on
 HOPELESS = 0.7  # of the fastest: larger trees are not timed where one is slower than this
 PAYS = 1.02  # times as fast as the base
 
@@ -94,8 +94,8 @@ def calibrate(
     execution = Execution.wanted(model, GenerationConfig(cache_implementation="static" if captured else None)).name
     stored = DraftSettings.stored_in(model.generation_config).get("calibration", [])
     keys = {size: CalibrationKey.of(model.base, model.drafter, size, execution) for size in batch_sizes}
-    found = {size: matching(stored, keys[size]) if resume else None for size in batch_sizes}
-    if not all(found.values()):
+    entries = {size: matching(stored, keys[size]) if resume else None for size in batch_sizes}
+    if not all(entries.values()):
         prompts = sampled_prompts(model, new_tokens=new_tokens) if prompts is None else prompts
         progress("text")
         counted = count_trees(model, prompts, new_tokens, max_nodes, temperature, method)
@@ -103,15 +103,15 @@ def calibrate(
         call: dict[str, Any] = {"do_sample": bool(temperature), "eos_token_id": None, "min_new_tokens": None}
         call |= {"temperature": float(temperature)} if temperature else {}
         call["max_new_tokens"] = min(new_tokens, TIMED_TOKENS)
-        for size in (size for size in batch_sizes if found[size] is None):
+        for size in (size for size in batch_sizes if entries[size] is None):
             progress(f"batch size {size}")
             calls = [{**batch, **call} for batch in batches_of(model, prompts, size)]
             tree, figures = Comparison(model, counted, calls, captured).fastest()
             measured = {**figures, **how, **(about or {})}
-            found[size] = entry = {**keys[size]._asdict(), "tree": tree, "measured": measured}
+            entries[size] = entry = {**keys[size]._asdict(), "tree": tree, "measured": measured}
             model.generation_config.calibration = stored = merged(stored, entry)
             keep(entry)
-    return [entry for entry in found.values() if entry is not None]
+    return [entry for entry in entries.values() if entry is not None]
 
 
 def count_trees(
@@ -169,7 +169,8 @@ class Comparison:
         batches = itertools.cycle(self.calls)
         for sizes in self._by_nodes():
             self._round(sizes, {**next(batches), "max_new_tokens": WARM_TOKENS}, counts=False)
-            self._round(sizes, next(batches))
+            for _ in range(FIRST_ROUNDS):
+                self._round(sizes, next(batches))
             if max(map(self.speedup, sizes)) < HOPELESS * max(map(self.speedup, self.costs)):
                 break
         left = self._ranked(self.costs)

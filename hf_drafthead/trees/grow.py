@@ -46,7 +46,7 @@ def grow_tree(ranks: torch.Tensor, nodes: int, ranks_below: int = MOST_RANK) -> 
         ValueError: fewer than 2 nodes.
     """
     worth: Counter[RankPath] = Counter()
-    for path, count in Counter(map(tuple, _known(ranks, nodes).tolist())).items():
+    for path, count in Counter(map(tuple, _counted(ranks, nodes).tolist())).items():
         for depth in range(1, len(path) + 1):
             worth[path[:depth]] += count
     fitting = (path for path in worth if max(path) < ranks_below)
@@ -60,8 +60,8 @@ def grow_tree_by_product(ranks: torch.Tensor, nodes: int, ranks_below: int = MOS
     The worth of (r_1, ..., r_d) is the product of the shares in which head i had the next token at rank r_i, as if the
     heads guessed independently of each other. Ties go to the shorter path, then to the lower ranks.
     """
-    known = _known(ranks, nodes)
-    levels = [(level.bincount()[:ranks_below].double() / len(known)).tolist() for level in known.T if len(known)]
+    counted = _counted(ranks, nodes)
+    levels = [(level.bincount()[:ranks_below].double() / len(counted)).tolist() for level in counted.T if len(counted)]
     chosen: list[RankPath] = []
     waiting: list[tuple[float, int, RankPath]] = [(-1.0, 0, ())]  # worth, length and path
     while waiting and len(chosen) < nodes:
@@ -127,7 +127,7 @@ class TreeStatistics:
         return sum(max(len(base[text]) for text in batch) for batch in batches) / taken
 
 
-def _known(ranks: torch.Tensor, nodes: int) -> torch.Tensor:
+def _counted(ranks: torch.Tensor, nodes: int) -> torch.Tensor:
     """(P, K) of the positions where every level is known."""
     if nodes < 2:
         raise ValueError(f"a tree of {nodes} nodes drafts nothing: ask for at least 2, the root and one guess.")

@@ -76,7 +76,7 @@ def sampled_prompts(model: Any, count: int = 48, length: int = 32, new_tokens: i
     positions = getattr(base.config.get_text_config(decoder=True), "max_position_embeddings", None)
     length = length if positions is None else max(min(length, positions - new_tokens), 2)
     config = base.generation_config
-    first = next((one for one in (config.bos_token_id, config.eos_token_id) if one is not None), 0)
+    first = next((token for token in (config.bos_token_id, config.eos_token_id) if token is not None), 0)
     start = torch.as_tensor(first, device=base.get_input_embeddings().weight.device).view(-1)[:1]
     alone = torch.ones(count, 1, dtype=torch.long, device=start.device)
     sampling = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "eos_token_id": None}
@@ -204,14 +204,14 @@ def ranks_by_text(
 
     At a temperature the guesses know the noise of the text, as those of `generate` do.
     """
-    found: list[torch.Tensor] = []
+    ranks: list[torch.Tensor] = []
     for seed in range(0, len(prompts), TEXTS_AT_ONCE):
         some = prompts[seed : seed + TEXTS_AT_ONCE]
         texts = own_texts(model, some, new_tokens, temperature, seed, **settings)
         if int((texts.lengths - texts.prompt_lengths).max()) > 1:
             tilt = tilt_of_seed(model, len(some), new_tokens, temperature, seed)
-            found += rank_paths(model, *texts, tilt=tilt).cpu()
-    return found
+            ranks += rank_paths(model, *texts, tilt=tilt).cpu()
+    return ranks
 
 
 def tilt_of_seed(model: Any, rows: int, new_tokens: int, temperature: float, seed: int = 0) -> torch.Tensor | None:
@@ -219,15 +219,8 @@ def tilt_of_seed(model: Any, rows: int, new_tokens: int, temperature: float, see
 
     With `rank_paths` and `foretold_steps` this gives the tokens per step at a temperature from one pass over the texts.
 
-    Args:
-        model: with draft heads.
-        rows: B texts of one call.
-        new_tokens: M of each.
-        temperature: of the call; 0 is greedy.
-        seed: of the call.
-
     Returns:
-        (B, M, V), as `Rules.tilt` has it; None where the call is greedy.
+        (B, M, V) for M new tokens of B texts, as `Rules.tilt` has it; None where the temperature is 0.
     """
     if not temperature:
         return None
@@ -240,24 +233,18 @@ def tilt_of_seed(model: Any, rows: int, new_tokens: int, temperature: float, see
 
 
 def foretold_steps(tree: DraftTree, ranks: torch.Tensor) -> list[list[int]]:
-    """Tokens emitted by each step of generating the texts behind `ranks` with this tree, row by row.
-
-    Args:
-        tree: any.
-        ranks: (B, S, K) from `rank_paths`.
-    """
-    known, width = set(tree.paths), tree.max_depth
-    found = []
+    """Tokens emitted by each step of generating the texts behind ranks (B, S, K) with this tree, row by row."""
+    paths, steps_of_rows = set(tree.paths), []
     for row in ranks.tolist():
         end = len(row)  # new tokens after the first, which needs no step
         while end and row[end - 1][0] == UNKNOWN:
             end -= 1
         steps, position = [], 0
         while position < end:
-            levels, depth = tuple(row[position]), width
-            while depth and levels[:depth] not in known:
+            levels, depth = tuple(row[position]), tree.max_depth
+            while depth and levels[:depth] not in paths:
                 depth -= 1
             steps.append(min(depth + 1, end - position))
             position += depth + 1
-        found.append(steps)
-    return found
+        steps_of_rows.append(steps)
+    return steps_of_rows

@@ -68,7 +68,7 @@ def ratio(seconds: Mapping[Any, Sequence[float]], name: Hashable, unit: Hashable
     >>> ratio({"base": [4.0, 8.0, 2.0], "heads": [2.0, 4.0, 2.0]}, "base", "heads")
     2.0
     """
-    return statistics.median(one / other for one, other in zip(seconds[name], seconds[unit], strict=True))
+    return statistics.median(slow / fast for slow, fast in zip(seconds[name], seconds[unit], strict=True))
 
 
 def wait(device: torch.device) -> None:

@@ -16,7 +16,7 @@ from tests.trees.test_grow import planted
 PROMPTS = list(torch.randint(3, VOCABULARY, (6, 7), generator=torch.Generator().manual_seed(3)))
 QUICK = {"new_tokens": 24, "max_nodes": 6}
 GREEDY = {"max_new_tokens": 12, "eos_token_id": None, "do_sample": False}
-QUICKLY = {"ROUNDS": (1,), "TIMED_TOKENS": 6, "HOPELESS": 0.0}
+QUICKLY = {"FIRST_ROUNDS": 1, "ROUNDS": (1,), "TIMED_TOKENS": 6, "HOPELESS": 0.0}
 
 
 def family(name):
@@ -146,6 +146,7 @@ def test_the_fastest_tree_is_kept_and_where_levels_are_dear_a_shallow_one(level,
 
 def test_the_better_half_goes_on_and_larger_trees_than_pay_are_not_timed(monkeypatch):
     monkeypatch.setattr(calibrating, "ROUNDS", (2, 4, 8))
+    monkeypatch.setattr(calibrating, "FIRST_ROUNDS", 1)
     monkeypatch.setattr(calibrating, "HOPELESS", 0.7)
     comparison, _, asked = compare(monkeypatch, lambda size: 1.0 + size.nodes / 4)
     comparison.fastest()
