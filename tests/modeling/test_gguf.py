@@ -45,6 +45,13 @@ def test_heads_find_the_file_again(place, tmp_path, name):
     assert f"(its GGUF file `{FILE}`)" in write_card(tmp_path).read_text()
 
 
+def test_a_loaded_base_is_told_where_it_lies(place, tmp_path):
+    base, _ = load_model(str(place / FILE))
+    where = {"base_model_name_or_path": str(place), "base_gguf_file": FILE}
+    MedusaForCausalLM.from_base(base, num_draft_heads=2, **where).save_pretrained(tmp_path)
+    assert same_text(MedusaForCausalLM.from_pretrained(tmp_path), base)
+
+
 def test_heads_are_trained_on_it(place, tmp_path):
     (tmp_path / "texts.jsonl").write_text('{"text": "ab cd a b c d ab"}\n' * 12)
     settings = {"max_steps": 1, "use_cpu": True, "held_out_rows": 2, "answer_tokens": 4, "report_to": "none"}

@@ -116,6 +116,7 @@ def test_a_run_that_was_killed_goes_on_and_so_does_one_that_asks_for_more(base, 
     assert (report.found, report.written, len(before)) == (found, 9 - found, 9) and found
     again = synthesize(base, tokenizer, 20, output, **SETTINGS)
     rows = read(output)
+    assert "duplicate" not in again.dropped  # no chat is begun twice
     assert (again.found, again.written) == (9, 11) and rows[:9] == before and len(rows) == 20
     assert len({same_words(words) for row in rows for words in said(row, "user")}) == 20
     with pytest.raises(ValueError, match="was started with seed=0, but now seed=1"):
@@ -145,6 +146,8 @@ def test_a_base_that_repeats_itself_says_how_many_questions_came_out(base, token
     report = synthesize(base, tokenizer, 9, tmp_path / "own.jsonl", **SETTINGS)
     assert report.written == 2 and report.missing == 7
     assert "7 chats are missing" in str(report) and "duplicate, 1 too short" in str(report)
+    again = synthesize(base, tokenizer, 9, tmp_path / "own.jsonl", **SETTINGS)
+    assert (again.found, again.written, set(again.dropped)) == (2, 0, {"duplicate"})
 
 
 def test_a_base_without_one_question_is_refused(tmp_path):
@@ -205,6 +208,24 @@ def test_words_end_a_question_where_no_token_does(tmp_path):
     task = answerer.begin_own(0, 1, True)
     answerer._take_question(task, [], tokenizer(" where do birds go ASSISTANT: no", add_special_tokens=False).input_ids)
     assert task.messages == [{"role": "user", "content": "where do birds go"}] and not task.done
+
+
+@pytest.mark.parametrize(
+    ("written", "reason"),
+    [
+        ("where do <|im_start|> birds go<|im_end|>", "control tokens"),
+        ("where do birds go", "cut"),
+        ("hm<|im_end|>", "too short"),
+        ("where do birds go<|im_end|>", None),
+    ],
+)
+def test_questions_that_cannot_be_asked_are_dropped(base, tokenizer, written, reason):
+    settings = {"max_new_tokens": 4, "max_length": None, "temperature": 0.0, "top_p": 1.0, "prompt_tokens": 1}
+    answerer = Answerer(base, tokenizer, **settings, seed=0)
+    task = answerer.begin_own(0, 1, True)
+    answerer._take_question(task, [], tokenizer(written, add_special_tokens=False).input_ids)
+    assert answerer.counts.dropped == ({} if reason is None else {reason: 1})
+    assert (task.refused, task.done) == (reason, reason is not None)
 
 
 def test_a_server_writes_questions_too(tokenizer, tmp_path):
