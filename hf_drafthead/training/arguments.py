@@ -1,9 +1,7 @@
 """Training arguments for draft heads, and the values in each family's paper."""
 
-import dataclasses
-import difflib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from types import NoneType
 from typing import Any, get_args, get_type_hints
@@ -67,31 +65,29 @@ class DraftHeadTrainingArguments(TrainingArguments):
         calibrate_tree: at the end, measure which tree is fastest here at batch size 1, and save it with the heads.
     """
 
-    next_token_weight: float = field(default=1.0, metadata={"help": "Weight of the text's own tokens."})
-    teacher_weight: float = field(default=0.0, metadata={"help": "Weight of the base's distribution."})
-    feature_weight: float = field(default=0.0, metadata={"help": "Weight of the base's hidden states."})
-    feature_noise: float = field(default=0.0, metadata={"help": "Width of the noise on the hidden states read."})
-    head_decay: float = field(default=1.0, metadata={"help": "Weight of head k is this to the power of k."})
-    heads_weight: float = field(default=1.0, metadata={"help": "Weight of all heads' losses."})
-    heads_schedule: str = field(default="constant", metadata={"help": "How that weight rises with the steps."})
-    base_weight: float = field(
-        default=0.0, metadata={"help": "Weight of the base's own loss; with 0 the base is not trained."}
-    )
-    base_learning_rate: float = field(default=5e-4, metadata={"help": "Learning rate of the base, if it is trained."})
-    base_objective: str = field(default="text", metadata={"help": "What the base learns: 'text' or 'itself'."})
-    max_grad_value: float | None = field(default=None, metadata={"help": "Clip every gradient to this magnitude."})
-    recipe: str | None = field(default=None, metadata={"help": "'paper' or 'quick'."})
-    hours: float | None = field(default=None, metadata={"help": "Stop after this time."})
-    lora_rank: int = field(default=32, metadata={"help": "Of the adapters of a base that learns."})
-    max_length: int | None = field(default=None, metadata={"help": "Tokens of a row, at most."})
-    packing: bool = field(default=False, metadata={"help": "Join whole texts to full rows."})
-    streaming: bool = field(default=False, metadata={"help": "Read the data while training."})
-    split: str = field(default="train", metadata={"help": "Of a data set."})
-    chat_template: str | None = field(default=None, metadata={"help": "Replaces the tokenizer's."})
-    held_out_rows: int | None = field(default=None, metadata={"help": "Rows to evaluate on."})
-    answer_tokens: int = field(default=128, metadata={"help": "Of the answers the speed is computed from."})
-    answer_temperature: float = field(default=0.0, metadata={"help": "Of these answers."})
-    calibrate_tree: bool = field(default=False, metadata={"help": "Measure the fastest tree at the end."})
+    next_token_weight: float = 1.0
+    teacher_weight: float = 0.0
+    feature_weight: float = 0.0
+    feature_noise: float = 0.0
+    head_decay: float = 1.0
+    heads_weight: float = 1.0
+    heads_schedule: str = "constant"
+    base_weight: float = 0.0
+    base_learning_rate: float = 5e-4
+    base_objective: str = "text"
+    max_grad_value: float | None = None
+    recipe: str | None = None
+    hours: float | None = None
+    lora_rank: int = 32
+    max_length: int | None = None
+    packing: bool = False
+    streaming: bool = False
+    split: str = "train"
+    chat_template: str | None = None
+    held_out_rows: int | None = None
+    answer_tokens: int = 128
+    answer_temperature: float = 0.0
+    calibrate_tree: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -151,17 +147,17 @@ def sort_options(family: str, options: dict[str, Any]) -> tuple[dict[str, Any], 
         ValueError: an unknown family, or a name that is neither.
     """
     own = find_family(family).model_class.config_class.heads_fields()
-    known = {field.name for field in dataclasses.fields(DraftHeadTrainingArguments)}
+    known = {field.name for field in fields(DraftHeadTrainingArguments)}
     if unknown := sorted(set(options) - own - known):
-        near = difflib.get_close_matches(unknown[0], sorted(own | known), n=1)
+        near = get_close_matches(unknown[0], sorted(own | known), n=1)
         raise ValueError(
             f"{unknown[0]!r} is neither a config field of {family} ({', '.join(sorted(own))}) nor a training argument: "
             + (f"did you mean {near[0]}?" if near else "check its spelling.")
         )
-    fields = {name: value for name, value in options.items() if name in own}
+    of_config = {name: value for name, value in options.items() if name in own}
     arguments = {name: value for name, value in options.items() if name not in own}
     refuse_wrong_types(arguments)
-    return fields, arguments
+    return of_config, arguments
 
 
 def refuse_wrong_types(arguments: Mapping[str, Any]) -> None:
