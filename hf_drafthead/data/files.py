@@ -7,21 +7,21 @@ from typing import Any, TextIO
 
 TEXTS = (".txt",)
 TABLES = (".parquet", ".arrow")
-RECORDS = (".json", ".jsonl")
+RECORD_ENDINGS = (".json", ".jsonl")
 BLOCK_SIZE = 1 << 16  # characters of a text file that become one row, up to the end of the line
 
 
 def files_of(path: Path) -> list[Path]:
     """The file itself, or those of a folder that are read one by one, in the order of their names."""
     if path.is_file():
-        if path.suffix not in TEXTS + RECORDS:
-            wanted = ", ".join(RECORDS + TEXTS)
+        if path.suffix not in TEXTS + RECORD_ENDINGS:
+            wanted = ", ".join(RECORD_ENDINGS + TEXTS)
             raise ValueError(f"the kind of {str(path)!r} is not known: expected a file that ends in one of {wanted}.")
         return [path]
     found = [file for file in sorted(path.rglob("*")) if not _hidden(file.relative_to(path)) and file.is_file()]
     if any(file.suffix in TABLES for file in found):
         return []  # a data set, whose other files only describe it
-    return [file for file in found if file.suffix in TEXTS + RECORDS]
+    return [file for file in found if file.suffix in TEXTS + RECORD_ENDINGS]
 
 
 def _hidden(path: Path) -> bool:

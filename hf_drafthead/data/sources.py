@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_drafthead.data.files import RECORDS, TEXTS, files_of, records_of
+from hf_drafthead.data.files import RECORD_ENDINGS, TEXTS, files_of, records_of
 from hf_drafthead.data.rows import EXPECTED, KNOWN, as_row, data_hash, features, is_record
 
 if TYPE_CHECKING:  # imported where it is used: a file of questions is read without it
@@ -150,7 +150,7 @@ def _load(source: str, streaming: bool, split: str | None) -> Any:
     from datasets import load_dataset, load_from_disk
 
     wanted = "give a .json, .jsonl or .txt file, a folder of them, or the name of a data set."
-    looks_local = os.path.isabs(source) or source.startswith((".", "~")) or source.endswith(TEXTS + RECORDS)
+    looks_local = os.path.isabs(source) or source.startswith((".", "~")) or source.endswith(TEXTS + RECORD_ENDINGS)
     if not os.path.exists(source) and (looks_local or source.count("/") > 1 or not source):
         raise OSError(f"there is no data at {source!r}: {wanted}")
     try:

@@ -9,7 +9,7 @@ from hf_drafthead.formats.layout import Layout, Own, refuse
 from hf_drafthead.formats.layouts import LAYOUTS, targets
 from hf_drafthead.modeling import DraftHeadConfig, DraftHeadPreTrainedModel
 from hf_drafthead.modeling.base_model import locate_base
-from hf_drafthead.modeling.checkpoint import checkpoint_files, map_tensors, read_config
+from hf_drafthead.modeling.checkpoint import checkpoint_files, map_tensors, read_heads_config
 from hf_drafthead.modeling.families import BY_MODEL_TYPE
 
 
@@ -140,4 +140,4 @@ def _read_own_config(name: str, hub: dict[str, Any]) -> DraftHeadConfig:
     except OSError:
         fields = {}
     model_class = BY_MODEL_TYPE.get(fields.get("model_type", ""))
-    return read_config(model_class.config_class if model_class else DraftHeadConfig, name, None, hub)
+    return read_heads_config(model_class.config_class if model_class else DraftHeadConfig, name, None, hub)

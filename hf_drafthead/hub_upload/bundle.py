@@ -89,7 +89,7 @@ def add_bundle(folder: Path) -> None:
         )
     family = model_type.removeprefix(MODEL_TYPE_PREFIX)
     code = build_bundle(family)
-    model_class = families()[family]
+    model_class = families_in_code()[family]
     stem = Path(FILE).stem
     config["auto_map"] = {
         "AutoConfig": f"{stem}.{model_class.config_class.__name__}",
@@ -110,9 +110,9 @@ def build_bundle(family: str) -> str:
     Raises:
         ValueError: there is no such family, or its modules cannot stand in one file.
     """
-    if family not in families():
-        raise ValueError(f"there is no family {family!r}: expected one of {', '.join(sorted(families()))}.")
-    modules = in_order(families()[family].__module__, {(tree_module.__name__, "_tree_files"): tree_data()})
+    if family not in families_in_code():
+        raise ValueError(f"there is no family {family!r}: expected one of {', '.join(sorted(families_in_code()))}.")
+    modules = in_order(families_in_code()[family].__module__, {(tree_module.__name__, "_tree_files"): tree_data()})
     check_names(modules)
     statements = sorted({statement for module in modules for statement in module.imports.values()})
     # `import x` before `from x import y`, as everywhere in the package
@@ -122,7 +122,7 @@ def build_bundle(family: str) -> str:
     return "\n\n\n".join([header.strip(), *parts]) + "\n"
 
 
-def families() -> dict[str, type[DraftHeadPreTrainedModel]]:
+def families_in_code() -> dict[str, type[DraftHeadPreTrainedModel]]:
     """The model class of every family, by the name in its `model_type`."""
     return {name.removeprefix(MODEL_TYPE_PREFIX): one for name, one in BY_MODEL_TYPE.items()}
 

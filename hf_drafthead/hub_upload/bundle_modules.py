@@ -9,7 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 PACKAGE = "hf_drafthead"
-FOLDER = Path(__file__).parents[1]
+PACKAGE_FOLDER = Path(__file__).parents[1]
 ROOMS = ("hf_drafthead.generation.", "hf_drafthead.modeling.")
 NOTHING: Mapping[tuple[str, str], str] = MappingProxyType({})
 
@@ -168,7 +168,7 @@ def local_import(module: Module, node: ast.Import | ast.ImportFrom) -> str | Non
 
 def file_of(name: str) -> Path:
     """Where a module of the package lies; there is no such file if the name is that of a folder."""
-    return FOLDER.joinpath(*name.split(".")[1:]).with_suffix(".py")
+    return PACKAGE_FOLDER.joinpath(*name.split(".")[1:]).with_suffix(".py")
 
 
 def origin_of(module: Module, node: ast.ImportFrom) -> str:

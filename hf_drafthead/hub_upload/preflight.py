@@ -9,13 +9,13 @@ from typing import Any, cast
 import torch
 from huggingface_hub import HfApi, ModelInfo, get_token
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from hf_drafthead.modeling import DraftHeadConfig, DraftHeadPreTrainedModel
 from hf_drafthead.modeling.base_model import is_local
 from hf_drafthead.modeling.checkpoint import HTTP_ERROR, INDEX, checkpoint_files
 from hf_drafthead.modeling.families import BY_MODEL_TYPE
+from hf_drafthead.modeling.files import open_tensors
 
 TRAINING = ["optimizer*", "scheduler.*", "scaler.pt", "rng_state*", "training_args.bin", "trainer_state.json"]
 TRAINING += ["checkpoint-*", "global_step*", "events.out.tfevents*", "wandb", "mlruns", "run.json", "clock.json"]
@@ -156,7 +156,7 @@ def check_weights(folder: Path, live: Mapping[str, Tensor] | None = None) -> Non
         ValueError: a tensor is not finite, or comes back as another.
     """
     loaded: dict[str, Tensor] | None = None
-    for name, tensor in tensors_of(folder):
+    for name, tensor in stored_tensors(folder):
         if not torch.isfinite(tensor).all():
             raise ValueError(
                 f"the tensor {name!r} in {str(folder)!r} holds NaN or infinity: train these heads again, or use an "
@@ -206,17 +206,12 @@ def family_of(folder: Path) -> type[DraftHeadPreTrainedModel]:
     return BY_MODEL_TYPE[found]
 
 
-def tensors_of(folder: Path) -> Iterator[tuple[str, Tensor]]:
+def stored_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a checkpoint, one after the other."""
     for file in checkpoint_files(str(folder), None, {"local_files_only": True}):
-        try:
-            with safe_open(file, framework="pt") as stored:
-                for name in stored.keys():
-                    yield name, stored.get_tensor(name)
-        except SafetensorError as error:
-            raise OSError(
-                f"{file!r} is not a readable safetensors file ({error}): save or download it again."
-            ) from None
+        with open_tensors(file) as stored:
+            for name in stored.keys():
+                yield name, stored.get_tensor(name)
 
 
 def check_card(folder: Path, shown: str) -> None:

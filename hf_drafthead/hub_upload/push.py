@@ -166,7 +166,7 @@ def push_folder(
             )
         done = _push(staged, target, notes, shown=str(source), model=None, dry_run=dry_run or to_folder is not None)
         if to_folder is not None:
-            _write(done, staged, source, Path(to_folder))
+            _write_files(done, staged, source, Path(to_folder))
         return done
 
 
@@ -224,7 +224,7 @@ def _push(
     return push
 
 
-def _write(push: Push, staged: Path, source: Path, folder: Path) -> None:
+def _write_files(push: Push, staged: Path, source: Path, folder: Path) -> None:
     """Copy the files of a push to a folder; the path of a local base is written anew, as seen from there."""
     config = preflight.family_of(staged).config_class.from_pretrained(staged)
     base = config.base_model_name_or_path

@@ -11,7 +11,7 @@ import torch
 from huggingface_hub import ModelCard, hf_hub_download, snapshot_download
 from huggingface_hub.errors import HFValidationError, RemoteEntryNotFoundError, RepositoryNotFoundError
 
-from hf_drafthead.hub_upload.preflight import family_of, files_to_send, find_base, left_behind, tensors_of
+from hf_drafthead.hub_upload.preflight import family_of, files_to_send, find_base, left_behind, stored_tensors
 from hf_drafthead.modeling import DraftHeadConfig, DraftHeadPreTrainedModel
 from hf_drafthead.modeling.base_model import check_base, fetch_config, is_local, locate_base, refuse_unfit
 from hf_drafthead.modeling.checkpoint import HTTP_ERROR, INDEX, why_refused
@@ -309,12 +309,12 @@ def _loaded_from(model: DraftHeadPreTrainedModel, token: str | bool | None) -> P
 def _same_heads(source: Path, target: Path) -> bool:
     """Whether the saved heads equal those of the checkpoint that they were loaded from, apart from the dtype."""
     try:
-        before = dict(tensors_of(source))
+        before = dict(stored_tensors(source))
     except OSError:
         return False
     return all(
         name in before and before[name].shape == tensor.shape and torch.equal(before[name].to(tensor.dtype), tensor)
-        for name, tensor in tensors_of(target)
+        for name, tensor in stored_tensors(target)
         if name.startswith("drafter.")
     )
 

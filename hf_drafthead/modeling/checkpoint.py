@@ -23,7 +23,7 @@ HTTP_ERROR = cast(type[Exception], HfHubHTTPError.__bases__[0])  # of whichever 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
-def read_config(family: type[DraftHeadConfig], path: str, given: Any, hub: Mapping[str, Any]) -> DraftHeadConfig:
+def read_heads_config(family: type[DraftHeadConfig], path: str, given: Any, hub: Mapping[str, Any]) -> DraftHeadConfig:
     """The checkpoint's config, or a copy of the given one (or what is read at the given path).
 
     Raises:

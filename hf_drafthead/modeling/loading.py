@@ -32,8 +32,8 @@ from hf_drafthead.modeling.checkpoint import (
     check_tensors,
     checkpoint_files,
     map_wanted,
-    read_config,
     read_generation_settings,
+    read_heads_config,
     refuse_damage,
 )
 from hf_drafthead.modeling.config import ABOUT_THE_BASE, DraftHeadConfig, HeadsGenerationConfig
@@ -311,7 +311,7 @@ class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
         if convert:
             own, converted, settings = cls._converted(source, config, base_model, base_revision, kwargs)
         else:
-            own, converted = read_config(cls.config_class, source.path, config, source.hub), None
+            own, converted = read_heads_config(cls.config_class, source.path, config, source.hub), None
         _hand_to_base(own, kwargs)
         own.name_or_path = given or ""
         if state_dict is not None:

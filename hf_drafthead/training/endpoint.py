@@ -27,7 +27,7 @@ HIDDEN_THOUGHTS = (
     "the server returns thoughts apart from the answers, and the base's chat template does not show them: start the "
     "server without a reasoning parser, or give the template that the base was trained with"
 )
-HOPELESS = 20  # refused rows, with none answered, after which the run ends
+REFUSALS = 20  # refused rows, with none answered, after which the run ends
 TIMEOUT = 600.0  # seconds for one answer
 
 
@@ -340,9 +340,9 @@ async def _ask_all(
                     raise Refused(task.refused)
             except Refused as reason:
                 report.refuse(index, reason)
-                if report.refused >= HOPELESS and not report.written + report.found:
+                if report.refused >= REFUSALS and not report.written + report.found:
                     raise ValueError(
-                        f"nothing can be asked: the first {HOPELESS} rows were refused ({'; '.join(report.refusals)})."
+                        f"nothing can be asked: the first {REFUSALS} rows were refused ({'; '.join(report.refusals)})."
                     ) from None
             else:
                 shards.write([task.to_row()])

@@ -15,7 +15,7 @@ from transformers import AutoModel, AutoModelForCausalLM
 
 from hf_drafthead import HydraConfig, HydraForCausalLM
 from hf_drafthead.hub_upload import bundle_modules
-from hf_drafthead.hub_upload.bundle import FILE, add_bundle, build_bundle, families
+from hf_drafthead.hub_upload.bundle import FILE, add_bundle, build_bundle, families_in_code
 from tests.bases import tiny_base
 from tests.families import FAMILIES
 from tests.hub_upload.remote_code import PROMPT, SETTINGS
@@ -26,7 +26,7 @@ PYTHON = os.environ.get("REMOTE_CODE_PYTHON", sys.executable)  # one that has tr
 BROUGHT_ALONG = {"torch", "transformers", "safetensors", "huggingface_hub", "numpy", "tokenizers"}
 
 all_families = pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
-all_codes = pytest.mark.parametrize("code", sorted(families()))
+all_codes = pytest.mark.parametrize("code", sorted(families_in_code()))
 
 
 def alone(folder: Path, modules: Path) -> dict:
@@ -143,7 +143,7 @@ def test_the_file_imports_nothing_that_transformers_and_torch_do_not_bring(code)
 @all_codes
 def test_the_file_holds_no_other_family_than_those_it_needs(code):
     text = build_bundle(code)
-    held = {one for one, model_class in families().items() if f"class {model_class.__name__}(" in text}
+    held = {one for one, model_class in families_in_code().items() if f"class {model_class.__name__}(" in text}
     assert held == {code} | {"amphista": {"medusa"}, "eagle3": {"eagle"}}.get(code, set())
 
 
@@ -183,7 +183,7 @@ def rooms(tmp_path, monkeypatch):
         for name, text in sources.items():
             (tmp_path / "generation").mkdir(exist_ok=True)
             (tmp_path / "generation" / f"{name}.py").write_text(text)
-        monkeypatch.setattr(bundle_modules, "FOLDER", tmp_path)
+        monkeypatch.setattr(bundle_modules, "PACKAGE_FOLDER", tmp_path)
         return f"hf_drafthead.generation.{next(iter(sources))}"
 
     return write

@@ -165,7 +165,7 @@ def test_a_truncated_file(folder):
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
     with pytest.raises(
-        OSError, match=r"model.safetensors' is not a readable safetensors file \(.*\): save or download"
+        OSError, match=r"model.safetensors' is not a readable safetensors file \(.*\): copy or download"
     ):
         preflight.check_weights(folder)
 
