@@ -92,14 +92,18 @@ def read_facts(folder: Path, model: Any = None) -> Facts:
     check_folder(folder)
     if not (folder / "config.json").is_file():
         raise OSError(f"{str(folder)!r} holds no config.json: give the folder of a draft-head checkpoint.")
-    config = read_json(folder / "config.json")
+    config = read_checkpoint_json(folder / "config.json")
     model_type = str(config.get("model_type"))
     if not model_type.startswith(MODEL_TYPE_PREFIX):
         raise ValueError(
             f"{str(folder)!r} holds a {model_type!r} model without draft heads: give a draft-head checkpoint."
         )
-    settings = read_json(folder / "generation_config.json") if (folder / "generation_config.json").is_file() else {}
-    training = read_json(folder / "training_summary.json") if (folder / "training_summary.json").is_file() else {}
+    settings = (
+        read_checkpoint_json(folder / "generation_config.json") if (folder / "generation_config.json").is_file() else {}
+    )
+    training = (
+        read_checkpoint_json(folder / "training_summary.json") if (folder / "training_summary.json").is_file() else {}
+    )
     heads_config = _heads_config(model_type, config)
     family = heads_config.family if heads_config else model_type.removeprefix(MODEL_TYPE_PREFIX)
     sizes, dtypes = _drafter_tensors(folder)
@@ -183,7 +187,9 @@ def _has_chat_template(folder: Path) -> bool:
     """Whether the tokenizer in a folder has a chat template, in its config or in a file of its own."""
     config = folder / "tokenizer_config.json"
     beside = (folder / "chat_template.jinja", folder / "chat_template.json")
-    return any(file.is_file() for file in beside) or (config.is_file() and bool(read_json(config).get("chat_template")))
+    return any(file.is_file() for file in beside) or (
+        config.is_file() and bool(read_checkpoint_json(config).get("chat_template"))
+    )
 
 
 def is_hub_id(name: str | None, folder: Path) -> bool:
@@ -197,7 +203,7 @@ def is_hub_id(name: str | None, folder: Path) -> bool:
     return True
 
 
-def read_json(path: Path) -> Any:
+def read_checkpoint_json(path: Path) -> Any:
     """What a JSON file holds: an object, or for an evaluation also a list.
 
     Raises:
@@ -278,7 +284,7 @@ def _evaluations(folder: Path, family: str) -> list[dict[str, Any]]:
     evaluations = []
     hashes: dict[str | None, str] = {}  # by the type that the weights were loaded in
     for path in sorted(folder.glob("evaluation*.json")):
-        content = read_json(path)
+        content = read_checkpoint_json(path)
         rows = content.get("rows", [content]) if isinstance(content, dict) else content
         for row in rows:
             if not isinstance(row, dict) or not {"tokens_per_step", "speedup", "identical"} & set(row):

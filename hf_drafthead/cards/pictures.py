@@ -31,7 +31,7 @@ def draw_trees(trees: Mapping[str, DraftTree], path: Path) -> None:
     for axes, (title, tree), places in zip(panels, trees.items(), rows):
         axes.set_title(title, size=8, color=INK, loc="left")
         _draw_tree(axes, tree, places)
-    _write(figure, path)
+    _save_picture(figure, path)
 
 
 def _draw_tree(axes: Axes, tree: DraftTree, rows: list[float]) -> None:
@@ -68,7 +68,7 @@ def draw_accuracies(accuracies: dict[int, list[float]], path: Path) -> None:
     axes.set_ylim(0, 105)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, ncols=len(shown), loc="upper right")
-    _write(figure, path)
+    _save_picture(figure, path)
 
 
 def rows_of_nodes(tree: DraftTree) -> list[float]:
@@ -91,5 +91,5 @@ def rows_of_nodes(tree: DraftTree) -> list[float]:
     return rows
 
 
-def _write(figure: Figure, path: Path) -> None:
+def _save_picture(figure: Figure, path: Path) -> None:
     figure.savefig(path, dpi=150, metadata={"Software": None})  # the version there would change the bytes

@@ -16,7 +16,7 @@ from hf_drafthead.modeling.foreign import how_to_convert
 from hf_drafthead.modeling.gguf_files import load_tokenizer
 
 
-def read_config(name: str) -> DraftHeadConfig:
+def read_heads_config(name: str) -> DraftHeadConfig:
     """Config of a draft-head checkpoint.
 
     Args:
@@ -67,9 +67,9 @@ def load(name: str, **kwargs: Any) -> tuple[Any, Any]:
         kwargs: for `from_pretrained`: `dtype`, `device_map`, `base_model`, `trust_remote_code` (of the base), ...
 
     Raises:
-        OSError, ValueError: as `read_config` and `from_pretrained` do.
+        OSError, ValueError: as `read_heads_config` and `from_pretrained` do.
     """
-    config = read_config(name)
+    config = read_heads_config(name)
     # not through AutoModel, where `trust_remote_code` would run the code that was pushed with the heads
     model_class = BY_MODEL_TYPE[config.model_type]
     try:

@@ -12,7 +12,7 @@ from transformers.configuration_utils import PreTrainedConfig
 
 from hf_drafthead.cards.facts import BYTES
 from hf_drafthead.evaluation.calls import drafted
-from hf_drafthead.evaluation.loading import one_line, read_config
+from hf_drafthead.evaluation.loading import one_line, read_heads_config
 from hf_drafthead.generation.entries import device_name
 from hf_drafthead.generation.settings import AUTO, DraftSettings
 from hf_drafthead.generation.tree import DraftTree, resolve
@@ -53,9 +53,9 @@ def summarize(name: str) -> Summary:
         name: its folder, or its id on the Hub.
 
     Raises:
-        OSError, ValueError: as `read_config` does, or its weights cannot be read.
+        OSError, ValueError: as `read_heads_config` does, or its weights cannot be read.
     """
-    config = read_config(name)
+    config = read_heads_config(name)
     settings = drafting_settings(name)
     tensors = {key: value for key, value in tensor_headers(name).items() if not key.startswith("base.")}
     sizes = {key: math.prod(shape) for key, (shape, _) in tensors.items()}

@@ -17,6 +17,7 @@ from hf_drafthead.evaluation.calls import drafted, steps_of, with_reader
 from hf_drafthead.evaluation.measurement import guess_depths, identity
 from hf_drafthead.evaluation.rounding import FirstDifference, counted, first_difference
 from hf_drafthead.generation.entries import device_name
+from hf_drafthead.trees.rank_paths import left_padded
 
 Tokens = list[int]
 
@@ -235,7 +236,7 @@ def groups(prompts: Sequence[Tokens], rows: int) -> Iterator[list[Tokens]]:
 
 def compare(model: Any, check: Check, prompts: Sequence[Tokens], seed: int) -> None:
     """One call of the base and one of the heads; the result is added to the check."""
-    inputs = left_padded(prompts, check.settings["pad_token_id"], model.base.device)
+    inputs = left_padded(model, [torch.tensor(prompt) for prompt in prompts])
     settings = dict(check.settings)
     if check.ends:
         settings["eos_token_id"] = ends_inside_steps(model, inputs, settings)
@@ -309,17 +310,6 @@ def verdict_table(verdict: Verdict) -> Table:
         cells = (check.texts, check.same, len(check.near_ties), margin, len(check.faults))
         table.add_row(check.name, *map(str, cells))
     return table
-
-
-def left_padded(prompts: Sequence[Tokens], pad: int, device: torch.device) -> dict[str, torch.Tensor]:
-    """`input_ids` and `attention_mask` (B, P), padded on the left."""
-    width = max(map(len, prompts))
-    rows = [[pad] * (width - len(prompt)) + list(prompt) for prompt in prompts]
-    mask = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
-    return {
-        "input_ids": torch.tensor(rows, device=device),
-        "attention_mask": torch.tensor(mask, device=device),
-    }
 
 
 def without_padding(tokens: Tokens, ends: set[int], pad: int) -> Tokens:

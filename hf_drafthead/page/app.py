@@ -16,7 +16,7 @@ from hf_drafthead.generation.settings import ACCEPTANCES
 from hf_drafthead.generation.slots import out_of_memory
 from hf_drafthead.generation.tree import DraftTree, published_trees
 from hf_drafthead.page import drawing
-from hf_drafthead.page.comparison import BASE, HEADS, Comparison, WalkedStep
+from hf_drafthead.page.comparison import BASE, HEADS, SideBySide, WalkedStep
 from hf_drafthead.page.request import OWN_TREE, Asked
 
 CHAT, TEXT = "Chat", "Continue a text"
@@ -34,7 +34,7 @@ class Page:
     def __init__(self, model: Any, tokenizer: Any):
         self.model = model
         self.tokenizer = tokenizer
-        self._running: tuple[str | None, Comparison] | None = None  # and the visitor who started it
+        self._running: tuple[str | None, SideBySide] | None = None  # and the visitor who started it
 
     def generate(self, asked: Asked, visitor: str | None) -> Iterator[dict[str, Any]]:
         """Decode one prompt on both sides.
@@ -79,7 +79,7 @@ class Page:
             "walked": drawing.step_in_words(tree, steps, number - 1),
         }
 
-    def _shown(self, running: Comparison, before: str) -> dict[str, Any]:
+    def _shown(self, running: SideBySide, before: str) -> dict[str, Any]:
         heads, base = running.sides[HEADS], running.sides.get(BASE)
         steps = list(heads.steps)
         return {
@@ -92,7 +92,7 @@ class Page:
         }
 
 
-def verdict(running: Comparison) -> str:
+def verdict(running: SideBySide) -> str:
     """What the two sides say about each other, as Markdown; empty while they write."""
     if running.sides[HEADS].drafted is False:
         return "These settings are decoded by the base itself, without guesses: the log names the reason."

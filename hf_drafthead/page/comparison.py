@@ -77,7 +77,7 @@ class Side:
         return len(self.tokens) / self.seconds if self.seconds > 0 else None
 
 
-class Comparison:
+class SideBySide:
     """Lets heads and base continue one prompt.
 
     Args:

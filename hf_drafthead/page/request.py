@@ -11,7 +11,7 @@ from hf_drafthead.evaluation.calls import encode, has_room, positions_of
 from hf_drafthead.generation.drafting import draft_vocabulary
 from hf_drafthead.generation.settings import DraftSettings
 from hf_drafthead.generation.tree import DraftTree
-from hf_drafthead.page.comparison import Comparison
+from hf_drafthead.page.comparison import SideBySide
 
 Message = dict[str, str]  # role and content, as chat templates take them
 OWN_TREE = "the model's own"
@@ -41,7 +41,7 @@ class Asked:
         """The messages with the new one."""
         return [*self.messages, {"role": "user", "content": self.written}]
 
-    def comparison(self, model: Any, tokenizer: Any) -> Comparison:
+    def comparison(self, model: Any, tokenizer: Any) -> SideBySide:
         """The two generations, ready to run.
 
         Raises:
@@ -51,7 +51,7 @@ class Asked:
         settings: dict[str, Any] = {"max_new_tokens": self.max_new_tokens, "do_sample": self.temperature > 0}
         if self.temperature > 0:
             settings["temperature"] = self.temperature
-        return Comparison(
+        return SideBySide(
             model,
             self._encoded(model, tokenizer),
             settings,

@@ -9,6 +9,7 @@ from hf_drafthead.evaluation.measurement import identity
 from hf_drafthead.evaluation.verify import Check, compare, groups, verify
 from hf_drafthead.generation import SlotCache, mixin, rules
 from hf_drafthead.generation.reader import BaseReader, Unsupported
+from hf_drafthead.trees.rank_paths import left_padded
 from tests.bases import tiny_base
 from tests.checkpoints import byte_tokenizer
 from tests.families import FAMILIES
@@ -132,7 +133,7 @@ def test_what_the_base_decoded_by_itself_is_told(model, monkeypatch):
 )
 @pytest.mark.parametrize("rows", [1, 3])
 def test_the_margin_is_what_parts_the_tokens(model, settings, rows):
-    given = verifying.left_padded(PROMPTS[:rows], 0, model.device)
+    given = left_padded(model, [torch.tensor(prompt) for prompt in PROMPTS[:rows]])
     call = {"do_sample": False, "max_new_tokens": 6, "pad_token_id": 0, "eos_token_id": None, **settings}
     torch.manual_seed(3)
     answers = model.base.generate(**given, **call)[:, given["input_ids"].shape[1] :].tolist()

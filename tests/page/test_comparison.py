@@ -11,7 +11,7 @@ from hf_drafthead.evaluation.measurement import guess_depths
 from hf_drafthead.evaluation.rounding import FirstDifference
 from hf_drafthead.generation.settings import DraftSettings
 from hf_drafthead.generation.tree import DraftTree
-from hf_drafthead.page.comparison import BASE, HEADS, Comparison
+from hf_drafthead.page.comparison import BASE, HEADS, SideBySide
 
 PROMPT = "def read_json(path):\n"
 TREE = DraftTree([(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 1), (0, 0, 0, 0)])
@@ -24,9 +24,9 @@ def given(hydra):
     return encode(*hydra, [PROMPT])
 
 
-def compared(hydra, given, settings, *, acceptance="exact", **options) -> Comparison:
+def compared(hydra, given, settings, *, acceptance="exact", **options) -> SideBySide:
     drafting = DraftSettings(draft_tree=TREE, acceptance=acceptance)
-    comparison = Comparison(hydra[0], given, settings, drafting, **options)
+    comparison = SideBySide(hydra[0], given, settings, drafting, **options)
     for _ in comparison.run():
         pass
     return comparison
@@ -122,7 +122,7 @@ def test_where_the_base_decodes_by_itself_it_is_told(hydra, given):
 
 
 def test_a_stop_ends_both_sides_before_their_end(hydra, given):
-    comparison = Comparison(
+    comparison = SideBySide(
         hydra[0], given, {**GREEDY, "max_new_tokens": 480, "min_new_tokens": 480}, DraftSettings(draft_tree=TREE)
     )
     for _ in comparison.run():
@@ -134,7 +134,7 @@ def test_a_stop_ends_both_sides_before_their_end(hydra, given):
 
 
 def test_leaving_early_ends_both_sides(hydra, given):
-    comparison = Comparison(
+    comparison = SideBySide(
         hydra[0], given, {**GREEDY, "max_new_tokens": 480, "min_new_tokens": 480}, DraftSettings(draft_tree=TREE)
     )
     running = comparison.run()
