@@ -167,7 +167,7 @@ def test_calls_that_the_base_decoded_are_told(run):
             "prompts.jsonl line 2: a prompt of 16 tokens and 120 new ones exceed the base's 128",
         ),
         (["--dtype", "int8"], "--dtype 'int8' is no floating point type: expected auto, float32,"),
-        (["--chat-template", "nowhere.jinja"], "there is no chat template 'nowhere.jinja': give a Jinja file."),
+        (["--chat-template", "nowhere.jinja"], "there is no chat template 'nowhere.jinja': give a Jinja file"),
     ],
 )
 def test_bad_input_is_refused_in_one_line(run, arguments, text):
