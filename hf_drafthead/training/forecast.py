@@ -4,6 +4,7 @@ Time and memory come from trying one step on held-out rows, whose gradients are 
 """
 
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
@@ -147,8 +148,13 @@ def _tried(
     once = 0.0
     with torch.random.fork_rng(devices=[device] if on_gpu else []):  # the trial must not change the training
         trainer.try_step(inputs)  # the first call includes one-time work
-        seconds, evaluating, updating = trainer.try_step(inputs)
-        step = args.gradient_accumulation_steps * seconds * length / _length(rows, batch) + updating
+        start = time.perf_counter()
+        collator(_some(rows, batch))
+        loading = time.perf_counter() - start
+        seconds, evaluating = trainer.try_step(inputs)
+        peak = torch.cuda.max_memory_allocated(device) if on_gpu else None
+        seconds = seconds * length / _length(rows, batch) + loading
+        step = args.gradient_accumulation_steps * seconds + trainer.try_update()
         evaluation = evaluating * math.ceil(len(rows) / (batch * args.world_size))
         if (expected := trainer.expected_tokens_per_step) is not None:
             model: Any = trainer.accelerator.unwrap_model(trainer.model)
@@ -162,7 +168,7 @@ def _tried(
                 once += answering + guessing + TIMED_TOKENS * token
     if trainer.clock is not None:
         trainer.clock.expected_evaluation = evaluation
-    return Times(step, evaluation, once), torch.cuda.max_memory_allocated(device) if on_gpu else None
+    return Times(step, evaluation, once), peak
 
 
 def _some(rows: Sequence[Any], batch: int) -> list[Any]:
