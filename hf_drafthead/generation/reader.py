@@ -327,7 +327,7 @@ class OutputLayer:
         self._around: nn.Module | None = None  # a copy of the base, its parts shared, with such a decoder
         self._behind: nn.Module | None = None  # the same with a lm_head that does so, too
         self.width: int | None = None
-        was_training = base.training
+        training = [module for module in base.modules() if module.training]
         base.eval()  # dropout would hide it
         try:
             self.known = self._find()
@@ -336,7 +336,8 @@ class OutputLayer:
                 raise
             self.known = False
         finally:
-            base.train(was_training)
+            for module in training:
+                module.training = True
 
     @torch.no_grad()
     def _find(self) -> bool:

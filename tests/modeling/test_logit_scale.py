@@ -138,3 +138,11 @@ def test_a_base_that_is_nothing_but_an_lm_head_behind_its_decoder_runs_no_forwar
     assert torch.equal(
         output(torch.ones(2, 32, dtype=torch.float64)), base.lm_head(torch.ones(2, 32, dtype=torch.float64))
     )
+
+
+def test_looking_leaves_the_modes_of_all_modules_as_they_are():
+    base = tiny_base().train()
+    base.model.layers[0].eval()
+    modes = [module.training for module in base.modules()]
+    OutputLayer(base)
+    assert [module.training for module in base.modules()] == modes and not all(modes)
