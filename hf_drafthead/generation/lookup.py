@@ -1,0 +1,126 @@
+"""Guesses copied from the text itself: what followed the last tokens of a row where they occurred before.
+
+Prompt lookup (`prompt_lookup_num_tokens` of transformers) checks such a copy alone, for one row. Here it is one more
+path in the tree of the heads' guesses, in every row that has a match, in place of the least valuable nodes. The number
+of nodes stays the same, and nothing waits for the device.
+
+    the text     d e f  m a i n ( ) ... d e f          the last tokens "d e f" occurred before
+    the copy     m a i n                               L = 4 tokens, which hang below the root "f"
+
+Shapes: B rows, W width of the sequences, L copied tokens, M nodes that were guessed (root included), N nodes of a step.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from hf_drafthead.generation.tree import Topology
+
+LEAST_MATCH = 2  # tokens that must agree, unless fewer are asked for: a single token matches nearly everywhere
+DEFAULT_MATCH = 3  # tokens that are looked for at first
+
+
+class Copies(NamedTuple):
+    """What the text itself suggests. tokens (B, L); matched (B,) whether the last tokens occurred before."""
+
+    tokens: torch.Tensor
+    matched: torch.Tensor
+
+
+def copies(sequences: torch.Tensor, lengths: torch.Tensor, count: int, longest_match: int, vocabulary: int) -> Copies:
+    """What followed the last tokens of each row where they occurred before: the longest match, of equal ones the last.
+
+    The longest of `longest_match`, ... 2 last tokens that occurred before is taken (1 where `longest_match` is 1). A
+    copy that reaches the end of the text goes on with its own beginning, as a text that repeats itself does. A copy
+    that was wrong is not made again at the same place: the root differs from it there.
+
+    Args:
+        sequences: (B, W) token ids; of row b the first `lengths[b]` count.
+        lengths: (B,), at least 1.
+        count: L.
+        longest_match: tokens compared at most, at least 1.
+        vocabulary: tokens of the base; a row may hold other ids, such as placeholders, and these are not guessed.
+
+    >>> text = torch.tensor([[5, 6, 7, 8, 9, 5, 6, 0], [1, 2, 3, 4, 5, 6, 7, 0]])
+    >>> copies(text, torch.tensor([7, 7]), count=4, longest_match=3, vocabulary=10)
+    Copies(tokens=tensor([[7, 8, 9, 5],
+            [0, 0, 0, 0]]), matched=tensor([ True, False]))
+    """
+    width, device = sequences.shape[1], sequences.device
+    least = min(LEAST_MATCH, longest_match)
+    place = torch.arange(width, device=device)
+    last = lengths[:, None] - 1  # (B, 1) of the newest token
+    agree = torch.ones_like(sequences, dtype=torch.bool)
+    agreed = torch.zeros_like(sequences)  # (B, W) how many of the last tokens agree with those up to this place
+    for back in range(min(longest_match, width)):
+        wanted = sequences.gather(1, (last - back).clamp(min=0))
+        same = (sequences[:, : width - back] == wanted) & (back <= last)
+        agree = agree & torch.nn.functional.pad(same, (back, 0), value=False)
+        agreed = agreed + agree
+    value = torch.where((agreed >= least) & (place < last), agreed * width + place, -1)
+    best, end = value.max(1)  # (B,) the last token of the earlier occurrence
+    matched = best >= 0
+    period = (last[:, 0] - end).clamp(min=1)[:, None]
+    steps = torch.arange(count, device=device)
+    tokens = sequences.gather(1, (end[:, None] + 1 + steps % period).clamp(max=width - 1))
+    return Copies(torch.where(matched[:, None] & (tokens < vocabulary), tokens, 0), matched)
+
+
+def joined(
+    tokens: torch.Tensor,
+    parents: torch.Tensor,
+    depths: torch.Tensor,
+    value: torch.Tensor,
+    copied: Copies,
+    nodes: int,
+    deepest: int,
+) -> tuple[torch.Tensor, Topology]:
+    """The most valuable of the guessed nodes and the copies in one tree, row by row.
+
+    Copied tokens that were guessed at the same place are not added again: the rest of the copy hangs below them.
+
+    Args:
+        tokens, parents, depths: (B, M) of the guessed nodes; node 0 is the root, parents come before their children.
+        value: (B, M), by which nodes are kept; no node is worth more than its parent.
+        copied: of every row.
+        nodes: N, of which L + 1 at least are there.
+        deepest: levels below the root of the guessed nodes.
+
+    Returns:
+        tokens (B, N) and how they hang together; a row without a match has guessed nodes only, and where these are
+        fewer than N, copies that carry token 0.
+    """
+    rows, made = tokens.shape
+    count = copied.tokens.shape[1]
+    device = tokens.device
+    matched = copied.matched[:, None]
+    guess = copied.tokens.gather(1, (depths - 1).clamp(0, count - 1))
+    on_copy = (tokens == guess) & (depths <= count) & matched
+    on_copy[:, 0] = True
+    for _ in range(min(deepest, count)):  # and so are all nodes above
+        on_copy = on_copy & on_copy.gather(1, parents)
+    # (B, L + 1) of the copy's nodes by depth: guessed ones where there are, else those that are added behind them
+    added = torch.arange(made - 1, made + count, device=device).expand(rows, -1)
+    number = torch.arange(made, device=device).expand(rows, -1)
+    line = torch.full_like(added, -1).scatter(1, torch.where(on_copy, depths, 0), number)
+    line[:, 0] = 0
+    new = line < 0
+    line = torch.where(new, added, line)
+    certain = torch.finfo(value.dtype).max
+    worth = torch.cat(
+        [
+            torch.where(on_copy, certain, value),
+            torch.where(new[:, 1:] & matched, certain, torch.finfo(value.dtype).min),
+        ],
+        dim=1,
+    )
+    tokens = torch.cat([tokens, copied.tokens], dim=1)
+    parents = torch.cat([parents, line[:, :-1]], dim=1)
+    depths = torch.cat([depths, torch.arange(1, count + 1, device=device).expand(rows, -1)], dim=1)
+    kept = worth.sort(dim=1, descending=True, stable=True).indices[:, :nodes].sort(dim=1).values  # (B, N)
+    place = torch.zeros_like(tokens).scatter(1, kept, torch.arange(nodes, device=device).expand(rows, -1))
+    parents = place.gather(1, parents.gather(1, kept))
+    topology = Topology.of(parents, depths.gather(1, kept), max(deepest, count))
+    return tokens.gather(1, kept), topology
