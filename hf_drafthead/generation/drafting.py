@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from hf_drafthead.generation.lookup import Copies, joined
 from hf_drafthead.generation.state import Candidates
 from hf_drafthead.generation.tree import DynamicTree, Level, Topology
 
@@ -108,9 +109,14 @@ def draft_static(
 
 
 def draft_dynamic(
-    drafter, draft_state: Any, root: torch.Tensor, tree: DynamicTree, tilt: torch.Tensor | None = None
+    drafter,
+    draft_state: Any,
+    root: torch.Tensor,
+    tree: DynamicTree,
+    tilt: torch.Tensor | None = None,
+    copied: Copies | None = None,
 ) -> tuple[Any, Candidates]:
-    """Fill a dynamic tree below the root (B, 1); also returns the drafter's state.
+    """Fill a dynamic tree below the root (B, 1), copies included; also returns the drafter's state.
 
     Nodes are numbered as they are made: the root, then level by level the children of the expanded nodes, the likeliest
     node's first. Those that are kept stay in this order. Every shape is fixed by `tree`, and nothing waits for the
@@ -134,9 +140,12 @@ def draft_dynamic(
         if level + 1 < tree.depth:
             best = below.sort(dim=1, descending=True, stable=True).indices[:, : tree.width]
             expanded, hang_on = first + best, best // tree.width
+    depths = torch.cat([torch.full((size,), depth, device=device) for depth, size in enumerate(sizes)])
+    if copied is not None:
+        tokens, topology = joined(tokens, parents, depths.expand_as(tokens), likely, copied, tree.nodes, tree.depth)
+        return draft_state, Candidates(tokens, topology)
     kept = likely.sort(dim=1, descending=True, stable=True).indices[:, : tree.nodes].sort(dim=1).values  # (B, N)
     numbers = torch.arange(tree.nodes, device=device).expand_as(kept)
     place = torch.zeros_like(tokens).scatter(1, kept, numbers)  # (B, M)
-    depths = torch.cat([torch.full((size,), depth, device=device) for depth, size in enumerate(sizes)])[kept]
-    topology = Topology.of(place.gather(1, parents.gather(1, kept)), depths, tree.depth)
+    topology = Topology.of(place.gather(1, parents.gather(1, kept)), depths[kept], tree.depth)
     return draft_state, Candidates(tokens.gather(1, kept), topology)

@@ -19,7 +19,6 @@ import torch
 from hf_drafthead.generation.tree import Topology
 
 LEAST_MATCH = 2  # tokens that must agree, unless fewer are asked for: a single token matches nearly everywhere
-DEFAULT_MATCH = 3  # tokens that are looked for at first
 
 
 class Copies(NamedTuple):
@@ -83,7 +82,7 @@ def joined(
 
     Args:
         tokens, parents, depths: (B, M) of the guessed nodes; node 0 is the root, parents come before their children.
-        value: (B, M), by which nodes are kept; no node is worth more than its parent.
+        value: (B, M), by which nodes are kept; no node is worth more than its parent; of equal ones the first.
         copied: of every row.
         nodes: N, of which L + 1 at least are there.
         deepest: levels below the root of the guessed nodes.
@@ -108,18 +107,12 @@ def joined(
     line[:, 0] = 0
     new = line < 0
     line = torch.where(new, added, line)
-    certain = torch.finfo(value.dtype).max
-    worth = torch.cat(
-        [
-            torch.where(on_copy, certain, value),
-            torch.where(new[:, 1:] & matched, certain, torch.finfo(value.dtype).min),
-        ],
-        dim=1,
-    )
+    added_value = torch.where(new[:, 1:] & matched, torch.inf, -torch.inf)
+    value = torch.cat([torch.where(on_copy, torch.inf, value), added_value], dim=1)
     tokens = torch.cat([tokens, copied.tokens], dim=1)
     parents = torch.cat([parents, line[:, :-1]], dim=1)
     depths = torch.cat([depths, torch.arange(1, count + 1, device=device).expand(rows, -1)], dim=1)
-    kept = worth.sort(dim=1, descending=True, stable=True).indices[:, :nodes].sort(dim=1).values  # (B, N)
+    kept = value.sort(dim=1, descending=True, stable=True).indices[:, :nodes].sort(dim=1).values  # (B, N)
     place = torch.zeros_like(tokens).scatter(1, kept, torch.arange(nodes, device=device).expand(rows, -1))
     parents = place.gather(1, parents.gather(1, kept))
     topology = Topology.of(parents, depths.gather(1, kept), max(deepest, count))

@@ -9,7 +9,7 @@ from typing import Any
 from transformers.utils import logging
 
 from hf_drafthead.generation.entries import CalibrationKey, expected_of, matching, nearest, tree_of
-from hf_drafthead.generation.tree import DraftTree, DynamicTree, Tree, resolve
+from hf_drafthead.generation.tree import DraftTree, DynamicTree, LookupTree, Tree, resolve
 
 logger = logging.get_logger(__name__)
 
@@ -207,8 +207,23 @@ class DraftSettings:
         # rejection takes the children of a node in the order in which they were drawn, and must know every draw
         return replace(self, draft_tree=tree.without_gaps(), switch=switch)
 
+    def with_lookup(self, config: Any, vocabulary: int) -> DraftSettings:
+        """The same settings with the copies from the text that a generation config asks for.
+
+        Raises:
+            ValueError: numbers of tokens that are none, or an acceptance that must know how each node was drawn.
+        """
+        if self.acceptance == "rejection":
+            raise ValueError(
+                "prompt_lookup_num_tokens is given with acceptance='rejection', which must know how each node was "
+                "drawn: leave one of them out."
+            )
+        tree = self.tree
+        assert not isinstance(tree, LookupTree)
+        return replace(self, draft_tree=LookupTree.around(tree, config, vocabulary))
+
     @property
     def tree(self) -> Tree:
         """The tree of resolved settings."""
-        assert isinstance(self.draft_tree, (DraftTree, DynamicTree))
+        assert isinstance(self.draft_tree, (DraftTree, DynamicTree, LookupTree))
         return self.draft_tree

@@ -19,6 +19,7 @@ import torch
 
 from hf_drafthead.generation.acceptance import preferred_choices, walk_greedily, walk_on_device, walk_on_host
 from hf_drafthead.generation.drafting import draft_dynamic, draft_static
+from hf_drafthead.generation.lookup import copies, joined
 from hf_drafthead.generation.reader import BaseReader
 from hf_drafthead.generation.rules import Rules
 from hf_drafthead.generation.settings import DraftSettings
@@ -35,7 +36,7 @@ from hf_drafthead.generation.state import (
     rounded,
     unpacked,
 )
-from hf_drafthead.generation.tree import DynamicTree, Level, Topology, Tree
+from hf_drafthead.generation.tree import DynamicTree, Level, LookupTree, Topology, Tree
 
 MOST_PENDING = 128  # positions that wait for the drafter: as many as the longest pause of "auto"
 
@@ -56,7 +57,8 @@ class Program(NamedTuple):
 class Stages:
     """The stages of a step with one tree. They hold the base and the drafter, and nothing of a call.
 
-    levels, topology: of a static tree, as tensors where the rows are.
+    levels, topology: of a static tree, as tensors where the rows are; values: of its nodes, where copies may take their
+    place.
     """
 
     reader: BaseReader
@@ -65,13 +67,22 @@ class Stages:
     keeps_guesses: bool
     levels: tuple[Level, ...] = ()
     topology: Topology | None = None
+    values: torch.Tensor | None = None
 
     @classmethod
     def of(cls, reader: BaseReader, drafter: Any, tree: Tree, keeps_guesses: bool, device: torch.device) -> Stages:
         """The stages, with the tensors of the tree."""
-        if isinstance(tree, DynamicTree):
+        heads = tree.tree if isinstance(tree, LookupTree) else tree
+        if isinstance(heads, DynamicTree):
             return cls(reader, drafter, tree, keeps_guesses)
-        return cls(reader, drafter, tree, keeps_guesses, tree.levels(device), tree.topology(device))
+        values = heads.values(device) if heads is not tree else None
+        return cls(reader, drafter, tree, keeps_guesses, heads.levels(device), heads.topology(device), values)
+
+    @property
+    def observer(self) -> Any:
+        """The drafter, which is not asked where copies are all that is guessed."""
+        copies_alone = isinstance(self.tree, LookupTree) and self.tree.tree.num_nodes == 1
+        return None if copies_alone else self.drafter
 
     def whole(self, rows: Rows, cache: SlotCache, limits: Limits, _: None) -> tuple[torch.Tensor, Rows]:
         """A greedy step; also returns its walk, `packed`."""
@@ -81,7 +92,7 @@ class Stages:
         choice = rounded(verified.logits.to(rows.lengths.device)).argmax(-1)
         valid = torch.ones_like(choice, dtype=torch.bool)
         walk = walk_on_device(choice, valid, candidates, rows, limits, reach)
-        return packed(walk), commit(self.drafter, draft_state, cache, rows, verified.features, walk)
+        return packed(walk), commit(self.observer, draft_state, cache, rows, verified.features, walk)
 
     def first(
         self, rows: Rows, cache: SlotCache, limits: Limits, tilt: torch.Tensor | None
@@ -95,22 +106,30 @@ class Stages:
     ) -> tuple[None, Rows]:
         """What comes after it."""
         draft_state, features, walk = kept
-        return None, commit(self.drafter, draft_state, cache, rows, features, walk)
+        return None, commit(self.observer, draft_state, cache, rows, features, walk)
 
     def draft(self, rows: Rows, limits: Limits, tilt: torch.Tensor | None) -> tuple[Any, Candidates]:
         """Let the drafter fill the tree below each row's newest token, see `draft_static`; also returns its state.
 
         Below a row that has ended there is padding alone, which is what the base reads there.
         """
-        root, tree = rows.sequences.gather(1, rows.lengths[:, None] - 1), self.tree  # (B, 1) the newest tokens
+        root = rows.sequences.gather(1, rows.lengths[:, None] - 1)  # (B, 1) the newest tokens
+        tree, copied, nodes = self.tree, None, self.tree.num_nodes
+        if isinstance(tree, LookupTree):
+            copied = copies(rows.sequences, rows.lengths, tree.copies, tree.longest_match, tree.vocabulary)
+            tree = tree.tree
         if isinstance(tree, DynamicTree):
-            draft_state, candidates = draft_dynamic(self.drafter, rows.draft_state, root, tree, tilt)
+            draft_state, candidates = draft_dynamic(self.drafter, rows.draft_state, root, tree, tilt, copied)
         else:
             draft_state, tokens, guesses = draft_static(
                 self.drafter, rows.draft_state, root, self.levels, tilt, self.keeps_guesses
             )
-            assert self.topology is not None
-            candidates = Candidates(tokens, self.topology, guesses)
+            topology = self.topology
+            assert topology is not None
+            if copied is not None and self.values is not None:
+                made = (part.expand_as(tokens) for part in (topology.parents, topology.depths, self.values))
+                tokens, topology = joined(tokens, *made, copied, nodes, tree.max_depth)
+            candidates = Candidates(tokens, topology, guesses)
         if len(root) == 1 or candidates.tokens.shape[1] == 1:  # once a single row has ended, no step of it counts
             return draft_state, candidates
         padded = ((rows.ends > 0) & limits.pads)[:, None]
@@ -215,7 +234,7 @@ class Step:
         pack = self.walk(state, candidates, verified, noise)
         walk = unpacked(pack)
         watch.lap("walk")
-        observer = None if self.defers else stages.drafter
+        observer = None if self.defers else stages.observer
         state.rows = commit(observer, draft_state, cache, rows, verified.features, walk)
         if self.defers:
             state.pending.append((verified.features, walk.tokens, walk.own))

@@ -32,6 +32,7 @@ RankPath = tuple[int, ...]
 # A step holds two (N, N) masks, and every forward of the base N more positions: published trees have at most 64 nodes.
 MAX_NODES = 4096
 MAX_DEPTH = 256
+DEFAULT_MATCH = 3  # last tokens that are looked for in the text at first
 MAX_MADE = 65_536  # nodes that a dynamic tree guesses in a step, row by row; published trees guess some hundreds
 
 _shown = reprlib.Repr()  # what was given, cut to a length that fits a message
@@ -118,6 +119,7 @@ class DraftTree:
         self.depths = (0, *(len(path) for path in self.paths))
         self._topologies: dict[torch.device, Topology] = {}
         self._levels: dict[torch.device, tuple[Level, ...]] = {}
+        self._values: dict[torch.device, torch.Tensor] = {}
 
     @classmethod
     def root_alone(cls) -> DraftTree:
@@ -194,6 +196,14 @@ class DraftTree:
                 paths=paths.to(device),
             )
         return self._topologies[device]
+
+    def values(self, device: torch.device | str = "cpu") -> torch.Tensor:
+        """(1, N) by which nodes go where others need their place: minus its depth and ranks, less than its parent"""
+        device = torch.device(device)
+        if device not in self._values:
+            values = [-float(len(path) + sum(path)) for path in ((), *self.paths)]
+            self._values[device] = torch.tensor([values], device=device)
+        return self._values[device]
 
     def levels(self, device: torch.device | str = "cpu") -> tuple[Level, ...]:
         """What the drafter is asked, level by level, as tensors on `device`, made once per device."""
@@ -373,7 +383,56 @@ class DynamicTree:
         return DynamicTree(min(self.nodes, made + 1), depth, width)
 
 
-Tree = DraftTree | DynamicTree
+@dataclass(frozen=True)
+class LookupTree:
+    """A tree in which copies take the place of the least valuable nodes, in rows that have a match.
+
+    Args:
+        tree: of the heads; the root alone where copies are all that is guessed.
+        copies: L.
+        longest_match: tokens that are looked for at first.
+        vocabulary: tokens of the base.
+    """
+
+    tree: DraftTree | DynamicTree
+    copies: int
+    longest_match: int
+    vocabulary: int
+
+    @classmethod
+    def around(cls, tree: DraftTree | DynamicTree, config: Any, vocabulary: int) -> LookupTree:
+        """The tree with the copies that a generation config asks for, at most as many as it has nodes below the root.
+
+        Raises:
+            ValueError: no token, or no match, is asked for.
+        """
+        copies, longest_match = config.prompt_lookup_num_tokens, config.max_matching_ngram_size
+        if longest_match is None:
+            longest_match = DEFAULT_MATCH
+        for name, value in (("prompt_lookup_num_tokens", copies), ("max_matching_ngram_size", longest_match)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} is {value!r}: expected a whole number of tokens, at least 1.")
+        if tree.num_nodes > 1:
+            copies = min(copies, tree.num_nodes - 1)
+        return cls(tree, copies, longest_match, vocabulary)
+
+    @property
+    def num_nodes(self) -> int:
+        """N, the root included."""
+        return max(self.tree.num_nodes, self.copies + 1)
+
+    @property
+    def max_depth(self) -> int:
+        """Levels below the root."""
+        return max(self.tree.max_depth, self.copies)
+
+    @property
+    def slots(self) -> int:
+        """Most nodes that a step writes to a cache, of the base or of the drafter."""
+        return max(self.tree.slots, self.num_nodes)
+
+
+Tree = DraftTree | DynamicTree | LookupTree
 
 
 def resolve(tree: Any, max_depth: int | None, vocabulary: int) -> Tree:
@@ -420,6 +479,8 @@ def smaller(tree: Tree) -> Tree:
     nodes = tree.num_nodes // 2
     if nodes < 2:
         return DraftTree.root_alone()
+    if isinstance(tree, LookupTree):
+        return smaller(tree.tree) if tree.tree.num_nodes > 1 else replace(tree, copies=nodes - 1)
     return replace(tree, nodes=nodes) if isinstance(tree, DynamicTree) else DraftTree(tree.paths[: nodes - 1])
 
 

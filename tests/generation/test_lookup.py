@@ -7,6 +7,8 @@ from hypothesis import strategies as st
 
 from hf_drafthead import DraftTree
 from hf_drafthead.generation.lookup import Copies, copies, joined
+from tests.bases import VOCABULARY, tiny_base
+from tests.families import FAMILIES
 
 
 def searched(text, count, longest):
@@ -86,3 +88,74 @@ def test_the_root_alone_and_a_copy():
     copied = Copies(torch.tensor([[4, 5], [0, 0]]), torch.tensor([True, False]))
     with_copy, without = in_one_tree(DraftTree.root_alone(), tokens, copied, 3)
     assert with_copy == [(), (4,), (4, 5)] and without == [(), (0,), (0, 0)]
+
+
+# ---- generate ------------------------------------------------------------------------------------------------------
+
+
+def repeating_prompt(rows, seed=0):
+    """Text that repeats itself, left-padded."""
+    generator = torch.Generator().manual_seed(seed)
+    phrase = torch.randint(3, VOCABULARY, (rows, 5), generator=generator)
+    prompt = torch.cat([phrase, torch.randint(3, VOCABULARY, (rows, 3), generator=generator), phrase], dim=1)
+    mask = torch.ones_like(prompt)
+    for row in range(1, rows):
+        mask[row, :row] = 0
+    return {"input_ids": prompt * mask, "attention_mask": mask}
+
+
+TREES = {"static": [[0], [1], [2], [0, 0], [1, 0]], "dynamic": {"dynamic": {"nodes": 6, "depth": 2, "width": 3}}}
+TREES |= {"lookup": "lookup", "none": []}
+
+
+@pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
+@pytest.mark.parametrize("sampling", [{}, {"do_sample": True, "top_k": 20}], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_the_text_is_the_base_s(family, tree, sampling, captured, monkeypatch):
+    if captured:
+        if tree == "none" or sampling and tree != "static":
+            pytest.skip("the same program as another case")
+        monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    model = family.build(tiny_base("llama-gqa"))
+    call = {**repeating_prompt(3), "max_new_tokens": 24, "eos_token_id": 5, "pad_token_id": 0, **sampling}
+    torch.manual_seed(3)
+    expected = model.base.generate(**call)
+    state = torch.get_rng_state()
+    torch.manual_seed(3)
+    more = {"cache_implementation": "static"} if captured else {}
+    output = model.generate(
+        **call, **more, draft_tree=TREES[tree], prompt_lookup_num_tokens=4, return_dict_in_generate=True
+    )
+    assert torch.equal(output.sequences, expected) and torch.equal(torch.get_rng_state(), state)
+    assert output.accepted_lengths is not None
+
+
+def test_copies_are_accepted_where_the_text_repeats_itself():
+    base = tiny_base("llama")
+    for layer in base.model.layers:  # the next token depends on the last one alone, so that the text runs in a circle
+        layer.self_attn.o_proj.weight.data.zero_()
+        layer.mlp.down_proj.weight.data.zero_()
+    model = FAMILIES[0].build(base)
+    text = base.generate(**repeating_prompt(1), max_new_tokens=VOCABULARY, eos_token_id=None)
+    call = {"input_ids": text, "max_new_tokens": 24, "eos_token_id": None, "return_dict_in_generate": True}
+    alone = model.generate(**call, draft_tree=[[0]]).accepted_lengths
+    both = model.generate(**call, draft_tree=[[0], [1], [2], [3], [4]], prompt_lookup_num_tokens=5).accepted_lengths
+    assert both.sum() == 23 and both.shape[1] == 4 and alone.shape[1] > 11
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({"prompt_lookup_num_tokens": 0}, "prompt_lookup_num_tokens is 0: expected a whole number"),
+        ({"prompt_lookup_num_tokens": 3, "max_matching_ngram_size": -1}, "max_matching_ngram_size is -1"),
+        ({"draft_tree": "lookup"}, "give prompt_lookup_num_tokens too"),
+        ({"draft_tree": []}, "give prompt_lookup_num_tokens too"),
+        ({"prompt_lookup_num_tokens": 3, "acceptance": "rejection", "do_sample": True}, "leave one of them out"),
+    ],
+)
+def test_what_does_not_fit_is_refused_in_one_line(settings, message):
+    model = FAMILIES[0].build(tiny_base("llama"))
+    with pytest.raises(ValueError, match=message) as refused:
+        model.generate(**repeating_prompt(1), max_new_tokens=4, **settings)
+    assert "\n" not in str(refused.value)
