@@ -79,6 +79,13 @@ class CallConfig(GenerationConfig):
             kwargs = {name: value for name, value in kwargs.items() if name not in self.settled}
         return super().update(defaults_only=defaults_only, allow_custom_entries=allow_custom_entries, **kwargs)
 
+    def without(self, name: str) -> CallConfig:
+        """A copy in which a setting is None for good."""
+        config = copy.deepcopy(self)
+        setattr(config, name, None)
+        config.settled += (name,)
+        return config
+
 
 class DraftHeadGenerationMixin(GenerationMixin):
     """Gives a model with `base` and `drafter` a `generate` that returns what `base.generate` returns, sooner."""
@@ -124,6 +131,10 @@ class DraftHeadGenerationMixin(GenerationMixin):
                 (Medusa's lossy rule: under sampling it keeps any guess that is likely enough, so the text is NOT a
                 sample of the base). Greedy decoding is exact with all of them.
             posterior_threshold, posterior_alpha: epsilon and delta of typical acceptance, both from 0 to 1.
+            prompt_lookup_num_tokens, max_matching_ngram_size: as in transformers, but together with the heads, at every
+                batch size: where the last tokens of a row (at most 3 by default) occurred before in its text, the
+                tokens that followed there take the place of the tree's least valuable nodes (`lookup`).
+                `draft_tree="lookup"` guesses these copies alone.
             on_step: is given a `StepRecord` after the prefill and after every step; the stages are timed for it.
 
         Returns:
@@ -140,8 +151,12 @@ class DraftHeadGenerationMixin(GenerationMixin):
             "posterior_threshold": posterior_threshold,
             "posterior_alpha": posterior_alpha,
         }
+        looks_up = config.prompt_lookup_num_tokens is not None and assistant_model is None
+        if isinstance(draft_tree, (str, list)) and draft_tree in ("lookup", []):
+            asked["draft_tree"] = _without_heads(draft_tree, looks_up)
         settings = self._draft_settings(config, asked)
         config.__dict__.pop("calibration", None)  # the base would copy it
+        drafting = config.without("prompt_lookup_num_tokens") if looks_up else config
         call = {
             "generation_config": config,
             "logits_processor": logits_processor,
@@ -154,21 +169,22 @@ class DraftHeadGenerationMixin(GenerationMixin):
         try:
             if custom_generate is not None:
                 raise Unsupported("custom_generate is given")
-            _check_call(self.base, config, assistant_model, synced_gpus)
+            _check_call(self.base, drafting, assistant_model, synced_gpus)
             loop = functools.partial(
                 _decode_if_possible,
                 reader=self._base_reader(),
                 drafter=self.drafter,
                 settings=settings,
+                lookup=config if looks_up else None,
                 model=self,
                 execution=Execution.wanted(self, config),
                 chooses=draft_tree in (None, AUTO),
                 streamer=streamer,
                 on_step=on_step,
             )
-            return self.base.generate(
-                inputs, custom_generate=loop, **call | _stop_strings_as_criterion(config, stopping_criteria, kwargs)
-            )
+            call_of_loop = {**call, "generation_config": drafting}
+            call_of_loop |= _stop_strings_as_criterion(drafting, stopping_criteria, kwargs)
+            return self.base.generate(inputs, custom_generate=loop, **call_of_loop)
         except Unsupported as reason:
             logger.warning_once(f"Draft heads are not used, the base decodes by itself: {reason}.")
         output = self.base.generate(
@@ -252,7 +268,7 @@ class DraftHeadGenerationMixin(GenerationMixin):
 
 
 def _decode_if_possible(
-    base, input_ids, *, reader, drafter, settings, model, execution, chooses, streamer, on_step, **call
+    base, input_ids, *, reader, drafter, settings, model, execution, chooses, streamer, on_step, lookup=None, **call
 ):
     """The loop, as the base's `custom_generate`, after a look at what the base has prepared."""
     processors, criteria = call.pop("logits_processor"), call.pop("stopping_criteria")
@@ -273,8 +289,10 @@ def _decode_if_possible(
     if chooses:  # the call names no tree
         key = CalibrationKey.of(base, drafter if settings.calibration else None, len(input_ids), execution.name)
         settings = settings.for_call(key, drafter.max_depth, draft_vocabulary(base, drafter))
-        if not settings.tree.max_depth and on_step is None:
+        if not settings.tree.max_depth and on_step is None and lookup is None:
             raise Unsupported("no tree paid when this call was calibrated (draft_tree= drafts all the same)")
+    if lookup is not None:
+        settings = settings.with_lookup(lookup, base.config.get_text_config(decoder=True).vocab_size)
     positions = getattr(config, "_mask_length", input_ids.shape[1]) if mask is None else mask.shape[1]
     longest = positions + config.max_length - input_ids.shape[1] + settings.tree.max_depth
     check_length(base.config.get_text_config(decoder=True), longest, settings.tree.num_nodes)
@@ -343,13 +361,23 @@ def _stop_strings_as_criterion(config: CallConfig, given, kwargs: dict[str, Any]
         raise ValueError(
             f"stop_strings is {config.stop_strings!r}, but no tokenizer was given: pass tokenizer= to generate()."
         )
-    without = copy.deepcopy(config)
-    without.stop_strings = None
-    without.settled += ("stop_strings",)
     criteria = StoppingCriteriaList(given or [])
     if not any(type(criterion) is StopStringCriteria for criterion in criteria):  # else the caller's replaces it
         criteria.insert(0, StopStringCriteria(tokenizer, config.stop_strings))
-    return {"generation_config": without, "stopping_criteria": criteria}
+    return {"generation_config": config.without("stop_strings"), "stopping_criteria": criteria}
+
+
+def _without_heads(draft_tree: str | list, looks_up: bool) -> DraftTree:
+    """The tree of a call whose guesses are copies alone.
+
+    Raises:
+        ValueError: no copies are asked for.
+    """
+    if not looks_up:
+        raise ValueError(
+            f"draft_tree is {draft_tree!r}, which guesses copies of the text alone: give prompt_lookup_num_tokens too."
+        )
+    return DraftTree.root_alone()
 
 
 def _refuse_empty(input_ids: torch.Tensor | None, kwargs: dict[str, Any]) -> None:

@@ -127,8 +127,9 @@ class Stages:
             topology = self.topology
             assert topology is not None
             if copied is not None and self.values is not None:
-                made = (part.expand_as(tokens) for part in (topology.parents, topology.depths, self.values))
-                tokens, topology = joined(tokens, *made, copied, nodes, tree.max_depth)
+                parents, depths = topology.parents.expand_as(tokens), topology.depths.expand_as(tokens)
+                values = self.values.expand_as(tokens)
+                tokens, topology = joined(tokens, parents, depths, values, copied, nodes, tree.max_depth)
             candidates = Candidates(tokens, topology, guesses)
         if len(root) == 1 or candidates.tokens.shape[1] == 1:  # once a single row has ended, no step of it counts
             return draft_state, candidates
