@@ -29,7 +29,6 @@ CALLS = {
     "sampled beams": (lambda base: {"num_beams": 2, "do_sample": True}, "beam sample"),
     "returned beams": (lambda base: {"num_beams": 3, "num_return_sequences": 2}, "beam search"),
     "an assistant": (lambda base: {"assistant_model": tiny_base("llama", seed=9)}, "assisted generation"),
-    "prompt lookup": (lambda base: {"prompt_lookup_num_tokens": 2}, "assisted generation"),
     "hidden states": (lambda base: {"output_hidden_states": True}, "attentions or hidden states are asked for"),
     "no cache": (lambda base: {"use_cache": False}, "use_cache is False"),
     "a static cache": (lambda base: {"past_key_values": static_cache(base)}, "a cache of type StaticCache"),

@@ -1,5 +1,8 @@
 """Copies from the text itself: against a search written as a loop, and joined with trees node by node."""
 
+import functools
+import os
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -131,11 +134,17 @@ def test_the_text_is_the_base_s(family, tree, sampling, captured, monkeypatch):
     assert output.accepted_lengths is not None
 
 
-def test_copies_are_accepted_where_the_text_repeats_itself():
+def circling_base():
+    """The next token depends on the last one alone, so that the text soon runs in a circle."""
     base = tiny_base("llama")
-    for layer in base.model.layers:  # the next token depends on the last one alone, so that the text runs in a circle
+    for layer in base.model.layers:
         layer.self_attn.o_proj.weight.data.zero_()
         layer.mlp.down_proj.weight.data.zero_()
+    return base
+
+
+def test_copies_are_accepted_where_the_text_repeats_itself():
+    base = circling_base()
     model = FAMILIES[0].build(base)
     text = base.generate(**repeating_prompt(1), max_new_tokens=VOCABULARY, eos_token_id=None)
     call = {"input_ids": text, "max_new_tokens": 24, "eos_token_id": None, "return_dict_in_generate": True}
@@ -159,3 +168,63 @@ def test_what_does_not_fit_is_refused_in_one_line(settings, message):
     with pytest.raises(ValueError, match=message) as refused:
         model.generate(**repeating_prompt(1), max_new_tokens=4, **settings)
     assert "\n" not in str(refused.value)
+
+
+@functools.cache
+def model_of(family: int, circling: bool):
+    return FAMILIES[family].build(circling_base() if circling else tiny_base("llama-gqa"))
+
+
+EXAMPLES = int(os.environ.get("LOOKUP_EXAMPLES", "60"))
+PROCESSORS = [{}, {}, {"repetition_penalty": 1.3}, {"no_repeat_ngram_size": 4}, {"min_new_tokens": 9}]
+
+
+@settings(max_examples=EXAMPLES, derandomize=True, deadline=None, database=None)
+@given(
+    family=st.integers(0, len(FAMILIES) - 1),
+    circling=st.sampled_from([True] * 7 + [False]),
+    tree=st.sampled_from([*TREES.values(), [[0]], [[0], [0, 0]], None, "auto"]),
+    copied=st.integers(1, 9),
+    longest=st.none() | st.integers(1, 5),
+    prompts=st.lists(st.lists(st.integers(3, 7), min_size=1, max_size=14), min_size=1, max_size=4),
+    sampling=st.sampled_from([{}, {}, {"do_sample": True, "top_k": 5}, {"do_sample": True, "temperature": 0.3}]),
+    processors=st.sampled_from(PROCESSORS),
+    tokens=st.sampled_from([24, 30, 40, 12, 3, 1]),
+    ends=st.none() | st.integers(3, VOCABULARY - 1),
+    fixed=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def looked_up(
+    accepted, family, circling, tree, copied, longest, prompts, sampling, processors, tokens, ends, fixed, seed
+):
+    """One call, the base's own; notes in `accepted` whether a step gave more than one token."""
+    model = model_of(family, circling)
+    width = max(map(len, prompts))
+    call = {
+        "input_ids": torch.tensor([[0] * (width - len(text)) + text for text in prompts]),
+        "attention_mask": torch.tensor([[0] * (width - len(text)) + [1] * len(text) for text in prompts]),
+        "max_new_tokens": tokens,
+        "eos_token_id": ends,
+        "pad_token_id": 0,
+        **sampling,
+        **processors,
+    }
+    torch.manual_seed(seed)
+    expected = model.base.generate(**call)
+    state = torch.get_rng_state()
+    torch.manual_seed(seed)
+    call |= {"cache_implementation": "static"} if fixed else {}
+    call |= {"prompt_lookup_num_tokens": copied, "max_matching_ngram_size": longest, "draft_tree": tree}
+    output = model.generate(**call, return_dict_in_generate=True)
+    assert torch.equal(output.sequences, expected) and torch.equal(torch.get_rng_state(), state)
+    if tokens > 2:
+        accepted.append(bool((output.accepted_lengths > 1).any()))
+
+
+def test_whatever_is_copied_the_text_is_the_base_s(monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    accepted: list[bool] = []
+    looked_up(accepted)
+    share = sum(accepted) / len(accepted)
+    print(f"{len(accepted)} calls, {share:.0%} with a guess that was accepted")
+    assert share > 0.6
