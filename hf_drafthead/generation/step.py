@@ -58,7 +58,7 @@ class Stages:
     """The stages of a step with one tree. They hold the base and the drafter, and nothing of a call.
 
     levels, topology: of a static tree, as tensors where the rows are; values: of its nodes, where copies may take their
-    place.
+    place; observer: the drafter, or None where copies are all that is guessed.
     """
 
     reader: BaseReader
@@ -68,21 +68,17 @@ class Stages:
     levels: tuple[Level, ...] = ()
     topology: Topology | None = None
     values: torch.Tensor | None = None
+    observer: Any = None
 
     @classmethod
     def of(cls, reader: BaseReader, drafter: Any, tree: Tree, keeps_guesses: bool, device: torch.device) -> Stages:
         """The stages, with the tensors of the tree."""
         heads = tree.tree if isinstance(tree, LookupTree) else tree
         if isinstance(heads, DynamicTree):
-            return cls(reader, drafter, tree, keeps_guesses)
-        values = heads.values(device) if heads is not tree else None
-        return cls(reader, drafter, tree, keeps_guesses, heads.levels(device), heads.topology(device), values)
-
-    @property
-    def observer(self) -> Any:
-        """The drafter, which is not asked where copies are all that is guessed."""
-        copies_alone = isinstance(self.tree, LookupTree) and self.tree.tree.num_nodes == 1
-        return None if copies_alone else self.drafter
+            return cls(reader, drafter, tree, keeps_guesses, observer=drafter)
+        values = None if heads is tree else heads.values(device)
+        observer = drafter if heads is tree or heads.num_nodes > 1 else None
+        return cls(reader, drafter, tree, keeps_guesses, heads.levels(device), heads.topology(device), values, observer)
 
     def whole(self, rows: Rows, cache: SlotCache, limits: Limits, _: None) -> tuple[torch.Tensor, Rows]:
         """A greedy step; also returns its walk, `packed`."""
@@ -114,7 +110,7 @@ class Stages:
         Below a row that has ended there is padding alone, which is what the base reads there.
         """
         root = rows.sequences.gather(1, rows.lengths[:, None] - 1)  # (B, 1) the newest tokens
-        tree, copied, nodes = self.tree, None, self.tree.num_nodes
+        tree, copied = self.tree, None
         if isinstance(tree, LookupTree):
             copied = copies(rows.sequences, rows.lengths, tree.copies, tree.longest_match, tree.vocabulary)
             tree = tree.tree
@@ -129,7 +125,7 @@ class Stages:
             if copied is not None and self.values is not None:
                 parents, depths = topology.parents.expand_as(tokens), topology.depths.expand_as(tokens)
                 values = self.values.expand_as(tokens)
-                tokens, topology = joined(tokens, parents, depths, values, copied, nodes, tree.max_depth)
+                tokens, topology = joined(tokens, parents, depths, values, copied, self.tree.num_nodes, tree.max_depth)
             candidates = Candidates(tokens, topology, guesses)
         if len(root) == 1 or candidates.tokens.shape[1] == 1:  # once a single row has ended, no step of it counts
             return draft_state, candidates
