@@ -2,6 +2,7 @@
 
     python benchmarks/chat_heads.py questions-and-answers BASE OUTPUT --seconds 90
     python benchmarks/chat_heads.py look OUTPUT --tokenizer BASE
+    python benchmarks/chat_heads.py speed BASE
     python benchmarks/chat_heads.py questions-and-answers BASE OUTPUT --device cpu --rows 8 --seconds 120   # a trial
 
 BASE is a folder of safetensors with its tokenizer, or a GGUF file (which needs the package `gguf`; the one of the
@@ -260,6 +261,47 @@ def look(args: argparse.Namespace) -> None:
     print(f"---- {total}, answers of the last shard by kind {np.bincount(answers[:, 3], minlength=4).tolist()}")
 
 
+class CountingAnswerer(Answerer):
+    """Counts all tokens that it writes, questions and what is dropped included."""
+
+    written = 0
+
+    def _generate(self, *batch: Any) -> list[list[int]]:
+        rows = super()._generate(*batch)
+        self.written += sum(map(len, rows))
+        return rows
+
+
+def speed(args: argparse.Namespace) -> None:
+    """Tokens per second of chats from nothing, questions included, beside the base's own sampling, in turn."""
+    model, tokenizer = load_model(args.base)
+    model = model.to(args.device, torch.bfloat16).eval()
+    question = [{"role": "user", "content": "Tell me a long story about a bird that lost its way."}]
+    prompt = tokenizer.apply_chat_template(
+        [question] * args.rows, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    ).to(args.device)
+    width, end = prompt["input_ids"].shape[1], tokenizer.eos_token_id
+    for number in range(args.repeats):
+        begin = time.monotonic()
+        output = model.generate(**prompt, do_sample=True, top_k=0, max_new_tokens=args.new_tokens)[:, width:]
+        own = int((output == end).cumsum(1).eq(0).sum() + (output == end).any(1).sum()) / (time.monotonic() - begin)
+        answerer = CountingAnswerer(
+            model,
+            tokenizer,
+            max_new_tokens=args.new_tokens,
+            max_length=None,
+            temperature=1.0,
+            top_p=1.0,
+            prompt_tokens=1,
+            seed=number,
+            question_tokens=args.new_tokens,
+        )
+        begin = time.monotonic()
+        write_round(answerer, 0, args.rows, args.rows, 0.0)
+        pace = answerer.written / (time.monotonic() - begin)
+        print(f"base {own:.1f} tokens/s, chats from nothing {pace:.1f}: {pace / own:.2f}", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
@@ -282,6 +324,13 @@ def main() -> None:
     show.add_argument("--rows", type=int, default=5)
     show.add_argument("--seed", type=int, default=0)
     show.set_defaults(run=look)
+    fast = commands.add_parser("speed", help="tokens per second beside the base's own sampling")
+    fast.add_argument("base")
+    fast.add_argument("--rows", type=int, default=16, help="of a batch")
+    fast.add_argument("--new-tokens", type=int, default=48)
+    fast.add_argument("--repeats", type=int, default=2)
+    fast.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    fast.set_defaults(run=speed)
     args = parser.parse_args()
     args.run(args)
 
