@@ -41,6 +41,7 @@ class ProgramKey:
     padded: bool
     eos_tokens: int
     reads: tuple[int, ...]
+    draft_state: Hashable
     circumstances: Hashable
 
     @classmethod
@@ -69,6 +70,7 @@ class ProgramKey:
             rows.visible is not None,
             len(state.limits.eos),
             step.stages.drafter.reads,
+            form_of(rows.draft_state),
             circumstances,
         )
 
@@ -121,7 +123,7 @@ class Arena:
     def __init__(self, state: DecodingState):
         self.rows = with_caches(state.rows, None)
         self.limits = state.limits = Limits(*(limit.clone() for limit in state.limits))
-        self.memory = [(cache.blocks, cache.lengths, cache.nodes) for cache in state.caches]
+        self.memory = [(cache.blocks, cache.lengths, cache.nodes, cache.capacity) for cache in state.caches]
         self.programs: dict[ProgramKey, Program] = {}
         self.owner = weakref.ref(state)
 
@@ -213,6 +215,17 @@ def tensors_of(tree: Any) -> list[torch.Tensor]:
 def caches_of(tree: Any) -> list[SlotCache]:
     """The caches of nested tuples, in order."""
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, SlotCache)]
+
+
+def form_of(draft_state: Any) -> Hashable:
+    """What of a drafter's state is no value of a tensor: shapes, numbers and flags, and which caches hold something."""
+
+    def form(leaf: Any) -> Hashable:
+        if isinstance(leaf, torch.Tensor):
+            return tuple(leaf.shape), leaf.dtype
+        return bool(leaf.blocks) if isinstance(leaf, SlotCache) else leaf
+
+    return tuple(map(form, tree_leaves(draft_state)))
 
 
 def with_caches(tree: Any, caches: list[SlotCache] | None) -> Any:

@@ -37,6 +37,7 @@ from hf_drafthead.generation.programs import (
     Programs,
     caches_of,
     fix,
+    form_of,
     sizes_may_change,
     tensors_of,
     with_caches,
@@ -398,7 +399,7 @@ class Runner:
         apart = self.execution.config is not None
         capacity = rounded_up(past + left, AHEAD)
         size = (capacity, self.slots, apart, len(state.lengths), state.rows.visible is None, len(state.limits.eos))
-        key = (*size, self.circumstances, self.weights)
+        key = (*size, form_of(state.rows.draft_state), self.circumstances, self.weights)
         self.arena = self.programs.arena(key, state)
         if self.arena is None:
             fix(state, capacity, self.slots, depth, step.rules.pad_token, apart)

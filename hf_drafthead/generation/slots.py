@@ -215,9 +215,8 @@ class SlotCache(Cache):
         for layer in self.layers:
             layer.bind()
 
-    def use(self, blocks: list[torch.Tensor], lengths: torch.Tensor, nodes: int) -> None:
+    def use(self, blocks: list[torch.Tensor], lengths: torch.Tensor, nodes: int, capacity: int) -> None:
         """Go on in other memory, of as many heads in each block and no fewer positions, and of fixed shape."""
-        capacity = blocks[0].shape[2] - nodes
         past = min(self.capacity, capacity)
         for old, new in zip(self.blocks, blocks, strict=True):
             new.zero_()  # for what is not a number spreads even where it is masked

@@ -126,6 +126,17 @@ def test_a_call_while_another_is_in_the_memory_has_memory_of_its_own(recordings,
     assert len(recordings) == 2 and warnings == []
 
 
+def test_a_draft_model_that_a_prompt_is_too_long_for_has_a_program_of_its_own(recordings, warnings):
+    model = next(one for one in FAMILIES if one.name == "draft-model").build(tiny_base("llama"))
+    check(model)
+    model.drafter.limit = 4
+    for _ in range(2):
+        check(model)
+    model.drafter.limit = None
+    check(model)
+    assert len(recordings) == 2 and warnings == []
+
+
 def test_weights_in_other_memory_are_recorded_anew_and_values_are_read(recordings):
     model = FAMILIES[0].build(tiny_base("llama"))
     check(model)
