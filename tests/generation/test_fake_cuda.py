@@ -25,6 +25,7 @@ MODE = FakeTensorMode()
 TREES = {"static": TREE, "dynamic": {"dynamic": {"nodes": 8, "depth": 3, "width": 3}}, "root": DraftTree.root_alone()}
 CALLS = {
     "greedy": {},
+    "lookup": {"prompt_lookup_num_tokens": 4},
     "sampled": {"do_sample": True, "top_k": 20, "top_p": 0.9, "temperature": 0.7},
     "typical": {"do_sample": True, "acceptance": "typical"},
     "rejection": {"do_sample": True, "acceptance": "rejection"},
