@@ -30,16 +30,19 @@ def test_the_table_says_what_happens(kind, written):
 
 
 def test_every_line_is_tried(written):
-    assert list(written) == [*TEXT, *IMAGES]
+    known = [*TEXT, *IMAGES]
+    assert list(written)[: len(known)] == known
+    assert EARLIER or set(list(written)[len(known) :]) <= set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
 @pytest.mark.few(24)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("kind", sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) - set(TEXT)))
-def test_every_other_base_drafts_or_says_before_training_why_not(kind, family):
+def test_every_other_base_drafts_or_says_before_training_why_not(kind, family, written):
     base = generic(kind)
     if base is None:
         pytest.skip("cannot be built tiny from fields of general names")
+    assert EARLIER or kind in written
     ids = torch.tensor([[5, 6, 7, 8, 9], [7, 8, 9, 10, 11]])
     call = {"max_new_tokens": 6, "do_sample": False}
     expected = base.generate(ids, **call)
@@ -52,3 +55,4 @@ def test_every_other_base_drafts_or_says_before_training_why_not(kind, family):
     assert torch.equal(output.sequences, expected)
     drafted = getattr(output, "accepted_lengths", None) is not None
     assert drafted == (model.why_no_drafts() is None)
+    assert EARLIER or written[kind].split(" | ")[1] == ("yes" if drafted else "no")
