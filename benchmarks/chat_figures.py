@@ -141,7 +141,7 @@ def timed(model: Any, tokenizer: Any, questions: dict[str, list[list[str]]], cal
     asked = [group[turn][0] for turn in range(count) for group in groups if turn < len(group)][:count]
     calls = {"base": model.base.generate, "heads": model.generate}
     base_call = {name: value for name, value in call.items() if name not in ("draft_tree", "prompt_lookup_num_tokens")}
-    ratios, same, seconds = [], 0, dict.fromkeys(calls, 0.0)
+    ratios, same, seconds, tokens, steps = [], 0, dict.fromkeys(calls, 0.0), 0, 0
     for number, question in enumerate([asked[0], *asked]):  # the first one prepares
         text = tokenizer.apply_chat_template(
             [{"role": "user", "content": question}], tokenize=False, add_generation_prompt=True
@@ -152,16 +152,24 @@ def timed(model: Any, tokenizer: Any, questions: dict[str, list[list[str]]], cal
             torch.manual_seed(number)
             wait(model.base.device)
             begun = time.perf_counter()
-            texts[name] = calls[name](**inputs, **(call if name == "heads" else base_call))
+            output = calls[name](**inputs, **(call if name == "heads" else base_call), return_dict_in_generate=True)
             wait(model.base.device)
-            taken[name] = time.perf_counter() - begun
+            taken[name], texts[name] = time.perf_counter() - begun, output.sequences
+            if name == "heads" and number and output.accepted_lengths is not None:
+                tokens, steps = tokens + int(output.accepted_lengths.sum()), steps + output.accepted_lengths.shape[1]
         if number:
             ratios.append(taken["base"] / taken["heads"])
             same += texts["base"].equal(texts["heads"])
             seconds = {name: seconds[name] + taken[name] for name in calls}
     quartiles = [round(float(q), 3) for q in torch.tensor(ratios).quantile(torch.tensor([0.25, 0.5, 0.75]))]
     speedup = round(seconds["base"] / seconds["heads"], 3)
-    return {"speedup": speedup, "spread": quartiles, "timed": len(asked), "same_text": same}
+    return {
+        "speedup": speedup,
+        "spread": quartiles,
+        "timed": len(asked),
+        "same_text": same,
+        "timed_tokens_per_step": round(tokens / max(steps, 1), 3),
+    }
 
 
 def wait(device: torch.device) -> None:
