@@ -50,7 +50,7 @@ from hf_drafthead.generation.tree import Tree, smaller
 
 logger = logging.get_logger(__name__)
 
-BUCKET = 64  # capacities are multiples of this, since attention looks at all of it
+CAPACITY_BUCKET = 64  # capacities are multiples of this, since attention looks at all of it
 AHEAD = 256  # positions for which a capacity is taken at first; it grows as the text does
 RECORDS = ("reduce-overhead", "max-autotune")  # modes of a compile config that ask for CUDA graphs
 
@@ -394,7 +394,7 @@ class Runner:
         longest = step.rules.max_length or max(state.lengths) + AHEAD
         left = min(longest - max(state.lengths), AHEAD) + 2 * depth
         if not self.execution.records:
-            fix(state, rounded_up(past + left, BUCKET), self.slots, depth, step.rules.pad_token, apart=True)
+            fix(state, rounded_up(past + left, CAPACITY_BUCKET), self.slots, depth, step.rules.pad_token, apart=True)
             return
         apart = self.execution.config is not None
         capacity = rounded_up(past + left, AHEAD)

@@ -12,7 +12,7 @@ from transformers import TrainingArguments
 from hf_drafthead.modeling.families import find_family
 from hf_drafthead.training.heads_loss import SCHEDULES
 
-WEIGHTS = ("next_token_weight", "teacher_weight", "feature_weight")
+OBJECTIVE_WEIGHTS = ("next_token_weight", "teacher_weight", "feature_weight")
 
 # Medusa-2 (Cai et al. 2024, section 2.2.2): the base learns at a quarter of the heads' rate, heads count a fifth.
 JOINT: dict[str, Any] = {"base_weight": 1.0, "base_learning_rate": 5e-4, "heads_weight": 0.2}
@@ -93,13 +93,11 @@ class DraftHeadTrainingArguments(TrainingArguments):
         super().__post_init__()
         if not torch.accelerator.is_available():  # torch would say at every pass that there is nothing to pin for
             self.dataloader_pin_memory = False
-        for name in (*WEIGHTS, "feature_noise", "heads_weight", "base_weight"):
+        for name in (*OBJECTIVE_WEIGHTS, "feature_noise", "heads_weight", "base_weight"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} is {getattr(self, name)}: expected 0 or more, 0 leaves it out.")
-        if not any(getattr(self, name) for name in WEIGHTS):
-            raise ValueError(
-                f"{WEIGHTS[0]}, {WEIGHTS[1]} and {WEIGHTS[2]} are all 0: nothing to learn, set one above 0."
-            )
+        if not any(getattr(self, name) for name in OBJECTIVE_WEIGHTS):
+            raise ValueError("{}, {} and {} are all 0: nothing to learn, set one above 0.".format(*OBJECTIVE_WEIGHTS))
         for name in ("head_decay", "base_learning_rate", "max_grad_value", "hours"):
             value = getattr(self, name)
             if value is not None and value <= 0:

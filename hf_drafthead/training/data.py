@@ -18,7 +18,7 @@ from hf_drafthead.data.rows import data_hash
 from hf_drafthead.data.sources import read_rows, stream_hash, uniform
 from hf_drafthead.modeling.base import DraftHeadPreTrainedModel
 from hf_drafthead.training.arguments import DraftHeadTrainingArguments
-from hf_drafthead.training.examples import PreparedData, most_tokens, positions_of
+from hf_drafthead.training.examples import PreparedData, longest_text_of, most_tokens
 from hf_drafthead.training.objectives import IGNORED
 from hf_drafthead.training.templates import ChatEncoder, encode_span, frame, refuse_unknown, without_post_processor
 
@@ -368,7 +368,10 @@ def read_data(
             f"the data holds {len(first)} rows, of which {held_out_rows} are to be held out: give more data, or hold "
             "out fewer with --held-out-rows."
         )
-    limits: dict[str, Any] = {"max_length": settings.max_length or most_tokens(model), "positions": positions_of(model)}
+    limits: dict[str, Any] = {
+        "max_length": settings.max_length or most_tokens(model),
+        "positions": longest_text_of(model),
+    }
     limits["vocab_size"] = model.config.get_text_config().vocab_size
     chosen = Dataset.from_list(first[:held_out_rows], features=raw.features)
     held_out, _ = tokenize_rows(chosen, tokenizer, **limits)

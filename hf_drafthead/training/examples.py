@@ -139,10 +139,10 @@ def look_at(
 
 def most_tokens(model: DraftHeadPreTrainedModel) -> int:
     """The default limit of a row's tokens."""
-    return min(USUAL_LENGTH, positions_of(model))
+    return min(USUAL_LENGTH, longest_text_of(model))
 
 
-def positions_of(model: DraftHeadPreTrainedModel) -> int:
+def longest_text_of(model: DraftHeadPreTrainedModel) -> int:
     return getattr(model.base.config.get_text_config(), "max_position_embeddings", None) or 2048
 
 

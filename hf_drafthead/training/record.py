@@ -35,7 +35,7 @@ def provenance() -> dict[str, Any]:
     }
 
 
-def fingerprint(base: Any) -> str:
+def base_fingerprint(base: Any) -> str:
     """A short hash of a base: its shapes, and some of all its weights."""
     digest = hashlib.sha256()
     for name, parameter in sorted(base.named_parameters()):

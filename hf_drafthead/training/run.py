@@ -21,26 +21,26 @@ from hf_drafthead.modeling.base import DraftHeadPreTrainedModel
 from hf_drafthead.modeling.base_model import last_layer
 from hf_drafthead.modeling.families import find_family, fresh_heads
 from hf_drafthead.modeling.gguf_files import load_tokenizer
-from hf_drafthead.training.arguments import JOINT, QUICK_WIDTH, WEIGHTS, DraftHeadTrainingArguments
+from hf_drafthead.training.arguments import JOINT, OBJECTIVE_WEIGHTS, QUICK_WIDTH, DraftHeadTrainingArguments
 from hf_drafthead.training.callbacks import Clock, agreed, duration, show_progress
 from hf_drafthead.training.examples import (
     Likeness,
     PaddingCollator,
     PreparedData,
     choose_vocabulary,
+    longest_text_of,
     look_at,
     most_tokens,
     own_prompts,
     padding_token,
-    positions_of,
     refuse_short_rows,
 )
 from hf_drafthead.training.expected_tokens_per_step import ExpectedTokensPerStep
 from hf_drafthead.training.forecast import Forecast, forecast
 from hf_drafthead.training.record import (
     SUMMARY,
+    base_fingerprint,
     check_run,
-    fingerprint,
     plot_training,
     provenance,
     recent_loss,
@@ -244,7 +244,7 @@ def _trainer(
     model, data = lesson.model, lesson.data
     if joint and settings.lora_rank:
         add_lora(model, settings.lora_rank)
-    prompts = own_prompts(data.held_out, FORETOLD_PROMPTS, positions_of(model) - settings.answer_tokens)
+    prompts = own_prompts(data.held_out, FORETOLD_PROMPTS, longest_text_of(model) - settings.answer_tokens)
     expected_tokens_per_step = None
     if prompts:
         expected_tokens_per_step = ExpectedTokensPerStep(
@@ -341,7 +341,7 @@ def _summary(
         "epochs": round(state.epoch or 0.0, 3),
         "batch_size": settings.train_batch_size * settings.gradient_accumulation_steps * settings.world_size,
         "learning_rate": settings.learning_rate,
-        "objective": {name: getattr(settings, name) for name in (*WEIGHTS, "feature_noise", "head_decay")},
+        "objective": {name: getattr(settings, name) for name in (*OBJECTIVE_WEIGHTS, "feature_noise", "head_decay")},
         "schedule": SchedulerType(settings.lr_scheduler_type).value,
         "warmup": settings.warmup_steps,
         "weight_decay": settings.weight_decay,
@@ -373,7 +373,7 @@ def _save(trainer: DraftHeadTrainer, lesson: Lesson, summary: dict[str, Any], ou
         plot_training(trainer.state.log_history, output / PICTURE)
     if not settings.calibrate_tree:
         return
-    prompts = own_prompts(lesson.data.held_out, FORETOLD_PROMPTS, positions_of(model) - settings.answer_tokens)
+    prompts = own_prompts(lesson.data.held_out, FORETOLD_PROMPTS, longest_text_of(model) - settings.answer_tokens)
     try:
         calibrate(model, prompts, new_tokens=settings.answer_tokens, temperature=settings.answer_temperature)
     except (ValueError, Unsupported) as reason:
@@ -407,7 +407,7 @@ def _identity(family: str, lesson: Lesson, joint: bool) -> dict[str, Any]:
     return {
         "family": family,
         "config": {name: value for name, value in values.items() if isinstance(value, (bool, int, float, str, list))},
-        "base": fingerprint(lesson.model.base),
+        "base": base_fingerprint(lesson.model.base),
         "data": lesson.data.sha256,
         "joint": joint,
     }

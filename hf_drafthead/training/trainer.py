@@ -23,7 +23,7 @@ from transformers.utils import logging
 from hf_drafthead.generation.reader import BaseReader
 from hf_drafthead.modeling.base import DraftHeadPreTrainedModel
 from hf_drafthead.modeling.families import find_family
-from hf_drafthead.training.arguments import WEIGHTS, DraftHeadTrainingArguments
+from hf_drafthead.training.arguments import OBJECTIVE_WEIGHTS, DraftHeadTrainingArguments
 from hf_drafthead.training.callbacks import LOOKS, ClipEveryGradient, Clock, StopOnNonFinite
 from hf_drafthead.training.expected_tokens_per_step import ExpectedTokensPerStep
 from hf_drafthead.training.heads_loss import RANKS, HeadsLoss, Objective, heads_share, label_counts
@@ -401,7 +401,7 @@ def heads_output(
         )
     recipe = find_family(model.config.family).recipe
     loss_of = HeadsLoss(
-        Objective(*(recipe.get(name, float(name == "next_token_weight")) for name in WEIGHTS)),
+        Objective(*(recipe.get(name, float(name == "next_token_weight")) for name in OBJECTIVE_WEIGHTS)),
         head_decay=recipe.get("head_decay", 1.0),
         feature_noise=recipe.get("feature_noise", 0.0),
         reader=BaseReader.of_texts(model.base, model.drafter.reads, model.drafter.output),

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from huggingface_hub.constants import HF_HOME
 
+from hf_drafthead.modeling.checkpoint import WEIGHTS
 from hf_drafthead.modeling.gguf_files import gguf_arguments, load_tokenizer
 
 HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -22,7 +23,6 @@ FILE_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 FOLDER = Path(HF_HOME) / "hf_drafthead" / "SmolLM2-135M-Instruct"
 POSITIONS = 8192
 NOTE = "converted.json"  # the hashes of the file that was converted, and of the weights that came of it
-WEIGHTS = "model.safetensors"
 
 
 def chat_base() -> str:

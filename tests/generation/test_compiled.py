@@ -89,7 +89,7 @@ def test_exact_on_other_bases(kind, made, fallbacks):
 
 def test_a_text_outgrows_its_memory_and_prompts_differ_in_length_without_another_program(made, monkeypatch):
     monkeypatch.setattr(runner, "AHEAD", 4)
-    monkeypatch.setattr(runner, "BUCKET", 8)
+    monkeypatch.setattr(runner, "CAPACITY_BUCKET", 8)
     model = next(family for family in FAMILIES if family.name == "eagle").build(tiny_base("llama-gqa"))
     fixed, fix = [], runner.fix
     monkeypatch.setattr(runner, "fix", lambda *given, **named: (fix(*given, **named), fixed.append(given)))
@@ -179,7 +179,7 @@ def test_what_the_compiler_refuses_runs_uncaptured_with_one_warning(monkeypatch)
 @pytest.mark.parametrize("family, most", [("medusa", 20), ("eagle", 90)], ids=["at first", "later"])
 def test_without_memory_for_the_fixed_shapes_the_text_goes_on_uncaptured(family, most, untraced, monkeypatch):
     monkeypatch.setattr(runner, "AHEAD", 4)
-    monkeypatch.setattr(runner, "BUCKET", 32)
+    monkeypatch.setattr(runner, "CAPACITY_BUCKET", 32)
     warnings, resized, fix, taken = [], slots._resized, slots.SlotCache.fix, []
 
     def scarce(part, wanted, front):
