@@ -223,7 +223,9 @@ def form_of(draft_state: Any) -> Hashable:
     def form(leaf: Any) -> Hashable:
         if isinstance(leaf, torch.Tensor):
             return tuple(leaf.shape), leaf.dtype
-        return bool(leaf.blocks) if isinstance(leaf, SlotCache) else leaf
+        if isinstance(leaf, SlotCache):
+            return bool(leaf.blocks)
+        return leaf if isinstance(leaf, Hashable) else type(leaf)  # an object of a drafter of the user's own
 
     return tuple(map(form, tree_leaves(draft_state)))
 

@@ -224,7 +224,10 @@ class Drafter(nn.Module):
         if self.draft_tokens is None:
             dtype = output.head.weight.dtype  # heads in training have another
             return output(hidden.to(dtype) if dtype.is_floating_point else hidden)
-        weight, bias = self._rows(output.head, self.draft_tokens, next(self.parameters()))
+        like = next(self.parameters())
+        if like.is_meta:  # offloaded: where hooks bring the heads to, their states are
+            like = hidden
+        weight, bias = self._rows(output.head, self.draft_tokens, like)
         return output.behind(F.linear(hidden.to(weight.dtype), weight, bias))
 
     def embed(self, tokens: Tensor, like: Tensor) -> Tensor:

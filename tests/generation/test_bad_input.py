@@ -47,7 +47,7 @@ SETTINGS = {
         ValueError,
         r"^draft_tree 'mc_sim_63' is no published tree: expected one of .*mc_sim_7b_63.*, or rank paths such as",
     ),
-    "no tree": ({"draft_tree": []}, ValueError, r"^a tree without nodes drafts nothing: expected rank paths such as"),
+    "no tree": ({"draft_tree": ()}, ValueError, r"^a tree without nodes drafts nothing: expected rank paths such as"),
     "an empty name": ({"draft_tree": ""}, ValueError, r"^draft_tree '' is no published tree: expected one of"),
     "tree by number": ({"draft_tree": 0}, TypeError, r"^a tree was given as 0 \(int\): expected rank paths such as"),
     "tree as tensor": ({"draft_tree": torch.tensor([[0]])}, TypeError, r"^a tree has the path tensor\(\[0\]\)"),

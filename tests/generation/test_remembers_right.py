@@ -126,6 +126,9 @@ def test_several_hidden_states_of_the_base_are_laid_side_by_side():
         keeps_history = True
         training = False
 
+        def prepare(self):
+            pass
+
         def start(self, batch_size, capacity):
             return heads.drafter.start(batch_size, capacity)
 

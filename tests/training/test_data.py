@@ -154,7 +154,7 @@ def test_texts_come_from_files_and_folders(tmp_path):
 
 
 def test_a_long_text_becomes_rows_at_ends_of_lines(tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "BLOCK", 30)
+    monkeypatch.setattr(files, "BLOCK_SIZE", 30)
     text = "".join(f"line {number}\n" for number in range(50))
     (tmp_path / "long.txt").write_text(text)
     rows = [row["text"] for row in read_rows(tmp_path / "long.txt")]
@@ -164,7 +164,7 @@ def test_a_long_text_becomes_rows_at_ends_of_lines(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("block", [1, 2, 7, 64, 1 << 16])
 def test_an_array_is_read_in_pieces_of_any_size(tmp_path, monkeypatch, block):
-    monkeypatch.setattr(files, "BLOCK", block)
+    monkeypatch.setattr(files, "BLOCK_SIZE", block)
     rows = [{"conversations": sharegpt(*one), "n": [1, -2.5e3, None, True, 'q"\\u00e9 ]', {}]} for one in CHATS]
     for number, text in enumerate([json.dumps(rows), f"\n {json.dumps(rows, indent=2)} \n\n", "[\n]"]):
         path = tmp_path / f"{number}.json"
