@@ -225,7 +225,9 @@ def form_of(draft_state: Any) -> Hashable:
             return tuple(leaf.shape), leaf.dtype
         if isinstance(leaf, SlotCache):
             return bool(leaf.blocks)
-        return leaf if isinstance(leaf, Hashable) else type(leaf)  # an object of a drafter of the user's own
+        return (
+            leaf if isinstance(leaf, Hashable) else type(leaf).__qualname__
+        )  # an object of a drafter of the user's own
 
     return tuple(map(form, tree_leaves(draft_state)))
 

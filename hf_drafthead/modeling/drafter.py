@@ -224,7 +224,7 @@ class Drafter(nn.Module):
         if self.draft_tokens is None:
             dtype = output.head.weight.dtype  # heads in training have another
             return output(hidden.to(dtype) if dtype.is_floating_point else hidden)
-        like = next(self.parameters())
+        like: Tensor = next(self.parameters())
         if like.is_meta:  # offloaded: where hooks bring the heads to, their states are
             like = hidden
         weight, bias = self._rows(output.head, self.draft_tokens, like)
