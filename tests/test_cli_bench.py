@@ -108,6 +108,22 @@ def test_several_trees_are_measured_one_by_one(run, tmp_path):
     assert "medusa 2 nodes: " in out and "medusa 4 nodes: " in out
 
 
+def test_copies_from_the_text_are_rows_side_by_side(run, tmp_path):
+    file, table = tmp_path / "figures.json", tmp_path / "figures.csv"
+    options = ("--tree", "[[0], [1]]", "--lookup", "0,2", "--limit", 1, "--json", file, "--csv", table)
+    code, out, err = run("{folder}/medusa", "--questions", "{folder}/prompts.jsonl", *QUICK, *options)
+    rows = json.loads(file.read_text())["rows"]
+    assert (code, err) == (0, "")
+    assert [row["acceptance"] for row in rows] == [
+        {"acceptance": "exact", "prompt_lookup_num_tokens": copied} for copied in (0, 2)
+    ]
+    assert all(row["identical"] and row["compared"]["prompt-lookup"]["identical"] for row in rows)
+    assert "medusa lookup 0: " in out and "medusa lookup 2: " in out
+    assert [line.rpartition(",")[2] for line in table.read_text().splitlines()[::2]] == [
+        "prompt_lookup_num_tokens", "0", "2"
+    ]  # fmt: skip
+
+
 def test_categories_have_lines_of_their_own_where_there_are_several(run):
     _, out, _ = run("{folder}/medusa", "--questions", "{folder}/prompts.jsonl", *QUICK)
     assert "speedup (tokens per step)" in out

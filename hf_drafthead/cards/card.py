@@ -286,6 +286,7 @@ def setting(run: dict[str, Any]) -> str:
     if not is_exact(run):
         parts.append(f"{acceptance['acceptance']} acceptance")
         parts += [f"threshold {acceptance['posterior_threshold']}"] if "posterior_threshold" in acceptance else []
+    parts += [f"{copied} copied tokens"] if (copied := acceptance.get("prompt_lookup_num_tokens")) else []
     if (run.get("processes") or 1) > 1:
         parts.append(f"{run['processes']} processes")
     if run.get("complete") is False:

@@ -40,7 +40,7 @@ Template = Annotated[
     Path | None,
     typer.Option("--chat-template", metavar="FILE", help="Jinja template, or `vicuna`, instead of the tokenizer's."),
 ]
-TREE_HELP = "Draft tree: a published one's name, rank paths as JSON, a JSON file, dynamic, or auto."
+TREE_HELP = "Draft tree: a published one's name, rank paths as JSON, a JSON file, dynamic, auto, or lookup."
 TreeOption = Annotated[str | None, typer.Option("--tree", "--draft-tree", metavar="TREE", help=TREE_HELP)]
 TreeOptions = Annotated[
     list[str] | None,
@@ -137,11 +137,11 @@ def options_of_groups(function: Callable[..., None], without: str = "") -> Calla
 
 def parse_tree(text: str) -> Any:
     """A draft tree from the command line: rank paths as JSON, a file that holds them, or a published tree's name; else
-    "dynamic", sizes of a dynamic tree as JSON, or "auto"."""
+    "dynamic", sizes of a dynamic tree as JSON, "auto" or "lookup"."""
     from hf_drafthead.generation.settings import AUTO
     from hf_drafthead.generation.tree import DraftTree
 
-    if text in ("dynamic", AUTO):
+    if text in ("dynamic", AUTO, "lookup"):
         return text
     if text.lstrip().startswith("{"):
         return dynamic_of(text)

@@ -56,6 +56,10 @@ def run_bench(
         str | None,
         typer.Option(metavar="X[,X...]", help="Also typical acceptance with these thresholds, alpha being their root."),
     ] = None,
+    lookup: Annotated[
+        str | None,
+        typer.Option(metavar="N[,N...]", help="Tokens that the tree copies from the text in a step, 0 for none; each."),
+    ] = None,
     compare: Annotated[
         str | None,
         typer.Option(
@@ -91,6 +95,7 @@ def run_bench(
         temperatures=parse_numbers("--temperature", temperature, float, zero=True) or usual,
         trees=[parse_tree(text) for text in tree] if tree else [None],
         thresholds=thresholds,
+        lookups=parse_numbers("--lookup", lookup, int, zero=True),
         compare=compared_methods(compare, sizes),
         batch_sizes=sizes,
         options={"captured": captured, "repeats": repeats, "seed": seed},

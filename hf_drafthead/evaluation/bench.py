@@ -382,7 +382,8 @@ def acceptance_of(model: Any, wanted: Mapping[str, Any]) -> dict[str, Any]:
     names = ("acceptance", "posterior_threshold", "posterior_alpha")
     stored = {name: value for name in names if (value := getattr(model.generation_config, name, None)) is not None}
     merged = {"acceptance": "exact", **stored, **wanted}
-    return merged if merged["acceptance"] == "typical" else {"acceptance": merged["acceptance"]}
+    unused = () if merged["acceptance"] == "typical" else names[1:]
+    return {name: value for name, value in merged.items() if name not in unused}
 
 
 @dataclass(frozen=True)
@@ -392,7 +393,8 @@ class BenchPlan:
     models: folders or ids; load: gives model and tokenizer of each; questions: for all; settings: of `generate`;
     temperatures: 0 is greedy; of several each is measured with every kind of acceptance; trees: each is measured; None
     is the model's own; thresholds: of typical acceptance, each measured besides exact acceptance, with its root for
-    alpha as in the Medusa paper; options: of every `bench`.
+    alpha as in the Medusa paper; lookups: tokens that the heads' tree copies from the text, 0 for none, each measured;
+    options: of every `bench`.
     """
 
     models: Sequence[str]
@@ -402,6 +404,7 @@ class BenchPlan:
     temperatures: Sequence[float] = ()
     trees: Sequence[str | DraftTree | None] = (None,)
     thresholds: Sequence[float] = ()
+    lookups: Sequence[int] = ()
     compare: Sequence[str] = ()
     batch_sizes: Sequence[int] = (1,)
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -418,6 +421,12 @@ class BenchPlan:
 
     def runs(self) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
         """The settings of `generate` and those of the heads alone, for every measurement of a model."""
+        for (settings, acceptance), copied in itertools.product(self._acceptances(), self.lookups or (None,)):
+            if not copied or acceptance.get("acceptance") != "rejection":  # which does not go with copies
+                lookup = {} if copied is None else {"prompt_lookup_num_tokens": copied}
+                yield settings, {**acceptance, **lookup}
+
+    def _acceptances(self) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
         curve = len(self.temperatures) > 1
         for heat in self.temperatures or (None,):
             choice = {} if heat is None else {"do_sample": True, "temperature": heat} if heat else {"do_sample": False}

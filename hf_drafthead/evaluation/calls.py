@@ -37,7 +37,8 @@ def decoding_methods(
         model: with draft heads.
         tokenizer: the base's.
         tree: of the heads; None for the model's own.
-        acceptance: settings that only the heads are given.
+        acceptance: settings that only the heads are given; `prompt_lookup_num_tokens=0` copies nothing, whatever the
+            calibration says.
         captured: whether the heads' steps are compiled.
         compare: `prompt-lookup` and `assistant=PATH`, which decode one prompt at a time; `compiled`, the base with a
             static cache under `torch.compile`.
@@ -47,6 +48,10 @@ def decoding_methods(
         ValueError: another name.
     """
     base, only_heads = model.base, {**(CAPTURED if captured else {}), **(acceptance or {})}
+    if only_heads.get("prompt_lookup_num_tokens") == 0:
+        del only_heads["prompt_lookup_num_tokens"]
+        entries = getattr(model.generation_config, "calibration", None) or []
+        only_heads |= {"calibration": [{**entry, "lookup": 0} for entry in entries]} if entries else {}
     methods: dict[str, Method] = {
         BASE: _of_base(base, tokenizer, {}),
         HEADS: lambda inputs, settings: draft(model, tree, inputs, {**with_reader(settings, tokenizer), **only_heads}),

@@ -28,6 +28,7 @@ CSV_COLUMNS = (
     "quality_base",
     "quality_heads",
     "complete",
+    "prompt_lookup_num_tokens",
 )
 
 
@@ -69,6 +70,7 @@ def labels(measurements: Sequence[Measurement], sizes_shown: bool = True) -> lis
         parts += [f"{each.tree_nodes} nodes"] if swept and sizes_shown else []
         parts += [f"batch {each.batch_size}"] if len(sizes) > 1 and sizes_shown else []
         parts += [f"T={each.temperature:g}"] if len(heats) > 1 else []
+        parts += [f"lookup {copied}"] if (copied := each.acceptance.get("prompt_lookup_num_tokens")) is not None else []
         if not each.lossless:
             parts.append(f"{each.acceptance['acceptance']} {each.acceptance.get('posterior_threshold', '')}".strip())
         names.append(" ".join(parts))

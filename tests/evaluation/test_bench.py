@@ -397,6 +397,25 @@ def test_an_interruption_between_two_measurements_ends_the_plan_and_is_told(load
     assert [one.stopped for one in kept[-1]] == ["interrupted"]
 
 
+def test_copies_are_measured_with_every_acceptance_that_they_go_with():
+    asked = benching.BenchPlan([], lambda name: name, PROMPTS, GREEDY, temperatures=[0.0, 1.0], lookups=[0, 4])
+    found = [(kind.get("acceptance"), kind["prompt_lookup_num_tokens"]) for _, kind in asked.runs()]
+    assert found == [("exact", 0), ("exact", 4)] * 2 + [("rejection", 0), ("typical", 0), ("typical", 4)]
+
+
+def test_without_copies_those_of_the_calibration_are_left_out(loaded, monkeypatch):
+    model, tokenizer = loaded
+    entry = {"tree": [[0]], "lookup": 3}
+    monkeypatch.setattr(model.generation_config, "calibration", [entry], raising=False)
+    asked = []
+    monkeypatch.setattr(type(model), "generate", lambda self, **call: asked.append(call))
+    for copied in (0, 4):
+        methods = calls.decoding_methods(*loaded, acceptance={"prompt_lookup_num_tokens": copied})
+        methods[calls.HEADS](calls.encode(model, tokenizer, ["a"]), GREEDY)
+    assert asked[0]["calibration"] == [{"tree": [[0]], "lookup": 0}] and "prompt_lookup_num_tokens" not in asked[0]
+    assert asked[1]["prompt_lookup_num_tokens"] == 4 and "calibration" not in asked[1] and entry["lookup"] == 3
+
+
 def test_a_notice_without_figures_of_its_own_stays_with_the_last(loaded, monkeypatch):
     out_of_memory_above(1, monkeypatch)
     (found,) = measured(loaded, batch_sizes=[1, 2])
