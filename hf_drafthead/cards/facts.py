@@ -1,6 +1,6 @@
 """The facts of a card, read from a checkpoint's own files; what they do not say is None or empty, never guessed."""
 
-import json
+import math
 import os
 import re
 from dataclasses import dataclass, fields
@@ -8,18 +8,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import get_local_safetensors_metadata
+from huggingface_hub import get_safetensors_metadata
 from huggingface_hub.errors import HFValidationError, NotASafetensorsRepoError, SafetensorsParsingError
 from huggingface_hub.utils import validate_repo_id
-from safetensors import safe_open
 from transformers.configuration_utils import PreTrainedConfig
 
 from hf_drafthead.cards.exactness import FULL_PRECISION
 from hf_drafthead.generation.entries import CalibrationKey, heads_hash, tree_of
 from hf_drafthead.generation.settings import AUTO, DraftSettings
 from hf_drafthead.generation.tree import DraftTree
+from hf_drafthead.modeling.checkpoint import HTTP_ERROR, checkpoint_files, map_tensors, why_refused
 from hf_drafthead.modeling.config import ABOUT_THE_BASE, MODEL_TYPE_PREFIX, DraftHeadConfig
 from hf_drafthead.modeling.families import BY_MODEL_TYPE
+from hf_drafthead.modeling.files import in_one_line, open_tensors, read_json
 
 SHARED = ABOUT_THE_BASE | {
     "num_draft_heads",
@@ -49,19 +50,17 @@ class Facts:
 
     folder: Path
     family: str
-    model_class: str
     base: str | None
     base_named: str | None
     base_revision: str | None
     base_gguf_file: str | None
-    base_type: str | None
     base_included: bool
     base_parameters: int | None
     heads: int | None
     fields: dict[str, Any]
     parameters: int
-    stored_bytes: int
-    stored_dtype: str
+    memory: int
+    dtype: str
     remote_code: bool
     chat_template: bool
     tree: DraftTree | None
@@ -92,31 +91,29 @@ def read_facts(folder: Path, model: Any = None) -> Facts:
     check_folder(folder)
     if not (folder / "config.json").is_file():
         raise OSError(f"{str(folder)!r} holds no config.json: give the folder of a draft-head checkpoint.")
-    config = read_checkpoint_json(folder / "config.json")
+    config = read_json(folder / "config.json")
     model_type = str(config.get("model_type"))
     if not model_type.startswith(MODEL_TYPE_PREFIX):
         raise ValueError(
             f"{str(folder)!r} holds a {model_type!r} model without draft heads: give a draft-head checkpoint."
         )
-    settings = (
-        read_checkpoint_json(folder / "generation_config.json") if (folder / "generation_config.json").is_file() else {}
-    )
-    training = (
-        read_checkpoint_json(folder / "training_summary.json") if (folder / "training_summary.json").is_file() else {}
+    settings, training = (
+        read_json(folder / name) if (folder / name).is_file() else {}
+        for name in ("generation_config.json", "training_summary.json")
     )
     heads_config = _heads_config(model_type, config)
     family = heads_config.family if heads_config else model_type.removeprefix(MODEL_TYPE_PREFIX)
-    sizes, dtypes = _drafter_tensors(folder)
     evaluations = _evaluations(folder, family)
     runs = [each for each in evaluations if "checks" not in each]
-    base_config = config.get("base_config") or {}
     named = config.get("base_model_name_or_path")
     heads = config.get("num_draft_heads")
     chosen = settings.get("draft_tree")
     dynamic = AUTO if chosen == AUTO else "dynamic" if chosen == "dynamic" or isinstance(chosen, dict) else None
     usual = SHARED | {field.name for field in fields(PreTrainedConfig)}
     depth = heads_config.max_depth if heads_config else heads
-    vocabulary = base_config.get("vocab_size") or 2**31  # without a known one every rank is allowed
+    vocabulary = (config.get("base_config") or {}).get(
+        "vocab_size"
+    ) or 2**31  # without a known one every rank is allowed
     tree = None
     if chosen is not None and not dynamic:
         tree = DraftTree.resolve(chosen, depth, vocabulary)
@@ -125,19 +122,15 @@ def read_facts(folder: Path, model: Any = None) -> Facts:
     return Facts(
         folder=folder,
         family=family,
-        model_class=(config.get("architectures") or [""])[0],
         base=named if is_hub_id(named, folder) else None,
         base_named=named,
         base_revision=config.get("base_model_revision"),
         base_gguf_file=config.get("base_gguf_file"),
-        base_type=base_config.get("model_type"),
         base_included=bool(config.get("base_included")),
         base_parameters=_base_parameters(folder, named, model),
         heads=heads,
         fields={name: value for name, value in config.items() if name not in usual},
-        parameters=sum(sizes.values()),
-        stored_bytes=sum(size * BYTES.get(dtypes[name], 1) for name, size in sizes.items()),
-        stored_dtype=", ".join(sorted(set(dtypes.values()))),
+        **size_of_heads(str(folder)),
         chat_template=_has_chat_template(folder),
         remote_code="AutoModelForCausalLM" in (config.get("auto_map") or {}),
         tree=tree,
@@ -188,7 +181,7 @@ def _has_chat_template(folder: Path) -> bool:
     config = folder / "tokenizer_config.json"
     beside = (folder / "chat_template.jinja", folder / "chat_template.json")
     return any(file.is_file() for file in beside) or (
-        config.is_file() and bool(read_checkpoint_json(config).get("chat_template"))
+        config.is_file() and '"chat_template"' in config.read_text(encoding="utf-8")
     )
 
 
@@ -203,19 +196,50 @@ def is_hub_id(name: str | None, folder: Path) -> bool:
     return True
 
 
-def read_checkpoint_json(path: Path) -> Any:
-    """What a JSON file holds: an object, or for an evaluation also a list.
+def size_of_heads(name: str) -> dict[str, Any]:
+    """`parameters` of the heads, their `memory` in bytes, and `dtype`: the type or types that they are stored in.
+
+    Args:
+        name: folder of the checkpoint, or its id on the Hub.
 
     Raises:
-        ValueError: it holds no JSON.
+        OSError: as `tensor_headers` does.
     """
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{str(path)!r} is not JSON ({error}): write it again, or remove it.") from None
-    if not isinstance(content, dict) and not path.name.startswith("evaluation"):
-        raise ValueError(f"{str(path)!r} holds a {type(content).__name__}, expected an object: write it again.")
-    return content
+    headers = {key: value for key, value in tensor_headers(name).items() if not key.startswith("base.")}
+    sizes = {key: math.prod(shape) for key, (shape, _) in headers.items()}
+    return {
+        "parameters": sum(sizes.values()),
+        "memory": sum(size * BYTES.get(headers[key][1], 1) for key, size in sizes.items()),
+        "dtype": ", ".join(sorted({dtype for _, dtype in headers.values()})),
+    }
+
+
+def tensor_headers(name: str) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Shape and type of every tensor of a checkpoint; from the Hub only the headers are fetched.
+
+    Raises:
+        OSError: there are no weights as safetensors, or they cannot be read.
+    """
+    if not os.path.isdir(name):
+        try:
+            files = get_safetensors_metadata(name).files_metadata.values()
+        except NotASafetensorsRepoError:
+            raise OSError(
+                f"{name!r} holds no weights as safetensors: a pickle is never opened, for it can run code; ask its "
+                "author to save the heads as safetensors."
+            ) from None
+        except HTTP_ERROR as error:
+            raise OSError(f"the weights of {name!r} cannot be read: {why_refused(error)}.") from error
+        except (SafetensorsParsingError, KeyError, TypeError, AttributeError, ValueError) as error:  # damaged
+            raise OSError(f"the weights of {name!r} cannot be read ({in_one_line(error)}): ask its author.") from error
+        return {key: (tuple(info.shape), str(info.dtype)) for file in files for key, info in file.tensors.items()}
+    headers = {}
+    for file in checkpoint_files(name, None, {}):
+        with open_tensors(file) as tensors:
+            for key in tensors.keys():
+                piece = tensors.get_slice(key)
+                headers[key] = (tuple(piece.get_shape()), str(piece.get_dtype()))
+    return headers
 
 
 def _heads_config(model_type: str, config: dict[str, Any]) -> DraftHeadConfig | None:
@@ -231,22 +255,6 @@ def _heads_config(model_type: str, config: dict[str, Any]) -> DraftHeadConfig | 
     return config_class(**{name: value for name, value in config.items() if name in wanted})
 
 
-def _drafter_tensors(folder: Path) -> tuple[dict[str, int], dict[str, str]]:
-    """Number of elements and type of every tensor of the heads, by its name."""
-    try:
-        files = get_local_safetensors_metadata(folder).files_metadata.values()
-    except (NotASafetensorsRepoError, SafetensorsParsingError, FileNotFoundError) as error:
-        reason = " ".join(str(error).split())
-        raise OSError(
-            f"the weights in {str(folder)!r} cannot be read ({reason}): save the heads there again."
-        ) from None
-    tensors = {name: info for file in files for name, info in file.tensors.items() if not name.startswith("base.")}
-    return (
-        {name: info.parameter_count for name, info in tensors.items()},
-        {name: str(info.dtype) for name, info in tensors.items()},
-    )
-
-
 def _base_parameters(folder: Path, named: str | None, model: Any) -> int | None:
     """Parameters of the base, where it is at hand."""
     if model is not None:
@@ -254,8 +262,8 @@ def _base_parameters(folder: Path, named: str | None, model: Any) -> int | None:
     if named is None or not (folder / named).is_dir():
         return None
     try:
-        return sum(get_local_safetensors_metadata(folder / named).parameter_count.values())
-    except (NotASafetensorsRepoError, SafetensorsParsingError, FileNotFoundError):
+        return sum(math.prod(shape) for shape, _ in tensor_headers(str(folder / named)).values())
+    except OSError:
         return None
 
 
@@ -284,9 +292,8 @@ def _evaluations(folder: Path, family: str) -> list[dict[str, Any]]:
     evaluations = []
     hashes: dict[str | None, str] = {}  # by the type that the weights were loaded in
     for path in sorted(folder.glob("evaluation*.json")):
-        content = read_checkpoint_json(path)
-        rows = content.get("rows", [content]) if isinstance(content, dict) else content
-        for row in rows:
+        content = read_json(path)
+        for row in content.get("rows", [content]):
             if not isinstance(row, dict) or not {"tokens_per_step", "speedup", "identical"} & set(row):
                 raise ValueError(
                     f"{str(path)!r} holds no figures: expected what `hf-drafthead bench --json` writes; measure again, "
@@ -313,17 +320,9 @@ def _is_of_these(folder: Path, row: dict[str, Any], hashes: dict[str | None, str
         if name and not isinstance(dtype, torch.dtype):
             continue
         if name not in hashes:
-            hashes[name] = heads_hash(_drafter_weights(folder), dtype)
+            tensors = map_tensors(checkpoint_files(str(folder), None, {}))
+            weights = {key: tensor for key, tensor in tensors.items() if not key.startswith("base.")}
+            hashes[name] = heads_hash(weights.items(), dtype)
         if hashes[name] == row["heads_hash"]:
             return True
     return False
-
-
-def _drafter_weights(folder: Path) -> list[tuple[str, torch.Tensor]]:
-    """Name and tensor of the heads' weights."""
-    weights = []
-    for file in get_local_safetensors_metadata(folder).files_metadata:
-        with safe_open(folder / file, framework="pt") as tensors:
-            names = [name for name in tensors.keys() if not name.startswith("base.")]
-            weights += [(name, tensors.get_tensor(name)) for name in names]
-    return weights

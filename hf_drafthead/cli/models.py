@@ -128,6 +128,7 @@ def info(
     Options that say how to load the base imply --probe.
     """
     from hf_drafthead.evaluation.summary import summarize, try_on_base
+    from hf_drafthead.generation.tree import DraftTree
 
     check_writable(json_path)
     loading.checked()  # before anything is read
@@ -136,38 +137,39 @@ def info(
     console = output()
     for name, value in rows_of(summary, probed):
         console.print(Text(printable(f"{name:<14} {value}")), soft_wrap=True)
-    if draw and summary.tree is not None:
+    if draw and summary["tree"] is not None:
         console.print(f"{'drawn':<14} each line a rank among its siblings")
-        console.print(Text(summary.tree.draw()))
-    write_json(json_path, {**summary.to_json(), **({} if probed is None else {"probe": vars(probed)})})
+        console.print(Text(DraftTree(summary["tree"]).draw()))
+    write_json(json_path, {**summary, **({} if probed is None else {"probe": probed})})
 
 
-def rows_of(summary: Any, probed: Any) -> list[tuple[str, str]]:
+def rows_of(summary: dict[str, Any], probed: dict[str, Any] | None) -> list[tuple[str, str]]:
     """What `info` prints of a checkpoint, and of its base where that was tried."""
+    settings, included = summary["settings"], ", included" if summary["base_included"] else ""
     rows = [
-        ("family", summary.family),
-        ("base", f"{summary.base or 'not named'} ({summary.base_type}{', included' if summary.base_included else ''})"),
-        ("base revision", summary.base_revision or "not recorded"),
-        ("draft heads", str(summary.draft_heads)),
-        ("parameters", f"{summary.parameters:,}"),
-        ("memory added", f"{summary.memory / 2**20:.1f} MiB ({summary.dtype})"),
-        ("heads", ", ".join(f"{name}={value}" for name, value in summary.fields.items())),
-        ("settings", ", ".join(f"{name}={value}" for name, value in summary.settings.items() if name not in APART)),
+        ("family", summary["family"]),
+        ("base", f"{summary['base'] or 'not named'} ({summary['base_type']}{included})"),
+        ("base revision", summary["base_revision"] or "not recorded"),
+        ("draft heads", str(summary["draft_heads"])),
+        ("parameters", f"{summary['parameters']:,}"),
+        ("memory added", f"{summary['memory'] / 2**20:.1f} MiB ({summary['dtype']})"),
+        ("heads", ", ".join(f"{name}={value}" for name, value in summary["fields"].items())),
+        ("settings", ", ".join(f"{name}={value}" for name, value in settings.items() if name not in APART)),
     ]
     if probed is None:
         rows.append(("drafts", "not tried: --probe loads the base and tries"))
     else:
-        weights = f"{probed.base_parameters:,} parameters, {probed.memory / 2**20:.1f} MiB with the heads"
-        rows.append(("on its base", f"{weights} ({probed.dtype}, {probed.device})"))
-        rows.append(("drafts", "yes" if probed.drafts else f"no, the base decodes by itself: {probed.why_not}"))
-    chosen = summary.settings.get("draft_tree")
-    if summary.tree is not None:
+        weights = f"{probed['base_parameters']:,} parameters, {probed['memory'] / 2**20:.1f} MiB with the heads"
+        rows.append(("on its base", f"{weights} ({probed['dtype']}, {probed['device']})"))
+        rows.append(("drafts", "yes" if probed["drafts"] else f"no, the base decodes by itself: {probed['why_not']}"))
+    chosen = settings.get("draft_tree")
+    if summary["tree"] is not None:
         name = f"{chosen}: " if isinstance(chosen, str) else ""
-        size = f"{summary.tree.num_nodes} nodes, {summary.tree.max_depth} guesses deep"
-        rows.append(("draft tree", f"{name}{size} (--draw draws it)"))
+        depth = max(map(len, summary["tree"]), default=0)
+        rows.append(("draft tree", f"{name}{summary['tree_nodes']} nodes, {depth} guesses deep (--draw draws it)"))
     elif chosen is not None:
         rows.append(("draft tree", str(chosen)))
-    rows += [("calibrated", line) for line in calibrated(summary.settings.get("calibration"))]
+    rows += [("calibrated", line) for line in calibrated(settings.get("calibration"))]
     return [(name, value) for name, value in rows if value]
 
 

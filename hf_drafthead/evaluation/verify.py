@@ -13,7 +13,7 @@ import transformers
 from rich.table import Table
 
 from hf_drafthead.cards.exactness import FULL_PRECISION, counts_in_words
-from hf_drafthead.evaluation.calls import drafted, steps_of, with_reader
+from hf_drafthead.evaluation.calls import drafted, new_rows, steps_of, with_reader
 from hf_drafthead.evaluation.measurement import guess_depths, identity
 from hf_drafthead.evaluation.rounding import FirstDifference, counted, first_difference
 from hf_drafthead.generation.entries import device_name
@@ -61,25 +61,28 @@ class Check:
     rows: int
     ends: bool = False  # whether a token inside a step shall end the text
     texts: int = 0
-    same: int = 0
     calls: int = 0
     undrafted: int = 0  # calls that the base decoded by itself
     differences: list[Difference] = field(default_factory=list)
 
     @property
-    def near_ties(self) -> list[Difference]:
-        """Differences that rounding explains."""
-        return [difference for difference in self.differences if difference.near_tie]
-
-    @property
-    def largest_margin(self) -> float | None:
-        """Of the near ties."""
-        return max((tie.margin or 0.0 for tie in self.near_ties), default=None)
-
-    @property
     def faults(self) -> list[Difference]:
-        """Differences that nothing explains."""
+        """Differences that rounding does not explain."""
         return [difference for difference in self.differences if not difference.near_tie]
+
+    def to_json(self) -> dict[str, Any]:
+        """What was seen."""
+        counts = counted(self.texts, self.differences)
+        return {
+            "name": self.name,
+            "texts": self.texts,
+            "same": self.texts - len(self.differences),
+            "near_ties": counts["rounding"],
+            "largest_margin": counts["largest_margin"],
+            "different": counts["faults"],
+            "calls": self.calls,
+            "undrafted_calls": self.undrafted,
+        }
 
 
 @dataclass
@@ -92,20 +95,14 @@ class Verdict:
     stopped: bool = False
 
     @property
+    def differences(self) -> list[Difference]:
+        """Of all checks."""
+        return [difference for check in self.checks for difference in check.differences]
+
+    @property
     def counts(self) -> dict[str, Any]:
         """Of all checks together, see `rounding.counted`."""
-        differences = [difference for check in self.checks for difference in check.differences]
-        return counted(sum(check.texts for check in self.checks), differences)
-
-    @property
-    def identical(self) -> bool:
-        """Whether every text was the base's, token by token."""
-        return not any(check.differences for check in self.checks)
-
-    @property
-    def passed(self) -> bool:
-        """Whether rounding explains every difference."""
-        return not any(check.faults for check in self.checks)
+        return counted(sum(check.texts for check in self.checks), self.differences)
 
     def in_words(self) -> str:
         """What was seen, in one sentence; in half precision also how exactness is checked."""
@@ -113,30 +110,22 @@ class Verdict:
         return f"{counts_in_words(self.counts)}." + ("" if precise else " The check of exactness is --dtype float32.")
 
     def to_json(self, tokenizer: Any) -> dict[str, Any]:
-        """What was seen in all and in each check, every near tie, and the shortest prompt of a fault."""
-        checks = [
-            {
-                "name": check.name,
-                "texts": check.texts,
-                "same": check.same,
-                "near_ties": len(check.near_ties),
-                "largest_margin": check.largest_margin,
-                "different": len(check.faults),
-                "calls": check.calls,
-                "undrafted_calls": check.undrafted,
-            }
-            for check in self.checks
-        ]
-        ties = [tie.to_json(tokenizer) for check in self.checks for tie in check.near_ties]
-        shortest = None if self.shortest is None else self.shortest.to_json(tokenizer)
-        seen = {
-            "identical": self.identical,
-            "passed": self.passed,
+        """What was seen in all and in each check, every near tie, and the shortest prompt of a fault.
+
+        `identical` is whether every text was the base's, token by token; `passed`, whether rounding explains every
+        difference.
+        """
+        counts = self.counts
+        return {
+            **self.about,
+            "identical": not self.differences,
+            "passed": not counts["faults"],
             "complete": not self.stopped,
-            "differences": self.counts,
-            "checks": checks,
+            "differences": counts,
+            "checks": [check.to_json() for check in self.checks],
+            "near_ties": [each.to_json(tokenizer) for each in self.differences if each.near_tie],
+            "shortest": None if self.shortest is None else self.shortest.to_json(tokenizer),
         }
-        return {**self.about, **seen, "near_ties": ties, "shortest": shortest}
 
 
 def verify(
@@ -249,25 +238,16 @@ def compare(model: Any, check: Check, prompts: Sequence[Tokens], seed: int) -> N
     generator_same = torch.equal(generator_state(expected.device), left_at)
     check.calls += 1
     check.undrafted += not drafted(output)
-
-    ends = settings.get("eos_token_id", model.base.generation_config.eos_token_id)
-    ends = set(ends if isinstance(ends, list) else [] if ends is None else [ends])
-    differences: list[Difference] = []
-    start = inputs["input_ids"].shape[1]
-    for row, prompt in enumerate(prompts):
-        base, heads = (
-            without_padding(rows[row, start:].tolist(), ends, settings["pad_token_id"])
-            for rows in (expected, output.sequences)
-        )
+    check.texts += len(prompts)
+    texts = [new_rows(model, inputs, sequences, settings) for sequences in (expected, output.sequences)]
+    differences = []
+    for row, (prompt, base, heads) in enumerate(zip(prompts, *texts)):
         if base != heads:
             first = first_difference(model.base, inputs, settings, row, base, heads, seed)
             differences.append(Difference(**asdict(first), check=check.name, prompt=list(prompt), rows=len(prompts)))
-    widths = expected.shape[1], output.sequences.shape[1]
-    if not differences and (not generator_same or widths[0] != widths[1]):
-        at = min(widths) - start
+    if not differences and not (generator_same and torch.equal(expected, output.sequences)):
+        at = max(map(len, texts[0]))
         differences.append(Difference(at, None, None, check=check.name, prompt=list(prompts[0]), rows=len(prompts)))
-    check.texts += len(prompts)
-    check.same += len(prompts) - len(differences)
     check.differences += differences
 
 
@@ -306,23 +286,11 @@ def verdict_table(verdict: Verdict) -> Table:
     for column in ("texts", "same", "near ties", "largest margin", "different"):
         table.add_column(column, justify="right", no_wrap=True)
     for check in verdict.checks:
-        margin = "-" if check.largest_margin is None else f"{check.largest_margin:.3g}"
-        cells = (check.texts, check.same, len(check.near_ties), margin, len(check.faults))
+        row = check.to_json()
+        margin = "-" if row["largest_margin"] is None else f"{row['largest_margin']:.3g}"
+        cells = (row["texts"], row["same"], row["near_ties"], margin, row["different"])
         table.add_row(check.name, *map(str, cells))
     return table
-
-
-def without_padding(tokens: Tokens, ends: set[int], pad: int) -> Tokens:
-    """A row's new tokens up to its end; tokens after the end that are not padding are kept, since they are an error.
-
-    >>> without_padding([7, 2, 0, 0], {2}, 0), without_padding([7, 2, 5, 0], {2}, 0), without_padding([7, 0], {2}, 0)
-    ([7, 2], [7, 2, 5], [7, 0])
-    """
-    end = next((at for at, token in enumerate(tokens) if token in ends), None)
-    if end is None:
-        return tokens
-    last = max((at for at in range(end + 1, len(tokens)) if tokens[at] != pad), default=end)
-    return tokens[: last + 1]
 
 
 def generator_state(device: torch.device) -> torch.Tensor:

@@ -39,8 +39,8 @@ def write_checkpoint(folder: Path, family: str = "hydra", **config: Any) -> Path
 
 
 def put(folder: Path, name: str, found: Any) -> None:
-    """Write a JSON file."""
-    (folder / name).write_text(json.dumps(found))
+    """Write a JSON file; several runs as `bench --json` does."""
+    (folder / name).write_text(json.dumps({"rows": found} if isinstance(found, list) else found))
 
 
 def run(**figures: Any) -> dict[str, Any]:

@@ -622,12 +622,12 @@ def test_a_card_without_figures_has_to_say_so(heads):
 @pytest.mark.parametrize(
     "name, text, error, message",
     [
-        ("config.json", "{", ValueError, "is not JSON"),
+        ("config.json", "{", OSError, "is not readable JSON"),
         ("config.json", '{"model_type": "llama"}', ValueError, "holds a 'llama' model without draft heads"),
-        ("training_summary.json", "[]", ValueError, "holds a list, expected an object"),
+        ("training_summary.json", "[]", OSError, r"it holds \[\], expected an object"),
         ("evaluation.json", '{"loss": 3}', ValueError, "holds no figures: expected what `hf-drafthead bench --json`"),
         ("evaluation.json", '{"speedup": 3, "family": "eagle"}', ValueError, "measured with 'eagle' heads, but"),
-        ("model.safetensors", "pickle", OSError, "the weights in .* cannot be read"),
+        ("model.safetensors", "pickle", OSError, "is not a readable safetensors file"),
         ("generation_config.json", '{"draft_tree": [[0, 0]]}', ValueError, r"node \(0, 0\) has no parent"),
         ("README.md", "---\na: [\n---\n", ValueError, "the metadata of .* cannot be read"),
         ("README.md", "---\n- a\n---\n", ValueError, "the metadata of .* cannot be read"),
@@ -646,7 +646,7 @@ def test_a_folder_without_a_checkpoint_is_refused(tmp_path):
             what(tmp_path)
     write_checkpoint(tmp_path)
     (tmp_path / "model.safetensors").unlink()
-    with pytest.raises(OSError, match="save the heads there again"):
+    with pytest.raises(OSError, match="save the model there again"):
         write_card(tmp_path)
 
 

@@ -3,7 +3,7 @@
 import pytest
 from huggingface_hub.errors import NotASafetensorsRepoError, SafetensorsParsingError
 
-from hf_drafthead.evaluation import summary
+from hf_drafthead.cards import facts
 from hf_drafthead.modeling.checkpoint import HTTP_ERROR
 
 
@@ -11,7 +11,10 @@ from hf_drafthead.modeling.checkpoint import HTTP_ERROR
     "error, text",
     [
         (NotASafetensorsRepoError("no such file"), "'org/heads' holds no weights as safetensors: a pickle is never"),
-        (SafetensorsParsingError("no\nheader."), "the weights of 'org/heads' cannot be read (no header): ask its "),
+        (
+            SafetensorsParsingError("no\nheader."),
+            "the weights of 'org/heads' cannot be read (SafetensorsParsingError: no header): ask its ",
+        ),
         (HTTP_ERROR("reset"), "the weights of 'org/heads' cannot be read: the connection broke (HTTPError): try again"),
     ],
     ids=["pickle", "damaged", "network"],
@@ -20,7 +23,7 @@ def test_weights_that_cannot_be_read_are_refused(monkeypatch, error, text):
     def failing(name):
         raise error
 
-    monkeypatch.setattr(summary, "get_safetensors_metadata", failing)
+    monkeypatch.setattr(facts, "get_safetensors_metadata", failing)
     with pytest.raises(OSError) as refused:
-        summary.tensor_headers("org/heads")
+        facts.tensor_headers("org/heads")
     assert text in str(refused.value) and "\n" not in str(refused.value)

@@ -67,7 +67,7 @@ print(json.dumps({
     "exported": {"LionConfig", "LionForCausalLM"} <= set(hf_drafthead.__all__),
     "auto": type(AutoModel.from_pretrained(folder, base_model=tiny_base())).__name__,
     "recipe": DraftHeadTrainingArguments.for_family("lion", str(folder)).learning_rate,
-    "info": summarize(str(folder)).family,
+    "info": summarize(str(folder))["family"],
     "preflight": preflight.family_of(folder).__name__,
     "served": serve.transformers.LionForCausalLM is LionForCausalLM,
     "tag": "lion" in staging.FAMILIES,
