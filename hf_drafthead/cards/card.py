@@ -9,7 +9,7 @@ from typing import Any
 
 from huggingface_hub import CardData, EvalResult, ModelCard, ModelCardData
 
-from hf_drafthead.cards.exactness import FULL_PRECISION, counts_in_words, counts_of
+from hf_drafthead.cards.exactness import FULL_PRECISION, counts_in_words
 from hf_drafthead.cards.facts import ACCURACY, Facts, is_hub_id, read_facts
 from hf_drafthead.cards.licenses import check_license
 from hf_drafthead.cards.pictures import draw_accuracies, draw_trees
@@ -173,23 +173,8 @@ def render(facts: Facts, data: ModelCardData, repo_id: str) -> str:
     import jinja2
 
     environment = jinja2.Environment(undefined=jinja2.ChainableUndefined, keep_trailing_newline=True)
-    environment.filters |= {
-        "cell": cell,
-        "figure": figure,
-        "mebibytes": lambda size: f"{size / 2**20:.1f} MiB",
-        "nodes": lambda tree: str(len(tree) + 1) if isinstance(tree, list) else cell(tree),
-        "parts": parts,
-        "setting": setting,
-        "asked": asked_text,
-        "without_folders": without_folders,
-        "names": names,
-        "seen": lambda runs: "; ".join(f"{names([run])}: {counts_in_words(counts_of(run) or {})}" for run in runs),
-        "dtypes": lambda runs: listed(dtype_of(run) for run in runs),
-        "choice": choice,
-        "dtype": dtype_of,
-        "trees": lambda sizes: ("trees" if len(sizes) > 1 else "a tree") + f" of {listed(sizes)} nodes",
-        "same": same_text_cell,
-    }
+    filters = (asked_text, cell, choice, counts_in_words, dtype_of, figure, names, parts, same_text_cell, setting)
+    environment.filters |= {each.__name__: each for each in (*filters, listed, without_folders)}
     family = FAMILIES.get(facts.family)
     named = data.get("base_model") or (None if facts.base_included else facts.base_named)
     file = None if facts.base_included else facts.base_gguf_file
@@ -322,11 +307,10 @@ def dtype_of(run: dict[str, Any]) -> str:
 
 def exactness(run: dict[str, Any]) -> str:
     """`same`, or what changed the text: `rounding`, a `fault`, or either, unrecorded, in `half` precision."""
-    counts = counts_of(run)
-    if counts is not None and (counts["faults"] or counts["rounding"]):
-        return "fault" if counts["faults"] else "rounding"
     if run["identical"]:
         return "same"
+    if counts := run.get("differences"):
+        return "fault" if counts["faults"] else "rounding"
     return "half" if run.get("dtype") and run["dtype"] not in FULL_PRECISION else "fault"
 
 
@@ -347,7 +331,7 @@ def same_text_cell(part: dict[str, Any], run: dict[str, Any]) -> str:
         return "not asked for"
     if same is True and not was_drafted(part):
         return "nothing drafted"
-    counts = counts_of(part)
+    counts = part.get("differences")
     if same is False and counts and not counts["faults"]:
         return f"rounding ({counts['rounding']} of {counts['texts']})"
     return "not measured" if not isinstance(same, bool) else "yes" if same else "**no**"

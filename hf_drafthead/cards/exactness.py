@@ -6,26 +6,6 @@ from typing import Any
 FULL_PRECISION = ("float32", "float64")  # the types in which the text has to be the base's own
 
 
-def counts_of(figures: Mapping[str, Any]) -> dict[str, Any] | None:
-    """How many texts rounding and faults changed, of what `bench` or `verify` wrote; None if that is not recorded.
-
-    Args:
-        figures: of a run, of a part of one, or of a verification, also of versions that recorded checks alone.
-    """
-    counts = figures.get("differences")
-    if isinstance(counts, dict):
-        return counts
-    checks = figures.get("checks")
-    if not checks:
-        return None
-    margins = [check["largest_margin"] for check in checks if check.get("largest_margin") is not None]
-    totals = {
-        name: sum(check.get(key, 0) for check in checks)
-        for name, key in (("texts", "texts"), ("rounding", "near_ties"), ("faults", "different"))
-    }
-    return {**totals, "largest_margin": max(margins, default=None)}
-
-
 def counts_in_words(counts: Mapping[str, Any]) -> str:
     """Counts of texts as a sentence without its full stop.
 
