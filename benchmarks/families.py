@@ -1,13 +1,14 @@
 """Tokens per step of every head family over several training seeds, and of Amphista with parts left out.
 
     python benchmarks/families.py --train             # heads that benchmarks/results/families.jsonl has no line for
+    python benchmarks/families.py --train --seeds 0 --heads "eagle3, 150 steps" "eagle3.1, 150 steps" --texts 1200
     python benchmarks/families.py                     # the tables, from the lines that are there
     python benchmarks/families.py --docs docs         # and into the pages, with the figures of results/step.json
 
-Every training is the zoo's (`zoo_recipe/heads.py`): same text, same steps; with parts left out half of them. The
-base's hidden states are computed once for all. Seed 0 of a family is the bundled model itself. Heads are measured
-greedily on the zoo's held-out prompts, 96 new tokens each, with the published 64-node tree; every text is compared with
-the base's own.
+Every training is the zoo's (`zoo_recipe/heads.py`): same text, same steps; with parts left out half of them, and the
+norms of EAGLE 3.1 are compared over 150 steps. The base's hidden states are computed once for all. Seed 0 of a family
+is the bundled model itself. Heads are measured greedily on the zoo's held-out prompts, 96 new tokens each, with the
+published 64-node tree; every text is compared with the base's own.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from pathlib import Path
 import torch
 from figures import accuracies, fill, markdown, samplings, steps, trainings
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
-from zoo_recipe.build import STEPS, own_data
+from zoo_recipe.build import OWN_TEXTS, STEPS, own_data
 from zoo_recipe.heads import AMPHISTA, FAMILIES, HEADS, Recipe, train_heads
 
 from hf_drafthead import DraftTree, zoo
@@ -49,6 +50,9 @@ ABLATIONS = {
     "amphista with one stage": without(num_stages=1),
     "amphista without head positions": without(use_head_positions=False),
 }
+# EAGLE 3.1 beside EAGLE-3.
+NORMS_STEPS = 150
+NORMS = {f"{name}, {NORMS_STEPS} steps": FAMILIES[name] for name in ("eagle3", "eagle3.1")}
 
 # Amphista's recipe was chosen among these.
 TRIED = {
@@ -78,21 +82,21 @@ def measured(model: PreTrainedModel, tokenizer) -> float:
     return tokens_per_step(accepted)
 
 
-def train(names: list[str], seeds: list[int], work: Path) -> None:
+def train(names: list[str], seeds: list[int], work: Path, texts: int) -> None:
     """Add a line for every (name, seed) that has none yet."""
     base = AutoModelForCausalLM.from_pretrained(zoo.path("base"))
     tokenizer = AutoTokenizer.from_pretrained(zoo.path("base"))
-    recipes = {**FAMILIES, **ABLATIONS, **TRIED}
+    recipes = {**FAMILIES, **ABLATIONS, **NORMS, **TRIED}
     for seed in seeds:
         for name in names:
             if any((line["heads"], line["seed"]) == (name, seed) for line in lines()):
                 continue
             start = time.perf_counter()
-            length = ABLATION_STEPS if name in ABLATIONS else STEPS
+            length = NORMS_STEPS if name in NORMS else ABLATION_STEPS if name in ABLATIONS else STEPS
             if seed == 0 and name in FAMILIES:
                 model = AutoModel.from_pretrained(zoo.path(name))
             else:
-                data = own_data(base, tokenizer, work)
+                data = own_data(base, tokenizer, work, texts)
                 folder = work / "families" / f"{name} {seed}"
                 place = Path(zoo.path("base"))
                 model = train_heads(recipes[name], place, data, folder, steps=length, seed=seed).model
@@ -117,7 +121,7 @@ def lines() -> list[dict]:
 def table(title: str, unit: str, names: Sequence[str]) -> str:
     """Mean and standard error over seeds, in Markdown, for names in the order of the recipes and the unit they have."""
     means = {}
-    for name in [*FAMILIES, *ABLATIONS, *TRIED]:
+    for name in [*FAMILIES, *ABLATIONS, *NORMS, *TRIED]:
         taken = [line for line in lines() if line["heads"] == name]
         if taken and (name in names or name == unit):
             values = [line["tokens_per_step"] for line in taken]
@@ -142,6 +146,11 @@ def of_ablations(names: Sequence[str] = ()) -> str:
     return table(title, "amphista with all parts", names or list(ABLATIONS))
 
 
+def of_norms(names: Sequence[str] = ()) -> str:
+    """The table of EAGLE 3.1 beside EAGLE-3."""
+    return table("heads", next(iter(NORMS)), names or list(NORMS))
+
+
 def of_tried(names: Sequence[str] = ()) -> str:
     """The table of recipes that Amphista's was chosen from."""
     return table("recipe", "amphista", names or list(TRIED))
@@ -150,6 +159,7 @@ def of_tried(names: Sequence[str] = ()) -> str:
 TABLES = {
     "families": of_families,
     "ablations": of_ablations,
+    "norms": of_norms,
     "tried": of_tried,
     "accuracies": accuracies,
     "steps": steps,
@@ -161,14 +171,15 @@ TABLES = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--train", action="store_true", help="train and measure what is missing")
-    names = [*FAMILIES, *ABLATIONS, *TRIED]
+    names = [*FAMILIES, *ABLATIONS, *NORMS, *TRIED]
     parser.add_argument("--heads", nargs="*", default=names, choices=names)
     parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2])
+    parser.add_argument("--texts", type=int, default=OWN_TEXTS, help="of the base, which the heads learn from")
     parser.add_argument("--work", type=Path, default=Path(".zoo-build"), help="where texts and checkpoints are kept")
     parser.add_argument("--docs", type=Path, metavar="DIR", help="also write the tables into the pages under DIR")
     args = parser.parse_args()
     if args.train:
-        train(args.heads, args.seeds, args.work)
+        train(args.heads, args.seeds, args.work, args.texts)
     print(f"\n{of_families()}\n\n{of_ablations()}")
     if args.docs:
         for page in fill(args.docs, TABLES):

@@ -67,11 +67,13 @@ def build_base(build: Build) -> None:
     _write_summary(build, folder, {**_about(training), "text_tokens": rows.numel(), **figures})
 
 
-def own_data(base: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, work: Path) -> PreparedData:
+def own_data(
+    base: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, work: Path, texts: int = OWN_TEXTS
+) -> PreparedData:
     """The training data of every family: text of the base, which continues excerpts of the corpus."""
     training, held_out = _split_corpus()
     rows, held_out_rows = pack(tokenizer, training, ROW), pack(tokenizer, held_out, ROW)
-    learnt = own_text(base, rows, OWN_TEXTS, work / "own_text.safetensors", seed=0)
+    learnt = own_text(base, rows, texts, work / "own_text.safetensors", seed=0)
     checked = own_text(base, held_out_rows, 64, work / "own_text_held_out.safetensors", seed=0)
     text = _about(training)
     return PreparedData(learnt, checked, f"{text['text']}, continued by the base", text["text_sha256"])

@@ -87,7 +87,6 @@ BASES = {
     "yuhuili/EAGLE-LLaMA3-Instruct-8B": "meta-llama/Meta-Llama-3-8B-Instruct",
     "yuhuili/EAGLE-LLaMA3-Instruct-70B": "meta-llama/Meta-Llama-3-70B-Instruct",
     "yuhuili/EAGLE-LLaMA3.1-Instruct-8B": "meta-llama/Llama-3.1-8B-Instruct",
-    "parrishcorcoran/MedusaBitNet-2B-4T": "microsoft/bitnet-b1.58-2B-4T",
 }
 
 
