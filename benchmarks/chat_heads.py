@@ -53,8 +53,8 @@ from hf_drafthead.data.chats import repaired
 from hf_drafthead.data.rows import as_row
 from hf_drafthead.data.texts import same_words
 from hf_drafthead.modeling.gguf_files import load_tokenizer
-from hf_drafthead.training.answers import Answerer, Task
-from hf_drafthead.training.distill import is_greedy, load_model
+from hf_drafthead.training.answers import Answerer, Sampling, Task, is_greedy
+from hf_drafthead.training.distill import load_model
 from hf_drafthead.training.objectives import IGNORED
 from hf_drafthead.training.templates import ChatEncoder
 
@@ -84,7 +84,7 @@ def batches(items: list[Any], rows: int) -> list[list[Any]]:
 def write_round(answerer: Answerer, first: int, count: int, rows: int, two_turns: float) -> list[Task]:
     """Chats from nothing: the questions of all, their answers, the second questions of some, and so on."""
     tasks = [
-        answerer.begin_own(first + number, 1 + is_greedy(number // 2, two_turns), is_greedy(number, 0.5))
+        Task(first + number, to_write=1 + is_greedy(number // 2, two_turns), greedy=is_greedy(number, 0.5))
         for number in range(count)
     ]
     work = tasks
@@ -193,18 +193,9 @@ def questions_and_answers(args: argparse.Namespace) -> None:
     }
     output = Output(Path(args.output), settings)
     encoder = ChatEncoder(tokenizer)
-    answerer = Answerer(
-        model,
-        tokenizer,
-        max_new_tokens=args.answer_new_tokens,
-        max_length=None,
-        temperature=1.0,
-        top_p=1.0,
-        prompt_tokens=1,
-        seed=args.seed,
-        question_tokens=args.question_tokens,
-        asked=output.asked,
-    )
+    sampling = Sampling(args.answer_new_tokens, 1.0, seed=args.seed, question_tokens=args.question_tokens, turns=2)
+    answerer = Answerer(model, tokenizer, sampling)
+    answerer.asked |= output.asked
     loaded = time.monotonic() - begin
     print(f"loaded in {loaded:.1f} s; {len(output.index['rounds'])} rounds are there", flush=True)
     before, longest = output.answer_tokens, 0.0
@@ -214,9 +205,9 @@ def questions_and_answers(args: argparse.Namespace) -> None:
         size = next((size for size in range(args.batches, 0, -1) if longest * size <= left), 0)
         if not size:
             break
-        number, dropped = len(output.index["rounds"]), dict(answerer.counts.dropped)
+        number, before_round = len(output.index["rounds"]), answerer.report.dropped.copy()
         tasks = write_round(answerer, ROUND * number, rows * size, rows, args.two_turns)
-        dropped = {reason: count - dropped.get(reason, 0) for reason, count in answerer.counts.dropped.items()}
+        dropped = dict(answerer.report.dropped - before_round)
         if not tasks:
             raise SystemExit(f"no question came out of {rows * size}: {dropped}")
         chats = [Chat(task, encoder) for task in tasks]
@@ -285,17 +276,8 @@ def speed(args: argparse.Namespace) -> None:
         begin = time.monotonic()
         output = model.generate(**prompt, do_sample=True, top_k=0, max_new_tokens=args.new_tokens)[:, width:]
         own = int((output == end).cumsum(1).eq(0).sum() + (output == end).any(1).sum()) / (time.monotonic() - begin)
-        answerer = CountingAnswerer(
-            model,
-            tokenizer,
-            max_new_tokens=args.new_tokens,
-            max_length=None,
-            temperature=1.0,
-            top_p=1.0,
-            prompt_tokens=1,
-            seed=number,
-            question_tokens=args.new_tokens,
-        )
+        sampling = Sampling(args.new_tokens, 1.0, seed=number, question_tokens=args.new_tokens, turns=1)
+        answerer = CountingAnswerer(model, tokenizer, sampling)
         begin = time.monotonic()
         write_round(answerer, 0, args.rows, args.rows, 0.0)
         pace = answerer.written / (time.monotonic() - begin)

@@ -1,6 +1,5 @@
 """`hf-drafthead distill`: the base's own text, to train heads on."""
 
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -75,8 +74,7 @@ def run_distill(
     """
     from hf_drafthead.data import read_rows
     from hf_drafthead.training import distill as room
-    from hf_drafthead.training.collect import processes
-    from hf_drafthead.training.endpoint import distill_from_endpoint, synthesize_from_endpoint
+    from hf_drafthead.training.endpoint import Server
 
     check_writable(json_path)
     check_writable(output_file, "--output")
@@ -92,7 +90,7 @@ def run_distill(
         raise ValueError("give --data, or --synthesize N for chats of which the base writes the questions too.")
     if synthesize is not None and model is None:
         raise ValueError("--synthesize needs the base's chat template: name the base (hf-drafthead distill MODEL ...).")
-    state = processes()
+    state = room.processes()
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "top_p": top_p, "seed": seed}
     if data is not None:
         with state.main_process_first():  # the others find the rows in its cache
@@ -103,17 +101,17 @@ def run_distill(
         options |= {"temperature": 1.0 if temperature is None else temperature, "turns": turns, "greedy": greedy}
         options["question_tokens"] = question_tokens
     if endpoint is None:
-        loaded, tokenizer = room.load_model(str(model), state.device)
+        answers, tokenizer = room.load_model(str(model), state.device)
         tokenizer.chat_template = template or tokenizer.chat_template
         options |= {"batch_size": batch_size if data is None else batch_size or 8, "max_length": max_length}
-        run = partial(room.distill if synthesize is None else room.synthesize, loaded, tokenizer)
     else:
-        options |= {"concurrency": concurrency, "retries": retries}
-        options["tokenizer"] = None if model is None else room.tokenizer_of(model)
-        ask = distill_from_endpoint if synthesize is None else synthesize_from_endpoint
-        run = partial(ask, endpoint, str(served_model))
+        answers = Server(endpoint, str(served_model), retries)
+        tokenizer = None if model is None else room.tokenizer_of(model)
+        options["batch_size"] = concurrency
+    run = room.distill if synthesize is None else room.synthesize
     with bar(synthesize or len(rows)) as begin:
-        report = run(rows, output_file, progress=begin("answering" if synthesize is None else "writing"), **options)
+        tell = begin("answering" if synthesize is None else "writing")
+        report = run(answers, tokenizer, rows, output_file, progress=tell, **options)
     if state.is_main_process:
         output().print(str(report), soft_wrap=True)
         write_json(json_path, report.to_json())

@@ -74,48 +74,30 @@ def _lines(file: TextIO, path: str) -> Iterator[tuple[str, Any]]:
 
 def _array(file: TextIO, path: str) -> Iterator[Any]:
     """Elements of a JSON array, read piece by piece: a file of chats may be larger than memory."""
-    decoder = json.JSONDecoder()
-    text, line = "", 1
-
-    def advance(length: int) -> None:
-        nonlocal text, line
-        line += text.count("\n", 0, length)
-        text = text[length:]
-
-    def symbol() -> str:
-        nonlocal text
-        while True:
-            advance(len(text) - len(text.lstrip()))
-            if text or not (text := file.read(BLOCK_SIZE)):
-                return text[:1]
-
-    def wrong(message: str, at: int = 0) -> ValueError:
-        number = line + text.count("\n", 0, at)
-        return ValueError(
-            f"{path} line {number} is not JSON ({message}): expected an array of chats, and nothing else."
-        )
-
-    symbol()
-    advance(1)
-    more = symbol() != "]"
-    while more:
-        symbol()
+    decoder, text, before = json.JSONDecoder(), "", "["
+    while True:
         try:
-            element, end = decoder.raw_decode(text)
-        except json.JSONDecodeError as error:
-            # an element that continues after the piece read seems to end early, or within a string
-            goes_on = error.msg.startswith("Unterminated string") or error.pos > len(text) - 12
-            if goes_on and (piece := file.read(max(BLOCK_SIZE, len(text)))):
-                text += piece
-                continue
-            raise wrong(error.msg, error.pos) from None
+            text = text.lstrip()
+            if text[:1] == "]" and before == ",":
+                break
+            if text[:1] != before:
+                raise ValueError
+            inner = text[1:].lstrip()
+            element, end = decoder.raw_decode(inner)
+        except ValueError:  # it may only continue after the piece that was read
+            piece = file.read(max(BLOCK_SIZE, len(text)))
+            if not piece:
+                break
+            text += piece
+            continue
         yield element
-        advance(end)
-        if symbol() not in (",", "]"):
-            raise wrong(f"{text[:20]!r} instead of a comma" if text else "the file ends within the array")
-        more = text[0] == ","
-        if more:
-            advance(1)
-    advance(1)
-    if symbol():
-        raise wrong(f"{text[:20]!r} after the array")
+        text, before = inner[end:], ","
+    if "".join((text + file.read()).split()) == ("]" if before == "," else "[]"):
+        return
+    file.seek(0)
+    try:
+        json.load(file)
+    except json.JSONDecodeError as error:
+        raise ValueError(
+            f"{path} line {error.lineno} is not JSON ({error.msg}): expected an array of chats, and nothing else."
+        ) from None

@@ -1,19 +1,19 @@
-"""The base's own answers to the questions of chats, its own questions, and its own continuations of texts, in batches.
+"""Who answers: the questions of chats, the base's own questions, or the beginnings of texts.
 
 Questions are written as Magpie does (arXiv 2406.08464): the chat template up to where a user's words would stand, is
 sampled from until the turn ends.
 
-Greedy or sampled, the answers to a row depend on that row, the settings and the seed alone: not on the other rows of
-its batch, nor on where a run was interrupted. The limit is rounding: in another batch a row is padded differently,
-which can exchange two nearly equal logits, more often in half precision.
+Greedy or sampled, the answers of a model in this process depend on the row, the settings and the seed alone: not on the
+other rows of its batch, nor on where a run was interrupted. The limit is rounding: in another batch a row is padded
+differently, which can exchange two nearly equal logits, more often in half precision.
 
 Shapes: B rows, P positions of the longest prompt, D new tokens, V vocabulary.
 """
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList, TopPLogitsWarper
@@ -21,11 +21,78 @@ from transformers import LogitsProcessor, LogitsProcessorList, TopPLogitsWarper
 from hf_drafthead.data.chats import Chat, Refused, repaired
 from hf_drafthead.data.rows import as_row
 from hf_drafthead.data.texts import beginning_of, same_words, why_no_question
+from hf_drafthead.training.collect import DistillReport
 from hf_drafthead.training.examples import padding_token
-from hf_drafthead.training.templates import ChatEncoder, frame, refuse_unknown, without_post_processor
+from hf_drafthead.training.templates import (
+    THOUGHTS_LEFT_OUT,
+    ChatEncoder,
+    frame,
+    refuse_unknown,
+    without_post_processor,
+)
 
 EMPTY = "the answer is empty"
+CUT_WHILE_THINKING = "the answer was cut while the base was thinking: raise max_new_tokens"
+HIDDEN_THOUGHTS = (
+    "the server returns thoughts apart from the answers, and the base's chat template does not show them: start the "
+    "server without a reasoning parser, or give the template that the base was trained with"
+)
 DUPLICATE, CUT, CONTROL = "duplicate", "cut", "control tokens"  # why questions are dropped
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How answers are written, and questions where the base writes these too; see `distill` and `synthesize`.
+
+    Raises:
+        ValueError: naming the setting that does not fit.
+    """
+
+    max_new_tokens: int
+    temperature: float
+    top_p: float = 1.0
+    seed: int = 0
+    max_length: int | None = None
+    prompt_tokens: int = 1
+    question_tokens: int = 96
+    turns: int | None = None  # None where the questions are given
+    greedy: float = 1.0
+
+    def __post_init__(self) -> None:
+        at_least_one(max_new_tokens=self.max_new_tokens, prompt_tokens=self.prompt_tokens)
+        if self.temperature < 0:
+            raise ValueError(f"temperature is {self.temperature}: expected 0 for greedy, or a number above it.")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p is {self.top_p}: expected a number above 0, at most 1.")
+        if self.turns is None:
+            return
+        at_least_one(turns=self.turns, question_tokens=self.question_tokens)
+        if not 0 <= self.greedy <= 1:
+            raise ValueError(f"greedy is {self.greedy}: expected a share from 0 to 1.")
+        if self.greedy < 1 and self.temperature == 0:
+            raise ValueError(
+                f"temperature is 0, but greedy is {self.greedy}: give greedy=1 (--greedy 1), or a temperature."
+            )
+
+
+def at_least_one(**counts: int) -> None:
+    """Refuse counts below 1.
+
+    Raises:
+        ValueError: naming the first.
+    """
+    for name, value in counts.items():
+        if value < 1:
+            raise ValueError(f"{name} is {value}: expected at least 1.")
+
+
+def is_greedy(index: int, share: float) -> bool:
+    """Whether a chat's answers are greedy: this share of the chats, spread evenly.
+
+    >>> [is_greedy(index, 0.5) for index in range(4)], is_greedy(7, 0.0), is_greedy(7, 1.0)
+    ([True, False, True, False], False, True)
+    """
+    return int(-index * share // 1) != int(-(index + 1) * share // 1)
 
 
 @dataclass
@@ -33,7 +100,7 @@ class Task:
     """A row that is being answered: its prompt, and the base's answers so far.
 
     Attributes:
-        index: the row's place in the data, or among the base's own questions.
+        index: the row's place in the data, or among the base's own chats.
         questions: of a chat, those that are not asked yet, the next one first.
         messages: system, questions asked and the base's answers.
         given: the beginning of a text.
@@ -65,73 +132,12 @@ class Task:
         """Whether the next thing to write is a question."""
         return self.to_write > 0 and (not self.messages or self.messages[-1]["role"] == "assistant")
 
-    @classmethod
-    def of_questions(cls, index: int, asked: Chat) -> "Task":
-        """A task for the questions of a chat."""
-        system = [turn for turn in asked.messages if turn["role"] == "system"]
-        first, *later = [turn["content"] for turn in asked.messages if turn["role"] == "user"]
-        return cls(index, later, [*system, {"role": "user", "content": first}], tools=asked.tools)
-
-    def leave_unanswered(self, reason: str, counts: "Counts") -> None:
-        """End with the answer before the question that was asked last; without one the row is refused."""
-        self.done = True
-        counts.unusable[reason] = counts.unusable.get(reason, 0) + 1
-        if any(turn["role"] == "assistant" for turn in self.messages):
-            self.messages.pop()
-        else:
-            self.refused = reason
-
-    def ask(self, words: str, asked: set[int]) -> str | None:
-        """Take a question that the base wrote, or return why it is dropped: then the chat ends before it.
-
-        Args:
-            words: of the question.
-            asked: the first questions of other chats; this one is added.
-        """
-        reason = why_no_question(words)
-        if not self.messages and reason is None:
-            reason = DUPLICATE if same_words(words) in asked else None
-            asked.add(same_words(words))
-        if reason is None:
-            self.messages.append({"role": "user", "content": words})
-            self.to_write -= 1
-        return reason
-
     def to_row(self) -> dict[str, Any]:
         """What is written to the file: a row that `read_rows` understands."""
         if self.given is None:
             return {"row": self.index, "messages": self.messages, **({"tools": self.tools} if self.tools else {})}
-        known = {} if self.ids is None else {"ids": self.ids}
-        return {"row": self.index, "text": self.text, "given": len(self.given), **known}
-
-
-@dataclass
-class Counts:
-    """What was generated: answers, those cut at a limit, their tokens, and the forward passes of the base.
-
-    `unusable` counts answers that are in no row, by the reason. `questions` counts those that the base wrote, `dropped`
-    those that were not asked, by the reason, and `in_vain` the chats without a question since the last one with any.
-
-    `steps` counts for each row those that it took part in; it stays 0 without draft heads.
-    """
-
-    answers: int = 0
-    cut: int = 0
-    tokens: int = 0
-    steps: int = 0
-    step_tokens: int = 0
-    unusable: dict[str, int] = field(default_factory=dict)
-    questions: int = 0
-    dropped: dict[str, int] = field(default_factory=dict)
-    in_vain: int = 0
-
-    def drop(self, task: Task, reason: str) -> None:
-        """End a task before a question of the base that cannot be asked."""
-        self.dropped[reason] = self.dropped.get(reason, 0) + 1
-        task.done = True
-        if not task.messages:
-            task.refused = reason
-            self.in_vain += 1
+        written = {} if self.ids is None else {"ids": self.ids}
+        return {"row": self.index, "text": self.text, "given": len(self.given), **written}
 
 
 def questions_of(row: Mapping[str, Any]) -> Chat | None:
@@ -152,132 +158,276 @@ def questions_of(row: Mapping[str, Any]) -> Chat | None:
     return None
 
 
-class Answerer:
-    """Answers tasks with a model.
+class Answer(NamedTuple):
+    """What was written: words, and whether it ended by itself; the tokens' ids, thought and calls of tools if known."""
+
+    words: str
+    ended: bool
+    tokens: int
+    ids: list[int] | None = None
+    thought: str = ""
+    calls: list[dict[str, Any]] | None = None
+
+
+class Writer:
+    """What all that answer have in common: they begin tasks, and take what was written into them.
 
     Args:
-        model: a causal language model, with or without draft heads.
-        tokenizer: its fast tokenizer, with a chat template if there are chats.
-        max_new_tokens: of each answer.
-        max_length: of a prompt and its answer together; None for no limit.
-        temperature: 0 is greedy.
-        top_p: sample from the likeliest tokens that have this probability together.
-        prompt_tokens: of a text, how many are given.
-        seed: of the sampling.
-        question_tokens: of a question that the base writes, at most.
+        tokenizer: a fast one, with a chat template if there are chats; None where a server needs none.
+        sampling: how answers are written.
+
+    Attributes:
+        report: what was written so far.
         asked: `same_words` of first questions that are not to be asked again.
+        in_vain: chats without a question since the last one with any.
+        most_refused: rows that may be refused, with none answered, before a run ends; None for any number.
+
+    Raises:
+        ValueError: the base is to write questions, but there is no chat template, or it does not show a lone question.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        tokenizer: Any,
-        *,
-        max_new_tokens: int,
-        max_length: int | None,
-        temperature: float,
-        top_p: float,
-        prompt_tokens: int,
-        seed: int,
-        question_tokens: int = 96,
-        asked: set[int] | None = None,
-    ) -> None:
-        self.model, self.tokenizer = model, tokenizer
-        self.max_new_tokens, self.max_length, self.prompt_tokens = max_new_tokens, max_length, prompt_tokens
-        self.temperature, self.top_p, self.seed = temperature, top_p, seed
-        self.question_tokens, self.asked = question_tokens, asked or set()
-        self.counts = Counts()
-        self._bare = without_post_processor(tokenizer)
-        self._first, _ = frame(tokenizer)
-        self._chats: ChatEncoder | None = None
-        self._stop: str | None = None
-        self._control: set[int] = set()
-        known = model.generation_config.eos_token_id
-        self._ends = {*(known if isinstance(known, list) else [known]), tokenizer.eos_token_id} - {None}
-        self._pad = padding_token(model, tokenizer)
+    most_refused: int | None = None
+
+    def __init__(self, tokenizer: Any, sampling: Sampling) -> None:
+        self.tokenizer, self.sampling = tokenizer, sampling
+        self.report, self.asked, self.in_vain = DistillReport(), set[int](), 0
+        self.bare = None if tokenizer is None else without_post_processor(tokenizer)
+        self.chats: ChatEncoder | None = None
+        self.question_end, self.ends_with_token = "", False
+        if sampling.turns is not None:
+            self._begin_questions()
+        elif getattr(tokenizer, "chat_template", None):
+            self.chats = ChatEncoder(tokenizer)
+
+    def _begin_questions(self) -> None:
+        if getattr(self.tokenizer, "chat_template", None) is None:
+            raise ValueError(
+                f"the tokenizer of {self.tokenizer.name_or_path!r} has no chat template, which tells where a base would"
+                " write a question: give the one it was trained with (--chat-template FILE, tokenizer.chat_template), "
+                "or questions (--data)."
+            )
+        try:
+            self.chats = ChatEncoder(self.tokenizer)
+            self.chats.before_question([])
+            self.question_end, self.ends_with_token = self.chats.end_of_question()
+            if not self.question_end:
+                raise Refused("the chat template puts nothing behind a user's words")
+        except Refused as reason:
+            raise ValueError(f"the base cannot write questions ({reason}): give questions (--data).") from None
 
     def begin(self, index: int, row: Mapping[str, Any]) -> Task:
         """A task for a row; the answers in the row are ignored.
 
         Raises:
             Refused: it holds neither text nor a chat that can be understood, or its prompt is too long.
+            ValueError: there is no tokenizer to cut a plain text, or no chat template for a chat.
         """
         row = as_row(row)
         asked = questions_of(row)
-        if asked is None:
-            text = row["text"]
-            task = Task(
-                index,
-                given=text[: row["given"]] if row.get("given") else beginning_of(self._bare, text, self.prompt_tokens),
+        if asked is not None:
+            asked = self.fitted(asked)
+            system = [turn for turn in asked.messages if turn["role"] == "system"]
+            first, *later = [turn["content"] for turn in asked.messages if turn["role"] == "user"]
+            return Task(index, later, [*system, {"role": "user", "content": first}], tools=asked.tools)
+        if row["given"]:
+            return Task(index, given=row["text"][: row["given"]])
+        if self.bare is None:
+            raise ValueError(
+                f"row {index} is a plain text, of which the first {self.sampling.prompt_tokens} tokens are given: "
+                "name the base too (hf-drafthead distill MODEL --endpoint ...), whose tokenizer finds them."
             )
-        else:
-            task = Task.of_questions(index, self._encoder().fit(asked))
+        return Task(index, given=beginning_of(self.bare, row["text"], self.sampling.prompt_tokens))
+
+    def begin_own(self, index: int) -> Task:
+        """A task of which the base writes the questions too."""
+        return Task(index, to_write=self.sampling.turns or 0, greedy=is_greedy(index, self.sampling.greedy))
+
+    def answer(self, tasks: list[Task]) -> None:
+        """Write the next answer or question of some of these tasks, at least of one; what ends becomes `done`."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Nothing is answered any more."""
+
+    def fitted(self, chat: Chat) -> Chat:
+        """A chat as it can be asked."""
+        return chat if self.chats is None else self.chats.fit(chat)
+
+    def has_room(self, task: Task) -> bool:
+        """Whether there is room for what is to be written next."""
+        return True
+
+    def temperature(self, task: Task) -> float:
+        """At which the next thing is written."""
+        return 1.0 if task.asks else 0.0 if task.greedy else self.sampling.temperature
+
+    def key(self, task: Task) -> str:
+        """What the random numbers of the next thing to write depend on."""
+        return f"{self.sampling.seed}/{task.index}/{'question' * task.asks}{task.answers}"
+
+    def take_question(self, task: Task, words: str, reason: str | None) -> None:
+        """Put a question into the task, or end the task before it where there is a reason.
+
+        Args:
+            words: of the question.
+            reason: why it is dropped, if that is known.
+        """
+        self.report.questions += 1
+        reason = reason or why_no_question(words)
+        if not task.messages and reason is None:
+            reason = DUPLICATE if same_words(words) in self.asked else None
+            self.asked.add(same_words(words))
+        if reason is None:
+            task.messages.append({"role": "user", "content": words})
+            task.to_write -= 1
+            if self.has_room(task):
+                self.in_vain = 0
+                return
+            task.messages.pop()
+            reason = CUT
+        self.report.dropped[reason] += 1
+        task.done = True
+        if not task.messages:
+            task.refused = reason
+            self.in_vain += 1
+
+    def take(self, task: Task, answer: Answer) -> None:
+        """Put an answer into the task, and the next question behind it; without one, or room for it, the task ends."""
+        self.report.answers += 1
+        self.report.cut += not answer.ended
+        self.report.tokens += answer.tokens
+        task.done, task.answers = True, task.answers + 1
+        # half a character may stand where an answer was cut
+        words = answer.words if answer.ended else answer.words.rstrip("\N{REPLACEMENT CHARACTER}")
+        if task.given is not None:
+            task.text, task.ids = task.given + words, answer.ids
+            task.refused = None if words or answer.ids else EMPTY
+            return
+        if self.chats is not None:
+            words = words.removeprefix(self.chats.lead)
+            words = words.removesuffix(self.chats.trail) if answer.ended else words
+        turn: dict[str, Any] = {"role": "assistant", "content": words}
+        turn |= {} if answer.ids is None else {"ids": answer.ids}
+        turn |= {"reasoning_content": answer.thought} if answer.thought.strip() else {}
+        turn |= {"tool_calls": answer.calls} if answer.calls else {}
+        if reason := self._why_unusable(task, answer, turn):
+            self.report.unusable[reason] += 1
+            if task.answers > 1:
+                task.messages.pop()  # the chat ends with the answer before
+            else:
+                task.refused = reason
+            return
+        task.messages.append(turn if answer.ended else {**turn, "cut": True})
+        if not answer.ended or answer.calls:  # nobody answers the calls
+            return
+        if task.questions:
+            task.messages.append({"role": "user", "content": task.questions.pop(0)})
+            task.done = not self.has_room(task)
+            if task.done:
+                task.messages.pop()
+        elif task.to_write:
+            task.done = not self.has_room(task)
+
+    def _why_unusable(self, task: Task, answer: Answer, turn: dict[str, Any]) -> str | None:
+        """Why an answer cannot be trained on: it says nothing, or the base's template does not show all of it."""
+        if not turn["content"].strip() and not answer.calls:
+            return CUT_WHILE_THINKING if answer.thought.strip() and not answer.ended else EMPTY
+        if self.chats is None or answer.ids is not None:
+            return None
+        try:
+            fitted = self.chats.fit(Chat([task.messages[-1], turn], tools=task.tools))
+        except Refused as reason:
+            return str(reason)
+        return HIDDEN_THOUGHTS if THOUGHTS_LEFT_OUT in fitted.mapped else None
+
+
+class Answerer(Writer):
+    """A model in this process, which answers in batches.
+
+    Args:
+        model: a causal language model, with or without draft heads.
+        tokenizer: its fast tokenizer, with a chat template if there are chats.
+        sampling: how it answers.
+
+    Raises:
+        ValueError: as `Writer` does, or the chat template leaves no room for a question.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any, sampling: Sampling) -> None:
+        super().__init__(tokenizer, sampling)
+        self.model = model
+        self._first, _ = frame(tokenizer)
+        eos = model.generation_config.eos_token_id
+        self._ends = {*(eos if isinstance(eos, list) else [eos]), tokenizer.eos_token_id} - {None}
+        for end in ([] if self.chats is None else [self.chats.end_of_turn]) + [
+            self.question_end
+        ] * self.ends_with_token:
+            self._ends |= set(self._ids(end)[-1:])
+        self._control = set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder)
+        self._pad = padding_token(model, tokenizer)
+        if sampling.turns and not self.has_room(first := self.begin_own(0)):
+            raise ValueError(
+                f"max_length is {sampling.max_length}, but the chat template has {len(self._prompt(first))} tokens "
+                "before a question: give more."
+            )
+
+    def begin(self, index: int, row: Mapping[str, Any]) -> Task:
+        """As `Writer.begin`; also refuses a prompt that is too long, or that the base cannot embed."""
+        task = super().begin(index, row)
         prompt = self._prompt(task)
         refuse_unknown(self.tokenizer, prompt, self.model.config.get_text_config().vocab_size)
-        if self._room(length := len(prompt)) < 1:
-            raise Refused(f"its prompt of {length} tokens leaves no room for an answer in {self.max_length}")
-        return task
-
-    def begin_own(self, index: int, questions: int, greedy: bool) -> Task:
-        """A task of which the base writes the questions too.
-
-        Raises:
-            ValueError: there is no chat template, it does not show a lone question, or is too long.
-        """
-        task = Task(index, to_write=questions, greedy=greedy)
-        if self._stop is None:
-            self._end_of_question()
-            if self._room(length := len(self._prompt(task)), question=True) < 1:
-                raise ValueError(
-                    f"max_length is {self.max_length}, but the chat template has {length} tokens before a question: "
-                    "give more."
-                )
+        if self._room(task, prompt) < 1:
+            raise Refused(
+                f"its prompt of {len(prompt)} tokens leaves no room for an answer in {self.sampling.max_length}"
+            )
         return task
 
     def answer(self, tasks: list[Task]) -> None:
-        """Write every task's next answer, or its next question; tasks without further questions become `done`.
-
-        Tasks of one limit are one batch.
-        """
+        """Write every task's next answer, or its next question. Tasks of one limit are one batch."""
         prompts = [self._prompt(task) for task in tasks]
-        limits = [self._room(len(prompt), task.asks) for task, prompt in zip(tasks, prompts)]
+        limits = [self._room(task, prompt) for task, prompt in zip(tasks, prompts)]
         for limit in sorted(set(limits)):
             group = [number for number in range(len(tasks)) if limits[number] == limit]
             part, its_prompts = [tasks[number] for number in group], [prompts[number] for number in group]
-            written = self._generate(part, its_prompts, limit)
-            for task, prompt, tokens in zip(part, its_prompts, written):
-                (self._take_question if task.asks else self._take)(task, prompt, tokens)
+            for task, prompt, ids in zip(part, its_prompts, self._generate(part, its_prompts, limit)):
+                self.take_ids(task, prompt, ids)
 
-    def _encoder(self) -> ChatEncoder:
-        if self._chats is None:
-            self._chats = ChatEncoder(self.tokenizer)
-            stop = self._bare(self._chats.end_of_turn, add_special_tokens=False)["input_ids"]
-            self._ends |= set(stop[-1:])
-        return self._chats
+    def take_ids(self, task: Task, prompt: list[int], ids: list[int]) -> None:
+        """Put what was written behind a prompt into the task."""
+        ended = bool(ids) and ids[-1] in self._ends
+        within = ids[:-1] if ended else ids
+        words = self._words(prompt, within)
+        if not task.asks:
+            self.take(task, Answer(words, ended, len(ids), ids))
+            return
+        if not self.ends_with_token and self.question_end in words:
+            words, ended = words.partition(self.question_end)[0], True
+        reason = CONTROL if self._control & set(within) else None if ended else CUT
+        self.take_question(task, words.strip(), reason)
 
-    def _end_of_question(self) -> str:
-        """What ends a user's turn if no token does; empty if one does, which then ends answers as well."""
-        if self._stop is None:
-            end, is_token = question_end(self.tokenizer, self._encoder)
-            self._stop = "" if is_token else end
-            self._ends |= set(self._bare(end, add_special_tokens=False)["input_ids"]) if is_token else set()
-            self._control = set(self.tokenizer.all_special_ids) | set(self.tokenizer.added_tokens_decoder)
-        return self._stop
+    def fitted(self, chat: Chat) -> Chat:
+        """A chat as the template can show it."""
+        return (self.chats or ChatEncoder(self.tokenizer)).fit(chat)  # which says that there is no template
+
+    def has_room(self, task: Task) -> bool:
+        """Whether at least one token may follow the task's prompt."""
+        return self._room(task, self._prompt(task)) > 0
+
+    def _ids(self, text: str) -> list[int]:
+        return self.bare(text, add_special_tokens=False, verbose=False)["input_ids"]  # type: ignore[misc, no-any-return]
 
     def _prompt(self, task: Task) -> list[int]:
         if task.given is not None:
-            return self._first + self._bare(task.given, add_special_tokens=False, verbose=False)["input_ids"]
-        chats = self._encoder()
+            return self._first + self._ids(task.given)
+        assert self.chats is not None
         if task.asks:
-            text = chats.before_question(task.messages)
-        else:
-            text = chats.render(task.messages, prompt=True, tools=task.tools)
-        return self._bare(text, add_special_tokens=False, verbose=False)["input_ids"]
+            return self._ids(self.chats.before_question(task.messages))
+        return self._ids(self.chats.render(task.messages, prompt=True, tools=task.tools))
 
-    def _room(self, length: int, question: bool = False) -> int:
-        """How many tokens may follow a prompt."""
-        most = self.question_tokens if question else self.max_new_tokens
-        return most if self.max_length is None else min(most, self.max_length - length)
+    def _room(self, task: Task, prompt: list[int]) -> int:
+        """How many tokens may follow a task's prompt."""
+        most = self.sampling.question_tokens if task.asks else self.sampling.max_new_tokens
+        return most if self.sampling.max_length is None else min(most, self.sampling.max_length - len(prompt))
 
     def _generate(self, tasks: list[Task], prompts: list[list[int]], new_tokens: int) -> list[list[int]]:
         """What the model writes after each prompt, up to and including the token that ends it."""
@@ -285,18 +435,17 @@ class Answerer:
         ids = torch.tensor([[self._pad] * (width - len(prompt)) + prompt for prompt in prompts])  # (B, P)
         mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
         processors = LogitsProcessorList()
-        temperatures = [self._temperature(task) for task in tasks]
+        temperatures = [self.temperature(task) for task in tasks]
         if any(temperatures):
-            keys = [f"{self.seed}/{task.index}/{'question' * task.asks}{task.answers}" for task in tasks]
-            processors.append(RowDraws.of(keys, width, new_tokens, temperatures, self.top_p))
-        ends = sorted(self._ends)
+            keys = [self.key(task) for task in tasks]
+            processors.append(RowDraws.of(keys, width, new_tokens, temperatures, self.sampling.top_p))
         in_place = {"cache_implementation": "static", "disable_compile": True} if writes_in_place(self.model) else {}
         output = self.model.generate(
             input_ids=ids.to(self.model.device),
             attention_mask=mask.to(self.model.device),
             max_new_tokens=new_tokens,
             do_sample=False,
-            eos_token_id=ends or None,
+            eos_token_id=sorted(self._ends) or None,
             pad_token_id=self._pad,
             logits_processor=processors,
             return_dict_in_generate=True,
@@ -305,66 +454,13 @@ class Answerer:
         self.model.__dict__.pop("_cache", None)  # of this batch's size, where it was static
         accepted = getattr(output, "accepted_lengths", None)
         if accepted is not None:
-            self.counts.steps += int((accepted > 0).sum())
-            self.counts.step_tokens += int(accepted.sum())
+            self.report.steps += int((accepted > 0).sum())
+            self.report.step_tokens += int(accepted.sum())
         written = []
         for tokens in output.sequences[:, width:].tolist():
             length = next((place + 1 for place, token in enumerate(tokens) if token in self._ends), len(tokens))
             written.append(tokens[:length])
         return written
-
-    def _temperature(self, task: Task) -> float:
-        return 1.0 if task.asks else 0.0 if task.greedy else self.temperature
-
-    def _take_question(self, task: Task, prompt: list[int], tokens: list[int]) -> None:
-        """Put the question that was written into the task, or end the task."""
-        stop = self._end_of_question()
-        ended = bool(tokens) and tokens[-1] in self._ends
-        tokens = tokens[:-1] if ended else tokens
-        self.counts.questions += 1
-        reason = CONTROL if self._control & set(tokens) else None
-        words = self._words(prompt, tokens)
-        if stop and stop in words:
-            words, ended = words.partition(stop)[0], True
-        reason = reason or (None if ended else CUT) or task.ask(words.strip(), self.asked)
-        if reason is None and self._room(len(self._prompt(task))) < 1:
-            task.messages.pop()
-            reason = CUT
-        if reason is None:
-            self.counts.in_vain = 0
-        else:
-            self.counts.drop(task, reason)
-
-    def _take(self, task: Task, prompt: list[int], tokens: list[int]) -> None:
-        """Put what was written into the task, and the next question behind it."""
-        ended = bool(tokens) and tokens[-1] in self._ends
-        self.counts.answers += 1
-        self.counts.cut += not ended
-        self.counts.tokens += len(tokens)
-        words = self._words(prompt, tokens[:-1] if ended else tokens)
-        if not ended:
-            words = words.rstrip("\N{REPLACEMENT CHARACTER}")  # half a character
-        task.done = True
-        task.answers += 1
-        if task.given is not None:
-            task.text, task.ids = task.given + words, tokens
-            return
-        assert self._chats is not None
-        words = words.removeprefix(self._chats.lead)
-        if ended and self._chats.trail:
-            words = words.removesuffix(self._chats.trail)
-        if not words.strip():
-            task.leave_unanswered(EMPTY, self.counts)
-            return
-        answer = {"role": "assistant", "content": words, "ids": tokens}
-        task.messages.append(answer if ended else {**answer, "cut": True})
-        if ended and task.questions:
-            task.messages.append({"role": "user", "content": task.questions.pop(0)})
-            task.done = self._room(len(self._prompt(task))) < 1
-            if task.done:
-                task.messages.pop()
-        if ended and task.to_write:
-            task.done = self._room(len(self._prompt(task)), question=True) < 1
 
     def _words(self, prompt: list[int], tokens: list[int]) -> str:
         """Tokens as text; behind their prompt, for some tokenizers drop a space at the very beginning."""
@@ -378,33 +474,6 @@ class Answerer:
 def writes_in_place(model: Any) -> bool:
     """Whether a cache of fixed size pays: on a GPU one that grows is copied in every step. Heads bring their own."""
     return model.device.type != "cpu" and not hasattr(model, "drafter") and model._can_compile_fullgraph
-
-
-def question_end(tokenizer: Any, encoder: Callable[[], ChatEncoder]) -> tuple[str, bool]:
-    """What ends a user's turn in the chat template, and whether it is a special token.
-
-    Args:
-        tokenizer: the base's.
-        encoder: makes its `ChatEncoder`.
-
-    Raises:
-        ValueError: there is no chat template, or it does not show a lone question.
-    """
-    if getattr(tokenizer, "chat_template", None) is None:
-        raise ValueError(
-            f"the tokenizer of {tokenizer.name_or_path!r} has no chat template, which tells where a base would write a "
-            "question: give the one it was trained with (--chat-template FILE, tokenizer.chat_template), or questions "
-            "(--data)."
-        )
-    try:
-        chats = encoder()
-        chats.before_question([])
-        end, is_token = chats.end_of_question()
-        if not end:
-            raise Refused("the chat template puts nothing behind a user's words")
-        return end, is_token
-    except Refused as reason:
-        raise ValueError(f"the base cannot write questions ({reason}): give questions (--data).") from None
 
 
 class RowDraws(LogitsProcessor):

@@ -6,8 +6,9 @@ counted and named in the report.
 
 import hashlib
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
@@ -18,6 +19,7 @@ from hf_drafthead.data.rows import data_hash
 from hf_drafthead.data.sources import read_rows, stream_hash, uniform
 from hf_drafthead.modeling.base import DraftHeadPreTrainedModel
 from hf_drafthead.training.arguments import DraftHeadTrainingArguments
+from hf_drafthead.training.collect import NAMED, in_words
 from hf_drafthead.training.examples import PreparedData, longest_text_of, most_tokens
 from hf_drafthead.training.objectives import IGNORED
 from hf_drafthead.training.templates import ChatEncoder, encode_span, frame, refuse_unknown, without_post_processor
@@ -25,7 +27,7 @@ from hf_drafthead.training.templates import ChatEncoder, encode_span, frame, ref
 __all__ = ["DataReport", "data_hash", "read_rows", "tokenize_rows"]
 
 WINDOW = 1000  # rows that are packed together
-FORM = "3"  # of what is cached: change it to invalidate caches of older versions
+FORM = "4"  # of what is cached: change it to invalidate caches of older versions
 TOKENS = Features({"input_ids": List(Value("int32")), "labels": List(Value("int32"))})
 ENCODED = Features(
     {
@@ -65,25 +67,22 @@ class DataReport:
     kept: int = 0
     refused: int = 0
     refusals: list[str] = field(default_factory=list)
-    mapped: dict[str, int] = field(default_factory=dict)
-    unused: dict[str, int] = field(default_factory=dict)
+    mapped: Counter[str] = field(default_factory=Counter)
+    unused: Counter[str] = field(default_factory=Counter)
     cut: int = 0
     split: int = 0
     examples: int = 0
     tokens: int = 0
     labels: int = 0
 
-    NAMED = 5
-
     def to_json(self) -> dict[str, Any]:
         """The counts, for a summary."""
-        return asdict(self)
+        return vars(self)
 
     def __str__(self) -> str:
-        changed = [f"{count:,} {kind}" for kind, count in sorted(self.mapped.items(), key=lambda item: -item[1])]
-        changed += [f"{self.cut:,} cut"] * bool(self.cut) + [f"{self.split:,} split"] * bool(self.split)
+        changed = in_words(self.mapped + Counter(cut=self.cut, split=self.split))
         line = f"{self.rows:,} rows read, {self.kept:,} kept"
-        line += f" ({', '.join(changed)})" if changed else ""
+        line += f" ({changed})" if changed else ""
         line += f": {self.examples:,} examples of {self.tokens:,} tokens, {self.labels:,} of them labels"
         if self.refused:
             more = ", ..." if self.refused > len(self.refusals) else ""
@@ -92,26 +91,26 @@ class DataReport:
             line += f"\nnot used: {', '.join(f'{name} ({count:,} rows)' for name, count in self.unused.items())}"
         return line
 
-    def _count_rows(self, batch: Mapping[str, Sequence[Any]]) -> None:
+    def count_rows(self, batch: Mapping[str, Sequence[Any]]) -> None:
+        """Count rows that were encoded."""
         self.rows += len(batch["refused"])
         for refused, mapped, unused in zip(batch["refused"], batch["mapped"], batch["unused"]):
-            for name in unused:
-                self.unused[name] = self.unused.get(name, 0) + 1
-            if refused is not None:
+            self.unused.update(unused)
+            if refused is None:
+                self.kept += 1
+                self.mapped.update(mapped)
+            else:
                 self.refused += 1
-                if len(self.refusals) < self.NAMED:
-                    self.refusals.append(refused)
-                continue
-            self.kept += 1
-            for kind in mapped:
-                self.mapped[kind] = self.mapped.get(kind, 0) + 1
+                self.refusals += [refused][: NAMED - len(self.refusals)]
         self.cut += sum(batch["cut"])
         self.split += sum(batch["split"])
 
-    def _count_examples(self, batch: Mapping[str, Sequence[Sequence[int]]]) -> None:
-        self.examples += len(batch["labels"])
-        self.tokens += sum(map(len, batch["labels"]))
-        self.labels += sum(label != IGNORED for row in batch["labels"] for label in row)
+    def count_examples(self, batch: Mapping[str, Sequence[Sequence[int]]]) -> None:
+        """Count rows of token ids."""
+        for labels in batch["labels"]:
+            self.examples += 1
+            self.tokens += len(labels)
+            self.labels += len(labels) - list(labels).count(IGNORED)
 
 
 class Encode:
@@ -133,52 +132,44 @@ class Encode:
         self.known_by = (*known, max_length, positions, packing, vocab_size)
 
     def __call__(self, batch: Mapping[str, Sequence[Any]]) -> dict[str, list]:
-        out: dict[str, list] = {name: [] for name in ENCODED}
-        for values in zip(*(batch[name] for name in batch)):
-            for name, value in self._row(dict(zip(batch, values))).items():
-                out[name].append(value)
-        return out
+        rows = [self._row(dict(zip(batch, values))) for values in zip(*batch.values())]
+        return {name: [row[name] for row in rows] for name in ENCODED}
 
     def _row(self, row: dict[str, Any]) -> dict[str, Any]:
-        name = f"{row['source']} row {row['row']}".strip()
-        cut = split = False
-        mapped: list[str] = []
-        refused: str | None = None
+        name, is_chat = f"{row['source']} row {row['row']}".strip(), row["messages"] is not None
+        encoded: dict[str, Any] = {
+            "input_ids": [],
+            "labels": [],
+            "mapped": [],
+            "refused": None,
+            "cut": False,
+            "split": False,
+        }
+        encoded["unused"] = row["unused"]
         try:
-            if row["messages"] is not None:
-                if self._chats is None:
-                    self._chats = ChatEncoder(self.tokenizer)
-                chat = self._chats.fit(self._readable(repaired(row["messages"], row["tools"]).answered()))
-                mapped = list(chat.mapped)
-                ids, labels = self._chats.encode(chat)
-            else:
-                ids, labels = self._text(row)
+            ids, labels, mapped = self._chat(row) if is_chat else (*self._text(row), [])
             refuse_unknown(self.tokenizer, ids, self.vocab_size)
             if self.max_length is None and self.positions is not None and len(ids) > self.positions:
                 raise ValueError(
                     f"{name} has {len(ids)} tokens, but the base has {self.positions} positions: "
                     f"set max_length to cut such rows, at most {self.positions}."
                 )
-            if self.max_length is not None and len(ids) > self.max_length and not self.packing:
-                cut, split = row["messages"] is not None, row["messages"] is None
-                if cut:
-                    ids, labels = ids[: self.max_length], labels[: self.max_length]
+            long = self.max_length is not None and len(ids) > self.max_length and not self.packing
+            if long and is_chat:
+                ids, labels = ids[: self.max_length], labels[: self.max_length]
             if all(label == IGNORED for label in labels):
-                raise Refused(
-                    f"no answer within the first {self.max_length} tokens" if cut else "it has no token to train on"
-                )
+                cut = f"no answer within the first {self.max_length} tokens"
+                raise Refused(cut if long and is_chat else "it has no token to train on")
         except Refused as reason:
-            ids, labels, mapped, cut, split = [], [], [], False, False
-            refused = f"{name}: {reason}"
-        return {
-            "input_ids": ids,
-            "labels": labels,
-            "mapped": mapped,
-            "unused": row["unused"],
-            "refused": refused,
-            "cut": cut,
-            "split": split,
-        }
+            return {**encoded, "refused": f"{name}: {reason}"}
+        found = {"input_ids": ids, "labels": labels, "mapped": mapped}
+        return {**encoded, **found, "cut": long and is_chat, "split": long and not is_chat}
+
+    def _chat(self, row: dict[str, Any]) -> tuple[list[int], list[int], list[str]]:
+        if self._chats is None:
+            self._chats = ChatEncoder(self.tokenizer)
+        chat = self._chats.fit(self._readable(repaired(row["messages"], row["tools"]).answered()))
+        return *self._chats.encode(chat), list(chat.mapped)
 
     def _readable(self, chat: Chat) -> Chat:
         """The chat without token ids, unless they spell its answers: those of another tokenizer do not."""
@@ -287,31 +278,15 @@ def tokenize_rows(
             raise _nothing_left(first)
         return _stream(rows, encode, fit, report), report
     known_by = hashlib.sha256(repr((FORM, rows._fingerprint, encode.known_by)).encode()).hexdigest()
-    encoded = rows.map(
-        encode,
-        batched=True,
-        remove_columns=rows.column_names,
-        features=ENCODED,
-        new_fingerprint=known_by[:32],
-        desc="tokenizing",
-    )
-    examples = encoded.map(
-        fit,
-        batched=True,
-        batch_size=WINDOW,
-        remove_columns=encoded.column_names,
-        features=TOKENS,
-        new_fingerprint=known_by[32:],
-        desc="packing" if packing else "fitting",
-    )
+    how = {"remove_columns": rows.column_names, "features": ENCODED, "desc": "tokenizing"}
+    encoded = rows.map(encode, batched=True, new_fingerprint=known_by[:32], **how)
+    how = {"remove_columns": list(ENCODED), "features": TOKENS, "desc": "packing" if packing else "fitting"}
+    examples = encoded.map(fit, batched=True, batch_size=WINDOW, new_fingerprint=known_by[32:], **how)
     # read from what was written, for it may come from a cache
     for batch in encoded.remove_columns(["input_ids", "labels"]).iter(WINDOW):
-        report._count_rows(batch)
-    for batch in examples.with_format("arrow").iter(WINDOW):
-        labels = batch["labels"].combine_chunks().flatten().to_numpy()
-        report.examples += len(batch)
-        report.tokens += len(labels)
-        report.labels += int((labels != IGNORED).sum())
+        report.count_rows(batch)
+    for batch in examples.select_columns("labels").iter(WINDOW):
+        report.count_examples(batch)
     if not report.examples:
         raise _nothing_left(report)
     return examples, report
@@ -328,8 +303,8 @@ def _stream(rows: IterableDataset, encode: Encode, fit: Fit, report: DataReport)
 
     batched: dict[str, Any] = {"batched": True, "batch_size": WINDOW}
     columns = list(rows.column_names or ())
-    encoded = rows.map(counted(encode, report._count_rows), remove_columns=columns, features=ENCODED, **batched)
-    fitted = counted(fit, report._count_examples)
+    encoded = rows.map(counted(encode, report.count_rows), remove_columns=columns, features=ENCODED, **batched)
+    fitted = counted(fit, report.count_examples)
     return encoded.map(fitted, remove_columns=list(ENCODED), features=TOKENS, **batched)
 
 
@@ -371,8 +346,8 @@ def read_data(
     limits: dict[str, Any] = {
         "max_length": settings.max_length or most_tokens(model),
         "positions": longest_text_of(model),
+        "vocab_size": model.config.get_text_config().vocab_size,
     }
-    limits["vocab_size"] = model.config.get_text_config().vocab_size
     chosen = Dataset.from_list(first[:held_out_rows], features=raw.features)
     held_out, _ = tokenize_rows(chosen, tokenizer, **limits)
     rows, report = tokenize_rows(raw.skip(held_out_rows), tokenizer, packing=settings.packing, **limits)

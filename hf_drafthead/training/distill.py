@@ -4,27 +4,25 @@ Heads have to predict the base's own text, which differs from that of the people
 """
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import PartialState
+from accelerate.utils import gather_object, parse_flag_from_env
 from transformers import AutoModelForCausalLM
 
 from hf_drafthead.data.chats import Refused
 from hf_drafthead.data.rows import data_hash
 from hf_drafthead.modeling.gguf_files import gguf_arguments, load_tokenizer, reading_gguf, split_gguf
-from hf_drafthead.training.answers import Answerer, Counts, Task
-from hf_drafthead.training.collect import (
-    UNFIT_IN_A_ROW,
-    DistillReport,
-    Shards,
-    Todo,
-    collect,
-    own_rows,
-    own_share,
-    processes,
-)
+from hf_drafthead.training.answers import Answerer, Sampling, Task, Writer, at_least_one
+from hf_drafthead.training.collect import UNFIT_IN_A_ROW, DistillReport, Shards, in_words
+from hf_drafthead.training.endpoint import Server, ServerWriter
+
+Progress = Callable[[], None]
 
 
 def distill(
@@ -40,7 +38,7 @@ def distill(
     max_length: int | None = None,
     prompt_tokens: int = 64,
     seed: int = 0,
-    progress: Callable[[], None] | None = None,
+    progress: Progress | None = None,
 ) -> DistillReport:
     """Let a model answer the data's questions, in their order, its own answers being the context of the next ones.
 
@@ -55,42 +53,37 @@ def distill(
     and the position alone. The limit is rounding: in another batch, two nearly equal logits may be exchanged.
 
     Args:
-        model: a causal language model on its device; one with draft heads needs fewer forward passes.
-        tokenizer: its fast tokenizer, with a chat template if there are chats.
+        model: a causal language model on its device; one with draft heads needs fewer forward passes. Or a `Server`.
+        tokenizer: its fast tokenizer, with a chat template if there are chats; for a server that is asked nothing but
+            chats it may be None.
         rows: from `read_rows`, or anything that can be iterated over twice and gives records such as it reads.
         output: JSON lines.
         max_new_tokens: of each answer.
         temperature: 0 is greedy.
         top_p: sample from the likeliest tokens that have this probability together; above 0.
-        batch_size: rows at a time, in each process.
-        max_length: of a prompt with its answer; by default the base's positions.
+        batch_size: rows at a time, in each process; for a server, requests at once.
+        max_length: of a prompt with its answer; by default the base's positions. Not for a server.
         prompt_tokens: of a text, how many are given.
         seed: of the sampling.
         progress: called once for each row, in this process.
 
     Raises:
-        OSError: the output cannot be written, or is another file.
+        OSError: the output cannot be written, or is another file; or the server cannot be used.
         ValueError: a setting that does not fit, an output that was begun with other settings, or no row that can be
             asked.
     """
-    check_choices(temperature, top_p, max_new_tokens=max_new_tokens, batch_size=batch_size, prompt_tokens=prompt_tokens)
-    choices: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "max_new_tokens": max_new_tokens,
-        "max_length": _longest(model, max_length),
         "temperature": float(temperature),
         "top_p": float(top_p),
         "prompt_tokens": prompt_tokens,
         "seed": seed,
+        **_longest(model, max_length),
     }
-    about = {**_origin(model, tokenizer), "data": data_hash(rows)}
-    answerer = Answerer(model.eval(), tokenizer, **choices)
-
-    def work(todo: Todo, shards: Shards, report: DistillReport) -> Counts:
-        _run(answerer, answerer.begin, todo, shards, batch_size, report, tell)
-        return answerer.counts
-
-    tell = progress or (lambda: None)
-    return collect(rows, output, {**about, **choices}, work, tell)
+    at_least_one(batch_size=batch_size)
+    writer = _writer(model, tokenizer, Sampling(**settings))
+    settings |= {**_origin(model, tokenizer), "data": data_hash(rows)}
+    return _collect(writer, output, settings, rows, batch_size, progress)
 
 
 def synthesize(
@@ -109,7 +102,7 @@ def synthesize(
     max_length: int | None = None,
     seconds: float | None = None,
     seed: int = 0,
-    progress: Callable[[], None] | None = None,
+    progress: Progress | None = None,
 ) -> DistillReport:
     """Let a model write chats from nothing: its own questions (Magpie, arXiv 2406.08464), and its answers to them.
 
@@ -121,7 +114,7 @@ def synthesize(
     does one with a greater `count`. Under `accelerate launch` every process writes its share.
 
     Args:
-        model: a causal language model on its device; one with draft heads needs fewer forward passes.
+        model: a causal language model on its device; one with draft heads needs fewer forward passes. Or a `Server`.
         tokenizer: its fast tokenizer, with a chat template.
         count: chats to write, those of earlier runs included.
         output: JSON lines.
@@ -130,7 +123,7 @@ def synthesize(
         max_new_tokens: of each answer.
         question_tokens: of each question.
         temperature, top_p: of the answers that are sampled.
-        batch_size: chats at a time, in each process; by default 32 on a CPU, 256 elsewhere.
+        batch_size: chats at a time, in each process; by default 256 on an accelerator, 32 on a CPU or with a server.
         max_length, seed: as for `distill`.
         seconds: after which no further chat is begun; those that were are finished.
         progress: called once for each chat, in this process.
@@ -143,44 +136,32 @@ def synthesize(
         ValueError: a setting that does not fit, no chat template or one that does not show a lone question, an output
             that was begun with other settings, or not one question that can be asked.
     """
-    choices = own_choices(turns, greedy, max_new_tokens, question_tokens, temperature, top_p, seed)
-    at_once = (32 if model.device.type == "cpu" else 256) if batch_size is None else batch_size
-    check_choices(temperature, top_p, count=count, batch_size=at_once)
-    choices["max_length"] = _longest(model, max_length)
-    names = ("max_new_tokens", "question_tokens", "temperature", "top_p", "seed", "max_length")
-    answerer = Answerer(
-        model.eval(), tokenizer, prompt_tokens=1, **{name: choices[name] for name in names if name in choices}
-    )
-    answerer.begin_own(0, 1, False)  # which refuses a tokenizer that does not fit, before a file is written
-    tell = progress or (lambda: None)
-
-    def work(todo: Todo, shards: Shards, report: DistillReport) -> Counts:
-        answerer.asked |= shards.asked()
-        own = own_rows(count, max(UNFIT_IN_A_ROW, 4 * at_once), shards, answerer.counts, report, seconds)
-
-        def begin(index: int, row: Mapping[str, Any]) -> Task:
-            return answerer.begin_own(index, turns, is_greedy(index, greedy))
-
-        _run(answerer, begin, own, shards, at_once, report, tell, own_share(count, shards))
-        return answerer.counts
-
-    return collect((), output, {**_origin(model, tokenizer), **choices}, work, tell, own=True)
+    settings: dict[str, Any] = {
+        "turns": turns,
+        "greedy": float(greedy),
+        "max_new_tokens": max_new_tokens,
+        "question_tokens": question_tokens,
+        "temperature": float(temperature),
+        "top_p": float(top_p),
+        "seed": seed,
+        **_longest(model, max_length),
+    }
+    if batch_size is None:
+        batch_size = 32 if isinstance(model, Server) or model.device.type == "cpu" else 256
+    at_least_one(count=count, batch_size=batch_size)
+    writer = _writer(model, tokenizer, Sampling(**settings))
+    settings |= {**_origin(model, tokenizer), "data": "the base's own questions"}
+    return _collect(writer, output, settings, None, batch_size, progress, count, seconds)
 
 
 def own_chats(
-    base: str,
-    output: str | Path,
-    count: int,
-    *,
-    chat_template: str | None = None,
-    progress: Callable[[], None] | None = None,
-    **settings: Any,
+    base: str, output: str | Path, count: int, *, chat_template: str | None = None, **settings: Any
 ) -> DistillReport:
     """`synthesize` for a base by its name, which is loaded, in its own type, and given up again.
 
     Args:
         base: folder or id of a causal language model, or a GGUF file.
-        output, count, progress: as for `synthesize`.
+        output, count: as for `synthesize`.
         chat_template: text of a Jinja template that replaces the tokenizer's.
         settings: the other arguments of `synthesize`.
 
@@ -189,62 +170,174 @@ def own_chats(
     """
     model, tokenizer = load_model(base, processes().device)
     tokenizer.chat_template = chat_template or tokenizer.chat_template
-    return synthesize(model, tokenizer, count, output, progress=progress, **settings)
+    return synthesize(model, tokenizer, count, output, **settings)
 
 
-def own_choices(
-    turns: int,
-    greedy: float,
-    max_new_tokens: int,
-    question_tokens: int,
-    temperature: float,
-    top_p: float,
-    seed: int,
-) -> dict[str, Any]:
-    """What chats from nothing depend on.
-
-    Raises:
-        ValueError: naming the setting that does not fit.
-    """
-    check_choices(temperature, top_p, turns=turns, max_new_tokens=max_new_tokens, question_tokens=question_tokens)
-    if not 0 <= greedy <= 1:
-        raise ValueError(f"greedy is {greedy}: expected a share from 0 to 1.")
-    if greedy < 1 and temperature == 0:
-        raise ValueError(f"temperature is 0, but greedy is {greedy}: give greedy=1 (--greedy 1), or a temperature.")
-    return {
-        "data": "the base's own questions",
-        "turns": turns,
-        "greedy": float(greedy),
-        "max_new_tokens": max_new_tokens,
-        "question_tokens": question_tokens,
-        "temperature": float(temperature),
-        "top_p": float(top_p),
-        "seed": seed,
-    }
+def _writer(model: Any, tokenizer: Any, sampling: Sampling) -> Writer:
+    if isinstance(model, Server):
+        return ServerWriter(model, tokenizer, sampling)
+    return Answerer(model.eval(), tokenizer, sampling)
 
 
-def is_greedy(index: int, share: float) -> bool:
-    """Whether a chat's answers are greedy: this share of the chats, spread evenly.
-
-    >>> [is_greedy(index, 0.5) for index in range(4)], is_greedy(7, 0.0), is_greedy(7, 1.0)
-    ([True, False, True, False], False, True)
-    """
-    return int(-index * share // 1) != int(-(index + 1) * share // 1)
-
-
-def _longest(model: Any, max_length: int | None) -> int | None:
-    """Tokens of a prompt and its answer; the base's positions if nothing is asked for."""
+def _longest(model: Any, max_length: int | None) -> dict[str, Any]:
+    """Tokens of a prompt and its answer: the base's positions if nothing is asked for. A server decides by itself."""
+    if isinstance(model, Server):
+        return {}
     config = getattr(model, "base", model).config.get_text_config(decoder=True)
     positions = getattr(config, "max_position_embeddings", None)
     if positions is not None and max_length is not None and max_length > positions:
         raise ValueError(f"max_length is {max_length}, but the base has {positions} positions: give at most that many.")
-    return positions if max_length is None else max_length
+    return {"max_length": positions if max_length is None else max_length}
 
 
 def _origin(model: Any, tokenizer: Any) -> dict[str, Any]:
     """The base and the chat template that rows depend on."""
+    if isinstance(model, Server):
+        return {"endpoint_model": model.model}
     template = hashlib.sha256(repr(tokenizer.chat_template).encode()).hexdigest()
     return {"base": getattr(model, "base", model).name_or_path, "chat_template": template}
+
+
+def processes() -> PartialState:
+    """The processes of `accelerate launch`, or this one alone; a finished process waits for the others for days."""
+    # accelerate forms no group of CPU processes unless this is set
+    cpu = parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.accelerator.is_available()
+    return PartialState(cpu=cpu, timeout=timedelta(days=30))
+
+
+def _collect(
+    writer: Writer,
+    output: str | Path,
+    settings: dict[str, Any],
+    rows: Iterable[Mapping[str, Any]] | None,
+    batch_size: int,
+    progress: Progress | None,
+    count: int = 0,
+    seconds: float | None = None,
+) -> DistillReport:
+    """Answer what is not answered yet, in all processes together, and write it to the output in order.
+
+    Args:
+        writer: who answers.
+        output: JSON lines.
+        settings: what the rows depend on.
+        rows: of the data, which are iterated over once; None for chats of which the base writes the questions too.
+        batch_size: tasks at a time.
+        progress: called once for each row that is done, refused, or another process's; or for each chat.
+        count: chats, without rows.
+        seconds: after which no chat is begun.
+
+    Raises:
+        OSError, ValueError: as `Shards` and the writer do, or no row could be asked.
+    """
+    state, report, start, tell = processes(), writer.report, time.monotonic(), progress or (lambda: None)
+    shards = Shards(output, settings, state.process_index)
+    state.wait_for_everyone()
+    if state.is_main_process:
+        shards.write_settings()
+    done = shards.done()
+    state.wait_for_everyone()  # no process writes before all have read what is done
+    share = None
+    if rows is None:
+        report.found = len(done) * state.is_main_process
+        for _ in done:
+            tell()
+        writer.asked |= shards.asked()
+        share = (max(0, count - len(done)) + state.num_processes - 1 - state.process_index) // state.num_processes
+        patience = max(UNFIT_IN_A_ROW, 4 * batch_size)
+        todo = _own_tasks(writer, max(done, default=-1) + 1, share, patience, seconds)
+    else:
+        todo = _tasks(writer, rows, done, tell)
+    shards.open()
+    try:
+        _answer_all(writer, todo, shards, batch_size, share, tell)
+    finally:
+        shards.close()
+        writer.close()
+    report.seconds = time.monotonic() - start
+    total = sum(gather_object([report]), DistillReport())  # waits for everyone
+    if not total.written + total.found:
+        raise _nothing_written(total, rows is None)
+    if state.is_main_process:
+        shards.merge()
+    state.wait_for_everyone()
+    return total
+
+
+def _nothing_written(total: DistillReport, own: bool) -> ValueError:
+    if own:
+        return ValueError(
+            f"not one of {total.questions:,} questions that the base wrote can be asked "
+            f"({in_words(total.dropped) or 'none was finished'}): give questions (--data), or the chat template "
+            "that it was trained with."
+        )
+    why = f" ({'; '.join(total.refusals)})" if total.refusals else ""
+    return ValueError(f"there is nothing to ask in the data: {total.refused} of {total.rows} rows were refused{why}.")
+
+
+def _tasks(writer: Writer, rows: Iterable[Mapping[str, Any]], done: set[int], tell: Progress) -> Iterator[Task]:
+    """Tasks for the rows that this process still has to do; the first process counts them all."""
+    state, report, left = processes(), writer.report, 0
+    for index, row in enumerate(rows):
+        report.rows += state.is_main_process
+        report.found += state.is_main_process and index in done
+        left += index not in done
+        if index not in done and left % state.num_processes == state.process_index:
+            try:
+                yield writer.begin(index, row)
+                continue
+            except Refused as reason:
+                report.refuse(index, reason)
+        tell()
+
+
+def _own_tasks(writer: Writer, first: int, share: int, patience: int, seconds: float | None) -> Iterator[Task]:
+    """Chats that this process may begin, numbered from `first` on, until its share is written.
+
+    Args:
+        patience: chats without a question, one after the other, after which no more are begun.
+        seconds: after which no chat is begun.
+    """
+    state, report, start = processes(), writer.report, time.monotonic()
+    index = first + state.process_index
+    while report.written < share and (seconds is None or time.monotonic() - start < seconds):
+        if writer.in_vain >= patience:
+            report.missing = share - report.written
+            return
+        report.rows += 1
+        yield writer.begin_own(index)
+        index += state.num_processes
+
+
+def _answer_all(
+    writer: Writer, todo: Iterator[Task], shards: Shards, batch_size: int, share: int | None, tell: Progress
+) -> None:
+    """Keep as many tasks at work as there may be; what is finished is written before anything else is asked.
+
+    With a `share` the base writes the questions: chats without one are not rows that were refused, and what is finished
+    beyond so many is left out.
+    """
+    report, tasks = writer.report, list[Task]()
+    while True:
+        while len(tasks) < batch_size and (task := next(todo, None)) is not None:
+            tasks.append(task)
+        if not tasks or (share is not None and report.written >= share):
+            return
+        writer.answer(tasks)
+        ended, tasks = [task for task in tasks if task.done], [task for task in tasks if not task.done]
+        answered = [task for task in ended if not task.refused]
+        answered = answered if share is None else answered[: share - report.written]
+        shards.write(task.to_row() for task in answered)
+        report.written += len(answered)
+        for task in ended if share is None else answered:
+            if task.refused:
+                report.refuse(task.index, task.refused)
+            tell()
+        most = writer.most_refused
+        if most is not None and report.refused >= most and not report.written + report.found:
+            raise ValueError(
+                f"nothing can be asked: the first {most} rows were refused ({'; '.join(report.refusals)})."
+            )
 
 
 def load_model(name: str, device: torch.device | None = None) -> tuple[Any, Any]:
@@ -258,15 +351,16 @@ def load_model(name: str, device: torch.device | None = None) -> tuple[Any, Any]
         OSError: there is none.
     """
     place, file = split_gguf(name)
-    wanted = "give the folder of a causal language model or of a draft-head checkpoint, or its id on the Hub."
     try:
         device_map = {} if device is None or device.type == "cpu" else {"device_map": {"": device}}
         options = gguf_arguments(place, {"gguf_file": file} if file else {}, {})
         with reading_gguf(file):
             model = AutoModelForCausalLM.from_pretrained(place, dtype="auto", **device_map, **options)
     except OSError as error:
-        said = " ".join(str(error).split("\n\n")[0].split()).rstrip(".")
-        raise OSError(f"no model could be read at {name!r} ({said}): {wanted}") from error
+        raise OSError(
+            f"no model could be read at {name!r} ({_said(error)}): give the folder of a causal language model or of a "
+            "draft-head checkpoint, or its id on the Hub."
+        ) from error
     try:
         return model, load_tokenizer(name)
     except (OSError, ValueError):
@@ -284,63 +378,11 @@ def tokenizer_of(name: str) -> Any:
     try:
         return load_tokenizer(name)
     except (OSError, ValueError) as error:
-        said = " ".join(str(error).split("\n\n")[0].split()).rstrip(".")
-        raise OSError(f"no tokenizer could be read at {name!r} ({said}): give the folder or id of the base.") from error
+        raise OSError(
+            f"no tokenizer could be read at {name!r} ({_said(error)}): give the folder or id of the base."
+        ) from error
 
 
-def check_choices(temperature: float, top_p: float, **counts: int) -> None:
-    """Refuse what cannot be sampled with, and counts below 1.
-
-    Raises:
-        ValueError: naming the setting.
-    """
-    for name, value in counts.items():
-        if value < 1:
-            raise ValueError(f"{name} is {value}: expected at least 1.")
-    if temperature < 0:
-        raise ValueError(f"temperature is {temperature}: expected 0 for greedy, or a number above it.")
-    if not 0 < top_p <= 1:
-        raise ValueError(f"top_p is {top_p}: expected a number above 0, at most 1.")
-
-
-def _run(
-    answerer: Answerer,
-    begin: Callable[[int, Mapping[str, Any]], Task],
-    todo: Todo,
-    shards: Shards,
-    batch_size: int,
-    report: DistillReport,
-    progress: Callable[[], None],
-    most: int | None = None,
-) -> None:
-    """Keep the batch full until no row is left; finished rows are written before the next question is asked.
-
-    With `most` the base writes the questions: rows without one are not rows that were refused, and what is finished
-    beyond so many is left out.
-    """
-    tasks: list[Task] = []
-    more = True
-    while more or tasks:
-        while more and len(tasks) < batch_size:
-            index, row = next(todo, (None, {}))
-            more = index is not None
-            if index is None:
-                break
-            try:
-                tasks.append(begin(index, row))
-            except Refused as reason:
-                report.refuse(index, reason)
-                progress()
-        if not tasks or (most is not None and report.written >= most):
-            break
-        answerer.answer(tasks)
-        through = [task for task in tasks if task.done]
-        answered = [task for task in through if not task.refused]
-        answered = answered if most is None else answered[: most - report.written]
-        shards.write(task.to_row() for task in answered)
-        report.written += len(answered)
-        for task in through if most is None else answered:
-            if task.refused:
-                report.refuse(task.index, task.refused)
-            progress()
-        tasks = [task for task in tasks if not task.done]
+def _said(error: Exception) -> str:
+    """The first paragraph of a message, on one line."""
+    return " ".join(str(error).split("\n\n")[0].split()).rstrip(".")

@@ -1,362 +1,165 @@
-"""Self-distillation through a server with the API of OpenAI, with many requests at once.
+"""A server with the API of OpenAI that answers in place of a model in this process, many requests at once.
 
 Such servers are vLLM, SGLang, TGI, `transformers serve` and `hf-drafthead serve`.
 
-The rows are those of `distill`, without the tokens of the answers, which such a server does not return.
+The rows are those of a model in this process, without the tokens of the answers, which such a server does not return.
 """
 
 import asyncio
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from hf_drafthead.data.chats import Chat, Refused
-from hf_drafthead.data.rows import THOUGHTS, as_row, data_hash
-from hf_drafthead.data.texts import beginning_of
-from hf_drafthead.training.answers import CONTROL, CUT, EMPTY, Counts, Task, question_end, questions_of
-from hf_drafthead.training.collect import UNFIT_IN_A_ROW, DistillReport, Shards, Todo, collect, own_rows, own_share
-from hf_drafthead.training.distill import check_choices, is_greedy, own_choices
-from hf_drafthead.training.templates import THOUGHTS_LEFT_OUT, ChatEncoder, frame, without_post_processor
+from hf_drafthead.data.rows import THOUGHTS
+from hf_drafthead.training.answers import CONTROL, CUT, Answer, Sampling, Task, Writer
+from hf_drafthead.training.templates import frame
 
-CUT_WHILE_THINKING = "the answer was cut while the base was thinking: raise max_new_tokens"
-HIDDEN_THOUGHTS = (
-    "the server returns thoughts apart from the answers, and the base's chat template does not show them: start the "
-    "server without a reasoning parser, or give the template that the base was trained with"
-)
-REFUSALS = 20  # refused rows, with none answered, after which the run ends
 TIMEOUT = 600.0  # seconds for one answer
 
 
-def distill_from_endpoint(
-    url: str,
-    model: str,
-    rows: Iterable[Mapping[str, Any]],
-    output: str | Path,
-    *,
-    tokenizer: Any = None,
-    max_new_tokens: int = 512,
-    temperature: float = 0.0,
-    top_p: float = 1.0,
-    prompt_tokens: int = 64,
-    seed: int = 0,
-    concurrency: int = 32,
-    retries: int = 8,
-    progress: Callable[[], None] | None = None,
-) -> DistillReport:
-    """Let a server answer the data's questions, as `distill` lets a model in this process.
+@dataclass(frozen=True)
+class Server:
+    """A server that `distill` and `synthesize` ask; its key is read from the environment variable OPENAI_API_KEY.
 
-    Requests that fail (no connection, no answer in time, too many requests, an error of the server) are sent again
-    after a pause that doubles. Answers are written as they arrive; the same call resumes a run that ended early.
+    For `synthesize` it must complete raw prompts (`/completions`): questions are what the model writes behind the
+    beginning of the base's chat template, answers come from `/chat/completions`.
 
     Args:
-        url: of the server, such as `http://127.0.0.1:8000/v1`; `/v1` is added where it names no path.
+        url: such as `http://127.0.0.1:8000/v1`; `/v1` is added where it names no path.
         model: as the server calls it.
-        rows, output: as for `distill`.
-        tokenizer: the base's fast one: cuts plain texts after `prompt_tokens`, and takes the white space of its chat
-            template off the answers; None where the data holds neither.
-        max_new_tokens, temperature, top_p, prompt_tokens, seed: as for `distill`; a server may ignore the seed.
-        concurrency: requests at once, in each process.
-        retries: how often a failed request is sent again before the run ends.
-        progress: called once for each row, in this process.
-
-    A server's key is read from the environment variable OPENAI_API_KEY.
+        retries: how often a request that failed (no connection, no answer in time, too many requests, an error of the
+            server) is sent again, after a pause that doubles, before the run ends.
 
     Raises:
-        OSError: the package `openai` is missing, the server cannot be reached, refuses the key or has no such model,
-            or failed too often.
-        ValueError: as `distill` does, or the server refuses every row.
+        OSError: the package `openai` is missing.
     """
-    counts = {"max_new_tokens": max_new_tokens, "prompt_tokens": prompt_tokens, "concurrency": concurrency}
-    check_choices(temperature, top_p, **counts)
-    if find_spec("openai") is None:
-        raise OSError("--endpoint needs the package openai: pip install 'hf-drafthead[endpoint]'.")
-    choices: dict[str, Any] = {
-        "max_new_tokens": max_new_tokens,
-        "temperature": float(temperature),
-        "top_p": float(top_p),
-        "prompt_tokens": prompt_tokens,
-        "seed": seed,
-    }
-    tell = progress or (lambda: None)
 
-    def work(todo: Todo, shards: Shards, report: DistillReport) -> Counts:
-        asker = Asker(url, model, tokenizer, choices, retries)
-        asyncio.run(_ask_all(asker, todo, shards, report, concurrency, tell))
-        return asker.counts
+    url: str
+    model: str
+    retries: int = 8
 
-    return collect(rows, output, {"endpoint_model": model, "data": data_hash(rows), **choices}, work, tell)
+    def __post_init__(self) -> None:
+        if find_spec("openai") is None:
+            raise OSError("--endpoint needs the package openai: pip install 'hf-drafthead[endpoint]'.")
 
 
-def synthesize_from_endpoint(
-    url: str,
-    model: str,
-    count: int,
-    output: str | Path,
-    *,
-    tokenizer: Any,
-    turns: int = 1,
-    greedy: float = 0.5,
-    max_new_tokens: int = 512,
-    question_tokens: int = 96,
-    temperature: float = 1.0,
-    top_p: float = 1.0,
-    seed: int = 0,
-    concurrency: int = 32,
-    retries: int = 8,
-    progress: Callable[[], None] | None = None,
-) -> DistillReport:
-    """Let a server write chats from nothing, as `synthesize` lets a model in this process.
-
-    The server must complete raw prompts (`/completions`): questions are what the model writes behind the beginning of
-    the base's chat template, answers come from `/chat/completions`.
+class ServerWriter(Writer):
+    """Asks a server.
 
     Args:
-        url, model, concurrency, retries, progress: as for `distill_from_endpoint`.
-        count, output, turns, greedy, max_new_tokens, question_tokens, temperature, top_p, seed: as for `synthesize`.
-        tokenizer: the base's fast one, with its chat template.
-
-    Raises:
-        OSError: as `distill_from_endpoint` does.
-        ValueError: as `synthesize` does.
-    """
-    choices = own_choices(turns, greedy, max_new_tokens, question_tokens, temperature, top_p, seed)
-    check_choices(temperature, top_p, count=count, concurrency=concurrency)
-    if find_spec("openai") is None:
-        raise OSError("--endpoint needs the package openai: pip install 'hf-drafthead[endpoint]'.")
-    question_end(tokenizer, lambda: ChatEncoder(tokenizer))
-    tell = progress or (lambda: None)
-
-    def work(todo: Todo, shards: Shards, report: DistillReport) -> Counts:
-        asker = Asker(url, model, tokenizer, choices, retries)
-        asker.asked |= shards.asked()
-        own = own_rows(count, max(UNFIT_IN_A_ROW, 4 * concurrency), shards, asker.counts, report)
-        asyncio.run(_ask_all(asker, own, shards, report, concurrency, tell, own_share(count, shards)))
-        return asker.counts
-
-    return collect((), output, {"endpoint_model": model, **choices}, work, tell, own=True)
-
-
-class Answer(NamedTuple):
-    """What a server answers: words, thoughts and calls of tools apart, and whether it ended by itself."""
-
-    words: str
-    ended: bool
-    tokens: int
-    thought: str = ""
-    calls: list[dict[str, Any]] | None = None
-
-
-class Asker:
-    """Asks a server for the answers of one task after the other.
-
-    Args:
-        url, model, tokenizer, retries: as for `distill_from_endpoint`.
-        choices: its settings of sampling and lengths.
+        server: which one.
+        tokenizer: the base's, or None where the data holds no plain texts and the base writes no questions; it also
+            takes the white space of its chat template off the answers.
+        sampling: how it answers; a server may ignore the seed.
     """
 
-    def __init__(self, url: str, model: str, tokenizer: Any, choices: Mapping[str, Any], retries: int) -> None:
-        self.url, self.model, self.choices = url, model, choices
-        self.counts, self.asked = Counts(), set[int]()
-        self._bare = None if tokenizer is None else without_post_processor(tokenizer)
-        template = None if tokenizer is None else getattr(tokenizer, "chat_template", None)
-        self._chats = ChatEncoder(tokenizer) if template else None
+    most_refused = 20
+
+    def __init__(self, server: Server, tokenizer: Any, sampling: Sampling) -> None:
+        super().__init__(tokenizer, sampling)
+        self.server = server
         self._openai = import_module("openai")  # an optional dependency, needed only here
         self._client = self._openai.AsyncOpenAI(
-            base_url=with_path(url),
+            base_url=with_path(server.url),
             api_key=os.environ.get("OPENAI_API_KEY") or "none",
-            max_retries=retries,
+            max_retries=server.retries,
             timeout=TIMEOUT,
         )
+        self._loop = asyncio.new_event_loop()
+        self._pending: dict[int, asyncio.Task[None]] = {}
 
-    def begin(self, index: int, row: Mapping[str, Any]) -> Task:
-        """A task for a row.
-
-        Raises:
-            Refused: it holds nothing that can be asked.
-            ValueError: a plain text, and no tokenizer to cut it.
-        """
-        if "turns" in self.choices:
-            return Task(index, to_write=self.choices["turns"], greedy=is_greedy(index, self.choices["greedy"]))
-        row = as_row(row)
-        asked = questions_of(row)
-        if asked is not None:
-            return Task.of_questions(index, asked if self._chats is None else self._chats.fit(asked))
-        if row["given"]:
-            return Task(index, given=row["text"][: row["given"]])
-        if self._bare is None:
-            raise ValueError(
-                f"row {index} is a plain text, of which the first {self.choices['prompt_tokens']} tokens are given: "
-                "name the base too (hf-drafthead distill MODEL --endpoint ...), whose tokenizer finds them."
-            )
-        return Task(index, given=beginning_of(self._bare, row["text"], self.choices["prompt_tokens"]))
-
-    async def finish(self, task: Task) -> None:
-        """Ask all remaining questions of a task.
+    def answer(self, tasks: list[Task]) -> None:
+        """Ask for what is to be written next of all tasks, and wait for some of it.
 
         Raises:
-            Refused: the server refuses the first question, as too long for instance.
-            OSError: the server cannot be used, or failed too often.
+            OSError: the server cannot be reached, refuses the key or has no such model, or failed too often.
         """
-        while not task.done:
-            try:
-                if task.asks:
-                    await self._question(task)
-                    continue
-                answer = await self._answer(task)
-            except self._openai.BadRequestError as error:
-                if task.answers == 0:
-                    raise Refused(f"the server refuses it ({_said(error)})") from None
-                if not task.asks:
-                    task.messages.pop()  # a question that there is no room for
-                task.done = True
-                return
-            except self._openai.APIStatusError as error:
-                what = ", and whether the server completes raw prompts (/completions)" if task.asks else ""
-                raise OSError(
-                    f"the server at {self.url!r} answers {error.status_code} ({_said(error)}): check --endpoint, "
-                    f"--model {self.model!r} and OPENAI_API_KEY{what}; the same command resumes."
-                ) from error
-            except self._openai.APIConnectionError as error:
-                raise OSError(
-                    f"the server at {self.url!r} does not answer ({_said(error)}): start it, then give the same "
-                    "command again, which resumes."
-                ) from error
-            self.counts.answers += 1
-            self.counts.cut += not answer.ended
-            self.counts.tokens += answer.tokens
-            self._take(task, answer)
+        self._loop.run_until_complete(self._answer_some(tasks))
 
-    async def close(self) -> None:
-        """End all connections."""
+    def close(self) -> None:
+        """End all requests and connections."""
+        self._loop.run_until_complete(self._end())
+        self._loop.close()
+
+    async def _end(self) -> None:
+        for request in self._pending.values():
+            request.cancel()
+        await asyncio.gather(*self._pending.values(), return_exceptions=True)
         await self._client.close()
+
+    async def _answer_some(self, tasks: list[Task]) -> None:
+        for task in tasks:
+            if task.index not in self._pending:
+                self._pending[task.index] = asyncio.create_task(self._write(task))
+        done, _ = await asyncio.wait(self._pending.values(), return_when=asyncio.FIRST_COMPLETED)
+        answered = [index for index, request in self._pending.items() if request in done and not request.exception()]
+        for index in answered:
+            del self._pending[index]
+        if not answered:  # what came with a failure is kept before the run ends
+            done.pop().result()
+
+    async def _write(self, task: Task) -> None:
+        try:
+            await (self._question if task.asks else self._answer)(task)
+        except self._openai.BadRequestError as error:  # too long, for instance
+            task.done = True
+            if task.answers == 0:
+                task.refused = f"the server refuses it ({_said(error)})"
+            elif not task.asks:
+                task.messages.pop()  # a question that there is no room for
+        except self._openai.APIStatusError as error:
+            what = ", and whether the server completes raw prompts (/completions)" if task.asks else ""
+            raise OSError(
+                f"the server at {self.server.url!r} answers {error.status_code} ({_said(error)}): check --endpoint, "
+                f"--model {self.server.model!r} and OPENAI_API_KEY{what}; the same command resumes."
+            ) from error
+        except self._openai.APIConnectionError as error:
+            raise OSError(
+                f"the server at {self.server.url!r} does not answer ({_said(error)}): start it, then give the same "
+                "command again, which resumes."
+            ) from error
+
+    def _settings(self, task: Task, most: int) -> dict[str, Any]:
+        """What every request says: the model, the limit, and how to sample."""
+        settings = {"model": self.server.model, "max_tokens": most, "temperature": self.temperature(task)}
+        number = int.from_bytes(hashlib.blake2b(self.key(task).encode(), digest_size=4).digest(), "big")
+        return settings | ({"seed": number >> 1} if settings["temperature"] else {})
 
     async def _question(self, task: Task) -> None:
         """Put a question that the server's model writes into the task, or end the task."""
-        assert self._chats is not None
-        end, _ = self._chats.end_of_question()
-        prompt = self._chats.before_question(task.messages)
-        begin = getattr(self._chats.tokenizer, "bos_token", None)
-        if begin and frame(self._chats.tokenizer)[0]:  # the server puts it in front of every prompt
+        assert self.chats is not None
+        prompt = self.chats.before_question(task.messages)
+        begin = getattr(self.tokenizer, "bos_token", None)
+        if begin and frame(self.tokenizer)[0]:  # the server puts it in front of every prompt
             prompt = prompt.removeprefix(begin)
-        how = {"model": self.model, "max_tokens": self.choices["question_tokens"], "temperature": 1.0}
-        key = f"{self.choices['seed']}/{task.index}/question{task.answers}"
-        done = await self._client.completions.create(prompt=prompt, stop=[end], seed=_number(key), **how)
+        settings = self._settings(task, self.sampling.question_tokens)
+        done = await self._client.completions.create(prompt=prompt, stop=[self.question_end], **settings)
         words = (done.choices[0].text or "").strip()
-        self.counts.questions += 1
-        special = {str(token) for token in self._chats.tokenizer.added_tokens_decoder.values()}
+        special = {str(token) for token in self.tokenizer.added_tokens_decoder.values()}
         reason = CUT if done.choices[0].finish_reason != "stop" else None
-        reason = CONTROL if any(token in words for token in special) else reason
-        reason = reason or task.ask(words, self.asked)
-        if reason is None:
-            self.counts.in_vain = 0
-        else:
-            self.counts.drop(task, reason)
+        self.take_question(task, words, CONTROL if any(token in words for token in special) else reason)
 
-    async def _answer(self, task: Task) -> Answer:
-        """The server's answer."""
-        how: dict[str, Any] = {"model": self.model, "max_tokens": self.choices["max_new_tokens"]}
-        how["temperature"] = 0.0 if task.greedy else self.choices["temperature"]
-        if how["temperature"] > 0:
-            key = f"{self.choices['seed']}/{task.index}/{task.answers}"
-            how |= {"top_p": self.choices["top_p"], "seed": _number(key)}
+    async def _answer(self, task: Task) -> None:
+        """Put the server's answer into the task."""
+        settings = self._settings(task, self.sampling.max_new_tokens)
+        settings |= {"top_p": self.sampling.top_p} if settings["temperature"] else {}
+        more: dict[str, Any] = {}
         if task.given is not None:
-            done = await self._client.completions.create(prompt=task.given, **how)
-            more: dict[str, Any] = {"words": done.choices[0].text or ""}
+            done = await self._client.completions.create(prompt=task.given, **settings)
+            words = done.choices[0].text
         else:
             said = [{"role": turn["role"], "content": turn["content"]} for turn in task.messages]
-            how |= {"tools": task.tools} if task.tools else {}
-            done = await self._client.chat.completions.create(messages=said, **how)
+            settings |= {"tools": task.tools} if task.tools else {}
+            done = await self._client.chat.completions.create(messages=said, **settings)
             message = done.choices[0].message
-            thoughts = (getattr(message, name, None) for name in THOUGHTS)
-            calls = [call.model_dump(exclude_none=True) for call in message.tool_calls or ()]
-            thought = next((found for found in thoughts if isinstance(found, str)), "")
-            more = {"words": message.content or "", "thought": thought, "calls": calls}
+            words, thoughts = message.content, (getattr(message, name, None) for name in THOUGHTS)
+            more["thought"] = next((thought for thought in thoughts if isinstance(thought, str)), "")
+            more["calls"] = [call.model_dump(exclude_none=True) for call in message.tool_calls or ()]
         tokens = 0 if done.usage is None else done.usage.completion_tokens
-        return Answer(ended=done.choices[0].finish_reason in ("stop", "tool_calls"), tokens=tokens, **more)
-
-    def _take(self, task: Task, answer: Answer) -> None:
-        words, ended = answer.words, answer.ended
-        task.done = True
-        task.answers += 1
-        if not ended:
-            words = words.rstrip("\N{REPLACEMENT CHARACTER}")  # half a character
-        if task.given is not None:
-            task.text, task.refused = task.given + words, None if words else EMPTY
-            return
-        if self._chats is not None:
-            words = words.removeprefix(self._chats.lead)
-        if not words.strip() and not answer.calls:
-            cut_while_thinking = answer.thought.strip() and not ended
-            return task.leave_unanswered(CUT_WHILE_THINKING if cut_while_thinking else EMPTY, self.counts)
-        turn: dict[str, Any] = {"role": "assistant", "content": words}
-        turn |= {"reasoning_content": answer.thought} if answer.thought.strip() else {}
-        turn |= {"tool_calls": answer.calls} if answer.calls else {}
-        if reason := self._why_not_shown([*task.messages, turn], task.tools):
-            return task.leave_unanswered(reason, self.counts)
-        task.messages.append(turn if ended else {**turn, "cut": True})
-        if ended and task.questions and not answer.calls:  # nobody answers the calls
-            task.messages.append({"role": "user", "content": task.questions.pop(0)})
-            task.done = False
-        if ended and task.to_write and not answer.calls:
-            task.done = False
-
-    def _why_not_shown(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> str | None:
-        """Why the last answer could not be trained on: the base's template does not show all of it; else None."""
-        if self._chats is None:
-            return None
-        try:
-            fitted = self._chats.fit(Chat(messages[-2:], tools=tools))
-        except Refused as reason:
-            return str(reason)
-        return HIDDEN_THOUGHTS if THOUGHTS_LEFT_OUT in fitted.mapped else None
-
-
-async def _ask_all(
-    asker: Asker,
-    todo: Todo,
-    shards: Shards,
-    report: DistillReport,
-    concurrency: int,
-    progress: Callable[[], None],
-    most: int | None = None,
-) -> None:
-    """Work on so many tasks concurrently until no row is left; finished rows are written immediately.
-
-    With `most` the server's model writes the questions, and what is finished beyond so many is left out.
-    """
-
-    async def work() -> None:
-        for index, row in todo:  # all workers take from the same rows
-            try:
-                task = asker.begin(index, row)
-                await asker.finish(task)
-                if most is not None and (task.refused or report.written >= most):
-                    continue
-                if task.refused:
-                    raise Refused(task.refused)
-            except Refused as reason:
-                report.refuse(index, reason)
-                if report.refused >= REFUSALS and not report.written + report.found:
-                    raise ValueError(
-                        f"nothing can be asked: the first {REFUSALS} rows were refused ({'; '.join(report.refusals)})."
-                    ) from None
-            else:
-                shards.write([task.to_row()])
-                report.written += 1
-            progress()
-
-    workers = [asyncio.create_task(work()) for _ in range(concurrency)]
-    try:
-        await asyncio.gather(*workers)
-    finally:
-        for one in workers:
-            one.cancel()
-        await asyncio.gather(*workers, return_exceptions=True)
-        await asker.close()
+        self.take(task, Answer(words or "", done.choices[0].finish_reason in ("stop", "tool_calls"), tokens, **more))
 
 
 def with_path(url: str) -> str:
@@ -372,11 +175,6 @@ def with_path(url: str) -> str:
     if scheme not in ("http", "https") or not separator or not rest.strip("/"):
         raise ValueError(f"--endpoint {url!r} is no address: give one such as http://127.0.0.1:8000/v1.")
     return url if "/" in rest.rstrip("/") else f"{url.rstrip('/')}/v1"
-
-
-def _number(key: str) -> int:
-    """A seed that depends on the key alone."""
-    return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=4).digest(), "big") >> 1
 
 
 def _said(error: Exception) -> str:

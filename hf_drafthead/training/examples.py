@@ -7,7 +7,7 @@ Shapes: B rows, T positions, P tokens of a prompt, N labelled positions, D draft
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -122,21 +122,6 @@ def refuse_short_rows(model: DraftHeadPreTrainedModel, rows: Any) -> None:
         )
 
 
-def look_at(
-    model: DraftHeadPreTrainedModel, held_out: Any, collator: PaddingCollator, batch_size: int
-) -> Likeness | None:
-    """Warn about data that differs from the base's own text."""
-
-    def batches() -> Iterator[dict[str, Tensor]]:
-        for first in range(0, len(held_out), batch_size):
-            yield collator([held_out[row] for row in range(first, min(first + batch_size, len(held_out)))])
-
-    looks = likeness(model.base.eval(), batches())
-    if looks is not None and (warning := looks.warning()):
-        logger.warning(warning)
-    return looks
-
-
 def most_tokens(model: DraftHeadPreTrainedModel) -> int:
     """The default limit of a row's tokens."""
     return min(USUAL_LENGTH, longest_text_of(model))
@@ -168,17 +153,12 @@ def frequent_tokens(rows: Any, size: int, vocabulary: int) -> tuple[Tensor, floa
         (D,) ascending ids, and the share of all labels that they make up.
     """
     counts = torch.zeros(vocabulary, dtype=torch.long)
-    for row in _looked_at(rows):
+    indexed = hasattr(rows, "__len__")  # which may have no iterator
+    for row in (rows[row] for row in range(len(rows))) if indexed else islice(rows, COUNTED):
         labels = torch.as_tensor(row["labels"])
         counts += torch.bincount(labels[labels != IGNORED], minlength=vocabulary)
     chosen = counts.sort(descending=True, stable=True).indices[:size].sort().values
     return chosen, int(counts[chosen].sum()) / max(int(counts.sum()), 1)
-
-
-def _looked_at(rows: Any) -> Iterable[Mapping[str, Any]]:
-    if not hasattr(rows, "__len__"):
-        return islice(iter(rows), COUNTED)
-    return (rows[row] for row in range(len(rows)))
 
 
 MOST_EXCESS = 0.25  # nats per token
@@ -208,24 +188,25 @@ class Likeness:
 
 
 @torch.no_grad()
-def likeness(base: Any, batches: Iterable[Mapping[str, Tensor]]) -> Likeness | None:
+def likeness(base: Any, rows: Sequence[Mapping[str, Any]], batch_size: int) -> Likeness | None:
     """Run the base over some rows.
 
     Args:
         base: causal LM in eval mode.
-        batches: `input_ids`, `labels` and `attention_mask`, (B, T) each.
+        rows: with `input_ids` and `labels`, (T,) each.
+        batch_size: rows at a time.
 
     Returns:
         None where nothing is labelled.
     """
-    device = base.get_input_embeddings().weight.device
-    reader, size = BaseReader.of_texts(base), max(CHUNK // base.config.get_text_config().vocab_size, 1)
+    device, vocabulary = base.get_input_embeddings().weight.device, base.config.get_text_config().vocab_size
+    reader, size, collator = BaseReader.of_texts(base), max(CHUNK // vocabulary, 1), PaddingCollator(0)
     count, agreed, excess = 0, 0.0, 0.0
-    for batch in batches:
-        inputs = {name: batch[name].to(device) for name in ("input_ids", "attention_mask") if name in batch}
+    for first in range(0, len(rows), batch_size):
+        batch = collator([rows[row] for row in range(first, min(first + batch_size, len(rows)))])
         labels = batch["labels"].to(device)
         kept = labelled(labels, 1)
-        scores = reader.texts(**inputs).scores[kept]  # (M, H) or (M, V)
+        scores = reader.texts(batch["input_ids"].to(device)).scores[kept]  # (M, H) or (M, V)
         count += len(scores)
         for some, targets in zip(scores.split(size), labels.roll(-1, dims=1)[kept].to(scores.device).split(size)):
             logits = reader.logits(some)

@@ -6,7 +6,7 @@ import os
 import platform
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -116,10 +116,13 @@ def save_whole(
             os.replace(file, place)
 
 
-def write_whole(file: Path, text: str) -> None:
-    """Write a text file atomically."""
+def write_whole(file: Path, content: str | Iterable[bytes]) -> None:
+    """Write a file atomically: a text, or lines."""
     beside = file.with_name(f".{file.name}.new")
-    beside.write_text(text)
+    with open(beside, "wb") as new:
+        new.writelines([content.encode()] if isinstance(content, str) else content)
+        new.flush()
+        os.fsync(new.fileno())
     os.replace(beside, file)
 
 

@@ -28,8 +28,8 @@ from hf_drafthead.training.examples import (
     PaddingCollator,
     PreparedData,
     choose_vocabulary,
+    likeness,
     longest_text_of,
-    look_at,
     most_tokens,
     own_prompts,
     padding_token,
@@ -187,8 +187,9 @@ def _lesson(
         placed = hasattr(model.base, "hf_quantizer") or hasattr(model.base, "hf_device_map")
         if not (placed or _sharded()):
             model.to(settings.device)  # as the Trainer does next
-        collator = PaddingCollator(padding_token(model, tokenizer))
-        looks = look_at(model, data.held_out, collator, settings.per_device_eval_batch_size)
+        looks = likeness(model.base.eval(), data.held_out, settings.per_device_eval_batch_size)
+        if looks is not None and (warning := looks.warning()):
+            logger.warning(warning)
     return Lesson(model, tokenizer, data, coverage, looks)
 
 

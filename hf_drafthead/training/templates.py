@@ -1,12 +1,10 @@
 """Find the assistant's tokens of a chat exactly with the tokenizer's chat template, or refuse the chat.
 
 What counts as the assistant's: everything the base would write after the generation prompt, with the end-of-turn token
-where the template puts one. A token with any of these characters counts. Where a template marks its answers itself
-(`{% generation %}`), its marks are used.
+where the template puts one. A token with any of these characters counts.
 """
 
 import copy
-import re
 from typing import Any
 
 from transformers.utils.chat_template_utils import render_jinja_template
@@ -127,7 +125,6 @@ class ChatEncoder:
         # without one the answer's header, if there is any, would be taken for the assistant's words
         self._has_prompt = prompt != self.render([question]) or not self.lead.strip()
         self.takes_system = self._shows([{"role": "system", "content": SYSTEM}, question, answer], SYSTEM)
-        self._marks = self._marks_are_right([question, answer])
 
     def render(self, messages: list[dict[str, Any]], prompt: bool = False, tools: list[Any] | None = None) -> str:
         """The text of a chat, with the generation prompt behind it if asked for.
@@ -135,7 +132,17 @@ class ChatEncoder:
         Raises:
             Refused: the template refuses the chat.
         """
-        return self._render(messages, prompt, tools=tools)[0]
+        try:
+            texts, _ = render_jinja_template(
+                conversations=[messages],
+                tools=tools,
+                chat_template=self._template,
+                add_generation_prompt=prompt,
+                **self.tokenizer.special_tokens_map,
+            )
+        except Exception as error:  # a template is a program and may raise anything
+            raise Refused(f"the chat template refuses it ({' '.join(str(error).split())})") from None
+        return texts[0]  # type: ignore[no-any-return]
 
     def before_question(self, messages: list[dict[str, Any]]) -> str:
         """The text of a chat up to where the user's next words stand.
@@ -191,38 +198,27 @@ class ChatEncoder:
         Raises:
             Refused: the template refuses the chat, or where an answer begins or ends cannot be determined.
         """
-        if chat.ids and all(ids is not None for ids in chat.ids):
-            text = self.render(chat.messages, tools=chat.tools)
-            return self._as_written(text, self._search(chat, text), chat)
         text, spans = self.spans(chat)
-        return encode_span(self._bare, text, spans)
-
-    def _as_written(self, text: str, spans: list[tuple[int, int]], chat: Chat) -> tuple[list[int], list[int]]:
-        """The chat with its answers' own tokens; what lies between them is tokenized as it was to ask the base."""
+        if not chat.ids or any(ids is None for ids in chat.ids):
+            return encode_span(self._bare, text, spans)
         ids: list[int] = []
         labels: list[int] = []
         at = 0
-        for (begin, end), written in zip(spans, chat.ids, strict=True):
+        for (begin, end), written in zip([*spans, (len(text), len(text))], [*chat.ids, []], strict=True):
             assert written is not None
+            # what lies between the answers is tokenized as it was to ask the base
             between = self._bare(text[at:begin], add_special_tokens=False, verbose=False)["input_ids"]
             ids += between + written
             labels += [IGNORED] * len(between) + written
             at = end
-        rest = self._bare(text[at:], add_special_tokens=False, verbose=False)["input_ids"]
-        return ids + rest, labels + [IGNORED] * len(rest)
+        return ids, labels
 
     def spans(self, chat: Chat) -> tuple[str, list[tuple[int, int]]]:
-        """The text of a chat, and from and to which character each answer goes."""
-        if not self._marks:
-            text = self.render(chat.messages, tools=chat.tools)
-            return text, self._search(chat, text)
-        text, spans = self._render(chat.messages, marks=True, tools=chat.tools)
-        if chat.cut and spans and (end := self.end_of_turn) and text[slice(*spans[-1])].endswith(end):
-            spans[-1] = (spans[-1][0], spans[-1][1] - len(end))
-        return text, spans
+        """The text of a chat, and from and to which character each answer goes.
 
-    def _search(self, chat: Chat, text: str) -> list[tuple[int, int]]:
-        """Each answer is what changes when another is put in its place."""
+        Each answer is what changes when another is put in its place.
+        """
+        text = self.render(chat.messages, tools=chat.tools)
         spans: list[tuple[int, int]] = []
         for number, turn in enumerate(chat.messages):
             if turn["role"] != "assistant":
@@ -240,7 +236,7 @@ class ChatEncoder:
             if not broken_off and text.startswith(self.end_of_turn, end):
                 end += len(self.end_of_turn)
             spans.append((begin, end))
-        return spans
+        return text, spans
 
     def _around(self, chat: Chat, number: int, text: str) -> tuple[str, str]:
         """What the template puts before and behind an answer: another answer is rendered in its place.
@@ -265,42 +261,11 @@ class ChatEncoder:
             raise Refused(f"the chat template shows turn {number} {len(parts) - 1} times")
         return parts[0], parts[1]
 
-    def _render(
-        self,
-        messages: list[dict[str, Any]],
-        prompt: bool = False,
-        marks: bool = False,
-        tools: list[Any] | None = None,
-    ) -> tuple[str, list[tuple[int, int]]]:
-        try:
-            texts, spans = render_jinja_template(
-                conversations=[messages],
-                tools=tools,
-                chat_template=self._template,
-                add_generation_prompt=prompt,
-                return_assistant_tokens_mask=marks,
-                **self.tokenizer.special_tokens_map,
-            )
-        except Exception as error:  # a template is a program and may raise anything
-            raise Refused(f"the chat template refuses it ({' '.join(str(error).split())})") from None
-        return texts[0], list(spans[0]) if marks else []
-
     def _shows(self, messages: list[dict[str, str]], words: str) -> bool:
         try:
             return words in self.render(messages)
         except Refused:
             return False
-
-    def _marks_are_right(self, pair: list[dict[str, str]]) -> bool:
-        """Whether the template marks answers, all of them and nothing else; marks within macros are misplaced."""
-        if not re.search(r"\{%[-+]?\s*generation\s*[-+]?%\}", self._template):
-            return False
-        try:
-            text, spans = self._render([*pair, *pair], marks=True)
-        except Refused:
-            return False
-        marked = [text[begin:end] for begin, end in spans]
-        return sum(words.count(ANSWER) for words in marked) == 2 and not any(QUESTION in words for words in marked)
 
     def _before_special(self, text: str) -> tuple[str, str]:
         """What a text holds in front of its first special token, and that token; nothing if it holds none."""

@@ -83,10 +83,7 @@ def last_thinks(answers: list[str]) -> list[str]:
 
 
 STYLES = {
-    "vicuna": Style(VICUNA, each("", "</s>")),
-    "vicuna without marks": Style(
-        VICUNA.replace("{%- generation -%}", "").replace("{%- endgeneration -%}", ""), each(" ", "</s>")
-    ),
+    "vicuna": Style(VICUNA, each(" ", "</s>")),  # the generation prompt ends in front of the space
     "chatml": Style(CHATML, each("", "<|im_end|>")),
     "chatml with marks": Style(CHATML_MARKED, each("", "<|im_end|>")),
     "marks in a macro": Style(MARKED_IN_A_MACRO, each("", "<|im_end|>")),

@@ -15,9 +15,9 @@ from hf_drafthead.data.chats import repaired
 from hf_drafthead.data.sources import read_rows
 from hf_drafthead.modeling import MedusaForCausalLM
 from hf_drafthead.training.answers import RowDraws
-from hf_drafthead.training.collect import Shards
+from hf_drafthead.training.collect import DistillReport, Shards
 from hf_drafthead.training.data import tokenize_rows
-from hf_drafthead.training.distill import DistillReport, distill, load_model
+from hf_drafthead.training.distill import distill, load_model
 from hf_drafthead.training.objectives import IGNORED
 from hf_drafthead.training.templates import ChatEncoder
 from tests.bases import tiny_base
@@ -377,7 +377,7 @@ def test_models_come_with_their_tokenizer(tmp_path):
 
 
 def test_the_report_is_two_lines():
-    report = DistillReport(9, 5, 3, 1, ["row 2: why"], 8, 2, 1000, 2.5, 3.25)
+    report = DistillReport(9, 5, 3, 1, ["row 2: why"], 8, 2, 1000, 40, 100, 3.25)
     assert str(report) == (
         "5 rows written, 3 were there already: 8 answers of 1,000 tokens in 3.2 s, 2 cut, 2.50 tokens per step\n"
         "1 rows refused: row 2: why"

@@ -12,9 +12,10 @@ from transformers import AutoTokenizer
 
 from hf_drafthead import cli
 from hf_drafthead.data import read_rows
+from hf_drafthead.training import endpoint
 from hf_drafthead.training.data import tokenize_rows
 from hf_drafthead.training.distill import distill, load_model
-from hf_drafthead.training.endpoint import distill_from_endpoint, with_path
+from hf_drafthead.training.endpoint import with_path
 from tests.checkpoints import byte_tokenizer, save_base, save_heads
 from tests.hub_upload.serving import running_server, served
 from tests.training.chat_templates import CHATML, tokenizer_with
@@ -134,8 +135,9 @@ def said(row: dict) -> list[str]:
     return [turn["content"] for turn in row["messages"]]
 
 
-def ask(server, rows, output, **settings):
-    return distill_from_endpoint(server.url, "letters", rows, output, **{"max_new_tokens": 3, **settings})
+def ask(server, rows, output, tokenizer=None, concurrency=32, retries=8, **settings):
+    asked = endpoint.Server(server.url, "letters", retries)
+    return distill(asked, tokenizer, rows, output, batch_size=concurrency, **{"max_new_tokens": 3, **settings})
 
 
 def test_every_row_is_asked_with_many_requests_at_once(tmp_path):

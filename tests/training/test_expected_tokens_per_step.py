@@ -81,7 +81,7 @@ def test_the_base_s_own_text_looks_like_its_own_and_other_text_does_not():
     def look(rows):
         labels = rows.clone()
         labels[:, :4] = IGNORED
-        return likeness(base, [{"input_ids": rows, "labels": labels}])
+        return likeness(base, [{"input_ids": ids, "labels": marks} for ids, marks in zip(rows, labels)], 2)
 
     own, foreign = look(sampled), look(other)
     assert abs(own.excess) < 0.15 and own.warning() is None

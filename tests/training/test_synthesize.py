@@ -11,10 +11,9 @@ from safetensors.torch import load_file
 from hf_drafthead import cli
 from hf_drafthead.data.texts import same_words, why_no_question
 from hf_drafthead.modeling import MedusaForCausalLM
-from hf_drafthead.training import answers, distill
-from hf_drafthead.training.answers import Answerer
+from hf_drafthead.training import answers, distill, endpoint
+from hf_drafthead.training.answers import Answerer, Sampling
 from hf_drafthead.training.distill import load_model, synthesize
-from hf_drafthead.training.endpoint import synthesize_from_endpoint
 from hf_drafthead.training.templates import ChatEncoder
 from tests.bases import tiny_base
 from tests.checkpoints import save_base
@@ -202,11 +201,9 @@ def test_every_template_shows_where_a_user_begins(name):
 def test_words_end_a_question_where_no_token_does(tmp_path):
     tokenizer = tokenizer_with(VICUNA)
     base = writing_base(tokenizer)
-    answerer = Answerer(
-        base, tokenizer, max_new_tokens=4, max_length=None, temperature=0.0, top_p=1.0, prompt_tokens=1, seed=0
-    )
-    task = answerer.begin_own(0, 1, True)
-    answerer._take_question(task, [], tokenizer(" where do birds go ASSISTANT: no", add_special_tokens=False).input_ids)
+    answerer = Answerer(base, tokenizer, Sampling(max_new_tokens=4, temperature=0.0, turns=1))
+    task = answerer.begin_own(0)
+    answerer.take_ids(task, [], tokenizer(" where do birds go ASSISTANT: no", add_special_tokens=False).input_ids)
     assert task.messages == [{"role": "user", "content": "where do birds go"}] and not task.done
 
 
@@ -220,20 +217,18 @@ def test_words_end_a_question_where_no_token_does(tmp_path):
     ],
 )
 def test_questions_that_cannot_be_asked_are_dropped(base, tokenizer, written, reason):
-    settings = {"max_new_tokens": 4, "max_length": None, "temperature": 0.0, "top_p": 1.0, "prompt_tokens": 1}
-    answerer = Answerer(base, tokenizer, **settings, seed=0)
-    task = answerer.begin_own(0, 1, True)
-    answerer._take_question(task, [], tokenizer(written, add_special_tokens=False).input_ids)
-    assert answerer.counts.dropped == ({} if reason is None else {reason: 1})
+    answerer = Answerer(base, tokenizer, Sampling(max_new_tokens=4, temperature=0.0, turns=1))
+    task = answerer.begin_own(0)
+    answerer.take_ids(task, [], tokenizer(written, add_special_tokens=False).input_ids)
+    assert answerer.report.dropped == ({} if reason is None else {reason: 1})
     assert (task.refused, task.done) == (reason, reason is not None)
 
 
 def test_a_server_writes_questions_too(tokenizer, tmp_path):
     with Server() as server:
         server.questions = (f"where do {chr(97 + number % 26)}{chr(97 + number // 26)} go a" for number in range(200))
-        report = synthesize_from_endpoint(
-            server.url, "letters", 6, tmp_path / "own.jsonl", tokenizer=tokenizer, turns=2, max_new_tokens=3
-        )
+        asked = endpoint.Server(server.url, "letters")
+        report = synthesize(asked, tokenizer, 6, tmp_path / "own.jsonl", turns=2, max_new_tokens=3)
     rows = read(tmp_path / "own.jsonl")
     assert report.written == len(rows) == 6
     assert {tuple(turn["role"] for turn in row["messages"]) for row in rows} == {("user", "assistant") * 2}
@@ -248,7 +243,7 @@ def test_a_server_writes_questions_too(tokenizer, tmp_path):
 
 def test_a_server_without_raw_prompts_is_named(tokenizer, tmp_path):
     with Server(lambda number: 404) as server, pytest.raises(OSError, match="answers 404 .*completes raw prompts"):
-        synthesize_from_endpoint(server.url, "letters", 2, tmp_path / "own.jsonl", tokenizer=tokenizer)
+        synthesize(endpoint.Server(server.url, "letters"), tokenizer, 2, tmp_path / "own.jsonl")
 
 
 def run(capsys, *arguments):
