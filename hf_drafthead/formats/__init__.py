@@ -4,7 +4,7 @@ from transformers import AutoConfig
 
 from hf_drafthead.formats.convert import Conversion, convert_checkpoint, converted
 from hf_drafthead.formats.export import Export, export_checkpoint
-from hf_drafthead.formats.medusa_vllm import MedusaVllmConfig
+from hf_drafthead.formats.medusa import MedusaVllmConfig
 
 AutoConfig.register(MedusaVllmConfig.model_type, MedusaVllmConfig, exist_ok=True)
 

@@ -12,15 +12,12 @@ from transformers import AutoTokenizer, GenerationConfig
 from transformers.configuration_utils import PreTrainedConfig
 
 from hf_drafthead.formats.disk import Source, new_folder, refuse_existing, write_safetensors
-from hf_drafthead.formats.heads import Heads, Joined
-from hf_drafthead.formats.layout import Layout, base_tensor, same_values
+from hf_drafthead.formats.layout import Heads, Layout, base_tensor, same_values
 from hf_drafthead.formats.layouts import find, published_base
 from hf_drafthead.modeling.base import DraftHeadPreTrainedModel
 from hf_drafthead.modeling.base_model import commit_of, fetch_config, full_name
 from hf_drafthead.modeling.checkpoint import WEIGHTS, check_tensors
 from hf_drafthead.modeling.config import DraftHeadConfig
-
-VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
 @dataclass(frozen=True)
@@ -98,21 +95,18 @@ def convert_checkpoint(
     if folder is not None:
         refuse_existing(folder)
     fetch = {key: value for key, value in {"revision": revision, "token": token, **hub}.items() if value is not None}
-    found, layout = find(name, fetch)
-    heads = _read(name, found, layout, fields or {})
-    report = _report(name, layout.name, heads)
-    if folder is None and base_model is None and heads.base is None and not heads.base_inside:
-        return report
-    base = None if base_model is None else os.fspath(base_model)
-    config = _config_of(name, found, heads, base, base_revision, fetch)
-    if folder is None:
-        return _report(name, layout.name, heads, config)
-    if heads.base_inside:
+    file, layout = find(name, fetch)
+    heads = _read(file, layout, fields or {})
+    config = None
+    if folder is not None or base_model is not None or heads.base is not None or heads.base_inside:
+        base = None if base_model is None else os.fspath(base_model)
+        config = _config_of(file, heads, base, base_revision, fetch)
+    if folder is not None and heads.base_inside:
         model: Any = heads.model_class.from_pretrained(name, convert=True, dtype="auto", **fetch)
         with new_folder(folder) as staged:
             model.save_pretrained(staged, include_base=True)
             _save_tokenizer(name, None, fetch, staged)
-    else:
+    elif folder is not None and config is not None:
         with new_folder(folder) as staged:
             config.save_pretrained(staged)
             write_safetensors(staged / WEIGHTS, {f"drafter.{key}": tensor for key, tensor in heads.tensors.items()})
@@ -120,7 +114,21 @@ def convert_checkpoint(
             settings.draft_tree = heads.tree
             settings.save_pretrained(staged)
             _save_tokenizer(config.base_model_name_or_path, config.base_model_revision, fetch, staged)
-    return _report(name, layout.name, heads, config, os.fspath(folder))
+    form = {key: value if config is None else getattr(config, key) for key, value in heads.fields.items()}
+    return Conversion(
+        source=name,
+        layout=layout.name,
+        family=(config or heads.model_class.config_class(**heads.fields)).family,
+        base=heads.base if config is None else config.base_model_name_or_path,
+        fields={
+            key: value.to_diff_dict() if isinstance(value, PreTrainedConfig) else value for key, value in form.items()
+        },
+        shapes={key: list(tensor.shape) for key, tensor in heads.tensors.items()},
+        sources={key: list(tensor.sources) for key, tensor in heads.tensors.items()},
+        dropped=heads.dropped,
+        notes=heads.notes,
+        folder=None if folder is None else os.fspath(folder),
+    )
 
 
 def converted(
@@ -145,20 +153,20 @@ def converted(
     Raises:
         OSError, ValueError: as `convert_checkpoint`; and the heads are of another family.
     """
-    found, layout = find(source, hub)
+    file, layout = find(source, hub)
     if not issubclass(layout.family, model_class):
         raise ValueError(
             f"{source!r} holds heads in the layout {layout.name!r}: load them with "
             f"{layout.family.__name__}.from_pretrained(..., convert=True)."
         )
-    heads = _read(source, found, layout, fields)
+    heads = _read(file, layout, fields)
     base = base_model if base_model is None or isinstance(base_model, nn.Module) else os.fspath(base_model)
-    config = _config_of(source, found, heads, base, base_revision, hub)
+    config = _config_of(file, heads, base, base_revision, hub)
     tensors = {f"drafter.{key}": tensor.tensor() for key, tensor in heads.tensors.items()}
     return config, tensors, {"draft_tree": heads.tree}
 
 
-def _read(name: str, found: Source, layout: Layout, fields: Mapping[str, Any]) -> Heads:
+def _read(file: Source, layout: Layout, fields: Mapping[str, Any]) -> Heads:
     """The heads, with the base that published ones of this name are known to be for.
 
     Raises:
@@ -170,28 +178,24 @@ def _read(name: str, found: Source, layout: Layout, fields: Mapping[str, Any]) -
             f"{unknown[0]!r} is no config field of {layout.family.__name__}: expected some of "
             f"{', '.join(sorted(known_fields))}."
         )
-    heads = layout.read(found, fields)
+    heads = layout.read(file, fields)
     heads.fields |= fields
-    if not heads.base and not heads.base_inside and (known := published_base(name)) is not None:
+    if not heads.base and not heads.base_inside and (known := published_base(file.name)) is not None:
         heads.base = known
         heads.notes.append(f"the layout names no base: {known} is the one that heads of this name were published for.")
     return heads
 
 
 def _config_of(
-    name: str,
-    found: Source,
-    heads: Heads,
-    base: str | nn.Module | None,
-    base_revision: str | None,
-    hub: Mapping[str, Any],
+    file: Source, heads: Heads, base: str | nn.Module | None, base_revision: str | None, hub: Mapping[str, Any]
 ) -> Any:
     """The family's config on its base, which fits the heads."""
-    commit: str | None = None
+    name = file.name
     if heads.base_inside:
         if base is not None:
             raise ValueError(f"{name!r} contains the base that its heads were trained with: drop base_model=.")
-        base, base_revision = name, found.commit or hub.get("revision")
+        base, base_revision = name, file.commit or hub.get("revision")
+    commit: str | None = None
     if isinstance(base, nn.Module):
         live: Any = base
         base_config: PreTrainedConfig = live.config
@@ -203,13 +207,14 @@ def _config_of(
                 f"{name!r} does not say which base its heads were trained for: give its id or path (base_model=, on "
                 "the command line --base)."
             )
-        if base is None and not os.path.isabs(base_name) and os.path.isdir(os.path.join(found.folder, base_name)):
-            base_name = os.path.join(found.folder, base_name)
+        if base is None and not os.path.isabs(base_name) and os.path.isdir(os.path.join(file.folder, base_name)):
+            base_name = os.path.join(file.folder, base_name)
         fetch = {key: value for key, value in hub.items() if key not in ("revision", "subfolder")}
         base_config = fetch_config(base_name, base_revision, **{"token": None, **fetch})
         commit = commit_of(base_name, {**fetch, "revision": base_revision or "main"})
-    _refuse_misfit(name, heads, base_config.get_text_config(), base_name or type(base).__name__)
-    _check_copies(name, heads, base if isinstance(base, nn.Module) else base_name, commit or base_revision)
+    called = base_name or type(base).__name__
+    _refuse_misfit(name, heads, base_config.get_text_config(), called)
+    _check_copies(name, heads, base if isinstance(base, nn.Module) else called, called, commit or base_revision)
     config: Any = heads.model_class.config_class(
         base_config=base_config,
         base_model_name_or_path=full_name(base_name) if base_name else None,
@@ -219,8 +224,8 @@ def _config_of(
     config.architectures = [heads.model_class.__name__]
     config.dtype = next(tensor.dtype for tensor in heads.tensors.values() if tensor.dtype.is_floating_point)
     blank = heads.model_class._blank(config, build_base=False)
-    shapes: Mapping[str, Any] = {f"drafter.{key}": tensor for key, tensor in heads.tensors.items()}
-    check_tensors(name, shapes, blank.state_dict())
+    tensors: Mapping[str, Any] = {f"drafter.{key}": tensor for key, tensor in heads.tensors.items()}
+    check_tensors(name, tensors, blank.state_dict())
     return config
 
 
@@ -237,24 +242,20 @@ def _refuse_misfit(name: str, heads: Heads, text: Any, base: str) -> None:
             )
 
 
-def _check_copies(name: str, heads: Heads, base: str | nn.Module | None, revision: str | None) -> None:
+def _check_copies(name: str, heads: Heads, base: str | nn.Module, called: str, revision: str | None) -> None:
     """Compare the base's tensors that the file holds a copy of with the base's own, where these are at hand."""
     for which, copy in heads.copies.items():
-        own = None if base is None else base_tensor(base, which, revision)
-        if own is None:
+        original = base_tensor(base, which, revision)
+        if original is None:
             heads.notes.append(
                 f"the {which} in the file were not compared with the base's: its weights are not on this machine."
             )
-        elif not same_values(copy, own):
+        elif not same_values(copy, original):
             raise ValueError(
-                f"{name!r} holds {which} that are not those of the base {_name_of(base)!r}: its heads were trained for "
+                f"{name!r} holds {which} that are not those of the base {called!r}: its heads were trained for "
                 "another base, or have some of their own; give the base that they were trained for (base_model=, on "
                 "the command line --base), or convert the file that these were made of."
             )
-
-
-def _name_of(base: Any) -> str:
-    return base if isinstance(base, str) else getattr(base, "name_or_path", "") or type(base).__name__
 
 
 def _save_tokenizer(base: str | None, revision: str | None, hub: Mapping[str, Any], folder: Any) -> None:
@@ -264,25 +265,6 @@ def _save_tokenizer(base: str | None, revision: str | None, hub: Mapping[str, An
         AutoTokenizer.from_pretrained(base, revision=revision or "main", **fetch).save_pretrained(folder)
     except (OSError, ValueError, KeyError, ImportError):
         return  # heads without a tokenizer are loaded with the base's
-
-
-def _report(name: str, layout: str, heads: Heads, config: Any = None, folder: str | None = None) -> Conversion:
-    fields = ((key, value if config is None else getattr(config, key)) for key, value in heads.fields.items())
-    plain = {key: value.to_diff_dict() if isinstance(value, PreTrainedConfig) else value for key, value in fields}
-    joined: dict[str, Joined] = heads.tensors
-    base = heads.base if config is None else config.base_model_name_or_path
-    return Conversion(
-        source=name,
-        layout=layout,
-        family=(config or heads.model_class.config_class(**heads.fields)).family,
-        base=base,
-        fields=plain,
-        shapes={key: list(tensor.shape) for key, tensor in joined.items()},
-        sources={key: list(tensor.sources) for key, tensor in joined.items()},
-        dropped=dict(heads.dropped),
-        notes=list(heads.notes),
-        folder=folder,
-    )
 
 
 def _open(name: str) -> str:

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_drafthead.formats.heads import Joined
-from hf_drafthead.modeling.checkpoint import fetch_file, map_tensors
+from hf_drafthead.modeling.checkpoint import commit_in, fetch_file, is_missing_folder, map_tensors, weights_in
+from hf_drafthead.modeling.files import read_json
 
 CONFIG = "config.json"
 # Files of heads alone, and files of a whole model; in each group safetensors come before pickles.
@@ -32,9 +32,36 @@ GROUPS = (
     ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json"),
 )
 ENDINGS = (".safetensors", ".pt", ".bin", ".pth")
-INDEX = ".index.json"
 COMPILED = re.compile(r"(?<![^.])_orig_mod\.")
 ENVELOPES = ("state_dict", "model", "module", "model_state_dict")  # under which trainers put the tensors
+
+
+@dataclass(frozen=True)
+class Joined:
+    """A tensor that consists of other tensors, one behind the other in memory; nothing is copied before it is used.
+
+    Joining along the first dimension, and stacking, are both just that.
+
+    Args:
+        parts: tensors of one type.
+        shape: of the whole.
+        sources: what the parts are called in the file that they come from.
+    """
+
+    parts: tuple[Tensor, ...]
+    shape: tuple[int, ...]
+    sources: tuple[str, ...] = ()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of every part."""
+        return self.parts[0].dtype
+
+    def tensor(self) -> Tensor:
+        """The whole; a single part of the right shape is returned as it is."""
+        if len(self.parts) == 1:
+            return self.parts[0].view(self.shape)
+        return torch.cat([part.reshape(-1) for part in self.parts]).view(self.shape)
 
 
 @dataclass(frozen=True)
@@ -47,7 +74,6 @@ class Source:
         config: what config.json says; empty without one.
         tensors: by their names in the files; mapped from disk where the file allows it.
         commit: of the Hub, if it came from there.
-        folder: where the files lie here.
     """
 
     name: str
@@ -61,11 +87,6 @@ class Source:
         """Where the files lie on this machine."""
         return os.path.dirname(self.files[0])
 
-    @property
-    def nbytes(self) -> int:
-        """Size of the files."""
-        return sum(os.path.getsize(file) for file in self.files)
-
 
 def find_sources(name: str, hub: Mapping[str, Any]) -> list[Source]:
     """The weights at a place: usually one file; several where heads and a model lie side by side.
@@ -78,10 +99,12 @@ def find_sources(name: str, hub: Mapping[str, Any]) -> list[Source]:
         OSError: there is nothing to read, or what is there cannot be read.
     """
     if os.path.isfile(name):
-        return [_source(name, [name], _read_config(_beside(name)), None)]
-    if not os.path.isdir(name) and (os.path.isabs(name) or name.startswith((".", "~")) or name.count("/") > 1):
+        beside = os.path.join(os.path.dirname(name), CONFIG)
+        return [_source(name, [name], beside if os.path.isfile(beside) else None)]
+    if is_missing_folder(name):
         raise OSError(f"there is no file or folder {name!r}: give one, or the id of a repository on the Hub.")
-    groups = [found for group in GROUPS if (found := _first_of(name, group, hub)) is not None]
+    held = ((weights_in(name, file, hub) for file in group) for group in GROUPS)
+    groups = [files for group in held if (files := next(filter(None, group), None)) is not None]
     if not groups and os.path.isdir(name):
         other = sorted(str(path) for path in Path(name).iterdir() if path.name.endswith(ENDINGS))
         if len(other) > 1:
@@ -90,15 +113,16 @@ def find_sources(name: str, hub: Mapping[str, Any]) -> list[Source]:
     if not groups:
         known = ", ".join(name for group in GROUPS for name in group[:2])
         raise OSError(f"{name!r} holds no weights: expected one of {known}, ... or give the file itself.")
-    config = _read_config(fetch_file(name, CONFIG, hub))
-    return [_source(name, files, config, _commit_of(files[0])) for files in groups]
+    config = fetch_file(name, CONFIG, hub)
+    return [_source(name, files, config) for files in groups]
 
 
-def _source(name: str, files: list[str], config: dict[str, Any], commit: str | None) -> Source:
+def _source(name: str, files: list[str], config: str | None) -> Source:
     tensors: dict[str, Tensor] = {}
     for file in files:
         tensors |= map_tensors([file]) if file.endswith(".safetensors") else read_pickle(file)
-    return Source(name, tuple(files), config, plain_names(tensors), commit)
+    fields = read_json(config) if config else {}
+    return Source(name, tuple(files), fields, plain_names(tensors), commit_in(files[0]))
 
 
 def plain_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -113,48 +137,6 @@ def plain_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     if "model.fc.weight" in named:  # an EAGLE head as the inner model of a causal language model
         named = {name.removeprefix("model."): tensor for name, tensor in named.items()}
     return named if len(named) == len(tensors) else dict(tensors)
-
-
-def _first_of(name: str, group: tuple[str, ...], hub: Mapping[str, Any]) -> list[str] | None:
-    for candidate in group:
-        found = fetch_file(name, candidate, hub)
-        if found is None:
-            continue
-        if not candidate.endswith(INDEX):
-            return [found]
-        shards = sorted(set(_read_config(found).get("weight_map", {}).values()))
-        files = [fetch_file(name, shard, hub) for shard in shards]
-        missing = [shard for shard, file in zip(shards, files, strict=True) if file is None]
-        if missing or not shards:
-            raise OSError(
-                f"{name!r} lacks {missing[0] if missing else 'the files'}, which its {candidate} names: copy or "
-                "download the checkpoint again."
-            )
-        return [file for file in files if file is not None]
-    return None
-
-
-def _beside(file: str) -> str | None:
-    config = os.path.join(os.path.dirname(file), CONFIG)
-    return config if os.path.isfile(config) else None
-
-
-def _read_config(file: str | None) -> dict[str, Any]:
-    if file is None:
-        return {}
-    try:
-        config = json.loads(Path(file).read_text(encoding="utf-8-sig"))
-    except ValueError as error:
-        raise OSError(f"{file!r} is not readable JSON ({error}): copy or download it again.") from None
-    if not isinstance(config, dict):
-        raise OSError(f"{file!r} is not a JSON object: copy or download it again.")
-    return config
-
-
-def _commit_of(file: str) -> str | None:
-    """The commit in the path of a file of the Hub's cache."""
-    found = re.search(r"/snapshots/([0-9a-f]{40})/", Path(file).as_posix())
-    return found[1] if found else None
 
 
 def read_pickle(file: str) -> dict[str, Tensor]:
@@ -219,36 +201,23 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor | Joined]) -> Non
         path: of the file.
         tensors: by name, of the types above.
     """
-    joined = {
-        name: one if isinstance(one, Joined) else Joined((one,), tuple(one.shape), (name,))
-        for name, one in tensors.items()
-    }
+    parts = {name: tensor.parts if isinstance(tensor, Joined) else (tensor,) for name, tensor in tensors.items()}
     # Wider types first, as the library orders them: then every tensor begins at a multiple of its type's size.
-    order = sorted(joined, key=lambda name: (-joined[name].dtype.itemsize, name))
+    order = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
     for name in order:
-        one = joined[name]
-        end = at + one.nbytes
-        header[name] = {"dtype": TYPES[one.dtype], "shape": list(one.shape), "data_offsets": [at, end]}
+        end = at + sum(part.nbytes for part in parts[name])
+        dtype, shape = TYPES[tensors[name].dtype], list(tensors[name].shape)
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [at, end]}
         at = end
     head = json.dumps(header, separators=(",", ":")).encode()
     head += b" " * (-len(head) % ALIGNMENT)
     with open(path, "wb") as file:
         file.write(struct.pack("<Q", len(head)) + head)
         for name in order:
-            for part in joined[name].parts:
+            for part in parts[name]:
                 file.write(part.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-
-
-def write_pickle(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write a state dict as `torch.save` does; a row of a larger tensor is copied, or all of it would be stored."""
-    torch.save({name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}, path)
-
-
-def write_config(path: Path, fields: Mapping[str, Any]) -> None:
-    """Write one JSON object, as transformers lays it out."""
-    path.write_text(json.dumps(fields, indent=2, sort_keys=True, default=str) + "\n", encoding="utf-8")
 
 
 def refuse_existing(folder: str | os.PathLike) -> None:

@@ -15,12 +15,23 @@ import torch
 from torch import Tensor
 
 from hf_drafthead.formats.disk import Source
-from hf_drafthead.formats.heads import INPUT, OUTPUT, Heads, Reader
 from hf_drafthead.formats.layer_config import llama_fields, read_layer_config
-from hf_drafthead.formats.layout import Files, Layout, Own, read_base_tensor, refuse, refuse_own_base
+from hf_drafthead.formats.layout import (
+    INPUT,
+    OUTPUT,
+    Files,
+    Heads,
+    Layout,
+    Loss,
+    Reader,
+    SavedHeads,
+    read_base_tensor,
+    renamed,
+)
 from hf_drafthead.modeling import EagleForCausalLM
 
 LAYER = "layers.0."
+PREFIXES = (("body.layer.", LAYER), ("fc.", "fc."))
 COPIES = {"embed_tokens.weight": INPUT, "lm_head.weight": OUTPUT}
 LAYER_KINDS = ("llama", "mistral", "qwen2")  # layers of one form; Qwen2's has biases on queries, keys and values
 ARCHITECTURES = {"vllm": "LlamaForCausalLM", "sglang": "LlamaForCausalLMEagle", "eagle": "LlamaForCausalLM"}
@@ -38,71 +49,56 @@ class Eagle(Layout):
         needed = {"fc.weight", f"{LAYER}self_attn.q_proj.weight"}
         return needed <= names and f"{LAYER}hidden_norm.weight" not in names
 
-    def read(self, source: Source, given: Mapping[str, Any]) -> Heads:
+    def read(self, source: Source, fields: Mapping[str, Any]) -> Heads:
         reader, config = Reader(source.name, source.tensors), source.config
-        hidden_size = reader.take("fc.weight").shape[0]
-        tensors = {"fc.weight": reader.one("fc.weight", (hidden_size, 2 * hidden_size))}
-        there = "fc.bias" in reader
-        biased = there and bool(reader.take("fc.bias", (hidden_size,)).any())
-        if biased:
-            tensors["fc.bias"] = reader.one("fc.bias")
-        elif there:
-            reader.drop("fc.bias", "zeros, which SGLang needs and which are the same as no bias")
-        notes: list[str] = []
-        if config and config.get("bias", True) != there:
+        hidden_size = len(reader.take("fc.weight"))
+        reader.take("fc.weight", (hidden_size, 2 * hidden_size))
+        held = "fc.bias" in reader
+        biased = held and bool(reader.take("fc.bias", (hidden_size,)).any())
+        if config and config.get("bias", True) != held:
             said = f"bias {config['bias']!r}" if "bias" in config else "nothing of fc's bias, which means True"
-            notes.append(f"config.json says {said}, the file has {'one' if there else 'none'}: the tensors are right.")
+            reader.notes.append(
+                f"config.json says {said}, the file has {'one' if held else 'none'}: the tensors are right."
+            )
         if f"{LAYER}input_layernorm.weight" in reader:
             raise ValueError(
                 f"{source.name!r} has {LAYER + 'input_layernorm.weight'!r}: the first layer of EAGLE heads has no norm "
                 "before attention, these are of another kind and cannot be converted."
             )
-        copies = {}
-        for key, which in COPIES.items():
-            if key in reader:
-                copies[which] = reader.drop(key, f"a copy of the base's {which}")
-        vocab_size = next((tensor.shape[0] for tensor in copies.values()), None)
-        wanted = vocab_size or config.get("vocab_size", 0)
-        layer_config = read_layer_config(reader, LAYER, config, hidden_size, wanted, notes)
-        for key in source.tensors:
-            if key.startswith(LAYER):
-                name = f"body.layer.{key.removeprefix(LAYER)}"
-                if key.endswith("inv_freq"):
-                    reader.drop(key, "computed from the config")
-                else:
-                    tensors[name] = reader.one(key)
-        fields = {"fc_bias": biased, "layer_config": layer_config}
-        heads = Heads(EagleForCausalLM, fields, tensors, hidden_size, vocab_size, copies=copies, notes=notes)
-        heads.tree, heads.dropped = "eagle_mc_sim_7b_63", reader.dropped
-        reader.finish(self.name)
-        return heads
+        copies = {
+            which: reader.drop(key, f"a copy of the base's {which}") for key, which in COPIES.items() if key in reader
+        }
+        vocab_size = next(map(len, copies.values()), None)
+        layer_config = read_layer_config(reader, LAYER, config, hidden_size, vocab_size or config.get("vocab_size", 0))
+        tensors = reader.renamed(PREFIXES)
+        if held and not biased:
+            reader.drop("fc.bias", "zeros, which SGLang needs and which are the same as no bias")
+            del tensors["fc.bias"]
+        form = {"fc_bias": biased, "layer_config": layer_config}
+        return reader.heads(self, form, tensors, hidden_size, vocab_size, copies=copies, tree="eagle_mc_sim_7b_63")
 
-    def write(self, own: Own, target: str, fold_bias: bool = False) -> Files:
-        config, layer = own.config, own.config.own_layer
-        text = config.get_text_config()
-        refuse_own_base(own, target)
+    def write(self, saved: SavedHeads, target: str) -> Files:
+        config, layer = saved.config, saved.config.own_layer
         if list(config.feature_layers) != [-1]:
-            refuse(
-                own,
-                target,
+            raise Loss(
                 f"it reads the hidden states {list(config.feature_layers)} of the base, and the target the last one",
                 "train it with feature_layers=[-1]",
             )
         if layer.model_type not in LAYER_KINDS:
-            refuse(
-                own,
-                target,
+            raise Loss(
                 f"its layer is that of a {layer.model_type!r} model, and the target builds a Llama's",
                 "train it with layer_config= of a Llama",
             )
-        tensors = {name: own.tensors[name] for name in ("fc.weight", "fc.bias") if name in own.tensors}
-        for key, tensor in own.tensors.items():
-            if key.startswith("body.layer."):
-                tensors[LAYER + key.removeprefix("body.layer.")] = tensor
-        biased = f"{LAYER}self_attn.q_proj.bias" in tensors
-        about = llama_fields(layer, text.vocab_size) | {"architectures": [ARCHITECTURES[target]]}
-        if biased:
-            _refuse_biases(own, target, tensors)
+        names = {key: renamed(key, PREFIXES) for key in saved.tensors}
+        tensors = {name: saved.tensors[key] for key, name in names.items() if name is not None}
+        about = llama_fields(layer, config.get_text_config().vocab_size) | {"architectures": [ARCHITECTURES[target]]}
+        biases = {f"{LAYER}{name}.bias" for name in ("self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj")}
+        if biases := biases & set(tensors):
+            if target == "sglang" or biases != {f"{LAYER}self_attn.q_proj.bias"}:
+                raise Loss(
+                    "its layer has biases on projections where the target has none, and would drop them",
+                    "train it with layer_config= of a Llama without biases",
+                )
             about["qkv_bias"] = True
         notes = []
         if target == "eagle":
@@ -115,15 +111,13 @@ class Eagle(Layout):
                 "--speculative-draft-model-path FOLDER"
             )
         elif config.fc_bias:
-            if not fold_bias:
-                refuse(
-                    own,
-                    target,
+            if not saved.fold_bias:
+                raise Loss(
                     "fc has a bias, which vLLM drops without a word",
                     "let --fold-bias (fold_bias=True) move it into embeddings of its own, which adds a tensor of the "
                     "vocabulary's size, or train a head with fc_bias=False",
                 )
-            tensors["embed_tokens.weight"], note = folded_embeddings(own, target)
+            tensors["embed_tokens.weight"], note = folded_embeddings(saved)
             del tensors["fc.bias"]
             notes.append(note)
         if target == "vllm":
@@ -134,26 +128,11 @@ class Eagle(Layout):
         return Files("model.safetensors", tensors, about, notes)
 
 
-def _refuse_biases(own: Own, target: str, tensors: Mapping[str, Tensor]) -> None:
-    """Refuse a layer with biases where the target's layer has none, or has one where this one has not.
-
-    Raises:
-        ValueError: it is so.
-    """
-    if target == "sglang" or f"{LAYER}self_attn.o_proj.bias" in tensors or f"{LAYER}mlp.gate_proj.bias" in tensors:
-        refuse(
-            own,
-            target,
-            "its layer has biases on projections where the target has none, and would drop them",
-            "train it with layer_config= of a Llama without biases",
-        )
-
-
 FOLDED_AT_ONCE = 4096
 TOLERANCE = 0.01  # of the bias's largest entry
 
 
-def folded_embeddings(own: Own, target: str) -> tuple[Tensor, str]:
+def folded_embeddings(saved: SavedHeads) -> tuple[Tensor, str]:
     """The embeddings to store with the head, and a note that says how exact they are.
 
     EAGLE's bias of fc is moved into them, for engines that drop it: fc reads [e; h], so W_e e + W_h h + b =
@@ -163,30 +142,28 @@ def folded_embeddings(own: Own, target: str) -> tuple[Tensor, str]:
         (V, H) in the type of the head's weights.
 
     Raises:
-        ValueError: the base's embeddings are not on this machine, or the sums, rounded to that type, change the bias
-            by more than a hundredth.
+        Loss: the base's embeddings are not on this machine, or the sums, rounded to that type, change the bias by more
+            than a hundredth.
     """
-    embeddings = read_base_tensor(own, INPUT, target)
-    weight, bias = own.tensors["fc.weight"], own.tensors["fc.bias"].double()
+    embeddings = read_base_tensor(saved, INPUT)
+    weight, bias = saved.tensors["fc.weight"], saved.tensors["fc.bias"].double()
     reads_embedding = weight[:, : weight.shape[0]].double()
     try:
         shift = torch.linalg.solve(reads_embedding, bias)
     except torch.linalg.LinAlgError:
-        refuse(own, target, "the half of fc that reads embeddings is singular", "train a head with fc_bias=False")
-    condition = torch.linalg.cond(reads_embedding, p=1).item()
+        raise Loss("the half of fc that reads embeddings is singular", "train a head with fc_bias=False") from None
     pieces, residual = [], 0.0
     for rows in embeddings.split(FOLDED_AT_ONCE):
-        exact = rows.double() + shift
-        stored = exact.to(weight.dtype)
+        stored = (rows.double() + shift).to(weight.dtype)
         # what fc makes of the stored row, against what it makes of the row and the bias
         off = (stored.double() - rows.double()) @ reads_embedding.T - bias
         residual = max(residual, off.abs().max().item())
         pieces.append(stored)
     largest = bias.abs().max().item()
-    found = (
+    exactness = (
         f"the bias of fc is off by up to {residual:.1e} in {str(weight.dtype).removeprefix('torch.')}, its largest "
-        f"entry being {largest:.1e} (condition of fc's left half {condition:.1e})"
+        f"entry being {largest:.1e} (condition of fc's left half {torch.linalg.cond(reads_embedding, p=1).item():.1e})"
     )
     if residual > TOLERANCE * largest:
-        refuse(own, target, f"folded into embeddings, {found}", "train a head with fc_bias=False")
-    return torch.cat(pieces), f"folded into {INPUT} of its own, {found}."
+        raise Loss(f"folded into embeddings, {exactness}", "train a head with fc_bias=False")
+    return torch.cat(pieces), f"folded into {INPUT} of its own, {exactness}."

@@ -14,21 +14,38 @@ inputs for vLLM; without them, all read the inputs of layers 2, L // 2 and L - 3
 normed state back for the engines, and not for SpecForge.
 """
 
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from hf_drafthead.formats.disk import Source
-from hf_drafthead.formats.eagle3_tensors import layer_prefix, own_tensors, read_pair_head
-from hf_drafthead.formats.heads import INPUT, Heads
-from hf_drafthead.formats.layer_config import llama_fields
-from hf_drafthead.formats.layout import Files, Layout, Own, base_tensor, refuse, refuse_own_base, same_values
+from hf_drafthead.formats.disk import Joined, Source
+from hf_drafthead.formats.layer_config import llama_fields, read_layer_config
+from hf_drafthead.formats.layout import (
+    INPUT,
+    Files,
+    Heads,
+    Layout,
+    Loss,
+    Prefixes,
+    Reader,
+    SavedHeads,
+    base_tensor,
+    renamed,
+    same_values,
+)
 from hf_drafthead.modeling.eagle3 import Eagle3ForCausalLM
 
 IDS = "eagle_aux_hidden_state_layer_ids"
 WRITTEN_FOR = "hf_drafthead_export"  # the target, in what is written here: it settles what the layout leaves open
 LLAMA_LAYERS = ("llama", "mistral")
+FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")  # config fields, named alike everywhere
+FIRST = ("midlayer.", "layers.0.")
+LATER = re.compile(r"layers\.(\d+)\.")
+LEGACY_NORMS = ["aux_norm_low.weight", "aux_norm_mid.weight", "aux_norm_high.weight"]
+COPIES_OF_THE_BASE = ("verifier_norm.weight", "verifier_lm_head.weight")
 
 
 class Eagle3(Layout):
@@ -41,44 +58,38 @@ class Eagle3(Layout):
     def detect(self, keys: Iterable[str], config: Mapping[str, Any]) -> bool:
         return layer_prefix(keys) is not None and "speculators_model_type" not in config
 
-    def read(self, source: Source, given: Mapping[str, Any]) -> Heads:
+    def read(self, source: Source, fields: Mapping[str, Any]) -> Heads:
         config = source.config
         flags = {
-            "feature_layers": _features(source, given),
+            "feature_layers": _features(source, fields),
             "norm_before_residual": bool(config.get("norm_before_residual", False)),
-            "norm_output": _norm_output(source, given),
+            "norm_output": _norm_output(source, fields),
         }
-        heads = read_pair_head(source, config, flags, self.name)
-        heads.base = config.get("base_model_name_or_path")
-        return heads
+        return read_pair_head(self, source, config, flags, config.get("base_model_name_or_path"))
 
-    def write(self, own: Own, target: str, fold_bias: bool = False) -> Files:
-        config, layer, text = own.config, own.config.own_layer, own.config.get_text_config()
-        refuse_own_base(own, target)
-        _refuse_what_is_lost(own, target)
-        tensors, notes = own_tensors(own, "midlayer." if config.num_layers == 1 else "layers.0.", target)
+    def write(self, saved: SavedHeads, target: str) -> Files:
+        config, layer, text = saved.config, saved.config.own_layer, saved.config.get_text_config()
+        _refuse_what_is_lost(saved, target)
+        tensors, notes = split_tensors(saved, "midlayer." if config.num_layers == 1 else "layers.0.")
         about = llama_fields(layer, text.vocab_size) | {
             "architectures": ["LlamaForCausalLM" if target == "eagle3" else "LlamaForCausalLMEagle3"],
             "num_hidden_layers": config.num_layers,
             "draft_vocab_size": config.draft_vocab_size,
-            "norm_before_residual": config.norm_before_residual,
-            "norm_before_fc": config.norm_before_fc,
-            "fc_norm": config.fc_norm,
-            "norm_output": config.norm_output,
-            "base_model_name_or_path": own.base,
+            **{name: getattr(config, name) for name in FLAGS},
+            "base_model_name_or_path": saved.base,
             WRITTEN_FOR: target,
         }
         if layer.hidden_size != text.hidden_size or (target == "eagle3" and config.own_embeddings):
             about["target_hidden_size"] = text.hidden_size  # the original code reads the head's own embeddings then
         if target == "sglang" and config.own_embeddings and layer.hidden_size == text.hidden_size:
-            _drop_equal_embeddings(own, target, tensors, notes)
+            _drop_equal_embeddings(saved, tensors, notes)
         features = list(config.feature_layers)
         if features != published_features(text.num_hidden_layers):
             if target == "sglang":
                 about["eagle_config"] = {"use_aux_hidden_state": True, IDS: [layer - 1 for layer in features]}
             else:
                 about |= {IDS: features, "num_aux_hidden_states": len(features)}
-        return Files("model.safetensors", tensors, about, [*notes, _launch(own, target)])
+        return Files("model.safetensors", tensors, about, [*notes, _launch(saved, target)])
 
 
 def published_features(layers: int) -> list[int]:
@@ -86,14 +97,14 @@ def published_features(layers: int) -> list[int]:
     return [2, layers // 2, layers - 3]
 
 
-def _features(source: Source, given: Mapping[str, Any]) -> list[int] | None:
+def _features(source: Source, fields: Mapping[str, Any]) -> list[int] | None:
     """The inputs of which layers of the base are read; None for the published ones.
 
     Raises:
         ValueError: the config has numbers that mean different layers to different engines.
     """
-    if given.get("feature_layers") is not None:
-        return list(given["feature_layers"])
+    if fields.get("feature_layers") is not None:
+        return list(fields["feature_layers"])
     config = source.config
     nested = config.get("eagle_config") or {}
     ids = config.get(IDS) or nested.get(IDS)
@@ -111,14 +122,14 @@ def _features(source: Source, given: Mapping[str, Any]) -> list[int] | None:
     )
 
 
-def _norm_output(source: Source, given: Mapping[str, Any]) -> bool:
+def _norm_output(source: Source, fields: Mapping[str, Any]) -> bool:
     """Whether the normed output is fed back.
 
     Raises:
         ValueError: the config says so, but not in whose sense.
     """
-    if given.get("norm_output") is not None:
-        return bool(given["norm_output"])
+    if fields.get("norm_output") is not None:
+        return bool(fields["norm_output"])
     if source.config.get("norm_output") and WRITTEN_FOR not in source.config:
         raise ValueError(
             f"{source.name!r} has norm_output in its config.json, which has SGLang and vLLM feed the normed output "
@@ -128,79 +139,83 @@ def _norm_output(source: Source, given: Mapping[str, Any]) -> bool:
     return bool(source.config.get("norm_output"))
 
 
-def _refuse_what_is_lost(own: Own, target: str) -> None:
+def check_features(saved: SavedHeads, engine: str) -> None:
+    """Refuse feature layers in another order than engines read them in.
+
+    Raises:
+        Loss: they are.
+    """
+    features = list(saved.config.feature_layers)
+    if features != sorted(features):
+        raise Loss(f"it reads the layers {features}, and {engine}", "train it with ascending feature_layers")
+
+
+def _refuse_what_is_lost(saved: SavedHeads, target: str) -> None:
     """Refuse what the target has no field for, and would run wrongly without a word.
 
     Raises:
-        ValueError: there is something.
+        Loss: there is something.
     """
-    config, layer, text = own.config, own.config.own_layer, own.config.get_text_config()
+    config, layer = saved.config, saved.config.own_layer
+    features, published = list(config.feature_layers), published_features(config.get_text_config().num_hidden_layers)
     elsewhere = "use --to vllm or --to speculators"
     if config.fc_bias:
-        refuse(own, target, "fc has a bias, which the target drops or gives to attention too", "train without fc_bias")
+        raise Loss("fc has a bias, which the target drops or gives to attention too", "train without fc_bias")
     if layer.model_type not in LLAMA_LAYERS:
         what = f"its layer is that of a {layer.model_type!r} model, and the target builds a Llama's"
-        refuse(own, target, what, "use --to speculators, or train it with layer_config= of a Llama")
-    if any(key.startswith("body.") and key.endswith(".bias") for key in own.tensors):
-        refuse(
-            own, target, "its layer has biases, which the target drops", "use --to speculators, or train without them"
-        )
+        raise Loss(what, "use --to speculators, or train it with layer_config= of a Llama")
+    if any(key.startswith("body.") and key.endswith(".bias") for key in saved.tensors):
+        raise Loss("its layer has biases, which the target drops", "use --to speculators, or train without them")
     if config.window is not None:
         what = f"its layer sees {config.window} positions, and the target's all of them"
-        refuse(own, target, what, "use --to speculators")
-    if list(config.feature_layers) != sorted(config.feature_layers):
-        what = f"it reads the layers {list(config.feature_layers)}, and engines sort them"
-        refuse(own, target, what, "train it with ascending feature_layers")
+        raise Loss(what, "use --to speculators")
+    check_features(saved, "engines sort them")
     if target == "vllm":
         return
     if config.num_layers > 1:
-        refuse(own, target, f"it has {config.num_layers} layers, and the target runs one", elsewhere)
+        raise Loss(f"it has {config.num_layers} layers, and the target runs one", elsewhere)
     if config.norm_before_residual:
-        refuse(own, target, "the target has no norm_before_residual and adds the state before the norm", elsewhere)
-    if len(config.feature_layers) != 3:
-        refuse(own, target, f"it reads {len(config.feature_layers)} hidden states, and the target three", elsewhere)
+        raise Loss("the target has no norm_before_residual and adds the state before the norm", elsewhere)
+    if len(features) != 3:
+        raise Loss(f"it reads {len(features)} hidden states, and the target three", elsewhere)
     if target == "sglang":
-        if 0 in config.feature_layers:
+        if 0 in features:
             what = "it reads the embeddings (feature layer 0), and the target numbers the outputs of layers"
-            refuse(own, target, what, elsewhere)
+            raise Loss(what, elsewhere)
         return
-    for name in ("norm_before_fc", "fc_norm", "norm_output"):
+    for name in FLAGS[1:]:
         if getattr(config, name):
-            refuse(own, target, f"the original code has no {name} and leaves it out", "use --to sglang or --to vllm")
-    if list(config.feature_layers) != published_features(text.num_hidden_layers):
-        what = (
-            f"it reads the layers {list(config.feature_layers)} of the base, and the original code always "
-            f"{published_features(text.num_hidden_layers)}"
-        )
-        refuse(own, target, what, elsewhere)
+            raise Loss(f"the original code has no {name} and leaves it out", "use --to sglang or --to vllm")
+    if features != published:
+        raise Loss(f"it reads the layers {features} of the base, and the original code always {published}", elsewhere)
     if layer.head_dim * layer.num_attention_heads != layer.hidden_size:
         what = (
             f"its {layer.num_attention_heads} attention heads are {layer.head_dim} wide, and the original code divides "
             f"the hidden size {layer.hidden_size} by their number"
         )
-        refuse(own, target, what, elsewhere)
+        raise Loss(what, elsewhere)
     kind = (layer.rope_parameters or {}).get("rope_type", "default")
     if kind not in ("default", "linear", "dynamic"):
-        refuse(own, target, f"its rotary positions are scaled in the way {kind!r}, which it does not know", elsewhere)
+        raise Loss(f"its rotary positions are scaled in the way {kind!r}, which it does not know", elsewhere)
 
 
-def _drop_equal_embeddings(own: Own, target: str, tensors: dict[str, Tensor], notes: list[str]) -> None:
+def _drop_equal_embeddings(saved: SavedHeads, tensors: dict[str, Tensor], notes: list[str]) -> None:
     """Leave out embeddings for an engine that puts the base's in their place, if they are the base's.
 
     Raises:
-        ValueError: they are not, or the base's are not on this machine.
+        Loss: they are not, or the base's are not on this machine.
     """
-    theirs = base_tensor(own.base_model or own.base or {}, INPUT)
+    theirs = base_tensor(saved.base_model or saved.base or {}, INPUT)
     if theirs is None or not same_values(tensors["embed_tokens.weight"], theirs):
         what = "it has embeddings of its own, in the place of which SGLang puts the base's, where both are as wide"
         why = "" if theirs is not None else " (whether they differ cannot be told: the base is not on this machine)"
-        refuse(own, target, what + why, "use --to vllm or --to speculators")
+        raise Loss(what + why, "use --to vllm or --to speculators")
     del tensors["embed_tokens.weight"]
     notes.append(f"the {INPUT} are the base's and are left out: SGLang takes the base's.")
 
 
-def _launch(own: Own, target: str) -> str:
-    depth = own.config.num_draft_heads
+def _launch(saved: SavedHeads, target: str) -> str:
+    depth = saved.config.num_draft_heads
     if target == "sglang":
         return (
             "python -m sglang.launch_server --model-path BASE --speculative-algorithm EAGLE3 "
@@ -212,3 +227,185 @@ def _launch(own: Own, target: str) -> str:
             f'"num_speculative_tokens": {min(depth, 5)}}}\'; it drafts a chain, without a tree'
         )
     return "EaModel.from_pretrained(base_model_path=BASE, ea_model_path=FOLDER, use_eagle3=True)"
+
+
+# ---- the tensors, which all layouts name alike but for the first layer ----------------------------------------------
+
+
+def layer_prefix(keys: Iterable[str]) -> str | None:
+    """What the names of the first layer begin with; None if there is no such layer."""
+    names = set(keys)
+    return next((prefix for prefix in FIRST if f"{prefix}hidden_norm.weight" in names), None)
+
+
+def _prefixes(first: str, layers: int) -> Prefixes:
+    """How the layers are called here and there, where the first is called `first`."""
+    return [("body.layer.", first), *((f"body.more.{n - 1}.", f"layers.{n}.") for n in range(1, layers))]
+
+
+def read_pair_head(
+    layout: Layout, source: Source, layer: Mapping[str, Any], flags: dict[str, Any], base: str | None
+) -> Heads:
+    """An EAGLE-3 head; its sizes, number of layers and norms are those of the tensors.
+
+    Args:
+        layout: that it is in.
+        source: of the file.
+        layer: config of the decoder layer, with a Llama's fields, among which are those of the head too.
+        flags: config fields that no tensor tells: `feature_layers`, `norm_before_residual`, `norm_output`.
+        base: the base that the layout names.
+
+    Raises:
+        ValueError: a tensor is missing or of another shape, or the draft vocabulary is lost.
+    """
+    reader, config = Reader(source.name, source.tensors), source.config
+    first = layer_prefix(source.tensors)
+    assert first is not None
+    width, wide = reader.take("fc.weight").shape
+    target_width = config.get("target_hidden_size") or width
+    count, rest = divmod(wide, target_width)
+    wanted = flags["feature_layers"]
+    if rest or count != (3 if wanted is None else len(wanted)):
+        raise ValueError(
+            f"{source.name!r} has 'fc.weight' {[width, wide]}, which joins {wide / target_width:g} hidden states of "
+            f"width {target_width}, but {'three are published' if wanted is None else f'feature_layers is {wanted}'}: "
+            "give feature_layers= (on the command line --set) or correct target_hidden_size."
+        )
+    vocab_size = _vocabulary(reader, layer)
+    if "lm_head.weight" in reader:
+        draft_size = len(reader.take("lm_head.weight"))
+    else:
+        draft_size = len(reader.tensors["d2t"]) if "d2t" in reader else config.get("draft_vocab_size") or vocab_size
+        reader.notes.append("the file has no lm_head: the base's is used.")
+    tensors = {"fc.weight": reader.one("fc.weight"), "norm.weight": reader.one("norm.weight", (width,))}
+    if draft_size < vocab_size:
+        tensors["draft_tokens"] = _draft_tokens(reader, draft_size, vocab_size)
+    else:
+        _drop_identity(reader)
+    norms = LEGACY_NORMS if LEGACY_NORMS[0] in reader else [f"fc_norm.{i}.weight" for i in range(count)]
+    optional = {
+        "lm_head.weight": (draft_size, width),
+        "fc.bias": (width,),
+        "input_norm.weight": (wide,),
+        "embed_tokens.weight": (vocab_size, width),
+    }
+    tensors |= {name: reader.one(name, shape) for name, shape in optional.items() if name in reader}
+    if norms[0] in reader:
+        tensors |= {f"fc_norm.{i}.weight": reader.one(key, (target_width,)) for i, key in enumerate(norms)}
+    layers = 1 + max((int(found[1]) for key in source.tensors if (found := LATER.match(key))), default=0)
+    layer_config = read_layer_config(reader, first, layer, width, vocab_size)
+    tensors |= reader.renamed(_prefixes(first, layers))
+    for key in COPIES_OF_THE_BASE:
+        if key in reader:
+            reader.drop(key, "the base's own, which only training needs")
+    form = flags | {
+        "draft_vocab_size": draft_size,
+        "layer_config": layer_config,
+        "num_layers": layers,
+        "norm_before_fc": "input_norm.weight" in tensors,
+        "fc_norm": "fc_norm.0.weight" in tensors,
+        "fc_bias": "fc.bias" in tensors,
+        "own_embeddings": "embed_tokens.weight" in tensors,
+        "share_lm_head": "lm_head.weight" not in tensors,
+    }
+    for name, key in (("norm_before_fc", "input_norm.weight"), ("fc_norm", norms[0])):
+        if config.get(name):
+            reader.take(key)  # a lost norm: say so
+    for name in ("norm_before_fc", "fc_norm", "draft_vocab_size"):
+        if config.get(name) is not None:
+            reader.note_difference(config, name, form[name])
+    if layer.get("num_hidden_layers") is not None:
+        reader.note_difference(layer, "num_hidden_layers", layers)
+    return reader.heads(layout, form, tensors, target_width, vocab_size, base=base)
+
+
+def split_tensors(saved: SavedHeads, first: str) -> tuple[dict[str, Tensor], list[str]]:
+    """The tensors of a head of this library under the common names, and notes on them.
+
+    Args:
+        saved: the head.
+        first: what the names of the first layer begin with.
+
+    Raises:
+        Loss: the target would lose something.
+    """
+    if saved.config.share_lm_head:
+        raise Loss("it has no lm_head of its own, which the target looks for", "train with share_lm_head=False")
+    tensors = dict(saved.tensors)
+    notes: list[str] = []
+    if (tokens := tensors.pop("draft_tokens", None)) is not None:
+        if not torch.equal(tokens, tokens.sort().values):
+            tokens, order = tokens.sort()
+            tensors["lm_head.weight"] = tensors["lm_head.weight"][order]
+            notes.append("the draft vocabulary is written in ascending order, which all readers of t2d expect.")
+        marked = torch.zeros(saved.config.get_text_config().vocab_size, dtype=torch.bool)
+        marked[tokens] = True
+        tensors |= {"d2t": tokens - torch.arange(len(tokens)), "t2d": marked}
+    prefixes = _prefixes(first, saved.config.num_layers)
+    return {renamed(key, prefixes) or key: tensor for key, tensor in tensors.items()}, notes
+
+
+def _vocabulary(reader: Reader, layer: Mapping[str, Any]) -> int:
+    """V, by the tensors that have it; by the config where none does."""
+    said = layer.get("vocab_size")
+    sizes = [reader.tensors[name].shape[0] for name in ("t2d", "embed_tokens.weight") if name in reader]
+    if not sizes:
+        if not said:
+            raise ValueError(
+                f"{reader.name!r} has no tensor and no config.json that tells the vocabulary of its base: give the "
+                "folder that has it."
+            )
+        return said
+    if said is not None:
+        reader.note_difference(layer, "vocab_size", sizes[0])
+    return sizes[0]
+
+
+def _draft_tokens(reader: Reader, draft_size: int, vocab_size: int) -> Joined:
+    """The base's id of each token of the draft vocabulary (D,).
+
+    Raises:
+        ValueError: neither d2t nor t2d is there, or they disagree: with a wrong map every guess is a wrong token.
+    """
+    marked = reader.take("t2d", (vocab_size,)).bool() if "t2d" in reader else None
+    if "d2t" in reader:
+        tokens = reader.take("d2t", (draft_size,)).long() + torch.arange(draft_size)
+        if marked is not None:
+            reader.dropped["t2d"] = "says again what d2t says"
+        elif draft_size > 1 and not reader.tensors["d2t"].any():
+            raise ValueError(
+                f"{reader.name!r} has a d2t of zeros for a draft vocabulary of {draft_size} among {vocab_size} tokens, "
+                "as a lost one is filled: get the file again, or one that holds t2d."
+            )
+        good = bool(((tokens >= 0) & (tokens < vocab_size)).all()) and len(tokens.unique()) == draft_size
+        if good and marked is not None:
+            good = bool(marked[tokens].all()) and int(marked.sum()) == draft_size
+        if not good:
+            raise ValueError(
+                f"{reader.name!r} has a d2t that does not name {draft_size} different tokens of {vocab_size}"
+                f"{' that t2d marks' if marked is not None else ''}: it is damaged, get the file again."
+            )
+        return Joined((tokens,), (draft_size,), ("d2t",))
+    if marked is None or int(marked.sum()) != draft_size:
+        raise ValueError(
+            f"{reader.name!r} has lost its d2t: nothing says which {draft_size} of {vocab_size} tokens it guesses "
+            "among, get a file that has it."
+        )
+    reader.notes.append("the file has no d2t: the draft vocabulary is what t2d marks, in ascending order.")
+    return Joined((marked.nonzero()[:, 0],), (draft_size,), ("t2d",))
+
+
+def _drop_identity(reader: Reader) -> None:
+    """Leave out a map of all tokens to themselves.
+
+    Raises:
+        ValueError: it is another map.
+    """
+    if "d2t" in reader and reader.take("d2t").any():
+        raise ValueError(
+            f"{reader.name!r} has a d2t that exchanges tokens, though it guesses among all of them: it is damaged, get "
+            "the file again."
+        )
+    for name in ("d2t", "t2d"):
+        if name in reader:
+            reader.drop(name, "it guesses among all tokens of the base")

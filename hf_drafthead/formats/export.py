@@ -1,16 +1,18 @@
 """From a checkpoint of this library to another project's layout; what the target would damage is refused."""
 
+import json
 import os
 from dataclasses import dataclass, field
 from typing import Any
 
-from hf_drafthead.formats.disk import new_folder, refuse_existing, write_config, write_pickle, write_safetensors
-from hf_drafthead.formats.layout import Layout, Own, refuse
+import torch
+
+from hf_drafthead.formats.disk import new_folder, refuse_existing, write_safetensors
+from hf_drafthead.formats.layout import Layout, Loss, SavedHeads
 from hf_drafthead.formats.layouts import LAYOUTS, targets
-from hf_drafthead.modeling import DraftHeadConfig, DraftHeadPreTrainedModel
+from hf_drafthead.modeling import DraftHeadPreTrainedModel
 from hf_drafthead.modeling.base_model import locate_base
 from hf_drafthead.modeling.checkpoint import checkpoint_files, map_tensors, read_heads_config
-from hf_drafthead.modeling.families import BY_MODEL_TYPE
 
 
 @dataclass(frozen=True)
@@ -71,43 +73,61 @@ def export_checkpoint(
     if to not in targets():
         raise ValueError(f"--to {to!r} is no known target: expected one of {', '.join(targets())}.")
     fetch = {key: value for key, value in {"revision": revision, "token": token, **hub}.items() if value is not None}
-    own = _of_model(model) if isinstance(model, DraftHeadPreTrainedModel) else _of_checkpoint(os.fspath(model), fetch)
-    layout = _layout_for(own, to)
-    vocabulary = _left_out(own, to)
-    files = layout.write(own, to, fold_bias)
+    saved = _of_model(model) if isinstance(model, DraftHeadPreTrainedModel) else _of_checkpoint(os.fspath(model), fetch)
+    saved.fold_bias = fold_bias
+    layout = _layout_for(saved, to)
+    try:
+        _refuse_base(saved, layout)
+        vocabulary = _without_vocabulary(saved)
+        files = layout.write(saved, to)
+    except Loss as loss:
+        raise ValueError(f"{saved.name!r} cannot be written as {to!r}: {loss}.") from None
     with new_folder(folder) as staged:
-        write_config(staged / "config.json", files.config)
-        write = write_safetensors if files.weights.endswith(".safetensors") else write_pickle
-        write(staged / files.weights, files.tensors)
+        config = json.dumps(files.config, indent=2, sort_keys=True, default=str) + "\n"
+        (staged / "config.json").write_text(config, encoding="utf-8")
+        if files.weights.endswith(".safetensors"):
+            write_safetensors(staged / files.weights, files.tensors)
+        else:  # a row of a larger tensor is copied, or all of it would be stored
+            whole = {name: tensor.detach().cpu().clone() for name, tensor in files.tensors.items()}
+            torch.save(whole, staged / files.weights)
     shapes = {name: list(tensor.shape) for name, tensor in files.tensors.items()}
-    return Export(own.name, to, layout.name, os.fspath(folder), files.weights, shapes, files.notes + vocabulary)
+    return Export(saved.name, to, layout.name, os.fspath(folder), files.weights, shapes, files.notes + vocabulary)
 
 
-def _layout_for(own: Own, to: str) -> Layout:
-    family = own.config.family
-    here = [one for one in LAYOUTS if one.family.config_class is type(own.config) and one.targets]
-    fitting = [one for one in here if to in one.targets and one.holds_base == bool(own.base_tensors)]
-    fitting = fitting or [one for one in here if to in one.targets]
+def _layout_for(saved: SavedHeads, to: str) -> Layout:
+    of_family = [one for one in LAYOUTS if one.family.config_class is type(saved.config) and one.targets]
+    fitting = [one for one in of_family if to in one.targets]
     if fitting:
-        return fitting[0]
-    known = sorted({target for one in here for target in one.targets})
+        return next((one for one in fitting if one.holds_base == bool(saved.base_tensors)), fitting[0])
+    known = sorted({target for one in of_family for target in one.targets})
     advice = f"expected one of {', '.join(known)}" if known else "no other project has a form for them"
-    raise ValueError(f"{own.name!r} holds {family} heads, which have no form in {to!r}: {advice}.")
+    raise ValueError(f"{saved.name!r} holds {saved.config.family} heads, which have no form in {to!r}: {advice}.")
 
 
-def _left_out(own: Own, to: str) -> list[str]:
+def _refuse_base(saved: SavedHeads, layout: Layout) -> None:
+    """Refuse heads whose base lies with them: a target that only names a base would run them on another.
+
+    Raises:
+        Loss: it does.
+    """
+    if saved.base_tensors and not layout.holds_base:
+        raise Loss(
+            "they were trained together with the base that lies with them, and the target only names a base",
+            "save the base on its own (model.base.save_pretrained), load the heads' tensors onto it and name it",
+        )
+
+
+def _without_vocabulary(saved: SavedHeads) -> list[str]:
     """A note where heads lose their draft vocabulary, without which they guess as well, among all tokens.
 
     Raises:
-        ValueError: their own projections hold no other tokens.
+        Loss: their own projections hold no other tokens.
     """
-    if "draft_tokens" not in own.tensors or own.config.family.startswith("eagle3"):  # whose layouts have a place for it
+    if "draft_tokens" not in saved.tensors or saved.config.family.startswith("eagle3"):  # which have a place for it
         return []
-    size = len(own.tensors["draft_tokens"])
-    if any(key.startswith("projections.up.") for key in own.tensors):
-        refuse(
-            own,
-            to,
+    size = len(saved.tensors["draft_tokens"])
+    if any(key.startswith("projections.up.") for key in saved.tensors):
+        raise Loss(
             f"its heads have projections of their own over a draft vocabulary of {size} tokens, and the target wants "
             "all tokens",
             "train heads with share_lm_head=True or without draft_vocab_size",
@@ -115,29 +135,20 @@ def _left_out(own: Own, to: str) -> list[str]:
     return [f"the draft vocabulary of {size} tokens is left out: there the heads guess among all tokens."]
 
 
-def _of_model(model: DraftHeadPreTrainedModel) -> Own:
+def _of_model(model: DraftHeadPreTrainedModel) -> SavedHeads:
     """Heads of a loaded model, whose base stays where it was loaded from."""
     config = model.config
     name = config.name_or_path or type(model).__name__
     inside = model.base.state_dict() if config.base_included else {}
     base = None if inside else config.base_model_name_or_path
-    return Own(name, config, model.drafter.state_dict(), base, inside, model.base)
+    return SavedHeads(name, config, model.drafter.state_dict(), base, inside, model.base)
 
 
-def _of_checkpoint(name: str, hub: dict[str, Any]) -> Own:
+def _of_checkpoint(name: str, hub: dict[str, Any]) -> SavedHeads:
     """Heads in a folder or on the Hub, mapped from disk."""
-    config = _read_own_config(name, hub)
+    config = read_heads_config(name, hub)
     tensors = map_tensors(checkpoint_files(name, None, hub))
     heads = {key.removeprefix("drafter."): tensor for key, tensor in tensors.items() if key.startswith("drafter.")}
     base = {key.removeprefix("base."): tensor for key, tensor in tensors.items() if key.startswith("base.")}
     named = None if config.base_included or not config.base_model_name_or_path else locate_base(config, name)
-    return Own(name, config, heads, named, base)
-
-
-def _read_own_config(name: str, hub: dict[str, Any]) -> DraftHeadConfig:
-    try:
-        fields, _ = DraftHeadConfig.get_config_dict(name, **hub)
-    except OSError:
-        fields = {}
-    model_class = BY_MODEL_TYPE.get(fields.get("model_type", ""))
-    return read_heads_config(model_class.config_class if model_class else DraftHeadConfig, name, None, hub)
+    return SavedHeads(name, config, heads, named, base)

@@ -6,7 +6,7 @@ from typing import Any
 from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 from transformers.configuration_utils import PreTrainedConfig
 
-from hf_drafthead.formats.heads import Reader, note_difference
+from hf_drafthead.formats.layout import Reader
 
 KEPT = (
     "max_position_embeddings",
@@ -24,9 +24,9 @@ ATTENTION = "self_attn."
 
 
 def read_layer_config(
-    reader: Reader, prefix: str, config: Mapping[str, Any], hidden_size: int, vocab_size: int, notes: list[str]
+    reader: Reader, prefix: str, config: Mapping[str, Any], hidden_size: int, vocab_size: int
 ) -> PreTrainedConfig:
-    """The config of the layer whose tensors stand under a prefix; sizes are those of the tensors.
+    """The config of the layer whose tensors stand under a prefix; sizes are those of the tensors, and noted if others.
 
     Args:
         reader: of the file.
@@ -34,7 +34,6 @@ def read_layer_config(
         config: of the draft head, a Llama's fields.
         hidden_size: of what the layer gives out.
         vocab_size: of the base.
-        notes: what disagrees is added here.
 
     Raises:
         ValueError: there is no config, or its number of heads does not divide the tensors.
@@ -62,7 +61,7 @@ def read_layer_config(
     }
     for name, found in sizes.items():
         if config.get(name) is not None:
-            note_difference(notes, config, name, found)
+            reader.note_difference(config, name, found)
     fields = {name: config[name] for name in KEPT if config.get(name) is not None}
     fields |= sizes | {"num_attention_heads": heads, "num_hidden_layers": 1, "tie_word_embeddings": False}
     if config.get("sliding_window") and "sliding_attention" in (config.get("layer_types") or ()):
@@ -70,8 +69,8 @@ def read_layer_config(
         fields["num_hidden_layers"] = len(config["layer_types"])
     if f"{prefix}{ATTENTION}q_norm.weight" in reader:
         return Qwen3Config(**fields)
-    if f"{prefix}{ATTENTION}o_proj.bias" in reader or f"{prefix}mlp.gate_proj.bias" in reader:
-        attention, mlp = f"{prefix}{ATTENTION}o_proj.bias" in reader, f"{prefix}mlp.gate_proj.bias" in reader
+    attention, mlp = f"{prefix}{ATTENTION}o_proj.bias" in reader, f"{prefix}mlp.gate_proj.bias" in reader
+    if attention or mlp:
         return LlamaConfig(**fields, attention_bias=attention, mlp_bias=mlp)
     if f"{prefix}{ATTENTION}q_proj.bias" in reader:  # on queries, keys and values alone, as Qwen2 has it
         return Qwen2Config(**fields)
@@ -82,10 +81,8 @@ def llama_fields(layer: PreTrainedConfig, vocab_size: int) -> dict[str, Any]:
     """A Llama config for one layer, as projects of before transformers 5 read it: rotary fields on the top level."""
     rope = dict(getattr(layer, "rope_parameters", None) or {})
     theta = rope.pop("rope_theta", 10000.0)
-    scaling = rope if rope.pop("rope_type", "default") != "default" else None
-    if scaling is not None:
-        scaling = {"rope_type": layer.rope_parameters["rope_type"], **scaling}
-        scaling.pop("type", None)
+    rope.pop("type", None)
+    scaled = rope.get("rope_type", "default") != "default"
     heads = layer.num_attention_heads
     return {
         "model_type": "llama",
@@ -98,7 +95,7 @@ def llama_fields(layer: PreTrainedConfig, vocab_size: int) -> dict[str, Any]:
         "max_position_embeddings": layer.max_position_embeddings,
         "rms_norm_eps": layer.rms_norm_eps,
         "rope_theta": theta,
-        "rope_scaling": scaling,
+        "rope_scaling": rope if scaled else None,
         "hidden_act": layer.hidden_act,
         "vocab_size": vocab_size,
         "tie_word_embeddings": False,

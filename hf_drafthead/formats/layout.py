@@ -1,23 +1,192 @@
-"""What a layout is: how another project names the tensors of draft heads, and what it writes about them."""
+"""What a layout is: how another project names the tensors of draft heads, and what it writes about them.
+
+Names stand in tables of `Row`s and in pairs of prefixes, which are read in both directions: a conversion joins the
+layout's tensors to those of this library, an export splits them again.
+"""
 
 import os
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from hf_drafthead.formats.disk import Source
-from hf_drafthead.formats.heads import INPUT, OUTPUT, Heads
+from hf_drafthead.formats.disk import Joined, Source
+from hf_drafthead.generation.settings import DEFAULT_TREE
 from hf_drafthead.modeling.base import DraftHeadPreTrainedModel
 from hf_drafthead.modeling.checkpoint import checkpoint_files, map_tensors
 
+INPUT, OUTPUT = "input embeddings", "lm_head"  # tensors of the base that some layouts hold a copy of
+Prefixes = Sequence[tuple[str, str]]
+
+
+class Row(NamedTuple):
+    """A tensor here and its parts in a layout, which lie one behind the other along the first dimension.
+
+    ours: its name; theirs: the names of the parts; shape: of each part; stacked: the parts are rows of a new dimension.
+    """
+
+    ours: str
+    theirs: list[str]
+    shape: tuple[int, ...]
+    stacked: bool = False
+
+
+def split(tensors: Mapping[str, Tensor], rows: Iterable[Row]) -> dict[str, Tensor]:
+    """Tensors of this library in a layout's parts, by their names there."""
+    parts: dict[str, Tensor] = {}
+    for row in rows:
+        whole = tensors[row.ours]
+        parts |= zip(row.theirs, whole.unbind() if row.stacked else whole.chunk(len(row.theirs)), strict=True)
+    return parts
+
+
+def renamed(name: str, prefixes: Prefixes) -> str | None:
+    """The name with the second prefix of the first pair that fits in place of the first; None if no pair fits."""
+    return next((new + name.removeprefix(old) for old, new in prefixes if name.startswith(old)), None)
+
 
 @dataclass
-class Own:
+class Heads:
+    """What a layout's file holds.
+
+    Attributes:
+        model_class: the family's.
+        fields: of its config, without those about the base.
+        tensors: the drafter's, by the names of its state dict.
+        hidden_size: H of the base that they were trained for.
+        vocab_size: V of that base; None if nothing in the file tells it.
+        base: Hub id or path of that base, as the layout names it.
+        base_inside: the base's own weights lie in the same files.
+        copies: tensors that should equal the base's: INPUT, OUTPUT.
+        tree: name of the draft tree that the heads' own project runs them with.
+        dropped: tensors that are left out, and why.
+        notes: what the user should know: where config and tensors disagree, what was assumed.
+    """
+
+    model_class: type[DraftHeadPreTrainedModel]
+    fields: dict[str, Any]
+    tensors: dict[str, Joined]
+    hidden_size: int
+    vocab_size: int | None = None
+    base: str | None = None
+    base_inside: bool = False
+    copies: dict[str, Tensor] = field(default_factory=dict)
+    tree: str = DEFAULT_TREE
+    dropped: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+
+class Reader:
+    """Hands out the tensors of a file, and knows which of them nobody has asked for.
+
+    Args:
+        name: of the checkpoint, for messages.
+        tensors: by their names in the file.
+        names: their names in the file by those that the layout's table has, where these differ.
+    """
+
+    def __init__(self, name: str, tensors: Mapping[str, Tensor], names: Mapping[str, str] | None = None) -> None:
+        self.name = name
+        self.tensors = tensors
+        self.names = names or {}
+        self.dropped: dict[str, str] = {}
+        self.notes: list[str] = []
+        self._taken: set[str] = set()
+
+    def __contains__(self, key: str) -> bool:
+        return self.names.get(key, key) in self.tensors
+
+    def take(self, key: str, shape: Sequence[int] | None = None) -> Tensor:
+        """The tensor of that name.
+
+        Raises:
+            ValueError: there is none, or it has another shape.
+        """
+        key = self.names.get(key, key)
+        if key not in self.tensors:
+            raise ValueError(f"{self.name!r} lacks the tensor {key!r}: the file is not complete, get it again.")
+        tensor = self.tensors[key]
+        if shape is not None and tuple(tensor.shape) != tuple(shape):
+            raise ValueError(
+                f"{self.name!r} has {key!r} of shape {list(tensor.shape)}, but the tensors beside it ask for "
+                f"{list(shape)}: the file is damaged or of another layout."
+            )
+        self._taken.add(key)
+        return tensor
+
+    def one(self, key: str, shape: Sequence[int] | None = None) -> Joined:
+        """The tensor of that name, as a whole of one part."""
+        tensor = self.take(key, shape)
+        return Joined((tensor,), tuple(tensor.shape), (self.names.get(key, key),))
+
+    def rows(self, rows: Iterable[Row]) -> dict[str, Joined]:
+        """The tensors of a table, by their names here; where several rows are the same tensor, the first is taken."""
+        tensors: dict[str, Joined] = {}
+        for row in rows:
+            if row.ours in tensors:
+                self.drop(row.theirs[0], "the same block as the one before, applied again (tie_blocks)")
+                continue
+            parts = [self.take(key, row.shape) for key in row.theirs]
+            keys = tuple(self.names.get(key, key) for key in row.theirs)
+            types = sorted({str(part.dtype).removeprefix("torch.") for part in parts})
+            if len(types) > 1:
+                raise ValueError(
+                    f"{self.name!r} has {keys[0]!r} and {len(keys) - 1} more that belong together in several types "
+                    f"({', '.join(types)}): save them in one."
+                )
+            first, *rest = row.shape
+            shape = (len(parts), *row.shape) if row.stacked else (len(parts) * first, *rest)
+            tensors[row.ours] = Joined(tuple(parts), shape, keys)
+        return tensors
+
+    def renamed(self, prefixes: Prefixes) -> dict[str, Joined]:
+        """The tensors whose names begin with the second prefix of a pair, with the first in its place."""
+        theirs = [(there, here) for here, there in prefixes]
+        tensors = {}
+        for key in self.tensors:
+            name = renamed(key, theirs)
+            if name is not None and key.endswith("inv_freq"):
+                self.drop(key, "computed from the config")
+            elif name is not None:
+                tensors[name] = self.one(key)
+        return tensors
+
+    def drop(self, key: str, reason: str) -> Tensor:
+        """Leave a tensor out, saying why."""
+        self.dropped[self.names.get(key, key)] = reason
+        return self.take(key)
+
+    def note_difference(self, config: Mapping[str, Any], name: str, found: Any) -> None:
+        """Note a config field that disagrees with the tensors, which are right."""
+        if name in config and config[name] != found:
+            self.notes.append(
+                f"config.json says {name} {config[name]!r}, the tensors have {found!r}: the tensors are right."
+            )
+
+    def heads(self, layout: "Layout", *args: Any, **more: Any) -> Heads:
+        """What was read, once every tensor has been: leaving some out unseen would be silent damage.
+
+        Args:
+            layout: that was read.
+            args, more: of `Heads`, from `fields` on.
+
+        Raises:
+            ValueError: there are tensors that nobody has asked for.
+        """
+        if unknown := sorted(set(self.tensors) - self._taken):
+            raise ValueError(
+                f"{self.name!r} has {len(unknown)} tensor(s) that the layout {layout.name!r} does not have, such as "
+                f"{unknown[0]!r} {list(self.tensors[unknown[0]].shape)}: these are heads of another kind."
+            )
+        return Heads(layout.family, *args, **more, dropped=self.dropped, notes=self.notes)
+
+
+@dataclass
+class SavedHeads:
     """Heads of this library that are to be written in another layout.
 
     Attributes:
@@ -27,6 +196,7 @@ class Own:
         base: Hub id or path of their base; None if the config names none.
         base_tensors: the base's own, by the names of its state dict, if its weights lie in the same checkpoint.
         base_model: the loaded base, if there is one.
+        fold_bias: move a bias that the target would drop into tensors that it reads.
     """
 
     name: str
@@ -35,10 +205,14 @@ class Own:
     base: str | None
     base_tensors: Mapping[str, Tensor] = field(default_factory=dict)
     base_model: nn.Module | None = None
+    fold_bias: bool = False
 
-    def part(self, key: str, index: int) -> Tensor:
-        """One row of a tensor that holds all heads."""
-        return self.tensors[key][index]
+
+class Loss(Exception):
+    """What a target cannot hold, and what to do instead."""
+
+    def __init__(self, what: str, advice: str) -> None:
+        super().__init__(f"{what}; {advice}")
 
 
 @dataclass
@@ -75,35 +249,29 @@ class Layout(ABC):
 
     @abstractmethod
     def detect(self, keys: Iterable[str], config: Mapping[str, Any]) -> bool:
-        """Whether tensors of these names are of this layout.
-
-        Args:
-            keys: all names in the file.
-            config: config.json beside it; empty without one.
-        """
+        """Whether tensors of these names, beside this config.json (empty without one), are of this layout."""
 
     @abstractmethod
-    def read(self, source: Source, given: Mapping[str, Any]) -> Heads:
+    def read(self, source: Source, fields: Mapping[str, Any]) -> Heads:
         """The heads under this library's names.
 
         Args:
             source: the file.
-            given: config fields that the user has set: they settle what a layout leaves open.
+            fields: of the config that the user has set: they settle what a layout leaves open.
 
         Raises:
             ValueError: a tensor is missing, unknown or of another shape, or the family here has no form for it.
         """
 
-    def write(self, own: Own, target: str, fold_bias: bool = False) -> Files:
+    def write(self, saved: SavedHeads, target: str) -> Files:
         """The heads under the layout's names.
 
         Args:
-            own: the heads.
+            saved: the heads.
             target: one of `targets`.
-            fold_bias: move a bias that the target would drop into tensors that it reads.
 
         Raises:
-            ValueError: the target would lose or change something; the message says what to do.
+            Loss: the target would lose or change something.
         """
         raise NotImplementedError
 
@@ -113,28 +281,10 @@ def some(pattern: str, keys: Iterable[str]) -> bool:
     return any(re.fullmatch(pattern, key) for key in keys)
 
 
-def refuse(own: Own, target: str, what: str, advice: str) -> NoReturn:
-    """Raise, since the target cannot hold something.
-
-    Raises:
-        ValueError: always.
-    """
-    raise ValueError(f"{own.name!r} cannot be written as {target!r}: {what}; {advice}.")
-
-
-def refuse_own_base(own: Own, target: str) -> None:
-    """Refuse heads whose base lies with them: a target that only names a base would run them on another.
-
-    Raises:
-        ValueError: it does.
-    """
-    if own.base_tensors:
-        refuse(
-            own,
-            target,
-            "they were trained together with the base that lies with them, and the target only names a base",
-            "save the base on its own (model.base.save_pretrained), load the heads' tensors onto it and name it",
-        )
+def equal(tensors: Iterable[Tensor]) -> bool:
+    """Whether all are the same, by what they hold."""
+    first, *others = tensors
+    return all(other.data_ptr() == first.data_ptr() or torch.equal(first, other) for other in others)
 
 
 ENDS = {
@@ -156,9 +306,8 @@ def base_tensor(base: str | nn.Module | Mapping[str, Tensor], which: str, revisi
         None if the weights are not here, or are not stored as plain safetensors.
     """
     if isinstance(base, nn.Module):
-        module: Any = base
-        found = module.get_input_embeddings() if which == INPUT else module.get_output_embeddings()
-        weight = found.weight
+        model: Any = base
+        weight = (model.get_input_embeddings() if which == INPUT else model.get_output_embeddings()).weight
         plain = weight.is_floating_point() and weight.dtype.itemsize >= 2 and not weight.is_meta
         return weight.detach() if plain else None
     if isinstance(base, str):
@@ -174,21 +323,19 @@ def base_tensor(base: str | nn.Module | Mapping[str, Tensor], which: str, revisi
     return None
 
 
-def read_base_tensor(own: Own, which: str, target: str) -> Tensor:
+def read_base_tensor(saved: SavedHeads, which: str) -> Tensor:
     """A tensor of the base of heads that are to be written with it.
 
     Raises:
-        ValueError: the base is not on this machine.
+        Loss: the base is not on this machine.
     """
-    found = base_tensor(own.base_model or own.base or {}, which)
-    if found is None:
-        refuse(
-            own,
-            target,
-            f"the target holds the {which} of the base, and the weights of {own.base!r} are not on this machine",
+    tensor = base_tensor(saved.base_model or saved.base or {}, which)
+    if tensor is None:
+        raise Loss(
+            f"the target holds the {which} of the base, and the weights of {saved.base!r} are not on this machine",
             "download the base first (`hf download`)",
         )
-    return found
+    return tensor
 
 
 def same_values(one: Tensor, other: Tensor) -> bool:

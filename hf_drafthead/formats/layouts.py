@@ -8,8 +8,7 @@ from hf_drafthead.formats.eagle import Eagle
 from hf_drafthead.formats.eagle3 import Eagle3
 from hf_drafthead.formats.hydra import Hydra
 from hf_drafthead.formats.layout import Layout
-from hf_drafthead.formats.medusa import Medusa, MedusaFull
-from hf_drafthead.formats.medusa_vllm import MedusaVllm
+from hf_drafthead.formats.medusa import Medusa, MedusaFull, MedusaVllm
 from hf_drafthead.formats.speculators import Speculators
 from hf_drafthead.modeling.config import MODEL_TYPE_PREFIX
 

@@ -1,169 +1,56 @@
-"""Medusa heads as FasterDecoding saves them, and as text-generation-inference reads them.
+"""Medusa heads as FasterDecoding saves them, and as text-generation-inference and vLLM read them.
+
+FasterDecoding and text-generation-inference, in `medusa_lm_head.pt` or `.safetensors`:
 
     {k}.{l}.linear.weight [H, H], {k}.{l}.linear.bias [H]     block l of head k
     {k}.{L}.weight [V, H]                                     projection of head k; absent if all use the base's lm_head
 
-in `medusa_lm_head.pt` or `.safetensors`; the names may have `medusa_head.` in front. NVIDIA's variant nests them as
-`medusa_heads.{k}.medusa_layers.{l}.linear.*` and `medusa_heads.{k}.lm_head.weight`. config.json has `medusa_num_heads`
-and `medusa_num_layers`, which published files have wrong, and `base_model_name_or_path`.
+The names may have `medusa_head.` in front. NVIDIA's variant nests them as `medusa_heads.{k}.medusa_layers.{l}.linear.*`
+and `medusa_heads.{k}.lm_head.weight`. config.json has `medusa_num_heads` and `medusa_num_layers`, which published files
+have wrong, and `base_model_name_or_path`.
 
 A Medusa 1.0 model is an ordinary sharded model whose files hold the heads as well: the base's own names, and
 `medusa_head.{k}.{l}.linear.{weight,bias}`, `medusa_head.{k}.{L}.weight`. config.json is the base's, with the two
 numbers. The base was often trained together with its heads: they belong to the weights in these files and to no other.
+
+vLLM, from 0.4 to 0.32, in a folder of their own, without a tree:
+
+    blocks.{k}.layers.{l}.weight [H, H], .bias [H]     block l of head k; without biases if config lacks medusa_fc_bias
+    lm_heads.{k}.weight [V, H]                         projection of head k
+    lm_head.weight [V, H]                              instead, with original_lm_head: the base's, for all heads
+
+Names may have `medusa_heads.` in front. The reader renames every config key with "num" and "heads" or "layers" in it to
+its own count, so none of the base's counts may be in that file; hidden_size is 4096 where it is missing; biases are
+dropped without medusa_fc_bias.
 """
 
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
+from transformers.configuration_utils import PreTrainedConfig
 
-from hf_drafthead.formats.disk import Source
-from hf_drafthead.formats.heads import Heads, Reader, equal, note_difference
-from hf_drafthead.formats.layout import Files, Layout, Own, refuse, refuse_own_base, some
+from hf_drafthead.formats.disk import Joined, Source
+from hf_drafthead.formats.layout import (
+    OUTPUT,
+    Files,
+    Heads,
+    Layout,
+    Loss,
+    Reader,
+    Row,
+    SavedHeads,
+    equal,
+    read_base_tensor,
+    some,
+    split,
+)
 from hf_drafthead.modeling import MedusaForCausalLM
+from hf_drafthead.modeling.checkpoint import how_to_convert
 
 PREFIX = "medusa_head."
-BLOCK = re.compile(r"(\d+)\.(\d+)\.linear\.(weight|bias)")
-PROJECTION = re.compile(r"(\d+)\.(\d+)\.weight")
-NVIDIA_BLOCK = re.compile(r"(?:medusa_heads\.)?(\d+)\.medusa_layers\.(\d+)\.linear\.(weight|bias)")
-NVIDIA_PROJECTION = re.compile(r"(?:medusa_heads\.)?(\d+)\.lm_head\.weight")
-
-
-class Medusa(Layout):
-    """Heads alone."""
-
-    name = "FasterDecoding Medusa"
-    family = MedusaForCausalLM
-    targets = ("medusa", "tgi")
-
-    def detect(self, keys: Iterable[str], config: Mapping[str, Any]) -> bool:
-        names = {plain(key) for key in keys}
-        return all(BLOCK.fullmatch(name) or PROJECTION.fullmatch(name) for name in names) and some(BLOCK.pattern, names)
-
-    def read(self, source: Source, given: Mapping[str, Any]) -> Heads:
-        names = {plain(key): key for key in source.tensors}
-        reader = Reader(source.name, source.tensors)
-        heads = read_heads(reader, names)
-        heads.base = source.config.get("base_model_name_or_path")
-        note_difference(heads.notes, source.config, "medusa_num_heads", heads.fields["num_draft_heads"])
-        note_difference(heads.notes, source.config, "medusa_num_layers", heads.fields["num_layers"])
-        reader.finish(self.name)
-        return heads
-
-    def write(self, own: Own, target: str, fold_bias: bool = False) -> Files:
-        config = own.config
-        refuse_own_base(own, target)
-        if target == "medusa":
-            refuse_untied(own, target)
-        if target == "tgi" and config.share_lm_head and config.num_layers != 1:
-            refuse(
-                own,
-                target,
-                f"its heads have {config.num_layers} blocks and share the base's lm_head, and the server builds heads "
-                "with a shared lm_head of one block only",
-                "train heads with num_layers=1 or with share_lm_head=False",
-            )
-        about = {
-            "medusa_num_heads": config.num_draft_heads,
-            "medusa_num_layers": config.num_layers,
-            "base_model_name_or_path": own.base,
-        }
-        if own.base is None:
-            refuse(
-                own, target, "its config names no base, which the target loads by name", "set base_model_name_or_path"
-            )
-        if target == "tgi":
-            # The server takes a folder whose config has no `architectures` for Medusa heads.
-            launch = "text-generation-launcher --model-id FOLDER; it runs the best guess of every head, without a tree"
-            return Files("medusa_lm_head.safetensors", head_tensors(own), about, [launch])
-        if config.share_lm_head:
-            about["version"] = "2"
-        return Files("medusa_lm_head.pt", head_tensors(own), about)
-
-
-def plain(key: str) -> str:
-    """The key as the first form has it: `{k}.{l}.linear.weight`, and `{k}.lm_head` for NVIDIA's projection."""
-    if found := NVIDIA_BLOCK.fullmatch(key):
-        return f"{found[1]}.{found[2]}.linear.{found[3]}"
-    if found := NVIDIA_PROJECTION.fullmatch(key):
-        return f"{found[1]}.999.weight"  # behind all blocks, whatever their number
-    return key.removeprefix(PREFIX)
-
-
-def read_heads(reader: Reader, names: Mapping[str, str]) -> Heads:
-    """Medusa heads from tensors.
-
-    Args:
-        reader: of the file.
-        names: the plain name of each head tensor, and what it is called in the file.
-
-    Raises:
-        ValueError: a tensor is missing, or the heads differ in form.
-    """
-    blocks = [found for name in names if (found := BLOCK.fullmatch(name))]
-    projections = {int(found[1]): name for name in names if (found := PROJECTION.fullmatch(name))}
-    number = 1 + max(int(found[1]) for found in blocks)
-    layers = 1 + max(int(found[2]) for found in blocks)
-    hidden_size = reader.tensors[names[blocks[0][0]]].shape[0]
-    tensors = {}
-    for layer in range(layers):
-        for kind, shape in (("weight", (hidden_size, hidden_size)), ("bias", (hidden_size,))):
-            keys = [_name_in_file(names, f"{head}.{layer}.linear.{kind}") for head in range(number)]
-            tensors[f"blocks.{layer}.{kind}"] = reader.stacked(keys, shape)
-    own = bool(projections)
-    vocab_size = None
-    if own:
-        vocab_size = reader.tensors[names[next(iter(projections.values()))]].shape[0]
-        for head in range(number):
-            key = names[projections[head]] if head in projections else f"{head}.{layers}.weight"
-            tensors[f"projections.up.{head}.weight"] = reader.one(key, (vocab_size, hidden_size))
-    fields = {"num_draft_heads": number, "num_layers": layers, "share_lm_head": not own}
-    heads = Heads(MedusaForCausalLM, fields, tensors, hidden_size, vocab_size, dropped=reader.dropped)
-    if layers > 1 and all(
-        equal(tensors[f"blocks.{layer}.weight"].parts[head] for layer in range(layers)) for head in range(number)
-    ):
-        heads.notes.append(
-            f"the {layers} blocks of each head are one block applied {layers} times: every place gets a copy of it."
-        )
-    return heads
-
-
-def head_tensors(own: Own) -> dict[str, Tensor]:
-    """The heads under the plain names."""
-    config, tensors = own.config, {}
-    for head in range(config.num_draft_heads):
-        for layer in range(config.num_layers):
-            for kind in ("weight", "bias"):
-                tensors[f"{head}.{layer}.linear.{kind}"] = own.part(f"blocks.{layer}.{kind}", head)
-        if not config.share_lm_head:
-            tensors[f"{head}.{config.num_layers}.weight"] = own.tensors[f"projections.up.{head}.weight"]
-    return tensors
-
-
-def refuse_untied(own: Own, target: str) -> None:
-    """Refuse different blocks for code that builds a head of one block, applied again and again.
-
-    Raises:
-        ValueError: the blocks of a head differ.
-    """
-    config = own.config
-    for head in range(config.num_draft_heads):
-        for kind in ("weight", "bias"):
-            if not equal(own.part(f"blocks.{layer}.{kind}", head) for layer in range(config.num_layers)):
-                refuse(
-                    own,
-                    target,
-                    f"its heads have {config.num_layers} different blocks, and the original code applies one block as "
-                    "many times, so that only the last one would count",
-                    "use --to tgi or --to vllm, or train heads with num_layers=1",
-                )
-
-
-def _name_in_file(names: Mapping[str, str], name: str) -> str:
-    return names.get(name, name)
-
-
 # The draft trees of the original command line, chosen there by words in the model's name.
 TREES = {
     ("vicuna", "7b"): "medusa_vicuna_7b_stage2",
@@ -173,11 +60,148 @@ TREES = {
 }
 
 
-class MedusaFull(Layout):
+class Medusa(Layout):
+    """Heads alone.
+
+    Attributes:
+        block, projection: names of a block's tensors and of a projection.
+        patterns: of both in all their variants, with head, layer and kind as groups.
+        sizes: config fields for the number of heads, of blocks in each, and the hidden size.
+        biased: whether blocks without biases are damaged ones.
+    """
+
+    name = "FasterDecoding Medusa"
+    family = MedusaForCausalLM
+    targets = ("medusa", "tgi")
+    block: ClassVar[str] = "{head}.{layer}.linear.{kind}"
+    projection: ClassVar[str] = "{head}.{layers}.weight"
+    patterns: ClassVar[tuple[str, str]] = (
+        r"(?:medusa_heads?\.)?(\d+)\.(?:medusa_layers\.)?(\d+)\.linear\.(weight|bias)",
+        r"(?:medusa_heads?\.)?(\d+)\.(?:\d+|lm_head)\.weight",
+    )
+    sizes: ClassVar[tuple[str, ...]] = ("medusa_num_heads", "medusa_num_layers")
+    biased: ClassVar[bool] = True
+
+    def detect(self, keys: Iterable[str], config: Mapping[str, Any]) -> bool:
+        names = list(keys)
+        return some(self.patterns[0], names) and all(some("|".join(self.patterns), [name]) for name in names)
+
+    def read(self, source: Source, fields: Mapping[str, Any]) -> Heads:
+        tensors, config = self.heads_in(source.tensors), source.config
+        blocks = [found for key in tensors if (found := re.fullmatch(self.patterns[0], key))]
+        heads, layers = (1 + max(int(block[group]) for block in blocks) for group in (1, 2))
+        names = {self.block.format(head=block[1], layer=block[2], kind=block[3]): block[0] for block in blocks}
+        for key in tensors:
+            if found := re.fullmatch(self.patterns[1], key):
+                names[self.projection.format(head=found[1], layers=layers)] = key
+        reader = Reader(source.name, tensors, names)
+        first = reader.take(self.block.format(head=0, layer=0, kind="weight"))
+        copies = self.copies(reader, config, heads)
+        projections = [self.projection.format(head=head, layers=layers) for head in range(heads)]
+        held = [*copies.values(), *(reader.take(name) for name in projections if name in reader and not copies)]
+        vocab_size = len(held[0]) if held else None
+        shared = bool(copies) or not held
+        table = self.table(heads, layers, len(first), None if shared else vocab_size)
+        biased = self.biased or any(block[3] == "bias" for block in blocks)
+        joined = reader.rows(row for row in table if biased or row.shape != (len(first),))
+        if not biased:
+            zeros = torch.zeros(heads, len(first), dtype=first.dtype, device=first.device)
+            joined |= {f"blocks.{layer}.bias": Joined((zeros,), (heads, len(first))) for layer in range(layers)}
+            reader.notes.append("the blocks have no bias: they get one of zeros, which is the same.")
+        elif config and not (self.biased or config.get("medusa_fc_bias")):
+            reader.notes.append(
+                "config.json lacks medusa_fc_bias, the file has biases: vLLM drops them, here they count."
+            )
+        for name, size in zip(self.sizes, (heads, layers, len(first)), strict=False):
+            reader.note_difference(config, name, size)
+        if layers > 1 and all(
+            equal(joined[f"blocks.{layer}.weight"].parts[head] for layer in range(layers)) for head in range(heads)
+        ):
+            reader.notes.append(
+                f"the {layers} blocks of each head are one block applied {layers} times: every place gets a copy of it."
+            )
+        base = config.get("base_model_name_or_path")
+        form = {"num_draft_heads": heads, "num_layers": layers, "share_lm_head": shared}
+        return reader.heads(self, form, joined, len(first), vocab_size, base=base, copies=copies)
+
+    def heads_in(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Those tensors of a file that are of the heads."""
+        return tensors
+
+    def copies(self, reader: Reader, config: Mapping[str, Any], heads: int) -> dict[str, Tensor]:
+        """A projection that all heads share, and which the file has in the base's place."""
+        return {}
+
+    def table(self, heads: int, layers: int, hidden_size: int, vocab_size: int | None) -> list[Row]:
+        """The tensors of heads; without projections of their own if vocab_size is None."""
+        rows = [
+            Row(
+                f"blocks.{layer}.{kind}",
+                [self.block.format(head=head, layer=layer, kind=kind) for head in range(heads)],
+                (hidden_size,) * dimensions,
+                stacked=True,
+            )
+            for layer in range(layers)
+            for kind, dimensions in (("weight", 2), ("bias", 1))
+        ]
+        for head in range(heads if vocab_size else 0):
+            name = self.projection.format(head=head, layers=layers)
+            rows.append(Row(f"projections.up.{head}.weight", [name], (vocab_size or 0, hidden_size)))
+        return rows
+
+    def head_tensors(self, saved: SavedHeads) -> dict[str, Tensor]:
+        """Heads of this library under the layout's names."""
+        config, text = saved.config, saved.config.get_text_config()
+        vocab_size = None if config.share_lm_head else text.vocab_size
+        return split(saved.tensors, self.table(config.num_draft_heads, config.num_layers, text.hidden_size, vocab_size))
+
+    def write(self, saved: SavedHeads, target: str) -> Files:
+        config = saved.config
+        if target == "medusa":
+            refuse_untied(saved)
+        if target == "tgi" and config.share_lm_head and config.num_layers != 1:
+            raise Loss(
+                f"its heads have {config.num_layers} blocks and share the base's lm_head, and the server builds heads "
+                "with a shared lm_head of one block only",
+                "train heads with num_layers=1 or with share_lm_head=False",
+            )
+        if saved.base is None:
+            raise Loss("its config names no base, which the target loads by name", "set base_model_name_or_path")
+        about = {
+            "medusa_num_heads": config.num_draft_heads,
+            "medusa_num_layers": config.num_layers,
+            "base_model_name_or_path": saved.base,
+        }
+        tensors = self.head_tensors(saved)
+        if target == "tgi":
+            # The server takes a folder whose config has no `architectures` for Medusa heads.
+            launch = "text-generation-launcher --model-id FOLDER; it runs the best guess of every head, without a tree"
+            return Files("medusa_lm_head.safetensors", tensors, about, [launch])
+        if config.share_lm_head:
+            about["version"] = "2"
+        return Files("medusa_lm_head.pt", tensors, about)
+
+
+def refuse_untied(saved: SavedHeads) -> None:
+    """Refuse different blocks for code that builds a head of one block, applied again and again.
+
+    Raises:
+        Loss: the blocks of a head differ.
+    """
+    layers = saved.config.num_layers
+    for kind in ("weight", "bias"):
+        if not equal(saved.tensors[f"blocks.{layer}.{kind}"] for layer in range(layers)):
+            raise Loss(
+                f"its heads have {layers} different blocks, and the original code applies one block as many times, so "
+                "that only the last one would count",
+                "use --to tgi or --to vllm, or train heads with num_layers=1",
+            )
+
+
+class MedusaFull(Medusa):
     """Base and heads in one checkpoint."""
 
     name = "Medusa 1.0 model"
-    family = MedusaForCausalLM
     targets = ("medusa",)
     holds_base = True
 
@@ -185,29 +209,96 @@ class MedusaFull(Layout):
         inside = [key.startswith(PREFIX) for key in keys]
         return any(inside) and not all(inside)
 
-    def read(self, source: Source, given: Mapping[str, Any]) -> Heads:
-        inside = {key: tensor for key, tensor in source.tensors.items() if key.startswith(PREFIX)}
-        reader = Reader(source.name, inside)
-        heads = read_heads(reader, {key.removeprefix(PREFIX): key for key in inside})
-        reader.finish(self.name)
-        note_difference(heads.notes, source.config, "medusa_num_heads", heads.fields["num_draft_heads"])
-        note_difference(heads.notes, source.config, "medusa_num_layers", heads.fields["num_layers"])
-        heads.base_inside = True
-        name = source.name.lower()
+    def heads_in(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        return {key: tensor for key, tensor in tensors.items() if key.startswith(PREFIX)}
+
+    def read(self, source: Source, fields: Mapping[str, Any]) -> Heads:
+        heads, name = super().read(source, fields), source.name.lower()
+        heads.base, heads.base_inside = None, True
         heads.tree = next((tree for words, tree in TREES.items() if all(word in name for word in words)), heads.tree)
         return heads
 
-    def write(self, own: Own, target: str, fold_bias: bool = False) -> Files:
-        config = own.config
-        refuse_untied(own, target)
+    def write(self, saved: SavedHeads, target: str) -> Files:
+        config = saved.config
+        refuse_untied(saved)
         if config.share_lm_head:
-            refuse(
-                own,
-                target,
+            raise Loss(
                 "its heads share the base's lm_head, and Medusa 1.0 models have a projection per head",
                 "train heads with share_lm_head=False, or save the base on its own and name it",
             )
         base = config.base_config.to_dict()
         base |= {"medusa_num_heads": config.num_draft_heads, "medusa_num_layers": config.num_layers}
-        tensors = dict(own.base_tensors) | {PREFIX + key: tensor for key, tensor in head_tensors(own).items()}
-        return Files("model.safetensors", tensors, base)
+        heads = {PREFIX + key: tensor for key, tensor in self.head_tensors(saved).items()}
+        return Files("model.safetensors", {**saved.base_tensors, **heads}, base)
+
+
+class MedusaVllm(Medusa):
+    """Heads alone, for vLLM."""
+
+    name = "vLLM Medusa"
+    targets = ("vllm",)
+    block = "blocks.{head}.layers.{layer}.{kind}"
+    projection = "lm_heads.{head}.weight"
+    patterns = (
+        r"(?:medusa_heads\.)?blocks\.(\d+)\.layers\.(\d+)\.(weight|bias)",
+        r"(?:medusa_heads\.)?lm_heads\.(\d+)\.weight",
+    )
+    sizes = ("num_heads", "num_hidden_layers", "hidden_size")
+    biased = False
+
+    def detect(self, keys: Iterable[str], config: Mapping[str, Any]) -> bool:
+        return some(self.patterns[0], keys)
+
+    def read(self, source: Source, fields: Mapping[str, Any]) -> Heads:
+        if some(r"(medusa_heads\.)?token_map", source.tensors):
+            raise ValueError(
+                f"{source.name!r} guesses over a part of the vocabulary (token_map): Medusa heads here guess over all "
+                "of it, so these cannot be converted."
+            )
+        return super().read(source, fields)
+
+    def copies(self, reader: Reader, config: Mapping[str, Any], heads: int) -> dict[str, Tensor]:
+        key = next((key for key in ("lm_head.weight", "medusa_heads.lm_head.weight") if key in reader), None)
+        if key is None and heads > 1 and config.get("original_lm_head"):
+            key = self.projection.format(head=0)
+        if key is None:
+            return {}
+        return {OUTPUT: reader.drop(key, f"a copy of the base's {OUTPUT}, which all heads share")}
+
+    def write(self, saved: SavedHeads, target: str) -> Files:
+        config, text = saved.config, saved.config.get_text_config()
+        about: dict[str, Any] = {
+            "model_type": "medusa",
+            "architectures": ["MedusaModel"],
+            "hidden_size": text.hidden_size,
+            "vocab_size": text.vocab_size,
+            "num_heads": config.num_draft_heads,
+            "num_hidden_layers": config.num_layers,
+            "medusa_fc_bias": True,
+        }
+        tensors = self.head_tensors(saved)
+        if config.share_lm_head:
+            about["original_lm_head"] = True
+            tensors["lm_head.weight"] = read_base_tensor(saved, OUTPUT)
+        launch = (
+            'vllm serve BASE --speculative-config \'{"method": "medusa", "model": FOLDER, '
+            f'"num_speculative_tokens": {config.num_draft_heads}}}\' with vLLM up to 0.32 (0.33 has no Medusa); it '
+            "runs the best guess of every head, without a tree"
+        )
+        return Files("model.safetensors", tensors, about, [launch])
+
+
+class MedusaVllmConfig(PreTrainedConfig):
+    """Stands for the `model_type` of vLLM's folders, so that the Auto classes say how the heads are loaded."""
+
+    model_type = "medusa"
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """Refused.
+
+        Raises:
+            ValueError: always.
+        """
+        path = str(kwargs.get("name_or_path") or "FOLDER")
+        raise ValueError(f"{path!r} holds no model of transformers: {how_to_convert(path, config_dict)}.")

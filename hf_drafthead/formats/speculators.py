@@ -10,11 +10,16 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from hf_drafthead.formats.disk import Source
-from hf_drafthead.formats.eagle3 import IDS, published_features
-from hf_drafthead.formats.eagle3_tensors import own_tensors, read_pair_head
-from hf_drafthead.formats.heads import Heads
+from hf_drafthead.formats.eagle3 import (
+    FLAGS,
+    IDS,
+    check_features,
+    published_features,
+    read_pair_head,
+    split_tensors,
+)
 from hf_drafthead.formats.layer_config import llama_fields
-from hf_drafthead.formats.layout import Files, Layout, Own, refuse, refuse_own_base
+from hf_drafthead.formats.layout import Files, Heads, Layout, Loss, SavedHeads
 from hf_drafthead.modeling.eagle3 import Eagle3ForCausalLM
 
 VERSION = "0.9.0"  # of the library whose format is written
@@ -33,14 +38,14 @@ class Speculators(Layout):
     def detect(self, keys: Iterable[str], config: Mapping[str, Any]) -> bool:
         return KIND in config
 
-    def read(self, source: Source, given: Mapping[str, Any]) -> Heads:
+    def read(self, source: Source, fields: Mapping[str, Any]) -> Heads:
         config = source.config
         if config[KIND] != "eagle3":
             raise ValueError(
                 f"{source.name!r} holds a speculator of the kind {config[KIND]!r}: of these only 'eagle3' has a family "
                 "here."
             )
-        if "norm_before_residual" not in config and given.get("norm_before_residual") is None:
+        if "norm_before_residual" not in config and fields.get("norm_before_residual") is None:
             raise ValueError(
                 f"{source.name!r} does not say norm_before_residual, which speculators takes for false and vLLM for "
                 "true: say which by norm_before_residual=True or norm_before_residual=False (on the command line "
@@ -48,32 +53,28 @@ class Speculators(Layout):
             )
         ids = config.get(IDS)
         flags = {
-            "feature_layers": given.get("feature_layers") or (list(ids) if ids else None),
+            "feature_layers": fields.get("feature_layers") or (list(ids) if ids else None),
             "norm_before_residual": bool(config.get("norm_before_residual")),
             "norm_output": bool(config.get("norm_output")),
         }
-        heads = read_pair_head(source, config.get("transformer_layer_config") or {}, flags, self.name)
         verifier = (config.get("speculators_config") or {}).get("verifier") or {}
-        heads.base = verifier.get("name_or_path")
-        return heads
+        layer = config.get("transformer_layer_config") or {}
+        return read_pair_head(self, source, layer, flags, verifier.get("name_or_path"))
 
-    def write(self, own: Own, target: str, fold_bias: bool = False) -> Files:
-        config, layer, text = own.config, own.config.own_layer, own.config.get_text_config()
-        refuse_own_base(own, target)
+    def write(self, saved: SavedHeads, target: str) -> Files:
+        config, layer, text = saved.config, saved.config.own_layer, saved.config.get_text_config()
         if config.fc_bias:
-            refuse(own, target, "fc has a bias, and the target builds it without", "train it without fc_bias")
+            raise Loss("fc has a bias, and the target builds it without", "train it without fc_bias")
         if layer.model_type not in LAYERS:
             what = f"its layer is that of a {layer.model_type!r} model, and the target builds those of Llama and Qwen3"
-            refuse(own, target, what, "train it with layer_config= of one of these")
+            raise Loss(what, "train it with layer_config= of one of these")
         if layer.hidden_size != text.hidden_size:
             what = (
                 f"it is {layer.hidden_size} wide and its base {text.hidden_size}, and the target takes them for alike"
             )
-            refuse(own, target, what, "use --to vllm or --to sglang")
-        if list(config.feature_layers) != sorted(config.feature_layers):
-            what = f"it reads the layers {list(config.feature_layers)}, and vLLM sorts them"
-            refuse(own, target, what, "train it with ascending feature_layers")
-        tensors, notes = own_tensors(own, "layers.0.", target)
+            raise Loss(what, "use --to vllm or --to sglang")
+        check_features(saved, "vLLM sorts them")
+        tensors, notes = split_tensors(saved, "layers.0.")
         features: list[int] | None = list(config.feature_layers)
         if features == published_features(text.num_hidden_layers):
             features = None
@@ -89,14 +90,11 @@ class Speculators(Layout):
             "speculators_version": VERSION,
             "architectures": ["Eagle3Speculator"],
             "draft_vocab_size": config.draft_vocab_size,
-            "norm_before_residual": config.norm_before_residual,
-            "norm_before_fc": config.norm_before_fc,
-            "fc_norm": config.fc_norm,
-            "norm_output": config.norm_output,
+            **{name: getattr(config, name) for name in FLAGS},
             "target_hidden_size": None,
             IDS: features,
             "tie_word_embeddings": False,
-            "dtype": str(own.tensors["fc.weight"].dtype).removeprefix("torch."),
+            "dtype": str(saved.tensors["fc.weight"].dtype).removeprefix("torch."),
             "transformer_layer_config": llama_fields(layer, text.vocab_size)
             | {
                 "model_type": LAYERS[layer.model_type],
@@ -108,7 +106,7 @@ class Speculators(Layout):
                 "algorithm": "eagle3",
                 "default_proposal_method": "greedy",
                 "proposal_methods": [proposal],
-                "verifier": {"name_or_path": own.base, "architectures": list(text.architectures or [])},
+                "verifier": {"name_or_path": saved.base, "architectures": list(text.architectures or [])},
             },
         }
         if config.window is not None:

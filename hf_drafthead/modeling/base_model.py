@@ -2,7 +2,6 @@
 
 import difflib
 import os
-import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,7 +20,7 @@ from transformers.models.auto.modeling_auto import (
 from transformers.utils import CONFIG_NAME, cached_file, logging
 
 from hf_drafthead.modeling.adapters import adapter_base, find_adapter, load_adapter, unwrapped
-from hf_drafthead.modeling.checkpoint import HTTP_ERROR, fetch_file, is_missing_folder, why_refused
+from hf_drafthead.modeling.checkpoint import HTTP_ERROR, commit_in, fetch_file, is_missing_folder, why_refused
 from hf_drafthead.modeling.config import MODEL_TYPE_PREFIX, DraftHeadConfig
 from hf_drafthead.modeling.gguf_files import beside, gguf_arguments, load_tokenizer, reading_gguf, split_gguf
 
@@ -88,7 +87,7 @@ def load_new_base(
         return NewBase(base, name, commit, None, None, file)
     load_adapter(base, adapter)
     of_the_hub = None if os.path.isdir(name) else name
-    return NewBase(base, place, commit, of_the_hub, of_the_hub and _commit_in(adapter), file)
+    return NewBase(base, place, commit, of_the_hub, of_the_hub and commit_in(adapter), file)
 
 
 def _behind_adapter(name: str, hub: dict[str, Any]) -> tuple[str, dict[str, Any], str | None]:
@@ -412,13 +411,7 @@ def commit_of(name: str, hub: Mapping[str, Any], of_file: str = CONFIG_NAME) -> 
     if os.path.isdir(name):
         return None
     file = cached_file(name, of_file, _raise_exceptions_for_missing_entries=False, **hub)
-    return _commit_in(str(Path(file).parent)) if file else None
-
-
-def _commit_in(folder: str) -> str | None:
-    """The commit that a folder of the Hub's cache is of."""
-    name = Path(folder).name
-    return name if re.fullmatch(r"[0-9a-f]{40}", name) else None
+    return commit_in(file) if file else None
 
 
 def _headline(error: Exception) -> str:

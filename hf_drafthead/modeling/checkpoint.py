@@ -2,65 +2,133 @@
 
 import copy
 import os
+import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from pathlib import PureWindowsPath
+from pathlib import Path, PureWindowsPath
+from types import MappingProxyType
 from typing import Any, cast
 
 import torch
 from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
 from torch import Tensor
 from transformers.configuration_utils import PreTrainedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils import GENERATION_CONFIG_NAME, cached_file, has_file
 
 from hf_drafthead.generation.tree import resolve
 from hf_drafthead.modeling.config import MODEL_TYPE_PREFIX, DraftHeadConfig
 from hf_drafthead.modeling.files import open_tensors, read_json, shortened
-from hf_drafthead.modeling.foreign import how_to_convert
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLE = "pytorch_model.bin"
 HTTP_ERROR = cast(type[Exception], HfHubHTTPError.__bases__[0])  # of whichever HTTP client huggingface_hub uses
+NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
+GIVE_CHECKPOINT = "give the folder of a draft-head checkpoint, or its id on the Hub"
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+# Config keys, architectures and files by which other projects' heads are known, and the family here.
+FOREIGN_KEYS = {
+    "medusa_num_heads": "Medusa",
+    "hydra_num_heads": "Hydra",
+    "speculators_model_type": "Eagle3",
+    "draft_vocab_size": "Eagle3",
+}
+FOREIGN_ARCHITECTURES = {
+    "MedusaModel": "Medusa",
+    "EagleLlamaForCausalLM": "Eagle",
+    "LlamaForCausalLMEagle": "Eagle",
+    "LlamaForCausalLMEagle3": "Eagle3",
+}
+FOREIGN_FILES = {
+    "medusa_lm_head.safetensors": "Medusa",
+    "medusa_lm_head.pt": "Medusa",
+    "hydra_lm_head.safetensors": "Hydra",
+    "hydra_lm_head.pt": "Hydra",
+}
 
 
-def read_heads_config(family: type[DraftHeadConfig], path: str, given: Any, hub: Mapping[str, Any]) -> DraftHeadConfig:
-    """The checkpoint's config, or a copy of the given one (or what is read at the given path).
+def read_heads_config(
+    path: str, hub: Mapping[str, Any] = NO_OPTIONS, family: type[DraftHeadConfig] = DraftHeadConfig, given: Any = None
+) -> Any:
+    """The config of a checkpoint with draft heads.
+
+    Args:
+        path: its folder or Hub id.
+        hub: keyword arguments of every download.
+        family: config class of the heads that it should hold; heads of any family by default.
+        given: a config of which a copy is taken instead, or where one is read instead.
 
     Raises:
-        OSError: there is no config.json.
-        ValueError: it belongs to another family or kind of model.
+        OSError: there is no config.json, or it cannot be fetched.
+        ValueError: it belongs to another kind of model, or to another or an unknown family.
     """
-    if isinstance(given, PreTrainedConfig):
-        found, config = given.model_type, copy.deepcopy(given)
-    else:
-        source = os.fspath(given) if given is not None else path
-        try:
-            fields, _ = family.get_config_dict(source, **hub)
-            if not fields:
-                raise OSError("there is no config.json, or it is empty")
-        except (OSError, HTTP_ERROR) as error:
-            refused = why_refused(error)
-            if refused:
-                raise OSError(f"the heads {source!r} cannot be fetched: {refused}.") from error
-            if advice := how_to_convert(source, {}, lambda name: os.path.isfile(os.path.join(source, name))):
-                raise OSError(f"{source!r} is no checkpoint of this library: {advice}.") from error
-            raise OSError(
-                f"{source!r} is no draft-head checkpoint ({str(error).splitlines()[0].rstrip('.')}): give a folder or "
-                "Hub id that save_pretrained of a draft-head model has written."
-            ) from error
-        found = fields.get("model_type")
-        config = family.from_dict(fields) if found == family.model_type else None
-    if found != family.model_type:
-        other_family = str(found).startswith(MODEL_TYPE_PREFIX)
-        advice = "load it with AutoModel" if other_family else None
-        if not isinstance(given, PreTrainedConfig):
-            advice = advice or how_to_convert(path, fields)
-        advice = advice or "to put new heads on a base use from_base"
+    ready = copy.deepcopy(given) if isinstance(given, PreTrainedConfig) else None
+    fields = {} if ready is not None else _heads_fields(path if given is None else os.fspath(given), hub)
+    model_type = fields.get("model_type") if ready is None else ready.model_type
+    of_any = family is DraftHeadConfig
+    ours = str(model_type).startswith(MODEL_TYPE_PREFIX)
+    if of_any and ours and model_type in CONFIG_MAPPING:
+        family = CONFIG_MAPPING[model_type]
+    if model_type == family.model_type:
+        return family.from_dict(fields) if ready is None else ready
+    advice = how_to_convert(path, fields) if ready is None and not ours else None
+    if not of_any:
+        advice = advice or ("load it with AutoModel" if ours else "to put new heads on a base use from_base")
         raise ValueError(
-            f"{path!r} is no {family.model_type} checkpoint: its config.json has model_type {shortened.repr(found)}; "
-            f"{advice}."
+            f"{path!r} is no {family.model_type} checkpoint: its config.json has model_type "
+            f"{shortened.repr(model_type)}; {advice}."
         )
-    return config
+    if ours:
+        known = (name.removeprefix(MODEL_TYPE_PREFIX) for name in CONFIG_MAPPING if name.startswith(MODEL_TYPE_PREFIX))
+        raise ValueError(
+            f"{path!r} holds heads of the unknown family {str(model_type).removeprefix(MODEL_TYPE_PREFIX)!r}: expected "
+            f"one of {', '.join(sorted(known))}; a newer hf_drafthead may know it."
+        )
+    raise ValueError(
+        f"{path!r} holds a {shortened.repr(model_type)} model without draft heads: {advice or GIVE_CHECKPOINT}."
+    )
+
+
+def _heads_fields(path: str, hub: Mapping[str, Any]) -> dict[str, Any]:
+    """What the config.json of a checkpoint says."""
+    # heads lie under the name of their owner on the Hub: a name without one is not asked for there
+    if is_missing_folder(path) or ("/" not in path and not os.path.isdir(path)):
+        raise OSError(f"there is no folder {path!r}: {GIVE_CHECKPOINT}.")
+    try:
+        fields, _ = DraftHeadConfig.get_config_dict(path, **hub)
+        if not fields:
+            raise OSError("there is no config.json, or it is empty")
+    except (OSError, HTTP_ERROR) as error:
+        if refused := why_refused(error):
+            raise OSError(f"the heads {path!r} cannot be fetched: {refused}.") from error
+        if advice := how_to_convert(path, {}):
+            raise OSError(f"{path!r} is no checkpoint of this library: {advice}.") from error
+        said = str(error).splitlines()[0].rstrip(".")
+        raise OSError(f"{path!r} is no draft-head checkpoint ({said}): {GIVE_CHECKPOINT}.") from error
+    return fields
+
+
+def how_to_convert(path: str, config: Mapping[str, Any]) -> str | None:
+    """What a message says about a checkpoint in another project's layout; None if it does not look like one.
+
+    Args:
+        path: folder or Hub id.
+        config: what its config.json says; empty without one: then the names of files in the folder tell.
+    """
+    architectures = [FOREIGN_ARCHITECTURES.get(name) for name in config.get("architectures") or ()]
+    families = [family for key, family in FOREIGN_KEYS.items() if key in config]
+    families += ["Medusa"] if config.get("model_type") == "medusa" else []
+    families += [family for family in architectures if family is not None]
+    if config.get("num_hidden_layers") == 1 and config.get("model_type") in ("llama", "mixtral"):
+        families.append("Eagle")  # nobody publishes a language model of one layer
+    if not config:
+        families = [family for file, family in FOREIGN_FILES.items() if os.path.isfile(os.path.join(path, file))]
+    if not families:
+        return None
+    return (
+        f"it looks like {families[0]} heads in another project's layout, load them with "
+        f"{families[0]}ForCausalLM.from_pretrained({path!r}, convert=True), or convert them once with "
+        f"`hf-drafthead convert {path} NEW_FOLDER`"
+    )
 
 
 def read_generation_settings(path: str, hub: Mapping[str, Any]) -> dict[str, Any]:
@@ -89,50 +157,56 @@ def checkpoint_files(path: str, variant: str | None, hub: Mapping[str, Any]) -> 
         OSError: there are no weights, a shard is missing, or the index cannot be read or names other files than shards.
     """
     weights, index = (_with_variant(name, variant) for name in (WEIGHTS, INDEX))
-    found = fetch_file(path, weights, hub)
-    if found is not None:
-        return [found]
-    found = fetch_file(path, index, hub)
-    if found is None:
-        here = {name: value for name, value in hub.items() if name != "subfolder"}
-        if not hub.get("subfolder") and has_file(path, PICKLE, **here):
-            raise OSError(
-                f"{path!r} holds {PICKLE}, a pickle, where {weights} is expected: it is never opened, for it can run "
-                "code; ask its author to save the heads as safetensors."
-            )
-        raise OSError(f"{path!r} holds no {weights}: save the model there again, or give the folder that has it.")
-    files = []
-    for shard in _shards(found):
-        file = fetch_file(path, shard, hub)
-        if file is None:
-            raise OSError(f"{path!r} lacks {shard}, which its {index} names: copy or download the checkpoint again.")
-        files.append(file)
-    return files
+    files = weights_in(path, weights, hub) or weights_in(path, index, hub)
+    if files is not None:
+        return files
+    here = {name: value for name, value in hub.items() if name != "subfolder"}
+    if not hub.get("subfolder") and has_file(path, PICKLE, **here):
+        raise OSError(
+            f"{path!r} holds {PICKLE}, a pickle, where {weights} is expected: it is never opened, for it can run "
+            "code; ask its author to save the heads as safetensors."
+        )
+    raise OSError(f"{path!r} holds no {weights}: save the model there again, or give the folder that has it.")
 
 
-def _shards(index: str) -> list[str]:
-    """Names of the files that an index spreads the tensors over: beside it, and nowhere else.
+def weights_in(path: str, name: str, hub: Mapping[str, Any]) -> list[str] | None:
+    """A file of weights, or the shards that an index of that name spreads the tensors over; None if there is none.
 
     Raises:
-        OSError: it is no such index.
+        OSError: a shard is missing, or the index cannot be read or names other files than shards beside it.
     """
-    fields = read_json(index)
+    file = fetch_file(path, name, hub)
+    if file is None or not name.endswith(".json"):
+        return None if file is None else [file]
+    fields = read_json(file)
     weight_map = fields.get("weight_map")
     if not isinstance(weight_map, dict) or not isinstance(fields.get("metadata"), dict) or not weight_map:
         raise OSError(
-            f"{index!r} is no index of weights: expected the objects 'metadata' and 'weight_map'; copy or download it "
+            f"{file!r} is no index of weights: expected the objects 'metadata' and 'weight_map'; copy or download it "
             "again."
         )
+    kind = "safetensors" if ".safetensors." in name else "bin"
     shards = set()
     for shard in weight_map.values():
         # as Windows reads it: both kinds of slash and drives lead elsewhere
-        if not isinstance(shard, str) or not shard.endswith(".safetensors") or PureWindowsPath(shard).name != shard:
+        if not isinstance(shard, str) or not shard.endswith(f".{kind}") or PureWindowsPath(shard).name != shard:
             raise OSError(
-                f"{index!r} names the file {shortened.repr(shard)}: expected the name of a safetensors file in the "
+                f"{file!r} names the file {shortened.repr(shard)}: expected the name of a {kind} file in the "
                 "same folder; do not use this checkpoint."
             )
         shards.add(shard)
-    return sorted(shards)
+    files = []
+    for shard in sorted(shards):
+        if (found := fetch_file(path, shard, hub)) is None:
+            raise OSError(f"{path!r} lacks {shard}, which its {name} names: copy or download the checkpoint again.")
+        files.append(found)
+    return files
+
+
+def commit_in(place: str) -> str | None:
+    """The commit of the Hub that a file or folder in its cache is of; None for any other."""
+    commit = re.search(r"/snapshots/([0-9a-f]{40})(/|$)", Path(place).as_posix())
+    return commit[1] if commit else None
 
 
 def fetch_file(path: str, name: str, hub: Mapping[str, Any]) -> str | None:

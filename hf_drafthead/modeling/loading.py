@@ -311,7 +311,7 @@ class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
         if convert:
             own, converted, settings = cls._converted(source, config, base_model, base_revision, kwargs)
         else:
-            own, converted = read_heads_config(cls.config_class, source.path, config, source.hub), None
+            own, converted = read_heads_config(source.path, source.hub, cls.config_class, config), None
         _hand_to_base(own, kwargs)
         own.name_or_path = given or ""
         if state_dict is not None:

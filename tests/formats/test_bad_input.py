@@ -160,7 +160,7 @@ def test_a_git_lfs_pointer(place):
 
 
 def test_a_missing_shard(tmp_path):
-    index = {"weight_map": {"medusa_head.0.0.linear.weight": "model-00001-of-00001.safetensors"}}
+    index = {"metadata": {}, "weight_map": {"medusa_head.0.0.linear.weight": "model-00001-of-00001.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     with refused(OSError, "'...' lacks model-00001-of-00001.safetensors, which its model.safetensors.index.json..."):
         convert_checkpoint(tmp_path)
@@ -521,7 +521,7 @@ def test_a_target_that_the_family_has_no_form_in(base, tmp_path):
 
 
 def test_what_is_exported_must_be_heads_of_this_library(place, tmp_path):
-    with refused(ValueError, "'...' is no drafthead checkpoint: its config.json has model_type None; it looks like..."):
+    with refused(ValueError, "'...' holds a None model without draft heads: it looks like..."):
         export_checkpoint(place(MEDUSA), tmp_path / "new", "tgi")
 
 

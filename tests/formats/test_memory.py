@@ -9,7 +9,7 @@ import pytest
 from tests.formats.published import Published, published
 
 PEAK = """
-import json, sys
+import json, os, sys
 from hf_drafthead import convert_checkpoint
 from hf_drafthead.formats.disk import find_sources
 
@@ -23,7 +23,7 @@ before = memory("VmRSS:")
 convert_checkpoint(source, folder, base_model=base)
 peak = memory("VmHWM:")
 (found,) = find_sources(source, {})
-print(json.dumps([peak - before, found.nbytes]))
+print(json.dumps([peak - before, sum(os.path.getsize(file) for file in found.files)]))
 """
 
 
