@@ -1,62 +1,14 @@
 """From a name to a model with draft heads and its tokenizer, or to a one-line error."""
 
-import os
 from typing import Any
 
 import torch
 from accelerate import PartialState
-from transformers import AutoConfig, AutoTokenizer
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers import AutoTokenizer
 
-from hf_drafthead.modeling.checkpoint import HTTP_ERROR, is_missing_folder, why_refused
-from hf_drafthead.modeling.config import MODEL_TYPE_PREFIX, DraftHeadConfig
-from hf_drafthead.modeling.families import BY_MODEL_TYPE, FAMILIES
-from hf_drafthead.modeling.files import shortened
-from hf_drafthead.modeling.foreign import how_to_convert
+from hf_drafthead.modeling.checkpoint import read_heads_config
+from hf_drafthead.modeling.families import BY_MODEL_TYPE
 from hf_drafthead.modeling.gguf_files import load_tokenizer
-
-
-def read_heads_config(name: str) -> DraftHeadConfig:
-    """Config of a draft-head checkpoint.
-
-    Args:
-        name: its folder, or its id on the Hub.
-
-    Raises:
-        OSError: there is no such checkpoint.
-        ValueError: it is a model of another kind, or of a family that is not known here.
-    """
-    wanted = "give the folder of a draft-head checkpoint, or its id on the Hub."
-    # heads lie under the name of their owner on the Hub: a name without one is not asked for there
-    if is_missing_folder(name) or ("/" not in name and not os.path.isdir(name)):
-        raise OSError(f"there is no folder {name!r}: {wanted}")
-    if os.path.isdir(name) and not os.path.isfile(os.path.join(name, "config.json")):
-        advice = how_to_convert(name, {}, lambda file: os.path.isfile(os.path.join(name, file)))
-        if advice is not None:
-            raise OSError(f"{name!r} is no checkpoint of this library: {advice}.")
-        raise OSError(f"the folder {name!r} holds no config.json: {wanted}")
-    try:
-        fields, _ = DraftHeadConfig.get_config_dict(name)
-    except (OSError, HTTP_ERROR) as error:
-        refused = why_refused(error)
-        if refused is not None and not os.path.isdir(name):
-            raise OSError(f"the heads {name!r} cannot be fetched: {refused}.") from error
-        raise OSError(f"no model could be read at {name!r} ({one_line(error)}): {wanted}") from error
-    model_type = fields.get("model_type")
-    if not str(model_type).startswith(MODEL_TYPE_PREFIX):
-        if advice := how_to_convert(name, fields):
-            raise ValueError(f"{name!r} is no checkpoint of this library: {advice}.")
-        raise ValueError(f"{name!r} holds a {shortened.repr(model_type)} model without draft heads: {wanted}")
-    if model_type not in CONFIG_MAPPING:
-        family = model_type.removeprefix(MODEL_TYPE_PREFIX)
-        raise ValueError(
-            f"{name!r} holds heads of the unknown family {family!r}: expected one of {', '.join(sorted(FAMILIES))}; "
-            "a newer hf_drafthead may know it."
-        )
-    config = AutoConfig.from_pretrained(name)
-    if config.base_config is None:
-        raise ValueError(f"{name!r} does not hold the config of its base: save it again, or correct config.json.")
-    return config
 
 
 def load(name: str, **kwargs: Any) -> tuple[Any, Any]:

@@ -8,11 +8,10 @@ from transformers.configuration_utils import PreTrainedConfig
 
 from hf_drafthead.cards.facts import size_of_heads
 from hf_drafthead.evaluation.calls import drafted
-from hf_drafthead.evaluation.loading import read_heads_config
 from hf_drafthead.generation.entries import device_name
 from hf_drafthead.generation.settings import AUTO, DraftSettings
 from hf_drafthead.generation.tree import DraftTree, resolve
-from hf_drafthead.modeling.checkpoint import read_generation_settings
+from hf_drafthead.modeling.checkpoint import read_generation_settings, read_heads_config
 from hf_drafthead.modeling.config import DraftHeadConfig
 
 

@@ -75,7 +75,15 @@ class Eagle(Layout):
             reader.drop("fc.bias", "zeros, which SGLang needs and which are the same as no bias")
             del tensors["fc.bias"]
         form = {"fc_bias": biased, "layer_config": layer_config}
-        return reader.heads(self, form, tensors, hidden_size, vocab_size, copies=copies, tree="eagle_mc_sim_7b_63")
+        return reader.heads(
+            self,
+            form,
+            tensors,
+            hidden_size=hidden_size,
+            vocab_size=vocab_size,
+            copies=copies,
+            tree="eagle_mc_sim_7b_63",
+        )
 
     def write(self, saved: SavedHeads, target: str) -> Files:
         config, layer = saved.config, saved.config.own_layer

@@ -316,7 +316,7 @@ def read_pair_head(
             reader.note_difference(config, name, form[name])
     if layer.get("num_hidden_layers") is not None:
         reader.note_difference(layer, "num_hidden_layers", layers)
-    return reader.heads(layout, form, tensors, target_width, vocab_size, base=base)
+    return reader.heads(layout, form, tensors, hidden_size=target_width, vocab_size=vocab_size, base=base)
 
 
 def split_tensors(saved: SavedHeads, first: str) -> tuple[dict[str, Tensor], list[str]]:

@@ -90,7 +90,9 @@ class Hydra(Layout):
         reader.note_difference(config, "grounded_heads", True)
         form = {"num_draft_heads": heads, "num_layers": len(places), "tie_blocks": tied, "prefix_layer": prefix}
         base = config.get("base_model_name_or_path")
-        return reader.heads(self, form, tensors, hidden_size, vocab_size, base=base, copies=copies)
+        return reader.heads(
+            self, form, tensors, hidden_size=hidden_size, vocab_size=vocab_size, base=base, copies=copies
+        )
 
     def write(self, saved: SavedHeads, target: str) -> Files:
         config, text = saved.config, saved.config.get_text_config()

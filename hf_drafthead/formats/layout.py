@@ -167,12 +167,12 @@ class Reader:
                 f"config.json says {name} {config[name]!r}, the tensors have {found!r}: the tensors are right."
             )
 
-    def heads(self, layout: "Layout", *args: Any, **more: Any) -> Heads:
+    def heads(self, layout: "Layout", fields: dict[str, Any], tensors: dict[str, Joined], **more: Any) -> Heads:
         """What was read, once every tensor has been: leaving some out unseen would be silent damage.
 
         Args:
             layout: that was read.
-            args, more: of `Heads`, from `fields` on.
+            fields, tensors, more: of `Heads`.
 
         Raises:
             ValueError: there are tensors that nobody has asked for.
@@ -182,7 +182,7 @@ class Reader:
                 f"{self.name!r} has {len(unknown)} tensor(s) that the layout {layout.name!r} does not have, such as "
                 f"{unknown[0]!r} {list(self.tensors[unknown[0]].shape)}: these are heads of another kind."
             )
-        return Heads(layout.family, *args, **more, dropped=self.dropped, notes=self.notes)
+        return Heads(layout.family, fields, tensors, dropped=self.dropped, notes=self.notes, **more)
 
 
 @dataclass

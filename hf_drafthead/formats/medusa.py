@@ -72,7 +72,7 @@ class Medusa(Layout):
 
     name = "FasterDecoding Medusa"
     family = MedusaForCausalLM
-    targets = ("medusa", "tgi")
+    targets: ClassVar[tuple[str, ...]] = ("medusa", "tgi")
     block: ClassVar[str] = "{head}.{layer}.linear.{kind}"
     projection: ClassVar[str] = "{head}.{layers}.weight"
     patterns: ClassVar[tuple[str, str]] = (
@@ -122,7 +122,7 @@ class Medusa(Layout):
             )
         base = config.get("base_model_name_or_path")
         form = {"num_draft_heads": heads, "num_layers": layers, "share_lm_head": shared}
-        return reader.heads(self, form, joined, len(first), vocab_size, base=base, copies=copies)
+        return reader.heads(self, form, joined, hidden_size=len(first), vocab_size=vocab_size, base=base, copies=copies)
 
     def heads_in(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Those tensors of a file that are of the heads."""

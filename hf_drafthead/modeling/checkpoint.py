@@ -69,7 +69,10 @@ def read_heads_config(
     if of_any and ours and model_type in CONFIG_MAPPING:
         family = CONFIG_MAPPING[model_type]
     if model_type == family.model_type:
-        return family.from_dict(fields) if ready is None else ready
+        config = family.from_dict(fields) if ready is None else ready
+        if of_any and config.base_config is None:
+            raise ValueError(f"{path!r} does not hold the config of its base: save it again, or correct config.json.")
+        return config
     advice = how_to_convert(path, fields) if ready is None and not ours else None
     if not of_any:
         advice = advice or ("load it with AutoModel" if ours else "to put new heads on a base use from_base")

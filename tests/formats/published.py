@@ -147,7 +147,7 @@ class Published:
         for file, shapes in zip(names, shards, strict=True):
             write_sparse(folder / file, shapes, kind, one)
         places = {key: file for file, shapes in zip(names, shards, strict=True) for key in shapes}
-        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
 
     def vocabulary(self, tiny: bool) -> dict[str, Tensor]:
         """d2t and t2d of a draft vocabulary that is spread over the base's; nothing where there is none."""

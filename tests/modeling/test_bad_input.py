@@ -179,12 +179,11 @@ def test_a_checkpoint_of_one_family_opened_as_another(checkpoint, model_class):
 
 
 def test_a_folder_without_a_config(tmp_path):
-    message = (
-        "'...' is no draft-head checkpoint (...): give a folder or Hub id that save_pretrained of a draft-head model "
-        "has written."
-    )
-    for path in (tmp_path, tmp_path / "not there", "./nor here"):
-        with refused(OSError, message):
+    wanted = "give the folder of a draft-head checkpoint, or its id on the Hub."
+    with refused(OSError, f"'...' is no draft-head checkpoint (...): {wanted}"):
+        MedusaForCausalLM.from_pretrained(tmp_path)
+    for path in (tmp_path / "not there", "./nor here"):
+        with refused(OSError, f"there is no folder '...': {wanted}"):
             MedusaForCausalLM.from_pretrained(path)
 
 
