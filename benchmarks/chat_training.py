@@ -129,7 +129,8 @@ def train(args: argparse.Namespace) -> None:
         args.family,
         data,
         args.output,
-        fields={**FIELDS[args.family], "draft_vocab_size": args.draft_vocab_size or None, **json.loads(args.fields)},
+        heads=args.heads,
+        fields=None if args.heads else {**FIELDS[args.family], "draft_vocab_size": args.draft_vocab_size or None, **json.loads(args.fields)},
         load={"dtype": torch.bfloat16},
         tell=lambda line: print(line, flush=True),
         **{**arguments, **recipe, **json.loads(args.set)},
@@ -151,6 +152,7 @@ def main() -> None:
     parser.add_argument("base", help="folder of safetensors")
     parser.add_argument("shards", help="folder of the shards")
     parser.add_argument("output", help="folder of the heads")
+    parser.add_argument("--heads", help="train these trained heads further")
     parser.add_argument("--seconds", type=float, help="of training, at most; loading and evaluation are not counted")
     parser.add_argument("--tokens", type=float, default=float("inf"), help="of the shards that are used")
     parser.add_argument("--epochs", type=float, help="default: 3")
