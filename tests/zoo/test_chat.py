@@ -2,12 +2,14 @@
 
 import importlib.util
 import os
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_drafthead import zoo
+from hf_drafthead import MedusaForCausalLM, zoo
 from hf_drafthead.cli import main
 from hf_drafthead.zoo import chat
 from tests.gguf_base import write_gguf
@@ -36,6 +38,37 @@ def test_it_is_converted_once(package, monkeypatch, capsys):
         main(["zoo", "chat"])
     assert ended.value.code == 0 and capsys.readouterr().out.strip() == place
     assert [file.name for file in chat.FOLDER.parent.iterdir()] == ["model"]
+
+
+@pytest.fixture
+def bundled(package, tmp_path, monkeypatch):
+    """Heads that name the base by its id, as those of the package do."""
+    monkeypatch.setattr(chat, "HEADS", tmp_path / "bundled")
+    heads = MedusaForCausalLM.from_base(zoo.chat_base(), num_draft_heads=2)
+    heads.config.base_model_name_or_path = chat.HUB_ID
+    heads.save_pretrained(chat.HEADS / "medusa")
+    return heads
+
+
+def test_heads_lie_beside_the_base_with_its_tokenizer(bundled):
+    assert chat.chat_families() == ["medusa"]
+    place = zoo.chat_heads("medusa")
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(place), AutoTokenizer.from_pretrained(place)
+    assert model.base.name_or_path == zoo.chat_base() and tokenizer.chat_template
+    assert all(torch.equal(*pair) for pair in zip(model.drafter.parameters(), bundled.drafter.parameters()))
+    config = Path(place, "generation_config.json")
+    config.write_text(config.read_text().replace("{", '{"max_new_tokens": 3,', 1))
+    assert zoo.chat_heads("medusa") == place and "max_new_tokens" in config.read_text()  # what was stored stays
+    with torch.no_grad():
+        next(bundled.drafter.parameters()).add_(1)
+    bundled.save_pretrained(chat.HEADS / "medusa")  # a newer version brings other heads
+    newer = AutoModelForCausalLM.from_pretrained(zoo.chat_heads("medusa"))
+    assert torch.equal(next(newer.drafter.parameters()), next(bundled.drafter.parameters()))
+
+
+def test_heads_that_do_not_come_along(bundled):
+    with pytest.raises(ValueError, match=r"no 'owl' heads for the chat model: expected one of \['medusa'\]"):
+        zoo.chat_heads("owl")
 
 
 def test_a_damaged_folder_is_made_again(package):
