@@ -2,6 +2,7 @@
 
     python benchmarks/chat_figures.py QUESTIONS.jsonl HEADS [HEADS ...] --output figures.jsonl
     python benchmarks/chat_figures.py QUESTIONS.jsonl HEADS --tree dynamic --nodes 32 --limit 4 --device cpu
+    python benchmarks/chat_figures.py QUESTIONS.jsonl HEADS --draft-vocab-size 2048 8192 49152 --shards benchmarks/chat_text
 
 Every question is asked through the chat template, turn after turn, each after the base's own answer to the one before.
 The answers are the base's, so all heads are measured on the same text; how fast they are is for `hf-drafthead bench`,
@@ -12,6 +13,7 @@ appended to the output at once.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 import time
@@ -22,10 +24,12 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
+from chat_training import ShardRows  # beside this file
 from transformers import AutoModel, AutoTokenizer
 
 import hf_drafthead  # noqa: F401 - registers the models
 from hf_drafthead import DraftTree
+from hf_drafthead.training.examples import frequent_tokens
 
 SPEC_BENCH = {"translation", "summarization", "qa", "math_reasoning", "rag"}
 
@@ -41,6 +45,10 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=128, help="new tokens of every answer")
     parser.add_argument("--limit", type=int, help="questions of every category")
     parser.add_argument("--batch", type=int, default=40, help="rows of a call; 0 counts no tokens per step")
+    parser.add_argument(
+        "--draft-vocab-size", type=int, nargs="*", default=[None], help="other sizes, for heads that share the lm_head"
+    )
+    parser.add_argument("--shards", type=Path, help="of `chat_heads.py`, on whose answers the tokens are counted")
     parser.add_argument("--lookup", type=int, nargs="*", default=[0], help="tokens copied from the text in each step")
     parser.add_argument(
         "--timed", type=int, default=0, help="questions that are also timed beside the base, row by row"
@@ -55,23 +63,35 @@ def main() -> None:
         model = AutoModel.from_pretrained(heads, dtype=getattr(torch, args.dtype), **more).to(args.device).eval()
         tokenizer = AutoTokenizer.from_pretrained(args.base or heads, padding_side="left")
         tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-        for kind in args.tree:
-            for nodes in args.nodes:
-                for temperature in args.temperature:
-                    for copied in args.lookup:
-                        call = {"draft_tree": tree_of(model, kind, nodes), "max_new_tokens": args.tokens}
-                        call |= {"do_sample": temperature > 0, "top_k": 0} if temperature else {"do_sample": False}
-                        call |= {"temperature": temperature} if temperature else {}
-                        call |= {"prompt_lookup_num_tokens": copied} if copied else {}
-                        row = {"heads": str(heads), "tree": kind, "nodes": nodes, "temperature": temperature}
-                        row |= {"lookup": copied, "dtype": args.dtype, "device": args.device}
-                        if args.batch:
-                            row |= measured(model, tokenizer, questions, call, args.batch)
-                        if args.timed:
-                            row |= timed(model, tokenizer, questions, call, args.timed)
-                        with args.output.open("a") as output:
-                            output.write(json.dumps(row) + "\n")
-                        print(json.dumps(row), flush=True)
+        for vocabulary, kind, nodes, temperature, copied in itertools.product(
+            args.draft_vocab_size, args.tree, args.nodes, args.temperature, args.lookup
+        ):
+            if vocabulary:
+                draft_among(model, vocabulary, args.shards)
+            call = {"draft_tree": tree_of(model, kind, nodes), "max_new_tokens": args.tokens}
+            call |= {"do_sample": temperature > 0, "top_k": 0} if temperature else {"do_sample": False}
+            call |= {"temperature": temperature} if temperature else {}
+            call |= {"prompt_lookup_num_tokens": copied} if copied else {}
+            row = {"heads": Path(heads).name, "tree": kind, "nodes": nodes, "temperature": temperature}
+            row |= {"lookup": copied, "dtype": args.dtype, "device": args.device}
+            row |= {"draft_vocab_size": model.drafter.choices}
+            if args.batch:
+                row |= measured(model, tokenizer, questions, call, args.batch)
+            if args.timed:
+                row |= timed(model, tokenizer, questions, call, args.timed)
+            with args.output.open("a") as output:
+                output.write(json.dumps(row) + "\n")
+            print(json.dumps(row), flush=True)
+
+
+def draft_among(model: Any, size: int, shards: Path) -> None:
+    """Let heads that share the base's lm_head guess among so many tokens, those that the base's answers hold most."""
+    known = model.config.known_tokens
+    tokens = None
+    if size < known:
+        rows = ShardRows(shards, float("inf"))
+        tokens = frequent_tokens([rows[row] for row in range(len(rows))], size, known)[0].to(model.base.device)
+    model.config.draft_vocab_size, model.drafter.draft_tokens = size, tokens
 
 
 def read(path: Path, limit: int | None) -> dict[str, list[list[str]]]:

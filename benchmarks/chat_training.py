@@ -130,7 +130,9 @@ def train(args: argparse.Namespace) -> None:
         data,
         args.output,
         heads=args.heads,
-        fields=None if args.heads else {**FIELDS[args.family], "draft_vocab_size": args.draft_vocab_size or None, **json.loads(args.fields)},
+        fields=None
+        if args.heads
+        else {**FIELDS[args.family], "draft_vocab_size": args.draft_vocab_size or None, **json.loads(args.fields)},
         load={"dtype": torch.bfloat16},
         tell=lambda line: print(line, flush=True),
         **{**arguments, **recipe, **json.loads(args.set)},

@@ -122,7 +122,9 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="also write the figures here")
     args = parser.parse_args()
     dtype = getattr(torch, args.dtype)
-    model = AutoModel.from_pretrained(args.heads, dtype=dtype, **({"base_model": args.base} if args.base else {})).eval()
+    model = AutoModel.from_pretrained(
+        args.heads, dtype=dtype, **({"base_model": args.base} if args.base else {})
+    ).eval()
     tokenizer = AutoTokenizer.from_pretrained(args.base or args.heads, padding_side="left")
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     questions = read_questions(args.questions)
@@ -136,7 +138,9 @@ def main() -> None:
     greedy = {"max_new_tokens": args.tokens, "do_sample": False}
     drafted = {**greedy, "draft_tree": {"dynamic": {"nodes": args.nodes}}, "return_dict_in_generate": True}
     heads, batches, whole = (Compared(name, dtype) for name in ("heads", f"batch of {ROWS}", "whole forward"))
-    experiments = [(RootDecidesTies(count), Compared(f"root decides within {count}", dtype)) for count in args.rounding_steps]
+    experiments = [
+        (RootDecidesTies(count), Compared(f"root decides within {count}", dtype)) for count in args.rounding_steps
+    ]
     plain: list[torch.Tensor] = []
     widths = []
     for prompt in prompts:
