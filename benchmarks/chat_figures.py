@@ -2,7 +2,8 @@
 
     python benchmarks/chat_figures.py QUESTIONS.jsonl HEADS [HEADS ...] --output figures.jsonl
     python benchmarks/chat_figures.py QUESTIONS.jsonl HEADS --tree dynamic --nodes 32 --limit 4 --device cpu
-    python benchmarks/chat_figures.py QUESTIONS.jsonl HEADS --draft-vocab-size 2048 8192 49152 --shards benchmarks/chat_text
+    python benchmarks/chat_figures.py QUESTIONS.jsonl HEADS --draft-vocab-size 2048 8192 49152 \
+        --shards benchmarks/chat_text
 
 Every question is asked through the chat template, turn after turn, each after the base's own answer to the one before.
 The answers are the base's, so all heads are measured on the same text; how fast they are is for `hf-drafthead bench`,
