@@ -26,11 +26,16 @@ from hf_drafthead.generation.entries import CalibrationKey, nearest, tree_of
 from hf_drafthead.generation.settings import DraftSettings
 from hf_drafthead.generation.tree import DraftTree
 from hf_drafthead.trees.calibrate import batches_of, calibrate
-from hf_drafthead.trees.timing import ratio, time_interleaved
+from hf_drafthead.trees.timing import time_interleaved
 
 RESULTS = Path(__file__).parent / "results" / "calibrated.json"
 WHICH, FORMS = ("stored", "found", "default"), {"nodes": "d", "depth": "d", "speedup": ".2f"}
 CALLS, TOKENS, WARM_TOKENS = 16, 64, 4
+
+
+def ratio(slow: list[float], fast: list[float]) -> float:
+    """The median over rounds of how many times as long a call took as the other one of its round."""
+    return statistics.median(one / other for one, other in zip(slow, fast, strict=True))
 
 
 def measure(family: str, rows: int, captured: bool) -> dict[str, Any]:
@@ -56,7 +61,7 @@ def measure(family: str, rows: int, captured: bool) -> dict[str, Any]:
         for name in seconds:
             seconds[name] += once[name] if turn else []
     figures = {
-        name: {"nodes": tree.num_nodes, "depth": tree.max_depth, "speedup": ratio(seconds, "base", name)}
+        name: {"nodes": tree.num_nodes, "depth": tree.max_depth, "speedup": ratio(seconds["base"], seconds[name])}
         for name, tree in trees.items()
     }
     total = {name: sum(seconds[name]) for name in trees}

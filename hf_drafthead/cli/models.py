@@ -180,5 +180,6 @@ def calibrated(entries: Any) -> list[str]:
         if isinstance(entry, dict) and isinstance(entry.get("tree"), list):
             situation = ", ".join(f"{name} {entry[name]}" for name in CALIBRATED_FOR if entry.get(name) is not None)
             nodes = len(entry["tree"]) + 1
-            lines.append(f"{nodes} {'node' if nodes == 1 else 'nodes'}: {situation}")
+            copies = f", {entry['lookup']} copied tokens" if entry.get("lookup") else ""
+            lines.append(f"{nodes} {'node' if nodes == 1 else 'nodes'}{copies}: {situation}")
     return lines

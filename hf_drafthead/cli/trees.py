@@ -143,13 +143,14 @@ def entry_in_words(entry: dict[str, Any]) -> str:
     """One line about a calibration entry: for what, which tree, and how fast it is."""
     from hf_drafthead.generation.entries import CalibrationKey
 
-    figures, nodes = entry["measured"], len(entry["tree"]) + 1
+    figures, nodes, copies = entry["measured"], len(entry["tree"]) + 1, entry.get("lookup", 0)
     key = CalibrationKey.of_entry(entry)
-    if nodes == 1:
+    if nodes == 1 and not copies:
         fastest = max((each[-1] for each in figures.get("candidates", [])), default=1.0)
         return printable(f"{key}: no tree pays (the fastest is {fastest:.2f}x the base), so the base decodes by itself")
+    copied = f" with {copies} copied tokens" if copies else ""
     return printable(
-        f"{key}: a tree of {nodes} nodes is {figures['speedup']:.2f}x as fast as the base "
+        f"{key}: a tree of {nodes} nodes{copied} is {figures['speedup']:.2f}x as fast as the base "
         f"({figures['tokens_per_second']:.0f} against {figures['base_tokens_per_second']:.0f} tokens/s, "
         f"{figures['tokens_per_step']:.2f} tokens per step)"
     )

@@ -1,7 +1,8 @@
 """Entries of a calibration: what a tree was measured for, and the entry that fits a call.
 
 An entry is a JSON object of the generation config: the fields of a `CalibrationKey`, `tree` (rank paths, the most
-valuable first; none where no tree pays) and `measured` (the figures, see `calibrate`).
+valuable first; none where no tree pays), `lookup` (tokens that each step copies from the text, 0 where that does not
+pay) and `measured` (the figures, see `calibrate`).
 """
 
 from __future__ import annotations
@@ -167,6 +168,18 @@ def tree_of(
         return DraftTree(paths[: max(tree.num_nodes * measured // key.batch_size, 2) - 1])
     except (TypeError, ValueError) as error:
         raise damaged(entry, error) from None
+
+
+def copies_of(entry: dict[str, Any]) -> int:
+    """Tokens that each step copies from the text; an entry of an earlier version says nothing, and copies none.
+
+    Raises:
+        ValueError: the entry holds something else.
+    """
+    copies = entry.get("lookup", 0)
+    if isinstance(copies, bool) or not isinstance(copies, int) or copies < 0:
+        raise damaged(entry, TypeError(f"its lookup is {str(copies)[:20]!r}"))
+    return copies
 
 
 def expected_of(entry: dict[str, Any]) -> tuple[float, float]:

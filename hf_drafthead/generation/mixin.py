@@ -134,7 +134,8 @@ class DraftHeadGenerationMixin(GenerationMixin):
             prompt_lookup_num_tokens, max_matching_ngram_size: as in transformers, but together with the heads, at every
                 batch size: where the last tokens of a row (at most 3 by default) occurred before in its text, the
                 tokens that followed there take the place of the tree's least valuable nodes (`lookup`).
-                `draft_tree="lookup"` guesses these copies alone.
+                `draft_tree="lookup"` guesses these copies alone. A call that names neither these nor a tree copies as
+                many as were calibrated for it.
             on_step: is given a `StepRecord` after the prefill and after every step; the stages are timed for it.
 
         Returns:
@@ -175,7 +176,7 @@ class DraftHeadGenerationMixin(GenerationMixin):
                 reader=self._base_reader(),
                 drafter=self.drafter,
                 settings=settings,
-                lookup=config if looks_up else None,
+                copies=config.prompt_lookup_num_tokens if looks_up else None,
                 model=self,
                 execution=Execution.wanted(self, config),
                 chooses=draft_tree in (None, AUTO),
@@ -268,7 +269,7 @@ class DraftHeadGenerationMixin(GenerationMixin):
 
 
 def _decode_if_possible(
-    base, input_ids, *, reader, drafter, settings, model, execution, chooses, streamer, on_step, lookup=None, **call
+    base, input_ids, *, reader, drafter, settings, model, execution, chooses, streamer, on_step, copies=None, **call
 ):
     """The loop, as the base's `custom_generate`, after a look at what the base has prepared."""
     processors, criteria = call.pop("logits_processor"), call.pop("stopping_criteria")
@@ -289,10 +290,12 @@ def _decode_if_possible(
     if chooses:  # the call names no tree
         key = CalibrationKey.of(base, drafter if settings.calibration else None, len(input_ids), execution.name)
         settings = settings.for_call(key, drafter.max_depth, draft_vocabulary(base, drafter))
-        if not settings.tree.max_depth and on_step is None and lookup is None:
+        copies = settings.copies or None if copies is None else copies
+        if not settings.tree.max_depth and on_step is None and copies is None:
             raise Unsupported("no tree paid when this call was calibrated (draft_tree= drafts all the same)")
-    if lookup is not None:
-        settings = settings.with_lookup(lookup, base.config.get_text_config(decoder=True).vocab_size)
+    if copies is not None:
+        vocabulary = base.config.get_text_config(decoder=True).vocab_size
+        settings = settings.with_lookup(copies, config.max_matching_ngram_size, vocabulary)
     positions = getattr(config, "_mask_length", input_ids.shape[1]) if mask is None else mask.shape[1]
     longest = positions + config.max_length - input_ids.shape[1] + settings.tree.max_depth
     check_length(base.config.get_text_config(decoder=True), longest, settings.tree.num_nodes)

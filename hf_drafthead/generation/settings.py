@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers.utils import logging
 
-from hf_drafthead.generation.entries import CalibrationKey, expected_of, matching, nearest, tree_of
+from hf_drafthead.generation.entries import CalibrationKey, copies_of, expected_of, matching, nearest, tree_of
 from hf_drafthead.generation.tree import DraftTree, DynamicTree, LookupTree, Tree, resolve
 
 logger = logging.get_logger(__name__)
@@ -70,7 +70,8 @@ class DraftSettings:
         posterior_threshold, posterior_alpha: epsilon and delta of typical acceptance, both from 0 to 1.
         calibration: which tree was measured to be the fastest, an entry for each situation (see `generation.entries`);
             the entry that fits a call comes before `draft_tree`.
-        switch: of a call with "auto", see `for_call`; no generation config stores it.
+        switch, copies: of a call with "auto", and tokens that each step copies from the text where the entry that fits
+            says so, see `for_call`; no generation config stores them.
 
     Raises:
         TypeError: a setting of another type.
@@ -83,6 +84,7 @@ class DraftSettings:
     posterior_alpha: float = 0.3
     calibration: list[dict[str, Any]] = field(default_factory=list)
     switch: DraftSwitch | None = None
+    copies: int = 0
 
     def __post_init__(self) -> None:
         if self.acceptance not in ACCEPTANCES:
@@ -107,7 +109,7 @@ class DraftSettings:
     @classmethod
     def names(cls) -> tuple[str, ...]:
         """The names of all settings, as a generation config has them."""
-        return tuple(setting.name for setting in fields(cls) if setting.name != "switch")
+        return tuple(setting.name for setting in fields(cls) if setting.name not in ("switch", "copies"))
 
     @classmethod
     def stored_in(cls, config: Any) -> dict[str, Any]:
@@ -152,7 +154,7 @@ class DraftSettings:
         A first choice is the tree of the nearest entry, else `draft_tree`, of which a CPU and "auto" take 8 nodes, of
         more rows fewer.
         There is one notice that names the command. With "auto" the settings hold a switch that expects what was
-        measured.
+        measured. They also hold how many tokens each step copies from the text, which rejection does not.
 
         Raises:
             ValueError: an entry is damaged.
@@ -167,8 +169,9 @@ class DraftSettings:
                     f"These heads were calibrated for {measured}, and not for this call ({key}): the tree of that "
                     f"calibration, {tree.num_nodes} node(s), is a first choice; {advice}"
                 )
-            switched = self.draft_tree == AUTO and tree.max_depth
-            return self._with(tree, DraftSwitch(*expected_of(entry)) if switched else None)
+            copies = 0 if self.acceptance == "rejection" else copies_of(entry)
+            switched = self.draft_tree == AUTO and (tree.max_depth or copies)
+            return replace(self._with(tree, DraftSwitch(*expected_of(entry)) if switched else None), copies=copies)
         small = SMALL_TREE[: max(SMALL_STEP // key.batch_size, 2) - 1]
         cut = self._cut(small, max_depth, vocabulary) if key.on_cpu or self.draft_tree == AUTO else self
         chosen = cut.resolved(max_depth, vocabulary)
@@ -207,8 +210,8 @@ class DraftSettings:
         # rejection takes the children of a node in the order in which they were drawn, and must know every draw
         return replace(self, draft_tree=tree.without_gaps(), switch=switch)
 
-    def with_lookup(self, config: Any, vocabulary: int) -> DraftSettings:
-        """The same settings with the copies from the text that a generation config asks for.
+    def with_lookup(self, copies: int, longest_match: int | None, vocabulary: int) -> DraftSettings:
+        """The same settings with copies from the text in the tree, see `LookupTree`.
 
         Raises:
             ValueError: numbers of tokens that are none, or an acceptance that must know how each node was drawn.
@@ -220,7 +223,7 @@ class DraftSettings:
             )
         tree = self.tree
         assert not isinstance(tree, LookupTree)
-        return replace(self, draft_tree=LookupTree.around(tree, config, vocabulary))
+        return replace(self, draft_tree=LookupTree.around(tree, copies, longest_match, vocabulary))
 
     @property
     def tree(self) -> Tree:

@@ -400,15 +400,15 @@ class LookupTree:
     vocabulary: int
 
     @classmethod
-    def around(cls, tree: DraftTree | DynamicTree, config: Any, vocabulary: int) -> LookupTree:
-        """The tree with the copies that a generation config asks for, at most as many as it has nodes below the root.
+    def around(
+        cls, tree: DraftTree | DynamicTree, copies: int, longest_match: int | None, vocabulary: int
+    ) -> LookupTree:
+        """The tree with so many copied tokens, at most as many as it has nodes below the root.
 
         Raises:
             ValueError: no token, or no match, is asked for.
         """
-        copies, longest_match = config.prompt_lookup_num_tokens, config.max_matching_ngram_size
-        if longest_match is None:
-            longest_match = DEFAULT_MATCH
+        longest_match = DEFAULT_MATCH if longest_match is None else longest_match
         for name, value in (("prompt_lookup_num_tokens", copies), ("max_matching_ngram_size", longest_match)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} is {value!r}: expected a whole number of tokens, at least 1.")

@@ -4,6 +4,7 @@
     grow       one pass of the heads over it counts which rank paths were right: a tree of every size, and how many
                steps a generation takes with it (`grow`)
     time       short calls with every tree and of the base take turns; the better half goes on, until one tree is left
+    copy       such calls with this tree, and with copies from the text in it, tell whether copies pay
 
 Shapes: P prompt tokens, B rows, N nodes (root included).
 """
@@ -41,7 +42,8 @@ COMPILED_NODES = (4, 8, 16, 32)  # compiling a step takes longer than everything
 TIMED_TOKENS, WARM_TOKENS = 48, 4  # short calls: the speed of a machine changes meanwhile
 FIRST_ROUNDS, ROUNDS = 2, (3, 6, 12)  # of all trees; of the better half, of its better half, and so on
 HOPELESS = 0.7  # of the fastest: larger trees are not timed where one is slower than this
-PAYS = 1.02  # times as fast as the base
+COPIES = (0, 4, 8)  # tokens of a step that are copied from the text
+PAYS = 1.02  # times as fast as the base, or as without copies
 
 
 def calibrate(
@@ -61,7 +63,8 @@ def calibrate(
 ) -> list[dict[str, Any]]:
     """Find the tree that gives most tokens per second here, for each batch size, and store it in the generation config.
 
-    Where no tree pays, that is the root alone: `generate` then leaves the call to the base.
+    Where no tree pays, that is the root alone: `generate` then leaves the call to the base. An entry also says how many
+    tokens each step copies from the text (`prompt_lookup_num_tokens`), 0 where that does not pay on these prompts.
 
     Args:
         model: with draft heads, in eval mode.
@@ -81,7 +84,8 @@ def calibrate(
         the entries of `batch_sizes` in order, see `generation.entries`. `measured` holds tokens_per_step, on texts that
         the tree was not grown on; in short calls in turn with the base step_cost (seconds of a step in steps of the
         base), speedup, tokens_per_second and base_tokens_per_second, and whether all texts were identical; `candidates`
-        as (nodes, depth, tokens per step, speedup); and how it was measured.
+        as (nodes, depth, tokens per step, speedup) without copies; `copies` as (tokens copied, times as fast as
+        without, times as many tokens per step); and how it was measured.
 
     Raises:
         ValueError: prompts that are empty, too long or too few; sizes or a temperature out of range.
@@ -106,9 +110,9 @@ def calibrate(
         for size in (size for size in batch_sizes if entries[size] is None):
             progress(f"batch size {size}")
             calls = [{**batch, **call} for batch in batches_of(model, prompts, size)]
-            tree, figures = Comparison(model, counted, calls, captured).fastest()
+            found, figures = Comparison(model, counted, calls, captured).fastest()
             measured = {**figures, **how, **(about or {})}
-            entries[size] = entry = {**keys[size]._asdict(), "tree": tree, "measured": measured}
+            entries[size] = entry = {**keys[size]._asdict(), **found, "measured": measured}
             model.generation_config.calibration = stored = merged(stored, entry)
             keep(entry)
     return [entry for entry in entries.values() if entry is not None]
@@ -122,11 +126,7 @@ def count_trees(
     temperature: float = 0.0,
     method: str = "paths",
 ) -> TreeStatistics:
-    """Let the base continue the prompts, and count what trees are worth on that text; see `calibrate`.
-
-    Raises:
-        ValueError: no such method; prompts that are empty, too long or too few; a temperature out of range.
-    """
+    """Let the base continue the prompts, and count what trees are worth on that text; arguments as of `calibrate`."""
     if method not in METHODS:
         raise ValueError(f"method is {method!r}: expected one of {', '.join(METHODS)}.")
     check_temperature(temperature)
@@ -144,28 +144,28 @@ def count_trees(
     return counted
 
 
+Timed = tuple[torch.Tensor, float, int]  # the texts of a call, the seconds of a step, and how many there were
+
+
 @dataclass
 class Comparison:
     """Trees and the base in turn, on the same short calls.
 
-    Args:
-        model: with draft heads.
-        counted: the trees.
-        calls: arguments of `generate`, of a batch each; without end-of-sequence tokens, so that all are of one length.
-        captured: compiled steps.
+    counted: the trees; calls: arguments of `generate`, of a batch each, without end-of-sequence tokens, so that all are
+    of one length; costs: by size, of each round, seconds of a step in steps of the base; base_rates: tokens per second.
     """
 
     model: Any
     counted: TreeStatistics
     calls: Sequence[dict[str, Any]]
     captured: bool
-    # by size, of each round: seconds of a step in steps of the base; of the base, tokens per second
     costs: dict[Size, list[float]] = field(default_factory=dict)
     base_rates: list[float] = field(default_factory=list)
     identical: bool = True
+    rounds: int = 0
 
-    def fastest(self) -> tuple[list[list[int]], dict[str, Any]]:
-        """The rank paths of the fastest tree, none where no tree pays; and the figures of `measured`."""
+    def fastest(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """`tree` and `lookup` of an entry, the fastest; and the figures of `measured`."""
         batches = itertools.cycle(self.calls)
         for sizes in self._by_nodes():
             self._round(sizes, {**next(batches), "max_new_tokens": WARM_TOKENS}, counts=False)
@@ -180,19 +180,22 @@ class Comparison:
                 self._round(left, next(batches))
             left = self._ranked(left)
         best = left[0] if self.speedup(left[0]) >= PAYS else ALONE
-        base_rate, speedup = statistics.median(self.base_rates), self.speedup(best)
+        gains = self._gains_of_copies(best, itertools.islice(batches, ROUNDS[-1]))
+        faster, fewer, copies = max((*gain, copies) for copies, gain in gains.items() if gain[0] >= PAYS or not copies)
+        base_rate, speedup = statistics.median(self.base_rates), self.speedup(best) * faster
         figures = {
-            "tokens_per_step": self.counted.tokens_per_step(best),
-            "step_cost": statistics.median(self.costs.get(best, [1.0])),
+            "tokens_per_step": self.counted.tokens_per_step(best) * fewer,
+            "step_cost": statistics.median(self.costs.get(best, [1.0])) * fewer / faster,
             "speedup": speedup,
             "tokens_per_second": speedup * base_rate,
             "base_tokens_per_second": base_rate,
         }
         timed = [(*size, self.counted.tokens_per_step(size), self.speedup(size)) for size in sorted(self.costs)]
-        return [list(path) for path in self.counted.paths[best]], {
+        return {"tree": [list(path) for path in self.counted.paths[best]], "lookup": copies}, {
             **{name: round(value, 4) for name, value in figures.items()},
             "identical": self.identical,
             "candidates": [[nodes, depth, round(tau, 4), round(faster, 4)] for nodes, depth, tau, faster in timed],
+            "copies": [[copies, *(round(value, 4) for value in gain)] for copies, gain in gains.items()],
         }
 
     def speedup(self, size: Size) -> float:
@@ -214,25 +217,39 @@ class Comparison:
                 yield [max(alike)]
 
     def _round(self, sizes: Sequence[Size], call: dict[str, Any], counts: bool = True) -> None:
-        runs = {size: functools.partial(self._timed, size, call) for size in (ALONE, *sizes)}
-        first = len(self.base_rates) % len(runs)  # each round begins with another one
-        in_turn = dict([*runs.items()][first:] + [*runs.items()][:first])
-        timed, _ = time_interleaved(in_turn, 1, self.model.base.device)
-        text, base_step = timed[ALONE]
-        self.identical &= all(torch.equal(timed[size][0], text) for size in sizes)
+        timed = self._in_turn({size: functools.partial(self._timed, size, call) for size in (ALONE, *sizes)})
+        text, base_step, _ = timed[ALONE]
         if counts:
             self.base_rates.append(len(text) / base_step)
             for size in sizes:
                 self.costs.setdefault(size, []).append(timed[size][1] / base_step)
 
-    def _timed(self, size: Size, call: dict[str, Any]) -> tuple[torch.Tensor, float]:
-        """The texts of a call with a tree, or of the base, and the seconds of a step."""
+    def _gains_of_copies(self, size: Size, calls: Iterable[dict[str, Any]]) -> dict[int, tuple[float, float]]:
+        """By tokens copied: how many times as fast the texts are as without, and as many tokens a step emits."""
+        counts = sorted({copies if size == ALONE else min(copies, size.nodes - 1) for copies in COPIES})
+        runs = ({count: functools.partial(self._timed, size, call, count) for count in counts} for call in calls)
+        timed, gains = [*map(self._in_turn, runs)], {}
+        for count in counts:
+            fewer = sum(steps[0][2] for steps in timed) / sum(steps[count][2] for steps in timed)
+            gains[count] = fewer / statistics.median(steps[count][1] / steps[0][1] for steps in timed), fewer
+        return gains
+
+    def _in_turn(self, runs: dict[Any, Callable[[], Timed]]) -> dict[Any, Timed]:
+        """Each call once, beginning with another one each time; the texts should all be the same."""
+        timed, _ = time_interleaved(runs, 1, self.model.base.device, first=self.rounds)
+        self.rounds += 1
+        texts = [text for text, *_ in timed.values()]
+        self.identical &= all(torch.equal(text, texts[0]) for text in texts)
+        return timed
+
+    def _timed(self, size: Size, call: dict[str, Any], copies: int = 0) -> Timed:
+        """A call with a tree and copies from the text, or of the base."""
         clock, static = StepClock(), {"cache_implementation": "static"} if self.captured else {}
         with own_seed(self.model):
-            if size == ALONE:
-                return self.model.base.generate(**call, streamer=clock), clock.step(1)
-            tree = self.counted.tree(size)
-            return self.model.generate(**call, **static, draft_tree=tree, on_step=clock.put), clock.step()
+            if size == ALONE and not copies:
+                return self.model.base.generate(**call, streamer=clock), clock.step(1), clock.steps(1)
+            how = {"draft_tree": self.counted.tree(size), "prompt_lookup_num_tokens": copies or None}
+            return self.model.generate(**call, **static, **how, on_step=clock.put), clock.step(), clock.steps()
 
 
 def batches_of(model: Any, prompts: Sequence[torch.Tensor], size: int) -> list[dict[str, torch.Tensor]]:

@@ -33,11 +33,7 @@ class Texts(NamedTuple):
 
 
 def check_temperature(temperature: float) -> None:
-    """Refuse a temperature at which nothing can be sampled.
-
-    Raises:
-        ValueError: it is below 0, infinite or no number.
-    """
+    """Raise ValueError for a temperature at which nothing can be sampled."""
     if not 0 <= temperature < math.inf:
         raise ValueError(f"temperature is {temperature}: expected a number above 0, or 0 for greedy decoding.")
 
@@ -52,11 +48,7 @@ def own_seed(model: Any, seed: int = 0) -> Iterator[None]:
 
 
 def check_prompts(model: Any, prompts: Sequence[torch.Tensor], new_tokens: int) -> None:
-    """Refuse prompts that nothing can be measured on.
-
-    Raises:
-        ValueError: there is none; one is empty, or leaves the base no room for the new tokens.
-    """
+    """Raise ValueError where there is no prompt, or one is empty or leaves the base no room for the new tokens."""
     if not prompts:
         raise ValueError("there is no prompt to calibrate on: give some, or none at all for the base's own.")
     positions = getattr(model.base.config.get_text_config(decoder=True), "max_position_embeddings", None)
@@ -92,15 +84,10 @@ def own_texts(
     seed: int = 0,
     **settings: Any,
 ) -> Texts:
-    """Let a model continue some prompts, all at once; the caller's random generator stays as it is.
+    """Let a model with draft heads continue some prompts (P,), all at once; its text is the base's own.
 
-    Args:
-        model: with draft heads, in eval mode; its text is the base's own.
-        prompts: (P,) token ids each.
-        new_tokens: of each answer, at most.
-        temperature: at which the answers are sampled; 0 is greedy.
-        seed: from which they are sampled.
-        settings: others of `generate`; by default each step drafts one node.
+    The caller's random generator stays as it is. At temperature 0 the answers are greedy, else sampled from the seed;
+    settings: others of `generate`; by default each step drafts one node.
     """
     settings |= {"do_sample": True, "temperature": float(temperature)} if temperature else {"do_sample": False}
     batch, end = left_padded(model, prompts), model.generation_config.eos_token_id
@@ -120,9 +107,8 @@ def left_padded(model: Any, prompts: Sequence[torch.Tensor]) -> dict[str, torch.
     device = model.base.get_input_embeddings().weight.device
     rows = [prompt.to(device) for prompt in prompts]
     ids = torch.nn.utils.rnn.pad_sequence(rows, True, PAD, padding_side="left")
-    lengths = torch.tensor([len(row) for row in rows], device=device)
-    mask = torch.arange(ids.shape[1], device=device) >= ids.shape[1] - lengths[:, None]
-    return {"input_ids": ids, "attention_mask": mask.long()}
+    mask = torch.nn.utils.rnn.pad_sequence([*map(torch.ones_like, rows)], True, 0, padding_side="left")
+    return {"input_ids": ids, "attention_mask": mask}
 
 
 @torch.no_grad()
@@ -215,12 +201,9 @@ def ranks_by_text(
 
 
 def tilt_of_seed(model: Any, rows: int, new_tokens: int, temperature: float, seed: int = 0) -> torch.Tensor | None:
-    """What tilts the guesses of texts that `generate` samples after `torch.manual_seed(seed)`.
+    """(B, M, V) what tilts guesses in M new tokens of B texts that `generate` samples after `torch.manual_seed(seed)`.
 
-    With `rank_paths` and `foretold_steps` this gives the tokens per step at a temperature from one pass over the texts.
-
-    Returns:
-        (B, M, V) for M new tokens of B texts, as `Rules.tilt` has it; None where the temperature is 0.
+    As `Rules.tilt` has it; None where the temperature is 0.
     """
     if not temperature:
         return None

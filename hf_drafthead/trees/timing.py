@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -16,25 +16,25 @@ def time_interleaved(
     repeats: int,
     device: torch.device,
     *,
+    first: int = 0,
     before: Callable[[], object] = lambda: None,
     after: Callable[[Any], object] = lambda name: None,
 ) -> tuple[dict[Any, Any], dict[Any, list[float]]]:
     """Call each alternately, `repeats` times: what each returned last, and the seconds of every call.
 
-    Each round begins with another one.
-
     Args:
         runs: what to call, by name.
-        repeats: rounds, in each of which every one is called once.
+        repeats: rounds, in each of which every one is called once; each begins with another one.
+        first: which one the first round begins with, modulo how many there are.
         device: whose queued work belongs to a call; the host waits for it before and after.
         before, after: called around each call, outside of its time; `after` with the name.
     """
     names = [*runs]
     results: dict[Any, Any] = {}
     seconds: dict[Any, list[float]] = {name: [] for name in names}
-    for turn in range(repeats):
-        first = turn % max(len(names), 1)
-        for name in names[first:] + names[:first]:
+    for turn in range(first, first + repeats):
+        start_at = turn % max(len(names), 1)
+        for name in names[start_at:] + names[:start_at]:
             before()
             wait(device)
             start = time.perf_counter()
@@ -56,19 +56,14 @@ class StepClock:
 
     def end(self) -> None: ...
 
+    def steps(self, prompts: int = 0) -> int:
+        """How many steps there were. A streamer is shown the prompt first."""
+        return max(len(self.times) - prompts - 1, 0)
+
     def step(self, prompts: int = 0) -> float:
-        """Seconds of a step, the median; 0 where there was none. A streamer is shown the prompt first."""
+        """Seconds of a step, the median; 0 where there was none."""
         times = self.times[prompts:]
         return statistics.median(after - before for before, after in itertools.pairwise(times)) if times[1:] else 0.0
-
-
-def ratio(seconds: Mapping[Any, Sequence[float]], name: Hashable, unit: Hashable) -> float:
-    """How many times as long a call took as another one of its round: the median over rounds.
-
-    >>> ratio({"base": [4.0, 8.0, 2.0], "heads": [2.0, 4.0, 2.0]}, "base", "heads")
-    2.0
-    """
-    return statistics.median(slow / fast for slow, fast in zip(seconds[name], seconds[unit], strict=True))
 
 
 def wait(device: torch.device) -> None:

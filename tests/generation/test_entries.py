@@ -5,6 +5,7 @@ import torch
 from transformers.utils import logging
 
 from hf_drafthead.generation import entries, runner
+from hf_drafthead.generation import step as stepping
 from hf_drafthead.generation.entries import CalibrationKey, matching, merged, nearest, tree_of
 from hf_drafthead.generation.settings import DraftSettings
 from hf_drafthead.generation.tree import DraftTree
@@ -73,6 +74,52 @@ def test_a_call_is_looked_up_as_it_is_run(execution, call, model, monkeypatch, n
     assert drafted(model, **call) == {6} and notices == []
 
 
+@pytest.fixture
+def copied(monkeypatch):
+    """How many tokens each step was to copy."""
+    counts, right = set(), stepping.copies
+
+    def noted(sequences, lengths, count, *more):
+        counts.add(count)
+        return right(sequences, lengths, count, *more)
+
+    monkeypatch.setattr(stepping, "copies", noted)
+    return counts
+
+
+@pytest.mark.parametrize("tree", [None, "auto"])
+def test_a_call_copies_what_its_entry_says_and_no_tree_is_needed_for_that(tree, model, copied):
+    key = CalibrationKey.of(model.base, model.drafter, 1, "eager")
+    measured = {"step_cost": 1.1, "tokens_per_step": 2.0}
+    for more, counts, nodes in [
+        ({}, set(), {6}),  # an entry of an earlier version
+        ({"lookup": 0}, set(), {6}),
+        ({"lookup": 3}, {3}, {6}),
+        ({"lookup": 9}, {5}, {6}),  # as many as the tree has nodes
+        ({"lookup": 4, "tree": []}, {4}, {5}),
+    ]:
+        copied.clear()
+        model.generation_config.calibration = [{**entry(key), "measured": measured, **more}]
+        assert drafted(model, draft_tree=tree) - {1} == nodes and copied == counts  # 1: "auto" pauses
+        text = model.generate(**prompt(1), max_new_tokens=9, draft_tree=tree, on_step=None)  # where no tree pays
+        assert torch.equal(text, model.base.generate(**prompt(1), max_new_tokens=9)) and copied == counts
+
+
+def test_what_a_call_or_the_generation_config_says_of_copies_comes_before_the_entry(model, copied):
+    key = CalibrationKey.of(model.base, model.drafter, 1, "eager")
+    model.generation_config.calibration = [{**entry(key), "lookup": 3}]
+    call = {**prompt(1), "max_new_tokens": 9}
+    model.generate(**call, prompt_lookup_num_tokens=2)
+    assert copied == {2}
+    copied.clear()
+    model.generate(**call, draft_tree=[[0]])  # a tree of its own
+    model.generate(**call, do_sample=True, acceptance="rejection")  # which must know how each node was drawn
+    assert copied == set()
+    model.generation_config.prompt_lookup_num_tokens = 1
+    model.generate(**call)
+    assert copied == {1}
+
+
 def test_the_nearest_entry_is_a_first_choice():
     def first(key, *found):
         chosen = nearest(found, key)
@@ -132,6 +179,7 @@ def test_entries_of_earlier_versions_are_read(model, notices):
     ({"execution": None}, "its execution is 'None'"), ({"threads": "2"}, "its threads are '2'"),
     ({"heads_hash": {}}, "its heads_hash is no text"), ({"tree": [[0]] * 10**6}, "more than 4,096 nodes"),
     ({"tree": [[0, 0]]}, "has no parent"), ({"tree": [[VOCABULARY]]}, "has ranks 0 to"),
+    ({"lookup": -1}, "its lookup is '-1'"), ({"lookup": True}, "its lookup is 'True'"),
     ({"tree": "mc_sim_7b_63"}, "its tree is of type str"), ({"tree": None}, "its tree is of type NoneType"),
 ], ids=lambda value: value if isinstance(value, str) else "")  # fmt: skip
 def test_a_damaged_entry_is_refused_in_one_line(changed, line, model):

@@ -43,7 +43,7 @@ def calibrated():
         entries = calibrate(model, PROMPTS, batch_sizes=(1, 2), about=about, keep=kept.append, **QUICK)
     assert entries == kept == model.generation_config.calibration
     for entry, paths in zip(entries, ([[0], [0, 0]], [[0], [1], [2]])):
-        entry["tree"] = paths
+        entry |= {"tree": paths, "lookup": 0}
     model.generation_config.draft_tree = [[0], [0, 0], [0, 0, 0], [1]]
     return model
 
@@ -68,6 +68,7 @@ def test_an_entry_says_for_what_and_how_it_was_measured(calibrated):
     assert (measured["method"], measured["temperature"], measured["prompts"]) == ("paths", 0.0, 6)
     assert 1 <= measured["tokens_per_step"] < 5 and measured["step_cost"] > 0 and measured["tokens_per_second"] > 0
     assert {nodes for nodes, *_ in measured["candidates"]} <= {2, 4, 6} and len(measured["candidates"]) > 2
+    assert measured["copies"][0] == [0, 1.0, 1.0] and len(measured["copies"]) in (2, 3)
     json.dumps(first)
 
 
@@ -114,15 +115,20 @@ def test_captured_steps_have_entries_of_their_own(monkeypatch):
     assert [nodes for nodes, *_ in entry["measured"]["candidates"]] == [4, 6]  # each is compiled: few, the deepest
 
 
-def compare(monkeypatch, step, counted=None, rows=1, captured=False):
-    """A comparison where a tree's step costs what `step` says of its size, of 0.5 s; and the sizes of each round."""
+def compare(monkeypatch, step, counted=None, rows=1, captured=False, copies=None):
+    """A comparison where a tree's step costs what `step` says of its size, of 0.5 s; and the sizes of each round.
+
+    copies: by tokens copied, the steps of a call and what each costs; by default they are worth nothing.
+    """
     counted = counted or TreeStatistics.of(planted(), 40, "paths", 64)
     asked = []
 
-    def clock(runs, repeats, device):
-        asked.append([*runs])
+    def clock(runs, repeats, device, first):
         assert repeats == 1
-        return {size: (torch.zeros(rows, 20), 0.5 * (1.0 if size == ALONE else step(size))) for size in runs}, {}
+        if 0 in runs:  # with copies and without
+            return {count: (torch.zeros(rows, 20), *(copies or {}).get(count, (1.0, 12))) for count in runs}, {}
+        asked.append([*runs][first % len(runs) :] + [*runs][: first % len(runs)])
+        return {size: (torch.zeros(rows, 20), 0.5 * (1.0 if size == ALONE else step(size)), 19) for size in runs}, {}
 
     monkeypatch.setattr(calibrating, "time_interleaved", clock)
     calls = [{"input_ids": torch.zeros(rows, 7), "max_new_tokens": 13}] * 3
@@ -133,7 +139,8 @@ def compare(monkeypatch, step, counted=None, rows=1, captured=False):
 @pytest.mark.parametrize("level, depth", [(0.0, 3), (0.02, 3), (0.5, 1)], ids=["free", "cheap", "dear"])
 def test_the_fastest_tree_is_kept_and_where_levels_are_dear_a_shallow_one(level, depth, monkeypatch):
     comparison, counted, _ = compare(monkeypatch, lambda size: 1.0 + size.nodes / 24 + level * (size.depth - 1))
-    paths, figures = comparison.fastest()
+    entry, figures = comparison.fastest()
+    paths = entry["tree"]
     best = Size(len(paths) + 1, max(map(len, paths)))
     assert best.depth == depth and paths == [list(path) for path in counted.paths[best]]
     cost = 1.0 + best.nodes / 24 + level * (depth - 1)
@@ -163,26 +170,58 @@ def test_the_better_half_goes_on_and_larger_trees_than_pay_are_not_timed(monkeyp
 def test_no_tree_is_kept_where_none_pays(step, pays, monkeypatch):
     counted = TreeStatistics({ALONE: [], Size(2, 1): [(0,)]}, {ALONE: [[1] * 8], Size(2, 1): [[2] * 4]}, 8)
     comparison, _, _ = compare(monkeypatch, lambda size: step * 1.12, counted)
-    paths, figures = comparison.fastest()
-    assert paths == ([[0]] if pays else [])
+    entry, figures = comparison.fastest()
+    assert entry == {"tree": [[0]] if pays else [], "lookup": 0}
     assert figures["candidates"] == [[2, 1, 2.0, round(2 / step / 1.12, 4)]]
     if not pays:
         assert (figures["speedup"], figures["step_cost"], figures["tokens_per_step"]) == (1.0, 1.0, 1.0)
         assert figures["tokens_per_second"] == figures["base_tokens_per_second"]
 
 
-def test_a_text_that_differs_is_told(monkeypatch):
+@pytest.mark.parametrize("other", [Size(12, 3), 4], ids=["tree", "copies"])
+def test_a_text_that_differs_is_told(other, monkeypatch):
     comparison, _, _ = compare(monkeypatch, lambda size: 1.0)
     clock = calibrating.time_interleaved
 
-    def other_text(runs, repeats, device):
-        outputs, seconds = clock(runs, repeats, device)
-        if Size(12, 3) in outputs:
-            outputs[Size(12, 3)][0].add_(1)
+    def other_text(runs, repeats, device, first):
+        outputs, seconds = clock(runs, repeats, device, first)
+        if other in outputs:
+            outputs[other][0].add_(1)
         return outputs, seconds
 
     monkeypatch.setattr(calibrating, "time_interleaved", other_text)
     assert comparison.fastest()[1]["identical"] is False
+
+
+@pytest.mark.parametrize(
+    "copies, kept",
+    [
+        ({}, 0),
+        ({4: (1.0, 6), 8: (1.1, 5)}, 8),
+        ({4: (1.0, 6), 8: (1.3, 5)}, 4),
+        ({4: (1.1, 11), 8: (1.01, 12)}, 0),
+        ({8: (1.0, 11.9)}, 0),  # less than PAYS
+    ],
+)
+def test_copies_are_stored_where_they_pay(copies, kept, monkeypatch):
+    comparison, counted, _ = compare(monkeypatch, lambda size: 1.0 + size.nodes / 200, copies=copies)
+    entry, figures = comparison.fastest()
+    without = Size(len(entry["tree"]) + 1, max(map(len, entry["tree"])))
+    cost, steps = copies.get(kept, (1.0, 12))
+    assert entry["lookup"] == kept and [count for count, *_ in figures["copies"]] == [0, 4, 8]
+    assert figures["tokens_per_step"] == pytest.approx(counted.tokens_per_step(without) * 12 / steps, rel=1e-3)
+    assert figures["step_cost"] == pytest.approx((1.0 + without.nodes / 200) * cost, rel=1e-3)
+    assert figures["speedup"] == pytest.approx(comparison.speedup(without) * 12 / steps / cost, rel=1e-3)
+
+
+def test_copies_are_tried_where_no_tree_pays_and_no_more_than_a_tree_has_nodes(monkeypatch):
+    counted = TreeStatistics({ALONE: [], Size(2, 1): [(0,)]}, {ALONE: [[1] * 8], Size(2, 1): [[2] * 4]}, 8)
+    comparison, _, _ = compare(monkeypatch, lambda size: 9.0, counted, copies={8: (1.2, 6)})
+    entry, figures = comparison.fastest()
+    assert entry == {"tree": [], "lookup": 8}
+    assert (figures["tokens_per_step"], figures["step_cost"]) == (2.0, 1.2) and figures["speedup"] == 1.6667
+    comparison, _, _ = compare(monkeypatch, lambda size: 1.0, counted)
+    assert [count for count, *_ in comparison.fastest()[1]["copies"]] == [0, 1]
 
 
 @pytest.mark.parametrize("given, line", [

@@ -19,17 +19,20 @@ def test_calls_take_turns_and_each_round_begins_with_another_one(monkeypatch):
     assert seconds == {name: [4 * at + 1 for at, one in enumerate(order) if one == name] for name in "abc"}
 
 
-def test_a_ratio_is_that_of_the_same_round():
-    seconds = {"base": [1.0, 10.0, 3.0], "heads": [0.5, 5.0, 3.0]}
-    assert timing.ratio(seconds, "base", "heads") == 2.0 and timing.ratio(seconds, "heads", "base") == 0.5
+def test_the_first_round_may_begin_with_another_one():
+    order: list[str] = []
+    runs = {name: lambda name=name: order.append(name) for name in "abc"}
+    timing.time_interleaved(runs, 2, torch.device("cpu"), first=4)
+    assert "".join(order) == "bcacab"
 
 
 def test_the_steps_of_a_call_are_timed_by_its_streamer_or_on_step(monkeypatch):
     ticks = iter([0.0, 5.0, 6.0, 7.0, 17.0])
     monkeypatch.setattr(timing.time, "perf_counter", lambda: next(ticks))
     clock = timing.StepClock()
-    assert clock.step() == clock.step(1) == 0.0
+    assert clock.step() == clock.step(1) == 0.0 and clock.steps() == clock.steps(1) == 0
     for _ in range(5):
         clock.put(None)
     clock.end()
     assert clock.step() == 3.0 and clock.step(prompts=1) == 1.0
+    assert clock.steps() == 4 and clock.steps(prompts=1) == 3
