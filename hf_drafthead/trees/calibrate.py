@@ -234,7 +234,7 @@ class Comparison:
             gains[count] = fewer / statistics.median(steps[count][1] / steps[0][1] for steps in timed), fewer
         return gains
 
-    def _in_turn(self, runs: dict[Any, Callable[[], Timed]]) -> dict[Any, Timed]:
+    def _in_turn(self, runs: Mapping[Any, Callable[[], Timed]]) -> dict[Any, Timed]:
         """Each call once, beginning with another one each time; the texts should all be the same."""
         timed, _ = time_interleaved(runs, 1, self.model.base.device, first=self.rounds)
         self.rounds += 1
