@@ -5,7 +5,9 @@ Importing this package registers its model families with `AutoConfig`, `AutoMode
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from hf_drafthead.version import __version__ as __version__
 
 if TYPE_CHECKING:  # at run time `load_families` brings these, of which those in the last line are the table's
     from hf_drafthead.formats import convert_checkpoint, export_checkpoint
@@ -13,7 +15,6 @@ if TYPE_CHECKING:  # at run time `load_families` brings these, of which those in
     from hf_drafthead.modeling import DraftHeadConfig, DraftHeadPreTrainedModel
     from hf_drafthead.modeling.families import *  # noqa: F403
 
-__version__ = "0.1.0"
 __all__ = [
     "DraftHeadConfig",
     "DraftHeadGenerateOutput",
@@ -31,8 +32,16 @@ def load_families() -> None:
 
     for name in [name for name in __all__ if name not in CLASSES]:
         globals()[name] = next(getattr(room, name) for room in (formats, generation, modeling) if hasattr(room, name))
+    modeling.DraftHeadPreTrainedModel.heads_output = _heads_output
     globals().update(CLASSES)
     __all__.extend(name for name in CLASSES if name not in __all__)
+
+
+def _heads_output(model: Any, *args: Any, **inputs: Any) -> Any:
+    """What a model with labels returns in training mode; `modeling` itself knows nothing of training."""
+    from hf_drafthead.training.trainer import heads_output
+
+    return heads_output(model, *args, **inputs)
 
 
 def _started_as_command() -> bool:

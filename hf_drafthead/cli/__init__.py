@@ -8,7 +8,6 @@ from typing import Annotated, Any
 
 import typer
 
-from hf_drafthead import __version__
 from hf_drafthead.cli import (  # each adds its commands to the application
     chat,
     demo,
@@ -23,6 +22,7 @@ from hf_drafthead.cli import (  # each adds its commands to the application
     zoo,
 )
 from hf_drafthead.cli.common import app, complain
+from hf_drafthead.version import __version__
 
 __all__ = [
     "app",

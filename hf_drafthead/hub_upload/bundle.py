@@ -9,13 +9,13 @@ import functools
 import json
 from pathlib import Path
 
-from hf_drafthead import __version__
 from hf_drafthead.generation import tree as tree_module
 from hf_drafthead.generation.tree import DraftTree, published_trees
 from hf_drafthead.hub_upload.bundle_modules import check_names, in_order
 from hf_drafthead.modeling.base import DraftHeadPreTrainedModel
 from hf_drafthead.modeling.config import MODEL_TYPE_PREFIX
 from hf_drafthead.modeling.families import BY_MODEL_TYPE
+from hf_drafthead.version import __version__
 
 FILE = "modeling_drafthead.py"
 

@@ -4,7 +4,7 @@ import copy
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +43,7 @@ class DraftHeadPreTrainedModel(LoadableModel):
     _supports_attention_backend = True
     supports_gradient_checkpointing = True
     accepts_loss_kwargs = False  # each head's loss is a mean over its own labels
+    heads_output: ClassVar[Callable[..., Any] | None] = None  # the loss of a recipe: the package sets it, see there
 
     # ---- save -------------------------------------------------------------------------------------------------------
 
@@ -131,10 +132,9 @@ class DraftHeadPreTrainedModel(LoadableModel):
     def _code_writer() -> Callable[[Path], None] | None:
         """Writes the model's code into the folder of a checkpoint; None in that code, which transformers copies."""
         try:
-            from hf_drafthead.hub_upload.bundle import add_bundle
+            return _hub_upload().add_bundle  # type: ignore[no-any-return]
         except ImportError:
             return None
-        return add_bundle
 
     def load_adapter(self, peft_model_id: str | os.PathLike | None = None, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
         """As in transformers; an adapter that was made for the base goes to the base.
@@ -186,10 +186,11 @@ class DraftHeadPreTrainedModel(LoadableModel):
             ValueError: others could not use these heads: their base is a local path, a tensor is not finite, the card
                 is not complete.
         """
-        from hf_drafthead.hub_upload import Target, push_model
-
-        target = Target(repo_id, commit_message, commit_description, private, token, revision, create_pr, tags, license)
-        return push_model(self, target, include_base=include_base, max_shard_size=max_shard_size or "50GB").commit
+        room = _hub_upload()
+        target = room.Target(
+            repo_id, commit_message, commit_description, private, token, revision, create_pr, tags, license
+        )
+        return room.push_model(self, target, include_base=include_base, max_shard_size=max_shard_size or "50GB").commit
 
     # ---- being a model ----------------------------------------------------------------------------------------------
 
@@ -221,18 +222,12 @@ class DraftHeadPreTrainedModel(LoadableModel):
         if training_loss is not None:
             return training_loss(self, **kwargs)
         if labels is not None and self.training:
-            from hf_drafthead.training.trainer import heads_output
-
-            return heads_output(
-                self,
-                input_ids,
-                labels,
-                attention_mask,
-                position_ids,
-                inputs_embeds=inputs_embeds,
-                past_key_values=past_key_values,
-                **kwargs,
-            )
+            if self.heads_output is None:
+                raise ImportError(
+                    "hf_drafthead is not installed, and only its model code is here: install it to train."
+                )
+            others = {"inputs_embeds": inputs_embeds, "past_key_values": past_key_values, **kwargs}
+            return self.heads_output(input_ids, labels, attention_mask, position_ids, **others)
         if self.training and "forward" in self.__dict__ and torch.is_grad_enabled():
             self._refuse_to_learn_nothing()
         given = {
@@ -312,3 +307,10 @@ class DraftHeadPreTrainedModel(LoadableModel):
         # Parameters have their starting values from where they are made; what is left are computed buffers.
         if any(True for _ in module.buffers(recurse=False)):
             super()._init_weights(module)
+
+
+def _hub_upload() -> Any:
+    """The room that publishes models, which imports this one."""
+    from hf_drafthead import hub_upload
+
+    return hub_upload

@@ -31,8 +31,8 @@ GIVE_BASE = "pass base_model= (in a shell --base-model) with its id, path or obj
 BESIDE_THE_CONFIG = ("dtype", "torch_dtype", "quantization_config")
 
 
-class NewBase(NamedTuple):
-    """A base for fresh heads: the model, its name, commit and GGUF file, and where its adapter came from."""
+class NamedBase(NamedTuple):
+    """A base: the model, its name, commit and GGUF file, and where its adapter came from."""
 
     model: Any
     name: str
@@ -42,52 +42,72 @@ class NewBase(NamedTuple):
     gguf_file: str | None
 
 
-def load_new_base(
-    name: str, revision: str | None, fetch: Mapping[str, Any], arguments: Mapping[str, Any], fields: Collection[str]
-) -> NewBase:
-    """A base for fresh heads.
+def load_named(
+    name: str,
+    hub: dict[str, Any],
+    arguments: Mapping[str, Any],
+    *,
+    fields: Collection[str] = (),
+    checkpoint: str | None = None,
+    config: DraftHeadConfig | None = None,
+) -> NamedBase:
+    """A base for fresh heads, or the one that the heads of a checkpoint run on.
 
     Args:
         name: Hub id or path, of a base or of an adapter for one; it may end with the name of a GGUF file.
-        revision: branch, tag or commit.
-        fetch: keyword arguments of every download.
+        hub: keyword arguments of every download, `revision` among them.
         arguments: all others of `AutoModelForCausalLM.from_pretrained`.
-        fields: of the heads' config.
+        fields: of the config of fresh heads.
+        checkpoint: folder or Hub id of trained heads.
+        config: theirs.
 
     Raises:
         OSError: there is no such base.
         TypeError: an argument is a field of the heads, misspelt.
-        ValueError: it is no decoder-only language model.
+        ValueError: it is no decoder-only language model, or another than the heads were made for.
     """
-    hub = {**fetch, "revision": revision or "main"}
     name, file = split_gguf(name)
     arguments = {**arguments, "gguf_file": file} if file else arguments
+    called, wanted = f"the base {name!r}", "give the id or path of a causal language model."
+    if checkpoint is not None:
+        called, wanted = f"{called} of {checkpoint!r}", GIVE_BASE
     if is_missing_folder(name):
-        raise OSError(
-            f"the base {name!r} was not found (there is no such folder): give the id or path of a causal language "
-            "model."
-        )
+        raise OSError(f"{called} was not found (there is no such folder): {wanted}")
     arguments = gguf_arguments(name, arguments, hub)
+    place, revision = name, hub["revision"]
     try:
         place, hub, adapter = _behind_adapter(name, hub)
-        config, arguments = _config_at(place, hub, arguments)
+        base_config, arguments = _config_at(place, hub, arguments)
     except (OSError, ValueError) as error:  # ValueError: a folder that holds no model
-        refused = why_refused(error)
-        if refused:
-            raise OSError(f"the base {name!r} cannot be fetched: {refused}.") from error
-        wanted = "give the id or path of a causal language model."
-        raise OSError(f"the base {name!r} {_why_not(name, error)}: {wanted}") from error
-    refuse_unfit(config, place, loaded=False)
+        if refused := why_refused(error):
+            other = "" if checkpoint is None else "; base_model= takes another place of it"
+            raise OSError(f"{called} cannot be fetched at {revision!r}: {refused}{other}.") from error
+        what = "cannot be read" if os.path.isdir(name) else "was not found"
+        raise OSError(f"{called} {what} ({_headline(error).rstrip('.')}{beside(name)}): {wanted}") from error
+    refuse_unfit(base_config, place, loaded=False)
     refuse_misspelt(arguments, fields)
     file = arguments.get("gguf_file")
     commit = commit_of(place, hub, file or CONFIG_NAME)
+    if config is not None:
+        check_base(config, base_config, place)
+        if commit and config.base_model_revision and commit != config.base_model_revision:
+            logger.warning_once(
+                f"these heads were trained on {config.base_model_name_or_path!r} at {config.base_model_revision}; "
+                f"the base is {place!r} at {commit}: fewer guesses may be accepted."
+            )
     hub["revision"] = commit or hub["revision"]
-    base = _loaded(config, place, hub, arguments)
+    try:
+        base = _loaded(base_config, place, hub, arguments)
+    except (OSError, HTTP_ERROR) as error:
+        refused = why_refused(error)
+        if refused is None:
+            raise
+        raise OSError(f"{called} cannot be fetched at {revision!r}: {refused}.") from error
     if adapter is None:
-        return NewBase(base, name, commit, None, None, file)
+        return NamedBase(base, place, commit, None, None, file)
     load_adapter(base, adapter)
     of_the_hub = None if os.path.isdir(name) else name
-    return NewBase(base, place, commit, of_the_hub, of_the_hub and commit_in(adapter), file)
+    return NamedBase(base, place, commit, of_the_hub, of_the_hub and commit_in(adapter), file)
 
 
 def _behind_adapter(name: str, hub: dict[str, Any]) -> tuple[str, dict[str, Any], str | None]:
@@ -115,7 +135,8 @@ def load_base(
         checkpoint: folder or Hub id of the heads.
         config: theirs; where the base lies here is written down in it.
         given: the user's choice of a base; None for the one that the config names.
-        revision, fetch, arguments: as above.
+        revision: branch, tag or commit of the base.
+        fetch, arguments: of every download, and of `AutoModelForCausalLM.from_pretrained`.
 
     Raises:
         OSError: the base is not there.
@@ -130,58 +151,20 @@ def load_base(
         refuse_unfit(base.config, type(base).__name__, loaded=True)
         check_base(config, base.config, name or type(base).__name__)
     else:
-        name, file = split_gguf(locate_base(config, checkpoint) if given is None else os.fspath(given))
-        file = file or arguments.get("gguf_file") or (config.base_gguf_file if given is None else None)
-        arguments = {**arguments, "gguf_file": file} if file else arguments
-        revision = revision or (config.base_model_revision if given is None else None) or "main"
-        base, name = _load_named(name, checkpoint, config, {**fetch, "revision": revision}, arguments)
+        if given is None:
+            revision = revision or config.base_model_revision
+            arguments = {**arguments, "gguf_file": arguments.get("gguf_file") or config.base_gguf_file}
+        wanted = locate_base(config, checkpoint) if given is None else os.fspath(given)
+        hub = {**fetch, "revision": revision or "main"}
+        found = load_named(wanted, hub, arguments, checkpoint=checkpoint, config=config)
+        base, name = found.model, found.name
         if given is not None and is_local(config.base_model_name_or_path or name, checkpoint):
-            config.base_gguf_file = file  # the path is recorded below
+            config.base_gguf_file = found.gguf_file  # the path is recorded below
     # A Hub id stays as the record of what the heads were trained for; a path is only where the base lies here.
     recorded = config.base_model_name_or_path
     if name and (given is None or not recorded or is_local(recorded, checkpoint)):
         config.base_model_name_or_path = full_name(name)
     return base
-
-
-def _load_named(
-    name: str, checkpoint: str, config: DraftHeadConfig, hub: dict[str, Any], arguments: Mapping[str, Any]
-) -> tuple[Any, str]:
-    """As above for a base, or an adapter for one, by its name; also the name of the base itself."""
-    revision = hub["revision"]
-    if is_missing_folder(name):
-        raise OSError(f"the base {name!r} of {checkpoint!r} was not found (there is no such folder): {GIVE_BASE}")
-    arguments = gguf_arguments(name, arguments, hub)
-    try:
-        name, hub, adapter = _behind_adapter(name, hub)
-        found, arguments = _config_at(name, hub, arguments)
-    except (OSError, ValueError) as error:  # ValueError: a folder that holds no model
-        refused = why_refused(error)
-        if refused:
-            raise OSError(
-                f"the base {name!r} of {checkpoint!r} cannot be fetched at {revision!r}: {refused}; base_model= "
-                "takes another place of it."
-            ) from error
-        raise OSError(f"the base {name!r} of {checkpoint!r} {_why_not(name, error)}: {GIVE_BASE}") from error
-    refuse_unfit(found, name, loaded=False)
-    check_base(config, found, name)
-    commit = commit_of(name, hub, arguments.get("gguf_file") or CONFIG_NAME)
-    if commit and config.base_model_revision and commit != config.base_model_revision:
-        logger.warning_once(
-            f"these heads were trained on {config.base_model_name_or_path!r} at {config.base_model_revision}; "
-            f"the base is {name!r} at {commit}: fewer guesses may be accepted."
-        )
-    hub["revision"] = commit or hub["revision"]
-    try:
-        base = _loaded(found, name, hub, arguments)
-    except (OSError, HTTP_ERROR) as error:
-        refused = why_refused(error)
-        if refused is None:
-            raise
-        raise OSError(f"the base {name!r} of {checkpoint!r} cannot be fetched at {revision!r}: {refused}.") from error
-    if adapter is not None:
-        load_adapter(base, adapter)
-    return base, name
 
 
 def locate_base(config: DraftHeadConfig, checkpoint: str) -> str:
@@ -398,12 +381,6 @@ def _loaded(config: PreTrainedConfig, name: str, hub: Mapping[str, Any], argumen
     if arguments.get("gguf_file"):
         base.name_or_path = base.config.name_or_path = name  # transformers takes the title that is in the file
     return base
-
-
-def _why_not(name: str, error: Exception) -> str:
-    """What a message says about a base that was not found, or about its folder, which is there."""
-    there = os.path.isdir(name)
-    return f"{'cannot be read' if there else 'was not found'} ({_headline(error).rstrip('.')}{beside(name)})"
 
 
 def commit_of(name: str, hub: Mapping[str, Any], of_file: str = CONFIG_NAME) -> str | None:

@@ -4,7 +4,7 @@ import copy
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ from hf_drafthead.modeling.base_model import (
     is_language_model,
     last_layer,
     load_base,
-    load_new_base,
+    load_named,
     refuse_loading_arguments,
     refuse_misspelt,
     refuse_unfit,
@@ -47,13 +47,6 @@ LoadedModel = TypeVar("LoadedModel", bound="LoadableModel")
 # Arguments of from_pretrained for the heads' own files, and for every download.
 HEADS_ARGUMENTS = {"revision", "subfolder", "variant", "_from_auto", "_from_pipeline", "adapter_kwargs"}
 HUB_ARGUMENTS = {"cache_dir", "force_download", "local_files_only", "proxies", "token"}
-
-
-class AdapterOfAll(NamedTuple):
-    """An adapter of the whole model, heads and base: where it lies, and how it is loaded."""
-
-    name: str
-    arguments: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -88,12 +81,15 @@ class HeadsSource:
         inside = self.heads.get("subfolder")
         return os.path.join(self.given, inside) if inside and os.path.isdir(self.given) else self.given
 
-    def adapter_of_all(self, from_folder: bool) -> AdapterOfAll | None:
-        """The adapter that was named, or the one beside the heads, if `from_folder` says to look there."""
+    def adapter_of_all(self, from_folder: bool) -> tuple[str, dict[str, Any]] | None:
+        """Where an adapter of the whole model, heads and base, lies, and how it is loaded.
+
+        It is the one that was named, or that beside the heads, if `from_folder` says to look there.
+        """
         arguments = dict(self.heads.get("adapter_kwargs") or {})
         name = arguments.pop("_adapter_model_path", None) or self.path
         if (from_folder or name != self.path) and find_adapter(name, self.hub) is not None:
-            return AdapterOfAll(name, arguments)
+            return name, arguments
         return None
 
 
@@ -183,8 +179,8 @@ class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
             name = getattr(loaded.config, "_name_or_path", "") or None
         else:
             name = os.fspath(base)
-            fetch = {key: kwargs.pop(key) for key in HUB_ARGUMENTS & set(kwargs)}
-            loaded, name, commit, adapter, adapter_commit, file = load_new_base(name, base_revision, fetch, kwargs, own)
+            hub = {key: kwargs.pop(key) for key in HUB_ARGUMENTS & set(kwargs)} | {"revision": base_revision or "main"}
+            loaded, name, commit, adapter, adapter_commit, file = load_named(name, hub, kwargs, fields=own)
         if loaded.get_output_embeddings() is None:
             raise ValueError(f"{type(loaded).__name__} has no lm_head: draft heads need a causal language model.")
         name = full_name(name) if name else None
@@ -339,7 +335,7 @@ class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
             model._fill_and_attach(source, tensors, base_model, base_revision, kwargs)
             model._take_generation_config(settings)
             if adapter is not None:
-                model.load_adapter(adapter.name, adapter_kwargs=adapter.arguments)
+                model.load_adapter(adapter[0], adapter_kwargs=adapter[1])
         model.base.requires_grad_(False)
         model.checkpoint_revision = source.heads.get("revision")
         if generation_config is not None:
@@ -355,10 +351,8 @@ class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
         """Config, tensors and generation settings of heads in another project's layout; takes the family's fields."""
         if config is not None:
             raise ValueError("config= cannot be given with convert=True, which reads it from the layout: drop it.")
-        from hf_drafthead.formats import converted
-
         fields = {name: arguments.pop(name) for name in cls.config_class.heads_fields() & set(arguments)}
-        return converted(
+        return _formats().converted(  # type: ignore[no-any-return]
             cls, source.path, base_model=base_model, base_revision=base_revision, fields=fields, hub=source.hub
         )
 
@@ -482,3 +476,10 @@ class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
             values[name] = [name for name, module in blank.named_modules() if module is head]
         values[name] = [*values[name], "drafter"]
         return spared
+
+
+def _formats() -> Any:
+    """The room of other projects' layouts, which imports this one."""
+    from hf_drafthead import formats
+
+    return formats

@@ -14,8 +14,8 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from hf_drafthead import __version__
 from hf_drafthead.modeling.base import DraftHeadPreTrainedModel
+from hf_drafthead.version import __version__
 
 SUMMARY = "training_summary.json"
 RUN = "run.json"  # beside the checkpoints: what they are checkpoints of
