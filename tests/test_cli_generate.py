@@ -218,6 +218,26 @@ def test_pieces_are_streamed_as_they_are_told_at_the_end_also_where_the_base_dec
         assert any(depth for _, depth in pieces) == (written.steps > 0) == (not settings)
 
 
+@pytest.mark.parametrize("how", [["--stream"], []], ids=["streamed", "at the end"])
+def test_copies_have_a_colour_of_their_own(folder, run, how, tmp_path):
+    words = (
+        "generate",
+        folder / "medusa",
+        "--prompt",
+        "abcdefghijklmnopqrst yz abcde",
+        "--max-new-tokens",
+        9,
+        "--color",
+    )
+    _, without, _ = run(*words, *how)
+    _, out, _ = run(*words, *how, "--tree", "lookup", "--lookup", 4, "--svg", tmp_path / "a.svg")
+    copy = "\x1b[4;93m"
+    assert copy in out and "copied: " in out and "copied" in (tmp_path / "a.svg").read_text()
+    assert copy not in without and "copied" not in without
+    code, _, err = run(*words, "--lookup", 0)
+    assert code == 2 and "'--lookup': Input should be greater than or equal to 1" in err
+
+
 def test_a_conversation_that_is_full_says_so_and_goes_on(folder, run):
     code, out, err = run("chat", folder / "hydra", "--max-new-tokens", 3, given="x" * 130 + "\ny")
     assert code == 0 and out.endswith("> y\ncde\n")

@@ -7,6 +7,7 @@ import typer
 
 from hf_drafthead.cli.common import (
     Loading,
+    Lookup,
     ModelName,
     SamplingSeed,
     System,
@@ -15,6 +16,7 @@ from hf_drafthead.cli.common import (
     app,
     coloured,
     complain,
+    copying,
     options_of_groups,
     output,
     parse_tree,
@@ -33,7 +35,10 @@ def run_chat(
     temperature: Temperature = None,
     seed: SamplingSeed = None,
     tree: TreeOption = None,
-    color: Annotated[bool, typer.Option("--color/--no-color", help="Colour accepted guesses by their depth.")] = True,
+    lookup: Lookup = None,
+    color: Annotated[
+        bool, typer.Option("--color/--no-color", help="Colour accepted guesses by their depth, and copies.")
+    ] = True,
 ) -> None:
     """Hold a conversation: answers stream, accepted guesses are coloured by depth; /clear starts anew, /exit ends."""
     from transformers import set_seed
@@ -42,7 +47,7 @@ def run_chat(
 
     chosen = None if tree is None else parse_tree(tree)
     loaded, tokenizer = loading.load(model)
-    settings = {"max_new_tokens": max_new_tokens, **sampling(temperature)}
+    settings = {"max_new_tokens": max_new_tokens, **sampling(temperature), **copying(lookup)}
     conversation = Conversation(loaded, tokenizer, system=system, tree=chosen, settings=settings)
     if seed is not None:
         set_seed(seed)

@@ -29,6 +29,7 @@ app = typer.Typer(
 LOG_SECONDS = 5.0  # that lie at least between two lines of progress in a log
 # by the depth of the guess; the base's own tokens stay plain
 COLOURS = ("green", "cyan", "blue", "magenta", "red", "yellow")
+COPY_COLOUR = "bright_yellow underline"  # of what was copied from the text
 
 ModelName = Annotated[
     str, typer.Argument(metavar="MODEL", help="Folder of a draft-head checkpoint, or its id on the Hub.")
@@ -45,6 +46,9 @@ TreeOption = Annotated[str | None, typer.Option("--tree", "--draft-tree", metava
 TreeOptions = Annotated[
     list[str] | None,
     typer.Option("--tree", "--draft-tree", metavar="TREE", help=f"{TREE_HELP} Several are measured one by one."),
+]
+Lookup = Annotated[
+    int | None, typer.Option("--lookup", metavar="N", min=1, help="Also guess so many tokens copied from the text.")
 ]
 Temperature = Annotated[
     float | None,
@@ -298,9 +302,19 @@ def sampling(temperature: float | None) -> dict[str, Any]:
     return {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
 
 
+def copying(lookup: int | None) -> dict[str, Any]:
+    """Settings of `generate` for a `--lookup`; without one the model's own settings hold."""
+    return {} if lookup is None else {"prompt_lookup_num_tokens": lookup}
+
+
 def coloured(piece: str, depth: int) -> Text:
-    """A piece of text in the colour of the depth at which it was accepted."""
-    return Text(piece, style=COLOURS[(depth - 1) % len(COLOURS)] if depth else "")
+    """A piece of text in the colour of the depth at which it was accepted, below 0 that of copies."""
+    return Text(piece, style=colour_of(depth))
+
+
+def colour_of(depth: int) -> str:
+    """The colour of a depth; none of the base's own tokens."""
+    return COPY_COLOUR if depth < 0 else COLOURS[(depth - 1) % len(COLOURS)] if depth else ""
 
 
 def show_pace(written: Any) -> None:
@@ -323,5 +337,5 @@ def legend(pieces: list[tuple[str, int]]) -> Text:
     line = Text("plain: the base's own token", style="dim")
     for depth in sorted({depth for _, depth in pieces} - {0}):
         count = sum(1 for _, other in pieces if other == depth)
-        line.append(f"  depth {depth}: {count}", style=COLOURS[(depth - 1) % len(COLOURS)])
+        line.append(f"  {'copied' if depth < 0 else f'depth {depth}'}: {count}", style=colour_of(depth))
     return line

@@ -11,6 +11,7 @@ from rich.text import Text
 from hf_drafthead.cli.common import (
     Json,
     Loading,
+    Lookup,
     ModelName,
     SamplingSeed,
     System,
@@ -19,6 +20,7 @@ from hf_drafthead.cli.common import (
     app,
     check_writable,
     coloured,
+    copying,
     legend,
     options_of_groups,
     output,
@@ -48,8 +50,9 @@ def generate(
     temperature: Temperature = None,
     seed: SamplingSeed = None,
     tree: TreeOption = None,
+    lookup: Lookup = None,
     stream: Annotated[bool, typer.Option("--stream", help="Print while writing.")] = False,
-    color: Annotated[bool, typer.Option("--color", help="Colour accepted guesses by their depth.")] = False,
+    color: Annotated[bool, typer.Option("--color", help="Colour accepted guesses by their depth, and copies.")] = False,
     svg: Annotated[Path | None, typer.Option(metavar="PATH", help="Also write the coloured text as a picture.")] = None,
     json_path: Json = None,
 ) -> None:
@@ -77,7 +80,7 @@ def generate(
         text = chat_text(tokenizer, [*said, {"role": "user", "content": asked.rstrip("\n")}], "the prompt")
     if seed is not None:
         set_seed(seed)
-    settings: dict[str, Any] = {"max_new_tokens": max_new_tokens, **sampling(temperature)}
+    settings: dict[str, Any] = {"max_new_tokens": max_new_tokens, **sampling(temperature), **copying(lookup)}
     console = output(color)
 
     def show(piece: str, depth: int) -> None:
@@ -86,9 +89,8 @@ def generate(
         else:
             print(piece, end="", flush=True)  # not through the console, which would expand tabs
 
-    written = sample(
-        loaded, tokenizer, text, tree=chosen, on_piece=show if stream else None, special_tokens=not chat, **settings
-    )
+    on_piece = show if stream else (lambda piece, depth: None) if color or svg else None  # which tells copies apart
+    written = sample(loaded, tokenizer, text, tree=chosen, on_piece=on_piece, special_tokens=not chat, **settings)
     if not stream:
         for piece, depth in written.pieces:
             show(piece, depth)

@@ -9,13 +9,13 @@ import torch
 from transformers.generation.streamers import BaseStreamer
 
 from hf_drafthead.evaluation.calls import encode, positions_of, steps_of
-from hf_drafthead.evaluation.measurement import guess_depths, tokens_per_step
+from hf_drafthead.evaluation.measurement import COPIED, guess_depths, tokens_per_step
 from hf_drafthead.evaluation.questions import chat_text, need_template
 from hf_drafthead.generation import StepRecord
 from hf_drafthead.generation.tree import DraftTree
 from hf_drafthead.trees.timing import wait
 
-Piece = tuple[str, int]  # text, and the depth of the guess: 0 is the base's own token
+Piece = tuple[str, int]  # text, and the depth of the guess: 0 is the base's own token, COPIED one of the text before
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def sample(
         tokenizer: its base's.
         prompt: the text to continue.
         tree: draft tree, or a published one's name; None for the model's own.
-        on_piece: called with every piece as soon as its step is committed.
+        on_piece: called with every piece as soon as its step is committed; only then are copies told from guesses.
         special_tokens: whether the tokenizer adds its own; not where a chat template has written them.
         settings: for `generate`.
 
@@ -58,8 +58,10 @@ def sample(
     """
     inputs = encode(model, tokenizer, [prompt], special_tokens=special_tokens)
     chosen = {} if tree is None else {"draft_tree": tree}
+    copied: list[int] = []
     if on_piece is not None:
         streamer = PieceStreamer(tokenizer, on_piece)
+        copied = streamer.copied
         settings |= {"streamer": streamer, "on_step": streamer.note}
     wait(model.base.device)
     start = time.perf_counter()
@@ -68,7 +70,7 @@ def sample(
     seconds = time.perf_counter() - start
     tokens = out.sequences[0, inputs["input_ids"].shape[1] :].tolist()
     accepted = steps_of(out)
-    depths = guess_depths(accepted[0])
+    depths = guess_depths(accepted[0], copied)
     depths += [0] * (len(tokens) - len(depths))
     spelling = Spelling(tokenizer)
     pieces = [(spelling.add(token), depth) for token, depth in zip(tokens, depths, strict=False)]
@@ -121,6 +123,7 @@ class PieceStreamer(BaseStreamer):
     def __init__(self, tokenizer: Any, on_piece: Callable[[str, int], object]):
         self._spelling = Spelling(tokenizer)
         self._on_piece = on_piece
+        self.copied: list[int] = []  # accepted copies of each step
         self._prompt_seen = self._drafting = False
         self._tokens: list[int] = []  # of the step that is not committed yet
 
@@ -135,6 +138,8 @@ class PieceStreamer(BaseStreamer):
     def note(self, record: StepRecord) -> None:
         """A step is committed: its guesses, and last the base's own token."""
         self._drafting = True
+        if record.step:
+            self.copied.append(record.copied()[0] if record.copied else 0)
         self._pass_on()
 
     def end(self) -> None:
@@ -144,9 +149,11 @@ class PieceStreamer(BaseStreamer):
             self._on_piece(text, 0)
 
     def _pass_on(self) -> None:
+        copies = self.copied[-1] if self.copied else 0
         for place, token in enumerate(self._tokens, start=1):
             if text := self._spelling.add(token):
-                self._on_piece(text, place % len(self._tokens))  # the last one is the base's own, of depth 0
+                # the last one is the base's own, of depth 0
+                self._on_piece(text, COPIED if place <= copies else place % len(self._tokens))
         self._tokens = []
 
 

@@ -4,6 +4,7 @@ Shapes: B rows, S steps, M positions, K heads.
 """
 
 import functools
+import itertools
 import operator
 import statistics
 from collections.abc import Callable, Iterable, Sequence
@@ -20,6 +21,7 @@ from hf_drafthead.generation.entries import device_name, drafter_hash
 
 STAGES = ("draft", "verify", "walk", "commit")
 METRIC = "rougeL"
+COPIED = -1  # in the place of a guess's depth: it was copied from the text
 
 
 @dataclass
@@ -350,20 +352,23 @@ def histogram(accepted_lengths: Iterable[torch.Tensor]) -> dict[int, int]:
     return dict(sorted(counts.items()))
 
 
-def guess_depths(accepted_lengths: torch.Tensor) -> list[int]:
-    """For each new token of one row: the depth of the guess that it was, 0 for the base's own.
+def guess_depths(accepted_lengths: torch.Tensor, copied: Sequence[int] = ()) -> list[int]:
+    """For each new token of one row: the depth of the guess that it was, 0 for the base's own, COPIED for a copy.
 
     The first token is the prompt's and the last of every step is the base's, so a step of three tokens reads 1, 2, 0.
 
     Args:
         accepted_lengths: (S,), one row.
+        copied: of each step, how many accepted guesses were copies from the text, as far as that is known.
 
-    >>> guess_depths(torch.tensor([3, 1, 2, 0]))
-    [0, 1, 2, 0, 0, 1, 0]
+    >>> guess_depths(torch.tensor([3, 1, 2, 0]), copied=[0, 0, 1])
+    [0, 1, 2, 0, 0, -1, 0]
     """
     depths = [0]
-    for length in accepted_lengths.tolist():
-        depths += [*range(1, length), 0] if length else []
+    for length, copies in itertools.zip_longest(
+        accepted_lengths.tolist(), copied[: len(accepted_lengths)], fillvalue=0
+    ):
+        depths += [*[COPIED] * copies, *range(copies + 1, length), 0] if length else []
     return depths
 
 

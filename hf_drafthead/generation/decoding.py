@@ -11,11 +11,13 @@ from __future__ import annotations
 import functools
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
+from hf_drafthead.generation.lookup import accepted_copies
 from hf_drafthead.generation.reader import BaseReader, position_table, prefill_inputs
 from hf_drafthead.generation.rules import Rules
 from hf_drafthead.generation.runner import Execution, Runner
@@ -23,7 +25,7 @@ from hf_drafthead.generation.settings import DraftSettings, DraftSwitch
 from hf_drafthead.generation.slots import SlotCache, writing_layers
 from hf_drafthead.generation.state import DecodingState, DraftHeadGenerateOutput, Limits, Outcome, Rows, StepRecord
 from hf_drafthead.generation.step import Step, Stopwatch
-from hf_drafthead.generation.tree import DraftTree, Tree
+from hf_drafthead.generation.tree import DraftTree, LookupTree, Tree
 
 FIRST_ROOM = 512  # new positions for which memory is taken at first
 FAR = 1 << 40  # where nothing limits a length
@@ -94,7 +96,8 @@ def decode(
         timed=on_step is not None,
     )
     choose = None if settings.switch is None else chooser(settings.tree, settings.switch)
-    runner = Runner(model, execution, make, settings.tree, state, choose)
+    tree = settings.tree
+    runner = Runner(model, execution, make, tree, state, choose)
     launched: deque[Outcome] = deque()
     while state.running(rules.pads):
         launched.append(runner.step(state))
@@ -105,6 +108,9 @@ def decode(
             if on_step is not None:
                 watch.lap("step")
                 record.seconds["step"] = watch.seconds["step"]
+                if isinstance(tree, LookupTree):
+                    text = tree, state.rows.sequences, [*state.lengths], record.tokens
+                    record = replace(record, copied=functools.partial(accepted_copies, *text))
                 on_step(record)
         if not launched:
             state.bound_caches()

@@ -12,11 +12,13 @@ Shapes: B rows, W width of the sequences, L copied tokens, M nodes that were gue
 
 from __future__ import annotations
 
+import itertools
+import operator
 from typing import NamedTuple
 
 import torch
 
-from hf_drafthead.generation.tree import Topology
+from hf_drafthead.generation.tree import LookupTree, Topology
 
 LEAST_MATCH = 2  # tokens that must agree, unless fewer are asked for: a single token matches nearly everywhere
 
@@ -65,6 +67,29 @@ def copies(sequences: torch.Tensor, lengths: torch.Tensor, count: int, longest_m
     steps = torch.arange(count, device=device)
     tokens = sequences.gather(1, (end[:, None] + 1 + steps % period).clamp(max=width - 1))
     return Copies(torch.where(matched[:, None] & (tokens < vocabulary), tokens, 0), matched)
+
+
+def accepted_copies(
+    tree: LookupTree, sequences: torch.Tensor, lengths: list[int], emitted: list[list[int]]
+) -> list[int]:
+    """Row by row, how many of the guesses that a step accepted were copies: from the first on, until one was not.
+
+    The copies are found again, as in the step. The heads may have guessed the same tokens.
+
+    Args:
+        tree: of the step.
+        sequences: (B, W) token ids.
+        lengths: B of them, after the step.
+        emitted: the tokens of the step, of each row; the last one was no guess.
+    """
+    before = [length - len(tokens) for length, tokens in zip(lengths, emitted, strict=True)]
+    starts = torch.tensor(before, device=sequences.device)
+    found = copies(sequences, starts, tree.copies, tree.longest_match, tree.vocabulary)
+    counts = []
+    for tokens, copied, matched in zip(emitted, found.tokens.tolist(), found.matched.tolist()):
+        same = map(operator.eq, tokens[:-1], copied if matched else [])
+        counts.append(sum(itertools.takewhile(bool, same)))
+    return counts
 
 
 def joined(

@@ -7,6 +7,7 @@ sequences, E end-of-sequence tokens, S steps.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -169,7 +170,9 @@ class StepRecord:
 
     step: 0 is the prefill, which emits one token and has no nodes; tokens: emitted; nodes: walked, node 0 the root;
     counts: emitted up to the row's own end; drafted: N; seconds: of each stage (`prefill`, or `draft`, `verify`,
-    `walk`, `commit` of a step that is not captured) and of the whole `step`.
+    `walk`, `commit` of a step that is not captured) and of the whole `step`; copied: where copies from the text stand
+    in the tree, called before the next step it says how many of each row's accepted guesses they were, see
+    `lookup.accepted_copies`.
     """
 
     step: int
@@ -178,6 +181,7 @@ class StepRecord:
     counts: list[int]
     drafted: int
     seconds: dict[str, float]
+    copied: Callable[[], list[int]] | None = None
 
 
 @dataclass

@@ -229,6 +229,7 @@ def settings(max_new_tokens: int) -> dict[str, Any]:
         )
     with gr.Row():
         length = gr.Number(max_new_tokens, precision=0, minimum=1, label="New tokens", elem_id="length")
+        copies = gr.Number(0, precision=0, minimum=0, label="Copied tokens", elem_id="copies")
         seed = gr.Number(0, precision=0, minimum=0, label="Seed", elem_id="seed")
         with_base = gr.Checkbox(True, label="Run the base too", elem_id="with-base")
     return {
@@ -236,6 +237,7 @@ def settings(max_new_tokens: int) -> dict[str, Any]:
         "temperature": temperature,
         "acceptance": acceptance,
         "max_new_tokens": length,
+        "copies": copies,
         "seed": seed,
         "with_base": with_base,
     }

@@ -27,12 +27,14 @@ class WalkedStep:
     """One step of the heads.
 
     root: token of the tree's root; emitted: tokens that the step gave, up to the end of the text; walked: nodes of the
-    tree that were accepted, from the root (node 0) down, one for each token emitted.
+    tree that were accepted, from the root (node 0) down, one for each token emitted; copied: how many of the accepted
+    guesses were copies from the text.
     """
 
     root: int
     emitted: tuple[int, ...]
     walked: tuple[int, ...]
+    copied: int = 0
 
     @property
     def tokens(self) -> dict[int, int]:
@@ -58,8 +60,10 @@ class Side:
 
     @property
     def depths(self) -> list[int]:
-        """For each token the depth of the guess that it was, 0 for the base's own."""
-        depths = guess_depths(torch.tensor([len(step.emitted) for step in list(self.steps)], dtype=torch.long))
+        """For each token the depth of the guess that it was, 0 for the base's own, COPIED for a copy."""
+        steps = list(self.steps)
+        lengths = torch.tensor([len(step.emitted) for step in steps], dtype=torch.long)
+        depths = guess_depths(lengths, [step.copied for step in steps])
         count = len(self.tokens)
         return (depths + [0] * count)[:count]
 
@@ -85,6 +89,7 @@ class SideBySide:
         inputs: `input_ids` and `attention_mask` (1, T) of the prompt.
         settings: of `generate`, for both.
         drafting: how the heads draft and accept, with its tree.
+        copies: tokens that the heads' tree copies from the text in each step.
         seed: of the sampling, the same for both.
         with_base: whether the base writes too.
     """
@@ -96,6 +101,7 @@ class SideBySide:
         settings: Mapping[str, Any],
         drafting: DraftSettings,
         *,
+        copies: int = 0,
         seed: int = 0,
         with_base: bool = True,
     ):
@@ -106,8 +112,10 @@ class SideBySide:
         self.sides = {name: Side(name) for name in names}
         self._turns = Turns(names, device, seed=seed)
         chosen = drafting.draft_tree
-        self.tree = chosen if isinstance(chosen, DraftTree) else None  # only what is the same in every step is drawn
+        drawn = isinstance(chosen, DraftTree) and not copies  # only what is the same in every step
+        self.tree = chosen if drawn else None
         ours = {name: getattr(drafting, name) for name in ("draft_tree", "acceptance")}
+        ours["prompt_lookup_num_tokens"] = copies or None
         common = {**inputs, **settings, "return_dict_in_generate": True}
         self._calls: dict[str, Callable[..., Any]] = {
             HEADS: lambda **call: model.generate(**common, **ours, on_step=self._record, **call),
@@ -184,7 +192,9 @@ class SideBySide:
         if record.step:  # 0 is the prompt's own forward
             count = record.counts[0]
             root = heads.tokens[-count - 1]
-            heads.steps.append(WalkedStep(root, tuple(record.tokens[0][:count]), tuple(record.nodes[0][:count])))
+            copied = min(record.copied()[0], count) if record.copied else 0
+            walked = tuple(record.nodes[0][:count])
+            heads.steps.append(WalkedStep(root, tuple(record.tokens[0][:count]), walked, copied))
         self._turns.pause(HEADS)
 
     def _read_clocks(self) -> None:

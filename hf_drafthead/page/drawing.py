@@ -8,11 +8,13 @@ from typing import Any
 
 from hf_drafthead.cards.pictures import rows_of_nodes
 from hf_drafthead.evaluation.conversation import Spelling
+from hf_drafthead.evaluation.measurement import COPIED
 from hf_drafthead.generation.tree import DraftTree
 from hf_drafthead.page.comparison import Side, WalkedStep
 
 # of depths 1, 2 ...; then from the start
 DEPTH_COLOURS = ("#2e9e4f", "#1496a8", "#3b6fd4", "#9b51c9", "#d0455c", "#c98a12")
+COPY_COLOUR = "#8b8f98"  # of what was copied from the text
 COLUMN, ROW, MARGIN = 190, 17, 14  # pixels of the tree's picture: a depth, a leaf, the edge
 LONGEST_LABEL = 16  # characters of a token in the tree
 
@@ -31,6 +33,7 @@ CSS = "\n".join(
         ".dh-tree .idle { opacity: 0.45; } .dh-tree path.idle { opacity: 0.25; }"
         " .dh-tree .walked text { font-weight: 700; font-size: 12px; }",
         *(f".dh-{depth} {{ background: {colour}55; }}" for depth, colour in enumerate(DEPTH_COLOURS, start=1)),
+        f".dh-copy {{ background: {COPY_COLOUR}55; text-decoration: underline dotted; }}",
     ]
 )
 
@@ -41,7 +44,7 @@ def shade(depth: int) -> int:
 
 
 def text(tokenizer: Any, side: Side, before: str = "") -> str:
-    """What a side has written, each accepted guess in the colour of its depth.
+    """What a side has written, each accepted guess in the colour of its depth, or in that of copies.
 
     Args:
         tokenizer: the base's.
@@ -53,14 +56,15 @@ def text(tokenizer: Any, side: Side, before: str = "") -> str:
     pieces = [(spelling.add(token), depth) for token, depth in zip(tokens, side.depths)]
     if side.finished:
         pieces.append((spelling.rest(), 0))
-    written = "".join(
-        f'<span class="dh-{shade(depth)}" title="guess at depth {depth}">{escape(piece)}</span>'
-        if depth
-        else escape(piece)
-        for piece, depth in pieces
-        if piece
-    )
+    written = "".join(_coloured(escape(piece), depth) for piece, depth in pieces if piece)
     return f'<div class="dh-text">{before}{written}</div>'
+
+
+def _coloured(piece: str, depth: int) -> str:
+    """A piece of HTML in the colour of its depth; the base's own tokens have none."""
+    if depth == COPIED:
+        return f'<span class="dh-copy" title="copied from the text">{piece}</span>'
+    return f'<span class="dh-{shade(depth)}" title="guess at depth {depth}">{piece}</span>' if depth else piece
 
 
 def prompt(written: str) -> str:
@@ -90,7 +94,10 @@ def figures_row(side: Side) -> str:
 def depth_legend(deepest: int) -> str:
     """Which colour is which depth."""
     named = (f'<span class="dh-{shade(depth)}">depth {depth}</span>' for depth in range(1, deepest + 1))
-    return f'<div class="dh-legend">Accepted guesses: {"".join(named)} no colour: chosen by the base itself</div>'
+    copied = '<span class="dh-copy">copied from the text</span>'
+    return (
+        f'<div class="dh-legend">Accepted guesses: {"".join(named)}{copied} no colour: chosen by the base itself</div>'
+    )
 
 
 def tree(tokenizer: Any, topology: DraftTree, steps: Sequence[WalkedStep], shown: int) -> str:

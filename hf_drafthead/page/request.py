@@ -23,7 +23,8 @@ class Asked:
 
     written: the prompt, or the next message; chat: whether the chat template applies; messages: the conversation so
     far; tree: `OWN_TREE`, a name that `draft_tree` takes, or rank paths as JSON; temperature: 0 is greedy; acceptance,
-    max_new_tokens: see `generate`; seed: of the sampling; with_base: whether the base writes too.
+    max_new_tokens: see `generate`; copies: tokens copied from the text in each step; seed: of the sampling; with_base:
+    whether the base writes too.
     """
 
     written: str
@@ -33,6 +34,7 @@ class Asked:
     temperature: float
     acceptance: str
     max_new_tokens: int
+    copies: int
     seed: int
     with_base: bool
 
@@ -56,6 +58,7 @@ class Asked:
             self._encoded(model, tokenizer),
             settings,
             self._drafting(model),
+            copies=self.copies,
             seed=self.seed,
             with_base=self.with_base,
         )

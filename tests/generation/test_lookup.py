@@ -153,6 +153,31 @@ def test_copies_are_accepted_where_the_text_repeats_itself():
     assert both.sum() == 23 and both.shape[1] == 4 and alone.shape[1] > 11
 
 
+@pytest.mark.parametrize("tree", [[[0], [1], [2], [3], [4]], "lookup"], ids=["heads", "alone"])
+def test_a_step_says_how_many_of_its_guesses_were_copies(tree):
+    base = circling_base()
+    model, records = FAMILIES[0].build(base), []
+    text = base.generate(**repeating_prompt(2), max_new_tokens=VOCABULARY, eos_token_id=None)
+    call = {"input_ids": text[:, -20:], "max_new_tokens": 24, "eos_token_id": None, "prompt_lookup_num_tokens": 5}
+
+    def note(record):
+        records.append((record.step, record.tokens, record.copied and record.copied()))
+
+    rows = model.generate(**call, draft_tree=tree, on_step=note).tolist()
+    ends, shares = [21, 21], []
+    for step, emitted, copied in records:
+        for row in range(2) if step else ():
+            expected = searched(rows[row][: ends[row]], 5, 3) or []
+            same = [one == other for one, other in zip(emitted[row][:-1], expected)]
+            assert copied[row] == (same + [False]).index(False)
+            shares += [copied[row] / len(emitted[row][1:])] if emitted[row][1:] else []
+            ends[row] += len(emitted[row])
+    assert records[0][2] is None and max(shares) == 1.0 and (tree != "lookup" or min(shares) == 1.0)
+    records.clear()
+    model.generate(**{**call, "prompt_lookup_num_tokens": None}, draft_tree=[[0]], on_step=note)
+    assert {copied for _, _, copied in records} == {None}  # where there are none nothing is looked for
+
+
 @pytest.mark.parametrize(
     "settings, message",
     [

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hf_drafthead.evaluation.calls import encode
-from hf_drafthead.evaluation.measurement import guess_depths
+from hf_drafthead.evaluation.measurement import COPIED, guess_depths
 from hf_drafthead.evaluation.rounding import FirstDifference
 from hf_drafthead.generation.settings import DraftSettings
 from hf_drafthead.generation.tree import DraftTree
@@ -64,6 +64,14 @@ def test_a_walk_leads_down_the_tree_by_the_tokens_that_were_written(hydra, given
         written += step.emitted
     assert written == heads.tokens
     assert any(len(step.walked) > 2 for step in heads.steps)
+
+
+def test_copies_from_the_text_are_told_from_guesses(hydra, given):
+    found = compared(hydra, given, GREEDY, copies=4)
+    steps = found.sides[HEADS].steps
+    assert found.same and found.tree is None  # whose shape is another one in each step
+    assert any(step.copied for step in steps) and all(step.copied < len(step.emitted) for step in steps)
+    assert found.sides[HEADS].depths.count(COPIED) == sum(step.copied for step in steps)
 
 
 def test_where_the_texts_part_is_told_with_its_margin(hydra, given):

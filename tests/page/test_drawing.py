@@ -32,6 +32,14 @@ def test_each_accepted_guess_has_the_colour_of_its_depth():
     assert re.sub("<[^>]*>", "", drawn) == "abcdef"
 
 
+def test_a_copy_has_a_colour_of_its_own():
+    side = heads("abcdef", [3, 2])
+    side.steps = [WalkedStep(step.root, step.emitted, step.walked, copied) for step, copied in zip(side.steps, (1, 0))]
+    drawn = drawing.text(TOKENIZER, side)
+    assert re.findall(r'class="dh-(copy|\d)"[^>]*>(.)<', drawn) == [("copy", "b"), ("2", "c"), ("1", "e")]
+    assert ".dh-copy " in drawing.CSS and "dh-copy" in drawing.depth_legend(2)
+
+
 def test_colours_begin_again_behind_the_last():
     assert [drawing.shade(depth) for depth in (1, 6, 7)] == [1, 6, 1]
     assert all(f".dh-{shade} " in drawing.CSS for shade in range(1, 7))

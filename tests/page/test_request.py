@@ -17,6 +17,7 @@ ASKED = Asked(
     temperature=0.0,
     acceptance="exact",
     max_new_tokens=8,
+    copies=0,
     seed=0,
     with_base=False,
 )
@@ -48,6 +49,12 @@ def test_the_tree_is_the_one_asked_for(hydra, tree, expected):
 def test_without_a_tree_the_model_drafts_its_own(hydra):
     stored = DraftTree([tuple(path) for path in hydra[0].generation_config.draft_tree])
     assert asked().comparison(*hydra).tree == stored == asked(tree=" ").comparison(*hydra).tree
+
+
+def test_copies_are_asked_of_the_heads(hydra):
+    found = asked(copies=4, max_new_tokens=24, with_base=True).comparison(*hydra)
+    assert written(found) == written(asked(max_new_tokens=24).comparison(*hydra)) and found.same
+    assert any(step.copied for step in found.sides[HEADS].steps)
 
 
 def test_temperature_seed_and_length_decide_what_is_written(hydra):
