@@ -30,7 +30,7 @@ from hf_drafthead.evaluation import report
 from hf_drafthead.evaluation.bench import INTERRUPTED, bench
 from hf_drafthead.evaluation.loading import load
 from hf_drafthead.evaluation.measurement import Measurement
-from hf_drafthead.evaluation.questions import Question, read_prompts
+from hf_drafthead.evaluation.questions import Question, read_questions
 
 HERE = Path(__file__).resolve().parent
 LINE = "\n"
@@ -115,7 +115,7 @@ def main() -> None:
     compiled = [] if args.without_compiled else ["compiled"]
     untrained = ["prompt-lookup", f"assistant={assistant}"]  # they depend on no heads: once is enough
     of_category: dict[str | None, list[Question]] = {}
-    for prompt in read_prompts(zoo.ASSETS / "prompts.jsonl"):
+    for prompt in read_questions(zoo.ASSETS / "prompts.jsonl"):
         of_category.setdefault(prompt.category, []).append(prompt)
     prompts = [prompt for category in of_category.values() for prompt in category[: args.limit]]
     command = shlex.join(["python", "benchmarks/end_to_end.py", *sys.argv[1:]])

@@ -29,7 +29,7 @@ from zoo_recipe.heads import AMPHISTA, FAMILIES, HEADS, Recipe, train_heads
 from hf_drafthead import DraftTree, zoo
 from hf_drafthead.evaluation.calls import draft, encode, steps_of
 from hf_drafthead.evaluation.measurement import tokens_per_step
-from hf_drafthead.evaluation.questions import read_prompts
+from hf_drafthead.evaluation.questions import read_questions
 from hf_drafthead.generation.settings import DEFAULT_TREE
 
 RESULTS = Path(__file__).parent / "results" / "families.jsonl"
@@ -70,7 +70,7 @@ TRIED = {
 
 def measured(model: PreTrainedModel, tokenizer) -> float:
     """Tokens per step on the held-out prompts; every text must be the base's own."""
-    prompts = [prompt.text for prompt in read_prompts(zoo.ASSETS / "prompts.jsonl")]
+    prompts = [prompt.text for prompt in read_questions(zoo.ASSETS / "prompts.jsonl")]
     tree = DraftTree.resolve(DEFAULT_TREE, model.drafter.max_depth, model.base.config.vocab_size)
     settings = {"do_sample": False, "max_new_tokens": NEW_TOKENS}
     accepted = []

@@ -35,7 +35,7 @@ import torch
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 from hf_drafthead import DraftTree, zoo
-from hf_drafthead.evaluation.calls import ForwardCount, encode_turn
+from hf_drafthead.evaluation.calls import counted_forwards, encode_turn
 from hf_drafthead.evaluation.questions import Question, read_questions
 from hf_drafthead.generation.lookup import copies
 from hf_drafthead.trees.rank_paths import left_padded
@@ -216,11 +216,11 @@ class Counted:
             return
         copied = {"prompt_lookup_num_tokens": self.args.nodes - 1}
         self._add("copies alone", self.model.generate(**call, **copied, draft_tree="lookup"), text)
-        with ForwardCount(self.model.base) as count_forwards:
+        with counted_forwards(self.model.base) as forwards:
             theirs = self.model.base.generate(**call, **copied)
         # the prefill counts as one token, though it checks a copy too
         self.tokens["transformers"] += theirs.sequences.shape[1] - given["input_ids"].shape[1] - 1
-        self.steps["transformers"] += count_forwards.forwards - 1
+        self.steps["transformers"] += len(forwards) - 1
 
     def figures(self) -> dict[str, Any]:
         """Tokens per step of every way."""

@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from hf_drafthead import zoo
 from hf_drafthead.evaluation.calls import batched, draft, encode, encode_all, steps_of
 from hf_drafthead.evaluation.measurement import tokens_per_step
-from hf_drafthead.evaluation.questions import read_prompts
+from hf_drafthead.evaluation.questions import read_questions
 from hf_drafthead.generation.acceptance import rejection_choices
 from hf_drafthead.generation.rules import Rules
 from hf_drafthead.generation.settings import DEFAULT_TREE
@@ -183,7 +183,7 @@ def main() -> None:
         print(children())
         return
     tokenizer = AutoTokenizer.from_pretrained(zoo.path("base"))
-    every = read_prompts(zoo.ASSETS / "prompts.jsonl")
+    every = read_questions(zoo.ASSETS / "prompts.jsonl")
     questions = every[: asked.prompts]
     methods, command = asked.methods.split(","), " ".join(["python", *sys.argv])
     expected: dict[float, list[torch.Tensor]] = {}

@@ -28,7 +28,7 @@ from transformers import AutoModel, AutoTokenizer, CompileConfig, LogitsProcesso
 from transformers.utils import logging
 
 from hf_drafthead import zoo
-from hf_drafthead.evaluation.questions import read_prompts
+from hf_drafthead.evaluation.questions import read_questions
 from hf_drafthead.generation.programs import PROGRAMS
 
 BUSHY = [[0], [0, 0], [1], [2], [1, 0], [0, 1], [0, 0, 0]]
@@ -172,7 +172,7 @@ def soak(count: int, first: int = 0, seed: int = 0, families: list[str] | None =
     paths = {name: zoo.path(name) for name in families or zoo.families()}
     models = {name: AutoModel.from_pretrained(path, dtype=torch.float64).eval() for name, path in paths.items()}
     tokenizer = AutoTokenizer.from_pretrained(next(iter(paths.values())))
-    prompts = [prompt.text for prompt in read_prompts(zoo.ASSETS / "prompts.jsonl")]
+    prompts = [prompt.text for prompt in read_questions(zoo.ASSETS / "prompts.jsonl")]
     report = Report()
     every = max(count // 100, 1)
     for number in range(first, first + count):

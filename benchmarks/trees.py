@@ -28,7 +28,7 @@ from hf_drafthead import DraftTree, zoo
 from hf_drafthead.evaluation.calls import encode, steps_of
 from hf_drafthead.evaluation.loading import load
 from hf_drafthead.evaluation.measurement import tokens_per_step
-from hf_drafthead.evaluation.questions import read_prompts
+from hf_drafthead.evaluation.questions import read_questions
 from hf_drafthead.generation.tree import DynamicTree
 from hf_drafthead.trees.grow import METHODS
 from hf_drafthead.trees.rank_paths import foretold_steps, own_texts, rank_paths
@@ -43,7 +43,7 @@ def measure(family: str) -> dict[str, Any]:
     """Every figure of one family."""
     model, tokenizer = load(zoo.path(family))
     model.eval()
-    prompts = [prompt.turns[0] for prompt in read_prompts(zoo.ASSETS / "prompts.jsonl")]
+    prompts = [prompt.turns[0] for prompt in read_questions(zoo.ASSETS / "prompts.jsonl")]
     ids = [encode(model, tokenizer, [text])["input_ids"][0] for text in prompts]
     ranks = []
     for part in (ids[:MEASURED], ids[MEASURED:]):

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from hf_drafthead import cli, zoo
 from hf_drafthead.cards import write_card
 from hf_drafthead.cli import common
-from hf_drafthead.cli.settings import parse_settings
+from hf_drafthead.cli.common import parse_settings
 from hf_drafthead.evaluation import bench as benching
 from hf_drafthead.evaluation import loading, questions
 from hf_drafthead.evaluation.questions import read_questions

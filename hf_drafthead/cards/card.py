@@ -9,17 +9,15 @@ from typing import Any
 
 from huggingface_hub import CardData, EvalResult, ModelCard, ModelCardData
 
-from hf_drafthead.cards.exactness import FULL_PRECISION, counts_in_words
-from hf_drafthead.cards.facts import ACCURACY, Facts, is_hub_id, read_facts
+from hf_drafthead.cards.facts import ACCURACY, FULL_PRECISION, Facts, counts_in_words, is_hub_id, read_facts
 from hf_drafthead.cards.licenses import check_license
 from hf_drafthead.cards.pictures import draw_accuracies, draw_trees
 from hf_drafthead.cards.sections import REBUILT, merge
 from hf_drafthead.modeling.families import FAMILIES
+from hf_drafthead.modeling.files import in_one_line
 
 CARD_FILES = resources.files("hf_drafthead.cards")
-CARD, TREE_PICTURE, ACCURACY_PICTURE = "README.md", "tree.png", "head_accuracies.png"
-CALIBRATED_PICTURE = "calibrated_trees.png"
-TRAINING_PICTURE = "training.png"  # drawn by the training, if it was
+CARD = "README.md"
 TASK = "text-generation"
 WHOLE, UNCATEGORISED = "all", "uncategorised"  # all prompts of a run, and those that name no category
 PATH = re.compile(r"(?<![\w.:/~-])~?/(?:[^\s'\"/]+/)*(?=[^\s'\"/])")  # all of an absolute path but its last name
@@ -54,11 +52,11 @@ def write_card(folder: Path, model: Any = None, *, repo_id: str | None = None, l
     repo_id = repo_id or folder.resolve().name
     data = card_data(facts, old.data, repo_id.rpartition("/")[2], license)
     if facts.tree is not None:
-        draw_trees({"": facts.tree}, folder / TREE_PICTURE)
+        draw_trees({"": facts.tree}, folder / "tree.png")
     if facts.calibrated:
-        draw_trees(facts.calibrated, folder / CALIBRATED_PICTURE)
+        draw_trees(facts.calibrated, folder / "calibrated_trees.png")
     if facts.accuracies:
-        draw_accuracies(facts.accuracies, folder / ACCURACY_PICTURE)
+        draw_accuracies(facts.accuracies, folder / "head_accuracies.png")
     written = ModelCard(render(facts, data, repo_id))
     written.text = "\n" + merge(old.text, written.text)
     written.save(path)
@@ -84,7 +82,8 @@ def missing(folder: Path) -> list[str]:
         lacks.append(f"base: the card names {named!r}, the config {facts.base!r}; run `hf-drafthead card {folder}`")
     if not card.data.get("license"):
         lacks.append(f"license: run `hf-drafthead card {folder} --license ID`, such as apache-2.0")
-    if not (ours(card.data.get("eval_results")) or "not measured" in card.text.lower()):
+    drafting = any(result.metric_type in METRICS for result in card.data.get("eval_results") or [])
+    if not (drafting or "not measured" in card.text.lower()):
         lacks.append('measured figures: run `hf-drafthead bench`, or write "not measured" into the card')
     return lacks
 
@@ -100,7 +99,7 @@ def read_card(path: Path) -> ModelCard:
     except OSError:
         raise
     except Exception as error:  # the YAML reader's own, which is no ValueError, among them
-        reason = " ".join(str(error).split())
+        reason = in_one_line(error)
         raise ValueError(
             f"the metadata of {str(path)!r} cannot be read ({reason}): correct it, or remove it."
         ) from None
@@ -163,11 +162,6 @@ def parts(run: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {WHOLE: run, **({} if list(split) == [UNCATEGORISED] else split)}
 
 
-def ours(results: list[EvalResult] | None) -> bool:
-    """Whether figures of drafting are among the results."""
-    return any(result.metric_type in METRICS for result in results or [])
-
-
 def render(facts: Facts, data: ModelCardData, repo_id: str) -> str:
     """The card as the template has it."""
     import jinja2
@@ -175,7 +169,7 @@ def render(facts: Facts, data: ModelCardData, repo_id: str) -> str:
     environment = jinja2.Environment(undefined=jinja2.ChainableUndefined, keep_trailing_newline=True)
     filters = (asked_text, cell, choice, counts_in_words, dtype_of, figure, names, parts, same_text_cell, setting)
     environment.filters |= {each.__name__: each for each in (*filters, listed, without_folders)}
-    family = FAMILIES.get(facts.family)
+    family = FAMILIES[facts.family]
     named = data.get("base_model") or (None if facts.base_included else facts.base_named)
     file = None if facts.base_included else facts.base_gguf_file
     unnamed = "a base that is included here" if facts.base_included else "a base that is missing: the config names none"
@@ -191,15 +185,12 @@ def render(facts: Facts, data: ModelCardData, repo_id: str) -> str:
         name=repo_id.rpartition("/")[2],
         repo_id=repo_id,
         rebuilt=REBUILT,
-        family_title=family.title if family else facts.family,
+        family_title=family.title,
         base_link=(f"`{named}`" if named else unnamed) + (f" (its GGUF file `{file}`)" if file else ""),
         base_named=bool(named),
         license=data.get("license"),
-        tree_picture=TREE_PICTURE,
-        calibrated_picture=CALIBRATED_PICTURE,
-        accuracy_picture=ACCURACY_PICTURE,
         recipe=recipe(facts.training),
-        training_picture=TRAINING_PICTURE if (facts.folder / TRAINING_PICTURE).is_file() else None,
+        training_drawn=(facts.folder / "training.png").is_file(),
         same=same,
         wrong=kinds["fault"],
         rounded=kinds["rounding"],
@@ -210,16 +201,12 @@ def render(facts: Facts, data: ModelCardData, repo_id: str) -> str:
         drafted=drafted,
         slow=[run for run in drafted if is_number(run.get("speedup")) and round(run["speedup"], 2) <= 1],
         **other_trees(facts, drafted),
-        citation=cited(family.paper) if family else None,
+        citation=cited(family.paper),
     )
 
 
 def cited(paper: str) -> str:
-    """BibTeX of a paper.
-
-    Args:
-        paper: arXiv number.
-    """
+    """BibTeX of a paper, by its arXiv number."""
     entries = [file.read_text(encoding="utf-8") for file in (CARD_FILES / "citations").iterdir()]
     matching = [entry for entry in entries if f"arXiv:{paper}" in entry]
     return (matching or [f"@misc{{{paper}, eprint = {{{paper}}}, archiveprefix = {{arXiv}}}}"])[0].strip()
@@ -316,9 +303,8 @@ def exactness(run: dict[str, Any]) -> str:
 
 def asked_text(run: dict[str, Any]) -> str:
     """How many prompts of which questions, as far as it is recorded."""
-    parts = [f"{cell(run.get('prompts', '?'))} prompts"]
-    if run.get("questions"):
-        parts[0] += f" of `{without_folders(str(run['questions']))}`"
+    of = f" of `{without_folders(str(run['questions']))}`" if run.get("questions") else ""
+    parts = [f"{cell(run.get('prompts', '?'))} prompts{of}"]
     parts += [f"split {run['split']}"] if run.get("split") else []
     parts += [f"the first {run['limit']} questions"] if run.get("limit") else []
     return ", ".join(parts)

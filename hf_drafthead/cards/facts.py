@@ -1,8 +1,10 @@
 """The facts of a card, read from a checkpoint's own files; what they do not say is None or empty, never guessed."""
 
+import functools
 import math
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -13,24 +15,17 @@ from huggingface_hub.errors import HFValidationError, NotASafetensorsRepoError, 
 from huggingface_hub.utils import validate_repo_id
 from transformers.configuration_utils import PreTrainedConfig
 
-from hf_drafthead.cards.exactness import FULL_PRECISION
 from hf_drafthead.generation.entries import CalibrationKey, heads_hash, tree_of
 from hf_drafthead.generation.settings import AUTO, DraftSettings
-from hf_drafthead.generation.tree import DraftTree
+from hf_drafthead.generation.tree import DraftTree, resolve
 from hf_drafthead.modeling.checkpoint import HTTP_ERROR, checkpoint_files, map_tensors, why_refused
-from hf_drafthead.modeling.config import ABOUT_THE_BASE, MODEL_TYPE_PREFIX, DraftHeadConfig
+from hf_drafthead.modeling.config import ABOUT_THE_BASE
 from hf_drafthead.modeling.families import BY_MODEL_TYPE
 from hf_drafthead.modeling.files import in_one_line, open_tensors, read_json
 
-SHARED = ABOUT_THE_BASE | {
-    "num_draft_heads",
-    "architectures",
-    "auto_map",
-    "model_type",
-    "layer_config",
-    "transformers_version",
-    "use_cache",
-}
+SHARED = {"num_draft_heads", "architectures", "auto_map", "model_type", "layer_config", "transformers_version"}
+SHARED |= ABOUT_THE_BASE | {"use_cache"}
+FULL_PRECISION = ("float32", "float64")  # the types in which the text has to be the base's own
 BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 SHOWN_APART = ("draft_tree", "calibration")
 ACCURACY = re.compile(r"head(\d+)_top(\d+)")
@@ -38,43 +33,35 @@ ACCURACY = re.compile(r"head(\d+)_top(\d+)")
 
 @dataclass(frozen=True)
 class Facts:
-    """One checkpoint.
-
-    family: as the papers name it, `hydra++` and `amphista-alpha` included; base: its Hub id, None where the config
-    gives a path; base_named: what the config gives; chat_template: whether the tokenizer in the folder has one; fields:
-    what the family's own config says; tree_cut: whether the named tree is deeper than there are heads; accuracies: by
-    k, the share of positions where head i has the true token among its best k; accuracy_run: the run they are of, None
-    if the training reported them; runs: what `hf-drafthead bench --json` wrote; verifications: what `hf-drafthead
-    verify --json` did.
-    """
+    """What the files of one checkpoint say."""
 
     folder: Path
-    family: str
-    base: str | None
-    base_named: str | None
+    family: str  # as the papers name it, `hydra++` and `amphista-alpha` included
+    base: str | None  # its Hub id, None where the config gives a path
+    base_named: str | None  # what the config gives
     base_revision: str | None
     base_gguf_file: str | None
     base_included: bool
     base_parameters: int | None
     heads: int | None
-    fields: dict[str, Any]
+    fields: dict[str, Any]  # what the family's own config says
     parameters: int
     memory: int
     dtype: str
     remote_code: bool
-    chat_template: bool
+    chat_template: bool  # whether the tokenizer in the folder has one
     tree: DraftTree | None
     tree_name: str | None
-    tree_cut: bool
+    tree_cut: bool  # whether the named tree is deeper than there are heads
     dynamic_tree: str | None  # dynamic or auto, where steps have trees of their own
     settings: dict[str, Any]
     calibration: list[dict[str, Any]]
     calibrated: dict[str, DraftTree]  # the different trees of the calibration, by where they are for
     training: dict[str, Any]
-    accuracies: dict[int, list[float]]
-    accuracy_run: dict[str, Any] | None
-    runs: list[dict[str, Any]]
-    verifications: list[dict[str, Any]]
+    accuracies: dict[int, list[float]]  # by k: how often head i has the true token among its best k
+    accuracy_run: dict[str, Any] | None  # that they are of, None if the training reported them
+    runs: list[dict[str, Any]]  # what `hf-drafthead bench --json` wrote
+    verifications: list[dict[str, Any]]  # what `hf-drafthead verify --json` did
 
 
 def read_facts(folder: Path, model: Any = None) -> Facts:
@@ -93,31 +80,28 @@ def read_facts(folder: Path, model: Any = None) -> Facts:
         raise OSError(f"{str(folder)!r} holds no config.json: give the folder of a draft-head checkpoint.")
     config = read_json(folder / "config.json")
     model_type = str(config.get("model_type"))
-    if not model_type.startswith(MODEL_TYPE_PREFIX):
+    if model_type not in BY_MODEL_TYPE:
         raise ValueError(
-            f"{str(folder)!r} holds a {model_type!r} model without draft heads: give a draft-head checkpoint."
+            f"{str(folder)!r} holds a {model_type!r} model without draft heads of a known family: give the folder of a "
+            "draft-head checkpoint."
         )
     settings, training = (
         read_json(folder / name) if (folder / name).is_file() else {}
         for name in ("generation_config.json", "training_summary.json")
     )
-    heads_config = _heads_config(model_type, config)
-    family = heads_config.family if heads_config else model_type.removeprefix(MODEL_TYPE_PREFIX)
+    config_class = BY_MODEL_TYPE[model_type].config_class
+    wanted = config_class.heads_fields() - {"layer_config"}  # without the base and layers, which a card does not need
+    heads_config = config_class(**{name: value for name, value in config.items() if name in wanted})
+    family, depth = heads_config.family, heads_config.max_depth
     evaluations = _evaluations(folder, family)
     runs = [each for each in evaluations if "checks" not in each]
     named = config.get("base_model_name_or_path")
-    heads = config.get("num_draft_heads")
     chosen = settings.get("draft_tree")
-    dynamic = AUTO if chosen == AUTO else "dynamic" if chosen == "dynamic" or isinstance(chosen, dict) else None
     usual = SHARED | {field.name for field in fields(PreTrainedConfig)}
-    depth = heads_config.max_depth if heads_config else heads
-    vocabulary = (config.get("base_config") or {}).get(
-        "vocab_size"
-    ) or 2**31  # without a known one every rank is allowed
-    tree = None
-    if chosen is not None and not dynamic:
-        tree = DraftTree.resolve(chosen, depth, vocabulary)
-    tree_name = chosen if isinstance(chosen, str) and not dynamic else None
+    vocabulary = (config.get("base_config") or {}).get("vocab_size") or 2**31  # every rank, where none is known
+    tree = static_tree(chosen, depth, vocabulary)
+    tree_name = chosen if tree and isinstance(chosen, str) else None
+    calibration = settings.get("calibration") or []
     measured = min((run for run in runs if _accuracies(run)), key=_plainness, default=None)
     return Facts(
         folder=folder,
@@ -128,7 +112,7 @@ def read_facts(folder: Path, model: Any = None) -> Facts:
         base_gguf_file=config.get("base_gguf_file"),
         base_included=bool(config.get("base_included")),
         base_parameters=_base_parameters(folder, named, model),
-        heads=heads,
+        heads=config.get("num_draft_heads"),
         fields={name: value for name, value in config.items() if name not in usual},
         **size_of_heads(str(folder)),
         chat_template=_has_chat_template(folder),
@@ -136,18 +120,22 @@ def read_facts(folder: Path, model: Any = None) -> Facts:
         tree=tree,
         tree_name=tree_name,
         tree_cut=bool(tree and tree_name and DraftTree.from_name(tree_name).max_depth > tree.max_depth),
-        dynamic_tree=dynamic,
+        dynamic_tree=None if tree or chosen is None else chosen if isinstance(chosen, str) else "dynamic",
         settings={name: value for name, value in DraftSettings.stored_in(settings).items() if name not in SHOWN_APART},
-        calibration=[
-            {**entry, **CalibrationKey.of_entry(entry)._asdict()} for entry in settings.get("calibration") or []
-        ],
-        calibrated=_calibrated(settings.get("calibration") or [], depth, vocabulary),
+        calibration=[{**entry, **CalibrationKey.of_entry(entry)._asdict()} for entry in calibration],
+        calibrated=_calibrated(calibration, depth, vocabulary),
         training=training,
         accuracies=_accuracies(measured or {**training, **(training.get("held_out") or {})}),
         accuracy_run=measured,
         runs=runs,
         verifications=[each for each in evaluations if "checks" in each],
     )
+
+
+def static_tree(chosen: Any, depth: int | None, vocabulary: int) -> DraftTree | None:
+    """The tree that a generation config names; None where steps have trees of their own, or it names none."""
+    tree = None if chosen in (None, AUTO) else resolve(chosen, depth, vocabulary)
+    return tree if isinstance(tree, DraftTree) else None
 
 
 def _calibrated(entries: list[dict[str, Any]], depth: int | None, vocabulary: int) -> dict[str, DraftTree]:
@@ -242,19 +230,6 @@ def tensor_headers(name: str) -> dict[str, tuple[tuple[int, ...], str]]:
     return headers
 
 
-def _heads_config(model_type: str, config: dict[str, Any]) -> DraftHeadConfig | None:
-    """The config of the heads, without their base and layers; None for a family that is not known here.
-
-    Raises:
-        ValueError: a field is out of range.
-    """
-    if model_type not in BY_MODEL_TYPE:
-        return None
-    config_class = BY_MODEL_TYPE[model_type].config_class
-    wanted = config_class.heads_fields() - {"layer_config"}
-    return config_class(**{name: value for name, value in config.items() if name in wanted})
-
-
 def _base_parameters(folder: Path, named: str | None, model: Any) -> int | None:
     """Parameters of the base, where it is at hand."""
     if model is not None:
@@ -290,7 +265,12 @@ def _evaluations(folder: Path, family: str) -> list[dict[str, Any]]:
         ValueError: a file holds something else, or a run of other heads.
     """
     evaluations = []
-    hashes: dict[str | None, str] = {}  # by the type that the weights were loaded in
+
+    @functools.cache
+    def hash_in(dtype: torch.dtype | None) -> str:
+        tensors = map_tensors(checkpoint_files(str(folder), None, {}))
+        return heads_hash([pair for pair in tensors.items() if not pair[0].startswith("base.")], dtype)
+
     for path in sorted(folder.glob("evaluation*.json")):
         content = read_json(path)
         for row in content.get("rows", [content]):
@@ -304,25 +284,40 @@ def _evaluations(folder: Path, family: str) -> list[dict[str, Any]]:
                     f"{str(path)!r} was measured with {row['family']!r} heads, but {str(folder)!r} holds {family!r} "
                     "heads: measure these, or remove the file."
                 )
-            if row.get("heads_hash") and not _is_of_these(folder, row, hashes):
+            dtype = getattr(torch, str(row.get("dtype")), None)  # the heads as they are stored, or rounded to it
+            dtypes = [None, dtype] if isinstance(dtype, torch.dtype) else [None]
+            if row.get("heads_hash") and row["heads_hash"] not in map(hash_in, dtypes):
                 raise ValueError(
                     f"{str(path)!r} was measured with other heads (heads_hash {row['heads_hash']}) than "
-                    f"{str(folder)!r} holds ({hashes[None]}): measure these, or remove the file."
+                    f"{str(folder)!r} holds ({hash_in(None)}): measure these, or remove the file."
                 )
             evaluations.append(row)
     return evaluations
 
 
-def _is_of_these(folder: Path, row: dict[str, Any], hashes: dict[str | None, str]) -> bool:
-    """Whether a row's heads are the folder's: as they are stored, or rounded to the type that the row names."""
-    for name in (None, str(row.get("dtype"))):
-        dtype = getattr(torch, name, None) if name else None
-        if name and not isinstance(dtype, torch.dtype):
-            continue
-        if name not in hashes:
-            tensors = map_tensors(checkpoint_files(str(folder), None, {}))
-            weights = {key: tensor for key, tensor in tensors.items() if not key.startswith("base.")}
-            hashes[name] = heads_hash(weights.items(), dtype)
-        if hashes[name] == row["heads_hash"]:
-            return True
-    return False
+def counts_in_words(counts: Mapping[str, Any]) -> str:
+    """Counts of texts as a sentence without its full stop.
+
+    >>> counts_in_words({"texts": 3, "rounding": 0, "faults": 0})
+    'all 3 texts are the same'
+    >>> margins = {"largest_margin": 0.125, "largest_probability_margin": 0.01}
+    >>> counts_in_words({"texts": 3, "rounding": 1, "faults": 1, **margins})
+    '1 of 3 texts is the same, 1 differs from a near tie on (largest margin 0.125 in the logits, 0.01 in probability), \
+1 differs by more than rounding explains'
+    """
+    texts, rounding, faults = counts["texts"], counts["rounding"], counts["faults"]
+    same = texts - rounding - faults
+    if same == texts:
+        return f"all {texts} texts are the same" if texts != 1 else "the text is the same"
+    parts = [f"{same} of {texts} texts {'is' if same == 1 else 'are'} the same"]
+    if rounding:
+        margins = {"the logits": counts.get("largest_margin"), "probability": counts.get("largest_probability_margin")}
+        apart = ", ".join(f"{margin:.3g} in {name}" for name, margin in margins.items() if margin is not None)
+        parts.append(f"{_differ(rounding)} from a near tie on (largest margin {apart or 'not recorded'})")
+    if faults:
+        parts.append(f"{_differ(faults)} by more than rounding explains")
+    return ", ".join(parts)
+
+
+def _differ(count: int) -> str:
+    return f"{count} {'differs' if count == 1 else 'differ'}"

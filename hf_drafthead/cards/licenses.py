@@ -18,14 +18,7 @@ LICENSES = frozenset(
 
 
 def check_license(license: str | None) -> None:
-    """Refuse what the Hub would not take for a license.
-
-    Args:
-        license: the id; None is none.
-
-    Raises:
-        ValueError: with the ids that are most like it.
-    """
+    """Raise a ValueError, with the ids that are most like it, for what the Hub would not take for a license."""
     if license is None or license in LICENSES:
         return
     near = difflib.get_close_matches(license.lower().replace(" ", "-"), sorted(LICENSES), n=3, cutoff=0.4)

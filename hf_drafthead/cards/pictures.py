@@ -12,7 +12,7 @@ if TYPE_CHECKING:  # matplotlib is imported where it draws
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-INK, PAPER, COLOURS = "#333333", "#ffffff", ("#4c72b0", "#a8bddc")
+INK, PAPER = "#333333", "#ffffff"
 
 
 def draw_trees(trees: Mapping[str, DraftTree], path: Path) -> None:
@@ -46,7 +46,7 @@ def _draw_tree(axes: Axes, tree: DraftTree, rows: list[float]) -> None:
 
 
 def draw_accuracies(accuracies: dict[int, list[float]], path: Path) -> None:
-    """A group of bars per head: the accuracy of its best guess, and of the largest number of guesses measured.
+    """The accuracy of each head.
 
     Args:
         accuracies: by k, each head's share (0 to 1) of positions with the true token among its best k.
@@ -54,21 +54,23 @@ def draw_accuracies(accuracies: dict[int, list[float]], path: Path) -> None:
     """
     from matplotlib.figure import Figure
 
-    shown = {k: accuracies[k] for k in sorted({min(accuracies), max(accuracies)})}
     figure = Figure(figsize=(6, 3), layout="constrained")
     axes = figure.subplots()
-    width = 0.8 / len(shown)
-    for colour, (place, (k, shares)) in zip(COLOURS, enumerate(shown.items())):
-        left = [head + (place - (len(shown) - 1) / 2) * width for head in range(1, len(shares) + 1)]
-        bars = axes.bar(left, [100 * share for share in shares], width, label=f"top {k}", color=colour)
-        axes.bar_label(bars, fmt="%.0f", size=7)
-    axes.set_xticks(range(1, len(accuracies[min(accuracies)]) + 1))
+    plot_accuracies(axes, accuracies)
+    axes.legend(frameon=False)
+    _save_picture(figure, path)
+
+
+def plot_accuracies(axes: Axes, accuracies: dict[int, list[float]], label: str = "", colour: str = "C0") -> None:
+    """By head, how often its best guess is right, and one of the most that were measured (Amphista, arXiv 2406.13170,
+    figure 1)."""
+    for k, style in zip(sorted({min(accuracies), max(accuracies)}), ("o-", "o--")):
+        heads = range(1, len(accuracies[k]) + 1)
+        axes.plot(heads, [100 * share for share in accuracies[k]], style, color=colour, label=f"{label}top {k}")
+    axes.locator_params(axis="x", integer=True)
     axes.set_xlabel("head")
     axes.set_ylabel("accuracy in %")
-    axes.set_ylim(0, 105)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, ncols=len(shown), loc="upper right")
-    _save_picture(figure, path)
+    axes.set_ylim(0, 100)
 
 
 def rows_of_nodes(tree: DraftTree) -> list[float]:

@@ -8,38 +8,12 @@ from typing import Annotated, Any
 
 import typer
 
-from hf_drafthead.cli import (  # each adds its commands to the application
-    chat,
-    demo,
-    distill,
-    formats,
-    measure,
-    models,
-    page,
-    publish,
-    train,
-    trees,
-    zoo,
-)
+from hf_drafthead.cli import chat, demo, distill, formats, measure, models, publish, train, trees
 from hf_drafthead.cli.common import app, complain
 from hf_drafthead.version import __version__
 
-__all__ = [
-    "app",
-    "chat",
-    "demo",
-    "distill",
-    "formats",
-    "main",
-    "measure",
-    "models",
-    "page",
-    "publish",
-    "train",
-    "trees",
-    "zoo",
-]
-
+# each adds its own to the application
+COMMANDS = (chat, demo, distill, formats, measure, models, publish, train, trees)
 UsageError: Any = typer.BadParameter.__base__  # of click, which typer brings along without exporting this
 
 
@@ -60,13 +34,9 @@ def root(
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run the command line; a user's mistake ends in one line on stderr and exit code 2.
+    """Run the command line and exit; a user's mistake ends in one line on stderr and exit code 2.
 
-    Args:
-        arguments: the words after `hf-drafthead`; those of the process by default.
-
-    Raises:
-        SystemExit: always, with the exit code.
+    The arguments are the words after `hf-drafthead`, those of the process by default.
     """
     import gc
 
@@ -91,10 +61,14 @@ def main(arguments: list[str] | None = None) -> None:
     except ImportError as error:  # of a package that only some of the work needs
         if (error.name or "").partition(".")[0] == "hf_drafthead":
             raise
-        complain(f"a package is missing or broken ({_in_one_line(error)}): install it, then try again.")
+        from hf_drafthead.evaluation.loading import one_line
+
+        complain(f"a package is missing or broken ({one_line(error)}): install it, then try again.")
         code = 2
     except (RuntimeError, MemoryError) as error:
-        if not _out_of_memory(error):
+        from hf_drafthead.generation.slots import out_of_memory
+
+        if not out_of_memory(error):
             raise
         complain("there is not enough memory: use a smaller model, fewer new tokens, or half precision.")
         code = 2
@@ -124,15 +98,3 @@ def _as_setting(error: UsageError) -> str:
     if option is None or error.ctx is None or not any("--set" in each.opts for each in error.ctx.command.params):
         return ""
     return f"a setting that has no option is given by --set {option.lstrip('-').replace('-', '_')}=VALUE; "
-
-
-def _in_one_line(error: BaseException) -> str:
-    from hf_drafthead.evaluation.loading import one_line
-
-    return one_line(error)
-
-
-def _out_of_memory(error: BaseException) -> bool:
-    from hf_drafthead.generation.slots import out_of_memory
-
-    return out_of_memory(error)

@@ -26,54 +26,56 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+# settings of `generate` by the type that their values have
+NUMBERS = {"temperature", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff", "repetition_penalty"}
+NUMBERS |= {"encoder_repetition_penalty", "length_penalty", "max_time", "posterior_threshold", "posterior_alpha"}
+WHOLE = {"max_new_tokens", "min_new_tokens", "max_length", "min_length", "top_k", "no_repeat_ngram_size", "num_beams"}
+WHOLE |= {"encoder_no_repeat_ngram_size", "num_return_sequences", "pad_token_id", "prompt_lookup_num_tokens"}
+FLAGS = {"do_sample", "use_cache", "renormalize_logits", "remove_invalid_values"}
 LOG_SECONDS = 5.0  # that lie at least between two lines of progress in a log
 # by the depth of the guess; the base's own tokens stay plain
 COLOURS = ("green", "cyan", "blue", "magenta", "red", "yellow")
 COPY_COLOUR = "bright_yellow underline"  # of what was copied from the text
 
-ModelName = Annotated[
-    str, typer.Argument(metavar="MODEL", help="Folder of a draft-head checkpoint, or its id on the Hub.")
-]
-ModelNames = Annotated[
-    list[str], typer.Argument(metavar="MODEL...", help="As MODEL; several are compared side by side.")
-]
-Template = Annotated[
-    Path | None,
-    typer.Option("--chat-template", metavar="FILE", help="Jinja template, or `vicuna`, instead of the tokenizer's."),
-]
+
+def count(help: str, least: int = 1) -> Any:
+    """An option that is a whole number, of so many at least."""
+    return typer.Option(metavar="N", min=least, help=help)
+
+
+def amount(help: str, *, least: float = 0.0, most: float | None = None, metavar: str = "X") -> Any:
+    """An option that is a number, not below 0."""
+    return typer.Option(metavar=metavar, min=least, max=most, help=help)
+
+
+def string(help: str, metavar: str | None = None, *names: str) -> Any:
+    """An option that is a text, or several."""
+    return typer.Option(*names, metavar=metavar, help=help)
+
+
+def flag(name: str, help: str) -> Any:
+    """An option without a value, and without its opposite."""
+    return typer.Option(name, help=help)
+
+
+ModelName = Annotated[str, typer.Argument(metavar="MODEL", help="Folder of a draft-head checkpoint, or its Hub id.")]
+ModelNames = Annotated[list[str], typer.Argument(metavar="MODEL...", help="As MODEL; several are set side by side.")]
+Template = Annotated[Path | None, string("Jinja file to use as template, or `vicuna`.", "FILE", "--chat-template")]
 TREE_HELP = "Draft tree: a published one's name, rank paths as JSON, a JSON file, dynamic, auto, or lookup."
 TreeOption = Annotated[str | None, typer.Option("--tree", "--draft-tree", metavar="TREE", help=TREE_HELP)]
 TreeOptions = Annotated[
     list[str] | None,
     typer.Option("--tree", "--draft-tree", metavar="TREE", help=f"{TREE_HELP} Several are measured one by one."),
 ]
-Lookup = Annotated[
-    int | None, typer.Option("--lookup", metavar="N", min=1, help="Also guess so many tokens copied from the text.")
-]
-Temperature = Annotated[
-    float | None,
-    typer.Option(metavar="X", min=0.0, help="0 is greedy; without it the model's own settings hold."),
-]
-SamplingSeed = Annotated[int | None, typer.Option(metavar="N", min=0, help="Seed of the sampling.")]
-System = Annotated[
-    str | None, typer.Option(metavar="TEXT", help="System message, in front of the first question of a chat.")
-]
-Settings = Annotated[
-    list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="Setting of `generate` (may be repeated).")
-]
-Dtype = Annotated[str, typer.Option(metavar="NAME", help="Type of the weights: auto, float32, bfloat16, float16.")]
-Device = Annotated[
-    str | None,
-    typer.Option(
-        metavar="NAME", help="cpu, cuda, cuda:1, mps, or auto (all GPUs); by default the GPUs if there are any."
-    ),
-]
-BaseModel = Annotated[
-    str | None, typer.Option(metavar="MODEL", help="Folder or id of the base, instead of the one the config names.")
-]
-RemoteCode = Annotated[
-    bool, typer.Option("--trust-remote-code", help="Run the base's own model code, where it has any.")
-]
+Temperature = Annotated[float | None, amount("0 is greedy; without it the model's own settings hold.")]
+Lookup = Annotated[int | None, count("Also guess so many tokens copied from the text.")]
+SamplingSeed = Annotated[int | None, count("Seed of the sampling.", 0)]
+System = Annotated[str | None, string("System message, in front of the first question of a chat.", "TEXT")]
+Settings = Annotated[list[str] | None, string("Setting of `generate` (may be repeated).", "NAME=VALUE", "--set")]
+Dtype = Annotated[str, string("Type of the weights: auto, float32, bfloat16, float16.", "NAME")]
+Device = Annotated[str | None, string("cpu, cuda, cuda:1, mps, auto (all GPUs); by default all GPUs.", "NAME")]
+BaseModel = Annotated[str | None, string("Folder or id of the base, instead of the one the config names.", "MODEL")]
+RemoteCode = Annotated[bool, flag("--trust-remote-code", "Run the base's own model code, where it has any.")]
 Json = Annotated[Path | None, typer.Option("--json", metavar="PATH", help="Write the figures there as JSON.")]
 
 
@@ -88,11 +90,7 @@ class Loading:
     trust_remote_code: RemoteCode = False
 
     def checked(self) -> Callable[[str], tuple[Any, Any]]:
-        """What loads a model, in eval mode, and its tokenizer, from a folder or id.
-
-        Raises:
-            OSError, ValueError: there is no such template, type or device.
-        """
+        """What loads a model, in eval mode, and its tokenizer, from a folder or id, once the options are checked."""
         from hf_drafthead.evaluation.loading import load, load_arguments
 
         template = read_template(self.chat_template)
@@ -111,12 +109,8 @@ class Loading:
 
 
 def options_of_groups(function: Callable[..., None], without: str = "") -> Callable[..., None]:
-    """A command whose parameters of a dataclass, such as `loading: Loading`, typer sees as the options it holds.
-
-    Args:
-        function: the command.
-        without: an option that this command does not have.
-    """
+    """A command whose parameters of a dataclass, such as `loading: Loading`, typer sees as the options it holds, one
+    that the command does not have excepted."""
     groups: dict[str, tuple[Any, list[str]]] = {}
     plain, options = [], []
     for parameter in inspect.signature(function).parameters.values():
@@ -171,11 +165,7 @@ def dynamic_of(text: str) -> Any:
 
 
 def parse_options(pairs: list[str]) -> dict[str, Any]:
-    """NAME=VALUE pairs; values are read as JSON if they are valid JSON, else as text.
-
-    Raises:
-        ValueError: one is no such pair.
-    """
+    """NAME=VALUE pairs; values are read as JSON if they are valid JSON, else as text."""
     options = {}
     for pair in pairs:
         name, equals, value = pair.partition("=")
@@ -186,6 +176,25 @@ def parse_options(pairs: list[str]) -> dict[str, Any]:
         except json.JSONDecodeError:
             options[name] = value
     return options
+
+
+def parse_settings(pairs: list[str] | None) -> dict[str, Any]:
+    """Settings of `generate` from NAME=VALUE pairs; a whole number where transformers asks for a float becomes one.
+
+    Raises:
+        ValueError: one is no such pair, or its value is of another type than the setting.
+    """
+    settings = parse_options(pairs or [])
+    for names, kinds, expected in (
+        (NUMBERS, (int, float), "a number"),
+        (WHOLE, (int,), "a whole number"),
+        (FLAGS, (bool,), "true or false"),
+    ):
+        for name in names & settings.keys():
+            if type(settings[name]) not in (*kinds, type(None)):
+                raise ValueError(f"--set {name}={settings[name]}: expected {expected}.")
+    floats = {name: float(settings[name]) for name in NUMBERS & settings.keys() if settings[name] is not None}
+    return {**settings, **floats}
 
 
 def parse_numbers(option: str, text: str | None, kind: Callable[[str], Any], *, zero: bool = False) -> list[Any]:
@@ -229,6 +238,11 @@ def write_json(path: Path | None, figures: dict[str, Any]) -> None:
         path.write_text(json.dumps(figures, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
+def kept_in(path: Path | None, verb: str) -> str:
+    """Where what an interrupted command had measured is kept, as the end of a sentence."""
+    return f", and {verb} kept in {str(path)!r}" if path is not None else ""
+
+
 def complain(message: str) -> None:
     """One line on stderr."""
     print(f"hf-drafthead: {printable(' '.join(message.split()))}", file=sys.stderr)
@@ -245,6 +259,13 @@ def output(color: bool = False) -> Console:
     if not console.is_terminal:
         console.width = 160
     return console
+
+
+def say(*lines: str) -> None:
+    """Lines on standard output, which a terminal may wrap."""
+    console = output()
+    for line in lines:
+        console.print(Text(line), soft_wrap=True)
 
 
 @contextmanager
@@ -293,18 +314,6 @@ def _log_lines(total: int) -> Callable[[str], Callable[[], None]]:
         return step
 
     return begin
-
-
-def sampling(temperature: float | None) -> dict[str, Any]:
-    """Settings of `generate` for a `--temperature`; without one the model's own settings hold."""
-    if temperature is None:
-        return {}
-    return {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
-
-
-def copying(lookup: int | None) -> dict[str, Any]:
-    """Settings of `generate` for a `--lookup`; without one the model's own settings hold."""
-    return {} if lookup is None else {"prompt_lookup_num_tokens": lookup}
 
 
 def coloured(piece: str, depth: int) -> Text:

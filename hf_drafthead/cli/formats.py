@@ -4,12 +4,11 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.text import Text
 
-from hf_drafthead.cli.common import Json, ModelName, app, check_writable, output, parse_options, write_json
+from hf_drafthead.cli.common import Json, ModelName, app, check_writable, flag, parse_options, say, string, write_json
 
-Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit on the Hub.")]
-Token = Annotated[str | None, typer.Option(help="Of the Hub, instead of that of `hf auth login`.")]
+Revision = Annotated[str | None, string("Branch, tag or commit on the Hub.")]
+Token = Annotated[str | None, string("Of the Hub, instead of that of `hf auth login`.")]
 
 
 @app.command()
@@ -18,14 +17,9 @@ def convert(
     folder: Annotated[
         Path | None, typer.Argument(metavar="[DST]", help="New folder for the heads; without it they are only shown.")
     ] = None,
-    base: Annotated[
-        str | None, typer.Option(metavar="MODEL", help="Their base, where the layout does not name it.")
-    ] = None,
-    base_revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of the base.")] = None,
-    option: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="NAME=VALUE", help="A config field that the layout leaves open (repeatable)."),
-    ] = None,
+    base: Annotated[str | None, string("Their base, where the layout does not name it.", "MODEL")] = None,
+    base_revision: Annotated[str | None, string("Branch, tag or commit of the base.")] = None,
+    option: Annotated[list[str] | None, string("A field that the layout leaves open.", "NAME=VALUE", "--set")] = None,
     revision: Revision = None,
     token: Token = None,
     json_path: Json = None,
@@ -43,21 +37,14 @@ def convert(
         revision=revision,
         token=token,
     )
-    console = output()
     config = ", ".join(f"{name}={value}" for name, value in done.fields.items() if not isinstance(value, dict))
-    for name, value in (("layout", done.layout), ("family", done.family), ("base", done.base or "not named: --base")):
-        console.print(Text(f"{name:<8} {value}"), soft_wrap=True)
-    console.print(Text(f"{'config':<8} {config}"), soft_wrap=True)
+    about = {"layout": done.layout, "family": done.family, "base": done.base or "not named: --base", "config": config}
     rows = [("found", "tensors", "became"), *done.table()]
     widths = [max(len(row[column]) for row in rows) for column in range(2)]
-    for theirs, shape, ours in rows:
-        console.print(Text(f"{theirs:<{widths[0]}}  {shape:<{widths[1]}}  {ours}"), soft_wrap=True)
-    for name, reason in done.dropped.items():
-        console.print(Text(f"left out: {name}: {reason}"), soft_wrap=True)
-    for note in done.notes:
-        console.print(Text(f"note: {note}"), soft_wrap=True)
-    if done.folder:
-        console.print(Text(f"the heads are in {done.folder}"), soft_wrap=True)
+    say(*(f"{name:<8} {value}" for name, value in about.items()))
+    say(*(f"{theirs:<{widths[0]}}  {shape:<{widths[1]}}  {ours}" for theirs, shape, ours in rows))
+    say(*(f"left out: {name}: {reason}" for name, reason in done.dropped.items()))
+    say(*(f"note: {note}" for note in done.notes), *([f"the heads are in {done.folder}"] if done.folder else []))
     write_json(json_path, done.to_json())
 
 
@@ -65,12 +52,8 @@ def convert(
 def export(
     model: ModelName,
     folder: Annotated[Path, typer.Argument(metavar="DST", help="New folder to write to.")],
-    to: Annotated[
-        str, typer.Option(help="medusa, tgi, vllm, hydra, eagle, eagle3, sglang or speculators: what the family has.")
-    ],
-    fold_bias: Annotated[
-        bool, typer.Option("--fold-bias", help="EAGLE to vLLM: move the bias of fc into separate embeddings.")
-    ] = False,
+    to: Annotated[str, string("medusa, tgi, vllm, hydra, eagle, eagle3, sglang or speculators: what the family has.")],
+    fold_bias: Annotated[bool, flag("--fold-bias", "EAGLE to vLLM: the bias of fc as separate embeddings.")] = False,
     revision: Revision = None,
     token: Token = None,
     json_path: Json = None,
@@ -80,8 +63,6 @@ def export(
 
     check_writable(json_path)
     done = export_checkpoint(model, folder, to, fold_bias=fold_bias, revision=revision, token=token)
-    console = output()
-    console.print(Text(f"{len(done.shapes)} tensors of the layout {done.layout} in {done.folder}"), soft_wrap=True)
-    for note in done.notes:
-        console.print(Text(f"note: {note}"), soft_wrap=True)
+    say(f"{len(done.shapes)} tensors of the layout {done.layout} in {done.folder}")
+    say(*(f"note: {note}" for note in done.notes))
     write_json(json_path, done.to_json())

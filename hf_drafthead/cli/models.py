@@ -5,102 +5,75 @@ import sys
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
 from rich.text import Text
 
-from hf_drafthead.cli.common import (
-    Json,
-    Loading,
-    Lookup,
-    ModelName,
-    SamplingSeed,
-    System,
-    Temperature,
-    TreeOption,
-    app,
-    check_writable,
-    coloured,
-    copying,
-    legend,
-    options_of_groups,
-    output,
-    parse_tree,
-    printable,
-    sampling,
-    show_pace,
-    write_json,
-    write_picture,
-)
+from hf_drafthead.cli import common
+from hf_drafthead.cli.common import count, flag, string
 
 CALIBRATED_FOR = ("device", "threads", "dtype", "batch_size", "execution")
 APART = ("draft_tree", "calibration")  # settings that have lines of their own
 
 
-@app.command()
-@options_of_groups
+@common.app.command()
+@common.options_of_groups
 def generate(
-    model: ModelName,
-    loading: Loading,
-    prompt: Annotated[
-        str | None, typer.Option(help="Text to continue, or question of a chat; without it standard input is read.")
-    ] = None,
-    raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is, without the chat template.")] = False,
-    system: System = None,
-    max_new_tokens: Annotated[int, typer.Option(metavar="N", min=1, help="Tokens to write, at most.")] = 128,
-    temperature: Temperature = None,
-    seed: SamplingSeed = None,
-    tree: TreeOption = None,
-    lookup: Lookup = None,
-    stream: Annotated[bool, typer.Option("--stream", help="Print while writing.")] = False,
-    color: Annotated[bool, typer.Option("--color", help="Colour accepted guesses by their depth, and copies.")] = False,
-    svg: Annotated[Path | None, typer.Option(metavar="PATH", help="Also write the coloured text as a picture.")] = None,
-    json_path: Json = None,
+    model: common.ModelName,
+    loading: common.Loading,
+    prompt: Annotated[str | None, string("Text to continue or question of a chat; else of standard input.")] = None,
+    raw: Annotated[bool, flag("--raw", "Continue the text as it is, without the chat template.")] = False,
+    system: common.System = None,
+    max_new_tokens: Annotated[int, count("Tokens to write, at most.")] = 128,
+    temperature: common.Temperature = None,
+    seed: common.SamplingSeed = None,
+    tree: common.TreeOption = None,
+    lookup: common.Lookup = None,
+    stream: Annotated[bool, flag("--stream", "Print while writing.")] = False,
+    color: Annotated[bool, flag("--color", "Colour accepted guesses by their depth, and copies.")] = False,
+    svg: Annotated[Path | None, string("Also write the coloured text as a picture.", "PATH")] = None,
+    json_path: common.Json = None,
 ) -> None:
     """Continue a prompt, or answer it where the tokenizer has a chat template."""
     from transformers import set_seed
 
-    from hf_drafthead.evaluation.conversation import sample
-    from hf_drafthead.evaluation.questions import chat_text, need_template
+    from hf_drafthead.evaluation.calls import sampling
+    from hf_drafthead.evaluation.conversation import Conversation, sample
 
-    check_writable(json_path)
-    check_writable(svg, "--svg")
+    common.check_writable(json_path)
+    common.check_writable(svg, "--svg")
     if raw and (system or loading.chat_template):
         raise ValueError("--raw leaves the chat template out: drop it, or drop --system and --chat-template.")
     asked = read_standard_input() if prompt is None else prompt
     if not asked:
         raise ValueError("the prompt is empty: give the text to continue with --prompt 'def main('.")
-    chosen = None if tree is None else parse_tree(tree)
+    chosen = None if tree is None else common.parse_tree(tree)
     loaded, tokenizer = loading.load(model)
-    if system:
-        need_template(tokenizer)
-    chat = bool(tokenizer.chat_template) and not raw
-    text = asked
-    if chat:
-        said = [{"role": "system", "content": system}] if system else []
-        text = chat_text(tokenizer, [*said, {"role": "user", "content": asked.rstrip("\n")}], "the prompt")
     if seed is not None:
         set_seed(seed)
-    settings: dict[str, Any] = {"max_new_tokens": max_new_tokens, **sampling(temperature), **copying(lookup)}
-    console = output(color)
+    settings: dict[str, Any] = {"max_new_tokens": max_new_tokens, **sampling(temperature, lookup)}
+    console = common.output(color)
 
     def show(piece: str, depth: int) -> None:
         if color:
-            console.print(coloured(piece, depth), end="", soft_wrap=True)
+            console.print(common.coloured(piece, depth), end="", soft_wrap=True)
         else:
             print(piece, end="", flush=True)  # not through the console, which would expand tabs
 
     on_piece = show if stream else (lambda piece, depth: None) if color or svg else None  # which tells copies apart
-    written = sample(loaded, tokenizer, text, tree=chosen, on_piece=on_piece, special_tokens=not chat, **settings)
+    if system or (tokenizer.chat_template and not raw):
+        chat = Conversation(loaded, tokenizer, system=system, tree=chosen, settings=settings)
+        written = chat.ask(asked.rstrip("\n"), on_piece)
+    else:
+        written = sample(loaded, tokenizer, asked, tree=chosen, on_piece=on_piece, **settings)
     if not stream:
         for piece, depth in written.pieces:
             show(piece, depth)
     console.print()
     if color:
-        console.print(legend(written.pieces))
-    show_pace(written)
+        console.print(common.legend(written.pieces))
+    common.show_pace(written)
     if svg is not None:
-        write_picture(svg, f"hf-drafthead generate {Path(model).name} --color", asked, written.pieces)
-    write_json(json_path, vars(written))
+        common.write_picture(svg, f"hf-drafthead generate {Path(model).name} --color", asked, written.pieces)
+    common.write_json(json_path, vars(written))
 
 
 def read_standard_input() -> str:
@@ -114,16 +87,14 @@ def read_standard_input() -> str:
     return sys.stdin.read()
 
 
-@app.command()
-@functools.partial(options_of_groups, without="chat_template")
+@common.app.command()
+@functools.partial(common.options_of_groups, without="chat_template")
 def info(
-    model: ModelName,
-    loading: Loading,
-    try_base: Annotated[
-        bool, typer.Option("--probe", help="Load the base too and try whether the heads draft on it.")
-    ] = False,
-    draw: Annotated[bool, typer.Option("--draw", help="Draw the draft tree too.")] = False,
-    json_path: Json = None,
+    model: common.ModelName,
+    loading: common.Loading,
+    try_base: Annotated[bool, flag("--probe", "Load the base too and try whether the heads draft on it.")] = False,
+    draw: Annotated[bool, flag("--draw", "Draw the draft tree too.")] = False,
+    json_path: common.Json = None,
 ) -> None:
     """Show a checkpoint: family, base, heads, parameters, memory, tree and settings.
 
@@ -132,17 +103,17 @@ def info(
     from hf_drafthead.evaluation.summary import summarize, try_on_base
     from hf_drafthead.generation.tree import DraftTree
 
-    check_writable(json_path)
+    common.check_writable(json_path)
     loading.checked()  # before anything is read
     summary = summarize(model)
-    probed = try_on_base(loading.load(model)[0]) if try_base or loading != Loading() else None
-    console = output()
+    probed = try_on_base(loading.load(model)[0]) if try_base or loading != common.Loading() else None
+    console = common.output()
     for name, value in rows_of(summary, probed):
-        console.print(Text(printable(f"{name:<14} {value}")), soft_wrap=True)
+        console.print(Text(common.printable(f"{name:<14} {value}")), soft_wrap=True)
     if draw and summary["tree"] is not None:
         console.print(f"{'drawn':<14} each line a rank among its siblings")
         console.print(Text(DraftTree(summary["tree"]).draw()))
-    write_json(json_path, {**summary, **({} if probed is None else {"probe": probed})})
+    common.write_json(json_path, {**summary, **({} if probed is None else {"probe": probed})})
 
 
 def rows_of(summary: dict[str, Any], probed: dict[str, Any] | None) -> list[tuple[str, str]]:

@@ -6,14 +6,14 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from hf_drafthead.cli.common import Json, app, check_writable, output, write_json
+from hf_drafthead.cli.common import Json, app, check_writable, flag, output, say, string, write_json
 
 
 @app.command()
 def card(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder of a draft-head checkpoint.")],
-    license: Annotated[str | None, typer.Option(metavar="ID", help="License of the heads, such as apache-2.0.")] = None,
-    with_code: Annotated[bool, typer.Option("--with-code", help="Write the model code too, as a push does.")] = False,
+    license: Annotated[str | None, string("License of the heads, such as apache-2.0.", "ID")] = None,
+    with_code: Annotated[bool, flag("--with-code", "Write the model code too, as a push does.")] = False,
     json_path: Json = None,
 ) -> None:
     """Write the model card from the facts in a folder; sections that a person wrote stay."""
@@ -27,10 +27,7 @@ def card(
         add_bundle(folder)
     path = write_card(folder, license=license)
     lacks = missing(folder)
-    console = output()
-    console.print(str(path), soft_wrap=True)
-    for lack in lacks:
-        console.print(f"still missing: {lack}", soft_wrap=True)
+    say(str(path), *(f"still missing: {lack}" for lack in lacks))
     write_json(json_path, {"card": str(path), "missing": lacks})
 
 
@@ -41,22 +38,16 @@ def push(
     private: Annotated[
         bool | None, typer.Option("--private/--public", help="Of a new repository; another must be so.")
     ] = None,
-    revision: Annotated[str | None, typer.Option(help="Branch to push to; made if it is not there.")] = None,
-    create_pr: Annotated[bool, typer.Option("--create-pr", help="Propose the commit instead of making it.")] = False,
-    commit_message: Annotated[str | None, typer.Option(help="Title of the commit.")] = None,
-    include_base: Annotated[bool, typer.Option("--include-base", help="Push the base's weights too.")] = False,
-    base: Annotated[
-        str | None, typer.Option(metavar="ORG/NAME", help="The base on the Hub, if another is recorded.")
-    ] = None,
-    license: Annotated[str | None, typer.Option(metavar="ID", help="License of the heads, such as apache-2.0.")] = None,
-    token: Annotated[str | None, typer.Option(help="Of the Hub, instead of that of `hf auth login`.")] = None,
-    max_shard_size: Annotated[
-        str, typer.Option(metavar="SIZE", help="Of a file of weights, with --include-base.")
-    ] = "50GB",
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything and show it; send nothing.")] = False,
-    to_folder: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Write the files into a new folder; send nothing.")
-    ] = None,
+    revision: Annotated[str | None, string("Branch to push to; made if it is not there.")] = None,
+    create_pr: Annotated[bool, flag("--create-pr", "Propose the commit instead of making it.")] = False,
+    commit_message: Annotated[str | None, string("Title of the commit.")] = None,
+    include_base: Annotated[bool, flag("--include-base", "Push the base's weights too.")] = False,
+    base: Annotated[str | None, string("The base on the Hub, if another is recorded.", "ORG/NAME")] = None,
+    license: Annotated[str | None, string("License of the heads, such as apache-2.0.", "ID")] = None,
+    token: Annotated[str | None, string("Of the Hub, instead of that of `hf auth login`.")] = None,
+    max_shard_size: Annotated[str, string("Of a file of weights, with --include-base.", "SIZE")] = "50GB",
+    dry_run: Annotated[bool, flag("--dry-run", "Check everything and show it; send nothing.")] = False,
+    to_folder: Annotated[Path | None, string("Write the files into a new folder; send nothing.", "FOLDER")] = None,
     json_path: Json = None,
 ) -> None:
     """Publish heads with tokenizer, settings, figures and card, after checking that others can use them."""
@@ -66,9 +57,7 @@ def push(
     target = Target(repo_id, commit_message, None, private, token, revision, create_pr, None, license)
     how: dict[str, Any] = {"max_shard_size": max_shard_size, "dry_run": dry_run, "to_folder": to_folder}
     done = push_folder(folder, target, base=base, include_base=include_base, **how)
-    console = output()
-    for line in done.lines():
-        console.print(line, soft_wrap=True)
+    say(*done.lines())
     write_json(json_path, done.to_json())
     if done.refused and to_folder is None:
         raise typer.Exit(1)

@@ -8,43 +8,27 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
-from hf_drafthead.cli.common import (
-    Json,
-    Loading,
-    ModelName,
-    app,
-    bar,
-    check_writable,
-    complain,
-    options_of_groups,
-    output,
-    parse_numbers,
-    parse_tree,
-    printable,
-    write_json,
-)
+from hf_drafthead.cli import common
+from hf_drafthead.cli.common import amount, count, flag, string
 
 
 @dataclass(frozen=True)
 class Search:
     """The options of every command that looks for a tree: on which texts, and among which trees."""
 
-    prompts: Annotated[
-        str | None,
-        typer.Option(metavar="FILE", help="Prompts, chats or texts, as for bench; else the base writes its own."),
-    ] = None
-    batch_size: Annotated[str, typer.Option(metavar="N[,N...]", help="Rows of a call; a tree for each.")] = "1"
+    prompts: Annotated[str | None, string("Prompts as for bench; without them the base writes some.", "FILE")] = None
+    batch_size: Annotated[str, string("Rows of a call; a tree for each.", "N[,N...]")] = "1"
     max_nodes: Annotated[int, typer.Option(metavar="N", min=2, max=4096, help="Of a tree, the root included.")] = 100
-    temperature: Annotated[float, typer.Option(metavar="X", min=0.0, help="Of the base's answers; 0 is greedy.")] = 0.0
-    method: Annotated[str, typer.Option(help="paths: counted rank paths; product: Medusa's accuracies.")] = "paths"
-    max_new_tokens: Annotated[int, typer.Option(metavar="N", min=2, help="Tokens per answer, at most.")] = 128
-    limit: Annotated[int, typer.Option(metavar="N", min=1, help="Only the first so many prompts.")] = 48
+    temperature: Annotated[float, amount("Of the base's answers; 0 is greedy.")] = 0.0
+    method: Annotated[str, string("paths: counted rank paths; product: Medusa's accuracies.")] = "paths"
+    max_new_tokens: Annotated[int, count("Tokens per answer, at most.", 2)] = 128
+    limit: Annotated[int, count("Only the first so many prompts.")] = 48
 
     def sizes(self) -> list[int]:
         """The batch sizes."""
-        return parse_numbers("--batch-size", self.batch_size, int)
+        return common.parse_numbers("--batch-size", self.batch_size, int)
 
-    def load(self, name: str, loading: Loading) -> tuple[Any, list[Any] | None]:
+    def load(self, name: str, loading: common.Loading) -> tuple[Any, list[Any] | None]:
         """A model, and the token ids of the prompts in the file; None without one."""
         from hf_drafthead.evaluation.calls import batched, encode_all
         from hf_drafthead.evaluation.questions import read_questions
@@ -58,35 +42,27 @@ class Search:
 
     def how(self) -> dict[str, Any]:
         """The arguments that `calibrate` and `plan_trees` share."""
-        return {
-            "max_nodes": self.max_nodes,
-            "new_tokens": self.max_new_tokens,
-            "temperature": self.temperature,
-            "method": self.method,
-        }
+        sizes: dict[str, Any] = {"max_nodes": self.max_nodes, "new_tokens": self.max_new_tokens}
+        return {**sizes, "temperature": self.temperature, "method": self.method}
 
 
-@app.command("calibrate")
-@options_of_groups
+@common.app.command("calibrate")
+@common.options_of_groups
 def run_calibrate(
-    model: ModelName,
+    model: common.ModelName,
     search: Search,
-    loading: Loading,
-    captured: Annotated[
-        bool, typer.Option("--captured/--eager", help="Compiled steps, as a static cache has them.")
-    ] = False,
-    resume: Annotated[bool, typer.Option("--resume", help="Measure only batch sizes that have no entry yet.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the trees, and store nothing.")] = False,
-    plot: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Draw tokens per step and per second by nodes there.")
-    ] = None,
-    json_path: Json = None,
+    loading: common.Loading,
+    captured: Annotated[bool, typer.Option("--captured/--eager", help="Compiled steps, as of static caches.")] = False,
+    resume: Annotated[bool, flag("--resume", "Measure only batch sizes that have no entry yet.")] = False,
+    dry_run: Annotated[bool, flag("--dry-run", "Show the trees, and store nothing.")] = False,
+    plot: Annotated[Path | None, string("Draw tokens per step and per second by nodes there.", "FOLDER")] = None,
+    json_path: common.Json = None,
 ) -> None:
     """Find the draft tree that is fastest on this machine, and store it in MODEL's generation config."""
     from hf_drafthead.evaluation import plots
     from hf_drafthead.trees.calibrate import calibrate as measure
 
-    check_writable(json_path)
+    common.check_writable(json_path)
     if not dry_run and not Path(model).is_dir():
         raise OSError(f"{model!r} is no folder where trees can be stored: save the heads first, or add --dry-run.")
     sizes = search.sizes()
@@ -97,33 +73,24 @@ def run_calibrate(
             loaded.generation_config.save_pretrained(model)
 
     about = {} if search.prompts is None else about_prompts(search.prompts, Path(model))
-    with bar(1 + len(sizes)) as begin:  # the text, and each batch size
-        entries = measure(
-            loaded,
-            texts,
-            batch_sizes=sizes,
-            captured=captured,
-            resume=resume,
-            about=about,
-            progress=lambda stage: begin(stage)(),
-            keep=keep,
-            **search.how(),
-        )
-    console = output()
-    for entry in entries:
-        console.print(entry_in_words(entry), soft_wrap=True)
+    how = {**search.how(), "batch_sizes": sizes, "captured": captured, "resume": resume, "about": about}
+    with common.bar(1 + len(sizes)) as begin:  # the text, and each batch size
+        entries = measure(loaded, texts, progress=lambda stage: begin(stage)(), keep=keep, **how)
+    common.say(*map(entry_in_words, entries))
     if about.get("prompts_trained_on"):
-        complain("the prompts are the data that the heads were trained on: expect fewer tokens per step on other text.")
+        common.complain(
+            "the prompts are the data that the heads were trained on: expect fewer tokens per step on other text."
+        )
     if plot is not None:
         plots.draw_calibration(entries, plot)
-    write_json(json_path, {"entries": entries})
+    common.write_json(json_path, {"entries": entries})
     if not all(entry["measured"]["identical"] for entry in entries):
         counts = f"`hf-drafthead verify {model}` counts near ties and faults"
         if loaded.base.dtype.itemsize < 4:
             dtype = str(loaded.base.dtype).removeprefix("torch.")
-            console.print(f"in {dtype} some texts were not the base's own, as rounding makes it: {counts}.")
+            common.say(f"in {dtype} some texts were not the base's own, as rounding makes it: {counts}.")
         else:
-            complain(f"some text was not the base's own: {counts}.")
+            common.complain(f"some text was not the base's own: {counts}.")
 
 
 def about_prompts(prompts: str, heads: Path) -> dict[str, Any]:
@@ -147,51 +114,53 @@ def entry_in_words(entry: dict[str, Any]) -> str:
     key = CalibrationKey.of_entry(entry)
     if nodes == 1 and not copies:
         fastest = max((each[-1] for each in figures.get("candidates", [])), default=1.0)
-        return printable(f"{key}: no tree pays (the fastest is {fastest:.2f}x the base), so the base decodes by itself")
+        return common.printable(
+            f"{key}: no tree pays (the fastest is {fastest:.2f}x the base), so the base decodes by itself"
+        )
     copied = f" with {copies} copied tokens" if copies else ""
-    return printable(
+    return common.printable(
         f"{key}: a tree of {nodes} nodes{copied} is {figures['speedup']:.2f}x as fast as the base "
         f"({figures['tokens_per_second']:.0f} against {figures['base_tokens_per_second']:.0f} tokens/s, "
         f"{figures['tokens_per_step']:.2f} tokens per step)"
     )
 
 
-@app.command()
-@options_of_groups
+@common.app.command()
+@common.options_of_groups
 def roofline(
-    model: ModelName,
-    gpu: Annotated[str, typer.Option(help="Name of the GPU, such as h100-sxm; a wrong one lists all.")],
+    model: common.ModelName,
+    gpu: Annotated[str, string("Name of the GPU, such as h100-sxm; a wrong one lists all.")],
     search: Search,
-    loading: Loading,
-    context: Annotated[int, typer.Option(metavar="N", min=1, help="Positions that a step attends to.")] = 1024,
-    json_path: Json = None,
+    loading: common.Loading,
+    context: Annotated[int, count("Positions that a step attends to.")] = 1024,
+    json_path: common.Json = None,
 ) -> None:
     """Plan the draft tree for a GPU that is not at hand: tokens per step measured here, the step's cost on paper."""
     from hf_drafthead.evaluation.roofline import machine_named, plan_trees
 
-    check_writable(json_path)
+    common.check_writable(json_path)
     machine_named(gpu)  # before the model is loaded
     sizes = search.sizes()
     loaded, texts = search.load(model, loading)
     plans = plan_trees(loaded, texts, gpu, sizes, context=context, **search.how())
-    console = output()
+    console = common.output()
     for plan in plans:
         for line in plan.in_words():
-            console.print(printable(f"{gpu}, batch size {plan.batch_size}: {line}"), soft_wrap=True)
+            console.print(common.printable(f"{gpu}, batch size {plan.batch_size}: {line}"), soft_wrap=True)
         console.print(Text(plan.tree.draw()))
-    write_json(json_path, {"gpu": gpu, "context": context, "planned": [plan.to_json() for plan in plans]})
+    common.write_json(json_path, {"gpu": gpu, "context": context, "planned": [plan.to_json() for plan in plans]})
 
 
-@app.command()
+@common.app.command()
 def trees(
     name: Annotated[str | None, typer.Argument(help="Draw this published tree, or a JSON file of rank paths.")] = None,
 ) -> None:
     """List the published draft trees, or draw one."""
     from hf_drafthead.generation.tree import DraftTree, published_trees
 
-    console = output()
+    console = common.output()
     if name is not None:
-        chosen = parse_tree(name)
+        chosen = common.parse_tree(name)
         if not isinstance(chosen, DraftTree):
             raise ValueError(f"{name!r} has another shape in every step: give a published tree's name, or rank paths.")
         console.print(Text(chosen.draw()))

@@ -15,27 +15,12 @@ from typing import Any
 import torch
 from accelerate.utils import gather_object
 
-from hf_drafthead.evaluation.calls import (
-    BASE,
-    COMPILED,
-    HEADS,
-    ForwardCount,
-    Method,
-    batched,
-    cannot_batch,
-    decoding_methods,
-    drafted,
-    encode_all,
-    encode_turn,
-    has_room,
-    new_rows,
-    steps_of,
-    with_reader,
-)
+from hf_drafthead.evaluation import calls
+from hf_drafthead.evaluation.calls import BASE, COMPILED, HEADS, Method, drafted, encode_turn, steps_of
 from hf_drafthead.evaluation.loading import one_line, process_state
 from hf_drafthead.evaluation.measurement import Measurement, Round, Run, answer_quality, summed_up
 from hf_drafthead.evaluation.questions import Question
-from hf_drafthead.evaluation.rounding import FirstDifference, first_difference
+from hf_drafthead.evaluation.rounding import BaseCall
 from hf_drafthead.generation.slots import out_of_memory
 from hf_drafthead.generation.tree import DraftTree
 from hf_drafthead.trees.rank_paths import rank_paths
@@ -46,21 +31,10 @@ INTERRUPTED, NO_MEMORY = "interrupted", "out of memory"
 
 @dataclass
 class BenchRun:
-    """One measurement: how it is done, and the rounds so far.
+    """One measurement at one batch size: how it is done, as `bench` is told, and the rounds so far.
 
-    Attributes:
-        model: with draft heads.
-        tokenizer: the base's.
-        methods: of decoding; those that cannot run here are removed, with a notice.
-        settings: of every call, `max_new_tokens` among them.
-        batch_size: B, questions of one category at a time.
-        repeats: timed runs, of which the median counts.
-        seed: of sampling; every method starts each round from the same state.
-        captured: whether the heads' steps are compiled, as they are in `methods`.
-        lossless: whether the text of the heads should be the base's.
-        progress: called after each batch of questions.
-        stopped: why it ended early, if it did.
-        notices: what was left out.
+    methods: of decoding, by name; those that cannot run here are removed, with a notice; lossless: whether the text of
+    the heads should be the base's; stopped: why it ended early, if it did; notices: what was left out.
     """
 
     model: Any
@@ -76,7 +50,7 @@ class BenchRun:
     rounds: list[Round] = field(default_factory=list)
     stopped: str | None = None
     notices: list[str] = field(default_factory=list)
-    _prepared: set[Any] = field(default_factory=set, init=False, repr=False)  # shapes and rows that were compiled for
+    _prepared: set[Any] = field(default_factory=set, init=False, repr=False)  # what was compiled, for which shape
 
     def run_as_far_as_possible(self, questions: Sequence[Question]) -> None:
         """Run, and keep the finished rounds if the memory runs out or the user interrupts."""
@@ -98,59 +72,40 @@ class BenchRun:
         Raises:
             ValueError: as `encode_all` does.
         """
-        batches = batched(questions, self.batch_size)
-        first_turns = encode_all(self.model, self.tokenizer, batches, self.settings["max_new_tokens"])
+        batches = calls.batched(questions, self.batch_size)
+        first_turns = calls.encode_all(self.model, self.tokenizer, batches, self.settings["max_new_tokens"])
         self._warm_up(max(first_turns, key=lambda inputs: inputs["input_ids"].shape[1]))
         for batch, inputs in zip(batches, first_turns, strict=True):
-            answers: list[list[str]] = [[] for _ in batch]
-            turn, open_rows = 0, list(range(len(batch)))
-            while open_rows:
-                finished, texts = self._round([batch[row] for row in open_rows], turn, inputs)
+            talks: list[tuple[Question, list[str]]] = [(question, []) for question in batch]
+            while talks:
+                finished, texts = self._round([question for question, _ in talks], len(talks[0][1]), inputs)
                 yield finished
-                for row, text in zip(open_rows, texts):
-                    answers[row].append(text)
-                turn += 1
-                open_rows = [row for row in open_rows if self._has_next_turn(batch[row], answers[row])]
-                if open_rows:
-                    rest = [batch[row] for row in open_rows]
-                    inputs = encode_turn(self.model, self.tokenizer, rest, [answers[row] for row in open_rows])
+                for (_, answers), text in zip(talks, texts):
+                    answers.append(text)
+                talks = [talk for talk in talks if self._has_next_turn(*talk)]
+                if talks:
+                    inputs = encode_turn(self.model, self.tokenizer, *zip(*talks))
             self.progress()
-
-    def measurement(self, **about: Any) -> Measurement:
-        """The measurement of the rounds so far."""
-        return summed_up(
-            self.model,
-            self.rounds,
-            batch_size=self.batch_size,
-            repeats=self.repeats,
-            settings=full_settings(self.model, self.settings),
-            captured=self.captured,
-            complete=self.stopped is None,
-            stopped=self.stopped,
-            notices=self.notices,
-            **about,
-        )
 
     def _warm_up(self, inputs: Mapping[str, torch.Tensor]) -> None:
         """Run what happens in the first call only: the probe of the base, compilation, allocations."""
         for name, method in list(self.methods.items()):
             if name in (BASE, HEADS):
                 method(inputs, self.settings)
-            elif self.batch_size > 1 and cannot_batch(name):
+            elif self.batch_size > 1 and calls.cannot_batch(name):
                 self._leave_out(name, "transformers decodes this way for one prompt at a time only")
             else:
                 self._try(name, inputs)
 
     def _try(self, name: str, inputs: Mapping[str, torch.Tensor]) -> None:
         """One untimed call; a method that fails is left out."""
+        self._prepared.add((name, inputs["input_ids"].shape))
         try:
             self.methods[name](inputs, self.settings)
         except Exception as error:  # errors of compilers and of other methods, which the heads do not need
             if out_of_memory(error):
                 raise
             self._leave_out(name, one_line(error))
-        if name == COMPILED:
-            self._prepared.add(inputs["input_ids"].shape)
 
     def _leave_out(self, name: str, reason: str) -> None:
         del self.methods[name]
@@ -159,11 +114,11 @@ class BenchRun:
     def _prepare(self, inputs: Mapping[str, torch.Tensor]) -> None:
         """Untimed calls where a compiled method meets a new shape of prompts, or captured heads a new batch size."""
         shape = inputs["input_ids"].shape
-        if COMPILED in self.methods and shape not in self._prepared:
+        if COMPILED in self.methods and (COMPILED, shape) not in self._prepared:
             self._try(COMPILED, inputs)
-        if self.captured and shape[0] not in self._prepared:
+        if self.captured and (HEADS, shape[0]) not in self._prepared:
+            self._prepared.add((HEADS, shape[0]))
             self.methods[HEADS](inputs, self.settings)
-            self._prepared.add(shape[0])
 
     def _round(
         self, batch: Sequence[Question], turn: int, inputs: Mapping[str, torch.Tensor]
@@ -187,17 +142,17 @@ class BenchRun:
         def counted(name: str) -> Any:
             if name in (HEADS, COMPILED):  # the counter would be compiled too, and again whenever the count has changed
                 return self.methods[name](inputs, self.settings)
-            with ForwardCount(self.model.base) as count:
+            with calls.counted_forwards(self.model.base) as forwards_of_call:
                 output = self.methods[name](inputs, self.settings)
-            forwards[name] = count.forwards
+            forwards[name] = len(forwards_of_call)
             if getattr(output, "past_key_values", None) is not None:
                 output.past_key_values = None  # else it would count as memory of the next method
             return output
 
-        calls = {name: functools.partial(counted, name) for name in self.methods}
-        outputs, seconds = time_interleaved(calls, self.repeats, device, before=before, after=after)
+        timed = {name: functools.partial(counted, name) for name in self.methods}
+        outputs, seconds = time_interleaved(timed, self.repeats, device, before=before, after=after)
         sequences = {name: getattr(output, "sequences", output) for name, output in outputs.items()}
-        rows = {name: new_rows(self.model, inputs, tokens, self.settings) for name, tokens in sequences.items()}
+        rows = {name: calls.new_rows(self.model, inputs, tokens, self.settings) for name, tokens in sequences.items()}
         if drafted(outputs[HEADS]):
             forwards[HEADS] = 1 + steps_of(outputs[HEADS]).shape[1]
         finished = Round(
@@ -220,7 +175,9 @@ class BenchRun:
         before()
         self.methods[HEADS](inputs, {**self.settings, "on_step": finished.time_split.note})
         if self.lossless and not finished.runs[HEADS].identical:
-            finished.runs[HEADS].differences = self._differences(inputs, rows, seed)
+            settings = calls.with_reader(self.settings, self.tokenizer)
+            parted = BaseCall(self.model.base, inputs, settings, seed).differences(rows[BASE], rows[HEADS])
+            finished.runs[HEADS].differences = [first for _, first in parted]
         texts = {name: self.tokenizer.batch_decode(rows[name], skip_special_tokens=True) for name in (BASE, HEADS)}
         for question, *answers in zip(batch, texts[BASE], texts[HEADS]):
             if any(question.references[turn : turn + 1]):
@@ -228,28 +185,17 @@ class BenchRun:
                 finished.quality.append((base, heads))
         return finished, [answer.strip() for answer in texts[BASE]]
 
-    def _differences(
-        self, inputs: Mapping[str, torch.Tensor], rows: Mapping[str, list[list[int]]], seed: int
-    ) -> list[FirstDifference]:
-        """Where the heads' texts leave the base's."""
-        settings = with_reader(self.settings, self.tokenizer)
-        texts = [(row, *pair) for row, pair in enumerate(zip(rows[BASE], rows[HEADS])) if pair[0] != pair[1]]
-        if not texts:  # what follows the end of a row is not the same
-            return [FirstDifference(max(map(len, rows[BASE])), None, None)]
-        return [first_difference(self.model.base, inputs, settings, *text, seed) for text in texts]
-
     def _has_next_turn(self, question: Question, answers: list[str]) -> bool:
         """Whether there is a next turn, and room for it."""
         turn = len(answers)
         if turn == len(question.turns):
             return False
         length = encode_turn(self.model, self.tokenizer, [question], [answers])["input_ids"].shape[1]
-        if has_room(self.model, length, self.settings["max_new_tokens"]):
-            return True
-        self.notices.append(
-            f"{question.where}: turn {turn + 1} is left out, its {length} tokens leave no room in the base's positions."
-        )
-        return False
+        room = calls.has_room(self.model, length, self.settings["max_new_tokens"])
+        if not room:
+            left_out = f"{question.where}: turn {turn + 1} is left out"
+            self.notices.append(f"{left_out}, its {length} tokens leave no room in the base's positions.")
+        return room
 
     def _ranks(self, inputs: Mapping[str, torch.Tensor], rows: list[list[int]]) -> torch.Tensor | None:
         """(M, K) at which each head had the base's own tokens, -1 behind a row's end; None where no answer is long."""
@@ -257,8 +203,9 @@ class BenchRun:
         texts = [torch.cat([prompt, prompt.new_tensor(row)]) for prompt, row in zip(prompts, rows)]
         if max(map(len, rows)) < 2:
             return None
-        lengths = torch.tensor([len(text) for text in texts], device=prompts[0].device)
-        prompt_lengths = torch.tensor([len(prompt) for prompt in prompts], device=prompts[0].device)
+        prompt_lengths, lengths = (
+            torch.tensor([len(each) for each in some], device=prompts[0].device) for some in (prompts, texts)
+        )
         padded = torch.nn.utils.rnn.pad_sequence(texts, batch_first=True)
         return rank_paths(self.model, padded, prompt_lengths, lengths).flatten(0, 1).cpu()
 
@@ -286,15 +233,12 @@ def bench(
     Args:
         model: with draft heads.
         tokenizer: the base's.
-        questions: what to ask.
+        questions: what to ask, questions of one category at a time.
         settings: of every call of `generate`, `max_new_tokens` among them.
-        tree: of the heads; None for the model's own.
-        acceptance: settings that only the heads are given.
-        captured: whether the heads' steps are compiled; the base runs as installed in any case.
-        compare: see `decoding_methods`.
+        tree, acceptance, captured, compare: see `decoding_methods`.
         batch_sizes: each at least 1.
         repeats: timed runs of each prompt, of which the median counts.
-        seed: of sampling.
+        seed: of sampling; every method starts each round from the same state.
         progress: called after each batch of questions.
         notify: called with every notice.
 
@@ -306,66 +250,81 @@ def bench(
         OSError, ValueError: as `decoding_methods` and `encode_all` do, or the memory does not suffice for one prompt.
     """
     share, processes = share_of(questions)
-    encode_all(model, tokenizer, batched(questions, 1), settings["max_new_tokens"])  # refused in all processes
+    calls.encode_all(
+        model, tokenizer, calls.batched(questions, 1), settings["max_new_tokens"]
+    )  # refused in all processes
     acceptance = acceptance_of(model, acceptance or {})
-    methods = decoding_methods(model, tokenizer, tree=tree, acceptance=acceptance, captured=captured, compare=compare)
-    waiting, measurements = list(dict.fromkeys(batch_sizes)), list[Measurement]()
-    begun = set(waiting)
-    while waiting:
-        size = waiting.pop(0)
-        run = BenchRun(model, tokenizer, dict(methods), settings, size, repeats, seed, captured, progress=progress)
-        run.lossless = acceptance["acceptance"] == "exact"
-        run.run_as_far_as_possible(share)
-        if processes > 1:
-            gather(run)
-        if run.stopped == NO_MEMORY:
-            kept = f"{sum(each.rows for each in run.rounds)} prompts were measured"
-            run.notices.append(f"out of memory at a batch size of {size}: {kept}.")
-            if size > 1 and size // 2 not in begun:
-                waiting.insert(0, size // 2)
-                begun.add(size // 2)
-                run.notices[-1] = f"{run.notices[-1][:-1]}, continuing with a batch size of {size // 2}."
-        if undrafted := sum(each.undrafted for each in run.rounds):
-            run.notices.append(
-                f"{undrafted} of {len(run.rounds)} calls were decoded by the base itself, which counts in the speedup "
-                "and not in the tokens per step."
-            )
-        for notice in run.notices:
-            notify(notice)
-        if run.rounds:
-            measurements.append(run.measurement(compared=compare, acceptance=acceptance, processes=processes))
-        elif measurements:
-            last = measurements[-1]
-            stopped = run.stopped if run.stopped == INTERRUPTED else last.stopped
-            measurements[-1] = replace(last, stopped=stopped, notices=[*last.notices, *run.notices])
-        if run.stopped == INTERRUPTED:
-            break
-    if not measurements:
-        if run.stopped == INTERRUPTED:
-            raise KeyboardInterrupt
-        raise OSError("there is not enough memory for a single prompt: use a smaller model, or fewer new tokens.")
+    methods = calls.decoding_methods(
+        model, tokenizer, tree=tree, acceptance=acceptance, captured=captured, compare=compare
+    )
+
+    def measured() -> Iterator[Measurement]:
+        waiting, begun, nothing = list(dict.fromkeys(batch_sizes)), set(batch_sizes), True
+        while waiting:
+            size = waiting.pop(0)
+            run = BenchRun(model, tokenizer, dict(methods), settings, size, repeats, seed, captured, progress=progress)
+            run.lossless = acceptance["acceptance"] == "exact"
+            run.run_as_far_as_possible(share)
+            if processes > 1:  # all get the rounds of all, and a common reason for stopping
+                run.rounds = gather_object(run.rounds)
+                run.notices = list(dict.fromkeys(gather_object(run.notices)))
+                run.stopped = next(filter(None, gather_object([run.stopped])), None)
+            if run.stopped == NO_MEMORY:
+                kept = f"{sum(each.rows for each in run.rounds)} prompts were measured"
+                run.notices.append(f"out of memory at a batch size of {size}: {kept}.")
+                if size > 1 and size // 2 not in begun:
+                    waiting.insert(0, size // 2)
+                    begun.add(size // 2)
+                    run.notices[-1] = f"{run.notices[-1][:-1]}, continuing with a batch size of {size // 2}."
+            if undrafted := sum(each.undrafted for each in run.rounds):
+                run.notices.append(
+                    f"{undrafted} of {len(run.rounds)} calls were decoded by the base itself, which counts in the "
+                    "speedup and not in the tokens per step."
+                )
+            for notice in run.notices:
+                notify(notice)
+            if run.rounds:
+                nothing = False
+                about: dict[str, Any] = {"batch_size": size, "repeats": repeats, "captured": captured}
+                about |= {"settings": full_settings(model, settings), "acceptance": acceptance, "processes": processes}
+                about |= {"complete": run.stopped is None, "stopped": run.stopped, "notices": run.notices}
+                yield summed_up(model, run.rounds, compared=compare, **about)
+            if run.stopped == INTERRUPTED:
+                raise KeyboardInterrupt
+        if nothing:
+            raise OSError("there is not enough memory for a single prompt: use a smaller model, or fewer new tokens.")
+
+    return until_interrupted(measured())
+
+
+def until_interrupted(
+    measured: Iterator[Measurement], keep: Callable[[list[Measurement]], object] = lambda measurements: None
+) -> list[Measurement]:
+    """All measurements, or those before an interruption, of which the last one says that it was stopped.
+
+    `keep` is called with all so far, whenever there are new ones. A KeyboardInterrupt before there was any is raised.
+    """
+    measurements = list[Measurement]()
+    try:
+        for each in measured:
+            measurements.append(each)
+            keep(measurements)
+    except KeyboardInterrupt:
+        if not measurements:
+            raise
+        measurements[-1] = replace(measurements[-1], stopped=INTERRUPTED)
+        keep(measurements)
     return measurements
 
 
 def share_of(questions: Sequence[Question]) -> tuple[list[Question], int]:
-    """This process's share of the questions, and how many processes there are.
-
-    Raises:
-        ValueError: there are fewer questions than processes.
-    """
+    """This process's share of the questions, and how many processes there are; a ValueError if some had none."""
     state = process_state()
     if state.num_processes > max(len(questions), 1):
         raise ValueError(
             f"{len(questions)} questions cannot be shared among {state.num_processes} processes: start fewer of them."
         )
     return list(questions)[state.process_index :: state.num_processes], state.num_processes
-
-
-def gather(run: BenchRun) -> None:
-    """Give every process the rounds of all processes, and a common reason for stopping."""
-    run.rounds = gather_object(run.rounds)
-    run.notices = list(dict.fromkeys(gather_object(run.notices)))
-    run.stopped = next(filter(None, gather_object([run.stopped])), None)
 
 
 def full_settings(model: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -388,26 +347,20 @@ def acceptance_of(model: Any, wanted: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class BenchPlan:
-    """What one call of `hf-drafthead bench` measures.
+    """What one call of `hf-drafthead bench` measures."""
 
-    models: folders or ids; load: gives model and tokenizer of each; questions: for all; settings: of `generate`;
-    temperatures: 0 is greedy; of several each is measured with every kind of acceptance; trees: each is measured; None
-    is the model's own; thresholds: of typical acceptance, each measured besides exact acceptance, with its root for
-    alpha as in the Medusa paper; lookups: tokens that the heads' tree copies from the text, 0 for none, each measured;
-    options: of every `bench`.
-    """
-
-    models: Sequence[str]
-    load: Callable[[str], tuple[Any, Any]]
+    models: Sequence[str]  # folders or ids
+    load: Callable[[str], tuple[Any, Any]]  # gives model and tokenizer of each
     questions: Sequence[Question]
-    settings: dict[str, Any]
-    temperatures: Sequence[float] = ()
-    trees: Sequence[str | DraftTree | None] = (None,)
+    settings: dict[str, Any]  # of `generate`
+    temperatures: Sequence[float] = ()  # 0 is greedy; of several each is measured with every kind of acceptance
+    trees: Sequence[str | DraftTree | None] = (None,)  # each is measured; None is the model's own
+    # of typical acceptance, measured besides exact acceptance, with the root for alpha as in the Medusa paper
     thresholds: Sequence[float] = ()
-    lookups: Sequence[int] = ()
+    lookups: Sequence[int] = ()  # tokens that the heads' tree copies from the text, 0 for none, each measured
     compare: Sequence[str] = ()
     batch_sizes: Sequence[int] = (1,)
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)  # of every `bench`
 
     def __post_init__(self):
         if not all(0 <= threshold <= 1 for threshold in self.thresholds):
@@ -416,7 +369,7 @@ class BenchPlan:
     @property
     def batches(self) -> int:
         """How often `progress` is called at most: less where memory runs out, or where processes share the work."""
-        batches = sum(len(batched(self.questions, size)) for size in self.batch_sizes)
+        batches = sum(len(calls.batched(self.questions, size)) for size in self.batch_sizes)
         return len(self.models) * len(self.trees) * len(list(self.runs())) * batches
 
     def runs(self) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
@@ -429,8 +382,7 @@ class BenchPlan:
     def _acceptances(self) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
         curve = len(self.temperatures) > 1
         for heat in self.temperatures or (None,):
-            choice = {} if heat is None else {"do_sample": True, "temperature": heat} if heat else {"do_sample": False}
-            settings = {**choice, **self.settings}
+            settings = {**calls.sampling(heat), **self.settings}
             yield settings, {"acceptance": "exact"} if curve or self.thresholds else {}
             if curve and heat:
                 yield settings, {"acceptance": "rejection"}
@@ -440,59 +392,32 @@ class BenchPlan:
                 typical = {"posterior_threshold": threshold, "posterior_alpha": threshold**0.5}
                 yield settings, {"acceptance": "typical", **typical}
 
+    def carry_out(
+        self,
+        *,
+        begin: Callable[[str], Callable[[], object]],
+        notify: Callable[[str], object],
+        keep: Callable[[list[Measurement]], object],
+    ) -> list[Measurement]:
+        """Measure one model after the other, as `bench` and `until_interrupted` say; `begin` is called with its
+        name, and gives what to call after each batch of questions."""
 
-def carry_out(
-    plan: BenchPlan,
-    *,
-    begin: Callable[[str], Callable[[], object]],
-    notify: Callable[[str], object],
-    keep: Callable[[list[Measurement]], object],
-) -> tuple[list[Measurement], str | None]:
-    """Measure one model after the other: the measurements, and why these are not all, if they are not.
+        def measured() -> Iterator[Measurement]:
+            for name in self.models:
+                model, tokenizer = self.load(name)
+                options = {**self.options, "batch_sizes": self.batch_sizes, "notify": notify}
+                options["progress"] = begin(name.rstrip("/").rsplit("/")[-1])
+                for tree, (settings, acceptance) in itertools.product(self.trees, self.runs()):
+                    compare = self.compare if acceptance.get("acceptance", "exact") == "exact" else ()
+                    how: dict[str, Any] = {"tree": tree, "acceptance": acceptance, "compare": compare, **options}
+                    new = bench(model, tokenizer, self.questions, settings, **how)
+                    yield from new
+                    if faults := sum(each.differences["faults"] for each in new):
+                        notify(
+                            f"{name}: {faults} texts differ from the base's by more than rounding explains: "
+                            "`hf-drafthead verify` finds the shortest prompt that shows it."
+                        )
+                    if new[-1].stopped == INTERRUPTED:
+                        raise KeyboardInterrupt
 
-    Args:
-        plan: what to measure.
-        begin: is called with each model's name, and gives what to call after each batch of questions.
-        notify: called with every notice.
-        keep: is called with all measurements so far, whenever there are new ones, so that none is lost.
-
-    Raises:
-        KeyboardInterrupt: before anything was measured.
-        OSError, TypeError, ValueError: what `load` or `bench` refuse.
-    """
-    measurements = list[Measurement]()
-    try:
-        for name in plan.models:
-            model, tokenizer = plan.load(name)
-            progress = begin(name.rstrip("/").rsplit("/")[-1])
-            for tree, (settings, acceptance) in itertools.product(plan.trees, plan.runs()):
-                new = bench(
-                    model,
-                    tokenizer,
-                    plan.questions,
-                    settings,
-                    tree=tree,
-                    acceptance=acceptance,
-                    compare=plan.compare if acceptance.get("acceptance", "exact") == "exact" else (),
-                    batch_sizes=plan.batch_sizes,
-                    progress=progress,
-                    notify=notify,
-                    **plan.options,
-                )
-                measurements += new
-                keep(measurements)
-                if faults := sum(each.differences["faults"] for each in new):
-                    notify(
-                        f"{name}: {faults} texts differ from the base's by more than rounding explains: "
-                        "`hf-drafthead verify` finds the shortest prompt that shows it."
-                    )
-                if new[-1].stopped == INTERRUPTED:
-                    raise KeyboardInterrupt
-    except KeyboardInterrupt:
-        if not measurements:
-            raise
-        if measurements[-1].stopped != INTERRUPTED:  # it came between two measurements
-            measurements[-1] = replace(measurements[-1], stopped=INTERRUPTED)
-            keep(measurements)
-        return measurements, INTERRUPTED
-    return measurements, None
+        return until_interrupted(measured(), keep)

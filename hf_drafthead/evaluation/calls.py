@@ -3,7 +3,8 @@
 Shapes: B rows, T prompt tokens, L tokens of a sequence, S steps.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -61,7 +62,9 @@ def decoding_methods(
         if name == PROMPT_LOOKUP:
             more: dict[str, Any] = {"prompt_lookup_num_tokens": LOOKUP_TOKENS}
         elif name == COMPILED:
-            more = {"cache_implementation": "static", "compile_config": _compile_everywhere()}
+            config = CompileConfig()
+            config._compile_all_devices = True  # else only a GPU's forward is compiled
+            more = {"cache_implementation": "static", "compile_config": config}
         elif kind == ASSISTANT and path:
             more = _assistant(base, tokenizer, path)
         else:
@@ -76,12 +79,6 @@ def _of_base(base: Any, tokenizer: Any, more: Mapping[str, Any]) -> Method:
     return lambda inputs, settings: base.generate(**inputs, **{**with_reader(settings, tokenizer), **more})
 
 
-def _compile_everywhere() -> CompileConfig:
-    config = CompileConfig()
-    config._compile_all_devices = True  # else only a GPU's forward is compiled
-    return config
-
-
 def _assistant(base: Any, tokenizer: Any, path: str) -> dict[str, Any]:
     try:
         assistant = AutoModelForCausalLM.from_pretrained(path, dtype=base.dtype).to(base.device).eval()
@@ -93,6 +90,14 @@ def _assistant(base: Any, tokenizer: Any, path: str) -> dict[str, Any]:
     if theirs.get_vocab() == tokenizer.get_vocab():
         return {"assistant_model": assistant}
     return {"assistant_model": assistant, "tokenizer": tokenizer, "assistant_tokenizer": theirs}
+
+
+def sampling(temperature: float | None, lookup: int | None = None) -> dict[str, Any]:
+    """Settings of `generate` for a temperature, 0 being greedy, and for tokens copied from the text; without one of
+    these the model's own settings hold."""
+    settings: dict[str, Any] = {} if temperature is None else {"do_sample": temperature > 0}
+    settings |= {"temperature": temperature} if temperature else {}
+    return settings | ({} if lookup is None else {"prompt_lookup_num_tokens": lookup})
 
 
 def cannot_batch(name: str) -> bool:
@@ -125,30 +130,19 @@ def steps_of(output: Any) -> torch.Tensor:
     return output.accepted_lengths.cpu()
 
 
-class ForwardCount:
-    """Counts the forwards of a base while it is open."""
-
-    def __init__(self, base: Any):
-        self._decoder = base.get_decoder()
-        self.forwards = 0
-
-    def __enter__(self) -> "ForwardCount":
-        self._hook = self._decoder.register_forward_hook(self._add)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._hook.remove()
-
-    def _add(self, *_: object) -> None:
-        self.forwards += 1
+@contextmanager
+def counted_forwards(base: Any) -> Iterator[list[int]]:
+    """A list that each forward of a base makes longer by one while this is open."""
+    forwards: list[int] = []
+    hook = base.get_decoder().register_forward_hook(lambda *_: forwards.append(1))
+    try:
+        yield forwards
+    finally:
+        hook.remove()
 
 
 def batched(questions: Sequence[Question], batch_size: int) -> list[list[Question]]:
-    """The questions in batches of one category each.
-
-    Raises:
-        ValueError: there is none, or the batch size is below 1.
-    """
+    """The questions in batches of one category each; a ValueError where there is none, or the size is below 1."""
     if not questions:
         raise ValueError("there is no prompt to measure on: give at least one.")
     if batch_size < 1:
@@ -162,11 +156,7 @@ def batched(questions: Sequence[Question], batch_size: int) -> list[list[Questio
 def encode(model: Any, tokenizer: Any, texts: Sequence[str], *, special_tokens: bool = True) -> dict[str, torch.Tensor]:
     """The texts as `input_ids` and `attention_mask` (B, T), padded on the left, on the base's device.
 
-    Args:
-        model: says which device.
-        tokenizer: the base's.
-        texts: what to continue.
-        special_tokens: whether the tokenizer adds its own; not where a chat template has written them.
+    The tokenizer adds its `special_tokens`, which it should not where a chat template has written them.
 
     Raises:
         ValueError: a text is empty, or they need padding that the tokenizer cannot give.
@@ -190,23 +180,15 @@ def encode(model: Any, tokenizer: Any, texts: Sequence[str], *, special_tokens: 
 def encode_all(
     model: Any, tokenizer: Any, batches: Sequence[Sequence[Question]], max_new_tokens: int
 ) -> list[dict[str, torch.Tensor]]:
-    """The first turn of every question, batch by batch.
-
-    Raises:
-        ValueError: a prompt that is empty or leaves the base no room for `max_new_tokens`, or a conversation without
-            a chat template.
-    """
+    """The first turn of every question, batch by batch; a ValueError for a prompt that is empty or leaves the base no
+    room for `max_new_tokens`, or a conversation without a chat template."""
     check_template(tokenizer, (question for batch in batches for question in batch))
     inputs = []
     for batch in batches:
         inputs.append(encode_turn(model, tokenizer, batch, [()] * len(batch)))
         lengths = inputs[-1]["attention_mask"].sum(1)
         for question, length in zip(batch, lengths.tolist()):
-            if not has_room(model, length, max_new_tokens):
-                raise ValueError(
-                    f"{question.where}: a prompt of {length} tokens and {max_new_tokens} new ones exceed the base's "
-                    f"{positions_of(model)} positions: shorten the prompt, or ask for fewer tokens."
-                )
+            check_room(model, length, max_new_tokens, f"{question.where}: ")
     return inputs
 
 
@@ -229,17 +211,20 @@ def has_room(model: Any, length: int, max_new_tokens: int) -> bool:
     return positions is None or length + max_new_tokens <= positions
 
 
+def check_room(model: Any, length: int, max_new_tokens: int, where: str = "") -> None:
+    """Raise a ValueError, which begins with `where`, for a prompt that leaves the base no room for its answer."""
+    if not has_room(model, length, max_new_tokens):
+        raise ValueError(
+            f"{where}a prompt of {length} tokens and {max_new_tokens} new ones exceed the base's "
+            f"{positions_of(model)} positions: shorten the prompt, or ask for fewer tokens."
+        )
+
+
 def new_rows(
     model: Any, inputs: Mapping[str, torch.Tensor], sequences: torch.Tensor, settings: Mapping[str, Any] | None = None
 ) -> list[list[int]]:
-    """The tokens that were generated in each row, up to and including its own end-of-sequence token.
-
-    Args:
-        model: its base names the token, unless the call did.
-        inputs: the prompts.
-        sequences: (B, L) what `generate` returned.
-        settings: of the call.
-    """
+    """The tokens that were generated in each row of `sequences` (B, L), up to and including its own end of sequence,
+    which the settings of the call name, else the base."""
     ends = (settings or {}).get("eos_token_id", model.base.generation_config.eos_token_id)
     ends = torch.tensor(ends if isinstance(ends, list) else [] if ends is None else [ends], device=sequences.device)
     generated = sequences[:, inputs["input_ids"].shape[1] :]

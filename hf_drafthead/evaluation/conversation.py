@@ -50,11 +50,8 @@ def sample(
         prompt: the text to continue.
         tree: draft tree, or a published one's name; None for the model's own.
         on_piece: called with every piece as soon as its step is committed; only then are copies told from guesses.
-        special_tokens: whether the tokenizer adds its own; not where a chat template has written them.
+        special_tokens: see `encode`.
         settings: for `generate`.
-
-    Raises:
-        ValueError: the prompt is empty, or `generate` refuses a setting.
     """
     inputs = encode(model, tokenizer, [prompt], special_tokens=special_tokens)
     chosen = {} if tree is None else {"draft_tree": tree}
@@ -158,14 +155,7 @@ class PieceStreamer(BaseStreamer):
 
 
 class Conversation:
-    """Questions and the model's answers so far.
-
-    Args:
-        model: a model with draft heads.
-        tokenizer: its base's, with a chat template.
-        system: the system message.
-        tree: draft tree, or a published one's name; None for the model's own.
-        settings: for `generate`, `max_new_tokens` among them.
+    """Questions and the model's answers so far; arguments as for `sample`, `max_new_tokens` among the settings.
 
     Raises:
         ValueError: the tokenizer has no chat template.
@@ -187,10 +177,6 @@ class Conversation:
 
     def ask(self, question: str, on_piece: Callable[[str, int], object] | None = None) -> Sample:
         """The model's answer to a question; both become part of the conversation.
-
-        Args:
-            question: the user's turn.
-            on_piece: called with every piece of the answer as soon as its step is committed.
 
         Raises:
             ValueError: the template refuses the conversation, or it leaves the base no room for an answer.

@@ -56,12 +56,7 @@ def load_arguments(
 ) -> dict[str, Any]:
     """Keyword arguments of `load` for the options of a command.
 
-    Args:
-        dtype: `auto`, or a floating point type of torch by name.
-        device: as torch names it, or `auto` for all GPUs; None for the GPU of this process, for all GPUs if there is
-            one process, and for the CPU where there is no GPU.
-        base_model: folder or id to load instead of the base that the config names.
-        trust_remote_code: run the base's own model code.
+    Without a device: the GPU of this process, all GPUs if there is one process, and the CPU where there is no GPU.
 
     Raises:
         ValueError: there is no such type, or no such device here.
@@ -71,20 +66,17 @@ def load_arguments(
     if place is None and torch.cuda.is_available():
         state = process_state()
         place = "auto" if state.num_processes == 1 else state.device
-    arguments: dict[str, Any] = {"dtype": floating_type(dtype)}
-    if place is not None and place != "cpu":
-        arguments["device_map"] = place if place == "auto" else {"": place}
-    if base_model is not None:
-        arguments["base_model"] = base_model
-    return arguments | ({"trust_remote_code": True} if trust_remote_code else {})
+    arguments = {
+        "dtype": floating_type(dtype),
+        "device_map": None if place in (None, "cpu") else "auto" if place == "auto" else {"": place},
+        "base_model": base_model,
+        "trust_remote_code": trust_remote_code or None,
+    }
+    return {name: value for name, value in arguments.items() if value is not None}
 
 
 def floating_type(name: str) -> Any:
-    """What `--dtype` names: `auto`, or a floating point type of torch.
-
-    Raises:
-        ValueError: there is no such type.
-    """
+    """What `--dtype` names: `auto`, or a floating point type of torch; a ValueError if there is none."""
     wanted = name if name == "auto" else getattr(torch, name, None)
     if wanted != "auto" and not (isinstance(wanted, torch.dtype) and wanted.is_floating_point):
         raise ValueError(f"--dtype {name!r} is no floating point type: expected auto, float32, bfloat16 or float16.")
@@ -92,11 +84,7 @@ def floating_type(name: str) -> Any:
 
 
 def check_device(name: str | None) -> None:
-    """Refuse a device that torch does not know, or that is not here.
-
-    Raises:
-        ValueError: it is one of these.
-    """
+    """Raise a ValueError for a device that torch does not know, or that is not here."""
     if name in (None, "auto", "cpu"):
         return
     try:
@@ -104,9 +92,9 @@ def check_device(name: str | None) -> None:
     except RuntimeError:
         raise ValueError(f"--device {name!r} is no device: expected auto, cpu, cuda, cuda:1 or mps.") from None
     kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    count = torch.accelerator.device_count() if kind is not None else 0
-    if kind is None or kind.type != wanted.type or (wanted.index or 0) >= count:
-        present = f"{count} of type {kind.type!r}" if kind is not None else "none"
+    present = 0 if kind is None else torch.accelerator.device_count()
+    if kind is None or kind.type != wanted.type or (wanted.index or 0) >= present:
+        there = "none" if kind is None else f"{present} of type {kind.type!r}"
         raise ValueError(
-            f"--device {name!r} is not available (accelerators found: {present}): give another, or leave it."
+            f"--device {name!r} is not available (accelerators found: {there}): give another, or leave it."
         )

@@ -7,6 +7,7 @@ import functools
 import itertools
 import operator
 import statistics
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -38,21 +39,17 @@ class TimeSplit:
     nodes: int = 0  # of the largest tree
 
     def __add__(self, other: "TimeSplit") -> "TimeSplit":
-        timed = [stage for stage in STAGES if stage in self.seconds or stage in other.seconds]
-        return TimeSplit(
-            {stage: self.seconds.get(stage, 0.0) + other.seconds.get(stage, 0.0) for stage in timed},
-            self.loop_seconds + other.loop_seconds,
-            self.steps + other.steps,
-            max(self.nodes, other.nodes),
-        )
+        stages = self.seconds.keys() | other.seconds.keys()
+        seconds = {stage: self.seconds.get(stage, 0.0) + other.seconds.get(stage, 0.0) for stage in stages}
+        loop_seconds, steps = self.loop_seconds + other.loop_seconds, self.steps + other.steps
+        return TimeSplit(seconds, loop_seconds, steps, max(self.nodes, other.nodes))
 
     def note(self, record: StepRecord) -> None:
         """Add a step, as `generate(on_step=...)` reports it; the prefill, which is none, is left out."""
         if not record.step:
             return
-        for stage in STAGES:
-            if stage in record.seconds:
-                self.seconds[stage] = self.seconds.get(stage, 0.0) + record.seconds[stage]
+        for stage in record.seconds.keys() & STAGES:
+            self.seconds[stage] = self.seconds.get(stage, 0.0) + record.seconds[stage]
         self.loop_seconds += record.seconds["step"]
         self.steps += 1
         self.nodes = max(self.nodes, record.drafted)
@@ -61,45 +58,35 @@ class TimeSplit:
         """Milliseconds per step: of each timed stage, the `rest` of the loop and the whole `step`; None if no step."""
         if not self.steps:
             return None
-        parts = {stage: 1e3 * seconds / self.steps for stage, seconds in self.seconds.items()}
+        parts = {stage: 1e3 * self.seconds[stage] / self.steps for stage in STAGES if stage in self.seconds}
         step = 1e3 * self.loop_seconds / self.steps
         return {**parts, **({"rest": step - sum(parts.values())} if parts else {}), "step": step}
 
 
 @dataclass
 class Run:
-    """The result of one method in a round.
+    """The result of one method in a round."""
 
-    seconds: of each repeat; tokens: generated, each row up to its own end; forwards: of the base, prefill included;
-    identical: whether its tokens are the base's; differences: of the heads where they should be, row by row;
-    peak_memory: the most bytes in use on a GPU, else None.
-    """
-
-    seconds: list[float]
-    tokens: int
-    forwards: int = 0
-    identical: bool = True
-    differences: list[FirstDifference] = field(default_factory=list)
-    peak_memory: int | None = None
+    seconds: list[float]  # of each repeat
+    tokens: int  # generated, each row up to its own end
+    forwards: int = 0  # of the base, prefill included
+    identical: bool = True  # to the base's tokens
+    differences: list[FirstDifference] = field(default_factory=list)  # of the heads where there should be none
+    peak_memory: int | None = None  # the most bytes in use on a GPU
 
 
 @dataclass
 class Round:
-    """One batch of prompts, decoded by every method in turn.
-
-    runs: by method; accepted: (B, S) of the heads; time_split: of a further run of the heads; ranks: (M, K) at
-    which each head had the next tokens; quality: of the base's and the heads' answer, where there is a reference;
-    undrafted: calls of the heads that the base decoded by itself.
-    """
+    """One batch of prompts, decoded by every method in turn."""
 
     category: str
     rows: int
-    runs: dict[str, Run]
-    accepted: torch.Tensor
-    time_split: TimeSplit = field(default_factory=TimeSplit)
-    ranks: torch.Tensor | None = None
-    quality: list[tuple[float, float]] = field(default_factory=list)
-    undrafted: int = 0
+    runs: dict[str, Run]  # by method
+    accepted: torch.Tensor  # (B, S) of the heads
+    time_split: TimeSplit = field(default_factory=TimeSplit)  # of a further run of the heads
+    ranks: torch.Tensor | None = None  # (M, K) at which each head had the next tokens
+    quality: list[tuple[float, float]] = field(default_factory=list)  # of base and heads, where there is a reference
+    undrafted: int = 0  # calls of the heads that the base decoded by itself
 
 
 @dataclass(frozen=True)
@@ -133,9 +120,6 @@ class Measurement:
     transformers: str
     torch: str
     repeats: int
-    settings: dict[str, Any]  # of `generate`
-    acceptance: dict[str, Any]  # settings that only the heads were given
-    captured: bool  # whether the heads' steps were compiled
     speedup_spread: list[float]
     base_tokens_per_second_spread: list[float]
     tokens_per_second_spread: list[float]
@@ -145,6 +129,9 @@ class Measurement:
     peak_memory: dict[str, int] | None  # bytes on a GPU, by method
     compared: dict[str, dict[str, Any] | None]  # others than the base, None where one could not run
     quality: dict[str, Any] | None
+    settings: dict[str, Any] = field(default_factory=dict)  # of `generate`
+    acceptance: dict[str, Any] = field(default_factory=dict)  # settings that only the heads were given
+    captured: bool = False  # whether the heads' steps were compiled
     undrafted: int = 0  # calls that the base decoded by itself, which say nothing of the heads
     heads_hash: str | None = None  # of the weights that were measured
     base_revision: str | None = None
@@ -171,38 +158,21 @@ class Measurement:
         return {**plain, **named}
 
 
-def summed_up(
-    model: Any,
-    rounds: Sequence[Round],
-    *,
-    batch_size: int,
-    repeats: int,
-    settings: dict[str, Any] | None = None,
-    acceptance: dict[str, Any] | None = None,
-    captured: bool = False,
-    compared: Iterable[str] = (),
-    **ending: Any,
-) -> Measurement:
+def summed_up(model: Any, rounds: Sequence[Round], *, compared: Iterable[str] = (), **how: Any) -> Measurement:
     """The figures of some rounds.
 
     Args:
         model: what was measured.
         rounds: at least one.
-        batch_size, repeats, settings, acceptance, captured: how it was measured.
         compared: methods that were asked for, also those that could not run.
-        ending: fields on how the measurement ended.
+        how: fields of `Measurement` on how it was measured, and how it ended.
     """
     split = sum((each.time_split for each in rounds), TimeSplit())
-    names = list(dict.fromkeys(name for each in rounds for name in each.runs))
+    names = dict.fromkeys(name for each in rounds for name in each.runs)
     by_repeat = {name: paces(rounds, name) for name in names}
-    whole = figures(rounds)
+    whole, categories = figures(rounds), dict.fromkeys(each.category for each in rounds)
     tau = whole["tokens_per_step"]
-    peaks = {
-        name: max(bytes_used)
-        for name in names
-        if (bytes_used := [each.runs[name].peak_memory or 0 for each in rounds if name in each.runs])
-        and any(bytes_used)
-    }
+    peaks = {name: max(each.runs[name].peak_memory or 0 for each in rounds if name in each.runs) for name in names}
     others: dict[str, dict[str, Any] | None] = {
         name: other_figures(rounds, name) if name in names else None for name in compared
     }
@@ -213,31 +183,26 @@ def summed_up(
         family=model.config.family,
         device=device_name(model.base.device),
         dtype=str(model.base.dtype).removeprefix("torch."),
-        batch_size=batch_size,
         new_tokens=sum(each.runs[HEADS].tokens for each in rounds),
         base_forwards=sum(each.runs[HEADS].forwards for each in rounds),
         speedup_over_compiled=None if compiled is None else compiled["speedup_of_heads"],
         efficiency=None if tau is None else whole["speedup"] / tau,
-        per_category=by_category(rounds),
+        per_category={name: figures([each for each in rounds if each.category == name]) for name in categories},
         tree_nodes=split.nodes,
         accepted_lengths=histogram(each.accepted for each in rounds),
         transformers=transformers.__version__,
         torch=torch.__version__,
-        repeats=repeats,
-        settings=settings or {},
-        acceptance=acceptance or {},
-        captured=captured,
         speedup_spread=spread([ours / theirs for ours, theirs in zip(by_repeat[HEADS], by_repeat[BASE])]),
         base_tokens_per_second_spread=spread(by_repeat[BASE]),
         tokens_per_second_spread=spread(by_repeat[HEADS]),
         speedup_by_round=quartiles([pace([each], HEADS) / pace([each], BASE) for each in rounds]),
         head_accuracy=top_k_accuracy(each.ranks for each in rounds if each.ranks is not None),
         time_split=split.to_json(),
-        peak_memory=peaks or None,
+        peak_memory={name: peak for name, peak in peaks.items() if peak} or None,
         compared=others,
         **whole,
         **identity(model),
-        **ending,
+        **how,
     )
 
 
@@ -269,14 +234,6 @@ def identity(model: Any) -> dict[str, Any]:
         "heads_hash": drafter_hash(model.drafter),
         "base_revision": commit or model.config.base_model_revision,
     }
-
-
-def by_category(rounds: Sequence[Round]) -> dict[str, dict[str, Any]]:
-    """`figures` of each category, in the order in which they were met."""
-    groups: dict[str, list[Round]] = {}
-    for each in rounds:
-        groups.setdefault(each.category, []).append(each)
-    return {category: figures(group) for category, group in groups.items()}
 
 
 def other_figures(rounds: Sequence[Round], name: str) -> dict[str, Any]:
@@ -345,10 +302,7 @@ def histogram(accepted_lengths: Iterable[torch.Tensor]) -> dict[int, int]:
     >>> histogram([torch.tensor([[3, 1], [2, 0]]), torch.tensor([[1]])])
     {1: 2, 2: 1, 3: 1}
     """
-    counts: dict[int, int] = {}
-    for lengths in accepted_lengths:
-        for length in lengths[lengths > 0].tolist():
-            counts[length] = counts.get(length, 0) + 1
+    counts = Counter(length for lengths in accepted_lengths for length in lengths[lengths > 0].tolist())
     return dict(sorted(counts.items()))
 
 
@@ -364,10 +318,8 @@ def guess_depths(accepted_lengths: torch.Tensor, copied: Sequence[int] = ()) -> 
     >>> guess_depths(torch.tensor([3, 1, 2, 0]), copied=[0, 0, 1])
     [0, 1, 2, 0, 0, -1, 0]
     """
-    depths = [0]
-    for length, copies in itertools.zip_longest(
-        accepted_lengths.tolist(), copied[: len(accepted_lengths)], fillvalue=0
-    ):
+    depths, lengths = [0], accepted_lengths.tolist()
+    for length, copies in itertools.zip_longest(lengths, copied[: len(lengths)], fillvalue=0):
         depths += [*[COPIED] * copies, *range(copies + 1, length), 0] if length else []
     return depths
 
@@ -375,12 +327,8 @@ def guess_depths(accepted_lengths: torch.Tensor, copied: Sequence[int] = ()) -> 
 def top_k_accuracy(ranks: Iterable[torch.Tensor], most: int = 5) -> list[list[float]] | None:
     """By head, how often the token that follows is among its best 1, 2 ... `most` guesses (Amphista, figure 1).
 
-    Args:
-        ranks: (..., K) from 0, one tensor per call of `rank_paths`; -1 is not counted.
-        most: the largest k.
-
-    Returns:
-        K lists of `most` shares; None where nothing is counted.
+    Of ranks (..., K) from 0, one tensor per call of `rank_paths`, of which -1 is not counted, K lists of `most` shares;
+    None where nothing is counted.
 
     >>> top_k_accuracy([torch.tensor([[0, 3], [1, 0], [0, -1]])], most=2)
     [[0.6666666666666666, 1.0], [0.5, 0.5]]

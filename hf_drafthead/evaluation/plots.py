@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hf_drafthead.cards.pictures import plot_accuracies
 from hf_drafthead.evaluation.measurement import Measurement
 from hf_drafthead.evaluation.report import labels
 
@@ -17,31 +18,23 @@ Measurements = Sequence[Measurement]
 
 
 def draw(measurements: Measurements, folder: Path) -> list[Path]:
-    """Draw the plots that these measurements allow, one PNG file each.
-
-    Args:
-        measurements: of one call, of one or several models.
-        folder: created if it does not exist.
-
-    Returns:
-        the files.
-    """
+    """Draw the plots that the measurements of a call allow: the files, one PNG each, in a folder that may be new."""
     from matplotlib.figure import Figure
 
     folder.mkdir(parents=True, exist_ok=True)
-    sizes = by_model(measurements, lambda row: row.batch_size)
     heats = {row.temperature for row in measurements}
-    thresholds = by_model(measurements, lambda row: row.acceptance.get("posterior_threshold"))
-    pictures: list[tuple[Callable[[Axes, Measurements], None], Measurements]] = [
-        (speedup_by_category, measurements),
-        (accepted_lengths, [row for row in measurements if row.accepted_lengths]),
-        (head_accuracy, [row for row in measurements if row.head_accuracy]),
-        (throughput_by_batch, [row for row in measurements if len(sizes[row.model]) > 1]),
-        (temperature, measurements if len(heats) > 1 else []),
-        (epsilon, [row for row in measurements if len(heats) == 1 and thresholds[row.model] - {None}]),
-    ]
+    of_sizes = [row for row in measurements if len({each.batch_size for each in of_model(row, measurements)}) > 1]
+    typical = [each for each in measurements if "posterior_threshold" in each.acceptance and len(heats) == 1]
+    pictures: dict[Callable[[Axes, Measurements], None], Measurements] = {
+        speedup_by_category: measurements,
+        accepted_lengths: [row for row in measurements if row.accepted_lengths],
+        head_accuracy: [row for row in measurements if row.head_accuracy],
+        throughput_by_batch: of_sizes,
+        temperature: measurements if len(heats) > 1 else [],
+        epsilon: [row for row in measurements if of_model(row, typical)],
+    }
     written = []
-    for picture, shown in pictures:
+    for picture, shown in pictures.items():
         if shown:
             figure = Figure(figsize=(7, 4), layout="constrained")
             axes = figure.add_subplot()
@@ -52,25 +45,16 @@ def draw(measurements: Measurements, folder: Path) -> list[Path]:
     return written
 
 
-def by_model(measurements: Measurements, value: Callable[[Measurement], Any]) -> dict[str, set[Any]]:
-    """The different values of each model's measurements."""
-    values: dict[str, set[Any]] = {}
-    for row in measurements:
-        values.setdefault(row.model, set()).add(value(row))
-    return values
+def of_model(row: Measurement, measurements: Measurements) -> list[Measurement]:
+    """The measurements of the same model."""
+    return [each for each in measurements if each.model == row.model]
 
 
 def draw_calibration(entries: Sequence[dict[str, Any]], folder: Path) -> Path:
     """Draw tokens per step and speedup by the nodes of the tree (Hydra, arXiv 2402.05109, figures 7 to 9).
 
-    A point for every tree that was timed, a star for the one that was kept; a level line for the base.
-
-    Args:
-        entries: of a calibration, see `trees.calibrate`.
-        folder: created if it does not exist.
-
-    Returns:
-        the picture, calibration.png.
+    A point for every tree that was timed, a star for the one that was kept; a level line for the base. The picture is
+    calibration.png in a folder that may be new.
     """
     from matplotlib.figure import Figure
 
@@ -97,11 +81,9 @@ def draw_calibration(entries: Sequence[dict[str, Any]], folder: Path) -> Path:
 def speedup_by_category(axes: Axes, measurements: Measurements) -> None:
     """Bars in groups, one group per category; the base is the line at 1."""
     categories = list(dict.fromkeys(category for row in measurements for category in row.per_category))
-    speedups = [
-        {categories.index(name): figures["speedup"] for name, figures in row.per_category.items()}
-        for row in measurements
-    ]
-    _bars(axes, labels(measurements), speedups)
+    for label, offset, width, row in _side_by_side(measurements):
+        places = [categories.index(name) + offset for name in row.per_category]
+        axes.bar(places, [figures["speedup"] for figures in row.per_category.values()], width, label=label)
     axes.axhline(1, color="grey", linewidth=1)
     axes.set_xticks(range(len(categories)), categories, rotation=30, ha="right")
     axes.set_ylabel("speedup over the base")
@@ -109,27 +91,20 @@ def speedup_by_category(axes: Axes, measurements: Measurements) -> None:
 
 def accepted_lengths(axes: Axes, measurements: Measurements) -> None:
     """The share of steps that emitted 1, 2, 3 ... tokens."""
-    shares = [
-        {length: count / sum(row.accepted_lengths.values()) for length, count in row.accepted_lengths.items()}
-        for row in measurements
-    ]
-    _bars(axes, labels(measurements), shares)
+    for label, offset, width, row in _side_by_side(measurements):
+        steps = sum(row.accepted_lengths.values())
+        places = [length + offset for length in row.accepted_lengths]
+        axes.bar(places, [count / steps for count in row.accepted_lengths.values()], width, label=label)
     axes.set_xlabel("tokens emitted by a step")
     axes.set_ylabel("share of steps")
 
 
 def head_accuracy(axes: Axes, measurements: Measurements) -> None:
-    """How often each head has the next token first, and among its best five (Amphista, arXiv 2406.13170, figure 1)."""
+    """How often each head has the next token first, and among its best five."""
     for number, (label, row) in enumerate(zip(labels(measurements), measurements)):
         shares = row.head_accuracy or []
-        heads = range(1, len(shares) + 1)
-        for style, place, name in (("o--", -1, "top 5"), ("o-", 0, "top 1")):
-            values = [100 * share[place] for share in shares]
-            axes.plot(heads, values, style, color=f"C{number}", label=f"{label}, {name}")
-    axes.set_xticks(range(1, 1 + max(len(row.head_accuracy or []) for row in measurements)))
-    axes.set_xlabel("head")
-    axes.set_ylabel("accuracy in %")
-    axes.set_ylim(0, 100)
+        of_best = {k: [each[k - 1] for each in shares] for k in (1, len(shares[0]))}
+        plot_accuracies(axes, of_best, f"{label}, ", f"C{number}")
 
 
 def throughput_by_batch(axes: Axes, measurements: Measurements) -> None:
@@ -193,12 +168,11 @@ def epsilon(axes: Axes, measurements: Measurements) -> None:
     right.set_ylabel("ROUGE-L against the references")
 
 
-def _bars(axes: Axes, names: Sequence[str], series: Sequence[dict[int, float]]) -> None:
-    """Groups of bars: of every series its value at each place."""
-    width = 0.8 / len(series)
-    for number, (name, values) in enumerate(zip(names, series)):
-        left = [place + (number - (len(series) - 1) / 2) * width for place in values]
-        axes.bar(left, list(values.values()), width, label=name)
+def _side_by_side(measurements: Measurements) -> Iterator[tuple[str, float, float, Measurement]]:
+    """Each measurement with its label, and how far from the middle of a group of bars its bar is, and how wide."""
+    width = 0.8 / len(measurements)
+    for number, (label, row) in enumerate(zip(labels(measurements), measurements)):
+        yield label, (number - (len(measurements) - 1) / 2) * width, width, row
 
 
 def _tau(row: Measurement) -> float:

@@ -28,21 +28,15 @@ SPEC_BENCH_TASKS = frozenset({"translation", "summarization", "qa", "math_reason
 
 @dataclass(frozen=True)
 class Question:
-    """One conversation, or one text to continue.
+    """One conversation, or one text to continue."""
 
-    turns: what the user says, in order; system: what the model is told before; beginning: of a text, how many of its
-    tokens are continued, None for all; category: the group it is reported under; references: the answers to each turn
-    that will do, as far as there are any; chat: whether the chat template applies; where: its place in the file, for
-    messages.
-    """
-
-    turns: tuple[str, ...]
-    category: str = UNCATEGORISED
-    references: tuple[tuple[str, ...], ...] = ()
-    chat: bool = False
-    system: str | None = None
-    beginning: int | None = None
-    where: str = field(default="the prompt", compare=False)
+    turns: tuple[str, ...]  # what the user says, in order
+    category: str = UNCATEGORISED  # the group it is reported under
+    references: tuple[tuple[str, ...], ...] = ()  # answers to each turn that will do, as far as there are any
+    chat: bool = False  # whether the chat template applies
+    system: str | None = None  # what the model is told before
+    beginning: int | None = None  # of a text, how many of its tokens are continued, None for all
+    where: str = field(default="the prompt", compare=False)  # its place in the file, for messages
 
     @property
     def text(self) -> str:
@@ -70,19 +64,6 @@ def read_questions(source: str | Path, split: str | None = None) -> list[Questio
     return as_spec_bench_groups(questions)
 
 
-def read_prompts(path: str | Path) -> list[Question]:
-    """The texts to continue of a JSON lines file: one object per line, with a `prompt` and, if any, its `category`.
-
-    Raises:
-        OSError, ValueError: as `read_questions` does, or a line is a conversation; the message names it.
-    """
-    questions = read_questions(path)
-    for question in questions:
-        if question.chat:
-            raise ValueError(f"{question.where} is a conversation: expected {{'prompt': a text to continue}}.")
-    return questions
-
-
 def as_spec_bench_groups(questions: Sequence[Question]) -> list[Question]:
     """MT-Bench's topics as one task where Spec-Bench's other tasks stand beside them, as in its tables."""
     categories = {question.category for question in questions}
@@ -92,15 +73,7 @@ def as_spec_bench_groups(questions: Sequence[Question]) -> list[Question]:
 
 
 def question_of(row: Any, where: str) -> Question:
-    """One row as a question.
-
-    Args:
-        row: as it was read.
-        where: how a message shall name it.
-
-    Raises:
-        ValueError: it is of no known form, or a text in it is empty.
-    """
+    """One row as a question; a ValueError, which names it by `where`, if its form is not known or a text is empty."""
     shown = json.dumps(row, ensure_ascii=False, default=str)
     shown = shown if len(shown) <= 60 else shown[:60] + "..."
     fields = as_row(row)
@@ -128,11 +101,7 @@ def question_of(row: Any, where: str) -> Question:
 
 
 def check_template(tokenizer: Any, questions: Iterable[Question]) -> None:
-    """Refuse conversations where nothing says how the base was taught to converse.
-
-    Raises:
-        ValueError: with the first question that needs a template.
-    """
+    """Raise a ValueError with the first question that needs a chat template where there is none."""
     chat = next((question for question in questions if question.chat), None)
     if chat is not None and not tokenizer.chat_template:
         raise ValueError(
@@ -144,15 +113,8 @@ def check_template(tokenizer: Any, questions: Iterable[Question]) -> None:
 def text_of(tokenizer: Any, question: Question, answers: Sequence[str]) -> str:
     """What the model is to continue: the prompt itself, or the conversation up to the next answer.
 
-    A conversation holds the special tokens that its template writes: tokenize it without adding others.
-
-    Args:
-        tokenizer: its chat template applies to conversations.
-        question: the user's side.
-        answers: the model's answers so far.
-
-    Raises:
-        ValueError: the template refuses the conversation.
+    A conversation holds the special tokens that its template writes: tokenize it without adding others. A ValueError
+    where the template refuses it.
     """
     if not question.chat:
         whole = question.turns[0]
@@ -165,11 +127,7 @@ def text_of(tokenizer: Any, question: Question, answers: Sequence[str]) -> str:
 
 
 def need_template(tokenizer: Any) -> None:
-    """Refuse a tokenizer without a chat template.
-
-    Raises:
-        ValueError: it has no chat template.
-    """
+    """Raise a ValueError where a tokenizer has no chat template."""
     if not tokenizer.chat_template:
         raise ValueError(
             f"the tokenizer at {tokenizer.name_or_path!r} has no chat template: give one with --chat-template FILE, or "
@@ -180,8 +138,7 @@ def need_template(tokenizer: Any) -> None:
 def chat_text(tokenizer: Any, messages: Sequence[Mapping[str, str]], where: str = "the conversation") -> str:
     """A conversation in the tokenizer's chat template, up to where the next answer begins.
 
-    The text holds the special tokens that the template writes: tokenize it without adding others. For a template
-    without system turns the system message is put in front of the first question.
+    For a template without system turns the system message is put in front of the first question.
 
     Args:
         tokenizer: with a chat template.

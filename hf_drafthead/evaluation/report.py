@@ -7,29 +7,14 @@ from typing import Any
 
 from rich.table import Table
 
-from hf_drafthead.cards.exactness import FULL_PRECISION, counts_in_words
+from hf_drafthead.cards.facts import FULL_PRECISION, counts_in_words
 from hf_drafthead.evaluation.measurement import METRIC, STAGES, Measurement
 
 CSV_COLUMNS = (
-    "model",
-    "family",
-    "acceptance",
-    "posterior_threshold",
-    "temperature",
-    "batch_size",
-    "category",
-    "prompts",
-    "tokens_per_step",
-    "base_tokens_per_second",
-    "tokens_per_second",
-    "speedup",
-    "identical",
-    "undrafted",
-    "quality_base",
-    "quality_heads",
-    "complete",
-    "prompt_lookup_num_tokens",
-)
+    "model family acceptance posterior_threshold temperature batch_size category prompts tokens_per_step "
+    "base_tokens_per_second tokens_per_second speedup identical undrafted quality_base quality_heads complete "
+    "prompt_lookup_num_tokens"
+).split()
 
 
 def to_json(measurements: Sequence[Measurement], **about: Any) -> dict[str, Any]:
@@ -53,12 +38,7 @@ def write_csv(path: Path, measurements: Sequence[Measurement]) -> None:
 
 
 def labels(measurements: Sequence[Measurement], sizes_shown: bool = True) -> list[str]:
-    """Labels for the measurements of one call: the family, and whatever else differs.
-
-    Args:
-        measurements: of one call.
-        sizes_shown: whether batch size and nodes are part of it, where there are several.
-    """
+    """Labels for the measurements of one call: the family, and whatever else differs; batch size and nodes if shown."""
     families = {each.model: each.family for each in measurements}
     clear = len(set(families.values())) == len(families)
     sizes, heats = {each.batch_size for each in measurements}, {each.temperature for each in measurements}
@@ -91,7 +71,7 @@ def summary_table(measurements: Sequence[Measurement]) -> Table:
     counts = sorted({each.prompts for each in measurements})
     prompts = " to ".join(map(str, dict.fromkeys((counts[0], counts[-1]))))
     columns = ("nodes", "batch", "tokens\n/ step", "base\ntok/s", "heads\ntok/s", "speedup", "spread", "effi-\nciency")
-    table = _table("1 prompt" if prompts == "1" else f"{prompts} prompts", *columns, "same\ntext")
+    table = plain_table("1 prompt" if prompts == "1" else f"{prompts} prompts", *columns, "same\ntext")
     for label, each in zip(labels(measurements, sizes_shown=False), measurements):
         low, high = each.speedup_spread
         table.add_row(
@@ -143,7 +123,7 @@ def _pace_in_words(measurement: Measurement) -> str:
 
 def category_table(measurements: Sequence[Measurement]) -> Table:
     """Speedup and tokens per step by category, the measurements side by side."""
-    table = _table("speedup (tokens per step)", *labels(measurements))
+    table = plain_table("speedup (tokens per step)", *labels(measurements))
     categories = dict.fromkeys(category for each in measurements for category in each.per_category)
     for category in categories:
         cells = []
@@ -158,7 +138,7 @@ def category_table(measurements: Sequence[Measurement]) -> Table:
 
 def details_table(measurements: Sequence[Measurement]) -> Table:
     """The time of each stage of a step, the accuracy of the heads, and the other methods; side by side."""
-    table = _table("", *labels(measurements))
+    table = plain_table("", *labels(measurements))
 
     def line(name: str, cells: list[str]) -> None:
         if set(cells) != {"-"}:
@@ -182,7 +162,8 @@ def details_table(measurements: Sequence[Measurement]) -> Table:
     return table
 
 
-def _table(first: str, *columns: str) -> Table:
+def plain_table(first: str, *columns: str) -> Table:
+    """A table without lines whose first column is of words, and all others are of numbers."""
     table = Table(box=None, padding=(0, 1, 0, 0))
     table.add_column(first)
     for column in columns:

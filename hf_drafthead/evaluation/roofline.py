@@ -71,14 +71,8 @@ class Operator(NamedTuple):
 
 
 def linear(tokens: int, inputs: int, outputs: int, width: int, count: int = 1) -> Operator:
-    """`count` linear layers over some tokens (table 5: b q h i multiplications, b q (h + i) + h i numbers moved).
-
-    Args:
-        tokens: B N of them.
-        inputs, outputs: of a layer.
-        width: bytes of a number.
-        count: layers, one after the other.
-    """
+    """`count` linear layers over B N tokens (table 5: b q h i multiplications, b q (h + i) + h i numbers moved, of
+    `width` bytes each)."""
     flop = 2.0 * tokens * inputs * outputs
     return Operator(count * flop, count * width * (tokens * (inputs + outputs) + float(inputs) * outputs))
 
@@ -88,14 +82,7 @@ def attention(
 ) -> Operator:
     """Q K^T and P V of `count` layers (table 5: b s q n d multiplications, b s q n + b (s + q) n d numbers moved).
 
-    Args:
-        rows: B.
-        nodes: N.
-        past: S, the nodes included.
-        heads, key_heads: n, and k of them for keys and values, which groups of heads share.
-        size: d.
-        width: bytes of a number.
-        count: layers.
+    Groups of the n heads share k `key_heads`; the nodes are part of the S positions of the past.
     """
     flop = 2.0 * rows * past * nodes * heads * size
     moved = rows * (past * nodes * heads + nodes * heads * size + past * key_heads * size)
@@ -103,33 +90,21 @@ def attention(
 
 
 def base_work(config: Any, rows: int, nodes: int, past: int, width: int) -> list[Operator]:
-    """The matrix products of one forward pass of a base over N nodes.
-
-    Args:
-        config: of a dense decoder: hidden_size, intermediate_size, num_hidden_layers, num_attention_heads,
-            num_key_value_heads, head_dim, vocab_size.
-        rows: B.
-        nodes: N; 1 for a step of the base.
-        past: S, the nodes included.
-        width: bytes of a number.
+    """The matrix products of one forward pass of a base over N nodes of B rows, which are part of the S positions of
+    the past, in numbers of `width` bytes.
 
     Raises:
         ValueError: a mixture of experts, or no such sizes.
     """
     config = config.get_text_config(decoder=True)
-    expert = next((name for name in ("num_experts", "num_local_experts") if getattr(config, name, None)), None)
-    if expert is not None:
-        raise ValueError(
-            f"a base of type {config.model_type!r} has {getattr(config, expert)} experts, of which the text chooses "
-            "some: run `hf-drafthead calibrate` on the machine itself."
-        )
-    hidden, heads = getattr(config, "hidden_size", None), getattr(config, "num_attention_heads", None)
-    layers, inner = getattr(config, "num_hidden_layers", None), getattr(config, "intermediate_size", None)
+    unknown = f"a base of type {config.model_type!r} {{}}: run `hf-drafthead calibrate` on the machine itself."
+    for name in ("num_experts", "num_local_experts"):
+        if experts := getattr(config, name, None):
+            raise ValueError(unknown.format(f"has {experts} experts, of which the text chooses some"))
+    names = ("hidden_size", "num_attention_heads", "num_hidden_layers", "intermediate_size")
+    hidden, heads, layers, inner = (getattr(config, name, None) for name in names)
     if not (hidden and heads and layers and inner):
-        raise ValueError(
-            f"a base of type {config.model_type!r} does not tell hidden_size, num_attention_heads, num_hidden_layers "
-            "and intermediate_size: run `hf-drafthead calibrate` on the machine itself."
-        )
+        raise ValueError(unknown.format(f"does not tell {', '.join(names[:3])} and {names[3]}"))
     size = getattr(config, "head_dim", None) or hidden // heads
     key_heads = getattr(config, "num_key_value_heads", None) or heads
     tokens = rows * nodes
@@ -151,11 +126,8 @@ def draft_work(model: Any, rows: int, tree: DraftTree) -> list[Operator]:
     drafter = model.drafter
     weights = list(drafter.parameters())
     width = weights[0].element_size()
-    vocabulary, choices = (
-        model.base.config.get_text_config(decoder=True).vocab_size,
-        draft_vocabulary(model.base, drafter),
-    )
-    own_projection = any(choices in weight.shape for weight in weights)
+    vocabulary = model.base.config.get_text_config(decoder=True).vocab_size
+    own_projection = any(draft_vocabulary(model.base, drafter) in weight.shape for weight in weights)
     share = 1.0 if drafter.max_depth is None else 1 / drafter.max_depth
     count = sum(weight.numel() for weight in weights)
     work = []
@@ -168,14 +140,7 @@ def draft_work(model: Any, rows: int, tree: DraftTree) -> list[Operator]:
 
 
 def step_work(model: Any, rows: int, tree: DraftTree, past: int) -> list[Operator]:
-    """The matrix products of a step: drafting the tree, and the base over its nodes.
-
-    Args:
-        model: with draft heads.
-        rows: B.
-        tree: of N nodes; the root alone for a step that drafts nothing.
-        past: S, the nodes included.
-    """
+    """The matrix products of a step: drafting the tree, and the base over its nodes, which are part of the past."""
     width = model.base.get_input_embeddings().weight.element_size()
     return draft_work(model, rows, tree) + base_work(model.base.config, rows, tree.num_nodes, past, width)
 
@@ -187,21 +152,16 @@ def seconds_of(work: Sequence[Operator], machine: Machine, dtype: str) -> float:
 
 @dataclass(frozen=True)
 class PlannedTree:
-    """The tree with most tokens per second on a machine, on paper.
-
-    tokens_per_step: on texts that it was not grown on; seconds: of a step; base_seconds: of a step of the base;
-    speedup: tokens per second over those of the base; recorded_floor, eager_floor: seconds that launching the base's
-    kernels takes about, in a CUDA graph and without.
-    """
+    """The tree with most tokens per second on a machine, on paper."""
 
     batch_size: int
     tree: DraftTree
-    tokens_per_step: float
-    seconds: float
-    base_seconds: float
-    speedup: float
-    recorded_floor: float
-    eager_floor: float
+    tokens_per_step: float  # on texts that it was not grown on
+    seconds: float  # of a step
+    base_seconds: float  # of a step of the base
+    speedup: float  # tokens per second over those of the base
+    recorded_floor: float  # seconds that launching the base's kernels takes about, in a CUDA graph
+    eager_floor: float  # and without
 
     def in_words(self) -> list[str]:
         """The plan, and where launching kernels takes longer than the step on paper, that it does."""

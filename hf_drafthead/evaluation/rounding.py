@@ -18,48 +18,99 @@ HALVINGS = 24
 
 @dataclass(frozen=True)
 class FirstDifference:
-    """Where a text leaves the base's.
+    """Where a text leaves the base's."""
 
-    position: new tokens on which both agree; base, heads: the tokens that follow, None where a text has ended; margin:
-    in the raw logits, see `margin_of`, None where no token was chosen differently; probability_margin: the same as a
-    change of probability; near_tie: whether rounding explains the difference.
-    """
-
-    position: int
-    base: int | None
+    position: int  # new tokens on which both agree
+    base: int | None  # the token that follows, None where the text has ended
     heads: int | None
-    margin: float | None = None
-    probability_margin: float | None = None
-    near_tie: bool = False
+    margin: float | None = None  # in the raw logits, see `margin_of`, None where no token was chosen differently
+    probability_margin: float | None = None  # the same as a change of probability
+    near_tie: bool = False  # whether rounding explains the difference
 
 
-def first_difference(
-    base: Any,
-    prompts: Mapping[str, torch.Tensor],
-    settings: Mapping[str, Any],
-    row: int,
-    base_tokens: Sequence[int],
-    heads_tokens: Sequence[int],
-    seed: int,
-) -> FirstDifference:
-    """Where two texts of different tokens first differ, and by how much the base preferred its own.
+@dataclass(frozen=True)
+class BaseCall:
+    """A call of the base's `generate`, with which the heads' text is compared."""
 
-    Args:
-        base: the causal LM.
-        prompts: `input_ids` and `attention_mask` (B, P) of the call.
-        settings: of the call.
-        row: which of the B.
-        base_tokens, heads_tokens: the new tokens of the row.
-        seed: of the call.
-    """
-    shorter = min(len(base_tokens), len(heads_tokens))
-    position = next((at for at in range(shorter) if base_tokens[at] != heads_tokens[at]), shorter)
-    theirs, ours = ((text[position] if position < len(text) else None) for text in (base_tokens, heads_tokens))
-    if theirs is None or ours is None:
-        return FirstDifference(position, theirs, ours)
-    agreed = list(base_tokens[:position])
-    margin, probability, allowed = margin_of(base, prompts, settings, row, agreed, ours, seed)
-    return FirstDifference(position, theirs, ours, margin, probability, margin <= allowed)
+    base: Any  # the causal LM
+    prompts: Mapping[str, torch.Tensor]  # `input_ids` and `attention_mask` (B, P)
+    settings: Mapping[str, Any]
+    seed: int
+
+    def differences(
+        self, base_rows: Sequence[Sequence[int]], heads_rows: Sequence[Sequence[int]]
+    ) -> list[tuple[int, FirstDifference]]:
+        """The rows whose new tokens differ, and where; if only what follows their ends does, the first row."""
+        texts = [(row, *pair) for row, pair in enumerate(zip(base_rows, heads_rows)) if pair[0] != pair[1]]
+        if not texts:
+            return [(0, FirstDifference(max(map(len, base_rows)), None, None))]
+        return [(text[0], self.first_difference(*text)) for text in texts]
+
+    def first_difference(self, row: int, base_tokens: Sequence[int], heads_tokens: Sequence[int]) -> FirstDifference:
+        """Where two texts of different new tokens first differ, and by how much the base preferred its own."""
+        shorter = min(len(base_tokens), len(heads_tokens))
+        position = next((at for at in range(shorter) if base_tokens[at] != heads_tokens[at]), shorter)
+        theirs, ours = ((text[position] if position < len(text) else None) for text in (base_tokens, heads_tokens))
+        if theirs is None or ours is None:
+            return FirstDifference(position, theirs, ours)
+        margin, probability, allowed = self.margin(row, list(base_tokens[:position]), ours)
+        return FirstDifference(position, theirs, ours, margin, probability, margin <= allowed)
+
+    @torch.no_grad()
+    def margin(self, row: int, text: list[int], token: int) -> tuple[float, float, float]:
+        """The margin between the token that the base chose after `text`, of new tokens, and another one.
+
+        The raw logits are changed: the other token's up, all others down, each by half the margin. The change thus
+        passes through every processor and, in sampling, is combined with the noise that the base drew here.
+
+        Returns:
+            the smallest margin with which the base chooses `token`, infinite where none does; by how much that raises
+            its probability, as the processors leave it; and the margin that rounding explains.
+        """
+        single = {name: tensor[row : row + 1] for name, tensor in self.prompts.items()}
+        prefix = torch.cat([single["input_ids"], single["input_ids"].new_tensor([text])], dim=1)
+        mask = torch.cat([single["attention_mask"], torch.ones_like(prefix[:, : len(text)])], dim=1)
+        padded = {} if bool(mask.all()) else {"position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
+        output = self.base(input_ids=prefix, attention_mask=mask, use_cache=False, **padded)
+        logits = output.logits[:, -1].float()  # (1, V)
+        processors = self._processors(single)
+        noise = None
+        if self.settings.get("do_sample"):
+            noise = _noise(logits, len(self.prompts["input_ids"]), len(text), self.seed)[row : row + 1]
+
+        def scores_at(margin: float) -> torch.Tensor:
+            disturbed = logits - margin / 2
+            disturbed[0, token] += margin
+            return processors(prefix, disturbed)
+
+        def chosen_at(margin: float) -> bool:
+            scores = scores_at(margin)
+            best = scores.argmax(-1) if noise is None else (scores.softmax(-1) / noise).argmax(-1)
+            return int(best) == token
+
+        epsilon = max(torch.finfo(self.base.dtype).eps, torch.finfo(torch.float32).eps)  # tokens are chosen in float32
+        allowed = ROUNDING_STEPS * epsilon * float(logits.abs().max())
+        low, high = 0.0, 4 * float(logits.max() - logits.min()) + 100.0
+        if chosen_at(low):
+            return 0.0, 0.0, allowed
+        if not chosen_at(high):
+            return float("inf"), 1.0, allowed
+        for _ in range(HALVINGS):
+            middle = (low + high) / 2
+            low, high = (low, middle) if chosen_at(middle) else (middle, high)
+        before, after = (float(scores_at(margin).softmax(-1)[0, token]) for margin in (0.0, high))
+        return high, after - before, allowed
+
+    def _processors(self, prompts: Mapping[str, torch.Tensor]) -> Any:
+        """The logits processors that the base prepares for this call."""
+        prepared = []
+
+        def keep_processors(model, input_ids, logits_processor, **_):
+            prepared.append(logits_processor)
+            return input_ids
+
+        self.base.generate(**prompts, **self.settings, custom_generate=keep_processors)
+        return prepared[0]
 
 
 def counted(texts: int, differences: Sequence[FirstDifference]) -> dict[str, Any]:
@@ -74,83 +125,22 @@ def counted(texts: int, differences: Sequence[FirstDifference]) -> dict[str, Any
     }
 
 
-@torch.no_grad()
-def margin_of(
-    base: Any,
-    prompts: Mapping[str, torch.Tensor],
-    settings: Mapping[str, Any],
-    row: int,
-    text: list[int],
-    token: int,
-    seed: int,
-) -> tuple[float, float, float]:
-    """The margin between the token that the base chose and another one.
-
-    The raw logits are changed: the other token's up, all others down, each by half the margin. The change thus passes
-    through every processor and, in sampling, is combined with the noise that the base drew at this position.
-
-    Args:
-        base: the causal LM.
-        prompts: `input_ids` and `attention_mask` (B, P) of the call.
-        settings: of the call.
-        row: which of the B.
-        text: the new tokens of the row on which both agree.
-        token: what the base did not choose.
-        seed: of the call.
-
-    Returns:
-        the smallest margin with which the base chooses `token`, infinite where none does; by how much that raises its
-        probability, as the processors leave it; and the margin that rounding explains.
-    """
-    single = {name: tensor[row : row + 1] for name, tensor in prompts.items()}
-    prefix = torch.cat([single["input_ids"], single["input_ids"].new_tensor([text])], dim=1)
-    mask = torch.cat([single["attention_mask"], torch.ones_like(prefix[:, : len(text)])], dim=1)
-    padded = {} if bool(mask.all()) else {"position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
-    logits = base(input_ids=prefix, attention_mask=mask, use_cache=False, **padded).logits[:, -1].float()  # (1, V)
-    processors = _processors(base, single, settings)
-    noise = None
-    if settings.get("do_sample"):
-        noise = _noise(logits, len(prompts["input_ids"]), len(text), seed)[row : row + 1]
-
-    def scores_at(margin: float) -> torch.Tensor:
-        disturbed = logits - margin / 2
-        disturbed[0, token] += margin
-        return processors(prefix, disturbed)
-
-    def chosen_at(margin: float) -> bool:
-        scores = scores_at(margin)
-        best = scores.argmax(-1) if noise is None else (scores.softmax(-1) / noise).argmax(-1)
-        return int(best) == token
-
-    epsilon = max(torch.finfo(base.dtype).eps, torch.finfo(torch.float32).eps)  # tokens are chosen in float32
-    allowed = ROUNDING_STEPS * epsilon * float(logits.abs().max())
-    low, high = 0.0, 4 * float(logits.max() - logits.min()) + 100.0
-    if chosen_at(low):
-        return 0.0, 0.0, allowed
-    if not chosen_at(high):
-        return float("inf"), 1.0, allowed
-    for _ in range(HALVINGS):
-        middle = (low + high) / 2
-        low, high = (low, middle) if chosen_at(middle) else (middle, high)
-    before, after = (float(scores_at(margin).softmax(-1)[0, token]) for margin in (0.0, high))
-    return high, after - before, allowed
-
-
-def _processors(base: Any, prompts: Mapping[str, torch.Tensor], settings: Mapping[str, Any]) -> Any:
-    """The logits processors that the base prepares for this call."""
-    prepared = []
-
-    def keep_processors(model, input_ids, logits_processor, **_):
-        prepared.append(logits_processor)
-        return input_ids
-
-    base.generate(**prompts, **settings, custom_generate=keep_processors)
-    return prepared[0]
-
-
 def _noise(like: torch.Tensor, rows: int, position: int, seed: int) -> torch.Tensor:
     """(B, V) the noise of one position; `torch.multinomial(p, 1)` is `argmax(p / noise)`, drawn again at each."""
     torch.manual_seed(seed)
     for _ in range(position + 1):
         noise = like.new_empty(rows, like.shape[-1]).exponential_(1)
     return noise
+
+
+def generator_state(device: torch.device) -> torch.Tensor:
+    """Of the random generator that sampling draws from."""
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+
+def set_generator_state(state: torch.Tensor, device: torch.device) -> None:
+    """Let the random generator continue from a state."""
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(state, device)
+    else:
+        torch.set_rng_state(state)

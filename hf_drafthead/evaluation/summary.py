@@ -6,11 +6,10 @@ from typing import Any
 import torch
 from transformers.configuration_utils import PreTrainedConfig
 
-from hf_drafthead.cards.facts import size_of_heads
+from hf_drafthead.cards.facts import size_of_heads, static_tree
 from hf_drafthead.evaluation.calls import drafted
 from hf_drafthead.generation.entries import device_name
-from hf_drafthead.generation.settings import AUTO, DraftSettings
-from hf_drafthead.generation.tree import DraftTree, resolve
+from hf_drafthead.generation.settings import DraftSettings
 from hf_drafthead.modeling.checkpoint import read_generation_settings, read_heads_config
 from hf_drafthead.modeling.config import DraftHeadConfig
 
@@ -31,9 +30,7 @@ def summarize(name: str) -> dict[str, Any]:
     config = read_heads_config(name)
     settings = DraftSettings.stored_in(read_generation_settings(name, {}))
     text_config = config.get_text_config()
-    chosen = settings.get("draft_tree")
-    tree = None if chosen in (None, AUTO) else resolve(chosen, config.max_depth, text_config.vocab_size)
-    drawn = tree if isinstance(tree, DraftTree) else None
+    tree = static_tree(settings.get("draft_tree"), config.max_depth, text_config.vocab_size)
     return {
         "model": name,
         "family": config.family,
@@ -45,8 +42,8 @@ def summarize(name: str) -> dict[str, Any]:
         **size_of_heads(name),
         "fields": family_fields(config),
         "settings": settings,
-        "tree": drawn and [list(path) for path in drawn.paths],
-        "tree_nodes": drawn and drawn.num_nodes,
+        "tree": tree and [list(path) for path in tree.paths],
+        "tree_nodes": tree and tree.num_nodes,
     }
 
 

@@ -12,10 +12,11 @@ import torch
 import transformers
 from rich.table import Table
 
-from hf_drafthead.cards.exactness import FULL_PRECISION, counts_in_words
+from hf_drafthead.cards.facts import FULL_PRECISION, counts_in_words
 from hf_drafthead.evaluation.calls import drafted, new_rows, steps_of, with_reader
 from hf_drafthead.evaluation.measurement import guess_depths, identity
-from hf_drafthead.evaluation.rounding import FirstDifference, counted, first_difference
+from hf_drafthead.evaluation.report import plain_table
+from hf_drafthead.evaluation.rounding import BaseCall, FirstDifference, counted, generator_state
 from hf_drafthead.generation.entries import device_name
 from hf_drafthead.trees.rank_paths import left_padded
 
@@ -24,10 +25,7 @@ Tokens = list[int]
 
 @dataclass(frozen=True, kw_only=True)
 class Difference(FirstDifference):
-    """One text that is not the base's.
-
-    check: which; prompt: its tokens; rows: of the call.
-    """
+    """One text that is not the base's, of a check, with the tokens of its prompt and the rows of the call."""
 
     check: str
     prompt: Tokens
@@ -87,12 +85,12 @@ class Check:
 
 @dataclass
 class Verdict:
-    """The results of all checks, the shortest prompt that shows a fault, and whether it was interrupted."""
+    """The results of all checks."""
 
     about: dict[str, Any]
     checks: list[Check]
-    shortest: Difference | None
-    stopped: bool = False
+    shortest: Difference | None  # prompt that shows a fault
+    stopped: bool = False  # whether it was interrupted
 
     @property
     def differences(self) -> list[Difference]:
@@ -239,16 +237,11 @@ def compare(model: Any, check: Check, prompts: Sequence[Tokens], seed: int) -> N
     check.calls += 1
     check.undrafted += not drafted(output)
     check.texts += len(prompts)
-    texts = [new_rows(model, inputs, sequences, settings) for sequences in (expected, output.sequences)]
-    differences = []
-    for row, (prompt, base, heads) in enumerate(zip(prompts, *texts)):
-        if base != heads:
-            first = first_difference(model.base, inputs, settings, row, base, heads, seed)
-            differences.append(Difference(**asdict(first), check=check.name, prompt=list(prompt), rows=len(prompts)))
-    if not differences and not (generator_same and torch.equal(expected, output.sequences)):
-        at = max(map(len, texts[0]))
-        differences.append(Difference(at, None, None, check=check.name, prompt=list(prompts[0]), rows=len(prompts)))
-    check.differences += differences
+    if not (generator_same and torch.equal(expected, output.sequences)):
+        base, heads = (new_rows(model, inputs, rows, settings) for rows in (expected, output.sequences))
+        for row, first in BaseCall(model.base, inputs, settings, seed).differences(base, heads):
+            where: dict[str, Any] = {"check": check.name, "prompt": list(prompts[row]), "rows": len(prompts)}
+            check.differences.append(Difference(**asdict(first), **where))
 
 
 def ends_inside_steps(model: Any, inputs: Mapping[str, torch.Tensor], settings: Mapping[str, Any]) -> list[int]:
@@ -281,18 +274,10 @@ def shortest_fault(model: Any, checks: Sequence[Check], seed: int) -> Difference
 
 def verdict_table(verdict: Verdict) -> Table:
     """One line per check, as the command line prints it."""
-    table = Table(box=None, padding=(0, 1, 0, 0))
-    table.add_column("check")
-    for column in ("texts", "same", "near ties", "largest margin", "different"):
-        table.add_column(column, justify="right", no_wrap=True)
+    table = plain_table("check", "texts", "same", "near ties", "largest margin", "different")
     for check in verdict.checks:
         row = check.to_json()
         margin = "-" if row["largest_margin"] is None else f"{row['largest_margin']:.3g}"
         cells = (row["texts"], row["same"], row["near_ties"], margin, row["different"])
         table.add_row(check.name, *map(str, cells))
     return table
-
-
-def generator_state(device: torch.device) -> torch.Tensor:
-    """Of the random generator that sampling draws from."""
-    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()

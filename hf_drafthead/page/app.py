@@ -16,20 +16,16 @@ from hf_drafthead.generation.settings import ACCEPTANCES
 from hf_drafthead.generation.slots import out_of_memory
 from hf_drafthead.generation.tree import DraftTree, published_trees
 from hf_drafthead.page import drawing
-from hf_drafthead.page.comparison import BASE, HEADS, SideBySide, WalkedStep
-from hf_drafthead.page.request import OWN_TREE, Asked
+from hf_drafthead.page.comparison import BASE, HEADS, OWN_TREE, Asked, SideBySide, WalkedStep
 
 CHAT, TEXT = "Chat", "Continue a text"
 DEEPEST = 5  # depths that the legend names where the heads have no limit of their own
+# of the visitor's own system, so that the page fetches nothing from elsewhere
+SANS, MONO = ("ui-sans-serif", "system-ui", "sans-serif"), ("ui-monospace", "monospace")
 
 
 class Page:
-    """One model and the generation that is running on it; methods return what to show, by the names of the outputs.
-
-    Args:
-        model: a model with draft heads, in evaluation mode.
-        tokenizer: the base's.
-    """
+    """One model and the generation that is running on it; methods return what to show, by the names of the outputs."""
 
     def __init__(self, model: Any, tokenizer: Any):
         self.model = model
@@ -109,13 +105,7 @@ def verdict(running: SideBySide) -> str:
 
 
 def build(model: Any, tokenizer: Any, *, max_new_tokens: int = 128) -> gr.Blocks:
-    """The page of one model, to be launched.
-
-    Args:
-        model: a model with draft heads, in evaluation mode.
-        tokenizer: the base's; with a chat template the page offers a chat too.
-        max_new_tokens: what the setting begins with.
-    """
+    """The page of one model, to be launched: with a chat where the tokenizer has a template for it."""
     warm_up(model, tokenizer)
     page = Page(model, tokenizer)
     modes = [CHAT, TEXT] if tokenizer.chat_template else [TEXT]
@@ -210,7 +200,8 @@ def heading(model: Any) -> str:
 
 def settings(max_new_tokens: int) -> dict[str, Any]:
     """The fields of the settings, by the names that `Asked` has for them."""
-    tree = gr.Dropdown(
+    fields: dict[str, Any] = {}
+    fields["tree"] = gr.Dropdown(
         [OWN_TREE, *published_trees()],
         value=OWN_TREE,
         allow_custom_value=True,
@@ -219,8 +210,10 @@ def settings(max_new_tokens: int) -> dict[str, Any]:
         elem_id="tree-choice",
     )
     with gr.Row():
-        temperature = gr.Slider(0, 2, 0, step=0.05, label="Temperature", info="0 is greedy.", elem_id="temperature")
-        acceptance = gr.Radio(
+        fields["temperature"] = gr.Slider(
+            0, 2, 0, step=0.05, label="Temperature", info="0 is greedy.", elem_id="temperature"
+        )
+        fields["acceptance"] = gr.Radio(
             list(ACCEPTANCES),
             value=ACCEPTANCES[0],
             label="Acceptance",
@@ -228,41 +221,21 @@ def settings(max_new_tokens: int) -> dict[str, Any]:
             elem_id="acceptance",
         )
     with gr.Row():
-        length = gr.Number(max_new_tokens, precision=0, minimum=1, label="New tokens", elem_id="length")
-        copies = gr.Number(0, precision=0, minimum=0, label="Copied tokens", elem_id="copies")
-        seed = gr.Number(0, precision=0, minimum=0, label="Seed", elem_id="seed")
-        with_base = gr.Checkbox(True, label="Run the base too", elem_id="with-base")
-    return {
-        "tree": tree,
-        "temperature": temperature,
-        "acceptance": acceptance,
-        "max_new_tokens": length,
-        "copies": copies,
-        "seed": seed,
-        "with_base": with_base,
-    }
+        fields["max_new_tokens"] = gr.Number(
+            max_new_tokens, precision=0, minimum=1, label="New tokens", elem_id="length"
+        )
+        fields["copies"] = gr.Number(0, precision=0, minimum=0, label="Copied tokens", elem_id="copies")
+        fields["seed"] = gr.Number(0, precision=0, minimum=0, label="Seed", elem_id="seed")
+        fields["with_base"] = gr.Checkbox(True, label="Run the base too", elem_id="with-base")
+    return fields
 
 
 def launch(blocks: gr.Blocks, *, host: str, port: int, open_browser: bool = False, block: bool = True) -> str:
-    """Serve a page.
-
-    Args:
-        blocks: see `build`.
-        host, port: where to listen.
-        open_browser: whether to show it in this machine's browser.
-        block: whether to serve until interrupted, or to return at once and serve from a thread.
-
-    Returns:
-        the page's address.
+    """Serve a page, until it is interrupted or, without `block`, from a thread; its address.
 
     Raises:
         OSError: the port is taken.
     """
-    # fonts of the visitor's own system, so that the page fetches nothing from elsewhere
-    fonts: dict[str, Any] = {
-        "font": ["ui-sans-serif", "system-ui", "sans-serif"],
-        "font_mono": ["ui-monospace", "monospace"],
-    }
     _, address, _ = blocks.launch(
         server_name=host,
         server_port=port,
@@ -270,7 +243,7 @@ def launch(blocks: gr.Blocks, *, host: str, port: int, open_browser: bool = Fals
         prevent_thread_lock=True,
         quiet=True,  # else it advises to share the page with everybody
         share=False,
-        theme=gr.themes.Default(**fonts),
+        theme=gr.themes.Default(font=SANS, font_mono=MONO),
         css=drawing.CSS,
         footer_links=[],
     )

@@ -1,4 +1,4 @@
-"""One prompt, decoded by the heads and by the base in turns, readable while it is written."""
+"""What a visitor asks for: one prompt, decoded by the heads and by the base in turns, readable while it is written."""
 
 from __future__ import annotations
 
@@ -10,31 +10,30 @@ from typing import Any
 import torch
 from transformers.generation.streamers import BaseStreamer
 
-from hf_drafthead.evaluation.calls import drafted
+from hf_drafthead.evaluation.calls import check_room, drafted, encode, sampling
 from hf_drafthead.evaluation.measurement import guess_depths
-from hf_drafthead.evaluation.rounding import FirstDifference, first_difference
+from hf_drafthead.evaluation.questions import chat_text
+from hf_drafthead.evaluation.rounding import BaseCall, FirstDifference
 from hf_drafthead.generation import StepRecord
+from hf_drafthead.generation.drafting import draft_vocabulary
 from hf_drafthead.generation.settings import DraftSettings
 from hf_drafthead.generation.tree import DraftTree
 from hf_drafthead.page.turns import Stopped, Turns
 
 HEADS, BASE = "heads", "base"
+Message = dict[str, str]  # role and content, as chat templates take them
+OWN_TREE = "the model's own"
 REFRESH = 0.1  # seconds between two looks at what was written
 
 
 @dataclass(frozen=True)
 class WalkedStep:
-    """One step of the heads.
+    """One step of the heads."""
 
-    root: token of the tree's root; emitted: tokens that the step gave, up to the end of the text; walked: nodes of the
-    tree that were accepted, from the root (node 0) down, one for each token emitted; copied: how many of the accepted
-    guesses were copies from the text.
-    """
-
-    root: int
-    emitted: tuple[int, ...]
-    walked: tuple[int, ...]
-    copied: int = 0
+    root: int  # token of the tree's root
+    emitted: tuple[int, ...]  # tokens that the step gave, up to the end of the text
+    walked: tuple[int, ...]  # nodes that were accepted, from the root (node 0) down, one for each token emitted
+    copied: int = 0  # how many of the accepted guesses were copies from the text
 
     @property
     def tokens(self) -> dict[int, int]:
@@ -44,19 +43,15 @@ class WalkedStep:
 
 @dataclass
 class Side:
-    """What one generation has written so far; its own thread appends, and any other may read.
-
-    tokens: new token ids; steps: of the heads, empty for the base; seconds: of its own turns; drafted: whether guesses
-    were drafted, None while that is not known; finished: whether it wrote to its end; error: what ended it instead.
-    """
+    """What one generation has written so far; its own thread appends, and any other may read."""
 
     name: str
-    tokens: list[int] = field(default_factory=list)
-    steps: list[WalkedStep] = field(default_factory=list)
-    seconds: float = 0.0
-    drafted: bool | None = None
-    finished: bool = False
-    error: BaseException | None = None
+    tokens: list[int] = field(default_factory=list)  # new ones
+    steps: list[WalkedStep] = field(default_factory=list)  # of the heads, empty for the base
+    seconds: float = 0.0  # of its own turns
+    drafted: bool | None = None  # whether guesses were drafted, None while that is not known
+    finished: bool = False  # whether it wrote to its end
+    error: BaseException | None = None  # what ended it instead
 
     @property
     def depths(self) -> list[int]:
@@ -82,17 +77,8 @@ class Side:
 
 
 class SideBySide:
-    """Lets heads and base continue one prompt.
-
-    Args:
-        model: a model with draft heads.
-        inputs: `input_ids` and `attention_mask` (1, T) of the prompt.
-        settings: of `generate`, for both.
-        drafting: how the heads draft and accept, with its tree.
-        copies: tokens that the heads' tree copies from the text in each step.
-        seed: of the sampling, the same for both.
-        with_base: whether the base writes too.
-    """
+    """Lets heads, which draft and accept as `drafting` says and copy tokens of the text, and base continue one prompt:
+    `inputs` (1, T)."""
 
     def __init__(
         self,
@@ -164,7 +150,7 @@ class SideBySide:
         if self.same is not False or not self._exact:
             return None
         texts = self.sides[BASE].tokens, self.sides[HEADS].tokens
-        return first_difference(self._base, self._prompt, self._settings, 0, *texts, self._seed)
+        return BaseCall(self._base, self._prompt, self._settings, self._seed).first_difference(0, *texts)
 
     @property
     def speedup(self) -> float | None:
@@ -220,3 +206,54 @@ class _Tokens(BaseStreamer):
 
     def end(self) -> None:
         """Nothing was held back."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The fields of the page."""
+
+    written: str  # the prompt, or the next message
+    chat: bool  # whether the chat template applies
+    messages: list[Message]  # the conversation so far
+    tree: str  # `OWN_TREE`, a name that `draft_tree` takes, or rank paths as JSON
+    temperature: float  # 0 is greedy
+    acceptance: str
+    max_new_tokens: int
+    copies: int  # tokens copied from the text in each step
+    seed: int  # of the sampling
+    with_base: bool  # whether the base writes too
+
+    @property
+    def conversation(self) -> list[Message]:
+        """The messages with the new one."""
+        return [*self.messages, {"role": "user", "content": self.written}]
+
+    def comparison(self, model: Any, tokenizer: Any) -> SideBySide:
+        """The two generations, ready to run.
+
+        Raises:
+            TypeError, ValueError: an empty prompt, one that leaves no room for the answer, or a setting that does
+                not fit.
+        """
+        settings = {"max_new_tokens": self.max_new_tokens, **sampling(self.temperature)}
+        inputs, drafting = self._encoded(model, tokenizer), self._drafting(model)
+        how: dict[str, Any] = {"copies": self.copies, "seed": self.seed, "with_base": self.with_base}
+        return SideBySide(model, inputs, settings, drafting, **how)
+
+    def _drafting(self, model: Any) -> DraftSettings:
+        """How the heads draft: as asked, else as their generation config says."""
+        name = self.tree.strip()
+        tree: Any = None if name in ("", OWN_TREE) else DraftTree.from_json(name) if name.startswith("[") else name
+        settings = DraftSettings.from_config(model.generation_config, draft_tree=tree, acceptance=self.acceptance)
+        return settings.resolved(model.drafter.max_depth, draft_vocabulary(model.base, model.drafter))
+
+    def _encoded(self, model: Any, tokenizer: Any) -> dict[str, torch.Tensor]:
+        """`input_ids` and `attention_mask` (1, T)."""
+        if not self.written.strip():
+            raise ValueError("the prompt is empty: write the text that the model shall continue.")
+        text = self.written
+        if self.chat:
+            text = chat_text(tokenizer, self.conversation)
+        inputs = encode(model, tokenizer, [text], special_tokens=not self.chat)
+        check_room(model, inputs["input_ids"].shape[1], self.max_new_tokens)
+        return inputs

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from html import escape
+from importlib import resources
 from typing import Any
 
 from hf_drafthead.cards.pictures import rows_of_nodes
@@ -14,27 +15,11 @@ from hf_drafthead.page.comparison import Side, WalkedStep
 
 # of depths 1, 2 ...; then from the start
 DEPTH_COLOURS = ("#2e9e4f", "#1496a8", "#3b6fd4", "#9b51c9", "#d0455c", "#c98a12")
-COPY_COLOUR = "#8b8f98"  # of what was copied from the text
 COLUMN, ROW, MARGIN = 190, 17, 14  # pixels of the tree's picture: a depth, a leaf, the edge
 LONGEST_LABEL = 16  # characters of a token in the tree
 
-CSS = "\n".join(
-    [
-        ".dh-text { white-space: pre-wrap; overflow-wrap: anywhere; min-height: 8em; line-height: 1.55;"
-        " font-family: ui-monospace, Consolas, monospace; font-size: 14px; }",
-        ".dh-text .turn { opacity: 0.75; margin: 0.3em 0; } .dh-text .user { font-weight: 600; }",
-        ".dh-text span, .dh-legend span { border-radius: 3px; padding: 1px 0; }",
-        ".dh-legend span { padding: 1px 6px; margin-right: 6px; }",
-        ".dh-figures, .dh-figures * { border: 0 !important; } .dh-figures td { padding: 0 18px 0 0 !important; }",
-        ".dh-figures b { font-size: 1.35em; font-variant-numeric: tabular-nums; }",
-        ".dh-tree { overflow: auto; max-height: 640px; } .dh-tree path { fill: none; }",
-        ".dh-tree text { font: 11px ui-monospace, Consolas, monospace; fill: currentColor; paint-order: stroke;"
-        " stroke: var(--body-background-fill); stroke-width: 4px; }",
-        ".dh-tree .idle { opacity: 0.45; } .dh-tree path.idle { opacity: 0.25; }"
-        " .dh-tree .walked text { font-weight: 700; font-size: 12px; }",
-        *(f".dh-{depth} {{ background: {colour}55; }}" for depth, colour in enumerate(DEPTH_COLOURS, start=1)),
-        f".dh-copy {{ background: {COPY_COLOUR}55; text-decoration: underline dotted; }}",
-    ]
+CSS = (resources.files("hf_drafthead.page") / "page.css").read_text(encoding="utf-8") + "".join(
+    f".dh-{depth} {{ background: {colour}55; }}\n" for depth, colour in enumerate(DEPTH_COLOURS, start=1)
 )
 
 
@@ -44,13 +29,8 @@ def shade(depth: int) -> int:
 
 
 def text(tokenizer: Any, side: Side, before: str = "") -> str:
-    """What a side has written, each accepted guess in the colour of its depth, or in that of copies.
-
-    Args:
-        tokenizer: the base's.
-        side: what was written.
-        before: HTML of what stands above it: the prompt, or the conversation so far.
-    """
+    """What a side has written, below the HTML of what came before, each accepted guess in the colour of its depth or in
+    that of copies."""
     spelling = Spelling(tokenizer)
     tokens = list(side.tokens)
     pieces = [(spelling.add(token), depth) for token, depth in zip(tokens, side.depths)]
@@ -69,7 +49,7 @@ def _coloured(piece: str, depth: int) -> str:
 
 def prompt(written: str) -> str:
     """A text that is continued, set apart from what continues it."""
-    return f'<span class="turn" style="opacity: 0.6">{escape(written)}</span>'
+    return f'<span class="turn prompt">{escape(written)}</span>'
 
 
 def conversation(messages: Sequence[dict[str, str]]) -> str:
@@ -93,23 +73,15 @@ def figures_row(side: Side) -> str:
 
 def depth_legend(deepest: int) -> str:
     """Which colour is which depth."""
-    named = (f'<span class="dh-{shade(depth)}">depth {depth}</span>' for depth in range(1, deepest + 1))
-    copied = '<span class="dh-copy">copied from the text</span>'
-    return (
-        f'<div class="dh-legend">Accepted guesses: {"".join(named)}{copied} no colour: chosen by the base itself</div>'
-    )
+    colours = "".join(f'<span class="dh-{shade(depth)}">depth {depth}</span>' for depth in range(1, deepest + 1))
+    colours += '<span class="dh-copy">copied from the text</span>'
+    return f'<div class="dh-legend">Accepted guesses: {colours} no colour: chosen by the base itself</div>'
 
 
 def tree(tokenizer: Any, topology: DraftTree, steps: Sequence[WalkedStep], shown: int) -> str:
     """The tree as one step walked it: the tokens of the accepted path, and the rank of every other guess.
 
-    Lines are thicker the more often a node was walked in all the steps so far.
-
-    Args:
-        tokenizer: the base's.
-        topology: the tree of every step.
-        steps: all so far.
-        shown: which of them, from 0.
+    Lines are thicker the more often a node was walked in all the steps so far; `shown` is one of these, from 0.
     """
     visits = [0] * topology.num_nodes
     for step in steps:

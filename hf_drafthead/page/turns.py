@@ -14,6 +14,7 @@ from contextlib import contextmanager
 
 import torch
 
+from hf_drafthead.evaluation.rounding import generator_state, set_generator_state
 from hf_drafthead.trees.timing import wait
 
 SLICE = 0.05  # seconds of a turn: long against the hand-over, short against what a reader notices
@@ -40,7 +41,7 @@ class Turns:
         self._seed = seed
         self._slice = slice_seconds
         self._seconds = dict.fromkeys(names, 0.0)
-        self._random: dict[str, list[torch.Tensor]] = {}
+        self._random: dict[str, torch.Tensor] = {}
         self._open = list(names)
         self._holder: str | None = names[0]
         self._since: float | None = None  # when the holder's clock was started
@@ -82,7 +83,7 @@ class Turns:
         with self._changed:
             self._changed.wait_for(lambda: self._holder == name)
         if name in self._random:
-            _set_random_state(self._random[name])
+            set_generator_state(self._random[name], self._device)
         else:
             torch.manual_seed(self._seed)
         self._since = time.perf_counter()
@@ -92,21 +93,9 @@ class Turns:
         assert self._since is not None
         self._seconds[name] += time.perf_counter() - self._since
         self._since = None
-        self._random[name] = _random_state()
+        self._random[name] = generator_state(self._device)
         with self._changed:
             if leaving:
                 self._open.remove(name)
             self._holder = min(self._open, key=self._seconds.__getitem__, default=None)
             self._changed.notify_all()
-
-
-def _random_state() -> list[torch.Tensor]:
-    """The state of the CPU's generator and of every GPU's."""
-    gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-    return [torch.get_rng_state(), *gpus]
-
-
-def _set_random_state(states: list[torch.Tensor]) -> None:
-    torch.set_rng_state(states[0])
-    if len(states) > 1:
-        torch.cuda.set_rng_state_all(states[1:])

@@ -11,7 +11,6 @@ from hf_drafthead.evaluation.questions import (
     UNCATEGORISED,
     Question,
     check_template,
-    read_prompts,
     read_questions,
     text_of,
 )
@@ -167,10 +166,4 @@ def test_a_template_that_refuses_is_named():
 
 def test_prompts_keep_their_order_and_category(tmp_path):
     file = file_of(tmp_path, {"prompt": "b", "category": "x", "id": 3}, {"prompt": "a"})
-    assert read_prompts(file) == [Question(("b",), "x"), Question(("a",), UNCATEGORISED)]
-
-
-def test_a_conversation_is_no_prompt(tmp_path):
-    file = file_of(tmp_path, {"prompt": "a"}, {"turns": ["b"]})
-    with pytest.raises(ValueError, match="questions.jsonl line 2 is a conversation: expected {'prompt': a text to con"):
-        read_prompts(file)
+    assert read_questions(file) == [Question(("b",), "x"), Question(("a",), UNCATEGORISED)]

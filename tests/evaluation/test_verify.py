@@ -138,25 +138,20 @@ def test_the_margin_is_what_parts_the_tokens(model, settings, rows):
     call = {"do_sample": False, "max_new_tokens": 6, "pad_token_id": 0, "eos_token_id": None, **settings}
     torch.manual_seed(3)
     answers = model.base.generate(**given, **call)[:, given["input_ids"].shape[1] :].tolist()
+    made = rounding.BaseCall(model.base, given, call, 3)
     for row, answer in enumerate(answers):
-        own = rounding.margin_of(model.base, given, call, row, answer[:4], answer[4], 3)
+        own = made.margin(row, answer[:4], answer[4])
         assert own[:2] == (0.0, 0.0)  # no disturbance makes the base choose its own token
-        others = [
-            rounding.margin_of(model.base, given, call, row, answer[:4], token, 3)[0]
-            for token in range(VOCABULARY)
-            if token != answer[4]
-        ]
+        others = [made.margin(row, answer[:4], token)[0] for token in range(VOCABULARY) if token != answer[4]]
         assert min(others) > own[2]  # a random model is never undecided within rounding
-        margin, rise, _ = rounding.margin_of(model.base, given, call, row, answer[:4], 3 if answer[4] != 3 else 4, 3)
+        margin, rise, _ = made.margin(row, answer[:4], 3 if answer[4] != 3 else 4)
         assert 0 < rise < 1 and rise <= margin / 2  # a logit that moves by m moves no probability by more than m / 4
     if not settings:
         prefix = torch.tensor([PROMPTS[0] + answers[0][:4]])
         best, second = model.base(prefix).logits[0, -1].float().topk(2)[0].tolist() if rows == 1 else (0, 0)
         if rows == 1:
             assert min(
-                rounding.margin_of(model.base, given, call, 0, answers[0][:4], token, 3)[0]
-                for token in range(VOCABULARY)
-                if token != answers[0][4]
+                made.margin(0, answers[0][:4], token)[0] for token in range(VOCABULARY) if token != answers[0][4]
             ) == pytest.approx(best - second, rel=1e-3)
 
 

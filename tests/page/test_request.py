@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from hf_drafthead.generation.tree import DraftTree
-from hf_drafthead.page.comparison import BASE, HEADS
-from hf_drafthead.page.request import OWN_TREE, Asked
+from hf_drafthead.page.comparison import BASE, HEADS, OWN_TREE, Asked
 
 ASKED = Asked(
     written="import os\n",
