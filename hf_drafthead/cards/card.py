@@ -17,7 +17,6 @@ from hf_drafthead.modeling.families import FAMILIES
 from hf_drafthead.modeling.files import in_one_line
 
 CARD_FILES = resources.files("hf_drafthead.cards")
-CARD = "README.md"
 TASK = "text-generation"
 WHOLE, UNCATEGORISED = "all", "uncategorised"  # all prompts of a run, and those that name no category
 PATH = re.compile(r"(?<![\w.:/~-])~?/(?:[^\s'\"/]+/)*(?=[^\s'\"/])")  # all of an absolute path but its last name
@@ -47,7 +46,7 @@ def write_card(folder: Path, model: Any = None, *, repo_id: str | None = None, l
     check_license(license)
     folder = Path(folder)
     facts = read_facts(folder, model)
-    path = folder / CARD
+    path = folder / "README.md"
     old = read_card(path) if path.is_file() else ModelCard("---\n{}\n---\n")
     repo_id = repo_id or folder.resolve().name
     data = card_data(facts, old.data, repo_id.rpartition("/")[2], license)
@@ -70,9 +69,9 @@ def missing(folder: Path) -> list[str]:
         OSError, ValueError: as `write_card` does.
     """
     folder = Path(folder)
-    path = folder / CARD
+    path = folder / "README.md"
     if not path.is_file():
-        return [f"card: there is no {CARD}; run `hf-drafthead card {folder}`"]
+        return [f"card: there is no README.md; run `hf-drafthead card {folder}`"]
     facts, card = read_facts(folder), read_card(path)
     lacks = []
     named = card.data.get("base_model")

@@ -24,7 +24,7 @@ class Section:
         return REBUILT in self.text.splitlines()
 
 
-def split(text: str) -> list[Section]:
+def sections_of(text: str) -> list[Section]:
     """The sections of a card's text, in order, without the blank lines between them."""
     parts: list[tuple[str, list[str]]] = [("", [])]
     fence = ""
@@ -48,11 +48,11 @@ def merge(old: str, new: str) -> str:
         old: text of the existing card, "" if there is none.
         new: text of the new card; all of its sections are generated.
     """
-    fresh = split(new)
+    fresh = sections_of(new)
     places = {section.heading for section in fresh}
     kept: dict[str, list[Section]] = {}  # what stays, by the heading that it comes after or takes the place of
     after = ""
-    for section in split(old):
+    for section in sections_of(old):
         if section.heading in places:
             after = section.heading
         if not section.ours:

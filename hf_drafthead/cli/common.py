@@ -27,11 +27,12 @@ app = typer.Typer(
 )
 
 # settings of `generate` by the type that their values have
-NUMBERS = {"temperature", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff", "repetition_penalty"}
-NUMBERS |= {"encoder_repetition_penalty", "length_penalty", "max_time", "posterior_threshold", "posterior_alpha"}
-WHOLE = {"max_new_tokens", "min_new_tokens", "max_length", "min_length", "top_k", "no_repeat_ngram_size", "num_beams"}
-WHOLE |= {"encoder_no_repeat_ngram_size", "num_return_sequences", "pad_token_id", "prompt_lookup_num_tokens"}
-FLAGS = {"do_sample", "use_cache", "renormalize_logits", "remove_invalid_values"}
+FLOATS = {"temperature", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff", "repetition_penalty"}
+FLOATS |= {"encoder_repetition_penalty", "length_penalty", "max_time", "posterior_threshold", "posterior_alpha"}
+INTEGERS = {"max_new_tokens", "min_new_tokens", "max_length", "min_length", "top_k", "no_repeat_ngram_size"}
+INTEGERS |= {"encoder_no_repeat_ngram_size", "num_beams", "num_return_sequences", "pad_token_id"}
+INTEGERS |= {"prompt_lookup_num_tokens"}
+BOOLEANS = {"do_sample", "use_cache", "renormalize_logits", "remove_invalid_values"}
 LOG_SECONDS = 5.0  # that lie at least between two lines of progress in a log
 # by the depth of the guess; the base's own tokens stay plain
 COLOURS = ("green", "cyan", "blue", "magenta", "red", "yellow")
@@ -137,12 +138,18 @@ def parse_tree(text: str) -> Any:
     """A draft tree from the command line: rank paths as JSON, a file that holds them, or a published tree's name; else
     "dynamic", sizes of a dynamic tree as JSON, "auto" or "lookup"."""
     from hf_drafthead.generation.settings import AUTO
-    from hf_drafthead.generation.tree import DraftTree
+    from hf_drafthead.generation.tree import DraftTree, resolve
 
     if text in ("dynamic", AUTO, "lookup"):
         return text
     if text.lstrip().startswith("{"):
-        return dynamic_of(text)
+        try:
+            sizes = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            advice = 'give {"dynamic": {"nodes": 32}}.'
+            raise ValueError(f"--tree {text[:40]!r} is not JSON ({error}): {advice}") from None
+        resolve(sizes, None, 2**31)
+        return sizes
     if text.lstrip().startswith("["):
         return DraftTree.from_json(text)
     if text.endswith(".json"):
@@ -150,18 +157,6 @@ def parse_tree(text: str) -> Any:
             raise OSError(f"there is no tree file {text!r}: give a file of rank paths such as [[0], [1], [0, 0]].")
         return DraftTree.from_json(Path(text).read_text(encoding="utf-8"))
     return DraftTree.from_name(text)
-
-
-def dynamic_of(text: str) -> Any:
-    """The sizes of a dynamic tree, checked."""
-    from hf_drafthead.generation.tree import resolve
-
-    try:
-        sizes = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f'--tree {text[:40]!r} is not JSON ({error}): give {{"dynamic": {{"nodes": 32}}}}.') from None
-    resolve(sizes, None, 2**31)
-    return sizes
 
 
 def parse_options(pairs: list[str]) -> dict[str, Any]:
@@ -186,14 +181,14 @@ def parse_settings(pairs: list[str] | None) -> dict[str, Any]:
     """
     settings = parse_options(pairs or [])
     for names, kinds, expected in (
-        (NUMBERS, (int, float), "a number"),
-        (WHOLE, (int,), "a whole number"),
-        (FLAGS, (bool,), "true or false"),
+        (FLOATS, (int, float), "a number"),
+        (INTEGERS, (int,), "a whole number"),
+        (BOOLEANS, (bool,), "true or false"),
     ):
         for name in names & settings.keys():
             if type(settings[name]) not in (*kinds, type(None)):
                 raise ValueError(f"--set {name}={settings[name]}: expected {expected}.")
-    floats = {name: float(settings[name]) for name in NUMBERS & settings.keys() if settings[name] is not None}
+    floats = {name: float(settings[name]) for name in FLOATS & settings.keys() if settings[name] is not None}
     return {**settings, **floats}
 
 

@@ -15,10 +15,7 @@ SAMPLE_PROMPT = 3  # which the bundled base continues with code and prose
 
 @common.app.command()
 def demo(
-    full: Annotated[
-        bool,
-        typer.Option("--full", help=f"All prompts, also {FULL_BATCH} at a time with the published tree: ten minutes."),
-    ] = False,
+    full: Annotated[bool, flag("--full", f"All prompts, also {FULL_BATCH} at a time: ten minutes.")] = False,
     captured: Annotated[bool, flag("--captured", "Compile the heads' steps; compare with the base compiled.")] = False,
     family: Annotated[list[str] | None, string("Only this family (may be repeated).")] = None,
     prompts: Annotated[int | None, count(f"Only the first so many prompts; {FEW_PROMPTS} without --full.")] = None,

@@ -14,11 +14,7 @@ def run_distill(
     output_file: Annotated[Path, typer.Option("--output", metavar="FILE.jsonl", help="The answers go there.")],
     model: Annotated[
         str | None,
-        typer.Argument(
-            metavar="[MODEL]",
-            help="Folder or id of a causal language model, or of one with draft heads; with --endpoint only its "
-            "tokenizer is read, which plain texts and --synthesize need.",
-        ),
+        typer.Argument(metavar="[MODEL]", help="The base, or its heads; with --endpoint only a tokenizer is read."),
     ] = None,
     data: Annotated[str | None, string("Chats, prompts or texts: a file, a folder, or the name of a data set.")] = None,
     synthesize: Annotated[int | None, count("Without --data: write N chats, questions by the base too.")] = None,

@@ -14,9 +14,7 @@ Token = Annotated[str | None, string("Of the Hub, instead of that of `hf auth lo
 @app.command()
 def convert(
     source: Annotated[str, typer.Argument(metavar="SRC", help="Folder, file or Hub id of heads of another project.")],
-    folder: Annotated[
-        Path | None, typer.Argument(metavar="[DST]", help="New folder for the heads; without it they are only shown.")
-    ] = None,
+    folder: Annotated[Path | None, typer.Argument(metavar="[DST]", help="New folder, else they are shown.")] = None,
     base: Annotated[str | None, string("Their base, where the layout does not name it.", "MODEL")] = None,
     base_revision: Annotated[str | None, string("Branch, tag or commit of the base.")] = None,
     option: Annotated[list[str] | None, string("A field that the layout leaves open.", "NAME=VALUE", "--set")] = None,

@@ -20,20 +20,11 @@ def run_bench(
     max_new_tokens: Annotated[int, count("Tokens per answer, at most.")] = 256,
     batch_size: Annotated[str, string("Questions per call; several for a curve.", "N[,N...]")] = "1",
     repeats: Annotated[int, count("Timed runs of each prompt; the median counts.")] = 3,
-    temperature: Annotated[
-        str | None,
-        string(
-            "0, the default, is greedy; 0.7 with --epsilon; several for a curve with every kind of acceptance.",
-            "X[,X...]",
-        ),
-    ] = None,
+    temperature: Annotated[str | None, string("0: greedy; 0.7 with --epsilon; several: a curve.", "X[,X...]")] = None,
     seed: Annotated[int, count("Seed of the sampling.", 0)] = 0,
     epsilon: Annotated[str | None, string("Also typical acceptance; alpha is the root.", "X[,X...]")] = None,
     lookup: Annotated[str | None, string("Tokens that a tree copies from the text, 0: none.", "N[,N...]")] = None,
-    compare: Annotated[
-        str | None,
-        string("Also prompt-lookup (usual with one row), assistant=PATH, compiled; or none.", "NAME[,NAME...]"),
-    ] = None,
+    compare: Annotated[str | None, string("prompt-lookup, assistant=PATH, compiled or none.", "NAME[,NAME...]")] = None,
     captured: Annotated[bool, flag("--captured", "Compile the heads' steps, as a static cache does.")] = False,
     tree: common.TreeOptions = None,
     settings: common.Settings = None,

@@ -35,9 +35,7 @@ def card(
 def push(
     folder: Annotated[str, typer.Argument(metavar="FOLDER", help="Folder of a draft-head checkpoint.")],
     repo_id: Annotated[str, typer.Argument(metavar="REPO_ID", help="Where to: ORG/NAME on the Hub.")],
-    private: Annotated[
-        bool | None, typer.Option("--private/--public", help="Of a new repository; another must be so.")
-    ] = None,
+    private: Annotated[bool | None, typer.Option("--private/--public", help="Of a new repository.")] = None,
     revision: Annotated[str | None, string("Branch to push to; made if it is not there.")] = None,
     create_pr: Annotated[bool, flag("--create-pr", "Propose the commit instead of making it.")] = False,
     commit_message: Annotated[str | None, string("Title of the commit.")] = None,
@@ -68,9 +66,7 @@ def push(
 )
 def run_serve(
     context: typer.Context,
-    model: Annotated[
-        str | None, typer.Argument(metavar="MODEL", help="Folder of a draft-head checkpoint, or its id on the Hub.")
-    ] = None,
+    model: Annotated[str | None, typer.Argument(metavar="MODEL", help="Folder of a checkpoint, or its Hub id.")] = None,
     show_help: Annotated[bool, typer.Option("--help", "-h", help="Show this message and exit.")] = False,
 ) -> None:
     """Serve a model with an OpenAI-compatible API: all other options are those of `transformers serve`."""

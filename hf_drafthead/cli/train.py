@@ -20,10 +20,7 @@ def train(
     family: Annotated[str, string("Of the heads, such as medusa, hydra++ or eagle3; a wrong name lists all.")],
     output_folder: Annotated[str, typer.Option("--output", help="Folder for checkpoints and the trained heads.")],
     data: Annotated[str | None, string("Chats or texts: a file, a folder, or the name of a data set.")] = None,
-    synthesize: Annotated[
-        int | None,
-        count("Without --data: the base writes N chats first; by default 2,000, or a third of H hours long.", 20),
-    ] = None,
+    synthesize: Annotated[int | None, count("Without --data: chats to write first (2,000, or H/3 hours).", 20)] = None,
     hours: Annotated[float | None, amount("Train for so long, by the quick recipe.", least=0.001, metavar="H")] = None,
     recipe: Annotated[str | None, string("paper, or quick for runs shorter than a paper's warm-up.", "NAME")] = None,
     heads: Annotated[str | None, string("Train these trained heads further.")] = None,

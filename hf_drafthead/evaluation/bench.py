@@ -250,13 +250,11 @@ def bench(
         OSError, ValueError: as `decoding_methods` and `encode_all` do, or the memory does not suffice for one prompt.
     """
     share, processes = share_of(questions)
-    calls.encode_all(
-        model, tokenizer, calls.batched(questions, 1), settings["max_new_tokens"]
-    )  # refused in all processes
+    one_by_one = calls.batched(questions, 1)
+    calls.encode_all(model, tokenizer, one_by_one, settings["max_new_tokens"])  # refused in all processes
     acceptance = acceptance_of(model, acceptance or {})
-    methods = calls.decoding_methods(
-        model, tokenizer, tree=tree, acceptance=acceptance, captured=captured, compare=compare
-    )
+    how: dict[str, Any] = {"tree": tree, "acceptance": acceptance, "captured": captured, "compare": compare}
+    methods = calls.decoding_methods(model, tokenizer, **how)
 
     def measured() -> Iterator[Measurement]:
         waiting, begun, nothing = list(dict.fromkeys(batch_sizes)), set(batch_sizes), True

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, CompileConfig
 
 from hf_drafthead.evaluation.loading import one_line
-from hf_drafthead.evaluation.questions import Question, check_template, text_of
+from hf_drafthead.evaluation.questions import Question, need_template, text_of
 from hf_drafthead.generation.tree import DraftTree
 
 BASE, HEADS, COMPILED = "base", "heads", "compiled"
@@ -182,7 +182,8 @@ def encode_all(
 ) -> list[dict[str, torch.Tensor]]:
     """The first turn of every question, batch by batch; a ValueError for a prompt that is empty or leaves the base no
     room for `max_new_tokens`, or a conversation without a chat template."""
-    check_template(tokenizer, (question for batch in batches for question in batch))
+    for chat in [question for batch in batches for question in batch if question.chat]:
+        need_template(tokenizer, chat.where)
     inputs = []
     for batch in batches:
         inputs.append(encode_turn(model, tokenizer, batch, [()] * len(batch)))

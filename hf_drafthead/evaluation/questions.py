@@ -8,18 +8,18 @@ text, or for each turn a text or several, any of which will do.
 """
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from hf_drafthead.cards.card import UNCATEGORISED
 from hf_drafthead.data.chats import Chat, Refused, repaired
 from hf_drafthead.data.rows import EXPECTED, as_row
 from hf_drafthead.data.sources import read_records
 from hf_drafthead.data.texts import beginning_of
 from hf_drafthead.evaluation.loading import one_line
 
-UNCATEGORISED = "uncategorised"
 BEGINNING = 64  # tokens of a plain text that are continued, as `hf-drafthead distill` does
 MT_BENCH = "mt_bench"  # as Spec-Bench calls the eight topics of MT-Bench, taken together
 TOPICS = frozenset({"writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"})
@@ -100,16 +100,6 @@ def question_of(row: Any, where: str) -> Question:
     return Question(turns, category, _references(row.get("reference"), where), where=where, **more)
 
 
-def check_template(tokenizer: Any, questions: Iterable[Question]) -> None:
-    """Raise a ValueError with the first question that needs a chat template where there is none."""
-    chat = next((question for question in questions if question.chat), None)
-    if chat is not None and not tokenizer.chat_template:
-        raise ValueError(
-            f"{chat.where} is a conversation, but the tokenizer at {tokenizer.name_or_path!r} has no chat template: "
-            'give one with --chat-template FILE, or give texts to continue, {"prompt": "..."}.'
-        )
-
-
 def text_of(tokenizer: Any, question: Question, answers: Sequence[str]) -> str:
     """What the model is to continue: the prompt itself, or the conversation up to the next answer.
 
@@ -126,13 +116,14 @@ def text_of(tokenizer: Any, question: Question, answers: Sequence[str]) -> str:
     return chat_text(tokenizer, messages, question.where)
 
 
-def need_template(tokenizer: Any) -> None:
-    """Raise a ValueError where a tokenizer has no chat template."""
-    if not tokenizer.chat_template:
-        raise ValueError(
-            f"the tokenizer at {tokenizer.name_or_path!r} has no chat template: give one with --chat-template FILE, or "
-            "continue plain text, with `hf-drafthead generate` and without --system."
-        )
+def need_template(tokenizer: Any, where: str = "") -> None:
+    """Raise a ValueError where a tokenizer has no chat template, which the conversation at `where` needs."""
+    if tokenizer.chat_template:
+        return
+    lacking = f"the tokenizer at {tokenizer.name_or_path!r} has no chat template: give one with --chat-template FILE"
+    if where:
+        raise ValueError(f'{where} is a conversation, but {lacking}, or give texts to continue, {{"prompt": "..."}}.')
+    raise ValueError(f"{lacking}, or continue plain text, with `hf-drafthead generate` and without --system.")
 
 
 def chat_text(tokenizer: Any, messages: Sequence[Mapping[str, str]], where: str = "the conversation") -> str:

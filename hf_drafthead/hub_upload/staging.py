@@ -212,7 +212,7 @@ def published_card(target: Path, published: Path | None) -> list[str]:
         ValueError: the metadata of a card cannot be read.
     """
     from hf_drafthead.cards.card import read_card
-    from hf_drafthead.cards.sections import merge, split
+    from hf_drafthead.cards.sections import merge, sections_of
 
     path = target / CARD
     if published is None:
@@ -224,8 +224,8 @@ def published_card(target: Path, published: Path | None) -> list[str]:
         there.save(path)
         return []
     here = read_card(path)
-    own = {section.heading: section.text for section in split(here.text) if not section.ours}
-    sections = split(there.text)
+    own = {section.heading: section.text for section in sections_of(here.text) if not section.ours}
+    sections = sections_of(there.text)
     kept = [section.text for section in sections if section.ours or section.heading not in own]
     differ = [
         section.heading or "the text before the first section"

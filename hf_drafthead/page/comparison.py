@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers.generation.streamers import BaseStreamer
 
-from hf_drafthead.evaluation.calls import check_room, drafted, encode, sampling
+from hf_drafthead.evaluation.calls import BASE, HEADS, check_room, drafted, encode, sampling
 from hf_drafthead.evaluation.measurement import guess_depths
 from hf_drafthead.evaluation.questions import chat_text
 from hf_drafthead.evaluation.rounding import BaseCall, FirstDifference
@@ -20,7 +20,6 @@ from hf_drafthead.generation.settings import DraftSettings
 from hf_drafthead.generation.tree import DraftTree
 from hf_drafthead.page.turns import Stopped, Turns
 
-HEADS, BASE = "heads", "base"
 Message = dict[str, str]  # role and content, as chat templates take them
 OWN_TREE = "the model's own"
 REFRESH = 0.1  # seconds between two looks at what was written

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hf_drafthead.cards.sections import REBUILT, merge, split
+from hf_drafthead.cards.sections import REBUILT, merge, sections_of
 
 NEW = f"# Title\n{REBUILT}\n\nnew\n\n## Use\n{REBUILT}\n\nnew use\n\n## Limits\n{REBUILT}\n\nnew limits\n"
 
@@ -35,7 +35,7 @@ def test_a_section_of_ours_that_is_no_longer_written_goes():
 
 def test_a_heading_inside_a_code_block_is_code():
     text = "## Use\n\n```bash\n## not a heading\n```\n\n## Next\n\n~~~\n```\n## nor this\n~~~\n"
-    assert [section.heading for section in split(text)] == ["## Use", "## Next"]
+    assert [section.heading for section in sections_of(text)] == ["## Use", "## Next"]
 
 
 def test_line_ends_of_another_system_do_not_matter():

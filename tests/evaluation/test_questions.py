@@ -5,12 +5,12 @@ import json
 import pytest
 from datasets import Dataset
 
+from hf_drafthead.evaluation.calls import encode_all
 from hf_drafthead.evaluation.questions import (
     SPEC_BENCH_TASKS,
     TOPICS,
     UNCATEGORISED,
     Question,
-    check_template,
     read_questions,
     text_of,
 )
@@ -152,9 +152,8 @@ def test_a_later_turn_is_asked_after_the_model_s_own_answers():
 def test_a_conversation_without_a_template_is_refused():
     tokenizer = byte_tokenizer()
     questions = [Question(("def f",)), Question(("Hi",), chat=True, where="q.jsonl line 2")]
-    check_template(tokenizer, questions[:1])
     with pytest.raises(ValueError, match="q.jsonl line 2 is a conversation, but the tokenizer at .* has no chat templ"):
-        check_template(tokenizer, questions)
+        encode_all(None, tokenizer, [questions], 1)
 
 
 def test_a_template_that_refuses_is_named():
