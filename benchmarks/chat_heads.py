@@ -55,7 +55,7 @@ from hf_drafthead.data.texts import same_words
 from hf_drafthead.modeling.gguf_files import load_tokenizer
 from hf_drafthead.training.answers import Answerer, Sampling, Task, is_greedy
 from hf_drafthead.training.distill import load_model
-from hf_drafthead.training.objectives import IGNORED
+from hf_drafthead.training.heads_loss import IGNORED
 from hf_drafthead.training.templates import ChatEncoder
 
 SHARD_TOKENS = 7_000_000  # 14 MB

@@ -5,8 +5,8 @@
 
 BASE is a folder of safetensors with its tokenizer. torch, transformers and accelerate are all it needs besides. The
 papers' recipes are for tens of millions of tokens and warm up for longer than a run over two to four million takes:
-here the rate rises for 3 % of the steps and falls to zero along a cosine, at the latest when `--seconds` are over. All
-families learn the base's distribution, at its answers, of a draft vocabulary.
+here it is the quick one (`train --recipe quick`), which ends at the latest when `--seconds` are over. All families
+learn the base's distribution, at its answers, of a draft vocabulary.
 
 OUTPUT holds the heads in bfloat16, `training_summary.json`, and `history.json`: losses and accuracies by depth.
 """
@@ -29,7 +29,7 @@ from torch.utils.data import Dataset
 
 from hf_drafthead.training import train_heads
 from hf_drafthead.training.examples import PreparedData
-from hf_drafthead.training.objectives import IGNORED
+from hf_drafthead.training.heads_loss import IGNORED
 
 LONGEST = 1024  # tokens of a row; longer chats lose their end
 SHARED = {"share_lm_head": True}
@@ -44,19 +44,7 @@ FIELDS: dict[str, dict[str, Any]] = {
     "eagle3.1": {"num_draft_heads": 6},
     "draft-model": {},
 }
-RECIPE: dict[str, Any] = {
-    "next_token_weight": 0.0,
-    "teacher_weight": 1.0,
-    "learning_rate": 1e-3,
-    "lr_scheduler_type": "cosine",
-    "lr_scheduler_kwargs": {},
-    "warmup_steps": 0.03,
-    "weight_decay": 0.0,
-    "adam_beta2": 0.95,
-    "max_grad_norm": 1.0,
-    "max_grad_value": None,
-    "num_train_epochs": 3,
-}
+RECIPE: dict[str, Any] = {"recipe": "quick", "next_token_weight": 0.0, "teacher_weight": 1.0}
 DIFFERENT: dict[str, dict[str, Any]] = {
     "eagle": {"feature_weight": 1.0, "feature_noise": 0.05},
     "hydra++": {"head_decay": 1.0},

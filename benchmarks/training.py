@@ -58,8 +58,7 @@ def trained(way: str, seed: int, work: Path) -> tuple[Trained, PreparedData]:
     data = own_data(base, tokenizer, work)
     with tempfile.TemporaryDirectory() as folder:
         if way == "medusa-2":
-            moving = dataclasses.replace(data, rows=OwnRows(data.rows.rows, data.rows.given))  # so do its hidden states
-            return fit(moving, folder, seed, **JOINT), data
+            return fit(data, folder, seed, **JOINT), data
         if way == "other text":
             files = [file for file in read_corpus() if not file.held_out]
             corpus = pack(tokenizer, files, data.rows.rows.shape[1])

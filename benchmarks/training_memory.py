@@ -21,7 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from hf_drafthead import MedusaForCausalLM
-from hf_drafthead.training.heads_loss import HeadsLoss, Objective
+from hf_drafthead.training.heads_loss import HeadsLoss
 from tests.training.plain_loss import plain_loss
 
 
@@ -39,7 +39,7 @@ def step(kind: str, batch: int, length: int, vocabulary: int, hidden: int, teach
     if kind == "plain":
         loss = plain_loss(model, ids, ids, teacher=teacher)
     else:
-        loss, _ = HeadsLoss(Objective(next_token=1.0, teacher=teacher))(model, {"input_ids": ids, "labels": ids})
+        loss, _ = HeadsLoss(next_token=1.0, teacher=teacher)(model, {"input_ids": ids, "labels": ids})
     loss.backward()
     norm = torch.stack([parameter.grad.norm() for parameter in model.drafter.parameters()]).norm()
     return {"loss": loss.item(), "gradient_norm": norm.item(), "mib": (_peak() - before) / 2**10}

@@ -19,23 +19,14 @@ import time
 from collections.abc import Callable
 
 import torch
+from chat_training import FIELDS
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from hf_drafthead.generation.reader import BaseReader
-from hf_drafthead.modeling.families import FAMILIES, fresh_heads
-from hf_drafthead.training.heads_loss import HeadsLoss, Objective
-from hf_drafthead.training.objectives import IGNORED, label_positions
+from hf_drafthead.modeling.families import fresh_heads
+from hf_drafthead.training.heads_loss import IGNORED, label_positions
+from hf_drafthead.training.trainer import loss_of, recipe_of
 
-SHARED = {"share_lm_head": True}
-FIELDS = {
-    "medusa": SHARED,
-    "hydra": SHARED,
-    "hydra++": SHARED,
-    "amphista": SHARED,
-    "eagle": {},
-    "eagle3": {"num_draft_heads": 5},
-    "draft-model": {},
-}
+FAMILIES = ["medusa", "hydra", "hydra++", "amphista", "eagle", "eagle3", "draft-model"]
 TINY = {
     "hidden_size": 64,
     "intermediate_size": 128,
@@ -60,7 +51,8 @@ def measure(base, family: str, args: argparse.Namespace, device: torch.device) -
     torch.manual_seed(0)
     vocabulary = base.config.vocab_size
     size = min(args.draft_vocab_size, vocabulary)
-    model = fresh_heads(family, base, draft_vocab_size=size, **FIELDS[family])
+    fields = {**FIELDS[family], **({"num_draft_heads": 5} if family == "eagle3" else {})}
+    model = fresh_heads(family, base, draft_vocab_size=size, **fields)
     model.drafter.float().requires_grad_(True)
     model.train()
     model.base.eval()
@@ -68,11 +60,7 @@ def measure(base, family: str, args: argparse.Namespace, device: torch.device) -
     labels = ids.clone()
     labels[:, : args.length // 4] = IGNORED
     inputs = {"input_ids": ids, "labels": labels, "label_positions": label_positions(labels)}
-    recipe = FAMILIES[family].recipe
-    weights = [
-        recipe.get(f"{name}_weight", float(name == "next_token")) for name in ("next_token", "teacher", "feature")
-    ]
-    loss_of = HeadsLoss(Objective(*weights), reader=BaseReader.of_texts(base, model.drafter.reads))
+    loss = loss_of(model, recipe_of(model))
     optimizer = torch.optim.AdamW(model.drafter.parameters(), lr=1e-4, fused=True)
 
     def forward() -> None:
@@ -80,7 +68,7 @@ def measure(base, family: str, args: argparse.Namespace, device: torch.device) -
             base(ids, use_cache=False)
 
     def step() -> None:
-        loss_of(model, inputs, count=False)[0].backward()
+        loss(model, inputs, count=False)[0].backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -110,7 +98,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=16)
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--draft-vocab-size", type=int, default=8192)
-    parser.add_argument("--families", nargs="*", default=list(FIELDS), choices=list(FIELDS))
+    parser.add_argument("--families", nargs="*", default=FAMILIES, choices=FAMILIES)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--json", help="write the figures to this file, a line each")
     args = parser.parse_args()

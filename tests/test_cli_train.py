@@ -89,6 +89,6 @@ def test_the_template_of_vicuna_comes_with_the_package(tmp_path):
     encoder = ChatEncoder(tokenizer_with(template))
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "Arr!"}]
     text, ((begin, end),) = encoder.spans(Chat(messages))
-    assert text.startswith("<s>A chat between a curious user and an artificial") and text[begin:end] == "Arr!</s>"
+    assert text.startswith("<s>A chat between a curious user and an artificial") and text[begin:end] == " Arr!</s>"
     with pytest.raises(OSError, match="there is no chat template 'vicunya': give a Jinja file, or 'vicuna'"):
         read_template(Path("vicunya"))

@@ -49,7 +49,6 @@ ALIKE: dict[str, Any] = {
     "logging_steps": 50,
     "save_steps": 200,
     "save_total_limit": 1,
-    "remove_unused_columns": False,  # the base's hidden states are one
     "report_to": "none",
     "use_cpu": True,
     "disable_tqdm": True,

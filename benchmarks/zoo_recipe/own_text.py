@@ -1,6 +1,6 @@
 """Text that the base itself generates: this is what its heads have to predict, and it differs from human text.
 
-Shapes: R rows, P tokens of a row that are given, T tokens of a finished row, H hidden.
+Shapes: R rows, P tokens of a row that are given, T tokens of a finished row.
 """
 
 from pathlib import Path
@@ -10,23 +10,22 @@ from safetensors.torch import load_file, save_file
 from torch.utils.data import Dataset
 from transformers import DynamicCache, PreTrainedModel
 
-from hf_drafthead.training.objectives import IGNORED
+from hf_drafthead.training.heads_loss import IGNORED
 
 GIVEN = 64  # tokens of a row that come from the corpus; the rest is the base's own
 LENGTH = 256
 
 
 class OwnRows(Dataset):
-    """Rows with labels on the tokens that the base generated, and the base's hidden states where they are known.
+    """Rows with labels on the tokens that the base generated.
 
     Args:
         rows: (R, T).
         given: tokens at the beginning of each that the base did not write.
-        features: (R, T, H).
     """
 
-    def __init__(self, rows: torch.Tensor, given: int, features: torch.Tensor | None = None) -> None:
-        self.rows, self.given, self.features = rows, given, features
+    def __init__(self, rows: torch.Tensor, given: int) -> None:
+        self.rows, self.given = rows, given
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -34,8 +33,7 @@ class OwnRows(Dataset):
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         labels = self.rows[index].clone()
         labels[: self.given] = IGNORED
-        known = {} if self.features is None else {"features": self.features[index]}
-        return {"input_ids": self.rows[index], "labels": labels, **known}
+        return {"input_ids": self.rows[index], "labels": labels}
 
 
 def starts(rows: torch.Tensor, count: int, given: int, seed: int) -> torch.Tensor:
@@ -52,9 +50,9 @@ def starts(rows: torch.Tensor, count: int, given: int, seed: int) -> torch.Tenso
 
 
 def own_text(base: PreTrainedModel, rows: torch.Tensor, count: int, file: Path, *, seed: int) -> OwnRows:
-    """`count` greedy texts of the base that continue beginnings from the corpus, with its hidden states.
+    """`count` greedy texts of the base that continue beginnings from the corpus.
 
-    Both are stored in ``file``, because all families are trained on the same texts.
+    They are stored in ``file``, because all families are trained on the same texts.
     """
     length = min(LENGTH, rows.shape[1])
     given = min(GIVEN, length // 4)
@@ -62,16 +60,9 @@ def own_text(base: PreTrainedModel, rows: torch.Tensor, count: int, file: Path, 
         texts = continue_rows(base, starts(rows, count, given, seed), length)
         file.parent.mkdir(parents=True, exist_ok=True)
         torn = file.with_suffix(".new")
-        save_file({"texts": texts.clone(), "features": hidden_states(base, texts)}, torn)
+        save_file({"texts": texts.clone()}, torn)
         torn.replace(file)
-    kept = load_file(file)
-    return OwnRows(kept["texts"], given, kept["features"])
-
-
-@torch.no_grad()
-def hidden_states(base: PreTrainedModel, rows: torch.Tensor, batch_size: int = 32) -> torch.Tensor:
-    """(R, T, H) of the base after its final norm."""
-    return torch.cat([base.get_decoder()(part).last_hidden_state for part in rows.split(batch_size)])
+    return OwnRows(load_file(file)["texts"], given)
 
 
 @torch.no_grad()

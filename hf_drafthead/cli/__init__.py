@@ -61,7 +61,7 @@ def main(arguments: list[str] | None = None) -> None:
     except ImportError as error:  # of a package that only some of the work needs
         if (error.name or "").partition(".")[0] == "hf_drafthead":
             raise
-        from hf_drafthead.evaluation.loading import one_line
+        from hf_drafthead.data.texts import one_line
 
         complain(f"a package is missing or broken ({one_line(error)}): install it, then try again.")
         code = 2

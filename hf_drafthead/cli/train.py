@@ -66,7 +66,7 @@ def train(
         if not (resume and file.is_file()):
             if dry_run:
                 raise ValueError("--dry-run needs --data: without it the base has to write the text first.")
-            own_text(base, file, synthesize, hours, {"chat_template": template, "max_length": max_length})
+            own_text(base, file, synthesize, hours, template, max_length)
         data = str(file)
         hours = hours and hours - (time.monotonic() - begin) / 3600
     elif synthesize is not None:
@@ -86,17 +86,22 @@ def train(
     common.write_json(json_path, trained.summary)
 
 
-def own_text(base: str, file: Path, chats: int | None, hours: float | None, settings: dict[str, Any]) -> None:
+def own_text(
+    base: str, file: Path, chats: int | None, hours: float | None, template: str | None, max_length: int | None
+) -> None:
     """Let the base write chats into a file: so many, or those that a third of the hours is enough for."""
-    from hf_drafthead.training.distill import own_chats
+    from hf_drafthead.training.distill import load_model, processes, synthesize
 
     count = chats or (OWN_CHATS if hours is None else MOST_CHATS)
     file.parent.mkdir(parents=True, exist_ok=True)
     seconds = None if hours is None else 3600 * hours / 3
     if seconds is not None and chats is None:
         common.say(f"the base writes chats for {seconds / 60:.0f} min, into {file}")
+    model, tokenizer = load_model(base, processes().device)
+    tokenizer.chat_template = template or tokenizer.chat_template
+    settings: dict[str, Any] = {"seconds": seconds, "max_length": max_length}
     with common.bar(count) as begin:
-        report = own_chats(base, file, count, seconds=seconds, progress=begin("writing"), **settings)
+        report = synthesize(model, tokenizer, count, file, progress=begin("writing"), **settings)
     common.say(str(report))
 
 

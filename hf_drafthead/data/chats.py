@@ -40,11 +40,7 @@ class Chat:
     tools: list[dict[str, Any]] | None = None
 
     def answered(self) -> "Chat":
-        """The chat without a last question that has no answer.
-
-        Raises:
-            Refused: there is no answer.
-        """
+        """The chat without a last question that has no answer; Refused where there is no answer at all."""
         if not any(turn["role"] == "assistant" for turn in self.messages):
             raise Refused("it has no assistant turn")
         messages = list(self.messages)

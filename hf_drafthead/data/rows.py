@@ -20,12 +20,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 CHATS = ("messages", "conversations")
-EXTRA = (
-    "reasoning_content",
-    "tool_calls",
-    "tool_call_id",
-    "name",
-)  # of a turn, as transformers' chat templates read it
+EXTRA = ("reasoning_content", "tool_calls", "tool_call_id", "name")  # of a turn, as chat templates read it
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # names of one thing
 OF_A_TURN = {"role", "from", "content", "value", "cut", "ids", "extra", *EXTRA, *THOUGHTS}
 KNOWN = (*CHATS, "turns", "text", "prompt")  # fields of which a record has at least one
@@ -94,7 +89,9 @@ def as_row(record: Any, source: str = "", number: int = 0) -> dict[str, Any]:
     asked = list(turns) if messages is None and turns is not None and _are(turns, str) else None
     unused = [name for name, value in fields.items() if name not in read and not _is_nothing(value)]
     for turn in _listed(chat):
-        unused += [f"{holder or 'prompt'}.{name}" for name in sorted(_unread_of_turn(turn))]
+        fields_of_turn = turn if isinstance(turn, Mapping) else {}
+        left = [name for name, value in fields_of_turn.items() if name not in OF_A_TURN and not _is_nothing(value)]
+        unused += [f"{holder or 'prompt'}.{name}" for name in sorted(map(str, left))]
     return {
         "messages": messages,
         "tools": tools,
@@ -113,8 +110,11 @@ def data_hash(rows: Iterable[Mapping[str, Any]]) -> str:
     digest = hashlib.sha256()
     for row in rows:
         messages = row.get("messages")
+        if messages is not None:  # turns without the columns that hold nothing
+            optional = ("ids", "extra")
+            messages = [{n: v for n, v in turn.items() if n not in optional or v is not None} for turn in messages]
         said = {
-            "messages": None if messages is None else [_without_nothing(turn) for turn in messages],
+            "messages": messages,
             "text": row.get("text"),
             "given": row.get("given"),
             **{name: row[name] for name in ("turns", "ids", "tools") if row.get(name) is not None},
@@ -123,17 +123,12 @@ def data_hash(rows: Iterable[Mapping[str, Any]]) -> str:
     return digest.hexdigest()
 
 
-def _without_nothing(turn: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in turn.items() if name not in ("ids", "extra") or value is not None}
-
-
 def _turn(turn: Any) -> dict[str, Any]:
     fields = turn if isinstance(turn, Mapping) else {}
     role, content = fields.get("role", fields.get("from")), fields.get("content", fields.get("value"))
     if isinstance(content, list):  # parts: text is put together, anything else is not for a language model
-        parts = [part.get("text") if isinstance(part, Mapping) else part for part in content]
-        texts = [part for part in parts if isinstance(part, str)]
-        content = "".join(texts) if len(texts) == len(parts) else None
+        parts: list[Any] = [part.get("text") if isinstance(part, Mapping) else part for part in content]
+        content = "".join(parts) if all(isinstance(part, str) for part in parts) else None
     extra = _extra(fields)
     if isinstance(role, str) and role.lower() == "function_call" and (calls := _calls(content)):  # of ShareGPT
         role, content, extra = "assistant", "", json.dumps({"tool_calls": calls}, ensure_ascii=False)
@@ -152,30 +147,28 @@ def _extra(fields: Mapping[str, Any]) -> str | None:
     """What a chat template reads of a turn besides its text, as JSON."""
     if isinstance(fields.get("extra"), str):  # a turn of a row
         return fields["extra"]
+    extra = {**fields, "reasoning_content": _thought(fields), "tool_calls": _calls(fields.get("tool_calls"))}
+    extra = {name: extra[name] for name in EXTRA if not _is_nothing(extra.get(name))}
+    return json.dumps(extra, ensure_ascii=False) if extra else None
+
+
+def _thought(fields: Mapping[str, Any]) -> str | None:
     thought = next((fields[name] for name in THOUGHTS if isinstance(fields.get(name), str)), None)
-    found = {
-        "reasoning_content": thought if thought and thought.strip() else None,
-        "tool_calls": _calls(fields.get("tool_calls")),
-        "tool_call_id": fields.get("tool_call_id"),
-        "name": fields.get("name"),
-    }
-    found = {name: value for name, value in found.items() if not _is_nothing(value)}
-    return json.dumps(found, ensure_ascii=False) if found else None
+    return thought if thought and thought.strip() else None
 
 
 def _calls(given: Any) -> list[dict[str, Any]]:
     """Calls of functions in the form that chat templates take; none if these are no calls."""
     calls = _parsed(given)
-    calls = [calls] if isinstance(calls, Mapping) else calls
-    found = []
-    for call in calls if _are(calls, Mapping) else ():
+    taken = []
+    for call in [calls] if isinstance(calls, Mapping) else calls if _are(calls, Mapping) else ():
         function = _full(call.get("function", call))
         if not isinstance(function.get("name"), str):
             return []
-        around = {"id": call["id"]} if call.get("id") else {}
         arguments = _parsed(function.get("arguments") or {})
-        found.append({"type": "function", **around, "function": {"name": function["name"], "arguments": arguments}})
-    return found
+        around = {"id": call["id"]} if call.get("id") else {}
+        taken.append({"type": "function", **around, "function": {"name": function["name"], "arguments": arguments}})
+    return taken
 
 
 def _tools(given: Any) -> str | None:
@@ -213,15 +206,10 @@ def _with_what_is_beside(turns: list[Any], fields: Mapping[str, Any]) -> list[An
         first = _turn(turns[0]) if turns else {"role": None, "content": None}
         if (first["role"], first["content"]) != ("system", system):
             turns = [{"role": "system", "content": system}, *turns]
-    thought = next((fields[name] for name in THOUGHTS if isinstance(fields.get(name), str)), None)
+    thought = _thought(fields)
     if thought and turns and isinstance(turns[-1], Mapping) and _extra(turns[-1]) is None:
         turns = [*turns[:-1], {**turns[-1], "reasoning_content": thought}]
     return turns
-
-
-def _unread_of_turn(turn: Any) -> set[str]:
-    fields = turn if isinstance(turn, Mapping) else {}
-    return {str(name) for name, value in fields.items() if name not in OF_A_TURN and not _is_nothing(value)}
 
 
 def _is_nothing(value: Any) -> bool:

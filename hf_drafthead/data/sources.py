@@ -1,4 +1,7 @@
-"""Where rows come from: a file, a folder of files, a folder of `Dataset.save_to_disk`, or a data set by its name."""
+"""Where rows come from: a file, a folder of files, a folder of `Dataset.save_to_disk`, or a data set by its name.
+
+Files are read record by record here, those of a data set by `datasets`.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +10,16 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
-from hf_drafthead.data.files import RECORD_ENDINGS, TEXTS, files_of, records_of
 from hf_drafthead.data.rows import EXPECTED, KNOWN, as_row, data_hash, features, is_record
+from hf_drafthead.data.texts import one_line
 
 if TYPE_CHECKING:  # imported where it is used: a file of questions is read without it
     from datasets import Dataset, IterableDataset
 
+TEXTS, RECORDS, TABLES = (".txt",), (".json", ".jsonl"), (".parquet", ".arrow")  # endings of files
+BLOCK_SIZE = 1 << 16  # characters of a text file that become one row, up to the end of the line
 SAVED = ("state.json", "dataset_dict.json")  # one of which a folder of `save_to_disk` holds
 
 
@@ -34,18 +39,12 @@ def read_rows(source: str | Path, *, streaming: bool = False, split: str = "trai
         OSError: there is no such source.
         ValueError: it cannot be read, or holds nothing that is known; the message names file and line.
     """
-    from datasets import Dataset, DatasetDict, IterableDatasetDict
+    from datasets import Dataset
 
-    if files := _read_one_by_one(Path(source)):
+    if files := files_of(Path(source)):
         return _read_files(files, streaming)
-    found = _load(str(source), streaming, split)
-    if isinstance(found, (DatasetDict, IterableDatasetDict)):
-        if split not in found:
-            raise ValueError(f"{str(source)!r} has no split {split!r}: expected one of {', '.join(map(str, found))}.")
-        found = found[split]
-    if streaming and isinstance(found, Dataset):
-        found = found.to_iterable_dataset()
-    return uniform(found, str(source))
+    rows = _load(str(source), streaming, split)
+    return uniform(rows.to_iterable_dataset() if streaming and isinstance(rows, Dataset) else rows, str(source))
 
 
 def read_records(source: str | Path, split: str | None = None) -> Iterator[tuple[str, Any]]:
@@ -61,32 +60,17 @@ def read_records(source: str | Path, split: str | None = None) -> Iterator[tuple
     Raises:
         OSError, ValueError: as `read_rows` does.
     """
-    if files := _read_one_by_one(Path(source)):
+    if files := files_of(Path(source)):
         for file in files:
             for place, record in records_of(str(file)):
                 yield f"{file} {place}", record
         return
-    from datasets import DatasetDict
-
-    found = _load(str(source), False, None)
-    if isinstance(found, DatasetDict):
-        chosen = split or (next(iter(found)) if len(found) == 1 else "test")
-        if chosen not in found:
-            asked = f"no split {split!r}" if split else "several splits"
-            raise ValueError(
-                f"the data set {str(source)!r} has {asked}: choose one of {', '.join(found)} with --split."
-            )
-        found = found[chosen]
-    for number, record in enumerate(found):
+    for number, record in enumerate(_load(str(source), False, split)):
         yield f"{source} row {number}", record
 
 
 def uniform(rows: Dataset | IterableDataset, name: str = "the data") -> Dataset | IterableDataset:
-    """Any data set with one of the columns that are read, in the form that `read_rows` gives.
-
-    Raises:
-        ValueError: it has none of them.
-    """
+    """Any data set in the form that `read_rows` gives; ValueError without any of the columns that are read."""
     columns = rows.column_names or list(next(iter(rows), {}))
     wanted = features()
     if set(columns) == set(wanted):
@@ -94,11 +78,9 @@ def uniform(rows: Dataset | IterableDataset, name: str = "the data") -> Dataset 
     if not set(KNOWN) & set(columns):
         found = f"has the columns {', '.join(columns)}" if columns else "is empty"
         raise ValueError(f"{name} {found}: {EXPECTED}.")
-
-    def convert(record: dict[str, Any], number: int) -> dict[str, Any]:
-        return as_row(record, "", number)
-
-    return rows.map(convert, with_indices=True, remove_columns=columns, features=wanted)
+    return rows.map(
+        lambda record, number: as_row(record, "", number), with_indices=True, remove_columns=columns, features=wanted
+    )
 
 
 def stream_hash(source: str, first: Iterable[Mapping[str, Any]]) -> str:
@@ -114,10 +96,82 @@ def stream_hash(source: str, first: Iterable[Mapping[str, Any]]) -> str:
     return digest.hexdigest()
 
 
-def _read_one_by_one(path: Path) -> list[Path]:
-    """The files of a source that are read record by record; none if it is for `datasets` to read."""
-    saved = any((path / name).is_file() for name in SAVED)
-    return files_of(path) if path.is_file() or (path.is_dir() and not saved) else []
+def files_of(path: Path) -> list[Path]:
+    """The files of a source that are read here, in the order of their names; none if it is for `datasets` to read."""
+    if path.is_file():
+        if path.suffix not in TEXTS + RECORDS:
+            wanted = ", ".join(RECORDS + TEXTS)
+            raise ValueError(f"the kind of {str(path)!r} is not known: expected a file that ends in one of {wanted}.")
+        return [path]
+    if not path.is_dir() or any((path / name).is_file() for name in SAVED):
+        return []
+    every = (file for file in sorted(path.rglob("*")) if file.is_file())
+    files = [file for file in every if not any(part.startswith(".") for part in file.relative_to(path).parts)]
+    if any(file.suffix in TABLES for file in files):
+        return []  # a data set, whose other files only describe it
+    return [file for file in files if file.suffix in TEXTS + RECORDS]
+
+
+def records_of(path: str) -> Iterator[tuple[str, Any]]:
+    """The records of a file, each with its place in it: `line 3`, or `row 2` of an array, counted from 0.
+
+    A text file is one record, or several if it is long.
+
+    Raises:
+        ValueError: the file is not UTF-8 text, or not JSON.
+    """
+    try:
+        with open(path, encoding="utf-8") as file:
+            if path.endswith(TEXTS):
+                blocks = iter(lambda: file.readlines(BLOCK_SIZE), [])
+                yield from ((f"row {number}", {"text": "".join(lines)}) for number, lines in enumerate(blocks))
+                return
+            while (first := file.read(1)).isspace():
+                pass
+            file.seek(0)
+            if first == "[":
+                yield from ((f"row {number}", element) for number, element in enumerate(_array(file, path)))
+                return
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    yield f"line {number}", json.loads(line)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text ({error.reason}): convert it.") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(
+            f"{path} line {number} is not JSON ({error.msg}): write one object per line, or one array of them."
+        ) from None
+
+
+def _array(file: TextIO, path: str) -> Iterator[Any]:
+    """Elements of a JSON array, read piece by piece: a file of chats may be larger than memory."""
+    decoder, text, before = json.JSONDecoder(), "", "["
+    while True:
+        try:
+            text = text.lstrip()
+            if text[:1] == "]" and before == ",":
+                break
+            if text[:1] != before:
+                raise ValueError
+            inner = text[1:].lstrip()
+            element, end = decoder.raw_decode(inner)
+        except ValueError:  # it may only continue after the piece that was read
+            piece = file.read(max(BLOCK_SIZE, len(text)))
+            if not piece:
+                break
+            text += piece
+            continue
+        yield element
+        text, before = inner[end:], ","
+    if "".join((text + file.read()).split()) == ("]" if before == "," else "[]"):
+        return
+    file.seek(0)
+    try:
+        json.load(file)
+    except json.JSONDecodeError as error:
+        raise ValueError(
+            f"{path} line {error.lineno} is not JSON ({error.msg}): expected an array of chats, and nothing else."
+        ) from None
 
 
 def _read_files(files: list[Path], streaming: bool) -> Dataset | IterableDataset:
@@ -146,17 +200,23 @@ def _rows_of(files: list[tuple[str, int, int]]) -> Iterator[dict[str, Any]]:
 
 
 def _load(source: str, streaming: bool, split: str | None) -> Any:
-    """What `datasets` finds at a source: a data set, or several splits."""
-    from datasets import load_dataset, load_from_disk
+    """What `datasets` finds at a source: of several splits the one that is asked for, else the only one, or `test`."""
+    from datasets import DatasetDict, IterableDatasetDict, load_dataset, load_from_disk
 
     wanted = "give a .json, .jsonl or .txt file, a folder of them, or the name of a data set."
-    looks_local = os.path.isabs(source) or source.startswith((".", "~")) or source.endswith(TEXTS + RECORD_ENDINGS)
+    looks_local = os.path.isabs(source) or source.startswith((".", "~")) or source.endswith(TEXTS + RECORDS)
     if not os.path.exists(source) and (looks_local or source.count("/") > 1 or not source):
         raise OSError(f"there is no data at {source!r}: {wanted}")
     try:
-        if any(os.path.isfile(os.path.join(source, name)) for name in SAVED):
-            return load_from_disk(source)
-        return load_dataset(source, split=split, streaming=streaming)
+        saved = any(os.path.isfile(os.path.join(source, name)) for name in SAVED)
+        part = None if not split or split.isidentifier() else split  # such as `train[:10%]`
+        found = load_from_disk(source) if saved else load_dataset(source, split=part, streaming=streaming)
     except (OSError, ValueError, RuntimeError) as error:
-        said = " ".join(str(error).split("\n\n")[0].split()).rstrip(".")
-        raise OSError(f"no data could be read at {source!r} ({said}): {wanted}") from error
+        raise OSError(f"no data could be read at {source!r} ({one_line(error)}): {wanted}") from error
+    if not isinstance(found, (DatasetDict, IterableDatasetDict)):
+        return found
+    chosen = split or (next(iter(found)) if len(found) == 1 else "test")
+    if chosen not in found:
+        asked = f"no split {split!r}" if split else "several splits"
+        raise ValueError(f"{source!r} has {asked}: choose one of {', '.join(map(str, found))} with --split.")
+    return found[chosen]

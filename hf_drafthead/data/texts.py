@@ -9,13 +9,7 @@ REPEATED = (4, 3)  # a question repeats itself if it has so many words in a row 
 
 
 def beginning_of(tokenizer: Any, text: str, tokens: int) -> str:
-    """The first tokens of a text, whole characters only; all of it if it has no more.
-
-    Args:
-        tokenizer: a fast one, which knows the characters of every token.
-        text: any.
-        tokens: how many, at least 1.
-    """
+    """The first tokens of a text, whole characters only; all of it if it has no more. The tokenizer is a fast one."""
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     offsets = encoded["offset_mapping"]
     last = min(tokens, len(offsets))
@@ -40,6 +34,11 @@ def why_no_question(words: str) -> str | None:
     lines = [line.strip() for line in words.splitlines() if line.strip()]
     often = any(grams.count(gram) >= times for gram in set(grams))
     return "repeats itself" if often or (len(lines) > 3 and 2 * len(set(lines)) <= len(lines)) else None
+
+
+def one_line(error: BaseException) -> str:
+    """The first paragraph of an error's text, on one line, without the full stop."""
+    return " ".join(str(error).split("\n\n")[0].split()).rstrip(".")
 
 
 def same_words(words: str) -> int:

@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from accelerate.utils import gather_object
 
+from hf_drafthead.data.texts import one_line
 from hf_drafthead.evaluation import calls
 from hf_drafthead.evaluation.calls import BASE, COMPILED, HEADS, Method, drafted, encode_turn, steps_of
-from hf_drafthead.evaluation.loading import one_line, process_state
+from hf_drafthead.evaluation.loading import process_state
 from hf_drafthead.evaluation.measurement import Measurement, Round, Run, answer_quality, summed_up
 from hf_drafthead.evaluation.questions import Question
 from hf_drafthead.evaluation.rounding import BaseCall

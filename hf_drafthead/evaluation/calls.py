@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, CompileConfig
 
-from hf_drafthead.evaluation.loading import one_line
+from hf_drafthead.data.texts import one_line
 from hf_drafthead.evaluation.questions import Question, need_template, text_of
 from hf_drafthead.generation.tree import DraftTree
 

@@ -41,11 +41,6 @@ def load(name: str, **kwargs: Any) -> tuple[Any, Any]:
     return model, tokenizer
 
 
-def one_line(error: BaseException) -> str:
-    """The first paragraph of an error's text, on one line, without the full stop."""
-    return " ".join(str(error).split("\n\n")[0].split()).rstrip(".")
-
-
 def process_state() -> PartialState:
     """The state of this process; without a GPU, processes that `torchrun` or MPI started on the CPU count too."""
     return PartialState(cpu=not torch.cuda.is_available())

@@ -17,8 +17,7 @@ from hf_drafthead.cards.card import UNCATEGORISED
 from hf_drafthead.data.chats import Chat, Refused, repaired
 from hf_drafthead.data.rows import EXPECTED, as_row
 from hf_drafthead.data.sources import read_records
-from hf_drafthead.data.texts import beginning_of
-from hf_drafthead.evaluation.loading import one_line
+from hf_drafthead.data.texts import beginning_of, one_line
 
 BEGINNING = 64  # tokens of a plain text that are continued, as `hf-drafthead distill` does
 MT_BENCH = "mt_bench"  # as Spec-Bench calls the eight topics of MT-Bench, taken together

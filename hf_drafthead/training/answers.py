@@ -10,6 +10,7 @@ differently, which can exchange two nearly equal logits, more often in half prec
 Shapes: B rows, P positions of the longest prompt, D new tokens, V vocabulary.
 """
 
+import copy
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -22,7 +23,6 @@ from hf_drafthead.data.chats import Chat, Refused, repaired
 from hf_drafthead.data.rows import as_row
 from hf_drafthead.data.texts import beginning_of, same_words, why_no_question
 from hf_drafthead.training.collect import DistillReport
-from hf_drafthead.training.examples import padding_token
 from hf_drafthead.training.templates import (
     THOUGHTS_LEFT_OUT,
     ChatEncoder,
@@ -37,6 +37,7 @@ HIDDEN_THOUGHTS = (
     "the server returns thoughts apart from the answers, and the base's chat template does not show them: start the "
     "server without a reasoning parser, or give the template that the base was trained with"
 )
+PADDING = 0  # any token that the base embeds will do under the mask, and behind an answer's end
 DUPLICATE, CUT, CONTROL = "duplicate", "cut", "control tokens"  # why questions are dropped
 
 
@@ -76,11 +77,7 @@ class Sampling:
 
 
 def at_least_one(**counts: int) -> None:
-    """Refuse counts below 1.
-
-    Raises:
-        ValueError: naming the first.
-    """
+    """Refuse counts below 1, by their names."""
     for name, value in counts.items():
         if value < 1:
             raise ValueError(f"{name} is {value}: expected at least 1.")
@@ -103,13 +100,10 @@ class Task:
         index: the row's place in the data, or among the base's own chats.
         questions: of a chat, those that are not asked yet, the next one first.
         messages: system, questions asked and the base's answers.
-        given: the beginning of a text.
-        text: the beginning followed by the base's continuation, once there is one.
-        ids: the tokens of that continuation; those of a chat's answers are in its messages.
+        given: the beginning of a text; text, ids: that with the base's continuation, and the continuation's tokens.
         answers: number of answers so far.
-        done: whether no question is left.
+        done, refused: whether no question is left; then why there is no answer at all.
         tools: the functions that a chat's assistant may call.
-        refused: why there is no answer at all, of a row that is done.
         to_write: number of questions that the base is still to write itself.
         greedy: whether its answers are, at whatever temperature others are sampled.
     """
@@ -138,24 +132,6 @@ class Task:
             return {"row": self.index, "messages": self.messages, **({"tools": self.tools} if self.tools else {})}
         written = {} if self.ids is None else {"ids": self.ids}
         return {"row": self.index, "text": self.text, "given": len(self.given), **written}
-
-
-def questions_of(row: Mapping[str, Any]) -> Chat | None:
-    """The system turn and the questions of a row, without answers; None if it is a text to continue.
-
-    Raises:
-        Refused: it holds nothing that can be asked.
-    """
-    if row.get("messages") is not None:
-        chat = repaired(row["messages"], row.get("tools"))
-        return Chat([turn for turn in chat.messages if turn["role"] in ("system", "user")], tools=chat.tools)
-    if row.get("turns") is not None:
-        if not all(turn.strip() for turn in row["turns"]):
-            raise Refused("one of its turns is empty")
-        return Chat([{"role": "user", "content": turn} for turn in row["turns"]])
-    if not row.get("text"):
-        raise Refused("it has neither messages nor text")
-    return None
 
 
 class Answer(NamedTuple):
@@ -223,12 +199,13 @@ class Writer:
             ValueError: there is no tokenizer to cut a plain text, or no chat template for a chat.
         """
         row = as_row(row)
-        asked = questions_of(row)
-        if asked is not None:
-            asked = self.fitted(asked)
+        if row["messages"] is not None or row["turns"] is not None:
+            asked = self.fitted(_questions(row))
             system = [turn for turn in asked.messages if turn["role"] == "system"]
             first, *later = [turn["content"] for turn in asked.messages if turn["role"] == "user"]
             return Task(index, later, [*system, {"role": "user", "content": first}], tools=asked.tools)
+        if not row["text"]:
+            raise Refused("it has neither messages nor text")
         if row["given"]:
             return Task(index, given=row["text"][: row["given"]])
         if self.bare is None:
@@ -341,13 +318,18 @@ class Writer:
         return HIDDEN_THOUGHTS if THOUGHTS_LEFT_OUT in fitted.mapped else None
 
 
-class Answerer(Writer):
-    """A model in this process, which answers in batches.
+def _questions(row: Mapping[str, Any]) -> Chat:
+    """The system turn and the questions of a row, without answers."""
+    if row["messages"] is not None:
+        chat = repaired(row["messages"], row["tools"])
+        return Chat([turn for turn in chat.messages if turn["role"] in ("system", "user")], tools=chat.tools)
+    if not all(turn.strip() for turn in row["turns"]):
+        raise Refused("one of its turns is empty")
+    return Chat([{"role": "user", "content": turn} for turn in row["turns"]])
 
-    Args:
-        model: a causal language model, with or without draft heads.
-        tokenizer: its fast tokenizer, with a chat template if there are chats.
-        sampling: how it answers.
+
+class Answerer(Writer):
+    """A model in this process, with draft heads or without, which answers in batches.
 
     Raises:
         ValueError: as `Writer` does, or the chat template leaves no room for a question.
@@ -364,7 +346,6 @@ class Answerer(Writer):
         ] * self.ends_with_token:
             self._ends |= set(self._ids(end)[-1:])
         self._control = set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder)
-        self._pad = padding_token(model, tokenizer)
         if sampling.turns and not self.has_room(first := self.begin_own(0)):
             raise ValueError(
                 f"max_length is {sampling.max_length}, but the chat template has {len(self._prompt(first))} tokens "
@@ -432,13 +413,13 @@ class Answerer(Writer):
     def _generate(self, tasks: list[Task], prompts: list[list[int]], new_tokens: int) -> list[list[int]]:
         """What the model writes after each prompt, up to and including the token that ends it."""
         width = max(map(len, prompts))
-        ids = torch.tensor([[self._pad] * (width - len(prompt)) + prompt for prompt in prompts])  # (B, P)
+        ids = torch.tensor([[PADDING] * (width - len(prompt)) + prompt for prompt in prompts])  # (B, P)
         mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
         processors = LogitsProcessorList()
         temperatures = [self.temperature(task) for task in tasks]
         if any(temperatures):
             keys = [self.key(task) for task in tasks]
-            processors.append(RowDraws.of(keys, width, new_tokens, temperatures, self.sampling.top_p))
+            processors.append(RowDraws(keys, width, new_tokens, temperatures, self.sampling.top_p))
         in_place = {"cache_implementation": "static", "disable_compile": True} if writes_in_place(self.model) else {}
         output = self.model.generate(
             input_ids=ids.to(self.model.device),
@@ -446,7 +427,7 @@ class Answerer(Writer):
             max_new_tokens=new_tokens,
             do_sample=False,
             eos_token_id=sorted(self._ends) or None,
-            pad_token_id=self._pad,
+            pad_token_id=PADDING,
             logits_processor=processors,
             return_dict_in_generate=True,
             **in_place,
@@ -484,30 +465,26 @@ class RowDraws(LogitsProcessor):
     there is one for each position, not one for each token of the vocabulary.
 
     Args:
-        uniforms: (B, D) between 0 and 1.
-        temperatures: (B, 1), 0 for rows that stay greedy.
+        keys: of the rows.
         prompt_length: P.
+        new_tokens: D.
+        temperatures: of the rows, 0 for those that stay greedy.
         top_p: 1.0 keeps all tokens.
     """
 
-    def __init__(self, uniforms: torch.Tensor, temperatures: torch.Tensor, prompt_length: int, top_p: float) -> None:
-        self.uniforms, self.temperatures = uniforms, temperatures
+    def __init__(
+        self, keys: list[str], prompt_length: int, new_tokens: int, temperatures: list[float], top_p: float
+    ) -> None:
         self.prompt_length, self.top_p = prompt_length, top_p
-
-    @classmethod
-    def of(
-        cls, keys: list[str], prompt_length: int, new_tokens: int, temperatures: list[float], top_p: float
-    ) -> "RowDraws":
-        """The draws of rows with these keys, D = `new_tokens`."""
-        uniforms = []
-        for key in keys:
-            seed = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=7).digest(), "big")
-            uniforms.append(torch.rand(new_tokens, generator=torch.Generator().manual_seed(seed)))
-        return cls(torch.stack(uniforms), torch.tensor(temperatures)[:, None], prompt_length, top_p)
+        seeds = [int.from_bytes(hashlib.blake2b(key.encode(), digest_size=7).digest(), "big") for key in keys]
+        draws = [torch.rand(new_tokens, generator=torch.Generator().manual_seed(seed)) for seed in seeds]
+        self.uniforms, self.temperatures = torch.stack(draws), torch.tensor(temperatures)[:, None]
 
     def for_rows(self, rows: list[int]) -> "RowDraws":
         """The draws of some rows of the batch only, for decoding in which each row advances at its own pace."""
-        return RowDraws(self.uniforms[rows], self.temperatures[rows], self.prompt_length, self.top_p)
+        part = copy.copy(self)
+        part.uniforms, part.temperatures = self.uniforms[rows], self.temperatures[rows]
+        return part
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """Scores (B, V) whose greatest is the token chosen."""

@@ -127,11 +127,9 @@ class DraftHeadTrainingArguments(TrainingArguments):
         """
         known = {each.name for each in fields(cls) if each.init}
         if unknown := sorted(set(arguments) - known):
-            near = get_close_matches(unknown[0], sorted(known), n=1)
-            meant = f"did you mean {near[0]}?" if near else "check its spelling;"
             raise TypeError(
-                f"{unknown[0]!r} is no training argument: {meant} a field of the heads' config is given in "
-                f"fields={{{unknown[0]!r}: ...}}."
+                f"{unknown[0]!r} is no training argument: {_meant(unknown[0], known)} A field of the heads' config is "
+                f"given in fields={{{unknown[0]!r}: ...}}."
             )
         recipe = arguments.get("recipe") or ("quick" if arguments.get("hours") else None)
         quick = QUICK if recipe == "quick" else {}
@@ -147,10 +145,9 @@ def sort_options(family: str, options: dict[str, Any]) -> tuple[dict[str, Any], 
     own = find_family(family).model_class.config_class.heads_fields()
     known = {field.name for field in fields(DraftHeadTrainingArguments)}
     if unknown := sorted(set(options) - own - known):
-        near = get_close_matches(unknown[0], sorted(own | known), n=1)
         raise ValueError(
             f"{unknown[0]!r} is neither a config field of {family} ({', '.join(sorted(own))}) nor a training argument: "
-            + (f"did you mean {near[0]}?" if near else "check its spelling.")
+            + _meant(unknown[0], own | known)
         )
     of_config = {name: value for name, value in options.items() if name in own}
     arguments = {name: value for name, value in options.items() if name not in own}
@@ -158,12 +155,13 @@ def sort_options(family: str, options: dict[str, Any]) -> tuple[dict[str, Any], 
     return of_config, arguments
 
 
-def refuse_wrong_types(arguments: Mapping[str, Any]) -> None:
-    """Refuse values that are no numbers, or no yes or no, where the training arguments ask for such.
+def _meant(name: str, known: set[str]) -> str:
+    near = get_close_matches(name, sorted(known), n=1)
+    return f"did you mean {near[0]}?" if near else "check its spelling."
 
-    Raises:
-        ValueError: naming the argument and what it takes.
-    """
+
+def refuse_wrong_types(arguments: Mapping[str, Any]) -> None:
+    """Refuse values that are no numbers, or no yes or no, where the training arguments ask for such."""
     hints = get_type_hints(DraftHeadTrainingArguments)
     for name, value in arguments.items():
         hint = hints.get(name)

@@ -1,5 +1,6 @@
 """What happens beside the steps of a training: its time, what it shows, and what stops it."""
 
+import itertools
 import json
 import sys
 import time
@@ -13,7 +14,7 @@ from transformers import Trainer
 from transformers.trainer_callback import PrinterCallback, ProgressCallback, TrainerCallback
 from transformers.utils import logging
 
-from hf_drafthead.training.record import no_number, write_whole
+from hf_drafthead.training.record import whole_checkpoint, write_whole
 
 LOOKS = 10  # steps between two looks at the loss on a GPU
 
@@ -99,8 +100,9 @@ class TrainingProgress(ProgressCallback):
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         """The loss beside the bar."""
-        if logs and "loss" in logs:
-            self._show(loss=f"{float(logs['loss']):.3g}")
+        if logs and "loss" in logs and self.training_bar is not None:
+            self._beside["loss"] = f"{float(logs['loss']):.3g}"
+            self.training_bar.set_postfix(self._beside)
 
     def on_evaluate(
         self, args: Any, state: Any, control: Any, metrics: dict[str, Any] | None = None, **kwargs: Any
@@ -109,15 +111,10 @@ class TrainingProgress(ProgressCallback):
         super().on_evaluate(args, state, control, **kwargs)
         if not metrics or not state.is_world_process_zero or self.training_bar is None:
             return
-        expected = metrics.get("eval_tokens_per_step")
-        if expected is not None:
-            self._show(expected=f"{expected:.2f} tokens/step")
-        self.training_bar.write(evaluation_line(state.global_step, state.max_steps, metrics))
-
-    def _show(self, **values: str) -> None:
-        self._beside.update(values)
-        if self.training_bar is not None:
+        if (expected := metrics.get("eval_tokens_per_step")) is not None:
+            self._beside["expected"] = f"{expected:.2f} tokens/step"
             self.training_bar.set_postfix(self._beside)
+        self.training_bar.write(evaluation_line(state.global_step, state.max_steps, metrics))
 
 
 def evaluation_line(step: int, steps: int, metrics: dict[str, Any]) -> str:
@@ -134,25 +131,15 @@ def evaluation_line(step: int, steps: int, metrics: dict[str, Any]) -> str:
 
 
 def heads_of(metrics: dict[str, Any], k: int) -> list[tuple[int, float]]:
-    """Number of each head, counted from 1, and how often the true token was among its best k guesses.
-
-    Args:
-        metrics: `head0_top1`, `head0_top5`, `head1_top1`, ..., counted from 0.
-        k: 1 or 5.
-    """
-    found: list[tuple[int, float]] = []
-    while (name := f"head{len(found)}_top{k}") in metrics:
-        found.append((len(found) + 1, metrics[name]))
-    return found
+    """Number of each head, counted from 1, and how often the true token was among its best k guesses (k is 1 or 5)."""
+    heads = itertools.takewhile(lambda head: f"head{head}_top{k}" in metrics, itertools.count())
+    return [(head + 1, metrics[f"head{head}_top{k}"]) for head in heads]
 
 
 class TrainingLog(TrainerCallback):
     """Lines for a log file: one for each tenth of the training, and one for every evaluation."""
 
-    def __init__(self) -> None:
-        self._loss = ""
-        self._started = 0.0
-        self._first = 0
+    _loss, _started, _first = "", 0.0, 0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._started, self._first = time.monotonic(), state.global_step
@@ -207,20 +194,23 @@ def duration(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
-class StopOnNonFinite(TrainerCallback):
-    """Ends the training when a gradient is not finite; on a CPU before it changes the weights."""
+class CheckGradients(TrainerCallback):
+    """Ends the training when a gradient is not finite, as that of a loss that is not; on a CPU before the update.
+
+    Clips by value too, as EAGLE's trainer does; the Trainer itself clips by norm.
+    """
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if args.device.type != "cpu" and (state.global_step + 1) % LOOKS:
-            return
-        gradients = [parameter.grad for parameter in kwargs["model"].parameters() if parameter.grad is not None]
-        norm = nn.utils.get_total_norm(gradients)
-        if not (args.fp16 or torch.isfinite(norm)):  # a gradient scaler skips such steps by itself
-            raise no_number(f"the gradient became {norm.item()}", args, state)
-
-
-class ClipEveryGradient(TrainerCallback):
-    """Clips by value, as EAGLE's trainer does; the Trainer itself clips by norm."""
-
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        nn.utils.clip_grad_value_(kwargs["model"].parameters(), args.max_grad_value)
+        parameters = [parameter for parameter in kwargs["model"].parameters() if parameter.grad is not None]
+        # the host waits for the device here; a gradient scaler skips steps that are not finite by itself
+        if (args.device.type == "cpu" or (state.global_step + 1) % LOOKS == 0) and not args.fp16:
+            norm = nn.utils.get_total_norm([parameter.grad for parameter in parameters])
+            if not torch.isfinite(norm):
+                kept = whole_checkpoint(Path(args.output_dir))
+                raise FloatingPointError(
+                    f"the gradient became {norm.item()} in step {state.global_step + 1}: lower the learning rate (now "
+                    f"{args.learning_rate:g}) or check the data; "
+                    + (f"{kept} is complete and can be resumed from." if kept else "no checkpoint was written yet.")
+                )
+        if args.max_grad_value is not None:
+            nn.utils.clip_grad_value_(parameters, args.max_grad_value)

@@ -26,18 +26,13 @@ class DistillReport:
 
     Attributes:
         rows: in the data.
-        written: by this run.
-        found: written by earlier runs.
-        refused: rows that cannot be asked; they are not in the output.
-        refusals: the first of these, each with its number and the reason.
-        answers: of the base, in this run.
-        cut: answers that reached `max_new_tokens` or `max_length`.
-        tokens: of the answers.
+        written, found: by this run, and by earlier ones.
+        refused, refusals: rows that cannot be asked, which are not in the output; the first of these, with the reason.
+        answers, cut, tokens: of the base, in this run; those that reached a limit of length; their tokens.
         steps, step_tokens: of draft heads, counted for each row that took part; 0 without any.
         seconds: of the slowest process.
         unusable: answers that are in no row, by the reason.
-        questions: that the base wrote itself, in this run.
-        dropped: those of them that were not asked, by the reason.
+        questions, dropped: that the base wrote itself, in this run; those that were not asked, by the reason.
         missing: chats that were asked for and are not there, because the base wrote no more questions.
     """
 
@@ -107,16 +102,11 @@ def in_words(counts: Mapping[str, int]) -> str:
 
 
 class Shards:
-    """The files of one output.
-
-    Args:
-        output: JSON lines, one row each, with the row's number in `row`.
-        settings: what the rows depend on; an output that was started with others is refused.
-        process: which of the processes this is.
+    """The files of one output: JSON lines, one row each, with the row's number in `row`.
 
     Raises:
         OSError: there is no folder for the output, or a file that was not made by this is in its place.
-        ValueError: the output was started with other settings.
+        ValueError: the output was started with other settings, which its rows depend on.
     """
 
     def __init__(self, output: str | Path, settings: dict[str, Any], process: int = 0) -> None:

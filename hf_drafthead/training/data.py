@@ -20,25 +20,19 @@ from hf_drafthead.data.sources import read_rows, stream_hash, uniform
 from hf_drafthead.modeling.base import DraftHeadPreTrainedModel
 from hf_drafthead.training.arguments import DraftHeadTrainingArguments
 from hf_drafthead.training.collect import NAMED, in_words
-from hf_drafthead.training.examples import PreparedData, longest_text_of, most_tokens
-from hf_drafthead.training.objectives import IGNORED
+from hf_drafthead.training.examples import PreparedData, longest_text_of
+from hf_drafthead.training.heads_loss import IGNORED
 from hf_drafthead.training.templates import ChatEncoder, encode_span, frame, refuse_unknown, without_post_processor
 
 __all__ = ["DataReport", "data_hash", "read_rows", "tokenize_rows"]
 
+HELD_OUT = 64  # rows to evaluate on, unless the data is small
+SHUFFLED = 4096  # rows of the shuffle buffer of a stream
 WINDOW = 1000  # rows that are packed together
 FORM = "4"  # of what is cached: change it to invalidate caches of older versions
 TOKENS = Features({"input_ids": List(Value("int32")), "labels": List(Value("int32"))})
-ENCODED = Features(
-    {
-        **TOKENS,
-        "mapped": List(Value("string")),
-        "unused": List(Value("string")),
-        "refused": Value("string"),
-        "cut": Value("bool"),
-        "split": Value("bool"),
-    }
-)
+NOTES = {"mapped": List(Value("string")), "unused": List(Value("string")), "refused": Value("string")}
+ENCODED = Features({**TOKENS, **NOTES})
 ANSWER_THEM = "generate answers with `hf-drafthead distill` and train on them"
 OTHER_TOKENS = "token ids of another tokenizer ignored"
 
@@ -50,17 +44,12 @@ class DataReport:
     With streaming it counts what has been read, in this process, and counts again in every pass over the data.
 
     Attributes:
-        rows: read from the source.
-        kept: rows with at least one label.
-        refused: rows left out.
-        refusals: the first of these, each with its number (from 0) and the reason.
-        mapped: how many rows were changed, by what was done to them.
+        rows, kept: read from the source; those with at least one label.
+        refused, refusals: rows left out; the first of these, each with its number (from 0) and the reason.
+        mapped: how many rows were changed, by what was done to them; "cut" are chats that were too long and lost their
+            end, "split" texts that were too long and became several examples.
         unused: in how many rows a column, or a field of a turn, holds something that is not read, by its name.
-        cut: chats that were too long and lost their end.
-        split: texts that were too long and became several examples.
-        examples: rows of token ids that came out.
-        tokens: in them.
-        labels: tokens that count in the loss.
+        examples, tokens, labels: rows of token ids that came out, tokens in them, and those that count in the loss.
     """
 
     rows: int = 0
@@ -69,8 +58,6 @@ class DataReport:
     refusals: list[str] = field(default_factory=list)
     mapped: Counter[str] = field(default_factory=Counter)
     unused: Counter[str] = field(default_factory=Counter)
-    cut: int = 0
-    split: int = 0
     examples: int = 0
     tokens: int = 0
     labels: int = 0
@@ -80,9 +67,8 @@ class DataReport:
         return vars(self)
 
     def __str__(self) -> str:
-        changed = in_words(self.mapped + Counter(cut=self.cut, split=self.split))
         line = f"{self.rows:,} rows read, {self.kept:,} kept"
-        line += f" ({changed})" if changed else ""
+        line += f" ({in_words(self.mapped)})" if self.mapped else ""
         line += f": {self.examples:,} examples of {self.tokens:,} tokens, {self.labels:,} of them labels"
         if self.refused:
             more = ", ..." if self.refused > len(self.refusals) else ""
@@ -102,8 +88,6 @@ class DataReport:
             else:
                 self.refused += 1
                 self.refusals += [refused][: NAMED - len(self.refusals)]
-        self.cut += sum(batch["cut"])
-        self.split += sum(batch["split"])
 
     def count_examples(self, batch: Mapping[str, Sequence[Sequence[int]]]) -> None:
         """Count rows of token ids."""
@@ -113,8 +97,8 @@ class DataReport:
             self.labels += len(labels) - list(labels).count(IGNORED)
 
 
-class Encode:
-    """Batches of rows to token ids and labels, one for one; a refused row has the reason instead."""
+class Encoder:
+    """Batches of rows to token ids and labels, one for one, and those to examples of the wanted length."""
 
     def __init__(
         self, tokenizer: Any, max_length: int | None, positions: int | None, packing: bool, vocab_size: int | None
@@ -123,29 +107,39 @@ class Encode:
         self.vocab_size = vocab_size
         self._bare = without_post_processor(tokenizer)
         self._chats: ChatEncoder | None = None  # made at the first chat: plain text needs no chat template
-        self.beginning, self._ending = frame(tokenizer)
-        known = (
-            tokenizer.backend_tokenizer.to_str(),
-            repr(tokenizer.chat_template),
-            repr(tokenizer.special_tokens_map),
-        )
-        self.known_by = (*known, max_length, positions, packing, vocab_size)
+        self._beginning, self._ending = frame(tokenizer)
+        about = (repr(tokenizer.chat_template), repr(tokenizer.special_tokens_map))
+        self.known_by = (tokenizer.backend_tokenizer.to_str(), *about, max_length, positions, packing, vocab_size)
 
-    def __call__(self, batch: Mapping[str, Sequence[Any]]) -> dict[str, list]:
+    def encode(self, batch: Mapping[str, Sequence[Any]]) -> dict[str, list]:
+        """Rows as `read_rows` gives them to tokens, with what was done to each; a refused one has the reason."""
         rows = [self._row(dict(zip(batch, values))) for values in zip(*batch.values())]
         return {name: [row[name] for row in rows] for name in ENCODED}
 
+    def fit(self, batch: Mapping[str, Sequence[Any]]) -> dict[str, list]:
+        """Encoded rows to examples; those without labels are dropped."""
+        pairs: Iterable[tuple[list[int], list[int]]]
+        pairs = [pair for pair in zip(batch["input_ids"], batch["labels"]) if pair[0]]
+        if self.packing:
+            joined = ([token for ids, _ in pairs for token in ids], [label for _, labels in pairs for label in labels])
+            pairs = self._pieces(*joined, beginning=[])
+        elif self.max_length is not None:
+            pairs = [piece for pair in pairs for piece in self._pieces(*pair, beginning=self._beginning)]
+        kept = [(ids, labels) for ids, labels in pairs if any(label != IGNORED for label in labels)]
+        return {"input_ids": [ids for ids, _ in kept], "labels": [labels for _, labels in kept]}
+
+    def _pieces(self, ids: list[int], labels: list[int], beginning: list[int]) -> list[tuple[list[int], list[int]]]:
+        """A row cut into pieces; those after the first start with `beginning`, which has no labels."""
+        assert self.max_length is not None
+        pieces = [(ids[: self.max_length], labels[: self.max_length])]
+        room = self.max_length - len(beginning)
+        for at in range(self.max_length, len(ids), room):
+            context = [IGNORED] * len(beginning)
+            pieces.append((beginning + ids[at : at + room], context + labels[at : at + room]))
+        return pieces
+
     def _row(self, row: dict[str, Any]) -> dict[str, Any]:
-        name, is_chat = f"{row['source']} row {row['row']}".strip(), row["messages"] is not None
-        encoded: dict[str, Any] = {
-            "input_ids": [],
-            "labels": [],
-            "mapped": [],
-            "refused": None,
-            "cut": False,
-            "split": False,
-        }
-        encoded["unused"] = row["unused"]
+        name, is_chat, refused = f"{row['source']} row {row['row']}".strip(), row["messages"] is not None, None
         try:
             ids, labels, mapped = self._chat(row) if is_chat else (*self._text(row), [])
             refuse_unknown(self.tokenizer, ids, self.vocab_size)
@@ -154,16 +148,16 @@ class Encode:
                     f"{name} has {len(ids)} tokens, but the base has {self.positions} positions: "
                     f"set max_length to cut such rows, at most {self.positions}."
                 )
-            long = self.max_length is not None and len(ids) > self.max_length and not self.packing
-            if long and is_chat:
-                ids, labels = ids[: self.max_length], labels[: self.max_length]
+            if self.max_length is not None and len(ids) > self.max_length and not self.packing:
+                mapped = [*mapped, "cut" if is_chat else "split"]
+                if is_chat:
+                    ids, labels = ids[: self.max_length], labels[: self.max_length]
             if all(label == IGNORED for label in labels):
-                cut = f"no answer within the first {self.max_length} tokens"
-                raise Refused(cut if long and is_chat else "it has no token to train on")
+                late = f"no answer within the first {self.max_length} tokens"
+                raise Refused(late if "cut" in mapped else "it has no token to train on")
         except Refused as reason:
-            return {**encoded, "refused": f"{name}: {reason}"}
-        found = {"input_ids": ids, "labels": labels, "mapped": mapped}
-        return {**encoded, **found, "cut": long and is_chat, "split": long and not is_chat}
+            ids, labels, mapped, refused = [], [], [], f"{name}: {reason}"
+        return dict(zip(ENCODED, (ids, labels, mapped, row["unused"], refused), strict=True))
 
     def _chat(self, row: dict[str, Any]) -> tuple[list[int], list[int], list[str]]:
         if self._chats is None:
@@ -192,41 +186,13 @@ class Encode:
             raise Refused("it has neither messages nor text")
         given, written = row["text"][: row["given"]], row["text"][row["given"] :]
         if row["ids"] is not None and self._spells(row["ids"], written):
-            context = self.beginning + self._bare(given, add_special_tokens=False, verbose=False)["input_ids"]
+            context = self._beginning + self._bare(given, add_special_tokens=False, verbose=False)["input_ids"]
             return context + row["ids"], [IGNORED] * len(context) + row["ids"]
         if row["text"] and not written:
             raise Refused(f"it is a prompt without an answer: {ANSWER_THEM}")
         ids, labels = encode_span(self._bare, row["text"], [(row["given"], len(row["text"]))])
-        beginning = [IGNORED if row["given"] else token for token in self.beginning]
-        return self.beginning + ids + self._ending, beginning + labels + self._ending
-
-
-class Fit:
-    """Batches of encoded rows to examples of the wanted length; rows without labels are dropped."""
-
-    def __init__(self, max_length: int | None, packing: bool, beginning: list[int]) -> None:
-        self.max_length, self.packing, self.beginning = max_length, packing, beginning
-
-    def __call__(self, batch: Mapping[str, Sequence[Any]]) -> dict[str, list]:
-        pairs: Iterable[tuple[list[int], list[int]]]
-        pairs = [pair for pair in zip(batch["input_ids"], batch["labels"]) if pair[0]]
-        if self.packing:
-            joined = ([token for ids, _ in pairs for token in ids], [label for _, labels in pairs for label in labels])
-            pairs = self._pieces(*joined, beginning=[])
-        elif self.max_length is not None:
-            pairs = [piece for pair in pairs for piece in self._pieces(*pair, beginning=self.beginning)]
-        kept = [(ids, labels) for ids, labels in pairs if any(label != IGNORED for label in labels)]
-        return {"input_ids": [ids for ids, _ in kept], "labels": [labels for _, labels in kept]}
-
-    def _pieces(self, ids: list[int], labels: list[int], beginning: list[int]) -> list[tuple[list[int], list[int]]]:
-        """A row cut into pieces; those after the first start with `beginning`, which has no labels."""
-        assert self.max_length is not None
-        pieces = [(ids[: self.max_length], labels[: self.max_length])]
-        room = self.max_length - len(beginning)
-        for at in range(self.max_length, len(ids), room):
-            context = [IGNORED] * len(beginning)
-            pieces.append((beginning + ids[at : at + room], context + labels[at : at + room]))
-        return pieces
+        beginning = [IGNORED if row["given"] else token for token in self._beginning]
+        return self._beginning + ids + self._ending, beginning + labels + self._ending
 
 
 def tokenize_rows(
@@ -269,21 +235,19 @@ def tokenize_rows(
         if max_length is None:
             raise ValueError("packing needs max_length, the tokens of a full row: give one.")
     rows = uniform(rows)
-    encode = Encode(tokenizer, max_length, positions, packing, vocab_size)
-    fit = Fit(max_length, packing, encode.beginning)
-    report = DataReport()
+    encoder, report = Encoder(tokenizer, max_length, positions, packing, vocab_size), DataReport()
     if isinstance(rows, IterableDataset):
         first = DataReport()  # reading the first example is no pass over the data
-        if next(iter(_stream(rows, encode, fit, first)), None) is None:
+        if next(iter(_stream(rows, encoder, first)), None) is None:
             raise _nothing_left(first)
-        return _stream(rows, encode, fit, report), report
-    known_by = hashlib.sha256(repr((FORM, rows._fingerprint, encode.known_by)).encode()).hexdigest()
+        return _stream(rows, encoder, report), report
+    known_by = hashlib.sha256(repr((FORM, rows._fingerprint, encoder.known_by)).encode()).hexdigest()
     how = {"remove_columns": rows.column_names, "features": ENCODED, "desc": "tokenizing"}
-    encoded = rows.map(encode, batched=True, new_fingerprint=known_by[:32], **how)
+    encoded = rows.map(encoder.encode, batched=True, new_fingerprint=known_by[:32], **how)
     how = {"remove_columns": list(ENCODED), "features": TOKENS, "desc": "packing" if packing else "fitting"}
-    examples = encoded.map(fit, batched=True, batch_size=WINDOW, new_fingerprint=known_by[32:], **how)
+    examples = encoded.map(encoder.fit, batched=True, batch_size=WINDOW, new_fingerprint=known_by[32:], **how)
     # read from what was written, for it may come from a cache
-    for batch in encoded.remove_columns(["input_ids", "labels"]).iter(WINDOW):
+    for batch in encoded.select_columns(list(NOTES)).iter(WINDOW):
         report.count_rows(batch)
     for batch in examples.select_columns("labels").iter(WINDOW):
         report.count_examples(batch)
@@ -292,7 +256,7 @@ def tokenize_rows(
     return examples, report
 
 
-def _stream(rows: IterableDataset, encode: Encode, fit: Fit, report: DataReport) -> IterableDataset:
+def _stream(rows: IterableDataset, encoder: Encoder, report: DataReport) -> IterableDataset:
     def counted(step: Callable, count: Callable) -> Callable:
         def run(batch: Mapping[str, Sequence[Any]]) -> dict[str, list]:
             out = step(batch)
@@ -302,10 +266,9 @@ def _stream(rows: IterableDataset, encode: Encode, fit: Fit, report: DataReport)
         return run
 
     batched: dict[str, Any] = {"batched": True, "batch_size": WINDOW}
-    columns = list(rows.column_names or ())
-    encoded = rows.map(counted(encode, report.count_rows), remove_columns=columns, features=ENCODED, **batched)
-    fitted = counted(fit, report.count_examples)
-    return encoded.map(fitted, remove_columns=list(ENCODED), features=TOKENS, **batched)
+    encode, fit = counted(encoder.encode, report.count_rows), counted(encoder.fit, report.count_examples)
+    encoded = rows.map(encode, remove_columns=list(rows.column_names or ()), features=ENCODED, **batched)
+    return encoded.map(fit, remove_columns=list(ENCODED), features=TOKENS, **batched)
 
 
 def _nothing_left(report: DataReport) -> ValueError:
@@ -314,10 +277,6 @@ def _nothing_left(report: DataReport) -> ValueError:
         f"no row of the data can be trained on: {report.refused} of {report.rows} rows were refused{why}. "
         "Give chats with answers of the assistant, or text."
     )
-
-
-HELD_OUT = 64  # rows to evaluate on, unless the data is small
-SHUFFLED = 4096  # rows of the shuffle buffer of a stream
 
 
 def read_data(
@@ -344,7 +303,7 @@ def read_data(
             "out fewer with --held-out-rows."
         )
     limits: dict[str, Any] = {
-        "max_length": settings.max_length or most_tokens(model),
+        "max_length": settings.max_length,
         "positions": longest_text_of(model),
         "vocab_size": model.config.get_text_config().vocab_size,
     }

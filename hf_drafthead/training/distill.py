@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_drafthead.data.chats import Refused
 from hf_drafthead.data.rows import data_hash
+from hf_drafthead.data.texts import one_line
 from hf_drafthead.modeling.gguf_files import gguf_arguments, load_tokenizer, reading_gguf, split_gguf
 from hf_drafthead.training.answers import Answerer, Sampling, Task, Writer, at_least_one
 from hf_drafthead.training.collect import UNFIT_IN_A_ROW, DistillReport, Shards, in_words
@@ -72,18 +73,16 @@ def distill(
         ValueError: a setting that does not fit, an output that was begun with other settings, or no row that can be
             asked.
     """
-    settings: dict[str, Any] = {
+    settings = {
         "max_new_tokens": max_new_tokens,
         "temperature": float(temperature),
         "top_p": float(top_p),
         "prompt_tokens": prompt_tokens,
         "seed": seed,
-        **_longest(model, max_length),
     }
     at_least_one(batch_size=batch_size)
-    writer = _writer(model, tokenizer, Sampling(**settings))
-    settings |= {**_origin(model, tokenizer), "data": data_hash(rows)}
-    return _collect(writer, output, settings, rows, batch_size, progress)
+    writer, about = _writer(model, tokenizer, settings, max_length)
+    return _collect(writer, output, {**about, "data": data_hash(rows)}, rows, batch_size, progress)
 
 
 def synthesize(
@@ -114,29 +113,22 @@ def synthesize(
     does one with a greater `count`. Under `accelerate launch` every process writes its share.
 
     Args:
-        model: a causal language model on its device; one with draft heads needs fewer forward passes. Or a `Server`.
-        tokenizer: its fast tokenizer, with a chat template.
+        model, tokenizer, output, max_new_tokens, top_p, max_length, seed, progress: as for `distill`.
         count: chats to write, those of earlier runs included.
-        output: JSON lines.
         turns: questions of a chat, at most.
-        greedy: share of the chats whose answers are greedy; the others are sampled.
-        max_new_tokens: of each answer.
+        greedy: share of the chats whose answers are greedy; the others are sampled at `temperature`.
         question_tokens: of each question.
-        temperature, top_p: of the answers that are sampled.
         batch_size: chats at a time, in each process; by default 256 on an accelerator, 32 on a CPU or with a server.
-        max_length, seed: as for `distill`.
         seconds: after which no further chat is begun; those that were are finished.
-        progress: called once for each chat, in this process.
 
     Returns:
         What was written; fewer chats than asked for where the model wrote nothing but unfit questions for long.
 
     Raises:
         OSError: as `distill`.
-        ValueError: a setting that does not fit, no chat template or one that does not show a lone question, an output
-            that was begun with other settings, or not one question that can be asked.
+        ValueError: as `distill`, or no chat template or one that does not show a lone question.
     """
-    settings: dict[str, Any] = {
+    settings = {
         "turns": turns,
         "greedy": float(greedy),
         "max_new_tokens": max_new_tokens,
@@ -144,58 +136,29 @@ def synthesize(
         "temperature": float(temperature),
         "top_p": float(top_p),
         "seed": seed,
-        **_longest(model, max_length),
     }
     if batch_size is None:
         batch_size = 32 if isinstance(model, Server) or model.device.type == "cpu" else 256
     at_least_one(count=count, batch_size=batch_size)
-    writer = _writer(model, tokenizer, Sampling(**settings))
-    settings |= {**_origin(model, tokenizer), "data": "the base's own questions"}
-    return _collect(writer, output, settings, None, batch_size, progress, count, seconds)
+    writer, about = _writer(model, tokenizer, settings, max_length)
+    about["data"] = "the base's own questions"
+    return _collect(writer, output, about, None, batch_size, progress, count, seconds)
 
 
-def own_chats(
-    base: str, output: str | Path, count: int, *, chat_template: str | None = None, **settings: Any
-) -> DistillReport:
-    """`synthesize` for a base by its name, which is loaded, in its own type, and given up again.
-
-    Args:
-        base: folder or id of a causal language model, or a GGUF file.
-        output, count: as for `synthesize`.
-        chat_template: text of a Jinja template that replaces the tokenizer's.
-        settings: the other arguments of `synthesize`.
-
-    Raises:
-        OSError, ValueError: as `load_model` and `synthesize` do.
-    """
-    model, tokenizer = load_model(base, processes().device)
-    tokenizer.chat_template = chat_template or tokenizer.chat_template
-    return synthesize(model, tokenizer, count, output, **settings)
-
-
-def _writer(model: Any, tokenizer: Any, sampling: Sampling) -> Writer:
-    if isinstance(model, Server):
-        return ServerWriter(model, tokenizer, sampling)
-    return Answerer(model.eval(), tokenizer, sampling)
-
-
-def _longest(model: Any, max_length: int | None) -> dict[str, Any]:
-    """Tokens of a prompt and its answer: the base's positions if nothing is asked for. A server decides by itself."""
-    if isinstance(model, Server):
-        return {}
-    config = getattr(model, "base", model).config.get_text_config(decoder=True)
-    positions = getattr(config, "max_position_embeddings", None)
+def _writer(
+    model: Any, tokenizer: Any, settings: dict[str, Any], max_length: int | None
+) -> tuple[Writer, dict[str, Any]]:
+    """Who answers, and what the rows depend on."""
+    if isinstance(model, Server):  # which decides by itself how long a text may be
+        return ServerWriter(model, tokenizer, Sampling(**settings)), {"endpoint_model": model.model, **settings}
+    base = getattr(model, "base", model)
+    positions = getattr(base.config.get_text_config(decoder=True), "max_position_embeddings", None)
     if positions is not None and max_length is not None and max_length > positions:
         raise ValueError(f"max_length is {max_length}, but the base has {positions} positions: give at most that many.")
-    return {"max_length": positions if max_length is None else max_length}
-
-
-def _origin(model: Any, tokenizer: Any) -> dict[str, Any]:
-    """The base and the chat template that rows depend on."""
-    if isinstance(model, Server):
-        return {"endpoint_model": model.model}
+    settings = {**settings, "max_length": positions if max_length is None else max_length}
     template = hashlib.sha256(repr(tokenizer.chat_template).encode()).hexdigest()
-    return {"base": getattr(model, "base", model).name_or_path, "chat_template": template}
+    origin = {"base": base.name_or_path, "chat_template": template}
+    return Answerer(model.eval(), tokenizer, Sampling(**settings)), {**origin, **settings}
 
 
 def processes() -> PartialState:
@@ -218,14 +181,10 @@ def _collect(
     """Answer what is not answered yet, in all processes together, and write it to the output in order.
 
     Args:
-        writer: who answers.
-        output: JSON lines.
         settings: what the rows depend on.
         rows: of the data, which are iterated over once; None for chats of which the base writes the questions too.
-        batch_size: tasks at a time.
         progress: called once for each row that is done, refused, or another process's; or for each chat.
-        count: chats, without rows.
-        seconds: after which no chat is begun.
+        count, seconds: chats, and after which time none is begun, without rows.
 
     Raises:
         OSError, ValueError: as `Shards` and the writer do, or no row could be asked.
@@ -341,15 +300,7 @@ def _answer_all(
 
 
 def load_model(name: str, device: torch.device | None = None) -> tuple[Any, Any]:
-    """A causal language model, with draft heads or without, and its tokenizer.
-
-    Args:
-        name: its folder, or its id on the Hub.
-        device: where it goes.
-
-    Raises:
-        OSError: there is none.
-    """
+    """A causal language model by its folder or id, with heads or without, and its tokenizer; OSError without one."""
     place, file = split_gguf(name)
     try:
         device_map = {} if device is None or device.type == "cpu" else {"device_map": {"": device}}
@@ -358,8 +309,8 @@ def load_model(name: str, device: torch.device | None = None) -> tuple[Any, Any]
             model = AutoModelForCausalLM.from_pretrained(place, dtype="auto", **device_map, **options)
     except OSError as error:
         raise OSError(
-            f"no model could be read at {name!r} ({_said(error)}): give the folder of a causal language model or of a "
-            "draft-head checkpoint, or its id on the Hub."
+            f"no model could be read at {name!r} ({one_line(error)}): give the folder of a causal language model or of "
+            "a draft-head checkpoint, or its id on the Hub."
         ) from error
     try:
         return model, load_tokenizer(name)
@@ -370,19 +321,10 @@ def load_model(name: str, device: torch.device | None = None) -> tuple[Any, Any]
 
 
 def tokenizer_of(name: str) -> Any:
-    """The tokenizer of a model, without the model.
-
-    Raises:
-        OSError: there is none.
-    """
+    """The tokenizer of a model, without the model; OSError where there is none."""
     try:
         return load_tokenizer(name)
     except (OSError, ValueError) as error:
         raise OSError(
-            f"no tokenizer could be read at {name!r} ({_said(error)}): give the folder or id of the base."
+            f"no tokenizer could be read at {name!r} ({one_line(error)}): give the folder or id of the base."
         ) from error
-
-
-def _said(error: Exception) -> str:
-    """The first paragraph of a message, on one line."""
-    return " ".join(str(error).split("\n\n")[0].split()).rstrip(".")

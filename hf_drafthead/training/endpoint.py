@@ -47,13 +47,10 @@ class Server:
 
 
 class ServerWriter(Writer):
-    """Asks a server.
+    """Asks a server, which may ignore the seed.
 
-    Args:
-        server: which one.
-        tokenizer: the base's, or None where the data holds no plain texts and the base writes no questions; it also
-            takes the white space of its chat template off the answers.
-        sampling: how it answers; a server may ignore the seed.
+    The tokenizer may be None where the data holds no plain texts and the base writes no questions; it also takes the
+    white space of its chat template off the answers.
     """
 
     most_refused = 20
@@ -72,11 +69,7 @@ class ServerWriter(Writer):
         self._pending: dict[int, asyncio.Task[None]] = {}
 
     def answer(self, tasks: list[Task]) -> None:
-        """Ask for what is to be written next of all tasks, and wait for some of it.
-
-        Raises:
-            OSError: the server cannot be reached, refuses the key or has no such model, or failed too often.
-        """
+        """Ask for what is to be written next of all tasks, and wait for some of it; OSError where the server fails."""
         self._loop.run_until_complete(self._answer_some(tasks))
 
     def close(self) -> None:

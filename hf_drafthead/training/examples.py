@@ -18,8 +18,7 @@ from transformers.utils import logging
 
 from hf_drafthead.generation.reader import BaseReader
 from hf_drafthead.modeling.base import DraftHeadPreTrainedModel
-from hf_drafthead.training.heads_loss import CHUNK
-from hf_drafthead.training.objectives import IGNORED, label_positions, labelled, next_token_loss, teacher_loss
+from hf_drafthead.training.heads_loss import CHUNK, IGNORED, label_positions, labelled
 
 if TYPE_CHECKING:
     from hf_drafthead.training.data import DataReport
@@ -34,9 +33,8 @@ COUNTED = 4096  # rows of a stream that are counted
 class PreparedData:
     """Tokenized rows, ready for training.
 
-    rows: each with `input_ids` and `labels` (T,), -100 at positions without a loss, and if the base's last hidden
-    states are known, `features` (T, H); held_out: rows to evaluate on; source: what they were made from, for the
-    training summary; sha256: of that; report: how its rows were used.
+    rows: each with `input_ids` and `labels` (T,), -100 at positions without a loss; held_out: rows to evaluate on;
+    source: what they were made from, for the training summary; sha256: of that; report: how its rows were used.
     """
 
     rows: Any
@@ -46,60 +44,23 @@ class PreparedData:
     report: DataReport | None = None
 
 
-class PaddingCollator:
-    """Makes a batch of rows: padded on the right to the longest.
+def collate(rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+    """A batch of rows, padded on the right: `input_ids` and `labels`, each (B, T), and `label_positions` (N,) in them.
 
-    Args:
-        pad_token_id: what `input_ids` are filled up with.
+    There is no mask: behind a text's end is what nothing in it sees, and a mask would cost the fast attention. So any
+    token that the base embeds will do as padding.
     """
-
-    def __init__(self, pad_token_id: int) -> None:
-        if not isinstance(pad_token_id, int):
-            raise TypeError(
-                f"pad_token_id is {pad_token_id!r}: expected a token id, any token, since padding is masked."
-            )
-        self.pad_token_id = pad_token_id
-
-    def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
-        """Tensors `input_ids` and `labels`, each (B, T), and `label_positions` (N,) in them; also `features` of rows.
-
-        There is no mask: behind a text's end is what nothing in it sees, and a mask would cost the fast attention.
-        """
-        ids = [torch.as_tensor(row["input_ids"], dtype=torch.long) for row in rows]
-        labels = [torch.as_tensor(row["labels"], dtype=torch.long) for row in rows]
-        batch = {
-            "input_ids": _pad(ids, self.pad_token_id),
-            "labels": _pad(labels, IGNORED),
-        }
-        batch["label_positions"] = label_positions(batch["labels"])
-        if "features" in rows[0]:
-            batch["features"] = _pad([torch.as_tensor(row["features"]) for row in rows], 0)
-        return batch
-
-
-def padding_token(model: Any, tokenizer: Any) -> int:
-    """A token to fill batches up with that the base can embed: under the mask any will do."""
-    ends = model.generation_config.eos_token_id
-    known = (
-        tokenizer.pad_token_id,
-        model.generation_config.pad_token_id,
-        *(ends if isinstance(ends, list) else [ends]),
-    )
-    size = model.config.get_text_config().vocab_size
-    return next((token for token in known if isinstance(token, int) and 0 <= token < size), 0)
-
-
-def _pad(rows: list[Tensor], value: int) -> Tensor:
-    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=value)
+    batch = {}
+    for name, padding in (("input_ids", 0), ("labels", IGNORED)):
+        values = [torch.as_tensor(row[name], dtype=torch.long) for row in rows]
+        batch[name] = torch.nn.utils.rnn.pad_sequence(values, batch_first=True, padding_value=padding)
+    return {**batch, "label_positions": label_positions(batch["labels"])}
 
 
 def own_prompts(rows: Sequence[dict[str, Any]], count: int, longest: int) -> list[Tensor]:
     """What comes before the first answer of some rows; of a row that is all text, its first quarter.
 
-    Args:
-        rows: with `input_ids` and `labels`.
-        count: of prompts, at most.
-        longest: tokens of a prompt; longer ones are left out.
+    At most `count` of them, those of at most `longest` tokens.
     """
     prompts = []
     for row in rows:
@@ -122,13 +83,9 @@ def refuse_short_rows(model: DraftHeadPreTrainedModel, rows: Any) -> None:
         )
 
 
-def most_tokens(model: DraftHeadPreTrainedModel) -> int:
-    """The default limit of a row's tokens."""
-    return min(USUAL_LENGTH, longest_text_of(model))
-
-
 def longest_text_of(model: DraftHeadPreTrainedModel) -> int:
-    return getattr(model.base.config.get_text_config(), "max_position_embeddings", None) or 2048
+    """Positions of the base, as far as they are known."""
+    return getattr(model.base.config.get_text_config(), "max_position_embeddings", None) or USUAL_LENGTH
 
 
 def choose_vocabulary(model: DraftHeadPreTrainedModel, rows: Any) -> float | None:
@@ -142,15 +99,9 @@ def choose_vocabulary(model: DraftHeadPreTrainedModel, rows: Any) -> float | Non
 
 
 def frequent_tokens(rows: Any, size: int, vocabulary: int) -> tuple[Tensor, float]:
-    """The tokens that are labels most often (EAGLE-3's trainer); if fewer occur, the lowest other ids too.
+    """The tokens (size,) that are labels most often (EAGLE-3's trainer), ascending, and their share of all labels.
 
-    Args:
-        rows: with `labels` (T,), IGNORED at positions without a loss; of a stream the first 4096.
-        size: D, how many tokens.
-        vocabulary: V, tokens of the base.
-
-    Returns:
-        (D,) ascending ids, and the share of all labels that they make up.
+    If fewer occur, the lowest other ids of the base's `vocabulary` too; of a stream the first 4096 rows are counted.
     """
     counts = torch.zeros(vocabulary, dtype=torch.long)
     indexed = hasattr(rows, "__len__")  # which may have no iterator
@@ -164,52 +115,35 @@ def frequent_tokens(rows: Any, size: int, vocabulary: int) -> tuple[Tensor, floa
 MOST_EXCESS = 0.25  # nats per token
 
 
-@dataclass(frozen=True)
-class Likeness:
-    """How well a base predicts the labels of some rows.
-
-    agreement: share of labels that are the base's own best guess; excess: by how many nats per token the
-    labels' negative log-likelihood exceeds that of the base's own samples: about 0 for its own text, below 0 for greedy
-    text.
-    """
-
-    agreement: float
-    excess: float
-
-    def warning(self) -> str | None:
-        """One line, if heads trained on this data will guess worse than they could; else None."""
-        if self.excess <= MOST_EXCESS:
-            return None
-        return (
-            f"the data does not look like what the base writes ({self.excess:.2f} nats per token more surprising than "
-            f"its own text, {self.agreement:.0%} of the tokens are its first choice): let the base answer the prompts "
-            "itself, with `hf-drafthead distill`, and train on that."
-        )
-
-
 @torch.no_grad()
-def likeness(base: Any, rows: Sequence[Mapping[str, Any]], batch_size: int) -> Likeness | None:
-    """Run the base over some rows.
-
-    Args:
-        base: causal LM in eval mode.
-        rows: with `input_ids` and `labels`, (T,) each.
-        batch_size: rows at a time.
+def likeness(base: Any, rows: Sequence[Mapping[str, Any]], batch_size: int) -> dict[str, float] | None:
+    """How well a base in eval mode predicts the labels of rows; None where nothing is labelled. Warns if badly.
 
     Returns:
-        None where nothing is labelled.
+        `agreement`, the share of labels that are the base's own best guess; `excess`, by how many nats per token the
+        labels' negative log-likelihood exceeds that of the base's own samples: about 0 for its own text, below 0 for
+        greedy text.
     """
     device, vocabulary = base.get_input_embeddings().weight.device, base.config.get_text_config().vocab_size
-    reader, size, collator = BaseReader.of_texts(base), max(CHUNK // vocabulary, 1), PaddingCollator(0)
+    reader, size = BaseReader.of_texts(base), max(CHUNK // vocabulary, 1)
     count, agreed, excess = 0, 0.0, 0.0
     for first in range(0, len(rows), batch_size):
-        batch = collator([rows[row] for row in range(first, min(first + batch_size, len(rows)))])
+        batch = collate([rows[row] for row in range(first, min(first + batch_size, len(rows)))])
         labels = batch["labels"].to(device)
         kept = labelled(labels, 1)
         scores = reader.texts(batch["input_ids"].to(device)).scores[kept]  # (M, H) or (M, V)
         count += len(scores)
         for some, targets in zip(scores.split(size), labels.roll(-1, dims=1)[kept].to(scores.device).split(size)):
-            logits = reader.logits(some)
-            agreed += (logits.argmax(-1) == targets).sum().item()
-            excess += (next_token_loss(logits, targets) - teacher_loss(logits, logits)).sum().item()
-    return Likeness(agreed / count, excess / count) if count else None
+            shares = reader.logits(some).float().log_softmax(-1)
+            agreed += (shares.argmax(-1) == targets).sum().item()
+            surprise = -shares.gather(1, targets[:, None])[:, 0]
+            excess += (surprise - torch.special.entr(shares.exp()).sum(-1)).sum().item()
+    if not count:
+        return None
+    if excess / count > MOST_EXCESS:
+        logger.warning(
+            f"the data does not look like what the base writes ({excess / count:.2f} nats per token more surprising "
+            f"than its own text, {agreed / count:.0%} of the tokens are its first choice): let the base answer the "
+            "prompts itself, with `hf-drafthead distill`, and train on that."
+        )
+    return {"agreement": agreed / count, "excess": excess / count}

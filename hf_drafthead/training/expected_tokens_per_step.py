@@ -56,12 +56,7 @@ class ExpectedTokensPerStep:
         self._answers: dict[int, Texts] = {}
 
     def __call__(self, model: Any, progress: Callable[[], object] = lambda: None) -> float | None:
-        """Tokens per step of a model with draft heads, in eval mode; None where every answer is one token long.
-
-        Args:
-            model: in eval mode.
-            progress: called once for each of the batches, see `len`.
-        """
+        """Tokens per step of a model in eval mode; None where every answer is one token long. Progress is per batch."""
         tokens = steps = 0
         for number in range(len(self)):
             emitted = self._emitted(model, number)

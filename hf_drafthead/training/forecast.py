@@ -6,13 +6,13 @@ Time and memory come from trying one step on held-out rows, whose gradients are 
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
 from hf_drafthead.training.callbacks import duration
-from hf_drafthead.training.examples import PaddingCollator, PreparedData
+from hf_drafthead.training.examples import PreparedData
 from hf_drafthead.training.trainer import DraftHeadTrainer
 
 TIMED_TOKENS = 3600  # that a calibration times, of base and trees, at most
@@ -43,10 +43,6 @@ class Forecast:
     epoch: float | None = None
     seconds: float | None = None
 
-    def to_json(self) -> dict[str, Any]:
-        """All fields."""
-        return asdict(self)
-
     def __str__(self) -> str:
         counted = "rows are counted while they are read"
         if self.rows is not None:
@@ -61,14 +57,8 @@ class Forecast:
         )
 
 
-def forecast(trainer: DraftHeadTrainer, data: PreparedData, collator: PaddingCollator) -> Forecast:
-    """Estimate what a training will take; where there is a limit of hours, set the epochs that fit into it.
-
-    Args:
-        trainer: ready to train.
-        data: what it is to learn from.
-        collator: makes a batch of rows.
-    """
+def forecast(trainer: DraftHeadTrainer, data: PreparedData) -> Forecast:
+    """Estimate what a training will take; where there is a limit of hours, set the epochs that fit into it."""
     args = trainer.args
     model: Any = trainer.accelerator.unwrap_model(trainer.model)
     batch = args.per_device_train_batch_size
@@ -79,8 +69,7 @@ def forecast(trainer: DraftHeadTrainer, data: PreparedData, collator: PaddingCol
     in_epoch = math.ceil(math.ceil((rows or 0) / (batch * args.world_size)) / args.gradient_accumulation_steps)
     times, peak = None, None
     if not trainer.is_fsdp_enabled:  # only the Trainer can run a sharded model
-        length = _length(data.held_out, batch) if tokens is None or not rows else tokens / rows * batch
-        times, peak = _tried(trainer, data.held_out, collator, batch, length)
+        times, peak = _tried(trainer, data.held_out, tokens / rows * batch if tokens and rows else None)
         if args.hours and args.max_steps <= 0 and in_epoch:
             args.num_train_epochs = fitting_epochs(args.num_train_epochs, 3600 * args.hours, in_epoch * times.step)
     steps = args.max_steps if args.max_steps > 0 else math.ceil(in_epoch * args.num_train_epochs)
@@ -130,54 +119,38 @@ def _total(trainer: DraftHeadTrainer, times: Times, steps: int, evaluations: int
     return training + during + times.evaluation + times.once
 
 
-def _tried(
-    trainer: DraftHeadTrainer, rows: Sequence[Any], collator: PaddingCollator, batch: int, length: float
-) -> tuple[Times, int | None]:
+def _tried(trainer: DraftHeadTrainer, rows: Sequence[Any], length: float | None) -> tuple[Times, int | None]:
     """Tries a step and an evaluation; also the most bytes that a GPU had in use.
 
     Args:
-        batch: rows that are tried.
-        length: tokens that a batch has on average.
+        length: tokens that a batch of the training has on average, if that is known.
     """
-    args = trainer.args
-    device = args.device
-    inputs = {name: value.to(device) for name, value in collator(_some(rows, batch)).items()}
-    on_gpu = device.type == "cuda"
-    if on_gpu:
-        torch.cuda.reset_peak_memory_stats(device)
-    once = 0.0
+    args, expected, device = trainer.args, trainer.expected_tokens_per_step, trainer.args.device
+    batch = args.per_device_train_batch_size
+    on_gpu, once, some = device.type == "cuda", 0.0, [rows[number % len(rows)] for number in range(batch)]
+    tried_length = sum(len(row["input_ids"]) for row in some)
     with torch.random.fork_rng(devices=[device] if on_gpu else []):  # the trial must not change the training
-        trainer.try_step(inputs)  # the first call includes one-time work
-        start = time.perf_counter()
-        collator(_some(rows, batch))
-        loading = time.perf_counter() - start
-        seconds, evaluating = trainer.try_step(inputs)
+        for _ in range(2):  # the first includes one-time work
+            if on_gpu:
+                torch.cuda.reset_peak_memory_stats(device)
+            start = time.perf_counter()
+            inputs = trainer.data_collator(some)
+            loading = time.perf_counter() - start
+            inputs = {name: value.to(device) for name, value in inputs.items()}
+            passing, update, evaluating = trainer.try_step(inputs)
         peak = torch.cuda.max_memory_allocated(device) if on_gpu else None
-        seconds = seconds * length / _length(rows, batch) + loading
-        step = args.gradient_accumulation_steps * seconds + trainer.try_update()
+        passing = passing * (length or tried_length) / tried_length + loading
         evaluation = evaluating * math.ceil(len(rows) / (batch * args.world_size))
-        if (expected := trainer.expected_tokens_per_step) is not None:
+        if expected is not None:
             model: Any = trainer.accelerator.unwrap_model(trainer.model)
             training = model.training
-            model.eval()
-            answering, guessing, token = expected.tried(model)
+            answering, guessing, token = expected.tried(model.eval())
             model.train(training)
             evaluation += guessing
-            once += answering
-            if args.calibrate_tree:
-                once += answering + guessing + TIMED_TOKENS * token
+            once = answering + (answering + guessing + TIMED_TOKENS * token if args.calibrate_tree else 0.0)
     if trainer.clock is not None:
         trainer.clock.expected_evaluation = evaluation
-    return Times(step, evaluation, once), peak
-
-
-def _some(rows: Sequence[Any], batch: int) -> list[Any]:
-    return [rows[number % len(rows)] for number in range(batch)]
-
-
-def _length(rows: Sequence[Any], batch: int) -> int:
-    """Tokens of the rows that are tried."""
-    return sum(len(row["input_ids"]) for row in _some(rows, batch))
+    return Times(args.gradient_accumulation_steps * passing + update, evaluation, once), peak
 
 
 def size(count: float) -> str:

@@ -3,6 +3,9 @@
 A chunk's logits, their loss and its gradient are computed together: no logits are kept for the backward pass, or
 computed again in it, and the base's distribution is computed once per position, whatever the number of heads.
 
+`shift` is how far ahead a head guesses: its logits at position t are for the token at t + shift. The base's own lm_head
+has shift 1, head i (0-based) has 2 + i.
+
 Shapes: B rows, T positions, N labelled positions, M of a chunk, H hidden, F feature layers, V vocabulary, D draft
 vocabulary (V without one), K heads.
 """
@@ -14,47 +17,34 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hf_drafthead.generation.reader import BaseReader, Reading
 from hf_drafthead.modeling.base import DraftHeadPreTrainedModel
 from hf_drafthead.modeling.drafter import Drafter
-from hf_drafthead.training.objectives import (
-    IGNORED,
-    draft_targets,
-    feature_loss,
-    head_weights,
-    label_positions,
-    labelled,
-    rank_counts,
-)
 
+IGNORED = -100  # label without a loss, as everywhere in transformers
 RANKS = 5  # top-1 and top-5 accuracies are logged
 CHUNK = 1 << 22  # most logits that exist at a time on a CPU; GPUs are slow at many small products: 32 times as many
 SCHEDULES = ("constant", "linear", "sine")
 
 
 @dataclass(frozen=True)
-class Objective:
-    """Weights of the three objectives, see `objectives`."""
+class HeadsLoss:
+    """The loss and its weights.
+
+    next_token, teacher, feature: weights of the cross-entropy with the text's tokens (Medusa, section 2.1.1), of that
+    with the base's own distribution (Hydra, section 3.1), and of `feature_loss`; head_decay: head k, counted from 1,
+    counts `head_decay ** k` (Medusa, section 2.2.1); feature_noise: width of the uniform noise on the hidden states
+    that the heads read; reader: reads the base, default: the output projection of the last hidden state gives the
+    logits; base: weight of the base's own loss, 0 where it is not trained (Medusa-1); adapters_off: where given, the
+    base learns its own distribution without adapters, else the text (Medusa-2, section 2.2.2).
+    """
 
     next_token: float = 0.0
     teacher: float = 0.0
     feature: float = 0.0
-
-
-@dataclass(frozen=True)
-class HeadsLoss:
-    """The loss and its weights.
-
-    objective: of every head; head_decay: head k counts `head_decay ** k`; feature_noise: width of the uniform noise on
-    the hidden states that the heads read; reader: reads the base, default: the output projection of
-    the last hidden state gives the logits; base: weight of the base's own loss, 0 where it is not trained
-    (Medusa-1); adapters_off: where given, the base learns its own distribution without adapters, else the text
-    (Medusa-2, section 2.2.2).
-    """
-
-    objective: Objective
     head_decay: float = 1.0
     feature_noise: float = 0.0
     reader: BaseReader | None = None
@@ -68,6 +58,7 @@ class HeadsLoss:
         totals: Tensor | None = None,
         heads_weight: float = 1.0,
         count: bool = True,
+        reading: Reading | None = None,
     ) -> tuple[Tensor, Tensor]:
         """The base's loss, if it is trained, plus the weighted sum of the objectives over all heads.
 
@@ -75,28 +66,17 @@ class HeadsLoss:
             model: in training mode for noise and dropout.
             inputs: `input_ids` (B, T), `labels` (B, T), `attention_mask` (B, T) if rows are padded on the left (on the
                 right nothing sees the padding); `label_positions` (N,), where in the flattened labels there is one,
-                which spares the host a wait for the device; `features` (B, T, H) if the base's last hidden states are
-                known already, of use to heads that read no others.
+                which spares the host a wait for the device.
             totals: (1 + K,) by how many labels the base's and each head's loss is divided; default: of this batch.
             heads_weight: of all heads' losses beside the base's.
             count: count the ranks of the labels.
+            reading: the base's outputs, if they are known.
 
         Returns:
             scalar loss, and LongTensor (K, RANKS + 1): how often each head gave each rank to the label; zeros if they
             are not counted.
         """
-        return self.of_reading(model, inputs, self.read(model, inputs), totals, heads_weight, count)
-
-    def of_reading(
-        self,
-        model: DraftHeadPreTrainedModel,
-        inputs: Mapping[str, Tensor],
-        reading: Reading,
-        totals: Tensor | None = None,
-        heads_weight: float = 1.0,
-        count: bool = True,
-    ) -> tuple[Tensor, Tensor]:
-        """As above, from the base's outputs."""
+        reading = self.read(model, inputs) if reading is None else reading
         like = next(model.drafter.parameters())
         device = like.device  # of a base on several devices the heads are on the last
         labels = inputs["labels"].to(device)
@@ -134,7 +114,8 @@ class HeadsLoss:
             features = features + self.feature_noise * (torch.rand_like(features) - 0.5)
         states = drafter.head_states(features, inputs["input_ids"], inputs.get("attention_mask"))
         length = inputs["labels"].shape[1]
-        scale = scale * torch.tensor(head_weights(len(states), self.head_decay)).to(scale.device, non_blocking=True)
+        decay = [self.head_decay ** (head + 1) for head in range(len(states))]
+        scale = scale * torch.tensor(decay).to(scale.device, non_blocking=True)
         kept = [places % length >= 2 + head for head in range(len(states))]  # others are guessed from before the text
         rows = [
             state.flatten(0, 1).index_select(0, (places - 2 - head).clamp(min=0)) for head, state in enumerate(states)
@@ -143,31 +124,29 @@ class HeadsLoss:
         if drafter.draft_tokens is not None:
             targets = draft_targets(drafter.draft_tokens, targets, model.config.get_text_config().vocab_size)
             learnt = targets != IGNORED
+        weights = [(one if learnt is None else one & learnt).float() * scale[head] for head, one in enumerate(kept)]
         loss = features.new_zeros((), dtype=torch.float32)
-        if self.objective.feature:
+        if self.feature:
             hidden = reading.hidden.flatten(0, 1).index_select(0, places - 1).detach()
-            for head, states_there in enumerate(rows):
-                weights = _weights(kept[head], learnt) * scale[head]
-                loss = loss + self.objective.feature * (feature_loss(states_there, hidden) * weights).sum()
+            for states_there, weight in zip(rows, weights):
+                loss = loss + self.feature * (feature_loss(states_there, hidden) * weight).sum()
         plan = Plan(
             logits=drafter.head_logits,
             targets=targets,
-            weights=[_weights(one, learnt) * scale[head] for head, one in enumerate(kept)],
+            weights=weights,
             kept=kept if count else None,
-            next_token=self.objective.next_token,
-            teacher=self.objective.teacher,
+            next_token=self.next_token,
+            teacher=self.teacher,
             size=self._chunk(drafter.choices, places.device),
         )
-        if self.objective.teacher:
+        if self.teacher:
             scores = reading.scores.flatten(0, 1).index_select(0, places - 1).detach()
             plan = plan._replace(teachers=lambda chunk: self._teachers(model, scores[chunk]))
         projected, counts = projected_loss(plan, rows, _learning(drafter, model.base.get_output_embeddings()))
         return loss + projected, counts
 
     def read(self, model: DraftHeadPreTrainedModel, inputs: Mapping[str, Tensor], learn: bool = True) -> Reading:
-        """Run the base over a batch, or take its hidden states as given; with gradients where it is trained."""
-        if "features" in inputs and model.drafter.reads in ((-1,), ()):
-            return Reading(inputs["features"], inputs["features"], inputs["features"])
+        """Run the base over a batch, with gradients where it is trained."""
         base, was_training = model.base, model.base.training
         learns = bool(self.base) and learn
         if was_training and not learns:
@@ -190,26 +169,25 @@ class HeadsLoss:
         places: Tensor,
     ) -> Tensor:
         """Cross-entropy with the text, or KL divergence from the base's distribution without adapters; summed."""
-        reader, itself = self._reader(model), self.adapters_off is not None
-        vocabulary = model.config.get_text_config().vocab_size
-        rows = reading.scores.to(places.device).flatten(0, 1).index_select(0, places - 1)
+        reader, teachers = self._reader(model), None
+        if self.adapters_off is not None:
+            with torch.no_grad(), self.adapters_off():
+                before = self.read(model, inputs, learn=False).scores.flatten(0, 1).index_select(0, places - 1)
+
+            def teachers(chunk: slice) -> Tensor:
+                return reader.logits(before[chunk]).float().softmax(-1)  # type: ignore[no-any-return]
+
         plan = Plan(
             logits=lambda head, scores: reader.logits(scores),
             targets=labels.flatten()[places],
             weights=[torch.ones_like(places, dtype=torch.float32)],
-            next_token=float(not itself),
-            teacher=float(itself),
-            size=self._chunk(vocabulary, places.device),
+            next_token=float(teachers is None),
+            teacher=float(teachers is not None),
+            teachers=teachers,
+            divergence=True,
+            size=self._chunk(model.config.get_text_config().vocab_size, places.device),
         )
-        if self.adapters_off is None:
-            return projected_loss(plan, [rows], _learning(model.base.get_output_embeddings()))[0]
-        with torch.no_grad(), self.adapters_off():
-            before = self.read(model, inputs, learn=False).scores.flatten(0, 1).index_select(0, places - 1)
-
-        def teachers(chunk: slice) -> Tensor:
-            return reader.logits(before[chunk]).float().softmax(-1)  # type: ignore[no-any-return]
-
-        plan = plan._replace(teachers=teachers, divergence=True)
+        rows = reading.scores.to(places.device).flatten(0, 1).index_select(0, places - 1)
         return projected_loss(plan, [rows], _learning(model.base.get_output_embeddings()))[0]
 
     def _teachers(self, model: DraftHeadPreTrainedModel, scores: Tensor) -> Tensor:
@@ -247,15 +225,11 @@ class Plan(NamedTuple):
 
 
 def projected_loss(plan: Plan, states: Sequence[Tensor], parameters: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """The sum of all heads' weighted cross-entropies, with their gradients.
+    """The sum of all heads' weighted cross-entropies, with their gradients; how often each rank was given to a label.
 
     Args:
-        plan: see there.
         states: of each head (N, H), at the same labels.
         parameters: that `plan.logits` may use and that learn.
-
-    Returns:
-        scalar loss, and LongTensor (K, RANKS + 1): how often each rank was given to the label.
     """
     return _ProjectedLoss.apply(plan, len(states), *states, *parameters)
 
@@ -332,10 +306,6 @@ def _cross_entropy(
     return lost.float(), gradient.to(logits.dtype)
 
 
-def _weights(kept: Tensor, learnt: Tensor | None) -> Tensor:
-    return (kept if learnt is None else kept & learnt).float()
-
-
 def _learning(*modules: nn.Module) -> list[Tensor]:
     """What learns of some modules: parameters, or what stands for them while they are computed in another type."""
     return [tensor for module in modules for tensor in module.parameters() if tensor.requires_grad]
@@ -357,18 +327,59 @@ def computed_in(drafter: Drafter, dtype: torch.dtype) -> Iterator[None]:
             module._parameters[name] = parameter
 
 
+def labelled(labels: Tensor, shift: int) -> Tensor:
+    """Which positions t of (B, T) have a label at t + shift; none in rows of at most `shift` tokens."""
+    if labels.shape[1] <= shift:
+        return torch.zeros_like(labels, dtype=torch.bool)
+    return F.pad(labels[:, shift:] != IGNORED, (0, shift))
+
+
+def label_positions(labels: Tensor) -> Tensor:
+    """Where in the flattened labels (B, T) there is one that the base predicts, (N,); the host waits for the device."""
+    return F.pad(labels[:, 1:] != IGNORED, (1, 0)).flatten().nonzero().flatten()
+
+
 def label_counts(labels: Tensor, heads: int) -> Tensor:
     """How many labels the base and each head have in a batch (B, T): (1 + K,)."""
     return torch.stack([labelled(labels, 1 + head).sum() for head in range(1 + heads)])
 
 
 def heads_share(schedule: str, step: int, steps: int) -> float:
-    """The share of the heads' weight that is applied at a step: 1, or rising to 1 along a line or a quarter sine.
-
-    Args:
-        schedule: "constant", "linear" or "sine".
-        step: optimizer steps done.
-        steps: of the whole training.
-    """
+    """The share of the heads' weight at a step of so many: 1, or rising to 1 along a line or a quarter sine."""
     done = min(step / max(steps, 1), 1.0)
     return {"constant": 1.0, "linear": done, "sine": math.sin(math.pi / 2 * done)}[schedule]
+
+
+def feature_loss(states: Tensor, hidden: Tensor) -> Tensor:
+    """Smooth L1 distance (M,), averaged over H, of states (M, H) to the base's hidden state (M, H) for the same token.
+
+    EAGLE's regression loss; Hydra's code has it too, as its reconstruction loss.
+    """
+    return F.smooth_l1_loss(states.float(), hidden.float(), reduction="none").mean(-1)
+
+
+def rank_counts(logits: Tensor, targets: Tensor, ranks: int, counted: Tensor | None = None) -> Tensor:
+    """How often the label was a head's best guess, its second best, and so on: LongTensor (ranks + 1,).
+
+    The last entry counts labels that are at none of the ranks, which is where a NaN is. The sum of the first k over the
+    sum of all is the top-k accuracy.
+
+    Args:
+        logits: (M, V) of one head; targets (M,) are token ids, or IGNORED for one that the head cannot guess.
+        counted: (M,) which positions count; None for all.
+    """
+    rank = (~(logits <= logits.gather(1, targets.clamp(min=0)[:, None]))).sum(1).clamp(max=ranks)
+    rank = rank.where(targets != IGNORED, ranks)
+    rank = rank if counted is None else rank.where(counted, -1)
+    return (rank[:, None] == torch.arange(ranks + 1, device=rank.device)).sum(0)
+
+
+def draft_targets(draft_tokens: Tensor, targets: Tensor, vocabulary: int) -> Tensor:
+    """Targets (M,) among the draft tokens (D,), IGNORED where the token id in `targets` (M,) is none of them.
+
+    A token that a drafter cannot guess has no loss. EAGLE-3's trainer leaves out the positions where the base's own
+    choice is no draft token, which on the base's own greedy text are the same. `vocabulary` is V, of the base.
+    """
+    places = torch.full((vocabulary,), IGNORED, device=targets.device)
+    places[draft_tokens] = torch.arange(len(draft_tokens), device=places.device)
+    return places[targets]

@@ -1,6 +1,7 @@
 """What a training records in addition to the weights: how it was run, and what must not change when it is resumed."""
 
 import hashlib
+import itertools
 import json
 import os
 import platform
@@ -51,12 +52,7 @@ def recent_loss(history: Sequence[dict[str, Any]]) -> float | None:
 
 
 def check_run(output: Path, run: dict[str, Any], resume: bool) -> None:
-    """Record what is being trained in a folder, or refuse to resume with something else.
-
-    Args:
-        output: folder of the checkpoints.
-        run: what must stay the same.
-        resume: continue from the existing checkpoints.
+    """Record in a folder of checkpoints what must stay the same, or refuse to resume with something else.
 
     Raises:
         ValueError: another run's checkpoints are there, or some are and they are not to be resumed.
@@ -87,13 +83,9 @@ def save_whole(
     include_base: bool,
     state_dict: dict[str, torch.Tensor] | None = None,
 ) -> None:
-    """Save the model so that the folder always holds a complete model, the old one or the new one.
+    """Save heads, and the base if asked for, so that the folder always holds a complete model, the old or the new one.
 
     Args:
-        model: heads and base.
-        tokenizer: the base's.
-        output: folder.
-        include_base: save the base too.
         state_dict: the model's tensors, where it is spread over processes.
 
     Raises:
@@ -127,38 +119,22 @@ def write_whole(file: Path, content: str | Iterable[bytes]) -> None:
 
 
 def plot_training(history: Sequence[dict[str, Any]], file: Path) -> None:
-    """Top-1 accuracy of every head and tokens per step over the steps, on held-out rows.
-
-    Args:
-        history: the Trainer's `state.log_history`.
-        file: of the picture; its ending says which kind.
-    """
+    """Top-1 accuracy of every head and tokens per step over the steps of a Trainer's history, on held-out rows."""
     from matplotlib.figure import Figure
 
     rows = [entry for entry in history if "eval_loss" in entry]
     steps = [entry["step"] for entry in rows]
     figure = Figure(figsize=(9, 3.5), layout="constrained")
     heads, speed = figure.subplots(1, 2)
-    head = 0
-    while rows and f"eval_head{head}_top1" in rows[0]:
+    for head in itertools.takewhile(lambda head: rows and f"eval_head{head}_top1" in rows[0], itertools.count()):
         heads.plot(steps, [entry[f"eval_head{head}_top1"] for entry in rows], marker="o", label=f"head {head + 1}")
-        head += 1
     heads.set(xlabel="step", ylabel="top-1 accuracy", title="held-out rows", ylim=(0, 1))
-    if head:
+    if rows:
         heads.legend()
     told = [entry for entry in rows if entry.get("eval_tokens_per_step") is not None]
     speed.plot([entry["step"] for entry in told], [entry["eval_tokens_per_step"] for entry in told], marker="o")
     speed.set(xlabel="step", ylabel="tokens per step", title="expected of a 64-node tree")
     figure.savefig(file, dpi=120)
-
-
-def no_number(what: str, args: Any, state: Any) -> FloatingPointError:
-    """The error for a step whose loss or gradient is NaN or infinite."""
-    kept = whole_checkpoint(Path(args.output_dir))
-    return FloatingPointError(
-        f"{what} in step {state.global_step + 1}: lower the learning rate (now {args.learning_rate:g}) or check the "
-        f"data; {f'{kept} is complete and can be resumed from.' if kept else 'no checkpoint had been written yet.'}"
-    )
 
 
 def whole_checkpoint(folder: Path) -> Path | None:

@@ -10,8 +10,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
 from transformers import set_seed
 from transformers.trainer_utils import SchedulerType
 from transformers.utils import logging
@@ -24,15 +25,13 @@ from hf_drafthead.modeling.gguf_files import load_tokenizer
 from hf_drafthead.training.arguments import JOINT, OBJECTIVE_WEIGHTS, QUICK_WIDTH, DraftHeadTrainingArguments
 from hf_drafthead.training.callbacks import Clock, agreed, duration, show_progress
 from hf_drafthead.training.examples import (
-    Likeness,
-    PaddingCollator,
+    USUAL_LENGTH,
     PreparedData,
     choose_vocabulary,
+    collate,
     likeness,
     longest_text_of,
-    most_tokens,
     own_prompts,
-    padding_token,
     refuse_short_rows,
 )
 from hf_drafthead.training.expected_tokens_per_step import ExpectedTokensPerStep
@@ -75,16 +74,6 @@ class Trained:
     history: list[dict[str, Any]] = dataclasses.field(default_factory=list)
 
 
-class Lesson(NamedTuple):
-    """What is trained on what: the model, its tokenizer, its rows, and what was found out about these."""
-
-    model: DraftHeadPreTrainedModel
-    tokenizer: Any
-    data: PreparedData
-    coverage: float | None
-    likeness: Likeness | None = None
-
-
 def train_heads(
     base: str | os.PathLike,
     family: str,
@@ -122,22 +111,29 @@ def train_heads(
         OSError, ValueError: base, data or arguments that do not fit.
         FloatingPointError: the loss became NaN or infinite.
     """
-    output = Path(output)
-    settings = _settings(family, data, output, joint, load or {}, arguments)
-    tell = tell if settings.process_index == 0 else lambda line: None
-    lesson = _lesson(base, family, data, settings, heads, fields or {}, load or {}, arguments, tell)
-    if settings.process_index == 0 and not dry_run:
-        check_run(output, _identity(family, lesson, joint), resume)
-    trainer = _trainer(lesson, settings, joint, arguments)
-    expected = _expected(trainer, lesson, tell)
+    output, fields, load = Path(output), fields or {}, load or {}
+    settings = _settings(family, data, output, joint, load, arguments)
+    first = settings.process_index == 0
+    say = (tell or logger.warning) if first else lambda line: None
+    set_seed(settings.seed)
+    model, tokenizer = _model(base, family, heads, fields, load, settings, say)
+    prepared = _prepared(model, tokenizer, data, settings, say)
+    about = {"family": family, "base": str(base), "joint": joint}
+    about["draft_vocab_coverage"] = choose_vocabulary(model, prepared.rows) if heads is None else None
+    about["likeness"] = _likeness(model, prepared, settings) if first else None
+    if first and not dry_run:
+        check_run(output, _identity(model, prepared, about), resume)
+    trainer = _trainer(model, prepared, settings, joint, arguments)
+    expected = _expected(trainer, prepared, say) if first else None
+    settings.num_train_epochs = agreed(settings.num_train_epochs, settings)
     if dry_run:
         with suppress(OSError):  # the Trainer makes the folder; one that holds something stays
             output.rmdir()
-        return Trained(lesson.model, {"forecast": None if expected is None else expected.to_json()})
-    trainer.resume(_checkpoint(output, expected, tell) if resume else None)
-    summary = _summary(trainer, lesson, base, family, joint)
-    _save(trainer, lesson, summary, output, joint)
-    return Trained(lesson.model, summary, [*trainer.state.log_history])
+        return Trained(model, {"forecast": None if expected is None else vars(expected)})
+    trainer.resume(_checkpoint(output, expected, say) if resume else None)
+    summary = {**about, **_summary(trainer, prepared)}
+    _save(trainer, tokenizer, prepared, summary)
+    return Trained(model, summary, [*trainer.state.log_history])
 
 
 def _settings(
@@ -149,79 +145,63 @@ def _settings(
         os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
     if not isinstance(data, (str, os.PathLike, PreparedData)) and not hasattr(data, "__len__"):
         arguments["streaming"] = True  # an IterableDataset
+    defaults: dict[str, Any] = {
+        "per_device_train_batch_size": 4,
+        "per_device_eval_batch_size": 4,
+        "eval_strategy": "steps",
+        "eval_steps": 0.1,
+        "save_steps": 0.1,
+        "save_total_limit": 2,
+        "logging_steps": 10,
+        "logging_nan_inf_filter": False,  # which waits for the device in every step
+        "report_to": "tensorboard" if find_spec("tensorboard") else "none",
+    }
+    if arguments.get("streaming"):
+        if "max_steps" not in arguments:
+            raise ValueError(
+                "with streaming the length of an epoch is not known: give the steps with --set max_steps=N."
+            )
+        # rows of a stream have different lengths: every process makes its own batches
+        defaults["accelerator_config"] = {"dispatch_batches": False}
     together = {**JOINT, **find_family(family).joint_recipe} if joint else {}
-    defaults = _defaults(bool(arguments.get("streaming")), arguments)
     return DraftHeadTrainingArguments.for_family(family, str(output), **{**together, **defaults, **arguments})
 
 
-def _lesson(
+def _model(
     base: str | os.PathLike,
     family: str,
-    data: Any,
-    settings: DraftHeadTrainingArguments,
     heads: str | os.PathLike | None,
     fields: dict[str, Any],
     load: dict[str, Any],
-    arguments: dict[str, Any],
-    tell: Tell | None,
-) -> Lesson:
-    """Load the model and read the data."""
-    set_seed(settings.seed)
-    model = _model(base, family, heads, fields, load)
-    if heads is None and settings.recipe != "paper" and "share_lm_head" not in fields:
-        share_large_projections(model, tell or logger.warning)
-    if settings.recipe == "quick" and "learning_rate" not in arguments:
-        settings.learning_rate *= min(1.0, (QUICK_WIDTH / model.config.get_text_config().hidden_size) ** 0.5)
-    tokenizer = load_tokenizer(base, load.get("gguf_file"))
-    tokenizer.chat_template = settings.chat_template or tokenizer.chat_template
-    if not isinstance(data, PreparedData):
-        from hf_drafthead.training.data import read_data  # which needs `datasets`
-
-        data = read_data(model, tokenizer, data, settings)
-        if data.report is not None and settings.process_index == 0:
-            (tell or (logger.warning if data.report.refused else logger.info))(str(data.report))
-    refuse_short_rows(model, data.held_out)
-    coverage = choose_vocabulary(model, data.rows) if heads is None else None
-    looks = None
-    if settings.process_index == 0:
-        placed = hasattr(model.base, "hf_quantizer") or hasattr(model.base, "hf_device_map")
-        if not (placed or _sharded()):
-            model.to(settings.device)  # as the Trainer does next
-        looks = likeness(model.base.eval(), data.held_out, settings.per_device_eval_batch_size)
-        if looks is not None and (warning := looks.warning()):
-            logger.warning(warning)
-    return Lesson(model, tokenizer, data, coverage, looks)
-
-
-def _model(
-    base: str | os.PathLike, family: str, heads: str | os.PathLike | None, fields: dict[str, Any], load: dict[str, Any]
-) -> DraftHeadPreTrainedModel:
-    """Fresh heads, or trained ones, in training mode on their base."""
+    settings: DraftHeadTrainingArguments,
+    tell: Tell,
+) -> tuple[Any, Any]:
+    """Fresh heads, or trained ones, in training mode on their base; and its tokenizer."""
     if heads is None:
-        return fresh_heads(family, base, **fields, **load)
-    if fields:
+        model: Any = fresh_heads(family, base, **fields, **load)
+        if settings.recipe != "paper" and "share_lm_head" not in fields:
+            share_large_projections(model, tell)
+    elif fields:
         raise ValueError(
             f"{', '.join(sorted(fields))} cannot be set for trained heads, whose config is fixed: leave them "
             "out, or train fresh heads."
         )
-    trained: Any = find_family(family).model_class.from_pretrained(heads, base_model=base, **load)
-    if (found := trained.config.family) != family:
-        raise ValueError(
-            f"the heads in {str(heads)!r} are {found!r} heads, not {family!r} ones: give --family {found}."
-        )
-    return trained
+    else:
+        model = find_family(family).model_class.from_pretrained(heads, base_model=base, **load)
+        if (saved := model.config.family) != family:
+            raise ValueError(
+                f"the heads in {str(heads)!r} are {saved!r} heads, not {family!r} ones: give --family {saved}."
+            )
+    tokenizer = load_tokenizer(base, load.get("gguf_file"))
+    tokenizer.chat_template = settings.chat_template or tokenizer.chat_template
+    return model, tokenizer
 
 
 def share_large_projections(model: DraftHeadPreTrainedModel, tell: Tell) -> None:
     """Let fresh heads share the base's lm_head where projections of their own would exceed a third of the base."""
     config: Any = model.config
     own = getattr(model.drafter, "projections", None)
-    if (
-        own is None
-        or config.share_lm_head
-        or getattr(config, "lm_head_rank", None)
-        or getattr(config, "lm_head_bias", 0)
-    ):
+    if own is None or any(getattr(config, name, None) for name in ("share_lm_head", "lm_head_rank", "lm_head_bias")):
         return
     size, base = (sum(one.numel() for one in module.parameters()) for module in (own, model.base))
     if 3 * size <= base:
@@ -238,16 +218,49 @@ def share_large_projections(model: DraftHeadPreTrainedModel, tell: Tell) -> None
     )
 
 
+def _prepared(
+    model: DraftHeadPreTrainedModel, tokenizer: Any, data: Any, settings: DraftHeadTrainingArguments, tell: Tell
+) -> PreparedData:
+    """The data as rows of token ids."""
+    settings.max_length = settings.max_length or min(USUAL_LENGTH, longest_text_of(model))
+    if not isinstance(data, PreparedData):
+        from hf_drafthead.training.data import read_data  # which needs `datasets`
+
+        data = read_data(model, tokenizer, data, settings)
+        tell(str(data.report))
+    refuse_short_rows(model, data.held_out)
+    return data
+
+
+def _likeness(
+    model: DraftHeadPreTrainedModel, data: PreparedData, settings: DraftHeadTrainingArguments
+) -> dict[str, float] | None:
+    """How well the base predicts the held-out rows."""
+    placed = hasattr(model.base, "hf_quantizer") or hasattr(model.base, "hf_device_map")
+    if not (placed or _sharded()):
+        model.to(settings.device)  # as the Trainer does next
+    return likeness(model.base.eval(), data.held_out, settings.per_device_eval_batch_size)
+
+
+def _prompts(model: DraftHeadPreTrainedModel, data: PreparedData, settings: DraftHeadTrainingArguments) -> list[Tensor]:
+    """Of the held-out rows, for the base's own answers."""
+    return own_prompts(data.held_out, FORETOLD_PROMPTS, longest_text_of(model) - settings.answer_tokens)
+
+
 def _trainer(
-    lesson: Lesson, settings: DraftHeadTrainingArguments, joint: bool, arguments: dict[str, Any]
+    model: DraftHeadPreTrainedModel,
+    data: PreparedData,
+    settings: DraftHeadTrainingArguments,
+    joint: bool,
+    arguments: dict[str, Any],
 ) -> DraftHeadTrainer:
     """The Trainer, ready to train."""
-    model, data = lesson.model, lesson.data
+    if settings.recipe == "quick" and "learning_rate" not in arguments:
+        settings.learning_rate *= min(1.0, (QUICK_WIDTH / model.config.get_text_config().hidden_size) ** 0.5)
     if joint and settings.lora_rank:
         add_lora(model, settings.lora_rank)
-    prompts = own_prompts(data.held_out, FORETOLD_PROMPTS, longest_text_of(model) - settings.answer_tokens)
     expected_tokens_per_step = None
-    if prompts:
+    if prompts := _prompts(model, data, settings):
         expected_tokens_per_step = ExpectedTokensPerStep(
             prompts,
             settings.answer_tokens,
@@ -261,7 +274,7 @@ def _trainer(
         settings,
         train_dataset=data.rows,
         eval_dataset=data.held_out,
-        data_collator=PaddingCollator(padding_token(model, lesson.tokenizer)),
+        data_collator=collate,
         expected_tokens_per_step=expected_tokens_per_step,
         clock=Clock(Path(settings.output_dir) / "clock.json", settings.hours, None if chosen else EVALUATIONS),
     )
@@ -269,25 +282,21 @@ def _trainer(
     return trainer
 
 
-def _expected(trainer: DraftHeadTrainer, lesson: Lesson, tell: Tell | None) -> Forecast | None:
-    """What the training will take, told with remarks on it; in one process only."""
-    settings, expected = trainer.args, None
-    if settings.process_index == 0:
-        expected = forecast(trainer, lesson.data, trainer.data_collator)
-        (tell or logger.info)(str(expected))
-        for remark in remarks(expected, settings):
-            (tell or logger.warning)(remark)
-    settings.num_train_epochs = agreed(settings.num_train_epochs, settings)
+def _expected(trainer: DraftHeadTrainer, data: PreparedData, tell: Tell) -> Forecast:
+    """What the training will take, told with remarks on it."""
+    expected = forecast(trainer, data)
+    for line in (str(expected), *remarks(expected, trainer.args)):
+        tell(line)
     return expected
 
 
-def _checkpoint(output: Path, expected: Forecast | None, tell: Tell | None) -> Path:
+def _checkpoint(output: Path, expected: Forecast | None, tell: Tell) -> Path:
     """The checkpoint to resume from."""
     checkpoint = whole_checkpoint(output)
     if checkpoint is None:
         raise ValueError(f"{str(output)!r} holds no complete checkpoint to resume from: leave --resume out.")
     if expected is not None:
-        (tell or logger.info)(f"resuming from step {checkpoint.name.rpartition('-')[2]} of {expected.steps}")
+        tell(f"resuming from step {checkpoint.name.rpartition('-')[2]} of {expected.steps}")
     return checkpoint
 
 
@@ -313,11 +322,9 @@ def remarks(expected: Forecast, settings: DraftHeadTrainingArguments) -> list[st
     return lines
 
 
-def _summary(
-    trainer: DraftHeadTrainer, lesson: Lesson, base: str | os.PathLike, family: str, joint: bool
-) -> dict[str, Any]:
-    """The content of `training_summary.json`, after a last evaluation if one is missing."""
-    settings, state, model, data = trainer.args, trainer.state, lesson.model, lesson.data
+def _summary(trainer: DraftHeadTrainer, data: PreparedData) -> dict[str, Any]:
+    """What `training_summary.json` says of the training, after a last evaluation if one is missing."""
+    settings, state, model = trainer.args, trainer.state, trainer.accelerator.unwrap_model(trainer.model)
     hours = 0.0 if trainer.clock is None else trainer.clock.hours
     evaluated = [entry for entry in state.log_history if "eval_loss" in entry]
     best = settings.load_best_model_at_end and state.best_model_checkpoint
@@ -327,15 +334,11 @@ def _summary(
     model.drafter.to(last_layer(model.base)[1])  # in the type that they are loaded in
     return {
         **provenance(),
-        "family": family,
-        "base": str(base),
         "base_revision": model.config.base_model_revision,
         "data": data.source,
         "data_sha256": data.sha256,
         "data_report": data.report and data.report.to_json(),
-        "likeness": None if lesson.likeness is None else vars(lesson.likeness),
         "seed": settings.seed,
-        "joint": joint,
         "recipe": settings.recipe,
         "steps": state.global_step,
         "best_step": step if best else None,
@@ -346,11 +349,10 @@ def _summary(
         "schedule": SchedulerType(settings.lr_scheduler_type).value,
         "warmup": settings.warmup_steps,
         "weight_decay": settings.weight_decay,
-        "max_length": settings.max_length or most_tokens(model),
+        "max_length": settings.max_length,
         "packing": settings.packing,
-        "draft_vocab_coverage": lesson.coverage,
         "dtype": str(model.base.dtype).removeprefix("torch."),
-        "lora_rank": settings.lora_rank if joint else None,
+        "lora_rank": settings.lora_rank if settings.base_weight else None,
         "held_out": {name.removeprefix("eval_"): value for name, value in metrics.items() if name.startswith("eval_")},
         "tokens_per_step": metrics.get("eval_tokens_per_step"),
         "answer_temperature": settings.answer_temperature,
@@ -359,24 +361,29 @@ def _summary(
     }
 
 
-def _save(trainer: DraftHeadTrainer, lesson: Lesson, summary: dict[str, Any], output: Path, joint: bool) -> None:
+def _save(trainer: DraftHeadTrainer, tokenizer: Any, data: PreparedData, summary: dict[str, Any]) -> None:
     """Save heads, summary and picture, and the fastest tree if it is to be measured."""
-    model, settings = lesson.model, trainer.args
+    model, settings = trainer.accelerator.unwrap_model(trainer.model), trainer.args
+    output, joint = Path(settings.output_dir), summary["joint"]
     gathered = trainer.accelerator.get_state_dict(trainer.model_wrapped) if trainer.is_fsdp_enabled else None
     if not trainer.is_world_process_zero():
         return
     if joint and settings.lora_rank:
         merge_lora(model)
-    save_whole(model, lesson.tokenizer, output, include_base=joint, state_dict=gathered)
+    save_whole(model, tokenizer, output, include_base=joint, state_dict=gathered)
     model.name_or_path = str(output)  # a push finds tokenizer and summary there
     write_whole(output / SUMMARY, json.dumps(summary, indent=2, default=str) + "\n")
     if find_spec("matplotlib"):
         plot_training(trainer.state.log_history, output / PICTURE)
     if not settings.calibrate_tree:
         return
-    prompts = own_prompts(lesson.data.held_out, FORETOLD_PROMPTS, longest_text_of(model) - settings.answer_tokens)
     try:
-        calibrate(model, prompts, new_tokens=settings.answer_tokens, temperature=settings.answer_temperature)
+        calibrate(
+            model,
+            _prompts(model, data, settings),
+            new_tokens=settings.answer_tokens,
+            temperature=settings.answer_temperature,
+        )
     except (ValueError, Unsupported) as reason:
         logger.warning(f"no tree was calibrated: {reason}")
     else:
@@ -401,33 +408,13 @@ def _sharded() -> bool:
     return os.environ.get("ACCELERATE_USE_FSDP", "false").lower() in ("1", "true")
 
 
-def _identity(family: str, lesson: Lesson, joint: bool) -> dict[str, Any]:
+def _identity(model: DraftHeadPreTrainedModel, data: PreparedData, about: dict[str, Any]) -> dict[str, Any]:
     """What must stay the same when a training is resumed."""
-    config = lesson.model.config
-    values = {name: getattr(config, name) for name in sorted(config.heads_fields())}
+    values = {name: getattr(model.config, name) for name in sorted(model.config.heads_fields())}
     return {
-        "family": family,
+        "family": about["family"],
         "config": {name: value for name, value in values.items() if isinstance(value, (bool, int, float, str, list))},
-        "base": base_fingerprint(lesson.model.base),
-        "data": lesson.data.sha256,
-        "joint": joint,
-    }
-
-
-def _defaults(streaming: bool, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Default training arguments: about ten evaluations and checkpoints, logs to tensorboard where it is installed."""
-    if streaming and "max_steps" not in arguments:
-        raise ValueError("with streaming the length of an epoch is not known: give the steps with --set max_steps=N.")
-    return {
-        "per_device_train_batch_size": 4,
-        "per_device_eval_batch_size": 4,
-        "eval_strategy": "steps",
-        "eval_steps": 0.1,
-        "save_steps": 0.1,
-        "save_total_limit": 2,
-        "logging_steps": 10,
-        "logging_nan_inf_filter": False,  # which waits for the device in every step
-        "report_to": "tensorboard" if find_spec("tensorboard") else "none",
-        # rows of a stream have different lengths: every process makes its own batches
-        **({"accelerator_config": {"dispatch_batches": False}} if streaming else {}),
+        "base": base_fingerprint(model.base),
+        "data": data.sha256,
+        "joint": about["joint"],
     }

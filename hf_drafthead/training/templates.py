@@ -5,12 +5,13 @@ where the template puts one. A token with any of these characters counts.
 """
 
 import copy
+from contextlib import suppress
 from typing import Any
 
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from hf_drafthead.data.chats import Chat, Refused
-from hf_drafthead.training.objectives import IGNORED
+from hf_drafthead.training.heads_loss import IGNORED
 
 # placeholders that no chat contains and no template strips, splits or changes
 QUESTION, ANSWER, SYSTEM = "QzPxquestionQzPx", "QzPxanswerQzPx", "QzPxsystemQzPx"
@@ -20,11 +21,7 @@ TOOLS_LEFT_OUT = "tools left out by the chat template"
 
 
 def need_offsets(tokenizer: Any) -> None:
-    """Refuse a tokenizer without character offsets.
-
-    Raises:
-        ValueError: it is not a fast one.
-    """
+    """ValueError for a tokenizer without character offsets, one that is not fast."""
     if not getattr(tokenizer, "is_fast", False):
         raise ValueError(
             f"{type(tokenizer).__name__} has no character offsets, which are needed to mark the answers: load a fast "
@@ -34,24 +31,11 @@ def need_offsets(tokenizer: Any) -> None:
 
 
 def encode_span(tokenizer: Any, text: str, spans: list[tuple[int, int]]) -> tuple[list[int], list[int]]:
-    """Token ids of a text without special tokens of its own, and labels: the ids within the spans, else IGNORED.
-
-    Args:
-        tokenizer: one whose offsets are whole (`without_post_processor`).
-        text: as a template rendered it.
-        spans: characters from (included) and to (excluded), in order.
-    """
+    """Token ids of a rendered text, and labels: the ids within the spans of characters, else IGNORED."""
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     ids = encoded["input_ids"]
-    labels = [IGNORED] * len(ids)
-    left = iter(spans)
-    span = next(left, None)
-    for place, (begin, end) in enumerate(encoded["offset_mapping"]):
-        while span is not None and begin >= span[1]:
-            span = next(left, None)
-        if span is not None and end > span[0]:
-            labels[place] = ids[place]
-    return ids, labels
+    within = (any(begin < end and last > first for first, end in spans) for begin, last in encoded["offset_mapping"])
+    return ids, [token if inside else IGNORED for token, inside in zip(ids, within)]
 
 
 def without_post_processor(tokenizer: Any) -> Any:
@@ -63,11 +47,7 @@ def without_post_processor(tokenizer: Any) -> Any:
 
 
 def refuse_unknown(tokenizer: Any, ids: list[int], vocab_size: int | None) -> None:
-    """Refuse tokens that a base cannot embed: they were added to its tokenizer alone.
-
-    Raises:
-        Refused: there is one.
-    """
+    """Refused where a base cannot embed one of the tokens: they were added to its tokenizer alone."""
     if vocab_size is not None and (most := max(ids, default=0)) >= vocab_size:
         raise Refused(
             f"it has the token {tokenizer.convert_ids_to_tokens(most)!r}, number {most} of the tokenizer, but the base "
@@ -124,14 +104,12 @@ class ChatEncoder:
         self.lead = before[len(prompt) :] if before.startswith(prompt) else ""
         # without one the answer's header, if there is any, would be taken for the assistant's words
         self._has_prompt = prompt != self.render([question]) or not self.lead.strip()
-        self.takes_system = self._shows([{"role": "system", "content": SYSTEM}, question, answer], SYSTEM)
+        self.takes_system = False
+        with suppress(Refused):
+            self.takes_system = SYSTEM in self.render([{"role": "system", "content": SYSTEM}, question, answer])
 
     def render(self, messages: list[dict[str, Any]], prompt: bool = False, tools: list[Any] | None = None) -> str:
-        """The text of a chat, with the generation prompt behind it if asked for.
-
-        Raises:
-            Refused: the template refuses the chat.
-        """
+        """The text of a chat, with the generation prompt behind it if asked for; Refused where the template refuses."""
         try:
             texts, _ = render_jinja_template(
                 conversations=[messages],
@@ -145,11 +123,7 @@ class ChatEncoder:
         return texts[0]  # type: ignore[no-any-return]
 
     def before_question(self, messages: list[dict[str, Any]]) -> str:
-        """The text of a chat up to where the user's next words stand.
-
-        Raises:
-            Refused: the template refuses the chat, or does not show a user's words once.
-        """
+        """The text of a chat up to where the user's next words stand; Refused where these are not shown once."""
         parts = self.render([*messages, {"role": "user", "content": QUESTION}]).split(QUESTION)
         if len(parts) != 2:
             raise Refused(f"the chat template shows a user's words {len(parts) - 1} times")
@@ -260,12 +234,6 @@ class ChatEncoder:
         if len(parts) != 2:
             raise Refused(f"the chat template shows turn {number} {len(parts) - 1} times")
         return parts[0], parts[1]
-
-    def _shows(self, messages: list[dict[str, str]], words: str) -> bool:
-        try:
-            return words in self.render(messages)
-        except Refused:
-            return False
 
     def _before_special(self, text: str) -> tuple[str, str]:
         """What a text holds in front of its first special token, and that token; nothing if it holds none."""

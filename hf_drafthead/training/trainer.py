@@ -3,6 +3,7 @@
 Shapes: B rows, T positions, K heads.
 """
 
+import dataclasses
 import functools
 import itertools
 import sys
@@ -10,7 +11,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -23,11 +24,10 @@ from transformers.utils import logging
 from hf_drafthead.generation.reader import BaseReader
 from hf_drafthead.modeling.base import DraftHeadPreTrainedModel
 from hf_drafthead.modeling.families import find_family
-from hf_drafthead.training.arguments import OBJECTIVE_WEIGHTS, DraftHeadTrainingArguments
-from hf_drafthead.training.callbacks import LOOKS, ClipEveryGradient, Clock, StopOnNonFinite
+from hf_drafthead.training.arguments import DraftHeadTrainingArguments
+from hf_drafthead.training.callbacks import CheckGradients, Clock
 from hf_drafthead.training.expected_tokens_per_step import ExpectedTokensPerStep
-from hf_drafthead.training.heads_loss import RANKS, HeadsLoss, Objective, heads_share, label_counts
-from hf_drafthead.training.record import no_number
+from hf_drafthead.training.heads_loss import RANKS, HeadsLoss, heads_share, label_counts
 
 if TYPE_CHECKING:
     from peft.tuners.tuners_utils import BaseTunerLayer
@@ -72,8 +72,8 @@ class DraftHeadTrainer(Trainer):
         clock: Clock | None = None,
         **kwargs: Any,
     ) -> None:
-        adapters = adapter_layers(model.base)
-        if args.base_objective == "itself" and not adapters:
+        adapters, itself = adapter_layers(model.base), args.base_objective == "itself"
+        if itself and not adapters:
             raise ValueError(
                 "base_objective is 'itself', but the base has no adapters that could be switched off: call "
                 "add_lora(model) first, or set base_objective to 'text'."
@@ -100,19 +100,11 @@ class DraftHeadTrainer(Trainer):
             self.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
         self.model_accepts_loss_kwargs = True  # the loss is divided by the labels of the whole step
         self.expected_tokens_per_step = expected_tokens_per_step
-        self._loss = HeadsLoss(
-            Objective(args.next_token_weight, args.teacher_weight, args.feature_weight),
-            head_decay=args.head_decay,
-            feature_noise=args.feature_noise,
-            reader=BaseReader.of_texts(model.base, model.drafter.reads, model.drafter.output),
-            base=args.base_weight,
-            adapters_off=functools.partial(adapters_off, model.base) if args.base_objective == "itself" else None,
-        )
+        off = functools.partial(adapters_off, model.base) if itself else None
+        self._loss = loss_of(model, vars(args), base=args.base_weight, adapters_off=off)
         self._heads = model.config.num_draft_heads
         self._counts = self._no_counts()
-        self.add_callback(StopOnNonFinite())
-        if args.max_grad_value is not None:
-            self.add_callback(ClipEveryGradient())
+        self.add_callback(CheckGradients())
 
     def resume(self, checkpoint: Path | None) -> None:
         """Train from a checkpoint, or from the start; a training that was finished is only loaded."""
@@ -150,61 +142,41 @@ class DraftHeadTrainer(Trainer):
             loss = loss * self.accelerator.num_processes  # whose gradients are averaged
         return (loss, {}) if return_outputs else loss
 
-    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """As the Trainer's, but a loss that is not finite ends the training; on a CPU before the weights are changed.
-
-        Raises:
-            FloatingPointError: naming the step and the last checkpoint.
-        """
-        loss = super().training_step(*args, **kwargs)
-        if self._looks and not torch.isfinite(loss):
-            raise no_number(f"the loss became {loss.item()}", self.args, self.state)
-        return loss
-
-    @property
-    def _looks(self) -> bool:
-        """Whether the host may wait for the device in this step: a GPU would stand still if it did in every step."""
-        return self.args.device.type == "cpu" or (self.state.global_step + 1) % LOOKS == 0
-
-    def try_step(self, inputs: Mapping[str, torch.Tensor]) -> tuple[float, float]:
-        """Seconds of a forward and backward pass over a batch, and of the forward alone; changes no weights or counts.
+    def try_step(self, inputs: Mapping[str, torch.Tensor]) -> tuple[float, float, float]:
+        """Seconds of a forward and backward pass over a batch, of an update, and of the forward alone; changes nothing.
 
         Args:
             inputs: of one batch, on the device.
         """
-        model, counts = self.accelerator.unwrap_model(self.model), self._counts.clone()
+        model, counts, clock = self.accelerator.unwrap_model(self.model), self._counts.clone(), time.perf_counter
         training = model.training
         totals = label_counts(inputs["labels"], self._heads).clamp(min=1)
-        seconds = []
-        for learning in (True, False):
+
+        def loss(learning: bool) -> Tensor:
             model.train(learning)
-            start = time.perf_counter()
             with self.compute_loss_context_manager(), torch.set_grad_enabled(learning):
-                loss = self.compute_loss(model, inputs, num_items_in_batch=totals)
-            if learning:
-                loss.backward()
-            loss.item()  # waits for the device
-            seconds.append(time.perf_counter() - start)
+                return self.compute_loss(model, inputs, num_items_in_batch=totals)  # type: ignore[no-any-return]
+
+        start = clock()
+        (tried := loss(True)).backward()
+        tried.item()  # waits for the device
+        passed = clock() - start
+        model.zero_grad(set_to_none=False)  # so that no update moves a weight
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        optimizer = torch.optim.AdamW(trained, lr=0.0, weight_decay=0.0)
+        for _ in range(2):  # the first makes the moments
+            start = clock()
+            nn.utils.clip_grad_norm_(trained, 1.0).item()
+            optimizer.step()
+            trained[0].flatten()[0].item()
+            updated = clock() - start
+        start = clock()
+        loss(False).item()
+        evaluated = clock() - start
         model.zero_grad(set_to_none=True)
         model.train(training)
         self._counts = counts
-        return seconds[0], seconds[1]
-
-    def try_update(self) -> float:
-        """Seconds of an update of all weights that are trained, which changes none: its rate is 0."""
-        model = self.accelerator.unwrap_model(self.model)
-        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        for parameter in trained:
-            parameter.grad = torch.zeros_like(parameter)
-        optimizer = torch.optim.AdamW(trained, lr=0.0, weight_decay=0.0)
-        for _ in range(2):  # the first makes the moments
-            start = time.perf_counter()
-            nn.utils.clip_grad_norm_(trained, 1.0).item()
-            optimizer.step()
-            trained[0].flatten()[0].item()  # waits for the device
-            seconds = time.perf_counter() - start
-        model.zero_grad(set_to_none=True)
-        return seconds
+        return passed, updated, evaluated
 
     def get_batch_samples(
         self, epoch_iterator: Iterator, num_batches: int, device: torch.device
@@ -250,17 +222,15 @@ class DraftHeadTrainer(Trainer):
         output = super().evaluation_loop(*args, **kwargs)
         prefix = kwargs.get("metric_key_prefix", "eval")
         found: dict[str, float | None] = dict(self._accuracies())
-        if self.expected_tokens_per_step is not None and not self.is_fsdp_enabled:  # a sharded base cannot generate
-            found["tokens_per_step"] = self._expected_tokens_per_step()
+        expected = None if self.is_fsdp_enabled else self.expected_tokens_per_step  # a sharded base cannot generate
+        if expected is not None:
+            hidden = self.args.disable_tqdm or not self.is_world_process_zero()
+            with logging.tqdm(total=len(expected), desc="expected tokens per step", leave=False, disable=hidden) as bar:
+                model = self.accelerator.unwrap_model(self.model)
+                found["tokens_per_step"] = expected(model, progress=bar.update)
         output.metrics.update({f"{prefix}_{name}": value for name, value in found.items()})
         self._counts = training_counts
         return output
-
-    def _expected_tokens_per_step(self) -> float | None:
-        expected = cast(ExpectedTokensPerStep, self.expected_tokens_per_step)
-        hidden = self.args.disable_tqdm or not self.is_world_process_zero()
-        with logging.tqdm(total=len(expected), desc="expected tokens per step", leave=False, disable=hidden) as bar:
-            return expected(self.accelerator.unwrap_model(self.model), progress=bar.update)
 
     def compare_trainer_and_checkpoint_args(self, training_args: Any, trainer_state: Any) -> None:
         """Nothing: the Trainer would compare shares of the training with the steps that they were."""
@@ -309,11 +279,7 @@ class DraftHeadTrainer(Trainer):
 def add_lora(model: DraftHeadPreTrainedModel, rank: int = 32, alpha: int = 16, dropout: float = 0.05) -> None:
     """Put adapters on all linear layers of the base but its lm_head; the defaults are the published ones.
 
-    Args:
-        model: its base must have no adapters yet.
-        rank: of the adapters, above 0.
-        alpha: their outputs are scaled by alpha / rank.
-        dropout: on their inputs, in training.
+    Their outputs are scaled by alpha / rank.
 
     Raises:
         ValueError: a rank below 1, or adapters are there already.
@@ -368,12 +334,10 @@ def heads_output(
     position_ids: Tensor | None = None,
     **rest: Any,
 ) -> CausalLMOutput:
-    """The loss of the family's recipe; the base is read without gradients.
+    """The loss of the family's recipe, of a model in training mode; the base is read without gradients.
 
     Args:
-        model: in training mode.
-        input_ids: (B, T).
-        labels: (B, T) as for a causal LM, -100 at positions without a loss.
+        input_ids, labels: (B, T) as for a causal LM, -100 at positions without a loss.
         attention_mask: (B, T) if rows are padded.
         position_ids: (B, T) of rows that are one text each.
         rest: other inputs; tensors among them are refused.
@@ -399,14 +363,28 @@ def heads_output(
             "the heads are in half precision, in which small updates are lost: call model.drafter.float() before the "
             "Trainer is made; they are computed in bfloat16 all the same."
         )
-    recipe = find_family(model.config.family).recipe
-    loss_of = HeadsLoss(
-        Objective(*(recipe.get(name, float(name == "next_token_weight")) for name in OBJECTIVE_WEIGHTS)),
-        head_decay=recipe.get("head_decay", 1.0),
-        feature_noise=recipe.get("feature_noise", 0.0),
-        reader=BaseReader.of_texts(model.base, model.drafter.reads, model.drafter.output),
-    )
+    settings = recipe_of(model)
     inputs = {"input_ids": input_ids, "labels": labels}
     if attention_mask is not None:
         inputs["attention_mask"] = attention_mask
-    return CausalLMOutput(loss=loss_of(model, inputs, heads_weight=recipe.get("heads_weight", 1.0))[0])
+    loss, _ = loss_of(model, settings)(model, inputs, heads_weight=settings["heads_weight"], count=False)
+    return CausalLMOutput(loss=loss)
+
+
+def recipe_of(model: DraftHeadPreTrainedModel) -> dict[str, Any]:
+    """The training arguments of the family's paper, with the defaults of what it does not say."""
+    defaults = {each.name: each.default for each in dataclasses.fields(DraftHeadTrainingArguments)}
+    return {**defaults, **find_family(model.config.family).recipe}
+
+
+def loss_of(model: DraftHeadPreTrainedModel, settings: Mapping[str, Any], **of_base: Any) -> HeadsLoss:
+    """The loss that training arguments describe."""
+    return HeadsLoss(
+        settings["next_token_weight"],
+        settings["teacher_weight"],
+        settings["feature_weight"],
+        head_decay=settings["head_decay"],
+        feature_noise=settings["feature_noise"],
+        reader=BaseReader.of_texts(model.base, model.drafter.reads, model.drafter.output),
+        **of_base,
+    )

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_drafthead.generation.reader import BaseReader, OutputLayer
-from hf_drafthead.training.heads_loss import HeadsLoss, Objective
+from hf_drafthead.training.heads_loss import HeadsLoss
 from hf_drafthead.training.trainer import heads_output
 from tests.base_table import IMAGES, TEXT, tiny
 from tests.bases import SIZES, SPECIAL, tiny_base
@@ -88,8 +88,8 @@ def test_heads_on_the_same_function_guess_learn_and_gain_the_same(family, pair):
         assert torch.allclose(fresh[name], state[name])
     models[1].drafter.load_state_dict(state)
     inputs = {"input_ids": IDS, "labels": IDS}
-    for objective in (Objective(next_token=1.0), Objective(teacher=1.0)):
-        losses = [HeadsLoss(objective)(model, inputs)[0] for model in models]
+    for objective in ({"next_token": 1.0}, {"teacher": 1.0}):
+        losses = [HeadsLoss(**objective)(model, inputs)[0] for model in models]
         assert torch.allclose(*losses)
     losses = []
     for model in models:

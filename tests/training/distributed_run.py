@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from hf_drafthead.training.heads_loss import HeadsLoss, Objective
+from hf_drafthead.training.heads_loss import HeadsLoss
 from tests.bases import VOCABULARY, tiny_base
 from tests.families import FAMILIES
 from tests.training.test_trainer import trainer_of
@@ -60,7 +60,7 @@ def sharded(folder):
         for layer in model.base.model.layers:
             fully_shard(layer)
         fully_shard(model)
-    loss, _ = model(training_loss=HeadsLoss(Objective(1.0, 0.5)), inputs={"input_ids": ROWS, "labels": ROWS})
+    loss, _ = model(training_loss=HeadsLoss(1.0, 0.5), inputs={"input_ids": ROWS, "labels": ROWS})
     loss.backward()
     gradients = {
         name: parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad

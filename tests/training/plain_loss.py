@@ -6,6 +6,33 @@ import torch.nn.functional as F
 from tests.families import features_of
 
 
+def next_token_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Cross-entropy with the tokens of the text (Medusa, section 2.1.1; Amphista, eq. 9).
+
+    Args:
+        logits: (M, V) of one head.
+        targets: (M,) token ids, or -100.
+
+    Returns:
+        (M,) in nats, 0 where there is no target.
+    """
+    return F.cross_entropy(logits.float(), targets, reduction="none")
+
+
+def teacher_loss(logits: torch.Tensor, teacher_logits: torch.Tensor) -> torch.Tensor:
+    """Cross-entropy with the base's own distribution (Hydra, section 3.1; Amphista, eq. 8; EAGLE's
+    classification loss).
+
+    Args:
+        logits: (M, V) of one head.
+        teacher_logits: (M, V) of the base for the same tokens; no gradient needed.
+
+    Returns:
+        (M,) in nats.
+    """
+    return F.cross_entropy(logits.float(), teacher_logits.float().softmax(-1), reduction="none")
+
+
 def plain_loss(model, input_ids, labels, *, next_token=1.0, teacher=0.0, decay=1.0):
     """Weighted sum over heads (scalar); heads with a vocabulary of their own learn the tokens that are in it."""
     with torch.no_grad():

@@ -6,12 +6,12 @@ import datasets
 import pytest
 import torch
 
-from hf_drafthead.data import files, sources
+from hf_drafthead.data import sources
 from hf_drafthead.data.chats import Refused, repaired
 from hf_drafthead.data.rows import as_row
 from hf_drafthead.training.data import DataReport, data_hash, read_rows, tokenize_rows
-from hf_drafthead.training.examples import PaddingCollator
-from hf_drafthead.training.objectives import IGNORED
+from hf_drafthead.training.examples import collate
+from hf_drafthead.training.heads_loss import IGNORED
 from tests.training.chat_templates import CHATML, STYLES, tokenizer_with
 
 
@@ -154,7 +154,7 @@ def test_texts_come_from_files_and_folders(tmp_path):
 
 
 def test_a_long_text_becomes_rows_at_ends_of_lines(tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "BLOCK_SIZE", 30)
+    monkeypatch.setattr(sources, "BLOCK_SIZE", 30)
     text = "".join(f"line {number}\n" for number in range(50))
     (tmp_path / "long.txt").write_text(text)
     rows = [row["text"] for row in read_rows(tmp_path / "long.txt")]
@@ -164,12 +164,12 @@ def test_a_long_text_becomes_rows_at_ends_of_lines(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("block", [1, 2, 7, 64, 1 << 16])
 def test_an_array_is_read_in_pieces_of_any_size(tmp_path, monkeypatch, block):
-    monkeypatch.setattr(files, "BLOCK_SIZE", block)
+    monkeypatch.setattr(sources, "BLOCK_SIZE", block)
     rows = [{"conversations": sharegpt(*one), "n": [1, -2.5e3, None, True, 'q"\\u00e9 ]', {}]} for one in CHATS]
     for number, text in enumerate([json.dumps(rows), f"\n {json.dumps(rows, indent=2)} \n\n", "[\n]"]):
         path = tmp_path / f"{number}.json"
         path.write_text(text)
-        assert [record for _, record in files.records_of(str(path))] == ([] if text == "[\n]" else rows)
+        assert [record for _, record in sources.records_of(str(path))] == ([] if text == "[\n]" else rows)
 
 
 def test_what_is_no_text_becomes_none_and_parts_are_put_together(tmp_path):
@@ -253,7 +253,7 @@ def test_unknown_data_sets_are_refused(tmp_path, streaming):
     with pytest.raises(ValueError, match="saved has the columns question: expected a chat as"):
         read_rows(tmp_path / "saved", streaming=streaming)
     datasets.DatasetDict({"train": datasets.Dataset.from_list([{"text": "x"}])}).save_to_disk(tmp_path / "both")
-    with pytest.raises(ValueError, match="both' has no split 'test': expected one of train."):
+    with pytest.raises(ValueError, match="both' has no split 'test': choose one of train with"):
         read_rows(tmp_path / "both", streaming=streaming, split="test")
 
 
@@ -374,7 +374,7 @@ def test_chats_are_cut_and_texts_are_split(tmp_path):
     assert [token for piece in pieces for token in piece["labels"][1:]] == plain
     full = tokenizer.apply_chat_template(rows[1]["messages"], return_dict=True)["input_ids"]
     assert chat["input_ids"] == full[:40] and len(full) > 40
-    assert (report.rows, report.kept, report.cut, report.split) == (3, 2, 1, 1)
+    assert (report.rows, report.kept, report.mapped) == (3, 2, {"cut": 1, "split": 1})
     assert report.refusals == ["x.jsonl row 2: no answer within the first 40 tokens"]
 
 
@@ -394,18 +394,16 @@ def test_packing_loses_nothing_and_fills_rows_up(chats):
     lengths = [len(row["input_ids"]) for row in packed]
     assert set(lengths[:-1]) == {50} and lengths[-1] <= 50
     assert report.tokens == sum(lengths)
-    assert report.cut == 0
+    assert not report.mapped
 
 
 def test_batches_are_padded_on_the_right():
     rows = [{"input_ids": [5, 6, 7], "labels": [IGNORED, 6, 7]}, {"input_ids": [8], "labels": [8]}]
-    batch = PaddingCollator(0)(rows)
+    batch = collate(rows)
     assert batch["input_ids"].tolist() == [[5, 6, 7], [8, 0, 0]]
     assert batch["labels"].tolist() == [[IGNORED, 6, 7], [8, IGNORED, IGNORED]]
     assert batch["label_positions"].tolist() == [1, 2] and "attention_mask" not in batch
     assert {tensor.dtype for tensor in batch.values()} == {torch.long}
-    with pytest.raises(TypeError, match="pad_token_id is None: expected a token id"):
-        PaddingCollator(None)
 
 
 BAD_SETTINGS = [

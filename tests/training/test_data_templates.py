@@ -3,7 +3,7 @@
 import pytest
 
 from hf_drafthead.data.chats import Chat, Refused, repaired
-from hf_drafthead.training.objectives import IGNORED
+from hf_drafthead.training.heads_loss import IGNORED
 from hf_drafthead.training.templates import ChatEncoder, frame
 from tests.training.chat_templates import CHATML, STYLES, THINKING, TOKENIZERS, VICUNA, bytes_of, tokenizer_with
 

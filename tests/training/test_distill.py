@@ -18,7 +18,7 @@ from hf_drafthead.training.answers import RowDraws
 from hf_drafthead.training.collect import DistillReport, Shards
 from hf_drafthead.training.data import tokenize_rows
 from hf_drafthead.training.distill import distill, load_model
-from hf_drafthead.training.objectives import IGNORED
+from hf_drafthead.training.heads_loss import IGNORED
 from hf_drafthead.training.templates import ChatEncoder
 from tests.bases import tiny_base
 from tests.checkpoints import FAMILIES, save_base, save_heads
@@ -128,7 +128,7 @@ def test_seeds_and_rows_differ(base, tokenizer, tmp_path):
 def test_draws_are_from_the_distribution(top_p):
     chances = torch.tensor([0.5, 0.3, 0.15, 0.05])
     draws = 4000
-    draw = RowDraws.of([f"0/{row}/0" for row in range(draws)], 1, 9, [2.0] * draws, top_p)
+    draw = RowDraws([f"0/{row}/0" for row in range(draws)], 1, 9, [2.0] * draws, top_p)
     tokens = draw(torch.zeros(draws, 5, dtype=torch.long), 2 * chances.log().expand(draws, -1)).argmax(-1)
     kept = torch.where(torch.tensor([True, True, top_p == 1, top_p == 1]), chances, torch.zeros(4))
     expected = kept / kept.sum()
@@ -140,17 +140,17 @@ def test_draws_are_from_the_distribution(top_p):
 def test_the_draws_of_some_rows_are_theirs():
     keys, scores = ["a", "b", "c"], torch.zeros(3, 50)
     prefix = torch.zeros(3, 4, dtype=torch.long)
-    draw = RowDraws.of(keys, 2, 5, [1.0, 1.0, 0.7], 1.0)
+    draw = RowDraws(keys, 2, 5, [1.0, 1.0, 0.7], 1.0)
     assert torch.equal(draw.for_rows([2, 0])(prefix[:2], scores[:2]), draw(prefix, scores)[[2, 0]])
     assert not torch.equal(draw(prefix[:, :3], scores), draw(prefix, scores))
     assert torch.equal(
-        draw(prefix, scores), RowDraws.of(keys, 3, 5, [1.0, 1.0, 0.7], 1.0)(prefix[:, [0, *range(4)]], scores)
+        draw(prefix, scores), RowDraws(keys, 3, 5, [1.0, 1.0, 0.7], 1.0)(prefix[:, [0, *range(4)]], scores)
     )
 
 
 def test_rows_without_a_temperature_stay_greedy_and_what_is_impossible_is_never_drawn():
     scores = torch.tensor([[0.0, 3.0, -torch.inf, 1.0, -torch.inf]]).expand(200, -1)
-    draw = RowDraws.of([str(row) for row in range(200)], 1, 1, [0.0, 9.0] * 100, 1.0)
+    draw = RowDraws([str(row) for row in range(200)], 1, 1, [0.0, 9.0] * 100, 1.0)
     draw.uniforms[1] = 1.0  # rounded up
     tokens = draw(torch.zeros(200, 1, dtype=torch.long), scores).argmax(-1)
     assert set(tokens[::2].tolist()) == {1} and set(tokens[1::2].tolist()) == {0, 1, 3} and tokens[1] == 3

@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 from hf_drafthead.generation.reader import BaseReader, Reading
 from hf_drafthead.modeling.eagle3 import EAGLE3_RECIPE
-from hf_drafthead.training.heads_loss import HeadsLoss, Objective
+from hf_drafthead.training.heads_loss import HeadsLoss
 from tests.modeling.test_golden_eagle3 import TOLERANCE, facts, golden_model, tensors
 
 STEPS, ROWS, LENGTH = 7, 2, 16
@@ -50,12 +50,14 @@ def published_loss(model, batch, step: int | None = None) -> Tensor:
     totals = torch.full((1 + STEPS,), ROWS * LENGTH)  # the published mean is over all positions
     if step is not None:
         totals = totals.where(torch.arange(1 + STEPS) == 1 + step, 10**12)
-    objective = Objective(next_token=EAGLE3_RECIPE["next_token_weight"], teacher=EAGLE3_RECIPE["teacher_weight"])
     loss = HeadsLoss(
-        objective, head_decay=decay, reader=BaseReader(model.base, {}, split=False, reads=model.drafter.reads)
+        next_token=EAGLE3_RECIPE["next_token_weight"],
+        teacher=EAGLE3_RECIPE["teacher_weight"],
+        head_decay=decay,
+        reader=BaseReader(model.base, {}, split=False, reads=model.drafter.reads),
     )
     inputs, reading = batch
-    return loss.of_reading(model, inputs, reading, totals, weight)[0]
+    return loss(model, inputs, totals, weight, reading=reading)[0]
 
 
 def test_the_loss_of_every_step(model, batch):

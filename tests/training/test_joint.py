@@ -10,11 +10,11 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from hf_drafthead.training.arguments import DraftHeadTrainingArguments
-from hf_drafthead.training.heads_loss import HeadsLoss, Objective, heads_share
-from hf_drafthead.training.objectives import head_weights, labelled, next_token_loss
+from hf_drafthead.training.heads_loss import HeadsLoss, heads_share, labelled
 from hf_drafthead.training.trainer import adapter_layers, adapters_off, add_lora, merge_lora
 from tests.bases import tiny_base
 from tests.families import FAMILIES
+from tests.training.plain_loss import next_token_loss
 from tests.training.test_trainer import ROWS, trainer_of, weights
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -40,7 +40,9 @@ def test_the_joint_loss_is_the_original_one(name, weight, share):
     def mean(logits, shift):
         return next_token_loss(logits[labelled(labels, shift)], labels.roll(-shift, 1)[labelled(labels, shift)]).mean()
 
-    heads = sum(w * mean(tensors["head_logits"][head], 2 + head) for head, w in enumerate(head_weights(4, 0.8)))
+    heads = sum(
+        w * mean(tensors["head_logits"][head], 2 + head) for head, w in enumerate([0.8, 0.8**2, 0.8**3, 0.8**4])
+    )
     assert (mean(tensors["base_logits"], 1) + weight * share * heads).item() == pytest.approx(golden[name], abs=1e-5)
 
 
@@ -64,8 +66,8 @@ def test_the_base_s_own_loss_is_what_transformers_says(name, tmp_path):
 def test_a_base_that_learns_from_itself_has_nothing_to_learn_yet():
     model = medusa()
     add_lora(model, rank=4, dropout=0.0)
-    heads = HeadsLoss(Objective(next_token=1.0))
-    joint = HeadsLoss(Objective(next_token=1.0), base=1.0, adapters_off=lambda: adapters_off(model.base))
+    heads = HeadsLoss(next_token=1.0)
+    joint = HeadsLoss(next_token=1.0, base=1.0, adapters_off=lambda: adapters_off(model.base))
     inputs = {"input_ids": ROWS, "labels": ROWS}
     assert joint(model, inputs)[0].item() == pytest.approx(heads(model, inputs)[0].item(), abs=1e-5)
     with torch.no_grad():

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hf_drafthead.training import heads_loss
-from hf_drafthead.training.heads_loss import HeadsLoss, Objective
+from hf_drafthead.training.heads_loss import HeadsLoss
 from tests.bases import tiny_base
 from tests.families import FAMILIES
 from tests.training.plain_loss import plain_loss
@@ -33,9 +33,7 @@ def test_loss_and_gradients_are_those_of_the_plain_way(family, chunk, monkeypatc
     model.base.requires_grad_(False)
     labels = ROWS.masked_fill(torch.rand(ROWS.shape, generator=torch.Generator().manual_seed(1)) < 0.4, -100)
     plain = plain_loss(model, ROWS, labels, next_token=0.7, teacher=0.4, decay=0.8)
-    ours, _ = HeadsLoss(Objective(next_token=0.7, teacher=0.4), head_decay=0.8)(
-        model, {"input_ids": ROWS, "labels": labels}
-    )
+    ours, _ = HeadsLoss(next_token=0.7, teacher=0.4, head_decay=0.8)(model, {"input_ids": ROWS, "labels": labels})
     assert ours.item() == pytest.approx(plain.item(), rel=1e-6)
     expected = gradients(model, plain)
     for name, gradient in gradients(model, ours).items():

@@ -10,7 +10,7 @@ from transformers import AutoTokenizer, DataCollatorForLanguageModeling, Trainer
 from hf_drafthead import MedusaForCausalLM, zoo
 from hf_drafthead.generation.reader import BaseReader
 from hf_drafthead.training.arguments import DraftHeadTrainingArguments
-from hf_drafthead.training.heads_loss import HeadsLoss, Objective
+from hf_drafthead.training.heads_loss import HeadsLoss
 from tests.bases import tiny_base
 from tests.families import FAMILIES
 
@@ -50,7 +50,9 @@ def test_labels_in_training_mode_give_the_loss_of_the_family_s_recipe(family, tm
     model = family.build(tiny_base("llama-gqa", dtype=torch.float32)).train()
     arguments = DraftHeadTrainingArguments.for_family(model.config.family, str(tmp_path), use_cpu=True)
     loss_of = HeadsLoss(
-        Objective(arguments.next_token_weight, arguments.teacher_weight, arguments.feature_weight),
+        arguments.next_token_weight,
+        arguments.teacher_weight,
+        arguments.feature_weight,
         head_decay=arguments.head_decay,
         feature_noise=arguments.feature_noise,
         reader=BaseReader.of_texts(model.base, model.drafter.reads),

@@ -9,11 +9,11 @@ from transformers import AutoModel
 
 from hf_drafthead.modeling.families import find_family
 from hf_drafthead.training.arguments import DraftHeadTrainingArguments
-from hf_drafthead.training.heads_loss import RANKS, HeadsLoss, Objective
-from hf_drafthead.training.objectives import feature_loss, next_token_loss, rank_counts, teacher_loss
+from hf_drafthead.training.heads_loss import RANKS, HeadsLoss, feature_loss, rank_counts
 from hf_drafthead.training.trainer import DraftHeadTrainer
 from tests.bases import VOCABULARY, tiny_base
 from tests.families import FAMILIES, features_of
+from tests.training.plain_loss import next_token_loss, teacher_loss
 
 all_families = pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 ROWS = torch.randint(3, VOCABULARY, (8, 24), generator=torch.Generator().manual_seed(0))
@@ -167,8 +167,8 @@ def test_gradients_are_clipped_by_value_as_eagle_s_recipe_asks(tmp_path):
 def test_noise_on_the_hidden_states_is_for_training_alone(tmp_path):
     model = FAMILIES[0].build(tiny_base(dtype=torch.float32))
     batch = {"input_ids": ROWS[:2], "labels": ROWS[:2]}
-    calm = HeadsLoss(Objective(next_token=1.0))
-    noisy = HeadsLoss(Objective(next_token=1.0), feature_noise=0.5)
+    calm = HeadsLoss(next_token=1.0)
+    noisy = HeadsLoss(next_token=1.0, feature_noise=0.5)
     plain = calm(model.eval(), batch)[0]
     assert torch.equal(noisy(model, batch)[0], plain)
     model.train()
