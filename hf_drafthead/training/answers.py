@@ -13,6 +13,7 @@ Shapes: B rows, P positions of the longest prompt, D new tokens, V vocabulary.
 import copy
 import hashlib
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -173,7 +174,8 @@ class Writer:
         if sampling.turns is not None:
             self._begin_questions()
         elif getattr(tokenizer, "chat_template", None):
-            self.chats = ChatEncoder(tokenizer)
+            with suppress(Refused):  # of a lone question, which texts do without
+                self.chats = ChatEncoder(tokenizer)
 
     def _begin_questions(self) -> None:
         if getattr(self.tokenizer, "chat_template", None) is None:

@@ -143,11 +143,7 @@ class DraftHeadTrainer(Trainer):
         return (loss, {}) if return_outputs else loss
 
     def try_step(self, inputs: Mapping[str, torch.Tensor]) -> tuple[float, float, float]:
-        """Seconds of a forward and backward pass over a batch, of an update, and of the forward alone; changes nothing.
-
-        Args:
-            inputs: of one batch, on the device.
-        """
+        """Seconds of a pass forward and backward over a batch, of an update, of the forward alone; changes nothing."""
         model, counts, clock = self.accelerator.unwrap_model(self.model), self._counts.clone(), time.perf_counter
         training = model.training
         totals = label_counts(inputs["labels"], self._heads).clamp(min=1)
