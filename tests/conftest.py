@@ -5,6 +5,7 @@ import os
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported, so before anything else
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+import itertools
 import logging
 from collections import defaultdict
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from hf_drafthead.cli import common
+from hf_drafthead.generation import decoding
 
 
 def pytest_configure(config):
@@ -44,6 +46,12 @@ def pytest_runtest_setup(item):
 def no_line_of_progress(monkeypatch):
     """What a command prints does not depend on how fast the machine is."""
     monkeypatch.setattr(common, "LOG_SECONDS", float("inf"))
+
+
+@pytest.fixture(autouse=True)
+def steps_that_take_equally_long(monkeypatch):
+    """What a call drafts does not depend on how fast the machine is: without an entry every step pays."""
+    monkeypatch.setattr(decoding, "perf_counter", itertools.count().__next__)
 
 
 class DeprecationNotices(logging.Handler):

@@ -9,9 +9,11 @@ F*H features, V vocabulary.
 from __future__ import annotations
 
 import functools
+import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
+from time import perf_counter
 
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
@@ -118,16 +120,19 @@ def decode(
 
 
 def chooser(tree: Tree, switch: DraftSwitch) -> Callable[[DecodingState], Tree]:
-    """What says which tree the next step of a call with "auto" takes: its own, or the root alone for a while."""
-    alone, drafts = DraftTree.root_alone(), False
+    """What says which tree the next step takes where a switch decides: the call's, or the root alone for a while."""
+    alone, drafts, begun = DraftTree.root_alone(), False, math.nan
 
     def choose(state: DecodingState) -> Tree:
-        nonlocal drafts
+        nonlocal drafts, begun
+        now = perf_counter()
+        if state.counted:
+            switch.time(drafts, now - begun)
         counts = state.counted[-1] if drafts and state.counted else []
         running = [row for row, count in enumerate(counts) if count]  # 0 in those that had ended
         if running:  # the call ends with the row that is the furthest behind
             switch.note(counts[min(running, key=lambda row: state.lengths[row] - counts[row])])
-        drafts = switch.drafts()
+        drafts, begun = switch.drafts(), now
         return tree if drafts else alone
 
     return choose

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -34,7 +35,8 @@ class DraftSwitch:
     more tokens than that, in a moving mean over the steps of the call.
 
     Args:
-        cost: seconds of a step with the tree, in steps of the root alone.
+        cost: seconds of a step with the tree, in steps of the root alone; None: as the steps of the call turn out, of
+            which the shortest of either kind counts (`time`).
         usual: tokens that a step emits on usual text.
 
     >>> switch = DraftSwitch(cost=1.5, usual=2.0)
@@ -42,17 +44,28 @@ class DraftSwitch:
     [True, True, True, True, False, False, True, False, False]
     """
 
-    def __init__(self, cost: float, usual: float):
-        self.cost, self.mean, self.steps = cost, max(usual, cost), PRIOR
+    def __init__(self, cost: float | None, usual: float):
+        self.cost, self.mean, self.steps = cost, max(usual, cost or 0), PRIOR
         self.pause, self.left = 0, 0  # steps without drafting, of which so many are left
+        self.shortest = None if cost is not None else {True: math.inf, False: math.inf}  # by whether a step drafts
 
     def drafts(self) -> bool:
         """Whether to draft now; called once for each step."""
         self.left -= 1
         return self.left < 0
 
+    def time(self, drafted: bool, seconds: float) -> None:
+        """Take in how long a step has taken."""
+        if self.shortest is not None:
+            self.shortest[drafted] = min(self.shortest[drafted], seconds)
+            if max(self.shortest.values()) < math.inf:
+                self.cost = self.shortest[True] / self.shortest[False]
+
     def note(self, emitted: int) -> None:
         """Take in how many tokens a step that drafted has emitted."""
+        if self.cost is None:  # a few steps without drafting say what one costs
+            self.left = FIRST_PAUSE
+            return
         self.steps += 1
         self.mean += (TRIAL_SHARE if self.pause else max(SHARE, 1 / self.steps)) * (emitted - self.mean)
         self.pause = 0 if self.mean >= self.cost else min(max(2 * self.pause, FIRST_PAUSE), LONGEST_PAUSE)
@@ -152,9 +165,9 @@ class DraftSettings:
         """The same settings with the tree for a call that names none: what was measured for it, else a first choice.
 
         A first choice is the tree of the nearest entry, else `draft_tree`, of which a CPU and "auto" take 8 nodes, of
-        more rows fewer.
-        There is one notice that names the command. With "auto" the settings hold a switch that expects what was
-        measured. They also hold how many tokens each step copies from the text, which rejection does not.
+        more rows fewer. There is one notice that names the command. With "auto" the settings hold a switch that expects
+        what was measured; on a CPU also where nothing was, with a switch that measures, so that no call takes much
+        longer than the base. They also hold how many tokens each step copies from the text, which rejection does not.
 
         Raises:
             ValueError: an entry is damaged.
@@ -175,8 +188,10 @@ class DraftSettings:
         small = SMALL_TREE[: max(SMALL_STEP // key.batch_size, 2) - 1]
         cut = self._cut(small, max_depth, vocabulary) if key.on_cpu or self.draft_tree == AUTO else self
         chosen = cut.resolved(max_depth, vocabulary)
-        if self.draft_tree == AUTO:
-            chosen = replace(chosen, switch=DraftSwitch(*UNMEASURED))
+        eager = key.on_cpu and key.execution == "eager"  # where the host can time a step
+        if self.draft_tree == AUTO or (eager and cut is not self and self.acceptance == "exact"):
+            cost, usual = UNMEASURED
+            chosen = replace(chosen, switch=DraftSwitch(None if eager else cost, usual))
         named = isinstance(self.draft_tree, str) and self.draft_tree != "dynamic"
         if self.calibration or cut is not self or named:
             logger.warning_once(

@@ -205,7 +205,7 @@ def test_a_new_entry_replaces_the_one_of_its_key_and_those_of_other_heads():
 def test_without_entries_a_cpu_drafts_few_nodes_with_one_notice(stored, nodes, model, notices):
     model.generation_config.draft_tree = stored
     both = drafted(model) | drafted(model)
-    assert both - {1} == {nodes} and (both == {nodes} or stored == "auto")
+    assert both - {1} == {nodes} and (1 in both) == (nodes == 8)  # steps of the root alone say whether the tree pays
     told = [one for one in notices if "were not calibrated for this call" in one]
     assert len(told) == (nodes == 8)
     assert all(
