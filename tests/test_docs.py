@@ -191,6 +191,11 @@ def test_trainings_are_told_with_their_spread(figures, tmp_path, monkeypatch):
     assert rows[1] == "| other | 1.500 | 10.000 | 2.500 | 2.500 | 1,000 | 1 |"
 
 
+def test_the_readme_promises_the_same_text_in_float32():
+    words = (ROOT / "README.md").read_text(encoding="utf-8").split()
+    assert "the same text, in float32 token by token," in " ".join(words[:90])
+
+
 def test_the_readme_s_code_runs_from_top_to_bottom(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     blocks = CODE.findall((ROOT / "README.md").read_text(encoding="utf-8"))

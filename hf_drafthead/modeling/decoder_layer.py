@@ -14,6 +14,7 @@ from transformers.configuration_utils import PreTrainedConfig
 from transformers.initialization import no_init_weights
 from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
+from hf_drafthead.generation.reader import CHOOSES_KEYS
 from hf_drafthead.generation.slots import SlotCache, slot_mask
 
 FINAL_NORMS = ("norm", "final_layer_norm", "final_layernorm")
@@ -186,6 +187,8 @@ class DecoderLayer(nn.Module):
 
 def has_layers(config: PreTrainedConfig) -> bool:
     """Whether a `DecoderLayer` can be built from a config, with one rotary position per token: tried without memory."""
+    if any(getattr(config, name, None) for name in CHOOSES_KEYS):  # by an index that the model hands to its layers
+        return False
     try:
         with torch.device("meta"), no_init_weights():
             layer = DecoderLayer(config)

@@ -56,3 +56,5 @@ def test_every_other_base_drafts_or_says_before_training_why_not(kind, family, w
     drafted = getattr(output, "accepted_lengths", None) is not None
     assert drafted == (model.why_no_drafts() is None)
     assert EARLIER or written[kind].split(" | ")[1] == ("yes" if drafted else "no")
+    text = torch.randint(3, 60, (1, 16))
+    assert model.train()(input_ids=text, labels=text).loss.isfinite()  # heads can be trained on it, drafts or not
