@@ -7,11 +7,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import CompileConfig
 
 from hf_drafthead import DraftTree
 from hf_drafthead.generation.lookup import Copies, copies, joined
 from tests.bases import VOCABULARY, tiny_base
 from tests.families import FAMILIES
+from tests.generation import test_recorded
 
 
 def searched(text, count, longest):
@@ -111,27 +113,58 @@ TREES = {"static": [[0], [1], [2], [0, 0], [1, 0]], "dynamic": {"dynamic": {"nod
 TREES |= {"lookup": "lookup", "none": []}
 
 
+# how a call asks for each runner where there are graphs
+RUNNERS = {"eager": {"disable_compile": True}, "recorded": {}, "captured": {"cache_implementation": "static"}}
+RUNNERS |= {"compiled": {"compile_config": CompileConfig(mode="default")}}
+SAMPLED = {"do_sample": True, "top_k": 20}
+recordings = test_recorded.recordings  # where there are graphs
+every_family = pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+
+
+def check(model, rows, tree, how, **sampling):
+    """A call whose prompts repeat themselves: the base's own text and state of the generator."""
+    call = {**repeating_prompt(rows), "max_new_tokens": 24, "eos_token_id": 5, "pad_token_id": 0, **sampling}
+    torch.manual_seed(3)
+    expected = model.base.generate(**call)
+    state = torch.get_rng_state()
+    torch.manual_seed(3)
+    output = model.generate(
+        **call, **how, draft_tree=TREES[tree], prompt_lookup_num_tokens=4, return_dict_in_generate=True
+    )
+    assert torch.equal(output.sequences, expected) and torch.equal(torch.get_rng_state(), state)
+    assert output.accepted_lengths is not None
+    return output.accepted_lengths
+
+
 @pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
-@pytest.mark.parametrize("sampling", [{}, {"do_sample": True, "top_k": 20}], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("sampling", [{}, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("tree", TREES)
-@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+@every_family
 def test_the_text_is_the_base_s(family, tree, sampling, captured, monkeypatch):
     if captured:
         if tree == "none" or sampling and tree != "static":
             pytest.skip("the same program as another case")
         monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    check(family.build(tiny_base("llama-gqa")), 3, tree, RUNNERS["captured"] if captured else {}, **sampling)
+
+
+@pytest.mark.few(22)
+@pytest.mark.parametrize("sampling", [{}, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("tree", ["static", "dynamic", "lookup"])
+@every_family
+def test_a_recorded_step_copies_as_an_eager_one_does(family, tree, rows, sampling, recordings, monkeypatch):
+    replayed = []
+    monkeypatch.setattr(test_recorded.Recording, "replay", noted(test_recorded.Recording.replay, replayed))
     model = family.build(tiny_base("llama-gqa"))
-    call = {**repeating_prompt(3), "max_new_tokens": 24, "eos_token_id": 5, "pad_token_id": 0, **sampling}
-    torch.manual_seed(3)
-    expected = model.base.generate(**call)
-    state = torch.get_rng_state()
-    torch.manual_seed(3)
-    more = {"cache_implementation": "static"} if captured else {}
-    output = model.generate(
-        **call, **more, draft_tree=TREES[tree], prompt_lookup_num_tokens=4, return_dict_in_generate=True
-    )
-    assert torch.equal(output.sequences, expected) and torch.equal(torch.get_rng_state(), state)
-    assert output.accepted_lengths is not None
+    recorded = check(model, rows, tree, RUNNERS["recorded"], **sampling)
+    assert len(replayed) > 2 and len(recordings) == (2 if sampling else 1)
+    replayed.clear()
+    assert torch.equal(recorded, check(model, rows, tree, RUNNERS["eager"], **sampling)) and replayed == []
+
+
+def noted(function, calls):
+    return lambda *given: (calls.append(1), function(*given))[1]
 
 
 def circling_base():
@@ -216,11 +249,11 @@ PROCESSORS = [{}, {}, {"repetition_penalty": 1.3}, {"no_repeat_ngram_size": 4}, 
     processors=st.sampled_from(PROCESSORS),
     tokens=st.sampled_from([24, 30, 40, 12, 3, 1]),
     ends=st.none() | st.integers(3, VOCABULARY - 1),
-    fixed=st.booleans(),
+    how=st.sampled_from(["eager", "recorded", "compiled"]),
     seed=st.integers(0, 99),
 )
 def looked_up(
-    accepted, family, circling, tree, copied, longest, prompts, sampling, processors, tokens, ends, fixed, seed
+    accepted, family, circling, tree, copied, longest, prompts, sampling, processors, tokens, ends, how, seed
 ):
     """One call, the base's own; notes in `accepted` whether a step gave more than one token."""
     model = model_of(family, circling)
@@ -238,7 +271,7 @@ def looked_up(
     expected = model.base.generate(**call)
     state = torch.get_rng_state()
     torch.manual_seed(seed)
-    call |= {"cache_implementation": "static"} if fixed else {}
+    call |= RUNNERS[how]
     call |= {"prompt_lookup_num_tokens": copied, "max_matching_ngram_size": longest, "draft_tree": tree}
     output = model.generate(**call, return_dict_in_generate=True)
     assert torch.equal(output.sequences, expected) and torch.equal(torch.get_rng_state(), state)
@@ -246,7 +279,7 @@ def looked_up(
         accepted.append(bool((output.accepted_lengths > 1).any()))
 
 
-def test_whatever_is_copied_the_text_is_the_base_s(monkeypatch):
+def test_whatever_is_copied_the_text_is_the_base_s(recordings, monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
     accepted: list[bool] = []
     looked_up(accepted)
