@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import CompileConfig
+from transformers.utils import logging
 
 from hf_drafthead import DraftTree
 from hf_drafthead.generation.lookup import Copies, copies, joined
@@ -51,6 +52,35 @@ def test_ids_beyond_the_vocabulary_are_not_guessed():
 def test_a_prompt_shorter_than_the_match_and_one_repeated_token():
     found = copies(torch.tensor([[7, 0, 0, 0], [7, 7, 7, 7]]), torch.tensor([1, 4]), 2, 3, 100)
     assert found.matched.tolist() == [False, True] and found.tokens.tolist() == [[0, 0], [7, 7]]
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.integers(0, 2), min_size=3, max_size=20), st.integers(0, 2), st.integers(1, 3))
+def test_a_copy_that_was_wrong_is_not_made_again_at_the_same_place(text, token, right):
+    """The place is how far back the copy was taken from; the base has left it after the first `right` tokens."""
+
+    def copied(tokens):
+        found = copies(torch.tensor([tokens]), torch.tensor([len(tokens)]), 5, 3, 100)
+        return found.tokens[0].tolist() if found.matched else None
+
+    first = copied(text)
+    if first is None or first[right - 1] == token:
+        return
+    text = [*text, *first[: right - 1], token]
+    again = copied(text)
+    assert again is None or again == searched(text, 5, 3)
+    places = [back for back in range(1, len(text)) if text[-2:] == text[-2 - back : -back]]
+    wrong = len(text) - right - searched_end(text[:-right])
+    assert wrong not in places
+
+
+def searched_end(text):
+    """Where the match that is copied ends."""
+    for size in (3, 2):
+        for end in range(len(text) - 1, size - 1, -1):
+            if text[end - size : end] == text[-size:]:
+                return end
+    raise AssertionError
 
 
 PATHS = [(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)]
@@ -215,6 +245,8 @@ def test_a_step_says_how_many_of_its_guesses_were_copies(tree):
     "settings, message",
     [
         ({"prompt_lookup_num_tokens": 0}, "prompt_lookup_num_tokens is 0: expected a whole number"),
+        ({"prompt_lookup_num_tokens": -3}, "prompt_lookup_num_tokens is -3: expected a whole number"),
+        ({"prompt_lookup_num_tokens": 2.5}, "prompt_lookup_num_tokens is 2.5: expected a whole number"),
         ({"prompt_lookup_num_tokens": 3, "max_matching_ngram_size": -1}, "max_matching_ngram_size is -1"),
         ({"draft_tree": "lookup"}, "give prompt_lookup_num_tokens too"),
         ({"draft_tree": []}, "give prompt_lookup_num_tokens too"),
@@ -226,6 +258,67 @@ def test_what_does_not_fit_is_refused_in_one_line(settings, message):
     with pytest.raises(ValueError, match=message) as refused:
         model.generate(**repeating_prompt(1), max_new_tokens=4, **settings)
     assert "\n" not in str(refused.value)
+
+
+@pytest.fixture
+def assistants_of_transformers(request):
+    """Assisted generation in transformers calls what transformers deprecates."""
+    if "assistant" in request.node.name:
+        logging.set_verbosity_error()
+    yield
+    logging.set_verbosity_warning()
+
+
+def outcome(generate, call):
+    """The text of a call, or how it was refused."""
+    torch.manual_seed(3)
+    try:
+        return generate(**call).tolist()
+    except Exception as error:
+        return type(error), str(error)
+
+
+GIVEN = repeating_prompt(1)["input_ids"]
+HOLES = torch.tensor([[1] * 6 + [0, 0] + [1] * 5])
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        {"prompt_lookup_num_tokens": 50},  # more than the tree has nodes
+        {"num_beams": 2},
+        {"num_beams": 2, "do_sample": True},
+        {"assistant_model": "itself"},
+        {"input_ids": GIVEN[:, :1], "max_matching_ngram_size": 9},  # fewer tokens than are compared
+        {"input_ids": torch.full((1, 12), 7)},
+        {"input_ids": GIVEN, "attention_mask": HOLES},
+        {"input_ids": GIVEN, "attention_mask": HOLES, "do_sample": True},
+        {"inputs_embeds": "of the tokens", "input_ids": None},
+        {"inputs_embeds": "of the tokens", "input_ids": None, "do_sample": True},
+    ],
+    ids=lambda call: " ".join(call),
+)
+@pytest.mark.parametrize("family", [FAMILIES[0], FAMILIES[-1]], ids=lambda family: family.name)
+def test_what_is_unusual_gives_what_the_base_gives(family, call, assistants_of_transformers):
+    model = family.build(circling_base())
+    call = {"input_ids": GIVEN, "max_new_tokens": 24, "eos_token_id": None, "pad_token_id": 0, **call}
+    if "assistant_model" in call:
+        call["assistant_model"] = model.base
+    if "inputs_embeds" in call:  # only the answer is looked at
+        call["inputs_embeds"] = model.base.get_input_embeddings()(GIVEN)
+    alone = {name: value for name, value in call.items() if name not in ("prompt_lookup_num_tokens",)}
+    if "num_beams" in call:  # then the base refuses copies, or decodes without them
+        alone["prompt_lookup_num_tokens"] = 4
+    expected = outcome(model.base.generate, alone)
+    assert outcome(model.generate, {"prompt_lookup_num_tokens": 4, **call, "draft_tree": TREES["static"]}) == expected
+
+
+def test_of_a_prompt_of_embeddings_the_answer_is_copied():
+    model = FAMILIES[0].build(circling_base())
+    embeddings = model.base.get_input_embeddings()(GIVEN)
+    call = {"inputs_embeds": embeddings, "max_new_tokens": 3 * VOCABULARY, "eos_token_id": None}
+    output = model.generate(**call, draft_tree="lookup", prompt_lookup_num_tokens=4, return_dict_in_generate=True)
+    assert torch.equal(output.sequences, model.base.generate(**call)) and output.accepted_lengths.max() == 5
 
 
 @functools.cache
