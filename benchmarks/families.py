@@ -1,12 +1,12 @@
 """Tokens per step of every head family over several training seeds, and of Amphista with parts left out.
 
     python benchmarks/families.py --train             # heads that benchmarks/results/families.jsonl has no line for
-    python benchmarks/families.py --train --seeds 0 --heads "eagle3, 150 steps" "eagle3.1, 150 steps" --texts 1200
+    python benchmarks/families.py --train --seeds 0 --heads "eagle3, 100 steps" "eagle3.1, 100 steps" --texts 1200
     python benchmarks/families.py                     # the tables, from the lines that are there
     python benchmarks/families.py --docs docs         # and into the pages, with the figures of results/step.json
 
 Every training is the zoo's (`zoo_recipe/heads.py`): same text, same steps; with parts left out half of them, and the
-norms of EAGLE 3.1 are compared over 150 steps. The base's hidden states are computed once for all. Seed 0 of a family
+norms of EAGLE 3.1 are compared over 100 steps. The base's hidden states are computed once for all. Seed 0 of a family
 is the bundled model itself. Heads are measured greedily on the zoo's held-out prompts, 96 new tokens each, with the
 published 64-node tree; every text is compared with the base's own.
 """
@@ -51,7 +51,7 @@ ABLATIONS = {
     "amphista without head positions": without(use_head_positions=False),
 }
 # EAGLE 3.1 beside EAGLE-3.
-NORMS_STEPS = 150
+NORMS_STEPS = 100
 NORMS = {f"{name}, {NORMS_STEPS} steps": FAMILIES[name] for name in ("eagle3", "eagle3.1")}
 
 # Amphista's recipe was chosen among these.

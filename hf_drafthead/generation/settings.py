@@ -68,7 +68,7 @@ class DraftSwitch:
             return
         self.steps += 1
         self.mean += (TRIAL_SHARE if self.pause else max(SHARE, 1 / self.steps)) * (emitted - self.mean)
-        self.pause = 0 if self.mean >= self.cost else min(max(2 * self.pause, FIRST_PAUSE), LONGEST_PAUSE)
+        self.pause = 0 if self.mean >= self.cost else min(max(4 * self.pause, FIRST_PAUSE), LONGEST_PAUSE)
         self.left = self.pause
 
 

@@ -75,7 +75,7 @@ def forecast(trainer: DraftHeadTrainer, data: PreparedData) -> Forecast:
     steps = args.max_steps if args.max_steps > 0 else math.ceil(in_epoch * args.num_train_epochs)
     every = args.eval_steps if args.eval_steps and args.eval_strategy == "steps" else None
     every = None if every is None else max(math.ceil(steps * every), 1) if every < 1 else int(every)
-    evaluations = math.ceil(args.num_train_epochs) if every is None else math.ceil(steps / every)
+    evaluations = math.ceil(steps / (every or in_epoch or steps)) if args.eval_strategy != "no" else 1
     return Forecast(
         parameters=sum(one.numel() for one in model.drafter.parameters()),
         trained=trained,

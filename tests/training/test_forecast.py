@@ -43,9 +43,10 @@ def train(place, output, **arguments):
 @pytest.mark.few(2)
 @pytest.mark.parametrize(
     "batches",
-    [{}, {"gradient_accumulation_steps": 4}, {"max_steps": 3}, {"num_train_epochs": 2, "eval_steps": 5}],
-    ids=["an epoch", "accumulated", "steps", "epochs"],
-)
+    [{}, {"gradient_accumulation_steps": 4}, {"max_steps": 3}, {"num_train_epochs": 2, "eval_steps": 5},
+     {"max_steps": 3, "eval_strategy": "no"}],
+    ids=["an epoch", "accumulated", "steps", "epochs", "one evaluation"],
+)  # fmt: skip
 def test_what_was_foretold_is_what_happens(place, tmp_path, batches):
     told = []
     dry = train(place, tmp_path / "out", dry_run=True, tell=told.append, **batches)
@@ -59,8 +60,8 @@ def test_what_was_foretold_is_what_happens(place, tmp_path, batches):
     base = sum(one.numel() for one in done.model.base.parameters())
     assert expected["weights"] == 4 * (base + expected["parameters"])
     assert expected["memory"] == expected["weights"] + 12 * expected["parameters"]
-    evaluations = sum("eval_loss" in one for one in history(tmp_path / "out"))
-    asked = "eval_steps" in batches  # else those that would take more than a tenth of the time are left out
+    evaluations = sum("eval_loss" in one for one in done.history)
+    asked = {"eval_steps", "eval_strategy"} & set(batches)  # else at most a tenth of the time
     assert evaluations == expected["evaluations"] if asked else 0 < evaluations <= expected["evaluations"]
     assert 0 < expected["seconds"]
     assert "rows read" in told[0]
