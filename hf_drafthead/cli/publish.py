@@ -55,7 +55,7 @@ def push(
     target = Target(repo_id, commit_message, None, private, token, revision, create_pr, None, license)
     how: dict[str, Any] = {"max_shard_size": max_shard_size, "dry_run": dry_run, "to_folder": to_folder}
     done = push_folder(folder, target, base=base, include_base=include_base, **how)
-    say(*done.lines())
+    say(*done.lines(), *([] if to_folder is None else [f"the files are in {str(to_folder)!r}"]))
     write_json(json_path, done.to_json())
     if done.refused and to_folder is None:
         raise typer.Exit(1)

@@ -242,6 +242,7 @@ def test_heads_on_a_local_base_can_be_looked_at_and_written(hub, clients, models
     assert json.loads((tmp_path / "plan.json").read_text())["refused"].startswith(line)
     written = command(clients, *given, "--to-folder", tmp_path / "elsewhere" / "out")
     assert written.code == 0, written.err
+    assert written.out.splitlines()[-1].startswith("the files are in ")
     files = {path.name for path in (tmp_path / "elsewhere" / "out").iterdir()}
     assert {"config.json", "model.safetensors", "README.md", "tokenizer.json"} <= files
     assert nothing_was_sent(hub)
