@@ -78,9 +78,10 @@ class ServerWriter(Writer):
         self._loop.close()
 
     async def _end(self) -> None:
-        for request in self._pending.values():
+        unfinished = asyncio.all_tasks() - {asyncio.current_task()}
+        for request in unfinished:
             request.cancel()
-        await asyncio.gather(*self._pending.values(), return_exceptions=True)
+        await asyncio.gather(*unfinished, return_exceptions=True)
         await self._client.close()
 
     async def _answer_some(self, tasks: list[Task]) -> None:

@@ -122,8 +122,7 @@ def _total(trainer: DraftHeadTrainer, times: Times, steps: int, evaluations: int
 def _tried(trainer: DraftHeadTrainer, rows: Sequence[Any], length: float | None) -> tuple[Times, int | None]:
     """Tries a step and an evaluation; also the most bytes that a GPU had in use.
 
-    Args:
-        length: tokens that a batch of the training has on average, if that is known.
+    A batch of the training has `length` tokens on average, if that is known.
     """
     args, expected, device = trainer.args, trainer.expected_tokens_per_step, trainer.args.device
     batch = args.per_device_train_batch_size
@@ -137,8 +136,7 @@ def _tried(trainer: DraftHeadTrainer, rows: Sequence[Any], length: float | None)
             inputs = trainer.data_collator(some)
             loading = time.perf_counter() - start
             inputs = {name: value.to(device) for name, value in inputs.items()}
-            passing, update, evaluating = trainer.try_step(inputs)
-        peak = torch.cuda.max_memory_allocated(device) if on_gpu else None
+            passing, update, evaluating, peak = trainer.try_step(inputs)
         passing = passing * (length or tried_length) / tried_length + loading
         evaluation = evaluating * math.ceil(len(rows) / (batch * args.world_size))
         if expected is not None:

@@ -142,8 +142,11 @@ class DraftHeadTrainer(Trainer):
             loss = loss * self.accelerator.num_processes  # whose gradients are averaged
         return (loss, {}) if return_outputs else loss
 
-    def try_step(self, inputs: Mapping[str, torch.Tensor]) -> tuple[float, float, float]:
-        """Seconds of a pass forward and backward over a batch, of an update, of the forward alone; changes nothing."""
+    def try_step(self, inputs: Mapping[str, torch.Tensor]) -> tuple[float, float, float, int | None]:
+        """Seconds of a pass forward and backward over a batch, of an update, of the forward alone; changes nothing.
+
+        Also the most bytes that a GPU had in use until then, without the optimizer's.
+        """
         model, counts, clock = self.accelerator.unwrap_model(self.model), self._counts.clone(), time.perf_counter
         training = model.training
         totals = label_counts(inputs["labels"], self._heads).clamp(min=1)
@@ -157,6 +160,7 @@ class DraftHeadTrainer(Trainer):
         (tried := loss(True)).backward()
         tried.item()  # waits for the device
         passed = clock() - start
+        peak = torch.cuda.max_memory_allocated(self.args.device) if self.args.device.type == "cuda" else None
         model.zero_grad(set_to_none=False)  # so that no update moves a weight
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         optimizer = torch.optim.AdamW(trained, lr=0.0, weight_decay=0.0)
@@ -172,7 +176,7 @@ class DraftHeadTrainer(Trainer):
         model.zero_grad(set_to_none=True)
         model.train(training)
         self._counts = counts
-        return passed, updated, evaluated
+        return passed, updated, evaluated, peak
 
     def get_batch_samples(
         self, epoch_iterator: Iterator, num_batches: int, device: torch.device

@@ -364,6 +364,14 @@ def test_chats_need_a_template(base, tmp_path):
         distill(base, tokenizer_with(None), CHATS, tmp_path / "out.jsonl")
 
 
+def test_texts_need_no_template_that_shows_a_lone_question(tmp_path):
+    tokenizer = tokenizer_with("{% if messages|length < 2 %}{{ raise_exception('two at least') }}{% endif %}" + CHATML)
+    report = distill(letters_base(tokenizer), tokenizer, [{"text": "the cat"}], tmp_path / "out.jsonl", **SETTINGS)
+    assert report.written == 1
+    with pytest.raises(ValueError, match=r"1 of 1 rows were refused \(row 0: the chat template refuses it \(two at"):
+        distill(letters_base(tokenizer), tokenizer, CHATS[:1], tmp_path / "chats.jsonl", **SETTINGS)
+
+
 def test_models_come_with_their_tokenizer(tmp_path):
     folder = save_base(tmp_path)
     heads = save_heads(tmp_path, folder, "medusa")
@@ -416,6 +424,7 @@ def test_two_processes_write_the_same_rows_as_one(base, tokenizer, tmp_path):
         for rank in range(2)
     ]
     told = [process.communicate(timeout=300)[0] for process in started]
-    assert told == [f"7 {7 - found} {found}\n"] * 2
+    answered = len(read(tmp_path / "one.jsonl"))  # empty answers are in no row
+    assert told == [f"7 {answered - found} {found}\n"] * 2
     assert output.read_text() == (tmp_path / "one.jsonl").read_text()
     assert sorted(path.name for path in tmp_path.glob("two*")) == ["two.jsonl", "two.jsonl.settings.json"]
