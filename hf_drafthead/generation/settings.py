@@ -47,6 +47,7 @@ class DraftSwitch:
     def __init__(self, cost: float | None, usual: float):
         self.cost, self.mean, self.steps = cost, max(usual, cost or 0), PRIOR
         self.pause, self.left = 0, 0  # steps without drafting, of which so many are left
+        self.first = 1  # tokens of the step before the cost is known
         self.shortest = None if cost is not None else {True: math.inf, False: math.inf}  # by whether a step drafts
 
     def drafts(self) -> bool:
@@ -59,12 +60,14 @@ class DraftSwitch:
         if self.shortest is not None:
             self.shortest[drafted] = min(self.shortest[drafted], seconds)
             if max(self.shortest.values()) < math.inf:
-                self.cost = self.shortest[True] / self.shortest[False]
+                known, self.cost = self.cost is not None, self.shortest[True] / self.shortest[False]
+                if not known:
+                    self.note(self.first)
 
     def note(self, emitted: int) -> None:
         """Take in how many tokens a step that drafted has emitted."""
-        if self.cost is None:  # a few steps without drafting say what one costs
-            self.left = FIRST_PAUSE
+        if self.cost is None:  # until a step that does not draft has said what it costs
+            self.first, self.left = emitted, FIRST_PAUSE
             return
         self.steps += 1
         self.mean += (TRIAL_SHARE if self.pause else max(SHARE, 1 / self.steps)) * (emitted - self.mean)
