@@ -2,7 +2,7 @@
 
     python benchmarks/products.py
 
-`hf_drafthead.generation.products` says which products of compiled steps are written the second way.
+`hf_drafthead.generation.compiling` says which products of compiled steps are written the second way.
 Both take turns over as many weights as a model of that width has; the fastest of the repeats counts.
 """
 

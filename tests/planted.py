@@ -39,12 +39,12 @@ def overshoot_past_the_end(patch) -> None:
         longer = on_device(choice, valid, candidates, rows, limits._replace(eos=torch.tensor([-1])), reach)
         return ended_later(found, longer, rows.lengths)
 
-    def host(logits, candidates, lengths, ends, reach, rules, depth):
-        found = unpacked(on_host(logits, candidates, lengths, ends, reach, rules, depth))
+    def host(logits, candidates, state, rules, depth):
+        found = unpacked(on_host(logits, candidates, state, rules, depth))
         endless = copy.copy(rules)
         endless.eos_tokens = []
-        longer = unpacked(on_host(logits, candidates, lengths, ends, reach, endless, depth))
-        return packed(ended_later(found, longer, torch.tensor(lengths)))
+        longer = unpacked(on_host(logits, candidates, state, endless, depth))
+        return packed(ended_later(found, longer, torch.tensor(state.lengths)))
 
     _plant(patch, device, host)
 

@@ -21,7 +21,7 @@ import torch
 
 from hf_drafthead.generation.rules import Rules
 from hf_drafthead.generation.settings import DraftSettings
-from hf_drafthead.generation.state import Candidates, Limits, Rows, Walk, packed_lists, rounded, running
+from hf_drafthead.generation.state import Candidates, DecodingState, Limits, Rows, Walk, packed_lists, running
 from hf_drafthead.generation.tree import DraftTree, Tree
 
 
@@ -31,17 +31,13 @@ def walk_on_device(
     """The walk of all rows at once, where nothing but scores, length and EOS decide.
 
     Args:
-        choice: (B, N) the base's choice at every node.
-        valid: (B, N) whether it could choose there.
+        choice, valid: (B, N) the base's choice at every node, and whether it could choose there.
         candidates: the nodes.
-        rows: lengths, and which rows have ended.
-        limits: EOS tokens and longest length.
+        rows, limits: which rows have ended, and where others must.
         reach: (B,) see `step.deepest`.
     """
     tokens, topology = candidates.tokens, candidates.topology
     batch = tokens.shape[0]
-    if tokens.shape[1] == 1:
-        return _step_of_root(choice, valid, rows, limits)
     parents, depths = topology.parents.expand(batch, -1), topology.depths.expand(batch, -1)
     right = tokens == choice.gather(1, parents)  # (B, N)
     reached = (right[:, None] | topology.unrelated).all(-1) & (depths <= reach[:, None])
@@ -61,23 +57,10 @@ def walk_on_device(
     return Walk(counts, counts, ends, (valid.gather(1, nodes) | ~walked).all(1), tokens, nodes)
 
 
-def _step_of_root(choice: torch.Tensor, valid: torch.Tensor, rows: Rows, limits: Limits) -> Walk:
-    """The walk over the root alone, (B, 1) each: where nothing is drafted this is all that it costs."""
-    runs = rows.ends == 0
-    ends_now = runs & ((choice == limits.eos).any(1) | (rows.lengths + 1 >= limits.max_length))
-    ends = torch.where(ends_now, rows.lengths + 1, rows.ends)
-    tokens = torch.where(runs[:, None], choice, limits.padding)
-    counts = runs.long()
-    return Walk(counts, counts, ends, valid[:, 0] | ~runs, tokens, torch.zeros_like(choice))
-
-
 def walk_on_host(
     logits: torch.Tensor,
     candidates: Candidates,
-    sequences: torch.Tensor,
-    lengths: list[int],
-    ends: list[int | None],
-    reach: list[int],
+    state: DecodingState,
     rules: Rules,
     *,
     preferred: torch.Tensor | None = None,
@@ -89,22 +72,19 @@ def walk_on_host(
     Args:
         logits: (B, N, V) of the base at every node.
         candidates: the nodes.
-        sequences: (B, W) with room for D more tokens in every row.
-        lengths: B of them: tokens of each row.
-        ends: B of them: at which length each row ended, or None.
-        reach: B of them, see `walk_on_device`.
+        state: of the call, whose sequences have room for D more tokens in every row.
         rules: chooses tokens and says which rows end.
         preferred: (B, N) token to emit at a node instead of the base's choice, -1 for none (`typical_choices`).
         show: is given every token (B,) once the criteria were asked about it, where all rows stay at one length.
         depth: D of the walk; default: as many nodes as a row has walked, so that no others are moved.
     """
-    tokens = candidates.tokens
-    lengths, ends = list(lengths), list(ends)
+    tokens, reach = candidates.tokens, state.reach()
+    before, lengths, ends = state.lengths, list(state.lengths), list(state.ends)
     batch = tokens.shape[0]
-    before, everyone = list(lengths), list(range(batch))
+    everyone = list(range(batch))
     parents, drafted = candidates.topology.parents.tolist(), tokens.tolist()
     parents *= batch  # one tree for all rows, or one for each, and then more than are looked at
-    sequences = sequences.clone()
+    sequences = state.rows.sequences.to(rules.device, copy=True)
     at = [0] * batch
     nodes: list[list[int]] = [[] for _ in range(batch)]
     emitted: list[list[int]] = [[] for _ in range(batch)]
@@ -152,27 +132,18 @@ def walk_on_host(
 
 
 def walk_greedily(
-    logits: torch.Tensor,
-    candidates: Candidates,
-    lengths: list[int],
-    ends: list[int | None],
-    reach: list[int],
-    rules: Rules,
-    depth: int | None = None,
+    logits: torch.Tensor, candidates: Candidates, state: DecodingState, rules: Rules, depth: int | None = None
 ) -> torch.Tensor:
-    """The walk of calls that are `Rules.greedy`, `packed`, row by row on a CPU: looks at no node but those visited.
-
-    Arguments as in `walk_on_host`.
-    """
+    """As `walk_on_host`, for calls that are `Rules.greedy` on a CPU: looks at no node but those visited."""
     parents, drafted = candidates.topology.parents.tolist(), candidates.tokens.tolist()
     assert rules.max_length is not None
     rows = []
-    for row, (length, end) in enumerate(zip(lengths, ends)):
+    for row, (length, end, reach) in enumerate(zip(state.lengths, state.ends, state.reach())):
         tokens: list[int] = []
         nodes: list[int] = []
         node = 0
-        while end is None and len(nodes) <= reach[row]:
-            token = int(rounded(logits[row, node]).argmax())
+        while end is None and len(nodes) <= reach:
+            token = int(logits[row, node].argmax())
             tokens.append(token)
             nodes.append(node)
             if token in rules.eos_tokens or length + len(nodes) >= rules.max_length:
@@ -200,25 +171,21 @@ def preferred_choices(
     rules: Rules,
     logits: torch.Tensor,
     candidates: Candidates,
-    sequences: torch.Tensor,
-    lengths: list[int],
+    state: DecodingState,
     reach: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What typical acceptance or rejection emit at a node, -1 for the base's own choice, (B, N); and whether the base's
     probabilities there are numbers, (B, N).
 
     Args:
-        settings: which acceptance, not the exact one.
+        settings, rules, state: of the call, whose acceptance is not the exact one.
         tree: of the step.
-        rules: of the call.
         logits: (B, N, V) of the base at every node.
-        candidates: the nodes.
-        sequences: (B, W) token ids; row b's prefix is its first `lengths[b]`.
-        lengths: B of them.
-        reach: (B,), see `walk_on_device`.
+        candidates, reach: see `walk_on_device`.
     """
     tokens, topology = candidates.tokens, candidates.topology
-    p = rules.probabilities(logits, tokens, topology, sequences, lengths).to(reach.device)
+    sequences = state.rows.sequences.to(rules.device)
+    p = rules.probabilities(logits, tokens, topology, sequences, state.lengths).to(reach.device)
     valid = p.sum(-1).isfinite()
     if settings.acceptance == "typical":
         return typical_choices(p, candidates, reach, settings.posterior_threshold, settings.posterior_alpha), valid
@@ -240,10 +207,8 @@ def typical_choices(
 
     Args:
         probabilities: (B, N, V) of the base at every node, after the processors.
-        candidates: the nodes.
-        reach: (B,), see `walk_on_device`.
-        threshold: epsilon, in probability.
-        alpha: delta, in probability.
+        candidates, reach: see `walk_on_device`.
+        threshold, alpha: epsilon and delta, in probability.
 
     Returns:
         (B, N): at every node of the accepted path the token of the next one, elsewhere -1.
@@ -262,14 +227,12 @@ def typical_choices(
     logs[:, 0] = 0
     likelihood = (logs[:, None] * topology.ancestors).sum(-1)  # (B, N)
     best = likelihood.masked_fill(~(longest & reached), -torch.inf).argmax(-1)  # (B,)
-    on_path = topology.ancestors.expand(len(best), -1, -1)[rows[:, 0], best]  # (B, N), the root included
-    choices = torch.full_like(tokens, -1)
-    below = on_path.clone()
-    below[:, 0] = False
-    # every node but the root writes its token to its parent; those off the path write to a spare column
-    spare = torch.cat([choices, choices[:, :1]], dim=1)
-    spare.scatter_(1, torch.where(below, parents, tokens.shape[1]), tokens)
-    return spare[:, :-1]
+    on_path = topology.ancestors.expand(len(best), -1, -1)[rows[:, 0], best]  # (B, N), a copy, the root included
+    on_path[:, 0] = False
+    # every node of the path but the root writes its token to its parent; all others write to a spare column
+    choices = torch.full_like(torch.cat([tokens, tokens[:, :1]], dim=1), -1)
+    choices.scatter_(1, torch.where(on_path, parents, tokens.shape[1]), tokens)
+    return choices[:, :-1]
 
 
 def rejection_choices(

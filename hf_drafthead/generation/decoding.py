@@ -16,7 +16,6 @@ from dataclasses import replace
 from time import perf_counter
 
 import torch
-from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
 from hf_drafthead.generation.lookup import accepted_copies
@@ -25,7 +24,15 @@ from hf_drafthead.generation.rules import Rules
 from hf_drafthead.generation.runner import Execution, Runner
 from hf_drafthead.generation.settings import DraftSettings, DraftSwitch
 from hf_drafthead.generation.slots import SlotCache, writing_layers
-from hf_drafthead.generation.state import DecodingState, DraftHeadGenerateOutput, Limits, Outcome, Rows, StepRecord
+from hf_drafthead.generation.state import (
+    DecodingState,
+    DraftHeadGenerateOutput,
+    Limits,
+    Outcome,
+    Rows,
+    StepRecord,
+    running,
+)
 from hf_drafthead.generation.step import Step, Stopwatch
 from hf_drafthead.generation.tree import DraftTree, LookupTree, Tree
 
@@ -35,17 +42,13 @@ FAR = 1 << 40  # where nothing limits a length
 
 @torch.no_grad()
 def decode(
-    base,
-    input_ids: torch.Tensor,
-    logits_processor: LogitsProcessorList,
-    stopping_criteria: StoppingCriteriaList,
-    generation_config: GenerationConfig,
-    *,
-    reader: BaseReader,
-    drafter,
-    settings: DraftSettings,
     model,
+    input_ids: torch.Tensor,
+    rules: Rules,
+    reader: BaseReader,
+    settings: DraftSettings,
     execution: Execution,
+    *,
     streamer: BaseStreamer | None = None,
     on_step: Callable[[StepRecord], None] | None = None,
     **inputs,
@@ -53,13 +56,11 @@ def decode(
     """Generate with draft heads, as `custom_generate` of the base's own `generate`, which has prepared every argument.
 
     Args:
-        base: the causal LM.
+        model: with `base` and `drafter`; programs are kept with it.
         input_ids: (B, P); (B, 0) where the prompt is `inputs_embeds`.
-        logits_processor, stopping_criteria, generation_config: prepared by the base.
+        rules: of the call.
         reader: how to run the base.
-        drafter: the heads, see `modeling.drafter.Drafter`.
         settings: tree and acceptance.
-        model: with `base` and `drafter`, with which programs are kept.
         execution: how the steps run.
         streamer: is given the prompt and every committed token.
         on_step: is given a record of the prefill and of every step.
@@ -68,25 +69,15 @@ def decode(
     Returns:
         (B, length) token ids, or the output class where `return_dict_in_generate` asks for it.
     """
-    rules = Rules(
-        logits_processor,
-        stopping_criteria,
-        generation_config,
-        batch_size=input_ids.shape[0],
-        prompt_length=input_ids.shape[1],
-        device=input_ids.device,
-        samples=generation_config.do_sample and settings.acceptance != "typical",
-        rejects=generation_config.do_sample and settings.acceptance == "rejection",
-    )
-    stream = Stream(streamer, input_ids)
+    stream, drafter = Stream(streamer, input_ids), model.drafter
     ordinary_cache = inputs.pop("past_key_values")
     known = int(ordinary_cache.get_seq_length())
     watch = Stopwatch(on_step is not None, reader.base.device)
     state = prefill(reader, drafter, settings.tree, input_ids, rules, inputs, ordinary_cache, stream)
     watch.lap("prefill")
     if on_step is not None:
-        on_step(StepRecord(0, state.rows.newest().tolist(), [], [1] * rules.batch_size, 0, watch.seconds))
-    show = None if streamer is None else stream.show
+        roots = state.rows.sequences[:, state.prompt_length, None].tolist()
+        on_step(StepRecord(0, roots, [], [1] * rules.batch_size, 0, watch.seconds))
     make = functools.partial(
         Step,
         reader,
@@ -94,14 +85,14 @@ def decode(
         device=state.rows.lengths.device,
         settings=settings,
         rules=rules,
-        show=show,
+        show=None if streamer is None else stream.show,
         timed=on_step is not None,
     )
     choose = None if settings.switch is None else chooser(settings.tree, settings.switch)
     tree = settings.tree
     runner = Runner(model, execution, make, tree, state, choose)
     launched: deque[Outcome] = deque()
-    while state.running(rules.pads):
+    while running(state.lengths, state.ends, rules.pads):
         launched.append(runner.step(state))
         while len(launched) > runner.ahead:
             record = state.note(launched.popleft())
@@ -129,9 +120,9 @@ def chooser(tree: Tree, switch: DraftSwitch) -> Callable[[DecodingState], Tree]:
         if state.counted:
             switch.time(drafts, now - begun)
         counts = state.counted[-1] if drafts and state.counted else []
-        running = [row for row, count in enumerate(counts) if count]  # 0 in those that had ended
-        if running:  # the call ends with the row that is the furthest behind
-            switch.note(counts[min(running, key=lambda row: state.lengths[row] - counts[row])])
+        moved = [row for row, count in enumerate(counts) if count]  # 0 in those that had ended
+        if moved:  # the call ends with the row that is the furthest behind
+            switch.note(counts[min(moved, key=lambda row: state.lengths[row] - counts[row])])
         drafts, begun = switch.drafts(), now
         return tree if drafts else alone
 
@@ -221,19 +212,12 @@ class Stream:
 
     def committed(self, state: DecodingState, rules: Rules) -> None:
         """Put every position that all rows have reached and that was not shown yet."""
-        if self.streamer is None:
-            return
         still = [length for length, end in zip(state.lengths, state.ends) if end is None or not rules.pads]
         ready = min(still) if still else max(state.lengths)
         if all(end is not None for end in state.ends):
             ready = min(ready, max(end for end in state.ends if end is not None))
         while self.position < ready:
             self.show(state.rows.sequences[:, self.position])
-
-    def end(self) -> None:
-        """Tell the streamer that nothing follows."""
-        if self.streamer is not None:
-            self.streamer.end()
 
 
 def finish(
@@ -243,12 +227,15 @@ def finish(
     length = max(end for end in state.ends if end is not None)
     if rules.tape is not None and rules.draws_ahead:
         rules.tape.rewind(length - state.prompt_length)
-    stream.end()
+    if stream.streamer is not None:
+        stream.streamer.end()
     sequences = state.rows.sequences[:, :length].to(rules.device, copy=True)
     in_dict = rules.config.return_dict_in_generate
     if in_dict or getattr(ordinary_cache, "_is_user_defined", False):
         if state.unread():
-            reader.behind(state.rows.newest(), state.cache, state.rows.position_shift, state.rows.visible)
+            rows = state.rows
+            newest = rows.sequences.gather(1, rows.lengths[:, None] - 1)
+            reader.behind(newest, state.cache, rows.position_shift, rows.visible)
         state.cache.unload(ordinary_cache, known, length - 1 + state.past_shift)
     if not in_dict:
         return sequences
@@ -281,27 +268,21 @@ def _run_prompt(reader: BaseReader, arguments: dict, chunk: int | None) -> tuple
     Returns:
         logits at the last position, and features at all of them (B, T, F*H).
     """
-    tokens = arguments.get("input_ids")
-    if chunk is None or tokens is None:
-        logits, features = reader(True, **arguments)
-        arguments["past_key_values"].count(features.shape[1])
-        return logits, features
-    parts: list[torch.Tensor] = []
-    done, cache = 0, arguments["past_key_values"]
-    mask = arguments.get("attention_mask")
-    known = cache.extent
-    for part in tokens.split(chunk, dim=1):
-        end = done + part.shape[1]
-        now = {**arguments, "input_ids": part}
-        if mask is not None:
-            now["attention_mask"] = mask[:, : known + end]
-        if arguments.get("position_ids") is not None:
-            now["position_ids"] = arguments["position_ids"][:, done:end]
+    tokens, cache = arguments.get("input_ids"), arguments["past_key_values"]
+    mask, positions = arguments.get("attention_mask"), arguments.get("position_ids")
+    chunks = [tokens] if chunk is None or tokens is None else tokens.split(chunk, dim=1)
+    parts, known = [], cache.extent
+    for part in chunks:
+        now, start = dict(arguments), cache.extent - known
+        if part is not tokens and part is not None:
+            end = start + part.shape[1]
+            now["input_ids"] = part
+            now["attention_mask"] = None if mask is None else mask[:, : known + end]
+            now["position_ids"] = None if positions is None else positions[:, start:end]
         logits, features = reader(True, **now)
+        cache.count(features.shape[1])
         parts.append(features)
-        cache.count(part.shape[1])
-        done = end
-    return logits, torch.cat(parts, dim=1)
+    return logits, torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
 
 
 def _prompt_for_drafter(drafter, root, features, arguments, mask) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

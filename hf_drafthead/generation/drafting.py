@@ -69,6 +69,12 @@ class Guesses(NamedTuple):
         return (self.over_base(vocabulary).float() / temperature).softmax(-1).nan_to_num(0.0)
 
 
+def last_valid(kept: torch.Tensor, new: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    """Each row's last valid position of `new` (B, A, H), of `lengths` (B,); `kept` (B, H) where there is none."""
+    place = lengths.to(kept.device)[:, None, None].expand(-1, 1, kept.shape[1])
+    return torch.cat([kept.unsqueeze(1), new.to(kept)], dim=1).gather(1, place)[:, 0]
+
+
 def draft_vocabulary(base: Any, drafter: Any) -> int:
     """Among how many tokens a drafter chooses: all of its base's, or fewer."""
     own = drafter.draft_tokens
@@ -80,32 +86,28 @@ def draft_static(
     draft_state: Any,
     root: torch.Tensor,
     levels: Iterable[Level],
+    topology: Topology,
     tilt: torch.Tensor | None = None,
     keep_guesses: bool = False,
-) -> tuple[Any, torch.Tensor, tuple[Guesses, ...]]:
-    """Fill a static tree below the root (B, 1), level by level.
+) -> tuple[Any, Candidates]:
+    """Fill a static tree below the root (B, 1), level by level; also returns the drafter's state.
 
     Args:
-        drafter: guesses.
-        draft_state: the drafter's own.
+        drafter, draft_state: what guesses, and its own state.
         root: (B, 1) tokens.
-        levels: of the tree.
+        levels, topology: of the tree.
         tilt: (B, D, V) of every depth, see `Guesses.top`; None for the drafter's best guesses.
         keep_guesses: hand on what the drafter said, level by level.
-
-    Returns:
-        the drafter's state, the tokens of all nodes (B, N), and the guesses that are kept.
     """
     tokens, kept = root, []
-    rows = tokens.shape[0]
     for depth, level in enumerate(levels):
-        expanded = tokens[:, level.expanded]  # (B, n)
-        draft_state, guesses = drafter.expand(draft_state, expanded, level.hang_on.expand(rows, -1))
+        expanded, hang_on = tokens[:, level.expanded], level.hang_on.expand(len(root), -1)  # (B, n)
+        draft_state, guesses = drafter.expand(draft_state, expanded, hang_on)
         kept += [guesses] if keep_guesses else []
         guessed, _ = guesses.top(level.width, None if tilt is None else tilt[:, depth])
         slots = level.slots if guessed.shape[1] > 1 else 0
         tokens = torch.cat([tokens, guessed[:, slots, level.ranks].to(tokens.device)], dim=1)
-    return draft_state, tokens, tuple(kept)
+    return draft_state, Candidates(tokens, topology, tuple(kept))
 
 
 def draft_dynamic(
@@ -140,12 +142,11 @@ def draft_dynamic(
         if level + 1 < tree.depth:
             best = below.sort(dim=1, descending=True, stable=True).indices[:, : tree.width]
             expanded, hang_on = first + best, best // tree.width
-    depths = torch.cat([torch.full((size,), depth, device=device) for depth, size in enumerate(sizes)])
-    if copied is not None:
-        tokens, topology = joined(tokens, parents, depths.expand_as(tokens), likely, copied, tree.nodes, tree.depth)
-        return draft_state, Candidates(tokens, topology)
-    kept = likely.sort(dim=1, descending=True, stable=True).indices[:, : tree.nodes].sort(dim=1).values  # (B, N)
-    numbers = torch.arange(tree.nodes, device=device).expand_as(kept)
-    place = torch.zeros_like(tokens).scatter(1, kept, numbers)  # (B, M)
-    topology = Topology.of(place.gather(1, parents.gather(1, kept)), depths[kept], tree.depth)
-    return draft_state, Candidates(tokens.gather(1, kept), topology)
+    depths = torch.cat([torch.full((rows, size), depth, device=device) for depth, size in enumerate(sizes)], dim=1)
+    nodes = (tokens, parents, depths, likely)
+    best_nodes = (
+        Topology.of_best(*nodes, tree.nodes, tree.depth)
+        if copied is None
+        else joined(*nodes, copied, tree.nodes, tree.depth)
+    )
+    return draft_state, Candidates(*best_nodes)

@@ -61,16 +61,12 @@ class CalibrationKey(NamedTuple):
             # on a GPU every call that was not compiled was recorded
             execution = "compiled" if entry["captured"] else "eager" if device == "cpu" else "recorded"
         key = cls(device, threads, entry.get("dtype"), entry.get("batch_size"), execution, entry.get("heads_hash"))  # type: ignore[arg-type]
-        for name, kind in (("device", str), ("dtype", str), ("batch_size", int), ("execution", str)):
-            value = getattr(key, name)
-            if not isinstance(value, kind) or isinstance(value, bool):
-                raise damaged(entry, TypeError(f"its {name} is {str(value)[:20]!r}"))
+        for name, value in key._asdict().items():
+            kinds: Any = {"threads": int | None, "batch_size": int, "heads_hash": str | None}.get(name, str)
+            if not isinstance(value, kinds) or isinstance(value, bool):
+                raise damaged(entry, TypeError(f"its field {name!r} is {str(value)[:20]!r}"))
         if key.batch_size < 1 or key.execution not in EXECUTIONS:
             raise damaged(entry, ValueError(f"batch size {key.batch_size}, execution {key.execution[:20]!r}"))
-        if threads is not None and (not isinstance(threads, int) or isinstance(threads, bool)):
-            raise damaged(entry, TypeError(f"its threads are {str(threads)[:20]!r}"))
-        if not isinstance(key.heads_hash, (str, type(None))):
-            raise damaged(entry, TypeError("its heads_hash is no text"))
         return key
 
     @property
@@ -146,10 +142,8 @@ def tree_of(
 
     Args:
         entry: of a calibration.
-        max_depth: deepest level that the drafter can guess; None if there is no limit.
-        vocabulary: number of tokens that the heads choose among.
-        key: of a call; with more rows than were measured, the tree has so many fewer nodes that a step verifies as
-            many tokens as then.
+        max_depth, vocabulary: see `resolve`.
+        key: of a call; with more rows than were measured, a smaller tree, so that a step verifies as many tokens.
 
     Raises:
         ValueError: the entry holds none, or one that these heads cannot fill.
@@ -234,10 +228,7 @@ def heads_hash(tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype |
 
 
 def drafter_hash(drafter: torch.nn.Module) -> str | None:
-    """`heads_hash` of what a checkpoint holds of a drafter; None where weights lie elsewhere.
-
-    It is computed again only after a parameter was replaced or written to.
-    """
+    """`heads_hash` of what a checkpoint holds of a drafter, kept until it changes; None where weights lie elsewhere."""
     stored = drafter.state_dict(keep_vars=True).keys()
     tensors = [*drafter.named_parameters(), *drafter.named_buffers()]
     weights = [(f"drafter.{name}", weight) for name, weight in tensors if name in stored]

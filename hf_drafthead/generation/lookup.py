@@ -137,8 +137,4 @@ def joined(
     tokens = torch.cat([tokens, copied.tokens], dim=1)
     parents = torch.cat([parents, line[:, :-1]], dim=1)
     depths = torch.cat([depths, torch.arange(1, count + 1, device=device).expand(rows, -1)], dim=1)
-    kept = value.sort(dim=1, descending=True, stable=True).indices[:, :nodes].sort(dim=1).values  # (B, N)
-    place = torch.zeros_like(tokens).scatter(1, kept, torch.arange(nodes, device=device).expand(rows, -1))
-    parents = place.gather(1, parents.gather(1, kept))
-    topology = Topology.of(parents, depths.gather(1, kept), max(deepest, count))
-    return tokens.gather(1, kept), topology
+    return Topology.of_best(tokens, parents, depths, value, nodes, max(deepest, count))

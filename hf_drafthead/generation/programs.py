@@ -5,33 +5,31 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 from hf_drafthead.generation.slots import SlotCache, out_of_memory, padded
-from hf_drafthead.generation.state import DecodingState, Limits
-from hf_drafthead.generation.step import Function, Program, Step
+from hf_drafthead.generation.state import DecodingState, Limits, Rows
+from hf_drafthead.generation.step import Program
 from hf_drafthead.generation.tree import Tree
 
 MOST_PROGRAMS = 32  # kept per model; the least recently used goes first
 MOST_ARENAS, ARENA_BYTES = 4, 2 << 30  # memory of recorded programs that is kept after a call, per model
 
 
-@dataclass(frozen=True)
-class ProgramKey:
+class ProgramKey(NamedTuple):
     """Everything that a program depends on but the values and, where it is compiled, the sizes of its tensors.
 
-    circumstances: see `Programs.circumstances_of`.
+    execution: see `Execution.key`; slots: for nodes; eos_tokens: how many; draft_state: see `form_of`; circumstances:
+    see `Programs.circumstances_of`.
     """
 
-    execution: str
-    records: bool
-    compile_config: str
+    execution: Hashable
     tree: Tree
     slots: int
     greedy: bool
@@ -43,36 +41,6 @@ class ProgramKey:
     reads: tuple[int, ...]
     draft_state: Hashable
     circumstances: Hashable
-
-    @classmethod
-    def of(
-        cls,
-        execution: str,
-        records: bool,
-        compile_config: str,
-        step: Step,
-        slots: int,
-        state: DecodingState,
-        circumstances: Hashable,
-    ) -> ProgramKey:
-        """The key of a step."""
-        rules, rows = step.rules, state.rows
-        return cls(
-            execution,
-            records,
-            compile_config,
-            step.tree,
-            slots,
-            step.greedy,
-            rules.tape is not None,
-            rules.rejects,
-            rows.lengths.shape[0],
-            rows.visible is not None,
-            len(state.limits.eos),
-            step.stages.drafter.reads,
-            form_of(rows.draft_state),
-            circumstances,
-        )
 
 
 def global_state(device: torch.device) -> Hashable:
@@ -113,46 +81,40 @@ def fingerprint(module: Any) -> Iterator[Hashable]:
                 yield tuple(parameter.shape), parameter.stride(), parameter.dtype, parameter.device
 
 
+def addresses(model: Any) -> Iterator[int]:
+    """Where the weights are: a recorded program reads them from there."""
+    for module in (model.base, model.drafter):
+        if isinstance(module, nn.Module):
+            yield from (tensor.data_ptr() for tensor in (*module.parameters(), *module.buffers()))
+
+
 class Arena:
     """Memory that recorded programs work on; it belongs to one call at a time.
 
     Args:
-        state: of the call that takes it first, whose tensors it keeps.
+        state: of the call that takes it first, whose tensors and caches it keeps.
     """
 
     def __init__(self, state: DecodingState):
-        self.rows = with_caches(state.rows, None)
+        self.rows, self.caches = state.rows, state.caches
         self.limits = state.limits = Limits(*(limit.clone() for limit in state.limits))
-        self.memory = [(cache.blocks, cache.lengths, cache.nodes, cache.capacity) for cache in state.caches]
         self.programs: dict[ProgramKey, Program] = {}
         self.owner = weakref.ref(state)
 
     @property
     def bytes(self) -> int:
         """Of keys and values."""
-        return sum(block.nbytes for blocks, *_ in self.memory for block in blocks)
-
-    def program(self, key: ProgramKey, functions: Program, record: Callable[[Function], Function]) -> Program:
-        """The functions recorded here."""
-        if key not in self.programs:
-            self.programs[key] = Program(*map(record, functions))
-        return self.programs[key]
+        return sum(block.nbytes for cache in self.caches for block in cache.blocks)
 
     def take(self, state: DecodingState, padding: int) -> None:
         """Let a call go on here; `padding` is the token behind the end of a row."""
-        for cache, memory in zip(state.caches, self.memory, strict=True):
-            cache.use(*memory)
-        rows, width = state.rows, self.rows.sequences.shape[1]
-        more = max(width - rows.sequences.shape[1], 0)
-        sequences = nn.functional.pad(rows.sequences[:, :width], (0, more), value=padding)
-        visible = None if rows.visible is None else padded(rows.visible, state.cache.slots)
-        for place, value in zip(
-            tensors_of((self.rows, self.limits)),
-            tensors_of((rows._replace(sequences=sequences, visible=visible), state.limits)),
-            strict=True,
-        ):
+        for mine, theirs in zip(self.caches, state.caches, strict=True):
+            mine.copy_past(theirs)
+        state.cache, state.caches = self.caches[0], self.caches
+        values = (with_shapes(state, self.rows.sequences.shape[1], padding), state.limits)
+        for place, value in zip(tensors_of((self.rows, self.limits)), tensors_of(values), strict=True):
             place.copy_(value)
-        state.rows, state.limits = with_caches(self.rows, caches_of(rows)), self.limits
+        state.rows, state.limits = self.rows, self.limits
 
 
 @dataclass
@@ -225,38 +187,23 @@ def form_of(draft_state: Any) -> Hashable:
             return tuple(leaf.shape), leaf.dtype
         if isinstance(leaf, SlotCache):
             return bool(leaf.blocks)
-        return (
-            leaf if isinstance(leaf, Hashable) else type(leaf).__qualname__
-        )  # an object of a drafter of the user's own
+        # else an object of a drafter of the user's own
+        return leaf if isinstance(leaf, Hashable) else type(leaf).__qualname__
 
     return tuple(map(form, tree_leaves(draft_state)))
 
 
-def with_caches(tree: Any, caches: list[SlotCache] | None) -> Any:
-    """Nested tuples with other caches, in order; None leaves their places empty, so that nothing of a call is kept."""
-    left = None if caches is None else iter(caches)
-
-    def put(leaf: Any) -> Any:
-        if not isinstance(leaf, (SlotCache, _Nothing)):
-            return leaf
-        return _Nothing() if left is None else next(left)
-
-    return tree_map(put, tree)
-
-
-class _Nothing:
-    """In the place of a cache."""
-
-
 def fix(state: DecodingState, capacity: int, nodes: int, depth: int, padding: int, apart: bool) -> None:
-    """Give all tensors of a call fixed shapes, for so many past positions.
+    """Give all tensors of a call fixed shapes, for so many past positions; apart: as a compiler wants them.
 
     Raises:
         MemoryError: there is no memory for them.
     """
     for cache in state.caches:
+        if apart:
+            cache.split()
         try:
-            cache.fix(capacity, nodes, apart)
+            cache.resize(capacity, nodes)
         except RuntimeError as error:
             if not out_of_memory(error):
                 raise
@@ -264,15 +211,18 @@ def fix(state: DecodingState, capacity: int, nodes: int, depth: int, padding: in
             raise MemoryError(
                 f"there is no memory for a cache of {size:.1f} GiB: {capacity} positions, {len(state.lengths)} row(s)."
             ) from error
+        cache.fixed = True
     # the compiler takes equal sizes for one size: what need not be equal must differ
-    width = max(capacity - state.past_shift, 0) + depth + nodes + 1
-    rows, shape = state.rows, (len(state.lengths), width)
-    sequences = rows.sequences.new_full(shape, padding)
-    known = min(width, rows.sequences.shape[1])
-    sequences[:, :known] = rows.sequences[:, :known]
+    state.rows = with_shapes(state, max(capacity - state.past_shift, 0) + depth + nodes + 1, padding)
+
+
+def with_shapes(state: DecodingState, width: int, padding: int) -> Rows:
+    """The rows of a call with sequences (B, width), and `visible` over all past slots."""
+    rows, shown = state.rows, state.rows.sequences[:, :width]
+    sequences = nn.functional.pad(shown, (0, width - shown.shape[1]), value=padding)
     # as long as the keys: the compiler cannot write code for a size that differs from theirs by a constant
     visible = None if rows.visible is None else padded(rows.visible, state.cache.slots)
-    state.rows = rows._replace(sequences=sequences, visible=visible)
+    return rows._replace(sequences=sequences, visible=visible)
 
 
 def sizes_may_change(state: DecodingState) -> None:

@@ -67,8 +67,8 @@ class BaseReader:
     base: PreTrainedModel
     windows: dict[str, int | None]
     split: bool
-    reads: tuple[int, ...] = (-1,)
-    output: OutputLayer | None = None
+    reads: tuple[int, ...]
+    output: OutputLayer
 
     @classmethod
     def of_texts(
@@ -90,7 +90,7 @@ class BaseReader:
 
     def logits(self, scores: torch.Tensor) -> torch.Tensor:
         """Logits (..., V) from the scores of a `Reading`."""
-        return (self.output or OutputLayer(self.base))(scores) if self.split else scores
+        return self.output(scores) if self.split else scores
 
     def read(self, inputs: dict) -> Reading:
         """A forward with the base's own arguments."""
@@ -124,7 +124,9 @@ class BaseReader:
         positions: torch.Tensor,
         visible: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """One forward over the nodes of a step. A root alone behind rows of one length is a plain step of the base.
+        """One forward over the nodes of a step: logits (B, N, V) and features (B, N, F*H).
+
+        A root alone behind rows of one length is a plain step of the base.
 
         Args:
             tokens: (B, N), node 0 the root.
@@ -132,38 +134,21 @@ class BaseReader:
             cache: the past; the nodes' states are written before it.
             positions: (B, N) position ids.
             visible: (B, S) bool, which past slots hold no padding; None = all.
-
-        Returns:
-            logits (B, N, V) and features (B, N, F*H).
         """
         if tokens.shape[1] == 1 and cache.even:
             cache.append()
             mask: Any = None if visible is None else padded(visible, cache.extent + 1)
         else:
             cache.place(tokens.shape[1])
+            past, dtype, depths = (cache.lengths, cache.seen_extent), self.base.dtype, topology.depths
             masks = {
-                kind: slot_mask(
-                    topology.ancestors,
-                    cache.lengths,
-                    cache.seen_extent,
-                    self.base.dtype,
-                    visible=visible,
-                    window=window,
-                    depths=topology.depths,
-                )
+                kind: slot_mask(topology.ancestors, *past, dtype, visible=visible, window=window, depths=depths)
                 for kind, window in self.windows.items()
             }
             mask = masks if len(masks) > 1 else next(iter(masks.values()))
-        reading = self.read(
-            {
-                "input_ids": tokens,
-                "attention_mask": mask,
-                "position_ids": positions,
-                "past_key_values": cache,
-                "use_cache": True,
-            }
-        )
-        return self.logits(reading.scores), reading.features
+        inputs = {"input_ids": tokens, "attention_mask": mask, "position_ids": positions, "past_key_values": cache}
+        reading = self.read({**inputs, "use_cache": True})
+        return self.output(reading.scores) if self.split else reading.scores, reading.features
 
 
 def one_stream(states: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

@@ -26,7 +26,7 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 from transformers.generation import logits_process as processors
 from transformers.generation import stopping_criteria as criteria
 
-from hf_drafthead.generation.state import NOT_A_DISTRIBUTION, rounded
+from hf_drafthead.generation.state import NOT_A_DISTRIBUTION
 from hf_drafthead.generation.tree import Topology
 
 # They look at nothing but a row's scores.
@@ -86,9 +86,8 @@ class Rules:
         config = self.config
         self.keeps_scores = bool(config.return_dict_in_generate and config.output_scores)
         self.keeps_logits = bool(config.return_dict_in_generate and config.output_logits)
-        self.max_length = min(
-            (c.max_length for c in self.criteria if isinstance(c, criteria.MaxLengthCriteria)), default=None
-        )
+        lengths = (c.max_length for c in self.criteria if isinstance(c, criteria.MaxLengthCriteria))
+        self.max_length = min(lengths, default=None)
         # As in transformers: only then do finished rows emit padding; else they go on until all are finished.
         self.pads = any(hasattr(criterion, "eos_token_id") for criterion in self.criteria)
         self.pad_token = config._pad_token_tensor.item() if self.pads else 0
@@ -107,36 +106,24 @@ class Rules:
             # what the base says of padding behind the end of a row is asked for as well
             and not (self.pads and (self.keeps_scores or self.keeps_logits))
         )
-        self.eos_tokens = sorted(
-            {
-                token
-                for criterion in self.criteria
-                if isinstance(criterion, criteria.EosTokenCriteria)
-                for token in criterion.eos_token_id.flatten().tolist()
-            }
-        )
+        ends = [c.eos_token_id.flatten() for c in self.criteria if isinstance(c, criteria.EosTokenCriteria)]
+        self.eos_tokens = sorted({token for tokens in ends for token in tokens.tolist()})
         self.draws_ahead = self.on_device or not self.lockstep
-        self.temperature = math.prod(
-            processor.temperature
-            for processor in self.processors
-            if isinstance(processor, processors.TemperatureLogitsWarper)
-        )
+        warpers = (p for p in self.processors if isinstance(p, processors.TemperatureLogitsWarper))
+        self.temperature = math.prod(warper.temperature for warper in warpers)
         if self.samples and not self.rejects:
             self.tape = NoiseTape(self.batch_size, self.device)
 
     def choose(
         self, rows: list[int], logits: torch.Tensor, sequences: torch.Tensor, lengths: list[int]
     ) -> torch.Tensor:
-        """The token each of `rows` emits next, chosen as the base chooses it.
+        """The token (g,) that each of `rows` emits next, chosen as the base chooses it.
 
         Args:
             rows: g row numbers; all B of them in lockstep.
             logits: (g, V) of the base after each row's last token.
             sequences: (B, L) token ids; row b's prefix is its first `lengths[b]`.
             lengths: B of them; in lockstep all are alike.
-
-        Returns:
-            (g,) token ids.
         """
         logits = logits.to(sequences.device, torch.float32, copy=True)
         scores = self._process(rows, logits, sequences, lengths)
@@ -160,19 +147,16 @@ class Rules:
     def choose_everywhere(
         self, logits: torch.Tensor, depths: torch.Tensor, noise: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The base's choice at every node, on the device; for calls that are `on_device`.
+        """The base's choice (B, N) at every node, and whether the probabilities there are numbers; if `on_device`.
 
         Args:
-            logits: (B, N, V) of the base.
+            logits: (B, N, V) of the base, see `Verified`.
             depths: (R, N) of the nodes.
             noise: (B, D, V) of the next D positions, under sampling.
-
-        Returns:
-            (B, N) token ids, and (B, N) whether the probabilities there are numbers.
         """
-        scores = rounded(logits)
+        scores = logits
         if self.processors:
-            flat = scores.float().flatten(0, 1)
+            flat = logits.float().flatten(0, 1)
             scores = self.processors(flat.new_zeros(len(flat), 1, dtype=torch.long), flat).view(logits.shape)
         if noise is None:
             choice = scores.argmax(-1)
@@ -208,11 +192,9 @@ class Rules:
     def tilt(self, noise: torch.Tensor) -> torch.Tensor:
         """What makes the base's coming choices likely guesses: added to logits l (..., V), the order is that of q / E.
 
-        q is the softmax of l / T, with the call's temperature T, and log(q / E) = (l - T log E) / T + constant. Once
-        somebody else has drawn from the generator, as a processor of the user's may, the noise tells nothing: zeros.
-
-        Args:
-            noise: E (B, D, V) from `noise_ahead`.
+        q is the softmax of l / T, with the call's temperature T, and log(q / E) = (l - T log E) / T + constant; the
+        noise is E (B, D, V), from `noise_ahead`. Once somebody else has drawn from the generator, as a processor of the
+        user's may, the noise tells nothing: zeros.
         """
         if self.tape is not None and self.tape.shared:
             return torch.zeros_like(noise)
@@ -229,11 +211,8 @@ class Rules:
         """Processed probabilities at every node, (B, N, V); for processors of ROW_BY_ROW.
 
         Args:
-            logits: (B, N, V) of the base at every node.
-            tokens: (B, N) of the nodes.
-            topology: how the nodes hang together.
-            sequences: (B, L) token ids; row b's prefix, its root included, is its first `lengths[b]`.
-            lengths: B of them.
+            logits, tokens, topology: (B, N, V) of the base at every node, the nodes (B, N), and how they hang together.
+            sequences, lengths: as in `choose`, the root included.
         """
         scores = logits.to(sequences.device, torch.float32, copy=True)
         if self.scores_only:
@@ -254,11 +233,7 @@ class Rules:
     def stops(self, rows: list[int], newest: list[int], sequences: torch.Tensor, lengths: list[int]) -> list[bool]:
         """Whether a criterion fires on each row's prefix, of which `newest` is the last token; g answers.
 
-        Args:
-            rows: g row numbers; all B of them in lockstep.
-            newest: g tokens.
-            sequences: (B, L) token ids; row b's prefix is its first `lengths[b]`. Not looked at in calls on device.
-            lengths: B of them.
+        Arguments as in `choose`; the sequences are not looked at in calls on device.
         """
         if self.on_device:
             assert self.max_length is not None
@@ -266,12 +241,10 @@ class Rules:
         if self.lockstep:
             scores = tuple(self.scores) if self.keeps_scores else None
             return self.criteria(sequences[:, : max(lengths)], scores).tolist()
-        answers = [False] * len(rows)
+        answers = torch.zeros(len(rows), dtype=torch.bool)
         for length, places in _by_length(rows, lengths).items():
-            fired = self.criteria(sequences[[rows[place] for place in places], :length], None).tolist()
-            for place, answer in zip(places, fired):
-                answers[place] = answer
-        return answers
+            answers[places] = self.criteria(sequences[[rows[place] for place in places], :length], None).cpu()
+        return answers.tolist()
 
     def _process(self, rows, logits, sequences, lengths):
         if not self.processors:

@@ -1,7 +1,7 @@
 """How the steps of a call run: eagerly, compiled, recorded as a CUDA graph, or compiled and then recorded.
 
 A step is written once, in `step`, as functions of one signature. An eager step calls them as they are; `compiled` and
-`recorded` take one and return another of the same signature, and what they make is kept for later calls under a
+`Recorded` take one and return another of the same signature, and what they make is kept for later calls under a
 `ProgramKey`, which names everything that it depends on.
 
     greedy               draft, verify, walk, commit               one program
@@ -20,12 +20,10 @@ from __future__ import annotations
 import threading
 import time
 import types
-from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 from torch.utils._pytree import tree_map
 from transformers import CompileConfig, GenerationConfig
 from transformers.utils import logging
@@ -35,15 +33,14 @@ from hf_drafthead.generation.programs import (
     Arena,
     ProgramKey,
     Programs,
+    addresses,
     caches_of,
     fix,
     form_of,
     sizes_may_change,
     tensors_of,
-    with_caches,
 )
-from hf_drafthead.generation.regions import layers_once
-from hf_drafthead.generation.slots import DoesNotFit, SlotCache, fixed_slots, out_of_memory, rounded_up
+from hf_drafthead.generation.slots import SLOTS, DoesNotFit, SlotCache, out_of_memory, rounded_up
 from hf_drafthead.generation.state import DecodingState, Limits, Outcome, Rows, unpacked
 from hf_drafthead.generation.step import Function, Program, Step, observe_pending
 from hf_drafthead.generation.tree import Tree, smaller
@@ -99,63 +96,65 @@ def compiled(function: Function, config: CompileConfig) -> Function:
     plain = config.mode in ("default", *RECORDS[:1])
     options = {} if plain else torch._inductor.list_mode_options(config.mode)
     if config.backend == "inductor":
-        from hf_drafthead.generation.products import TransposedProducts  # takes a second to import
+        from hf_drafthead.generation.compiling import TransposedProducts  # takes a second to import
 
         options = {**options, "post_grad_custom_pre_pass": TransposedProducts()}
     options = {**options, **(config.options or {}), "guard_filter_fn": lambda guards: [False] * len(guards)}
-    options.pop("triton.cudagraphs", None)  # `recorded` makes the graphs
+    options.pop("triton.cudagraphs", None)  # `Recorded` makes the graphs
     result: Function = torch.compile(alone, fullgraph=True, dynamic=False, backend=config.backend, options=options)
     return result
 
 
-class NotRecorded(Exception):
-    """A step cannot be recorded; the text says why. The call's tensors are as they were before the step."""
+class NotCaptured(Exception):
+    """A step cannot be compiled or recorded; the text says why. The call's tensors are as they were before the step.
+
+    lasting: whether that holds for later calls too.
+    """
+
+    def __init__(self, reason: str, lasting: bool = True):
+        super().__init__(reason)
+        self.lasting = lasting
 
 
-def recorded(function: Function) -> Function:
+class Recorded:
     """A CUDA graph of a function, recorded when it is called for the second time.
 
     The first time takes what it needs besides, such as workspaces and the tensors of a tree. On some GPUs attention
     makes a plan for each new length, which it cannot do while it is recorded. Rows, cache and limits are the same
     memory in every call; what else is given is copied to where it was at first.
     """
-    recording: list[Recording] = []
-    calls = 0
 
-    def run(rows: Rows, cache: SlotCache, limits: Limits, more: Any) -> tuple[Any, Rows]:
-        nonlocal calls
-        calls += 1
-        if calls == 1:
-            found, after = function(rows, cache, limits, more)
-            return found, written(rows, after)
-        if not recording:
-            recording.append(Recording(function, rows, cache, limits, more))
-        return recording[0](rows, more), rows
+    def __init__(self, function: Function):
+        self.function, self.calls = function, 0
 
-    return run
+    def __call__(self, rows: Rows, cache: SlotCache, limits: Limits, more: Any) -> tuple[Any, Rows]:
+        self.calls += 1
+        if self.calls == 1:
+            result, after = self.function(rows, cache, limits, more)
+            return result, written(rows, after)
+        if self.calls == 2:
+            self._record(rows, cache, limits, more)
+        for place, value in zip(self.places, tensors_of(more)):
+            if place.data_ptr() != value.data_ptr():
+                place.copy_(value)
+        self.replay()
+        return self.result, rows
 
+    def _record(self, rows: Rows, cache: SlotCache, limits: Limits, more: Any) -> None:
+        """Record it, and compare a replay with a run: a base that decides something on the host is refused.
 
-class Recording:
-    """What `recorded` has recorded.
-
-    It is also run once without the graph, and the two are compared: a base that decides something on the host, which a
-    replay would not decide again, is refused.
-
-    Raises:
-        NotRecorded: it cannot be recorded, or a replay gives something else.
-    """
-
-    def __init__(self, function: Function, rows: Rows, cache: SlotCache, limits: Limits, more: Any):
+        Raises:
+            NotCaptured: it cannot be recorded, or a replay gives something else.
+        """
         more = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, more)
         self.places = tensors_of(more)
         held = [*tensors_of(rows), *(each.lengths for each in (cache, *caches_of(rows)))]
+        before = [tensor.clone() for tensor in held]
 
         def once() -> Any:
-            found, after = function(rows, cache, limits, more)
+            result, after = self.function(rows, cache, limits, more)
             written(rows, after)
-            return found
-
-        before = [tensor.clone() for tensor in held]
+            return result
 
         def put_back() -> None:
             for place, value in zip(held, before):
@@ -166,21 +165,14 @@ class Recording:
             return [tensor.clone() for tensor in (*tensors_of(run()), *held)]
 
         try:
-            self.replay, found = record_kernels(once, rows.lengths.device)
+            self.replay, self.result = record_kernels(once, rows.lengths.device)
         except Exception as error:  # whatever cannot be recorded: steps without a graph work all the same
-            raise NotRecorded(cause_of(error)) from error
-        same = all(map(alike, outcome(once), outcome(lambda: self.replay() or found)))
+            cause = error.__context__ or error  # how a recording ends says less
+            raise NotCaptured(f"{type(cause).__name__}: {cause}".partition("\n")[0]) from error
+        same = all(map(alike, outcome(once), outcome(lambda: self.replay() or self.result)))
         put_back()
         if not same:
-            raise NotRecorded("a replay of the recorded step gives something else than the step.")
-        self.found = with_caches(found, None)
-
-    def __call__(self, rows: Rows, more: Any) -> Any:
-        for place, value in zip(self.places, tensors_of(more)):
-            if place.data_ptr() != value.data_ptr():
-                place.copy_(value)
-        self.replay()
-        return with_caches(self.found, caches_of(rows))
+            raise NotCaptured("a replay of the recorded step gives something else than the step.")
 
 
 def record_kernels(function: Callable[[], Any], device: torch.device) -> tuple[Callable[[], None], Any]:
@@ -209,12 +201,6 @@ _RECORDING = threading.Lock()  # of all models: a second recording at the same t
 def has_graphs(device: torch.device) -> bool:
     """Whether there are graphs for this device."""
     return device.type == "cuda"
-
-
-def cause_of(error: BaseException) -> str:
-    """One line about why a recording failed: how it ends says less."""
-    cause = error.__context__ or error
-    return f"{type(cause).__name__}: {cause}".partition("\n")[0]
 
 
 def alike(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -258,26 +244,17 @@ class Runner:
         choose: Callable[[DecodingState], Tree] | None = None,
     ):
         self.model, self.execution, self.make, self.tree, self.choose = model, execution, make, tree, choose
-        self.slots = fixed_slots(tree.slots)
+        # the same for most trees, which then share programs; attention does not look at more than there are nodes
+        self.slots = rounded_up(tree.slots, SLOTS)
         self.device = state.rows.lengths.device
         self.has_graphs = has_graphs(self.device)
-        self.steps: dict[int, Step] = {}
+        self.steps: dict[int, Step] = {}  # trees of a call stay the same objects
+        self.ready: dict[Step, Program] = {}  # of the memory of the call as it is now
         self.arena: Arena | None = None
         self.ahead = 0  # steps that are launched before the result of the first of them is read
         if execution.name != "eager":
             self.programs = PROGRAMS.setdefault(model, Programs())
             self.circumstances = self.programs.circumstances_of(model, self.device)
-            self.keys: dict[Step, ProgramKey] = {}
-            self.runs: Counter[Step] = Counter()
-            self.ready: dict[Step, Program] = {}
-            # the memory of weights too: a recorded program reads them from there
-            weights = tuple(
-                tensor.data_ptr()
-                for module in (model.base, model.drafter)
-                if isinstance(module, nn.Module)
-                for tensor in (*module.parameters(), *module.buffers())
-            )
-            self.weights = weights if execution.records else ()
 
     def step(self, state: DecodingState) -> Outcome:
         """Take one step.
@@ -287,75 +264,93 @@ class Runner:
         """
         tree = self.tree if self.choose is None else self.choose(state)
         while True:
+            step = self.steps.get(id(tree)) or self.steps.setdefault(id(tree), self.make(tree))
             try:
-                step = self.steps.get(id(tree)) or self._step(tree)
                 if self.execution.name == "eager":
                     return Outcome(*step(state), step.num_nodes)
-                past, program = max(state.lengths) + state.past_shift, self.ready.get(step)
+                program, past = self.ready.get(step), max(state.lengths) + state.past_shift
                 if program is None or past + 2 * step.depth > state.cache.capacity:
-                    return Outcome(*self._first_runs(step, state), step.num_nodes)
+                    return Outcome(self._first_run(step, state), {}, step.num_nodes)
                 return Outcome(self._run(program, step, state), {}, step.num_nodes)
+            except NotCaptured as reason:
+                self._stop(step, state, reason)
             except DoesNotFit as short:
-                if tree.num_nodes == 1:
-                    raise short.__cause__ or short from None
-            # here, where nothing refers to the tensors of the step that failed any more
-            logger.warning_once("Memory does not hold the nodes of a step: this call goes on with smaller trees.")
-            self.choose, self.tree = None, smaller(tree)
-            tree = self.tree
+                tree = self._smaller(tree, short)
 
-    def _step(self, tree: Tree) -> Step:
-        """A step with a tree; trees of a call stay the same objects."""
-        return self.steps.setdefault(id(tree), self.make(tree))
+    def _smaller(self, tree: Tree, short: DoesNotFit) -> Tree:
+        """The tree of this step and of all that follow, after one for which memory is short."""
+        if tree.num_nodes == 1:
+            raise short.__cause__ or short from None
+        logger.warning_once("Memory does not hold the nodes of a step: this call goes on with smaller trees.")
+        self.choose, self.tree = None, smaller(tree)
+        return self.tree
 
-    def _first_runs(self, step: Step, state: DecodingState) -> tuple[torch.Tensor, dict[str, float]]:
-        """Take a step with a program that is new to the call, or to the memory of the call."""
-        key = self.keys.get(step) or ProgramKey.of(*self.execution.key, step, self.slots, state, self.circumstances)
-        self.keys[step] = key
-        config, functions = self.execution.config, self.programs.compiled.get(key, step.functions)
-        fresh = config is not None and key not in self.programs.compiled
-        if not fresh and config is not None:
-            self.programs.compiled.move_to_end(key)
-        if key in self.programs.refused or (fresh and not self.programs.lock.acquire(blocking=False)):
-            self._stop(state)  # what is refused was told; where another thread compiles this call need not wait for it
-            return step(state)
+    def _key(self, step: Step, state: DecodingState) -> ProgramKey:
+        return ProgramKey(
+            execution=self.execution.key,
+            tree=step.tree,
+            slots=self.slots,
+            greedy=step.greedy,
+            samples=step.rules.tape is not None,
+            rejects=step.rules.rejects,
+            batch_size=len(state.lengths),
+            padded=state.rows.visible is not None,
+            eos_tokens=len(state.limits.eos),
+            reads=step.stages.drafter.reads,
+            draft_state=form_of(state.rows.draft_state),
+            circumstances=self.circumstances,
+        )
+
+    def _first_run(self, step: Step, state: DecodingState) -> torch.Tensor:
+        """Take a step with a program that is new to the call, or to the memory of the call; its walk, `packed`.
+
+        Raises:
+            NotCaptured: without a reason if that was told, or if another thread compiles, for which nobody waits.
+        """
+        key, programs, config = self._key(step, state), self.programs, self.execution.config
+        fresh = config is not None and key not in programs.compiled
+        if key in programs.refused or (fresh and not programs.lock.acquire(blocking=False)):
+            raise NotCaptured("", lasting=False)
         try:
             self._fit(step, state)
             if state.pending:
                 observe_pending(step.stages.drafter, state)
+            functions = programs.compiled.get(key, step.functions)
             if fresh and config is not None:
                 sizes_may_change(state)
                 functions = Program(*(compiled(function, config) for function in functions))
-            program = functions if self.arena is None else self.arena.program(key, functions, recorded)
-            if not fresh:
-                pack = self._run(program, step, state)
-                self.runs[step] += 1
-                if self.runs[step] > 1:  # then it is recorded as well
-                    self.ready[step] = program
-                return pack, {}
-            start = time.perf_counter()
-            with layers_once(self.model.base):
-                pack = self._run(program, step, state)
-            logger.warning(
-                f"a step of {step.num_nodes} nodes for {len(state.lengths)} row(s) was compiled in "
-                f"{time.perf_counter() - start:.1f} s; it is kept for later calls."
-            )
-            self.programs.keep_compiled(key, functions)
-            return pack, {}
+            program = functions
+            if self.arena is not None:
+                program = self.arena.programs.setdefault(key, Program(*map(Recorded, functions)))
+            pack = self._run_traced(program, step, state) if fresh else self._run(program, step, state)
         except (MemoryError, DoesNotFit) as error:  # of this call alone; for the next one there may be enough
-            reason = str(error)
-        except NotRecorded as error:
-            reason = self.programs.refused[key] = str(error)
+            raise NotCaptured(str(error), lasting=False) from error
         except Exception as error:  # whatever a compiler says of a base: eager steps work all the same
             if not fresh:
                 raise
-            reason = " ".join(f"{type(error).__name__}: {error}".split("\n")[:2])
-            self.programs.refused[key] = reason
+            raise NotCaptured(" ".join(f"{type(error).__name__}: {error}".split("\n")[:2])) from error
         finally:
             if fresh:
-                self.programs.lock.release()
-        logger.warning_once(f"Steps are not captured, they run operation by operation: {reason}")
-        self._stop(state)
-        return step(state)
+                programs.lock.release()
+        if fresh:
+            programs.keep_compiled(key, functions)
+        elif config is not None:
+            programs.compiled.move_to_end(key)
+        self.ready[step] = program
+        return pack
+
+    def _run_traced(self, program: Program, step: Step, state: DecodingState) -> torch.Tensor:
+        """As `_run`, while the program is compiled."""
+        from hf_drafthead.generation.compiling import layers_once  # takes a second to import
+
+        start = time.perf_counter()
+        with layers_once(self.model.base):
+            pack = self._run(program, step, state)
+        logger.warning(
+            f"a step of {step.num_nodes} nodes for {len(state.lengths)} row(s) was compiled in "
+            f"{time.perf_counter() - start:.1f} s; it is kept for later calls."
+        )
+        return pack
 
     def _run(self, program: Program, step: Step, state: DecodingState) -> torch.Tensor:
         """Take a step, whose stages have no seconds of their own; returns its walk, `packed`."""
@@ -390,26 +385,29 @@ class Runner:
         if cache.fixed and cache.nodes == self.slots and past + 2 * depth <= cache.capacity:
             return
         self.ready.clear()
-        self.runs.clear()
+        padding, apart = step.rules.pad_token, self.execution.config is not None
         longest = step.rules.max_length or max(state.lengths) + AHEAD
         left = min(longest - max(state.lengths), AHEAD) + 2 * depth
         if not self.execution.records:
-            fix(state, rounded_up(past + left, CAPACITY_BUCKET), self.slots, depth, step.rules.pad_token, apart=True)
+            fix(state, rounded_up(past + left, CAPACITY_BUCKET), self.slots, depth, padding, apart)
             return
-        apart = self.execution.config is not None
         capacity = rounded_up(past + left, AHEAD)
         size = (capacity, self.slots, apart, len(state.lengths), state.rows.visible is None, len(state.limits.eos))
-        key = (*size, form_of(state.rows.draft_state), self.circumstances, self.weights)
+        key = (*size, form_of(state.rows.draft_state), self.circumstances, *addresses(self.model))
         self.arena = self.programs.arena(key, state)
         if self.arena is None:
-            fix(state, capacity, self.slots, depth, step.rules.pad_token, apart)
+            fix(state, capacity, self.slots, depth, padding, apart)
             self.arena = Arena(state)
         else:
-            self.arena.take(state, step.rules.pad_token)
+            self.arena.take(state, padding)
         self.programs.keep(key, self.arena)
 
-    def _stop(self, state: DecodingState) -> None:
-        """Go on without programs."""
+    def _stop(self, step: Step, state: DecodingState, reason: NotCaptured) -> None:
+        """Go on without programs, and with memory that grows by itself."""
+        if reason.lasting:
+            self.programs.refused[self._key(step, state)] = str(reason)
+        if str(reason):
+            logger.warning_once(f"Steps are not captured, they run operation by operation: {reason}")
         self.execution, self.ahead, self.arena = Execution("eager"), 0, None
         for cache in state.caches:
-            cache.free()
+            cache.fixed, cache.extent = False, int(cache.lengths.max())

@@ -80,10 +80,7 @@ class DraftSettings:
     """How one call drafts and accepts; a generation config stores the same fields.
 
     Args:
-        draft_tree: name of a published tree, rank paths, a `DraftTree`; "dynamic", {"dynamic": {"nodes": 32,
-            "depth": 6, "width": 8}} or a `DynamicTree`; "auto".
-        acceptance: "exact", "rejection" (the base's distribution, not its seed) or "typical" (Medusa's lossy rule).
-        posterior_threshold, posterior_alpha: epsilon and delta of typical acceptance, both from 0 to 1.
+        draft_tree, acceptance, posterior_threshold, posterior_alpha: see `DraftHeadGenerationMixin.generate`.
         calibration: which tree was measured to be the fastest, an entry for each situation (see `generation.entries`);
             the entry that fits a call comes before `draft_tree`.
         switch, copies: of a call with "auto", and tokens that each step copies from the text where the entry that fits
@@ -151,15 +148,7 @@ class DraftSettings:
         return settings
 
     def resolved(self, max_depth: int | None, vocabulary: int) -> DraftSettings:
-        """The same settings, with the tree itself in the place of its name or rank paths; "auto" stays.
-
-        Args:
-            max_depth: deepest level that the drafter can guess; None if there is no limit.
-            vocabulary: number of tokens that the heads choose among.
-
-        Raises:
-            TypeError, ValueError: no such tree, or one that does not fit.
-        """
+        """The same settings with the tree itself in the place of what names it, see `resolve`; "auto" stays."""
         if self.draft_tree == AUTO:  # which trees these are depends on the call, see `for_call`
             return self
         return self._with(resolve(self.draft_tree, max_depth, vocabulary))
@@ -167,8 +156,8 @@ class DraftSettings:
     def for_call(self, key: CalibrationKey, max_depth: int | None, vocabulary: int) -> DraftSettings:
         """The same settings with the tree for a call that names none: what was measured for it, else a first choice.
 
-        A first choice is the tree of the nearest entry, else `draft_tree`, of which a CPU and "auto" take 8 nodes, of
-        more rows fewer. There is one notice that names the command. With "auto" the settings hold a switch that expects
+        A first choice, told in one notice that names the command, is the tree of the nearest entry, else `draft_tree`,
+        of which a CPU and "auto" take 8 nodes, of more rows fewer. With "auto" the settings hold a switch that expects
         what was measured; on a CPU also where nothing was, with a switch that measures, so that no call takes much
         longer than the base. They also hold how many tokens each step copies from the text, which rejection does not.
 

@@ -27,19 +27,14 @@ from transformers.cache_utils import (
 from transformers.configuration_utils import PreTrainedConfig
 
 # Layers whose keys have one size share a block, so that moving nodes is one copy for all of them. Where sizes or
-# devices differ between layers, a block may stay partly unused: this bounds the waste.
-MOST_TENSORS = 64  # keys or values of layers in one block
+# devices differ between layers, a block may stay partly unused: at most so many keys or values of layers in one block.
+MOST_TENSORS = 64
 SLOTS = 64  # for the nodes, in caches of fixed shapes: a multiple of this
 BUCKET = 64  # past positions that a GPU attends to: a multiple of this, for it plans anew for every other length
 ALIGNED = 8  # numbers in a row of a GPU's mask: a multiple of this, else attention copies the mask in every layer
 ROOM = 1024  # positions by which the memory grows at most, unless more is needed at once
-
-
-WORDS = (
-    "out of memory",
-    "can't allocate memory",
-    "not enough memory",
-)  # of devices without an error class of their own
+# of devices without an error class of their own
+WORDS = ("out of memory", "can't allocate memory", "not enough memory")
 
 
 class SlotCache(Cache):
@@ -57,10 +52,9 @@ class SlotCache(Cache):
     Attributes:
         lengths: (B,) past positions of each row, on the device where attention is computed.
         extent: past slots that attention looks at; no row is longer.
-        fixed: nothing grows and every slot is attended to, so that all shapes stay the same (`fix`).
+        fixed: nothing grows by itself and every slot is attended to, so that all shapes stay the same.
         blocks: the memory.
-        apart: every layer's keys and values are a block of their own: a compiler takes a write to memory that layers
-            share for a write to all of it.
+        apart: every layer's keys and values are a block of their own (`split`).
     """
 
     def __init__(self, batch_size: int, num_layers: int, capacity: int, nodes: int = 0):
@@ -101,12 +95,7 @@ class SlotCache(Cache):
         self.placed = None
 
     def count(self, length: int, lengths: torch.Tensor | None = None) -> None:
-        """Count `length` positions, which a forward has just appended, as past; in each row only the first of them.
-
-        Args:
-            length: positions.
-            lengths: (B,) how many of them are each row's own; default: all.
-        """
+        """Count the positions that a forward has just appended as past; in each row the first `lengths` (B,)."""
         if lengths is None:
             self.extent += length
             self.lengths = self.lengths + length
@@ -117,8 +106,7 @@ class SlotCache(Cache):
     def place(self, count: int, again: bool = False) -> int:
         """The next forward writes `count` nodes, in front of those of this step (`again`) or in place of the last's.
 
-        Returns:
-            M, the nodes written after it.
+        Returns M, the nodes written after it.
         """
         before = self.placed if again and self.placed is not None else 0
         self.placed = before + count
@@ -129,47 +117,44 @@ class SlotCache(Cache):
     def keep(self, nodes: torch.Tensor, counts: torch.Tensor) -> None:
         """Move nodes of the step behind each row's past. A single one that was appended is there already.
 
-        All m of them are moved; what lies beyond `counts` is not seen, and is written over by the next ones.
-
-        Args:
-            nodes: (B, m) node numbers in the order in which they were placed at once.
-            counts: (B,) how many of them become past.
+        Of the nodes (B, m), in the order in which they were placed at once, the first `counts` (B,) become past. All
+        are moved: what lies beyond is not seen, and is written over by the next ones.
         """
         m = nodes.shape[1]
         if self.placed is not None:
             if not self.fixed:
                 self.reserve(self.extent + m, self.nodes)
-            self._move(self.nodes - self.placed + nodes, m)
+            single = self.rows == 1 and not self.fixed and self.lengths.device.type == "cpu"  # `extent` is its length
+            move = self._move_row if single else self._move_apart if self.apart else self._move
+            move(self.nodes - self.placed + nodes)
         self.lengths.add_(counts.to(self.lengths.device))
         self.extent = self._longest(self.extent + m)
 
-    def _move(self, source: torch.Tensor, m: int) -> None:
+    def _move_row(self, source: torch.Tensor) -> None:
+        """Copy slots (1, m) behind the past of the only row, which ends at `extent`: fewer operations."""
+        first = self.nodes + self.extent
+        for block in self.blocks:
+            moved = block[:, 0].index_select(1, source[0].to(block.device))
+            block[:, 0, first : first + source.shape[1]] = moved
+
+    def _move(self, source: torch.Tensor) -> None:
         """Copy slots (B, m) behind each row's past."""
-        if self.rows == 1 and self.even:  # fewer operations
-            first = self.nodes + self.extent
-            for block in self.blocks:
-                block[:, 0, first : first + m] = block[:, 0].index_select(1, source[0].to(block.device))
-            return
-        device = source.device
-        target = self.nodes + self.lengths.to(device)[:, None] + torch.arange(m, device=device)
-        if self.apart:
-            self._move_apart(source, target)
-            return
+        device, m = source.device, source.shape[1]
         starts = torch.arange(0, self.rows * self.slots, self.slots, device=device)[:, None]
-        source, target = (starts + source).flatten(), (starts + target).flatten()
+        target = starts + self.nodes + self.lengths.to(device)[:, None] + torch.arange(m, device=device)
+        source, target = (starts + source).flatten(), target.flatten()
         for block in self.blocks:
             flat = block.view(block.shape[0], -1, block.shape[3])  # copies are faster where there are fewer dimensions
             flat.index_copy_(1, target.to(flat.device), flat.index_select(1, source.to(flat.device)))
 
-    def _move_apart(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Copy slots (B, m) to others, layer by layer: a compiler sees the layers' keys and values only."""
-        rows = torch.arange(self.rows, device=source.device)[:, None]
-        places = {source.device: (rows, source, target)}
+    def _move_apart(self, source: torch.Tensor) -> None:
+        """As `_move`, layer by layer: a compiler sees the layers' keys and values only."""
+        device, m = source.device, source.shape[1]
+        rows = torch.arange(self.rows, device=device)[:, None]
+        target = self.nodes + self.lengths.to(device)[:, None] + torch.arange(m, device=device)
         for layer in self.layers:
             for part in (layer.keys, layer.values) if layer.is_initialized else ():
-                if part.device not in places:
-                    places[part.device] = (rows.to(part.device), source.to(part.device), target.to(part.device))
-                row, old, new = places[part.device]
+                row, old, new = (places.to(part.device) for places in (rows, source, target))
                 part[row, :, new] = part[row, :, old]
 
     # ---- memory --------------------------------------------------------------------------------------------------
@@ -180,52 +165,42 @@ class SlotCache(Cache):
             return
         if capacity > self.capacity and self.blocks:
             capacity = max(capacity, self.capacity + min(self.capacity, ROOM))
-        self._resize(max(capacity, self.capacity), max(nodes, self.nodes))
+        self.resize(max(capacity, self.capacity), max(nodes, self.nodes))
 
-    def fix(self, capacity: int, nodes: int, apart: bool = False) -> None:
-        """From now on every shape stays the same: room for so many positions and nodes, all of it attended to.
-
-        Nothing has changed where there is no memory for it.
-
-        Args:
-            apart: give every layer memory of its own from now on.
-        """
-        self._resize(capacity, nodes, apart)
-        self.fixed = True
-
-    def free(self) -> None:
-        """Take `fix` back: the memory may grow again. No more of it is taken."""
-        if self.fixed:
-            self.fixed = False
-            self.extent = int(self.lengths.max())
-
-    def _resize(self, capacity: int, nodes: int, apart: bool = False) -> None:
+    def resize(self, capacity: int, nodes: int) -> None:
         """Hold so many past positions and nodes; nothing has changed where there is no memory for it."""
-        slots, front = nodes + capacity, nodes - self.nodes
-        if apart and not self.apart:
-            layers = [layer for layer in self.layers if layer.is_initialized]
-            parts = [part.transpose(0, 1) for layer in layers for part in (layer.keys, layer.values)]
-            self.blocks = [_resized(part, slots, front) for part in parts]
-            self.taken, self.apart = [len(block) for block in self.blocks], True
-            for number, layer in enumerate(layers):
-                layer.places = ((2 * number, 0), (2 * number + 1, 0))
-        else:
-            self.blocks = [_resized(block, slots, front) for block in self.blocks]
-        self.capacity, self.nodes = capacity, nodes
+        blocks = [block.new_zeros(*block.shape[:2], nodes + capacity, block.shape[3]) for block in self.blocks]
+        front = nodes - self.nodes
+        for old, new in zip(self.blocks, blocks):
+            old, start = old[:, :, max(-front, 0) :], max(front, 0)
+            held = min(old.shape[2], new.shape[2] - start)
+            new[:, :, start : start + held] = old[:, :, :held]
+        self.blocks, self.nodes, self.capacity = blocks, nodes, capacity
         for layer in self.layers:
             layer.bind()
 
-    def use(self, blocks: list[torch.Tensor], lengths: torch.Tensor, nodes: int, capacity: int) -> None:
-        """Go on in other memory, of as many heads in each block and no fewer positions, and of fixed shape."""
-        past = min(self.capacity, capacity)
-        for old, new in zip(self.blocks, blocks, strict=True):
-            new.zero_()  # for what is not a number spreads even where it is masked
-            new[:, :, nodes : nodes + past] = old[:, :, self.nodes : self.nodes + past]
-        lengths.copy_(self.lengths)
-        self.blocks, self.lengths, self.fixed = blocks, lengths, True
-        self.nodes, self.capacity = nodes, capacity
-        for layer in self.layers:
-            layer.bind()
+    def split(self) -> None:
+        """Give every layer's keys and values a block of their own: parts of the blocks of all until these are resized.
+
+        A compiler takes a write to memory that layers share for a write to all of it.
+        """
+        if self.apart:
+            return
+        layers = [layer for layer in self.layers if layer.is_initialized]
+        self.blocks = [part.transpose(0, 1) for layer in layers for part in (layer.keys, layer.values)]
+        self.taken, self.apart = [len(block) for block in self.blocks], True
+        for number, layer in enumerate(layers):
+            layer.places = ((2 * number, 0), (2 * number + 1, 0))
+
+    def copy_past(self, other: SlotCache) -> None:
+        """Hold what another cache of the same layers holds, of which there is room for every row."""
+        past = min(self.capacity, other.capacity)
+        for mine, theirs in zip(self.layers, other.layers):
+            if theirs.is_initialized:
+                for new, old in ((mine.keys, theirs.keys), (mine.values, theirs.values)):
+                    new.zero_()  # for what is not a number spreads even where it is masked
+                    new[..., self.nodes : self.nodes + past, :] = old[..., other.nodes : other.nodes + past, :]
+        self.lengths.copy_(other.lengths)
 
     def bytes_of(self, slots: int) -> int:
         """Bytes that the keys and values of so many slots take."""
@@ -237,7 +212,9 @@ class SlotCache(Cache):
         self.reserve(known + 1, self.nodes)
         for mine, theirs in zip(self.layers, past.layers):
             if theirs.is_initialized and not holds_nothing(theirs) and theirs.keys.numel():
-                mine.put(theirs.keys, theirs.values, known - theirs.keys.shape[-2])
+                self.extent = known - theirs.keys.shape[-2]
+                mine.update(theirs.keys, theirs.values)
+        self.extent = 0
         self.count(known)
 
     def unload(self, target: Cache, start: int, stop: int) -> None:
@@ -314,14 +291,6 @@ class SlotLayer(CacheLayerMixin):
         values[..., write : write + length, :] = value_states
         return keys[..., first:end, :], values[..., first:end, :]
 
-    def put(self, keys: torch.Tensor, values: torch.Tensor, start: int) -> None:
-        """Copy ready keys and values to the past, from position `start` on."""
-        if not self.is_initialized:
-            self.lazy_initialization(keys, values)
-        where = slice(self.cache.nodes + start, self.cache.nodes + start + keys.shape[-2])
-        self.keys[..., where, :] = keys
-        self.values[..., where, :] = values
-
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.cache.extent + query_length, 0
 
@@ -330,15 +299,6 @@ class SlotLayer(CacheLayerMixin):
 
     def get_max_length(self) -> int:
         return -1
-
-
-def _resized(block: torch.Tensor, slots: int, front: int) -> torch.Tensor:
-    """A copy (X, B, S, E) with so many slots, behind `front` new ones or without the first `-front` of them."""
-    old, front = block[:, :, max(-front, 0) :], max(front, 0)
-    new = block.new_zeros(*block.shape[:2], slots, block.shape[3])
-    known = min(old.shape[2], slots - front)
-    new[:, :, front : front + known] = old[:, :, :known]
-    return new
 
 
 def slot_mask(
@@ -351,10 +311,9 @@ def slot_mask(
     window: int | None = None,
     depths: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The additive mask of a step, for the base and for drafters: a node sees its ancestors and its row's past.
+    """The additive mask (B, 1, n, M + extent) of a step, for the base and for drafters.
 
-    Additive and not boolean, because eager attention adds a boolean mask as 0 and 1. Distances for a sliding window are
-    those of the sequence that the node stands for, not of the slots.
+    A node sees its ancestors and its row's past. Eager attention would add a boolean mask as 0 and 1.
 
     Args:
         ancestors: (R, n, M) which nodes each sees, itself included, in the order of the slots.
@@ -362,12 +321,9 @@ def slot_mask(
         extent: past slots.
         dtype: of the attention.
         visible: (B, S') which of the first S' past slots hold no padding; None = all.
-        window: positions that a sliding layer sees; None = all.
-        depths: (R, n) of the nodes, where there is a window. Where the M nodes are more than these n, they are a tree
-            that is no deeper than the window.
-
-    Returns:
-        (B, 1, n, M + extent).
+        window: positions that a sliding layer sees, by the distance in the text and not in slots; None = all.
+        depths: (R, n) of the nodes, where there is a window. Where M is more than n, the nodes are a tree that is no
+            deeper than the window.
     """
     rows, nodes = past.shape[0], ancestors.shape[1]
     slots = torch.arange(extent, device=past.device)
@@ -392,23 +348,8 @@ def padded(visible: torch.Tensor, extent: int) -> torch.Tensor:
 
 
 def rounded_up(number: int, multiple: int) -> int:
-    """The next multiple.
-
-    >>> rounded_up(0, 8), rounded_up(1, 8), rounded_up(8, 8)
-    (0, 8, 8)
-    """
+    """The next multiple."""
     return -(-number // multiple) * multiple
-
-
-def fixed_slots(nodes: int) -> int:
-    """Slots for the nodes of a step in caches of fixed shapes: the same for most trees, which then share programs.
-
-    Attention does not look at more slots than there are nodes.
-
-    >>> fixed_slots(1), fixed_slots(64), fixed_slots(65)
-    (64, 64, 128)
-    """
-    return rounded_up(nodes, SLOTS)
 
 
 def can_load(past: Cache) -> bool:
@@ -440,11 +381,6 @@ class DoesNotFit(Exception):
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory is short, and nothing else.
-
-    >>> out_of_memory(torch.OutOfMemoryError("2 GiB")), out_of_memory(RuntimeError("shapes do not match"))
-    (True, False)
-    """
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-        return True
-    return isinstance(error, RuntimeError) and any(words in str(error) for words in WORDS)
+    """Whether an error says that memory is short, and nothing else."""
+    short = isinstance(error, RuntimeError) and any(words in str(error) for words in WORDS)
+    return short or isinstance(error, (torch.OutOfMemoryError, MemoryError))

@@ -69,11 +69,6 @@ class Walk(NamedTuple):
     nodes: torch.Tensor
 
 
-def rounded(logits: torch.Tensor) -> torch.Tensor:
-    """As the base rounds before it chooses."""
-    return logits.float() if logits.dtype == torch.float64 else logits
-
-
 def packed(walk: Walk) -> torch.Tensor:
     """A walk in one tensor (B, 4 + 2 D), which the host reads at once."""
     facts = torch.stack([walk.counts, walk.own, walk.ends, walk.valid.long()], dim=1)
@@ -98,19 +93,10 @@ def unpacked(pack: torch.Tensor) -> Walk:
     return Walk(counts, own, ends, valid, tokens, nodes)
 
 
-def unpacked_row(row: list[int]) -> tuple[int, int, bool, list[int], list[int]]:
-    """Of a row on the host: count, end, whether it is valid, and the tokens and nodes that it keeps."""
-    count, depth = row[0], len(row) // 2 - 2
-    return count, row[2], bool(row[3]), row[4 : 4 + count], row[4 + depth : 4 + depth + count]
-
-
 class Outcome:
     """What a step kept, on its way to the host; on a GPU the next step can be launched meanwhile.
 
-    Args:
-        pack: of the walk, see `packed`.
-        seconds: of its stages.
-        drafted: nodes of its tree.
+    Of its walk, `packed`, the seconds of its stages, and the nodes of its tree.
     """
 
     def __init__(self, pack: torch.Tensor, seconds: dict[str, float], drafted: int):
@@ -159,10 +145,6 @@ class Rows(NamedTuple):
     visible: torch.Tensor | None
     draft_state: Any
 
-    def newest(self) -> torch.Tensor:
-        """(B, 1) each row's newest token, which is the root of its next tree."""
-        return self.sequences.gather(1, self.lengths[:, None] - 1)
-
 
 @dataclass(frozen=True)
 class StepRecord:
@@ -206,10 +188,6 @@ class DecodingState:
     counted: list[list[int]] = field(default_factory=list)
     pending: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = field(default_factory=list)
 
-    def running(self, pads: bool) -> list[int]:
-        """Rows that still emit. Without padding a row that has ended goes on until the last one ends."""
-        return running(self.lengths, self.ends, pads)
-
     def reach(self) -> list[int]:
         """Of each row, depth of the deepest nodes at positions that the base can be asked about."""
         pasts = (length - 1 + self.past_shift for length in self.lengths)
@@ -222,9 +200,8 @@ class DecodingState:
 
     @functools.cached_property
     def caches(self) -> list[SlotCache]:
-        """The base's cache, and those of the drafter, which stay the same objects."""
-        found = [leaf for leaf in tree_leaves(self.rows.draft_state) if isinstance(leaf, SlotCache)]
-        return [self.cache, *found]
+        """The base's cache, and those of the drafter."""
+        return [self.cache, *(leaf for leaf in tree_leaves(self.rows.draft_state) if isinstance(leaf, SlotCache))]
 
     def reserve(self, tokens: int, padding: int) -> None:
         """Make room for `tokens` more in every row."""
@@ -248,20 +225,21 @@ class DecodingState:
         Raises:
             RuntimeError: as the base, which was to sample from what is no distribution.
         """
-        counts, ends, valid, tokens, nodes = zip(*map(unpacked_row, outcome.read()))
-        if not all(valid):
-            raise RuntimeError(NOT_A_DISTRIBUTION)
-        counted = []
-        for row, (count, end) in enumerate(zip(counts, ends)):
+        counted, tokens, nodes = [], [], []
+        for row, (count, _, end, valid, *walk) in enumerate(outcome.read()):
+            if not valid:
+                raise RuntimeError(NOT_A_DISTRIBUTION)
             before, had_ended = self.lengths[row], self.ends[row] is not None
             self.lengths[row], self.ends[row] = before + count, end or None
             counted.append(0 if had_ended else (end or before + count) - before)
+            tokens.append(walk[:count])
+            nodes.append(walk[len(walk) // 2 :][:count])
         self.counted.append(counted)
-        return StepRecord(len(self.counted), [*tokens], [*nodes], counted, outcome.drafted, outcome.seconds)
+        return StepRecord(len(self.counted), tokens, nodes, counted, outcome.drafted, outcome.seconds)
 
 
 def running(lengths: list[int], ends: list[int | None], pads: bool) -> list[int]:
-    """Rows that still emit, given their lengths and where they ended; see `DecodingState.running`."""
+    """Rows that still emit. Without padding a row that has ended goes on until the last one ends."""
     if pads:
         return [row for row, end in enumerate(ends) if end is None]
     horizon = max(length + 1 if end is None else end for length, end in zip(lengths, ends))

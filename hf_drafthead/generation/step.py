@@ -33,10 +33,10 @@ from hf_drafthead.generation.state import (
     Verified,
     Walk,
     packed,
-    rounded,
+    running,
     unpacked,
 )
-from hf_drafthead.generation.tree import DynamicTree, Level, LookupTree, Topology, Tree
+from hf_drafthead.generation.tree import DynamicTree, Level, LookupTree, Tree
 
 MOST_PENDING = 128  # positions that wait for the drafter: as many as the longest pause of "auto"
 
@@ -57,8 +57,8 @@ class Program(NamedTuple):
 class Stages:
     """The stages of a step with one tree. They hold the base and the drafter, and nothing of a call.
 
-    levels, topology: of a static tree, as tensors where the rows are; values: of its nodes, where copies may take their
-    place; observer: the drafter, or None where copies are all that is guessed.
+    levels, topology: of a static tree, as tensors where the rows are; values: (1, N) by which its nodes go where copies
+    need their place; observer: the drafter, or None where copies are all that is guessed.
     """
 
     reader: BaseReader
@@ -66,8 +66,8 @@ class Stages:
     tree: Tree
     keeps_guesses: bool
     levels: tuple[Level, ...] = ()
-    topology: Topology | None = None
-    values: torch.Tensor | None = None
+    topology: Any = None
+    values: Any = None
     observer: Any = None
 
     @classmethod
@@ -76,7 +76,9 @@ class Stages:
         heads = tree.tree if isinstance(tree, LookupTree) else tree
         if isinstance(heads, DynamicTree):
             return cls(reader, drafter, tree, keeps_guesses, observer=drafter)
-        values = None if heads is tree else heads.values(device)
+        values = None
+        if heads is not tree:  # minus a node's depth and ranks, which is less than its parent's
+            values = torch.tensor([[-float(len(path) + sum(path)) for path in ((), *heads.paths)]], device=device)
         observer = drafter if heads is tree or heads.num_nodes > 1 else None
         return cls(reader, drafter, tree, keeps_guesses, heads.levels(device), heads.topology(device), values, observer)
 
@@ -85,7 +87,7 @@ class Stages:
         reach = deepest(limits, cache)
         draft_state, candidates = self.draft(rows, limits, None)
         verified = self.verify(cache, candidates, rows, limits)
-        choice = rounded(verified.logits.to(rows.lengths.device)).argmax(-1)
+        choice = verified.logits.to(rows.lengths.device).argmax(-1)
         valid = torch.ones_like(choice, dtype=torch.bool)
         walk = walk_on_device(choice, valid, candidates, rows, limits, reach)
         return packed(walk), commit(self.observer, draft_state, cache, rows, verified.features, walk)
@@ -110,29 +112,35 @@ class Stages:
         Below a row that has ended there is padding alone, which is what the base reads there.
         """
         root = rows.sequences.gather(1, rows.lengths[:, None] - 1)  # (B, 1) the newest tokens
-        tree, copied = self.tree, None
-        if isinstance(tree, LookupTree):
-            copied = copies(rows.sequences, rows.lengths, tree.copies, tree.longest_match, tree.vocabulary)
-            tree = tree.tree
-        if isinstance(tree, DynamicTree):
-            draft_state, candidates = draft_dynamic(self.drafter, rows.draft_state, root, tree, tilt, copied)
+        if isinstance(self.tree, LookupTree):
+            draft_state, candidates = self._draft_with_copies(self.tree, rows, root, tilt)
+        elif isinstance(self.tree, DynamicTree):
+            draft_state, candidates = draft_dynamic(self.drafter, rows.draft_state, root, self.tree, tilt)
         else:
-            draft_state, tokens, guesses = draft_static(
-                self.drafter, rows.draft_state, root, self.levels, tilt, self.keeps_guesses
-            )
-            topology = self.topology
-            assert topology is not None
-            if copied is not None and self.values is not None:
-                parents, depths = topology.parents.expand_as(tokens), topology.depths.expand_as(tokens)
-                values = self.values.expand_as(tokens)
-                tokens, topology = joined(tokens, parents, depths, values, copied, self.tree.num_nodes, tree.max_depth)
-            candidates = Candidates(tokens, topology, guesses)
+            tree = self.levels, self.topology, tilt, self.keeps_guesses
+            draft_state, candidates = draft_static(self.drafter, rows.draft_state, root, *tree)
         if len(root) == 1 or candidates.tokens.shape[1] == 1:  # once a single row has ended, no step of it counts
             return draft_state, candidates
         padded = ((rows.ends > 0) & limits.pads)[:, None]
         below = torch.where(padded, limits.padding, candidates.tokens[:, 1:])
         # made anew, not by `_replace`: in a program torch 2.11 returns a tuple without its fields then
         return draft_state, Candidates(torch.cat([root, below], dim=1), candidates.topology, candidates.guesses)
+
+    def _draft_with_copies(
+        self, tree: LookupTree, rows: Rows, root: torch.Tensor, tilt: torch.Tensor | None
+    ) -> tuple[Any, Candidates]:
+        """The tree of the heads, in which what the text itself suggests takes the place of the least valuable nodes."""
+        copied = copies(rows.sequences, rows.lengths, tree.copies, tree.longest_match, tree.vocabulary)
+        if isinstance(tree.tree, DynamicTree):
+            return draft_dynamic(self.drafter, rows.draft_state, root, tree.tree, tilt, copied)
+        draft_state, (tokens, topology, guesses) = draft_static(
+            self.drafter, rows.draft_state, root, self.levels, self.topology, tilt, self.keeps_guesses
+        )
+        parents, depths, values = (
+            of_tree.expand_as(tokens) for of_tree in (topology.parents, topology.depths, self.values)
+        )
+        tokens, topology = joined(tokens, parents, depths, values, copied, tree.num_nodes, tree.tree.max_depth)
+        return draft_state, Candidates(tokens, topology, guesses)
 
     def verify(self, cache: SlotCache, candidates: Candidates, rows: Rows, limits: Limits) -> Verified:
         """One forward of the base over all nodes.
@@ -146,7 +154,8 @@ class Stages:
         logits, features = self.reader.nodes(
             candidates.tokens, candidates.topology, cache, positions + rows.position_shift, rows.visible
         )
-        return Verified(logits, features)
+        # as the base rounds before it chooses
+        return Verified(logits.float() if logits.dtype == torch.float64 else logits, features)
 
 
 def deepest(limits: Limits, cache: SlotCache) -> torch.Tensor:
@@ -239,21 +248,23 @@ class Step:
         return pack, watch.seconds
 
     def noise_ahead(self, state: DecodingState) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """(B, D, V) the base's noise of the next positions, and how it tilts guesses; None where it does not sample."""
-        rules = self.rules
-        noise = rules.noise_ahead(state.lengths, state.running(rules.pads), self.depth, self.vocabulary)
-        return noise, None if noise is None else rules.tilt(noise).to(self.device)
+        """(B, D, V) the base's noise of the next positions, and how it tilts guesses; None where there is none."""
+        rules, moving = self.rules, running(state.lengths, state.ends, self.rules.pads)
+        noise = rules.noise_ahead(state.lengths, moving, self.depth, self.vocabulary)
+        if noise is None:
+            return None, None
+        return None if rules.rejects else noise.to(self.device), rules.tilt(noise).to(self.device)
 
     def walk(
         self, state: DecodingState, candidates: Candidates, verified: Verified, noise: torch.Tensor | None
     ) -> torch.Tensor:
         """The walk, `packed`, that suits the call: on the device where it can be; a CPU looks at few nodes."""
-        rules, logits, depth = self.rules, verified.logits, self.depth if state.cache.fixed else None
+        depth = self.depth if state.cache.fixed else None
         if self.greedy and self.show is None and not self.on_device:
-            return walk_greedily(logits, candidates, state.lengths, state.ends, state.reach(), rules, depth)
-        return self.walk_by_rules(state, candidates, logits, noise, depth)
+            return walk_greedily(verified.logits, candidates, state, self.rules, depth)
+        return self._walk_by_rules(state, candidates, verified.logits, noise, depth)
 
-    def walk_by_rules(
+    def _walk_by_rules(
         self,
         state: DecodingState,
         candidates: Candidates,
@@ -262,34 +273,18 @@ class Step:
         depth: int | None,
     ) -> torch.Tensor:
         """The walk of a call that samples, processes scores, or shows every token."""
-        rules, rows, limits = self.rules, state.rows, state.limits
-        preferred, valid = None, None
+        rules, reach = self.rules, deepest(state.limits, state.cache)
+        preferred = valid = None
         if self.draws_otherwise:
-            reach, sequences = deepest(limits, state.cache), rows.sequences.to(rules.device)
-            preferred, valid = preferred_choices(
-                self.settings, self.tree, rules, logits, candidates, sequences, state.lengths, reach
-            )
+            preferred, valid = preferred_choices(self.settings, self.tree, rules, logits, candidates, state, reach)
         if self.on_device:
-            logits = logits.to(self.device)
-            noise = None if noise is None or rules.rejects else noise.to(self.device)
-            choice, numbers = rules.choose_everywhere(logits, candidates.topology.depths, noise)
+            choice, are_numbers = rules.choose_everywhere(logits.to(self.device), candidates.topology.depths, noise)
             if preferred is not None and valid is not None:
-                choice, numbers = torch.where(preferred < 0, choice, preferred), valid
-            return packed(walk_on_device(choice, numbers, candidates, rows, limits, deepest(limits, state.cache)))
+                choice, are_numbers = torch.where(preferred < 0, choice, preferred), valid
+            return packed(walk_on_device(choice, are_numbers, candidates, state.rows, state.limits, reach))
         if valid is not None and not valid.all():
             raise RuntimeError(NOT_A_DISTRIBUTION)
-        return walk_on_host(
-            logits,
-            candidates,
-            rows.sequences.to(rules.device),
-            state.lengths,
-            state.ends,
-            state.reach(),
-            rules,
-            preferred=preferred,
-            show=self.show,
-            depth=depth,
-        )
+        return walk_on_host(logits, candidates, state, rules, preferred=preferred, show=self.show, depth=depth)
 
 
 def observe_pending(drafter: Any, state: DecodingState) -> None:

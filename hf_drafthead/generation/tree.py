@@ -18,6 +18,7 @@ from __future__ import annotations
 import functools
 import json
 import reprlib
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
@@ -73,6 +74,26 @@ class Topology(NamedTuple):
         columns = depths[:, None].expand(-1, nodes, -1).gather(2, upwards)
         return cls(parents, depths, ancestors, unrelated, torch.zeros_like(upwards).scatter(2, columns, upwards))
 
+    @classmethod
+    def of_best(
+        cls,
+        tokens: torch.Tensor,
+        parents: torch.Tensor,
+        depths: torch.Tensor,
+        value: torch.Tensor,
+        nodes: int,
+        deepest: int,
+    ) -> tuple[torch.Tensor, Topology]:
+        """The N most valuable of (B, M) nodes, of equal ones the first: tokens (B, N), and how they hang together.
+
+        No node is worth more than its parent, which comes before it.
+        """
+        kept = value.sort(dim=1, descending=True, stable=True).indices[:, :nodes].sort(dim=1).values  # (B, N)
+        numbers = torch.arange(nodes, device=kept.device).expand_as(kept)
+        place = torch.zeros_like(tokens).scatter(1, kept, numbers)  # (B, M)
+        topology = cls.of(place.gather(1, parents.gather(1, kept)), depths.gather(1, kept), deepest)
+        return tokens.gather(1, kept), topology
+
 
 @dataclass(frozen=True)
 class Level:
@@ -92,6 +113,9 @@ class Level:
 
 class DraftTree:
     """A static tree of guesses.
+
+    As of every tree, `num_nodes` is N, the root included; `max_depth` the levels below the root, which is how many
+    heads it needs; `slots` the most nodes that a step writes to a cache, of the base or of the drafter.
 
     Args:
         paths: rank paths in any order, without the root; every prefix of a path must be a path too.
@@ -113,35 +137,24 @@ class DraftTree:
     """
 
     def __init__(self, paths: Iterable[Sequence[int]]):
-        self.paths = _validated(paths)
-        number = {path: node for node, path in enumerate(((), *self.paths))}
-        self.parents = (0, *(number[path[:-1]] for path in self.paths))
-        self.depths = (0, *(len(path) for path in self.paths))
+        self._number(_validated(paths))
+
+    def _number(self, paths: tuple[RankPath, ...]) -> None:
+        self.paths = paths
+        number = {path: node for node, path in enumerate(((), *paths))}
+        self.parents = (0, *(number[path[:-1]] for path in paths))
+        self.depths = (0, *map(len, paths))
+        self.num_nodes = self.slots = len(number)
+        self.max_depth = self.depths[-1]
         self._topologies: dict[torch.device, Topology] = {}
         self._levels: dict[torch.device, tuple[Level, ...]] = {}
-        self._values: dict[torch.device, torch.Tensor] = {}
 
     @classmethod
     def root_alone(cls) -> DraftTree:
         """The tree that drafts nothing: a step with it gives one token, as a step of the base does."""
-        tree = cls([(0,)])
-        tree.paths, tree.parents, tree.depths = (), (0,), (0,)
+        tree = cls.__new__(cls)
+        tree._number(())
         return tree
-
-    @property
-    def num_nodes(self) -> int:
-        """N, the root included."""
-        return len(self.paths) + 1
-
-    @property
-    def slots(self) -> int:
-        """Most nodes that a step writes to a cache, of the base or of the drafter."""
-        return self.num_nodes
-
-    @property
-    def max_depth(self) -> int:
-        """Levels below the root: the number of heads that the tree needs."""
-        return self.depths[-1]
 
     @property
     def max_rank(self) -> int:
@@ -154,10 +167,10 @@ class DraftTree:
 
     @functools.cached_property
     def _children(self) -> list[tuple[int, ...]]:
-        found: list[list[int]] = [[] for _ in range(self.num_nodes)]
-        for child, parent in enumerate(self.parents[1:], start=1):  # a node's number is above its parent's
-            found[parent].append(child)
-        return [tuple(children) for children in found]
+        children: list[list[int]] = [[] for _ in range(self.num_nodes)]
+        for child, parent in enumerate(self.parents[1:], start=1):
+            children[parent].append(child)
+        return [*map(tuple, children)]
 
     def cut(self, max_depth: int) -> DraftTree:
         """The same tree without the levels below `max_depth` (at least 1)."""
@@ -180,53 +193,30 @@ class DraftTree:
         """The tree as tensors on `device`, made once per device."""
         device = torch.device(device)
         if device not in self._topologies:
-            ancestors = torch.eye(self.num_nodes, dtype=torch.bool).unsqueeze(0)
-            paths = torch.zeros(1, self.num_nodes, self.max_depth + 1, dtype=torch.long)
-            for node, parent in enumerate(self.parents[1:], start=1):  # after its parent: a node continues its line
-                ancestors[0, node] |= ancestors[0, parent]
-                paths[0, node] = paths[0, parent]
-                paths[0, node, self.depths[node]] = node
-            unrelated = ~ancestors
-            unrelated[..., 0] = True
-            self._topologies[device] = Topology(
-                parents=torch.tensor([self.parents], device=device),
-                depths=torch.tensor([self.depths], device=device),
-                ancestors=ancestors.to(device),
-                unrelated=unrelated.to(device),
-                paths=paths.to(device),
-            )
+            parents, depths = (torch.tensor([numbers], device=device) for numbers in (self.parents, self.depths))
+            self._topologies[device] = Topology.of(parents, depths, self.max_depth)
         return self._topologies[device]
-
-    def values(self, device: torch.device | str = "cpu") -> torch.Tensor:
-        """(1, N) by which nodes go where others need their place: minus its depth and ranks, less than its parent"""
-        device = torch.device(device)
-        if device not in self._values:
-            values = [-float(len(path) + sum(path)) for path in ((), *self.paths)]
-            self._values[device] = torch.tensor([values], device=device)
-        return self._values[device]
 
     def levels(self, device: torch.device | str = "cpu") -> tuple[Level, ...]:
         """What the drafter is asked, level by level, as tensors on `device`, made once per device."""
         device = torch.device(device)
         if device not in self._levels:
             levels: list[Level] = []
-            by_depth: list[list[int]] = [[] for _ in range(self.max_depth)]
-            for node in range(1, self.num_nodes):
-                by_depth[self.depths[node] - 1].append(node)
+            tensor = functools.partial(torch.tensor, device=device)
             before = {0: 0}  # place of each node among those that the previous level expanded
-            for below in by_depth:
+            for depth in range(1, self.max_depth + 1):
+                below = range(bisect_left(self.depths, depth), bisect_right(self.depths, depth))
                 expanded = sorted({self.parents[node] for node in below})
                 place = {node: slot for slot, node in enumerate(expanded)}
                 ranks = [self.paths[node - 1][-1] for node in below]
-                levels.append(
-                    Level(
-                        expanded=torch.tensor(expanded, device=device),
-                        hang_on=torch.tensor([before[self.parents[node]] for node in expanded], device=device),
-                        slots=torch.tensor([place[self.parents[node]] for node in below], device=device),
-                        ranks=torch.tensor(ranks, device=device),
-                        width=max(ranks) + 1,
-                    )
+                level = Level(
+                    expanded=tensor(expanded),
+                    hang_on=tensor([before[self.parents[node]] for node in expanded]),
+                    slots=tensor([place[self.parents[node]] for node in below]),
+                    ranks=tensor(ranks),
+                    width=max(ranks) + 1,
                 )
+                levels.append(level)
                 before = place
             self._levels[device] = tuple(levels)
         return self._levels[device]
@@ -242,10 +232,6 @@ class DraftTree:
             below = indent + ("    " if last else "│   ")
             waiting += [(child, below) for child in reversed(self.children(node))]
         return "\n".join(lines)
-
-    def to_json(self) -> str:
-        """The rank paths as a JSON array; `from_json` reads it back."""
-        return json.dumps([list(path) for path in self.paths])
 
     @classmethod
     def from_json(cls, text: str) -> DraftTree:
@@ -274,35 +260,29 @@ class DraftTree:
     def resolve(
         cls, tree: str | DraftTree | Iterable[Sequence[int]], max_depth: int | None, vocab_size: int
     ) -> DraftTree:
-        """The tree that a setting names, checked against what the heads can guess.
-
-        Args:
-            tree: a published tree's name, which is cut to the heads there are; rank paths; or a DraftTree.
-            max_depth: the number of heads; None where the drafter can go on for ever.
-            vocab_size: the number of tokens that the heads choose among; a rank must be below it.
+        """The tree that a published name, which is cut to the heads there are, or rank paths stand for; see `resolve`.
 
         Raises:
             TypeError: `tree` is of another type.
             ValueError: unknown name, rank paths deeper than the heads, or a rank outside the vocabulary.
         """
         if isinstance(tree, str):
-            found = cls.from_name(tree)
-            found = found if max_depth is None else found.cut(max_depth)
+            resolved = cls.from_name(tree).cut(max_depth or MAX_DEPTH)
         else:
-            found = tree if isinstance(tree, DraftTree) else cls(tree)
-        if max_depth is not None and found.max_depth > max_depth:
-            deepest = next(path for path in found.paths if len(path) > max_depth)
+            resolved = tree if isinstance(tree, DraftTree) else cls(tree)
+        if max_depth is not None and resolved.max_depth > max_depth:
+            deepest = next(path for path in resolved.paths if len(path) > max_depth)
             raise ValueError(
                 f"draft_tree has the node {_shown.repr(deepest)} at depth {len(deepest)}, but the model has "
                 f"{max_depth} draft heads: drop every path longer than {max_depth}."
             )
-        if found.max_rank >= vocab_size:
-            path = next(path for path in found.paths if max(path) >= vocab_size)
+        if resolved.max_rank >= vocab_size:
+            path = next(path for path in resolved.paths if max(path) >= vocab_size)
             raise ValueError(
                 f"draft_tree has the node {_shown.repr(path)} with rank {_shown.repr(max(path))}, but a vocabulary of "
                 f"{vocab_size} tokens has ranks 0 to {vocab_size - 1}: drop that node and all that start with it."
             )
-        return found
+        return resolved
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, DraftTree) and self.paths == other.paths
@@ -362,17 +342,14 @@ class DynamicTree:
 
     @property
     def num_nodes(self) -> int:
-        """N, the root included."""
         return self.nodes
 
     @property
     def max_depth(self) -> int:
-        """Levels below the root."""
         return self.depth
 
     @property
     def slots(self) -> int:
-        """Most nodes that a step writes to a cache, of the base or of the drafter."""
         return max(self.nodes, (self.depth - 1) * self.width)
 
     def fitted(self, max_depth: int | None, vocabulary: int) -> DynamicTree:
@@ -418,17 +395,14 @@ class LookupTree:
 
     @property
     def num_nodes(self) -> int:
-        """N, the root included."""
         return max(self.tree.num_nodes, self.copies + 1)
 
     @property
     def max_depth(self) -> int:
-        """Levels below the root."""
         return max(self.tree.max_depth, self.copies)
 
     @property
     def slots(self) -> int:
-        """Most nodes that a step writes to a cache, of the base or of the drafter."""
         return max(self.tree.slots, self.num_nodes)
 
 

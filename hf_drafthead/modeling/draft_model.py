@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.configuration_utils import PreTrainedConfig
 
-from hf_drafthead.generation.drafting import Guesses
+from hf_drafthead.generation.drafting import Guesses, last_valid
 from hf_drafthead.generation.reader import BaseReader, Unsupported, probe
 from hf_drafthead.generation.slots import ROOM, SlotCache, slot_mask, writing_layers
 from hf_drafthead.modeling.base import DraftHeadPreTrainedModel
@@ -26,7 +26,7 @@ from hf_drafthead.modeling.base_model import full_name
 from hf_drafthead.modeling.checkpoint import check_tensors
 from hf_drafthead.modeling.config import DraftHeadConfig, portable
 from hf_drafthead.modeling.drafter import Drafter
-from hf_drafthead.modeling.layers import last_valid, llama_like
+from hf_drafthead.modeling.layers import llama_like
 from hf_drafthead.modeling.loading import HUB_ARGUMENTS
 from hf_drafthead.modeling.token_maps import check_token_maps
 

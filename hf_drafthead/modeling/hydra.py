@@ -13,13 +13,13 @@ from torch.nn import functional as F
 from transformers import AutoConfig
 from transformers.configuration_utils import PreTrainedConfig
 
-from hf_drafthead.generation.drafting import Guesses
+from hf_drafthead.generation.drafting import Guesses, last_valid
 from hf_drafthead.generation.slots import ROOM, SlotCache
 from hf_drafthead.modeling.base import DraftHeadPreTrainedModel
 from hf_drafthead.modeling.config import MAX_LAYERS, DraftHeadConfig
 from hf_drafthead.modeling.decoder_layer import DecoderLayer
 from hf_drafthead.modeling.drafter import Drafter
-from hf_drafthead.modeling.layers import OutputProjections, ResidualBlock, last_valid
+from hf_drafthead.modeling.layers import OutputProjections, ResidualBlock
 
 # Ankner et al. 2024, section 5
 HYDRA_RECIPE: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""What two families share: residual blocks, output projections, and the last verified position of every row.
+"""What several families share: residual blocks, and output projections.
 
 Shapes: B rows, A newly verified positions, K heads, H hidden, V vocabulary.
 """
@@ -149,18 +149,6 @@ class VocabularyRows:
         tokens = tokens.to(weight.device)
         bias = None if bias is None or bias.is_meta != like.is_meta else bias[tokens.to(bias.device)].to(like.device)
         return weight[tokens].to(like.device), bias
-
-
-def last_valid(kept: Tensor, new: Tensor, lengths: Tensor) -> Tensor:
-    """Each row's last valid position of `new`; what was kept where a row has none.
-
-    Args:
-        kept: (B, H).
-        new: (B, A, H).
-        lengths: (B,) valid positions per row.
-    """
-    place = lengths.to(kept.device)[:, None, None].expand(-1, 1, kept.shape[1])
-    return torch.cat([kept.unsqueeze(1), new.to(kept)], dim=1).gather(1, place)[:, 0]
 
 
 def weight_of(linear: Any, like: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from transformers import CompileConfig
 
 from hf_drafthead import DraftTree
-from hf_drafthead.generation import programs, runner, slots
+from hf_drafthead.generation import programs, runner
 from hf_drafthead.generation import tree as trees
 from tests.bases import tiny_base
 from tests.families import FAMILIES
@@ -180,23 +180,25 @@ def test_what_the_compiler_refuses_runs_uncaptured_with_one_warning(monkeypatch)
 def test_without_memory_for_the_fixed_shapes_the_text_goes_on_uncaptured(family, most, untraced, monkeypatch):
     monkeypatch.setattr(runner, "AHEAD", 4)
     monkeypatch.setattr(runner, "CAPACITY_BUCKET", 32)
-    warnings, resized, fix, taken = [], slots._resized, slots.SlotCache.fix, []
+    warnings, new_zeros, taken = [], torch.Tensor.new_zeros, []
 
-    def scarce(part, wanted, front):
-        taken.extend([wanted] if wanted > most else [])
-        if len(taken) % 3 == 0 and taken:  # after some layers have got theirs
-            raise RuntimeError("[enforce fail at alloc_cpu.cpp:134] DefaultCPUAllocator: can't allocate memory")
-        return resized(part, wanted, front)
+    def scarce(part, *shape, **options):
+        if len(shape) == 4 and shape[2] > most:
+            taken.append(shape)
+            if len(taken) % 3 == 0:  # after some layers have got theirs
+                raise RuntimeError("[enforce fail at alloc_cpu.cpp:134] DefaultCPUAllocator: can't allocate memory")
+        return new_zeros(part, *shape, **options)
 
-    def fix_scarce(*given, **named):
+    def fix_scarce(*arguments):
         with monkeypatch.context() as patch:
-            patch.setattr(slots, "_resized", scarce)
-            fix(*given, **named)
+            patch.setattr(torch.Tensor, "new_zeros", scarce)
+            fix(*arguments)
 
     model = next(one for one in FAMILIES if one.name == family).build(tiny_base("llama"))
     monkeypatch.setattr(runner.logger, "warning_once", warnings.append)
+    fix = runner.fix
     with monkeypatch.context() as patch:
-        patch.setattr(slots.SlotCache, "fix", fix_scarce)
+        patch.setattr(runner, "fix", fix_scarce)
         both(model, 2, max_new_tokens=60)
     assert warnings[0].startswith("Steps are not captured, they run operation by operation: there is no memory for ")
     assert re.search(r"a cache of \d+\.\d GiB: \d+ positions, 2 row\(s\)", warnings[0])

@@ -67,7 +67,7 @@ def test_a_key_names_the_machine_and_the_execution(model):
 def test_a_call_is_looked_up_as_it_is_run(execution, call, model, monkeypatch, notices):
     """Where there are CUDA graphs a call that asks for nothing is recorded."""
     monkeypatch.setattr(runner, "has_graphs", lambda device: True)
-    monkeypatch.setattr(runner.Runner, "_first_runs", lambda self, step, state: step(state))
+    monkeypatch.setattr(runner.Runner, "_first_run", lambda self, step, state: step(state)[0])
     key = CalibrationKey.of(model.base, model.drafter, 1, execution)
     others = [entry(key, [[0]], execution=one) for one in entries.EXECUTIONS if one != execution]
     model.generation_config.calibration = [*others, entry(key)]
@@ -173,11 +173,11 @@ def test_entries_of_earlier_versions_are_read(model, notices):
 
 
 @pytest.mark.parametrize("changed, line", [
-    ({"device": 3}, "its device is '3'"), ({"device": None}, "its device is 'None'"), ({"dtype": ["x"]}, "its dtype"),
-    ({"batch_size": "1" * 10**6}, "its batch_size is '1111"), ({"batch_size": True}, "its batch_size is 'True'"),
+    ({"device": 3}, "'device' is '3'"), ({"device": None}, "'device' is 'None'"), ({"dtype": ["x"]}, "'dtype' is"),
+    ({"batch_size": "1" * 10**6}, "'batch_size' is '1111"), ({"batch_size": True}, "field 'batch_size' is 'True'"),
     ({"batch_size": 0}, "batch size 0"), ({"execution": "fast" * 99}, "execution 'fastfast"),
-    ({"execution": None}, "its execution is 'None'"), ({"threads": "2"}, "its threads are '2'"),
-    ({"heads_hash": {}}, "its heads_hash is no text"), ({"tree": [[0]] * 10**6}, "more than 4,096 nodes"),
+    ({"execution": None}, "field 'execution' is 'None'"), ({"threads": "2"}, "field 'threads' is '2'"),
+    ({"heads_hash": {}}, "field 'heads_hash' is '{}'"), ({"tree": [[0]] * 10**6}, "more than 4,096 nodes"),
     ({"tree": [[0, 0]]}, "has no parent"), ({"tree": [[VOCABULARY]]}, "has ranks 0 to"),
     ({"lookup": -1}, "its lookup is '-1'"), ({"lookup": True}, "its lookup is 'True'"),
     ({"tree": "mc_sim_7b_63"}, "its tree is of type str"), ({"tree": None}, "its tree is of type NoneType"),

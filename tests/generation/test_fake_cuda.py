@@ -162,7 +162,8 @@ def test_a_recorded_step_waits_for_nothing(models, first_step, kind):
     moved(step, state, twin)
     with MODE:
         for cache in state.caches:
-            cache.fix(64, 64)
+            cache.resize(64, 64)
+            cache.fixed = True
         state.rows = state.rows._replace(sequences=torch.zeros(3, 128, dtype=torch.long, device=CUDA), visible=None)
         with NothingWaits() as watch:
             pack, _ = step.functions.whole(state.rows, state.cache, state.limits, None)

@@ -52,7 +52,9 @@ def continuations(paths, temperature, warp, choices=rejection_choices) -> tuple[
     tree = DraftTree(paths).without_gaps()
     tilt = -temperature * torch.empty(DRAWS, tree.max_depth, TOKENS).exponential_(1).log()
     root = torch.zeros(DRAWS, 1, dtype=torch.long)
-    _, tokens, guesses = draft_static(Table(draft), None, root, tree.levels(), tilt, keep_guesses=True)
+    _, (tokens, _, guesses) = draft_static(
+        Table(draft), None, root, tree.levels(), tree.topology(), tilt, keep_guesses=True
+    )
     candidates = acceptance.Candidates(tokens, tree.topology(), guesses)
     law = warp(base / temperature).softmax(-1)  # of the token after each token
     p = law[candidates.tokens]

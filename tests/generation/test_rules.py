@@ -1,6 +1,7 @@
 """The rules of a call by themselves: the noise of sampling, and what each row is shown."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,7 +10,9 @@ from transformers.generation import logits_process as processors
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria
 
 from hf_drafthead.generation import DraftTree
-from hf_drafthead.generation.rules import NoiseTape, Rules, rounded
+from hf_drafthead.generation.rules import NoiseTape, Rules
+from hf_drafthead.generation.state import Candidates
+from hf_drafthead.generation.step import Stages
 from hf_drafthead.generation.tree import Topology
 
 ROWS, VOCABULARY = 3, 11
@@ -172,11 +175,15 @@ def test_criteria_are_shown_rows_of_one_length_together():
     assert rules.stops([2, 1, 0], [4, 6, 4], sequences, lengths) == [True, False, True]
 
 
-def test_scores_of_float64_are_rounded_as_the_base_rounds_and_others_left():
-    values = torch.tensor([1.0, 1.0 + 1e-12], dtype=torch.float64)
-    assert rounded(values).dtype == torch.float32
-    assert rounded(values.bfloat16()).dtype == torch.bfloat16
-    assert rounded(values).argmax().item() == 0
+def test_logits_of_float64_are_rounded_as_the_base_rounds_and_others_left():
+    cache, rows = SimpleNamespace(lengths=torch.ones(1)), SimpleNamespace(position_shift=0, visible=None)
+    values = torch.tensor([[[1.0, 1.0 + 1e-12]]], dtype=torch.float64)
+    for logits, dtype in ((values, torch.float32), (values.bfloat16(), torch.bfloat16)):
+        stages = Stages(
+            SimpleNamespace(nodes=lambda *_, logits=logits: (logits, None)), None, DraftTree.root_alone(), False
+        )
+        verified = stages.verify(cache, Candidates(torch.zeros(1, 1), None), rows, None).logits
+        assert verified.dtype == dtype and verified.argmax().item() == 0
 
 
 def test_rows_that_stand_still_are_given_no_noise_of_positions_that_nobody_drew():

@@ -111,13 +111,16 @@ def test_layers_are_given_the_nodes_of_the_step_and_every_row_s_past(capacity, n
             kept = [dice.sample(range(count), m) for _ in range(rows)]
             mirror.keep(kept, [dice.randint(0, m) for _ in range(rows)])
             if step == 2:
-                mirror.cache.fix(mirror.cache.extent + 40, 9, apart=seed % 2 == 1)
+                if seed % 2:
+                    mirror.cache.split()
+                mirror.cache.resize(mirror.cache.extent + 40, 9)
+                mirror.cache.fixed = True
                 assert (mirror.cache.capacity, mirror.cache.nodes) == (mirror.cache.slots - 9, 9)
                 assert mirror.cache.seen_extent == mirror.cache.capacity
             if step == 4:
-                mirror.cache.fix(mirror.cache.capacity + 3, 9)  # the text goes on in a longer one
+                mirror.cache.resize(mirror.cache.capacity + 3, 9)  # the text goes on in a longer one
             if step == 5:
-                mirror.cache.free()
+                mirror.cache.fixed, mirror.cache.extent = False, int(mirror.cache.lengths.max())
                 assert mirror.cache.seen_extent == mirror.cache.extent
 
 
@@ -125,7 +128,9 @@ def test_more_and_fewer_nodes_can_be_fixed():
     for capacity, nodes in ((12, 1), (12, 2), (12, 5), (6, 5)):
         mirror = Mirror(2, 8, 2)
         mirror.append(5, [5, 3])
-        mirror.cache.fix(capacity, nodes, apart=True)
+        mirror.cache.split()
+        mirror.cache.resize(capacity, nodes)
+        mirror.cache.fixed = True
         memories = {block.untyped_storage().data_ptr() for block in mirror.cache.blocks}
         assert len(memories) == 2 * len(SHAPES)  # each layer's own
         mirror.place(nodes)
@@ -284,7 +289,9 @@ def test_layers_of_a_fixed_cache_on_several_devices_move_their_own_nodes():
     for index, device in enumerate(["cpu", "meta", "cpu"]):
         cache.update(numbers.to(device), numbers.to(device), index)
     cache.count(2)
-    cache.fix(4, 2, apart=True)
+    cache.split()
+    cache.resize(4, 2)
+    cache.fixed = True
     cache.place(2)
     for index in (0, 2):
         cache.update(numbers + 7 + index, numbers - 7 - index, index)
@@ -301,8 +308,7 @@ def test_a_cache_that_is_fixed_no_longer_grows_with_what_every_layer_holds():
     for index in (0, 1):
         cache.update(numbers + 10 * index, -numbers - 10 * index, index)
     cache.count(2)
-    cache.fix(4, 2)
-    cache.free()
+    cache.resize(4, 2)
     cache.reserve(9, 3)
     assert cache.slots == 12 and not cache.layers[2].is_initialized
     cache.place(1)
@@ -325,7 +331,7 @@ def test_whether_rows_are_known_to_be_of_one_length():
     assert not cache.even
     cache.keep(torch.zeros(2, 1, dtype=torch.long), torch.tensor([0, 1]))
     assert cache.even
-    cache.fix(9, 1)
+    cache.fixed = True
     assert not cache.even
     alone = SlotCache(1, 1, 9, 1)
     assert alone.even

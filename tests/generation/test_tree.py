@@ -106,8 +106,7 @@ def test_a_drawing():
 
 def test_json_and_back():
     tree = DraftTree([(3,), (3, 1), (0,)])
-    assert json.loads(tree.to_json()) == [[0], [3], [3, 1]]
-    assert DraftTree.from_json(tree.to_json()) == tree
+    assert DraftTree.from_json(json.dumps(tree.paths)) == tree
     with pytest.raises(ValueError, match=r"the tree '\[\[0\], ' is not JSON .*: give an array of rank paths such as"):
         DraftTree.from_json("[[0], ")
     with pytest.raises(ValueError, match=r"is not JSON \(maximum recursion depth exceeded.*\): give an array of rank"):
@@ -229,7 +228,7 @@ def test_any_tree_has_the_topology_and_levels_that_its_paths_say(paths):
     assert filled == tree.num_nodes
     drawn = tree.draw().splitlines()
     assert [line.split()[-1] for line in drawn] == ["root", *(str(path[-1]) for path in sorted(tree.paths))]
-    assert DraftTree.from_json(tree.to_json()) == tree
+    assert DraftTree.from_json(json.dumps(tree.paths)) == tree
 
 
 def test_the_largest_trees_have_tensors_as_well():

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -85,8 +86,9 @@ def test_at_temperature_zero_the_walk_is_the_published_one(case):
         device=torch.device("cpu"),
         samples=False,
     )
-    sequences = torch.zeros(1, 99, dtype=torch.long)
-    walk = unpacked(walk_on_host(logits, Candidates(tokens, tree.topology()), sequences, [1], [None], [99], rules))
+    rows = SimpleNamespace(sequences=torch.zeros(1, 99, dtype=torch.long))
+    state = SimpleNamespace(rows=rows, lengths=[1], ends=[None], reach=lambda: [99])
+    walk = unpacked(walk_on_host(logits, Candidates(tokens, tree.topology()), state, rules))
     nodes = walk.nodes[0, : walk.counts[0]].tolist()
     assert nodes == published(case, "0", "medusa_fast_typical", lines)
     assert nodes == published(case, "0", "hydra", lines)

@@ -3,6 +3,7 @@
 import math
 import random
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -159,17 +160,23 @@ def rules_of(case: Case, *more) -> Rules:
     )
 
 
-def on_host(case: Case, rules: Rules, sequences: torch.Tensor | None = None, **more):
-    logits = torch.nn.functional.one_hot(torch.tensor(case.choice), VOCABULARY).double()
+def state_of(case: Case, sequences: torch.Tensor | None = None) -> SimpleNamespace:
+    """What the walks on the host look at of a call."""
     sequences = torch.full((len(case.tokens), WIDTH), 6) if sequences is None else sequences
     ends = [end or None for end in case.ends]
-    return unpacked(walk_on_host(logits, case.candidates, sequences, case.lengths, ends, case.reach, rules, **more))
+    return SimpleNamespace(
+        rows=SimpleNamespace(sequences=sequences), lengths=case.lengths, ends=ends, reach=lambda: case.reach
+    )
+
+
+def on_host(case: Case, rules: Rules, sequences: torch.Tensor | None = None, **more):
+    logits = torch.nn.functional.one_hot(torch.tensor(case.choice), VOCABULARY).double()
+    return unpacked(walk_on_host(logits, case.candidates, state_of(case, sequences), rules, **more))
 
 
 def greedily(case: Case, depth: int | None = None):
     logits = torch.nn.functional.one_hot(torch.tensor(case.choice), VOCABULARY).double()
-    ends = [end or None for end in case.ends]
-    return unpacked(walk_greedily(logits, case.candidates, case.lengths, ends, case.reach, rules_of(case), depth))
+    return unpacked(walk_greedily(logits, case.candidates, state_of(case), rules_of(case), depth))
 
 
 def test_a_walk_comes_back_from_one_tensor():
@@ -372,9 +379,9 @@ def test_what_is_preferred_follows_the_acceptance_of_the_call(acceptance):
     candidates = case.candidates._replace(guesses=tuple(guesses))
     settings = DraftSettings(tree, acceptance, 0.1, 0.6)
     logits, reach = torch.randn(2, 4, VOCABULARY), torch.tensor(case.reach)
-    sequences = torch.zeros(2, WIDTH, dtype=torch.long)
+    state = state_of(case, torch.zeros(2, WIDTH, dtype=torch.long))
     torch.manual_seed(3)
-    found, valid = preferred_choices(settings, tree, rules, logits, candidates, sequences, case.lengths, reach)
+    found, valid = preferred_choices(settings, tree, rules, logits, candidates, state, reach)
     p = (logits / 0.5).softmax(-1)
     if acceptance == "typical":
         expected = typical_choices(p, candidates, reach, 0.1, 0.6)
@@ -386,7 +393,7 @@ def test_what_is_preferred_follows_the_acceptance_of_the_call(acceptance):
         expected = rejection_choices(p, q, candidates, torch.rand(2, 4), torch.empty(2, VOCABULARY).exponential_(1))
     assert torch.equal(found, expected) and (found >= 0).any() and valid.all()
     logits[1, 2, 3] = torch.nan
-    _, valid = preferred_choices(settings, tree, rules, logits, candidates, sequences, case.lengths, reach)
+    _, valid = preferred_choices(settings, tree, rules, logits, candidates, state, reach)
     assert (~valid).nonzero().tolist() == [[1, 2]]
 
 
@@ -395,8 +402,8 @@ def test_with_the_root_alone_rejection_draws_a_token_from_what_the_base_says():
     settings = DraftSettings(case.trees[0], "rejection", 0.1, 0.6)
     logits = torch.full((1, 1, VOCABULARY), -torch.inf)
     logits[..., 4] = 0.0
-    sequences, reach = torch.zeros(1, WIDTH, dtype=torch.long), torch.tensor([9])
-    rules = rules_of(case)
-    assert preferred_choices(settings, case.trees[0], rules, logits, case.candidates, sequences, [5], reach)[
-        0
-    ].tolist() == [[4]]
+    state = state_of(case, torch.zeros(1, WIDTH, dtype=torch.long))
+    preferred, _ = preferred_choices(
+        settings, case.trees[0], rules_of(case), logits, case.candidates, state, torch.tensor([9])
+    )
+    assert preferred.tolist() == [[4]]

@@ -54,7 +54,7 @@ def published_loss(model, batch, step: int | None = None) -> Tensor:
         next_token=EAGLE3_RECIPE["next_token_weight"],
         teacher=EAGLE3_RECIPE["teacher_weight"],
         head_decay=decay,
-        reader=BaseReader(model.base, {}, split=False, reads=model.drafter.reads),
+        reader=BaseReader(model.base, {}, False, model.drafter.reads, model.drafter.output),
     )
     inputs, reading = batch
     return loss(model, inputs, totals, weight, reading=reading)[0]
