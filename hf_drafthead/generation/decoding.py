@@ -58,10 +58,8 @@ def decode(
     Args:
         model: with `base` and `drafter`; programs are kept with it.
         input_ids: (B, P); (B, 0) where the prompt is `inputs_embeds`.
-        rules: of the call.
+        rules, settings, execution: of the call.
         reader: how to run the base.
-        settings: tree and acceptance.
-        execution: how the steps run.
         streamer: is given the prompt and every committed token.
         on_step: is given a record of the prefill and of every step.
         inputs: the base's model inputs: attention_mask, position_ids, past_key_values, inputs_embeds.

@@ -203,9 +203,7 @@ class DraftHeadGenerationMixin(GenerationMixin):
             custom_generate=custom_generate,
             **call,
         )
-        if type(output) is GenerateDecoderOnlyOutput:
-            return DraftHeadGenerateOutput(**output)
-        return output
+        return DraftHeadGenerateOutput(**output) if type(output) is GenerateDecoderOnlyOutput else output
 
     def _merged_config(
         self, given: GenerationConfig | None, kwargs: dict[str, Any]
@@ -296,7 +294,17 @@ class DraftHeadGenerationMixin(GenerationMixin):
         processors, criteria = call.pop("logits_processor"), call.pop("stopping_criteria")
         config, drafter, text_config = call.pop("generation_config"), self.drafter, base.config.get_text_config(True)
         inputs = _of_text(base, call)
-        _check_prepared(inputs, processors, config, settings)
+        if unknown := sorted(set(inputs) - KNOWN_INPUTS):
+            raise Unsupported(f"the base takes the model input {', '.join(unknown)}")
+        past, position_ids = inputs.get("past_key_values"), inputs.get("position_ids")
+        if past is None or not can_load(past):
+            raise Unsupported(f"a cache of type {type(past).__name__} cannot be compacted")
+        if position_ids is not None and position_ids.dim() != 2:
+            raise Unsupported("position ids have more than one axis per token")
+        acceptance = settings.acceptance if config.do_sample else "exact"  # greedy decoding is exact with all of them
+        if others := sorted({type(p).__name__ for p in processors if type(p) not in ROW_BY_ROW}):
+            if acceptance != "exact":
+                raise Unsupported(f"{acceptance} acceptance cannot show {', '.join(others)} all nodes at once")
         if chooses:
             key = CalibrationKey.of(base, drafter if settings.calibration else None, len(input_ids), execution.name)
             settings = settings.for_call(key, drafter.max_depth, draft_vocabulary(base, drafter))
@@ -310,7 +318,6 @@ class DraftHeadGenerationMixin(GenerationMixin):
         longest = positions + config.max_length - input_ids.shape[1] + settings.tree.max_depth
         check_length(text_config, longest, settings.tree.num_nodes)
         inputs.pop("cache_position", None)
-        samples, acceptance = config.do_sample, settings.acceptance
         rules = Rules(
             processors,
             criteria,
@@ -318,29 +325,10 @@ class DraftHeadGenerationMixin(GenerationMixin):
             batch_size=len(input_ids),
             prompt_length=input_ids.shape[1],
             device=input_ids.device,
-            samples=samples and acceptance != "typical",
-            rejects=samples and acceptance == "rejection",
+            samples=config.do_sample and acceptance != "typical",
+            rejects=acceptance == "rejection",
         )
         return decode(self, input_ids, rules, reader, settings, execution, streamer=streamer, on_step=on_step, **inputs)
-
-
-def _check_prepared(inputs: dict[str, Any], processors, config: GenerationConfig, settings: DraftSettings) -> None:
-    """Refuse what the loop cannot do with what the base has prepared.
-
-    Raises:
-        Unsupported: with the reason.
-    """
-    if unknown := sorted(set(inputs) - KNOWN_INPUTS):
-        raise Unsupported(f"the base takes the model input {', '.join(unknown)}")
-    past = inputs.get("past_key_values")
-    if past is None or not can_load(past):
-        raise Unsupported(f"a cache of type {type(past).__name__} cannot be compacted")
-    if settings.acceptance != "exact" and config.do_sample:
-        if others := sorted({type(p).__name__ for p in processors if type(p) not in ROW_BY_ROW}):
-            raise Unsupported(f"{settings.acceptance} acceptance cannot show {', '.join(others)} all nodes at once")
-    position_ids = inputs.get("position_ids")
-    if position_ids is not None and position_ids.dim() != 2:
-        raise Unsupported("position ids have more than one axis per token")
 
 
 def _of_text(base, call: dict[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from hf_drafthead.generation.slots import SlotCache, out_of_memory, padded
 from hf_drafthead.generation.state import DecodingState, Limits, Rows
@@ -25,11 +25,11 @@ MOST_ARENAS, ARENA_BYTES = 4, 2 << 30  # memory of recorded programs that is kep
 class ProgramKey(NamedTuple):
     """Everything that a program depends on but the values and, where it is compiled, the sizes of its tensors.
 
-    execution: see `Execution.key`; slots: for nodes; eos_tokens: how many; draft_state: see `form_of`; circumstances:
-    see `Programs.circumstances_of`.
+    execution: an `Execution` as text; slots: for nodes; eos_tokens: how many; draft_state: see `form_of`;
+    circumstances: see `Programs.circumstances_of`.
     """
 
-    execution: Hashable
+    execution: str
     tree: Tree
     slots: int
     greedy: bool
@@ -117,13 +117,26 @@ class Arena:
         state.rows, state.limits = self.rows, self.limits
 
 
+def leave(state: DecodingState) -> None:
+    """Let a call leave an arena with tensors of its own, and caches that will not touch the arena's once resized."""
+    caches = [cache.twin() for cache in state.caches]
+    of_drafter = iter(caches[1:])
+
+    def own(leaf: Any) -> Any:
+        if isinstance(leaf, SlotCache):
+            return next(of_drafter)
+        return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
+
+    state.cache, state.caches, state.rows = caches[0], caches, tree_map(own, state.rows)
+
+
 @dataclass
 class Programs:
     """What is kept for one model."""
 
     compiled: OrderedDict[ProgramKey, Program] = field(default_factory=OrderedDict)
     arenas: OrderedDict[Hashable, Arena] = field(default_factory=OrderedDict)
-    refused: dict[ProgramKey, str] = field(default_factory=dict)
+    refused: set[ProgramKey] = field(default_factory=set)
     fingerprint: Hashable = None
     lock: threading.Lock = field(default_factory=threading.Lock)  # of compiling
     taking: threading.Lock = field(default_factory=threading.Lock)

@@ -37,6 +37,7 @@ from hf_drafthead.generation.programs import (
     caches_of,
     fix,
     form_of,
+    leave,
     sizes_may_change,
     tensors_of,
 )
@@ -62,12 +63,6 @@ class Execution(NamedTuple):
     name: str
     config: CompileConfig | None = None
     records: bool = False
-
-    @property
-    def key(self) -> tuple[str, bool, str]:
-        """Of a `ProgramKey`."""
-        config = "" if self.config is None else repr(sorted(self.config.to_dict().items()))
-        return self.name, self.records, config
 
     @classmethod
     def wanted(cls, model: Any, config: GenerationConfig) -> Execution:
@@ -227,10 +222,9 @@ class Runner:
 
     Args:
         model: with `base` and `drafter`; its programs are kept as long as it lives.
-        execution: how.
+        execution, state: of the call.
         make: a step with a tree.
         tree: the largest of the call.
-        state: of the call.
         choose: which tree the next step takes, where that is not always the same.
     """
 
@@ -287,7 +281,7 @@ class Runner:
 
     def _key(self, step: Step, state: DecodingState) -> ProgramKey:
         return ProgramKey(
-            execution=self.execution.key,
+            execution=repr(self.execution),
             tree=step.tree,
             slots=self.slots,
             greedy=step.greedy,
@@ -394,20 +388,25 @@ class Runner:
         capacity = rounded_up(past + left, AHEAD)
         size = (capacity, self.slots, apart, len(state.lengths), state.rows.visible is None, len(state.limits.eos))
         key = (*size, form_of(state.rows.draft_state), self.circumstances, *addresses(self.model))
-        self.arena = self.programs.arena(key, state)
-        if self.arena is None:
-            fix(state, capacity, self.slots, depth, padding, apart)
-            self.arena = Arena(state)
+        arena = self.programs.arena(key, state)
+        if arena is not None:
+            arena.take(state, padding)
         else:
-            self.arena.take(state, padding)
-        self.programs.keep(key, self.arena)
+            if self.arena is not None:
+                leave(state)
+            fix(state, capacity, self.slots, depth, padding, apart)
+            arena = Arena(state)
+        self.arena = arena
+        self.programs.keep(key, arena)
 
     def _stop(self, step: Step, state: DecodingState, reason: NotCaptured) -> None:
         """Go on without programs, and with memory that grows by itself."""
         if reason.lasting:
-            self.programs.refused[self._key(step, state)] = str(reason)
+            self.programs.refused.add(self._key(step, state))
         if str(reason):
             logger.warning_once(f"Steps are not captured, they run operation by operation: {reason}")
+        if self.arena is not None:
+            leave(state)
         self.execution, self.ahead, self.arena = Execution("eager"), 0, None
         for cache in state.caches:
             cache.fixed, cache.extent = False, int(cache.lengths.max())

@@ -14,6 +14,8 @@ heads, E head size, R = 1 or B.
 
 from __future__ import annotations
 
+import copy
+
 import torch
 from transformers.cache_utils import (
     Cache,
@@ -191,6 +193,14 @@ class SlotCache(Cache):
         self.taken, self.apart = [len(block) for block in self.blocks], True
         for number, layer in enumerate(layers):
             layer.places = ((2 * number, 0), (2 * number + 1, 0))
+
+    def twin(self) -> SlotCache:
+        """Another cache in the same memory, which it leaves when it is resized."""
+        twin = copy.copy(self)
+        twin.layers, twin.lengths, twin.taken = [*map(copy.copy, self.layers)], self.lengths.clone(), [*self.taken]
+        for layer in twin.layers:
+            layer.cache = twin
+        return twin
 
     def copy_past(self, other: SlotCache) -> None:
         """Hold what another cache of the same layers holds, of which there is room for every row."""

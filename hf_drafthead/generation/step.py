@@ -183,12 +183,9 @@ class Step:
     """A step of one call with one tree, run operation by operation.
 
     Args:
-        reader: how to run the base.
-        drafter: what guesses.
-        tree: to fill.
+        reader, drafter, tree: how to run the base, what guesses, and what it fills.
         device: where the rows are.
-        settings: the acceptance.
-        rules: of the call.
+        settings, rules: of the call.
         show: is given every token before the next one is chosen, see `walk_on_host`.
         timed: note the seconds of every stage, for which the host waits after each.
     """

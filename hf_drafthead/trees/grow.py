@@ -39,11 +39,8 @@ def grow_tree(ranks: torch.Tensor, nodes: int, ranks_below: int = MOST_RANK) -> 
 
     Args:
         ranks: (..., K) from `rank_paths`; positions near a row's end, whose last level is not known, do not count.
-        nodes: N, the root included; fewer come back where the text shows no more.
+        nodes: N, at least 2, the root included; fewer come back where the text shows no more.
         ranks_below: no path has a rank that is not below this.
-
-    Raises:
-        ValueError: fewer than 2 nodes.
     """
     worth: Counter[RankPath] = Counter()
     for path, count in Counter(map(tuple, _counted(ranks, nodes).tolist())).items():

@@ -163,10 +163,9 @@ def rank_paths(
 
     longest = int(prompts.max())
     state = drafter.start(rows, width)
-    if drafter.reads:
-        state = drafter.observe(state, features[:, :longest], input_ids.roll(-1, dims=1)[:, :longest], prompts)
-    else:  # a model of its own reads every token, the first one too
-        state = drafter.observe(state, features[:, : longest + 1], input_ids[:, : longest + 1], prompts + 1)
+    more = int(not drafter.reads)  # a model of its own reads every token, the first one too
+    follow = (input_ids if more else input_ids.roll(-1, dims=1))[:, : longest + more]
+    state = drafter.observe(state, features[:, : longest + more], follow, prompts + more)
     ranks = torch.full((rows, positions, depth), UNKNOWN, device=device)
     for position in range(positions):
         at = prompts + position - 1
@@ -201,10 +200,7 @@ def ranks_by_text(
 
 
 def tilt_of_seed(model: Any, rows: int, new_tokens: int, temperature: float, seed: int = 0) -> torch.Tensor | None:
-    """(B, M, V) what tilts guesses in M new tokens of B texts that `generate` samples after `torch.manual_seed(seed)`.
-
-    As `Rules.tilt` has it; None where the temperature is 0.
-    """
+    """`Rules.tilt` (B, M, V) of M tokens of B texts that `generate` samples from this seed; None at temperature 0."""
     if not temperature:
         return None
     vocabulary = model.base.config.get_text_config(decoder=True).vocab_size
@@ -219,15 +215,13 @@ def foretold_steps(tree: DraftTree, ranks: torch.Tensor) -> list[list[int]]:
     """Tokens emitted by each step of generating the texts behind ranks (B, S, K) with this tree, row by row."""
     paths, steps_of_rows = set(tree.paths), []
     for row in ranks.tolist():
-        end = len(row)  # new tokens after the first, which needs no step
-        while end and row[end - 1][0] == UNKNOWN:
-            end -= 1
+        tokens = [tuple(levels) for levels in row if levels[0] != UNKNOWN]  # after the first, which needs no step
         steps, position = [], 0
-        while position < end:
-            levels, depth = tuple(row[position]), tree.max_depth
-            while depth and levels[:depth] not in paths:
+        while position < len(tokens):
+            depth = tree.max_depth
+            while depth and tokens[position][:depth] not in paths:
                 depth -= 1
-            steps.append(min(depth + 1, end - position))
+            steps.append(min(depth + 1, len(tokens) - position))
             position += depth + 1
         steps_of_rows.append(steps)
     return steps_of_rows

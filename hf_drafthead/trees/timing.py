@@ -20,10 +20,9 @@ def time_interleaved(
     before: Callable[[], object] = lambda: None,
     after: Callable[[Any], object] = lambda name: None,
 ) -> tuple[dict[Any, Any], dict[Any, list[float]]]:
-    """Call each alternately, `repeats` times: what each returned last, and the seconds of every call.
+    """Call each of `runs` alternately, `repeats` times: what each returned last, and the seconds of every call.
 
     Args:
-        runs: what to call, by name.
         repeats: rounds, in each of which every one is called once; each begins with another one.
         first: which one the first round begins with, modulo how many there are.
         device: whose queued work belongs to a call; the host waits for it before and after.

@@ -238,14 +238,14 @@ def test_a_compile_config_of_another_type_is_refused_as_the_base_refuses_it(give
 
 def test_the_tensors_of_a_tree_are_made_before_it_is_captured(monkeypatch):
     made = []
-    for name in ("Topology", "Level"):
-        real = getattr(trees, name)
+    for place, name in ((trees.Topology, "of"), (trees, "Level")):
+        real = getattr(place, name)
 
         def noted(*args, real=real, **given):
             made.append(torch.compiler.is_compiling())
             return real(*args, **given)
 
-        monkeypatch.setattr(trees, name, noted)
+        monkeypatch.setattr(place, name, noted)
     model = FAMILIES[0].build(tiny_base("llama"))
     tree = DraftTree([(0,), (1,), (0, 0), (0, 0, 0), (2,)])
     model.generate(**prompt(), **LONG, compile_config=TRACED, draft_tree=tree)

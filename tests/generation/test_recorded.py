@@ -127,6 +127,25 @@ def test_a_call_while_another_is_in_the_memory_has_memory_of_its_own(recordings,
     assert len(recordings) == 2 and warnings == []
 
 
+@some_families
+def test_memory_that_a_call_has_left_for_more_is_no_part_of_it(family, recordings, warnings, monkeypatch):
+    monkeypatch.setattr(runner, "AHEAD", 32)
+    model = family.build(tiny_base("llama"))
+    check(model, max_new_tokens=60)  # in two memories, one after the other
+    long = {**prompt(longest=40, seed=2), **CALL}
+    expected = model.base.generate(**long)
+    inner = []
+
+    def meanwhile(record):  # in the first memory, while the outer call is in the second
+        if record.step in (3, 5):
+            inner.append(model.generate(**prompt(seed=record.step), **CALL, draft_tree=TREE))
+
+    assert torch.equal(model.generate(**long, draft_tree=TREE, on_step=meanwhile), expected)
+    for seed, text in zip((3, 5), inner, strict=True):
+        assert torch.equal(text, model.base.generate(**prompt(seed=seed), **CALL))
+    assert warnings == []
+
+
 def test_a_draft_model_that_a_prompt_is_too_long_for_has_a_program_of_its_own(recordings, warnings):
     model = next(one for one in FAMILIES if one.name == "draft-model").build(tiny_base("llama"))
     check(model)
