@@ -29,7 +29,7 @@ import hf_drafthead  # noqa: F401  registers the families
 from hf_drafthead.evaluation.questions import read_questions
 from hf_drafthead.generation import decoding, step
 from hf_drafthead.generation.runner import Runner
-from hf_drafthead.generation.state import packed_lists, unpacked_row
+from hf_drafthead.generation.state import packed_lists, unpacked
 from hf_drafthead.generation.tree import DraftTree
 
 ROWS = 8  # of the batches in which the base is compared with itself
@@ -53,7 +53,8 @@ class RootDecidesTies:
         self.tie = False
         if logits.shape[1] == 1:
             return pack
-        _, end, _, tokens, nodes = unpacked_row(pack[0].tolist())
+        walk, kept = unpacked(pack), int(pack[0, 0])
+        tokens, nodes = (row[0, :kept].tolist() for row in (walk.tokens, walk.nodes))
         for at, node in enumerate(nodes):
             best, second = logits[0, node].float().topk(2).values.tolist()
             if best - second <= self.rounding_steps * rounding_step(best, logits.dtype):
