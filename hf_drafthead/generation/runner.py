@@ -350,7 +350,7 @@ class Runner:
         """Take a step, whose stages have no seconds of their own; returns its walk, `packed`."""
         rows, cache, limits = state.rows, state.cache, state.limits
         self.ahead = int(step.greedy and self.has_graphs)  # such a step asks nothing of the host
-        before = [(each, each.lengths.clone()) for each in state.caches]
+        before = [(each, each.lengths, each.lengths.clone()) for each in state.caches]
         try:
             if step.greedy:
                 pack, state.rows = program.whole(rows, cache, limits, None)
@@ -361,8 +361,8 @@ class Runner:
         except (RuntimeError, MemoryError) as error:
             if not out_of_memory(error):
                 raise
-            for each, lengths in before:  # what lies behind them is not seen
-                each.lengths = lengths
+            for each, lengths, values in before:  # what lies behind them is not seen
+                each.lengths = lengths.copy_(values)
             raise DoesNotFit(str(error).partition("\n")[0]) from error
         pack = step.walk(state, candidates, verified, noise)
         cache.placed = step.num_nodes
