@@ -160,8 +160,8 @@ def of_step(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
             "quartiles": [round(value, 4) for value in statistics.quantiles(ratios, n=4)],
             "calls": len(ratios),
         }
-    print(json.dumps(figures), flush=True)
-    yield {**stored, f"{base.num_hidden_layers} layers": figures}
+        print(json.dumps(figures), flush=True)
+        yield {**stored, f"{base.num_hidden_layers} layers": figures}
 
 
 def of_match(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
