@@ -57,7 +57,7 @@ def test_trees_are_printed_and_stored_for_each_batch_size(run, folder, tmp_path)
     nodes = set()
     ids = torch.full((1, 4), 70)
     model.generate(ids, max_new_tokens=6, on_step=lambda record: nodes.add(record.drafted) if record.step else None)
-    assert nodes == {len(found[0]["tree"]) + 1}
+    assert nodes == {len(found[0]["tree"]) + 1 if found[0]["tree"] else found[0]["lookup"] + 1}
     # what is there is kept, what is missing is measured
     code, out, _ = run(*prompts, "--batch-size", "1,3", "--resume")
     assert code == 0 and stored(folder)[:2] == found and stored(folder)[2]["batch_size"] == 3
@@ -131,13 +131,23 @@ def test_an_unknown_gpu_is_refused_before_anything_is_loaded(tmp_path, capsys):
     assert code == 2 and "no machine 'abacus' is known: expected one of a40, a6000, " in err
 
 
+def test_a_line_names_the_copies_that_pay():
+    measured = {"speedup": 2.0, "tokens_per_second": 20.0, "base_tokens_per_second": 10.0, "tokens_per_step": 3.0}
+    entry = {**CalibrationKey("CPU A", 2, "float32", 1, "eager", "a")._asdict(), "measured": measured}
+    for tree, words in (([[0]], "a tree of 2 nodes"), ([], "a tree of 1 nodes")):
+        line = entry_in_words({**entry, "tree": tree, "lookup": 8})
+        assert f"eager steps: {words} with 8 copied tokens is 2.00x as fast as the base (20 against 10" in line
+    assert "copied" not in entry_in_words({**entry, "tree": [[0]]})  # an entry of an earlier version
+    assert "no tree pays" in entry_in_words({**entry, "tree": [], "lookup": 0})
+
+
 def test_info_shows_what_was_calibrated(folder, run, capsys):
     run("--prompts", folder / "prompts.jsonl")
     with pytest.raises(SystemExit):
         cli.main(["info", str(folder / "medusa")])
     out = capsys.readouterr().out
-    nodes = len(stored(folder)[0]["tree"]) + 1
-    counted = "1 node" if nodes == 1 else f"{nodes} nodes"
+    nodes, copies = len(stored(folder)[0]["tree"]) + 1, stored(folder)[0]["lookup"]
+    counted = ("1 node" if nodes == 1 else f"{nodes} nodes") + (f", {copies} copied tokens" if copies else "")
     assert f"calibrated     {counted}: device {cpu_name()}, threads " in out and "batch_size 1, execution eager" in out
     assert "measured" not in out
 

@@ -520,6 +520,8 @@ def test_calibrated_trees_are_listed(heads):
         "| NVIDIA A100 | float16 | 4 | recorded | 3 |" in text
         and "![the calibrated trees](calibrated_trees.png)" in text
     )
+    put(heads, "generation_config.json", {"draft_tree": TREE, "calibration": [{**entry, "lookup": 8}]})
+    assert "| recorded | 3, 8 copied tokens |" in card_of(heads).text
 
 
 def test_calibrated_trees_are_drawn_each_once(heads):
