@@ -68,7 +68,14 @@ TEXT: dict[str, dict[str, Any]] = {
     "gpt_neo": {"num_layers": 2, "attention_types": [[["global", "local"], 1]], "window_size": 8},
     "mamba": KINDS["mamba"],
     "rwkv": {"attention_hidden_size": 32},
-    "qwen3_next": {**GROUPS, **EXPERTS, **LINEAR, "head_dim": 8, "shared_expert_intermediate_size": 16},
+    "qwen3_next": {
+        **GROUPS,
+        **EXPERTS,
+        **LINEAR,
+        "head_dim": 8,
+        "shared_expert_intermediate_size": 16,
+        "layer_types": ["linear_attention", "full_attention"],
+    },
 }
 CLIP = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
 CLIP |= {"image_size": 16, "patch_size": 8}

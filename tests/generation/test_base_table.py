@@ -8,8 +8,8 @@ from hf_drafthead.modeling.families import fresh_heads
 from tests.base_table import BEGIN, DOCS, END, FAMILIES, IMAGES, TEXT, generic, row
 from tests.bases import EARLIER
 
-# Its rotary embedding takes no positions of two dimensions there, so that heads have other decoder layers.
-IN_EARLIER_VERSIONS = {"qwen2_5_vl": ("yes", "a LLaMA's", "")}
+# Their rotary embeddings take no positions of two dimensions there, so that heads have other decoder layers.
+IN_EARLIER_VERSIONS = dict.fromkeys(("qwen2_5_vl", "qwen3_vl"), ("yes", "a LLaMA's", ""))
 
 
 @pytest.fixture(scope="module")
