@@ -25,7 +25,7 @@ ACCEPTANCES = ("exact", "rejection", "typical")
 SHARE = 0.05  # of the last step in the moving mean: with more, a few steps without a right guess end drafting too often
 TRIAL_SHARE = 0.3  # of a step that was tried after a pause
 PRIOR = 3  # steps as usual that the mean begins with
-FIRST_PAUSE, LONGEST_PAUSE = 2, 128  # steps without drafting between two trials
+FIRST_PAUSE, LONGEST_PAUSE = 2, 128  # steps without drafting between two trials, the first for each step of cost
 
 
 class DraftSwitch:
@@ -41,7 +41,7 @@ class DraftSwitch:
 
     >>> switch = DraftSwitch(cost=1.5, usual=2.0)
     >>> [switch.drafts() and not switch.note(1) for step in range(9)]
-    [True, True, True, True, False, False, True, False, False]
+    [True, True, True, True, False, False, False, True, False]
     """
 
     def __init__(self, cost: float | None, usual: float):
@@ -71,7 +71,8 @@ class DraftSwitch:
             return
         self.steps += 1
         self.mean += (TRIAL_SHARE if self.pause else max(SHARE, 1 / self.steps)) * (emitted - self.mean)
-        self.pause = 0 if self.mean >= self.cost else min(max(4 * self.pause, FIRST_PAUSE), LONGEST_PAUSE)
+        longer = int(max(4 * self.pause, FIRST_PAUSE * self.cost))  # a trial that costs more comes later
+        self.pause = 0 if self.mean >= self.cost else min(longer, LONGEST_PAUSE)
         self.left = self.pause
 
 

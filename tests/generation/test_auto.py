@@ -10,7 +10,7 @@ from hf_drafthead.generation import decoding, entries, programs, runner
 from hf_drafthead.generation import step as stepping
 from hf_drafthead.generation.acceptance import walk_on_device
 from hf_drafthead.generation.entries import CalibrationKey
-from hf_drafthead.generation.settings import FIRST_PAUSE, LONGEST_PAUSE, DraftSettings, DraftSwitch
+from hf_drafthead.generation.settings import LONGEST_PAUSE, DraftSettings, DraftSwitch
 from hf_drafthead.generation.state import Candidates, Limits, Rows
 from hf_drafthead.generation.tree import DraftTree
 from tests.bases import tiny_base
@@ -80,10 +80,10 @@ def test_a_drafter_that_is_always_wrong_is_hardly_asked(without_hash):
     nodes = nodes_of(wrong, max_new_tokens=256)
     assert len(nodes) == 255 and set(nodes) == {1, 9}
     drafting = [step for step, n in enumerate(nodes) if n > 1]
-    # seven steps until the mean has fallen, then trials after 2, 8, 32 and 128 steps
+    # seven steps until the mean has fallen, then trials after 3, 12, 48 and 128 steps
     assert drafting[:7] == list(range(7))
     pauses = [later - step - 1 for step, later in zip(drafting[6:], drafting[7:])]
-    assert pauses == [FIRST_PAUSE, 8, 32, LONGEST_PAUSE]
+    assert pauses == [3, 12, 48, LONGEST_PAUSE]
 
 
 def asked(switch, emitted):
@@ -105,7 +105,7 @@ def test_pauses_grow_up_to_a_longest_one_and_end_with_a_right_guess():
     assert all(asked(switch, [5] * 20))
     # and a first pause is short again
     found = asked(switch, [1] * 200)
-    assert found[found.index(False) :][: FIRST_PAUSE + 1] == [False] * FIRST_PAUSE + [True]
+    assert found[found.index(False) :][:4] == [False, False, False, True]
 
 
 def test_a_wrong_step_tells_more_where_a_step_costs_more():
@@ -235,7 +235,7 @@ def test_a_switch_without_a_cost_takes_it_from_the_steps(cost, drafts):
         switch.time(found[-1], noise * (cost if found[-1] else 1.0))
         if found[-1]:
             switch.note(2)
-    assert found[:5] == [True, False, drafts, drafts, True]
+    assert found[:5] == [True, False, drafts, drafts, drafts]
     assert sum(found[-40:]) > 36 if drafts else sum(found) < 10
 
 
