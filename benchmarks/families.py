@@ -1,7 +1,7 @@
 """Tokens per step of every head family over several training seeds, and of Amphista with parts left out.
 
     python benchmarks/families.py --train             # heads that benchmarks/results/families.jsonl has no line for
-    python benchmarks/families.py --train --seeds 0 --heads "eagle3, 100 steps" "eagle3.1, 100 steps" --texts 1200
+    python benchmarks/families.py --train --seeds 0 1 --heads "eagle3, 100 steps" "eagle3.1, 100 steps" --texts 1200
     python benchmarks/families.py                     # the tables, from the lines that are there
     python benchmarks/families.py --docs docs         # and into the pages, with the figures of results/step.json
 

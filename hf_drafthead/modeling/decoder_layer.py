@@ -44,6 +44,8 @@ class DecoderLayer(nn.Module):
         self.window = window
         model = _one_layer_model(config)
         self.layer = model.layers[0]
+        if getattr(getattr(self.layer, "self_attn", None), "store_full_length_kv", False):
+            self.layer.self_attn.store_full_length_kv = False  # for layers behind it, of which there are none
         self.rotary = model.rotary_emb
         if not input_norm:
             self.layer.input_layernorm = nn.Identity()
