@@ -118,7 +118,7 @@ def test_places_for_figures_are_ones_that_are_filled(figures):
         places = [place[2].split() for place in figures.PLACE.finditer(text)]
         assert len(places) == text.count("<!-- figures:") == text.count("<!-- end of figures -->")
         for table, *names in places:
-            assert table in ("families", "ablations", "tried", "accuracies", "steps", "trainings", "sampling")
+            assert table in ("families", "ablations", "norms", "tried", "accuracies", "steps", "trainings", "sampling")
             assert set(names) <= families
 
 
