@@ -1,5 +1,6 @@
 """`hf-drafthead convert` and `export`: heads from other projects, and heads for them."""
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -43,7 +44,7 @@ def convert(
     say(*(f"{theirs:<{widths[0]}}  {shape:<{widths[1]}}  {ours}" for theirs, shape, ours in rows))
     say(*(f"left out: {name}: {reason}" for name, reason in done.dropped.items()))
     say(*(f"note: {note}" for note in done.notes), *([f"the heads are in {done.folder}"] if done.folder else []))
-    write_json(json_path, done.to_json())
+    write_json(json_path, asdict(done))
 
 
 @app.command()
@@ -63,4 +64,4 @@ def export(
     done = export_checkpoint(model, folder, to, fold_bias=fold_bias, revision=revision, token=token)
     say(f"{len(done.shapes)} tensors of the layout {done.layout} in {done.folder}")
     say(*(f"note: {note}" for note in done.notes))
-    write_json(json_path, done.to_json())
+    write_json(json_path, asdict(done))

@@ -1,7 +1,7 @@
 """`hf-drafthead card`, `push` and `serve`: publish and serve heads."""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.table import Table
@@ -52,9 +52,8 @@ def push(
     from hf_drafthead.hub_upload import Target, push_folder
 
     check_writable(json_path)
-    target = Target(repo_id, commit_message, None, private, token, revision, create_pr, None, license)
-    how: dict[str, Any] = {"max_shard_size": max_shard_size, "dry_run": dry_run, "to_folder": to_folder}
-    done = push_folder(folder, target, base=base, include_base=include_base, **how)
+    words = (commit_message, None, private, token, revision, create_pr, None, license, include_base, max_shard_size)
+    done = push_folder(folder, Target(repo_id, *words), base=base, dry_run=dry_run, to_folder=to_folder)
     say(*done.lines(), *([] if to_folder is None else [f"the files are in {str(to_folder)!r}"]))
     write_json(json_path, done.to_json())
     if done.refused and to_folder is None:

@@ -4,18 +4,20 @@ import os
 import re
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
-from transformers import AutoTokenizer, GenerationConfig
+from transformers import GenerationConfig
 from transformers.configuration_utils import PreTrainedConfig
 
 from hf_drafthead.formats.disk import Source, new_folder, refuse_existing, write_safetensors
 from hf_drafthead.formats.layout import Heads, Layout, base_tensor, same_values
 from hf_drafthead.formats.layouts import find, published_base
 from hf_drafthead.modeling.base import DraftHeadPreTrainedModel
-from hf_drafthead.modeling.base_model import commit_of, fetch_config, full_name
+from hf_drafthead.modeling.base_model import commit_of, copy_tokenizer, fetch_config, full_name
 from hf_drafthead.modeling.checkpoint import WEIGHTS, check_tensors
 from hf_drafthead.modeling.config import DraftHeadConfig
 
@@ -25,13 +27,10 @@ class Conversion:
     """What was found at a place, and what it became.
 
     Attributes:
-        source: the checkpoint, as it was named.
-        layout: name of its layout.
-        family: of the heads.
+        source, layout, family: the checkpoint as it was named, its layout, and the family of the heads.
         base: Hub id or path of their base; None if nothing names one.
         fields: of the family's config.
-        shapes: of the drafter's tensors, by their names here.
-        sources: which tensors of the file each of them was made of.
+        shapes, sources: of the drafter's tensors, and of which tensors of the file they were made, by their names here.
         dropped: tensors of the file that were left out, and why.
         notes: what was assumed, or disagreed.
         folder: where the converted heads lie; None if nothing was written.
@@ -55,10 +54,6 @@ class Conversion:
             theirs = " + ".join(dict.fromkeys(_open(source) for source in self.sources[name])) or "(zeros)"
             rows[theirs, str(shape), _open(name)] += 1
         return [(theirs, f"{count} x {shape}", ours) for (theirs, shape, ours), count in rows.items()]
-
-    def to_json(self) -> dict[str, Any]:
-        """All of it."""
-        return dict(vars(self))
 
 
 def convert_checkpoint(
@@ -145,9 +140,7 @@ def converted(
     Args:
         model_class: of the family that the heads should be of.
         source: folder, file or Hub id.
-        base_model: loaded model, Hub id or path; None for the base that the layout names.
-        base_revision: branch, tag or commit of the base.
-        fields: config fields that hold instead of what the layout says.
+        base_model, base_revision, fields: as of `convert_checkpoint`; the base may be a loaded model.
         hub: keyword arguments of `transformers.utils.cached_file`.
 
     Raises:
@@ -167,11 +160,7 @@ def converted(
 
 
 def _read(file: Source, layout: Layout, fields: Mapping[str, Any]) -> Heads:
-    """The heads, with the base that published ones of this name are known to be for.
-
-    Raises:
-        ValueError: as `Layout.read`; or a field that the family does not have.
-    """
+    """The heads, with the base that published ones of this name are known to be for."""
     known_fields = layout.family.config_class.heads_fields()
     if unknown := sorted(set(fields) - known_fields):
         raise ValueError(
@@ -258,13 +247,11 @@ def _check_copies(name: str, heads: Heads, base: str | nn.Module, called: str, r
             )
 
 
-def _save_tokenizer(base: str | None, revision: str | None, hub: Mapping[str, Any], folder: Any) -> None:
+def _save_tokenizer(base: str | None, revision: str | None, hub: Mapping[str, Any], folder: Path) -> None:
     """Put the base's tokenizer beside the heads, if it has one and it can be had."""
     fetch = {key: value for key, value in hub.items() if key in ("token", "cache_dir", "local_files_only")}
-    try:
-        AutoTokenizer.from_pretrained(base, revision=revision or "main", **fetch).save_pretrained(folder)
-    except (OSError, ValueError, KeyError, ImportError):
-        return  # heads without a tokenizer are loaded with the base's
+    with suppress(OSError, ValueError):  # heads without a tokenizer are loaded with the base's
+        copy_tokenizer(base, folder, None, {**fetch, "revision": revision or "main"})
 
 
 def _open(name: str) -> str:

@@ -38,14 +38,9 @@ ENVELOPES = ("state_dict", "model", "module", "model_state_dict")  # under which
 
 @dataclass(frozen=True)
 class Joined:
-    """A tensor that consists of other tensors, one behind the other in memory; nothing is copied before it is used.
+    """A tensor that consists of other tensors, one behind the other in memory, and what their file calls them.
 
-    Joining along the first dimension, and stacking, are both just that.
-
-    Args:
-        parts: tensors of one type.
-        shape: of the whole.
-        sources: what the parts are called in the file that they come from.
+    Joining along the first dimension, and stacking, are both just that. Nothing is copied before it is used.
     """
 
     parts: tuple[Tensor, ...]
@@ -70,9 +65,8 @@ class Source:
 
     Attributes:
         name: the checkpoint, as the user named it.
-        files: of weights, with their paths here.
+        files, tensors: with their paths here; by their names in the files, mapped from disk where these allow it.
         config: what config.json says; empty without one.
-        tensors: by their names in the files; mapped from disk where the file allows it.
         commit: of the Hub, if it came from there.
     """
 
@@ -89,11 +83,7 @@ class Source:
 
 
 def find_sources(name: str, hub: Mapping[str, Any]) -> list[Source]:
-    """The weights at a place: usually one file; several where heads and a model lie side by side.
-
-    Args:
-        name: folder, file or Hub id.
-        hub: keyword arguments of `transformers.utils.cached_file` (`revision`, `token`, `subfolder`, ...).
+    """The weights at a folder, file or Hub id: usually one file; several where heads and a model lie side by side.
 
     Raises:
         OSError: there is nothing to read, or what is there cannot be read.
@@ -196,10 +186,6 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor | Joined]) -> Non
     """Write tensors one part after the other; they may be mapped from other files, and may share memory.
 
     The library's own writer wants every tensor whole and apart from all others, in memory at one time.
-
-    Args:
-        path: of the file.
-        tensors: by name, of the types above.
     """
     parts = {name: tensor.parts if isinstance(tensor, Joined) else (tensor,) for name, tensor in tensors.items()}
     # Wider types first, as the library orders them: then every tensor begins at a multiple of its type's size.
@@ -221,11 +207,7 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor | Joined]) -> Non
 
 
 def refuse_existing(folder: str | os.PathLike) -> None:
-    """Refuse a folder to write to that is there already.
-
-    Raises:
-        OSError: it is, and holds something; or what should hold it does not exist.
-    """
+    """Refuse a folder to write to that holds something, or that lies in a folder which does not exist."""
     path = Path(folder)
     if path.is_file() or (path.is_dir() and any(path.iterdir())):
         raise OSError(f"{str(folder)!r} exists: give a folder that does not, or that is empty.")
@@ -235,11 +217,7 @@ def refuse_existing(folder: str | os.PathLike) -> None:
 
 @contextmanager
 def new_folder(folder: str | os.PathLike) -> Iterator[Path]:
-    """A folder to fill, which gets its name only when everything is in it.
-
-    Raises:
-        OSError: as `refuse_existing`.
-    """
+    """A folder to fill, which gets its name only when everything is in it."""
     refuse_existing(folder)
     path = Path(folder).absolute()
     # Beside the final place: paths relative to the one hold for the other, and a rename moves no data.

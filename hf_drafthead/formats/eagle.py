@@ -31,8 +31,8 @@ from hf_drafthead.formats.layout import (
 from hf_drafthead.modeling import EagleForCausalLM
 
 LAYER = "layers.0."
-PREFIXES = (("body.layer.", LAYER), ("fc.", "fc."))
-COPIES = {"embed_tokens.weight": INPUT, "lm_head.weight": OUTPUT}
+EAGLE_NAMES = (("body.layer.", LAYER), ("fc.", "fc."))
+COPIES_OF_BASE = {"embed_tokens.weight": INPUT, "lm_head.weight": OUTPUT}
 LAYER_KINDS = ("llama", "mistral", "qwen2")  # layers of one form; Qwen2's has biases on queries, keys and values
 ARCHITECTURES = {"vllm": "LlamaForCausalLM", "sglang": "LlamaForCausalLMEagle", "eagle": "LlamaForCausalLM"}
 
@@ -66,11 +66,13 @@ class Eagle(Layout):
                 "before attention, these are of another kind and cannot be converted."
             )
         copies = {
-            which: reader.drop(key, f"a copy of the base's {which}") for key, which in COPIES.items() if key in reader
+            which: reader.drop(key, f"a copy of the base's {which}")
+            for key, which in COPIES_OF_BASE.items()
+            if key in reader
         }
         vocab_size = next(map(len, copies.values()), None)
         layer_config = read_layer_config(reader, LAYER, config, hidden_size, vocab_size or config.get("vocab_size", 0))
-        tensors = reader.renamed(PREFIXES)
+        tensors = reader.renamed(EAGLE_NAMES)
         if held and not biased:
             reader.drop("fc.bias", "zeros, which SGLang needs and which are the same as no bias")
             del tensors["fc.bias"]
@@ -97,7 +99,7 @@ class Eagle(Layout):
                 f"its layer is that of a {layer.model_type!r} model, and the target builds a Llama's",
                 "train it with layer_config= of a Llama",
             )
-        names = {key: renamed(key, PREFIXES) for key in saved.tensors}
+        names = {key: renamed(key, EAGLE_NAMES) for key in saved.tensors}
         tensors = {name: saved.tensors[key] for key, name in names.items() if name is not None}
         about = llama_fields(layer, config.get_text_config().vocab_size) | {"architectures": [ARCHITECTURES[target]]}
         biases = {f"{LAYER}{name}.bias" for name in ("self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj")}
@@ -141,13 +143,10 @@ TOLERANCE = 0.01  # of the bias's largest entry
 
 
 def folded_embeddings(saved: SavedHeads) -> tuple[Tensor, str]:
-    """The embeddings to store with the head, and a note that says how exact they are.
+    """Embeddings (V, H) to store with the head, in the type of its weights, and a note that says how exact they are.
 
     EAGLE's bias of fc is moved into them, for engines that drop it: fc reads [e; h], so W_e e + W_h h + b =
     W_e (e + d) + W_h h with W_e d = b: the same d is added to every embedding.
-
-    Returns:
-        (V, H) in the type of the head's weights.
 
     Raises:
         Loss: the base's embeddings are not on this machine, or the sums, rounded to that type, change the bias by more

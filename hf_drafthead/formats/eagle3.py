@@ -41,7 +41,12 @@ from hf_drafthead.modeling.eagle3 import Eagle3ForCausalLM
 IDS = "eagle_aux_hidden_state_layer_ids"
 WRITTEN_FOR = "hf_drafthead_export"  # the target, in what is written here: it settles what the layout leaves open
 LLAMA_LAYERS = ("llama", "mistral")
-FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")  # config fields, named alike everywhere
+NORM_FLAGS = (
+    "norm_before_residual",
+    "norm_before_fc",
+    "fc_norm",
+    "norm_output",
+)  # config fields
 FIRST = ("midlayer.", "layers.0.")
 LATER = re.compile(r"layers\.(\d+)\.")
 LEGACY_NORMS = ["aux_norm_low.weight", "aux_norm_mid.weight", "aux_norm_high.weight"]
@@ -75,7 +80,7 @@ class Eagle3(Layout):
             "architectures": ["LlamaForCausalLM" if target == "eagle3" else "LlamaForCausalLMEagle3"],
             "num_hidden_layers": config.num_layers,
             "draft_vocab_size": config.draft_vocab_size,
-            **{name: getattr(config, name) for name in FLAGS},
+            **{name: getattr(config, name) for name in NORM_FLAGS},
             "base_model_name_or_path": saved.base,
             WRITTEN_FOR: target,
         }
@@ -98,11 +103,7 @@ def published_features(layers: int) -> list[int]:
 
 
 def _features(source: Source, fields: Mapping[str, Any]) -> list[int] | None:
-    """The inputs of which layers of the base are read; None for the published ones.
-
-    Raises:
-        ValueError: the config has numbers that mean different layers to different engines.
-    """
+    """The inputs of which layers are read; None for the published ones. Numbers that mean two things are refused."""
     if fields.get("feature_layers") is not None:
         return list(fields["feature_layers"])
     config = source.config
@@ -123,11 +124,7 @@ def _features(source: Source, fields: Mapping[str, Any]) -> list[int] | None:
 
 
 def _norm_output(source: Source, fields: Mapping[str, Any]) -> bool:
-    """Whether the normed output is fed back.
-
-    Raises:
-        ValueError: the config says so, but not in whose sense.
-    """
+    """Whether the normed output is fed back; refused if the config says so, but not in whose sense."""
     if fields.get("norm_output") is not None:
         return bool(fields["norm_output"])
     if source.config.get("norm_output") and WRITTEN_FOR not in source.config:
@@ -140,22 +137,14 @@ def _norm_output(source: Source, fields: Mapping[str, Any]) -> bool:
 
 
 def check_features(saved: SavedHeads, engine: str) -> None:
-    """Refuse feature layers in another order than engines read them in.
-
-    Raises:
-        Loss: they are.
-    """
+    """Refuse feature layers in another order than engines read them in."""
     features = list(saved.config.feature_layers)
     if features != sorted(features):
         raise Loss(f"it reads the layers {features}, and {engine}", "train it with ascending feature_layers")
 
 
 def _refuse_what_is_lost(saved: SavedHeads, target: str) -> None:
-    """Refuse what the target has no field for, and would run wrongly without a word.
-
-    Raises:
-        Loss: there is something.
-    """
+    """Refuse what the target has no field for, and would run wrongly without a word."""
     config, layer = saved.config, saved.config.own_layer
     features, published = list(config.feature_layers), published_features(config.get_text_config().num_hidden_layers)
     elsewhere = "use --to vllm or --to speculators"
@@ -183,7 +172,7 @@ def _refuse_what_is_lost(saved: SavedHeads, target: str) -> None:
             what = "it reads the embeddings (feature layer 0), and the target numbers the outputs of layers"
             raise Loss(what, elsewhere)
         return
-    for name in FLAGS[1:]:
+    for name in NORM_FLAGS[1:]:
         if getattr(config, name):
             raise Loss(f"the original code has no {name} and leaves it out", "use --to sglang or --to vllm")
     if features != published:
@@ -200,11 +189,7 @@ def _refuse_what_is_lost(saved: SavedHeads, target: str) -> None:
 
 
 def _drop_equal_embeddings(saved: SavedHeads, tensors: dict[str, Tensor], notes: list[str]) -> None:
-    """Leave out embeddings for an engine that puts the base's in their place, if they are the base's.
-
-    Raises:
-        Loss: they are not, or the base's are not on this machine.
-    """
+    """Leave out embeddings for an engine that puts the base's in their place; refused unless they are the base's."""
     theirs = base_tensor(saved.base_model or saved.base or {}, INPUT)
     if theirs is None or not same_values(tensors["embed_tokens.weight"], theirs):
         what = "it has embeddings of its own, in the place of which SGLang puts the base's, where both are as wide"
@@ -320,15 +305,7 @@ def read_pair_head(
 
 
 def split_tensors(saved: SavedHeads, first: str) -> tuple[dict[str, Tensor], list[str]]:
-    """The tensors of a head of this library under the common names, and notes on them.
-
-    Args:
-        saved: the head.
-        first: what the names of the first layer begin with.
-
-    Raises:
-        Loss: the target would lose something.
-    """
+    """The tensors of a head under the common names, the first layer's beginning with `first`, and notes on them."""
     if saved.config.share_lm_head:
         raise Loss("it has no lm_head of its own, which the target looks for", "train with share_lm_head=False")
     tensors = dict(saved.tensors)
@@ -396,11 +373,7 @@ def _draft_tokens(reader: Reader, draft_size: int, vocab_size: int) -> Joined:
 
 
 def _drop_identity(reader: Reader) -> None:
-    """Leave out a map of all tokens to themselves.
-
-    Raises:
-        ValueError: it is another map.
-    """
+    """Leave out a map of all tokens to themselves; another map is refused."""
     if "d2t" in reader and reader.take("d2t").any():
         raise ValueError(
             f"{reader.name!r} has a d2t that exchanges tokens, though it guesses among all of them: it is damaged, get "

@@ -20,11 +20,8 @@ class Export:
     """What was written, and how it is run.
 
     Attributes:
-        model: the heads.
-        target: as it was asked for.
-        layout: that the target reads.
-        folder: where it lies.
-        weights: name of its file of weights.
+        model, target, layout: the heads, what was asked for, and the layout that it reads.
+        folder, weights: where it lies, and the name of its file of weights.
         shapes: of its tensors, by their names there.
         notes: how the target is started, and what it leaves out.
     """
@@ -36,10 +33,6 @@ class Export:
     weights: str
     shapes: dict[str, list[int]]
     notes: list[str] = field(default_factory=list)
-
-    def to_json(self) -> dict[str, Any]:
-        """All of it."""
-        return dict(vars(self))
 
 
 def export_checkpoint(
@@ -77,7 +70,11 @@ def export_checkpoint(
     saved.fold_bias = fold_bias
     layout = _layout_for(saved, to)
     try:
-        _refuse_base(saved, layout)
+        if saved.base_tensors and not layout.holds_base:
+            raise Loss(
+                "they were trained together with the base that lies with them, and the target only names a base",
+                "save the base on its own (model.base.save_pretrained), load the heads' tensors onto it and name it",
+            )
         vocabulary = _without_vocabulary(saved)
         files = layout.write(saved, to)
     except Loss as loss:
@@ -104,25 +101,8 @@ def _layout_for(saved: SavedHeads, to: str) -> Layout:
     raise ValueError(f"{saved.name!r} holds {saved.config.family} heads, which have no form in {to!r}: {advice}.")
 
 
-def _refuse_base(saved: SavedHeads, layout: Layout) -> None:
-    """Refuse heads whose base lies with them: a target that only names a base would run them on another.
-
-    Raises:
-        Loss: it does.
-    """
-    if saved.base_tensors and not layout.holds_base:
-        raise Loss(
-            "they were trained together with the base that lies with them, and the target only names a base",
-            "save the base on its own (model.base.save_pretrained), load the heads' tensors onto it and name it",
-        )
-
-
 def _without_vocabulary(saved: SavedHeads) -> list[str]:
-    """A note where heads lose their draft vocabulary, without which they guess as well, among all tokens.
-
-    Raises:
-        Loss: their own projections hold no other tokens.
-    """
+    """A note where heads lose their draft vocabulary, without which they guess as well, among all tokens."""
     if "draft_tokens" not in saved.tensors or saved.config.family.startswith("eagle3"):  # which have a place for it
         return []
     size = len(saved.tensors["draft_tokens"])

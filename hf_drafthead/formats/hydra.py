@@ -25,14 +25,14 @@ from hf_drafthead.formats.layout import (
     Row,
     SavedHeads,
     equal,
+    parts_of,
     renamed,
     some,
-    split,
 )
 from hf_drafthead.modeling import HydraForCausalLM
 
 MLP, PROJECTION, PREFIX_LAYER = "hydra_mlp.", "hydra_lm_head.", "prefix_embeding_layer."
-PREFIXES = (("prefix.layer.", f"{PREFIX_LAYER}layers.0."), ("prefix.norm.", f"{PREFIX_LAYER}norm."))
+PREFIX_LAYER_NAMES = (("prefix.layer.", f"{PREFIX_LAYER}layers.0."), ("prefix.norm.", f"{PREFIX_LAYER}norm."))
 EMBEDDINGS, UNUSED = "input_embed_fn.weight", f"{PREFIX_LAYER}embed_tokens.weight"
 HYDRA_BLOCK = re.compile(r"hydra_mlp\.(\d+)\.(\d+)\.(linear|res_connection)\.(weight|bias)")
 KINDS = ("weight", "bias")
@@ -80,7 +80,7 @@ class Hydra(Layout):
         for key in source.tensors:
             if key.startswith(PREFIX_LAYER) and key.endswith("inv_freq"):
                 reader.drop(key, "computed from the config")
-        tensors |= reader.renamed(PREFIXES)
+        tensors |= reader.renamed(PREFIX_LAYER_NAMES)
         copies = {}
         if EMBEDDINGS in reader:
             copies[INPUT] = reader.drop(EMBEDDINGS, f"a copy of the base's {INPUT}")
@@ -121,8 +121,8 @@ class Hydra(Layout):
         places = [2 * layer + 1 if config.prefix_layer else layer for layer in range(config.num_layers)]
         between = ".1" if config.prefix_layer else ""
         rows = table(config.num_draft_heads, places, config.tie_blocks, between, text.hidden_size, text.vocab_size)
-        tensors = split(saved.tensors, rows)
-        tensors |= {name: tensor for key, tensor in saved.tensors.items() if (name := renamed(key, PREFIXES))}
+        tensors = parts_of(saved.tensors, rows)
+        tensors |= {name: tensor for key, tensor in saved.tensors.items() if (name := renamed(key, PREFIX_LAYER_NAMES))}
         about = {
             "hydra_num_heads": config.num_draft_heads,
             "hydra_num_layers": config.num_layers,
@@ -137,14 +137,9 @@ class Hydra(Layout):
 def table(
     heads: int, places: Sequence[int], tied: bool, between: str, hidden_size: int, vocab_size: int
 ) -> Iterable[Row]:
-    """The tensors of heads.
+    """The tensors of heads whose blocks stand at the places j, tied to one block behind the first or not.
 
-    Args:
-        heads: their number.
-        places: j of the blocks.
-        tied: the blocks behind the first one are one block.
-        between: i and the kind of a projection's name.
-        hidden_size, vocab_size: H, V.
+    `between` stands between i and the kind in a projection's name.
     """
     first, *others = places
     for head in range(heads):

@@ -30,10 +30,9 @@ def read_layer_config(
 
     Args:
         reader: of the file.
-        prefix: `layers.0.`, ...
+        prefix: of the layer.
         config: of the draft head, a Llama's fields.
-        hidden_size: of what the layer gives out.
-        vocab_size: of the base.
+        hidden_size, vocab_size: of what the layer gives out, and of the base.
 
     Raises:
         ValueError: there is no config, or its number of heads does not divide the tensors.

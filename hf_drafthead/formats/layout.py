@@ -35,7 +35,7 @@ class Row(NamedTuple):
     stacked: bool = False
 
 
-def split(tensors: Mapping[str, Tensor], rows: Iterable[Row]) -> dict[str, Tensor]:
+def parts_of(tensors: Mapping[str, Tensor], rows: Iterable[Row]) -> dict[str, Tensor]:
     """Tensors of this library in a layout's parts, by their names there."""
     parts: dict[str, Tensor] = {}
     for row in rows:
@@ -54,12 +54,10 @@ class Heads:
     """What a layout's file holds.
 
     Attributes:
-        model_class: the family's.
-        fields: of its config, without those about the base.
+        model_class, fields: the family's, and of its config, without those about the base.
         tensors: the drafter's, by the names of its state dict.
-        hidden_size: H of the base that they were trained for.
-        vocab_size: V of that base; None if nothing in the file tells it.
-        base: Hub id or path of that base, as the layout names it.
+        hidden_size, vocab_size: H and V of the base; V is None if nothing in the file tells it.
+        base: Hub id or path of the base, as the layout names it.
         base_inside: the base's own weights lie in the same files.
         copies: tensors that should equal the base's: INPUT, OUTPUT.
         tree: name of the draft tree that the heads' own project runs them with.
@@ -101,11 +99,7 @@ class Reader:
         return self.names.get(key, key) in self.tensors
 
     def take(self, key: str, shape: Sequence[int] | None = None) -> Tensor:
-        """The tensor of that name.
-
-        Raises:
-            ValueError: there is none, or it has another shape.
-        """
+        """The tensor of that name; a ValueError if there is none, or if it has another shape."""
         key = self.names.get(key, key)
         if key not in self.tensors:
             raise ValueError(f"{self.name!r} lacks the tensor {key!r}: the file is not complete, get it again.")
@@ -168,15 +162,7 @@ class Reader:
             )
 
     def heads(self, layout: "Layout", fields: dict[str, Any], tensors: dict[str, Joined], **more: Any) -> Heads:
-        """What was read, once every tensor has been: leaving some out unseen would be silent damage.
-
-        Args:
-            layout: that was read.
-            fields, tensors, more: of `Heads`.
-
-        Raises:
-            ValueError: there are tensors that nobody has asked for.
-        """
+        """What was read, once every tensor has been: leaving some out unseen would be silent damage."""
         if unknown := sorted(set(self.tensors) - self._taken):
             raise ValueError(
                 f"{self.name!r} has {len(unknown)} tensor(s) that the layout {layout.name!r} does not have, such as "
@@ -190,8 +176,7 @@ class SavedHeads:
     """Heads of this library that are to be written in another layout.
 
     Attributes:
-        name: where they lie, for messages.
-        config: theirs.
+        name, config: where they lie, for messages, and their config.
         tensors: of the drafter, by the names of its state dict.
         base: Hub id or path of their base; None if the config names none.
         base_tensors: the base's own, by the names of its state dict, if its weights lie in the same checkpoint.
@@ -217,14 +202,7 @@ class Loss(Exception):
 
 @dataclass
 class Files:
-    """What a layout writes.
-
-    Attributes:
-        weights: name of the file of weights; its ending says in which form.
-        tensors: by the names of the layout.
-        config: for config.json.
-        notes: what the user should know; how the result is run.
-    """
+    """What a layout writes: a file of weights, whose ending tells its form, a config.json, and notes for the user."""
 
     weights: str
     tensors: dict[str, Tensor]
@@ -264,15 +242,7 @@ class Layout(ABC):
         """
 
     def write(self, saved: SavedHeads, target: str) -> Files:
-        """The heads under the layout's names.
-
-        Args:
-            saved: the heads.
-            target: one of `targets`.
-
-        Raises:
-            Loss: the target would lose or change something.
-        """
+        """The heads under the layout's names for one of its targets; Loss if that would lose or change something."""
         raise NotImplementedError
 
 
@@ -287,23 +257,17 @@ def equal(tensors: Iterable[Tensor]) -> bool:
     return all(other.data_ptr() == first.data_ptr() or torch.equal(first, other) for other in others)
 
 
-ENDS = {
-    INPUT: ("embed_tokens.weight", "wte.weight", "embed_in.weight"),
-    OUTPUT: ("lm_head.weight", "embed_out.weight"),
-}
+ENDS = {INPUT: ("embed_tokens.weight", "wte.weight", "embed_in.weight"), OUTPUT: ("lm_head.weight", "embed_out.weight")}
 COMPARED_AT_ONCE = 4096  # compared at a time
 
 
 def base_tensor(base: str | nn.Module | Mapping[str, Tensor], which: str, revision: str | None = None) -> Tensor | None:
-    """The base's input embeddings or lm_head (V, H), if its weights are on this machine.
+    """The base's input embeddings or lm_head (V, H) as plain numbers, if they are on this machine; else None.
 
     Args:
         base: a loaded model, its tensors, a folder, or a Hub id whose files are in the cache.
         which: INPUT or OUTPUT.
         revision: of a Hub id.
-
-    Returns:
-        None if the weights are not here, or are not stored as plain safetensors.
     """
     if isinstance(base, nn.Module):
         model: Any = base
@@ -324,11 +288,7 @@ def base_tensor(base: str | nn.Module | Mapping[str, Tensor], which: str, revisi
 
 
 def read_base_tensor(saved: SavedHeads, which: str) -> Tensor:
-    """A tensor of the base of heads that are to be written with it.
-
-    Raises:
-        Loss: the base is not on this machine.
-    """
+    """A tensor of the base of heads that are to be written with it; Loss if the base is not on this machine."""
     tensor = base_tensor(saved.base_model or saved.base or {}, which)
     if tensor is None:
         raise Loss(

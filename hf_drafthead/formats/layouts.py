@@ -22,11 +22,7 @@ def targets() -> list[str]:
 
 
 def find(name: str, hub: Mapping[str, Any]) -> tuple[Source, Layout]:
-    """The weights at a place, and their layout.
-
-    Args:
-        name: folder, file or Hub id.
-        hub: keyword arguments of `transformers.utils.cached_file`.
+    """The weights at a folder, file or Hub id, and their layout.
 
     Raises:
         OSError: they cannot be read.

@@ -43,9 +43,9 @@ from hf_drafthead.formats.layout import (
     Row,
     SavedHeads,
     equal,
+    parts_of,
     read_base_tensor,
     some,
-    split,
 )
 from hf_drafthead.modeling import MedusaForCausalLM
 from hf_drafthead.modeling.checkpoint import how_to_convert
@@ -153,7 +153,9 @@ class Medusa(Layout):
         """Heads of this library under the layout's names."""
         config, text = saved.config, saved.config.get_text_config()
         vocab_size = None if config.share_lm_head else text.vocab_size
-        return split(saved.tensors, self.table(config.num_draft_heads, config.num_layers, text.hidden_size, vocab_size))
+        return parts_of(
+            saved.tensors, self.table(config.num_draft_heads, config.num_layers, text.hidden_size, vocab_size)
+        )
 
     def write(self, saved: SavedHeads, target: str) -> Files:
         config = saved.config
@@ -183,11 +185,7 @@ class Medusa(Layout):
 
 
 def refuse_untied(saved: SavedHeads) -> None:
-    """Refuse different blocks for code that builds a head of one block, applied again and again.
-
-    Raises:
-        Loss: the blocks of a head differ.
-    """
+    """Refuse different blocks for code that builds a head of one block, applied again and again."""
     layers = saved.config.num_layers
     for kind in ("weight", "bias"):
         if not equal(saved.tensors[f"blocks.{layer}.{kind}"] for layer in range(layers)):
@@ -295,10 +293,6 @@ class MedusaVllmConfig(PreTrainedConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """Refused.
-
-        Raises:
-            ValueError: always.
-        """
+        """Refused."""
         path = str(kwargs.get("name_or_path") or "FOLDER")
         raise ValueError(f"{path!r} holds no model of transformers: {how_to_convert(path, config_dict)}.")

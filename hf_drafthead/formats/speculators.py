@@ -11,8 +11,8 @@ from typing import Any
 
 from hf_drafthead.formats.disk import Source
 from hf_drafthead.formats.eagle3 import (
-    FLAGS,
     IDS,
+    NORM_FLAGS,
     check_features,
     published_features,
     read_pair_head,
@@ -90,7 +90,7 @@ class Speculators(Layout):
             "speculators_version": VERSION,
             "architectures": ["Eagle3Speculator"],
             "draft_vocab_size": config.draft_vocab_size,
-            **{name: getattr(config, name) for name in FLAGS},
+            **{name: getattr(config, name) for name in NORM_FLAGS},
             "target_hidden_size": None,
             IDS: features,
             "tie_word_embeddings": False,

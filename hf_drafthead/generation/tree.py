@@ -460,11 +460,14 @@ def smaller(tree: Tree) -> Tree:
 
 def published_trees() -> list[str]:
     """Names of the trees that ship with the package; each file beside this module also holds its provenance."""
-    return sorted(Path(entry.name).stem for entry in _tree_files().iterdir() if entry.name.endswith(".json"))
+    return sorted(_tree_files())
 
 
-def _tree_files():
-    return resources.files(__package__) / "trees"
+@functools.cache
+def _tree_files() -> dict[str, list[list[int]]]:
+    """Rank paths of the published trees, by their names."""
+    files = (file for file in (resources.files(__package__) / "trees").iterdir() if file.name.endswith(".json"))
+    return {Path(file.name).stem: json.loads(file.read_text())["paths"] for file in files}
 
 
 @functools.cache
@@ -474,7 +477,7 @@ def _published(name: str) -> DraftTree:
             f"draft_tree {_shown.repr(name)} is no published tree: expected one of {', '.join(published_trees())}, "
             "or rank paths such as [[0], [1], [0, 0]]."
         )
-    return DraftTree(json.loads((_tree_files() / f"{name}.json").read_text())["paths"])
+    return DraftTree(_tree_files()[name])
 
 
 def _validated(paths: Iterable[Sequence[int]]) -> tuple[RankPath, ...]:

@@ -40,12 +40,8 @@ class Module:
 def in_order(name: str, instead: Mapping[tuple[str, str], str] = NOTHING) -> list[Module]:
     """A module after all others that it imports; modules that only functions import come last.
 
-    Args:
-        name: of the module.
-        instead: code that replaces a function, by the names of its module and its own.
-
-    Raises:
-        ValueError: modules that import each other, or in a way that one file cannot follow.
+    Functions are replaced by the code in `instead`, by the names of module and function. A ValueError says which import
+    one file cannot follow.
     """
     found: dict[str, Module] = {}
     begun: set[str] = set()
@@ -71,11 +67,7 @@ def in_order(name: str, instead: Mapping[tuple[str, str], str] = NOTHING) -> lis
 
 
 def read_module(name: str, instead: Mapping[tuple[str, str], str] = NOTHING) -> Module:
-    """A module's text without its imports, and what these and its definitions bind.
-
-    Raises:
-        ValueError: it imports something of the package in a way that one file cannot follow.
-    """
+    """A module's text without its imports, and what these and its definitions bind."""
     source = file_of(name).read_text(encoding="utf-8")
     module, lines = Module(name), source.splitlines()
     replaced: dict[int, tuple[int, str]] = {}  # first line: last line, and what comes in their place
@@ -108,11 +100,7 @@ def read_module(name: str, instead: Mapping[tuple[str, str], str] = NOTHING) -> 
 
 
 def check_names(modules: list[Module]) -> None:
-    """Refuse modules that use one name for different things.
-
-    Raises:
-        ValueError: there is such a name.
-    """
+    """Refuse modules that use one name for different things."""
     meanings: dict[str, tuple[str, str]] = {}
     for module in modules:
         for name, meaning in [*module.imports.items(), *module.defines.items()]:

@@ -14,6 +14,7 @@ from huggingface_hub.errors import (
     HfHubHTTPError,
     HFValidationError,
     LocalTokenNotFoundError,
+    RemoteEntryNotFoundError,
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
@@ -22,6 +23,7 @@ from huggingface_hub.utils import validate_repo_id
 from hf_drafthead.modeling.checkpoint import HTTP_ERROR, why_refused
 from hf_drafthead.modeling.config import MODEL_TYPE_PREFIX
 
+SHARD = "50GB"  # as in transformers
 # What makes a repository one of a model: its weights in any form, or what says where they lie.
 OF_A_MODEL = re.compile(
     r".*\.(safetensors|bin|gguf|pth?|ckpt|onnx|h5|msgpack)|(.*/)?(adapter_config|model_index)\.json"
@@ -41,6 +43,8 @@ class Target:
     create_pr: bool = False
     tags: list[str] | None = None
     license: str | None = None
+    include_base: bool = False
+    max_shard_size: int | str = SHARD
 
     def __post_init__(self) -> None:
         try:
@@ -54,13 +58,9 @@ class Target:
 
 @dataclass(frozen=True)
 class Destination:
-    """The repository before a push.
+    """The repository before a push: its name with its owner, and what the Hub says of the branch that is pushed to.
 
-    Attributes:
-        repo_id: its name, with its owner.
-        info: what the Hub says of the branch that is pushed to, or of main if there is no such branch yet; None if
-            there is no repository.
-        token: as in huggingface_hub.
+    That is of main if there is no such branch yet, and None if there is no repository.
     """
 
     repo_id: str
@@ -73,28 +73,30 @@ class Destination:
         return [file.rfilename for file in self.info.siblings or []] if self.info else []
 
     def fetch(self, name: str) -> Path | None:
-        """A file of it, here; None if it holds no such file.
-
-        Raises:
-            OSError: the file is there, and cannot be fetched.
-        """
+        """A file of it, here; None if it holds no such file."""
         if self.info is None or name not in self.files:
             return None
-        try:
-            return Path(hf_hub_download(self.info.id, name, revision=self.info.sha, token=self.token))
-        except (OSError, HTTP_ERROR) as error:
-            refused = why_refused(error)
-            if refused is None:
-                raise
-            raise OSError(f"{name} of {self.repo_id!r}, where the push goes, cannot be read: {refused}.") from error
+        return download(self.info.id, name, self.info.sha, self.token)
+
+
+def download(repo_id: str, name: str, revision: str | None, token: str | bool | None) -> Path | None:
+    """A file of a repository, here; None if it has none: transformers takes one that is refused for a missing one.
+
+    Raises:
+        OSError: the Hub does not give it out.
+    """
+    try:
+        return Path(hf_hub_download(repo_id, name, revision=revision, token=token))
+    except (RemoteEntryNotFoundError, HFValidationError):  # a path that was one when the model was loaded
+        return None
+    except (HTTP_ERROR, OSError) as error:
+        at = f" at {revision!r}" if revision else ""
+        refused = why_refused(error) or first_line(error)
+        raise OSError(f"{name} of {repo_id!r}{at} cannot be fetched: {refused}.") from error
 
 
 def look(target: Target) -> Destination:
-    """Ask the Hub about the repository that a push goes to.
-
-    Raises:
-        OSError: the Hub cannot be reached; usually an error of huggingface_hub, which `told` turns into one line.
-    """
+    """Ask the Hub about the repository that a push goes to; `told` turns errors of huggingface_hub into one line."""
     api = HfApi(token=target.token)
     repo_id = target.repo_id
     if "/" not in repo_id:  # the Hub would look for it among the models that have no owner
@@ -113,17 +115,7 @@ def look(target: Target) -> Destination:
 
 
 def check_destination(there: Destination, target: Target, base: str | None) -> None:
-    """Refuse a repository in which heads would destroy another model, or be seen by others than was asked for.
-
-    Args:
-        there: what the repository holds.
-        target: what was asked for.
-        base: Hub id of the base.
-
-    Raises:
-        OSError: its config cannot be read.
-        ValueError: it is the base's, holds a model of another kind, or has another visibility.
-    """
+    """Refuse a repository in which heads would destroy another model, or be seen by others than was asked for."""
     if base is not None and base.lower() in (there.repo_id.lower(), there.info.id.lower() if there.info else ""):
         raise ValueError(
             f"{there.repo_id!r} is the repository of the base, which the heads would overwrite: push them to another."

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hf_drafthead.modeling import DraftHeadConfig, DraftHeadPreTrainedModel
 from hf_drafthead.modeling.base_model import is_local
-from hf_drafthead.modeling.checkpoint import HTTP_ERROR, INDEX, checkpoint_files
+from hf_drafthead.modeling.checkpoint import HTTP_ERROR, INDEX, WEIGHTS, checkpoint_files, read_heads_config
 from hf_drafthead.modeling.families import BY_MODEL_TYPE
 from hf_drafthead.modeling.files import open_tensors
 
@@ -58,13 +58,15 @@ def _of_training(name: str) -> str:
 
 
 def check_files(folder: Path) -> None:
-    """Refuse files that do not belong in a repository: caches, pickles, secrets.
+    """Refuse files that do not belong in a repository: caches, pickles, secrets, and weights that would not be read.
 
     The state of a training is not checked, since it is not sent.
-
-    Raises:
-        ValueError: there is such a file.
     """
+    if (folder / INDEX).is_file() and (folder / WEIGHTS).is_file():
+        raise ValueError(
+            f"{str(folder)!r} holds {WEIGHTS} and {INDEX}, and only the first would be read: remove the one that is "
+            "not wanted."
+        )
     kinds = (
         (PRIVATE, "looks like a secret", "remove it from the folder"),
         (CACHES, "belongs to a cache", "remove it from the folder"),
@@ -88,19 +90,10 @@ def check_files(folder: Path) -> None:
 
 
 def check_public_base(config: DraftHeadConfig, folder: Path, token: str | bool | None) -> list[str]:
-    """Refuse heads whose base others cannot load.
-
-    Args:
-        config: of the heads.
-        folder: of the heads; their base may be named by a path relative to it.
-        token: as in huggingface_hub.
+    """Refuse heads whose base others cannot load: a local path, or one that the Hub does not have.
 
     Returns:
         Notes about the base: that it is gated, private, or was not looked up.
-
-    Raises:
-        OSError: there is no such base on the Hub, or not at its revision.
-        ValueError: the base is a local path, or not named.
     """
     if config.base_included:
         return []
@@ -145,16 +138,7 @@ def find_base(name: str, revision: str | None, token: str | bool | None) -> tupl
 
 
 def check_weights(folder: Path, live: Mapping[str, Tensor] | None = None) -> None:
-    """Refuse weights that are not finite, or that do not load again to the same tensors.
-
-    Args:
-        folder: a checkpoint with the heads only, or with the base too.
-        live: the tensors that were saved, by their names in the model.
-
-    Raises:
-        OSError: there is no safetensors file, or it cannot be read.
-        ValueError: a tensor is not finite, or comes back as another.
-    """
+    """Refuse weights that are not finite, or that do not load again to the same tensors, `live` ones included."""
     loaded: dict[str, Tensor] | None = None
     for name, tensor in stored_tensors(folder):
         if not torch.isfinite(tensor).all():
@@ -170,40 +154,15 @@ def check_weights(folder: Path, live: Mapping[str, Tensor] | None = None) -> Non
 
 
 def load_again(folder: Path, dtype: torch.dtype) -> DraftHeadPreTrainedModel:
-    """The checkpoint as others will load it; heads alone are loaded without their base.
-
-    Raises:
-        OSError, ValueError: as `from_pretrained` does.
-    """
-    family = family_of(folder)
-    config = family.config_class.from_pretrained(folder)
+    """The checkpoint as others will load it; heads alone are loaded without their base."""
+    config = read_heads_config(str(folder))
+    family = BY_MODEL_TYPE[config.model_type]
     if config.base_included:
         return cast(DraftHeadPreTrainedModel, family.from_pretrained(folder, dtype="auto"))
     # The code of the base may be remote, so that not even its shapes could be built here.
     model, tensors = family._without_memory(str(folder), config, None, {"local_files_only": True})
     model._fill(tensors, torch.device("cpu"), dtype)
     return model
-
-
-def family_of(folder: Path) -> type[DraftHeadPreTrainedModel]:
-    """The model class of a checkpoint.
-
-    Raises:
-        OSError: there is no checkpoint in the folder.
-        ValueError: it is a model without draft heads.
-    """
-    if not (folder / "config.json").is_file():
-        raise OSError(
-            f"{str(folder)!r} holds no config.json: give the folder of a draft-head checkpoint, as save_pretrained "
-            "writes it."
-        )
-    fields, _ = DraftHeadConfig.get_config_dict(folder)
-    found = fields.get("model_type")
-    if found not in BY_MODEL_TYPE:
-        raise ValueError(
-            f"{str(folder)!r} holds a {found!r} model without draft heads: give the folder of a draft-head checkpoint."
-        )
-    return BY_MODEL_TYPE[found]
 
 
 def stored_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
@@ -215,15 +174,7 @@ def stored_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def check_card(folder: Path, shown: str) -> None:
-    """Refuse a card that lacks necessary information.
-
-    Args:
-        folder: of the checkpoint.
-        shown: the name of the folder in messages.
-
-    Raises:
-        ValueError: something is missing.
-    """
+    """Refuse a card that lacks necessary information; messages name the folder as `shown`."""
     from hf_drafthead.cards import missing
 
     lacking = missing(folder)
@@ -231,19 +182,6 @@ def check_card(folder: Path, shown: str) -> None:
         words = "; ".join(one.replace(str(folder), shown) for one in lacking)
         raise ValueError(
             f"the card of {shown!r} is not complete: {words} (license= and --license of a push write the license)."
-        )
-
-
-def check_index(folder: Path) -> None:
-    """Refuse shards together with a single weights file: only one of them would be read.
-
-    Raises:
-        ValueError: both are there.
-    """
-    if (folder / INDEX).is_file() and (folder / "model.safetensors").is_file():
-        raise ValueError(
-            f"{str(folder)!r} holds model.safetensors and {INDEX}, and only the first would be read: remove the one "
-            "that is not wanted."
         )
 
 

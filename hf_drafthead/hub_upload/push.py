@@ -21,7 +21,7 @@ from hf_drafthead.hub_upload.bundle import add_bundle
 from hf_drafthead.hub_upload.destination import Destination, Target, check_destination, first_line, look, told
 from hf_drafthead.modeling import DraftHeadPreTrainedModel
 from hf_drafthead.modeling.base_model import is_local, locate_base
-from hf_drafthead.modeling.checkpoint import HTTP_ERROR
+from hf_drafthead.modeling.checkpoint import HTTP_ERROR, read_heads_config
 from hf_drafthead.modeling.config import portable
 
 logger = logging.get_logger(__name__)
@@ -29,7 +29,6 @@ logger = logging.get_logger(__name__)
 # Files that hold the weights, and figures that were measured with them; all others belong to the repository's owner.
 WEIGHT_FILES = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
 FIGURES = re.compile(r"training_summary\.json|evaluation[^/]*\.json|training\.png|head_accuracies\.png|tree\.png")
-NEW, CHANGED, UNCHANGED, REMOVED = "new", "changed", "unchanged", "removed"
 
 
 @dataclass
@@ -37,15 +36,13 @@ class Push:
     """What is to be sent, after every check has passed.
 
     Attributes:
-        repo_id: destination.
-        folder: with the files; removed after the push.
+        repo_id, folder: destination, and where the files are until the push is made.
         sizes: bytes of every file by its path.
         states: new, changed or unchanged against what the repository holds, by path; removed for weights and
             figures that this push replaces; empty where that could not be asked.
         notes: for the user.
         refused: why the Hub would not get these files; None if it would, and of a push that was made.
-        commit: answer of the Hub; None before it is sent.
-        committed: False if nothing had changed, so that no commit was made.
+        commit, committed: answer of the Hub, None before it is sent; False if nothing had changed.
     """
 
     repo_id: str
@@ -62,11 +59,17 @@ class Push:
         """Bytes of all files."""
         return sum(self.sizes.values())
 
+    @property
+    def names(self) -> list[str]:
+        """The paths of all files, those that are removed last."""
+        return list(self.sizes | self.states)
+
     def lines(self) -> list[str]:
         """What was sent, or would be sent: a line per file, notes, and the address."""
-        names = [*self.sizes, *(name for name in self.states if name not in self.sizes)]
-        wide = max(map(len, names))
-        lines = [f"{name:<{wide}} {_size(self.sizes.get(name)):>10}  {self.states.get(name, '')}" for name in names]
+        wide = max(map(len, self.names))
+        lines = [
+            f"{name:<{wide}} {_size(self.sizes.get(name)):>10}  {self.states.get(name, '')}" for name in self.names
+        ]
         lines.append(f"{'':<{wide}} {_size(self.total):>10}  in {len(self.sizes)} files for {self.repo_id}")
         lines += [f"note: {note}" for note in self.notes]
         if self.refused is not None:
@@ -81,30 +84,21 @@ class Push:
 
     def to_json(self) -> dict[str, Any]:
         """Repository, files with size and state, notes and the commit's address."""
-        names = [*self.sizes, *(name for name in self.states if name not in self.sizes)]
-        files = [{"path": name, "bytes": self.sizes.get(name), "state": self.states.get(name)} for name in names]
-        url = self.commit.commit_url if self.commit else None
-        proposal = self.commit.pr_url if self.commit else None
         return {
             "repo_id": self.repo_id,
-            "files": files,
+            "files": [
+                {"path": name, "bytes": self.sizes.get(name), "state": self.states.get(name)} for name in self.names
+            ],
             "bytes": self.total,
             "notes": self.notes,
             "refused": self.refused,
             "committed": self.committed,
-            "commit": url,
-            "pull_request": proposal,
+            "commit": self.commit and self.commit.commit_url,
+            "pull_request": self.commit and self.commit.pr_url,
         }
 
 
-def push_model(
-    model: DraftHeadPreTrainedModel,
-    target: Target,
-    *,
-    include_base: bool = False,
-    max_shard_size: int | str = staging.SHARD,
-    dry_run: bool = False,
-) -> Push:
+def push_model(model: DraftHeadPreTrainedModel, target: Target) -> Push:
     """Push a loaded model; the tokenizer and the figures come from the checkpoint that its heads were loaded from.
 
     Raises:
@@ -113,10 +107,8 @@ def push_model(
     """
     with _staged(target) as folder:
         with told(target):
-            notes = staging.stage_model(
-                model, folder, include_base=include_base, max_shard_size=max_shard_size, token=target.token
-            )
-        push = _push(folder, target, notes, shown=target.repo_id, model=model, dry_run=dry_run)
+            notes = staging.stage_model(model, folder, target)
+        push = _push(folder, target, notes, shown=target.repo_id, model=model)
     for note in push.notes:  # who calls push_to_hub gets the commit only
         logger.warning(note)
     return push
@@ -127,8 +119,6 @@ def push_folder(
     target: Target,
     *,
     base: str | None = None,
-    include_base: bool = False,
-    max_shard_size: int | str = staging.SHARD,
     dry_run: bool = False,
     to_folder: str | os.PathLike | None = None,
 ) -> Push:
@@ -138,8 +128,6 @@ def push_folder(
         folder: as `save_pretrained` wrote it.
         target: destination.
         base: Hub id of the base, if the folder names a local one.
-        include_base: push the base's weights too.
-        max_shard_size: of the weights, with `include_base`.
         dry_run: check and compare only; nothing is sent.
         to_folder: write the files into this new folder, and send nothing.
 
@@ -153,18 +141,10 @@ def push_folder(
     if to_folder is not None and os.path.exists(to_folder):
         raise OSError(f"{os.fspath(to_folder)!r} is there already: name a folder that is not.")
     preflight.check_files(source)
-    preflight.check_index(source)
     with _staged(target) as staged:
         with told(target):
-            notes = staging.stage_folder(
-                source,
-                staged,
-                base=base,
-                include_base=include_base,
-                max_shard_size=max_shard_size,
-                token=target.token,
-            )
-        done = _push(staged, target, notes, shown=str(source), model=None, dry_run=dry_run or to_folder is not None)
+            notes = staging.stage_folder(source, staged, target, base)
+        done = _push(staged, target, notes, shown=str(source), dry_run=dry_run or to_folder is not None)
         if to_folder is not None:
             _write_files(done, staged, source, Path(to_folder))
         return done
@@ -176,12 +156,12 @@ def _push(
     notes: list[str],
     *,
     shown: str,
-    model: DraftHeadPreTrainedModel | None,
-    dry_run: bool,
+    model: DraftHeadPreTrainedModel | None = None,
+    dry_run: bool = False,
 ) -> Push:
     from hf_drafthead.cards import write_card
 
-    config = preflight.family_of(folder).config_class.from_pretrained(folder)
+    config = read_heads_config(str(folder))
     base = config.base_model_name_or_path
     if config.base_included and base and is_local(base, folder):
         config.base_model_name_or_path = None
@@ -226,7 +206,7 @@ def _push(
 
 def _write_files(push: Push, staged: Path, source: Path, folder: Path) -> None:
     """Copy the files of a push to a folder; the path of a local base is written anew, as seen from there."""
-    config = preflight.family_of(staged).config_class.from_pretrained(staged)
+    config = read_heads_config(str(staged))
     base = config.base_model_name_or_path
     for name in push.sizes:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -289,7 +269,7 @@ def _compare(files: dict[str, Path], destination: Destination) -> dict[str, str]
     states = {}
     for name, path in files.items():
         if name not in there:
-            states[name] = NEW
+            states[name] = "new"
             continue
         large = there[name].lfs
         if large is not None:
@@ -297,8 +277,8 @@ def _compare(files: dict[str, Path], destination: Destination) -> dict[str, str]
                 same = sha_fileobj(content).hex() == large.sha256
         else:
             same = git_hash(path.read_bytes()) == there[name].blob_id
-        states[name] = UNCHANGED if same else CHANGED
-    return states | dict.fromkeys(_replaced(there, files), REMOVED)
+        states[name] = "unchanged" if same else "changed"
+    return states | dict.fromkeys(_replaced(there, files), "removed")
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from typing import Any
 
 import transformers
 
-from hf_drafthead.modeling.checkpoint import is_missing_folder, why_refused
+from hf_drafthead.modeling.checkpoint import fetch_file, read_heads_config
 from hf_drafthead.modeling.families import BY_MODEL_TYPE
 
 WITHOUT_HEADS = ("--continuous-batching", "--cb-")  # options of a decoding that knows no heads
@@ -33,8 +33,15 @@ def serve(model: str, arguments: list[str]) -> None:
     check_servable(model)
     check_options(model, arguments)
     introduce()
-    list_model(model)
-    run([model, *arguments])
+    from transformers.cli.serving.model_manager import ModelManager
+    from transformers.cli.transformers import app
+
+    # `/v1/models` names the model that is served: by itself the server lists what lies in the Hub's cache
+    entry = {"id": model, "object": "model", "created": int(time.time()), "owned_by": "hf-drafthead"}
+    ModelManager.get_gen_models = staticmethod(lambda cache_dir=None: [entry])
+    words = ["serve", model, *arguments]
+    sys.argv = ["transformers", *words]
+    app(args=words, prog_name="transformers", standalone_mode=False)
 
 
 def options() -> list[tuple[str, str]]:
@@ -48,11 +55,7 @@ def options() -> list[tuple[str, str]]:
 
 
 def check_options(model: str, arguments: list[str]) -> None:
-    """Refuse options that the server does not know, before it starts.
-
-    Raises:
-        ValueError: in one line.
-    """
+    """Refuse options that the server does not know in one line, before it starts."""
     try:
         server_command().make_context("transformers serve", [model, *arguments])
     except Exception as error:
@@ -73,14 +76,6 @@ def server_command() -> Any:
     return app.commands["serve"]
 
 
-def list_model(model: str) -> None:
-    """Let `/v1/models` name the model that is served: by itself the server lists what lies in the Hub's cache."""
-    from transformers.cli.serving.model_manager import ModelManager
-
-    entry = {"id": model, "object": "model", "created": int(time.time()), "owned_by": "hf-drafthead"}
-    ModelManager.get_gen_models = staticmethod(lambda cache_dir=None: [entry])
-
-
 def introduce() -> None:
     """Set our model classes on the `transformers` module, where its server looks a checkpoint's class up by name."""
     for one in BY_MODEL_TYPE.values():
@@ -88,37 +83,9 @@ def introduce() -> None:
 
 
 def check_servable(model: str) -> None:
-    """Refuse what the server would only fail on with a traceback.
-
-    Raises:
-        OSError: the model cannot be read.
-        ValueError: it has no draft heads, or no tokenizer.
-    """
+    """Refuse what the server would only fail on with a traceback: a model without draft heads or tokenizer."""
     name, _, revision = model.partition("@")
     hub = {"revision": revision or "main"}
-    if is_missing_folder(name):
-        raise OSError(f"there is no folder {name!r}: give the folder of a draft-head checkpoint, or its id on the Hub.")
-    try:
-        config, _ = transformers.PreTrainedConfig.get_config_dict(name, **hub)
-    except OSError as error:
-        if refused := why_refused(error):
-            raise OSError(f"the heads {name!r} cannot be fetched: {refused}.") from error
-        raise
-    if config.get("model_type") not in BY_MODEL_TYPE:
-        raise ValueError(
-            f"{name!r} holds a {config.get('model_type')!r} model without draft heads: give a draft-head checkpoint, "
-            "or use `transformers serve`."
-        )
-    if transformers.utils.cached_file(
-        name, "tokenizer_config.json", _raise_exceptions_for_missing_entries=False, **hub
-    ):
-        return
-    raise ValueError(f"{name!r} has no tokenizer: save the base's there, tokenizer.save_pretrained({name!r}).")
-
-
-def run(words: list[str]) -> None:
-    """`transformers serve` with these words, in this process."""
-    from transformers.cli.transformers import app
-
-    sys.argv = ["transformers", "serve", *words]
-    app(args=["serve", *words], prog_name="transformers", standalone_mode=False)
+    read_heads_config(name, hub)
+    if fetch_file(name, "tokenizer_config.json", hub) is None:
+        raise ValueError(f"{name!r} has no tokenizer: save the base's there, tokenizer.save_pretrained({name!r}).")

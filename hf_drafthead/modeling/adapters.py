@@ -29,12 +29,7 @@ OF_A_WHOLE_MODEL = re.compile(r"base_model\.model\.(base|drafter)\.")
 
 
 def find_adapter(path: str, hub: Mapping[str, Any], inside: str | None = None) -> str | None:
-    """The folder, here, of an adapter; None if there is none.
-
-    Args:
-        path: local folder or Hub id.
-        hub: keyword arguments of `transformers.utils.cached_file`.
-        inside: folder of the checkpoint in which the adapter lies.
+    """The folder, here, of an adapter at a path or Hub id, or in the folder `inside` there; None if there is none.
 
     Raises:
         OSError: its config or weights cannot be read, or the weights are no safetensors.
@@ -56,11 +51,7 @@ def find_adapter(path: str, hub: Mapping[str, Any], inside: str | None = None) -
 
 
 def adapter_base(folder: str) -> tuple[str, str | None]:
-    """Name and revision of the base that an adapter was made for.
-
-    Raises:
-        ValueError: its config names none.
-    """
+    """Name and revision of the base that an adapter was made for; a ValueError if its config names none."""
     config = read_json(Path(folder) / ADAPTER_CONFIG_NAME)
     name = config.get("base_model_name_or_path")
     if not name:
@@ -77,11 +68,7 @@ def is_of_a_whole_model(folder: str) -> bool:
 
 
 def load_adapter(base: Any, folder: str) -> None:
-    """Put an adapter on a base.
-
-    Raises:
-        ValueError: the adapter is not one for this base.
-    """
+    """Put an adapter on a base; a ValueError if it is not one for this base."""
     info = base.load_adapter(folder)
     found = {name: set(getattr(info, name, None) or ()) for name in ("missing_keys", "unexpected_keys")}
     if found["missing_keys"]:  # transformers does not know all of PEFT's names, such as that of DoRA's magnitudes
@@ -110,10 +97,6 @@ def adapt(base: Any, path: str | None, config: DraftHeadConfig, hub: Mapping[str
         config: of the heads.
         hub: keyword arguments of every download of the heads.
         live: whether the user gave the base as a loaded model, which stays as it is.
-
-    Raises:
-        OSError: the adapter is not there.
-        ValueError: it is none for this base.
     """
     name = config.adapter_name_or_path
     if name is None:
@@ -153,11 +136,7 @@ def unwrapped(base: Any) -> Any:
 
 
 def active_adapter(base: Any) -> str | None:
-    """The name of the adapter that takes part in what a base computes; None if there is none.
-
-    Raises:
-        ValueError: there are several.
-    """
+    """The name of the adapter that takes part in what a base computes; None for none, a ValueError for several."""
     if not getattr(base, "_hf_peft_config_loaded", False):
         return None
     layers = [module for module in base.modules() if _is_adapted(module)]
@@ -182,17 +161,8 @@ def save_adapter(base: Any, folder: Path, is_main_process: bool) -> None:
         file.write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def merged_state(model: nn.Module) -> dict[str, Tensor]:
-    """The model's tensors with its adapters merged into the weights; the model itself stays as it is."""
-    return _plain_state(model, merge=True)
-
-
-def bare_state(model: nn.Module) -> dict[str, Tensor]:
-    """The model's tensors without its adapters."""
-    return _plain_state(model, merge=False)
-
-
-def _plain_state(model: nn.Module, merge: bool) -> dict[str, Tensor]:
+def plain_state(model: nn.Module, merge: bool) -> dict[str, Tensor]:
+    """The model's tensors without its adapters, or with these merged into them; the model itself stays as it is."""
     state = dict(model.state_dict())
     for name, module in model.named_modules():
         name = name.removesuffix(f".{TOKEN_ADAPTER}")  # PEFT wraps a layer with trainable tokens twice
@@ -214,15 +184,7 @@ def _plain_state(model: nn.Module, merge: bool) -> dict[str, Tensor]:
 
 
 def check_merged_names(state: Mapping[str, Tensor], plain: nn.Module) -> None:
-    """Refuse to save tensors that would not load: of a model whose adapters were taken out or merged.
-
-    Args:
-        state: what is to be saved.
-        plain: such a model without adapters.
-
-    Raises:
-        ValueError: a tensor is missing, or there is one that the model does not have.
-    """
+    """Refuse to save a state without adapters, taken out or merged, whose names are not those of a `plain` model."""
     expected = set(plain.state_dict())
     for kind, names in (("lack", expected - set(state)), ("have besides", set(state) - expected)):
         if names:

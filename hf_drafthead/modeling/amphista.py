@@ -86,15 +86,13 @@ class AmphistaConfig(DraftHeadConfig):
     def check(self) -> None:
         super().check()
         self._check_count("num_layers", 1, MAX_LAYERS)
-        self._check_at_least("num_stages", 0)
+        self._check_count("num_stages", 0)
         self._check_count("num_auto_embedding_layers", 0, MAX_LAYERS)
         if self.num_stages > self.num_draft_heads:
             raise ValueError(
                 f"num_stages is {self.num_stages}, but num_draft_heads is {self.num_draft_heads}: a stage that no head "
                 "reads is of no use, ask for as many stages as heads at most."
             )
-        for name in ("use_sampled_token", "use_head_positions", "lm_head_bias", "share_lm_head"):
-            self._check_flag(name)
         stages, layers = self.num_stages, self.num_auto_embedding_layers
         self._check_layer(f"num_stages is {stages} and num_auto_embedding_layers is {layers}", stages + layers > 0)
         if self.lm_head_bias and self.share_lm_head:
@@ -103,7 +101,7 @@ class AmphistaConfig(DraftHeadConfig):
                 "only."
             )
         if self.lm_head_rank is not None:
-            self._check_at_least("lm_head_rank", 1)
+            self._check_count("lm_head_rank", 1)
             hidden_size = self.width if isinstance(self.base_config, PreTrainedConfig) else None
             if hidden_size is not None and self.lm_head_rank > hidden_size:
                 raise ValueError(
@@ -177,12 +175,7 @@ class AmphistaDrafter(MedusaDrafter):
         with_positions = depth > 0 and config.use_head_positions
         self.head_positions = HeadPositions(heads, hidden_size) if with_positions else None
         self.projections = OutputProjections(
-            heads,
-            hidden_size,
-            self.choices,
-            config.share_lm_head,
-            bias=config.lm_head_bias,
-            rank=config.lm_head_rank,
+            heads, hidden_size, self.choices, config.share_lm_head, bias=config.lm_head_bias, rank=config.lm_head_rank
         )
         groups = max(config.num_stages, 1)
         self._stage_of_head = [head * groups // heads for head in range(heads)]

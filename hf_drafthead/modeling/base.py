@@ -8,20 +8,22 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from transformers.utils import logging
 
 from hf_drafthead.modeling.adapters import (
     ADAPTER_FOLDER,
     active_adapter,
-    bare_state,
     check_merged_names,
     find_adapter,
     is_of_a_whole_model,
-    merged_state,
+    plain_state,
     save_adapter,
 )
-from hf_drafthead.modeling.base_model import save_tokenizer
+from hf_drafthead.modeling.base_model import copy_tokenizer
 from hf_drafthead.modeling.config import DraftHeadConfig
 from hf_drafthead.modeling.loading import HUB_ARGUMENTS, LoadableModel
+
+logger = logging.get_logger(__name__)
 
 
 class DraftHeadPreTrainedModel(LoadableModel):
@@ -87,10 +89,10 @@ class DraftHeadPreTrainedModel(LoadableModel):
         told = {name: kwargs.pop(name) for name in ("repo_id", *words) if name in kwargs}
         adapted, adapter = getattr(self, "_hf_peft_config_loaded", False), active_adapter(self.base)
         if (adapted or adapter) and include_base:
-            state_dict = merged_state(self)
+            state_dict = plain_state(self, merge=True)
             check_merged_names(state_dict, self._blank(copy.deepcopy(self.config), build_base=True))
         elif adapted:  # adapters of the whole model, heads and all, lie beside the heads
-            state_dict = bare_state(self)
+            state_dict = plain_state(self, merge=False)
             super().save_pretrained(save_directory, is_main_process=is_main_process)
         elif adapter:
             save_adapter(self.base, Path(save_directory) / ADAPTER_FOLDER, is_main_process)
@@ -108,7 +110,7 @@ class DraftHeadPreTrainedModel(LoadableModel):
             if include_code and (write_code := self._code_writer()) is not None:
                 write_code(Path(save_directory))
             if include_tokenizer:
-                save_tokenizer(self.base, self.config, Path(save_directory))
+                self._save_tokenizer(Path(save_directory))
         if publish and is_main_process:
             repo_id = told.pop("repo_id", None) or os.path.basename(os.path.abspath(save_directory))
             shard = {name: kwargs[name] for name in ("max_shard_size", "token") if name in kwargs}
@@ -127,6 +129,16 @@ class DraftHeadPreTrainedModel(LoadableModel):
         elif not stored.adapter_name_or_path:
             stored.adapter_name_or_path = ADAPTER_FOLDER
         return stored
+
+    def _save_tokenizer(self, folder: Path) -> None:
+        """Copy the base's tokenizer, if it is on this machine and the folder has none."""
+        name, config = str(getattr(self.base, "name_or_path", "") or ""), self.config
+        of_record = name == config.base_model_name_or_path
+        hub = {"revision": (of_record and config.base_model_revision) or "main", "local_files_only": True}
+        try:
+            copy_tokenizer(name, folder, config.base_gguf_file if of_record else None, hub)
+        except (OSError, ValueError) as error:
+            logger.warning_once(f"the tokenizer of the base is not saved with its heads: {error}")
 
     @staticmethod
     def _code_writer() -> Callable[[Path], None] | None:
@@ -186,11 +198,9 @@ class DraftHeadPreTrainedModel(LoadableModel):
             ValueError: others could not use these heads: their base is a local path, a tensor is not finite, the card
                 is not complete.
         """
+        words = (commit_message, commit_description, private, token, revision, create_pr, tags, license, include_base)
         room = _hub_upload()
-        target = room.Target(
-            repo_id, commit_message, commit_description, private, token, revision, create_pr, tags, license
-        )
-        return room.push_model(self, target, include_base=include_base, max_shard_size=max_shard_size or "50GB").commit
+        return room.push_model(self, room.Target(repo_id, *words, max_shard_size or "50GB")).commit
 
     # ---- being a model ----------------------------------------------------------------------------------------------
 
@@ -248,11 +258,7 @@ class DraftHeadPreTrainedModel(LoadableModel):
         return self.base(**{name: value for name, value in given.items() if value is not None}, **kwargs)
 
     def _refuse_to_learn_nothing(self) -> None:
-        """Refuse a trainer that put a forward of its own before ours and asks for the output of a base that is frozen.
-
-        Raises:
-            ValueError: nothing could learn from that output.
-        """
+        """Refuse a trainer that put its own forward before ours and asks for the output of a base that is frozen."""
         if not any(parameter.requires_grad for parameter in self.base.parameters()):
             raise ValueError(
                 "the trainer computes a loss of its own from the base's output, from which the heads learn nothing: "

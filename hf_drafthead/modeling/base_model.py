@@ -4,7 +4,7 @@ import difflib
 import os
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from huggingface_hub.errors import HFValidationError
@@ -13,10 +13,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
-)
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 from transformers.utils import CONFIG_NAME, cached_file, logging
 
 from hf_drafthead.modeling.adapters import adapter_base, find_adapter, load_adapter, unwrapped
@@ -31,17 +28,6 @@ GIVE_BASE = "pass base_model= (in a shell --base-model) with its id, path or obj
 BESIDE_THE_CONFIG = ("dtype", "torch_dtype", "quantization_config")
 
 
-class NamedBase(NamedTuple):
-    """A base: the model, its name, commit and GGUF file, and where its adapter came from."""
-
-    model: Any
-    name: str
-    revision: str | None
-    adapter: str | None
-    adapter_revision: str | None
-    gguf_file: str | None
-
-
 def load_named(
     name: str,
     hub: dict[str, Any],
@@ -50,16 +36,15 @@ def load_named(
     fields: Collection[str] = (),
     checkpoint: str | None = None,
     config: DraftHeadConfig | None = None,
-) -> NamedBase:
-    """A base for fresh heads, or the one that the heads of a checkpoint run on.
+) -> tuple[Any, dict[str, Any]]:
+    """A base for fresh heads, or the one that the heads of a checkpoint run on; and what their config says of it.
 
     Args:
         name: Hub id or path, of a base or of an adapter for one; it may end with the name of a GGUF file.
         hub: keyword arguments of every download, `revision` among them.
         arguments: all others of `AutoModelForCausalLM.from_pretrained`.
         fields: of the config of fresh heads.
-        checkpoint: folder or Hub id of trained heads.
-        config: theirs.
+        checkpoint, config: of trained heads.
 
     Raises:
         OSError: there is no such base.
@@ -103,11 +88,12 @@ def load_named(
         if refused is None:
             raise
         raise OSError(f"{called} cannot be fetched at {revision!r}: {refused}.") from error
-    if adapter is None:
-        return NamedBase(base, place, commit, None, None, file)
-    load_adapter(base, adapter)
-    of_the_hub = None if os.path.isdir(name) else name
-    return NamedBase(base, place, commit, of_the_hub, of_the_hub and commit_in(adapter), file)
+    origin = {"base_model_name_or_path": full_name(place), "base_model_revision": commit, "base_gguf_file": file}
+    if adapter is not None:
+        load_adapter(base, adapter)
+        if not os.path.isdir(name):
+            origin |= {"adapter_name_or_path": name, "adapter_revision": commit_in(adapter)}
+    return base, origin
 
 
 def _behind_adapter(name: str, hub: dict[str, Any]) -> tuple[str, dict[str, Any], str | None]:
@@ -135,13 +121,10 @@ def load_base(
         checkpoint: folder or Hub id of the heads.
         config: theirs; where the base lies here is written down in it.
         given: the user's choice of a base; None for the one that the config names.
-        revision: branch, tag or commit of the base.
-        fetch, arguments: of every download, and of `AutoModelForCausalLM.from_pretrained`.
+        revision, fetch, arguments: for loading it by its name.
 
     Raises:
-        OSError: the base is not there.
-        TypeError: arguments for loading a base that is loaded already.
-        ValueError: it is another base than the heads were made for.
+        OSError, TypeError, ValueError: as `load_named`; and arguments for loading a base that is loaded already.
     """
     base: Any = given
     if isinstance(given, nn.Module):
@@ -156,10 +139,10 @@ def load_base(
             arguments = {**arguments, "gguf_file": arguments.get("gguf_file") or config.base_gguf_file}
         wanted = locate_base(config, checkpoint) if given is None else os.fspath(given)
         hub = {**fetch, "revision": revision or "main"}
-        found = load_named(wanted, hub, arguments, checkpoint=checkpoint, config=config)
-        base, name = found.model, found.name
+        base, origin = load_named(wanted, hub, arguments, checkpoint=checkpoint, config=config)
+        name = origin["base_model_name_or_path"]
         if given is not None and is_local(config.base_model_name_or_path or name, checkpoint):
-            config.base_gguf_file = found.gguf_file  # the path is recorded below
+            config.base_gguf_file = origin["base_gguf_file"]  # the path is recorded below
     # A Hub id stays as the record of what the heads were trained for; a path is only where the base lies here.
     recorded = config.base_model_name_or_path
     if name and (given is None or not recorded or is_local(recorded, checkpoint)):
@@ -168,9 +151,7 @@ def load_base(
 
 
 def locate_base(config: DraftHeadConfig, checkpoint: str) -> str:
-    """Name of the base that the config asks for: a Hub id, or an absolute path.
-
-    A relative path is looked up in the checkpoint's folder.
+    """Name of the base that the config asks for: a Hub id, or a path, made absolute from the checkpoint's folder.
 
     Raises:
         OSError: the config names no base, or a folder that is not there.
@@ -189,11 +170,7 @@ def locate_base(config: DraftHeadConfig, checkpoint: str) -> str:
 
 
 def check_base(config: DraftHeadConfig, base_config: PreTrainedConfig, name: str) -> None:
-    """Refuse a base that the heads were not made for; `refuse_unfit` refuses what is no base at all.
-
-    Raises:
-        ValueError: model type, hidden size or vocabulary differ.
-    """
+    """Refuse a base of another model type, hidden size or vocabulary than the heads were made for."""
     wanted, given = config.get_text_config(), base_config.get_text_config()
     trained_for = config.base_model_name_or_path or "another base"
     for field, words in (("hidden_size", "hidden size"), ("vocab_size", "vocabulary"), ("model_type", "model type")):
@@ -211,13 +188,7 @@ def check_base(config: DraftHeadConfig, base_config: PreTrainedConfig, name: str
 
 
 def fetch_config(name: str, revision: str | None, token: str | bool | None, **hub: Any) -> PreTrainedConfig:
-    """The config of a base, without running code that may lie beside it.
-
-    Args:
-        name: Hub id or folder.
-        revision: branch, tag or commit.
-        token: as in huggingface_hub.
-        hub: `cache_dir`, `local_files_only`, ...
+    """The config of a base at a Hub id or folder, without running code that may lie beside it.
 
     Raises:
         OSError: there is none, or it cannot be fetched.
@@ -254,15 +225,12 @@ def width_of(base: Any) -> int | None:
 
 
 def refuse_unfit(config: PreTrainedConfig, name: str, loaded: bool) -> None:
-    """Refuse a base whose own `generate` draft heads could not reproduce.
+    """Refuse a base whose own `generate` draft heads could not reproduce: with heads, an encoder, or no language model.
 
     Args:
         config: of the base.
         name: for the message.
         loaded: whether the base is a loaded model, and not yet to be loaded by AutoModelForCausalLM.
-
-    Raises:
-        ValueError: the base has draft heads already, has an encoder, or is no language model.
     """
     if str(config.model_type).startswith(MODEL_TYPE_PREFIX):
         own = "model.base" if loaded else getattr(config, "base_model_name_or_path", None)
@@ -293,22 +261,14 @@ def auto_class(config: PreTrainedConfig) -> Any:
 
 
 def refuse_misspelt(arguments: Mapping[str, Any], fields: Collection[str]) -> None:
-    """Refuse arguments for loading a base that are more likely fields of the heads.
-
-    Raises:
-        TypeError: there is such an argument; the field is named.
-    """
+    """Refuse arguments for loading a base that are more likely fields of the heads, by a TypeError that names them."""
     for name in arguments:
         if meant := difflib.get_close_matches(name, fields, 1, 0.7):
             raise TypeError(f"{name}= is no field of these heads and no argument of a base: {meant[0]}= may be meant.")
 
 
 def refuse_loading_arguments(base: Any, arguments: Mapping[str, Any]) -> None:
-    """Refuse what only matters while a base is loaded, and would be ignored silently with a loaded one.
-
-    Raises:
-        TypeError: there is such an argument.
-    """
+    """Refuse what only matters while a base is loaded, and would be ignored with a loaded one, by a TypeError."""
     harmless: dict[str, tuple[Any, ...]] = {
         "dtype": ("auto", base.dtype, str(base.dtype).removeprefix("torch.")),
         "trust_remote_code": (True, False),
@@ -324,27 +284,35 @@ def refuse_loading_arguments(base: Any, arguments: Mapping[str, Any]) -> None:
             )
 
 
-def save_tokenizer(base: Any, config: DraftHeadConfig, folder: Path) -> None:
-    """Copy the base's tokenizer, if it is on this machine and the folder has none.
+def has_tokenizer(folder: Path) -> bool:
+    """Whether a folder holds a tokenizer."""
+    return any((folder / file).is_file() for file in TOKENIZER_FILES)
+
+
+def copy_tokenizer(name: str | None, folder: Path, gguf_file: str | None, hub: Mapping[str, Any]) -> bool:
+    """Save the tokenizer of a base in a folder that has none; returns whether the folder has one.
 
     Args:
-        base: the model.
-        config: of its heads.
+        name: folder or Hub id of the base; None if there is none to take it from.
         folder: of the checkpoint.
+        gguf_file: of the base, if it is in one.
+        hub: keyword arguments of every download.
+
+    Raises:
+        OSError: the Hub refuses access.
+        ValueError: it cannot be loaded.
     """
-    name = str(getattr(base, "name_or_path", "") or "")
-    if not name or any((folder / file).is_file() for file in TOKENIZER_FILES):
-        return
-    of_record = name == config.base_model_name_or_path and config.base_model_revision
-    hub: dict[str, Any] = {"revision": of_record or "main", "local_files_only": True}
+    if has_tokenizer(folder):
+        return True
+    if not name or is_missing_folder(name):
+        return False
+    if gguf_file is None and not any(fetch_file(name, file, hub) for file in TOKENIZER_FILES):
+        return False
     try:
-        if config.base_gguf_file and name == config.base_model_name_or_path:
-            load_tokenizer(name, config.base_gguf_file, **hub).save_pretrained(folder)
-            return
-        if any(cached_file(name, file, _raise_exceptions_for_missing_entries=False, **hub) for file in TOKENIZER_FILES):
-            load_tokenizer(name, **hub).save_pretrained(folder)
-    except (OSError, ValueError, TypeError, KeyError, ImportError) as error:
-        logger.warning_once(f"the tokenizer of {name!r} is not saved with its heads: {_headline(error)}")
+        load_tokenizer(name, gguf_file, **hub).save_pretrained(folder)
+    except (HTTP_ERROR, OSError, ValueError, TypeError, KeyError, ImportError) as error:
+        raise ValueError(f"the tokenizer of {name!r} cannot be loaded: {_headline(error).rstrip('.')}") from error
+    return True
 
 
 def full_name(name: str) -> str:

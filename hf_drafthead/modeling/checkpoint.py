@@ -3,7 +3,7 @@
 import copy
 import os
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path, PureWindowsPath
 from types import MappingProxyType
 from typing import Any, cast
@@ -113,9 +113,7 @@ def _heads_fields(path: str, hub: Mapping[str, Any]) -> dict[str, Any]:
 def how_to_convert(path: str, config: Mapping[str, Any]) -> str | None:
     """What a message says about a checkpoint in another project's layout; None if it does not look like one.
 
-    Args:
-        path: folder or Hub id.
-        config: what its config.json says; empty without one: then the names of files in the folder tell.
+    Its config.json tells; where there is none (`config` is empty), the names of files in the folder do.
     """
     architectures = [FOREIGN_ARCHITECTURES.get(name) for name in config.get("architectures") or ()]
     families = [family for key, family in FOREIGN_KEYS.items() if key in config]
@@ -135,12 +133,7 @@ def how_to_convert(path: str, config: Mapping[str, Any]) -> str | None:
 
 
 def read_generation_settings(path: str, hub: Mapping[str, Any]) -> dict[str, Any]:
-    """What the checkpoint's generation config says; nothing if it has none.
-
-    Raises:
-        OSError: it cannot be read, or the Hub does not give it out.
-        TypeError, ValueError: its draft tree is no tree.
-    """
+    """What the checkpoint's generation config says, its draft tree checked; nothing if it has none."""
     found = fetch_file(path, GENERATION_CONFIG_NAME, hub)
     settings = read_json(found) if found else {}
     if isinstance(settings.get("draft_tree"), (list, dict)):
@@ -149,17 +142,14 @@ def read_generation_settings(path: str, hub: Mapping[str, Any]) -> dict[str, Any
 
 
 def checkpoint_files(path: str, variant: str | None, hub: Mapping[str, Any]) -> list[str]:
-    """The safetensors files of a checkpoint, in a local folder or fetched from the Hub.
-
-    Args:
-        path: local folder or Hub id.
-        variant: as in `from_pretrained`: `model.<variant>.safetensors`.
-        hub: keyword arguments of `transformers.utils.cached_file`.
+    """The safetensors files of a checkpoint (`model.<variant>.safetensors`), in a local folder or fetched from the Hub.
 
     Raises:
         OSError: there are no weights, a shard is missing, or the index cannot be read or names other files than shards.
     """
-    weights, index = (_with_variant(name, variant) for name in (WEIGHTS, INDEX))
+    weights, index = WEIGHTS, INDEX
+    if variant:
+        weights, index = f"model.{variant}.safetensors", f"model.safetensors.index.{variant}.json"
     files = weights_in(path, weights, hub) or weights_in(path, index, hub)
     if files is not None:
         return files
@@ -213,14 +203,15 @@ def commit_in(place: str) -> str | None:
 
 
 def fetch_file(path: str, name: str, hub: Mapping[str, Any]) -> str | None:
-    """A file of the heads, here; None if they have no such file."""
+    """A file of a model, here; None if it has no such file."""
     try:
         return cached_file(path, name, _raise_exceptions_for_missing_entries=False, **hub)
     except (OSError, HTTP_ERROR) as error:
         refused = why_refused(error)
         if refused is None:
             raise
-        raise OSError(f"{name} of the heads {path!r} cannot be fetched: {refused}.") from error
+        at = f" at {hub['revision']!r}" if hub.get("revision") not in (None, "main") else ""
+        raise OSError(f"{name} of {path!r}{at} cannot be fetched: {refused}.") from error
 
 
 def is_missing_folder(name: str) -> bool:
@@ -231,7 +222,8 @@ def is_missing_folder(name: str) -> bool:
 
 def why_refused(error: BaseException) -> str | None:
     """What the Hub had against a download, and what to do; None for an error that is not about that."""
-    for cause in _causes(error):
+    cause: BaseException | None = error
+    while cause is not None:
         if isinstance(cause, GatedRepoError):
             return "the repository is gated: ask for access on its page, then sign in or pass token="
         if isinstance(cause, RepositoryNotFoundError):
@@ -250,35 +242,21 @@ def why_refused(error: BaseException) -> str | None:
                 f"the connection broke ({type(cause).__name__}): try again, files that have arrived are kept; if a "
                 "local folder was meant, there is none of that name"
             )
+        cause = cause.__cause__ or cause.__context__
     return None
 
 
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    """The error, what it came from, what that came from, and so on."""
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__
-
-
 def map_tensors(files: Iterable[str]) -> dict[str, Tensor]:
-    """The tensors of safetensors files, by name: mapped, so that nothing is read before it is used.
-
-    Raises:
-        OSError: a file is no readable safetensors file, or a tensor is in two of them.
-    """
+    """The tensors of safetensors files, by name: mapped, so that nothing is read before it is used."""
     return map_wanted(files, None)[0]
 
 
 @torch.inference_mode(False)
 def map_wanted(files: Iterable[str], wanted: Collection[str] | None) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Some of the tensors of safetensors files, and which file holds each of all their tensors.
-
-    Args:
-        files: safetensors files.
-        wanted: names of the tensors to map; None for all.
+    """The tensors of safetensors files with wanted names (None: all), and which file holds each of all their tensors.
 
     Raises:
-        OSError: as `map_tensors`.
+        OSError: a file is no readable safetensors file, or a tensor is in two of them.
     """
     found: dict[str, Tensor] = {}
     holders: dict[str, str] = {}
@@ -302,8 +280,7 @@ def check_tensors(
 
     Args:
         path: the checkpoint, for the message.
-        found: its tensors, by their names in it.
-        expected: tensors of the shapes that there should be, by the same names.
+        found, expected: its tensors, and tensors of the shapes that there should be, by name.
         others: names of tensors that it has besides those found.
 
     Raises:
@@ -351,8 +328,3 @@ def refuse_damage(path: str, info: dict[str, Any]) -> None:
 
 def _type_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _with_variant(name: str, variant: str | None) -> str:
-    stem, extension = name.rsplit(".", 1)
-    return f"{stem}.{variant}.{extension}" if variant else name

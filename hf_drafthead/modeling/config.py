@@ -88,9 +88,12 @@ class DraftHeadConfig(PreTrainedConfig):
     def check(self) -> None:
         """Refuse values that cannot be built; families extend it."""
         self._check_count("num_draft_heads", 1, MAX_HEADS)
-        self._check_flag("base_included")
+        for name in sorted(self.heads_fields() | {"base_included"}):
+            value = getattr(self, name)
+            if isinstance(getattr(type(self), name, None), bool) and not isinstance(value, bool):
+                raise ValueError(f"{name} is {shortened.repr(value)}: expected True or False.")
         if self.last_hidden_size is not None:
-            self._check_at_least("last_hidden_size", 1)
+            self._check_count("last_hidden_size", 1)
         for name in sorted(ABOUT_THE_BASE - {"base_config", "base_included", "last_hidden_size"}):
             value = getattr(self, name)
             if value is not None and not isinstance(value, str):
@@ -109,7 +112,7 @@ class DraftHeadConfig(PreTrainedConfig):
                         f"base_config has {name} {shortened.repr(value)}: expected a whole number of at least 1."
                     )
         if self.draft_vocab_size is not None:
-            self._check_at_least("draft_vocab_size", 1)
+            self._check_count("draft_vocab_size", 1)
             known = self.known_tokens
             if known is not None and self.draft_vocab_size > known:
                 raise ValueError(
@@ -152,11 +155,7 @@ class DraftHeadConfig(PreTrainedConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """As in transformers, but a dict of another kind of model is refused, where transformers logs it.
-
-        Raises:
-            ValueError: it is of another kind, or there are values that no config can be made of.
-        """
+        """As in transformers; another kind of model and values that no config can be made of are refused."""
         found = config_dict.get("model_type")
         if found not in (None, cls.model_type):
             raise ValueError(
@@ -206,23 +205,20 @@ class DraftHeadConfig(PreTrainedConfig):
                 holder.pop("quantization_config", None)
         return fields
 
-    def _check_at_least(self, name: str, least: int) -> None:
+    def _check_count(self, name: str, least: int, most: int | None = None) -> None:
+        """That a field is a whole number; of modules, each of which takes time and memory, there is a most."""
         value = getattr(self, name)
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise ValueError(f"{name} is {shortened.repr(value)}: expected a whole number of at least {least}.")
+        if type(value) is not int or value < least or (most is not None and value > most):
+            limits = f"of at least {least}" if most is None else f"from {least} to {most}"
+            raise ValueError(f"{name} is {shortened.repr(value)}: expected a whole number {limits}.")
 
-    def _check_count(self, name: str, least: int, most: int) -> None:
-        """Of modules, each of which takes time and memory to build."""
-        self._check_at_least(name, least)
-        if getattr(self, name) > most:
+    def _check_single_head(self, whose: str) -> None:
+        """Of families that guess at every depth with one head, whose name the message begins with."""
+        if self.num_draft_heads != 1:
             raise ValueError(
-                f"{name} is {shortened.repr(getattr(self, name))}: expected a whole number from {least} to {most}."
+                f"num_draft_heads is {self.num_draft_heads}, but {whose} at every depth: leave it out, the tree says "
+                "how deep to guess."
             )
-
-    def _check_flag(self, name: str) -> None:
-        value = getattr(self, name)
-        if not isinstance(value, bool):
-            raise ValueError(f"{name} is {shortened.repr(value)}: expected True or False.")
 
     def _check_layer(self, asking: str, wanted: bool, same_width: bool = True) -> None:
         """Refuse decoder layers for the heads that cannot be; the default for a base that has none is a LLaMA layer.
@@ -333,11 +329,7 @@ def _sub_config(name: str, given: dict[str, Any] | PreTrainedConfig | None) -> P
 
 
 def _refuse_costly(name: str, fields: dict[str, Any]) -> None:
-    """Refuse deep nesting, and numbers for which transformers would make lists of that length, in all sub-configs.
-
-    Raises:
-        ValueError: there is one.
-    """
+    """Refuse deep nesting, and numbers for which transformers would make lists of that length, in all sub-configs."""
     if is_deep(fields):
         raise ValueError(f"{name} has fields that are nested more than {MAX_NESTING} levels deep: correct it.")
     for key, value in fields.items():
@@ -348,11 +340,7 @@ def _refuse_costly(name: str, fields: dict[str, Any]) -> None:
 
 
 def _refuse_shadowing(name: str, config_class: type[PreTrainedConfig], fields: dict[str, Any]) -> None:
-    """Refuse fields that would hide what the code of a config is made of.
-
-    Raises:
-        ValueError: there is one.
-    """
+    """Refuse fields that would hide what the code of a config is made of."""
     for key in fields:
         own = inspect.getattr_static(config_class, key, None)
         fixed = isinstance(own, property) and own.fset is None

@@ -34,11 +34,7 @@ class DecoderLayer(nn.Module):
     """
 
     def __init__(
-        self,
-        config: PreTrainedConfig,
-        input_norm: bool = True,
-        final_norm: bool = False,
-        window: int | None = None,
+        self, config: PreTrainedConfig, input_norm: bool = True, final_norm: bool = False, window: int | None = None
     ) -> None:
         super().__init__()
         self.window = window

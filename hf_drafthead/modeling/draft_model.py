@@ -15,7 +15,7 @@ from typing import Any, ClassVar, NamedTuple, TypeVar, cast
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.configuration_utils import PreTrainedConfig
 
 from hf_drafthead.generation.drafting import Guesses, last_valid
@@ -28,7 +28,6 @@ from hf_drafthead.modeling.config import DraftHeadConfig, portable
 from hf_drafthead.modeling.drafter import Drafter
 from hf_drafthead.modeling.layers import llama_like
 from hf_drafthead.modeling.loading import HUB_ARGUMENTS
-from hf_drafthead.modeling.token_maps import check_token_maps
 
 WithDraftModel = TypeVar("WithDraftModel", bound="DraftModelForCausalLM")
 
@@ -93,12 +92,7 @@ class DraftModelConfig(DraftHeadConfig):
 
     def check(self) -> None:
         super().check()
-        if self.num_draft_heads != 1:
-            raise ValueError(
-                f"num_draft_heads is {self.num_draft_heads}, but a draft model guesses at every depth: leave it out, "
-                "the tree says how deep to guess."
-            )
-        self._check_flag("draft_included")
+        self._check_single_head("a draft model guesses")
         if self.draft_config is None and isinstance(self.base_config, PreTrainedConfig):
             self.draft_config = llama_like(self.get_text_config(), FRESH_LAYERS)
         if isinstance(self.draft_config, PreTrainedConfig) and self.draft_config.is_encoder_decoder:
@@ -153,21 +147,13 @@ class DraftModelDrafter(Drafter):
         self.limit = getattr(config.draft_text_config, "max_position_embeddings", None)
 
     def prepare(self) -> None:
-        """Find out how the draft model is run.
-
-        Raises:
-            Unsupported: it cannot score a tree.
-        """
+        """Find out how the draft model is run; Unsupported if it cannot score a tree."""
         super().prepare()
         _ = self.reader
 
     @property
     def reader(self) -> BaseReader:
-        """How the draft model is run: found out by running it, once for each way to attend and type.
-
-        Raises:
-            Unsupported: it cannot score a tree.
-        """
+        """How the draft model is run: found out by running it, once for each way to attend and type."""
         key = (self.model.config._attn_implementation, self.model.dtype)
         known = self.__dict__.setdefault("_readers", {})
         if key not in known or known[key].base is not self.model:
@@ -182,9 +168,6 @@ class DraftModelDrafter(Drafter):
             finally:
                 self.model.train(was_training)
         return known[key]
-
-    def copy_from_base(self) -> None:
-        """Nothing: it has learnt what it knows; a fresh one takes over what fits, see `take_from_base`."""
 
     def take_from_base(self) -> None:
         """Start a fresh model from the base's embeddings and lm_head, where they are as wide."""
@@ -434,12 +417,7 @@ class DraftModelForCausalLM(DraftHeadPreTrainedModel):
 
 
 def load_draft(name: str, revision: str | None, fetch: Mapping[str, Any]) -> Any:
-    """A draft model by its Hub id or path, in the type that it was saved in.
-
-    Raises:
-        OSError: there is none.
-        ValueError: it is an encoder-decoder.
-    """
+    """A draft model by its Hub id or path, in the type that it was saved in; an encoder-decoder is refused."""
     hub = {**fetch, "revision": revision or "main"}
     try:
         config = AutoConfig.from_pretrained(name, **hub)
@@ -454,3 +432,39 @@ def load_draft(name: str, revision: str | None, fetch: Mapping[str, Any]) -> Any
         f"the draft model {name!r} is an encoder-decoder ({config.model_type!r}): it cannot go on from the base's "
         "text, give a causal language model."
     )
+
+
+def check_token_maps(config: Any, fetch: Mapping[str, Any]) -> None:
+    """Compare the tokenizers of a base and a draft model id by id, as far as both have tokens; name what differs.
+
+    Where one of them has no tokenizer at hand, as models built in memory, their vocabularies must be of one size.
+    """
+    base, draft = config.base_model_name_or_path, config.draft_model_name_or_path
+    ours = _tokens(base, config.base_model_revision, fetch)
+    theirs = _tokens(draft, config.draft_model_revision, fetch)
+    if ours is None or theirs is None:
+        sizes = config.get_text_config().vocab_size, config.draft_text_config.vocab_size
+        if sizes[0] != sizes[1]:
+            raise ValueError(
+                f"the base has {sizes[0]} tokens and the draft model {sizes[1]}, and their tokenizers are not at hand "
+                "to be compared: give both by name, with their tokenizers, or a draft model of the base's vocabulary."
+            )
+        return
+    for token in sorted(ours.keys() & theirs.keys()):
+        if ours[token] != theirs[token]:
+            raise ValueError(
+                f"the tokenizers of the base {base!r} and the draft model {draft!r} differ: token {token} is "
+                f"{ours[token]!r} for the first and {theirs[token]!r} for the second; give a draft model with the "
+                "base's tokenizer."
+            )
+
+
+def _tokens(name: str | None, revision: str | None, fetch: Mapping[str, Any]) -> dict[int, str] | None:
+    """Every token by its id; None where there is no tokenizer."""
+    if not name:
+        return None
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name, revision=revision or "main", **fetch)
+    except Exception:  # a folder without a tokenizer makes each kind of tokenizer raise in its own way
+        return None
+    return {token: text for text, token in tokenizer.get_vocab().items()}

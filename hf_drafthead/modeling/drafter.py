@@ -16,7 +16,7 @@ from hf_drafthead.generation.drafting import Guesses
 from hf_drafthead.generation.reader import OutputLayer, Unsupported
 from hf_drafthead.modeling.config import DraftHeadConfig
 from hf_drafthead.modeling.decoder_layer import DecoderLayer
-from hf_drafthead.modeling.layers import VocabularyRows
+from hf_drafthead.modeling.layers import OutputProjections, VocabularyRows
 
 
 class Drafter(nn.Module):
@@ -73,11 +73,7 @@ class Drafter(nn.Module):
         return known
 
     def prepare(self) -> None:
-        """Find out what is found out by running, before a step is compiled.
-
-        Raises:
-            Unsupported: the heads cannot guess.
-        """
+        """Find out what is found out by running, before a step is compiled; Unsupported if the heads cannot guess."""
         now = len(self.output.head.weight)
         if now != self.base_tokens:
             raise Unsupported(
@@ -93,13 +89,10 @@ class Drafter(nn.Module):
 
     def copy_from_base(self) -> None:
         """Give fresh heads what they start from: weights of the base."""
-        raise NotImplementedError
+        self.copy_projections()
 
     def choose_vocabulary(self, tokens: Tensor) -> None:
-        """Draft among these tokens of the base from now on, with projections that start as the base's.
-
-        Args:
-            tokens: (D,) ids.
+        """Draft among these tokens (D,) of the base from now on, with projections that start as the base's.
 
         Raises:
             ValueError: these are not D different tokens of the base, or the heads draft among all of them anyway.
@@ -115,13 +108,11 @@ class Drafter(nn.Module):
 
     def copy_projections(self) -> None:
         """Start own output projections from the base's, of the draft vocabulary where there is one."""
+        if isinstance(projections := getattr(self, "projections", None), OutputProjections):
+            projections.copy_from_base(self.output, self.draft_tokens)
 
     def check_values(self, path: str) -> None:
-        """Refuse what was loaded from a path if its values cannot be used, though its shapes fit.
-
-        Raises:
-            ValueError: naming the tensor.
-        """
+        """Refuse what was loaded from a path if its values cannot be used, though its shapes fit, by a ValueError."""
         if self.draft_tokens is not None:
             self._check_map(self.draft_tokens, f"'drafter.draft_tokens' in {path!r}")
 
@@ -143,12 +134,7 @@ class Drafter(nn.Module):
             )
 
     def start(self, batch_size: int, capacity: int) -> Any:
-        """A fresh state.
-
-        Args:
-            batch_size: rows.
-            capacity: most positions that a row can ever hold.
-        """
+        """A fresh state of so many rows, each of which can hold `capacity` positions at most."""
         raise NotImplementedError
 
     def observe(self, state: Any, features: Tensor, tokens: Tensor, lengths: Tensor) -> Any:

@@ -63,11 +63,7 @@ class EagleConfig(DraftHeadConfig):
 
     def check(self) -> None:
         super().check()
-        if self.num_draft_heads != 1:
-            raise ValueError(
-                f"num_draft_heads is {self.num_draft_heads}, but EAGLE has 1 head that guesses at every depth: leave "
-                "it out, the tree says how deep to guess."
-            )
+        self._check_single_head("EAGLE has 1 head that guesses")
         layers = self.feature_layers
         if not isinstance(layers, (list, tuple)) or not layers or not all(type(layer) is int for layer in layers):
             raise ValueError(f"feature_layers is {layers!r}: expected a list of layer numbers, such as [-1].")
@@ -78,7 +74,6 @@ class EagleConfig(DraftHeadConfig):
                 f"feature_layers is {self.feature_layers}, but the base has {depth} layers: its hidden states are "
                 f"numbered from 0 (embeddings) to {depth}, or from -1 down to {-depth - 1}."
             )
-        self._check_flag("fc_bias")
         self._check_layer("an EAGLE head is a decoder layer", True)
 
 
@@ -114,9 +109,6 @@ class EagleDrafter(Drafter):
         self.reduce = nn.Identity() if alone else nn.Linear(wide, hidden_size, bias=False)
         self.fc = nn.Linear(2 * hidden_size, hidden_size, bias=config.fc_bias)
         self.body = DecoderLayer(config.own_layer, input_norm=False)
-
-    def copy_from_base(self) -> None:
-        """Nothing: embeddings and lm_head stay the base's."""
 
     def start(self, batch_size: int, capacity: int) -> EagleState:
         nothing = self.placed(torch.zeros(batch_size, self.config.own_layer.hidden_size))

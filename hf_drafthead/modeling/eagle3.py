@@ -112,10 +112,7 @@ class Eagle3Config(DraftHeadConfig):
         if self.draft_vocab_size is None and self.known_tokens:
             self.draft_vocab_size = min(PUBLISHED_VOCABULARY, self.known_tokens)
         super().check()
-        self._check_at_least("num_layers", 1)
-        for name in ("norm_before_residual", "norm_before_fc", "fc_norm", "fc_bias", "norm_output", "own_embeddings"):
-            self._check_flag(name)
-        self._check_flag("share_lm_head")
+        self._check_count("num_layers", 1)
         if self.norm_before_fc and self.fc_norm:
             raise ValueError(
                 "norm_before_fc and fc_norm are both True: the features are normed together or each by itself, set one "
@@ -146,11 +143,7 @@ class Eagle3Config(DraftHeadConfig):
         self.feature_layers = self._checked_features(text.num_hidden_layers)
 
     def _checked_features(self, layers: int) -> list[int]:
-        """The feature layers, those published where none are given.
-
-        Raises:
-            ValueError: the base has too few layers, or lacks one that is asked for.
-        """
+        """The feature layers, those published where none are given; a ValueError if the base lacks one of them."""
         found = self.feature_layers
         if found is None:
             if layers < 7:

@@ -96,22 +96,9 @@ _TABLE = (
     Family("eagle", "EAGLE", "2401.15077", EagleForCausalLM, EagleConfig, EAGLE_RECIPE),
     Family("eagle3", "EAGLE-3", "2503.01840", Eagle3ForCausalLM, Eagle3Config, EAGLE3_RECIPE),
     Family(
-        "eagle3.1",
-        "EAGLE 3.1",
-        "2605.09992",
-        Eagle3ForCausalLM,
-        Eagle3Config.with_norms,
-        EAGLE3_RECIPE,
-        page="eagle3",
+        "eagle3.1", "EAGLE 3.1", "2605.09992", Eagle3ForCausalLM, Eagle3Config.with_norms, EAGLE3_RECIPE, page="eagle3"
     ),
-    Family(
-        "draft-model",
-        "Draft model",
-        "2211.17192",
-        DraftModelForCausalLM,
-        DraftModelConfig,
-        DRAFT_MODEL_RECIPE,
-    ),
+    Family("draft-model", "Draft model", "2211.17192", DraftModelForCausalLM, DraftModelConfig, DRAFT_MODEL_RECIPE),
 )
 FAMILIES: dict[str, Family] = {family.name: family for family in _TABLE}
 BY_MODEL_TYPE: dict[str, type[DraftHeadPreTrainedModel]] = {
@@ -125,23 +112,14 @@ CLASSES: dict[str, type] = {
 
 
 def find_family(name: str) -> Family:
-    """The family of a name.
-
-    Raises:
-        ValueError: no such family.
-    """
+    """The family of a name; a ValueError for any other name."""
     if name not in FAMILIES:
         raise ValueError(f"the family {name!r} is not known: expected one of {', '.join(sorted(FAMILIES))}.")
     return FAMILIES[name]
 
 
 def fresh_heads(family: str, base: str | os.PathLike | nn.Module, **arguments: Any) -> DraftHeadPreTrainedModel:
-    """Untrained heads of a family on a base.
-
-    Args:
-        family: its name.
-        base: id, path or loaded model, see `from_base`.
-        arguments: config fields and all other arguments of `from_base`.
+    """Untrained heads of a family on a base (id, path or loaded model), by config fields and arguments of `from_base`.
 
     Raises:
         ValueError: no such family, or a field that does not fit.

@@ -63,21 +63,17 @@ def open_tensors(file: str | os.PathLike) -> Iterator[Any]:
             the bytes that follow it.
     """
     try:
-        _check_header(file)
-    except (ValueError, RecursionError) as error:
-        raise _unreadable(file, error) from None
-    try:
+        try:
+            _check_header(file)
+        except (ValueError, RecursionError) as error:
+            raise SafetensorError(str(error)) from None
         with safe_open(file, framework="pt") as tensors:
             yield tensors
     except SafetensorError as error:
-        raise _unreadable(file, error) from None
-
-
-def _unreadable(file: str | os.PathLike, error: Exception) -> OSError:
-    return OSError(
-        f"{os.fspath(file)!r} is not a readable safetensors file ({str(error).splitlines()[0]}): copy or download it "
-        "again, and if it stays so, ask its author."
-    )
+        raise OSError(
+            f"{os.fspath(file)!r} is not a readable safetensors file ({str(error).splitlines()[0]}): copy or download "
+            "it again, and if it stays so, ask its author."
+        ) from None
 
 
 def _check_header(file: str | os.PathLike) -> None:

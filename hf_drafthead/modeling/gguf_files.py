@@ -66,11 +66,7 @@ def gguf_arguments(place: str, arguments: Mapping[str, Any], hub: Mapping[str, A
 
 @contextmanager
 def reading_gguf(named: str | None) -> Iterator[None]:
-    """Turn whatever a damaged or unknown GGUF file makes its readers raise into one line; None: no such file is read.
-
-    Raises:
-        OSError: the file cannot be read.
-    """
+    """Turn what a damaged or unknown GGUF file makes its readers raise into one line; None: no such file is read."""
     try:
         yield
     except Exception as error:
@@ -89,9 +85,6 @@ def load_tokenizer(name: str | os.PathLike, gguf_file: str | None = None, **argu
         name: folder, Hub id, or the name of a GGUF file in one of them.
         gguf_file: name of the file, if `name` does not end with it.
         arguments: of `AutoTokenizer.from_pretrained`.
-
-    Raises:
-        OSError, ValueError: as transformers does, or the GGUF file cannot be read.
     """
     place, file = split_gguf(os.fspath(name)) if gguf_file is None else (os.fspath(name), gguf_file)
     hub: dict[str, Any] = {name: arguments[name] for name in HUB if name in arguments}

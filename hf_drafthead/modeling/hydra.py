@@ -79,8 +79,6 @@ class HydraConfig(DraftHeadConfig):
         super().check()
         self._check_count("num_layers", 1, MAX_LAYERS)
         self._check_fraction("dropout")
-        for name in ("tie_blocks", "prefix_layer", "share_lm_head"):
-            self._check_flag(name)
         if self.tie_blocks and self.num_layers == 1:
             raise ValueError(
                 "tie_blocks is True, but num_layers is 1: there is no block behind the first one to tie, ask for more "
@@ -143,12 +141,6 @@ class HydraDrafter(Drafter):
         self.projections = OutputProjections(
             config.num_draft_heads, config.width, self.choices, config.share_lm_head, bias=True
         )
-
-    def copy_from_base(self) -> None:
-        self.copy_projections()
-
-    def copy_projections(self) -> None:
-        self.projections.copy_from_base(self.output, self.draft_tokens)
 
     def start(self, batch_size: int, capacity: int) -> HydraState:
         nothing = self.placed(torch.zeros(batch_size, self.config.width))

@@ -71,11 +71,9 @@ class OutputProjections(nn.Module):
         self.up = nn.ModuleList(nn.Linear(self.rank, vocab_size, bias=bias) for _ in range(own))
 
     def copy_from_base(self, output: OutputLayer, tokens: Tensor | None) -> None:
-        """Start from the base's lm_head with the scale of its logits, or the nearest that a low rank allows.
+        """Start from the lm_head of the base with the scale of its logits, or the nearest that a low rank allows.
 
-        Args:
-            output: of the base.
-            tokens: (D,) ids, of which alone the rows are wanted; None for all.
+        Of a draft vocabulary (D,) only the rows of its tokens are wanted.
         """
         if self.shared:
             return

@@ -170,24 +170,22 @@ class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
         config_fields = {name: getattr(config, name) for name in own} if config is not None else {}
         config_fields |= {name: kwargs.pop(name) for name in (own | ABOUT_THE_BASE) & set(kwargs)}
         loaded: Any = base
-        commit, adapter, adapter_commit, file = base_revision, None, None, None
+        origin: dict[str, Any]
         if isinstance(base, nn.Module):
             loaded = unwrapped(base)
             refuse_unfit(loaded.config, type(base).__name__, loaded=True)
             refuse_misspelt(kwargs, own)
             refuse_loading_arguments(loaded, kwargs)
-            name = getattr(loaded.config, "_name_or_path", "") or None
+            name = getattr(loaded.config, "_name_or_path", "")
+            origin = {"base_model_name_or_path": full_name(name) if name else None}
+            origin["base_model_revision"] = base_revision
         else:
-            name = os.fspath(base)
             hub = {key: kwargs.pop(key) for key in HUB_ARGUMENTS & set(kwargs)} | {"revision": base_revision or "main"}
-            loaded, name, commit, adapter, adapter_commit, file = load_named(name, hub, kwargs, fields=own)
+            loaded, origin = load_named(os.fspath(base), hub, kwargs, fields=own)
         if loaded.get_output_embeddings() is None:
             raise ValueError(f"{type(loaded).__name__} has no lm_head: draft heads need a causal language model.")
-        name = full_name(name) if name else None
-        found: dict[str, Any] = {"base_model_name_or_path": name, "base_model_revision": commit, "base_gguf_file": file}
-        found["last_hidden_size"] = width_of(loaded)
-        config_fields = found | {"adapter_name_or_path": adapter, "adapter_revision": adapter_commit} | config_fields
-        model = cls(cls.config_class(base_config=loaded.config, **config_fields), build_base=False)
+        origin["last_hidden_size"] = width_of(loaded)
+        model = cls(cls.config_class(base_config=loaded.config, **origin | config_fields), build_base=False)
         model._attach(loaded)
         if (width := model.drafter.output.width) not in (None, model.config.width):
             raise ValueError(
@@ -419,11 +417,7 @@ class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
         hub: dict[str, Any],
         given: Mapping[str, Tensor] | None = None,
     ) -> tuple[LoadedModel, dict[str, Tensor]]:
-        """The model without base and memory, and the heads' tensors, given or in the checkpoint, which fit it.
-
-        Raises:
-            OSError, ValueError: as `from_pretrained`.
-        """
+        """The model without base and memory, and the heads' tensors, given or in the checkpoint, which fit it."""
         try:
             model = cls._blank(config, build_base=False)
         except (OSError, ValueError):

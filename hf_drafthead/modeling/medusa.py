@@ -44,7 +44,6 @@ class MedusaConfig(DraftHeadConfig):
     def check(self) -> None:
         super().check()
         self._check_count("num_layers", 1, MAX_LAYERS)
-        self._check_flag("share_lm_head")
 
 
 class MedusaState(NamedTuple):
@@ -68,12 +67,6 @@ class MedusaDrafter(Drafter):
         heads, hidden_size = config.num_draft_heads, config.width
         self.blocks = nn.ModuleList(ParallelBlocks(heads, hidden_size) for _ in range(config.num_layers))
         self.projections = OutputProjections(heads, hidden_size, self.choices, config.share_lm_head)
-
-    def copy_from_base(self) -> None:
-        self.copy_projections()
-
-    def copy_projections(self) -> None:
-        self.projections.copy_from_base(self.output, self.draft_tokens)
 
     def start(self, batch_size: int, capacity: int) -> Any:
         return MedusaState(self.placed(torch.zeros(batch_size, self.config.width)))

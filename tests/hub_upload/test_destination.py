@@ -156,7 +156,8 @@ def test_a_card_that_cannot_be_read_is_not_overwritten(hub, base, clients):
     hub.fail("HEAD", "/org/heads/resolve/.*README.md", times=99, status=503)
     answer = clients.run(PATIENCE + PUSH, token="hf_owner", seed=1, words={})
     assert answer.err.splitlines()[-1] == (
-        "OSError: README.md of 'org/heads', where the push goes, cannot be read: the Hub answered 503: try again later."
+        f"OSError: README.md of 'org/heads' at {hub.repos['org/heads'].refs['main']!r} cannot be fetched: the Hub "
+        "answered 503: try again later."
     )
     assert b"To my cat." in hub.repos["org/heads"].files()["README.md"]
 

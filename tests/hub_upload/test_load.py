@@ -212,7 +212,7 @@ def test_a_download_that_was_given_up_keeps_the_files_that_have_arrived(hub, hea
     hub.fail("GET", "^/lfs/", times=1, status=500)
     line = last_line(clients.run(GET_HEADS, home="given up"))
     reason = "the Hub answered 500: try again later"
-    assert line == f"OSError: model.safetensors of the heads 'org/heads' cannot be fetched: {reason}."
+    assert line == f"OSError: model.safetensors of 'org/heads' cannot be fetched: {reason}."
     hub.asked.clear()
     assert clients.run(GET_HEADS, home="given up").code == 0
     assert hub.count("GET", "^/org/heads/resolve/.*/config.json") == 0
@@ -222,7 +222,7 @@ def test_a_busy_storage_says_whose_file_it_is(hub, base, heads, clients):
     hub.fail("GET", "^/lfs/", times=1, status=503)
     line = last_line(load(clients, home="busy"))
     reason = "the Hub answered 503: try again later."
-    assert line == f"OSError: model.safetensors of the heads 'org/heads' cannot be fetched: {reason}"
+    assert line == f"OSError: model.safetensors of 'org/heads' cannot be fetched: {reason}"
     weights = base.at("main").files["model.safetensors"].sha256
     hub.fail("GET", f"^/lfs/{weights}", times=1, status=503)
     line = last_line(load(clients, home="busy"))

@@ -274,9 +274,7 @@ def test_a_base_that_is_not_there(hub, base, clients, models, token):
     assert answer.code == 2 and "'org//base' is not a valid name of a base on the Hub" in answer.err.splitlines()[-1]
     code = TRAINED + "model.config.base_model_revision = 'f' * 40\nmodel.push_to_hub('org/heads', license='mit')"
     answer = clients.run(code, token="hf_owner", seed=0)
-    start = (
-        f"OSError: the tokenizer of the base 'org/base' cannot be fetched at '{'f' * 40}': the repository has no such"
-    )
+    start = f"OSError: tokenizer.json of 'org/base' at '{'f' * 40}' cannot be fetched: the repository has no such"
     assert answer.err.splitlines()[-1].startswith(start)
     assert "org/heads" not in hub.repos
 
@@ -295,8 +293,8 @@ def test_a_tokenizer_that_the_hub_does_not_give_out_is_not_one_that_is_missing(h
     hub.fail("HEAD", "/org/base/resolve/.*/tokenizer", times=99, status=503)
     answer = clients.run(PATIENCE + PUSH, token="hf_owner", seed=0, words={})
     assert answer.err.splitlines()[-1] == (
-        f"OSError: the tokenizer of the base 'org/base' cannot be fetched at {base.refs['main']!r}: the Hub answered "
-        "503: try again later."
+        f"OSError: tokenizer.json of 'org/base' at {base.refs['main']!r} cannot be fetched: the Hub answered 503: try "
+        "again later."
     )
     assert "org/heads" not in hub.repos
 

@@ -120,7 +120,7 @@ def test_missing_packages_are_named(folder, monkeypatch, missing):
             ["--port", "x"],
             "Invalid value for '--port': 'x' is not a valid integer: see `hf",
         ),
-        ("base", [], "'...base' holds a 'llama' model without draft heads: give a draft-head checkpoint, or use"),
+        ("base", [], "'...base' holds a 'llama' model without draft heads: give the folder of a draft-head"),
         ("bare", [], "'...bare' has no tokenizer: save the base's there, tokenizer.save_pretrained('"),
         ("nowhere", [], "there is no folder '...nowhere': give the folder of a draft-head checkpoint, or its id"),
     ],

@@ -9,6 +9,7 @@ import torch
 from peft import LoraConfig, PrefixTuningConfig, get_peft_model
 from transformers import AutoModel, AutoModelForCausalLM
 
+from hf_drafthead.hub_upload import Target
 from hf_drafthead.hub_upload.staging import stage_folder, stage_model
 from hf_drafthead.modeling import EagleForCausalLM, MedusaForCausalLM
 from tests.bases import tiny_base
@@ -69,9 +70,9 @@ def test_heads_on_an_adapted_base_are_one_unit(adapted, tmp_path, family, given)
 def test_what_is_published_holds_the_adapter(adapted, tmp_path):
     MedusaForCausalLM.from_base(adapted).save_pretrained(tmp_path / "heads")
     (tmp_path / "by model").mkdir()
-    stage_model(AutoModel.from_pretrained(tmp_path / "heads"), tmp_path / "by model")
+    stage_model(AutoModel.from_pretrained(tmp_path / "heads"), tmp_path / "by model", Target("org/heads"))
     (tmp_path / "by folder").mkdir()
-    stage_folder(tmp_path / "heads", tmp_path / "by folder")
+    stage_folder(tmp_path / "heads", tmp_path / "by folder", Target("org/heads"))
     for folder in ("by model", "by folder"):
         loaded = MedusaForCausalLM.from_pretrained(tmp_path / folder, base_model=tmp_path / "base")
         check(loaded, adapted)
@@ -199,7 +200,7 @@ def test_what_is_saved_of_any_adapter_loads_as_it_was(kind, include_base, tmp_pa
 
 def test_tensors_that_would_not_load_are_not_saved(adapted, tmp_path, monkeypatch):
     model = MedusaForCausalLM.from_base(adapted)
-    monkeypatch.setattr("hf_drafthead.modeling.base.merged_state", lambda model: dict(model.state_dict()))
+    monkeypatch.setattr("hf_drafthead.modeling.base.plain_state", lambda model, merge: dict(model.state_dict()))
     with pytest.raises(
         ValueError, match="cannot be merged into its weights, which would lack 'base.model.layers.0.mlp"
     ):

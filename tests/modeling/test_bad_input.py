@@ -315,10 +315,10 @@ def test_a_config_without_a_base():
 @pytest.mark.parametrize(
     "config_class, fields, message",
     [
-        (MedusaConfig, {"num_draft_heads": 0}, "num_draft_heads is 0: expected a whole number of at least 1."),
-        (MedusaConfig, {"num_draft_heads": 2.5}, "num_draft_heads is 2.5: expected a whole number of at least 1."),
-        (MedusaConfig, {"num_layers": 0}, "num_layers is 0: expected a whole number of at least 1."),
-        (HydraConfig, {"num_layers": "4"}, "num_layers is '4': expected a whole number of at least 1."),
+        (MedusaConfig, {"num_draft_heads": 0}, "num_draft_heads is 0: expected a whole number from 1 to 64."),
+        (MedusaConfig, {"num_draft_heads": 2.5}, "num_draft_heads is 2.5: expected a whole number from 1 to 64."),
+        (MedusaConfig, {"num_layers": 0}, "num_layers is 0: expected a whole number from 1 to 32."),
+        (HydraConfig, {"num_layers": "4"}, "num_layers is '4': expected a whole number from 1 to 32."),
         (HydraConfig, {"dropout": 1.0}, "dropout is 1.0: expected a number from 0 up to, but not including, 1."),
         (HydraConfig, {"dropout": -0.1}, "dropout is -0.1: expected a number from 0 up to, but not including, 1."),
         (HydraConfig, {"prefix_layer": "no"}, "prefix_layer is 'no': expected True or False."),

@@ -345,7 +345,7 @@ def test_quantizing_a_model_with_its_base_spares_the_drafter(quantization):
         (
             AmphistaForCausalLM,
             {"num_auto_embedding_layers": -1},
-            "num_auto_embedding_layers is -1: expected a whole number of at least 0.",
+            "num_auto_embedding_layers is -1: expected a whole number from 0 to 32.",
         ),
         (AmphistaForCausalLM, {"lm_head_rank": 0}, "lm_head_rank is 0: expected a whole number of at least 1."),
         *(

@@ -43,6 +43,7 @@ SCRIPT = """\
 import json, sys
 from pathlib import Path
 
+import torch
 from transformers import AutoModel
 
 import hf_drafthead
@@ -68,7 +69,7 @@ print(json.dumps({
     "auto": type(AutoModel.from_pretrained(folder, base_model=tiny_base())).__name__,
     "recipe": DraftHeadTrainingArguments.for_family("lion", str(folder)).learning_rate,
     "info": summarize(str(folder))["family"],
-    "preflight": preflight.family_of(folder).__name__,
+    "preflight": type(preflight.load_again(folder, torch.float32)).__name__,
     "served": serve.transformers.LionForCausalLM is LionForCausalLM,
     "tag": "lion" in staging.FAMILIES,
     "title": "Lion" in card,
