@@ -6,6 +6,7 @@ stand once at the top, and the published trees are included as data.
 """
 
 import functools
+import inspect
 import json
 from pathlib import Path
 
@@ -52,8 +53,10 @@ def build_bundle(family: str) -> str:
     """The model code of a family (`medusa`, ...) as one Python file; the same package gives the same text."""
     if family not in MODELS:
         raise ValueError(f"there is no family {family!r}: expected one of {', '.join(sorted(MODELS))}.")
-    modules = in_order(MODELS[family].__module__, {(tree_module.__name__, "_tree_files"): tree_data()})
+    modules = in_order(MODELS[family].__module__)
     check_names(modules)
+    trees = next(module for module in modules if module.name == tree_module.__name__)
+    trees.text = trees.text.replace(inspect.getsource(tree_module._tree_files).strip(), tree_data())
     statements = sorted({statement for module in modules for statement in module.imports.values()})
     # `import x` before `from x import y`, as everywhere in the package
     imports = sorted(statements, key=lambda statement: not statement.startswith("import "))

@@ -3,15 +3,12 @@
 import ast
 import re
 import symtable
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 
 PACKAGE = "hf_drafthead"
 PACKAGE_FOLDER = Path(__file__).parents[1]
 ROOMS = ("hf_drafthead.generation.", "hf_drafthead.modeling.")
-NOTHING: Mapping[tuple[str, str], str] = MappingProxyType({})
 
 # Takes the place of an import, inside a function, of what only the package has.
 ABSENT = """\
@@ -37,12 +34,8 @@ class Module:
     uses: list[str] = field(default_factory=list)
 
 
-def in_order(name: str, instead: Mapping[tuple[str, str], str] = NOTHING) -> list[Module]:
-    """A module after all others that it imports; modules that only functions import come last.
-
-    Functions are replaced by the code in `instead`, by the names of module and function. A ValueError says which import
-    one file cannot follow.
-    """
+def in_order(name: str) -> list[Module]:
+    """A module after all others that it imports; modules that only functions import come last."""
     found: dict[str, Module] = {}
     begun: set[str] = set()
 
@@ -52,7 +45,7 @@ def in_order(name: str, instead: Mapping[tuple[str, str], str] = NOTHING) -> lis
         if one in begun:
             raise ValueError(f"{one} and another module import each other: move what both need into a third.")
         begun.add(one)
-        module = read_module(one, instead)
+        module = read_module(one)
         for needed in module.needs:
             put(needed)
         found[one] = module
@@ -60,13 +53,10 @@ def in_order(name: str, instead: Mapping[tuple[str, str], str] = NOTHING) -> lis
     put(name)
     while later := [one for module in found.values() for one in module.uses if one not in found]:
         put(later[0])
-    absent = [place for place in instead if place[0] not in found or place[1] not in found[place[0]].defines]
-    if absent:
-        raise ValueError(f"{absent[0][0]} has no {absent[0][1]}() any more: say what takes its place in one file.")
     return list(found.values())
 
 
-def read_module(name: str, instead: Mapping[tuple[str, str], str] = NOTHING) -> Module:
+def read_module(name: str) -> Module:
     """A module's text without its imports, and what these and its definitions bind."""
     source = file_of(name).read_text(encoding="utf-8")
     module, lines = Module(name), source.splitlines()
@@ -84,10 +74,6 @@ def read_module(name: str, instead: Mapping[tuple[str, str], str] = NOTHING) -> 
             replaced[first] = last, ""
             continue
         module.defines |= dict.fromkeys(names_defined(node), ast.unparse(node))
-        text = instead.get((name, getattr(node, "name", "")))
-        if text is not None:
-            replaced[first] = last, text
-            continue
         for one in ast.walk(node):
             if isinstance(one, (ast.Import, ast.ImportFrom)) and (text := local_import(module, one)) is not None:
                 indent = " " * one.col_offset

@@ -33,28 +33,20 @@ WAYS += "with its heads (--include-base, or include_base=True)"
 TEXT_AT_MOST = 16 * 2**20  # bytes; larger files are not text written by people
 
 
-def files_to_send(folder: Path) -> dict[str, Path]:
-    """Every file of a folder that may be sent, by its path there, in alphabetical order.
+def sort_files(folder: Path) -> tuple[dict[str, Path], list[str]]:
+    """Every file of a folder that may be sent, by its path there, and what is the state of a training and left behind.
 
-    The state of a training (`left_behind`) and the file that git hosts write are excluded.
+    Both are in alphabetical order; the file that git hosts write is in neither.
     """
-    found = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
-    return {name: path for name, path in found.items() if name != ".gitattributes" and not _of_training(name)}
-
-
-def left_behind(folder: Path) -> list[str]:
-    """Files and folders that are the state of a training, in alphabetical order: they are of no use to others."""
-    paths = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
-    return sorted({found for path in paths if (found := _of_training(path))})
-
-
-def _of_training(name: str) -> str:
-    """The path up to the part that marks it as the state of a training; empty if there is none."""
-    parts = Path(name).parts
-    for depth, part in enumerate(parts, 1):
-        if any(fnmatch(part, pattern) for pattern in TRAINING):
-            return "/".join(parts[:depth])
-    return ""
+    sent, behind = {}, set()
+    for path in sorted(path for path in folder.rglob("*") if path.is_file() and path.name != ".gitattributes"):
+        parts = path.relative_to(folder).parts
+        marks = [depth for depth, part in enumerate(parts, 1) if any(fnmatch(part, pattern) for pattern in TRAINING)]
+        if marks:
+            behind.add("/".join(parts[: marks[0]]))
+        else:
+            sent["/".join(parts)] = path
+    return sent, sorted(behind)
 
 
 def check_files(folder: Path) -> None:
@@ -73,7 +65,7 @@ def check_files(folder: Path) -> None:
         (PICKLES, "is a pickle, which can run code when it is opened", "save the weights as safetensors instead"),
     )
     signed_in = (get_token() or "").encode()
-    for name, path in files_to_send(folder).items():
+    for name, path in sort_files(folder)[0].items():
         for patterns, what, advice in kinds:
             if any(fnmatch(part, pattern) for part in Path(name).parts for pattern in patterns):
                 raise ValueError(f"{name!r} in {str(folder)!r} {what} and is not published: {advice}.")

@@ -191,7 +191,7 @@ def _push(
                 raise
             refused = refused or str(error)
         preflight.check_files(folder)
-    files = preflight.files_to_send(folder)
+    files, _ = preflight.sort_files(folder)
     stale = sorted(name for name in _replaced(there.files, files) if FIGURES.fullmatch(name))
     if stale:
         notes.append(f"removed from the repository, because they belong to earlier heads: {', '.join(stale)}")

@@ -11,7 +11,7 @@ from huggingface_hub import ModelCard, snapshot_download
 from huggingface_hub.errors import RepositoryNotFoundError
 
 from hf_drafthead.hub_upload.destination import Target, download
-from hf_drafthead.hub_upload.preflight import files_to_send, find_base, left_behind, stored_tensors
+from hf_drafthead.hub_upload.preflight import find_base, sort_files, stored_tensors
 from hf_drafthead.modeling import DraftHeadConfig, DraftHeadPreTrainedModel
 from hf_drafthead.modeling.base_model import (
     check_base,
@@ -68,7 +68,7 @@ def stage_folder(source: Path, folder: Path, target: Target, base: str | None = 
         Notes on what was left out or is missing, with the reason.
     """
     config, token = read_heads_config(str(source)), target.token
-    files = files_to_send(source)
+    files, behind = sort_files(source)
     if target.include_base and not config.base_included:
         model: Any = BY_MODEL_TYPE[config.model_type].from_pretrained(source, dtype="auto", token=token)
         how = {"include_base": True, "max_shard_size": target.max_shard_size}
@@ -81,7 +81,6 @@ def stage_folder(source: Path, folder: Path, target: Target, base: str | None = 
             copy.symlink_to(path.resolve())  # gigabytes: read from where they are
         elif not copy.exists():
             shutil.copyfile(path, copy)
-    behind = left_behind(source)
     notes = [f"not uploaded, because it is the state of a training: {', '.join(behind)}"] if behind else []
     place, revision, gguf_file = None, config.base_model_revision, config.base_gguf_file
     if base is not None:

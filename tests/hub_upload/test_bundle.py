@@ -247,9 +247,6 @@ def test_what_one_file_cannot_hold_is_refused(rooms, sources, message):
         bundle_modules.check_names(bundle_modules.in_order(name))
 
 
-def test_a_function_that_is_replaced_must_be_there(rooms):
-    name = rooms(top="def f():\n    return 1\n")
-    place = (name, "f")
-    assert bundle_modules.in_order(name, {place: "def f():\n    return 2"})[0].text == "def f():\n    return 2"
-    with pytest.raises(ValueError, match=r"has no g\(\) any more"):
-        bundle_modules.in_order(name, {(name, "g"): ""})
+def test_published_trees_are_data_in_the_file():
+    text = build_bundle("medusa")
+    assert "'mc_sim_7b_63': [[0]," in text and "resources.files" not in text
