@@ -214,9 +214,6 @@ def _launch(saved: SavedHeads, target: str) -> str:
     return "EaModel.from_pretrained(base_model_path=BASE, ea_model_path=FOLDER, use_eagle3=True)"
 
 
-# ---- the tensors, which all layouts name alike but for the first layer ----------------------------------------------
-
-
 def layer_prefix(keys: Iterable[str]) -> str | None:
     """What the names of the first layer begin with; None if there is no such layer."""
     names = set(keys)

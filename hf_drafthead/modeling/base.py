@@ -47,8 +47,6 @@ class DraftHeadPreTrainedModel(LoadableModel):
     accepts_loss_kwargs = False  # each head's loss is a mean over its own labels
     heads_output: ClassVar[Callable[..., Any] | None] = None  # the loss of a recipe: the package sets it, see there
 
-    # ---- save -------------------------------------------------------------------------------------------------------
-
     def save_pretrained(  # type: ignore[override]
         self,
         save_directory: str | os.PathLike,
@@ -201,8 +199,6 @@ class DraftHeadPreTrainedModel(LoadableModel):
         words = (commit_message, commit_description, private, token, revision, create_pr, tags, license, include_base)
         room = _hub_upload()
         return room.push_model(self, room.Target(repo_id, *words, max_shard_size or "50GB")).commit
-
-    # ---- being a model ----------------------------------------------------------------------------------------------
 
     def forward(
         self,

@@ -133,8 +133,6 @@ class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
             self._attach(self.base)
             self.drafter.copy_from_base()
 
-    # ---- attach -----------------------------------------------------------------------------------------------------
-
     @classmethod
     def from_base(
         cls: type[LoadedModel],
@@ -246,8 +244,6 @@ class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
         for name, value in DraftSettings.stored_in(heads).items():
             setattr(ours, name, value)
         self.generation_config = ours
-
-    # ---- load -------------------------------------------------------------------------------------------------------
 
     @classmethod
     def from_pretrained(  # type: ignore[override]
