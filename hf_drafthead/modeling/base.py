@@ -229,9 +229,7 @@ class DraftHeadPreTrainedModel(LoadableModel):
             return training_loss(self, **kwargs)
         if labels is not None and self.training:
             if self.heads_output is None:
-                raise ImportError(
-                    "hf_drafthead is not installed, and only its model code is here: install it to train."
-                )
+                raise ImportError("labels train the heads with hf_drafthead: install it, and import it before loading.")
             others = {"inputs_embeds": inputs_embeds, "past_key_values": past_key_values, **kwargs}
             return self.heads_output(input_ids, labels, attention_mask, position_ids, **others)
         if self.training and "forward" in self.__dict__ and torch.is_grad_enabled():
