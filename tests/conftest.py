@@ -51,7 +51,7 @@ def no_line_of_progress(monkeypatch):
 @pytest.fixture(autouse=True)
 def steps_that_take_equally_long(monkeypatch):
     """What a call drafts does not depend on how fast the machine is: without an entry every step pays."""
-    monkeypatch.setattr(decoding, "perf_counter", itertools.count().__next__)
+    monkeypatch.setattr(decoding, "thread_time", itertools.count().__next__)
 
 
 class DeprecationNotices(logging.Handler):

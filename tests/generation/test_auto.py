@@ -252,7 +252,7 @@ def test_without_an_entry_a_cpu_drafts_where_that_pays(guess, cost, drafted, row
         now += cost if nodes and nodes[-1] > 1 else 1
         return now
 
-    monkeypatch.setattr(decoding, "perf_counter", seconds_of_the_last_step)
+    monkeypatch.setattr(decoding, "thread_time", seconds_of_the_last_step)
     found = model.generate(**call, on_step=lambda record: nodes.append(record.drafted) if record.step else None)
     assert torch.equal(found, text)
     drafting = len(nodes) - nodes.count(1)
