@@ -1,5 +1,5 @@
 """Copies from the text in the tree: tokens per step at equal nodes beside heads alone, copies alone and transformers'
-own prompt lookup, and what a step with copies costs.
+own prompt lookup, and what a step with copies costs, in processor seconds.
 
     python benchmarks/lookup.py zoo                      # the bundled families on the held-out prompts
     python benchmarks/lookup.py zoo --family medusa --nodes 32 --copies 4 8 --tokens 64
@@ -11,21 +11,21 @@ Greedy; the text of every call is compared with the base's. `zoo` and `step` dec
 the base's ends them; `chat` counts texts that rounding changed. Each part of the figures stands under its own name in
 results/lookup.json.
 
-`below_the_guess` is what copies below the heads' best guess could add to a step at most where the root alone matches
-nothing: in such steps with a right guess, as if it was the best one, the right tokens behind it that a copy would have
-had, less those that the step gave anyway.
+With `--below`, `zoo` also counts trees in which copies hang below the heads' best guess where the root alone matches
+nothing, which the library does not do.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import json
 import statistics
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,8 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 from hf_drafthead import DraftTree, zoo
 from hf_drafthead.evaluation.calls import counted_forwards, encode_turn
 from hf_drafthead.evaluation.questions import Question, read_questions
-from hf_drafthead.generation.lookup import copies
+from hf_drafthead.generation import drafting, step
+from hf_drafthead.generation.lookup import Copies, copies, joined
 from hf_drafthead.trees.rank_paths import left_padded
 from hf_drafthead.trees.timing import StepClock, time_interleaved
 
@@ -60,6 +61,7 @@ def main() -> None:
         part.add_argument("--dtype", default="bfloat16" if name in ("chat", "match") else "float32")
         if name == "zoo":
             part.add_argument("--family", nargs="*", default=zoo.families())
+            part.add_argument("--below", action="store_true", help="also count copies below the best guess")
         elif name == "chat":
             part.add_argument("questions", type=Path, help="lines with `category` and `turns`")
             part.add_argument("heads", nargs="+", help="folders or ids of models with heads")
@@ -141,7 +143,7 @@ def of_step(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         clocks: dict[str, list[float]] = {"without": [], "with": []}
 
         def timed(name: str, more: dict[str, Any], call: dict[str, Any] = call, clocks: dict = clocks) -> torch.Tensor:
-            clock = StepClock()
+            clock = OwnSeconds()
             text: torch.Tensor = model.generate(**call, do_sample=False, draft_tree=tree, on_step=clock.put, **more)
             clocks[name].append(clock.step())
             return text
@@ -165,26 +167,38 @@ def of_step(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def of_match(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Seconds of the search in a long text over those of a step, between whose steps it runs."""
+    """Seconds of the search in a long text over those of a step, between whose steps it runs.
+
+    The steps are those of a short text, which take less time than those of the long one.
+    """
     model, _ = loaded(args.heads, args.base, args.dtype)
     text = torch.randint(3, 2000, (1, args.length), generator=torch.Generator().manual_seed(0))
-    lengths, searches, steps = torch.tensor([args.length]), list[float](), list[float]()
+    lengths, searches, steps, ended = torch.tensor([args.length]), list[float](), list[float](), list[float]()
 
     def search(record: Any) -> None:
-        begun = time.perf_counter()
+        begun = time.process_time()
         copies(text, lengths, args.copies[0], LONGEST_MATCH, 2000)
         if record.step:
-            searches.append(time.perf_counter() - begun)
-            steps.append(sum(record.seconds[stage] for stage in ("draft", "verify", "walk", "commit")))
+            steps.append(begun - ended[-1])
+            searches.append(time.process_time() - begun)
+        ended.append(time.process_time())
 
     call = {"max_new_tokens": args.tokens, "eos_token_id": None, "do_sample": False, "on_step": search}
-    model.generate(text, attention_mask=torch.ones_like(text), draft_tree=static_tree(model, args.nodes), **call)
+    prompt = text[:, :128]
+    model.generate(prompt, attention_mask=torch.ones_like(prompt), draft_tree=static_tree(model, args.nodes), **call)
     shares = [search / step for search, step in zip(searches, steps, strict=True)]
     figures = {"tokens": args.length, "nodes": args.nodes, "layers": model.base.config.num_hidden_layers}
     figures |= {"dtype": args.dtype, "steps": len(shares), "share": round(statistics.median(shares), 5)}
     figures |= {"quartiles": [round(value, 5) for value in statistics.quantiles(shares, n=4)]}
     print(json.dumps(figures), flush=True)
     yield figures
+
+
+class OwnSeconds(StepClock):
+    """Counts the seconds of this process alone, which other load on the machine changes little."""
+
+    def put(self, _: Any) -> None:
+        self.times.append(time.process_time())
 
 
 class Counted:
@@ -201,7 +215,7 @@ class Counted:
         self.model, self.tree, self.args, self.alone = model, tree, args, alone
         self.tokens: Counter[str] = Counter()
         self.steps: Counter[str] = Counter()
-        self.below_the_guess = self.texts = self.different = 0
+        self.texts = self.different = 0
 
     def add_all(self, given: dict[str, torch.Tensor], text: torch.Tensor) -> None:
         """One prompt, decoded in every way; `text` is the base's."""
@@ -209,9 +223,11 @@ class Counted:
         self.texts += 1
         self._add("heads", self.model.generate(**call, draft_tree=self.tree), text)
         for count in self.args.copies:
-            both = self.model.generate(**call, draft_tree=self.tree, prompt_lookup_num_tokens=count)
-            self._add(f"both, {count}", both, text)
-        self.below_the_guess += self._below_the_guess(both, given["input_ids"].shape[1], count)
+            both = {**call, "draft_tree": self.tree, "prompt_lookup_num_tokens": count}
+            self._add(f"both, {count}", self.model.generate(**both), text)
+            if getattr(self.args, "below", False):
+                with below_the_guess():
+                    self._add(f"both, {count}, also below the best guess", self.model.generate(**both), text)
         if not self.alone:
             return
         copied = {"prompt_lookup_num_tokens": self.args.nodes - 1}
@@ -224,31 +240,36 @@ class Counted:
 
     def figures(self) -> dict[str, Any]:
         """Tokens per step of every way."""
-        rates = {name: round(self.tokens[name] / max(steps, 1), 3) for name, steps in self.steps.items()}
-        last = f"both, {self.args.copies[-1]}"
-        return {**rates, "below_the_guess": round(self.below_the_guess / max(self.steps[last], 1), 4)}
+        return {name: round(self.tokens[name] / max(steps, 1), 3) for name, steps in self.steps.items()}
 
     def _add(self, name: str, output: Any, text: torch.Tensor) -> None:
         self.different += not torch.equal(output.sequences, text)
         self.tokens[name] += int(output.accepted_lengths.sum())
         self.steps[name] += output.accepted_lengths.shape[1]
 
-    def _below_the_guess(self, output: Any, prompt: int, count: int) -> int:
-        """Tokens that copies below the best guess would have added at most in the steps of one call."""
-        tokens, gained, root = output.sequences[0].tolist(), 0, prompt
-        for emitted in output.accepted_lengths[0].tolist():
-            behind = tokens[root + 2 : root + 1 + count]
-            if emitted > 1 and not self._copy(tokens[: root + 1], count):
-                copied = self._copy(tokens[: root + 2], count)
-                right = sum(itertools.takewhile(bool, map(lambda one, other: one == other, copied, behind)))
-                gained += max(2 + right - emitted, 0) if copied else 0
-            root += emitted
-        return gained
 
-    def _copy(self, tokens: Sequence[int], count: int) -> list[int]:
-        """What followed the last tokens where they occurred before; empty where they did not."""
-        found = copies(torch.tensor([tokens]), torch.tensor([len(tokens)]), count, LONGEST_MATCH, 1 << 40)
-        return found.tokens[0].tolist() if bool(found.matched) else []
+@contextlib.contextmanager
+def below_the_guess() -> Iterator[None]:
+    """Let copies also hang below the heads' best guess, in rows where the root alone matches nothing."""
+    searched: list[Any] = []
+
+    def noted(sequences: torch.Tensor, lengths: torch.Tensor, *more: int) -> Copies:
+        searched[:] = [sequences, lengths, more]
+        return copies(sequences, lengths, *more)
+
+    def below(tokens: torch.Tensor, parents: Any, depths: Any, value: Any, copied: Copies, *more: int) -> Any:
+        (sequences, lengths, how), guess = searched, tokens[:, 1:2]  # the first child of the root
+        again = copies(sequences.scatter(1, lengths[:, None], guess), lengths + 1, *how)
+        used = again.matched & ~copied.matched
+        line = torch.cat([guess, again.tokens[:, :-1]], dim=1)
+        copied = Copies(torch.where(used[:, None], line, copied.tokens), copied.matched | used)
+        return joined(tokens, parents, depths, value, copied, *more)
+
+    step.copies, step.joined, drafting.joined = noted, below, below
+    try:
+        yield
+    finally:
+        step.copies, step.joined, drafting.joined = copies, joined, joined
 
 
 def loaded(heads: str, base: Any, dtype: str) -> tuple[Any, Any]:

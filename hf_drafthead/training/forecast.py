@@ -15,7 +15,7 @@ from hf_drafthead.training.callbacks import duration
 from hf_drafthead.training.examples import PreparedData
 from hf_drafthead.training.trainer import DraftHeadTrainer
 
-TIMED_TOKENS = 3600  # that a calibration times, of base and trees, at most
+TIMED_TOKENS = 5300  # that a calibration times, of base and trees, at most
 MOMENTS = 8  # bytes per trained parameter that Adam keeps in float32
 
 
