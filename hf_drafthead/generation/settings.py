@@ -47,8 +47,8 @@ class DraftSwitch:
     def __init__(self, cost: float | None, usual: float):
         self.cost, self.mean, self.steps = cost, max(usual, cost or 0), PRIOR
         self.pause, self.left = 0, 0  # steps without drafting, of which so many are left
-        self.first = 1  # tokens of the step before the cost is known
-        self.shortest = None if cost is not None else {True: math.inf, False: math.inf}  # by whether a step drafts
+        self.early: list[float] = []  # tokens of the steps before the cost is known
+        self.shortest: dict[bool, float] | None = None if cost is not None else {}  # by whether a step drafts
 
     def drafts(self) -> bool:
         """Whether to draft now; called once for each step."""
@@ -57,17 +57,22 @@ class DraftSwitch:
 
     def time(self, drafted: bool, seconds: float) -> None:
         """Take in how long a step has taken."""
-        if self.shortest is not None:
-            self.shortest[drafted] = min(self.shortest[drafted], seconds)
-            if max(self.shortest.values()) < math.inf:
-                known, self.cost = self.cost is not None, self.shortest[True] / self.shortest[False]
-                if not known:
-                    self.note(self.first)
+        if self.shortest is None:
+            return
+        if drafted not in self.shortest:  # the first step of a kind also makes what the later ones use
+            self.shortest[drafted] = math.inf
+            return
+        self.shortest[drafted] = min(self.shortest[drafted], seconds)
+        if len(self.shortest) > 1 and max(self.shortest.values()) < math.inf:
+            known, self.cost = self.cost is not None, self.shortest[True] / self.shortest[False]
+            if self.early and not known:
+                self.note(sum(self.early) / len(self.early))
 
-    def note(self, emitted: int) -> None:
+    def note(self, emitted: float) -> None:
         """Take in how many tokens a step that drafted has emitted."""
-        if self.cost is None:  # until a step that does not draft has said what it costs
-            self.first, self.left = emitted, FIRST_PAUSE
+        if self.cost is None:  # until steps that do not draft have said what one costs
+            self.early.append(emitted)
+            self.left = FIRST_PAUSE if len(self.early) > 1 else 0
             return
         self.steps += 1
         self.mean += (TRIAL_SHARE if self.pause else max(SHARE, 1 / self.steps)) * (emitted - self.mean)

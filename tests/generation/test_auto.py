@@ -231,11 +231,11 @@ def test_a_switch_without_a_cost_takes_it_from_the_steps(cost, drafts):
     switch, found = DraftSwitch(None, 2.0), []
     for step in range(60):  # two tokens each
         found.append(switch.drafts())
-        noise = 1 + 5 * (step % 7 == 3)  # now and then something else delays a step
+        noise = 1 + 5 * (step % 7 == 5 or step in (0, 2))  # now and then something else delays a step
         switch.time(found[-1], noise * (cost if found[-1] else 1.0))
         if found[-1]:
             switch.note(2)
-    assert found[:5] == [True, False, drafts, drafts, drafts]
+    assert found[:5] == [True, True, False, False, drafts]
     assert sum(found[-40:]) > 36 if drafts else sum(found) < 10
 
 
@@ -256,7 +256,7 @@ def test_without_an_entry_a_cpu_drafts_where_that_pays(guess, cost, drafted, row
     found = model.generate(**call, on_step=lambda record: nodes.append(record.drafted) if record.step else None)
     assert torch.equal(found, text)
     drafting = len(nodes) - nodes.count(1)
-    assert nodes.count(1) == 1 if drafted else drafting < 10, nodes
+    assert nodes.count(1) == 2 if drafted else drafting < 10, nodes
 
 
 def test_what_the_cost_does_not_decide_is_not_timed():

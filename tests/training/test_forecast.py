@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from transformers import AutoTokenizer
 
 from hf_drafthead import cli, zoo
 from hf_drafthead.training import run
+from hf_drafthead.training.forecast import Times, _total
 from hf_drafthead.training.run import train_heads
 from tests.bases import tiny_base
 from tests.training.test_trainer import weights
@@ -67,6 +69,13 @@ def test_what_was_foretold_is_what_happens(place, tmp_path, batches):
     assert "rows read" in told[0]
     assert f"heads: {expected['parameters']:,} parameters; memory: " in told[1]
     assert f"data: 21 rows of {expected['tokens']:,} tokens; {expected['steps']:,} steps of " in told[1]
+
+
+@pytest.mark.parametrize("share, during", [(None, 90), (0.1, 2)], ids=["as asked", "a tenth"])
+def test_the_time_is_that_of_steps_evaluations_and_calibration(share, during):
+    clock = types.SimpleNamespace(evaluations=share)
+    trainer = types.SimpleNamespace(clock=clock, args=types.SimpleNamespace(hours=None))
+    assert _total(trainer, Times(step=2.0, evaluation=30.0, once=7.0), 10, 4) == 20 + during + 30 + 7
 
 
 def history(folder):
