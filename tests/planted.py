@@ -14,7 +14,7 @@ def phantom_token(patch) -> None:
 
     def guessed_right(candidates, first):
         tokens = candidates.tokens.clone()
-        tokens[:, 1] = first
+        tokens[:, 1:2] = first[:, None]  # the root may be alone
         return candidates._replace(tokens=tokens)
 
     def device(choice, valid, candidates, *rest):
