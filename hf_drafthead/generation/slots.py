@@ -126,7 +126,8 @@ class SlotCache(Cache):
         if self.placed is not None:
             if not self.fixed:
                 self.reserve(self.extent + m, self.nodes)
-            move = self._move_row if self.rows == 1 and self.even else self._move_apart if self.apart else self._move
+            single = self.rows == 1 and not self.fixed and self.even
+            move = self._move_row if single else self._move_apart if self.apart else self._move
             move(self.nodes - self.placed + nodes)
         self.lengths.add_(counts.to(self.lengths.device))
         self.extent = self._longest(self.extent + m)
