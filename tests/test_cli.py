@@ -285,6 +285,7 @@ def test_bad_input_is_refused_in_one_line(tiny_zoo, run, arguments, text):
 
 def test_a_zoo_without_heads_is_refused_in_one_line(run, tmp_path, monkeypatch):
     monkeypatch.setattr(zoo, "ASSETS", tmp_path)
+    monkeypatch.setattr("hf_drafthead.zoo.chat.is_installed", lambda: False)
     refused(run("demo"), "the zoo holds no heads: install hf-drafthead again.")
 
 
