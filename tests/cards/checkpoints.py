@@ -16,7 +16,13 @@ def write_checkpoint(folder: Path, family: str = "hydra", **config: Any) -> Path
     fields = {
         "model_type": f"drafthead_{family}",
         "architectures": [f"{family.capitalize()}ForCausalLM"],
-        "base_config": {"model_type": "llama", "hidden_size": 8, "vocab_size": 100, "dtype": "float32"},
+        "base_config": {
+            "model_type": "llama",
+            "hidden_size": 8,
+            "num_attention_heads": 2,
+            "vocab_size": 100,
+            "dtype": "float32",
+        },
         "base_included": False,
         "base_model_name_or_path": "org/base",
         "base_model_revision": "0123456789abcdef0123456789abcdef01234567",
