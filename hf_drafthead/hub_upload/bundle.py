@@ -11,7 +11,7 @@ import json
 from pathlib import Path
 
 from hf_drafthead.generation import tree as tree_module
-from hf_drafthead.hub_upload.bundle_modules import check_names, in_order
+from hf_drafthead.hub_upload.bundle_modules import in_order
 from hf_drafthead.modeling.checkpoint import read_heads_config
 from hf_drafthead.modeling.config import MODEL_TYPE_PREFIX
 from hf_drafthead.modeling.families import BY_MODEL_TYPE
@@ -54,10 +54,9 @@ def build_bundle(family: str) -> str:
     if family not in MODELS:
         raise ValueError(f"there is no family {family!r}: expected one of {', '.join(sorted(MODELS))}.")
     modules = in_order(MODELS[family].__module__)
-    check_names(modules)
     trees = next(module for module in modules if module.name == tree_module.__name__)
     trees.text = trees.text.replace(inspect.getsource(tree_module._tree_files).strip(), tree_data())
-    statements = sorted({statement for module in modules for statement in module.imports.values()})
+    statements = sorted({statement for module in modules for statement in module.imports})
     # `import x` before `from x import y`, as everywhere in the package
     imports = sorted(statements, key=lambda statement: not statement.startswith("import "))
     header = HEADER.format(family=family, version=__version__, imports="\n".join(imports))
