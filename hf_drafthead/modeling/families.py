@@ -10,40 +10,19 @@ from typing import Any
 
 from torch import nn
 
+from hf_drafthead.modeling.amphista import AMPHISTA_RECIPE, AmphistaConfig, AmphistaForCausalLM
 from hf_drafthead.modeling.base import DraftHeadPreTrainedModel
 from hf_drafthead.modeling.config import DraftHeadConfig
+from hf_drafthead.modeling.draft_model import DRAFT_MODEL_RECIPE, DraftModelConfig, DraftModelForCausalLM
+from hf_drafthead.modeling.eagle import EAGLE_RECIPE, EagleConfig, EagleForCausalLM
+from hf_drafthead.modeling.eagle3 import EAGLE3_RECIPE, Eagle3Config, Eagle3ForCausalLM
+from hf_drafthead.modeling.hydra import HYDRA_PLUS_PLUS_RECIPE, HYDRA_RECIPE, HydraConfig, HydraForCausalLM
+from hf_drafthead.modeling.medusa import MEDUSA_JOINT_RECIPE, MEDUSA_RECIPE, MedusaConfig, MedusaForCausalLM
 
-# `as` offers a class to type checkers too, for which the package's classes are the public names of this module.
-# isort: off
-from hf_drafthead.modeling.amphista import (
-    AMPHISTA_RECIPE,
-    AmphistaConfig as AmphistaConfig,
-    AmphistaForCausalLM as AmphistaForCausalLM,
-)
-from hf_drafthead.modeling.draft_model import (
-    DRAFT_MODEL_RECIPE,
-    DraftModelConfig as DraftModelConfig,
-    DraftModelForCausalLM as DraftModelForCausalLM,
-)
-from hf_drafthead.modeling.eagle import EAGLE_RECIPE, EagleConfig as EagleConfig, EagleForCausalLM as EagleForCausalLM
-from hf_drafthead.modeling.eagle3 import (
-    EAGLE3_RECIPE,
-    Eagle3Config as Eagle3Config,
-    Eagle3ForCausalLM as Eagle3ForCausalLM,
-)
-from hf_drafthead.modeling.hydra import (
-    HYDRA_PLUS_PLUS_RECIPE,
-    HYDRA_RECIPE,
-    HydraConfig as HydraConfig,
-    HydraForCausalLM as HydraForCausalLM,
-)
-from hf_drafthead.modeling.medusa import (
-    MEDUSA_JOINT_RECIPE,
-    MEDUSA_RECIPE,
-    MedusaConfig as MedusaConfig,
-    MedusaForCausalLM as MedusaForCausalLM,
-)
-# isort: on
+# For type checkers, for which the package's classes are the public names of this module; at run time CLASSES has them.
+__all__ = ["AmphistaConfig", "DraftModelConfig", "EagleConfig", "Eagle3Config", "HydraConfig", "MedusaConfig"]
+__all__ += ["AmphistaForCausalLM", "DraftModelForCausalLM", "EagleForCausalLM", "Eagle3ForCausalLM"]
+__all__ += ["HydraForCausalLM", "MedusaForCausalLM"]
 
 
 @dataclass(frozen=True)
