@@ -4,6 +4,7 @@
 """
 
 from pathlib import Path
+from typing import Any
 
 ASSETS: Path = Path(__file__).parent / "assets"
 
@@ -26,21 +27,16 @@ def path(name: str) -> str:
     return str(folder)
 
 
-def chat_base() -> str:
-    """Folder of the chat model, SmolLM2-135M-Instruct; `hf_drafthead.zoo.chat` has the details."""
-    from hf_drafthead.zoo.chat import chat_base  # which needs transformers
-
-    return chat_base()
-
-
-def chat_heads(family: str) -> str:
-    """Folder of the chat model with heads of one family; `hf_drafthead.zoo.chat` has the details."""
-    from hf_drafthead.zoo.chat import chat_heads
-
-    return chat_heads(family)
-
-
 def families() -> list[str]:
     """Names of the head families that are present, in alphabetical order."""
     folders = (config.parent for config in ASSETS.glob("*/config.json"))
     return sorted(folder.name for folder in folders if folder.name != "base")
+
+
+def __getattr__(name: str) -> Any:
+    """`chat_base` and `chat_heads`, of a module that needs transformers."""
+    if name not in ("chat_base", "chat_heads"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from hf_drafthead.zoo import chat
+
+    return getattr(chat, name)

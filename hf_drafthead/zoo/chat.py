@@ -4,7 +4,6 @@ Its weights are those of the package's 4-bit file, unpacked and kept as bfloat16
 Hub, which `HUB_ID` names, but not equal to them. The heads that come with this package learned the former.
 """
 
-import hashlib
 import json
 import os
 import shutil
@@ -14,6 +13,7 @@ from pathlib import Path
 
 import torch
 from huggingface_hub.constants import HF_HOME
+from huggingface_hub.utils.sha import sha_fileobj
 
 from hf_drafthead.modeling.checkpoint import WEIGHTS
 from hf_drafthead.modeling.gguf_files import gguf_arguments, load_tokenizer
@@ -128,8 +128,5 @@ def _replace(folder: Path, new: Path, work: Path) -> None:
 
 
 def _sha256(file: Path) -> str:
-    digest = hashlib.sha256()
     with open(file, "rb") as stream:
-        while block := stream.read(2**24):
-            digest.update(block)
-    return digest.hexdigest()
+        return sha_fileobj(stream).hex()
