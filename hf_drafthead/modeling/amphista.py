@@ -134,17 +134,6 @@ class AdaptationStage(nn.Module):
         return self.fc(x if embeddings is None else torch.cat([x, embeddings], dim=-1))
 
 
-class HeadPositions(nn.Module):
-    """H' + PE, equation 4."""
-
-    def __init__(self, heads: int, hidden_size: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(heads, hidden_size))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.weight
-
-
 class AmphistaState(NamedTuple):
     """As Medusa's, but `features` are each stage's output at the row's last verified position."""
 
@@ -173,7 +162,8 @@ class AmphistaDrafter(MedusaDrafter):
         depth = config.num_auto_embedding_layers
         self.auto_embedding = nn.ModuleList(DecoderLayer(config.own_layer) for _ in range(depth))
         with_positions = depth > 0 and config.use_head_positions
-        self.head_positions = HeadPositions(heads, hidden_size) if with_positions else None
+        positions = torch.zeros(heads, hidden_size)
+        self.head_positions = nn.Embedding.from_pretrained(positions, freeze=False) if with_positions else None
         self.projections = OutputProjections(
             heads, hidden_size, self.choices, config.share_lm_head, bias=config.lm_head_bias, rank=config.lm_head_rank
         )
@@ -219,7 +209,7 @@ class AmphistaDrafter(MedusaDrafter):
             return x
         x = x.transpose(0, 1).contiguous()  # (N, K, H)
         if self.head_positions is not None:
-            x = self.head_positions(x)
+            x = x + self.head_positions.weight  # equation 4
         for layer in cast("list[DecoderLayer]", self.auto_embedding):
             x = layer.without_order(x)
         return x.transpose(0, 1)
