@@ -196,8 +196,9 @@ def _config_of(
                 f"{name!r} does not say which base its heads were trained for: give its id or path (base_model=, on "
                 "the command line --base)."
             )
-        if base is None and not os.path.isabs(base_name) and os.path.isdir(os.path.join(file.folder, base_name)):
-            base_name = os.path.join(file.folder, base_name)
+        beside = os.path.join(os.path.dirname(file.files[0]), base_name)
+        if base is None and not os.path.isabs(base_name) and os.path.isdir(beside):
+            base_name = beside
         fetch = {key: value for key, value in hub.items() if key not in ("revision", "subfolder")}
         base_config = fetch_config(base_name, base_revision, **{"token": None, **fetch})
         commit = commit_of(base_name, {**fetch, "revision": base_revision or "main"})

@@ -20,8 +20,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.utils import extract_commit_hash
 
-from hf_drafthead.modeling.checkpoint import commit_in, fetch_file, is_missing_folder, map_tensors, weights_in
+from hf_drafthead.modeling.checkpoint import fetch_file, is_missing_folder, map_tensors, weights_in
 from hf_drafthead.modeling.files import read_json
 
 CONFIG = "config.json"
@@ -76,11 +77,6 @@ class Source:
     tensors: Mapping[str, Tensor] = field(repr=False)
     commit: str | None = None
 
-    @property
-    def folder(self) -> str:
-        """Where the files lie on this machine."""
-        return os.path.dirname(self.files[0])
-
 
 def find_sources(name: str, hub: Mapping[str, Any]) -> list[Source]:
     """The weights at a folder, file or Hub id: usually one file; several where heads and a model lie side by side.
@@ -112,7 +108,7 @@ def _source(name: str, files: list[str], config: str | None) -> Source:
     for file in files:
         tensors |= map_tensors([file]) if file.endswith(".safetensors") else read_pickle(file)
     fields = read_json(config) if config else {}
-    return Source(name, tuple(files), fields, plain_names(tensors), commit_in(files[0]))
+    return Source(name, tuple(files), fields, plain_names(tensors), extract_commit_hash(files[0], None))
 
 
 def plain_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

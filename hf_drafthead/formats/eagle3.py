@@ -41,12 +41,7 @@ from hf_drafthead.modeling.eagle3 import Eagle3ForCausalLM
 IDS = "eagle_aux_hidden_state_layer_ids"
 WRITTEN_FOR = "hf_drafthead_export"  # the target, in what is written here: it settles what the layout leaves open
 LLAMA_LAYERS = ("llama", "mistral")
-NORM_FLAGS = (
-    "norm_before_residual",
-    "norm_before_fc",
-    "fc_norm",
-    "norm_output",
-)  # config fields
+NORM_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")  # config fields
 FIRST = ("midlayer.", "layers.0.")
 LATER = re.compile(r"layers\.(\d+)\.")
 LEGACY_NORMS = ["aux_norm_low.weight", "aux_norm_mid.weight", "aux_norm_high.weight"]

@@ -77,9 +77,6 @@ class Hydra(Layout):
         prefix = any(key.startswith(PREFIX_LAYER) for key in source.tensors)
         if UNUSED in reader:
             reader.drop(UNUSED, "the prefix layer reads hidden states: the original never uses it")
-        for key in source.tensors:
-            if key.startswith(PREFIX_LAYER) and key.endswith("inv_freq"):
-                reader.drop(key, "computed from the config")
         tensors |= reader.renamed(PREFIX_LAYER_NAMES)
         copies = {}
         if EMBEDDINGS in reader:

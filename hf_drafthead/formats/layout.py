@@ -142,10 +142,9 @@ class Reader:
         theirs = [(there, here) for here, there in prefixes]
         tensors = {}
         for key in self.tensors:
-            name = renamed(key, theirs)
-            if name is not None and key.endswith("inv_freq"):
+            if key.endswith("inv_freq"):
                 self.drop(key, "computed from the config")
-            elif name is not None:
+            elif (name := renamed(key, theirs)) is not None:
                 tensors[name] = self.one(key)
         return tensors
 

@@ -1,6 +1,6 @@
 """The layouts that are known, which of them a checkpoint is in, and the bases of published heads that name none."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from hf_drafthead.formats.disk import Source, find_sources
@@ -29,7 +29,8 @@ def find(name: str, hub: Mapping[str, Any]) -> tuple[Source, Layout]:
         ValueError: they are of no known layout, of this library's own, or of two layouts.
     """
     sources = find_sources(name, hub)
-    found = [(source, layout) for source in sources if (layout := detect(source.tensors, source.config)) is not None]
+    fitting = [(one, [layout for layout in LAYOUTS if layout.detect(one.tensors, one.config)]) for one in sources]
+    found = [(source, layouts[0]) for source, layouts in fitting if layouts]
     if len(found) > 1:
         names = " and ".join(f"{source.files[0]!r} ({layout.name})" for source, layout in found)
         raise ValueError(f"{name!r} holds heads twice: {names}; give the file of one of them.")
@@ -46,12 +47,6 @@ def find(name: str, hub: Mapping[str, Any]) -> tuple[Source, Layout]:
         f"{name!r} is of no known layout: it has {len(keys)} tensors such as {shown}; known are {known}: give one of "
         "these; a base without heads needs no conversion, put new heads on it with from_base."
     )
-
-
-def detect(keys: Iterable[str], config: Mapping[str, Any]) -> Layout | None:
-    """The layout that tensors of these names are of; None if it is not known."""
-    names = list(keys)
-    return next((layout for layout in LAYOUTS if layout.detect(names, config)), None)
 
 
 # By repository on the Hub; what the repositories' own pages name.

@@ -22,6 +22,7 @@ from huggingface_hub.utils import validate_repo_id
 
 from hf_drafthead.modeling.checkpoint import HTTP_ERROR, why_refused
 from hf_drafthead.modeling.config import MODEL_TYPE_PREFIX
+from hf_drafthead.modeling.files import first_line
 
 SHARD = "50GB"  # as in transformers
 # What makes a repository one of a model: its weights in any form, or what says where they lie.
@@ -192,8 +193,3 @@ def told(target: Target, sending: bool = False) -> Iterator[None]:
             f"the push to {target.repo_id!r} was interrupted ({type(error).__name__}: {first_line(error)}): push "
             "again; files that were uploaded are not sent twice."
         ) from error
-
-
-def first_line(error: Exception) -> str:
-    """The first line of an error, without a full stop."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(". ")

@@ -18,11 +18,12 @@ from transformers.utils import logging
 
 from hf_drafthead.hub_upload import preflight, staging
 from hf_drafthead.hub_upload.bundle import add_bundle
-from hf_drafthead.hub_upload.destination import Destination, Target, check_destination, first_line, look, told
+from hf_drafthead.hub_upload.destination import Destination, Target, check_destination, look, told
 from hf_drafthead.modeling import DraftHeadPreTrainedModel
 from hf_drafthead.modeling.base_model import is_local, locate_base
 from hf_drafthead.modeling.checkpoint import HTTP_ERROR, read_heads_config
 from hf_drafthead.modeling.config import portable
+from hf_drafthead.modeling.files import first_line
 
 logger = logging.get_logger(__name__)
 

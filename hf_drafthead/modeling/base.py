@@ -208,11 +208,7 @@ class DraftHeadPreTrainedModel(LoadableModel):
         past_key_values: Any = None,
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
-        use_cache: bool | None = None,
-        output_attentions: bool | None = None,
-        output_hidden_states: bool | None = None,
-        return_dict: bool | None = None,
-        logits_to_keep: int | Tensor = 0,
+        logits_to_keep: int | Tensor | None = None,
         training_loss: Callable[..., Any] | None = None,
         **kwargs: Any,
     ) -> Any:
@@ -241,15 +237,11 @@ class DraftHeadPreTrainedModel(LoadableModel):
             "past_key_values": past_key_values,
             "inputs_embeds": inputs_embeds,
             "labels": labels,
-            "use_cache": use_cache,
-            "output_attentions": output_attentions,
-            "output_hidden_states": output_hidden_states,
-            "return_dict": return_dict,
+            "logits_to_keep": logits_to_keep,
+            **kwargs,
         }
-        if isinstance(logits_to_keep, Tensor) or logits_to_keep:
-            given["logits_to_keep"] = logits_to_keep
         # Not every base knows every argument: pass on only what was given.
-        return self.base(**{name: value for name, value in given.items() if value is not None}, **kwargs)
+        return self.base(**{name: value for name, value in given.items() if value is not None})
 
     def _refuse_to_learn_nothing(self) -> None:
         """Refuse a trainer that put its own forward before ours and asks for the output of a base that is frozen."""

@@ -14,11 +14,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-from transformers.utils import CONFIG_NAME, cached_file, logging
+from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME, cached_file, extract_commit_hash, logging
 
 from hf_drafthead.modeling.adapters import adapter_base, find_adapter, load_adapter, unwrapped
-from hf_drafthead.modeling.checkpoint import HTTP_ERROR, commit_in, fetch_file, is_missing_folder, why_refused
+from hf_drafthead.modeling.checkpoint import HTTP_ERROR, fetch_file, is_missing_folder, why_refused
 from hf_drafthead.modeling.config import MODEL_TYPE_PREFIX, DraftHeadConfig
+from hf_drafthead.modeling.files import first_line
 from hf_drafthead.modeling.gguf_files import beside, gguf_arguments, load_tokenizer, reading_gguf, split_gguf
 
 logger = logging.get_logger(__name__)
@@ -68,7 +69,7 @@ def load_named(
             other = "" if checkpoint is None else "; base_model= takes another place of it"
             raise OSError(f"{called} cannot be fetched at {revision!r}: {refused}{other}.") from error
         what = "cannot be read" if os.path.isdir(name) else "was not found"
-        raise OSError(f"{called} {what} ({_headline(error).rstrip('.')}{beside(name)}): {wanted}") from error
+        raise OSError(f"{called} {what} ({first_line(error)}{beside(name)}): {wanted}") from error
     refuse_unfit(base_config, place, loaded=False)
     refuse_misspelt(arguments, fields)
     file = arguments.get("gguf_file")
@@ -91,8 +92,9 @@ def load_named(
     origin = {"base_model_name_or_path": full_name(place), "base_model_revision": commit, "base_gguf_file": file}
     if adapter is not None:
         load_adapter(base, adapter)
+        commit = extract_commit_hash(os.path.join(adapter, ADAPTER_CONFIG_NAME), None)
         if not os.path.isdir(name):
-            origin |= {"adapter_name_or_path": name, "adapter_revision": commit_in(adapter)}
+            origin |= {"adapter_name_or_path": name, "adapter_revision": commit}
     return base, origin
 
 
@@ -196,8 +198,8 @@ def fetch_config(name: str, revision: str | None, token: str | bool | None, **hu
     try:
         fields, _ = PreTrainedConfig.get_config_dict(name, revision=revision or "main", token=token, **hub)
     except (OSError, HTTP_ERROR) as error:
-        refused = why_refused(error) or _headline(error)
-        raise OSError(f"config.json of the base {name!r} cannot be fetched: {refused.rstrip('.')}.") from error
+        refused = why_refused(error) or first_line(error)
+        raise OSError(f"config.json of the base {name!r} cannot be fetched: {refused}.") from error
     model_type = fields.get("model_type")
     if model_type in CONFIG_MAPPING:
         return CONFIG_MAPPING[model_type].from_dict(fields)
@@ -311,7 +313,7 @@ def copy_tokenizer(name: str | None, folder: Path, gguf_file: str | None, hub: M
     try:
         load_tokenizer(name, gguf_file, **hub).save_pretrained(folder)
     except (HTTP_ERROR, OSError, ValueError, TypeError, KeyError, ImportError) as error:
-        raise ValueError(f"the tokenizer of {name!r} cannot be loaded: {_headline(error).rstrip('.')}") from error
+        raise ValueError(f"the tokenizer of {name!r} cannot be loaded: {first_line(error)}") from error
     return True
 
 
@@ -356,8 +358,4 @@ def commit_of(name: str, hub: Mapping[str, Any], of_file: str = CONFIG_NAME) -> 
     if os.path.isdir(name):
         return None
     file = cached_file(name, of_file, _raise_exceptions_for_missing_entries=False, **hub)
-    return commit_in(file) if file else None
-
-
-def _headline(error: Exception) -> str:
-    return str(error).splitlines()[0]
+    return extract_commit_hash(file, None)

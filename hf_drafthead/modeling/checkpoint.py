@@ -2,9 +2,8 @@
 
 import copy
 import os
-import re
 from collections.abc import Collection, Iterable, Mapping
-from pathlib import Path, PureWindowsPath
+from pathlib import PureWindowsPath
 from types import MappingProxyType
 from typing import Any, cast
 
@@ -17,7 +16,7 @@ from transformers.utils import GENERATION_CONFIG_NAME, cached_file, has_file
 
 from hf_drafthead.generation.tree import resolve
 from hf_drafthead.modeling.config import MODEL_TYPE_PREFIX, DraftHeadConfig
-from hf_drafthead.modeling.files import open_tensors, read_json, shortened
+from hf_drafthead.modeling.files import first_line, open_tensors, read_json, shortened
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLE = "pytorch_model.bin"
@@ -25,25 +24,20 @@ HTTP_ERROR = cast(type[Exception], HfHubHTTPError.__bases__[0])  # of whichever 
 NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
 GIVE_CHECKPOINT = "give the folder of a draft-head checkpoint, or its id on the Hub"
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-# Config keys, architectures and files by which other projects' heads are known, and the family here.
-FOREIGN_KEYS = {
+# Keys and values of a config.json, and files, by which other projects' heads are known, and the family here.
+FOREIGN = {
     "medusa_num_heads": "Medusa",
     "hydra_num_heads": "Hydra",
     "speculators_model_type": "Eagle3",
     "draft_vocab_size": "Eagle3",
-}
-FOREIGN_ARCHITECTURES = {
+    "medusa": "Medusa",  # a model_type
     "MedusaModel": "Medusa",
     "EagleLlamaForCausalLM": "Eagle",
     "LlamaForCausalLMEagle": "Eagle",
     "LlamaForCausalLMEagle3": "Eagle3",
 }
-FOREIGN_FILES = {
-    "medusa_lm_head.safetensors": "Medusa",
-    "medusa_lm_head.pt": "Medusa",
-    "hydra_lm_head.safetensors": "Hydra",
-    "hydra_lm_head.pt": "Hydra",
-}
+FOREIGN |= {f"medusa_lm_head.{ending}": "Medusa" for ending in ("safetensors", "pt")}
+FOREIGN |= {f"hydra_lm_head.{ending}": "Hydra" for ending in ("safetensors", "pt")}
 
 
 def read_heads_config(
@@ -105,8 +99,7 @@ def _heads_fields(path: str, hub: Mapping[str, Any]) -> dict[str, Any]:
             raise OSError(f"the heads {path!r} cannot be fetched: {refused}.") from error
         if advice := how_to_convert(path, {}):
             raise OSError(f"{path!r} is no checkpoint of this library: {advice}.") from error
-        said = str(error).splitlines()[0].rstrip(".")
-        raise OSError(f"{path!r} is no draft-head checkpoint ({said}): {GIVE_CHECKPOINT}.") from error
+        raise OSError(f"{path!r} is no draft-head checkpoint ({first_line(error)}): {GIVE_CHECKPOINT}.") from error
     return fields
 
 
@@ -115,14 +108,12 @@ def how_to_convert(path: str, config: Mapping[str, Any]) -> str | None:
 
     Its config.json tells; where there is none (`config` is empty), the names of files in the folder do.
     """
-    architectures = [FOREIGN_ARCHITECTURES.get(name) for name in config.get("architectures") or ()]
-    families = [family for key, family in FOREIGN_KEYS.items() if key in config]
-    families += ["Medusa"] if config.get("model_type") == "medusa" else []
-    families += [family for family in architectures if family is not None]
+    marks = [*config, config.get("model_type"), *(config.get("architectures") or ())]
+    if not config and os.path.isdir(path):
+        marks = os.listdir(path)
+    families = [family for mark, family in FOREIGN.items() if mark in marks]
     if config.get("num_hidden_layers") == 1 and config.get("model_type") in ("llama", "mixtral"):
         families.append("Eagle")  # nobody publishes a language model of one layer
-    if not config:
-        families = [family for file, family in FOREIGN_FILES.items() if os.path.isfile(os.path.join(path, file))]
     if not families:
         return None
     return (
@@ -194,12 +185,6 @@ def weights_in(path: str, name: str, hub: Mapping[str, Any]) -> list[str] | None
             raise OSError(f"{path!r} lacks {shard}, which its {name} names: copy or download the checkpoint again.")
         files.append(found)
     return files
-
-
-def commit_in(place: str) -> str | None:
-    """The commit of the Hub that a file or folder in its cache is of; None for any other."""
-    commit = re.search(r"/snapshots/([0-9a-f]{40})(/|$)", Path(place).as_posix())
-    return commit[1] if commit else None
 
 
 def fetch_file(path: str, name: str, hub: Mapping[str, Any]) -> str | None:
@@ -297,16 +282,11 @@ def check_tensors(
                 f"{path!r} has {name!r} of shape {shortened.repr(list(found[name].shape))}, but its config asks for "
                 f"{list(wanted.shape)}: save the checkpoint again, or correct config.json."
             )
-        if not wanted.dtype.is_floating_point:
-            if found[name].dtype != wanted.dtype:
-                raise ValueError(
-                    f"{path!r} has {name!r} in {_type_name(found[name].dtype)}, expected {_type_name(wanted.dtype)}: "
-                    "these are whole numbers, save them as such."
-                )
-        elif found[name].dtype not in FLOATS:
+        allowed = FLOATS if wanted.dtype.is_floating_point else (wanted.dtype,)
+        if found[name].dtype not in allowed:
             raise ValueError(
-                f"{path!r} has {name!r} in {_type_name(found[name].dtype)}, expected one of "
-                f"{', '.join(map(_type_name, FLOATS))}: save the heads in a floating point type."
+                f"{path!r} has {name!r} in {_type_name(found[name].dtype)}, expected "
+                f"{' or '.join(map(_type_name, allowed))}: save it in such a type."
             )
     unknown = sorted((set(found) | set(others)) - set(expected))
     if unknown:

@@ -22,11 +22,12 @@ from hf_drafthead.generation.drafting import Guesses, last_valid
 from hf_drafthead.generation.reader import BaseReader, Unsupported, probe
 from hf_drafthead.generation.slots import ROOM, SlotCache, slot_mask, writing_layers
 from hf_drafthead.modeling.base import DraftHeadPreTrainedModel
-from hf_drafthead.modeling.base_model import full_name
+from hf_drafthead.modeling.base_model import commit_of, full_name
 from hf_drafthead.modeling.checkpoint import check_tensors
 from hf_drafthead.modeling.config import DraftHeadConfig, portable
 from hf_drafthead.modeling.drafter import Drafter
-from hf_drafthead.modeling.layers import llama_like
+from hf_drafthead.modeling.files import first_line
+from hf_drafthead.modeling.layers import copy_if_as_wide, llama_like
 from hf_drafthead.modeling.loading import HUB_ARGUMENTS
 
 WithDraftModel = TypeVar("WithDraftModel", bound="DraftModelForCausalLM")
@@ -171,11 +172,8 @@ class DraftModelDrafter(Drafter):
 
     def take_from_base(self) -> None:
         """Start a fresh model from the base's embeddings and lm_head, where they are as wide."""
-        with torch.no_grad():
-            for find in ("get_input_embeddings", "get_output_embeddings"):
-                ours, theirs = getattr(self.model, find)().weight, getattr(self.base, find)().weight
-                if ours.shape == theirs.shape and theirs.is_floating_point() and not theirs.is_meta:
-                    ours.copy_(theirs)
+        for find in ("get_input_embeddings", "get_output_embeddings"):
+            copy_if_as_wide(getattr(self.model, find)().weight, getattr(self.base, find)().weight)
 
     def start(self, batch_size: int, capacity: int) -> DraftModelState:
         layers = writing_layers(self.config.draft_text_config)
@@ -309,12 +307,8 @@ class DraftModelForCausalLM(DraftHeadPreTrainedModel):
         elif draft is not None:
             name = os.fspath(draft)
             loaded = load_draft(name, draft_revision, fetch)
-            commit = getattr(loaded.config, "_commit_hash", None) or draft_revision
-            fields = {
-                "draft_config": loaded.config,
-                "draft_model_name_or_path": full_name(name),
-                "draft_model_revision": commit,
-            }
+            fields = {"draft_config": loaded.config, "draft_model_name_or_path": full_name(name)}
+            fields["draft_model_revision"] = commit_of(name, {**fetch, "revision": draft_revision or "main"})
         model = super().from_base(base, config=config, **fields, **kwargs)
         if loaded is None:
             model.drafter.take_from_base()
@@ -417,21 +411,14 @@ class DraftModelForCausalLM(DraftHeadPreTrainedModel):
 
 
 def load_draft(name: str, revision: str | None, fetch: Mapping[str, Any]) -> Any:
-    """A draft model by its Hub id or path, in the type that it was saved in; an encoder-decoder is refused."""
-    hub = {**fetch, "revision": revision or "main"}
+    """A draft model by its Hub id or path, in the type that it was saved in."""
     try:
-        config = AutoConfig.from_pretrained(name, **hub)
-        if not config.is_encoder_decoder:
-            return AutoModelForCausalLM.from_pretrained(name, config=config, dtype="auto", **hub)
+        return AutoModelForCausalLM.from_pretrained(name, dtype="auto", **fetch, revision=revision or "main")
     except (OSError, ValueError) as error:  # ValueError: a folder that holds no model, or one of another kind
         raise OSError(
-            f"the draft model {name!r} cannot be loaded ({str(error).splitlines()[0]}): give the id or path of a small "
+            f"the draft model {name!r} cannot be loaded ({first_line(error)}): give the id or path of a small "
             "causal language model."
         ) from error
-    raise ValueError(
-        f"the draft model {name!r} is an encoder-decoder ({config.model_type!r}): it cannot go on from the base's "
-        "text, give a causal language model."
-    )
 
 
 def check_token_maps(config: Any, fetch: Mapping[str, Any]) -> None:

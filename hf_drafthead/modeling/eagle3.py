@@ -23,7 +23,7 @@ from hf_drafthead.modeling.config import DraftHeadConfig
 from hf_drafthead.modeling.decoder_layer import DecoderLayer
 from hf_drafthead.modeling.drafter import Drafter
 from hf_drafthead.modeling.eagle import EagleDrafter
-from hf_drafthead.modeling.layers import llama_like, weight_of
+from hf_drafthead.modeling.layers import copy_if_as_wide, llama_like, weight_of
 
 PUBLISHED_VOCABULARY = 32000  # tokens that the published drafters choose among, where their base has more
 # Li et al. 2025 (EAGLE-3) and the published trainer: step k of the training-time test counts 0.8 ** k, from k = 0 on.
@@ -253,7 +253,7 @@ class Eagle3Drafter(EagleDrafter):
     def copy_from_base(self) -> None:
         """The base's embeddings, and of its lm_head the rows of the draft vocabulary, where they are as wide."""
         if self.embed_tokens is not None:
-            _copy_if_as_wide(self.embed_tokens.weight, self.base.get_input_embeddings().weight)
+            copy_if_as_wide(self.embed_tokens.weight, self.base.get_input_embeddings().weight)
         self.copy_projections()
 
     def head_states(self, features: Tensor, input_ids: Tensor, attention_mask: Tensor | None = None) -> list[Tensor]:
@@ -297,14 +297,7 @@ class Eagle3Drafter(EagleDrafter):
         if self.draft_tokens is not None and not rows.is_meta:
             rows = rows[self.draft_tokens.to(rows.device)]
         rows = rows if rows.is_meta else rows * self.output.scale()
-        _copy_if_as_wide(self.lm_head.weight, rows)
-
-
-def _copy_if_as_wide(target: Tensor, source: Tensor) -> None:
-    """Start from weights of the base that fit; others stay random."""
-    if source.shape == target.shape and not source.is_meta:
-        with torch.no_grad():
-            target.copy_(source)
+        copy_if_as_wide(self.lm_head.weight, rows)
 
 
 class Eagle3ForCausalLM(DraftHeadPreTrainedModel):

@@ -71,7 +71,7 @@ def open_tensors(file: str | os.PathLike) -> Iterator[Any]:
             yield tensors
     except SafetensorError as error:
         raise OSError(
-            f"{os.fspath(file)!r} is not a readable safetensors file ({str(error).splitlines()[0]}): copy or download "
+            f"{os.fspath(file)!r} is not a readable safetensors file ({first_line(error)}): copy or download "
             "it again, and if it stays so, ask its author."
         ) from None
 
@@ -91,6 +91,11 @@ def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         (twice, _), *_ = Counter(name for name, _ in pairs).most_common(1)
         raise ValueError(f"its header has {shortened.repr(twice)} twice")
     return found
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error, without a full stop."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(". ")
 
 
 def in_one_line(error: BaseException) -> str:

@@ -161,6 +161,13 @@ def weight_of(linear: Any, like: Tensor) -> Tensor:
     return (out[1:] - out[0]).T  # the first row, of zeros, gave the bias
 
 
+def copy_if_as_wide(target: Tensor, source: Tensor) -> None:
+    """Start from weights of the base that fit; others stay random."""
+    if source.shape == target.shape and source.is_floating_point() and not source.is_meta:
+        with torch.no_grad():
+            target.copy_(source)
+
+
 def llama_like(text: PreTrainedConfig, layers: int, width: int | None = None) -> LlamaConfig:
     """The config of a LLaMA of the sizes that a base's text config gives, with so many layers, perhaps narrower."""
 

@@ -91,8 +91,8 @@ def test_a_config_that_asks_for_more_heads_than_there_are(heads):
 def test_a_tensor_of_whole_numbers(heads):
     edit_tensors(heads, lambda tensors: tensors.update({"drafter.blocks.0.bias": torch.zeros(2, 32, dtype=torch.int8)}))
     message = (
-        "'...heads' has 'drafter.blocks.0.bias' in int8, expected one of bfloat16, float16, float32, float64: save "
-        "the heads in a floating point type."
+        "'...heads' has 'drafter.blocks.0.bias' in int8, expected bfloat16 or float16 or float32 or float64: save "
+        "it in such a type."
     )
     with refused(ValueError, message):
         MedusaForCausalLM.from_pretrained(heads)

@@ -191,13 +191,16 @@ def refused(error: type[Exception], message: str, call) -> None:
 def test_an_encoder_decoder(base, tmp_path):
     config = T5Config(vocab_size=67, d_model=16, d_ff=16, d_kv=8, num_layers=1, num_heads=2)
     T5ForConditionalGeneration(config).save_pretrained(tmp_path / "t5")
-    line = r"is an encoder-decoder \('t5'\): it cannot go on from the base's text, give a causal language model\."
-    refused(
-        ValueError,
-        f"the draft model '{tmp_path / 't5'}' {line}",
-        lambda: DraftModelForCausalLM.from_base(base, draft=tmp_path / "t5"),
+    line = (
+        rf"the draft model '{tmp_path / 't5'}' cannot be loaded \(Unrecognized configuration class .*\): give the id "
+        "or path of a small causal language model."
     )
-    refused(ValueError, f"the draft model {line}", lambda: DraftModelConfig(draft_config=config))
+    refused(OSError, line, lambda: DraftModelForCausalLM.from_base(base, draft=tmp_path / "t5"))
+    line = (
+        r"the draft model is an encoder-decoder \('t5'\): it cannot go on from the base's text, give a causal language "
+        r"model\."
+    )
+    refused(ValueError, line, lambda: DraftModelConfig(draft_config=config))
 
 
 def test_a_model_that_cannot_take_a_tree(base):

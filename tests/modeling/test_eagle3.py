@@ -226,7 +226,7 @@ def heads(tmp_path):
         ),
         (
             lambda tokens: tokens.to(torch.int32),
-            "{path!r} has 'drafter.draft_tokens' in int32, expected int64: these are whole numbers, save them as such.",
+            "{path!r} has 'drafter.draft_tokens' in int32, expected int64: save it in such a type.",
         ),
     ],
     ids=["not injective", "out of range", "of another length", "of another type"],
