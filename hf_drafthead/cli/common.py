@@ -63,20 +63,11 @@ ModelName = Annotated[str, typer.Argument(metavar="MODEL", help="Folder of a dra
 ModelNames = Annotated[list[str], typer.Argument(metavar="MODEL...", help="As MODEL; several are set side by side.")]
 Template = Annotated[Path | None, string("Jinja file to use as template, or `vicuna`.", "FILE", "--chat-template")]
 TREE_HELP = "Draft tree: a published one's name, rank paths as JSON, a JSON file, dynamic, auto, or lookup."
-TreeOption = Annotated[str | None, typer.Option("--tree", "--draft-tree", metavar="TREE", help=TREE_HELP)]
 TreeOptions = Annotated[
     list[str] | None,
     typer.Option("--tree", "--draft-tree", metavar="TREE", help=f"{TREE_HELP} Several are measured one by one."),
 ]
-Temperature = Annotated[float | None, amount("0 is greedy; without it the model's own settings hold.")]
-Lookup = Annotated[int | None, count("Also guess so many tokens copied from the text.")]
-SamplingSeed = Annotated[int | None, count("Seed of the sampling.", 0)]
-System = Annotated[str | None, string("System message, in front of the first question of a chat.", "TEXT")]
 Settings = Annotated[list[str] | None, string("Setting of `generate` (may be repeated).", "NAME=VALUE", "--set")]
-Dtype = Annotated[str, string("Type of the weights: auto, float32, bfloat16, float16.", "NAME")]
-Device = Annotated[str | None, string("cpu, cuda, cuda:1, mps, auto (all GPUs); by default all GPUs.", "NAME")]
-BaseModel = Annotated[str | None, string("Folder or id of the base, instead of the one the config names.", "MODEL")]
-RemoteCode = Annotated[bool, flag("--trust-remote-code", "Run the base's own model code, where it has any.")]
 Json = Annotated[Path | None, typer.Option("--json", metavar="PATH", help="Write the figures there as JSON.")]
 
 
@@ -85,10 +76,12 @@ class Loading:
     """The options of every command that loads a model: how it is loaded."""
 
     chat_template: Template = None
-    device: Device = None
-    dtype: Dtype = "auto"
-    base_model: BaseModel = None
-    trust_remote_code: RemoteCode = False
+    device: Annotated[str | None, string("cpu, cuda, cuda:1, mps, auto (all GPUs); by default all GPUs.", "NAME")] = (
+        None
+    )
+    dtype: Annotated[str, string("Type of the weights: auto, float32, bfloat16, float16.", "NAME")] = "auto"
+    base_model: Annotated[str | None, string("Folder or id of the base, not the one the config names.", "MODEL")] = None
+    trust_remote_code: Annotated[bool, flag("--trust-remote-code", "Run the base's own code, if it has any.")] = False
 
     def checked(self) -> Callable[[str], tuple[Any, Any]]:
         """What loads a model, in eval mode, and its tokenizer, from a folder or id, once the options are checked."""

@@ -1,17 +1,43 @@
-"""`hf-drafthead generate` and `info`: one model, used and described."""
+"""`hf-drafthead generate`, `chat`, `page` and `info`: one model, used and described."""
 
 import functools
 import sys
+from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
+import typer
 from rich.text import Text
 
 from hf_drafthead.cli import common
-from hf_drafthead.cli.common import count, flag, string
+from hf_drafthead.cli.common import amount, count, flag, string
 
 CALIBRATED_FOR = ("device", "threads", "dtype", "batch_size", "execution")
 APART = ("draft_tree", "calibration")  # settings that have lines of their own
+
+
+@dataclass(frozen=True)
+class Writing:
+    """The options of every command that prints what a model writes."""
+
+    system: Annotated[str | None, string("System message, in front of the first question of a chat.", "TEXT")] = None
+    temperature: Annotated[float | None, amount("0 is greedy; without it the model's own settings hold.")] = None
+    seed: Annotated[int | None, count("Seed of the sampling.", 0)] = None
+    tree: Annotated[str | None, typer.Option("--tree", "--draft-tree", metavar="TREE", help=common.TREE_HELP)] = None
+    lookup: Annotated[int | None, count("Also guess so many tokens copied from the text.")] = None
+
+    def begin(self, name: str, loading: common.Loading, max_new_tokens: int) -> tuple[Any, Any, Any, dict[str, Any]]:
+        """Model, tokenizer, tree and settings of `generate`; the random generator is seeded."""
+        from transformers import set_seed
+
+        from hf_drafthead.evaluation.calls import sampling
+
+        tree = None if self.tree is None else common.parse_tree(self.tree)
+        model, tokenizer = loading.load(name)
+        if self.seed is not None:
+            set_seed(self.seed)
+        return model, tokenizer, tree, {"max_new_tokens": max_new_tokens, **sampling(self.temperature, self.lookup)}
 
 
 @common.app.command()
@@ -19,37 +45,26 @@ APART = ("draft_tree", "calibration")  # settings that have lines of their own
 def generate(
     model: common.ModelName,
     loading: common.Loading,
+    writing: Writing,
     prompt: Annotated[str | None, string("Text to continue or question of a chat; else of standard input.")] = None,
     raw: Annotated[bool, flag("--raw", "Continue the text as it is, without the chat template.")] = False,
-    system: common.System = None,
     max_new_tokens: Annotated[int, count("Tokens to write, at most.")] = 128,
-    temperature: common.Temperature = None,
-    seed: common.SamplingSeed = None,
-    tree: common.TreeOption = None,
-    lookup: common.Lookup = None,
     stream: Annotated[bool, flag("--stream", "Print while writing.")] = False,
     color: Annotated[bool, flag("--color", "Colour accepted guesses by their depth, and copies.")] = False,
     svg: Annotated[Path | None, string("Also write the coloured text as a picture.", "PATH")] = None,
     json_path: common.Json = None,
 ) -> None:
     """Continue a prompt, or answer it where the tokenizer has a chat template."""
-    from transformers import set_seed
-
-    from hf_drafthead.evaluation.calls import sampling
     from hf_drafthead.evaluation.conversation import Conversation, sample
 
     common.check_writable(json_path)
     common.check_writable(svg, "--svg")
-    if raw and (system or loading.chat_template):
+    if raw and (writing.system or loading.chat_template):
         raise ValueError("--raw leaves the chat template out: drop it, or drop --system and --chat-template.")
     asked = read_standard_input() if prompt is None else prompt
     if not asked:
         raise ValueError("the prompt is empty: give the text to continue with --prompt 'def main('.")
-    chosen = None if tree is None else common.parse_tree(tree)
-    loaded, tokenizer = loading.load(model)
-    if seed is not None:
-        set_seed(seed)
-    settings: dict[str, Any] = {"max_new_tokens": max_new_tokens, **sampling(temperature, lookup)}
+    loaded, tokenizer, tree, settings = writing.begin(model, loading, max_new_tokens)
     console = common.output(color)
 
     def show(piece: str, depth: int) -> None:
@@ -59,11 +74,11 @@ def generate(
             print(piece, end="", flush=True)  # not through the console, which would expand tabs
 
     on_piece = show if stream else (lambda piece, depth: None) if color or svg else None  # which tells copies apart
-    if system or (tokenizer.chat_template and not raw):
-        chat = Conversation(loaded, tokenizer, system=system, tree=chosen, settings=settings)
-        written = chat.ask(asked.rstrip("\n"), on_piece)
+    if writing.system or (tokenizer.chat_template and not raw):
+        conversation = Conversation(loaded, tokenizer, system=writing.system, tree=tree, settings=settings)
+        written = conversation.ask(asked.rstrip("\n"), on_piece)
     else:
-        written = sample(loaded, tokenizer, asked, tree=chosen, on_piece=on_piece, **settings)
+        written = sample(loaded, tokenizer, asked, tree=tree, on_piece=on_piece, **settings)
     if not stream:
         for piece, depth in written.pieces:
             show(piece, depth)
@@ -85,6 +100,76 @@ def read_standard_input() -> str:
     if sys.stdin is None or sys.stdin.isatty():
         raise ValueError("there is no prompt: give one with --prompt 'def main(', or pipe a text in.")
     return sys.stdin.read()
+
+
+@common.app.command("chat")
+@common.options_of_groups
+def run_chat(
+    model: common.ModelName,
+    loading: common.Loading,
+    writing: Writing,
+    max_new_tokens: Annotated[int, count("Tokens of an answer, at most.")] = 1024,
+    color: Annotated[bool, typer.Option("--color/--no-color", help="Colour accepted guesses by their depth.")] = True,
+) -> None:
+    """Hold a conversation: answers stream, accepted guesses are coloured by depth; /clear starts anew, /exit ends."""
+    from hf_drafthead.evaluation.conversation import Conversation
+
+    loaded, tokenizer, tree, settings = writing.begin(model, loading, max_new_tokens)
+    conversation = Conversation(loaded, tokenizer, system=writing.system, tree=tree, settings=settings)
+    console = common.output()
+
+    def show(piece: str, depth: int) -> None:
+        console.print(common.coloured(piece, depth if color else 0), end="", soft_wrap=True)
+
+    if sys.stdin.isatty():
+        console.print("/clear starts a new conversation, /exit or Ctrl-D ends.", style="dim")
+    while (asked := next_question()) is not None:
+        if asked == "/clear":
+            conversation.clear()
+        elif asked:
+            try:
+                written = conversation.ask(asked, show)
+            except KeyboardInterrupt:
+                console.print()
+                common.complain("interrupted: the question and its answer are left out of the conversation.")
+            except ValueError as error:  # such as no room for an answer: the user can start a new conversation
+                common.complain(str(error))
+            else:
+                console.print()
+                common.show_pace(written)
+
+
+def next_question() -> str | None:
+    """The user's next line without white space around it, shown where it comes from a pipe; None at the end."""
+    try:
+        line = input("> " if sys.stdin.isatty() else "").strip()
+    except EOFError:
+        return None
+    if line == "/exit":
+        return None
+    if line and not sys.stdin.isatty():
+        print(f"> {line}")
+    return line
+
+
+@common.app.command()
+@common.options_of_groups
+def page(
+    model: common.ModelName,
+    loading: common.Loading,
+    max_new_tokens: Annotated[int, count("Initial value of the page's setting.")] = 128,
+    host: Annotated[str, string("Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(metavar="N", min=1, max=65535, help="Port to listen on.")] = 7860,
+    open_browser: Annotated[bool, flag("--open", "Open the page in the browser.")] = False,
+) -> None:
+    """Open a page in the browser: base and heads side by side, guesses in colour, the draft tree of every step."""
+    if find_spec("gradio") is None:
+        raise OSError("the page needs gradio: pip install 'hf-drafthead[page]'.")
+    from hf_drafthead.page.app import build, launch
+
+    loaded, tokenizer = loading.load(model)
+    blocks = build(loaded, tokenizer, max_new_tokens=max_new_tokens)
+    launch(blocks, host=host, port=port, open_browser=open_browser)
 
 
 @common.app.command()

@@ -15,7 +15,7 @@ from hf_drafthead import cli, zoo
 
 def test_without_gradio_it_says_what_to_install(monkeypatch, capsys):
     find = importlib.util.find_spec
-    monkeypatch.setattr("hf_drafthead.cli.chat.find_spec", lambda name: None if name == "gradio" else find(name))
+    monkeypatch.setattr("hf_drafthead.cli.models.find_spec", lambda name: None if name == "gradio" else find(name))
     with pytest.raises(SystemExit) as end:
         cli.main(["page", zoo.path("medusa")])
     assert end.value.code == 2
