@@ -33,8 +33,9 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, LlamaCo
 
 from hf_drafthead import DraftTree, zoo
 from hf_drafthead.evaluation.calls import BASE, COMPILED, HEADS, decoding_methods
-from hf_drafthead.evaluation.measurement import STAGES, TimeSplit
+from hf_drafthead.evaluation.measurement import STAGES, time_split
 from hf_drafthead.evaluation.roofline import Machine, base_work, seconds_of, step_work
+from hf_drafthead.generation import StepRecord
 from hf_drafthead.generation.settings import DEFAULT_TREE
 from hf_drafthead.modeling.families import FAMILIES, fresh_heads
 from hf_drafthead.trees.timing import time_interleaved
@@ -115,9 +116,9 @@ def _uncaptured(
                 model.generate(**given, draft_tree=tree, return_dict_in_generate=True, on_step=note, **settings)
             )
 
-        timed = TimeSplit()
-        drafted(timed.note)
-        split = timed.to_json()
+        records: list[StepRecord] = []
+        drafted(records.append)
+        split = time_split(records[1:])  # without the prefill
         if repeat == 0:
             continue  # warm-up
         rows["base_forward_ms"].append(1e3 * statistics.median(forwards[1:]))
@@ -144,9 +145,9 @@ def _captured(model: PreTrainedModel, tree: DraftTree, given: dict, settings: di
     }
     outputs, seconds = time_interleaved(runs, repeats, model.base.device)
     median = {name: statistics.median(values) for name, values in seconds.items()}
-    timed = TimeSplit()
-    runners[HEADS](given, {**settings, "on_step": timed.note})
-    steps = timed.to_json()
+    records: list[StepRecord] = []
+    runners[HEADS](given, {**settings, "on_step": records.append})
+    steps = time_split(records[1:])  # without the prefill
     return {
         "prepared_s": prepared,
         "captured_step_ms": steps["step"],

@@ -174,7 +174,7 @@ class BenchRun:
             undrafted=int(not drafted(outputs[HEADS])),
         )
         before()
-        self.methods[HEADS](inputs, {**self.settings, "on_step": finished.time_split.note})
+        self.methods[HEADS](inputs, {**self.settings, "on_step": finished.note})
         if self.lossless and not finished.runs[HEADS].identical:
             settings = calls.with_reader(self.settings, self.tokenizer)
             parted = BaseCall(self.model.base, inputs, settings, seed).differences(rows[BASE], rows[HEADS])

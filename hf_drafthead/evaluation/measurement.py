@@ -9,7 +9,7 @@ import operator
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -23,44 +23,6 @@ from hf_drafthead.generation.entries import device_name, drafter_hash
 STAGES = ("draft", "verify", "walk", "commit")
 METRIC = "rougeL"
 COPIED = -1  # in the place of a guess's depth: it was copied from the text
-
-
-@dataclass
-class TimeSplit:
-    """The seconds of some steps: of each stage that was timed, and of the whole loop; and how many nodes they verified.
-
-    The clock waits for the device at both ends of every stage, which slows a GPU down: these figures and the speed are
-    taken from separate runs. The stages of a captured step are one program, of which only the whole is timed.
-    """
-
-    seconds: dict[str, float] = field(default_factory=dict)
-    loop_seconds: float = 0.0
-    steps: int = 0
-    nodes: int = 0  # of the largest tree
-
-    def __add__(self, other: "TimeSplit") -> "TimeSplit":
-        stages = self.seconds.keys() | other.seconds.keys()
-        seconds = {stage: self.seconds.get(stage, 0.0) + other.seconds.get(stage, 0.0) for stage in stages}
-        loop_seconds, steps = self.loop_seconds + other.loop_seconds, self.steps + other.steps
-        return TimeSplit(seconds, loop_seconds, steps, max(self.nodes, other.nodes))
-
-    def note(self, record: StepRecord) -> None:
-        """Add a step, as `generate(on_step=...)` reports it; the prefill, which is none, is left out."""
-        if not record.step:
-            return
-        for stage in record.seconds.keys() & STAGES:
-            self.seconds[stage] = self.seconds.get(stage, 0.0) + record.seconds[stage]
-        self.loop_seconds += record.seconds["step"]
-        self.steps += 1
-        self.nodes = max(self.nodes, record.drafted)
-
-    def to_json(self) -> dict[str, float] | None:
-        """Milliseconds per step: of each timed stage, the `rest` of the loop and the whole `step`; None if no step."""
-        if not self.steps:
-            return None
-        parts = {stage: 1e3 * self.seconds[stage] / self.steps for stage in STAGES if stage in self.seconds}
-        step = 1e3 * self.loop_seconds / self.steps
-        return {**parts, **({"rest": step - sum(parts.values())} if parts else {}), "step": step}
 
 
 @dataclass
@@ -83,10 +45,15 @@ class Round:
     rows: int
     runs: dict[str, Run]  # by method
     accepted: torch.Tensor  # (B, S) of the heads
-    time_split: TimeSplit = field(default_factory=TimeSplit)  # of a further run of the heads
+    steps: list[StepRecord] = field(default_factory=list)  # of a further run of the heads
     ranks: torch.Tensor | None = None  # (M, K) at which each head had the next tokens
     quality: list[tuple[float, float]] = field(default_factory=list)  # of base and heads, where there is a reference
     undrafted: int = 0  # calls of the heads that the base decoded by itself
+
+    def note(self, record: StepRecord) -> None:
+        """Keep a step, as `generate(on_step=...)` reports it; the prefill, which is none, is left out."""
+        if record.step:
+            self.steps.append(replace(record, copied=None))  # which no other process could read
 
 
 @dataclass(frozen=True)
@@ -167,7 +134,7 @@ def summed_up(model: Any, rounds: Sequence[Round], *, compared: Iterable[str] = 
         compared: methods that were asked for, also those that could not run.
         how: fields of `Measurement` on how it was measured, and how it ended.
     """
-    split = sum((each.time_split for each in rounds), TimeSplit())
+    steps = [step for each in rounds for step in each.steps]
     names = dict.fromkeys(name for each in rounds for name in each.runs)
     by_repeat = {name: paces(rounds, name) for name in names}
     whole, categories = figures(rounds), dict.fromkeys(each.category for each in rounds)
@@ -178,26 +145,19 @@ def summed_up(model: Any, rounds: Sequence[Round], *, compared: Iterable[str] = 
     }
     compiled = others.get(COMPILED)
     return Measurement(
-        model=model.name_or_path,
-        base=model.base.name_or_path,
-        family=model.config.family,
-        device=device_name(model.base.device),
-        dtype=str(model.base.dtype).removeprefix("torch."),
         new_tokens=sum(each.runs[HEADS].tokens for each in rounds),
         base_forwards=sum(each.runs[HEADS].forwards for each in rounds),
         speedup_over_compiled=None if compiled is None else compiled["speedup_of_heads"],
         efficiency=None if tau is None else whole["speedup"] / tau,
         per_category={name: figures([each for each in rounds if each.category == name]) for name in categories},
-        tree_nodes=split.nodes,
+        tree_nodes=max((step.drafted for step in steps), default=0),
         accepted_lengths=histogram(each.accepted for each in rounds),
-        transformers=transformers.__version__,
-        torch=torch.__version__,
         speedup_spread=spread([ours / theirs for ours, theirs in zip(by_repeat[HEADS], by_repeat[BASE])]),
         base_tokens_per_second_spread=spread(by_repeat[BASE]),
         tokens_per_second_spread=spread(by_repeat[HEADS]),
         speedup_by_round=quartiles([pace([each], HEADS) / pace([each], BASE) for each in rounds]),
         head_accuracy=top_k_accuracy(each.ranks for each in rounds if each.ranks is not None),
-        time_split=split.to_json(),
+        time_split=time_split(steps),
         peak_memory={name: peak for name, peak in peaks.items() if peak} or None,
         compared=others,
         **whole,
@@ -228,12 +188,33 @@ def figures(rounds: Sequence[Round]) -> dict[str, Any]:
 
 
 def identity(model: Any) -> dict[str, Any]:
-    """`heads_hash` and `base_revision`: what was measured. There is no hash of weights that lie elsewhere."""
+    """What was measured, and with what. There is no hash of weights that lie elsewhere."""
     commit = getattr(model.base.config, "_commit_hash", None)
     return {
+        "model": model.name_or_path,
+        "base": model.base.name_or_path,
+        "family": model.config.family,
         "heads_hash": drafter_hash(model.drafter),
         "base_revision": commit or model.config.base_model_revision,
+        "device": device_name(model.base.device),
+        "dtype": str(model.base.dtype).removeprefix("torch."),
+        "transformers": transformers.__version__,
+        "torch": torch.__version__,
     }
+
+
+def time_split(steps: Sequence[StepRecord]) -> dict[str, float] | None:
+    """Milliseconds per step: of each timed stage, the `rest` of the loop and the whole `step`; None if no step.
+
+    The clock waits for the device at both ends of every stage, which slows a GPU down: these figures and the speed are
+    taken from separate runs. The stages of a captured step are one program, of which only the whole is timed.
+    """
+    if not steps:
+        return None
+    stages = [stage for stage in STAGES if any(stage in each.seconds for each in steps)]
+    parts = {name: 1e3 * statistics.fmean(each.seconds.get(name, 0.0) for each in steps) for name in (*stages, "step")}
+    whole = parts.pop("step")
+    return {**parts, **({"rest": whole - sum(parts.values())} if parts else {}), "step": whole}
 
 
 def other_figures(rounds: Sequence[Round], name: str) -> dict[str, Any]:

@@ -9,7 +9,6 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
-import transformers
 from rich.table import Table
 
 from hf_drafthead.cards.facts import FULL_PRECISION, counts_in_words
@@ -17,7 +16,6 @@ from hf_drafthead.evaluation.calls import drafted, new_rows, steps_of, with_read
 from hf_drafthead.evaluation.measurement import guess_depths, identity
 from hf_drafthead.evaluation.report import plain_table
 from hf_drafthead.evaluation.rounding import BaseCall, FirstDifference, counted, generator_state
-from hf_drafthead.generation.entries import device_name
 from hf_drafthead.trees.rank_paths import left_padded
 
 Tokens = list[int]
@@ -166,19 +164,12 @@ def verify(
             raise
     return Verdict(
         about={
-            "model": model.name_or_path,
-            "base": model.base.name_or_path,
-            "family": model.config.family,
             **identity(model),
-            "device": device_name(model.base.device),
-            "dtype": str(model.base.dtype).removeprefix("torch."),
             "prompts": len(prompts),
             "batch_size": batch_size,
             "max_new_tokens": max_new_tokens,
             "seed": seed,
             "settings": dict(settings or {}),
-            "transformers": transformers.__version__,
-            "torch": torch.__version__,
         },
         checks=checks,
         shortest=None if stopped else shortest_fault(model, checks, seed),
