@@ -8,12 +8,12 @@ from typing import Annotated, Any
 
 import typer
 
-from hf_drafthead.cli import demo, distill, formats, measure, models, publish, train, trees
+from hf_drafthead.cli import demo, measure, models, publish, train, trees
 from hf_drafthead.cli.common import app, complain
 from hf_drafthead.version import __version__
 
 # each adds its own to the application
-COMMANDS = (demo, distill, formats, measure, models, publish, train, trees)
+COMMANDS = (demo, measure, models, publish, train, trees)
 UsageError: Any = typer.BadParameter.__base__  # of click, which typer brings along without exporting this
 
 

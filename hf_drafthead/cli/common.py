@@ -59,6 +59,19 @@ def flag(name: str, help: str) -> Any:
     return typer.Option(name, help=help)
 
 
+def new_file(help: str, metavar: str, *names: str) -> Any:
+    """An option that is a file to write."""
+    return typer.Option(*names, metavar=metavar, help=help, callback=check_writable)
+
+
+def check_writable(option: typer.CallbackParam, path: Path | None) -> Path | None:
+    """Refuse a place where no file can be written, before any work is done for it."""
+    if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
+        reason = "is a folder" if path.is_dir() else f"lies in {str(path.parent)!r}, which does not exist"
+        raise OSError(f"{option.opts[0]} {str(path)!r} {reason}: give the path of a file in a folder that exists.")
+    return path
+
+
 ModelName = Annotated[str, typer.Argument(metavar="MODEL", help="Folder of a draft-head checkpoint, or its Hub id.")]
 ModelNames = Annotated[list[str], typer.Argument(metavar="MODEL...", help="As MODEL; several are set side by side.")]
 Template = Annotated[Path | None, string("Jinja file to use as template, or `vicuna`.", "FILE", "--chat-template")]
@@ -68,7 +81,7 @@ TreeOptions = Annotated[
     typer.Option("--tree", "--draft-tree", metavar="TREE", help=f"{TREE_HELP} Several are measured one by one."),
 ]
 Settings = Annotated[list[str] | None, string("Setting of `generate` (may be repeated).", "NAME=VALUE", "--set")]
-Json = Annotated[Path | None, typer.Option("--json", metavar="PATH", help="Write the figures there as JSON.")]
+Json = Annotated[Path | None, new_file("Write the figures there as JSON.", "PATH", "--json")]
 
 
 @dataclass(frozen=True)
@@ -211,13 +224,6 @@ def read_template(path: Path | None) -> str | None:
 def command_line() -> str:
     """The user's command, so that the measurement can be repeated."""
     return shlex.join(["hf-drafthead", *sys.argv[1:]])
-
-
-def check_writable(path: Path | None, option: str = "--json") -> None:
-    """Refuse a place where no file can be written, before any work is done for it."""
-    if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
-        reason = "is a folder" if path.is_dir() else f"lies in {str(path.parent)!r}, which does not exist"
-        raise OSError(f"{option} {str(path)!r} {reason}: give the path of a file in a folder that exists.")
 
 
 def write_json(path: Path | None, figures: dict[str, Any]) -> None:

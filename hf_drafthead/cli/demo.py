@@ -40,7 +40,6 @@ def demo(
     from hf_drafthead.generation.settings import DEFAULT_TREE
     from hf_drafthead.zoo import chat
 
-    common.check_writable(json_path)
     dtype, chats = torch.float32, not tiny and chat.is_installed()
     if chats:
         paths = {name: chat.chat_heads(name) for name in family or chat.chat_families()}

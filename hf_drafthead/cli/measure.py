@@ -29,7 +29,7 @@ def run_bench(
     tree: common.TreeOptions = None,
     settings: common.Settings = None,
     plot: Annotated[Path | None, string("Draw pictures there.", "FOLDER")] = None,
-    csv_path: Annotated[Path | None, string("Write the figures by category.", "PATH", "--csv")] = None,
+    csv_path: Annotated[Path | None, common.new_file("Write the figures by category.", "PATH", "--csv")] = None,
     json_path: common.Json = None,
 ) -> None:
     """Speed, acceptance and exactness of models with draft heads against their bases, on questions."""
@@ -39,8 +39,6 @@ def run_bench(
     from hf_drafthead.evaluation.loading import process_state
     from hf_drafthead.evaluation.questions import read_questions
 
-    common.check_writable(json_path)
-    common.check_writable(csv_path, "--csv")
     thresholds = common.parse_numbers("--epsilon", epsilon, float)
     sizes = common.parse_numbers("--batch-size", batch_size, int)
     usual = [0.7] if thresholds else [0.0]
@@ -110,7 +108,6 @@ def run_verify(
     from hf_drafthead.evaluation.verify import calls, verdict_table
     from hf_drafthead.evaluation.verify import verify as check
 
-    common.check_writable(json_path)
     options: dict[str, Any] = {"batch_size": batch_size, "settings": common.parse_settings(settings)}
     questions = read_questions(prompts, split)[:limit]
     loaded, tokenizer = loading.load(model)

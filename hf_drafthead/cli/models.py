@@ -51,14 +51,12 @@ def generate(
     max_new_tokens: Annotated[int, count("Tokens to write, at most.")] = 128,
     stream: Annotated[bool, flag("--stream", "Print while writing.")] = False,
     color: Annotated[bool, flag("--color", "Colour accepted guesses by their depth, and copies.")] = False,
-    svg: Annotated[Path | None, string("Also write the coloured text as a picture.", "PATH")] = None,
+    svg: Annotated[Path | None, common.new_file("Also write the coloured text as a picture.", "PATH")] = None,
     json_path: common.Json = None,
 ) -> None:
     """Continue a prompt, or answer it where the tokenizer has a chat template."""
     from hf_drafthead.evaluation.conversation import Conversation, sample
 
-    common.check_writable(json_path)
-    common.check_writable(svg, "--svg")
     if raw and (writing.system or loading.chat_template):
         raise ValueError("--raw leaves the chat template out: drop it, or drop --system and --chat-template.")
     asked = read_standard_input() if prompt is None else prompt
@@ -185,10 +183,9 @@ def info(
 
     Options that say how to load the base imply --probe.
     """
-    from hf_drafthead.evaluation.summary import summarize, try_on_base
+    from hf_drafthead.evaluation.loading import summarize, try_on_base
     from hf_drafthead.generation.tree import DraftTree
 
-    common.check_writable(json_path)
     loading.checked()  # before anything is read
     summary = summarize(model)
     probed = try_on_base(loading.load(model)[0]) if try_base or loading != common.Loading() else None

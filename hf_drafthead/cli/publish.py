@@ -1,18 +1,76 @@
-"""`hf-drafthead card`, `push` and `serve`: publish and serve heads."""
+"""`hf-drafthead convert` and `export`, `card`, `push` and `serve`: heads from others, and for them."""
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.table import Table
 
-from hf_drafthead.cli.common import Json, app, check_writable, flag, output, say, string, write_json
+from hf_drafthead.cli.common import Json, ModelName, app, flag, output, parse_options, say, string, write_json
+
+Revision = Annotated[str | None, string("Branch, tag or commit on the Hub.")]
+Token = Annotated[str | None, string("Of the Hub, instead of that of `hf auth login`.")]
+License = Annotated[str | None, string("License of the heads, such as apache-2.0.", "ID")]
+
+
+@app.command()
+def convert(
+    source: Annotated[str, typer.Argument(metavar="SRC", help="Folder, file or Hub id of heads of another project.")],
+    folder: Annotated[Path | None, typer.Argument(metavar="[DST]", help="New folder, else they are shown.")] = None,
+    base: Annotated[str | None, string("Their base, where the layout does not name it.", "MODEL")] = None,
+    base_revision: Annotated[str | None, string("Branch, tag or commit of the base.")] = None,
+    option: Annotated[list[str] | None, string("A field that the layout leaves open.", "NAME=VALUE", "--set")] = None,
+    revision: Revision = None,
+    token: Token = None,
+    json_path: Json = None,
+) -> None:
+    """Convert heads of another project: Medusa, Hydra, EAGLE or EAGLE-3 in any of their layouts."""
+    from hf_drafthead.formats import convert_checkpoint
+
+    done = convert_checkpoint(
+        source,
+        folder,
+        base_model=base,
+        base_revision=base_revision,
+        fields=parse_options(option or []),
+        revision=revision,
+        token=token,
+    )
+    config = ", ".join(f"{name}={value}" for name, value in done.fields.items() if not isinstance(value, dict))
+    about = {"layout": done.layout, "family": done.family, "base": done.base or "not named: --base", "config": config}
+    rows = [("found", "tensors", "became"), *done.table()]
+    widths = [max(len(row[column]) for row in rows) for column in range(2)]
+    say(*(f"{name:<8} {value}" for name, value in about.items()))
+    say(*(f"{theirs:<{widths[0]}}  {shape:<{widths[1]}}  {ours}" for theirs, shape, ours in rows))
+    say(*(f"left out: {name}: {reason}" for name, reason in done.dropped.items()))
+    say(*(f"note: {note}" for note in done.notes), *([f"the heads are in {done.folder}"] if done.folder else []))
+    write_json(json_path, asdict(done))
+
+
+@app.command()
+def export(
+    model: ModelName,
+    folder: Annotated[Path, typer.Argument(metavar="DST", help="New folder to write to.")],
+    to: Annotated[str, string("medusa, tgi, vllm, hydra, eagle, eagle3, sglang or speculators: what the family has.")],
+    fold_bias: Annotated[bool, flag("--fold-bias", "EAGLE to vLLM: the bias of fc as separate embeddings.")] = False,
+    revision: Revision = None,
+    token: Token = None,
+    json_path: Json = None,
+) -> None:
+    """Write heads in another project's layout, refusing what that project would silently damage."""
+    from hf_drafthead.formats import export_checkpoint
+
+    done = export_checkpoint(model, folder, to, fold_bias=fold_bias, revision=revision, token=token)
+    say(f"{len(done.shapes)} tensors of the layout {done.layout} in {done.folder}")
+    say(*(f"note: {note}" for note in done.notes))
+    write_json(json_path, asdict(done))
 
 
 @app.command()
 def card(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder of a draft-head checkpoint.")],
-    license: Annotated[str | None, string("License of the heads, such as apache-2.0.", "ID")] = None,
+    license: License = None,
     with_code: Annotated[bool, flag("--with-code", "Write the model code too, as a push does.")] = False,
     json_path: Json = None,
 ) -> None:
@@ -21,7 +79,6 @@ def card(
     from hf_drafthead.cards.facts import check_folder
     from hf_drafthead.hub_upload.bundle import add_bundle
 
-    check_writable(json_path)
     check_folder(folder)
     if with_code:
         add_bundle(folder)
@@ -41,8 +98,8 @@ def push(
     commit_message: Annotated[str | None, string("Title of the commit.")] = None,
     include_base: Annotated[bool, flag("--include-base", "Push the base's weights too.")] = False,
     base: Annotated[str | None, string("The base on the Hub, if another is recorded.", "ORG/NAME")] = None,
-    license: Annotated[str | None, string("License of the heads, such as apache-2.0.", "ID")] = None,
-    token: Annotated[str | None, string("Of the Hub, instead of that of `hf auth login`.")] = None,
+    license: License = None,
+    token: Token = None,
     max_shard_size: Annotated[str, string("Of a file of weights, with --include-base.", "SIZE")] = "50GB",
     dry_run: Annotated[bool, flag("--dry-run", "Check everything and show it; send nothing.")] = False,
     to_folder: Annotated[Path | None, string("Write the files into a new folder; send nothing.", "FOLDER")] = None,
@@ -51,7 +108,6 @@ def push(
     """Publish heads with tokenizer, settings, figures and card, after checking that others can use them."""
     from hf_drafthead.hub_upload import Target, push_folder
 
-    check_writable(json_path)
     words = (commit_message, None, private, token, revision, create_pr, None, license, include_base, max_shard_size)
     done = push_folder(folder, Target(repo_id, *words), base=base, dry_run=dry_run, to_folder=to_folder)
     say(*done.lines(), *([] if to_folder is None else [f"the files are in {str(to_folder)!r}"]))

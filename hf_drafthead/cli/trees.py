@@ -62,7 +62,6 @@ def run_calibrate(
     from hf_drafthead.evaluation import plots
     from hf_drafthead.trees.calibrate import calibrate as measure
 
-    common.check_writable(json_path)
     if not dry_run and not Path(model).is_dir():
         raise OSError(f"{model!r} is no folder where trees can be stored: save the heads first, or add --dry-run.")
     sizes = search.sizes()
@@ -138,7 +137,6 @@ def roofline(
     """Plan the draft tree for a GPU that is not at hand: tokens per step measured here, the step's cost on paper."""
     from hf_drafthead.evaluation.roofline import machine_named, plan_trees
 
-    common.check_writable(json_path)
     machine_named(gpu)  # before the model is loaded
     sizes = search.sizes()
     loaded, texts = search.load(model, loading)
