@@ -93,7 +93,7 @@ class BenchRun:
         for name, method in list(self.methods.items()):
             if name in (BASE, HEADS):
                 method(inputs, self.settings)
-            elif self.batch_size > 1 and calls.cannot_batch(name):
+            elif self.batch_size > 1 and name != COMPILED:
                 self._leave_out(name, "transformers decodes this way for one prompt at a time only")
             else:
                 self._try(name, inputs)

@@ -100,11 +100,6 @@ def sampling(temperature: float | None, lookup: int | None = None) -> dict[str, 
     return settings | ({} if lookup is None else {"prompt_lookup_num_tokens": lookup})
 
 
-def cannot_batch(name: str) -> bool:
-    """Whether this method decodes one prompt at a time only."""
-    return name == PROMPT_LOOKUP or name.startswith(ASSISTANT)
-
-
 def with_reader(settings: Mapping[str, Any], tokenizer: Any) -> dict[str, Any]:
     """The settings, with the tokenizer where they have `stop_strings`."""
     return {**settings, "tokenizer": tokenizer} if settings.get("stop_strings") else dict(settings)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers.generation.streamers import BaseStreamer
 
-from hf_drafthead.evaluation.calls import encode, positions_of, steps_of
+from hf_drafthead.evaluation.calls import draft, encode, positions_of, steps_of
 from hf_drafthead.evaluation.measurement import COPIED, guess_depths, tokens_per_step
 from hf_drafthead.evaluation.questions import chat_text, need_template
 from hf_drafthead.generation import StepRecord
@@ -54,7 +54,6 @@ def sample(
         settings: for `generate`.
     """
     inputs = encode(model, tokenizer, [prompt], special_tokens=special_tokens)
-    chosen = {} if tree is None else {"draft_tree": tree}
     copied: list[int] = []
     if on_piece is not None:
         streamer = PieceStreamer(tokenizer, on_piece)
@@ -62,7 +61,7 @@ def sample(
         settings |= {"streamer": streamer, "on_step": streamer.note}
     wait(model.base.device)
     start = time.perf_counter()
-    out = model.generate(**inputs, **chosen, **settings, return_dict_in_generate=True)
+    out = draft(model, tree, inputs, settings)
     wait(model.base.device)
     seconds = time.perf_counter() - start
     tokens = out.sequences[0, inputs["input_ids"].shape[1] :].tolist()

@@ -49,7 +49,7 @@ from transformers import AutoModel
 import hf_drafthead
 from hf_drafthead import LionConfig, LionForCausalLM
 from hf_drafthead.cards.card import write_card
-from hf_drafthead.evaluation.summary import summarize
+from hf_drafthead.evaluation.loading import summarize
 from hf_drafthead.hub_upload import preflight, serve, staging
 from hf_drafthead.hub_upload.bundle import add_bundle
 from hf_drafthead.modeling.families import fresh_heads
