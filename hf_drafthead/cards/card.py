@@ -166,7 +166,7 @@ def render(facts: Facts, data: ModelCardData, repo_id: str) -> str:
     import jinja2
 
     environment = jinja2.Environment(undefined=jinja2.ChainableUndefined, keep_trailing_newline=True)
-    filters = (asked_text, cell, choice, counts_in_words, dtype_of, figure, names, parts, same_text_cell, setting)
+    filters = (cell, choice, counts_in_words, dtype_of, figure, is_exact, names, parts, setting, was_drafted)
     environment.filters |= {each.__name__: each for each in (*filters, listed, without_folders)}
     family = FAMILIES[facts.family]
     named = data.get("base_model") or (None if facts.base_included else facts.base_named)
@@ -298,28 +298,6 @@ def exactness(run: dict[str, Any]) -> str:
     if counts := run.get("differences"):
         return "fault" if counts["faults"] else "rounding"
     return "half" if run.get("dtype") and run["dtype"] not in FULL_PRECISION else "fault"
-
-
-def asked_text(run: dict[str, Any]) -> str:
-    """How many prompts of which questions, as far as it is recorded."""
-    of = f" of `{without_folders(str(run['questions']))}`" if run.get("questions") else ""
-    parts = [f"{cell(run.get('prompts', '?'))} prompts{of}"]
-    parts += [f"split {run['split']}"] if run.get("split") else []
-    parts += [f"the first {run['limit']} questions"] if run.get("limit") else []
-    return ", ".join(parts)
-
-
-def same_text_cell(part: dict[str, Any], run: dict[str, Any]) -> str:
-    """Whether a part of a run gave the base's own text, where it was meant to."""
-    same = part.get("identical")
-    if not is_exact(run):
-        return "not asked for"
-    if same is True and not was_drafted(part):
-        return "nothing drafted"
-    counts = part.get("differences")
-    if same is False and counts and not counts["faults"]:
-        return f"rounding ({counts['rounding']} of {counts['texts']})"
-    return "not measured" if not isinstance(same, bool) else "yes" if same else "**no**"
 
 
 def is_exact(run: dict[str, Any]) -> bool:
