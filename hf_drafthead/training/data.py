@@ -62,10 +62,6 @@ class DataReport:
     tokens: int = 0
     labels: int = 0
 
-    def to_json(self) -> dict[str, Any]:
-        """The counts, for a summary."""
-        return vars(self)
-
     def __str__(self) -> str:
         line = f"{self.rows:,} rows read, {self.kept:,} kept"
         line += f" ({in_words(self.mapped)})" if self.mapped else ""

@@ -142,7 +142,8 @@ class HeadsLoss:
         if self.teacher:
             scores = reading.scores.flatten(0, 1).index_select(0, places - 1).detach()
             plan = plan._replace(teachers=lambda chunk: self._teachers(model, scores[chunk]))
-        projected, counts = projected_loss(plan, rows, _learning(drafter, model.base.get_output_embeddings()))
+        parameters = _learning(drafter, model.base.get_output_embeddings())
+        projected, counts = ProjectedLoss.apply(plan, len(rows), *rows, *parameters)
         return loss + projected, counts
 
     def read(self, model: DraftHeadPreTrainedModel, inputs: Mapping[str, Tensor], learn: bool = True) -> Reading:
@@ -188,7 +189,7 @@ class HeadsLoss:
             size=self._chunk(model.config.get_text_config().vocab_size, places.device),
         )
         rows = reading.scores.to(places.device).flatten(0, 1).index_select(0, places - 1)
-        return projected_loss(plan, [rows], _learning(model.base.get_output_embeddings()))[0]
+        return ProjectedLoss.apply(plan, 1, rows, *_learning(model.base.get_output_embeddings()))[0]
 
     def _teachers(self, model: DraftHeadPreTrainedModel, scores: Tensor) -> Tensor:
         """The base's distribution (M, D) from the scores of a `Reading`, over the draft vocabulary alone."""
@@ -205,7 +206,7 @@ class HeadsLoss:
 
 
 class Plan(NamedTuple):
-    """What `projected_loss` computes.
+    """What `ProjectedLoss` computes.
 
     logits: (head, states (M, H)) to logits (M, D); targets: (N,) among the D, or IGNORED; weights: per head (N,) of
     every position's loss; size: positions of a chunk; kept: per head (N,) at which positions ranks are counted, None
@@ -224,18 +225,12 @@ class Plan(NamedTuple):
     divergence: bool = False
 
 
-def projected_loss(plan: Plan, states: Sequence[Tensor], parameters: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """The sum of all heads' weighted cross-entropies, with their gradients; how often each rank was given to a label.
+class ProjectedLoss(torch.autograd.Function):
+    """The sum of all heads' weighted cross-entropies; how often each rank was given to a label.
 
-    Args:
-        states: of each head (N, H), at the same labels.
-        parameters: that `plan.logits` may use and that learn.
+    The tensors are the states of each head (N, H), at the same labels, and the parameters that `plan.logits` may use
+    and that learn. Gradients are computed in the forward pass, chunk by chunk, where the logits are at hand.
     """
-    return _ProjectedLoss.apply(plan, len(states), *states, *parameters)
-
-
-class _ProjectedLoss(torch.autograd.Function):
-    """Computes gradients in the forward pass, chunk by chunk, where the logits are at hand."""
 
     @staticmethod
     def forward(ctx: Any, plan: Plan, heads: int, *tensors: Tensor) -> tuple[Tensor, Tensor]:
@@ -253,8 +248,7 @@ class _ProjectedLoss(torch.autograd.Function):
                 with torch.set_grad_enabled(learns):
                     logits = plan.logits(head, part)
                 if plan.kept is not None:
-                    ranked = rank_counts(logits.detach(), plan.targets[chunk], RANKS, plan.kept[head][chunk])
-                    counts[head] += ranked
+                    counts[head] += rank_counts(logits.detach(), plan.targets[chunk], RANKS, plan.kept[head][chunk])
                 weights = plan.weights[head][chunk]
                 lost, gradient = _cross_entropy(plan, logits.detach(), plan.targets[chunk], teachers, weights, learns)
                 loss = loss + lost

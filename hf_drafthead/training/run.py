@@ -337,7 +337,7 @@ def _summary(trainer: DraftHeadTrainer, data: PreparedData) -> dict[str, Any]:
         "base_revision": model.config.base_model_revision,
         "data": data.source,
         "data_sha256": data.sha256,
-        "data_report": data.report and data.report.to_json(),
+        "data_report": data.report and vars(data.report),
         "seed": settings.seed,
         "recipe": settings.recipe,
         "steps": state.global_step,

@@ -8,8 +8,6 @@ import copy
 from contextlib import suppress
 from typing import Any
 
-from transformers.utils.chat_template_utils import render_jinja_template
-
 from hf_drafthead.data.chats import Chat, Refused
 from hf_drafthead.training.heads_loss import IGNORED
 
@@ -111,16 +109,11 @@ class ChatEncoder:
     def render(self, messages: list[dict[str, Any]], prompt: bool = False, tools: list[Any] | None = None) -> str:
         """The text of a chat, with the generation prompt behind it if asked for; Refused where the template refuses."""
         try:
-            texts, _ = render_jinja_template(
-                conversations=[messages],
-                tools=tools,
-                chat_template=self._template,
-                add_generation_prompt=prompt,
-                **self.tokenizer.special_tokens_map,
+            return self.tokenizer.apply_chat_template(  # type: ignore[no-any-return]
+                messages, tools, chat_template=self._template, add_generation_prompt=prompt, tokenize=False
             )
         except Exception as error:  # a template is a program and may raise anything
             raise Refused(f"the chat template refuses it ({' '.join(str(error).split())})") from None
-        return texts[0]  # type: ignore[no-any-return]
 
     def before_question(self, messages: list[dict[str, Any]]) -> str:
         """The text of a chat up to where the user's next words stand; Refused where these are not shown once."""
