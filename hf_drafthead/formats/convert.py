@@ -15,7 +15,7 @@ from transformers.configuration_utils import PreTrainedConfig
 
 from hf_drafthead.formats.disk import Source, new_folder, refuse_existing, write_safetensors
 from hf_drafthead.formats.layout import Heads, Layout, base_tensor, same_values
-from hf_drafthead.formats.layouts import find, published_base
+from hf_drafthead.formats.layouts import BASES, find
 from hf_drafthead.modeling.base import DraftHeadPreTrainedModel
 from hf_drafthead.modeling.base_model import commit_of, copy_tokenizer, fetch_config, full_name
 from hf_drafthead.modeling.checkpoint import WEIGHTS, check_tensors
@@ -169,7 +169,8 @@ def _read(file: Source, layout: Layout, fields: Mapping[str, Any]) -> Heads:
         )
     heads = layout.read(file, fields)
     heads.fields |= fields
-    if not heads.base and not heads.base_inside and (known := published_base(file.name)) is not None:
+    known = {repo_id.lower(): base for repo_id, base in BASES.items()}.get(file.name.lower())
+    if known is not None and not heads.base and not heads.base_inside:
         heads.base = known
         heads.notes.append(f"the layout names no base: {known} is the one that heads of this name were published for.")
     return heads

@@ -78,8 +78,3 @@ BASES = {
     "yuhuili/EAGLE-LLaMA3-Instruct-70B": "meta-llama/Meta-Llama-3-70B-Instruct",
     "yuhuili/EAGLE-LLaMA3.1-Instruct-8B": "meta-llama/Llama-3.1-8B-Instruct",
 }
-
-
-def published_base(repo_id: str) -> str | None:
-    """The base of published heads; None if they are not known here."""
-    return {name.lower(): base for name, base in BASES.items()}.get(repo_id.lower())

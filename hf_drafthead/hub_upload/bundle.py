@@ -2,23 +2,29 @@
 
 transformers fetches that file from the repository of the weights if `trust_remote_code=True` is given. It holds the
 modules that a family needs, each after the modules that it imports: imports between them are removed, all other imports
-stand once at the top, and the published trees are included as data.
+stand once at the top, and the published trees are included as data. What one file cannot follow, such as an import of a
+whole module or two meanings of a name, a test finds in the file.
 """
 
+import ast
 import functools
 import inspect
-import json
+import re
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from hf_drafthead.generation import tree as tree_module
-from hf_drafthead.hub_upload.bundle_modules import in_order
 from hf_drafthead.modeling.checkpoint import read_heads_config
 from hf_drafthead.modeling.config import MODEL_TYPE_PREFIX
 from hf_drafthead.modeling.families import BY_MODEL_TYPE
+from hf_drafthead.modeling.files import edit_json
 from hf_drafthead.version import __version__
 
 FILE = "modeling_drafthead.py"
 MODELS = {name.removeprefix(MODEL_TYPE_PREFIX): model_class for name, model_class in BY_MODEL_TYPE.items()}
+PACKAGE = "hf_drafthead."
+PACKAGE_FOLDER = Path(__file__).parents[1]
+ROOMS = ("hf_drafthead.generation.", "hf_drafthead.modeling.")
 
 HEADER = '''\
 # Made from hf_drafthead {version}, which holds the same code module by module, with its tests and documentation.
@@ -32,6 +38,13 @@ from __future__ import annotations
 __version__ = "{version}"
 '''
 
+# Takes the place of an import, inside a function, of what only the package has.
+ABSENT = """\
+try:
+    {statement}
+except ImportError as error:
+    raise ImportError("hf_drafthead is not installed, and only its model code is here: install it.") from error"""
+
 
 def add_bundle(folder: Path) -> None:
     """Write the model code of a checkpoint into its folder, and into its config.json where transformers finds it."""
@@ -42,10 +55,8 @@ def add_bundle(folder: Path) -> None:
     stem = Path(FILE).stem
     auto_map = dict.fromkeys(("AutoModel", "AutoModelForCausalLM"), f"{stem}.{model_class.__name__}")
     (Path(folder) / FILE).write_text(code, encoding="utf-8")
-    path = Path(folder) / "config.json"
-    fields = json.loads(path.read_text(encoding="utf-8"))
-    fields["auto_map"] = {"AutoConfig": f"{stem}.{model_class.config_class.__name__}", **auto_map}
-    path.write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    auto_map["AutoConfig"] = f"{stem}.{model_class.config_class.__name__}"
+    edit_json(Path(folder) / "config.json", auto_map=auto_map)
 
 
 @functools.cache
@@ -68,3 +79,84 @@ def tree_data() -> str:
     """The function that gives the published trees, with the trees themselves in it."""
     lines = [f"        {name!r}: {paths}," for name, paths in sorted(tree_module._tree_files().items())]
     return "\n".join(["def _tree_files():", "    return {", *lines, "    }"])
+
+
+@dataclass
+class Module:
+    """One module of the package, as it goes into the file.
+
+    text: without its imports; imports: its statements that import from elsewhere, one for each name; needs: modules
+    that have to stand before it; uses: modules that its functions import.
+    """
+
+    name: str
+    text: str = ""
+    imports: set[str] = field(default_factory=set)
+    needs: list[str] = field(default_factory=list)
+    uses: list[str] = field(default_factory=list)
+
+
+def in_order(name: str) -> list[Module]:
+    """A module after all others that it imports; modules that only functions import come last."""
+    found: dict[str, Module] = {}
+
+    def put(one: str) -> None:
+        if one in found:
+            return
+        module = read_module(one)
+        for needed in module.needs:
+            put(needed)
+        found[one] = module
+
+    put(name)
+    while later := [one for module in found.values() for one in module.uses if one not in found]:
+        put(later[0])
+    return list(found.values())
+
+
+def read_module(name: str) -> Module:
+    """A module's text without its imports, and what these name."""
+    source = PACKAGE_FOLDER.joinpath(*name.split(".")[1:]).with_suffix(".py").read_text(encoding="utf-8")
+    module, lines = Module(name), source.splitlines()
+    replaced: dict[int, tuple[int | None, str]] = {}  # first line: last line, and what comes in their place
+    for node in ast.parse(source).body:
+        # What is only imported for annotations binds the same names, but nothing has to stand before the module for it.
+        for_types = isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        inside = node.body if isinstance(node, ast.If) and for_types else [node]
+        imports = [one for one in inside if isinstance(one, (ast.Import, ast.ImportFrom))]
+        if len(imports) == len(inside):
+            for imported in imports:
+                take_import(module, imported, needed=not for_types)
+            replaced[node.lineno] = node.end_lineno, ""
+            continue
+        for one in ast.walk(node):
+            if isinstance(one, ast.ImportFrom) and f"{one.module}.".startswith(PACKAGE):
+                indent = " " * one.col_offset
+                text = "\n".join(indent + line for line in local_import(module, one).splitlines())
+                replaced[one.lineno] = one.end_lineno, text
+    for first in sorted(replaced, reverse=True):
+        last, text = replaced[first]
+        lines[first - 1 : last] = [text] if text else []
+    module.text = re.sub(r"\n{4,}", "\n\n\n", "\n".join(lines)).strip()
+    return module
+
+
+def take_import(module: Module, node: ast.Import | ast.ImportFrom, needed: bool) -> None:
+    """Note an import of a module's top level."""
+    if isinstance(node, ast.Import):
+        module.imports |= {ast.unparse(ast.Import([alias])) for alias in node.names}
+    elif node.module == "__future__":  # stands at the top of the file anyway
+        return
+    elif not f"{node.module}.".startswith(PACKAGE):
+        module.imports |= {ast.unparse(ast.ImportFrom(node.module, [alias], 0)) for alias in node.names}
+    elif needed:
+        module.needs.append(str(node.module))
+
+
+def local_import(module: Module, node: ast.ImportFrom) -> str:
+    """What takes the place of an import from the package inside a function."""
+    origin = str(node.module)
+    if not origin.startswith(ROOMS):
+        return ABSENT.format(statement=ast.unparse(node))
+    module.uses.append(origin)
+    return f"pass  # in this file: {', '.join(alias.name for alias in node.names)}"

@@ -23,7 +23,7 @@ from hf_drafthead.modeling import DraftHeadPreTrainedModel
 from hf_drafthead.modeling.base_model import is_local, locate_base
 from hf_drafthead.modeling.checkpoint import HTTP_ERROR, read_heads_config
 from hf_drafthead.modeling.config import portable
-from hf_drafthead.modeling.files import first_line
+from hf_drafthead.modeling.files import edit_json, first_line
 
 logger = logging.get_logger(__name__)
 
@@ -166,7 +166,7 @@ def _push(
     base = config.base_model_name_or_path
     if config.base_included and base and is_local(base, folder):
         config.base_model_name_or_path = None
-        staging.edit_json(folder / "config.json", base_model_name_or_path=None, base_model_revision=None)
+        edit_json(folder / "config.json", base_model_name_or_path=None, base_model_revision=None)
     with told(target):
         there, unseen = _look(target, dry_run)
         check_destination(there, target, config.base_model_name_or_path)
@@ -214,7 +214,7 @@ def _write_files(push: Push, staged: Path, source: Path, folder: Path) -> None:
         shutil.copyfile(staged / name, folder / name)
     if base and not config.base_included and is_local(base, source):
         place = portable(locate_base(config, str(source)), folder)
-        staging.edit_json(folder / "config.json", base_model_name_or_path=place)
+        edit_json(folder / "config.json", base_model_name_or_path=place)
 
 
 def _look(target: Target, dry_run: bool) -> tuple[Destination, list[str]]:

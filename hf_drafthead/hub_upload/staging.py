@@ -24,6 +24,7 @@ from hf_drafthead.modeling.base_model import (
 )
 from hf_drafthead.modeling.checkpoint import HTTP_ERROR, INDEX, read_heads_config, why_refused
 from hf_drafthead.modeling.families import BY_MODEL_TYPE, FAMILIES
+from hf_drafthead.modeling.files import edit_json
 
 CARD = "README.md"
 # Files that a training and its measurements write; all other pictures are drawn again with the card.
@@ -246,11 +247,3 @@ def _copy(source: Path, target: Path, patterns: list[str]) -> None:
 
 def _is_weights(name: str) -> bool:
     return name.endswith((".safetensors", ".safetensors.index.json"))
-
-
-def edit_json(path: Path, **fields: Any) -> None:
-    """Set fields; None removes one."""
-    before = json.loads(path.read_text(encoding="utf-8"))
-    after = {name: value for name, value in (before | fields).items() if name not in fields or value is not None}
-    if after != before:
-        path.write_text(json.dumps(after, indent=2, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8")

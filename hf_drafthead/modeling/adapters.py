@@ -4,7 +4,6 @@ The base holds them as transformers has them (`PreTrainedModel.load_adapter`): t
 """
 
 import copy
-import json
 import os
 import re
 from collections.abc import Mapping
@@ -17,7 +16,7 @@ from transformers.utils import ADAPTER_CONFIG_NAME, logging
 
 from hf_drafthead.modeling.checkpoint import fetch_file, refuse_damage
 from hf_drafthead.modeling.config import DraftHeadConfig
-from hf_drafthead.modeling.files import open_tensors, read_json
+from hf_drafthead.modeling.files import edit_json, open_tensors, read_json
 
 logger = logging.get_logger(__name__)
 
@@ -156,9 +155,7 @@ def save_adapter(base: Any, folder: Path, is_main_process: bool) -> None:
     base.save_pretrained(folder, is_main_process=is_main_process)
     if is_main_process:
         (folder / "generation_config.json").unlink(missing_ok=True)  # the heads' folder has it
-        file = folder / ADAPTER_CONFIG_NAME
-        fields = {**read_json(file), "base_model_name_or_path": None, "revision": None}
-        file.write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        edit_json(folder / ADAPTER_CONFIG_NAME, base_model_name_or_path=None, revision=None)
 
 
 def plain_state(model: nn.Module, merge: bool) -> dict[str, Tensor]:

@@ -45,6 +45,14 @@ def read_json(file: str | os.PathLike) -> dict[str, Any]:
     return found
 
 
+def edit_json(path: Path, **fields: Any) -> None:
+    """Set fields of a JSON file; None removes one."""
+    before = json.loads(path.read_text(encoding="utf-8"))
+    after = {name: value for name, value in (before | fields).items() if name not in fields or value is not None}
+    if after != before:
+        path.write_text(json.dumps(after, indent=2, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
 def is_deep(value: Any) -> bool:
     """Whether lists and dicts are nested deeper than a function that calls itself, as `copy.deepcopy`, should walk."""
     level, depth = [value], 0

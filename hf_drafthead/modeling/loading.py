@@ -299,7 +299,12 @@ class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
         settings: Mapping[str, Any] | None = {} if given is None else None
         own: DraftHeadConfig
         if convert:
-            own, converted, settings = cls._converted(source, config, base_model, base_revision, kwargs)
+            if config is not None:
+                raise ValueError("config= cannot be given with convert=True, which reads it from the layout: drop it.")
+            fields = {name: kwargs.pop(name) for name in cls.config_class.heads_fields() & set(kwargs)}
+            own, converted, settings = _formats().converted(
+                cls, source.path, base_model=base_model, base_revision=base_revision, fields=fields, hub=source.hub
+            )
         else:
             own, converted = read_heads_config(source.path, source.hub, cls.config_class, config), None
         _hand_to_base(own, kwargs)
@@ -326,7 +331,13 @@ class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
         else:
             if use_safetensors is not None:
                 kwargs["use_safetensors"] = use_safetensors
-            model._fill_and_attach(source, tensors, base_model, base_revision, kwargs)
+            model.config.__dict__.pop("quantization_config", None)  # of a base that is not here
+            base = load_base(source.place, model.config, base_model, base_revision, source.fetch, kwargs)
+            if active_adapter(base) is None:
+                adapt(base, source.given, model.config, source.hub, isinstance(base_model, nn.Module))
+            model._fill(tensors, *last_layer(base))
+            model.drafter.check_values(source.path)
+            model._attach(base)
             model._take_generation_config(settings)
             if adapter is not None:
                 model.load_adapter(adapter[0], adapter_kwargs=adapter[1])
@@ -337,35 +348,6 @@ class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
         if not output_loading_info:
             return model
         return model, {"missing_keys": set(), "unexpected_keys": set(), "mismatched_keys": set(), "error_msgs": []}
-
-    @classmethod
-    def _converted(
-        cls, source: HeadsSource, config: Any, base_model: Any, base_revision: str | None, arguments: dict[str, Any]
-    ) -> tuple[Any, Mapping[str, Tensor], Mapping[str, Any]]:
-        """Config, tensors and generation settings of heads in another project's layout; takes the family's fields."""
-        if config is not None:
-            raise ValueError("config= cannot be given with convert=True, which reads it from the layout: drop it.")
-        fields = {name: arguments.pop(name) for name in cls.config_class.heads_fields() & set(arguments)}
-        return _formats().converted(  # type: ignore[no-any-return]
-            cls, source.path, base_model=base_model, base_revision=base_revision, fields=fields, hub=source.hub
-        )
-
-    def _fill_and_attach(
-        self,
-        source: HeadsSource,
-        tensors: Mapping[str, Tensor],
-        base_model: Any,
-        base_revision: str | None,
-        arguments: dict[str, Any],
-    ) -> None:
-        """Load the base, with its adapter, and put a drafter without memory on it, with these tensors."""
-        self.config.__dict__.pop("quantization_config", None)  # of a base that is not here
-        base = load_base(source.place, self.config, base_model, base_revision, source.fetch, arguments)
-        if active_adapter(base) is None:
-            adapt(base, source.given, self.config, source.hub, isinstance(base_model, nn.Module))
-        self._fill(tensors, *last_layer(base))
-        self.drafter.check_values(source.path)
-        self._attach(base)
 
     @classmethod
     def _with_its_base(

@@ -16,6 +16,7 @@ from huggingface_hub.constants import HF_HOME
 from huggingface_hub.utils.sha import sha_fileobj
 
 from hf_drafthead.modeling.checkpoint import WEIGHTS
+from hf_drafthead.modeling.files import edit_json
 from hf_drafthead.modeling.gguf_files import gguf_arguments, load_tokenizer
 
 HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -77,8 +78,7 @@ def chat_heads(family: str) -> str:
         with tempfile.TemporaryDirectory(dir=FOLDER.parent) as work:
             new = Path(work) / "new"
             shutil.copytree(source, new)
-            config = json.loads((source / "config.json").read_text())
-            (new / "config.json").write_text(json.dumps({**config, "base_model_name_or_path": base}, indent=2) + "\n")
+            edit_json(new / "config.json", base_model_name_or_path=base)
             load_tokenizer(base).save_pretrained(new)
             _replace(folder, new, Path(work))
     return str(folder)

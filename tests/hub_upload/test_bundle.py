@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModel, AutoModelForCausalLM
 
 from hf_drafthead import HydraConfig, HydraForCausalLM
-from hf_drafthead.hub_upload import bundle_modules
+from hf_drafthead.hub_upload import bundle
 from hf_drafthead.hub_upload.bundle import FILE, MODELS, add_bundle, build_bundle
 from tests.bases import tiny_base
 from tests.families import FAMILIES
@@ -183,7 +183,7 @@ def rooms(tmp_path, monkeypatch):
         for name, text in sources.items():
             (tmp_path / "generation").mkdir(exist_ok=True)
             (tmp_path / "generation" / f"{name}.py").write_text(text)
-        monkeypatch.setattr(bundle_modules, "PACKAGE_FOLDER", tmp_path)
+        monkeypatch.setattr(bundle, "PACKAGE_FOLDER", tmp_path)
         return f"hf_drafthead.generation.{next(iter(sources))}"
 
     return write
@@ -195,7 +195,7 @@ def test_modules_stand_in_the_order_of_their_needs(rooms):
         middle="from hf_drafthead.generation.low import a\n\nb = a + 1\n",
         low="a = 1\n",
     )
-    modules = bundle_modules.in_order(name)
+    modules = bundle.in_order(name)
     assert [module.text for module in modules] == ["a = 1", "b = a + 1", "c = a + b"]
 
 
@@ -207,7 +207,7 @@ def test_imports_inside_functions_are_resolved_too(rooms):
         ),
         late="import math\n\n\ndef g():\n    return math.pi\n",
     )
-    modules = bundle_modules.in_order(name)
+    modules = bundle.in_order(name)
     assert [module.name.rpartition(".")[2] for module in modules] == ["top", "late"]
     space: dict = {"math": __import__("math")}
     text = "\n".join(module.text for module in modules)
@@ -221,7 +221,7 @@ def test_what_is_imported_for_types_alone_needs_no_order(rooms):
         top="from hf_drafthead.generation.low import a\n\nb = a\n",
         low="if TYPE_CHECKING:\n    from hf_drafthead.generation.top import b\n    from typing import Any\n\na = 1\n",
     )
-    modules = bundle_modules.in_order(name)
+    modules = bundle.in_order(name)
     assert [module.text for module in modules] == ["a = 1", "b = a"]
     assert modules[0].imports == {"from typing import Any"}
 
