@@ -74,9 +74,9 @@ def missing(folder: Path) -> list[str]:
         return [f"card: there is no README.md; run `hf-drafthead card {folder}`"]
     facts, card = read_facts(folder), read_card(path)
     lacks = []
-    named = card.data.get("base_model")
-    if not named and not facts.base_included:
-        lacks.append(f"base: the config names {facts.base_named!r}, which others cannot load; name its id on the Hub")
+    named, in_config = card.data.get("base_model"), facts.config.get("base_model_name_or_path")
+    if not named and not facts.config.get("base_included"):
+        lacks.append(f"base: the config names {in_config!r}, which others cannot load; name its id on the Hub")
     elif named and facts.base and facts.base != named:
         lacks.append(f"base: the card names {named!r}, the config {facts.base!r}; run `hf-drafthead card {folder}`")
     if not card.data.get("license"):
@@ -169,15 +169,17 @@ def render(facts: Facts, data: ModelCardData, repo_id: str) -> str:
     filters = (cell, choice, counts_in_words, dtype_of, figure, is_exact, names, parts, setting, was_drafted)
     environment.filters |= {each.__name__: each for each in (*filters, listed, without_folders)}
     family = FAMILIES[facts.family]
-    named = data.get("base_model") or (None if facts.base_included else facts.base_named)
-    file = None if facts.base_included else facts.base_gguf_file
-    unnamed = "a base that is included here" if facts.base_included else "a base that is missing: the config names none"
+    included = facts.config.get("base_included")
+    named = data.get("base_model") or (None if included else facts.config.get("base_model_name_or_path"))
+    file = None if included else facts.config.get("base_gguf_file")
+    unnamed = "a base that is included here" if included else "a base that is missing: the config names none"
     kinds: dict[str, list[dict[str, Any]]] = {"same": [], "rounding": [], "half": [], "fault": []}
     for run in [*filter(is_exact, facts.runs), *facts.verifications]:
         if isinstance(run.get("identical"), bool):
             kinds[exactness(run)].append(run)
     same = [run for run in kinds["same"] if was_drafted(run)]
     drafted = [run for run in facts.runs if was_drafted(run)]
+    citations = [file.read_text(encoding="utf-8") for file in (CARD_FILES / "citations").iterdir()]
     return environment.from_string((CARD_FILES / "template.md.jinja").read_text(encoding="utf-8")).render(
         card_data=data.to_yaml(),
         facts=facts,
@@ -200,15 +202,8 @@ def render(facts: Facts, data: ModelCardData, repo_id: str) -> str:
         drafted=drafted,
         slow=[run for run in drafted if is_number(run.get("speedup")) and round(run["speedup"], 2) <= 1],
         **other_trees(facts, drafted),
-        citation=cited(family.paper),
+        citation=next((each.strip() for each in citations if f"arXiv:{family.paper}" in each), f"arXiv:{family.paper}"),
     )
-
-
-def cited(paper: str) -> str:
-    """BibTeX of a paper, by its arXiv number."""
-    entries = [file.read_text(encoding="utf-8") for file in (CARD_FILES / "citations").iterdir()]
-    matching = [entry for entry in entries if f"arXiv:{paper}" in entry]
-    return (matching or [f"@misc{{{paper}, eprint = {{{paper}}}, archiveprefix = {{arXiv}}}}"])[0].strip()
 
 
 def other_trees(facts: Facts, drafted: list[dict[str, Any]]) -> dict[str, Any]:

@@ -37,18 +37,13 @@ class Facts:
 
     folder: Path
     family: str  # as the papers name it, `hydra++` and `amphista-alpha` included
+    config: dict[str, Any]
     base: str | None  # its Hub id, None where the config gives a path
-    base_named: str | None  # what the config gives
-    base_revision: str | None
-    base_gguf_file: str | None
-    base_included: bool
     base_parameters: int | None
-    heads: int | None
     fields: dict[str, Any]  # what the family's own config says
     parameters: int
     memory: int
     dtype: str
-    remote_code: bool
     chat_template: bool  # whether the tokenizer in the folder has one
     tree: DraftTree | None
     tree_name: str | None
@@ -106,17 +101,12 @@ def read_facts(folder: Path, model: Any = None) -> Facts:
     return Facts(
         folder=folder,
         family=family,
+        config=config,
         base=named if is_hub_id(named, folder) else None,
-        base_named=named,
-        base_revision=config.get("base_model_revision"),
-        base_gguf_file=config.get("base_gguf_file"),
-        base_included=bool(config.get("base_included")),
         base_parameters=_base_parameters(folder, named, model),
-        heads=config.get("num_draft_heads"),
         fields={name: value for name, value in config.items() if name not in usual},
         **size_of_heads(str(folder)),
         chat_template=_has_chat_template(folder),
-        remote_code="AutoModelForCausalLM" in (config.get("auto_map") or {}),
         tree=tree,
         tree_name=tree_name,
         tree_cut=bool(tree and tree_name and DraftTree.from_name(tree_name).max_depth > tree.max_depth),

@@ -68,9 +68,7 @@ def plot_accuracies(axes: Axes, accuracies: dict[int, list[float]], label: str =
         heads = range(1, len(accuracies[k]) + 1)
         axes.plot(heads, [100 * share for share in accuracies[k]], style, color=colour, label=f"{label}top {k}")
     axes.locator_params(axis="x", integer=True)
-    axes.set_xlabel("head")
-    axes.set_ylabel("accuracy in %")
-    axes.set_ylim(0, 100)
+    axes.set(xlabel="head", ylabel="accuracy in %", ylim=(0, 100))
 
 
 def rows_of_nodes(tree: DraftTree) -> list[float]:

@@ -4,7 +4,6 @@ import functools
 import inspect
 import io
 import json
-import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -219,11 +218,6 @@ def read_template(path: Path | None) -> str | None:
     if not path.is_file() and not shipped.is_file():
         raise OSError(f"there is no chat template {str(path)!r}: give a Jinja file, or 'vicuna' for that of Vicuna.")
     return (path if path.is_file() else shipped).read_text(encoding="utf-8")
-
-
-def command_line() -> str:
-    """The user's command, so that the measurement can be repeated."""
-    return shlex.join(["hf-drafthead", *sys.argv[1:]])
 
 
 def write_json(path: Path | None, figures: dict[str, Any]) -> None:

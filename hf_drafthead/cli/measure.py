@@ -1,5 +1,7 @@
 """`hf-drafthead bench` and `verify`: how fast, and whether exact."""
 
+import shlex
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -56,7 +58,9 @@ def run_bench(
         options={"captured": captured, "repeats": repeats, "seed": seed},
         load=loading.checked(),
     )
-    about = {"questions": named(questions), "split": split, "limit": limit, "command": common.command_line()}
+    name = Path(questions).resolve().name if Path(questions).exists() else questions
+    command = shlex.join(["hf-drafthead", *sys.argv[1:]])
+    about = {"questions": name, "split": split, "limit": limit, "command": command}
     about = {name: value for name, value in about.items() if value is not None}
     first = process_state().is_main_process
 
@@ -81,11 +85,6 @@ def run_bench(
         kept = common.kept_in(json_path, "are")
         common.complain(f"interrupted: the figures{marked} are those of the prompts that were finished{kept}.")
         raise typer.Exit(130)
-
-
-def named(questions: str) -> str:
-    """The name of the questions in the figures: that of the file or folder, or the id of the data set."""
-    return Path(questions).resolve().name if Path(questions).exists() else questions
 
 
 @common.app.command("verify")

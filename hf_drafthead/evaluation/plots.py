@@ -69,10 +69,9 @@ def draw_calibration(entries: Sequence[dict[str, Any]], folder: Path) -> Path:
         for axes, timed, kept in ((steps, taus, "tokens_per_step"), (speedups, faster, "speedup")):
             axes.plot(nodes, timed, ".", color=colour, label=f"batch size {entry['batch_size']}")
             axes.plot([len(entry["tree"]) + 1], [figures[kept]], "*", color=colour, markersize=12)
-            axes.set_xlabel("nodes, the root included")
     speedups.axhline(1.0, color="gray", linewidth=0.8, linestyle="--")
-    steps.set_ylabel("tokens per step")
-    speedups.set_ylabel("speedup over the base")
+    steps.set(xlabel="nodes, the root included", ylabel="tokens per step")
+    speedups.set(xlabel="nodes, the root included", ylabel="speedup over the base")
     steps.legend(frameon=False)
     figure.savefig(folder / "calibration.png", dpi=150)
     return folder / "calibration.png"
@@ -95,8 +94,7 @@ def accepted_lengths(axes: Axes, measurements: Measurements) -> None:
         steps = sum(row.accepted_lengths.values())
         places = [length + offset for length in row.accepted_lengths]
         axes.bar(places, [count / steps for count in row.accepted_lengths.values()], width, label=label)
-    axes.set_xlabel("tokens emitted by a step")
-    axes.set_ylabel("share of steps")
+    axes.set(xlabel="tokens emitted by a step", ylabel="share of steps")
 
 
 def head_accuracy(axes: Axes, measurements: Measurements) -> None:
@@ -119,8 +117,7 @@ def throughput_by_batch(axes: Axes, measurements: Measurements) -> None:
     axes.set_xticks(sorted({row.batch_size for row in measurements}))
     axes.get_xaxis().set_major_formatter(lambda value, _: f"{value:g}")
     axes.set_ylim(bottom=0)
-    axes.set_xlabel("batch size")
-    axes.set_ylabel("tokens per second")
+    axes.set(xlabel="batch size", ylabel="tokens per second")
 
 
 def temperature(axes: Axes, measurements: Measurements) -> None:
@@ -139,8 +136,7 @@ def temperature(axes: Axes, measurements: Measurements) -> None:
         axes.plot(heats, [_tau(row) for row in rows], "o-", color=f"C{number}", label=name)
         right.plot(heats, [row.speedup for row in rows], "s--", color=f"C{number}")
     axes.plot([], [], "s--", color="grey", label="speedup")
-    axes.set_xlabel("temperature (0: greedy)")
-    axes.set_ylabel("tokens per step")
+    axes.set(xlabel="temperature (0: greedy)", ylabel="tokens per step")
     right.set_ylabel("speedup over the base")
 
 
@@ -163,8 +159,7 @@ def epsilon(axes: Axes, measurements: Measurements) -> None:
         axes.plot([], [], color=f"C{number}", label=rows[0].family)
     axes.plot([], [], "o-", color="grey", label="tokens per step")
     axes.plot([], [], "s--", color="grey", label="ROUGE-L")
-    axes.set_xlabel("epsilon (level lines: exact sampling)")
-    axes.set_ylabel("tokens per step")
+    axes.set(xlabel="epsilon (level lines: exact sampling)", ylabel="tokens per step")
     right.set_ylabel("ROUGE-L against the references")
 
 
