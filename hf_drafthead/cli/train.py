@@ -62,27 +62,24 @@ def run_distill(
     if synthesize is not None and model is None:
         raise ValueError("--synthesize needs the base's chat template: name the base (hf-drafthead distill MODEL ...).")
     state = room.processes()
-    options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "top_p": top_p, "seed": seed}
+    rows: Any = synthesize
     if data is not None:
         with state.main_process_first():  # the others find the rows in its cache
-            rows: Any = read_rows(data, split=split)
-        options |= {"temperature": temperature or 0.0, "prompt_tokens": prompt_tokens}
-    else:
-        rows = synthesize
-        options |= {"temperature": 1.0 if temperature is None else temperature, "turns": turns, "greedy": greedy}
-        options["question_tokens"] = question_tokens
+            rows = read_rows(data, split=split)
+    options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p}
+    options |= {"prompt_tokens": prompt_tokens, "turns": turns, "greedy": greedy, "question_tokens": question_tokens}
+    options["seed"] = seed
     if endpoint is None:
         answers, tokenizer = room.load_model(str(model), state.device)
         tokenizer.chat_template = template or tokenizer.chat_template
-        options |= {"batch_size": batch_size if data is None else batch_size or 8, "max_length": max_length}
+        options |= {"batch_size": batch_size, "max_length": max_length}
     else:
         answers = Server(endpoint, str(served_model), retries)
         tokenizer = None if model is None else room.tokenizer_of(model)
         options["batch_size"] = concurrency
-    run = room.distill if synthesize is None else room.synthesize
     with common.bar(synthesize or len(rows)) as begin:
         tell = begin("answering" if synthesize is None else "writing")
-        report = run(answers, tokenizer, rows, output_file, progress=tell, **options)
+        report = room.distill(answers, tokenizer, rows, output_file, progress=tell, **options)
     if state.is_main_process:
         common.say(str(report))
         common.write_json(json_path, report.to_json())
@@ -163,7 +160,7 @@ def own_text(
     base: str, file: Path, chats: int | None, hours: float | None, template: str | None, max_length: int | None
 ) -> None:
     """Let the base write chats into a file: so many, or those that a third of the hours is enough for."""
-    from hf_drafthead.training.distill import load_model, processes, synthesize
+    from hf_drafthead.training.distill import distill, load_model, processes
 
     count = chats or (OWN_CHATS if hours is None else MOST_CHATS)
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -174,7 +171,7 @@ def own_text(
     tokenizer.chat_template = template or tokenizer.chat_template
     settings: dict[str, Any] = {"seconds": seconds, "max_length": max_length}
     with common.bar(count) as begin:
-        report = synthesize(model, tokenizer, count, file, progress=begin("writing"), **settings)
+        report = distill(model, tokenizer, count, file, progress=begin("writing"), **settings)
     common.say(str(report))
 
 

@@ -29,15 +29,19 @@ Progress = Callable[[], None]
 def distill(
     model: Any,
     tokenizer: Any,
-    rows: Iterable[Mapping[str, Any]],
+    rows: Iterable[Mapping[str, Any]] | int,
     output: str | Path,
     *,
     max_new_tokens: int = 512,
-    temperature: float = 0.0,
+    temperature: float | None = None,
     top_p: float = 1.0,
-    batch_size: int = 8,
+    batch_size: int | None = None,
     max_length: int | None = None,
     prompt_tokens: int = 64,
+    turns: int = 1,
+    greedy: float = 0.5,
+    question_tokens: int = 96,
+    seconds: float | None = None,
     seed: int = 0,
     progress: Progress | None = None,
 ) -> DistillReport:
@@ -47,102 +51,61 @@ def distill(
     answer ends at the model's end of text, at the chat template's end of turn, or at a limit; a chat ends at an answer
     that reached a limit, or where the base has no position left.
 
+    With a number in the place of rows the model writes so many chats from nothing: its own questions (Magpie, arXiv
+    2406.08464), and its answers to them. A question is what the model writes where the chat template would have a
+    user's words, at temperature 1, until the turn ends. Questions that are too short, cut, repeat themselves or hold
+    control tokens are dropped, and so are first questions with the words of an earlier one (of this process).
+
     The output has one JSON object per row in the form that `read_rows` reads, with the row's number in `row`, and with
-    the tokens of each answer in `ids`. An interrupted run resumes where it stopped. Under `accelerate launch`
-    every process takes its share of the rows (the folder of the output must be one that all see). The rows are the same
-    whatever the number of processes, the batch size and the interruptions: sampled tokens depend on the seed, the row
-    and the position alone. The limit is rounding: in another batch, two nearly equal logits may be exchanged.
+    the tokens of each answer in `ids`. An interrupted run resumes where it stopped, and one with a greater number of
+    chats goes on behind the last one. Under `accelerate launch` every process takes its share (the folder of the output
+    must be one that all see). The rows are the same whatever the number of processes, the batch size and the
+    interruptions: sampled tokens depend on the seed, the row and the position alone. The limit is rounding: in another
+    batch, two nearly equal logits may be exchanged.
 
     Args:
         model: a causal language model on its device; one with draft heads needs fewer forward passes. Or a `Server`.
         tokenizer: its fast tokenizer, with a chat template if there are chats; for a server that is asked nothing but
             chats it may be None.
-        rows: from `read_rows`, or anything that can be iterated over twice and gives records such as it reads.
+        rows: from `read_rows`, or anything that can be iterated over twice and gives records such as it reads; or the
+            number of chats to write, those of earlier runs included.
         output: JSON lines.
         max_new_tokens: of each answer.
-        temperature: 0 is greedy.
+        temperature: 0 is greedy, as by default for rows; 1 by default for chats of the model's own.
         top_p: sample from the likeliest tokens that have this probability together; above 0.
-        batch_size: rows at a time, in each process; for a server, requests at once.
+        batch_size: rows at a time, in each process; for a server, requests at once. By default 8; of the model's own
+            chats 256 on an accelerator, 32 on a CPU or with a server.
         max_length: of a prompt with its answer; by default the base's positions. Not for a server.
         prompt_tokens: of a text, how many are given.
+        turns: questions of a chat of the model's own, at most.
+        greedy: share of the model's own chats whose answers are greedy; the others are sampled at `temperature`.
+        question_tokens: of each question of the model's own.
+        seconds: after which no further chat of the model's own is begun; those that were are finished.
         seed: of the sampling.
         progress: called once for each row, in this process.
-
-    Raises:
-        OSError: the output cannot be written, or is another file; or the server cannot be used.
-        ValueError: a setting that does not fit, an output that was begun with other settings, or no row that can be
-            asked.
-    """
-    settings = {
-        "max_new_tokens": max_new_tokens,
-        "temperature": float(temperature),
-        "top_p": float(top_p),
-        "prompt_tokens": prompt_tokens,
-        "seed": seed,
-    }
-    at_least_one(batch_size=batch_size)
-    writer, about = _writer(model, tokenizer, settings, max_length)
-    return _collect(writer, output, {**about, "data": data_hash(rows)}, rows, batch_size, progress)
-
-
-def synthesize(
-    model: Any,
-    tokenizer: Any,
-    count: int,
-    output: str | Path,
-    *,
-    turns: int = 1,
-    greedy: float = 0.5,
-    max_new_tokens: int = 512,
-    question_tokens: int = 96,
-    temperature: float = 1.0,
-    top_p: float = 1.0,
-    batch_size: int | None = None,
-    max_length: int | None = None,
-    seconds: float | None = None,
-    seed: int = 0,
-    progress: Progress | None = None,
-) -> DistillReport:
-    """Let a model write chats from nothing: its own questions (Magpie, arXiv 2406.08464), and its answers to them.
-
-    A question is what the model writes where the chat template would have a user's words, at temperature 1, until the
-    turn ends. Questions that are too short, cut, repeat themselves or hold control tokens are dropped, and so are first
-    questions with the words of an earlier one (of this process).
-
-    The output is that of `distill`. A run that was interrupted goes on behind the last chat that was written, and so
-    does one with a greater `count`. Under `accelerate launch` every process writes its share.
-
-    Args:
-        model, tokenizer, output, max_new_tokens, top_p, max_length, seed, progress: as for `distill`.
-        count: chats to write, those of earlier runs included.
-        turns: questions of a chat, at most.
-        greedy: share of the chats whose answers are greedy; the others are sampled at `temperature`.
-        question_tokens: of each question.
-        batch_size: chats at a time, in each process; by default 256 on an accelerator, 32 on a CPU or with a server.
-        seconds: after which no further chat is begun; those that were are finished.
 
     Returns:
         What was written; fewer chats than asked for where the model wrote nothing but unfit questions for long.
 
     Raises:
-        OSError: as `distill`.
-        ValueError: as `distill`, or no chat template or one that does not show a lone question.
+        OSError: the output cannot be written, or is another file; or the server cannot be used.
+        ValueError: a setting that does not fit, an output that was begun with other settings, or no row that can be
+            asked; for the model's own chats also no chat template, or one that does not show a lone question.
     """
-    settings = {
-        "turns": turns,
-        "greedy": float(greedy),
-        "max_new_tokens": max_new_tokens,
-        "question_tokens": question_tokens,
-        "temperature": float(temperature),
-        "top_p": float(top_p),
-        "seed": seed,
-    }
-    if batch_size is None:
-        batch_size = 32 if isinstance(model, Server) or model.device.type == "cpu" else 256
-    at_least_one(count=count, batch_size=batch_size)
+    settings = {"max_new_tokens": max_new_tokens, "top_p": float(top_p), "seed": seed}
+    if isinstance(rows, int):
+        at_least_one(count=rows)
+        settings |= {"turns": turns, "greedy": float(greedy), "question_tokens": question_tokens}
+        data, usual_temperature = "the base's own questions", 1.0
+        usual_size = 32 if isinstance(model, Server) or model.device.type == "cpu" else 256
+    else:
+        settings["prompt_tokens"] = prompt_tokens
+        data, usual_temperature, usual_size = data_hash(rows), 0.0, 8
+    settings["temperature"] = usual_temperature if temperature is None else float(temperature)
+    batch_size = usual_size if batch_size is None else batch_size
+    at_least_one(batch_size=batch_size)
     writer, about = _writer(model, tokenizer, settings, max_length)
-    about["data"] = "the base's own questions"
-    return _collect(writer, output, about, None, batch_size, progress, count, seconds)
+    return _collect(writer, output, {**about, "data": data}, rows, batch_size, progress, seconds)
 
 
 def _writer(
@@ -172,19 +135,18 @@ def _collect(
     writer: Writer,
     output: str | Path,
     settings: dict[str, Any],
-    rows: Iterable[Mapping[str, Any]] | None,
+    rows: Iterable[Mapping[str, Any]] | int,
     batch_size: int,
     progress: Progress | None,
-    count: int = 0,
-    seconds: float | None = None,
+    seconds: float | None,
 ) -> DistillReport:
     """Answer what is not answered yet, in all processes together, and write it to the output in order.
 
     Args:
         settings: what the rows depend on.
-        rows: of the data, which are iterated over once; None for chats of which the base writes the questions too.
+        rows: of the data, which are iterated over once; or the number of chats whose questions the base writes too.
         progress: called once for each row that is done, refused, or another process's; or for each chat.
-        count, seconds: chats, and after which time none is begun, without rows.
+        seconds: after which no chat of the base's own is begun.
 
     Raises:
         OSError, ValueError: as `Shards` and the writer do, or no row could be asked.
@@ -197,12 +159,12 @@ def _collect(
     done = shards.done()
     state.wait_for_everyone()  # no process writes before all have read what is done
     share = None
-    if rows is None:
+    if isinstance(rows, int):
         report.found = len(done) * state.is_main_process
         for _ in done:
             tell()
         writer.asked |= shards.asked()
-        share = (max(0, count - len(done)) + state.num_processes - 1 - state.process_index) // state.num_processes
+        share = (max(0, rows - len(done)) + state.num_processes - 1 - state.process_index) // state.num_processes
         patience = max(UNFIT_IN_A_ROW, 4 * batch_size)
         todo = _own_tasks(writer, max(done, default=-1) + 1, share, patience, seconds)
     else:
@@ -216,7 +178,7 @@ def _collect(
     report.seconds = time.monotonic() - start
     total = sum(gather_object([report]), DistillReport())  # waits for everyone
     if not total.written + total.found:
-        raise _nothing_written(total, rows is None)
+        raise _nothing_written(total, isinstance(rows, int))
     if state.is_main_process:
         shards.merge()
     state.wait_for_everyone()

@@ -22,9 +22,9 @@ TIMEOUT = 600.0  # seconds for one answer
 
 @dataclass(frozen=True)
 class Server:
-    """A server that `distill` and `synthesize` ask; its key is read from the environment variable OPENAI_API_KEY.
+    """A server that `distill` asks; its key is read from the environment variable OPENAI_API_KEY.
 
-    For `synthesize` it must complete raw prompts (`/completions`): questions are what the model writes behind the
+    For the model's own chats it must complete raw prompts (`/completions`): questions are what it writes behind the
     beginning of the base's chat template, answers come from `/chat/completions`.
 
     Args:

@@ -11,9 +11,10 @@ from safetensors.torch import load_file
 from hf_drafthead import cli
 from hf_drafthead.data.texts import same_words, why_no_question
 from hf_drafthead.modeling import MedusaForCausalLM
-from hf_drafthead.training import answers, distill, endpoint
+from hf_drafthead.training import answers, endpoint
+from hf_drafthead.training import distill as room
 from hf_drafthead.training.answers import Answerer, Sampling
-from hf_drafthead.training.distill import load_model, synthesize
+from hf_drafthead.training.distill import distill, load_model
 from hf_drafthead.training.templates import ChatEncoder
 from tests.bases import tiny_base
 from tests.checkpoints import save_base
@@ -57,7 +58,7 @@ def is_greedy(base, tokenizer, row, new_tokens):
 
 
 def test_chats_are_questions_of_the_base_and_its_answers(base, tokenizer, tmp_path):
-    report = synthesize(base, tokenizer, 12, tmp_path / "own.jsonl", **SETTINGS)
+    report = distill(base, tokenizer, 12, tmp_path / "own.jsonl", **SETTINGS)
     rows = read(tmp_path / "own.jsonl")
     questions = [said(row, "user") for row in rows]
     assert len(rows) == report.written == 12 and {len(each) for each in questions} == {1}
@@ -79,7 +80,7 @@ def test_a_question_is_what_follows_the_beginning_of_a_users_turn(base, tokenize
         return generate(self, tasks, prompts, new_tokens)
 
     monkeypatch.setattr(Answerer, "_generate", spy)
-    synthesize(base, tokenizer, 6, tmp_path / "own.jsonl", turns=2, **SETTINGS | {"max_new_tokens": 40})
+    distill(base, tokenizer, 6, tmp_path / "own.jsonl", turns=2, **SETTINGS | {"max_new_tokens": 40})
     first = [prompt for prompt in seen if prompt.count("<|im_start|>") == 1]
     later = [prompt for prompt in seen if prompt.count("<|im_start|>") == 3]
     assert set(first) == {"<|im_start|>user\n"} and later and len(first) + len(later) == len(seen)
@@ -93,46 +94,46 @@ def test_heads_and_batches_change_nothing(base, tokenizer, tmp_path):
     heads = MedusaForCausalLM.from_base(writing_base(tokenizer), num_draft_heads=3).eval()
     texts = []
     for name, model, size in (("one", base, 3), ("two", base, 8), ("heads", heads, 3)):
-        report = synthesize(model, tokenizer, 9, tmp_path / name, **SETTINGS | {"batch_size": size})
+        report = distill(model, tokenizer, 9, tmp_path / name, **SETTINGS | {"batch_size": size})
         texts.append((tmp_path / name).read_text())
     assert texts[0] == texts[1] == texts[2] and report.tokens_per_step >= 1
 
 
 def test_a_cache_of_fixed_size_changes_nothing(base, tokenizer, tmp_path, monkeypatch):
-    synthesize(base, tokenizer, 9, tmp_path / "grows", **SETTINGS)
+    distill(base, tokenizer, 9, tmp_path / "grows", **SETTINGS)
     monkeypatch.setattr(answers, "writes_in_place", lambda model: True)
-    synthesize(base, tokenizer, 9, tmp_path / "fixed", **SETTINGS)
+    distill(base, tokenizer, 9, tmp_path / "fixed", **SETTINGS)
     assert (tmp_path / "fixed").read_text() == (tmp_path / "grows").read_text() and "_cache" not in vars(base)
 
 
 def test_a_run_that_was_killed_goes_on_and_so_does_one_that_asks_for_more(base, tokenizer, tmp_path):
     output = tmp_path / "own.jsonl"
     with pytest.raises(Killed):
-        synthesize(base, tokenizer, 9, output, **SETTINGS, progress=killer(4))
+        distill(base, tokenizer, 9, output, **SETTINGS, progress=killer(4))
     found = len((tmp_path / "own.jsonl.part0").read_bytes().splitlines())
-    report = synthesize(base, tokenizer, 9, output, **SETTINGS)
+    report = distill(base, tokenizer, 9, output, **SETTINGS)
     before = read(output)
     assert (report.found, report.written, len(before)) == (found, 9 - found, 9) and found
-    again = synthesize(base, tokenizer, 20, output, **SETTINGS)
+    again = distill(base, tokenizer, 20, output, **SETTINGS)
     rows = read(output)
     assert "duplicate" not in again.dropped  # no chat is begun twice
     assert (again.found, again.written) == (9, 11) and rows[:9] == before and len(rows) == 20
     assert len({same_words(words) for row in rows for words in said(row, "user")}) == 20
     with pytest.raises(ValueError, match="was started with seed=0, but now seed=1"):
-        synthesize(base, tokenizer, 20, output, **SETTINGS, seed=1)
+        distill(base, tokenizer, 20, output, **SETTINGS, seed=1)
 
 
 @pytest.mark.parametrize(("greedy", "same"), [(1.0, {True}), (0.0, {False}), (0.5, {True, False})])
 def test_a_share_of_the_answers_is_greedy(base, tokenizer, tmp_path, greedy, same):
     # every answer is cut at its limit, so that two that are drawn apart differ
     settings = SETTINGS | {"max_new_tokens": 3}
-    synthesize(base, tokenizer, 10, tmp_path / "own.jsonl", greedy=greedy, temperature=9.0, **settings)
+    distill(base, tokenizer, 10, tmp_path / "own.jsonl", greedy=greedy, temperature=9.0, **settings)
     rows = read(tmp_path / "own.jsonl")
     assert {is_greedy(base, tokenizer, row, 3) for row in rows} == same
 
 
 def test_a_base_that_repeats_itself_says_how_many_questions_came_out(base, tokenizer, tmp_path, monkeypatch):
-    monkeypatch.setattr(distill, "UNFIT_IN_A_ROW", 10)
+    monkeypatch.setattr(room, "UNFIT_IN_A_ROW", 10)
     few = iter(["where do birds go", "Where do birds go?", "hm", *["who are you then"] * 500])
     words = Answerer._words
 
@@ -142,10 +143,10 @@ def test_a_base_that_repeats_itself_says_how_many_questions_came_out(base, token
 
     monkeypatch.setattr(Answerer, "_words", say)
     monkeypatch.setattr(base.generation_config, "forced_eos_token_id", tokenizer.eos_token_id)
-    report = synthesize(base, tokenizer, 9, tmp_path / "own.jsonl", **SETTINGS)
+    report = distill(base, tokenizer, 9, tmp_path / "own.jsonl", **SETTINGS)
     assert report.written == 2 and report.missing == 7
     assert "7 chats are missing" in str(report) and "duplicate, 1 too short" in str(report)
-    again = synthesize(base, tokenizer, 9, tmp_path / "own.jsonl", **SETTINGS)
+    again = distill(base, tokenizer, 9, tmp_path / "own.jsonl", **SETTINGS)
     assert (again.found, again.written, set(again.dropped)) == (2, 0, {"duplicate"})
 
 
@@ -155,7 +156,7 @@ def test_a_base_without_one_question_is_refused(tmp_path):
     with pytest.raises(
         ValueError, match=r"not one of \d+ questions that the base wrote can be asked .*: give questions"
     ):
-        synthesize(model, tokenizer, 3, tmp_path / "own.jsonl", max_new_tokens=4, question_tokens=5, batch_size=64)
+        distill(model, tokenizer, 3, tmp_path / "own.jsonl", max_new_tokens=4, question_tokens=5, batch_size=64)
 
 
 LONELY = "{% if messages|length < 2 %}{{ raise_exception('two turns at least') }}{% endif %}" + CHATML
@@ -180,7 +181,7 @@ LONELY = "{% if messages|length < 2 %}{{ raise_exception('two turns at least') }
 def test_bad_input_is_refused_before_a_file_is_written(base, tmp_path, template, settings, said):
     given = {"count": 3, **SETTINGS, **settings}
     with pytest.raises(ValueError, match=said):
-        synthesize(base, tokenizer_with(template), given.pop("count"), tmp_path / "own.jsonl", **given)
+        distill(base, tokenizer_with(template), given.pop("count"), tmp_path / "own.jsonl", **given)
     assert not list(tmp_path.iterdir())
 
 
@@ -228,7 +229,7 @@ def test_a_server_writes_questions_too(tokenizer, tmp_path):
     with Server() as server:
         server.questions = (f"where do {chr(97 + number % 26)}{chr(97 + number // 26)} go a" for number in range(200))
         asked = endpoint.Server(server.url, "letters")
-        report = synthesize(asked, tokenizer, 6, tmp_path / "own.jsonl", turns=2, max_new_tokens=3)
+        report = distill(asked, tokenizer, 6, tmp_path / "own.jsonl", turns=2, max_new_tokens=3)
     rows = read(tmp_path / "own.jsonl")
     assert report.written == len(rows) == 6
     assert {tuple(turn["role"] for turn in row["messages"]) for row in rows} == {("user", "assistant") * 2}
@@ -243,7 +244,7 @@ def test_a_server_writes_questions_too(tokenizer, tmp_path):
 
 def test_a_server_without_raw_prompts_is_named(tokenizer, tmp_path):
     with Server(lambda number: 404) as server, pytest.raises(OSError, match="answers 404 .*completes raw prompts"):
-        synthesize(endpoint.Server(server.url, "letters"), tokenizer, 2, tmp_path / "own.jsonl")
+        distill(endpoint.Server(server.url, "letters"), tokenizer, 2, tmp_path / "own.jsonl")
 
 
 def run(capsys, *arguments):
@@ -286,10 +287,10 @@ def test_a_training_without_data(base, tokenizer, tmp_path, capsys):
 
 def test_a_limit_of_time_ends_a_run_that_goes_on_later(base, tokenizer, tmp_path):
     with pytest.raises(ValueError, match="not one of 0 questions"):
-        synthesize(base, tokenizer, 5, tmp_path / "none.jsonl", seconds=0.0, **SETTINGS)
-    some = synthesize(base, tokenizer, 10_000, tmp_path / "own.jsonl", seconds=0.5, **SETTINGS)
+        distill(base, tokenizer, 5, tmp_path / "none.jsonl", seconds=0.0, **SETTINGS)
+    some = distill(base, tokenizer, 10_000, tmp_path / "own.jsonl", seconds=0.5, **SETTINGS)
     assert 0 < some.written < 10_000 and some.missing == 0
-    more = synthesize(base, tokenizer, some.written + 3, tmp_path / "own.jsonl", **SETTINGS)
+    more = distill(base, tokenizer, some.written + 3, tmp_path / "own.jsonl", **SETTINGS)
     assert (more.found, more.written) == (some.written, 3)
 
 
