@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from transformers import GenerationConfig
 from transformers.configuration_utils import PreTrainedConfig
 
+from hf_drafthead.formats.base_tensors import base_tensor, same_values
 from hf_drafthead.formats.disk import Source, new_folder, refuse_existing, write_safetensors
-from hf_drafthead.formats.layout import Heads, Layout, base_tensor, same_values
+from hf_drafthead.formats.layout import Heads, Layout
 from hf_drafthead.formats.layouts import BASES, find
 from hf_drafthead.modeling.base import DraftHeadPreTrainedModel
 from hf_drafthead.modeling.base_model import commit_of, copy_tokenizer, fetch_config, full_name

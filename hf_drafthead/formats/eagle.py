@@ -14,20 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_drafthead.formats.base_tensors import INPUT, OUTPUT, read_base_tensor
 from hf_drafthead.formats.disk import Source
 from hf_drafthead.formats.layer_config import llama_fields, read_layer_config
-from hf_drafthead.formats.layout import (
-    INPUT,
-    OUTPUT,
-    Files,
-    Heads,
-    Layout,
-    Loss,
-    Reader,
-    SavedHeads,
-    read_base_tensor,
-    renamed,
-)
+from hf_drafthead.formats.layout import Files, Heads, Layout, Loss, Reader, SavedHeads, renamed
 from hf_drafthead.modeling import EagleForCausalLM
 
 LAYER = "layers.0."

@@ -21,21 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_drafthead.formats.base_tensors import INPUT, base_tensor, same_values
 from hf_drafthead.formats.disk import Joined, Source
 from hf_drafthead.formats.layer_config import llama_fields, read_layer_config
-from hf_drafthead.formats.layout import (
-    INPUT,
-    Files,
-    Heads,
-    Layout,
-    Loss,
-    Prefixes,
-    Reader,
-    SavedHeads,
-    base_tensor,
-    renamed,
-    same_values,
-)
+from hf_drafthead.formats.layout import Files, Heads, Layout, Loss, Prefixes, Reader, SavedHeads, renamed
 from hf_drafthead.modeling.eagle3 import Eagle3ForCausalLM
 
 IDS = "eagle_aux_hidden_state_layer_ids"

@@ -14,21 +14,9 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from hf_drafthead.formats.base_tensors import INPUT, equal
 from hf_drafthead.formats.disk import Source
-from hf_drafthead.formats.layout import (
-    INPUT,
-    Files,
-    Heads,
-    Layout,
-    Loss,
-    Reader,
-    Row,
-    SavedHeads,
-    equal,
-    parts_of,
-    renamed,
-    some,
-)
+from hf_drafthead.formats.layout import Files, Heads, Layout, Loss, Reader, Row, SavedHeads, parts_of, renamed, some
 from hf_drafthead.modeling import HydraForCausalLM
 
 MLP, PROJECTION, PREFIX_LAYER = "hydra_mlp.", "hydra_lm_head.", "prefix_embeding_layer."

@@ -32,21 +32,9 @@ import torch
 from torch import Tensor
 from transformers.configuration_utils import PreTrainedConfig
 
+from hf_drafthead.formats.base_tensors import OUTPUT, equal, read_base_tensor
 from hf_drafthead.formats.disk import Joined, Source
-from hf_drafthead.formats.layout import (
-    OUTPUT,
-    Files,
-    Heads,
-    Layout,
-    Loss,
-    Reader,
-    Row,
-    SavedHeads,
-    equal,
-    parts_of,
-    read_base_tensor,
-    some,
-)
+from hf_drafthead.formats.layout import Files, Heads, Layout, Loss, Reader, Row, SavedHeads, parts_of, some
 from hf_drafthead.modeling import MedusaForCausalLM
 from hf_drafthead.modeling.checkpoint import how_to_convert
 

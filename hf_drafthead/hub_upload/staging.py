@@ -12,16 +12,7 @@ from huggingface_hub.errors import RepositoryNotFoundError
 
 from hf_drafthead.hub_upload.destination import Target, download
 from hf_drafthead.hub_upload.preflight import find_base, sort_files, stored_tensors
-from hf_drafthead.modeling import DraftHeadConfig, DraftHeadPreTrainedModel
-from hf_drafthead.modeling.base_model import (
-    check_base,
-    copy_tokenizer,
-    fetch_config,
-    has_tokenizer,
-    is_local,
-    locate_base,
-    refuse_unfit,
-)
+from hf_drafthead.modeling import DraftHeadConfig, DraftHeadPreTrainedModel, base_model
 from hf_drafthead.modeling.checkpoint import HTTP_ERROR, INDEX, read_heads_config, why_refused
 from hf_drafthead.modeling.families import BY_MODEL_TYPE, FAMILIES
 from hf_drafthead.modeling.files import edit_json
@@ -91,8 +82,8 @@ def stage_folder(source: Path, folder: Path, target: Target, base: str | None = 
         if base != config.base_model_name_or_path:  # a repository of safetensors, in the place of a file here
             edit_json(folder / "config.json", base_gguf_file=None)
         gguf_file = None
-    elif not (config.base_included or has_tokenizer(folder)):
-        place = locate_base(config, str(source))
+    elif not (config.base_included or base_model.has_tokenizer(folder)):
+        place = base_model.locate_base(config, str(source))
     return notes + add_tokenizer(folder, place, revision, token, gguf_file)
 
 
@@ -110,13 +101,13 @@ def _named_base(config: DraftHeadConfig, base: str, token: str | bool | None) ->
         return commit, []
     # the base of the training may have been a local copy; from now on the heads are loaded with this one
     try:
-        fields = fetch_config(base, commit, token)
+        fields = base_model.fetch_config(base, commit, token)
     except OSError as error:
         if found is None or not found.gated:
             raise
         return commit, [f"whether the heads fit the base was not checked: {error}".rstrip(".")]
-    refuse_unfit(fields, base, loaded=False)
-    check_base(config, fields, base)
+    base_model.refuse_unfit(fields, base, loaded=False)
+    base_model.check_base(config, fields, base)
     return commit, []
 
 
@@ -125,13 +116,13 @@ def add_tokenizer(
 ) -> list[str]:
     """Add the base's tokenizer, if the folder has none; a note if there is none, or if it cannot be loaded."""
     hub, notes = {}, []
-    if base is not None and not has_tokenizer(target) and not os.path.isdir(base):
+    if base is not None and not base_model.has_tokenizer(target) and not os.path.isdir(base):
         hub = {"revision": revision or "main", "token": token}
         in_repository = ("tokenizer.json", "tokenizer_config.json")
         if gguf_file is None and not any(download(base, name, revision, token) for name in in_repository):
             base = None
     try:
-        if not copy_tokenizer(base, target, gguf_file, hub):
+        if not base_model.copy_tokenizer(base, target, gguf_file, hub):
             notes.append("there is no tokenizer: neither the heads nor their base bring one")
     except ValueError as error:
         notes.append(f"there is no tokenizer: {error}")
@@ -181,7 +172,7 @@ def name_for_others(target: Path, repo_id: str, base: str | None) -> None:
 
     def renamed(fields: dict[str, Any]) -> dict[str, Any]:
         for name, public in (("model", repo_id), ("base", base or "its base")):
-            if isinstance(fields.get(name), str) and is_local(fields[name], target):
+            if isinstance(fields.get(name), str) and base_model.is_local(fields[name], target):
                 fields[name] = public
         if isinstance(fields.get("command"), str):
             fields["command"] = without_folders(fields["command"])

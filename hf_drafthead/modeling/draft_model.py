@@ -23,7 +23,6 @@ from hf_drafthead.generation.reader import BaseReader, Unsupported, probe
 from hf_drafthead.generation.slots import ROOM, SlotCache, slot_mask, writing_layers
 from hf_drafthead.modeling.base import DraftHeadPreTrainedModel
 from hf_drafthead.modeling.base_model import commit_of, full_name
-from hf_drafthead.modeling.checkpoint import check_tensors
 from hf_drafthead.modeling.config import DraftHeadConfig, portable
 from hf_drafthead.modeling.drafter import Drafter
 from hf_drafthead.modeling.files import first_line
@@ -169,6 +168,12 @@ class DraftModelDrafter(Drafter):
             finally:
                 self.model.train(was_training)
         return known[key]
+
+    @property
+    def all_tied_weights_keys(self) -> dict[str, str]:
+        """Which weights of the draft model are others of it, as models of transformers say it."""
+        tied = getattr(self.model, "all_tied_weights_keys", None) or {}
+        return {f"model.{target}": f"model.{source}" for target, source in tied.items()}
 
     def take_from_base(self) -> None:
         """Start a fresh model from the base's embeddings and lm_head, where they are as wide."""
@@ -328,15 +333,6 @@ class DraftModelForCausalLM(DraftHeadPreTrainedModel):
             loaded = copy.deepcopy(loaded).to(device=like.device, dtype=like.dtype)
         self.drafter.model = loaded.eval() if not self.training else loaded
 
-    def _attach(self, base: Any) -> None:
-        super()._attach(base)
-        for target, source in self._tied_in_draft().items():
-            self.all_tied_weights_keys[target] = source
-
-    def _tied_in_draft(self) -> dict[str, str]:
-        tied = getattr(self.drafter.model, "all_tied_weights_keys", None) or {}
-        return {f"drafter.model.{target}": f"drafter.model.{source}" for target, source in tied.items()}
-
     @classmethod
     def _without_memory(
         cls: type[WithDraftModel],
@@ -346,27 +342,19 @@ class DraftModelForCausalLM(DraftHeadPreTrainedModel):
         hub: dict[str, Any],
         given: Mapping[str, Tensor] | None = None,
     ) -> tuple[WithDraftModel, dict[str, Tensor]]:
-        if given is not None or cast(DraftModelConfig, config).draft_included:
-            return super()._without_memory(path, config, variant, hub, given)
-        model = cls._blank(config, build_base=False)
-        name = model.config.draft_model_name_or_path
-        if not name:
-            raise OSError(f"{path!r} neither holds nor names a draft model: save it again.")
-        beside = os.path.join(path, name)
-        fetch = {key: hub[key] for key in HUB_ARGUMENTS & set(hub)}
-        draft = load_draft(beside if os.path.isdir(beside) else name, model.config.draft_model_revision, fetch)
-        tensors = {f"drafter.model.{key}": tensor for key, tensor in draft.state_dict().items()}
-        expected = model.state_dict()
-        if "drafter.draft_tokens" in expected:
-            tensors["drafter.draft_tokens"] = torch.arange(model.config.shared_vocabulary)
-        check_tensors(name, tensors, expected)
-        model.config.draft_included = True
-        return model, tensors
-
-    @classmethod
-    def _complete(cls: type[WithDraftModel], model: WithDraftModel, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        tied = {target: tensors[source] for target, source in model._tied_in_draft().items() if source in tensors}
-        return {**tied, **tensors}
+        ours = cast(DraftModelConfig, config)
+        if given is None and not ours.draft_included:
+            name = ours.draft_model_name_or_path
+            if not name:
+                raise OSError(f"{path!r} neither holds nor names a draft model: save it again.")
+            beside = os.path.join(path, name)
+            fetch = {key: hub[key] for key in HUB_ARGUMENTS & set(hub)}
+            draft = load_draft(beside if os.path.isdir(beside) else name, ours.draft_model_revision, fetch)
+            given = {f"drafter.model.{key}": tensor for key, tensor in draft.state_dict().items()}
+            if ours.shared_vocabulary < ours.get_text_config().vocab_size:
+                given["drafter.draft_tokens"] = torch.arange(ours.shared_vocabulary)
+            ours.draft_included = True
+        return super()._without_memory(path, config, variant, hub, given)
 
     def _fill(self, tensors: Mapping[str, Tensor], device: torch.device, dtype: torch.dtype) -> None:
         super()._fill(tensors, device, dtype)

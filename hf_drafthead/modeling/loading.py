@@ -218,8 +218,7 @@ class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
         self.drafter.attach(base)
         self.config.base_config = base.config  # after construction, so that both stay one object
         self.config._attn_implementation_internal = getattr(base.config, "_attn_implementation_internal", None)
-        tied = getattr(base, "all_tied_weights_keys", None) or {}
-        self.all_tied_weights_keys = {f"base.{target}": f"base.{source}" for target, source in tied.items()}
+        self.all_tied_weights_keys = self._tied("base") | self._tied("drafter")
         for name in (
             "_no_split_modules",
             "_skip_keys_device_placement",
@@ -409,16 +408,17 @@ class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
             tensors, held = map_wanted(checkpoint_files(path, variant, hub), expected)
         else:
             tensors, held = {name: given[name] for name in expected if name in given}, dict.fromkeys(given, path)
-        tensors = cls._complete(model, tensors)
+        tied = model._tied("drafter").items()  # a checkpoint holds such weights once
+        tensors = {target: tensors[source] for target, source in tied if source in tensors} | tensors
         check_tensors(
             path, tensors, expected, [name for name in held if not (config.base_included and name.startswith("base."))]
         )
         return model, tensors
 
-    @classmethod
-    def _complete(cls: type[LoadedModel], model: LoadedModel, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The tensors of a checkpoint with those that it leaves out because they are others of them."""
-        return tensors
+    def _tied(self, part: str) -> dict[str, str]:
+        """Which weights of the base or the drafter are others of them, by their names in the whole model."""
+        tied = getattr(getattr(self, part), "all_tied_weights_keys", None) or {}
+        return {f"{part}.{target}": f"{part}.{source}" for target, source in tied.items()}
 
     @torch.inference_mode(False)
     def _fill(self, tensors: Mapping[str, Tensor], device: torch.device, dtype: torch.dtype) -> None:
