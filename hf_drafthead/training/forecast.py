@@ -5,14 +5,16 @@ Time and memory come from trying one step on held-out rows, whose gradients are 
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor, nn
 
 from hf_drafthead.training.callbacks import duration
 from hf_drafthead.training.examples import PreparedData
+from hf_drafthead.training.heads_loss import label_counts
 from hf_drafthead.training.trainer import DraftHeadTrainer
 
 TIMED_TOKENS = 5300  # that a calibration times, of base and trees, at most
@@ -120,35 +122,64 @@ def _total(trainer: DraftHeadTrainer, times: Times, steps: int, evaluations: int
 
 
 def _tried(trainer: DraftHeadTrainer, rows: Sequence[Any], length: float | None) -> tuple[Times, int | None]:
-    """Tries a step and an evaluation; also the most bytes that a GPU had in use.
+    """Tries a step and an evaluation, which change nothing; also the most bytes that a GPU had in use, without the
+    optimizer's.
 
     A batch of the training has `length` tokens on average, if that is known.
     """
     args, expected, device = trainer.args, trainer.expected_tokens_per_step, trainer.args.device
-    batch = args.per_device_train_batch_size
-    on_gpu, once, some = device.type == "cuda", 0.0, [rows[number % len(rows)] for number in range(batch)]
+    model: Any = trainer.accelerator.unwrap_model(trainer.model)
+    training, batch, on_gpu = model.training, args.per_device_train_batch_size, device.type == "cuda"
+    once, peak, some = 0.0, None, [rows[number % len(rows)] for number in range(batch)]
     tried_length = sum(len(row["input_ids"]) for row in some)
-    with torch.random.fork_rng(devices=[device] if on_gpu else []):  # the trial must not change the training
-        for _ in range(2):  # the first includes one-time work
-            if on_gpu:
-                torch.cuda.reset_peak_memory_stats(device)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=0.0, weight_decay=0.0)
+
+    def loss(learning: bool) -> Tensor:
+        model.train(learning)
+        with trainer.compute_loss_context_manager(), torch.set_grad_enabled(learning):
+            return trainer.compute_loss(model, inputs, num_items_in_batch=totals)  # type: ignore[no-any-return]
+
+    def learn() -> Tensor:
+        (tried := loss(True)).backward()
+        return tried
+
+    def update() -> Tensor:
+        nn.utils.clip_grad_norm_(trained, 1.0)
+        optimizer.step()
+        return trained[0].flatten()[0]
+
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats(device)
+    with torch.random.fork_rng(devices=[device] if on_gpu else []), trainer.own_counts():
+        for _ in range(2):  # the first includes one-time work, and makes the moments
             start = time.perf_counter()
             inputs = trainer.data_collator(some)
             loading = time.perf_counter() - start
             inputs = {name: value.to(device) for name, value in inputs.items()}
-            passing, update, evaluating, peak = trainer.try_step(inputs)
+            totals = label_counts(inputs["labels"], model.config.num_draft_heads).clamp(min=1)
+            passing = _seconds(learn)
+            peak = torch.cuda.max_memory_allocated(device) if on_gpu and peak is None else peak
+            model.zero_grad(set_to_none=False)  # so that no update moves a weight
+            updating, evaluating = _seconds(update), _seconds(lambda: loss(False))
+        model.zero_grad(set_to_none=True)
         passing = passing * (length or tried_length) / tried_length + loading
         evaluation = evaluating * math.ceil(len(rows) / (batch * args.world_size))
         if expected is not None:
-            model: Any = trainer.accelerator.unwrap_model(trainer.model)
-            training = model.training
             answering, guessing, token = expected.tried(model.eval())
-            model.train(training)
             evaluation += guessing
             once = answering + (answering + guessing + TIMED_TOKENS * token if args.calibrate_tree else 0.0)
+    model.train(training)
     if trainer.clock is not None:
         trainer.clock.expected_evaluation = evaluation
-    return Times(args.gradient_accumulation_steps * passing + update, evaluation, once), peak
+    return Times(args.gradient_accumulation_steps * passing + updating, evaluation, once), peak
+
+
+def _seconds(run: Callable[[], Tensor]) -> float:
+    """Of a call, until the device has computed what it returns."""
+    start = time.perf_counter()
+    run().item()
+    return time.perf_counter() - start
 
 
 def size(count: float) -> str:

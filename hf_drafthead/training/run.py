@@ -22,31 +22,12 @@ from hf_drafthead.modeling.base import DraftHeadPreTrainedModel
 from hf_drafthead.modeling.base_model import last_layer
 from hf_drafthead.modeling.families import find_family, fresh_heads
 from hf_drafthead.modeling.gguf_files import load_tokenizer
+from hf_drafthead.training import examples, record
 from hf_drafthead.training.arguments import JOINT, OBJECTIVE_WEIGHTS, QUICK_WIDTH, DraftHeadTrainingArguments
 from hf_drafthead.training.callbacks import Clock, agreed, duration, show_progress
-from hf_drafthead.training.examples import (
-    USUAL_LENGTH,
-    PreparedData,
-    choose_vocabulary,
-    collate,
-    likeness,
-    longest_text_of,
-    own_prompts,
-    refuse_short_rows,
-)
+from hf_drafthead.training.examples import PreparedData
 from hf_drafthead.training.expected_tokens_per_step import ExpectedTokensPerStep
 from hf_drafthead.training.forecast import Forecast, forecast
-from hf_drafthead.training.record import (
-    SUMMARY,
-    base_fingerprint,
-    check_run,
-    plot_training,
-    provenance,
-    recent_loss,
-    save_whole,
-    whole_checkpoint,
-    write_whole,
-)
 from hf_drafthead.training.trainer import DraftHeadTrainer, add_lora, merge_lora
 from hf_drafthead.trees.calibrate import calibrate
 
@@ -119,10 +100,10 @@ def train_heads(
     model, tokenizer = _model(base, family, heads, fields, load, settings, say)
     prepared = _prepared(model, tokenizer, data, settings, say)
     about = {"family": family, "base": str(base), "joint": joint}
-    about["draft_vocab_coverage"] = choose_vocabulary(model, prepared.rows) if heads is None else None
+    about["draft_vocab_coverage"] = examples.choose_vocabulary(model, prepared.rows) if heads is None else None
     about["likeness"] = _likeness(model, prepared, settings) if first else None
     if first and not dry_run:
-        check_run(output, _identity(model, prepared, about), resume)
+        record.check_run(output, _identity(model, prepared, about), resume)
     trainer = _trainer(model, prepared, settings, joint, arguments)
     expected = _expected(trainer, prepared, say) if first else None
     settings.num_train_epochs = agreed(settings.num_train_epochs, settings)
@@ -222,13 +203,13 @@ def _prepared(
     model: DraftHeadPreTrainedModel, tokenizer: Any, data: Any, settings: DraftHeadTrainingArguments, tell: Tell
 ) -> PreparedData:
     """The data as rows of token ids."""
-    settings.max_length = settings.max_length or min(USUAL_LENGTH, longest_text_of(model))
+    settings.max_length = settings.max_length or min(examples.USUAL_LENGTH, examples.longest_text_of(model))
     if not isinstance(data, PreparedData):
         from hf_drafthead.training.data import read_data  # which needs `datasets`
 
         data = read_data(model, tokenizer, data, settings)
         tell(str(data.report))
-    refuse_short_rows(model, data.held_out)
+    examples.refuse_short_rows(model, data.held_out)
     return data
 
 
@@ -239,12 +220,14 @@ def _likeness(
     placed = hasattr(model.base, "hf_quantizer") or hasattr(model.base, "hf_device_map")
     if not (placed or _sharded()):
         model.to(settings.device)  # as the Trainer does next
-    return likeness(model.base.eval(), data.held_out, settings.per_device_eval_batch_size)
+    return examples.likeness(model.base.eval(), data.held_out, settings.per_device_eval_batch_size)
 
 
 def _prompts(model: DraftHeadPreTrainedModel, data: PreparedData, settings: DraftHeadTrainingArguments) -> list[Tensor]:
     """Of the held-out rows, for the base's own answers."""
-    return own_prompts(data.held_out, FORETOLD_PROMPTS, longest_text_of(model) - settings.answer_tokens)
+    return examples.own_prompts(
+        data.held_out, FORETOLD_PROMPTS, examples.longest_text_of(model) - settings.answer_tokens
+    )
 
 
 def _trainer(
@@ -274,7 +257,7 @@ def _trainer(
         settings,
         train_dataset=data.rows,
         eval_dataset=data.held_out,
-        data_collator=collate,
+        data_collator=examples.collate,
         expected_tokens_per_step=expected_tokens_per_step,
         clock=Clock(Path(settings.output_dir) / "clock.json", settings.hours, None if chosen else EVALUATIONS),
     )
@@ -292,7 +275,7 @@ def _expected(trainer: DraftHeadTrainer, data: PreparedData, tell: Tell) -> Fore
 
 def _checkpoint(output: Path, expected: Forecast | None, tell: Tell) -> Path:
     """The checkpoint to resume from."""
-    checkpoint = whole_checkpoint(output)
+    checkpoint = record.whole_checkpoint(output)
     if checkpoint is None:
         raise ValueError(f"{str(output)!r} holds no complete checkpoint to resume from: leave --resume out.")
     if expected is not None:
@@ -333,7 +316,7 @@ def _summary(trainer: DraftHeadTrainer, data: PreparedData) -> dict[str, Any]:
     model.eval()
     model.drafter.to(last_layer(model.base)[1])  # in the type that they are loaded in
     return {
-        **provenance(),
+        **record.provenance(),
         "base_revision": model.config.base_model_revision,
         "data": data.source,
         "data_sha256": data.sha256,
@@ -356,7 +339,7 @@ def _summary(trainer: DraftHeadTrainer, data: PreparedData) -> dict[str, Any]:
         "held_out": {name.removeprefix("eval_"): value for name, value in metrics.items() if name.startswith("eval_")},
         "tokens_per_step": metrics.get("eval_tokens_per_step"),
         "answer_temperature": settings.answer_temperature,
-        "train_loss": recent_loss(state.log_history),
+        "train_loss": record.recent_loss(state.log_history),
         "hours": round(hours, 4),
     }
 
@@ -370,11 +353,11 @@ def _save(trainer: DraftHeadTrainer, tokenizer: Any, data: PreparedData, summary
         return
     if joint and settings.lora_rank:
         merge_lora(model)
-    save_whole(model, tokenizer, output, include_base=joint, state_dict=gathered)
+    record.save_whole(model, tokenizer, output, include_base=joint, state_dict=gathered)
     model.name_or_path = str(output)  # a push finds tokenizer and summary there
-    write_whole(output / SUMMARY, json.dumps(summary, indent=2, default=str) + "\n")
+    record.write_whole(output / record.SUMMARY, json.dumps(summary, indent=2, default=str) + "\n")
     if find_spec("matplotlib"):
-        plot_training(trainer.state.log_history, output / PICTURE)
+        record.plot_training(trainer.state.log_history, output / PICTURE)
     if not settings.calibrate_tree:
         return
     try:
@@ -414,7 +397,7 @@ def _identity(model: DraftHeadPreTrainedModel, data: PreparedData, about: dict[s
     return {
         "family": about["family"],
         "config": {name: value for name, value in values.items() if isinstance(value, (bool, int, float, str, list))},
-        "base": base_fingerprint(model.base),
+        "base": record.base_fingerprint(model.base),
         "data": data.sha256,
         "joint": about["joint"],
     }

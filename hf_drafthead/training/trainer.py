@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import itertools
 import sys
-import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -142,41 +141,14 @@ class DraftHeadTrainer(Trainer):
             loss = loss * self.accelerator.num_processes  # whose gradients are averaged
         return (loss, {}) if return_outputs else loss
 
-    def try_step(self, inputs: Mapping[str, torch.Tensor]) -> tuple[float, float, float, int | None]:
-        """Seconds of a pass forward and backward over a batch, of an update, of the forward alone; changes nothing.
-
-        Also the most bytes that a GPU had in use until then, without the optimizer's.
-        """
-        model, counts, clock = self.accelerator.unwrap_model(self.model), self._counts.clone(), time.perf_counter
-        training = model.training
-        totals = label_counts(inputs["labels"], self._heads).clamp(min=1)
-
-        def loss(learning: bool) -> Tensor:
-            model.train(learning)
-            with self.compute_loss_context_manager(), torch.set_grad_enabled(learning):
-                return self.compute_loss(model, inputs, num_items_in_batch=totals)  # type: ignore[no-any-return]
-
-        start = clock()
-        (tried := loss(True)).backward()
-        tried.item()  # waits for the device
-        passed = clock() - start
-        peak = torch.cuda.max_memory_allocated(self.args.device) if self.args.device.type == "cuda" else None
-        model.zero_grad(set_to_none=False)  # so that no update moves a weight
-        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        optimizer = torch.optim.AdamW(trained, lr=0.0, weight_decay=0.0)
-        for _ in range(2):  # the first makes the moments
-            start = clock()
-            nn.utils.clip_grad_norm_(trained, 1.0).item()
-            optimizer.step()
-            trained[0].flatten()[0].item()
-            updated = clock() - start
-        start = clock()
-        loss(False).item()
-        evaluated = clock() - start
-        model.zero_grad(set_to_none=True)
-        model.train(training)
-        self._counts = counts
-        return passed, updated, evaluated, peak
+    @contextmanager
+    def own_counts(self) -> Iterator[None]:
+        """Ranks are counted from nothing, and those of the training stay as they are."""
+        of_training, self._counts = self._counts, self._no_counts()
+        try:
+            yield
+        finally:
+            self._counts = of_training
 
     def get_batch_samples(
         self, epoch_iterator: Iterator, num_batches: int, device: torch.device
@@ -218,10 +190,10 @@ class DraftHeadTrainer(Trainer):
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
         """As the Trainer's, with the heads' accuracies and the expected tokens per step among the metrics."""
-        training_counts, self._counts = self._counts, self._no_counts()
-        output = super().evaluation_loop(*args, **kwargs)
+        with self.own_counts():
+            output = super().evaluation_loop(*args, **kwargs)
+            found: dict[str, float | None] = dict(self._accuracies())
         prefix = kwargs.get("metric_key_prefix", "eval")
-        found: dict[str, float | None] = dict(self._accuracies())
         expected = None if self.is_fsdp_enabled else self.expected_tokens_per_step  # a sharded base cannot generate
         if expected is not None:
             hidden = self.args.disable_tqdm or not self.is_world_process_zero()
@@ -229,7 +201,6 @@ class DraftHeadTrainer(Trainer):
                 model = self.accelerator.unwrap_model(self.model)
                 found["tokens_per_step"] = expected(model, progress=bar.update)
         output.metrics.update({f"{prefix}_{name}": value for name, value in found.items()})
-        self._counts = training_counts
         return output
 
     def compare_trainer_and_checkpoint_args(self, training_args: Any, trainer_state: Any) -> None:
