@@ -133,14 +133,6 @@ def _noise(like: torch.Tensor, rows: int, position: int, seed: int) -> torch.Ten
     return noise
 
 
-def generator_state(device: torch.device) -> torch.Tensor:
-    """Of the random generator that sampling draws from."""
-    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
-
-
-def set_generator_state(state: torch.Tensor, device: torch.device) -> None:
-    """Let the random generator continue from a state."""
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(state, device)
-    else:
-        torch.set_rng_state(state)
+def generator_of(device: torch.device) -> torch.Generator:
+    """The random generator that sampling on a device draws from."""
+    return torch.cuda.default_generators[device.index or 0] if device.type == "cuda" else torch.default_generator

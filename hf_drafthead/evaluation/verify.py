@@ -15,7 +15,7 @@ from hf_drafthead.cards.facts import FULL_PRECISION, counts_in_words
 from hf_drafthead.evaluation.calls import drafted, new_rows, steps_of, with_reader
 from hf_drafthead.evaluation.measurement import guess_depths, identity
 from hf_drafthead.evaluation.report import plain_table
-from hf_drafthead.evaluation.rounding import BaseCall, FirstDifference, counted, generator_state
+from hf_drafthead.evaluation.rounding import BaseCall, FirstDifference, counted, generator_of
 from hf_drafthead.trees.rank_paths import left_padded
 
 Tokens = list[int]
@@ -220,11 +220,11 @@ def compare(model: Any, check: Check, prompts: Sequence[Tokens], seed: int) -> N
         settings["eos_token_id"] = ends_inside_steps(model, inputs, settings)
     torch.manual_seed(seed)
     expected = model.base.generate(**inputs, **settings)
-    left_at = generator_state(expected.device)
+    left_at = generator_of(expected.device).get_state()
     torch.manual_seed(seed)
     exactly = {"acceptance": "exact", **settings}  # whatever the model's config has
     output = model.generate(**inputs, **exactly, return_dict_in_generate=True)
-    generator_same = torch.equal(generator_state(expected.device), left_at)
+    generator_same = torch.equal(generator_of(expected.device).get_state(), left_at)
     check.calls += 1
     check.undrafted += not drafted(output)
     check.texts += len(prompts)

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 
 import torch
 
-from hf_drafthead.evaluation.rounding import generator_state, set_generator_state
+from hf_drafthead.evaluation.rounding import generator_of
 from hf_drafthead.trees.timing import wait
 
 SLICE = 0.05  # seconds of a turn: long against the hand-over, short against what a reader notices
@@ -83,7 +83,7 @@ class Turns:
         with self._changed:
             self._changed.wait_for(lambda: self._holder == name)
         if name in self._random:
-            set_generator_state(self._random[name], self._device)
+            generator_of(self._device).set_state(self._random[name])
         else:
             torch.manual_seed(self._seed)
         self._since = time.perf_counter()
@@ -93,7 +93,7 @@ class Turns:
         assert self._since is not None
         self._seconds[name] += time.perf_counter() - self._since
         self._since = None
-        self._random[name] = generator_state(self._device)
+        self._random[name] = generator_of(self._device).get_state()
         with self._changed:
             if leaving:
                 self._open.remove(name)

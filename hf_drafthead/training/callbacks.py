@@ -99,22 +99,16 @@ class TrainingProgress(ProgressCallback):
         self._beside: dict[str, str] = {}
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
-        """The loss beside the bar."""
-        if logs and "loss" in logs and self.training_bar is not None:
-            self._beside["loss"] = f"{float(logs['loss']):.3g}"
-            self.training_bar.set_postfix(self._beside)
-
-    def on_evaluate(
-        self, args: Any, state: Any, control: Any, metrics: dict[str, Any] | None = None, **kwargs: Any
-    ) -> None:
-        """The tokens per step to expect beside the bar, and a line that remains."""
-        super().on_evaluate(args, state, control, **kwargs)
-        if not metrics or not state.is_world_process_zero or self.training_bar is None:
+        """The loss and the tokens per step to expect beside the bar; of an evaluation a line that remains."""
+        if not logs or self.training_bar is None:
             return
-        if (expected := metrics.get("eval_tokens_per_step")) is not None:
+        if "loss" in logs:
+            self._beside["loss"] = f"{float(logs['loss']):.3g}"
+        if (expected := logs.get("eval_tokens_per_step")) is not None:
             self._beside["expected"] = f"{expected:.2f} tokens/step"
-            self.training_bar.set_postfix(self._beside)
-        self.training_bar.write(evaluation_line(state.global_step, state.max_steps, metrics))
+        self.training_bar.set_postfix(self._beside)
+        if "eval_loss" in logs:
+            self.training_bar.write(evaluation_line(state.global_step, state.max_steps, logs))
 
 
 def evaluation_line(step: int, steps: int, metrics: dict[str, Any]) -> str:
