@@ -38,7 +38,6 @@ from hf_drafthead.formats.layout import Files, Heads, Layout, Loss, Reader, Row,
 from hf_drafthead.modeling import MedusaForCausalLM
 from hf_drafthead.modeling.checkpoint import how_to_convert
 
-PREFIX = "medusa_head."
 # The draft trees of the original command line, chosen there by words in the model's name.
 TREES = {
     ("vicuna", "7b"): "medusa_vicuna_7b_stage2",
@@ -56,6 +55,7 @@ class Medusa(Layout):
         patterns: of both in all their variants, with head, layer and kind as groups.
         sizes: config fields for the number of heads, of blocks in each, and the hidden size.
         biased: whether blocks without biases are damaged ones.
+        prefix: of the heads' names, where the file holds others.
     """
 
     name = "FasterDecoding Medusa"
@@ -69,13 +69,15 @@ class Medusa(Layout):
     )
     sizes: ClassVar[tuple[str, ...]] = ("medusa_num_heads", "medusa_num_layers")
     biased: ClassVar[bool] = True
+    prefix: ClassVar[str] = ""
 
     def detect(self, keys: Iterable[str], config: Mapping[str, Any]) -> bool:
         names = list(keys)
         return some(self.patterns[0], names) and all(some("|".join(self.patterns), [name]) for name in names)
 
     def read(self, source: Source, fields: Mapping[str, Any]) -> Heads:
-        tensors, config = self.heads_in(source.tensors), source.config
+        config = source.config
+        tensors = {key: tensor for key, tensor in source.tensors.items() if key.startswith(self.prefix)}
         blocks = [found for key in tensors if (found := re.fullmatch(self.patterns[0], key))]
         heads, layers = (1 + max(int(block[group]) for block in blocks) for group in (1, 2))
         names = {self.block.format(head=block[1], layer=block[2], kind=block[3]): block[0] for block in blocks}
@@ -111,10 +113,6 @@ class Medusa(Layout):
         base = config.get("base_model_name_or_path")
         form = {"num_draft_heads": heads, "num_layers": layers, "share_lm_head": shared}
         return reader.heads(self, form, joined, hidden_size=len(first), vocab_size=vocab_size, base=base, copies=copies)
-
-    def heads_in(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Those tensors of a file that are of the heads."""
-        return tensors
 
     def copies(self, reader: Reader, config: Mapping[str, Any], heads: int) -> dict[str, Tensor]:
         """A projection that all heads share, and which the file has in the base's place."""
@@ -189,14 +187,12 @@ class MedusaFull(Medusa):
 
     name = "Medusa 1.0 model"
     targets = ("medusa",)
+    prefix = "medusa_head."
     holds_base = True
 
     def detect(self, keys: Iterable[str], config: Mapping[str, Any]) -> bool:
-        inside = [key.startswith(PREFIX) for key in keys]
+        inside = [key.startswith(self.prefix) for key in keys]
         return any(inside) and not all(inside)
-
-    def heads_in(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        return {key: tensor for key, tensor in tensors.items() if key.startswith(PREFIX)}
 
     def read(self, source: Source, fields: Mapping[str, Any]) -> Heads:
         heads, name = super().read(source, fields), source.name.lower()
@@ -214,7 +210,7 @@ class MedusaFull(Medusa):
             )
         base = config.base_config.to_dict()
         base |= {"medusa_num_heads": config.num_draft_heads, "medusa_num_layers": config.num_layers}
-        heads = {PREFIX + key: tensor for key, tensor in self.head_tensors(saved).items()}
+        heads = {self.prefix + key: tensor for key, tensor in self.head_tensors(saved).items()}
         return Files("model.safetensors", {**saved.base_tensors, **heads}, base)
 
 

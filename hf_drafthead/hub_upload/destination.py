@@ -7,17 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from huggingface_hub import HfApi, ModelInfo, hf_hub_download
-from huggingface_hub.errors import (
-    BadRequestError,
-    GatedRepoError,
-    HfHubHTTPError,
-    HFValidationError,
-    LocalTokenNotFoundError,
-    RemoteEntryNotFoundError,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-)
+from huggingface_hub import HfApi, ModelInfo, errors, hf_hub_download
 from huggingface_hub.utils import validate_repo_id
 
 from hf_drafthead.modeling.checkpoint import HTTP_ERROR, why_refused
@@ -50,7 +40,7 @@ class Target:
     def __post_init__(self) -> None:
         try:
             validate_repo_id(self.repo_id)
-        except HFValidationError as error:
+        except errors.HFValidationError as error:
             raise ValueError(
                 f"{self.repo_id!r} is not a valid repository name ({first_line(error)}): expected 'name' or "
                 "'org/name', of letters, digits, '-', '_' and '.'."
@@ -88,7 +78,7 @@ def download(repo_id: str, name: str, revision: str | None, token: str | bool | 
     """
     try:
         return Path(hf_hub_download(repo_id, name, revision=revision, token=token))
-    except (RemoteEntryNotFoundError, HFValidationError):  # a path that was one when the model was loaded
+    except (errors.RemoteEntryNotFoundError, errors.HFValidationError):  # a path that was one when the model was loaded
         return None
     except (HTTP_ERROR, OSError) as error:
         at = f" at {revision!r}" if revision else ""
@@ -104,11 +94,11 @@ def look(target: Target) -> Destination:
         repo_id = f"{api.whoami()['name']}/{repo_id}"
     try:
         info = api.model_info(repo_id, revision=target.revision)
-    except GatedRepoError:
+    except errors.GatedRepoError:
         raise
-    except RepositoryNotFoundError:
+    except errors.RepositoryNotFoundError:
         return Destination(repo_id, None, target.token)
-    except RevisionNotFoundError:
+    except errors.RevisionNotFoundError:
         if (target.revision or "").startswith("refs/pr"):
             raise
         info = api.model_info(repo_id)  # a new branch starts there
@@ -160,11 +150,11 @@ def told(target: Target, sending: bool = False) -> Iterator[None]:
     owner = target.repo_id.rpartition("/")[0]
     try:
         yield
-    except RevisionNotFoundError as error:
+    except errors.RevisionNotFoundError as error:
         raise OSError(f"{target.repo_id!r} has no revision {target.revision!r}: push to a branch.") from error
-    except BadRequestError as error:
+    except errors.BadRequestError as error:
         raise ValueError(f"the Hub refused what was sent to {target.repo_id!r}: {first_line(error)}") from error
-    except HfHubHTTPError as error:
+    except errors.HfHubHTTPError as error:
         status, said = error.response.status_code, error.server_message or first_line(error)
         if status == 401:
             line = (
@@ -177,12 +167,12 @@ def told(target: Target, sending: bool = False) -> Iterator[None]:
                 f"{f' for {owner!r}' if owner else ''}"
                 f"{'' if target.create_pr else ', or propose the change (create_pr=True, --create-pr)'}."
             )
-        elif isinstance(error, RepositoryNotFoundError):
+        elif isinstance(error, errors.RepositoryNotFoundError):
             line = f"there is no repository {target.repo_id!r} that the token can see: check the name and the token."
         else:
             line = f"the Hub answered {status} to the push to {target.repo_id!r} ({said}): push again later."
         raise OSError(line) from error
-    except LocalTokenNotFoundError as error:
+    except errors.LocalTokenNotFoundError as error:
         raise OSError(
             f"the push to {target.repo_id!r} has no token: sign in with `hf auth login`, or pass a token."
         ) from error

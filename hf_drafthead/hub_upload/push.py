@@ -106,7 +106,7 @@ def push_model(model: DraftHeadPreTrainedModel, target: Target) -> Push:
         OSError: the Hub refuses it, or cannot be reached.
         ValueError: a check failed, so that others could not use it.
     """
-    with _staged(target) as folder:
+    with _staged(target, target.repo_id) as folder:
         with told(target):
             notes = staging.stage_model(model, folder, target)
         push = _push(folder, target, notes, shown=target.repo_id, model=model)
@@ -142,7 +142,7 @@ def push_folder(
     if to_folder is not None and os.path.exists(to_folder):
         raise OSError(f"{os.fspath(to_folder)!r} is there already: name a folder that is not.")
     preflight.check_files(source)
-    with _staged(target) as staged:
+    with _staged(target, str(source)) as staged:
         with told(target):
             notes = staging.stage_folder(source, staged, target, base)
         done = _push(staged, target, notes, shown=str(source), dry_run=dry_run or to_folder is not None)
@@ -177,21 +177,19 @@ def _push(
             if not dry_run:
                 raise
             refused = str(error)
-        with _known_as(folder, shown):
-            preflight.check_weights(folder, None if model is None else model.state_dict())
+        preflight.check_weights(folder, None if model is None else model.state_dict())
         add_bundle(folder)
         notes += staging.published_card(folder, there.fetch(staging.CARD))
     staging.name_for_others(folder, there.repo_id, config.base_model_name_or_path)
-    with _known_as(folder, shown):
-        write_card(folder, model, repo_id=there.repo_id, license=target.license)
-        staging.add_tags(folder, target.tags)
-        try:
-            preflight.check_card(folder, shown)
-        except ValueError as error:
-            if not dry_run:
-                raise
-            refused = refused or str(error)
-        preflight.check_files(folder)
+    write_card(folder, model, repo_id=there.repo_id, license=target.license)
+    staging.add_tags(folder, target.tags)
+    try:
+        preflight.check_card(folder, shown)
+    except ValueError as error:
+        if not dry_run:
+            raise
+        refused = refused or str(error)
+    preflight.check_files(folder)
     files, _ = preflight.sort_files(folder)
     stale = sorted(name for name in _replaced(there.files, files) if FIGURES.fullmatch(name))
     if stale:
@@ -283,23 +281,17 @@ def _compare(files: dict[str, Path], destination: Destination) -> dict[str, str]
 
 
 @contextmanager
-def _known_as(folder: Path, shown: str) -> Iterator[None]:
-    """Let error messages name what the user gave, not the temporary folder of a push."""
-    try:
-        yield
-    except (OSError, ValueError) as error:
-        if type(error) not in (OSError, ValueError):
-            raise
-        raise type(error)(str(error).replace(str(folder), shown)) from error
-
-
-@contextmanager
-def _staged(target: Target) -> Iterator[Path]:
-    """An empty temporary folder with the repository's name."""
+def _staged(target: Target, shown: str) -> Iterator[Path]:
+    """An empty temporary folder with the repository's name; error messages name what the user gave in its place."""
     with tempfile.TemporaryDirectory(prefix="hf-drafthead-") as place:
         folder = Path(place) / target.repo_id.rpartition("/")[2]
         folder.mkdir()
-        yield folder
+        try:
+            yield folder
+        except (OSError, ValueError) as error:
+            if type(error) not in (OSError, ValueError) or str(folder) not in str(error):
+                raise
+            raise type(error)(str(error).replace(str(folder), shown)) from error
 
 
 def _size(count: int | None) -> str:

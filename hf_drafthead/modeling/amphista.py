@@ -85,7 +85,6 @@ class AmphistaConfig(DraftHeadConfig):
 
     def check(self) -> None:
         super().check()
-        self._check_count("num_layers", 1, MAX_LAYERS)
         self._check_count("num_stages", 0)
         self._check_count("num_auto_embedding_layers", 0, MAX_LAYERS)
         if self.num_stages > self.num_draft_heads:

@@ -83,12 +83,15 @@ def load_named(
             )
     hub["revision"] = commit or hub["revision"]
     try:
-        base = _loaded(base_config, place, hub, arguments)
+        with reading_gguf(file):
+            base = auto_class(base_config).from_pretrained(place, **hub, **arguments)
     except (OSError, HTTP_ERROR) as error:
         refused = why_refused(error)
         if refused is None:
             raise
         raise OSError(f"{called} cannot be fetched at {revision!r}: {refused}.") from error
+    if file is not None:
+        base.name_or_path = base.config.name_or_path = place  # transformers takes the title that is in the file
     origin = {"base_model_name_or_path": full_name(place), "base_model_revision": commit, "base_gguf_file": file}
     if adapter is not None:
         load_adapter(base, adapter)
@@ -342,15 +345,6 @@ def _config_at(
     with reading_gguf(arguments.get("gguf_file")):
         config, left = AutoConfig.from_pretrained(name, return_unused_kwargs=True, **code, **hub, **fields)
     return config, {**apart, **code, **left, "config": config}
-
-
-def _loaded(config: PreTrainedConfig, name: str, hub: Mapping[str, Any], arguments: Mapping[str, Any]) -> Any:
-    """The base whose config this is, with what `_config_at` says to load it with."""
-    with reading_gguf(arguments.get("gguf_file")):
-        base = auto_class(config).from_pretrained(name, **hub, **arguments)
-    if arguments.get("gguf_file"):
-        base.name_or_path = base.config.name_or_path = name  # transformers takes the title that is in the file
-    return base
 
 
 def commit_of(name: str, hub: Mapping[str, Any], of_file: str = CONFIG_NAME) -> str | None:

@@ -88,6 +88,8 @@ class DraftHeadConfig(PreTrainedConfig):
     def check(self) -> None:
         """Refuse values that cannot be built; families extend it."""
         self._check_count("num_draft_heads", 1, MAX_HEADS)
+        if "num_layers" in self.heads_fields():
+            self._check_count("num_layers", 1, MAX_LAYERS)
         for name in sorted(self.heads_fields() | {"base_included"}):
             value = getattr(self, name)
             if isinstance(getattr(type(self), name, None), bool) and not isinstance(value, bool):

@@ -112,7 +112,6 @@ class Eagle3Config(DraftHeadConfig):
         if self.draft_vocab_size is None and self.known_tokens:
             self.draft_vocab_size = min(PUBLISHED_VOCABULARY, self.known_tokens)
         super().check()
-        self._check_count("num_layers", 1)
         if self.norm_before_fc and self.fc_norm:
             raise ValueError(
                 "norm_before_fc and fc_norm are both True: the features are normed together or each by itself, set one "

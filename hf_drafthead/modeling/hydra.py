@@ -16,7 +16,7 @@ from transformers.configuration_utils import PreTrainedConfig
 from hf_drafthead.generation.drafting import Guesses, last_valid
 from hf_drafthead.generation.slots import ROOM, SlotCache
 from hf_drafthead.modeling.base import DraftHeadPreTrainedModel
-from hf_drafthead.modeling.config import MAX_LAYERS, DraftHeadConfig
+from hf_drafthead.modeling.config import DraftHeadConfig
 from hf_drafthead.modeling.decoder_layer import DecoderLayer
 from hf_drafthead.modeling.drafter import Drafter
 from hf_drafthead.modeling.layers import OutputProjections, ResidualBlock
@@ -77,7 +77,6 @@ class HydraConfig(DraftHeadConfig):
 
     def check(self) -> None:
         super().check()
-        self._check_count("num_layers", 1, MAX_LAYERS)
         self._check_fraction("dropout")
         if self.tie_blocks and self.num_layers == 1:
             raise ValueError(

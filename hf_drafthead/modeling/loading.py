@@ -93,14 +93,6 @@ class HeadsSource:
         return None
 
 
-def _hand_to_base(config: DraftHeadConfig, arguments: dict[str, Any]) -> None:
-    """Move the choice of attention and of experts, which AutoModel puts into the config, to the base's arguments."""
-    for name in ("attn_implementation", "experts_implementation"):
-        if (chosen := getattr(config, f"_{name}")) is not None:
-            arguments.setdefault(name, chosen)
-        setattr(config, f"_{name}", None)
-
-
 class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
     """A base and a drafter in one model, and the ways to make it; `modeling.base` has what it does."""
 
@@ -306,7 +298,13 @@ class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
             )
         else:
             own, converted = read_heads_config(source.path, source.hub, cls.config_class, config), None
-        _hand_to_base(own, kwargs)
+        for name in (
+            "attn_implementation",
+            "experts_implementation",
+        ):  # AutoModel puts the user's choice into the config
+            if (chosen := getattr(own, f"_{name}")) is not None:
+                kwargs.setdefault(name, chosen)
+            setattr(own, f"_{name}", None)
         own.name_or_path = given or ""
         if state_dict is not None:
             own.base_included = any(name.startswith("base.") for name in state_dict)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from hf_drafthead.generation.drafting import Guesses, last_valid
 from hf_drafthead.modeling.base import DraftHeadPreTrainedModel
-from hf_drafthead.modeling.config import MAX_LAYERS, DraftHeadConfig
+from hf_drafthead.modeling.config import DraftHeadConfig
 from hf_drafthead.modeling.drafter import Drafter
 from hf_drafthead.modeling.layers import OutputProjections, ParallelBlocks
 
@@ -40,10 +40,6 @@ class MedusaConfig(DraftHeadConfig):
 
     num_layers: int = 1
     share_lm_head: bool = False
-
-    def check(self) -> None:
-        super().check()
-        self._check_count("num_layers", 1, MAX_LAYERS)
 
 
 class MedusaState(NamedTuple):

@@ -172,7 +172,7 @@ def test_layers_of_other_models_with_the_same_parts(layer):
             "draft_vocab_size is 68, but the base has 67 tokens: give as many at most, or leave it out.",
         ),
         ({"draft_vocab_size": 0}, "draft_vocab_size is 0: expected a whole number of at least 1."),
-        ({"num_layers": 0}, "num_layers is 0: expected a whole number of at least 1."),
+        ({"num_layers": 0}, "num_layers is 0: expected a whole number from 1 to 32."),
         ({"norm_output": 1}, "norm_output is 1: expected True or False."),
         (
             {"norm_before_fc": True, "fc_norm": True},
