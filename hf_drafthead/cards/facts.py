@@ -175,14 +175,7 @@ def is_hub_id(name: str | None, folder: Path) -> bool:
 
 
 def size_of_heads(name: str) -> dict[str, Any]:
-    """`parameters` of the heads, their `memory` in bytes, and `dtype`: the type or types that they are stored in.
-
-    Args:
-        name: folder of the checkpoint, or its id on the Hub.
-
-    Raises:
-        OSError: as `tensor_headers` does.
-    """
+    """`parameters` of the heads, their `memory` in bytes, and `dtype`: the type or types that they are stored in."""
     headers = {key: value for key, value in tensor_headers(name).items() if not key.startswith("base.")}
     sizes = {key: math.prod(shape) for key, (shape, _) in headers.items()}
     return {
@@ -193,7 +186,7 @@ def size_of_heads(name: str) -> dict[str, Any]:
 
 
 def tensor_headers(name: str) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Shape and type of every tensor of a checkpoint; from the Hub only the headers are fetched.
+    """Shape and type of every tensor of a checkpoint, of a folder or from the Hub, where only the headers are fetched.
 
     Raises:
         OSError: there are no weights as safetensors, or they cannot be read.

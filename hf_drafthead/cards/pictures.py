@@ -16,12 +16,7 @@ INK, PAPER = "#333333", "#ffffff"
 
 
 def draw_trees(trees: Mapping[str, DraftTree], path: Path) -> None:
-    """Trees from left to right, one below the other: a dot per node, labelled with its rank among the guesses there.
-
-    Args:
-        trees: by title; no title is shown where it is empty.
-        path: where the picture goes.
-    """
+    """Trees by title from left to right, one below the other: a dot per node, labelled with its rank there."""
     from matplotlib.figure import Figure
 
     rows = [rows_of_nodes(tree) for tree in trees.values()]
@@ -46,12 +41,7 @@ def _draw_tree(axes: Axes, tree: DraftTree, rows: list[float]) -> None:
 
 
 def draw_accuracies(accuracies: dict[int, list[float]], path: Path) -> None:
-    """The accuracy of each head.
-
-    Args:
-        accuracies: by k, each head's share (0 to 1) of positions with the true token among its best k.
-        path: where the picture goes.
-    """
+    """The accuracy of each head: by k, its share (0 to 1) of positions with the true token among its best k."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(6, 3), layout="constrained")

@@ -42,12 +42,7 @@ def sections_of(text: str) -> list[Section]:
 
 
 def merge(old: str, new: str) -> str:
-    """The new text, with every section of the old one that was written by people.
-
-    Args:
-        old: text of the existing card, "" if there is none.
-        new: text of the new card; all of its sections are generated.
-    """
+    """The new card's text, whose sections are all generated, with every section of the old one that people wrote."""
     fresh = sections_of(new)
     places = {section.heading for section in fresh}
     kept: dict[str, list[Section]] = {}  # what stays, by the heading that it comes after or takes the place of

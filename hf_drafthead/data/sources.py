@@ -56,9 +56,6 @@ def read_records(source: str | Path, split: str | None = None) -> Iterator[tuple
 
     Yields:
         where the record stands, for messages, and the record.
-
-    Raises:
-        OSError, ValueError: as `read_rows` does.
     """
     if files := files_of(Path(source)):
         for file in files:

@@ -68,11 +68,7 @@ class BenchRun:
             torch.cuda.empty_cache()
 
     def run(self, questions: Sequence[Question]) -> Iterator[Round]:
-        """Decode the questions with every method, one batch and one turn of the conversation at a time.
-
-        Raises:
-            ValueError: as `encode_all` does.
-        """
+        """Decode the questions with every method, one batch and one turn of the conversation at a time."""
         batches = calls.batched(questions, self.batch_size)
         first_turns = calls.encode_all(self.model, self.tokenizer, batches, self.settings["max_new_tokens"])
         self._warm_up(max(first_turns, key=lambda inputs: inputs["input_ids"].shape[1]))

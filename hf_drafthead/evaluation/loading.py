@@ -109,11 +109,7 @@ def summarize(name: str) -> dict[str, Any]:
     are the family's own config fields, `settings` the drafting settings of the generation config, `tree` is a list of
     rank paths, None where steps have trees of their own.
 
-    Args:
-        name: its folder, or its id on the Hub.
-
-    Raises:
-        OSError, ValueError: as `read_heads_config` does, or its weights cannot be read.
+    The name is its folder, or its id on the Hub; OSError or ValueError where config or weights cannot be read.
     """
     config = read_heads_config(name)
     settings = DraftSettings.stored_in(read_generation_settings(name, {}))
@@ -136,11 +132,7 @@ def summarize(name: str) -> dict[str, Any]:
 
 
 def try_on_base(model: Any) -> dict[str, Any]:
-    """Draft a few tokens with loaded heads: whether `generate` uses them, why not, and what base and heads take.
-
-    Args:
-        model: a model with draft heads, in eval mode.
-    """
+    """Draft a few tokens with heads in eval mode: whether `generate` uses them, why not, what base and heads take."""
     prompt = torch.arange(1, 5, device=model.base.device)[None]
     settings: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "return_dict_in_generate": True}
     drafts = drafted(model.generate(input_ids=prompt, attention_mask=torch.ones_like(prompt), **settings))

@@ -31,6 +31,7 @@ from hf_drafthead.training.templates import (
     refuse_unknown,
     without_post_processor,
 )
+from hf_drafthead.trees.rank_paths import PAD, left_padded
 
 EMPTY = "the answer is empty"
 CUT_WHILE_THINKING = "the answer was cut while the base was thinking: raise max_new_tokens"
@@ -38,7 +39,6 @@ HIDDEN_THOUGHTS = (
     "the server returns thoughts apart from the answers, and the base's chat template does not show them: start the "
     "server without a reasoning parser, or give the template that the base was trained with"
 )
-PADDING = 0  # any token that the base embeds will do under the mask, and behind an answer's end
 DUPLICATE, CUT, CONTROL = "duplicate", "cut", "control tokens"  # why questions are dropped
 
 
@@ -414,9 +414,7 @@ class Answerer(Writer):
 
     def _generate(self, tasks: list[Task], prompts: list[list[int]], new_tokens: int) -> list[list[int]]:
         """What the model writes after each prompt, up to and including the token that ends it."""
-        width = max(map(len, prompts))
-        ids = torch.tensor([[PADDING] * (width - len(prompt)) + prompt for prompt in prompts])  # (B, P)
-        mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+        batch, width = left_padded(self.model, [torch.tensor(prompt) for prompt in prompts]), max(map(len, prompts))
         processors = LogitsProcessorList()
         temperatures = [self.temperature(task) for task in tasks]
         if any(temperatures):
@@ -424,12 +422,11 @@ class Answerer(Writer):
             processors.append(RowDraws(keys, width, new_tokens, temperatures, self.sampling.top_p))
         in_place = {"cache_implementation": "static", "disable_compile": True} if writes_in_place(self.model) else {}
         output = self.model.generate(
-            input_ids=ids.to(self.model.device),
-            attention_mask=mask.to(self.model.device),
+            **batch,
             max_new_tokens=new_tokens,
             do_sample=False,
             eos_token_id=sorted(self._ends) or None,
-            pad_token_id=PADDING,
+            pad_token_id=PAD,
             logits_processor=processors,
             return_dict_in_generate=True,
             **in_place,

@@ -142,14 +142,8 @@ def _collect(
 ) -> DistillReport:
     """Answer what is not answered yet, in all processes together, and write it to the output in order.
 
-    Args:
-        settings: what the rows depend on.
-        rows: of the data, which are iterated over once; or the number of chats whose questions the base writes too.
-        progress: called once for each row that is done, refused, or another process's; or for each chat.
-        seconds: after which no chat of the base's own is begun.
-
-    Raises:
-        OSError, ValueError: as `Shards` and the writer do, or no row could be asked.
+    `settings` are what the rows depend on; `progress` is called once for each row that is done, refused, or another
+    process's, or for each chat.
     """
     state, report, start, tell = processes(), writer.report, time.monotonic(), progress or (lambda: None)
     shards = Shards(output, settings, state.process_index)
@@ -213,12 +207,8 @@ def _tasks(writer: Writer, rows: Iterable[Mapping[str, Any]], done: set[int], te
 
 
 def _own_tasks(writer: Writer, first: int, share: int, patience: int, seconds: float | None) -> Iterator[Task]:
-    """Chats that this process may begin, numbered from `first` on, until its share is written.
-
-    Args:
-        patience: chats without a question, one after the other, after which no more are begun.
-        seconds: after which no chat is begun.
-    """
+    """Chats that this process may begin, numbered from `first` on, until its share is written, the time is over, or so
+    many chats in a row have no question that `patience` ends."""
     state, report, start = processes(), writer.report, time.monotonic()
     index = first + state.process_index
     while report.written < share and (seconds is None or time.monotonic() - start < seconds):

@@ -103,8 +103,8 @@ def own_texts(
 
 
 def left_padded(model: Any, prompts: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-    """`input_ids` and `attention_mask` (B, P) of a batch of prompts, on the base's device."""
-    device = model.base.get_input_embeddings().weight.device
+    """`input_ids` and `attention_mask` (B, P) of a batch of prompts, on the model's device."""
+    device = model.get_input_embeddings().weight.device
     rows = [prompt.to(device) for prompt in prompts]
     ids = torch.nn.utils.rnn.pad_sequence(rows, True, PAD, padding_side="left")
     mask = torch.nn.utils.rnn.pad_sequence([*map(torch.ones_like, rows)], True, 0, padding_side="left")
