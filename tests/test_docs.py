@@ -16,8 +16,9 @@ ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
 CODE = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+PAGE_OF = {"hydra++": "hydra-plus-plus", "amphista-alpha": "amphista", "eagle3.1": "eagle3"}  # others: their name
 # The config of each page's family; the first one where a page has several.
-FAMILIES = {family.page or name: family.config() for name, family in reversed(families.FAMILIES.items())}
+FAMILIES = {PAGE_OF.get(name, name): family.config() for name, family in reversed(families.FAMILIES.items())}
 SECTIONS = ["Idea", "Drawing", "Config fields", "Recipe", "Figures", "When to choose it"]
 
 

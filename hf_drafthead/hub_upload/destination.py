@@ -154,8 +154,9 @@ def told(target: Target, sending: bool = False) -> Iterator[None]:
         raise OSError(f"{target.repo_id!r} has no revision {target.revision!r}: push to a branch.") from error
     except errors.BadRequestError as error:
         raise ValueError(f"the Hub refused what was sent to {target.repo_id!r}: {first_line(error)}") from error
-    except errors.HfHubHTTPError as error:
-        status, said = error.response.status_code, error.server_message or first_line(error)
+    except (errors.HfHubHTTPError, errors.LocalTokenNotFoundError) as error:
+        status = getattr(getattr(error, "response", None), "status_code", 401)  # 401: there is no token to be sent
+        said = getattr(error, "server_message", None) or first_line(error)
         if status == 401:
             line = (
                 f"the Hub could not authenticate the push to {target.repo_id!r} ({said}): sign in with "
@@ -172,10 +173,6 @@ def told(target: Target, sending: bool = False) -> Iterator[None]:
         else:
             line = f"the Hub answered {status} to the push to {target.repo_id!r} ({said}): push again later."
         raise OSError(line) from error
-    except errors.LocalTokenNotFoundError as error:
-        raise OSError(
-            f"the push to {target.repo_id!r} has no token: sign in with `hf auth login`, or pass a token."
-        ) from error
     except (HTTP_ERROR, RuntimeError) as error:  # a broken connection is no OSError for the client of HTTP
         if isinstance(error, RuntimeError) and not sending:
             raise

@@ -377,25 +377,23 @@ class DraftModelForCausalLM(DraftHeadPreTrainedModel):
         Raises:
             ValueError: as in every family, or there is no name, or the base is to be included.
         """
-        if include_draft:
-            kwargs.setdefault("save_original_format", False)  # renamings of an architecture would reach the draft too
-            super().save_pretrained(save_directory, *args, **kwargs)
-            return
-        if self.config.draft_model_name_or_path is None or kwargs.get("include_base") or kwargs.get("push_to_hub"):
-            raise ValueError(
-                "include_draft=False saves names only: the draft model must have come from a folder or the Hub, and "
-                "include_base= and push_to_hub= are for checkpoints with weights."
-            )
-        if self.drafter.chosen:
-            raise ValueError("include_draft=False saves names only and would lose the draft vocabulary: save it all.")
-        os.makedirs(save_directory, exist_ok=True)
-        self.config.architectures = [type(self).__name__]
-        self.config.draft_included = False
+        kwargs.setdefault("save_original_format", False)  # renamings of an architecture would reach the draft too
+        if not include_draft:
+            if self.config.draft_model_name_or_path is None or kwargs.get("include_base") or kwargs.get("push_to_hub"):
+                raise ValueError(
+                    "include_draft=False saves names only: the draft model must have come from a folder or the Hub, "
+                    "and include_base= and push_to_hub= are for checkpoints with weights."
+                )
+            if self.drafter.chosen:
+                raise ValueError(
+                    "include_draft=False saves names only and would lose the draft vocabulary: save it all."
+                )
+            kwargs["state_dict"] = {}
+        self.config.draft_included = include_draft
         try:
-            self.config.save_pretrained(save_directory)
+            super().save_pretrained(save_directory, *args, **kwargs)
         finally:
             self.config.draft_included = True
-        self.generation_config.save_pretrained(save_directory)
 
 
 def load_draft(name: str, revision: str | None, fetch: Mapping[str, Any]) -> Any:

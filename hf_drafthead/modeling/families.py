@@ -37,7 +37,6 @@ class Family:
         config: makes the config of fresh heads from config fields.
         recipe: training arguments of its paper.
         joint_recipe: training arguments that differ where the base is trained too.
-        page: its page in `docs/families`, without `.md`; empty if that is its name.
     """
 
     name: str
@@ -47,36 +46,19 @@ class Family:
     config: Callable[..., DraftHeadConfig]
     recipe: Mapping[str, Any]
     joint_recipe: Mapping[str, Any] = field(default_factory=dict)
-    page: str = ""
 
 
 _TABLE = (
     Family("medusa", "Medusa", "2401.10774", MedusaForCausalLM, MedusaConfig, MEDUSA_RECIPE, MEDUSA_JOINT_RECIPE),
     Family("hydra", "Hydra", "2402.05109", HydraForCausalLM, HydraConfig, HYDRA_RECIPE),
-    Family(
-        "hydra++",
-        "Hydra++",
-        "2402.05109",
-        HydraForCausalLM,
-        HydraConfig.plus_plus,
-        HYDRA_PLUS_PLUS_RECIPE,
-        page="hydra-plus-plus",
-    ),
+    Family("hydra++", "Hydra++", "2402.05109", HydraForCausalLM, HydraConfig.plus_plus, HYDRA_PLUS_PLUS_RECIPE),
     Family("amphista", "Amphista", "2406.13170", AmphistaForCausalLM, AmphistaConfig, AMPHISTA_RECIPE),
     Family(
-        "amphista-alpha",
-        "Amphista-alpha",
-        "2406.13170",
-        AmphistaForCausalLM,
-        AmphistaConfig.alpha,
-        AMPHISTA_RECIPE,
-        page="amphista",
+        "amphista-alpha", "Amphista-alpha", "2406.13170", AmphistaForCausalLM, AmphistaConfig.alpha, AMPHISTA_RECIPE
     ),
     Family("eagle", "EAGLE", "2401.15077", EagleForCausalLM, EagleConfig, EAGLE_RECIPE),
     Family("eagle3", "EAGLE-3", "2503.01840", Eagle3ForCausalLM, Eagle3Config, EAGLE3_RECIPE),
-    Family(
-        "eagle3.1", "EAGLE 3.1", "2605.09992", Eagle3ForCausalLM, Eagle3Config.with_norms, EAGLE3_RECIPE, page="eagle3"
-    ),
+    Family("eagle3.1", "EAGLE 3.1", "2605.09992", Eagle3ForCausalLM, Eagle3Config.with_norms, EAGLE3_RECIPE),
     Family("draft-model", "Draft model", "2211.17192", DraftModelForCausalLM, DraftModelConfig, DRAFT_MODEL_RECIPE),
 )
 FAMILIES: dict[str, Family] = {family.name: family for family in _TABLE}
