@@ -18,9 +18,8 @@ from transformers.configuration_utils import PreTrainedConfig
 from hf_drafthead.generation.entries import CalibrationKey, heads_hash, tree_of
 from hf_drafthead.generation.settings import AUTO, DraftSettings
 from hf_drafthead.generation.tree import DraftTree, resolve
-from hf_drafthead.modeling.checkpoint import HTTP_ERROR, checkpoint_files, map_tensors, why_refused
+from hf_drafthead.modeling.checkpoint import HTTP_ERROR, checkpoint_files, map_tensors, read_heads_config, why_refused
 from hf_drafthead.modeling.config import ABOUT_THE_BASE
-from hf_drafthead.modeling.families import BY_MODEL_TYPE
 from hf_drafthead.modeling.files import in_one_line, open_tensors, read_json
 
 SHARED = {"num_draft_heads", "architectures", "auto_map", "model_type", "layer_config", "transformers_version"}
@@ -71,22 +70,12 @@ def read_facts(folder: Path, model: Any = None) -> Facts:
         ValueError: it is no draft-head checkpoint, or a file holds something else than it should.
     """
     check_folder(folder)
-    if not (folder / "config.json").is_file():
-        raise OSError(f"{str(folder)!r} holds no config.json: give the folder of a draft-head checkpoint.")
+    heads_config = read_heads_config(str(folder))
     config = read_json(folder / "config.json")
-    model_type = str(config.get("model_type"))
-    if model_type not in BY_MODEL_TYPE:
-        raise ValueError(
-            f"{str(folder)!r} holds a {model_type!r} model without draft heads of a known family: give the folder of a "
-            "draft-head checkpoint."
-        )
     settings, training = (
         read_json(folder / name) if (folder / name).is_file() else {}
         for name in ("generation_config.json", "training_summary.json")
     )
-    config_class = BY_MODEL_TYPE[model_type].config_class
-    wanted = config_class.heads_fields() - {"layer_config"}  # without the base and layers, which a card does not need
-    heads_config = config_class(**{name: value for name, value in config.items() if name in wanted})
     family, depth = heads_config.family, heads_config.max_depth
     evaluations = _evaluations(folder, family)
     runs = [each for each in evaluations if "checks" not in each]

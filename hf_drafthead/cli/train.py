@@ -118,10 +118,10 @@ def train(
     Without --data the base writes the training text itself, questions included, into the output folder.
     """
     from accelerate import PartialState
+    from datasets import disable_progress_bars
 
     from hf_drafthead.evaluation.loading import floating_type
     from hf_drafthead.training.arguments import sort_options
-    from hf_drafthead.training.callbacks import plain_log
     from hf_drafthead.training.run import train_heads
 
     template = common.read_template(chat_template)
@@ -130,7 +130,7 @@ def train(
     if load_in_4bit:
         load["quantization_config"] = four_bits(dtype)
     if not sys.stderr.isatty():
-        plain_log()
+        disable_progress_bars()  # each would be one line without an end
     if data is None:
         begin, file = time.monotonic(), Path(output_folder) / "own.jsonl"
         if not (resume and file.is_file()):

@@ -24,10 +24,6 @@ class Search:
     max_new_tokens: Annotated[int, count("Tokens per answer, at most.", 2)] = 128
     limit: Annotated[int, count("Only the first so many prompts.")] = 48
 
-    def sizes(self) -> list[int]:
-        """The batch sizes."""
-        return common.parse_numbers("--batch-size", self.batch_size, int)
-
     def load(self, name: str, loading: common.Loading) -> tuple[Any, list[Any] | None]:
         """A model, and the token ids of the prompts in the file; None without one."""
         from hf_drafthead.evaluation.calls import batched, encode_all
@@ -64,7 +60,7 @@ def run_calibrate(
 
     if not dry_run and not Path(model).is_dir():
         raise OSError(f"{model!r} is no folder where trees can be stored: save the heads first, or add --dry-run.")
-    sizes = search.sizes()
+    sizes = common.parse_numbers("--batch-size", search.batch_size, int)
     loaded, texts = search.load(model, loading)
 
     def keep(entry: dict[str, Any]) -> None:
@@ -138,7 +134,7 @@ def roofline(
     from hf_drafthead.evaluation.roofline import machine_named, plan_trees
 
     machine_named(gpu)  # before the model is loaded
-    sizes = search.sizes()
+    sizes = common.parse_numbers("--batch-size", search.batch_size, int)
     loaded, texts = search.load(model, loading)
     plans = plan_trees(loaded, texts, gpu, sizes, context=context, **search.how())
     console = common.output()

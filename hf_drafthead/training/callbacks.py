@@ -12,7 +12,6 @@ from accelerate.utils import broadcast
 from torch import nn
 from transformers import Trainer
 from transformers.trainer_callback import PrinterCallback, ProgressCallback, TrainerCallback
-from transformers.utils import logging
 
 from hf_drafthead.training.record import whole_checkpoint, write_whole
 
@@ -167,14 +166,6 @@ def show_progress(trainer: Trainer) -> None:
     else:
         trainer.args.disable_tqdm = True  # of the bars that are not the callback's
         trainer.add_callback(TrainingLog())
-
-
-def plain_log() -> None:
-    """No bars of other libraries, which in a log would be one line without an end."""
-    from datasets import disable_progress_bars
-
-    disable_progress_bars()
-    logging.disable_progress_bar()
 
 
 def duration(seconds: float) -> str:

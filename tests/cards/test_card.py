@@ -644,7 +644,9 @@ def test_damaged_files_are_refused_in_one_line(heads, name, text, error, message
 
 def test_a_folder_without_a_checkpoint_is_refused(tmp_path):
     for what in (write_card, read_facts):
-        with pytest.raises(OSError, match="holds no config.json: give the folder of a draft-head checkpoint"):
+        with pytest.raises(
+            OSError, match="is no draft-head checkpoint .there is no config.json, or it is empty.: give the folder of"
+        ):
             what(tmp_path)
     write_checkpoint(tmp_path)
     (tmp_path / "model.safetensors").unlink()
