@@ -88,11 +88,7 @@ def missing(folder: Path) -> list[str]:
 
 
 def read_card(path: Path) -> ModelCard:
-    """The card of a file.
-
-    Raises:
-        ValueError: its metadata cannot be read.
-    """
+    """The card of a file; a ValueError where its metadata cannot be read."""
     try:
         return ModelCard.load(path)
     except OSError:

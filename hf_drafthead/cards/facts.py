@@ -118,11 +118,7 @@ def static_tree(chosen: Any, depth: int | None, vocabulary: int) -> DraftTree | 
 
 
 def _calibrated(entries: list[dict[str, Any]], depth: int | None, vocabulary: int) -> dict[str, DraftTree]:
-    """The different trees of calibration entries; a title names everything that a tree is for.
-
-    Raises:
-        ValueError: an entry is damaged.
-    """
+    """The different trees of calibration entries; a title names everything that a tree is for."""
     titles: dict[DraftTree, list[str]] = {}
     for entry in entries:
         tree = tree_of(entry, depth, vocabulary)
@@ -131,11 +127,7 @@ def _calibrated(entries: list[dict[str, Any]], depth: int | None, vocabulary: in
 
 
 def check_folder(folder: Path) -> None:
-    """Refuse what is no folder: an id on the Hub is none.
-
-    Raises:
-        OSError: there is no such folder.
-    """
+    """Raise an OSError for what is no folder: an id on the Hub is none."""
     if not folder.is_dir():
         raise OSError(
             f"there is no folder {str(folder)!r}: give the folder of a draft-head checkpoint; a repository of the Hub "
@@ -231,11 +223,7 @@ def _accuracies(figures: dict[str, Any]) -> dict[int, list[float]]:
 
 
 def _evaluations(folder: Path, family: str) -> list[dict[str, Any]]:
-    """What the `evaluation*.json` of the folder hold, in the order of the files' names.
-
-    Raises:
-        ValueError: a file holds something else, or a run of other heads.
-    """
+    """What the `evaluation*.json` of the folder hold, by name; a ValueError for anything but runs of these heads."""
     evaluations = []
 
     @functools.cache

@@ -179,11 +179,8 @@ def parse_options(pairs: list[str]) -> dict[str, Any]:
 
 
 def parse_settings(pairs: list[str] | None) -> dict[str, Any]:
-    """Settings of `generate` from NAME=VALUE pairs; a whole number where transformers asks for a float becomes one.
-
-    Raises:
-        ValueError: one is no such pair, or its value is of another type than the setting.
-    """
+    """Settings of `generate` from NAME=VALUE pairs; a whole number where transformers asks for a float becomes one, and
+    a value of another type than the setting is refused."""
     settings = parse_options(pairs or [])
     for names, kinds, expected in (
         (FLOATS, (int, float), "a number"),

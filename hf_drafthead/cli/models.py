@@ -90,11 +90,7 @@ def generate(
 
 
 def read_standard_input() -> str:
-    """All of standard input.
-
-    Raises:
-        ValueError: it is a terminal, so no text was piped in.
-    """
+    """All of standard input; a ValueError where it is a terminal, so that no text was piped in."""
     if sys.stdin is None or sys.stdin.isatty():
         raise ValueError("there is no prompt: give one with --prompt 'def main(', or pipe a text in.")
     return sys.stdin.read()

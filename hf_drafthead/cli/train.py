@@ -192,11 +192,7 @@ def outcome(summary: dict[str, Any]) -> list[str]:
 
 
 def four_bits(dtype: str) -> Any:
-    """How `--load-in-4bit` quantizes a base: NF4, computing in the type asked for, else in bfloat16.
-
-    Raises:
-        OSError: bitsandbytes is missing.
-    """
+    """How `--load-in-4bit` quantizes a base: NF4, computing in the type asked for, else in bfloat16."""
     from importlib.util import find_spec
 
     from transformers import BitsAndBytesConfig

@@ -219,11 +219,7 @@ def plan_trees(
 
 
 def machine_named(name: str) -> Machine:
-    """A machine of the table.
-
-    Raises:
-        ValueError: it has none of that name.
-    """
+    """A machine of the table; a ValueError where it has none of that name."""
     if name not in MACHINES:
         raise ValueError(f"no machine {name!r} is known: expected one of {', '.join(MACHINES)}.")
     return MACHINES[name]

@@ -44,11 +44,7 @@ DUPLICATE, CUT, CONTROL = "duplicate", "cut", "control tokens"  # why questions 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How answers are written, and questions where the base writes these too; see `distill`.
-
-    Raises:
-        ValueError: naming the setting that does not fit.
-    """
+    """How answers are written, and questions where the base writes these too; see `distill`."""
 
     max_new_tokens: int
     temperature: float

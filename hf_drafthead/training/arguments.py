@@ -137,11 +137,7 @@ class DraftHeadTrainingArguments(TrainingArguments):
 
 
 def sort_options(family: str, options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Options by name into config fields of a family and training arguments.
-
-    Raises:
-        ValueError: an unknown family, or a name that is neither.
-    """
+    """Options by name into config fields of a family and training arguments; a ValueError for any other name."""
     own = find_family(family).model_class.config_class.heads_fields()
     known = {field.name for field in fields(DraftHeadTrainingArguments)}
     if unknown := sorted(set(options) - own - known):

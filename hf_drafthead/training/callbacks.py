@@ -148,9 +148,7 @@ class TrainingLog(TrainerCallback):
             left = (time.monotonic() - self._started) / done * (steps - step)
             print(f"step {step} of {steps}{self._loss}, about {duration(left)} left", file=sys.stderr, flush=True)
 
-    def on_evaluate(
-        self, args: Any, state: Any, control: Any, metrics: dict[str, Any] | None = None, **kwargs: Any
-    ) -> None:
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
         if metrics and state.is_world_process_zero:
             print(evaluation_line(state.global_step, state.max_steps, metrics), file=sys.stderr, flush=True)
 

@@ -16,6 +16,7 @@ import transformers
 from safetensors.torch import load_file
 
 from hf_drafthead.modeling.base import DraftHeadPreTrainedModel
+from hf_drafthead.modeling.files import edit_json, read_json
 from hf_drafthead.version import __version__
 
 SUMMARY = "training_summary.json"
@@ -96,11 +97,9 @@ def save_whole(
         model.save_pretrained(folder, include_base=include_base, state_dict=state_dict)
         tokenizer.save_pretrained(folder)
         config = Path(folder) / "config.json"
-        saved = json.loads(config.read_text())
-        name = saved.get("base_model_name_or_path")
+        name = read_json(config).get("base_model_name_or_path")
         if name and name.startswith(".." + os.sep):
-            saved["base_model_name_or_path"] = os.path.relpath(Path(folder) / name, output)
-            config.write_text(json.dumps(saved, indent=2, sort_keys=True) + "\n")
+            edit_json(config, base_model_name_or_path=os.path.relpath(Path(folder) / name, output))
         files = [file for file in Path(folder).rglob("*") if file.is_file()]
         for file in sorted(files, key=lambda file: file.relative_to(folder) == Path("config.json")):
             place = output / file.relative_to(folder)

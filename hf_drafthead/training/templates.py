@@ -206,11 +206,7 @@ class ChatEncoder:
         return text, spans
 
     def _around(self, chat: Chat, number: int, text: str) -> tuple[str, str]:
-        """What the template puts before and behind an answer: another answer is rendered in its place.
-
-        Raises:
-            Refused: it does not show the answer once, or refuses both kinds of answer that could stand there.
-        """
+        """What the template puts before and behind an answer: another answer is rendered in its place."""
         turn = chat.messages[number]
         plain = {"role": "assistant", "content": ANSWER}
         others = [plain] if set(turn) == set(plain) else [plain, {**turn, "content": ANSWER}]
