@@ -189,21 +189,23 @@ class DraftHeadConfig(PreTrainedConfig):
         return getattr(self, "layer_config", None) or self.get_text_config()
 
     def save_pretrained(self, save_directory: str | os.PathLike, push_to_hub: bool = False, **kwargs: Any) -> None:
-        """Write `config.json`; a base that lies beside the checkpoint is written as a relative path."""
+        """Write `config.json`; a model that lies beside the checkpoint is written as a relative path."""
         saved = copy.deepcopy(self)
-        saved.base_model_name_or_path = portable(self.base_model_name_or_path, save_directory)
+        for name in ("base_model_name_or_path", "draft_model_name_or_path"):
+            if hasattr(saved, name):
+                setattr(saved, name, portable(getattr(saved, name), save_directory))
         super(DraftHeadConfig, saved).save_pretrained(save_directory, push_to_hub=push_to_hub, **kwargs)
 
     def to_diff_dict(self) -> dict[str, Any]:
-        """What `config.json` holds: without the base's local path, and without its quantization unless it is included.
+        """What `config.json` holds: without local paths in it, and without a base's quantization unless it is included.
 
         In a heads-only checkpoint a quantization config would speak of a base that is not there.
         """
         fields = super().to_diff_dict()
-        base = fields.get("base_config") or {}
-        base.pop("_name_or_path", None)
+        for name in self.sub_configs:
+            (fields.get(name) or {}).pop("_name_or_path", None)
         if not self.base_included:
-            for holder in (fields, base):
+            for holder in (fields, fields.get("base_config") or {}):
                 holder.pop("quantization_config", None)
         return fields
 

@@ -23,7 +23,7 @@ from hf_drafthead.generation.reader import BaseReader, Unsupported, probe
 from hf_drafthead.generation.slots import ROOM, SlotCache, slot_mask, writing_layers
 from hf_drafthead.modeling.base import DraftHeadPreTrainedModel
 from hf_drafthead.modeling.base_model import commit_of, full_name
-from hf_drafthead.modeling.config import DraftHeadConfig, portable
+from hf_drafthead.modeling.config import DraftHeadConfig
 from hf_drafthead.modeling.drafter import Drafter
 from hf_drafthead.modeling.files import first_line
 from hf_drafthead.modeling.layers import copy_if_as_wide, llama_like
@@ -74,10 +74,6 @@ class DraftModelConfig(DraftHeadConfig):
 
     @property
     def own_layer(self) -> PreTrainedConfig:
-        return self.draft_text_config
-
-    @property
-    def draft_text_config(self) -> PreTrainedConfig:
         """What the draft model's text part is configured by."""
         return cast(PreTrainedConfig, self.draft_config).get_text_config(decoder=True)
 
@@ -88,7 +84,7 @@ class DraftModelConfig(DraftHeadConfig):
     @property
     def shared_vocabulary(self) -> int:
         """V', tokens that both models score: sizes may differ by the padding of one family's vocabularies."""
-        return min(self.draft_text_config.vocab_size, self.get_text_config().vocab_size)
+        return min(self.own_layer.vocab_size, self.get_text_config().vocab_size)
 
     def check(self) -> None:
         super().check()
@@ -100,16 +96,6 @@ class DraftModelConfig(DraftHeadConfig):
                 f"the draft model is an encoder-decoder ({self.draft_config.model_type!r}): it cannot go on from the "
                 "base's text, give a causal language model."
             )
-
-    def save_pretrained(self, save_directory: str | os.PathLike, push_to_hub: bool = False, **kwargs: Any) -> None:
-        saved = copy.deepcopy(self)
-        saved.draft_model_name_or_path = portable(self.draft_model_name_or_path, save_directory)
-        super(DraftModelConfig, saved).save_pretrained(save_directory, push_to_hub=push_to_hub, **kwargs)
-
-    def to_diff_dict(self) -> dict[str, Any]:
-        fields = super().to_diff_dict()
-        (fields.get("draft_config") or {}).pop("_name_or_path", None)
-        return fields
 
 
 class DraftModelState(NamedTuple):
@@ -144,7 +130,7 @@ class DraftModelDrafter(Drafter):
         self.chosen = self.draft_tokens is not None
         if not self.chosen and self.size < config.get_text_config().vocab_size:
             self.draft_tokens = torch.arange(self.size)
-        self.limit = getattr(config.draft_text_config, "max_position_embeddings", None)
+        self.limit = getattr(config.own_layer, "max_position_embeddings", None)
 
     def prepare(self) -> None:
         """Find out how the draft model is run; Unsupported if it cannot score a tree."""
@@ -181,7 +167,7 @@ class DraftModelDrafter(Drafter):
             copy_if_as_wide(getattr(self.model, find)().weight, getattr(self.base, find)().weight)
 
     def start(self, batch_size: int, capacity: int) -> DraftModelState:
-        layers = writing_layers(self.config.draft_text_config)
+        layers = writing_layers(self.config.own_layer)
         cache = SlotCache(batch_size, layers, min(capacity, ROOM))
         width = self.model.get_output_embeddings().weight.shape[-1] if self.reader.split else self.size
         return self._at_root(cache, self.placed(torch.zeros(batch_size, width)), False)
@@ -259,7 +245,7 @@ class DraftModelDrafter(Drafter):
 
     def _known(self, tokens: Tensor) -> Tensor:
         """Tokens as the draft model can embed them: those that only pad the base's vocabulary are never written."""
-        return tokens.clamp(max=self.config.draft_text_config.vocab_size - 1)
+        return tokens.clamp(max=self.config.own_layer.vocab_size - 1)
 
     def _at_root(self, cache: SlotCache, scores: Tensor, over: bool) -> DraftModelState:
         nothing = torch.zeros(len(scores), 1, 0, dtype=torch.bool, device=scores.device)
@@ -416,7 +402,7 @@ def check_token_maps(config: Any, fetch: Mapping[str, Any]) -> None:
     ours = _tokens(base, config.base_model_revision, fetch)
     theirs = _tokens(draft, config.draft_model_revision, fetch)
     if ours is None or theirs is None:
-        sizes = config.get_text_config().vocab_size, config.draft_text_config.vocab_size
+        sizes = config.get_text_config().vocab_size, config.own_layer.vocab_size
         if sizes[0] != sizes[1]:
             raise ValueError(
                 f"the base has {sizes[0]} tokens and the draft model {sizes[1]}, and their tokenizers are not at hand "
