@@ -106,9 +106,8 @@ def push_model(model: DraftHeadPreTrainedModel, target: Target) -> Push:
         OSError: the Hub refuses it, or cannot be reached.
         ValueError: a check failed, so that others could not use it.
     """
-    with _staged(target, target.repo_id) as folder:
-        with told(target):
-            notes = staging.stage_model(model, folder, target)
+    with _staged(target, target.repo_id) as folder, told(target):
+        notes = staging.stage_model(model, folder, target)
         push = _push(folder, target, notes, shown=target.repo_id, model=model)
     for note in push.notes:  # who calls push_to_hub gets the commit only
         logger.warning(note)
@@ -142,12 +141,11 @@ def push_folder(
     if to_folder is not None and os.path.exists(to_folder):
         raise OSError(f"{os.fspath(to_folder)!r} is there already: name a folder that is not.")
     preflight.check_files(source)
-    with _staged(target, str(source)) as staged:
-        with told(target):
-            notes = staging.stage_folder(source, staged, target, base)
+    with _staged(target, str(source)) as staged, told(target):
+        notes = staging.stage_folder(source, staged, target, base)
         done = _push(staged, target, notes, shown=str(source), dry_run=dry_run or to_folder is not None)
         if to_folder is not None:
-            _write_files(done, staged, source, Path(to_folder))
+            _write_files(staged, source, Path(to_folder))
         return done
 
 
@@ -167,19 +165,18 @@ def _push(
     if config.base_included and base and is_local(base, folder):
         config.base_model_name_or_path = None
         edit_json(folder / "config.json", base_model_name_or_path=None, base_model_revision=None)
-    with told(target):
-        there, unseen = _look(target, dry_run)
-        check_destination(there, target, config.base_model_name_or_path)
-        refused = None
-        try:
-            notes = notes + unseen + preflight.check_public_base(config, folder, target.token)
-        except ValueError as error:  # others could not load it; it can be looked at all the same
-            if not dry_run:
-                raise
-            refused = str(error)
-        preflight.check_weights(folder, None if model is None else model.state_dict())
-        add_bundle(folder)
-        notes += staging.published_card(folder, there.fetch(staging.CARD))
+    there, unseen = _look(target, dry_run)
+    check_destination(there, target, config.base_model_name_or_path)
+    refused = None
+    try:
+        notes = notes + unseen + preflight.check_public_base(config, folder, target.token)
+    except ValueError as error:  # others could not load it; it can be looked at all the same
+        if not dry_run:
+            raise
+        refused = str(error)
+    preflight.check_weights(folder, None if model is None else model.state_dict())
+    add_bundle(folder)
+    notes += staging.published_card(folder, there.fetch(staging.CARD))
     staging.name_for_others(folder, there.repo_id, config.base_model_name_or_path)
     write_card(folder, model, repo_id=there.repo_id, license=target.license)
     staging.add_tags(folder, target.tags)
@@ -203,13 +200,11 @@ def _push(
     return push
 
 
-def _write_files(push: Push, staged: Path, source: Path, folder: Path) -> None:
+def _write_files(staged: Path, source: Path, folder: Path) -> None:
     """Copy the files of a push to a folder; the path of a local base is written anew, as seen from there."""
     config = read_heads_config(str(staged))
     base = config.base_model_name_or_path
-    for name in push.sizes:
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(staged / name, folder / name)
+    shutil.copytree(staged, folder)
     if base and not config.base_included and is_local(base, source):
         place = portable(locate_base(config, str(source)), folder)
         edit_json(folder / "config.json", base_model_name_or_path=place)
