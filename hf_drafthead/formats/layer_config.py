@@ -8,18 +8,8 @@ from transformers.configuration_utils import PreTrainedConfig
 
 from hf_drafthead.formats.layout import Reader
 
-KEPT = (
-    "max_position_embeddings",
-    "rms_norm_eps",
-    "rope_theta",
-    "rope_scaling",
-    "rope_parameters",
-    "hidden_act",
-    "initializer_range",
-    "bos_token_id",
-    "eos_token_id",
-    "pad_token_id",
-)
+KEPT = ["max_position_embeddings", "rms_norm_eps", "rope_theta", "rope_scaling", "rope_parameters", "hidden_act"]
+KEPT += ["initializer_range", "bos_token_id", "eos_token_id", "pad_token_id"]
 ATTENTION = "self_attn."
 
 

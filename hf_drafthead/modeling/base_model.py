@@ -84,7 +84,7 @@ def load_named(
     hub["revision"] = commit or hub["revision"]
     try:
         with reading_gguf(file):
-            base = auto_class(base_config).from_pretrained(place, **hub, **arguments)
+            base = (auto_class(base_config) or AutoModelForCausalLM).from_pretrained(place, **hub, **arguments)
     except (OSError, HTTP_ERROR) as error:
         refused = why_refused(error)
         if refused is None:
@@ -243,7 +243,7 @@ def refuse_unfit(config: PreTrainedConfig, name: str, loaded: bool) -> None:
             own = os.path.normpath(beside)
         raise ValueError(f"{name!r} has draft heads already: give their base{f' ({own})' if own else ''}.")
     remote = bool(getattr(config, "auto_map", None)) or config.model_type not in CONFIG_MAPPING
-    known = not config.is_encoder_decoder if loaded else remote or is_language_model(config)
+    known = not config.is_encoder_decoder if loaded else remote or auto_class(config) is not None
     if not known:
         kind = "an encoder-decoder" if config.is_encoder_decoder else "no language"
         raise ValueError(
@@ -252,17 +252,12 @@ def refuse_unfit(config: PreTrainedConfig, name: str, loaded: bool) -> None:
         )
 
 
-def is_language_model(config: PreTrainedConfig) -> bool:
-    """Whether transformers has a model for this config that continues a text; it may read images as well."""
-    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
-        return True
-    return type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and not config.is_encoder_decoder
-
-
 def auto_class(config: PreTrainedConfig) -> Any:
-    """The class of transformers that loads a base."""
-    images_only = type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and is_language_model(config)
-    return AutoModelForImageTextToText if images_only else AutoModelForCausalLM
+    """The class of transformers that loads a base, which may read images as well; None for what continues no text."""
+    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return AutoModelForCausalLM
+    reads_images = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and not config.is_encoder_decoder
+    return AutoModelForImageTextToText if reads_images else None
 
 
 def refuse_misspelt(arguments: Mapping[str, Any], fields: Collection[str]) -> None:

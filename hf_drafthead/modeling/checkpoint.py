@@ -23,7 +23,7 @@ PICKLE = "pytorch_model.bin"
 HTTP_ERROR = cast(type[Exception], HfHubHTTPError.__bases__[0])  # of whichever HTTP client huggingface_hub uses
 NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
 GIVE_CHECKPOINT = "give the folder of a draft-head checkpoint, or its id on the Hub"
-FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+HEADS_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 # Keys and values of a config.json, and files, by which other projects' heads are known, and the family here.
 FOREIGN = {
     "medusa_num_heads": "Medusa",
@@ -282,7 +282,7 @@ def check_tensors(
                 f"{path!r} has {name!r} of shape {shortened.repr(list(found[name].shape))}, but its config asks for "
                 f"{list(wanted.shape)}: save the checkpoint again, or correct config.json."
             )
-        allowed = FLOATS if wanted.dtype.is_floating_point else (wanted.dtype,)
+        allowed = HEADS_DTYPES if wanted.dtype.is_floating_point else (wanted.dtype,)
         if found[name].dtype not in allowed:
             raise ValueError(
                 f"{path!r} has {name!r} in {_type_name(found[name].dtype)}, expected "

@@ -19,7 +19,6 @@ from hf_drafthead.modeling.adapters import active_adapter, adapt, find_adapter, 
 from hf_drafthead.modeling.base_model import (
     auto_class,
     full_name,
-    is_language_model,
     last_layer,
     load_base,
     load_named,
@@ -111,13 +110,13 @@ class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
         # The base comes first: device and dtype of the model are those of its first parameter.
         self.register_module("base", None)
         if build_base:
-            if not is_language_model(config.base_config):
+            if (kind := auto_class(config.base_config)) is None:
                 raise ValueError(
                     f"base_config is of a {shortened.repr(config.base_config.model_type)} model, which is no causal "
                     "language model of transformers: a base with code of its own is loaded apart, with base_model=."
                 )
             base_config = copy.deepcopy(config.base_config)
-            self.base = auto_class(base_config).from_config(base_config, trust_remote_code=False)
+            self.base = kind.from_config(base_config, trust_remote_code=False)
             config.last_hidden_size = width_of(self.base)
         self.drafter = self.drafter_class(config)
         self.post_init()
