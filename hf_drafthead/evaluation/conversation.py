@@ -156,8 +156,7 @@ class PieceStreamer(BaseStreamer):
 class Conversation:
     """Questions and the model's answers so far; arguments as for `sample`, `max_new_tokens` among the settings.
 
-    Raises:
-        ValueError: the tokenizer has no chat template.
+    A ValueError where the tokenizer has no chat template.
     """
 
     def __init__(

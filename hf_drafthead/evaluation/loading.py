@@ -115,6 +115,9 @@ def summarize(name: str) -> dict[str, Any]:
     settings = DraftSettings.stored_in(read_generation_settings(name, {}))
     text_config = config.get_text_config()
     tree = static_tree(settings.get("draft_tree"), config.max_depth, text_config.vocab_size)
+    added = config.heads_fields() - DraftHeadConfig.heads_fields()
+    values = {field.name: getattr(config, field.name) for field in fields(config) if field.name in added}
+    kinds = {name: value.model_type for name, value in values.items() if isinstance(value, PreTrainedConfig)}
     return {
         "model": name,
         "family": config.family,
@@ -124,7 +127,7 @@ def summarize(name: str) -> dict[str, Any]:
         "base_included": config.base_included,
         "draft_heads": config.num_draft_heads,
         **size_of_heads(name),
-        "fields": family_fields(config),
+        "fields": values | kinds,  # of another config only the kind of model
         "settings": settings,
         "tree": tree and [list(path) for path in tree.paths],
         "tree_nodes": tree and tree.num_nodes,
@@ -144,10 +147,3 @@ def try_on_base(model: Any) -> dict[str, Any]:
         "device": device_name(model.base.device),
         "dtype": str(model.base.dtype).removeprefix("torch."),
     }
-
-
-def family_fields(config: DraftHeadConfig) -> dict[str, Any]:
-    """The config fields that this family adds to what all have; of another config only the kind of model."""
-    added = config.heads_fields() - DraftHeadConfig.heads_fields()
-    values = {field.name: getattr(config, field.name) for field in fields(config) if field.name in added}
-    return {name: value.model_type if isinstance(value, PreTrainedConfig) else value for name, value in values.items()}

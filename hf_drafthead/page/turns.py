@@ -38,10 +38,10 @@ class Turns:
 
     def __init__(self, names: Sequence[str], device: torch.device, *, seed: int, slice_seconds: float = SLICE):
         self._device = device
-        self._seed = seed
         self._slice = slice_seconds
         self._seconds = dict.fromkeys(names, 0.0)
-        self._random: dict[str, torch.Tensor] = {}
+        fresh = torch.Generator(generator_of(device).device).manual_seed(seed)
+        self._random = dict.fromkeys(names, fresh.get_state())
         self._open = list(names)
         self._holder: str | None = names[0]
         self._since: float | None = None  # when the holder's clock was started
@@ -82,10 +82,7 @@ class Turns:
     def _take(self, name: str) -> None:
         with self._changed:
             self._changed.wait_for(lambda: self._holder == name)
-        if name in self._random:
-            generator_of(self._device).set_state(self._random[name])
-        else:
-            torch.manual_seed(self._seed)
+        generator_of(self._device).set_state(self._random[name])
         self._since = time.perf_counter()
 
     def _release(self, name: str, leaving: bool = False) -> None:
