@@ -89,8 +89,7 @@ class Eagle(Layout):
                 f"its layer is that of a {layer.model_type!r} model, and the target builds a Llama's",
                 "train it with layer_config= of a Llama",
             )
-        names = {key: renamed(key, EAGLE_NAMES) for key in saved.tensors}
-        tensors = {name: saved.tensors[key] for key, name in names.items() if name is not None}
+        tensors = {name: tensor for key, tensor in saved.tensors.items() if (name := renamed(key, EAGLE_NAMES))}
         about = llama_fields(layer, config.get_text_config().vocab_size) | {"architectures": [ARCHITECTURES[target]]}
         biases = {f"{LAYER}{name}.bias" for name in ("self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj")}
         if biases := biases & set(tensors):

@@ -184,7 +184,6 @@ def _drop_equal_embeddings(saved: SavedHeads, tensors: dict[str, Tensor], notes:
 
 
 def _launch(saved: SavedHeads, target: str) -> str:
-    depth = saved.config.num_draft_heads
     if target == "sglang":
         return (
             "python -m sglang.launch_server --model-path BASE --speculative-algorithm EAGLE3 "
@@ -193,7 +192,7 @@ def _launch(saved: SavedHeads, target: str) -> str:
     if target == "vllm":
         return (
             'vllm serve BASE --speculative-config \'{"method": "eagle3", "model": FOLDER, '
-            f'"num_speculative_tokens": {min(depth, 5)}}}\'; it drafts a chain, without a tree'
+            f'"num_speculative_tokens": {min(saved.config.num_draft_heads, 5)}}}\'; it drafts a chain, without a tree'
         )
     return "EaModel.from_pretrained(base_model_path=BASE, ea_model_path=FOLDER, use_eagle3=True)"
 

@@ -66,19 +66,15 @@ def build_bundle(family: str) -> str:
         raise ValueError(f"there is no family {family!r}: expected one of {', '.join(sorted(MODELS))}.")
     modules = in_order(MODELS[family].__module__)
     trees = next(module for module in modules if module.name == tree_module.__name__)
-    trees.text = trees.text.replace(inspect.getsource(tree_module._tree_files).strip(), tree_data())
+    lines = [f"        {name!r}: {paths}," for name, paths in sorted(tree_module._tree_files().items())]
+    data = "\n".join(["def _tree_files():", "    return {", *lines, "    }"])
+    trees.text = trees.text.replace(inspect.getsource(tree_module._tree_files).strip(), data)
     statements = sorted({statement for module in modules for statement in module.imports})
     # `import x` before `from x import y`, as everywhere in the package
     imports = sorted(statements, key=lambda statement: not statement.startswith("import "))
     header = HEADER.format(family=family, version=__version__, imports="\n".join(imports))
     parts = [f"# ---- {module.name.replace('.', '/')}.py\n\n{module.text}" for module in modules]
     return "\n\n\n".join([header.strip(), *parts]) + "\n"
-
-
-def tree_data() -> str:
-    """The function that gives the published trees, with the trees themselves in it."""
-    lines = [f"        {name!r}: {paths}," for name, paths in sorted(tree_module._tree_files().items())]
-    return "\n".join(["def _tree_files():", "    return {", *lines, "    }"])
 
 
 @dataclass

@@ -228,8 +228,14 @@ class DraftHeadPreTrainedModel(LoadableModel):
                 raise ImportError("labels train the heads with hf_drafthead: install it, and import it before loading.")
             others = {"inputs_embeds": inputs_embeds, "past_key_values": past_key_values, **kwargs}
             return self.heads_output(input_ids, labels, attention_mask, position_ids, **others)
-        if self.training and "forward" in self.__dict__ and torch.is_grad_enabled():
-            self._refuse_to_learn_nothing()
+        # a trainer may put its own forward before ours, and ask for the output of a base that is frozen
+        wrapped = self.training and "forward" in self.__dict__ and torch.is_grad_enabled()
+        if wrapped and not any(parameter.requires_grad for parameter in self.base.parameters()):
+            raise ValueError(
+                "the trainer computes a loss of its own from the base's output, from which the heads learn nothing: "
+                "let the model compute the loss from labels= (in a subclass of TRL's SFTTrainer, compute_loss = "
+                "transformers.Trainer.compute_loss), or use hf_drafthead.training.DraftHeadTrainer."
+            )
         given = {
             "input_ids": input_ids,
             "attention_mask": attention_mask,
@@ -242,15 +248,6 @@ class DraftHeadPreTrainedModel(LoadableModel):
         }
         # Not every base knows every argument: pass on only what was given.
         return self.base(**{name: value for name, value in given.items() if value is not None})
-
-    def _refuse_to_learn_nothing(self) -> None:
-        """Refuse a trainer that put its own forward before ours and asks for the output of a base that is frozen."""
-        if not any(parameter.requires_grad for parameter in self.base.parameters()):
-            raise ValueError(
-                "the trainer computes a loss of its own from the base's output, from which the heads learn nothing: "
-                "let the model compute the loss from labels= (in a subclass of TRL's SFTTrainer, compute_loss = "
-                "transformers.Trainer.compute_loss), or use hf_drafthead.training.DraftHeadTrainer."
-            )
 
     @classmethod
     def can_generate(cls) -> bool:

@@ -265,13 +265,6 @@ class DraftHeadConfig(PreTrainedConfig):
                 "multiple of the second."
             )
 
-    def _check_fraction(self, name: str) -> None:
-        value = getattr(self, name)
-        if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value < 1:
-            raise ValueError(
-                f"{name} is {shortened.repr(value)}: expected a number from 0 up to, but not including, 1."
-            )
-
 
 class HeadsGenerationConfig(GenerationConfig):
     """A base's generation config with the settings of its heads.

@@ -161,11 +161,6 @@ class DraftModelDrafter(Drafter):
         tied = getattr(self.model, "all_tied_weights_keys", None) or {}
         return {f"model.{target}": f"model.{source}" for target, source in tied.items()}
 
-    def take_from_base(self) -> None:
-        """Start a fresh model from the base's embeddings and lm_head, where they are as wide."""
-        for find in ("get_input_embeddings", "get_output_embeddings"):
-            copy_if_as_wide(getattr(self.model, find)().weight, getattr(self.base, find)().weight)
-
     def start(self, batch_size: int, capacity: int) -> DraftModelState:
         layers = writing_layers(self.config.own_layer)
         cache = SlotCache(batch_size, layers, min(capacity, ROOM))
@@ -302,7 +297,8 @@ class DraftModelForCausalLM(DraftHeadPreTrainedModel):
             fields["draft_model_revision"] = commit_of(name, {**fetch, "revision": draft_revision or "main"})
         model = super().from_base(base, config=config, **fields, **kwargs)
         if loaded is None:
-            model.drafter.take_from_base()
+            for find in ("get_input_embeddings", "get_output_embeddings"):
+                copy_if_as_wide(getattr(model.drafter.model, find)().weight, getattr(model.base, find)().weight)
         else:
             model._take_draft(loaded)
             check_token_maps(model.config, fetch)

@@ -19,6 +19,7 @@ from hf_drafthead.modeling.base import DraftHeadPreTrainedModel
 from hf_drafthead.modeling.config import DraftHeadConfig
 from hf_drafthead.modeling.decoder_layer import DecoderLayer
 from hf_drafthead.modeling.drafter import Drafter
+from hf_drafthead.modeling.files import shortened
 from hf_drafthead.modeling.layers import OutputProjections, ResidualBlock
 
 # Ankner et al. 2024, section 5
@@ -77,7 +78,10 @@ class HydraConfig(DraftHeadConfig):
 
     def check(self) -> None:
         super().check()
-        self._check_fraction("dropout")
+        if type(self.dropout) not in (int, float) or not 0 <= self.dropout < 1:
+            raise ValueError(
+                f"dropout is {shortened.repr(self.dropout)}: expected a number from 0 up to, but not including, 1."
+            )
         if self.tie_blocks and self.num_layers == 1:
             raise ValueError(
                 "tie_blocks is True, but num_layers is 1: there is no block behind the first one to tie, ask for more "
