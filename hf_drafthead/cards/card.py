@@ -175,6 +175,8 @@ def render(facts: Facts, data: ModelCardData, repo_id: str) -> str:
             kinds[exactness(run)].append(run)
     same = [run for run in kinds["same"] if was_drafted(run)]
     drafted = [run for run in facts.runs if was_drafted(run)]
+    measured = {run["tree_nodes"] for run in drafted if is_number(run.get("tree_nodes"))}
+    chosen = {facts.tree.num_nodes} if facts.tree else set()
     citations = [file.read_text(encoding="utf-8") for file in (CARD_FILES / "citations").iterdir()]
     return environment.from_string((CARD_FILES / "template.md.jinja").read_text(encoding="utf-8")).render(
         card_data=data.to_yaml(),
@@ -197,20 +199,10 @@ def render(facts: Facts, data: ModelCardData, repo_id: str) -> str:
         fewer=any(is_number(run.get("tokens_per_step")) and run["tokens_per_step"] > 1 for run in facts.runs),
         drafted=drafted,
         slow=[run for run in drafted if is_number(run.get("speedup")) and round(run["speedup"], 2) <= 1],
-        **other_trees(facts, drafted),
+        other_nodes=[] if facts.dynamic_tree else sorted(measured - chosen),  # a dynamic tree has no size of its own
+        own_measured=bool(measured & chosen),
         citation=next((each.strip() for each in citations if f"arXiv:{family.paper}" in each), f"arXiv:{family.paper}"),
     )
-
-
-def other_trees(facts: Facts, drafted: list[dict[str, Any]]) -> dict[str, Any]:
-    """The sizes of the trees that were measured, if not only of the one that is set, and whether that was too.
-
-    A dynamic tree has no size of its own.
-    """
-    sizes = {run["tree_nodes"] for run in drafted if is_number(run.get("tree_nodes"))}
-    set_size = {facts.tree.num_nodes} if facts.tree else set()
-    others = set() if facts.dynamic_tree else sizes - set_size
-    return {"other_nodes": sorted(others), "own_measured": bool(sizes & set_size)}
 
 
 def recipe(training: dict[str, Any]) -> dict[str, Any]:

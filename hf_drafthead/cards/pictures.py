@@ -31,12 +31,10 @@ def draw_trees(trees: Mapping[str, DraftTree], path: Path) -> None:
 
 def _draw_tree(axes: Axes, tree: DraftTree, rows: list[float]) -> None:
     axes.axis("off")
-    for node in range(1, tree.num_nodes):
-        parent = tree.parents[node]
-        axes.plot([tree.depths[parent], tree.depths[node]], [-rows[parent], -rows[node]], color=INK, lw=0.6, zorder=1)
     axes.scatter(tree.depths, [-row for row in rows], s=60, color=PAPER, edgecolors=INK, linewidths=0.6, zorder=2)
     for node in range(1, tree.num_nodes):
-        rank = str(tree.paths[node - 1][-1])
+        parent, rank = tree.parents[node], str(tree.paths[node - 1][-1])
+        axes.plot([tree.depths[parent], tree.depths[node]], [-rows[parent], -rows[node]], color=INK, lw=0.6, zorder=1)
         axes.text(tree.depths[node], -rows[node], rank, size=5, ha="center", va="center", color=INK, zorder=3)
 
 

@@ -9,6 +9,7 @@ text, or for each turn a text or several, any of which will do.
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -140,12 +141,10 @@ def chat_text(tokenizer: Any, messages: Sequence[Mapping[str, str]], where: str 
     """
     turns = [dict(message) for message in messages]
     if turns[0]["role"] == "system":
-        try:
+        with suppress(ValueError):  # the template refuses system turns
             text = _rendered(tokenizer, turns, where)
             if turns[0]["content"].strip() in text:
                 return text
-        except ValueError:
-            pass  # the template refuses system turns
         turns = Chat(turns).without_system().messages
     return _rendered(tokenizer, turns, where)
 

@@ -228,13 +228,8 @@ class DraftHeadTrainer(Trainer):
         super()._save(output_dir, state_dict)
         if not (self.args.base_weight and self.args.should_save):
             return
-        model = self.accelerator.unwrap_model(self.model)
-        trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-        tensors = {
-            name: tensor.contiguous()
-            for name, tensor in (state_dict or model.state_dict()).items()
-            if name in trained and name.startswith("base.")
-        }
+        named = self.accelerator.unwrap_model(self.model).base.named_parameters()
+        tensors = {f"base.{name}": each.detach().contiguous() for name, each in named if each.requires_grad}
         save_file(tensors, Path(output_dir or self.args.output_dir) / BASE_WEIGHTS)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
