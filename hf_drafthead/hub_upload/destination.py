@@ -14,7 +14,6 @@ from hf_drafthead.modeling.checkpoint import HTTP_ERROR, why_refused
 from hf_drafthead.modeling.config import MODEL_TYPE_PREFIX
 from hf_drafthead.modeling.files import first_line
 
-SHARD = "50GB"  # as in transformers
 # What makes a repository one of a model: its weights in any form, or what says where they lie.
 OF_A_MODEL = re.compile(
     r".*\.(safetensors|bin|gguf|pth?|ckpt|onnx|h5|msgpack)|(.*/)?(adapter_config|model_index)\.json"
@@ -35,7 +34,7 @@ class Target:
     tags: list[str] | None = None
     license: str | None = None
     include_base: bool = False
-    max_shard_size: int | str = SHARD
+    max_shard_size: int | str = "50GB"
 
     def __post_init__(self) -> None:
         try:

@@ -231,14 +231,9 @@ def why_refused(error: BaseException) -> str | None:
     return None
 
 
-def map_tensors(files: Iterable[str]) -> dict[str, Tensor]:
-    """The tensors of safetensors files, by name: mapped, so that nothing is read before it is used."""
-    return map_wanted(files, None)[0]
-
-
 @torch.inference_mode(False)
-def map_wanted(files: Iterable[str], wanted: Collection[str] | None) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The tensors of safetensors files with wanted names (None: all), and which file holds each of all their tensors.
+def map_tensors(files: Iterable[str]) -> dict[str, Tensor]:
+    """The tensors of safetensors files, by name: mapped, so that nothing is read before it is used.
 
     Raises:
         OSError: a file is no readable safetensors file, or a tensor is in two of them.
@@ -254,8 +249,8 @@ def map_wanted(files: Iterable[str], wanted: Collection[str] | None) -> tuple[di
                     "download the checkpoint again."
                 )
             holders |= names
-            found |= {name: tensors.get_tensor(name) for name in names if wanted is None or name in wanted}
-    return found, holders
+            found |= {name: tensors.get_tensor(name) for name in names}
+    return found
 
 
 def check_tensors(

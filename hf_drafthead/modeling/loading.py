@@ -30,7 +30,7 @@ from hf_drafthead.modeling.base_model import (
 from hf_drafthead.modeling.checkpoint import (
     check_tensors,
     checkpoint_files,
-    map_wanted,
+    map_tensors,
     read_generation_settings,
     read_heads_config,
     refuse_damage,
@@ -401,15 +401,12 @@ class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
                 f"no heads can be built from the config of {path!r} ({in_one_line(error)}): correct config.json."
             ) from error
         expected = model.state_dict()
-        if given is None:
-            tensors, held = map_wanted(checkpoint_files(path, variant, hub), expected)
-        else:
-            tensors, held = {name: given[name] for name in expected if name in given}, dict.fromkeys(given, path)
+        given = map_tensors(checkpoint_files(path, variant, hub)) if given is None else given
+        tensors = {name: given[name] for name in expected if name in given}
         tied = model._tied("drafter").items()  # a checkpoint holds such weights once
         tensors = {target: tensors[source] for target, source in tied if source in tensors} | tensors
-        check_tensors(
-            path, tensors, expected, [name for name in held if not (config.base_included and name.startswith("base."))]
-        )
+        others = [name for name in given if not (config.base_included and name.startswith("base."))]
+        check_tensors(path, tensors, expected, others)
         return model, tensors
 
     def _tied(self, part: str) -> dict[str, str]:

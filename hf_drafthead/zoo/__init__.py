@@ -29,8 +29,7 @@ def path(name: str) -> str:
 
 def families() -> list[str]:
     """Names of the head families that are present, in alphabetical order."""
-    folders = (config.parent for config in ASSETS.glob("*/config.json"))
-    return sorted(folder.name for folder in folders if folder.name != "base")
+    return sorted({config.parent.name for config in ASSETS.glob("*/config.json")} - {"base"})
 
 
 def __getattr__(name: str) -> Any:
