@@ -6,11 +6,10 @@ Shapes: B rows, T positions, K heads.
 import dataclasses
 import functools
 import itertools
-import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -27,9 +26,6 @@ from hf_drafthead.training.arguments import DraftHeadTrainingArguments
 from hf_drafthead.training.callbacks import CheckGradients, Clock
 from hf_drafthead.training.expected_tokens_per_step import ExpectedTokensPerStep
 from hf_drafthead.training.heads_loss import RANKS, HeadsLoss, heads_share, label_counts
-
-if TYPE_CHECKING:
-    from peft.tuners.tuners_utils import BaseTunerLayer
 
 logger = logging.get_logger(__name__)
 
@@ -283,13 +279,9 @@ def merge_lora(model: DraftHeadPreTrainedModel) -> None:
     base.__dict__.pop("peft_config", None)
 
 
-def adapter_layers(base: Any) -> "list[tuple[str, BaseTunerLayer]]":
-    """Every layer of the base that has an adapter, by name."""
-    if "peft" not in sys.modules:  # which is not needed where there are none
-        return []
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
-    return [(name, module) for name, module in base.named_modules() if isinstance(module, BaseTunerLayer)]
+def adapter_layers(base: Any) -> list[tuple[str, Any]]:
+    """Every layer of the base that has an adapter, by name; asked of what it can do, for PEFT need not be imported."""
+    return [(name, module) for name, module in base.named_modules() if hasattr(module, "get_base_layer")]
 
 
 def heads_output(
