@@ -5,7 +5,7 @@ import math
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +13,13 @@ import torch
 from huggingface_hub import get_safetensors_metadata
 from huggingface_hub.errors import HFValidationError, NotASafetensorsRepoError, SafetensorsParsingError
 from huggingface_hub.utils import validate_repo_id
-from transformers.configuration_utils import PreTrainedConfig
 
 from hf_drafthead.generation.entries import CalibrationKey, heads_hash, tree_of
 from hf_drafthead.generation.settings import AUTO, DraftSettings
 from hf_drafthead.generation.tree import DraftTree, resolve
 from hf_drafthead.modeling.checkpoint import HTTP_ERROR, checkpoint_files, map_tensors, read_heads_config, why_refused
-from hf_drafthead.modeling.config import ABOUT_THE_BASE
 from hf_drafthead.modeling.files import in_one_line, open_tensors, read_json
 
-SHARED = {"num_draft_heads", "architectures", "auto_map", "model_type", "layer_config", "transformers_version"}
-SHARED |= ABOUT_THE_BASE | {"use_cache"}
 FULL_PRECISION = ("float32", "float64")  # the types in which the text has to be the base's own
 BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 SHOWN_APART = ("draft_tree", "calibration")
@@ -81,7 +77,7 @@ def read_facts(folder: Path, model: Any = None) -> Facts:
     runs = [each for each in evaluations if "checks" not in each]
     named = config.get("base_model_name_or_path")
     chosen = settings.get("draft_tree")
-    usual = SHARED | {field.name for field in fields(PreTrainedConfig)}
+    own = heads_config.heads_fields() - {"num_draft_heads", "layer_config"}
     vocabulary = (config.get("base_config") or {}).get("vocab_size") or 2**31  # every rank, where none is known
     tree = static_tree(chosen, depth, vocabulary)
     tree_name = chosen if tree and isinstance(chosen, str) else None
@@ -93,7 +89,7 @@ def read_facts(folder: Path, model: Any = None) -> Facts:
         config=config,
         base=named if is_hub_id(named, folder) else None,
         base_parameters=_base_parameters(folder, named, model),
-        fields={name: value for name, value in config.items() if name not in usual},
+        fields={name: value for name, value in config.items() if name in own},
         **size_of_heads(str(folder)),
         chat_template=_has_chat_template(folder),
         tree=tree,
