@@ -7,7 +7,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from hf_drafthead import cli
-from hf_drafthead.training.data import read_rows, tokenize_rows
+from hf_drafthead.data import read_rows
+from hf_drafthead.training.data import tokenize_rows
 from tests.checkpoints import byte_tokenizer, save_base, save_heads
 from tests.training.chat_templates import WITHOUT_END
 

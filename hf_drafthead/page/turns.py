@@ -75,9 +75,8 @@ class Turns:
 
     def seconds(self, name: str) -> float:
         """The time for which `name` has computed so far."""
-        done, since = self._seconds[name], self._since
-        running = self._holder == name and since is not None
-        return done + (time.perf_counter() - since if running and since is not None else 0.0)
+        done, since = self._seconds[name], self._since if self._holder == name else None
+        return done if since is None else done + time.perf_counter() - since
 
     def _take(self, name: str) -> None:
         with self._changed:

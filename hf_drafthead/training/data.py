@@ -24,8 +24,6 @@ from hf_drafthead.training.examples import PreparedData, longest_text_of
 from hf_drafthead.training.heads_loss import IGNORED
 from hf_drafthead.training.templates import ChatEncoder, encode_span, frame, refuse_unknown, without_post_processor
 
-__all__ = ["DataReport", "data_hash", "read_rows", "tokenize_rows"]
-
 HELD_OUT = 64  # rows to evaluate on, unless the data is small
 SHUFFLED = 4096  # rows of the shuffle buffer of a stream
 WINDOW = 1000  # rows that are packed together

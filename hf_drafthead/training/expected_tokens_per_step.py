@@ -12,14 +12,7 @@ from torch import Tensor
 from hf_drafthead.generation.drafting import draft_vocabulary
 from hf_drafthead.generation.settings import DEFAULT_TREE
 from hf_drafthead.generation.tree import DraftTree
-from hf_drafthead.trees.rank_paths import (
-    Texts,
-    check_temperature,
-    foretold_steps,
-    own_texts,
-    rank_paths,
-    tilt_of_seed,
-)
+from hf_drafthead.trees import rank_paths
 
 
 class ExpectedTokensPerStep:
@@ -49,11 +42,11 @@ class ExpectedTokensPerStep:
     ) -> None:
         if not prompts:
             raise ValueError("there is no held-out prompt to compute the expected speed on: give at least one.")
-        check_temperature(temperature)
+        rank_paths.check_temperature(temperature)
         self.new_tokens, self.tree, self.base_changes = new_tokens, tree, base_changes
         self.temperature = temperature
         self._batches = [prompts[first : first + batch_size] for first in range(0, len(prompts), batch_size)]
-        self._answers: dict[int, Texts] = {}
+        self._answers: dict[int, rank_paths.Texts] = {}
 
     def __call__(self, model: Any, progress: Callable[[], object] = lambda: None) -> float | None:
         """Tokens per step of a model in eval mode; None where every answer is one token long. Progress is per batch."""
@@ -86,13 +79,13 @@ class ExpectedTokensPerStep:
         texts, prompts, lengths = self._answered(model, number)
         if int((lengths - prompts).max()) < 2:
             return []
-        tilt = tilt_of_seed(model, len(texts), self.new_tokens, self.temperature, number)
-        ranks = rank_paths(model, texts, prompts, lengths, depth=tree.max_depth, tilt=tilt)
-        return [emitted for row in foretold_steps(tree, ranks) for emitted in row]
+        tilt = rank_paths.tilt_of_seed(model, len(texts), self.new_tokens, self.temperature, number)
+        ranks = rank_paths.rank_paths(model, texts, prompts, lengths, depth=tree.max_depth, tilt=tilt)
+        return [emitted for row in rank_paths.foretold_steps(tree, ranks) for emitted in row]
 
-    def _answered(self, model: Any, number: int) -> Texts:
+    def _answered(self, model: Any, number: int) -> rank_paths.Texts:
         """Texts (B, T) of a batch padded on the right, lengths of their prompts (B,) and of all of them (B,)."""
         if self.base_changes or number not in self._answers:
             batch = self._batches[number]
-            self._answers[number] = own_texts(model, batch, self.new_tokens, self.temperature, number)
+            self._answers[number] = rank_paths.own_texts(model, batch, self.new_tokens, self.temperature, number)
         return self._answers[number]

@@ -6,10 +6,10 @@ import datasets
 import pytest
 import torch
 
-from hf_drafthead.data import sources
+from hf_drafthead.data import read_rows, sources
 from hf_drafthead.data.chats import Refused, repaired
-from hf_drafthead.data.rows import as_row
-from hf_drafthead.training.data import DataReport, data_hash, read_rows, tokenize_rows
+from hf_drafthead.data.rows import as_row, data_hash
+from hf_drafthead.training.data import DataReport, tokenize_rows
 from hf_drafthead.training.examples import collate
 from hf_drafthead.training.heads_loss import IGNORED
 from tests.training.chat_templates import CHATML, STYLES, tokenizer_with
