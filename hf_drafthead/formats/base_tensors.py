@@ -15,7 +15,7 @@ from hf_drafthead.modeling.checkpoint import checkpoint_files, map_tensors
 
 INPUT, OUTPUT = "input embeddings", "lm_head"
 ENDS = {INPUT: ("embed_tokens.weight", "wte.weight", "embed_in.weight"), OUTPUT: ("lm_head.weight", "embed_out.weight")}
-COMPARED_AT_ONCE = 4096  # compared at a time
+ROWS_AT_ONCE = 4096
 
 
 def base_tensor(base: str | nn.Module | Mapping[str, Tensor], which: str, revision: str | None = None) -> Tensor | None:
@@ -62,7 +62,7 @@ def same_values(one: Tensor, other: Tensor) -> bool:
     exact = one.dtype == other.dtype
     rounding = max(torch.finfo(one.dtype).eps, torch.finfo(other.dtype).eps)
     smallest = 2.0**-24  # the spacing of float16 around zero, where it rounds more coarsely than bfloat16
-    pairs = zip(one.split(COMPARED_AT_ONCE), other.split(COMPARED_AT_ONCE), strict=True)
+    pairs = zip(one.split(ROWS_AT_ONCE), other.split(ROWS_AT_ONCE), strict=True)
     if exact:
         return all(torch.equal(a, b.to(a.device)) for a, b in pairs)
     return all(torch.allclose(a.float(), b.to(a.device).float(), rtol=rounding, atol=smallest) for a, b in pairs)

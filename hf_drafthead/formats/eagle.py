@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_drafthead.formats.base_tensors import INPUT, OUTPUT, read_base_tensor
+from hf_drafthead.formats.base_tensors import INPUT, OUTPUT, ROWS_AT_ONCE, read_base_tensor
 from hf_drafthead.formats.disk import Source
 from hf_drafthead.formats.layer_config import llama_fields, read_layer_config
 from hf_drafthead.formats.layout import Files, Heads, Layout, Loss, Reader, SavedHeads, renamed
@@ -127,7 +127,6 @@ class Eagle(Layout):
         return Files("model.safetensors", tensors, about, notes)
 
 
-FOLDED_AT_ONCE = 4096
 TOLERANCE = 0.01  # of the bias's largest entry
 
 
@@ -149,7 +148,7 @@ def folded_embeddings(saved: SavedHeads) -> tuple[Tensor, str]:
     except torch.linalg.LinAlgError:
         raise Loss("the half of fc that reads embeddings is singular", "train a head with fc_bias=False") from None
     pieces, residual = [], 0.0
-    for rows in embeddings.split(FOLDED_AT_ONCE):
+    for rows in embeddings.split(ROWS_AT_ONCE):
         stored = (rows.double() + shift).to(weight.dtype)
         # what fc makes of the stored row, against what it makes of the row and the bias
         off = (stored.double() - rows.double()) @ reads_embedding.T - bias

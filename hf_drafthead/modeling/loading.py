@@ -80,17 +80,6 @@ class HeadsSource:
         inside = self.heads.get("subfolder")
         return os.path.join(self.given, inside) if inside and os.path.isdir(self.given) else self.given
 
-    def adapter_of_all(self, from_folder: bool) -> tuple[str, dict[str, Any]] | None:
-        """Where an adapter of the whole model, heads and base, lies, and how it is loaded.
-
-        It is the one that was named, or that beside the heads, if `from_folder` says to look there.
-        """
-        arguments = dict(self.heads.get("adapter_kwargs") or {})
-        name = arguments.pop("_adapter_model_path", None) or self.path
-        if (from_folder or name != self.path) and find_adapter(name, self.hub) is not None:
-            return name, arguments
-        return None
-
 
 class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
     """A base and a drafter in one model, and the ways to make it; `modeling.base` has what it does."""
@@ -297,10 +286,8 @@ class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
             )
         else:
             own, converted = read_heads_config(source.path, source.hub, cls.config_class, config), None
-        for name in (
-            "attn_implementation",
-            "experts_implementation",
-        ):  # AutoModel puts the user's choice into the config
+        # AutoModel puts the user's choice of these into the config.
+        for name in ("attn_implementation", "experts_implementation"):
             if (chosen := getattr(own, f"_{name}")) is not None:
                 kwargs.setdefault(name, chosen)
             setattr(own, f"_{name}", None)
@@ -314,7 +301,10 @@ class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
             variant = source.heads.get("variant")
             model, tensors = cls._without_memory(source.path, untouched, variant, source.hub, state_dict)
         # What lies beside the weights is read before the base is, which may take minutes.
-        adapter = source.adapter_of_all(from_folder=settings is None)
+        of_adapter = dict(source.heads.get("adapter_kwargs") or {})
+        adapter = of_adapter.pop("_adapter_model_path", None) or source.path  # of the whole model, heads and base
+        wanted = settings is None or adapter != source.path
+        adapted = wanted and find_adapter(adapter, source.hub) is not None
         settings = read_generation_settings(source.path, source.hub) if settings is None else settings
         if own.base_included:
             if base_model is not None or base_revision is not None:
@@ -335,8 +325,8 @@ class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
             model.drafter.check_values(source.path)
             model._attach(base)
             model._take_generation_config(settings)
-            if adapter is not None:
-                model.load_adapter(adapter[0], adapter_kwargs=adapter[1])
+            if adapted:
+                model.load_adapter(adapter, adapter_kwargs=of_adapter)
         model.base.requires_grad_(False)
         model.checkpoint_revision = source.heads.get("revision")
         if generation_config is not None:
