@@ -41,14 +41,14 @@ from hf_drafthead.generation.programs import (
     sizes_may_change,
     tensors_of,
 )
-from hf_drafthead.generation.slots import SLOTS, DoesNotFit, SlotCache, out_of_memory, rounded_up
+from hf_drafthead.generation.slots import BUCKET, SLOTS, DoesNotFit, SlotCache, out_of_memory, rounded_up
 from hf_drafthead.generation.state import DecodingState, Limits, Outcome, Rows, unpacked
 from hf_drafthead.generation.step import Function, Program, Step, observe_pending
 from hf_drafthead.generation.tree import Tree, smaller
 
 logger = logging.get_logger(__name__)
 
-CAPACITY_BUCKET = 64  # capacities are multiples of this, since attention looks at all of it
+CAPACITY_BUCKET = 16  # capacities are multiples of this, at all of which attention looks; on a GPU of `slots.BUCKET`
 AHEAD = 256  # positions for which a capacity is taken at first; it grows as the text does
 RECORDS = ("reduce-overhead", "max-autotune")  # modes of a compile config that ask for CUDA graphs
 
@@ -242,6 +242,7 @@ class Runner:
         self.slots = rounded_up(tree.slots, SLOTS)
         self.device = state.rows.lengths.device
         self.has_graphs = has_graphs(self.device)
+        self.room = 2 if self.has_graphs else 1  # steps; where they are launched ahead the host does not know the last
         self.steps: dict[int, Step] = {}  # trees of a call stay the same objects
         self.ready: dict[Step, Program] = {}  # of the memory of the call as it is now
         self.arena: Arena | None = None
@@ -263,7 +264,7 @@ class Runner:
                 if self.execution.name == "eager":
                     return Outcome(*step(state), step.num_nodes)
                 program, past = self.ready.get(step), max(state.lengths) + state.past_shift
-                if program is None or past + 2 * step.depth > state.cache.capacity:
+                if program is None or past + self.room * step.depth > state.cache.capacity:
                     return Outcome(self._first_run(step, state), {}, step.num_nodes)
                 return Outcome(self._run(program, step, state), {}, step.num_nodes)
             except NotCaptured as reason:
@@ -370,20 +371,22 @@ class Runner:
         return pack
 
     def _fit(self, step: Step, state: DecodingState) -> None:
-        """Give all tensors of the call the shapes for the next stretch of text, with room for two steps.
+        """Give all tensors of the call the shapes for the next stretch of text, with `room`.
 
         Raises:
             MemoryError: there is no memory for a capacity of so many positions.
         """
         depth, past, cache = step.depth, max(state.lengths) + state.past_shift, state.cache
-        if cache.fixed and cache.nodes == self.slots and past + 2 * depth <= cache.capacity:
+        room = self.room * depth
+        if cache.fixed and cache.nodes == self.slots and past + room <= cache.capacity:
             return
         self.ready.clear()
         padding, apart = step.rules.pad_token, self.execution.config is not None
         longest = step.rules.max_length or max(state.lengths) + AHEAD
-        left = min(longest - max(state.lengths), AHEAD) + 2 * depth
+        left = min(longest - max(state.lengths), AHEAD) + room
         if not self.execution.records:
-            fix(state, rounded_up(past + left, CAPACITY_BUCKET), self.slots, depth, padding, apart)
+            bucket = BUCKET if self.device.type == "cuda" else CAPACITY_BUCKET
+            fix(state, rounded_up(past + left, bucket), self.slots, depth, padding, apart)
             return
         capacity = rounded_up(past + left, AHEAD)
         size = (capacity, self.slots, apart, len(state.lengths), state.rows.visible is None, len(state.limits.eos))

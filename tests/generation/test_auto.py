@@ -183,7 +183,7 @@ def test_what_the_root_alone_verified_is_observed_before_the_next_guess(name, mo
 @pytest.mark.slow
 def test_captured_steps_of_both_trees_share_the_caches(monkeypatch, fallbacks):
     monkeypatch.setattr(runner, "AHEAD", 8)
-    monkeypatch.setattr(runner, "CAPACITY_BUCKET", 8)
+    monkeypatch.setattr(runner, "CAPACITY_BUCKET", 1)
     model = next(one for one in FAMILIES if one.name == "eagle").build(tiny_base("llama-gqa"))
     heads = entries.drafter_hash(model.drafter)
     model.generation_config.calibration = [entry(2, True, heads, measured={"step_cost": 2.0, "tokens_per_step": 2.0})]

@@ -89,7 +89,7 @@ def test_exact_on_other_bases(kind, made, fallbacks):
 
 def test_a_text_outgrows_its_memory_and_prompts_differ_in_length_without_another_program(made, monkeypatch):
     monkeypatch.setattr(runner, "AHEAD", 4)
-    monkeypatch.setattr(runner, "CAPACITY_BUCKET", 8)
+    monkeypatch.setattr(runner, "CAPACITY_BUCKET", 1)
     model = next(family for family in FAMILIES if family.name == "eagle").build(tiny_base("llama-gqa"))
     fixed, fix = [], runner.fix
     monkeypatch.setattr(runner, "fix", lambda *given, **named: (fix(*given, **named), fixed.append(given)))
