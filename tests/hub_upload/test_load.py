@@ -108,6 +108,16 @@ print(json.dumps(model.generation_config.max_length == 99))
     assert f"these heads were trained on 'org/base' at {trained_on}" in newer.err
 
 
+def test_a_draft_model_of_the_hub_is_recorded_with_its_commit(hub, base, clients, models):
+    draft = hub.add("org/draft", content(models / "base"))
+    code = """
+from hf_drafthead import DraftModelForCausalLM
+model = DraftModelForCausalLM.from_base("org/base", draft="org/draft")
+print(json.dumps([model.config.draft_model_name_or_path, model.config.draft_model_revision]))
+"""
+    assert clients.run(code).said == ["org/draft", draft.refs["main"]]
+
+
 @pytest.mark.slow
 def test_without_the_network_the_cache_will_do(hub, heads, clients):
     load(clients, home="shared")
