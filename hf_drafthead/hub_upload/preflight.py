@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import torch
 from huggingface_hub import HfApi, ModelInfo, get_token
@@ -141,7 +141,7 @@ def check_weights(folder: Path, live: Mapping[str, Tensor] | None = None) -> Non
         if loaded is None:
             loaded = dict(load_again(folder, tensor.dtype).state_dict())
         for other, where in ((loaded, "when it is loaded again"), (live, "than in the model that was saved")):
-            if other is not None and not _same(tensor, other.get(name)):
+            if other is not None and not same_tensor(tensor, other.get(name)):
                 raise ValueError(f"the tensor {name!r} in {str(folder)!r} is another {where}: save the model again.")
 
 
@@ -177,7 +177,8 @@ def check_card(folder: Path, shown: str) -> None:
         )
 
 
-def _same(stored: Tensor, other: Any) -> bool:
-    if other is None or other.shape != stored.shape:
+def same_tensor(stored: Tensor | None, other: Tensor | None) -> bool:
+    """Whether a stored tensor is another, apart from its type; None is no other."""
+    if stored is None or other is None or other.shape != stored.shape:
         return False
     return torch.equal(stored.to(other.dtype), other.detach().cpu())

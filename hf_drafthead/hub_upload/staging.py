@@ -6,12 +6,11 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import torch
 from huggingface_hub import ModelCard, snapshot_download
 from huggingface_hub.errors import RepositoryNotFoundError
 
 from hf_drafthead.hub_upload.destination import Target, download
-from hf_drafthead.hub_upload.preflight import find_base, sort_files, stored_tensors
+from hf_drafthead.hub_upload.preflight import find_base, same_tensor, sort_files, stored_tensors
 from hf_drafthead.modeling import DraftHeadConfig, DraftHeadPreTrainedModel, base_model
 from hf_drafthead.modeling.checkpoint import HTTP_ERROR, INDEX, read_heads_config, why_refused
 from hf_drafthead.modeling.families import BY_MODEL_TYPE, FAMILIES
@@ -220,11 +219,8 @@ def _same_heads(source: Path, target: Path) -> bool:
         before = dict(stored_tensors(source))
     except OSError:
         return False
-    return all(
-        name in before and before[name].shape == tensor.shape and torch.equal(before[name].to(tensor.dtype), tensor)
-        for name, tensor in stored_tensors(target)
-        if name.startswith("drafter.")
-    )
+    heads = ((name, tensor) for name, tensor in stored_tensors(target) if name.startswith("drafter."))
+    return all(same_tensor(before.get(name), tensor) for name, tensor in heads)
 
 
 def _copy(source: Path, target: Path, patterns: list[str]) -> None:
