@@ -4,10 +4,11 @@ import json
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from hf_drafthead import zoo
 from hf_drafthead.generation.entries import CalibrationKey, nearest
+from hf_drafthead.zoo import chat
 
 
 def test_an_unknown_model_is_refused_naming_the_known_ones():
@@ -93,3 +94,27 @@ def test_eagle3_drafts_more_tokens_per_step_than_eagle_and_the_draft_model_more_
         accepted = model.generate(**given, **call, draft_tree="mc_sim_7b_63").accepted_lengths
         found[family] = float(accepted.sum() / (accepted > 0).sum())
     assert found["eagle3"] > 1.05 * found["eagle"] and found["draft-model"] > 2.2
+
+
+@pytest.fixture(scope="module")
+def like_the_chat_model():
+    """A base of the chat model's shape, with weights that were not trained."""
+    torch.manual_seed(0)
+    config = AutoConfig.from_pretrained(chat.HEADS / "medusa").base_config
+    return AutoModelForCausalLM.from_config(config).to(torch.bfloat16).eval()
+
+
+@pytest.mark.parametrize("name", ["eagle3", "hydra++", "medusa"])
+def test_the_heads_for_the_chat_model_are_whole_and_name_it(name, like_the_chat_model):
+    assert name in chat.chat_families()
+    config = AutoConfig.from_pretrained(chat.HEADS / name)
+    assert (config.base_model_name_or_path, config.dtype) == (chat.HUB_ID, torch.bfloat16)
+    model = AutoModelForCausalLM.from_pretrained(chat.HEADS / name, base_model=like_the_chat_model)
+    with torch.device("meta"):
+        untrained = type(model)(config, like_the_chat_model)
+    shapes = {key: tensor.shape for key, tensor in untrained.drafter.state_dict().items()}
+    assert {key: tensor.shape for key, tensor in model.drafter.state_dict().items()} == shapes
+    assert all(bool(parameter.any()) for parameter in model.drafter.parameters())
+    call = {"max_new_tokens": 3, "eos_token_id": None, "use_cache": True, "return_dict_in_generate": True}
+    written = model.generate(torch.full((1, 4), 70), **call)
+    assert written.sequences.shape == (1, 7) and written.accepted_lengths.sum() == 2
