@@ -8,6 +8,7 @@ F*H features, V vocabulary.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections import deque
@@ -88,24 +89,24 @@ def decode(
     )
     choose = None if settings.switch is None else chooser(settings.tree, settings.switch)
     tree = settings.tree
-    runner = Runner(model, execution, make, tree, state, choose)
     launched: deque[Outcome] = deque()
-    while running(state.lengths, state.ends, rules.pads):
-        launched.append(runner.step(state))
-        while len(launched) > runner.ahead:
-            record = state.note(launched.popleft())
-            if streamer is not None:
-                stream.committed(state, rules)
-            if on_step is not None:
-                watch.lap("step")
-                record.seconds["step"] = watch.seconds["step"]
-                if isinstance(tree, LookupTree):
-                    text = tree, state.rows.sequences, [*state.lengths], record.tokens
-                    record = replace(record, copied=functools.partial(accepted_copies, *text))
-                on_step(record)
-        if not launched:
-            state.bound_caches()
-    return finish(reader, state, rules, ordinary_cache, known, stream)
+    with contextlib.closing(Runner(model, execution, make, tree, state, choose)) as runner:
+        while running(state.lengths, state.ends, rules.pads):
+            launched.append(runner.step(state))
+            while len(launched) > runner.ahead:
+                record = state.note(launched.popleft())
+                if streamer is not None:
+                    stream.committed(state, rules)
+                if on_step is not None:
+                    watch.lap("step")
+                    record.seconds["step"] = watch.seconds["step"]
+                    if isinstance(tree, LookupTree):
+                        text = tree, state.rows.sequences, [*state.lengths], record.tokens
+                        record = replace(record, copied=functools.partial(accepted_copies, *text))
+                    on_step(record)
+            if not launched:
+                state.bound_caches()
+        return finish(reader, state, rules, ordinary_cache, known, stream)
 
 
 def chooser(tree: Tree, switch: DraftSwitch) -> Callable[[DecodingState], Tree]:

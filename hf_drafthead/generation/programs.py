@@ -89,7 +89,7 @@ def addresses(model: Any) -> Iterator[int]:
 
 
 class Arena:
-    """Memory that recorded programs work on; it belongs to one call at a time.
+    """Memory that recorded programs work on; it belongs to one call at a time, which says when it is `free` again.
 
     Args:
         state: of the call that takes it first, whose tensors and caches it keeps.
@@ -99,7 +99,7 @@ class Arena:
         self.rows, self.caches = state.rows, state.caches
         self.limits = state.limits = Limits(*(limit.clone() for limit in state.limits))
         self.programs: dict[ProgramKey, Program] = {}
-        self.owner = weakref.ref(state)
+        self.free = False
 
     @property
     def bytes(self) -> int:
@@ -161,13 +161,13 @@ class Programs:
         while len(self.compiled) > MOST_PROGRAMS:
             self.compiled.popitem(last=False)
 
-    def arena(self, key: Hashable, state: DecodingState) -> Arena | None:
+    def arena(self, key: Hashable) -> Arena | None:
         """The memory that is kept under a key, if no other call is in it."""
         with self.taking:
             found = self.arenas.get(key)
-            if found is None or found.owner() is not None:
+            if found is None or not found.free:
                 return None
-            found.owner = weakref.ref(state)
+            found.free = False
             return found
 
     def keep(self, key: Hashable, arena: Arena) -> None:

@@ -246,6 +246,7 @@ class Runner:
         self.steps: dict[int, Step] = {}  # trees of a call stay the same objects
         self.ready: dict[Step, Program] = {}  # of the memory of the call as it is now
         self.arena: Arena | None = None
+        self.held: list[Arena] = []  # until the call ends, which may go on in their memory without programs
         self.ahead = 0  # steps that are launched before the result of the first of them is read
         if execution.name != "eager":
             self.programs = PROGRAMS.setdefault(model, Programs())
@@ -391,7 +392,7 @@ class Runner:
         capacity = rounded_up(past + left, AHEAD)
         size = (capacity, self.slots, apart, len(state.lengths), state.rows.visible is None, len(state.limits.eos))
         key = (*size, form_of(state.rows.draft_state), self.circumstances, *addresses(self.model))
-        arena = self.programs.arena(key, state)
+        arena = self.programs.arena(key)
         if arena is not None:
             arena.take(state, padding)
         else:
@@ -400,7 +401,13 @@ class Runner:
             fix(state, capacity, self.slots, depth, padding, apart)
             arena = Arena(state)
         self.arena = arena
+        self.held.append(arena)
         self.programs.keep(key, arena)
+
+    def close(self) -> None:
+        """Let other calls have the memory of this one, which has ended: a traceback may hold its state for long."""
+        for arena in self.held:
+            arena.free = True
 
     def _stop(self, step: Step, state: DecodingState, reason: NotCaptured) -> None:
         """Go on without programs, and with memory that grows by itself."""

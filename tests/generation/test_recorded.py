@@ -96,6 +96,16 @@ def test_a_text_that_outgrows_its_memory_is_recorded_again(family, recordings, w
     assert len(recordings) > 2 and warnings == []
 
 
+def test_memory_is_free_once_a_call_has_ended_whoever_holds_what_it_knew(recordings, monkeypatch):
+    model, held, step = FAMILIES[0].build(tiny_base("llama")), [], runner.Runner.step
+    monkeypatch.setattr(runner.Runner, "step", lambda self, state: (held.append(state), step(self, state))[1])
+    with pytest.raises(ZeroDivisionError):
+        model.generate(**prompt(), **CALL, draft_tree=TREE, on_step=lambda record: 1 // (4 - record.step))
+    for _ in range(2):
+        check(model)
+    assert len(recordings) == 1 and len(set(map(id, held))) > 2
+
+
 @pytest.mark.few(3)
 @every_family
 def test_later_calls_take_the_program_and_its_memory(family, recordings, warnings):
