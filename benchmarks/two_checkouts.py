@@ -3,10 +3,12 @@
     git worktree add ../before 6598bdb
     python benchmarks/two_checkouts.py ../before medusa eagle hydra
     python benchmarks/two_checkouts.py ../before --captured
+    python benchmarks/two_checkouts.py ../before medusa --heads FOLDER --dtype bfloat16 --tokens 24   # other heads
 
-Each checkout runs in a process of its own, both with the heads of the earlier one's zoo and one tree; calls take turns,
-so that whatever else the machine does slows both alike. Seconds are the processor's, of one thread. `speed` is the
-median over the rounds of the earlier one's seconds by this one's, above 1 where this one is faster, with its quartiles;
+Each checkout runs in a process of its own, both with the heads of the earlier one's zoo, or those of FOLDER/medusa and
+so on, which it can load, and one tree; calls take turns, so that whatever else the machine does slows both alike.
+Seconds are the processor's, of one thread. `speed` is the median over the rounds of the earlier one's seconds by this
+one's, above 1 where this one is faster, with its quartiles;
 `noise` is how far two calls of one checkout, one after the other, are apart in the median. `memory` is the most that
 the process holds during a warm call, in MB. A line for each family is appended to results/two_checkouts.jsonl.
 """
@@ -29,7 +31,7 @@ TREE = [[0], [0, 0], [1], [0, 1], [2], [0, 0, 0], [1, 0]]
 WARM = 4  # calls that compile, and fill what is kept
 
 
-def serve(model: str, captured: bool, tokens: int) -> None:
+def serve(model: str, captured: bool, tokens: int, dtype: str) -> None:
     """Make one call for each line of standard input, and answer with its seconds and MB; first with its text."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -37,7 +39,10 @@ def serve(model: str, captured: bool, tokens: int) -> None:
     import hf_drafthead  # noqa: F401
 
     torch.set_num_threads(1)
-    heads, tokenizer = AutoModelForCausalLM.from_pretrained(model).eval(), AutoTokenizer.from_pretrained(model)
+    heads, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(model, dtype=dtype).eval(),
+        AutoTokenizer.from_pretrained(model),
+    )
     call: dict[str, Any] = {
         **tokenizer("def main(", return_tensors="pt"),
         "max_new_tokens": tokens,
@@ -62,10 +67,12 @@ def peak_mb() -> float:
     return next(float(line.split()[1]) for line in lines if line.startswith("VmHWM")) / 1024
 
 
-def compare(before: Path, family: str, captured: bool, tokens: int, rounds: int) -> dict[str, Any]:
+def compare(args: argparse.Namespace, family: str) -> dict[str, Any]:
     """One family's figures."""
-    model = before / "hf_drafthead" / "zoo" / "assets" / family
-    command = [sys.executable, __file__, "--serve", str(model), "--tokens", str(tokens), *(["--captured"] * captured)]
+    before, rounds = args.before, args.rounds
+    model = (args.heads or before / "hf_drafthead" / "zoo" / "assets") / family
+    command = [sys.executable, __file__, "--serve", str(model), "--tokens", str(args.tokens), "--dtype", args.dtype]
+    command += ["--captured"] * args.captured
     processes = [
         subprocess.Popen(
             command,
@@ -98,7 +105,8 @@ def compare(before: Path, family: str, captured: bool, tokens: int, rounds: int)
     low, _, high = statistics.quantiles(ratios, n=4)
     return {
         "family": family,
-        "steps": "captured" if captured else "eager",
+        **({"heads": args.heads.name, "dtype": args.dtype} if args.heads else {}),
+        "steps": "captured" if args.captured else "eager",
         "speed": statistics.median(ratios),
         "low": low,
         "high": high,
@@ -106,7 +114,7 @@ def compare(before: Path, family: str, captured: bool, tokens: int, rounds: int)
         "memory": statistics.median(mb for _, mb in new),
         "memory_before": statistics.median(mb for _, mb in old),
         "rounds": rounds,
-        "tokens": tokens,
+        "tokens": args.tokens,
         "before": subprocess.check_output(["git", "-C", before, "rev-parse", "--short", "HEAD"], text=True).strip(),
     }
 
@@ -116,15 +124,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("before", type=Path, nargs="?", help="folder of the earlier checkout")
     parser.add_argument("families", nargs="*", default=FAMILIES)
+    parser.add_argument("--heads", type=Path, help="folder of heads by family")
+    parser.add_argument("--dtype", default="float32")
     parser.add_argument("--captured", action="store_true", help="compiled steps")
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--rounds", type=int, default=25)
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.serve:
-        return serve(arguments.serve, arguments.captured, arguments.tokens)
+        return serve(arguments.serve, arguments.captured, arguments.tokens, arguments.dtype)
     for family in arguments.families:
-        row = compare(arguments.before, family, arguments.captured, arguments.tokens, arguments.rounds)
+        row = compare(arguments, family)
         line = json.dumps({name: round(value, 4) if type(value) is float else value for name, value in row.items()})
         with RESULTS.open("a") as file:
             print(line, file=file)
