@@ -242,7 +242,7 @@ class Runner:
         self.slots = rounded_up(tree.slots, SLOTS)
         self.device = state.rows.lengths.device
         self.has_graphs = has_graphs(self.device)
-        self.room = 2 if self.has_graphs else 1  # steps; where they are launched ahead the host does not know the last
+        self.steps_of_room = 2 if self.has_graphs else 1  # of a step that was launched ahead the host does not know
         self.steps: dict[int, Step] = {}  # trees of a call stay the same objects
         self.ready: dict[Step, Program] = {}  # of the memory of the call as it is now
         self.arena: Arena | None = None
@@ -265,7 +265,7 @@ class Runner:
                 if self.execution.name == "eager":
                     return Outcome(*step(state), step.num_nodes)
                 program, past = self.ready.get(step), max(state.lengths) + state.past_shift
-                if program is None or past + self.room * step.depth > state.cache.capacity:
+                if program is None or past + self.steps_of_room * step.depth > state.cache.capacity:
                     return Outcome(self._first_run(step, state), {}, step.num_nodes)
                 return Outcome(self._run(program, step, state), {}, step.num_nodes)
             except NotCaptured as reason:
@@ -372,13 +372,13 @@ class Runner:
         return pack
 
     def _fit(self, step: Step, state: DecodingState) -> None:
-        """Give all tensors of the call the shapes for the next stretch of text, with `room`.
+        """Give all tensors of the call the shapes for the next stretch of text, and room for the next steps.
 
         Raises:
             MemoryError: there is no memory for a capacity of so many positions.
         """
         depth, past, cache = step.depth, max(state.lengths) + state.past_shift, state.cache
-        room = self.room * depth
+        room = self.steps_of_room * depth
         if cache.fixed and cache.nodes == self.slots and past + room <= cache.capacity:
             return
         self.ready.clear()

@@ -108,7 +108,8 @@ def how_to_convert(path: str, config: Mapping[str, Any]) -> str | None:
 
     Its config.json tells; where there is none (`config` is empty), the names of files in the folder do.
     """
-    marks = [*config, config.get("model_type"), *(config.get("architectures") or ())]
+    named = config.get("architectures")
+    marks = [*config, config.get("model_type"), *(named if isinstance(named, list) else ())]
     if not config and os.path.isdir(path):
         marks = os.listdir(path)
     families = [family for mark, family in FOREIGN.items() if mark in marks]

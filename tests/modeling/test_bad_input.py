@@ -18,6 +18,7 @@ from hf_drafthead.modeling import (
     MedusaConfig,
     MedusaForCausalLM,
 )
+from hf_drafthead.modeling.checkpoint import read_heads_config
 from tests.bases import tiny_base
 from tests.families import FAMILIES
 
@@ -403,3 +404,10 @@ def test_neither_a_checkpoint_nor_what_takes_its_place(heads):
             MedusaForCausalLM.from_pretrained(None, **given)
     with refused(ValueError, message):
         MedusaForCausalLM.from_pretrained(heads, config=model.config, state_dict=model.state_dict())
+
+
+@pytest.mark.parametrize("named", [5, {"a": 1}, [["a"]], "LlamaForCausalLM"])
+def test_a_config_of_another_model_with_architectures_of_a_wrong_type(named, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "architectures": named}))
+    with pytest.raises(ValueError, match="holds a 'llama' model without draft heads: give the folder"):
+        read_heads_config(str(tmp_path))
