@@ -3,8 +3,10 @@
 Shapes: B rows, T positions, A newly verified positions, n nodes of a level, M nodes of the tree so far, H hidden.
 """
 
+import contextlib
 import copy
 import inspect
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
 from hf_drafthead.generation.reader import CHOOSES_KEYS
 from hf_drafthead.generation.slots import SlotCache, slot_mask
+from hf_drafthead.modeling.chain_attention import CHAINS
 
 FINAL_NORMS = ("norm", "final_layer_norm", "final_layernorm")
 
@@ -64,11 +67,9 @@ class DecoderLayer(nn.Module):
         heeded = attention == "eager" or (attention == "sdpa" and self._sdpa)
         if heeded:
             self._takes_causal_flag = attention == "sdpa"
-        for module in self.modules():
-            config = getattr(module, "config", None)  # from which a module reads both
-            if isinstance(config, PreTrainedConfig):
-                config._attn_implementation_internal = attention if heeded else config._attn_implementation
-                config._experts_implementation_internal = base._experts_implementation
+        for config in self._configs():
+            config._attn_implementation_internal = attention if heeded else config._attn_implementation
+            config._experts_implementation_internal = base._experts_implementation
 
     def over_text(self, x: Tensor, attention_mask: Tensor | None) -> Tensor:
         """Every position of a text (B, T, H) sees itself and those before it; padding (B, T) is seen by none."""
@@ -90,11 +91,30 @@ class DecoderLayer(nn.Module):
             attention_mask: (B, T) 1 where the text is real.
         """
         positions, seen = self._of_text(x, attention_mask, step)
-        if step == 0 and seen is None and self._takes_causal_flag:
-            return self._run(x, positions, None, cache)
+        joins = x.device.type == "cpu" and not getattr(self.layer.self_attn, "attention_dropout", 0)
+        if seen is None and self._takes_causal_flag and (step == 0 or joins):
+            with self._attention(CHAINS) if step else contextlib.nullcontext():
+                return self._run(x, positions + step, None, cache)
         seen = self._causal(positions) if seen is None else seen
         itself = torch.eye(x.shape[1], dtype=torch.bool, device=x.device).expand_as(seen)
         return self._run(x, positions + step, self._additive(torch.cat([seen, *[itself] * step], dim=2), x), cache)
+
+    @contextlib.contextmanager
+    def _attention(self, name: str) -> Iterator[None]:
+        """Compute attention by this function of transformers' registry."""
+        before = [(config, config._attn_implementation) for config in self._configs()]
+        for config, _ in before:
+            config._attn_implementation_internal = name
+        try:
+            yield
+        finally:
+            for config, known in before:
+                config._attn_implementation_internal = known
+
+    def _configs(self) -> list[PreTrainedConfig]:
+        """From which the layer's modules read how to compute attention and experts."""
+        found = (getattr(module, "config", None) for module in self.modules())
+        return list({id(config): config for config in found if isinstance(config, PreTrainedConfig)}.values())
 
     def over_verified(self, cache: SlotCache, x: Tensor, lengths: Tensor) -> Tensor:
         """New verified positions (B, A, H), the first lengths[b] of them valid: they are remembered."""
