@@ -4,6 +4,7 @@ Time and memory come from trying one step on held-out rows, whose gradients are 
 """
 
 import math
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,10 +27,10 @@ class Forecast:
     """What to expect of a training; None where it cannot be known.
 
     parameters: of the heads; trained: all that are trained, the base's included if it is; weights: bytes of
-    the weights of base and heads; memory: bytes while training, on a GPU as measured, elsewhere at least weights,
-    gradients and the optimizer; rows, tokens: of an epoch; steps: optimizer steps; batch: rows of a step, in all
-    processes together; evaluations: on the held-out rows, at most; step: seconds of an optimizer step; epoch: seconds
-    of the steps of an epoch; seconds: of steps, evaluations and calibration.
+    the weights of base and heads; memory: bytes while training, as measured of the GPU or of the process, or at least
+    weights, gradients and the optimizer; rows, tokens: of an epoch; steps: optimizer steps; batch: rows of a step, in
+    all processes together; evaluations: on the held-out rows, at most; step: seconds of an optimizer step; epoch:
+    seconds of the steps of an epoch; seconds: of steps, evaluations and calibration.
     """
 
     parameters: int
@@ -122,8 +123,7 @@ def _total(trainer: DraftHeadTrainer, times: Times, steps: int, evaluations: int
 
 
 def _tried(trainer: DraftHeadTrainer, rows: Sequence[Any], length: float | None) -> tuple[Times, int | None]:
-    """Tries a step and an evaluation, which change nothing; also the most bytes that a GPU had in use, without the
-    optimizer's.
+    """Tries a step and an evaluation, which change nothing; also the most bytes in use, without the optimizer's.
 
     A batch of the training has `length` tokens on average, if that is known.
     """
@@ -159,7 +159,8 @@ def _tried(trainer: DraftHeadTrainer, rows: Sequence[Any], length: float | None)
             inputs = {name: value.to(device) for name, value in inputs.items()}
             totals = label_counts(inputs["labels"], model.config.num_draft_heads).clamp(min=1)
             passing = _seconds(learn)
-            peak = torch.cuda.max_memory_allocated(device) if on_gpu and peak is None else peak
+            if peak is None:
+                peak = torch.cuda.max_memory_allocated(device) if on_gpu else _most_memory()
             model.zero_grad(set_to_none=False)  # so that no update moves a weight
             updating, evaluating = _seconds(update), _seconds(lambda: loss(False))
         model.zero_grad(set_to_none=True)
@@ -180,6 +181,15 @@ def _seconds(run: Callable[[], Tensor]) -> float:
     start = time.perf_counter()
     run().item()
     return time.perf_counter() - start
+
+
+def _most_memory() -> int | None:
+    """The most bytes that this process has had in memory; None where the system does not tell."""
+    if sys.platform == "win32":
+        return None
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def size(count: float) -> str:

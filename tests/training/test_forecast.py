@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 
 from hf_drafthead import cli, zoo
 from hf_drafthead.training import run
-from hf_drafthead.training.forecast import Times, _total
+from hf_drafthead.training.forecast import Times, _most_memory, _total
 from hf_drafthead.training.run import train_heads
 from tests.bases import tiny_base
 from tests.training.test_trainer import weights
@@ -50,8 +50,9 @@ def train(place, output, **arguments):
     ids=["an epoch", "accumulated", "steps", "epochs", "one evaluation"],
 )  # fmt: skip
 def test_what_was_foretold_is_what_happens(place, tmp_path, batches):
-    told = []
+    told, before = [], _most_memory()
     dry = train(place, tmp_path / "out", dry_run=True, tell=told.append, **batches)
+    after = _most_memory()
     expected = dry.summary["forecast"]
     assert not (tmp_path / "out").exists()
     done = train(place, tmp_path / "out", **batches)
@@ -61,7 +62,7 @@ def test_what_was_foretold_is_what_happens(place, tmp_path, batches):
     assert expected["parameters"] == expected["trained"] == sum(one.numel() for one in done.model.drafter.parameters())
     base = sum(one.numel() for one in done.model.base.parameters())
     assert expected["weights"] == 4 * (base + expected["parameters"])
-    assert expected["memory"] == expected["weights"] + 12 * expected["parameters"]
+    assert before <= expected["memory"] - 8 * expected["parameters"] <= after  # the optimizer's come on top
     evaluations = sum("eval_loss" in one for one in done.history)
     asked = {"eval_steps", "eval_strategy"} & set(batches)  # else at most a tenth of the time
     assert evaluations == expected["evaluations"] if asked else 0 < evaluations <= expected["evaluations"]
