@@ -1,0 +1,103 @@
+"""Heads of every family for the chat model, trained on the same text, and of three on parts of it: figures on MT-Bench.
+
+    python benchmarks/chat_families.py BASE benchmarks/chat_text OUTPUT --questions mt_bench_question.jsonl --device cpu
+
+A training is one of `chat_training.py`, one epoch in steps of 8 rows, and a measurement one of `chat_figures.py`, with
+dynamic trees of 32 nodes, greedy and at temperature 1; the bundled heads are measured beside them. What is in OUTPUT is
+not done again, so the same command resumes; `results/chat_families.jsonl` is written after each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from chat_training import ShardRows  # beside this file
+from safetensors import safe_open
+
+from hf_drafthead import zoo
+
+HERE = Path(__file__).parent
+RESULTS = HERE / "results" / "chat_families.jsonl"
+ALL = ["eagle3", "hydra++", "medusa", "eagle", "hydra", "amphista", "amphista-alpha"]
+CURVE = ["eagle3", "hydra++", "medusa"]  # also the bundled ones
+FIELDS = {"eagle3": {"share_lm_head": True}}
+
+
+def run(script: str, *words: Any) -> None:
+    subprocess.run([sys.executable, str(HERE / script), *map(str, words)], check=True)
+
+
+def parameters(heads: Path) -> int:
+    with safe_open(heads / "model.safetensors", "pt") as file:
+        return sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())
+
+
+def measured(heads: Path, place: Path, args: argparse.Namespace) -> dict[str, dict]:
+    """The figures of `chat_figures.py` by temperature."""
+    place.parent.mkdir(parents=True, exist_ok=True)
+    words = [
+        "--tree",
+        "dynamic",
+        "--nodes",
+        32,
+        "--limit",
+        args.limit,
+        "--batch",
+        4 * args.limit,
+        "--dtype",
+        "bfloat16",
+    ]
+    known = [json.loads(line) for line in place.read_text().splitlines()] if place.is_file() else []
+    for temperature in {0.0, 1.0} - {line["temperature"] for line in known}:
+        words_here = [*words, "--temperature", temperature, "--device", args.device, "--output", place]
+        run("chat_figures.py", args.questions, heads, "--base", args.base, *words_here)
+    lines = [json.loads(line) for line in place.read_text().splitlines()]
+    return {f"{line['temperature']:g}": {name: line[name] for name in ("tokens_per_step", "steps")} for line in lines}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("base", help="folder of safetensors")
+    parser.add_argument("shards", help="folder of the shards")
+    parser.add_argument("output", type=Path)
+    parser.add_argument("--questions", required=True, help="MT-Bench's")
+    parser.add_argument("--limit", type=int, default=3, help="questions of every category")
+    parser.add_argument("--tokens", type=int, default=500_000, help="of the text, for all families")
+    parser.add_argument("--parts", type=int, nargs="*", default=[4, 2], help="of these tokens, for the curve")
+    parser.add_argument("--device", required=True)
+    args = parser.parse_args()
+    text = sum(len(ids) for ids, _ in ShardRows(Path(args.shards), float("inf")).rows)
+    RESULTS.write_text("")
+
+    def note(family: str, heads: Path, tokens: float, bundled: bool, hours: float) -> None:
+        line = {"family": family, "bundled": bundled, "tokens": round(tokens), "hours": round(hours, 3)}
+        line |= {"parameters": parameters(heads)}
+        line |= measured(heads, args.output / f"figures-{heads.name}.jsonl", args)
+        with RESULTS.open("a") as results:
+            results.write(json.dumps(line) + "\n")
+
+    for family in CURVE:
+        heads = Path(zoo.chat_heads(family))
+        summary = json.loads((heads / "training_summary.json").read_text())
+        parts = [summary, summary.get("first", {"epochs": 0.0, "hours": 0.0})]
+        epochs, hours = (sum(part[name] for part in parts) for name in ("epochs", "hours"))
+        note(family, heads, epochs * text, True, hours)
+    runs = [(family, args.tokens) for family in ALL]
+    runs += [(family, args.tokens // part) for part in args.parts for family in CURVE]
+    for family, tokens in runs:
+        heads = args.output / f"{family}-{tokens}"
+        if not (heads / "training_summary.json").is_file():
+            words = ["--tokens", tokens, "--epochs", 1, "--batch", 8, "--held-out", 32, "--device", args.device]
+            words += ["--fields", json.dumps(FIELDS.get(family, {}))]
+            run("chat_training.py", family, args.base, args.shards, heads, *words)
+        note(family, heads, tokens, False, json.loads((heads / "training_summary.json").read_text())["hours"])
+
+
+if __name__ == "__main__":
+    main()
