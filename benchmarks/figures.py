@@ -23,6 +23,7 @@ RESULTS = Path(__file__).parent / "results"
 STEPS = RESULTS / "step.json"  # what `step.py --json` has written
 TRAININGS = RESULTS / "training.jsonl"  # a line for each of `training.py`
 SAMPLING = RESULTS / "sampling.jsonl"  # a line for each family and temperature of `sampling.py`, the last one counts
+CHAT = RESULTS / "chat_families.jsonl"  # what `chat_families.py` has written
 PLACE = re.compile(r"(<!-- figures: ([^>]*?) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
 NOTHING = "*Not measured yet.*"
 
@@ -124,3 +125,35 @@ def trainings(ways: Sequence[str] = ()) -> str:
         there = [cell("tokens_per_step", 3), cell("perplexity", 3), cell("expected", 3), cell("generated", 3)]
         rows.append([way, *there, f"{sum(line['generated_steps'] for line in taken):,}", str(len(taken))])
     return markdown(["trained on", "tokens per step", "perplexity", "expected", "generated", "steps", "seeds"], rows)
+
+
+def chat_families(families: Sequence[str] = ()) -> str:
+    """Heads of every family for the chat model, all trained on as much of the same text."""
+    lines = [line for line in _chat() if not line["bundled"]]
+    most = max((line["tokens"] for line in lines), default=0)
+    rows = [
+        [
+            line["family"],
+            f"{line['parameters'] / 1e6:.1f}",
+            f"{60 * line['hours']:.0f}",
+            *(f"{line[heat]['tokens_per_step']:.2f}" for heat in ("0", "1")),
+        ]
+        for line in lines
+        if line["tokens"] == most and (not families or line["family"] in families)
+    ]
+    return markdown(["heads", "million parameters", "minutes", "greedy", "temperature 1"], rows)
+
+
+def chat_curve(families: Sequence[str] = ()) -> str:
+    """Greedy tokens per step of the chat model by how much text the heads have read."""
+    lines = sorted(_chat(), key=lambda line: line["tokens"])
+    several = [family for family in families or FAMILIES if sum(line["family"] == family for line in lines) > 1]
+    rows = []
+    for tokens in dict.fromkeys(line["tokens"] for line in lines if line["family"] in several):
+        here = {line["family"]: line["0"]["tokens_per_step"] for line in lines if line["tokens"] == tokens}
+        rows.append([f"{tokens / 1e6:.2f}", *(f"{here[family]:.2f}" if family in here else "" for family in several)])
+    return markdown(["million tokens read", *several], rows)
+
+
+def _chat() -> list[dict]:
+    return [json.loads(line) for line in CHAT.read_text().splitlines()] if CHAT.is_file() else []

@@ -119,8 +119,12 @@ def test_places_for_figures_are_ones_that_are_filled(figures):
         places = [place[2].split() for place in figures.PLACE.finditer(text)]
         assert len(places) == text.count("<!-- figures:") == text.count("<!-- end of figures -->")
         for table, *names in places:
-            assert table in ("families", "ablations", "norms", "tried", "accuracies", "steps", "trainings", "sampling")
+            assert table in TABLES
             assert set(names) <= families
+
+
+TABLES = {"families", "ablations", "norms", "tried", "accuracies", "steps", "trainings", "sampling"}
+TABLES |= {"chat-families", "chat-curve"}
 
 
 def test_figures_are_written_between_the_comments(figures, tmp_path):
@@ -190,6 +194,30 @@ def test_trainings_are_told_with_their_spread(figures, tmp_path, monkeypatch):
     rows = figures.trainings().splitlines()[2:]
     assert rows[0] == "| own | 2.500 ± 0.500 | 10.000 ± 0.000 | 2.500 ± 0.000 | 2.500 ± 0.000 | 2,000 | 2 |"
     assert rows[1] == "| other | 1.500 | 10.000 | 2.500 | 2.500 | 1,000 | 1 |"
+
+
+def test_heads_of_the_chat_model_are_compared_on_as_much_text(figures, tmp_path, monkeypatch):
+    monkeypatch.setattr(figures, "CHAT", tmp_path / "chat.jsonl")
+    assert figures.chat_families() == figures.chat_curve() == ""
+
+    def line(family, tokens, tau, bundled=False):
+        read = {"family": family, "bundled": bundled, "tokens": tokens, "hours": 0.2, "parameters": 4_560_000}
+        return read | {"0": {"tokens_per_step": tau}, "1": {"tokens_per_step": tau - 0.5}}
+
+    lines = [line("medusa", 4_300_000, 2.0, True), line("medusa", 500_000, 1.75), line("eagle3", 500_000, 2.25)]
+    lines += [line("eagle3", 250_000, 1.8)]
+    figures.CHAT.write_text("".join(figures.json.dumps(one) + "\n" for one in lines))
+    assert figures.chat_families().splitlines()[2:] == [
+        "| medusa | 4.6 | 12 | 1.75 | 1.25 |",
+        "| eagle3 | 4.6 | 12 | 2.25 | 1.75 |",
+    ]
+    assert figures.chat_curve().splitlines() == [
+        "| million tokens read | medusa | eagle3 |",
+        "| --- | --- | --- |",
+        "| 0.25 |  | 1.80 |",
+        "| 0.50 | 1.75 | 2.25 |",
+        "| 4.30 | 2.00 |  |",
+    ]
 
 
 def test_the_readme_promises_the_same_text_in_float32():
