@@ -67,7 +67,7 @@ def main() -> None:
     parser.add_argument("shards", help="folder of the shards")
     parser.add_argument("output", type=Path)
     parser.add_argument("--questions", required=True, help="MT-Bench's")
-    parser.add_argument("--limit", type=int, default=3, help="questions of every category")
+    parser.add_argument("--limit", type=int, default=2, help="questions of every category")
     parser.add_argument("--tokens", type=int, default=500_000, help="of the text, for all families")
     parser.add_argument("--parts", type=int, nargs="*", default=[4, 2], help="of these tokens, for the curve")
     parser.add_argument("--device", required=True)

@@ -123,34 +123,40 @@ def tree_of(model: Any, kind: str, nodes: int) -> Any:
 def measured(model: Any, tokenizer: Any, questions: dict[str, list[list[str]]], call: dict, batch: int) -> dict:
     """Tokens per step of every category and of all, and how many steps they were counted in."""
     torch.manual_seed(0)
-    begun, by_category, all_tokens, all_steps = time.perf_counter(), {}, 0, 0
-    for name, group in questions.items():
-        tokens = steps = 0
-        for first in range(0, len(group), batch):
-            conversations: list[list[dict[str, str]]] = [[] for _ in group[first : first + batch]]
-            for turn in range(max(map(len, group[first : first + batch]))):
-                asked = []
-                for conversation, turns in zip(conversations, group[first : first + batch]):
-                    if turn < len(turns):
-                        conversation.append({"role": "user", "content": turns[turn]})
-                        asked.append(conversation)
-                texts = [tokenizer.apply_chat_template(c, tokenize=False, add_generation_prompt=True) for c in asked]
-                inputs = tokenizer(texts, return_tensors="pt", padding=True, add_special_tokens=False)
-                inputs = inputs.to(model.base.device)
-                output = model.generate(**inputs, **call, return_dict_in_generate=True)
-                accepted = output.accepted_lengths
-                if accepted is not None:
-                    tokens, steps = tokens + int(accepted.sum()), steps + int((accepted > 0).sum())
-                answers = tokenizer.batch_decode(
-                    output.sequences[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True
-                )
-                for conversation, answer in zip(asked, answers):
-                    conversation.append({"role": "assistant", "content": answer.strip()})
-        by_category[name] = round(tokens / steps, 3) if steps else None
-        all_tokens, all_steps = all_tokens + tokens, all_steps + steps
-    total = round(all_tokens / all_steps, 3) if all_steps else None
-    seconds = round(time.perf_counter() - begun, 1)
-    return {"tokens_per_step": total, "by_category": by_category, "steps": all_steps, "seconds": seconds}
+    begun = time.perf_counter()
+    asked = [(name, turns) for name, group in questions.items() for turns in group]
+    tokens, steps = dict.fromkeys(questions, 0), dict.fromkeys(questions, 0)
+    for first in range(0, len(asked), batch):
+        talks: list[list[dict[str, str]]] = [[] for _ in asked[first : first + batch]]
+        for turn in range(max(len(turns) for _, turns in asked[first : first + batch])):
+            here = [
+                (name, talk, turns[turn])
+                for talk, (name, turns) in zip(talks, asked[first : first + batch])
+                if turn < len(turns)
+            ]
+            for _, talk, words in here:
+                talk.append({"role": "user", "content": words})
+            texts = [
+                tokenizer.apply_chat_template(talk, tokenize=False, add_generation_prompt=True) for _, talk, _ in here
+            ]
+            inputs = tokenizer(texts, return_tensors="pt", padding=True, add_special_tokens=False)
+            inputs = inputs.to(model.base.device)
+            output = model.generate(**inputs, **call, return_dict_in_generate=True)
+            answers = tokenizer.batch_decode(
+                output.sequences[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True
+            )
+            accepted = [[]] * len(here) if output.accepted_lengths is None else output.accepted_lengths.tolist()
+            for (name, talk, _), answer, lengths in zip(here, answers, accepted):
+                talk.append({"role": "assistant", "content": answer.strip()})
+                tokens[name] += sum(lengths)
+                steps[name] += sum(length > 0 for length in lengths)
+    all_steps = sum(steps.values())
+    return {
+        "tokens_per_step": round(sum(tokens.values()) / all_steps, 3) if all_steps else None,
+        "by_category": {name: round(tokens[name] / steps[name], 3) if steps[name] else None for name in questions},
+        "steps": all_steps,
+        "seconds": round(time.perf_counter() - begun, 1),
+    }
 
 
 def timed(model: Any, tokenizer: Any, questions: dict[str, list[list[str]]], call: dict, count: int) -> dict:
