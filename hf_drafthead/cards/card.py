@@ -94,9 +94,8 @@ def read_card(path: Path) -> ModelCard:
     except OSError:
         raise
     except Exception as error:  # the YAML reader's own, which is no ValueError, among them
-        reason = in_one_line(error)
         raise ValueError(
-            f"the metadata of {str(path)!r} cannot be read ({reason}): correct it, or remove it."
+            f"the metadata of {str(path)!r} cannot be read ({in_one_line(error)}): correct it, or remove it."
         ) from None
 
 

@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 from huggingface_hub import get_safetensors_metadata
-from huggingface_hub.errors import HFValidationError, NotASafetensorsRepoError, SafetensorsParsingError
-from huggingface_hub.utils import validate_repo_id
+from huggingface_hub.errors import NotASafetensorsRepoError, SafetensorsParsingError
 
 from hf_drafthead.generation.entries import CalibrationKey, heads_hash, tree_of
 from hf_drafthead.generation.settings import AUTO, DraftSettings
 from hf_drafthead.generation.tree import DraftTree, resolve
-from hf_drafthead.modeling.checkpoint import HTTP_ERROR, checkpoint_files, map_tensors, read_heads_config, why_refused
+from hf_drafthead.modeling.base_model import is_local
+from hf_drafthead.modeling.checkpoint import HTTP_ERROR, checkpoint_files, read_heads_config, read_tensors, why_refused
 from hf_drafthead.modeling.files import in_one_line, open_tensors, read_json
 
 FULL_PRECISION = ("float32", "float64")  # the types in which the text has to be the base's own
@@ -142,13 +142,7 @@ def _has_chat_template(folder: Path) -> bool:
 
 def is_hub_id(name: str | None, folder: Path) -> bool:
     """Whether the name of a base, as the config in `folder` gives it, can be found by others."""
-    if not name or os.path.isdir(folder / name):
-        return False
-    try:
-        validate_repo_id(name)
-    except HFValidationError:
-        return False
-    return True
+    return not is_local(name, folder) if name else False
 
 
 def size_of_heads(name: str) -> dict[str, Any]:
@@ -224,8 +218,8 @@ def _evaluations(folder: Path, family: str) -> list[dict[str, Any]]:
 
     @functools.cache
     def hash_in(dtype: torch.dtype | None) -> str:
-        tensors = map_tensors(checkpoint_files(str(folder), None, {}))
-        return heads_hash([pair for pair in tensors.items() if not pair[0].startswith("base.")], dtype)
+        tensors = read_tensors(str(folder)).items()
+        return heads_hash([pair for pair in tensors if not pair[0].startswith("base.")], dtype)
 
     for path in sorted(folder.glob("evaluation*.json")):
         content = read_json(path)

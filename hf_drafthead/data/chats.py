@@ -11,8 +11,6 @@ ROLES = {
     **dict.fromkeys(("assistant", "gpt", "chatgpt", "bing", "bard", "claude", "model", "bot"), "assistant"),
     **dict.fromkeys(("tool", "function", "function_response", "observation", "ipython"), "tool"),
 }
-
-
 UNANSWERED = "unanswered last turn dropped"
 
 

@@ -157,10 +157,8 @@ def _rendered(tokenizer: Any, messages: list[dict[str, str]], where: str) -> str
 
 
 def _references(reference: Any, where: str) -> tuple[tuple[str, ...], ...]:
-    by_turn = [reference] if isinstance(reference, str) else reference or []
-    several = (
-        [[turn] if isinstance(turn, str) else turn for turn in by_turn] if isinstance(by_turn, list) else [by_turn]
-    )
+    turns = [reference] if isinstance(reference, str) else reference or []
+    several = [[turn] if isinstance(turn, str) else turn for turn in turns] if isinstance(turns, list) else [turns]
     if not all(isinstance(answers, list) and all(isinstance(text, str) for text in answers) for answers in several):
         raise ValueError(
             f'{where} has the "reference" {json.dumps(reference, default=str)}: expected a text, or some per turn.'

@@ -131,8 +131,3 @@ def _noise(like: torch.Tensor, rows: int, position: int, seed: int) -> torch.Ten
     for _ in range(position + 1):
         noise = like.new_empty(rows, like.shape[-1]).exponential_(1)
     return noise
-
-
-def generator_of(device: torch.device) -> torch.Generator:
-    """The random generator that sampling on a device draws from."""
-    return torch.cuda.default_generators[device.index or 0] if device.type == "cuda" else torch.default_generator

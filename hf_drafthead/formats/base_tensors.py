@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_drafthead.formats.layout import Loss, SavedHeads
-from hf_drafthead.modeling.checkpoint import checkpoint_files, map_tensors
+from hf_drafthead.modeling.checkpoint import read_tensors
 
 INPUT, OUTPUT = "input embeddings", "lm_head"
 ENDS = {INPUT: ("embed_tokens.weight", "wte.weight", "embed_in.weight"), OUTPUT: ("lm_head.weight", "embed_out.weight")}
@@ -34,7 +34,7 @@ def base_tensor(base: str | nn.Module | Mapping[str, Tensor], which: str, revisi
     if isinstance(base, str):
         hub = {} if os.path.isdir(base) else {"local_files_only": True, "revision": revision or "main"}
         try:
-            base = map_tensors(checkpoint_files(base, None, hub))
+            base = read_tensors(base, hub)
         except OSError:
             return None
     for kind in (which, INPUT) if which == OUTPUT else (which,):  # a tied lm_head is not stored
@@ -59,12 +59,11 @@ def same_values(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors of one shape hold the same numbers, as far as the coarser of their types can tell."""
     if one.shape != other.shape:
         return False
-    exact = one.dtype == other.dtype
+    pairs = zip(one.split(ROWS_AT_ONCE), other.split(ROWS_AT_ONCE), strict=True)
+    if one.dtype == other.dtype:
+        return all(torch.equal(a, b.to(a.device)) for a, b in pairs)
     rounding = max(torch.finfo(one.dtype).eps, torch.finfo(other.dtype).eps)
     smallest = 2.0**-24  # the spacing of float16 around zero, where it rounds more coarsely than bfloat16
-    pairs = zip(one.split(ROWS_AT_ONCE), other.split(ROWS_AT_ONCE), strict=True)
-    if exact:
-        return all(torch.equal(a, b.to(a.device)) for a, b in pairs)
     return all(torch.allclose(a.float(), b.to(a.device).float(), rtol=rounding, atol=smallest) for a, b in pairs)
 
 

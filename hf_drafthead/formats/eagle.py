@@ -17,7 +17,7 @@ from torch import Tensor
 from hf_drafthead.formats.base_tensors import INPUT, OUTPUT, ROWS_AT_ONCE, read_base_tensor
 from hf_drafthead.formats.disk import Source
 from hf_drafthead.formats.layer_config import llama_fields, read_layer_config
-from hf_drafthead.formats.layout import Files, Heads, Layout, Loss, Reader, SavedHeads, renamed
+from hf_drafthead.formats.layout import SGLANG, VLLM, Files, Heads, Layout, Loss, Reader, SavedHeads, renamed
 from hf_drafthead.modeling import EagleForCausalLM
 
 LAYER = "layers.0."
@@ -105,10 +105,7 @@ class Eagle(Layout):
         elif target == "sglang":
             # The engine builds fc with a bias and leaves it random where the file has none.
             tensors.setdefault("fc.bias", torch.zeros_like(tensors["fc.weight"][:, 0]))
-            notes.append(
-                "python -m sglang.launch_server --model-path BASE --speculative-algorithm EAGLE "
-                "--speculative-draft-model-path FOLDER"
-            )
+            notes.append(SGLANG.format("EAGLE"))
         elif config.fc_bias:
             if not saved.fold_bias:
                 raise Loss(
@@ -120,10 +117,7 @@ class Eagle(Layout):
             del tensors["fc.bias"]
             notes.append(note)
         if target == "vllm":
-            notes.append(
-                'vllm serve BASE --speculative-config \'{"method": "eagle", "model": FOLDER, '
-                '"num_speculative_tokens": 4}\'; it drafts a chain, without a tree'
-            )
+            notes.append(VLLM.format("eagle", 4))
         return Files("model.safetensors", tensors, about, notes)
 
 

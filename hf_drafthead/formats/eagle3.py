@@ -24,7 +24,7 @@ from torch import Tensor
 from hf_drafthead.formats.base_tensors import INPUT, base_tensor, same_values
 from hf_drafthead.formats.disk import Joined, Source
 from hf_drafthead.formats.layer_config import llama_fields, read_layer_config
-from hf_drafthead.formats.layout import Files, Heads, Layout, Loss, Prefixes, Reader, SavedHeads, renamed
+from hf_drafthead.formats.layout import SGLANG, VLLM, Files, Heads, Layout, Loss, Prefixes, Reader, SavedHeads, renamed
 from hf_drafthead.modeling.eagle3 import Eagle3ForCausalLM
 
 IDS = "eagle_aux_hidden_state_layer_ids"
@@ -72,18 +72,18 @@ class Eagle3(Layout):
             about["target_hidden_size"] = text.hidden_size  # the original code reads the head's own embeddings then
         if target == "sglang" and config.own_embeddings and layer.hidden_size == text.hidden_size:
             _drop_equal_embeddings(saved, tensors, notes)
-        features = list(config.feature_layers)
-        if features != published_features(text.num_hidden_layers):
+        features = features_to_write(saved)
+        if features is not None:
             if target == "sglang":
                 about["eagle_config"] = {"use_aux_hidden_state": True, IDS: [layer - 1 for layer in features]}
             else:
                 about |= {IDS: features, "num_aux_hidden_states": len(features)}
-        return Files("model.safetensors", tensors, about, [*notes, _launch(saved, target)])
-
-
-def published_features(layers: int) -> list[int]:
-    """The inputs that are read where nothing else is said, of a base of so many layers."""
-    return [2, layers // 2, layers - 3]
+        launch = {
+            "eagle3": "EaModel.from_pretrained(base_model_path=BASE, ea_model_path=FOLDER, use_eagle3=True)",
+            "sglang": SGLANG.format("EAGLE3"),
+            "vllm": VLLM.format("eagle3", min(config.num_draft_heads, 5)),
+        }
+        return Files("model.safetensors", tensors, about, [*notes, launch[target]])
 
 
 def _features(source: Source, fields: Mapping[str, Any]) -> list[int] | None:
@@ -120,17 +120,23 @@ def _norm_output(source: Source, fields: Mapping[str, Any]) -> bool:
     return bool(source.config.get("norm_output"))
 
 
-def check_features(saved: SavedHeads, engine: str) -> None:
-    """Refuse feature layers in another order than engines read them in."""
+def published_features(saved: SavedHeads) -> list[int]:
+    """The inputs that are read where nothing else is said."""
+    layers = saved.config.get_text_config().num_hidden_layers
+    return [2, layers // 2, layers - 3]
+
+
+def features_to_write(saved: SavedHeads, engine: str = "engines sort them") -> list[int] | None:
+    """The inputs of which layers are read; None for the published ones. Another order than engines read is refused."""
     features = list(saved.config.feature_layers)
     if features != sorted(features):
         raise Loss(f"it reads the layers {features}, and {engine}", "train it with ascending feature_layers")
+    return None if features == published_features(saved) else features
 
 
 def _refuse_what_is_lost(saved: SavedHeads, target: str) -> None:
     """Refuse what the target has no field for, and would run wrongly without a word."""
     config, layer = saved.config, saved.config.own_layer
-    features, published = list(config.feature_layers), published_features(config.get_text_config().num_hidden_layers)
     elsewhere = "use --to vllm or --to speculators"
     if config.fc_bias:
         raise Loss("fc has a bias, which the target drops or gives to attention too", "train without fc_bias")
@@ -142,25 +148,26 @@ def _refuse_what_is_lost(saved: SavedHeads, target: str) -> None:
     if config.window is not None:
         what = f"its layer sees {config.window} positions, and the target's all of them"
         raise Loss(what, "use --to speculators")
-    check_features(saved, "engines sort them")
+    features = features_to_write(saved)
     if target == "vllm":
         return
     if config.num_layers > 1:
         raise Loss(f"it has {config.num_layers} layers, and the target runs one", elsewhere)
     if config.norm_before_residual:
         raise Loss("the target has no norm_before_residual and adds the state before the norm", elsewhere)
-    if len(features) != 3:
-        raise Loss(f"it reads {len(features)} hidden states, and the target three", elsewhere)
+    if len(config.feature_layers) != 3:
+        raise Loss(f"it reads {len(config.feature_layers)} hidden states, and the target three", elsewhere)
     if target == "sglang":
-        if 0 in features:
+        if 0 in config.feature_layers:
             what = "it reads the embeddings (feature layer 0), and the target numbers the outputs of layers"
             raise Loss(what, elsewhere)
         return
     for name in NORM_FLAGS[1:]:
         if getattr(config, name):
             raise Loss(f"the original code has no {name} and leaves it out", "use --to sglang or --to vllm")
-    if features != published:
-        raise Loss(f"it reads the layers {features} of the base, and the original code always {published}", elsewhere)
+    if features is not None:
+        what = f"it reads the layers {features} of the base, and the original code always {published_features(saved)}"
+        raise Loss(what, elsewhere)
     if layer.head_dim * layer.num_attention_heads != layer.hidden_size:
         what = (
             f"its {layer.num_attention_heads} attention heads are {layer.head_dim} wide, and the original code divides "
@@ -181,20 +188,6 @@ def _drop_equal_embeddings(saved: SavedHeads, tensors: dict[str, Tensor], notes:
         raise Loss(what + why, "use --to vllm or --to speculators")
     del tensors["embed_tokens.weight"]
     notes.append(f"the {INPUT} are the base's and are left out: SGLang takes the base's.")
-
-
-def _launch(saved: SavedHeads, target: str) -> str:
-    if target == "sglang":
-        return (
-            "python -m sglang.launch_server --model-path BASE --speculative-algorithm EAGLE3 "
-            "--speculative-draft-model-path FOLDER"
-        )
-    if target == "vllm":
-        return (
-            'vllm serve BASE --speculative-config \'{"method": "eagle3", "model": FOLDER, '
-            f'"num_speculative_tokens": {min(saved.config.num_draft_heads, 5)}}}\'; it drafts a chain, without a tree'
-        )
-    return "EaModel.from_pretrained(base_model_path=BASE, ea_model_path=FOLDER, use_eagle3=True)"
 
 
 def layer_prefix(keys: Iterable[str]) -> str | None:

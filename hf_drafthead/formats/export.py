@@ -12,7 +12,7 @@ from hf_drafthead.formats.layout import Layout, Loss, SavedHeads
 from hf_drafthead.formats.layouts import LAYOUTS, targets
 from hf_drafthead.modeling import DraftHeadPreTrainedModel
 from hf_drafthead.modeling.base_model import locate_base
-from hf_drafthead.modeling.checkpoint import checkpoint_files, map_tensors, read_heads_config
+from hf_drafthead.modeling.checkpoint import read_heads_config, read_tensors
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ def _of_model(model: DraftHeadPreTrainedModel) -> SavedHeads:
 def _of_checkpoint(name: str, hub: dict[str, Any]) -> SavedHeads:
     """Heads in a folder or on the Hub, mapped from disk."""
     config = read_heads_config(name, hub)
-    tensors = map_tensors(checkpoint_files(name, None, hub))
+    tensors = read_tensors(name, hub)
     heads = {key.removeprefix("drafter."): tensor for key, tensor in tensors.items() if key.startswith("drafter.")}
     base = {key.removeprefix("base."): tensor for key, tensor in tensors.items() if key.startswith("base.")}
     named = None if config.base_included or not config.base_model_name_or_path else locate_base(config, name)

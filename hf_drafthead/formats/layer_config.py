@@ -59,11 +59,9 @@ def read_layer_config(
     if f"{prefix}{ATTENTION}q_norm.weight" in reader:
         return Qwen3Config(**fields)
     attention, mlp = f"{prefix}{ATTENTION}o_proj.bias" in reader, f"{prefix}mlp.gate_proj.bias" in reader
-    if attention or mlp:
-        return LlamaConfig(**fields, attention_bias=attention, mlp_bias=mlp)
-    if f"{prefix}{ATTENTION}q_proj.bias" in reader:  # on queries, keys and values alone, as Qwen2 has it
+    if f"{prefix}{ATTENTION}q_proj.bias" in reader and not (attention or mlp):  # as Qwen2 has it
         return Qwen2Config(**fields)
-    return LlamaConfig(**fields)
+    return LlamaConfig(**fields, attention_bias=attention, mlp_bias=mlp)
 
 
 def llama_fields(layer: PreTrainedConfig, vocab_size: int) -> dict[str, Any]:

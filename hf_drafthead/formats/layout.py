@@ -17,6 +17,11 @@ from hf_drafthead.generation.settings import DEFAULT_TREE
 from hf_drafthead.modeling.base import DraftHeadPreTrainedModel
 
 Prefixes = Sequence[tuple[str, str]]
+# How engines are started with EAGLE heads in FOLDER.
+VLLM = 'vllm serve BASE --speculative-config \'{{"method": "{}", "model": FOLDER, "num_speculative_tokens": {}}}\''
+VLLM += "; it drafts a chain, without a tree"
+SGLANG = "python -m sglang.launch_server --model-path BASE --speculative-algorithm {}"
+SGLANG += " --speculative-draft-model-path FOLDER"
 
 
 class Row(NamedTuple):

@@ -10,14 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from hf_drafthead.formats.disk import Source
-from hf_drafthead.formats.eagle3 import (
-    IDS,
-    NORM_FLAGS,
-    check_features,
-    published_features,
-    read_pair_head,
-    split_tensors,
-)
+from hf_drafthead.formats.eagle3 import IDS, NORM_FLAGS, features_to_write, read_pair_head, split_tensors
 from hf_drafthead.formats.layer_config import llama_fields
 from hf_drafthead.formats.layout import Files, Heads, Layout, Loss, SavedHeads
 from hf_drafthead.modeling.eagle3 import Eagle3ForCausalLM
@@ -73,11 +66,8 @@ class Speculators(Layout):
                 f"it is {layer.hidden_size} wide and its base {text.hidden_size}, and the target takes them for alike"
             )
             raise Loss(what, "use --to vllm or --to sglang")
-        check_features(saved, "vLLM sorts them")
+        features = features_to_write(saved, "vLLM sorts them")
         tensors, notes = split_tensors(saved, "layers.0.")
-        features: list[int] | None = list(config.feature_layers)
-        if features == published_features(text.num_hidden_layers):
-            features = None
         biased = any(key.startswith("layers.") and key.endswith("o_proj.bias") for key in tensors)
         proposal = {
             "proposal_type": "greedy",

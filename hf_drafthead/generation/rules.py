@@ -332,13 +332,15 @@ class NoiseTape:
         return like.new_empty(self.batch_size, like.shape[-1], device=self.device).exponential_(1)
 
     def _state(self):
-        return torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else torch.get_rng_state()
+        return generator_of(self.device).get_state()
 
     def _restore(self, state):
-        if self.device.type == "cuda":
-            torch.cuda.set_rng_state(state, self.device)
-        else:
-            torch.set_rng_state(state)
+        generator_of(self.device).set_state(state)
+
+
+def generator_of(device: torch.device) -> torch.Generator:
+    """The random generator that sampling on a device draws from."""
+    return torch.cuda.default_generators[device.index or 0] if device.type == "cuda" else torch.default_generator
 
 
 def _by_length(rows: Iterable[int], lengths: list[int]) -> dict[int, list[int]]:

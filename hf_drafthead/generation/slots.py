@@ -90,8 +90,6 @@ class SlotCache(Cache):
             return False
         return self.lengths.tolist() == [self.extent] * self.rows
 
-    # ---- what the next forward writes ---------------------------------------------------------------------------
-
     def append(self) -> None:
         """The next forward writes past positions from `extent` on, the same for all rows."""
         self.placed = None
@@ -158,8 +156,6 @@ class SlotCache(Cache):
             for part in (layer.keys, layer.values) if layer.is_initialized else ():
                 row, old, new = (places.to(part.device) for places in (rows, source, target))
                 part[row, :, new] = part[row, :, old]
-
-    # ---- memory --------------------------------------------------------------------------------------------------
 
     def reserve(self, capacity: int, nodes: int) -> None:
         """Make room for `capacity` past positions and for `nodes` nodes per row."""

@@ -248,13 +248,19 @@ class DraftTree:
         return cls(paths)
 
     @classmethod
+    @functools.cache
     def from_name(cls, name: str) -> DraftTree:
         """One of the published trees, see `published_trees()`.
 
         Raises:
             ValueError: no published tree has that name.
         """
-        return _published(name)
+        if name not in published_trees():
+            raise ValueError(
+                f"draft_tree {_shown.repr(name)} is no published tree: expected one of {', '.join(published_trees())}, "
+                "or rank paths such as [[0], [1], [0, 0]]."
+            )
+        return cls(_tree_files()[name])
 
     @classmethod
     def resolve(
@@ -468,16 +474,6 @@ def _tree_files() -> dict[str, list[list[int]]]:
     """Rank paths of the published trees, by their names."""
     files = (file for file in (resources.files(__package__) / "trees").iterdir() if file.name.endswith(".json"))
     return {Path(file.name).stem: json.loads(file.read_text())["paths"] for file in files}
-
-
-@functools.cache
-def _published(name: str) -> DraftTree:
-    if name not in published_trees():
-        raise ValueError(
-            f"draft_tree {_shown.repr(name)} is no published tree: expected one of {', '.join(published_trees())}, "
-            "or rank paths such as [[0], [1], [0, 0]]."
-        )
-    return DraftTree(_tree_files()[name])
 
 
 def _validated(paths: Iterable[Sequence[int]]) -> tuple[RankPath, ...]:

@@ -48,15 +48,12 @@ except ImportError as error:
 
 def add_bundle(folder: Path) -> None:
     """Write the model code of a checkpoint into its folder, and into its config.json where transformers finds it."""
-    model_type = read_heads_config(str(folder)).model_type
-    family = model_type.removeprefix(MODEL_TYPE_PREFIX)
-    code = build_bundle(family)
-    model_class = MODELS[family]
-    stem = Path(FILE).stem
+    family = read_heads_config(str(folder)).model_type.removeprefix(MODEL_TYPE_PREFIX)
+    (folder / FILE).write_text(build_bundle(family), encoding="utf-8")
+    model_class, stem = MODELS[family], Path(FILE).stem
     auto_map = dict.fromkeys(("AutoModel", "AutoModelForCausalLM"), f"{stem}.{model_class.__name__}")
-    (Path(folder) / FILE).write_text(code, encoding="utf-8")
     auto_map["AutoConfig"] = f"{stem}.{model_class.config_class.__name__}"
-    edit_json(Path(folder) / "config.json", auto_map=auto_map)
+    edit_json(folder / "config.json", auto_map=auto_map)
 
 
 @functools.cache

@@ -1,7 +1,7 @@
 """The checks of a push, before anything is sent."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import cast
@@ -11,11 +11,11 @@ from huggingface_hub import HfApi, ModelInfo, get_token
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
 from torch import Tensor
 
+from hf_drafthead.cards import missing
 from hf_drafthead.modeling import DraftHeadConfig, DraftHeadPreTrainedModel
 from hf_drafthead.modeling.base_model import is_local
-from hf_drafthead.modeling.checkpoint import HTTP_ERROR, INDEX, WEIGHTS, checkpoint_files, read_heads_config
+from hf_drafthead.modeling.checkpoint import HTTP_ERROR, INDEX, WEIGHTS, read_heads_config, read_tensors
 from hf_drafthead.modeling.families import BY_MODEL_TYPE
-from hf_drafthead.modeling.files import open_tensors
 
 TRAINING = ["optimizer*", "scheduler.*", "scaler.pt", "rng_state*", "training_args.bin", "trainer_state.json"]
 TRAINING += ["checkpoint-*", "global_step*", "events.out.tfevents*", "wandb", "mlruns", "run.json", "clock.json"]
@@ -132,7 +132,7 @@ def find_base(name: str, revision: str | None, token: str | bool | None) -> tupl
 def check_weights(folder: Path, live: Mapping[str, Tensor] | None = None) -> None:
     """Refuse weights that are not finite, or that do not load again to the same tensors, `live` ones included."""
     loaded: dict[str, Tensor] | None = None
-    for name, tensor in stored_tensors(folder):
+    for name, tensor in read_tensors(str(folder)).items():
         if not torch.isfinite(tensor).all():
             raise ValueError(
                 f"the tensor {name!r} in {str(folder)!r} holds NaN or infinity: train these heads again, or use an "
@@ -157,18 +157,8 @@ def load_again(folder: Path, dtype: torch.dtype) -> DraftHeadPreTrainedModel:
     return model
 
 
-def stored_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a checkpoint, one after the other."""
-    for file in checkpoint_files(str(folder), None, {"local_files_only": True}):
-        with open_tensors(file) as stored:
-            for name in stored.keys():
-                yield name, stored.get_tensor(name)
-
-
 def check_card(folder: Path, shown: str) -> None:
     """Refuse a card that lacks necessary information; messages name the folder as `shown`."""
-    from hf_drafthead.cards import missing
-
     lacking = missing(folder)
     if lacking:
         words = "; ".join(one.replace(str(folder), shown) for one in lacking)

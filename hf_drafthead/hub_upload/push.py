@@ -14,8 +14,10 @@ from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelet
 from huggingface_hub.errors import HfHubHTTPError
 from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils.sha import git_hash, sha_fileobj
+from rich.filesize import decimal
 from transformers.utils import logging
 
+from hf_drafthead.cards import write_card
 from hf_drafthead.hub_upload import preflight, staging
 from hf_drafthead.hub_upload.bundle import add_bundle
 from hf_drafthead.hub_upload.destination import Destination, Target, check_destination, look, told
@@ -67,11 +69,9 @@ class Push:
 
     def lines(self) -> list[str]:
         """What was sent, or would be sent: a line per file, notes, and the address."""
-        wide = max(map(len, self.names))
-        lines = [
-            f"{name:<{wide}} {_size(self.sizes.get(name)):>10}  {self.states.get(name, '')}" for name in self.names
-        ]
-        lines.append(f"{'':<{wide}} {_size(self.total):>10}  in {len(self.sizes)} files for {self.repo_id}")
+        wide, sizes = max(map(len, self.names)), {name: decimal(size) for name, size in self.sizes.items()}
+        lines = [f"{name:<{wide}} {sizes.get(name, '-'):>10}  {self.states.get(name, '')}" for name in self.names]
+        lines.append(f"{'':<{wide}} {decimal(self.total):>10}  in {len(self.sizes)} files for {self.repo_id}")
         lines += [f"note: {note}" for note in self.notes]
         if self.refused is not None:
             lines.append(f"a push would be refused: {self.refused}")
@@ -158,8 +158,6 @@ def _push(
     model: DraftHeadPreTrainedModel | None = None,
     dry_run: bool = False,
 ) -> Push:
-    from hf_drafthead.cards import write_card
-
     config = read_heads_config(str(folder))
     base = config.base_model_name_or_path
     if config.base_included and base and is_local(base, folder):
@@ -287,13 +285,3 @@ def _staged(target: Target, shown: str) -> Iterator[Path]:
             if type(error) not in (OSError, ValueError) or str(folder) not in str(error):
                 raise
             raise type(error)(str(error).replace(str(folder), shown)) from error
-
-
-def _size(count: int | None) -> str:
-    """A number of bytes in readable units."""
-    if count is None:
-        return "-"
-    for unit, factor in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
-        if count >= factor:
-            return f"{count / factor:.1f} {unit}"
-    return f"{count} B"

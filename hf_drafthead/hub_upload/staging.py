@@ -9,10 +9,12 @@ from typing import Any
 from huggingface_hub import ModelCard, snapshot_download
 from huggingface_hub.errors import RepositoryNotFoundError
 
+from hf_drafthead.cards.card import read_card, without_folders
+from hf_drafthead.cards.sections import merge, sections_of
 from hf_drafthead.hub_upload.destination import Target, download
-from hf_drafthead.hub_upload.preflight import find_base, same_tensor, sort_files, stored_tensors
+from hf_drafthead.hub_upload.preflight import find_base, same_tensor, sort_files
 from hf_drafthead.modeling import DraftHeadConfig, DraftHeadPreTrainedModel, base_model
-from hf_drafthead.modeling.checkpoint import HTTP_ERROR, INDEX, read_heads_config, why_refused
+from hf_drafthead.modeling.checkpoint import HTTP_ERROR, INDEX, read_heads_config, read_tensors, why_refused
 from hf_drafthead.modeling.families import BY_MODEL_TYPE, FAMILIES
 from hf_drafthead.modeling.files import edit_json
 
@@ -136,9 +138,6 @@ def published_card(target: Path, published: Path | None) -> list[str]:
     Returns:
         Notes on sections that differ: those of the folder are kept.
     """
-    from hf_drafthead.cards.card import read_card
-    from hf_drafthead.cards.sections import merge, sections_of
-
     path = target / CARD
     if published is None:
         return []
@@ -167,7 +166,6 @@ def published_card(target: Path, published: Path | None) -> list[str]:
 
 def name_for_others(target: Path, repo_id: str, base: str | None) -> None:
     """Replace local paths in `evaluation*.json` by names that others know: of heads, base and files."""
-    from hf_drafthead.cards.card import without_folders
 
     def renamed(fields: dict[str, Any]) -> dict[str, Any]:
         for name, public in (("model", repo_id), ("base", base or "its base")):
@@ -216,11 +214,11 @@ def _loaded_from(model: DraftHeadPreTrainedModel, token: str | bool | None) -> P
 def _same_heads(source: Path, target: Path) -> bool:
     """Whether the saved heads equal those of the checkpoint that they were loaded from, apart from the dtype."""
     try:
-        before = dict(stored_tensors(source))
+        before = read_tensors(str(source))
     except OSError:
         return False
-    heads = ((name, tensor) for name, tensor in stored_tensors(target) if name.startswith("drafter."))
-    return all(same_tensor(before.get(name), tensor) for name, tensor in heads)
+    heads = {name: tensor for name, tensor in read_tensors(str(target)).items() if name.startswith("drafter.")}
+    return all(same_tensor(before.get(name), tensor) for name, tensor in heads.items())
 
 
 def _copy(source: Path, target: Path, patterns: list[str]) -> None:

@@ -154,6 +154,11 @@ def checkpoint_files(path: str, variant: str | None, hub: Mapping[str, Any]) -> 
     raise OSError(f"{path!r} holds no {weights}: save the model there again, or give the folder that has it.")
 
 
+def read_tensors(path: str, hub: Mapping[str, Any] = NO_OPTIONS, variant: str | None = None) -> dict[str, Tensor]:
+    """The tensors of a checkpoint, mapped from its files; errors as of `checkpoint_files` and `map_tensors`."""
+    return map_tensors(checkpoint_files(path, variant, hub))
+
+
 def weights_in(path: str, name: str, hub: Mapping[str, Any]) -> list[str] | None:
     """A file of weights, or the shards that an index of that name spreads the tensors over; None if there is none.
 

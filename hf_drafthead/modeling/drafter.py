@@ -1,8 +1,7 @@
 """The drafter contract: how a family's heads guess.
 
 Shapes: B rows, A newly verified positions, T positions, n nodes of a tree level, K heads, V vocabulary, H hidden,
-F feature layers, D draft
-vocabulary.
+F feature layers, D draft vocabulary.
 """
 
 from collections.abc import Callable

@@ -29,10 +29,9 @@ from hf_drafthead.modeling.base_model import (
 )
 from hf_drafthead.modeling.checkpoint import (
     check_tensors,
-    checkpoint_files,
-    map_tensors,
     read_generation_settings,
     read_heads_config,
+    read_tensors,
     refuse_damage,
 )
 from hf_drafthead.modeling.config import ABOUT_THE_BASE, DraftHeadConfig, HeadsGenerationConfig
@@ -391,7 +390,7 @@ class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
                 f"no heads can be built from the config of {path!r} ({in_one_line(error)}): correct config.json."
             ) from error
         expected = model.state_dict()
-        given = map_tensors(checkpoint_files(path, variant, hub)) if given is None else given
+        given = read_tensors(path, hub, variant) if given is None else given
         tensors = {name: given[name] for name in expected if name in given}
         tied = model._tied("drafter").items()  # a checkpoint holds such weights once
         tensors = {target: tensors[source] for target, source in tied if source in tensors} | tensors

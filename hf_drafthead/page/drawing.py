@@ -17,6 +17,7 @@ from hf_drafthead.page.comparison import Side, WalkedStep
 DEPTH_COLOURS = ("#2e9e4f", "#1496a8", "#3b6fd4", "#9b51c9", "#d0455c", "#c98a12")
 COLUMN, ROW, MARGIN = 190, 17, 14  # pixels of the tree's picture: a depth, a leaf, the edge
 LONGEST_LABEL = 16  # characters of a token in the tree
+VISIBLE = str.maketrans("\n\t ", "⏎⇥␣")
 
 CSS = (resources.files("hf_drafthead.page") / "page.css").read_text(encoding="utf-8") + "".join(
     f".dh-{depth} {{ background: {colour}55; }}\n" for depth, colour in enumerate(DEPTH_COLOURS, start=1)
@@ -107,7 +108,7 @@ def tree(tokenizer: Any, topology: DraftTree, steps: Sequence[WalkedStep], shown
             f'<g class="{"walked" if accepted else "idle"}"><title>rank path {path}, '
             f"accepted in {visits[node]} of {visits[0]} steps</title>"
             f'<circle cx="{x}" cy="{y}" r="4" fill="{colour}"/>'
-            f'<text x="{x + 8}" y="{y + 4}">{escape(short_label(name))}</text></g>'
+            f'<text x="{x + 8}" y="{y + 4}">{escape(name)}</text></g>'
         )
     wide, high = max(x for x, _ in places) + COLUMN, max(y for _, y in places) + MARGIN
     return (
@@ -126,19 +127,8 @@ def step_in_words(topology: DraftTree, steps: Sequence[WalkedStep], shown: int) 
 
 
 def visible(tokenizer: Any, token: int) -> str:
-    """A token's text with its white space shown."""
-    spelled = tokenizer.decode([token], clean_up_tokenization_spaces=False)
-    for blank, shown in (("\n", "⏎"), ("\t", "⇥"), (" ", "␣")):
-        spelled = spelled.replace(blank, shown)
-    return spelled or "∅"
-
-
-def short_label(spelled: str) -> str:
-    """At most as many characters as fit into a column of the tree.
-
-    >>> short_label("a" * 20)
-    'aaaaaaaaaaaaaaa…'
-    """
+    """A token's text with its white space shown, at most as many characters as fit into a column of the tree."""
+    spelled = tokenizer.decode([token], clean_up_tokenization_spaces=False).translate(VISIBLE) or "∅"
     return spelled if len(spelled) <= LONGEST_LABEL else spelled[: LONGEST_LABEL - 1] + "…"
 
 

@@ -1,6 +1,7 @@
 """The page's HTML: nothing that a model writes becomes markup, depths have their colours, the tree shows the walk."""
 
 import re
+from types import SimpleNamespace
 from xml.etree import ElementTree
 
 from hf_drafthead.generation.tree import DraftTree
@@ -104,3 +105,8 @@ def test_a_step_is_told_in_a_sentence():
 
 def test_white_space_can_be_seen():
     assert [drawing.visible(TOKENIZER, ids(blank)[0]) for blank in " \n\t"] == ["␣", "⏎", "⇥"]
+
+
+def test_a_long_token_is_cut():
+    tokenizer = SimpleNamespace(decode=lambda tokens, **_: "a" * tokens[0])
+    assert [drawing.visible(tokenizer, length) for length in (0, 16, 17)] == ["∅", "a" * 16, "a" * 15 + "…"]
