@@ -161,7 +161,7 @@ def render(facts: Facts, data: ModelCardData, repo_id: str) -> str:
     import jinja2
 
     environment = jinja2.Environment(undefined=jinja2.ChainableUndefined, keep_trailing_newline=True)
-    filters = (cell, choice, counts_in_words, dtype_of, figure, is_exact, names, parts, setting, was_drafted)
+    filters = (cell, choice, counts_in_words, figure, is_exact, names, parts, setting, was_drafted)
     environment.filters |= {each.__name__: each for each in (*filters, listed, without_folders)}
     family = FAMILIES[facts.family]
     included = facts.config.get("base_included")
@@ -212,10 +212,8 @@ def recipe(training: dict[str, Any]) -> dict[str, Any]:
         if key in shown or ACCURACY.fullmatch(key):
             continue
         if isinstance(value, dict):
-            said = {
-                name: part for name, part in value.items() if not (ACCURACY.fullmatch(name) or part in ([], {}, None))
-            }
-            value = ", ".join(f"{name} {one_phrase(part)}" for name, part in said.items())
+            said = [name for name, part in value.items() if not (ACCURACY.fullmatch(name) or part in ([], {}, None))]
+            value = ", ".join(f"{name} {one_phrase(value[name])}" for name in said)
         rows["expected tokens per step" if key == "tokens_per_step" else key.replace("_", " ")] = value
     return rows
 
@@ -266,11 +264,6 @@ def listed(values: Iterable[Any]) -> str:
     """Different values as "a, b and c", in their order."""
     words = list(dict.fromkeys(str(value) for value in values))
     return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
-
-
-def dtype_of(run: dict[str, Any]) -> str:
-    """The type that a run computed in."""
-    return str(run.get("dtype") or "dtype not recorded")
 
 
 def exactness(run: dict[str, Any]) -> str:

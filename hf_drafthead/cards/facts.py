@@ -135,9 +135,8 @@ def _has_chat_template(folder: Path) -> bool:
     """Whether the tokenizer in a folder has a chat template, in its config or in a file of its own."""
     config = folder / "tokenizer_config.json"
     beside = (folder / "chat_template.jinja", folder / "chat_template.json")
-    return any(file.is_file() for file in beside) or (
-        config.is_file() and '"chat_template"' in config.read_text(encoding="utf-8")
-    )
+    inside = config.is_file() and '"chat_template"' in config.read_text(encoding="utf-8")
+    return inside or any(file.is_file() for file in beside)
 
 
 def is_hub_id(name: str | None, folder: Path) -> bool:
@@ -206,10 +205,8 @@ def _accuracies(figures: dict[str, Any]) -> dict[int, list[float]]:
     """`head0_top1`, `head0_top5`, `head1_top1`, ... as one list of heads for each k."""
     shares = {(int(match[2]), int(match[1])): figures[name] for name in figures if (match := ACCURACY.fullmatch(name))}
     ks = sorted({k for k, _ in shares})
-    heads = max((head for _, head in shares), default=-1) + 1
-    return {
-        k: [shares[k, head] for head in range(heads)] for k in ks if all((k, head) in shares for head in range(heads))
-    }
+    heads = range(max((head for _, head in shares), default=-1) + 1)
+    return {k: [shares[k, head] for head in heads] for k in ks if all((k, head) in shares for head in heads)}
 
 
 def _evaluations(folder: Path, family: str) -> list[dict[str, Any]]:

@@ -200,9 +200,8 @@ class BenchRun:
         texts = [torch.cat([prompt, prompt.new_tensor(row)]) for prompt, row in zip(prompts, rows)]
         if max(map(len, rows)) < 2:
             return None
-        prompt_lengths, lengths = (
-            torch.tensor([len(each) for each in some], device=prompts[0].device) for some in (prompts, texts)
-        )
+        prompt_lengths = inputs["attention_mask"].sum(1)
+        lengths = prompt_lengths + prompt_lengths.new_tensor([*map(len, rows)])
         padded = torch.nn.utils.rnn.pad_sequence(texts, batch_first=True)
         return rank_paths(self.model, padded, prompt_lengths, lengths).flatten(0, 1).cpu()
 
@@ -315,11 +314,10 @@ def until_interrupted(
 def share_of(questions: Sequence[Question]) -> tuple[list[Question], int]:
     """This process's share of the questions, and how many processes there are; a ValueError if some had none."""
     state = process_state()
-    if state.num_processes > max(len(questions), 1):
-        raise ValueError(
-            f"{len(questions)} questions cannot be shared among {state.num_processes} processes: start fewer of them."
-        )
-    return list(questions)[state.process_index :: state.num_processes], state.num_processes
+    count = state.num_processes
+    if count > max(len(questions), 1):
+        raise ValueError(f"{len(questions)} questions cannot be shared among {count} processes: start fewer of them.")
+    return list(questions)[state.process_index :: count], count
 
 
 def full_settings(model: Any, settings: Mapping[str, Any]) -> dict[str, Any]:

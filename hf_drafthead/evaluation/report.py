@@ -126,12 +126,8 @@ def category_table(measurements: Sequence[Measurement]) -> Table:
     table = plain_table("speedup (tokens per step)", *labels(measurements))
     categories = dict.fromkeys(category for each in measurements for category in each.per_category)
     for category in categories:
-        cells = []
-        for each in measurements:
-            figures = each.per_category.get(category)
-            cells.append(
-                "-" if figures is None else f"{figures['speedup']:.2f} ({_figure(figures['tokens_per_step'])})"
-            )
+        parts = [each.per_category.get(category) for each in measurements]
+        cells = [f"{part['speedup']:.2f} ({_figure(part['tokens_per_step'])})" if part else "-" for part in parts]
         table.add_row(category, *cells)
     return table
 

@@ -226,8 +226,7 @@ def machine_named(name: str) -> Machine:
 
 
 def _best(model: Any, counted: TreeStatistics, machine: Machine, dtype: str, rows: int, context: int) -> PlannedTree:
-    width = model.base.get_input_embeddings().weight.element_size()
-    alone = seconds_of(base_work(model.base.config, rows, 1, context + 1, width), machine, dtype)
+    alone = seconds_of(step_work(model, rows, DraftTree.root_alone(), context + 1), machine, dtype)
     kernels = KERNELS_PER_LAYER * model.base.config.get_text_config(decoder=True).num_hidden_layers
     floors = kernels * RECORDED_LAUNCH, kernels * EAGER_LAUNCH
     plans = []

@@ -35,9 +35,8 @@ class Difference(FirstDifference):
         where = "" if self.rows == 1 else f" in a batch of {self.rows}"
         if self.base is None and self.heads is None:
             return f"{self.check}: the text is the base's, but not its length or the state of the random generator."
-        theirs, ours = (
-            "its end" if token is None else repr(tokenizer.decode([token])) for token in (self.base, self.heads)
-        )
+        tokens = (self.base, self.heads)
+        theirs, ours = ("its end" if token is None else repr(tokenizer.decode([token])) for token in tokens)
         margin = "" if self.margin is None else f", {self.margin:.3g} apart in the base's logits"
         return (
             f"{self.check}: the shortest prompt that shows a difference is {tokenizer.decode(self.prompt)!r}{where}; "

@@ -55,11 +55,7 @@ class Eagle(Layout):
                 f"{source.name!r} has {LAYER + 'input_layernorm.weight'!r}: the first layer of EAGLE heads has no norm "
                 "before attention, these are of another kind and cannot be converted."
             )
-        copies = {
-            which: reader.drop(key, f"a copy of the base's {which}")
-            for key, which in COPIES_OF_BASE.items()
-            if key in reader
-        }
+        copies = reader.copies(COPIES_OF_BASE)
         vocab_size = next(map(len, copies.values()), None)
         layer_config = read_layer_config(reader, LAYER, config, hidden_size, vocab_size or config.get("vocab_size", 0))
         tensors = reader.renamed(EAGLE_NAMES)

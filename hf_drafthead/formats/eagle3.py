@@ -270,10 +270,8 @@ def read_pair_head(
         if config.get(name):
             reader.take(key)  # a lost norm: say so
     for name in ("norm_before_fc", "fc_norm", "draft_vocab_size"):
-        if config.get(name) is not None:
-            reader.note_difference(config, name, form[name])
-    if layer.get("num_hidden_layers") is not None:
-        reader.note_difference(layer, "num_hidden_layers", layers)
+        reader.note_difference(config, name, form[name])
+    reader.note_difference(layer, "num_hidden_layers", layers)
     return reader.heads(layout, form, tensors, hidden_size=target_width, vocab_size=vocab_size, base=base)
 
 
@@ -306,8 +304,7 @@ def _vocabulary(reader: Reader, layer: Mapping[str, Any]) -> int:
                 "folder that has it."
             )
         return said
-    if said is not None:
-        reader.note_difference(layer, "vocab_size", sizes[0])
+    reader.note_difference(layer, "vocab_size", sizes[0])
     return sizes[0]
 
 

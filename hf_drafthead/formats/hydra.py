@@ -39,8 +39,7 @@ class Hydra(Layout):
 
     def read(self, source: Source, fields: Mapping[str, Any]) -> Heads:
         reader, config = Reader(source.name, source.tensors), source.config
-        offset = config.get("hidden_state_offset", 0)
-        if offset:
+        if offset := config.get("hidden_state_offset", 0):
             raise ValueError(
                 f"{source.name!r} reads the hidden state {offset} layers before the last one (hidden_state_offset): "
                 "Hydra heads here read the last one, so these cannot be converted."
@@ -66,9 +65,7 @@ class Hydra(Layout):
         if UNUSED in reader:
             reader.drop(UNUSED, "the prefix layer reads hidden states: the original never uses it")
         tensors |= reader.renamed(PREFIX_LAYER_NAMES)
-        copies = {}
-        if EMBEDDINGS in reader:
-            copies[INPUT] = reader.drop(EMBEDDINGS, f"a copy of the base's {INPUT}")
+        copies = reader.copies({EMBEDDINGS: INPUT})
         reader.note_difference(config, "hydra_num_heads", heads)
         reader.note_difference(config, "hydra_num_layers", len(places))
         reader.note_difference(config, "hydra_head_arch", "prefix-mlp" if prefix else "mlp")

@@ -49,8 +49,7 @@ def read_layer_config(
         "vocab_size": vocab_size,
     }
     for name, found in sizes.items():
-        if config.get(name) is not None:
-            reader.note_difference(config, name, found)
+        reader.note_difference(config, name, found)
     fields = {name: config[name] for name in KEPT if config.get(name) is not None}
     fields |= sizes | {"num_attention_heads": heads, "num_hidden_layers": 1, "tie_word_embeddings": False}
     if config.get("sliding_window") and "sliding_attention" in (config.get("layer_types") or ()):

@@ -154,9 +154,13 @@ class Reader:
         self.dropped[self.names.get(key, key)] = reason
         return self.take(key)
 
+    def copies(self, of_base: Mapping[str, str]) -> dict[str, Tensor]:
+        """Leave out the tensors that are copies of the base's, of which `of_base` says by their names which."""
+        return {which: self.drop(key, f"a copy of the base's {which}") for key, which in of_base.items() if key in self}
+
     def note_difference(self, config: Mapping[str, Any], name: str, found: Any) -> None:
         """Note a config field that disagrees with the tensors, which are right."""
-        if name in config and config[name] != found:
+        if config.get(name) not in (None, found):
             self.notes.append(
                 f"config.json says {name} {config[name]!r}, the tensors have {found!r}: the tensors are right."
             )

@@ -37,9 +37,8 @@ def find(name: str, hub: Mapping[str, Any]) -> tuple[Source, Layout]:
     if found:
         return found[0]
     keys = [key for source in sources for key in source.tensors]
-    if str(sources[0].config.get("model_type", "")).startswith(MODEL_TYPE_PREFIX) or all(
-        key.startswith(OWN_PREFIXES) for key in keys
-    ):
+    ours = str(sources[0].config.get("model_type", "")).startswith(MODEL_TYPE_PREFIX)
+    if ours or all(key.startswith(OWN_PREFIXES) for key in keys):
         raise ValueError(f"{name!r} is a checkpoint of this library already: load it with AutoModel.from_pretrained.")
     known = ", ".join(layout.name for layout in LAYOUTS)
     shown = ", ".join(repr(key) for key in sorted(keys)[:3])

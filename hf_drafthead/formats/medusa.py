@@ -104,9 +104,8 @@ class Medusa(Layout):
             )
         for name, size in zip(self.sizes, (heads, layers, len(first)), strict=False):
             reader.note_difference(config, name, size)
-        if layers > 1 and all(
-            equal(joined[f"blocks.{layer}.weight"].parts[head] for layer in range(layers)) for head in range(heads)
-        ):
+        tied = (equal(joined[f"blocks.{n}.weight"].parts[head] for n in range(layers)) for head in range(heads))
+        if layers > 1 and all(tied):
             reader.notes.append(
                 f"the {layers} blocks of each head are one block applied {layers} times: every place gets a copy of it."
             )
@@ -139,9 +138,8 @@ class Medusa(Layout):
         """Heads of this library under the layout's names."""
         config, text = saved.config, saved.config.get_text_config()
         vocab_size = None if config.share_lm_head else text.vocab_size
-        return parts_of(
-            saved.tensors, self.table(config.num_draft_heads, config.num_layers, text.hidden_size, vocab_size)
-        )
+        rows = self.table(config.num_draft_heads, config.num_layers, text.hidden_size, vocab_size)
+        return parts_of(saved.tensors, rows)
 
     def write(self, saved: SavedHeads, target: str) -> Files:
         config = saved.config

@@ -217,10 +217,9 @@ class DraftHeadGenerationMixin(GenerationMixin):
         if given is not None:
             config.update(**self.generation_config.to_dict(), defaults_only=True, allow_custom_entries=True)
         lengths = ("max_length", "min_length")  # the base wants to know whether these are its defaults
-        defaults = {
-            name: value for name, value in config._get_default_generation_params().items() if name not in lengths
-        }
-        config.update(**defaults, defaults_only=True)
+        defaults = config._get_default_generation_params()
+        fillers = {name: value for name, value in defaults.items() if name not in lengths}
+        config.update(**fillers, defaults_only=True)
         rest = config.update(**kwargs)
         config.settled = tuple(name for name, value in vars(config).items() if value is None and name not in lengths)
         return config, rest

@@ -437,9 +437,8 @@ def splits(base: PreTrainedModel, output: OutputLayer) -> bool:
 
 
 def _close(found: torch.Tensor, logits: torch.Tensor) -> bool:
-    return found.shape == logits.shape and torch.allclose(
-        found.to(logits), logits, rtol=1e-3, atol=1e-5 * logits.abs().max().item()
-    )
+    smallest = 1e-5 * logits.abs().max().item()
+    return found.shape == logits.shape and torch.allclose(found.to(logits), logits, rtol=1e-3, atol=smallest)
 
 
 def prefill_inputs(base: PreTrainedModel, input_ids: torch.Tensor, config, inputs: dict, past: Cache | None) -> dict:

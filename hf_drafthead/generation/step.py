@@ -133,12 +133,10 @@ class Stages:
         copied = copies(rows.sequences, rows.lengths, tree.copies, tree.longest_match, tree.vocabulary)
         if isinstance(tree.tree, DynamicTree):
             return draft_dynamic(self.drafter, rows.draft_state, root, tree.tree, tilt, copied)
-        draft_state, (tokens, topology, guesses) = draft_static(
-            self.drafter, rows.draft_state, root, self.levels, self.topology, tilt, self.keeps_guesses
-        )
-        parents, depths, values = (
-            of_tree.expand_as(tokens) for of_tree in (topology.parents, topology.depths, self.values)
-        )
+        static = self.levels, self.topology, tilt, self.keeps_guesses
+        draft_state, (tokens, topology, guesses) = draft_static(self.drafter, rows.draft_state, root, *static)
+        of_tree = (topology.parents, topology.depths, self.values)
+        parents, depths, values = (part.expand_as(tokens) for part in of_tree)
         tokens, topology = joined(tokens, parents, depths, values, copied, tree.num_nodes, tree.tree.max_depth)
         return draft_state, Candidates(tokens, topology, guesses)
 
@@ -292,9 +290,8 @@ def observe_pending(drafter: Any, state: DecodingState) -> None:
     first, as `observe` wants them.
     """
     features, tokens, counts = zip(*state.pending)
-    draft_state = drafter.observe(
-        state.rows.draft_state, torch.cat(features, 1), torch.cat(tokens, 1), torch.stack(counts).sum(0)
-    )
+    seen = torch.cat(features, 1), torch.cat(tokens, 1), torch.stack(counts).sum(0)
+    draft_state = drafter.observe(state.rows.draft_state, *seen)
     state.rows, state.pending = state.rows._replace(draft_state=draft_state), []
 
 

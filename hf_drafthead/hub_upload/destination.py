@@ -1,6 +1,5 @@
 """The destination of a push: what the repository holds, whether heads may be pushed there, and errors of the Hub."""
 
-import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +11,7 @@ from huggingface_hub.utils import validate_repo_id
 
 from hf_drafthead.modeling.checkpoint import HTTP_ERROR, why_refused
 from hf_drafthead.modeling.config import MODEL_TYPE_PREFIX
-from hf_drafthead.modeling.files import first_line
+from hf_drafthead.modeling.files import first_line, read_json
 
 # What makes a repository one of a model: its weights in any form, or what says where they lie.
 OF_A_MODEL = re.compile(
@@ -120,16 +119,15 @@ def check_destination(there: Destination, target: Target, base: str | None) -> N
         )
     config = there.fetch("config.json")
     if config is None:
-        weights = [name for name in there.files if OF_A_MODEL.fullmatch(name)]
-        if weights:
+        if weights := [name for name in there.files if OF_A_MODEL.fullmatch(name)]:
             raise ValueError(
                 f"{there.repo_id!r} holds another model ({weights[0]}), whose card the heads' would replace: push them "
                 "to a repository of their own."
             )
         return
     try:
-        found = json.loads(config.read_text(encoding="utf-8")).get("model_type")
-    except (ValueError, AttributeError):
+        found = read_json(config).get("model_type")
+    except OSError:
         found = None
     if not str(found).startswith(MODEL_TYPE_PREFIX):
         raise ValueError(

@@ -159,8 +159,7 @@ def load_again(folder: Path, dtype: torch.dtype) -> DraftHeadPreTrainedModel:
 
 def check_card(folder: Path, shown: str) -> None:
     """Refuse a card that lacks necessary information; messages name the folder as `shown`."""
-    lacking = missing(folder)
-    if lacking:
+    if lacking := missing(folder):
         words = "; ".join(one.replace(str(folder), shown) for one in lacking)
         raise ValueError(
             f"the card of {shown!r} is not complete: {words} (license= and --license of a push write the license)."

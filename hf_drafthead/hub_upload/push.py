@@ -18,6 +18,7 @@ from rich.filesize import decimal
 from transformers.utils import logging
 
 from hf_drafthead.cards import write_card
+from hf_drafthead.cards.facts import check_folder
 from hf_drafthead.hub_upload import preflight, staging
 from hf_drafthead.hub_upload.bundle import add_bundle
 from hf_drafthead.hub_upload.destination import Destination, Target, check_destination, look, told
@@ -136,8 +137,7 @@ def push_folder(
         ValueError: a check failed, so that others could not use it.
     """
     source = Path(folder)
-    if not source.is_dir():
-        raise OSError(f"there is no folder {str(folder)!r}: give the folder of a draft-head checkpoint.")
+    check_folder(source)
     if to_folder is not None and os.path.exists(to_folder):
         raise OSError(f"{os.fspath(to_folder)!r} is there already: name a folder that is not.")
     preflight.check_files(source)
@@ -186,8 +186,7 @@ def _push(
         refused = refused or str(error)
     preflight.check_files(folder)
     files, _ = preflight.sort_files(folder)
-    stale = sorted(name for name in _replaced(there.files, files) if FIGURES.fullmatch(name))
-    if stale:
+    if stale := sorted(name for name in _replaced(there.files, files) if FIGURES.fullmatch(name)):
         notes.append(f"removed from the repository, because they belong to earlier heads: {', '.join(stale)}")
     push = Push(there.repo_id, folder, {name: path.stat().st_size for name, path in files.items()}, {}, notes, refused)
     if dry_run:

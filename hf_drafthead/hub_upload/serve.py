@@ -25,8 +25,7 @@ def serve(model: str, arguments: list[str]) -> None:
         OSError: packages for serving are missing, or the model cannot be read.
         ValueError: the model has no draft heads or no tokenizer, or an option is unknown or of no use with heads.
     """
-    lacking = [name for name in NEEDED if find_spec(name) is None]
-    if lacking:
+    if lacking := [name for name in NEEDED if find_spec(name) is None]:
         raise OSError(f"to serve a model {', '.join(lacking)} must be installed: pip install 'transformers[serving]'.")
     if any(argument.startswith(WITHOUT_HEADS) for argument in arguments):
         raise ValueError("continuous batching decodes without draft heads: serve the base with `transformers serve`.")

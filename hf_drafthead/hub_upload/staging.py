@@ -64,8 +64,7 @@ def stage_folder(source: Path, folder: Path, target: Target, base: str | None = 
     files, behind = sort_files(source)
     if target.include_base and not config.base_included:
         model: Any = BY_MODEL_TYPE[config.model_type].from_pretrained(source, dtype="auto", token=token)
-        how = {"include_base": True, "max_shard_size": target.max_shard_size}
-        model.save_pretrained(folder, include_tokenizer=False, **how)
+        model.save_pretrained(folder, include_base=True, include_tokenizer=False, max_shard_size=target.max_shard_size)
         files = {name: path for name, path in files.items() if not _is_weights(name)}
     for name, path in files.items():
         copy = folder / name

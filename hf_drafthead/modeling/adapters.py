@@ -76,10 +76,8 @@ def load_adapter(base: Any, folder: str) -> None:
         name = next(iter(base.active_adapters()))
         peft = import_module("peft")  # it is there where a base has adapters, and nowhere else needed
         left = peft.set_peft_model_state_dict(base, tensors, adapter_name=name)
-        found = {
-            "missing_keys": found["missing_keys"] & set(left.missing_keys),
-            "unexpected_keys": left.unexpected_keys,
-        }
+        found["missing_keys"] &= set(left.missing_keys)
+        found["unexpected_keys"] = set(left.unexpected_keys)
     parameters = dict(base.named_parameters(remove_duplicate=False))
     loaded = {id(parameter) for name, parameter in parameters.items() if name not in found["missing_keys"]}
     # PEFT stores once what is tied, and calls its other name missing

@@ -289,8 +289,7 @@ def check_tensors(
                 f"{path!r} has {name!r} in {_type_name(found[name].dtype)}, expected "
                 f"{' or '.join(map(_type_name, allowed))}: save it in such a type."
             )
-    unknown = sorted((set(found) | set(others)) - set(expected))
-    if unknown:
+    if unknown := sorted((set(found) | set(others)) - set(expected)):
         raise ValueError(
             f"{path!r} has {len(unknown)} tensor(s) that its config does not ask for, such as "
             f"{shortened.repr(unknown[0])}: remove them, or correct config.json."

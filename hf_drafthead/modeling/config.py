@@ -145,9 +145,8 @@ class DraftHeadConfig(PreTrainedConfig):
     @classmethod
     def heads_fields(cls) -> set[str]:
         """Names of the fields that describe the heads, without those about the base and those of every config."""
-        return (
-            {field.name for field in fields(cls)} - {field.name for field in fields(PreTrainedConfig)} - ABOUT_THE_BASE
-        )
+        of_every_config = {field.name for field in fields(PreTrainedConfig)}
+        return {field.name for field in fields(cls)} - of_every_config - ABOUT_THE_BASE
 
     def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None) -> PreTrainedConfig:
         """The base's text config; this config itself while there is no base."""
@@ -163,10 +162,8 @@ class DraftHeadConfig(PreTrainedConfig):
             raise ValueError(
                 f"the config has model_type {found!r}, expected {cls.model_type!r}: read it with AutoConfig."
             )
-        own = {field.name for field in fields(cls)}  # which `check` looks at
-        _refuse_costly(
-            "the config", {name: value for name, value in config_dict.items() if name not in own - {"base_config"}}
-        )
+        checked = {field.name for field in fields(cls)} - {"base_config"}  # by `check`
+        _refuse_costly("the config", {name: value for name, value in config_dict.items() if name not in checked})
         _refuse_shadowing("the config", cls, config_dict)
         given = {name: value for name, value in config_dict.items() if name not in IMPLEMENTATIONS | OF_THE_BASE}
         try:

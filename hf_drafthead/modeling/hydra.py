@@ -140,10 +140,9 @@ class HydraDrafter(Drafter):
         super().__init__(config)
         self.keeps_history = config.prefix_layer
         self.prefix = DecoderLayer(config.own_layer, final_norm=True) if config.prefix_layer else None
-        self.heads = nn.ModuleList(HydraHead(i, config.width, config) for i in range(config.num_draft_heads))
-        self.projections = OutputProjections(
-            config.num_draft_heads, config.width, self.choices, config.share_lm_head, bias=True
-        )
+        heads, hidden_size = config.num_draft_heads, config.width
+        self.heads = nn.ModuleList(HydraHead(i, hidden_size, config) for i in range(heads))
+        self.projections = OutputProjections(heads, hidden_size, self.choices, config.share_lm_head, bias=True)
 
     def start(self, batch_size: int, capacity: int) -> HydraState:
         nothing = self.placed(torch.zeros(batch_size, self.config.width))

@@ -67,9 +67,8 @@ class HeadsSource:
     @property
     def hub(self) -> dict[str, Any]:
         """How their files are fetched."""
-        return self.fetch | {
-            key: self.heads[key] for key in ("revision", "subfolder") if self.heads.get(key) is not None
-        }
+        own = {key: self.heads[key] for key in ("revision", "subfolder") if self.heads.get(key) is not None}
+        return self.fetch | own
 
     @property
     def place(self) -> str:
@@ -210,8 +209,7 @@ class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
         self.config.dtype = dtype
         if device.type != "meta":
             self.drafter.to(device=device, dtype=dtype)
-        placed = getattr(base, "hf_device_map", None)
-        if placed:
+        if placed := getattr(base, "hf_device_map", None):
             self.hf_device_map = {f"base.{name}" if name else "base": place for name, place in placed.items()}
             self.hf_device_map["drafter"] = device
 

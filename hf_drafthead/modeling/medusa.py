@@ -78,9 +78,8 @@ class MedusaDrafter(Drafter):
             guesses = self.head_logits(0, guesses) if self.projections.shared else guesses
         guess = guesses[level] if self.projections.shared else self.head_logits(level, guesses[level])
         # of its own class, which may have more fields
-        return type(state)(state.features, level + 1, guesses, *state[3:]), Guesses(
-            guess.unsqueeze(1), self.draft_tokens
-        )
+        state = type(state)(state.features, level + 1, guesses, *state[3:])
+        return state, Guesses(guess.unsqueeze(1), self.draft_tokens)
 
     def head_states(self, features: Tensor, input_ids: Tensor, attention_mask: Tensor | None = None) -> list[Tensor]:
         hidden = self._side_by_side(features.flatten(0, 1))

@@ -250,9 +250,7 @@ class Asked:
         """`input_ids` and `attention_mask` (1, T)."""
         if not self.written.strip():
             raise ValueError("the prompt is empty: write the text that the model shall continue.")
-        text = self.written
-        if self.chat:
-            text = chat_text(tokenizer, self.conversation)
+        text = chat_text(tokenizer, self.conversation) if self.chat else self.written
         inputs = encode(model, tokenizer, [text], special_tokens=not self.chat)
         check_room(model, inputs["input_ids"].shape[1], self.max_new_tokens)
         return inputs
