@@ -20,6 +20,10 @@ from tests.bases import tiny_base
 from tests.families import FAMILIES
 from tests.generation.agreement import TREE, prompt
 
+pytestmark = pytest.mark.skipif(
+    not torch.backends.cuda.is_built(),
+    reason="a torch for CPUs alone has no indexing for tensors of a GPU, fake ones too",
+)
 CUDA = torch.device("cuda:0")
 MODE = FakeTensorMode()
 TREES = {"static": TREE, "dynamic": {"dynamic": {"nodes": 8, "depth": 3, "width": 3}}, "root": DraftTree.root_alone()}
