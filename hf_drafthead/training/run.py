@@ -39,6 +39,7 @@ logger = logging.get_logger(__name__)
 FORETOLD_PROMPTS = 32
 EVALUATIONS = 0.1  # of the time, at most, unless it is said how often to evaluate
 FEW_STEPS = 100  # in which heads learn little
+FEW_TOKENS = 8192  # that hold most of a text; in the quick recipe heads choose among no fewer
 PICTURE = "training.png"
 Tell = Callable[[str], object]
 
@@ -162,6 +163,8 @@ def _model(
         model: Any = fresh_heads(family, base, **fields, **load)
         if settings.recipe != "paper" and "share_lm_head" not in fields:
             share_large_projections(model, tell)
+        if settings.recipe == "quick" and "draft_vocab_size" not in fields and family != "draft-model":
+            choose_among_fewer(model, tell)
     elif fields:
         raise ValueError(
             f"{', '.join(sorted(fields))} cannot be set for trained heads, whose config is fixed: leave them "
@@ -187,16 +190,35 @@ def share_large_projections(model: DraftHeadPreTrainedModel, tell: Tell) -> None
     size, base = (sum(one.numel() for one in module.parameters()) for module in (own, model.base))
     if 3 * size <= base:
         return
-    config.share_lm_head = True
-    model.drafter = model.drafter_class(config)
-    training = model.training
-    model._attach(model.base)
-    model.drafter.copy_from_base()
-    model.drafter.train(training)
+    _rebuild(model, share_lm_head=True)
     tell(
         f"the heads share the base's lm_head: projections of their own would have {size:,} parameters, the base has "
         f"{base:,} (share_lm_head=false or the recipe paper gives them their own)."
     )
+
+
+def choose_among_fewer(model: DraftHeadPreTrainedModel, tell: Tell) -> None:
+    """Let fresh heads choose among a quarter of the base's tokens, where it has so many that these are enough."""
+    known = model.config.known_tokens or 0
+    few = known // 4
+    if few < FEW_TOKENS or (model.config.draft_vocab_size or known) <= few:
+        return
+    _rebuild(model, draft_vocab_size=few)
+    tell(
+        f"the heads choose among the {few:,} tokens that the text holds most, of the base's {known:,} "
+        f"(draft_vocab_size={known} for all of them)."
+    )
+
+
+def _rebuild(model: Any, **fields: Any) -> None:
+    """Fresh heads with other config fields in the place of fresh heads."""
+    training = model.training
+    for name, value in fields.items():
+        setattr(model.config, name, value)
+    model.drafter = model.drafter_class(model.config)
+    model._attach(model.base)
+    model.drafter.copy_from_base()
+    model.drafter.train(training)
 
 
 def _prepared(

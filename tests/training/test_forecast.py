@@ -94,6 +94,16 @@ def test_trying_a_step_changes_nothing(place, tmp_path, monkeypatch):
     assert tried.summary["held_out"]["loss"] == untried.summary["held_out"]["loss"]
 
 
+@pytest.mark.parametrize("asked", [None, 300])
+def test_a_quick_training_is_for_fewer_tokens_unless_asked(place, tmp_path, monkeypatch, asked):
+    monkeypatch.setattr(run, "FEW_TOKENS", 100)
+    told, fields = [], {} if asked is None else {"draft_vocab_size": asked}
+    dry = train(place, tmp_path / "out", recipe="quick", dry_run=True, tell=told.append, fields=fields)
+    known = dry.model.config.known_tokens
+    assert dry.model.config.draft_vocab_size == (asked or known // 4)
+    assert sum("the heads choose among" in line for line in told) == (asked is None)
+
+
 def test_a_stream_is_not_counted_beforehand(place, tmp_path):
     told = []
     dry = train(place, tmp_path / "out", streaming=True, max_steps=5, dry_run=True, tell=told.append)

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from hf_drafthead.modeling.families import FAMILIES, fresh_heads
-from hf_drafthead.training import callbacks
+from hf_drafthead.training import callbacks, run
 from hf_drafthead.training.arguments import QUICK, DraftHeadTrainingArguments
 from hf_drafthead.training.callbacks import Clock, TrainingLog
 from hf_drafthead.training.forecast import Forecast
-from hf_drafthead.training.run import remarks, share_large_projections
+from hf_drafthead.training.run import choose_among_fewer, remarks, share_large_projections
 from hf_drafthead.training.trainer import DraftHeadTrainer
 from tests.bases import tiny_base
 
@@ -79,6 +79,26 @@ def test_only_families_with_projections_are_asked():
     for family in FAMILIES:
         fields = {"feature_layers": [0, 1]} if family.startswith("eagle3") else {}
         share_large_projections(fresh_heads(family, tiny_base(), **fields), lambda line: None)
+
+
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "draft-model"])
+def test_in_the_quick_recipe_heads_choose_among_a_quarter_of_many_tokens(family, monkeypatch):
+    fields, said = {"feature_layers": [0, 1]} if family.startswith("eagle3") else {}, []
+    choose_among_fewer(fresh_heads(family, tiny_base(vocab_size=2000), **fields), said.append)
+    assert not said  # 500 would be too few
+    monkeypatch.setattr(run, "FEW_TOKENS", 500)
+    model = fresh_heads(family, tiny_base(vocab_size=2000), **fields)
+    choose_among_fewer(model, said.append)
+    assert said == [
+        "the heads choose among the 500 tokens that the text holds most, of the base's 2,000 "
+        "(draft_vocab_size=2000 for all of them)."
+    ]
+    assert model.config.draft_vocab_size == len(model.drafter.draft_tokens) == 500
+    ids = torch.arange(3, 15)[None]
+    hidden = torch.zeros(1, 12, model.base.config.hidden_size * len(model.drafter.reads), dtype=model.base.dtype)
+    assert model.drafter.head_logits(0, model.drafter.head_states(hidden, ids)[0]).shape[-1] == 500
+    choose_among_fewer(model, said.append)
+    assert len(said) == 1
 
 
 @pytest.fixture
