@@ -24,7 +24,7 @@ from hf_drafthead import zoo
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "chat_families.jsonl"
-ALL = ["eagle3", "hydra++", "medusa", "eagle", "hydra", "amphista", "amphista-alpha"]
+ALL = ["eagle3", "hydra++", "medusa", "eagle", "hydra", "amphista"]
 CURVE = ["eagle3", "hydra++", "medusa"]  # also the bundled ones
 FIELDS = {"eagle3": {"share_lm_head": True}}
 
@@ -69,7 +69,7 @@ def main() -> None:
     parser.add_argument("--questions", required=True, help="MT-Bench's")
     parser.add_argument("--limit", type=int, default=2, help="questions of every category")
     parser.add_argument("--tokens", type=int, default=500_000, help="of the text, for all families")
-    parser.add_argument("--parts", type=int, nargs="*", default=[4, 2], help="of these tokens, for the curve")
+    parser.add_argument("--parts", type=int, nargs="*", default=[2], help="of these tokens, for the curve")
     parser.add_argument("--device", required=True)
     args = parser.parse_args()
     text = sum(len(ids) for ids, _ in ShardRows(Path(args.shards), float("inf")).rows)
