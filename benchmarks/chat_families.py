@@ -3,8 +3,9 @@
     python benchmarks/chat_families.py BASE benchmarks/chat_text OUTPUT --questions mt_bench_question.jsonl --device cpu
 
 A training is one of `chat_training.py`, one epoch in steps of 8 rows, and a measurement one of `chat_figures.py`, with
-dynamic trees of 32 nodes, greedy and at temperature 1; the bundled heads are measured beside them. What is in OUTPUT is
-not done again, so the same command resumes; `results/chat_families.jsonl` is written after each.
+dynamic trees of 32 nodes, greedy and, for heads trained on all of these tokens, at temperature 1; the bundled heads are
+measured beside them. What is in OUTPUT is not done again, so the same command resumes; `results/chat_families.jsonl` is
+written after each.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def parameters(heads: Path) -> int:
         return sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())
 
 
-def measured(heads: Path, place: Path, args: argparse.Namespace) -> dict[str, dict]:
+def measured(heads: Path, place: Path, temperatures: set[float], args: argparse.Namespace) -> dict[str, dict]:
     """The figures of `chat_figures.py` by temperature."""
     place.parent.mkdir(parents=True, exist_ok=True)
     words = [
@@ -54,7 +55,7 @@ def measured(heads: Path, place: Path, args: argparse.Namespace) -> dict[str, di
         "bfloat16",
     ]
     known = [json.loads(line) for line in place.read_text().splitlines()] if place.is_file() else []
-    for temperature in {0.0, 1.0} - {line["temperature"] for line in known}:
+    for temperature in temperatures - {line["temperature"] for line in known}:
         words_here = [*words, "--temperature", temperature, "--device", args.device, "--output", place]
         run("chat_figures.py", args.questions, heads, "--base", args.base, *words_here)
     lines = [json.loads(line) for line in place.read_text().splitlines()]
@@ -78,7 +79,8 @@ def main() -> None:
     def note(family: str, heads: Path, tokens: float, bundled: bool, hours: float) -> None:
         line = {"family": family, "bundled": bundled, "tokens": round(tokens), "hours": round(hours, 3)}
         line |= {"parameters": parameters(heads)}
-        line |= measured(heads, args.output / f"figures-{heads.name}.jsonl", args)
+        temperatures = {0.0, 1.0} if tokens == args.tokens else {0.0}
+        line |= measured(heads, args.output / f"figures-{heads.name}.jsonl", temperatures, args)
         with RESULTS.open("a") as results:
             results.write(json.dumps(line) + "\n")
 

@@ -135,13 +135,12 @@ def chat_families(families: Sequence[str] = ()) -> str:
         [
             line["family"],
             f"{line['parameters'] / 1e6:.1f}",
-            f"{60 * line['hours']:.0f}",
             *(f"{line[heat]['tokens_per_step']:.2f}" for heat in ("0", "1")),
         ]
         for line in lines
         if line["tokens"] == most and (not families or line["family"] in families)
     ]
-    return markdown(["heads", "million parameters", "minutes", "greedy", "temperature 1"], rows)
+    return markdown(["heads", "million parameters", "greedy", "temperature 1"], rows)
 
 
 def chat_curve(families: Sequence[str] = ()) -> str:
