@@ -340,7 +340,9 @@ class NoiseTape:
 
 def generator_of(device: torch.device) -> torch.Generator:
     """The random generator that sampling on a device draws from."""
-    return torch.cuda.default_generators[device.index or 0] if device.type == "cuda" else torch.default_generator
+    if device.type != "cuda":
+        return torch.default_generator
+    return torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
 
 
 def _by_length(rows: Iterable[int], lengths: list[int]) -> dict[int, list[int]]:
