@@ -134,10 +134,11 @@ class VocabularyRows:
         return self._rows
 
     def apply(self, fn: Callable[[Tensor], Tensor]) -> None:
-        """Move or convert what was gathered."""
+        """Move what was gathered; where it would be converted it is gathered anew, in the projection's type."""
         if self._rows is not None:
             weight, bias = self._rows
-            self._rows = fn(weight), None if bias is None else fn(bias)
+            moved = fn(weight), None if bias is None else fn(bias)
+            self._rows = moved if moved[0].dtype == weight.dtype else None
 
     @staticmethod
     def _gathered(head: Any, tokens: Tensor, like: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -5,11 +5,13 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModel, AutoTokenizer
 
 from hf_drafthead import zoo
-from hf_drafthead.modeling.families import FAMILIES
+from hf_drafthead.modeling.families import FAMILIES, fresh_heads
 from hf_drafthead.training.run import train_heads
+from hf_drafthead.training.trainer import loss_of, recipe_of
 from tests.bases import tiny_base
 from tests.training.test_run import QUICK
 
@@ -56,3 +58,30 @@ def test_heads_of_a_base_in_half_precision_learn(family, dtype, place, tmp_path)
     loaded = AutoModel.from_pretrained(heads)
     assert {parameter.dtype for parameter in loaded.drafter.parameters()} == {getattr(torch, dtype)}
     assert trained.summary["tokens_per_step"] >= 1
+
+
+class Products(TorchDispatchMode):
+    """Collects the types in which matrices are multiplied."""
+
+    def __init__(self):
+        super().__init__()
+        self.dtypes = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+            self.dtypes.add(args[-1].dtype)
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("draft_vocab_size", [None, 32])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_all_products_of_a_step_are_in_half_precision(family, draft_vocab_size):
+    shared = {"share_lm_head": True} if hasattr(FAMILIES[family].model_class.config_class, "share_lm_head") else {}
+    layers = {"feature_layers": [0, 1]} if family.startswith("eagle3") else {}
+    base = tiny_base("llama", dtype=torch.bfloat16)
+    model = fresh_heads(family, base, draft_vocab_size=draft_vocab_size, **shared, **layers)
+    model.drafter.float().requires_grad_(True)
+    ids = torch.randint(0, 32, (2, 16), generator=torch.Generator().manual_seed(0))
+    with Products() as products:
+        loss_of(model, recipe_of(model))(model.train(), {"input_ids": ids, "labels": ids.clone()})[0].backward()
+    assert products.dtypes == {torch.bfloat16}
