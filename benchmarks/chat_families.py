@@ -25,9 +25,9 @@ from hf_drafthead import zoo
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "chat_families.jsonl"
-ALL = ["eagle3", "hydra++", "medusa", "eagle", "hydra", "amphista"]
+ALL = ["eagle3", "hydra++", "medusa", "eagle", "hydra", "amphista", "draft-model", "eagle3.1", "amphista-alpha"]
 CURVE = ["eagle3", "hydra++", "medusa"]  # also the bundled ones
-FIELDS = {"eagle3": {"share_lm_head": True}}
+FIELDS = {"eagle3": {"share_lm_head": True}, "eagle3.1": {"share_lm_head": True}}
 
 
 def run(script: str, *words: Any) -> None:
