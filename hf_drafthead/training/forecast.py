@@ -19,6 +19,7 @@ from hf_drafthead.training.heads_loss import label_counts
 from hf_drafthead.training.trainer import DraftHeadTrainer
 
 TIMED_TOKENS = 5300  # that a calibration times, of base and trees, at most
+LOOKED_AT = 256  # rows, at most, whose mean length is taken for that of all
 MOMENTS = 8  # bytes per trained parameter that Adam keeps in float32
 
 
@@ -72,7 +73,7 @@ def forecast(trainer: DraftHeadTrainer, data: PreparedData) -> Forecast:
     in_epoch = math.ceil(math.ceil((rows or 0) / (batch * args.world_size)) / args.gradient_accumulation_steps)
     times, peak = None, None
     if not trainer.is_fsdp_enabled:  # only the Trainer can run a sharded model
-        times, peak = _tried(trainer, data.held_out, tokens / rows * batch if tokens and rows else None)
+        times, peak = _tried(trainer, data.held_out, batch * _row_length(data.rows, tokens) if rows else None)
         if args.hours and args.max_steps <= 0 and in_epoch:
             args.num_train_epochs = fitting_epochs(args.num_train_epochs, 3600 * args.hours, in_epoch * times.step)
     steps = args.max_steps if args.max_steps > 0 else math.ceil(in_epoch * args.num_train_epochs)
@@ -93,6 +94,14 @@ def forecast(trainer: DraftHeadTrainer, data: PreparedData) -> Forecast:
         epoch=None if times is None or not in_epoch else in_epoch * times.step,
         seconds=None if times is None else _total(trainer, times, steps, evaluations),
     )
+
+
+def _row_length(rows: Sequence[Any], tokens: int | None) -> float:
+    """The mean, of some of them where the tokens of all were not counted."""
+    if tokens is not None:
+        return tokens / len(rows)
+    some = range(0, len(rows), math.ceil(len(rows) / LOOKED_AT))
+    return sum(len(rows[number]["input_ids"]) for number in some) / len(some)
 
 
 def fitting_epochs(most: float, seconds: float, epoch: float) -> float:

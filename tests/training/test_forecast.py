@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 
 from hf_drafthead import cli, zoo
 from hf_drafthead.training import run
-from hf_drafthead.training.forecast import Times, _most_memory, _total
+from hf_drafthead.training.forecast import Times, _most_memory, _row_length, _total
 from hf_drafthead.training.run import train_heads
 from tests.bases import tiny_base
 from tests.training.test_trainer import weights
@@ -70,6 +70,13 @@ def test_what_was_foretold_is_what_happens(place, tmp_path, batches):
     assert "rows read" in told[0]
     assert f"heads: {expected['parameters']:,} parameters; memory: " in told[1]
     assert f"data: 21 rows of {expected['tokens']:,} tokens; {expected['steps']:,} steps of " in told[1]
+
+
+def test_rows_that_were_not_counted_are_as_long_as_some_of_them():
+    rows = [{"input_ids": [0] * number} for number in range(1000)]
+    assert _row_length(rows, None) == pytest.approx(499.5, abs=2)
+    assert _row_length(rows[:3], None) == 1
+    assert _row_length(rows, 4000) == 4
 
 
 @pytest.mark.parametrize("share, during", [(None, 90), (0.1, 2)], ids=["as asked", "a tenth"])
