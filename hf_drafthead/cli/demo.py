@@ -18,7 +18,9 @@ def demo(
     full: Annotated[bool, flag("--full", f"All prompts, also {FULL_BATCH} at a time: ten minutes.")] = False,
     captured: Annotated[bool, flag("--captured", "Compile the heads' steps; compare with the base compiled.")] = False,
     family: Annotated[list[str] | None, string("Only this family (may be repeated).")] = None,
-    prompts: Annotated[int | None, count(f"Only the first so many prompts; {FEW_PROMPTS} without --full.")] = None,
+    prompts: Annotated[
+        int | None, count(f"Only so many prompts, of all categories; {FEW_PROMPTS} without --full.")
+    ] = None,
     max_new_tokens: Annotated[int | None, count(f"Tokens per prompt: {FEW_TOKENS}, with --full {FULL_TOKENS}.")] = None,
     repeats: Annotated[int, count("Timed runs of each prompt; the median counts.")] = 1,
     tiny: Annotated[bool, flag("--tiny", "The tiny models, though the chat model is installed.")] = False,
@@ -51,7 +53,7 @@ def demo(
         file = zoo.ASSETS / "prompts.jsonl"
     if not paths:
         raise OSError("the zoo holds no heads: install hf-drafthead again.")
-    questions = read_questions(file)[: prompts or (None if full else FEW_PROMPTS)]
+    questions = read_questions(file, limit=prompts or (None if full else FEW_PROMPTS))
     tokens = max_new_tokens or (FULL_TOKENS if full else FEW_TOKENS)
     settings: dict[str, Any] = {"do_sample": False, "max_new_tokens": tokens}
     options: dict[str, Any] = {"captured": captured, "compare": [COMPILED] if captured else [], "repeats": repeats}

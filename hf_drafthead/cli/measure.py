@@ -18,7 +18,7 @@ def run_bench(
     questions: Annotated[str, string("MT-Bench, Spec-Bench, or any file or data set of chats or texts.", "FILE")],
     loading: common.Loading,
     split: Annotated[str | None, string("Of the data set.", "NAME")] = None,
-    limit: Annotated[int | None, count("Only the first so many questions.")] = None,
+    limit: Annotated[int | None, count("Only so many questions, of all categories.")] = None,
     max_new_tokens: Annotated[int, count("Tokens per answer, at most.")] = 256,
     batch_size: Annotated[str, string("Questions per call; several for a curve.", "N[,N...]")] = "1",
     repeats: Annotated[int, count("Timed runs of each prompt; the median counts.")] = 3,
@@ -47,7 +47,7 @@ def run_bench(
     compare = compare or (PROMPT_LOOKUP if sizes == [1] else "none")  # which needs no heads, and decodes one row
     plan = BenchPlan(
         models=models,
-        questions=read_questions(questions, split)[:limit],
+        questions=read_questions(questions, split, limit),
         settings={"max_new_tokens": max_new_tokens, **common.parse_settings(settings)},
         temperatures=common.parse_numbers("--temperature", temperature, float, zero=True) or usual,
         trees=[common.parse_tree(text) for text in tree] if tree else [None],
@@ -94,7 +94,7 @@ def run_verify(
     prompts: Annotated[str, string("As the questions of `bench`; of a chat the first turn.", "FILE")],
     loading: common.Loading,
     split: Annotated[str | None, string("Of the data set.", "NAME")] = None,
-    limit: Annotated[int | None, count("Only the first so many prompts.")] = None,
+    limit: Annotated[int | None, count("Only so many prompts, of all categories.")] = None,
     max_new_tokens: Annotated[int, count("Tokens per prompt.")] = 64,
     batch_size: Annotated[int, count("Rows of the checks in batches.")] = 4,
     seed: Annotated[int, count("Seed of the sampling.", 0)] = 0,
@@ -108,7 +108,7 @@ def run_verify(
     from hf_drafthead.evaluation.verify import verify as check
 
     options: dict[str, Any] = {"batch_size": batch_size, "settings": common.parse_settings(settings)}
-    questions = read_questions(prompts, split)[:limit]
+    questions = read_questions(prompts, split, limit)
     loaded, tokenizer = loading.load(model)
     inputs = encode_all(loaded, tokenizer, batched(questions, 1), max_new_tokens)
     rows = [each["input_ids"][0].tolist() for each in inputs]

@@ -22,14 +22,14 @@ class Search:
     temperature: Annotated[float, amount("Of the base's answers; 0 is greedy.")] = 0.0
     method: Annotated[str, string("paths: counted rank paths; product: Medusa's accuracies.")] = "paths"
     max_new_tokens: Annotated[int, count("Tokens per answer, at most.", 2)] = 128
-    limit: Annotated[int, count("Only the first so many prompts.")] = 48
+    limit: Annotated[int, count("Only so many prompts, of all categories.")] = 48
 
     def load(self, name: str, loading: common.Loading) -> tuple[Any, list[Any] | None]:
         """A model, and the token ids of the prompts in the file; None without one."""
         from hf_drafthead.evaluation.calls import batched, encode_all
         from hf_drafthead.evaluation.questions import read_questions
 
-        questions = None if self.prompts is None else read_questions(self.prompts)[: self.limit]
+        questions = None if self.prompts is None else read_questions(self.prompts, limit=self.limit)
         model, tokenizer = loading.load(name)
         if questions is None:
             return model, None

@@ -8,6 +8,7 @@ text, or for each turn a text or several, any of which will do.
 """
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -44,12 +45,13 @@ class Question:
         return self.turns[0]
 
 
-def read_questions(source: str | Path, split: str | None = None) -> list[Question]:
+def read_questions(source: str | Path, split: str | None = None, limit: int | None = None) -> list[Question]:
     """The questions of a file, a folder of files, or a data set that `datasets.load_dataset` finds by this name.
 
     Args:
         source: the file or folder, or the data set's name.
         split: of the data set; by default its only one, or the one called `test`.
+        limit: only so many, the first of every category, then the second ones, and so on.
 
     Returns:
         in their order; the topics of MT-Bench are one category where the file is Spec-Bench's.
@@ -61,7 +63,13 @@ def read_questions(source: str | Path, split: str | None = None) -> list[Questio
     questions = [question_of(record, where) for where, record in read_records(source, split)]
     if not questions:
         raise ValueError(f'{source} holds no prompt: write one {{"prompt": "..."}} or {{"turns": [...]}} per line.')
-    return as_spec_bench_groups(questions)
+    questions = as_spec_bench_groups(questions)
+    before: Counter[str] = Counter()  # questions of each category
+    places = []
+    for number, question in enumerate(questions):
+        places.append((before[question.category], number))
+        before[question.category] += 1
+    return [questions[number] for number in sorted(number for _, number in sorted(places)[:limit])]
 
 
 def as_spec_bench_groups(questions: Sequence[Question]) -> list[Question]:

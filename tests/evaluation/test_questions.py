@@ -166,3 +166,10 @@ def test_a_template_that_refuses_is_named():
 def test_prompts_keep_their_order_and_category(tmp_path):
     file = file_of(tmp_path, {"prompt": "b", "category": "x", "id": 3}, {"prompt": "a"})
     assert read_questions(file) == [Question(("b",), "x"), Question(("a",), UNCATEGORISED)]
+
+
+def test_a_part_of_the_questions_is_of_all_categories(tmp_path):
+    rows = [{"turns": [f"{category}{number}"], "category": category} for category in "abc" for number in range(3)]
+    file = file_of(tmp_path, *rows)
+    asked = {limit: [one.text for one in read_questions(file, limit=limit)] for limit in (2, 4, 99)}
+    assert asked == {2: ["a0", "b0"], 4: ["a0", "a1", "b0", "c0"], 99: [row["turns"][0] for row in rows]}

@@ -110,7 +110,7 @@ def main(arguments: list[str] | None = None) -> None:
     if args.chat_template is not None:
         tokenizer.chat_template = args.chat_template.read_text(encoding="utf-8")
     settings = {"do_sample": False, "max_new_tokens": args.max_new_tokens}
-    questions = read_questions(args.questions)[: args.limit]
+    questions = read_questions(args.questions, limit=args.limit)
     encode_all(model, tokenizer, [[question] for question in questions], args.max_new_tokens)  # refused at once
     loop, benched = Tally(), Tally()
     for question in questions:
