@@ -5,7 +5,11 @@
 A training is one of `chat_training.py`, one epoch in steps of 8 rows, and a measurement one of `chat_figures.py`, with
 dynamic trees of 32 nodes, greedy and, for heads trained on all of these tokens, at temperature 1; the bundled heads are
 measured beside them. What is in OUTPUT is not done again, so the same command resumes; `results/chat_families.jsonl` is
-written after each.
+written after each. A step of so small a model waits for the host on a GPU, where several trainings side by side, of at
+most the same time each, are done sooner:
+
+    python benchmarks/chat_families.py BASE benchmarks/chat_text OUTPUT --questions mt_bench_question.jsonl \
+        --device cuda --tokens 3e6 --epochs 4 --rows 16 --at-once 9 --seconds 400 --limit 10 --parts
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ import json
 import math
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +67,26 @@ def measured(heads: Path, place: Path, temperatures: set[float], args: argparse.
     return {f"{line['temperature']:g}": {name: line[name] for name in ("tokens_per_step", "steps")} for line in lines}
 
 
+def trained(family: str, tokens: int, args: argparse.Namespace) -> Path:
+    """The folder of heads that have read so many tokens of the text, in every epoch."""
+    heads = args.output / f"{family}-{tokens}"
+    if (heads / "training_summary.json").is_file():
+        return heads
+    words = ["--tokens", tokens, "--epochs", args.epochs, "--batch", args.rows, "--held-out", 32]
+    words += ["--device", args.device, "--fields", json.dumps(FIELDS.get(family, {}))]
+    words += ["--seconds", args.seconds] if args.seconds else []
+    run("chat_training.py", family, args.base, args.shards, heads, *words)
+    return heads
+
+
+def bundled(family: str, text: int) -> tuple[Path, float, float]:
+    """The folder of bundled heads, the tokens of this text that they have read, and the hours it took."""
+    heads = Path(zoo.chat_heads(family))
+    summary = json.loads((heads / "training_summary.json").read_text())
+    parts = [summary, summary.get("first", {"epochs": 0.0, "hours": 0.0})]
+    return heads, text * sum(part["epochs"] for part in parts), sum(part["hours"] for part in parts)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("base", help="folder of safetensors")
@@ -69,36 +94,41 @@ def main() -> None:
     parser.add_argument("output", type=Path)
     parser.add_argument("--questions", required=True, help="MT-Bench's")
     parser.add_argument("--limit", type=int, default=2, help="questions of every category")
-    parser.add_argument("--tokens", type=int, default=500_000, help="of the text, for all families")
+    parser.add_argument("--tokens", type=lambda text: int(float(text)), default=500_000, help="of the text, for all")
     parser.add_argument("--parts", type=int, nargs="*", default=[2], help="of these tokens, for the curve")
+    parser.add_argument("--epochs", type=float, default=1)
+    parser.add_argument("--rows", type=int, default=8, help="of a step")
+    parser.add_argument("--seconds", type=float, help="of each training, at most")
+    parser.add_argument("--at-once", type=int, default=1, help="trainings side by side")
     parser.add_argument("--device", required=True)
     args = parser.parse_args()
+    if not Path(args.base, "config.json").is_file():
+        parser.error(f"{args.base} is no folder of a model: give that of `hf-drafthead zoo chat`")
     text = sum(len(ids) for ids, _ in ShardRows(Path(args.shards), float("inf")).rows)
     RESULTS.write_text("")
 
-    def note(family: str, heads: Path, tokens: float, bundled: bool, hours: float) -> None:
-        line = {"family": family, "bundled": bundled, "tokens": round(tokens), "hours": round(hours, 3)}
+    def note(family: str, heads: Path, tokens: float, hours: float, **about: bool) -> None:
+        line = {"family": family, "bundled": False, **about, "tokens": round(tokens), "hours": round(hours, 3)}
         line |= {"parameters": parameters(heads)}
-        temperatures = {0.0, 1.0} if tokens == args.tokens else {0.0}
+        temperatures = {0.0, 1.0} if heads.name.endswith(f"-{args.tokens}") else {0.0}
         line |= measured(heads, args.output / f"figures-{heads.name}.jsonl", temperatures, args)
         with RESULTS.open("a") as results:
             results.write(json.dumps(line) + "\n")
 
-    for family in CURVE:
-        heads = Path(zoo.chat_heads(family))
+    def done(family: str, tokens: int) -> None:
+        heads = trained(family, tokens, args)
         summary = json.loads((heads / "training_summary.json").read_text())
-        parts = [summary, summary.get("first", {"epochs": 0.0, "hours": 0.0})]
-        epochs, hours = (sum(part[name] for part in parts) for name in ("epochs", "hours"))
-        note(family, heads, epochs * text, True, hours)
+        note(family, heads, summary["epochs"] * min(tokens, text), summary["hours"])
+
+    for family in CURVE:
+        heads, tokens, hours = bundled(family, text)
+        note(family, heads, tokens, hours, bundled=True)
     runs = [(family, args.tokens) for family in ALL]
     runs += [(family, args.tokens // part) for part in args.parts for family in CURVE]
-    for family, tokens in runs:
-        heads = args.output / f"{family}-{tokens}"
-        if not (heads / "training_summary.json").is_file():
-            words = ["--tokens", tokens, "--epochs", 1, "--batch", 8, "--held-out", 32, "--device", args.device]
-            words += ["--fields", json.dumps(FIELDS.get(family, {}))]
-            run("chat_training.py", family, args.base, args.shards, heads, *words)
-        note(family, heads, tokens, False, json.loads((heads / "training_summary.json").read_text())["hours"])
+    with ThreadPoolExecutor(args.at_once) as pool:
+        waiting = [pool.submit(done, *one) for one in runs]
+        for one in waiting:
+            one.result()
 
 
 if __name__ == "__main__":

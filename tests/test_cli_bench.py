@@ -231,7 +231,7 @@ def test_an_interruption_between_two_models_is_written_too(run, tmp_path, monkey
 def test_questions_are_named_so_that_they_can_be_found(run, folder, tmp_path, monkeypatch):
     file = tmp_path / "figures.json"
     source = read_questions(folder / "prompts.jsonl")
-    monkeypatch.setattr(questions, "read_questions", lambda name, split: source)
+    monkeypatch.setattr(questions, "read_questions", lambda name, split, limit: source[:limit])
     options = ("--split", "test", "--limit", 1)
     run("{folder}/medusa", "--questions", "org/mt", *options, *QUICK, "--json", file)
     figures = json.loads(file.read_text())

@@ -91,7 +91,7 @@ def train(
     family: Annotated[str, string("Of the heads, such as medusa, hydra++ or eagle3; a wrong name lists all.")],
     output_folder: Annotated[str, typer.Option("--output", help="Folder for checkpoints and the trained heads.")],
     data: Annotated[str | None, string("Chats or texts: a file, a folder, or the name of a data set.")] = None,
-    synthesize: Annotated[int | None, count("Without --data: chats to write first (2,000, or H/3 hours).", 20)] = None,
+    synthesize: Annotated[int | None, count("Without --data: chats to write first (2,000, or H/2 hours).", 20)] = None,
     hours: Annotated[float | None, amount("Train for so long, by the quick recipe.", least=0.001, metavar="H")] = None,
     recipe: Annotated[str | None, string("paper, or quick for runs shorter than a paper's warm-up.", "NAME")] = None,
     heads: Annotated[str | None, string("Train these trained heads further.")] = None,
@@ -159,12 +159,12 @@ def train(
 def own_text(
     base: str, file: Path, chats: int | None, hours: float | None, template: str | None, max_length: int | None
 ) -> None:
-    """Let the base write chats into a file: so many, or those that a third of the hours is enough for."""
+    """Let the base write chats into a file: so many, or those that half of the hours is enough for."""
     from hf_drafthead.training.distill import distill, load_model, processes
 
     count = chats or (OWN_CHATS if hours is None else MOST_CHATS)
     file.parent.mkdir(parents=True, exist_ok=True)
-    seconds = None if hours is None else 3600 * hours / 3
+    seconds = None if hours is None else 3600 * hours / 2
     if seconds is not None and chats is None:
         common.say(f"the base writes chats for {seconds / 60:.0f} min, into {file}")
     model, tokenizer = load_model(base, processes().device)

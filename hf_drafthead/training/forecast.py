@@ -105,13 +105,12 @@ def _row_length(rows: Sequence[Any], tokens: int | None) -> float:
 
 
 def fitting_epochs(most: float, seconds: float, epoch: float) -> float:
-    """How many epochs fit into a time of which evaluations take a tenth: whole ones, or the part of one that fits.
+    """How many epochs fit into a time of which evaluations take a tenth.
 
-    >>> fitting_epochs(3, 3600, 1000), fitting_epochs(3, 3600, 1700), fitting_epochs(3, 3600, 6480)
-    (3, 1, 0.5)
+    >>> fitting_epochs(3, 3600, 1000), fitting_epochs(3, 3600, 1800), fitting_epochs(3, 3600, 6480)
+    (3, 1.8, 0.5)
     """
-    fit = 0.9 * seconds / epoch
-    return min(most, int(fit)) if fit >= 1 else fit
+    return min(most, 0.9 * seconds / epoch)
 
 
 class Times(NamedTuple):
