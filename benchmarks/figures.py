@@ -24,6 +24,7 @@ STEPS = RESULTS / "step.json"  # what `step.py --json` has written
 TRAININGS = RESULTS / "training.jsonl"  # a line for each of `training.py`
 SAMPLING = RESULTS / "sampling.jsonl"  # a line for each family and temperature of `sampling.py`, the last one counts
 CHAT = RESULTS / "chat_families.jsonl"  # what `chat_families.py` has written
+BENCH = RESULTS / "chat_bench.jsonl"  # what `hf-drafthead bench --json` has written, a line each
 PLACE = re.compile(r"(<!-- figures: ([^>]*?) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
 NOTHING = "*Not measured yet.*"
 
@@ -152,6 +153,24 @@ def chat_curve(families: Sequence[str] = ()) -> str:
         here = {line["family"]: line["0"]["tokens_per_step"] for line in lines if line["tokens"] == tokens}
         rows.append([f"{tokens / 1e6:.2f}", *(f"{here[family]:.2f}" if family in here else "" for family in several)])
     return markdown(["million tokens read", *several], rows)
+
+
+def chat_bench(families: Sequence[str] = ()) -> str:
+    """Bundled heads of the chat model on Spec-Bench, compiled, beside what needs no heads."""
+    runs = [json.loads(line) for line in BENCH.read_text().splitlines()] if BENCH.is_file() else []
+    runs = [run for run in runs if run["captured"] and run["family"] in (families or FAMILIES)]
+    if not runs:
+        return ""
+    categories = list(runs[0]["per_category"])
+    rows = []
+    for run in runs:
+        heat, found = run["settings"].get("temperature", 0), run["differences"]
+        about = [run["family"], run["dtype"], f"{heat:g}", f"{run['tokens_per_step']:.2f}", f"{run['speedup']:.2f}"]
+        beside = [f"{run['speedup_over_compiled']:.2f}", f"{run['compared']['prompt-lookup']['speedup']:.2f}"]
+        speeds = [f"{run['per_category'][name]['speedup']:.2f}" for name in categories]
+        rows.append([*about, *beside, *speeds, f"{found['rounding']} of {found['texts']}"])
+    head = ["heads", "type", "temperature", "tokens per step", "speedup", "over the base compiled", "prompt lookup"]
+    return markdown([*head, *categories, "texts that differ"], rows)
 
 
 def _chat() -> list[dict]:

@@ -134,11 +134,12 @@ class VocabularyRows:
         return self._rows
 
     def apply(self, fn: Callable[[Tensor], Tensor]) -> None:
-        """Move what was gathered; where it would be converted it is gathered anew, in the projection's type."""
+        """Move or convert what was gathered; what was converted is gathered anew, in the type of the projection."""
         if self._rows is not None:
             weight, bias = self._rows
-            moved = fn(weight), None if bias is None else fn(bias)
-            self._rows = moved if moved[0].dtype == weight.dtype else None
+            self._rows = fn(weight), None if bias is None else fn(bias)
+            if self._rows[0].dtype != weight.dtype:
+                self._key = None
 
     @staticmethod
     def _gathered(head: Any, tokens: Tensor, like: Tensor) -> tuple[Tensor, Tensor | None]:
