@@ -124,7 +124,7 @@ def test_places_for_figures_are_ones_that_are_filled(figures):
 
 
 TABLES = {"families", "ablations", "norms", "tried", "accuracies", "steps", "trainings", "sampling"}
-TABLES |= {"chat-families", "chat-curve"}
+TABLES |= {"chat-families", "chat-curve", "chat-bench"}
 
 
 def test_figures_are_written_between_the_comments(figures, tmp_path):

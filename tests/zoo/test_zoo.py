@@ -117,7 +117,7 @@ def test_the_heads_for_the_chat_model_are_whole_and_name_it(name, like_the_chat_
     assert all(bool(parameter.any()) for parameter in model.drafter.parameters())
     keys = {CalibrationKey.of_entry(entry) for entry in model.generation_config.calibration}
     measured = {(key.batch_size, key.execution, key.dtype) for key in keys}
-    assert measured == {(1, "eager", "bfloat16"), (1, "eager", "float32")}
+    assert measured == {(1, "eager", "bfloat16"), (1, "eager", "float32"), (1, "compiled", "bfloat16")}
     assert CalibrationKey.of(model.base, model.drafter, 1, "eager").heads_hash in {key.heads_hash for key in keys}
     call = {"max_new_tokens": 3, "eos_token_id": None, "use_cache": True, "return_dict_in_generate": True}
     written = model.generate(torch.full((1, 4), 70), **call)
