@@ -5,8 +5,8 @@
 A training is one of `chat_training.py`, one epoch in steps of 8 rows, and a measurement one of `chat_figures.py`, with
 dynamic trees of 32 nodes, greedy and, for heads trained on all of these tokens, at temperature 1; the bundled heads are
 measured beside them. What is in OUTPUT is not done again, so the same command resumes; `results/chat_families.jsonl` is
-written after each. A step of so small a model waits for the host on a GPU, where several trainings side by side, of at
-most the same time each, are done sooner:
+written after each. A step of so small a model waits for the host on a GPU, so that several trainings can share one,
+each for a limited time:
 
     python benchmarks/chat_families.py BASE benchmarks/chat_text OUTPUT --questions mt_bench_question.jsonl \
         --device cuda --tokens 3e6 --epochs 4 --rows 16 --at-once 9 --seconds 400 --limit 10 --parts
