@@ -4,12 +4,12 @@
 
 A training is one of `chat_training.py`, one epoch in steps of 8 rows, and a measurement one of `chat_figures.py`, with
 dynamic trees of 32 nodes, greedy and, for heads trained on all of these tokens, at temperature 1; the bundled heads are
-measured beside them. What is in OUTPUT is not done again, so the same command resumes; `results/chat_families.jsonl` is
-written after each. A step of so small a model waits for the host on a GPU, so that several trainings can share one,
-each for a limited time:
+measured beside them. What is in OUTPUT is not done again, so the same command resumes; the lines of
+`results/chat_families.jsonl` about the same heads are replaced after each. A step of so small a model waits for the
+host on a GPU, so that several trainings can share one, each for a limited time:
 
     python benchmarks/chat_families.py BASE benchmarks/chat_text OUTPUT --questions mt_bench_question.jsonl \
-        --device cuda --tokens 3e6 --epochs 4 --rows 16 --at-once 9 --seconds 400 --limit 10 --parts
+        --device cuda --tokens 3e6 --epochs 6 --rows 16 --at-once 9 --seconds 400 --limit 10 --parts
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 from chat_training import ShardRows  # beside this file
@@ -32,7 +33,8 @@ HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "chat_families.jsonl"
 ALL = ["eagle3", "hydra++", "medusa", "eagle", "hydra", "amphista", "draft-model", "eagle3.1", "amphista-alpha"]
 CURVE = ["eagle3", "hydra++", "medusa"]  # also the bundled ones
-FIELDS = {"eagle3": {"share_lm_head": True}, "eagle3.1": {"share_lm_head": True}}
+FIELDS = {"eagle3": {"share_lm_head": True}, "eagle3.1": {"share_lm_head": True}, "hydra++": {"num_layers": 2}}
+WRITING = Lock()
 
 
 def run(script: str, *words: Any) -> None:
@@ -47,22 +49,11 @@ def parameters(heads: Path) -> int:
 def measured(heads: Path, place: Path, temperatures: set[float], args: argparse.Namespace) -> dict[str, dict]:
     """The figures of `chat_figures.py` by temperature."""
     place.parent.mkdir(parents=True, exist_ok=True)
-    words = [
-        "--tree",
-        "dynamic",
-        "--nodes",
-        32,
-        "--limit",
-        args.limit,
-        "--batch",
-        4 * args.limit,
-        "--dtype",
-        "bfloat16",
-    ]
+    words = ["--tree", "dynamic", "--nodes", 32, "--limit", args.limit, "--batch", 8 * args.limit, "--dtype", "bfloat16"]
     known = [json.loads(line) for line in place.read_text().splitlines()] if place.is_file() else []
-    for temperature in temperatures - {line["temperature"] for line in known}:
-        words_here = [*words, "--temperature", temperature, "--device", args.device, "--output", place]
-        run("chat_figures.py", args.questions, heads, "--base", args.base, *words_here)
+    if missing := temperatures - {line["temperature"] for line in known}:
+        words += ["--device", args.device, "--output", place, "--temperature", *sorted(missing)]
+        run("chat_figures.py", args.questions, heads, "--base", args.base, *words)
     lines = [json.loads(line) for line in place.read_text().splitlines()]
     return {f"{line['temperature']:g}": {name: line[name] for name in ("tokens_per_step", "steps")} for line in lines}
 
@@ -105,28 +96,30 @@ def main() -> None:
     if not Path(args.base, "config.json").is_file():
         parser.error(f"{args.base} is no folder of a model: give that of `hf-drafthead zoo chat`")
     text = sum(len(ids) for ids, _ in ShardRows(Path(args.shards), float("inf")).rows)
-    RESULTS.write_text("")
 
-    def note(family: str, heads: Path, tokens: float, hours: float, **about: bool) -> None:
-        line = {"family": family, "bundled": False, **about, "tokens": round(tokens), "hours": round(hours, 3)}
-        line |= {"parameters": parameters(heads)}
-        temperatures = {0.0, 1.0} if heads.name.endswith(f"-{args.tokens}") else {0.0}
+    def note(family: str, heads: Path, given: int, about: dict[str, Any]) -> None:
+        line = {"family": family, "bundled": False, "text": min(given, text), **about, "parameters": parameters(heads)}
+        temperatures = {0.0} if line["text"] < min(args.tokens, text) else {0.0, 1.0}
         line |= measured(heads, args.output / f"figures-{heads.name}.jsonl", temperatures, args)
-        with RESULTS.open("a") as results:
-            results.write(json.dumps(line) + "\n")
+        with WRITING:
+            known = [json.loads(one) for one in RESULTS.read_text().splitlines()] if RESULTS.is_file() else []
+            kept = [one for one in known if any(one[name] != line[name] for name in ("family", "bundled", "text"))]
+            RESULTS.write_text("".join(json.dumps(one) + "\n" for one in [*kept, line]))
 
-    def done(family: str, tokens: int) -> None:
-        heads = trained(family, tokens, args)
+    def done(family: str, given: int) -> None:
+        heads = trained(family, given, args)
         summary = json.loads((heads / "training_summary.json").read_text())
-        note(family, heads, summary["epochs"] * min(tokens, text), summary["hours"])
+        about = {"tokens": round(summary["epochs"] * min(given, text)), "hours": round(summary["hours"], 3)}
+        note(family, heads, given, about)
 
-    for family in CURVE:
+    def of_bundled(family: str) -> None:
         heads, tokens, hours = bundled(family, text)
-        note(family, heads, tokens, hours, bundled=True)
+        note(family, heads, text, {"bundled": True, "tokens": round(tokens), "hours": round(hours, 3)})
+
     runs = [(family, args.tokens) for family in ALL]
     runs += [(family, args.tokens // part) for part in args.parts for family in CURVE]
     with ThreadPoolExecutor(args.at_once) as pool:
-        waiting = [pool.submit(done, *one) for one in runs]
+        waiting = [pool.submit(done, *one) for one in runs] + [pool.submit(of_bundled, family) for family in CURVE]
         for one in waiting:
             one.result()
 

@@ -105,6 +105,7 @@ def train(args: argparse.Namespace) -> None:
         "per_device_eval_batch_size": args.batch,
         "train_sampling_strategy": "group_by_length",
         "save_strategy": "no",
+        "eval_strategy": "no",  # once, at the end
         "logging_steps": 20,
         "report_to": "none",
         "disable_tqdm": True,

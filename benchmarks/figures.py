@@ -129,19 +129,20 @@ def trainings(ways: Sequence[str] = ()) -> str:
 
 
 def chat_families(families: Sequence[str] = ()) -> str:
-    """Heads of every family for the chat model, all trained on as much of the same text."""
+    """Heads of every family for the chat model, all trained on the same text, and how much of it they read."""
     lines = [line for line in _chat() if not line["bundled"]]
-    most = max((line["tokens"] for line in lines), default=0)
+    most = max((line["text"] for line in lines), default=0)
     rows = [
         [
             line["family"],
             f"{line['parameters'] / 1e6:.1f}",
+            f"{line['tokens'] / 1e6:.1f}",
             *(f"{line[heat]['tokens_per_step']:.2f}" for heat in ("0", "1")),
         ]
         for line in lines
-        if line["tokens"] == most and (not families or line["family"] in families)
+        if line["text"] == most and (not families or line["family"] in families)
     ]
-    return markdown(["heads", "million parameters", "greedy", "temperature 1"], rows)
+    return markdown(["heads", "million parameters", "million tokens read", "greedy", "temperature 1"], rows)
 
 
 def chat_curve(families: Sequence[str] = ()) -> str:
