@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -37,8 +38,11 @@ FIELDS = {"eagle3": {"share_lm_head": True}, "eagle3.1": {"share_lm_head": True}
 WRITING = Lock()
 
 
-def run(script: str, *words: Any) -> None:
-    subprocess.run([sys.executable, str(HERE / script), *map(str, words)], check=True)
+def run(script: str, args: argparse.Namespace, *words: Any) -> None:
+    """A script in a process with its share of the cores: threads of several processes wait for each other in turn."""
+    threads = {"OMP_NUM_THREADS": str(max((os.cpu_count() or 1) // args.at_once, 1))}
+    command = [sys.executable, str(HERE / script), *map(str, words)]
+    subprocess.run(command, check=True, env={**threads, **os.environ})
 
 
 def parameters(heads: Path) -> int:
@@ -49,11 +53,12 @@ def parameters(heads: Path) -> int:
 def measured(heads: Path, place: Path, temperatures: set[float], args: argparse.Namespace) -> dict[str, dict]:
     """The figures of `chat_figures.py` by temperature."""
     place.parent.mkdir(parents=True, exist_ok=True)
-    words = ["--tree", "dynamic", "--nodes", 32, "--limit", args.limit, "--batch", 8 * args.limit, "--dtype", "bfloat16"]
+    words = ["--tree", "dynamic", "--nodes", 32, "--dtype", "bfloat16"]
+    words += ["--limit", args.limit, "--batch", 8 * args.limit]
     known = [json.loads(line) for line in place.read_text().splitlines()] if place.is_file() else []
     if missing := temperatures - {line["temperature"] for line in known}:
         words += ["--device", args.device, "--output", place, "--temperature", *sorted(missing)]
-        run("chat_figures.py", args.questions, heads, "--base", args.base, *words)
+        run("chat_figures.py", args, args.questions, heads, "--base", args.base, *words)
     lines = [json.loads(line) for line in place.read_text().splitlines()]
     return {f"{line['temperature']:g}": {name: line[name] for name in ("tokens_per_step", "steps")} for line in lines}
 
@@ -66,7 +71,7 @@ def trained(family: str, tokens: int, args: argparse.Namespace) -> Path:
     words = ["--tokens", tokens, "--epochs", args.epochs, "--batch", args.rows, "--held-out", 32]
     words += ["--device", args.device, "--fields", json.dumps(FIELDS.get(family, {}))]
     words += ["--seconds", args.seconds] if args.seconds else []
-    run("chat_training.py", family, args.base, args.shards, heads, *words)
+    run("chat_training.py", args, family, args.base, args.shards, heads, *words)
     return heads
 
 

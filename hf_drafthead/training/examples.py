@@ -107,7 +107,8 @@ def frequent_tokens(rows: Any, size: int, vocabulary: int) -> tuple[Tensor, floa
     indexed = hasattr(rows, "__len__")  # which may have no iterator
     for row in (rows[row] for row in range(len(rows))) if indexed else islice(rows, COUNTED):
         labels = torch.as_tensor(row["labels"])
-        counts += torch.bincount(labels[labels != IGNORED], minlength=vocabulary)
+        tokens, times = labels[labels != IGNORED].unique(return_counts=True)
+        counts[tokens] += times
     chosen = counts.sort(descending=True, stable=True).indices[:size].sort().values
     return chosen, int(counts[chosen].sum()) / max(int(counts.sum()), 1)
 
