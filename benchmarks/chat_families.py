@@ -91,6 +91,9 @@ def main() -> None:
     parser.add_argument("--questions", required=True, help="MT-Bench's")
     parser.add_argument("--limit", type=int, default=2, help="questions of every category")
     parser.add_argument("--tokens", type=lambda text: int(float(text)), default=500_000, help="of the text, for all")
+    parser.add_argument(
+        "--families", nargs="*", default=ALL, choices=ALL, help="to train; the bundled heads are measured"
+    )
     parser.add_argument("--parts", type=int, nargs="*", default=[2], help="of these tokens, for the curve")
     parser.add_argument("--epochs", type=float, default=1)
     parser.add_argument("--rows", type=int, default=8, help="of a step")
@@ -121,8 +124,8 @@ def main() -> None:
         heads, tokens, hours = bundled(family, text)
         note(family, heads, text, {"bundled": True, "tokens": round(tokens), "hours": round(hours, 3)})
 
-    runs = [(family, args.tokens) for family in ALL]
-    runs += [(family, args.tokens // part) for part in args.parts for family in CURVE]
+    runs = [(family, args.tokens) for family in args.families]
+    runs += [(family, args.tokens // part) for part in args.parts for family in CURVE if family in args.families]
     with ThreadPoolExecutor(args.at_once) as pool:
         waiting = [pool.submit(done, *one) for one in runs] + [pool.submit(of_bundled, family) for family in CURVE]
         for one in waiting:
