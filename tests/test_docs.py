@@ -201,15 +201,22 @@ def test_heads_of_the_chat_model_are_compared_on_as_much_text(figures, tmp_path,
     assert figures.chat_families() == figures.chat_curve() == ""
 
     def line(family, tokens, tau, bundled=False):
-        read = {"family": family, "bundled": bundled, "tokens": tokens, "hours": 0.2, "parameters": 4_560_000}
+        read = {
+            "family": family,
+            "bundled": bundled,
+            "text": tokens,
+            "tokens": tokens,
+            "hours": 0.2,
+            "parameters": 4_560_000,
+        }
         return read | {"0": {"tokens_per_step": tau}, "1": {"tokens_per_step": tau - 0.5}}
 
     lines = [line("medusa", 4_300_000, 2.0, True), line("medusa", 500_000, 1.75), line("eagle3", 500_000, 2.25)]
     lines += [line("eagle3", 250_000, 1.8)]
     figures.CHAT.write_text("".join(figures.json.dumps(one) + "\n" for one in lines))
     assert figures.chat_families().splitlines()[2:] == [
-        "| medusa | 4.6 | 1.75 | 1.25 |",
-        "| eagle3 | 4.6 | 2.25 | 1.75 |",
+        "| medusa | 4.6 | 0.5 | 1.75 | 1.25 |",
+        "| eagle3 | 4.6 | 0.5 | 2.25 | 1.75 |",
     ]
     assert figures.chat_curve().splitlines() == [
         "| million tokens read | medusa | eagle3 |",
