@@ -39,7 +39,7 @@ WRITING = Lock()
 
 
 def run(script: str, args: argparse.Namespace, *words: Any) -> None:
-    """A script in a process with its share of the cores: threads of several processes wait for each other in turn."""
+    """Run a script with a thread for each core of its share, so that processes side by side do not wait for cores."""
     threads = {"OMP_NUM_THREADS": str(max((os.cpu_count() or 1) // args.at_once, 1))}
     command = [sys.executable, str(HERE / script), *map(str, words)]
     subprocess.run(command, check=True, env={**threads, **os.environ})
@@ -91,9 +91,7 @@ def main() -> None:
     parser.add_argument("--questions", required=True, help="MT-Bench's")
     parser.add_argument("--limit", type=int, default=2, help="questions of every category")
     parser.add_argument("--tokens", type=lambda text: int(float(text)), default=500_000, help="of the text, for all")
-    parser.add_argument(
-        "--families", nargs="*", default=ALL, choices=ALL, help="to train; the bundled heads are measured"
-    )
+    parser.add_argument("--families", nargs="*", default=ALL, choices=ALL, help="that are trained")
     parser.add_argument("--parts", type=int, nargs="*", default=[2], help="of these tokens, for the curve")
     parser.add_argument("--epochs", type=float, default=1)
     parser.add_argument("--rows", type=int, default=8, help="of a step")

@@ -8,7 +8,8 @@ papers' recipes are for tens of millions of tokens and warm up for longer than a
 here it is the quick one (`train --recipe quick`), which ends at the latest when `--seconds` are over. All families
 learn the base's distribution, at its answers, of a draft vocabulary.
 
-OUTPUT holds the heads in bfloat16, `training_summary.json`, and `history.json`: losses and accuracies by depth.
+OUTPUT holds the heads in bfloat16, `training_summary.json`, and `history.json`: losses, and the accuracies by
+depth at the end.
 """
 
 import os

@@ -21,18 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from figures import (
-    accuracies,
-    chat_bench,
-    chat_curve,
-    chat_families,
-    chat_mt_bench,
-    fill,
-    markdown,
-    samplings,
-    steps,
-    trainings,
-)
+from figures import accuracies, chat_bench, chat_curve, chat_families, fill, markdown, samplings, steps, trainings
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from zoo_recipe.build import OWN_TEXTS, STEPS, own_data
 from zoo_recipe.heads import AMPHISTA, FAMILIES, HEADS, Recipe, train_heads
@@ -175,7 +164,6 @@ TABLES = {
     "accuracies": accuracies,
     "chat-families": chat_families,
     "chat-curve": chat_curve,
-    "chat-mt-bench": chat_mt_bench,
     "chat-bench": chat_bench,
     "steps": steps,
     "sampling": samplings,

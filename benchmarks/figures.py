@@ -24,7 +24,6 @@ STEPS = RESULTS / "step.json"  # what `step.py --json` has written
 TRAININGS = RESULTS / "training.jsonl"  # a line for each of `training.py`
 SAMPLING = RESULTS / "sampling.jsonl"  # a line for each family and temperature of `sampling.py`, the last one counts
 CHAT = RESULTS / "chat_families.jsonl"  # what `chat_families.py` has written
-MT_BENCH = RESULTS / "chat_mt_bench.jsonl"  # what `chat_figures.py` has written of the bundled heads
 BENCH = RESULTS / "chat_bench.jsonl"  # what `hf-drafthead bench --json` has written, a line each
 PLACE = re.compile(r"(<!-- figures: ([^>]*?) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
 NOTHING = "*Not measured yet.*"
@@ -155,20 +154,6 @@ def chat_curve(families: Sequence[str] = ()) -> str:
         here = {line["family"]: line["0"]["tokens_per_step"] for line in lines if line["tokens"] == tokens}
         rows.append([f"{tokens / 1e6:.2f}", *(f"{here[family]:.2f}" if family in here else "" for family in several)])
     return markdown(["million tokens read", *several], rows)
-
-
-def chat_mt_bench(families: Sequence[str] = ()) -> str:
-    """Tokens per step of the bundled heads of the chat model by category of MT-Bench."""
-    read = [json.loads(line) for line in MT_BENCH.read_text().splitlines()] if MT_BENCH.is_file() else []
-    lines = [line for line in read if line["heads"].split("-")[-1] in (families or FAMILIES)]
-    if not lines:
-        return ""
-    categories = list(lines[0]["by_category"])
-    rows = []
-    for line in lines:
-        about = [line["heads"].split("-")[-1], f"{line['temperature']:g}", f"{line['tokens_per_step']:.2f}"]
-        rows.append([*about, *(f"{line['by_category'][name]:.2f}" for name in categories)])
-    return markdown(["heads", "temperature", "tokens per step", *categories], rows)
 
 
 def chat_bench(families: Sequence[str] = ()) -> str:

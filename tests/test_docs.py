@@ -212,7 +212,8 @@ def test_heads_of_the_chat_model_are_compared_on_as_much_text(figures, tmp_path,
         return read | {"0": {"tokens_per_step": tau}, "1": {"tokens_per_step": tau - 0.5}}
 
     lines = [line("medusa", 4_300_000, 2.0, True), line("medusa", 500_000, 1.75), line("eagle3", 500_000, 2.25)]
-    lines += [line("eagle3", 250_000, 1.8)]
+    lines += [line("eagle3", 250_000, 1.8), line("eagle3", 900_000, 2.0)]
+    del lines[-1]["1"]  # as heads have it that were not sampled from
     figures.CHAT.write_text("".join(figures.json.dumps(one) + "\n" for one in lines))
     assert figures.chat_families().splitlines()[2:] == [
         "| medusa | 4.6 | 0.5 | 1.75 | 1.25 |",
@@ -223,6 +224,7 @@ def test_heads_of_the_chat_model_are_compared_on_as_much_text(figures, tmp_path,
         "| --- | --- | --- |",
         "| 0.25 |  | 1.80 |",
         "| 0.50 | 1.75 | 2.25 |",
+        "| 0.90 |  | 2.00 |",
         "| 4.30 | 2.00 |  |",
     ]
 
