@@ -5,11 +5,12 @@
 A training is one of `chat_training.py`, one epoch in steps of 8 rows, and a measurement one of `chat_figures.py`, with
 dynamic trees of 32 nodes, greedy and, for heads trained on all of these tokens, at temperature 1; the bundled heads are
 measured beside them. What is in OUTPUT is not done again, so the same command resumes; the lines of
-`results/chat_families.jsonl` about the same heads are replaced after each. A step of so small a model waits for the
-host on a GPU, so that several trainings can share one, each for a limited time:
+`results/chat_families.jsonl` about heads that have read as much are replaced after each. A step of so small a model
+waits for the host on a GPU, so that several trainings can share one, each for a limited time:
 
     python benchmarks/chat_families.py BASE benchmarks/chat_text OUTPUT --questions mt_bench_question.jsonl \
-        --device cuda --tokens 3e6 --epochs 6 --rows 16 --at-once 9 --seconds 400 --limit 10 --parts
+        --device cuda --families eagle3 eagle hydra++ hydra amphista medusa --at-once 6 --tokens 3e6 --rows 16 \
+        --steps 4800 --seconds 480 --limit 10 --parts
 """
 
 from __future__ import annotations
@@ -60,7 +61,8 @@ def measured(heads: Path, place: Path, temperatures: set[float], args: argparse.
         words += ["--device", args.device, "--output", place, "--temperature", *sorted(missing)]
         run("chat_figures.py", args, args.questions, heads, "--base", args.base, *words)
     lines = [json.loads(line) for line in place.read_text().splitlines()]
-    return {f"{line['temperature']:g}": {name: line[name] for name in ("tokens_per_step", "steps")} for line in lines}
+    kept = ("tokens_per_step", "steps", "by_category")
+    return {f"{line['temperature']:g}": {name: line[name] for name in kept} for line in lines}
 
 
 def trained(family: str, tokens: int, args: argparse.Namespace) -> Path:
@@ -71,6 +73,7 @@ def trained(family: str, tokens: int, args: argparse.Namespace) -> Path:
     words = ["--tokens", tokens, "--epochs", args.epochs, "--batch", args.rows, "--held-out", 32]
     words += ["--device", args.device, "--fields", json.dumps(FIELDS.get(family, {}))]
     words += ["--seconds", args.seconds] if args.seconds else []
+    words += ["--set", json.dumps({"max_steps": args.steps})] if args.steps else []
     run("chat_training.py", args, family, args.base, args.shards, heads, *words)
     return heads
 
@@ -95,6 +98,7 @@ def main() -> None:
     parser.add_argument("--parts", type=int, nargs="*", default=[2], help="of these tokens, for the curve")
     parser.add_argument("--epochs", type=float, default=1)
     parser.add_argument("--rows", type=int, default=8, help="of a step")
+    parser.add_argument("--steps", type=int, help="of each training, at most, in place of epochs")
     parser.add_argument("--seconds", type=float, help="of each training, at most")
     parser.add_argument("--at-once", type=int, default=1, help="trainings side by side")
     parser.add_argument("--device", required=True)
@@ -104,12 +108,13 @@ def main() -> None:
     text = sum(len(ids) for ids, _ in ShardRows(Path(args.shards), float("inf")).rows)
 
     def note(family: str, heads: Path, given: int, about: dict[str, Any]) -> None:
-        line = {"family": family, "bundled": False, "text": min(given, text), **about, "parameters": parameters(heads)}
+        line = {"family": family, "text": min(given, text), **about, "parameters": parameters(heads)}
+        line["questions"] = 8 * args.limit
         temperatures = {0.0} if line["text"] < min(args.tokens, text) else {0.0, 1.0}
         line |= measured(heads, args.output / f"figures-{heads.name}.jsonl", temperatures, args)
         with WRITING:
             known = [json.loads(one) for one in RESULTS.read_text().splitlines()] if RESULTS.is_file() else []
-            kept = [one for one in known if any(one[name] != line[name] for name in ("family", "bundled", "text"))]
+            kept = [one for one in known if any(one[name] != line[name] for name in ("family", "text", "tokens"))]
             RESULTS.write_text("".join(json.dumps(one) + "\n" for one in [*kept, line]))
 
     def done(family: str, given: int) -> None:
@@ -120,7 +125,7 @@ def main() -> None:
 
     def of_bundled(family: str) -> None:
         heads, tokens, hours = bundled(family, text)
-        note(family, heads, text, {"bundled": True, "tokens": round(tokens), "hours": round(hours, 3)})
+        note(family, heads, text, {"tokens": round(tokens), "hours": round(hours, 3)})
 
     runs = [(family, args.tokens) for family in args.families]
     runs += [(family, args.tokens // part) for part in args.parts for family in CURVE if family in args.families]

@@ -21,7 +21,18 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from figures import accuracies, chat_bench, chat_curve, chat_families, fill, markdown, samplings, steps, trainings
+from figures import (
+    accuracies,
+    chat_bench,
+    chat_curve,
+    chat_families,
+    chat_topics,
+    fill,
+    markdown,
+    samplings,
+    steps,
+    trainings,
+)
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from zoo_recipe.build import OWN_TEXTS, STEPS, own_data
 from zoo_recipe.heads import AMPHISTA, FAMILIES, HEADS, Recipe, train_heads
@@ -163,6 +174,7 @@ TABLES = {
     "tried": of_tried,
     "accuracies": accuracies,
     "chat-families": chat_families,
+    "chat-topics": chat_topics,
     "chat-curve": chat_curve,
     "chat-bench": chat_bench,
     "steps": steps,

@@ -129,20 +129,28 @@ def trainings(ways: Sequence[str] = ()) -> str:
 
 
 def chat_families(families: Sequence[str] = ()) -> str:
-    """Heads of every family for the chat model, all trained on the same text, and how much of it they read."""
-    lines = [line for line in _chat() if not line["bundled"] and "1" in line]
-    most = max((line["text"] for line in lines), default=0)
+    """Heads of every family for the chat model, those that were trained on the same text together."""
+    lines = [line for line in _chat() if "1" in line and line["family"] in (families or FAMILIES)]
     rows = [
         [
             line["family"],
             f"{line['parameters'] / 1e6:.1f}",
+            f"{line['text'] / 1e6:.1f}",
             f"{line['tokens'] / 1e6:.1f}",
             *(f"{line[heat]['tokens_per_step']:.2f}" for heat in ("0", "1")),
         ]
-        for line in lines
-        if line["text"] == most and (not families or line["family"] in families)
+        for line in sorted(lines, key=lambda line: -line["text"])
     ]
-    return markdown(["heads", "million parameters", "million tokens read", "greedy", "temperature 1"], rows)
+    head = ["heads", "million parameters", "million tokens of text", "of it read", "greedy", "temperature 1"]
+    return markdown(head, rows)
+
+
+def chat_topics(families: Sequence[str] = ()) -> str:
+    """Greedy tokens per step of the chat model by category of MT-Bench."""
+    lines = [line for line in _chat() if "by_category" in line["0"] and line["family"] in (families or FAMILIES)]
+    names = list(lines[0]["0"]["by_category"]) if lines else []
+    rows = [[line["family"], *(f"{line['0']['by_category'][name]:.2f}" for name in names)] for line in lines]
+    return markdown(["heads", *names], rows)
 
 
 def chat_curve(families: Sequence[str] = ()) -> str:

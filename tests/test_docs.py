@@ -124,7 +124,7 @@ def test_places_for_figures_are_ones_that_are_filled(figures):
 
 
 TABLES = {"families", "ablations", "norms", "tried", "accuracies", "steps", "trainings", "sampling"}
-TABLES |= {"chat-families", "chat-curve", "chat-bench"}
+TABLES |= {"chat-families", "chat-topics", "chat-curve", "chat-bench"}
 
 
 def test_figures_are_written_between_the_comments(figures, tmp_path):
@@ -196,29 +196,28 @@ def test_trainings_are_told_with_their_spread(figures, tmp_path, monkeypatch):
     assert rows[1] == "| other | 1.500 | 10.000 | 2.500 | 2.500 | 1,000 | 1 |"
 
 
-def test_heads_of_the_chat_model_are_compared_on_as_much_text(figures, tmp_path, monkeypatch):
+def test_tables_of_the_chat_model_say_how_much_text_the_heads_have_read(figures, tmp_path, monkeypatch):
     monkeypatch.setattr(figures, "CHAT", tmp_path / "chat.jsonl")
-    assert figures.chat_families() == figures.chat_curve() == ""
+    assert figures.chat_families() == figures.chat_curve() == figures.chat_topics() == ""
 
-    def line(family, tokens, tau, bundled=False):
-        read = {
-            "family": family,
-            "bundled": bundled,
-            "text": tokens,
-            "tokens": tokens,
-            "hours": 0.2,
-            "parameters": 4_560_000,
-        }
-        return read | {"0": {"tokens_per_step": tau}, "1": {"tokens_per_step": tau - 0.5}}
+    def line(family, text, tau, read=1):
+        about = {"family": family, "text": text, "tokens": read * text, "hours": 0.2, "parameters": 4_560_000}
+        return about | {"0": {"tokens_per_step": tau}, "1": {"tokens_per_step": tau - 0.5}}
 
-    lines = [line("medusa", 4_300_000, 2.0, True), line("medusa", 500_000, 1.75), line("eagle3", 500_000, 2.25)]
+    lines = [line("medusa", 500_000, 1.75), line("eagle3", 500_000, 2.25), line("medusa", 860_000, 2.0, read=5)]
     lines += [line("eagle3", 250_000, 1.8), line("eagle3", 900_000, 2.0)]
-    del lines[-1]["1"]  # as heads have it that were not sampled from
+    lines[2]["0"]["by_category"] = {"writing": 1.5, "math": 2.5}
+    for one in lines[-2:]:  # as heads have it that were not sampled from
+        del one["1"]
     figures.CHAT.write_text("".join(figures.json.dumps(one) + "\n" for one in lines))
     assert figures.chat_families().splitlines()[2:] == [
-        "| medusa | 4.6 | 0.5 | 1.75 | 1.25 |",
-        "| eagle3 | 4.6 | 0.5 | 2.25 | 1.75 |",
+        "| medusa | 4.6 | 0.9 | 4.3 | 2.00 | 1.50 |",
+        "| medusa | 4.6 | 0.5 | 0.5 | 1.75 | 1.25 |",
+        "| eagle3 | 4.6 | 0.5 | 0.5 | 2.25 | 1.75 |",
     ]
+    assert figures.chat_topics().splitlines()[0] == "| heads | writing | math |"
+    assert figures.chat_topics(["medusa"]).splitlines()[2:] == ["| medusa | 1.50 | 2.50 |"]
+    assert figures.chat_topics(["eagle3"]) == ""
     assert figures.chat_curve().splitlines() == [
         "| million tokens read | medusa | eagle3 |",
         "| --- | --- | --- |",

@@ -40,7 +40,7 @@ from hf_drafthead.trees.timing import StepClock, time_interleaved
 LEAST_POSITIONS = 100  # on which guesses are counted
 COMPILED_NODES = (4, 8, 16, 32)  # compiling a step takes longer than everything else
 TIMED_TOKENS, WARM_TOKENS = 48, 4  # short calls: the speed of a machine changes meanwhile
-FIRST_ROUNDS, ROUNDS = 2, (3, 6, 12)  # of all trees; of the better half, of its better half, and so on
+FIRST_ROUNDS, ROUNDS = 2, (3, 6, 12)  # of all trees; of the better half, of its better half, and so on down to two
 HOPELESS = 0.7  # of the fastest: larger trees are not timed where one is slower than this
 COPIES = (0, 4, 8)  # tokens of a step that are copied from the text
 PAYS = 1.02  # times as fast as the base, or as without copies
@@ -175,7 +175,7 @@ class Comparison:
                 break
         left = self._ranked(self.costs)
         for rounds in ROUNDS:
-            left = left[: max(len(left) // 2, 1)]
+            left = left[: max(len(left) // 2, 2)]
             for _ in range(rounds):
                 self._round(left, next(batches))
             left = self._ranked(left)

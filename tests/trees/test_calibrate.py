@@ -161,7 +161,8 @@ def test_the_better_half_goes_on_and_larger_trees_than_pay_are_not_timed(monkeyp
     first, later = sizes[:-14], sizes[-14:]
     assert all(ALONE in names for names in asked) and max(size.nodes for size in first[-1]) < 40
     timed = {size for round in first for size in round}
-    assert [len(round) for round in later] == [len(timed) // 2] * 2 + [len(timed) // 4] * 4 + [len(timed) // 8] * 8
+    half, quarter, last = len(timed) // 2, len(timed) // 4, 2  # the last two to the end
+    assert [len(round) for round in later] == [half] * 2 + [quarter] * 4 + [last] * 8
     assert {tuple(names).index(ALONE) for names in asked} != {0}  # another one begins
     assert len(comparison.costs[max(later[-1])]) == 1 + 2 + 4 + 8
 
