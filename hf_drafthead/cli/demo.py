@@ -8,7 +8,7 @@ from rich.text import Text
 from hf_drafthead.cli import common
 from hf_drafthead.cli.common import count, flag, string
 
-FEW_PROMPTS, FEW_TOKENS = 4, 48
+FEW_PROMPTS, FEW_TOKENS = 4, 40
 FULL_TOKENS, FULL_BATCH = 96, 8
 SAMPLE_PROMPT = 3  # which the tiny base continues with code and prose
 
