@@ -168,7 +168,7 @@ def test_the_base_is_loaded_once_and_the_short_demo_takes_few_prompts(tiny_zoo, 
         return []
 
     monkeypatch.setattr(benching, "bench", asked)
-    for words, expected in (([], (3, 48, False, [])), (["--captured", "--prompts", 2], (2, 48, True, ["compiled"]))):
+    for words, expected in (([], (3, 40, False, [])), (["--captured", "--prompts", 2], (2, 40, True, ["compiled"]))):
         assert run("demo", *words)[0] == 2
         assert seen[-1][1:] == seen[-2][1:] == expected and seen[-1][0] is seen[-2][0]
 
