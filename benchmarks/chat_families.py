@@ -114,7 +114,8 @@ def main() -> None:
         line |= measured(heads, args.output / f"figures-{heads.name}.jsonl", temperatures, args)
         with WRITING:
             known = [json.loads(one) for one in RESULTS.read_text().splitlines()] if RESULTS.is_file() else []
-            kept = [one for one in known if any(one[name] != line[name] for name in ("family", "text", "tokens"))]
+            same = ("family", "text", "tokens", "questions")
+            kept = [one for one in known if any(one[name] != line[name] for name in same)]
             RESULTS.write_text("".join(json.dumps(one) + "\n" for one in [*kept, line]))
 
     def done(family: str, given: int) -> None:
