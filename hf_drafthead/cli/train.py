@@ -1,5 +1,6 @@
 """`hf-drafthead distill` and `train`: the base's own text, and heads that learn from it."""
 
+import os
 import sys
 import time
 from pathlib import Path
@@ -121,6 +122,7 @@ def train(
     from datasets import disable_progress_bars
 
     from hf_drafthead.evaluation.loading import floating_type
+    from hf_drafthead.training import record
     from hf_drafthead.training.arguments import sort_options
     from hf_drafthead.training.run import train_heads
 
@@ -132,13 +134,21 @@ def train(
     if not sys.stderr.isatty():
         disable_progress_bars()  # each would be one line without an end
     if data is None:
-        begin, file = time.monotonic(), Path(output_folder) / "own.jsonl"
-        if not (resume and file.is_file()):
-            if dry_run:
-                raise ValueError("--dry-run needs --data: without it the base has to write the text first.")
-            own_text(base, file, synthesize, hours, template, max_length)
-        data = str(file)
-        hours = hours and hours - (time.monotonic() - begin) / 3600
+        if dry_run:
+            raise ValueError("--dry-run needs --data: without it the base has to write the text first.")
+        record.check_output(Path(output_folder), resume)
+        data = file = os.path.join(output_folder, "own.jsonl")
+        spent = Path(output_folder, "own.seconds")  # of the hours, before the training
+        if not resume:
+            begin = time.monotonic()
+            own_text(base, Path(file), synthesize, hours, template, max_length, load)
+            if PartialState().is_main_process:
+                record.write_whole(spent, str(time.monotonic() - begin))
+            PartialState().wait_for_everyone()
+        if hours is not None and spent.is_file():
+            hours -= float(spent.read_text()) / 3600
+            if hours <= 0:
+                raise ValueError(f"writing took all of the hours: give more of them, or the chats as --data {file}.")
     elif synthesize is not None:
         raise ValueError("--synthesize N is for a training without --data: leave one of them out.")
     options: dict[str, Any] = {"lora_rank": lora_rank, "max_length": max_length, "recipe": recipe, "hours": hours}
@@ -157,7 +167,13 @@ def train(
 
 
 def own_text(
-    base: str, file: Path, chats: int | None, hours: float | None, template: str | None, max_length: int | None
+    base: str,
+    file: Path,
+    chats: int | None,
+    hours: float | None,
+    template: str | None,
+    max_length: int | None,
+    load: dict[str, Any],
 ) -> None:
     """Let the base write chats into a file: so many, or those that half of the hours is enough for."""
     from hf_drafthead.training.distill import distill, load_model, processes
@@ -167,7 +183,7 @@ def own_text(
     seconds = None if hours is None else 3600 * hours / 2
     if seconds is not None and chats is None:
         common.say(f"the base writes chats for {seconds / 60:.0f} min, into {file}")
-    model, tokenizer = load_model(base, processes().device)
+    model, tokenizer = load_model(base, processes().device, **load)
     tokenizer.chat_template = template or tokenizer.chat_template
     settings: dict[str, Any] = {"seconds": seconds, "max_length": max_length}
     with common.bar(count) as begin:

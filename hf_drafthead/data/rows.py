@@ -86,6 +86,7 @@ def as_row(record: Any, source: str = "", number: int = 0) -> dict[str, Any]:
         messages = [_turn(turn) for turn in _with_what_is_beside(_listed(chat), fields)]
         tools = _tools(fields.get("tools"))
         read |= {"system", *THOUGHTS, *(["tools"] if tools else [])}
+    before = fields["unused"] if _are(fields.get("unused"), str) else ()  # of a row
     asked = list(turns) if messages is None and turns is not None and _are(turns, str) else None
     unused = [name for name, value in fields.items() if name not in read and not _is_nothing(value)]
     for turn in _listed(chat):
@@ -97,11 +98,11 @@ def as_row(record: Any, source: str = "", number: int = 0) -> dict[str, Any]:
         "tools": tools,
         "turns": asked,
         "text": text if messages is None and asked is None and isinstance(text, str) else None,
-        "given": given if isinstance(given, int) else 0,
+        "given": given if isinstance(given, int) and 0 <= given <= len(text or "") else 0,
         "ids": _ids(fields.get("ids")),
         "source": source,
         "row": number,
-        "unused": list(dict.fromkeys([*(fields.get("unused") or ()), *map(str, unused)])),
+        "unused": list(dict.fromkeys([*before, *map(str, unused)])),
     }
 
 
@@ -228,4 +229,4 @@ def _are(values: Any, kind: type) -> bool:
 
 
 def _ids(given: Any) -> list[int] | None:
-    return list(given) if _are(given, int) else None
+    return list(given) if _are(given, int) and 0 <= min(given) and max(given) < 1 << 31 else None

@@ -127,17 +127,26 @@ def records_of(path: str) -> Iterator[tuple[str, Any]]:
                 pass
             file.seek(0)
             if first == "[":
-                yield from ((f"row {number}", element) for number, element in enumerate(_array(file, path)))
+                yield from ((f"row {number}", readable(element)) for number, element in enumerate(_array(file, path)))
                 return
             for number, line in enumerate(file, start=1):
                 if line.strip():
-                    yield f"line {number}", json.loads(line)
+                    yield f"line {number}", readable(json.loads(line))
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 text ({error.reason}): convert it.") from None
     except json.JSONDecodeError as error:
         raise ValueError(
             f"{path} line {number} is not JSON ({error.msg}): write one object per line, or one array of them."
         ) from None
+
+
+def readable(value: Any) -> Any:
+    """What JSON holds, with a replacement character for each half of a character, which no tokenizer takes."""
+    if isinstance(value, str):
+        return value if value.isascii() else value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    if isinstance(value, dict):
+        return {readable(name): readable(inner) for name, inner in value.items()}
+    return [*map(readable, value)] if isinstance(value, list) else value
 
 
 def _array(file: TextIO, path: str) -> Iterator[Any]:

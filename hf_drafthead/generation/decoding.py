@@ -231,10 +231,9 @@ def finish(
     sequences = state.rows.sequences[:, :length].to(rules.device, copy=True)
     in_dict = rules.config.return_dict_in_generate
     if in_dict or getattr(ordinary_cache, "_is_user_defined", False):
-        if state.unread():
-            rows = state.rows
-            newest = rows.sequences.gather(1, rows.lengths[:, None] - 1)
-            reader.behind(newest, state.cache, rows.position_shift, rows.visible)
+        if (first := min(state.lengths) - 1) < length - 1:  # the base has read the padding behind a row's end, too
+            rows, start = state.rows, first + state.past_shift
+            reader.rewrite(rows.sequences[:, first : length - 1], state.cache, start, rows.position_shift, rows.visible)
         state.cache.unload(ordinary_cache, known, length - 1 + state.past_shift)
     if not in_dict:
         return sequences

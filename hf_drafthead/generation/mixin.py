@@ -72,18 +72,18 @@ def _apply(function, args, kwargs):
 class CallConfig(GenerationConfig):
     """The settings of one call, in which None is an answer: the base's own defaults do not fill it."""
 
-    settled: tuple[str, ...] = ()
+    _settled: tuple[str, ...] = ()  # a name without the line would be an argument of `generate`
 
     def update(self, defaults_only: bool = False, allow_custom_entries: bool = False, **kwargs: Any) -> dict[str, Any]:
         if defaults_only:
-            kwargs = {name: value for name, value in kwargs.items() if name not in self.settled}
+            kwargs = {name: value for name, value in kwargs.items() if name not in self._settled}
         return super().update(defaults_only=defaults_only, allow_custom_entries=allow_custom_entries, **kwargs)
 
     def without(self, name: str) -> CallConfig:
         """A copy in which a setting is None for good."""
         config = copy.deepcopy(self)
         setattr(config, name, None)
-        config.settled += (name,)
+        config._settled += (name,)
         return config
 
 
@@ -180,8 +180,7 @@ class DraftHeadGenerationMixin(GenerationMixin):
             if custom_generate is not None:
                 raise Unsupported("custom_generate is given")
             _check_call(self.base, drafting, assistant_model, synced_gpus)
-            loop = functools.partial(
-                self._decode,
+            loop = self._loop(
                 reader=self._base_reader(),
                 settings=settings,
                 copies=config.prompt_lookup_num_tokens if looks_up else None,
@@ -221,7 +220,7 @@ class DraftHeadGenerationMixin(GenerationMixin):
         fillers = {name: value for name, value in defaults.items() if name not in lengths}
         config.update(**fillers, defaults_only=True)
         rest = config.update(**kwargs)
-        config.settled = tuple(name for name, value in vars(config).items() if value is None and name not in lengths)
+        config._settled = tuple(name for name, value in vars(config).items() if value is None and name not in lengths)
         return config, rest
 
     def _draft_settings(self, config: GenerationConfig, asked: dict[str, Any]) -> DraftSettings:
@@ -240,7 +239,7 @@ class DraftHeadGenerationMixin(GenerationMixin):
             reader = self._base_reader()
             _check_call(self.base, self._merged_config(None, {})[0], None, None)
             settings = DraftSettings(draft_tree=[[0]]).resolved(self.drafter.max_depth, 1)
-            loop = functools.partial(self._decode, reader=reader, settings=settings, execution=Execution("eager"))
+            loop = self._loop(reader=reader, settings=settings, execution=Execution("eager"))
             self.base.generate(probe_tokens(self.base)[None, :4], generation_config=config, custom_generate=loop)
         except Unsupported as reason:
             return str(reason)
@@ -254,10 +253,11 @@ class DraftHeadGenerationMixin(GenerationMixin):
         if base.training or self.drafter.training:  # dropout would draw from the generator that sampling uses
             raise Unsupported("the model is in training mode, call model.eval() first")
         self.drafter.prepare()
-        probed, known = self.__dict__.get("_readers", (None, {}))
-        if probed is not base:  # by identity, which a copy of the whole model keeps
+        probed, known = self.__dict__.get("_readers", ((), {}))
+        parts = (base, base.get_output_embeddings())  # an adapter may replace the second
+        if [*map(id, probed)] != [*map(id, parts)]:  # by identity, which a copy of the whole model keeps
             known = {}
-            self.__dict__["_readers"] = (base, known)
+            self.__dict__["_readers"] = (parts, known)
         key = (self.drafter.reads, *circumstances(base))
         if key not in known:
             try:
@@ -269,6 +269,11 @@ class DraftHeadGenerationMixin(GenerationMixin):
         if isinstance(known[key], str):
             raise Unsupported(known[key])
         return known[key]
+
+    def _loop(self, **ours: Any) -> Callable[..., Any]:
+        """`_decode` as the base's `custom_generate`, of whose arguments transformers takes all names from a call."""
+        decode = functools.partial(self._decode, **ours)
+        return lambda *given, **model_kwargs: decode(*given, **model_kwargs)
 
     def _decode(
         self,
@@ -355,8 +360,8 @@ def _check_call(base, config: GenerationConfig, assistant_model, synced_gpus: bo
     mode = config.get_generation_mode(assistant_model)
     if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
         raise Unsupported(f"the generation mode is {mode.value.replace('_', ' ')}")
-    if config.use_cache is False:
-        raise Unsupported("use_cache is False")
+    if not config.use_cache:
+        raise Unsupported(f"use_cache is {config.use_cache}")
     if config.cache_implementation not in (None, "dynamic", "hybrid", "static"):
         raise Unsupported(f"cache_implementation is {config.cache_implementation!r}")
     if config.output_attentions or config.output_hidden_states:

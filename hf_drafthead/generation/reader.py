@@ -108,13 +108,26 @@ class BaseReader:
         features = torch.cat(states, dim=-1)
         return Reading(features, hidden, scores)
 
-    def behind(
-        self, tokens: torch.Tensor, cache: SlotCache, position_shift: torch.Tensor, visible: torch.Tensor | None
+    @property
+    def vocabulary(self) -> int:
+        """V."""
+        return int(self.base.config.get_text_config(decoder=True).vocab_size)
+
+    def rewrite(
+        self,
+        tokens: torch.Tensor,
+        cache: SlotCache,
+        start: int,
+        position_shift: torch.Tensor,
+        visible: torch.Tensor | None,
     ) -> None:
-        """One forward over a token (B, 1) of each row, whose keys and values come behind the past and do not count."""
-        topology = DraftTree.root_alone().topology(tokens.device)
-        self.nodes(tokens, topology, cache, cache.lengths[:, None] + position_shift, visible)
-        cache.keep(torch.zeros_like(tokens), torch.zeros_like(tokens[:, 0]))
+        """One forward over tokens (B, T) of all rows, which become the past from position `start` on."""
+        cache.append()
+        cache.extent, stop = start, start + tokens.shape[1]
+        positions = torch.arange(start, stop, device=tokens.device) + position_shift
+        mask = None if visible is None else padded(visible, stop)
+        inputs = {"input_ids": tokens, "attention_mask": mask, "position_ids": positions, "past_key_values": cache}
+        self.read({**inputs, "use_cache": True})
 
     def nodes(
         self,

@@ -87,7 +87,7 @@ class Rules:
         self.keeps_scores = bool(config.return_dict_in_generate and config.output_scores)
         self.keeps_logits = bool(config.return_dict_in_generate and config.output_logits)
         lengths = (c.max_length for c in self.criteria if isinstance(c, criteria.MaxLengthCriteria))
-        self.max_length = min(lengths, default=None)
+        self.max_length = math.ceil(shortest) if (shortest := min(lengths, default=None)) is not None else None
         # As in transformers: only then do finished rows emit padding; else they go on until all are finished.
         self.pads = any(hasattr(criterion, "eos_token_id") for criterion in self.criteria)
         self.pad_token = config._pad_token_tensor.item() if self.pads else 0

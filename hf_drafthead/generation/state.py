@@ -193,11 +193,6 @@ class DecodingState:
         pasts = (length - 1 + self.past_shift for length in self.lengths)
         return [max(last - past, 0) for last, past in zip(self.last_position, pasts)]
 
-    def unread(self) -> bool:
-        """Whether a row has ended in the last step, and before others: the base reads its last token as well."""
-        last, longest = self.counted[-1] if self.counted else [], max(self.lengths)
-        return any(count and length < longest for count, length in zip(last, self.lengths))
-
     @functools.cached_property
     def caches(self) -> list[SlotCache]:
         """The base's cache, and those of the drafter."""

@@ -122,7 +122,8 @@ class Stages:
         if len(root) == 1 or candidates.tokens.shape[1] == 1:  # once a single row has ended, no step of it counts
             return draft_state, candidates
         padded = ((rows.ends > 0) & limits.pads)[:, None]
-        below = torch.where(padded, limits.padding, candidates.tokens[:, 1:])
+        embedded = limits.padding.clamp(0, self.reader.vocabulary - 1)  # where no row is padded it may be any number
+        below = torch.where(padded, embedded, candidates.tokens[:, 1:])
         # made anew, not by `_replace`: in a program torch 2.11 returns a tuple without its fields then
         return draft_state, Candidates(torch.cat([root, below], dim=1), candidates.topology, candidates.guesses)
 
@@ -203,7 +204,6 @@ class Step:
         self.stages = Stages.of(reader, drafter, tree, rules.rejects, device)
         self.tree, self.num_nodes, self.depth = tree, tree.num_nodes, tree.max_depth + 1
         self.device, self.settings, self.rules, self.show, self.timed = device, settings, rules, show, timed
-        self.vocabulary = reader.base.config.get_text_config(decoder=True).vocab_size
         self.draws_otherwise = settings.acceptance != "exact" and rules.config.do_sample
         self.greedy = rules.greedy and not self.draws_otherwise  # then the walk needs nothing of the host
         self.on_device = rules.on_device and (device.type != "cpu" or rules.rejects)
@@ -245,7 +245,7 @@ class Step:
     def noise_ahead(self, state: DecodingState) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """(B, D, V) the base's noise of the next positions, and how it tilts guesses; None where there is none."""
         rules, moving = self.rules, running(state.lengths, state.ends, self.rules.pads)
-        noise = rules.noise_ahead(state.lengths, moving, self.depth, self.vocabulary)
+        noise = rules.noise_ahead(state.lengths, moving, self.depth, self.stages.reader.vocabulary)
         if noise is None:
             return None, None
         return None if rules.rejects else noise.to(self.device), rules.tilt(noise).to(self.device)

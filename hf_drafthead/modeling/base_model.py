@@ -69,7 +69,8 @@ def load_named(
             other = "" if checkpoint is None else "; base_model= takes another place of it"
             raise OSError(f"{called} cannot be fetched at {revision!r}: {refused}{other}.") from error
         what = "cannot be read" if os.path.isdir(name) else "was not found"
-        raise OSError(f"{called} {what} ({first_line(error)}{beside(name)}): {wanted}") from error
+        others = "" if file else beside(name)
+        raise OSError(f"{called} {what} ({first_line(error)}{others}): {wanted}") from error
     refuse_unfit(base_config, place, loaded=False)
     refuse_misspelt(arguments, fields)
     file = arguments.get("gguf_file")

@@ -24,7 +24,7 @@ def split_gguf(name: str) -> tuple[str, str | None]:
     >>> split_gguf("models/llama.Q4_1.gguf"), split_gguf("org/name")
     (('models', 'llama.Q4_1.gguf'), ('org/name', None))
     """
-    if not name.endswith(".gguf") or os.path.isdir(name):
+    if not name.lower().endswith(".gguf") or os.path.isdir(name):
         return name, None
     place, _, file = name.rpartition("/")
     return place or os.curdir, file

@@ -170,7 +170,7 @@ class Writer:
         if sampling.turns is not None:
             self._begin_questions()
         elif getattr(tokenizer, "chat_template", None):
-            with suppress(Refused):  # of a lone question, which texts do without
+            with suppress(ValueError):  # told at the first chat: texts do without
                 self.chats = ChatEncoder(tokenizer)
 
     def _begin_questions(self) -> None:
@@ -186,8 +186,9 @@ class Writer:
             self.question_end, self.ends_with_token = self.chats.end_of_question()
             if not self.question_end:
                 raise Refused("the chat template puts nothing behind a user's words")
-        except Refused as reason:
-            raise ValueError(f"the base cannot write questions ({reason}): give questions (--data).") from None
+        except ValueError as reason:
+            why = str(reason).rstrip(".")
+            raise ValueError(f"the base cannot write questions ({why}): give questions (--data).") from None
 
     def begin(self, index: int, row: Mapping[str, Any]) -> Task:
         """A task for a row; the answers in the row are ignored.

@@ -98,7 +98,8 @@ class DraftHeadTrainingArguments(TrainingArguments):
                 raise ValueError(f"{name} is {getattr(self, name)}: expected 0 or more, 0 leaves it out.")
         if not any(getattr(self, name) for name in OBJECTIVE_WEIGHTS):
             raise ValueError("{}, {} and {} are all 0: nothing to learn, set one above 0.".format(*OBJECTIVE_WEIGHTS))
-        for name in ("head_decay", "base_learning_rate", "max_grad_value", "hours"):
+        counts = ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps")
+        for name in ("head_decay", "base_learning_rate", "max_grad_value", "hours", "num_train_epochs", *counts):
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ValueError(f"{name} is {value}: expected a number above 0.")
@@ -145,6 +146,8 @@ def sort_options(family: str, options: dict[str, Any]) -> tuple[dict[str, Any], 
             f"{unknown[0]!r} is neither a config field of {family} ({', '.join(sorted(own))}) nor a training argument: "
             + _meant(unknown[0], own | known)
         )
+    if "output_dir" in options:
+        raise ValueError("output_dir is the folder of the heads: give --output.")
     of_config = {name: value for name, value in options.items() if name in own}
     arguments = {name: value for name, value in options.items() if name not in own}
     refuse_wrong_types(arguments)

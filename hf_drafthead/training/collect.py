@@ -123,6 +123,8 @@ class Shards:
                     f"{str(output)!r} exists and was not written by this command: move it away, or give another output."
                 )
             return
+        if not any(file.stat().st_size for file in self._files()):  # no row depends on anything yet
+            return
         begun = json.loads(self._notes.read_text(encoding="utf-8"))
         for name in sorted({*begun, *settings}):
             if begun.get(name) != settings.get(name):
@@ -171,6 +173,9 @@ class Shards:
         for part in self._parts():
             part.unlink()
 
+    def _files(self) -> list[Path]:
+        return [self.output] * self.output.is_file() + self._parts()
+
     def _parts(self) -> list[Path]:
         name = f"{self.output.name}.part"
         return sorted(file for file in self.output.absolute().parent.iterdir() if file.name.startswith(name))
@@ -178,7 +183,7 @@ class Shards:
     def _index(self) -> dict[int, tuple[Path, int]]:
         """In which file and where in it each row is."""
         places: dict[int, tuple[Path, int]] = {}
-        for file in [self.output] * self.output.is_file() + self._parts():
+        for file in self._files():
             at = 0
             with open(file, "rb") as lines:
                 for number, line in enumerate(lines, start=1):

@@ -288,7 +288,7 @@ def read_data(
         source = os.fspath(data)
         raw = read_rows(source, streaming=settings.streaming, split=settings.split)
     held_out_rows = settings.held_out_rows
-    first = list(islice(iter(raw), 10 * HELD_OUT if held_out_rows is None else held_out_rows + 1))
+    first = list(islice(iter(raw), 10 * max(HELD_OUT, held_out_rows or 0)))
     if held_out_rows is None:
         held_out_rows = max(1, len(first) // 10)
     if len(first) <= held_out_rows:
@@ -301,9 +301,18 @@ def read_data(
         "positions": longest_text_of(model),
         "vocab_size": model.config.get_text_config().vocab_size,
     }
-    chosen = Dataset.from_list(first[:held_out_rows], features=raw.features)
-    held_out, _ = tokenize_rows(chosen, tokenizer, **limits)
+    while True:
+        chosen = Dataset.from_list(first[:held_out_rows], features=raw.features)
+        try:
+            held_out, used = tokenize_rows(chosen, tokenizer, **limits)
+            break
+        except ValueError:  # perhaps rows that cannot be used stand first
+            if 2 * held_out_rows >= len(first):
+                raise
+            held_out_rows *= 2
     rows, report = tokenize_rows(raw.skip(held_out_rows), tokenizer, packing=settings.packing, **limits)
+    report.rows, report.refused = report.rows + used.refused, report.refused + used.refused
+    report.refusals = [*used.refusals, *report.refusals][:NAMED]
     if isinstance(rows, IterableDataset):
         seed = settings.seed if settings.data_seed is None else settings.data_seed
         rows = rows.shuffle(seed=seed, buffer_size=SHUFFLED)

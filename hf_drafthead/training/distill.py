@@ -22,6 +22,7 @@ from hf_drafthead.modeling.gguf_files import gguf_arguments, load_tokenizer, rea
 from hf_drafthead.training.answers import Answerer, Sampling, Task, Writer, at_least_one
 from hf_drafthead.training.collect import UNFIT_IN_A_ROW, DistillReport, Shards, in_words
 from hf_drafthead.training.endpoint import Server, ServerWriter
+from hf_drafthead.training.record import base_fingerprint
 
 Progress = Callable[[], None]
 
@@ -60,8 +61,9 @@ def distill(
     the tokens of each answer in `ids`. An interrupted run resumes where it stopped, and one with a greater number of
     chats goes on behind the last one. Under `accelerate launch` every process takes its share (the folder of the output
     must be one that all see). The rows are the same whatever the number of processes, the batch size and the
-    interruptions: sampled tokens depend on the seed, the row and the position alone. The limit is rounding: in another
-    batch, two nearly equal logits may be exchanged.
+    interruptions: sampled tokens depend on the seed, the row and the position alone. There are two limits: in another
+    batch, two nearly equal logits may be exchanged; and chats of the model's own that an interrupted run had not
+    finished are not begun again, others take their place.
 
     Args:
         model: a causal language model on its device; one with draft heads needs fewer forward passes. Or a `Server`.
@@ -120,7 +122,7 @@ def _writer(
         raise ValueError(f"max_length is {max_length}, but the base has {positions} positions: give at most that many.")
     settings = {**settings, "max_length": positions if max_length is None else max_length}
     template = hashlib.sha256(repr(tokenizer.chat_template).encode()).hexdigest()
-    origin = {"base": base.name_or_path, "chat_template": template}
+    origin = {"base": base.name_or_path, "weights": base_fingerprint(base), "chat_template": template}
     return Answerer(model.eval(), tokenizer, Sampling(**settings)), {**origin, **settings}
 
 
@@ -251,14 +253,14 @@ def _answer_all(
             )
 
 
-def load_model(name: str, device: torch.device | None = None) -> tuple[Any, Any]:
+def load_model(name: str, device: torch.device | None = None, **load: Any) -> tuple[Any, Any]:
     """A causal language model by its folder or id, with heads or without, and its tokenizer; OSError without one."""
     place, file = split_gguf(name)
     try:
         device_map = {} if device is None or device.type == "cpu" else {"device_map": {"": device}}
-        options = gguf_arguments(place, {"gguf_file": file} if file else {}, {})
+        options = gguf_arguments(place, {"dtype": "auto", **({"gguf_file": file} if file else {}), **load}, {})
         with reading_gguf(file):
-            model = AutoModelForCausalLM.from_pretrained(place, dtype="auto", **device_map, **options)
+            model = AutoModelForCausalLM.from_pretrained(place, **device_map, **options)
     except OSError as error:
         raise OSError(
             f"no model could be read at {name!r} ({one_line(error)}): give the folder of a causal language model or of "

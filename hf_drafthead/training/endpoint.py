@@ -7,6 +7,7 @@ The rows are those of a model in this process, without the tokens of the answers
 
 import asyncio
 import hashlib
+import json
 import os
 from dataclasses import dataclass
 from importlib import import_module
@@ -110,7 +111,7 @@ class ServerWriter(Writer):
                 f"the server at {self.server.url!r} answers {error.status_code} ({_said(error)}): check --endpoint, "
                 f"--model {self.server.model!r} and OPENAI_API_KEY{what}; the same command resumes."
             ) from error
-        except self._openai.APIConnectionError as error:
+        except (self._openai.APIConnectionError, json.JSONDecodeError) as error:
             raise OSError(
                 f"the server at {self.server.url!r} does not answer ({_said(error)}): start it, then give the same "
                 "command again, which resumes."
@@ -122,6 +123,15 @@ class ServerWriter(Writer):
         number = int.from_bytes(hashlib.blake2b(self.key(task).encode(), digest_size=4).digest(), "big")
         return settings | ({"seed": number >> 1} if settings["temperature"] else {})
 
+    def _first(self, done: Any) -> Any:
+        """What a server wrote; OSError where it answers with something else."""
+        if choices := getattr(done, "choices", None):
+            return choices[0]
+        raise OSError(
+            f"the server at {self.server.url!r} answers with no text ({str(done)[:60]!r}): check --endpoint; the same "
+            "command resumes."
+        )
+
     async def _question(self, task: Task) -> None:
         """Put a question that the server's model writes into the task, or end the task."""
         assert self.chats is not None
@@ -131,9 +141,10 @@ class ServerWriter(Writer):
             prompt = prompt.removeprefix(begin)
         settings = self._settings(task, self.sampling.question_tokens)
         done = await self._client.completions.create(prompt=prompt, stop=[self.question_end], **settings)
-        words = (done.choices[0].text or "").strip()
+        written = self._first(done)
+        words = (written.text or "").strip()
         special = {str(token) for token in self.tokenizer.added_tokens_decoder.values()}
-        reason = CUT if done.choices[0].finish_reason != "stop" else None
+        reason = CUT if written.finish_reason != "stop" else None
         self.take_question(task, words, CONTROL if any(token in words for token in special) else reason)
 
     async def _answer(self, task: Task) -> None:
@@ -143,17 +154,19 @@ class ServerWriter(Writer):
         more: dict[str, Any] = {}
         if task.given is not None:
             done = await self._client.completions.create(prompt=task.given, **settings)
-            words = done.choices[0].text
+            written = self._first(done)
+            words = written.text
         else:
             said = [{"role": turn["role"], "content": turn["content"]} for turn in task.messages]
             settings |= {"tools": task.tools} if task.tools else {}
             done = await self._client.chat.completions.create(messages=said, **settings)
-            message = done.choices[0].message
+            written = self._first(done)
+            message = written.message
             words, thoughts = message.content, (getattr(message, name, None) for name in THOUGHTS)
             more["thought"] = next((thought for thought in thoughts if isinstance(thought, str)), "")
             more["calls"] = [call.model_dump(exclude_none=True) for call in message.tool_calls or ()]
         tokens = 0 if done.usage is None else done.usage.completion_tokens
-        self.take(task, Answer(words or "", done.choices[0].finish_reason in ("stop", "tool_calls"), tokens, **more))
+        self.take(task, Answer(words or "", written.finish_reason in ("stop", "tool_calls"), tokens, **more))
 
 
 def with_path(url: str) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import transformers
 from safetensors.torch import load_file
+from transformers.utils import CONFIG_NAME
 
 from hf_drafthead.modeling.base import DraftHeadPreTrainedModel
 from hf_drafthead.modeling.files import edit_json, read_json
@@ -42,7 +43,8 @@ def base_fingerprint(base: Any) -> str:
     digest = hashlib.sha256()
     for name, parameter in sorted(base.named_parameters()):
         digest.update(f"{name} {tuple(parameter.shape)}".encode())
-        digest.update(parameter.detach().flatten()[:64].double().cpu().numpy().tobytes())
+        if not parameter.is_meta:  # of an offloaded layer
+            digest.update(parameter.detach().flatten()[:64].double().cpu().numpy().tobytes())
     return digest.hexdigest()[:16]
 
 
@@ -52,27 +54,35 @@ def recent_loss(history: Sequence[dict[str, Any]]) -> float | None:
     return round(sum(losses) / len(losses), 4) if losses else None
 
 
-def check_run(output: Path, run: dict[str, Any], resume: bool) -> None:
-    """Record in a folder of checkpoints what must stay the same, or refuse to resume with something else.
+def check_output(output: Path, resume: bool) -> None:
+    """Refuse a folder before anything is written to it.
 
     Raises:
-        ValueError: another run's checkpoints are there, or some are and they are not to be resumed.
+        ValueError: a training is to begin where checkpoints are, or to go on where there is no complete one; or the
+            folder is that of another model, such as the base.
     """
-    file = output / RUN
-    checkpoints = sorted(output.glob("checkpoint-*"))
-    if resume and file.is_file():
-        before = json.loads(file.read_text())
-        for name, value in run.items():
-            if before.get(name) != value:
-                raise ValueError(
-                    f"{str(output)!r} holds a training with {name} {before.get(name)!r}, this one has {value!r}: "
-                    "resume with the same, or give another --output."
-                )
-    elif checkpoints and not resume:
+    config = read_json(output / CONFIG_NAME) if (output / CONFIG_NAME).is_file() else {}
+    if not config.get("model_type", "drafthead_").startswith("drafthead_"):
+        raise ValueError(f"{str(output)!r} is the folder of a model without heads: give another --output.")
+    if resume and whole_checkpoint(output) is None:
+        raise ValueError(f"{str(output)!r} holds no complete checkpoint to resume from: leave --resume out.")
+    if not resume and (checkpoints := sorted(output.glob("checkpoint-*"))):
         raise ValueError(
             f"{str(output)!r} holds checkpoints of an earlier training ({checkpoints[-1].name}): continue it with "
             "--resume, or give another --output."
         )
+
+
+def check_run(output: Path, run: dict[str, Any], resume: bool) -> None:
+    """Record in a folder of checkpoints what must stay the same, or refuse to resume with something else."""
+    file = output / RUN
+    before = read_json(file) if resume and file.is_file() else {}
+    for name, value in run.items():
+        if before.get(name, value) != value:
+            raise ValueError(
+                f"{str(output)!r} holds a training with {name} {before[name]!r}, this one has {value!r}: "
+                "resume with the same, or give another --output."
+            )
     output.mkdir(parents=True, exist_ok=True)
     write_whole(file, json.dumps(run, indent=2) + "\n")
 
@@ -98,7 +108,7 @@ def save_whole(
         tokenizer.save_pretrained(folder)
         config = Path(folder) / "config.json"
         name = read_json(config).get("base_model_name_or_path")
-        if name and name.startswith(".." + os.sep):
+        if name and name.split(os.sep)[0] == os.pardir:
             edit_json(config, base_model_name_or_path=os.path.relpath(Path(folder) / name, output))
         files = [file for file in Path(folder).rglob("*") if file.is_file()]
         for file in sorted(files, key=lambda file: file.relative_to(folder) == Path("config.json")):

@@ -4,6 +4,7 @@ fresh heads (or trained ones) -> read data -> check the data -> train -> save he
 """
 
 import dataclasses
+import hashlib
 import json
 import os
 from collections.abc import Callable
@@ -17,7 +18,10 @@ from transformers import set_seed
 from transformers.trainer_utils import SchedulerType
 from transformers.utils import logging
 
+from hf_drafthead.generation.drafting import draft_vocabulary
 from hf_drafthead.generation.reader import Unsupported
+from hf_drafthead.generation.settings import DEFAULT_TREE
+from hf_drafthead.generation.tree import DraftTree
 from hf_drafthead.modeling.base import DraftHeadPreTrainedModel
 from hf_drafthead.modeling.base_model import last_layer
 from hf_drafthead.modeling.families import find_family, fresh_heads
@@ -94,6 +98,10 @@ def train_heads(
         FloatingPointError: the loss became NaN or infinite.
     """
     output, fields, load = Path(output), fields or {}, load or {}
+    if not dry_run:
+        record.check_output(output, resume)
+    if isinstance(data, (str, os.PathLike)) and Path(data).resolve() in output.resolve().parents:
+        raise ValueError(f"the output {str(output)!r} lies in the folder of the data, of which it would become a part.")
     settings = _settings(family, data, output, joint, load, arguments)
     first = settings.process_index == 0
     say = (tell or logger.warning) if first else lambda line: None
@@ -104,7 +112,7 @@ def train_heads(
     about["draft_vocab_coverage"] = examples.choose_vocabulary(model, prepared.rows) if heads is None else None
     about["likeness"] = _likeness(model, prepared, settings) if first else None
     if first and not dry_run:
-        record.check_run(output, _identity(model, prepared, about), resume)
+        record.check_run(output, _identity(model, tokenizer, prepared, about, settings), resume)
     trainer = _trainer(model, prepared, settings, joint, arguments)
     expected = _expected(trainer, prepared, say) if first else None
     settings.num_train_epochs = agreed(settings.num_train_epochs, settings)
@@ -112,7 +120,10 @@ def train_heads(
         with suppress(OSError):  # the Trainer makes the folder; one that holds something stays
             output.rmdir()
         return Trained(model, {"forecast": None if expected is None else vars(expected)})
-    trainer.resume(_checkpoint(output, expected, say) if resume else None)
+    checkpoint = record.whole_checkpoint(output) if resume else None
+    if checkpoint is not None and expected is not None:
+        say(f"resuming from step {checkpoint.name.rpartition('-')[2]} of {expected.steps}")
+    trainer.resume(checkpoint)
     summary = {**about, **_summary(trainer, prepared)}
     _save(trainer, tokenizer, prepared, summary)
     return Trained(model, summary, [*trainer.state.log_history])
@@ -178,6 +189,9 @@ def _model(
             )
     tokenizer = load_tokenizer(base, load.get("gguf_file"))
     tokenizer.chat_template = settings.chat_template or tokenizer.chat_template
+    choices = draft_vocabulary(model.base, model.drafter)
+    if choices < (least := DraftTree.from_name(DEFAULT_TREE).max_rank + 1):
+        raise ValueError(f"the heads choose among {choices} tokens: give a draft_vocab_size of at least {least}.")
     return model, tokenizer
 
 
@@ -295,16 +309,6 @@ def _expected(trainer: DraftHeadTrainer, data: PreparedData, tell: Tell) -> Fore
     return expected
 
 
-def _checkpoint(output: Path, expected: Forecast | None, tell: Tell) -> Path:
-    """The checkpoint to resume from."""
-    checkpoint = record.whole_checkpoint(output)
-    if checkpoint is None:
-        raise ValueError(f"{str(output)!r} holds no complete checkpoint to resume from: leave --resume out.")
-    if expected is not None:
-        tell(f"resuming from step {checkpoint.name.rpartition('-')[2]} of {expected.steps}")
-    return checkpoint
-
-
 def remarks(expected: Forecast, settings: DraftHeadTrainingArguments) -> list[str]:
     """What a user should know of a training before it begins."""
     lines = []
@@ -413,8 +417,15 @@ def _sharded() -> bool:
     return os.environ.get("ACCELERATE_USE_FSDP", "false").lower() in ("1", "true")
 
 
-def _identity(model: DraftHeadPreTrainedModel, data: PreparedData, about: dict[str, Any]) -> dict[str, Any]:
+def _identity(
+    model: DraftHeadPreTrainedModel,
+    tokenizer: Any,
+    data: PreparedData,
+    about: dict[str, Any],
+    settings: DraftHeadTrainingArguments,
+) -> dict[str, Any]:
     """What must stay the same when a training is resumed."""
+    same = ("max_length", "packing", "seed")
     values = {name: getattr(model.config, name) for name in sorted(model.config.heads_fields())}
     return {
         "family": about["family"],
@@ -422,4 +433,7 @@ def _identity(model: DraftHeadPreTrainedModel, data: PreparedData, about: dict[s
         "base": record.base_fingerprint(model.base),
         "data": data.sha256,
         "joint": about["joint"],
+        **{name: getattr(settings, name) for name in same},
+        "held_out_rows": len(data.held_out),
+        "chat_template": hashlib.sha256(repr(tokenizer.chat_template).encode()).hexdigest(),
     }

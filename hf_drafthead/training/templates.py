@@ -88,7 +88,7 @@ class ChatEncoder:
         self._template = tokenizer.get_chat_template()
         question, answer = {"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWER}
         try:
-            pair = self.render([question, answer])
+            pair, prompt = self.render([question, answer]), self.render([question], prompt=True)
         except Refused as error:
             raise ValueError(f"the chat template cannot show a question and an answer: {error}.") from None
         if pair.count(QUESTION) != 1 or pair.count(ANSWER) != 1:
@@ -98,7 +98,6 @@ class ChatEncoder:
         before, after = pair.split(ANSWER)
         self.trail, special = self._before_special(after)
         self.end_of_turn = self.trail + special
-        prompt = self.render([question], prompt=True)
         self.lead = before[len(prompt) :] if before.startswith(prompt) else ""
         # without one the answer's header, if there is any, would be taken for the assistant's words
         self._has_prompt = prompt != self.render([question]) or not self.lead.strip()

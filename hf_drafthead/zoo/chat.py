@@ -16,7 +16,7 @@ from huggingface_hub.constants import HF_HOME
 from huggingface_hub.utils.sha import sha_fileobj
 
 from hf_drafthead.modeling.checkpoint import WEIGHTS
-from hf_drafthead.modeling.files import edit_json
+from hf_drafthead.modeling.files import edit_json, read_json
 from hf_drafthead.modeling.gguf_files import gguf_arguments, load_tokenizer
 
 HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -74,7 +74,8 @@ def chat_heads(family: str) -> str:
     base, source = chat_base(), HEADS / family
     folder = FOLDER.with_name(f"{FOLDER.name}-{family}")
     weights = folder / WEIGHTS
-    if not weights.is_file() or _sha256(weights) != _sha256(source / WEIGHTS):
+    known = weights.is_file() and read_json(folder / "config.json")["base_model_name_or_path"] == base
+    if not known or _sha256(weights) != _sha256(source / WEIGHTS):
         with tempfile.TemporaryDirectory(dir=FOLDER.parent) as work:
             new = Path(work) / "new"
             shutil.copytree(source, new)

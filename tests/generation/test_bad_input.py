@@ -148,3 +148,11 @@ def test_embeddings_beside_an_empty_prompt_are_no_empty_prompt(model):
 def test_settings_are_checked_before_a_fallback_too(model):
     with pytest.raises(ValueError, match="acceptance is 'lossy'"):
         model.generate(**prompt(), max_new_tokens=3, num_beams=2, acceptance="lossy")
+
+
+@pytest.mark.parametrize("name", ["copies", "chooses", "reader", "settled"])
+def test_what_is_no_argument_of_generate_is_refused_as_by_the_base(name):
+    model = FAMILIES[0].build(shared_base("llama-gqa"))
+    for one in (model.base, model):
+        with pytest.raises(ValueError, match=f"not used by the model.*'{name}'"):
+            one.generate(**prompt(), max_new_tokens=4, **{name: 2})

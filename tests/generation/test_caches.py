@@ -24,7 +24,7 @@ histories = pytest.mark.parametrize("keeps_history", [False, True], ids=["last p
 
 
 def same_cache(one, other, visible: torch.Tensor | None = None, tolerance: float = 1e-5) -> None:
-    """Keys and values agree at all positions, or at those that `visible` (B, T) says are some row's own."""
+    """Keys and values agree at all positions, or at those that `visible` (B, T) says hold no padding of the prompt."""
     assert type(one) is type(other) and len(one.layers) == len(other.layers)
     assert one.get_seq_length() == other.get_seq_length()
     for mine, theirs in zip(one.layers, other.layers):
@@ -38,11 +38,10 @@ def same_cache(one, other, visible: torch.Tensor | None = None, tolerance: float
             torch.testing.assert_close(a.transpose(1, 2)[seen], b.transpose(1, 2)[seen], rtol=0, atol=tolerance)
 
 
-def rows_of_their_own(found: Agreement, inputs) -> torch.Tensor:
-    """(B, T) the positions of each row from its first token to its last: that of a row that ended early is fed too."""
-    visible = torch.zeros_like(found.got.sequences, dtype=torch.bool)
-    for row, (mask, own) in enumerate(zip(inputs["attention_mask"], found.new_tokens)):
-        visible[row, 9 - int(mask.sum()) : 9 + own] = True
+def behind_the_padding(found: Agreement, inputs) -> torch.Tensor:
+    """(B, T) the positions from each row's first token on: what the base reads behind the end of a row as well."""
+    visible = torch.ones_like(found.got.sequences, dtype=torch.bool)
+    visible[:, :9] = inputs["attention_mask"].bool()
     return visible[:, :-1]
 
 
@@ -61,11 +60,11 @@ def test_the_cache_of_a_batch_is_the_base_s(eos):
     found = agree(inputs=inputs, call={"max_new_tokens": 20, "eos_token_id": eos})
     assert (len(set(found.new_tokens)) > 1) == (eos is not None)
     mine, theirs = found.got.past_key_values, found.expected.past_key_values
-    same_cache(mine, theirs, rows_of_their_own(found, inputs))
+    same_cache(mine, theirs, behind_the_padding(found, inputs))
 
 
 @pytest.mark.parametrize("fixed", [{}, {"compile_config": CompileConfig()}], ids=["growing", "of fixed shapes"])
-def test_what_a_row_ends_with_in_the_last_step_is_read_where_others_go_on(fixed, untraced):
+def test_what_stands_behind_a_row_s_end_is_read_where_others_go_on(fixed, untraced):
     base, inputs = shared_base("llama-gqa"), prompt(2)
     text = base.generate(**inputs, max_new_tokens=12, eos_token_id=None)[:, 9:]
     # the second row has three tokens more than the first, which are its own in the last step
@@ -80,7 +79,7 @@ def test_what_a_row_ends_with_in_the_last_step_is_read_where_others_go_on(fixed,
     found = agree(base, inputs, guess, call=call, settings=fixed)
     assert found.new_tokens == [end + 1, end + 4] and found.got.accepted_lengths[0, -1] > 0
     mine, theirs = found.got.past_key_values, found.expected.past_key_values
-    same_cache(mine, theirs, rows_of_their_own(found, inputs))
+    same_cache(mine, theirs, behind_the_padding(found, inputs))
 
 
 def first_part(base, seed: int = 0, rows: int = 1):
@@ -164,6 +163,23 @@ def test_going_on_from_a_cache_of_a_padded_batch():
         "attention_mask": torch.cat([inputs["attention_mask"], torch.ones(3, 9, dtype=torch.long)], dim=1),
     }
     agree(base, longer, call=lambda: {"past_key_values": copy.deepcopy(cache), "max_new_tokens": 15})
+
+
+@every_kind
+@pytest.mark.parametrize("fixed", [{}, {"compile_config": CompileConfig()}], ids=["growing", "of fixed shapes"])
+def test_going_on_behind_the_padding_of_a_row_that_ended_early(fixed, kind, untraced):
+    base, inputs = base_of(kind), {"input_ids": prompt()["input_ids"].repeat(2, 1)}
+    inputs["input_ids"][1] = prompt(seed=1)["input_ids"]
+    first, second = base.generate(**inputs, max_new_tokens=14, eos_token_id=None)[:, 9:].tolist()
+    eos = next(token for token in first[:10] if token not in second)
+    found = agree(base, inputs, call={"max_new_tokens": 14, "eos_token_id": eos}, settings=fixed)
+    assert found.new_tokens[0] < found.new_tokens[1]
+    text = torch.cat([found.got.sequences, torch.tensor([[7], [30]])], dim=1)  # all of it is seen, padding too
+    longer = {"input_ids": text, "attention_mask": torch.ones_like(text)}
+    expected = base.generate(**longer, past_key_values=found.expected.past_key_values, max_new_tokens=12)
+    model = FAMILIES[0].build(base)
+    got = model.generate(**longer, past_key_values=found.got.past_key_values, max_new_tokens=12, draft_tree=TREE)
+    assert torch.equal(got, expected)
 
 
 @every_kind

@@ -31,6 +31,7 @@ CALLS = {
     "an assistant": (lambda base: {"assistant_model": tiny_base("llama", seed=9)}, "assisted generation"),
     "hidden states": (lambda base: {"output_hidden_states": True}, "attentions or hidden states are asked for"),
     "no cache": (lambda base: {"use_cache": False}, "use_cache is False"),
+    "no cache by None": (lambda base: {"use_cache": None}, "use_cache is None"),
     "a static cache": (lambda base: {"past_key_values": static_cache(base)}, "a cache of type StaticCache"),
     "a loop of the user's own": (lambda base: {"custom_generate": sampled_by_hand}, "custom_generate is given"),
 }

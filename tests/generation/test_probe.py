@@ -79,6 +79,19 @@ def test_what_lies_between_base_and_decoder_is_watched_and_what_lies_in_it_is_no
     assert watched(base)
 
 
+@pytest.mark.parametrize("kind", ["llama", "gemma2"])
+def test_another_lm_head_is_read_from_the_next_call_on(kind):
+    """An adapter puts another module in its place, too."""
+    model = FAMILIES[0].build(tiny_base(kind))
+    before = drafts(model)
+    head = model.base.get_output_embeddings()
+    other = torch.nn.Linear(head.in_features, head.out_features, bias=False, dtype=head.weight.dtype)
+    model.base.set_output_embeddings(other)
+    assert not torch.equal(drafts(model), before)  # each is the base's own text
+    model.base.set_output_embeddings(head)
+    assert torch.equal(drafts(model), before)
+
+
 def test_a_call_under_autocast_says_nothing_about_the_next():
     model = FAMILIES[0].build(tiny_base("llama", dtype=torch.float32))
     with torch.autocast("cpu", torch.bfloat16):

@@ -212,6 +212,18 @@ def test_a_length_criterion_of_the_user_s_own(max_length):
     assert found.new_tokens == [max(max_length - 9, 1)] * 2
 
 
+@pytest.mark.parametrize("length", [{"max_new_tokens": 6.5}, {"max_new_tokens": 6.0}, {"max_length": 20.0}], ids=str)
+def test_lengths_that_are_no_whole_numbers(length):
+    agree(inputs=prompt(2), call={**length, "eos_token_id": None})
+
+
+@pytest.mark.parametrize("padding", [-1, 10**6])
+def test_padding_that_no_row_needs_may_be_no_token(padding):
+    never = next(token for token in range(3, 60) if not free_text(3).eq(token).any())
+    call = {"max_new_tokens": 20, "eos_token_id": never, "pad_token_id": padding}
+    agree(inputs=prompt(3), guess=lambda row, position: 0 if row else None, call=call)  # some are done before the first
+
+
 def test_a_time_that_is_up_at_once():
     assert agree(inputs=prompt(2), call={"max_new_tokens": 20, "max_time": 1e-9}).new_tokens == [1, 1]
 

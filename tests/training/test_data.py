@@ -234,6 +234,15 @@ def test_bad_files_are_refused_in_one_line(tmp_path, name):
     assert text in str(error.value) and "\n" not in str(error.value)
 
 
+def test_half_a_character_is_replaced(tmp_path):
+    """Where an emoji was cut, no tokenizer takes what is left of it."""
+    write_lines(tmp_path / "cut.jsonl", [{"text": "a \ud83d b \U0001f600"}])
+    assert "\\ud83d" in (tmp_path / "cut.jsonl").read_text()
+    for streaming in (False, True):
+        (row,) = read_rows(tmp_path / "cut.jsonl", streaming=streaming)
+        assert row["text"] == "a \N{REPLACEMENT CHARACTER} b \U0001f600"
+
+
 @pytest.mark.parametrize("name", ["line.jsonl", "within.json", "form.jsonl"])
 def test_a_stream_names_the_line_as_well(tmp_path, name):
     content, _, text = BAD_FILES[name]

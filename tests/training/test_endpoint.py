@@ -55,7 +55,7 @@ class Server:
     Attributes:
         asked: what was asked, in order.
         fails: given the number of a request, the status to answer with, "drop" to say nothing at all, a message to
-            answer with, None to recite.
+            answer with, the bytes of an answer, None to recite.
         questions: what it says to raw prompts, if it is not to recite.
     """
 
@@ -83,6 +83,8 @@ class Server:
                 if trouble == "drop":
                     self.connection.close()
                     return
+                if isinstance(trouble, bytes):
+                    return self._send(200, trouble)
                 if isinstance(trouble, int):
                     return self._send(trouble, {"error": {"message": f"trouble {trouble}"}})
                 said = body["prompt"] if "prompt" in body else body["messages"][-1]["content"]
@@ -100,7 +102,7 @@ class Server:
                 )
 
             def _send(self, status, content):
-                sent = json.dumps(content).encode()
+                sent = content if isinstance(content, bytes) else json.dumps(content).encode()
                 self.send_response(status)
                 self.send_header("Content-Type", "application/json")
                 self.send_header("Content-Length", str(len(sent)))
@@ -235,6 +237,14 @@ def test_a_server_that_cannot_be_used_is_named_in_one_line(tmp_path, capsys, sta
     said = capsys.readouterr().err
     assert ended.value.code == 2 and said.count("\n") == 1
     assert f"answers {status} (" in said and "--model 'letters' and OPENAI_API_KEY; the same command resumes." in said
+
+
+@pytest.mark.parametrize("answer", [b"<html>", b'{"choices": []}', b'{"error": "no"}', b"{broken"])
+def test_a_server_that_answers_something_else_is_named_in_one_line(tmp_path, answer):
+    with Server(lambda number: answer) as server, pytest.raises(OSError) as error:
+        ask(server, CHATS, tmp_path / "out.jsonl")
+    said = str(error.value)
+    assert said.startswith(f"the server at '{server.url}") and "resumes." in said and "\n" not in said
 
 
 @pytest.mark.parametrize(

@@ -78,7 +78,7 @@ def test_a_tree_is_calibrated_at_the_end_where_it_is_asked_for(place, tmp_path, 
     loaded.generate(
         torch.full((1, 4), 70), max_new_tokens=6, on_step=lambda record: nodes.add(record.drafted if record.step else 0)
     )
-    assert nodes == {0, len(entry["tree"]) + 1}
+    assert nodes == {0, max(len(entry["tree"]), entry["lookup"]) + 1}
 
 
 def test_a_training_without_enough_text_to_calibrate_on_is_saved_all_the_same(place, tmp_path, caplog):
@@ -224,8 +224,13 @@ def test_what_had_come_to_its_end_is_only_loaded(place, tmp_path, steps_taken):
         ({"data": "other.jsonl"}, "holds a training with data '[0-9a-f]{64}', this one has"),
         ({"base": "other"}, "holds a training with base '[0-9a-f]{16}', this one has"),
         ({"base": "touched"}, "holds a training with base '[0-9a-f]{16}', this one has"),
+        ({"max_length": 40}, "holds a training with max_length 128, this one has 40: resume with the same"),
+        ({"held_out_rows": 4}, "holds a training with held_out_rows 3, this one has 4"),
+        ({"seed": 1}, "holds a training with seed 42, this one has 1"),
+        ({"packing": True}, "holds a training with packing False, this one has True"),
+        ({"chat_template": CHATML}, "holds a training with chat_template '[0-9a-f]{64}', this one has"),
     ],
-    ids=["family", "config", "data", "base", "base of other weights"],
+    ids=["family", "config", "data", "base", "other weights", "length", "held out", "seed", "packing", "template"],
 )
 def test_going_on_with_something_else_is_refused(changed, line, place, tmp_path):
     tiny_base(seed=1, dtype=torch.float32, vocab_size=1024, max_position_embeddings=128).save_pretrained(
@@ -242,8 +247,9 @@ def test_going_on_with_something_else_is_refused(changed, line, place, tmp_path)
     given = {"family": "medusa", "base": "base", "data": "texts.jsonl", "fields": {}}
     settings = {**QUICK, "max_steps": 2, "save_steps": 1, "eval_strategy": "no"}
 
-    def run(output, resume, base, family, data, fields):
-        train_heads(str(place / base), family, str(place / data), output, fields=fields, resume=resume, **settings)
+    def run(output, resume, base, family, data, fields, **other):
+        paths = (str(place / base), family, str(place / data), output)
+        train_heads(*paths, fields=fields, resume=resume, **{**settings, **other})
 
     run(tmp_path / "run", False, **given)
     with pytest.raises(ValueError, match=line):
@@ -383,6 +389,14 @@ def test_bad_input(place, tmp_path):
     train(place, tmp_path / "hydra", "hydra")
     with pytest.raises(ValueError, match=r"are 'hydra' heads, not 'hydra\+\+' ones: give --family hydra\."):
         train(place, tmp_path / "g", "hydra++", heads=str(tmp_path / "hydra"))
+    before = (place / "base" / "model.safetensors").read_bytes()
+    with pytest.raises(ValueError, match="is the folder of a model without heads: give another --output"):
+        train(place, place / "base")
+    assert (place / "base" / "model.safetensors").read_bytes() == before
+    with pytest.raises(ValueError, match="lies in the folder of the data"):
+        train_heads(str(place / "base"), "medusa", str(tmp_path / "hydra"), tmp_path / "hydra" / "heads", **QUICK)
+    with pytest.raises(ValueError, match="the heads choose among 3 tokens: give a draft_vocab_size of at least 10"):
+        train(place, tmp_path / "h", fields={"draft_vocab_size": 3})
     check_run(tmp_path / "f", {"family": "medusa"}, resume=False)
     with pytest.raises(
         ValueError, match="holds a training with family 'medusa', this one has 'hydra': resume with the"
@@ -446,6 +460,15 @@ def test_refused_rows_are_told(place, tmp_path, caplog, monkeypatch):
     (tmp_path / "texts.jsonl").write_text("\n".join([*texts, json.dumps({"text": None})]))
     train_heads(str(place / "base"), "medusa", str(tmp_path / "texts.jsonl"), tmp_path / "heads", **QUICK)
     assert "refused" in caplog.text and "texts.jsonl row 24" in caplog.text
+    bad = [json.dumps({"text": None}), json.dumps({"text": None, "unused": True, "given": 10**30, "ids": [10**12]})]
+    (tmp_path / "first.jsonl").write_text("\n".join([*bad, *texts]))
+    settings = {**QUICK, "held_out_rows": 1}
+    trained = train_heads(str(place / "base"), "medusa", str(tmp_path / "first.jsonl"), tmp_path / "first", **settings)
+    report = trained.summary["data_report"]
+    assert report["refused"] == 2 and [name.partition(":")[0] for name in report["refusals"]] == [
+        "first.jsonl row 0",
+        "first.jsonl row 1",
+    ]
 
 
 def test_short_rows_are_no_harm(place, tmp_path):

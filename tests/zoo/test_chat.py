@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -65,6 +66,14 @@ def test_heads_lie_beside_the_base_with_its_tokenizer(bundled):
     bundled.save_pretrained(chat.HEADS / "medusa")  # a newer version brings other heads
     newer = AutoModelForCausalLM.from_pretrained(zoo.chat_heads("medusa"))
     assert torch.equal(next(newer.drafter.parameters()), next(bundled.drafter.parameters()))
+
+
+def test_heads_follow_a_base_that_was_moved(bundled, tmp_path, monkeypatch):
+    place = Path(zoo.chat_heads("medusa"))
+    shutil.copytree(place.parent, tmp_path / "moved")
+    monkeypatch.setattr(chat, "FOLDER", tmp_path / "moved" / chat.FOLDER.name)
+    moved = AutoModelForCausalLM.from_pretrained(zoo.chat_heads("medusa"))
+    assert moved.base.name_or_path == zoo.chat_base() == str(chat.FOLDER)
 
 
 def test_the_demo_shows_it_where_it_is_installed(bundled, capsys, tmp_path):
