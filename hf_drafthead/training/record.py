@@ -7,17 +7,20 @@ import os
 import platform
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from transformers.utils import CONFIG_NAME
 
+from hf_drafthead.generation.slots import out_of_memory
 from hf_drafthead.modeling.base import DraftHeadPreTrainedModel
-from hf_drafthead.modeling.files import edit_json, read_json
+from hf_drafthead.modeling.files import edit_json, in_one_line, read_json
 from hf_drafthead.version import __version__
 
 SUMMARY = "training_summary.json"
@@ -87,6 +90,19 @@ def check_run(output: Path, run: dict[str, Any], resume: bool) -> None:
     write_whole(file, json.dumps(run, indent=2) + "\n")
 
 
+@contextmanager
+def writing(folder: str | Path) -> Iterator[None]:
+    """Turn what torch and safetensors raise on a full disk into one line; OSError."""
+    try:
+        yield
+    except (OSError, RuntimeError, SafetensorError) as error:
+        if out_of_memory(error):
+            raise
+        raise OSError(
+            f"{str(folder)!r} cannot be written ({in_one_line(error)}): what was there before is whole."
+        ) from error
+
+
 def save_whole(
     model: DraftHeadPreTrainedModel,
     tokenizer: Any,
@@ -102,7 +118,7 @@ def save_whole(
     Raises:
         OSError: there is no space, or no permission to write.
     """
-    with tempfile.TemporaryDirectory(dir=output, prefix=".saving-") as folder:
+    with writing(output), tempfile.TemporaryDirectory(dir=output, prefix=".saving-") as folder:
         # a relative path of the base is relative to the folder, and this one is a level deeper
         model.save_pretrained(folder, include_base=include_base, state_dict=state_dict)
         tokenizer.save_pretrained(folder)

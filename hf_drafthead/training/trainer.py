@@ -26,6 +26,7 @@ from hf_drafthead.training.arguments import DraftHeadTrainingArguments
 from hf_drafthead.training.callbacks import CheckGradients, Clock
 from hf_drafthead.training.expected_tokens_per_step import ExpectedTokensPerStep
 from hf_drafthead.training.heads_loss import RANKS, HeadsLoss, heads_share, label_counts
+from hf_drafthead.training.record import writing
 
 logger = logging.get_logger(__name__)
 
@@ -227,6 +228,10 @@ class DraftHeadTrainer(Trainer):
         named = self.accelerator.unwrap_model(self.model).base.named_parameters()
         tensors = {f"base.{name}": each.detach().contiguous() for name, each in named if each.requires_grad}
         save_file(tensors, Path(output_dir or self.args.output_dir) / BASE_WEIGHTS)
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        with writing(self.args.output_dir):
+            super()._save_checkpoint(model, trial)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         super()._load_from_checkpoint(resume_from_checkpoint, model)

@@ -323,6 +323,23 @@ def test_a_save_that_fails_leaves_what_was_there(place, tmp_path, monkeypatch):
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
 
 
+def test_a_disk_that_fills_up_costs_the_steps_since_the_last_checkpoint(place, tmp_path, monkeypatch, steps_taken):
+    save = torch.save
+
+    def full(value, place, *args, **kwargs):
+        if "checkpoint-3" in str(place):
+            raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 64 vs 0")
+        return save(value, place, *args, **kwargs)
+
+    settings = {"max_steps": 4, "save_steps": 1, "eval_strategy": "no"}
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "save", full)
+        with pytest.raises(OSError, match=r"run' cannot be written \(RuntimeError: .* pos 64 vs 0\): what was there"):
+            train(place, tmp_path / "run", **settings)
+    steps_taken.clear()
+    assert train(place, tmp_path / "run", resume=True, **settings).summary["steps"] == 4 and steps_taken == [3, 4]
+
+
 @pytest.mark.slow
 def test_a_killed_training_can_be_resumed(place, tmp_path, steps_taken):
     script = (
