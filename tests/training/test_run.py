@@ -224,13 +224,8 @@ def test_what_had_come_to_its_end_is_only_loaded(place, tmp_path, steps_taken):
         ({"data": "other.jsonl"}, "holds a training with data '[0-9a-f]{64}', this one has"),
         ({"base": "other"}, "holds a training with base '[0-9a-f]{16}', this one has"),
         ({"base": "touched"}, "holds a training with base '[0-9a-f]{16}', this one has"),
-        ({"max_length": 40}, "holds a training with max_length 128, this one has 40: resume with the same"),
-        ({"held_out_rows": 4}, "holds a training with held_out_rows 3, this one has 4"),
-        ({"seed": 1}, "holds a training with seed 42, this one has 1"),
-        ({"packing": True}, "holds a training with packing False, this one has True"),
-        ({"chat_template": CHATML}, "holds a training with chat_template '[0-9a-f]{64}', this one has"),
     ],
-    ids=["family", "config", "data", "base", "other weights", "length", "held out", "seed", "packing", "template"],
+    ids=["family", "config", "data", "base", "base of other weights"],
 )
 def test_going_on_with_something_else_is_refused(changed, line, place, tmp_path):
     tiny_base(seed=1, dtype=torch.float32, vocab_size=1024, max_position_embeddings=128).save_pretrained(
@@ -247,9 +242,8 @@ def test_going_on_with_something_else_is_refused(changed, line, place, tmp_path)
     given = {"family": "medusa", "base": "base", "data": "texts.jsonl", "fields": {}}
     settings = {**QUICK, "max_steps": 2, "save_steps": 1, "eval_strategy": "no"}
 
-    def run(output, resume, base, family, data, fields, **other):
-        paths = (str(place / base), family, str(place / data), output)
-        train_heads(*paths, fields=fields, resume=resume, **{**settings, **other})
+    def run(output, resume, base, family, data, fields):
+        train_heads(str(place / base), family, str(place / data), output, fields=fields, resume=resume, **settings)
 
     run(tmp_path / "run", False, **given)
     with pytest.raises(ValueError, match=line):
@@ -258,6 +252,20 @@ def test_going_on_with_something_else_is_refused(changed, line, place, tmp_path)
         ValueError, match=r"holds checkpoints of an earlier training \(checkpoint-2\): continue it with"
     ):
         run(tmp_path / "run", False, **given)
+
+
+def test_going_on_with_other_rows_is_refused(place, tmp_path):
+    settings = {"max_steps": 2, "save_steps": 1, "eval_strategy": "no"}
+    train(place, tmp_path / "run", **settings)
+    for changed, line in (
+        ({"max_length": 40}, "holds a training with max_length 128, this one has 40: resume with the same"),
+        ({"held_out_rows": 4}, "holds a training with held_out_rows 3, this one has 4"),
+        ({"seed": 1}, "holds a training with seed 42, this one has 1"),
+        ({"packing": True}, "holds a training with packing False, this one has True"),
+        ({"chat_template": CHATML}, "holds a training with chat_template '[0-9a-f]{64}', this one has"),
+    ):
+        with pytest.raises(ValueError, match=line):
+            train(place, tmp_path / "run", resume=True, **{**settings, **changed})
 
 
 def test_a_loss_that_is_no_number_stops_before_the_weights(tmp_path):
