@@ -72,7 +72,7 @@ def _apply(function, args, kwargs):
 class CallConfig(GenerationConfig):
     """The settings of one call, in which None is an answer: the base's own defaults do not fill it."""
 
-    _settled: tuple[str, ...] = ()  # a name without the line would be an argument of `generate`
+    _settled: tuple[str, ...] = ()  # a public attribute would be an argument of `generate`
 
     def update(self, defaults_only: bool = False, allow_custom_entries: bool = False, **kwargs: Any) -> dict[str, Any]:
         if defaults_only:
@@ -271,7 +271,7 @@ class DraftHeadGenerationMixin(GenerationMixin):
         return known[key]
 
     def _loop(self, **ours: Any) -> Callable[..., Any]:
-        """`_decode` as the base's `custom_generate`, of whose arguments transformers takes all names from a call."""
+        """`_decode` as the base's `custom_generate`, which shows none of `ours`: a call could set them by name."""
         decode = functools.partial(self._decode, **ours)
         return lambda *given, **model_kwargs: decode(*given, **model_kwargs)
 

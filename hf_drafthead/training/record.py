@@ -99,7 +99,8 @@ def writing(folder: str | Path) -> Iterator[None]:
         if out_of_memory(error):
             raise
         raise OSError(
-            f"{str(folder)!r} cannot be written ({in_one_line(error)}): what was there before is whole."
+            f"{str(folder)!r} cannot be written ({in_one_line(error)}): what was there before is whole; free some "
+            "space, then try again."
         ) from error
 
 

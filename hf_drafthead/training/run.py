@@ -101,7 +101,7 @@ def train_heads(
     if not dry_run:
         record.check_output(output, resume)
     if isinstance(data, (str, os.PathLike)) and Path(data).resolve() in output.resolve().parents:
-        raise ValueError(f"the output {str(output)!r} lies in the folder of the data, of which it would become a part.")
+        raise ValueError(f"the output {str(output)!r} lies in the folder of the data: give a folder outside of it.")
     settings = _settings(family, data, output, joint, load, arguments)
     first = settings.process_index == 0
     say = (tell or logger.warning) if first else lambda line: None
