@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch.utils.data import Dataset
 from transformers import DynamicCache, PreTrainedModel
 
+from hf_drafthead.generation.releases import CACHE
 from hf_drafthead.training.heads_loss import IGNORED
 
 GIVEN = 64  # tokens of a row that come from the corpus; the rest is the base's own
@@ -85,6 +86,6 @@ def _continue_batch(base: PreTrainedModel, starts: torch.Tensor, length: int) ->
     cache = DynamicCache(config=base.config)
     columns = [starts]
     for _ in range(length - starts.shape[1]):
-        logits = base(input_ids=columns[-1], past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+        logits = base(input_ids=columns[-1], **{CACHE: cache}, use_cache=True, logits_to_keep=1).logits
         columns.append(logits[:, -1:].argmax(-1))
     return torch.cat(columns, dim=1)

@@ -22,6 +22,7 @@ from hf_drafthead.evaluation.loading import process_state
 from hf_drafthead.evaluation.measurement import Measurement, Round, Run, answer_quality, summed_up
 from hf_drafthead.evaluation.questions import Question
 from hf_drafthead.evaluation.rounding import BaseCall
+from hf_drafthead.generation.releases import CACHE
 from hf_drafthead.generation.slots import out_of_memory
 from hf_drafthead.generation.tree import DraftTree
 from hf_drafthead.trees.rank_paths import rank_paths
@@ -142,8 +143,8 @@ class BenchRun:
             with calls.counted_forwards(self.model.base) as forwards_of_call:
                 output = self.methods[name](inputs, self.settings)
             forwards[name] = len(forwards_of_call)
-            if getattr(output, "past_key_values", None) is not None:
-                output.past_key_values = None  # else it would count as memory of the next method
+            if getattr(output, CACHE, None) is not None:
+                setattr(output, CACHE, None)  # else it would count as memory of the next method
             return output
 
         timed = {name: functools.partial(counted, name) for name in self.methods}

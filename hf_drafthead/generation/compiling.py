@@ -24,7 +24,8 @@ import torch
 from torch import fx, nn
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
-CACHE_ARGUMENTS = ("past_key_values", "past_key_value", "layer_past")
+from hf_drafthead.generation.releases import cache_argument
+
 # before this argument came (torch 2.13) every layer is traced anew, and nothing is saved
 REUSED = "reuse_hash_fn" in inspect.signature(torch.compiler.nested_compile_region).parameters
 MOST = 48  # rows
@@ -97,13 +98,14 @@ def repeated(base: nn.Module) -> Iterator[nn.Module]:
     for modules in base.modules():
         if isinstance(modules, nn.ModuleList) and len(modules) > 1 and len(set(map(type, modules))) == 1:
             for module in modules:
-                if _cache_argument_of(module) and _number_of(module) is not None and "forward" not in module.__dict__:
+                takes_cache = cache_argument(type(module).forward) is not None
+                if takes_cache and _number_of(module) is not None and "forward" not in module.__dict__:
                     yield module
 
 
 def _forward_of(layer: nn.Module) -> Callable:
     """The forward of a layer, which hands tensors in place of the cache to the region."""
-    name, number = str(_cache_argument_of(layer)), _number_of(layer)
+    name, number = str(cache_argument(type(layer).forward)), _number_of(layer)
     names = list(inspect.signature(layer.forward).parameters)
 
     def forward(*args: Any, **given: Any) -> Any:
@@ -120,11 +122,6 @@ def _forward_of(layer: nn.Module) -> Callable:
         return _one_layer(itself, name, layer_cache.keys, layer_cache.values, first, form, *leaves)
 
     return forward
-
-
-def _cache_argument_of(layer: nn.Module) -> str | None:
-    known = inspect.signature(type(layer).forward).parameters
-    return next((name for name in CACHE_ARGUMENTS if name in known), None)
 
 
 def _number_of(layer: nn.Module) -> int | None:

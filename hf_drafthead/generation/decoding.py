@@ -21,6 +21,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from hf_drafthead.generation.lookup import accepted_copies
 from hf_drafthead.generation.reader import BaseReader, position_table, prefill_inputs
+from hf_drafthead.generation.releases import CACHE
 from hf_drafthead.generation.rules import Rules
 from hf_drafthead.generation.runner import Execution, Runner
 from hf_drafthead.generation.settings import DraftSettings, DraftSwitch
@@ -63,13 +64,13 @@ def decode(
         reader: how to run the base.
         streamer: is given the prompt and every committed token.
         on_step: is given a record of the prefill and of every step.
-        inputs: the base's model inputs: attention_mask, position_ids, past_key_values, inputs_embeds.
+        inputs: the base's model inputs: attention_mask, position_ids, the cache, inputs_embeds.
 
     Returns:
         (B, length) token ids, or the output class where `return_dict_in_generate` asks for it.
     """
     stream, drafter = Stream(streamer, input_ids), model.drafter
-    ordinary_cache = inputs.pop("past_key_values")
+    ordinary_cache = inputs.pop(CACHE)
     known = int(ordinary_cache.get_seq_length())
     watch = Stopwatch(on_step is not None, reader.base.device)
     state = prefill(reader, drafter, settings.tree, input_ids, rules, inputs, ordinary_cache, stream)
@@ -243,8 +244,8 @@ def finish(
         sequences=sequences,
         scores=tuple(rules.scores[:new]) if rules.keeps_scores else None,
         logits=tuple(rules.logits[:new]) if rules.keeps_logits else None,
-        past_key_values=ordinary_cache,
         accepted_lengths=steps.reshape(-1, len(state.lengths)).T,
+        **{CACHE: ordinary_cache},
     )
 
 
@@ -266,7 +267,7 @@ def _run_prompt(reader: BaseReader, arguments: dict, chunk: int | None) -> tuple
     Returns:
         logits at the last position, and features at all of them (B, T, F*H).
     """
-    tokens, cache = arguments.get("input_ids"), arguments["past_key_values"]
+    tokens, cache = arguments.get("input_ids"), arguments[CACHE]
     mask, positions = arguments.get("attention_mask"), arguments.get("position_ids")
     chunks = [tokens] if chunk is None or tokens is None else tokens.split(chunk, dim=1)
     parts, known = [], cache.extent

@@ -20,6 +20,7 @@ from hf_drafthead.generation.decoding import decode
 from hf_drafthead.generation.drafting import draft_vocabulary
 from hf_drafthead.generation.entries import CalibrationKey
 from hf_drafthead.generation.reader import BaseReader, Unsupported, check_length, circumstances, probe, probe_tokens
+from hf_drafthead.generation.releases import CACHE, with_cache
 from hf_drafthead.generation.rules import ROW_BY_ROW, Rules
 from hf_drafthead.generation.runner import Execution
 from hf_drafthead.generation.settings import AUTO, DraftSettings
@@ -37,7 +38,7 @@ FRAME_WORDS = 1 << 15  # of 8 bytes; a frame of so many gets a block of twice as
 KNOWN_INPUTS = {
     "attention_mask",
     "position_ids",
-    "past_key_values",
+    CACHE,
     "inputs_embeds",
     "use_cache",
     "logits_to_keep",
@@ -149,7 +150,7 @@ class DraftHeadGenerationMixin(GenerationMixin):
             raise ValueError(
                 "the prompt is empty (0 tokens): give at least one token, such as the tokenizer's beginning of text."
             )
-        config, kwargs = self._merged_config(generation_config, kwargs)
+        config, kwargs = self._merged_config(generation_config, with_cache(CACHE, kwargs))
         asked = {
             "draft_tree": draft_tree,
             "acceptance": acceptance,
@@ -300,7 +301,7 @@ class DraftHeadGenerationMixin(GenerationMixin):
         inputs = _of_text(base, call)
         if unknown := sorted(set(inputs) - KNOWN_INPUTS):
             raise Unsupported(f"the base takes the model input {', '.join(unknown)}")
-        past, position_ids = inputs.get("past_key_values"), inputs.get("position_ids")
+        past, position_ids = inputs.get(CACHE), inputs.get("position_ids")
         if past is None or not can_load(past):
             raise Unsupported(f"a cache of type {type(past).__name__} cannot be compacted")
         if position_ids is not None and position_ids.dim() != 2:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
+from hf_drafthead.generation.releases import CACHE, cache_argument, with_cache
 from hf_drafthead.generation.slots import SlotCache, out_of_memory, padded, slot_mask, writing_layers
 from hf_drafthead.generation.tree import DraftTree, Topology
 
@@ -69,6 +70,11 @@ class BaseReader:
     split: bool
     reads: tuple[int, ...]
     output: OutputLayer
+    cache_name: str = field(init=False)  # that the forward has for it, which a compiler must not look up
+
+    def __post_init__(self) -> None:
+        module = self.base.get_decoder() if self.split else self.base
+        object.__setattr__(self, "cache_name", cache_argument(module.forward) or CACHE)
 
     @classmethod
     def of_texts(
@@ -94,6 +100,7 @@ class BaseReader:
 
     def read(self, inputs: dict) -> Reading:
         """A forward with the base's own arguments."""
+        inputs = with_cache(self.cache_name, inputs)
         last_layer_only = self.reads in ((-1,), ())
         if self.split:
             wanted = {} if last_layer_only else {"output_hidden_states": True}
@@ -126,7 +133,7 @@ class BaseReader:
         cache.extent, stop = start, start + tokens.shape[1]
         positions = torch.arange(start, stop, device=tokens.device) + position_shift
         mask = None if visible is None else padded(visible, stop)
-        inputs = {"input_ids": tokens, "attention_mask": mask, "position_ids": positions, "past_key_values": cache}
+        inputs = {"input_ids": tokens, "attention_mask": mask, "position_ids": positions, CACHE: cache}
         self.read({**inputs, "use_cache": True})
 
     def nodes(
@@ -159,7 +166,7 @@ class BaseReader:
                 for kind, window in self.windows.items()
             }
             mask = masks if len(masks) > 1 else next(iter(masks.values()))
-        inputs = {"input_ids": tokens, "attention_mask": mask, "position_ids": positions, "past_key_values": cache}
+        inputs = {"input_ids": tokens, "attention_mask": mask, "position_ids": positions, CACHE: cache}
         reading = self.read({**inputs, "use_cache": True})
         return self.output(reading.scores) if self.split else reading.scores, reading.features
 
@@ -261,7 +268,7 @@ def probe(base: PreTrainedModel, reads: tuple[int, ...]) -> BaseReader:
         output = OutputLayer(base)
         reader = BaseReader(base, windows, splits(base, output), reads, output)
         cache = SlotCache(2, writing_layers(config), capacity=16, nodes=3)
-        reader(True, input_ids=past.expand(2, -1), past_key_values=cache, use_cache=True)
+        reader(True, **{"input_ids": past.expand(2, -1), CACHE: cache, "use_cache": True})
         cache.count(len(past))
         topology = tree.topology(device)
         nodes = torch.stack([torch.cat([root, left, right]), torch.cat([root, right, left])])
@@ -468,5 +475,5 @@ def prefill_inputs(base: PreTrainedModel, input_ids: torch.Tensor, config, input
         seen = mask.shape[1] if mask is not None else getattr(config, "_mask_length", -1)
         rest = input_ids.shape[1] - known if seen == input_ids.shape[1] else None
     return base.prepare_inputs_for_generation(
-        input_ids, next_sequence_length=rest, is_first_iteration=True, past_key_values=past, **inputs
+        input_ids, next_sequence_length=rest, is_first_iteration=True, **{CACHE: past}, **inputs
     )

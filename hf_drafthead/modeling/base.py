@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers.utils import logging
 
+from hf_drafthead.generation.releases import CACHE, cache_argument, with_cache
 from hf_drafthead.modeling.adapters import (
     ADAPTER_FOLDER,
     active_adapter,
@@ -210,6 +211,7 @@ class DraftHeadPreTrainedModel(LoadableModel):
         labels: Tensor | None = None,
         logits_to_keep: int | Tensor | None = None,
         training_loss: Callable[..., Any] | None = None,
+        cache: Any = None,
         **kwargs: Any,
     ) -> Any:
         """The base's own forward: the heads take no part in it; but in training mode labels train the heads.
@@ -220,14 +222,17 @@ class DraftHeadPreTrainedModel(LoadableModel):
         Args:
             training_loss: return `training_loss(model, **kwargs)` instead. A Trainer asks for the heads' loss through
                 this, because what wraps a model to distribute it only sees calls of `forward`.
+            cache, past_key_values: two names of one argument; the base is given the one that its release knows.
         """
         if training_loss is not None:
             return training_loss(self, **kwargs)
         if labels is not None and self.training:
             if self.heads_output is None:
                 raise ImportError("labels train the heads with hf_drafthead: install it, and import it before loading.")
-            others = {"inputs_embeds": inputs_embeds, "past_key_values": past_key_values, **kwargs}
-            return self.heads_output(input_ids, labels, attention_mask, position_ids, **others)
+            others = with_cache(CACHE, {"past_key_values": past_key_values, "cache": cache, **kwargs})
+            return self.heads_output(
+                input_ids, labels, attention_mask, position_ids, inputs_embeds=inputs_embeds, **others
+            )
         # a trainer may put its own forward before ours, and ask for the output of a base that is frozen
         wrapped = self.training and "forward" in self.__dict__ and torch.is_grad_enabled()
         if wrapped and not any(parameter.requires_grad for parameter in self.base.parameters()):
@@ -241,13 +246,15 @@ class DraftHeadPreTrainedModel(LoadableModel):
             "attention_mask": attention_mask,
             "position_ids": position_ids,
             "past_key_values": past_key_values,
+            "cache": cache,
             "inputs_embeds": inputs_embeds,
             "labels": labels,
             "logits_to_keep": logits_to_keep,
             **kwargs,
         }
         # Not every base knows every argument: pass on only what was given.
-        return self.base(**{name: value for name, value in given.items() if value is not None})
+        named = with_cache(cache_argument(self.base.forward) or CACHE, given)
+        return self.base(**{name: value for name, value in named.items() if value is not None})
 
     @classmethod
     def can_generate(cls) -> bool:

@@ -17,6 +17,7 @@ from transformers.initialization import no_init_weights
 from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
 from hf_drafthead.generation.reader import CHOOSES_KEYS
+from hf_drafthead.generation.releases import CACHE, cache_argument
 from hf_drafthead.generation.slots import SlotCache, slot_mask
 from hf_drafthead.modeling.chain_attention import CHAINS
 
@@ -52,8 +53,7 @@ class DecoderLayer(nn.Module):
         self.norm = norms[0] if final_norm and norms else nn.Identity()
         self._sdpa = model._supports_sdpa
         self._takes_causal_flag = model.config._attn_implementation == "sdpa"
-        layer_arguments = inspect.signature(type(self.layer).forward).parameters
-        self._cache_argument = "layer_past" if "layer_past" in layer_arguments else "past_key_values"
+        self._cache_argument = cache_argument(type(self.layer).forward) or CACHE
         # Models with several kinds of layers ask which kind the frequencies are for.
         several = "layer_type" in inspect.signature(type(self.rotary).forward).parameters
         self._rotary_kind = {"layer_type": "full_attention"} if several else {}

@@ -6,6 +6,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_drafthead.generation.reader import BaseReader, probe
+from hf_drafthead.generation.releases import CACHE
 from hf_drafthead.generation.tree import DraftTree
 from tests.bases import CANNOT_SDPA, SIZES, SPECIAL, VOCABULARY, tiny_base
 from tests.drafters import Drafted, half_right
@@ -109,7 +110,7 @@ def test_whether_the_decoder_can_be_run_alone(kind):
 def test_padding_under_eager_attention_in_float32(kind):
     base = shared_base(kind, attn_implementation="eager", dtype=torch.float32)
     found = agree(base, prompt(4), call={"max_new_tokens": 16}, tolerance=1e-3)
-    assert found.got.past_key_values.layers[0].keys.isfinite().all()
+    assert found.got[CACHE].layers[0].keys.isfinite().all()
 
 
 @pytest.mark.parametrize("rows", [1, 3])

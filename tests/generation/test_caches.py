@@ -7,6 +7,7 @@ import torch
 from transformers import CompileConfig, DynamicCache
 
 from hf_drafthead.generation import SlotCache
+from hf_drafthead.generation.releases import CACHE
 from tests.drafters import Drafted, half_right, right
 from tests.families import FAMILIES
 from tests.generation.agreement import TREE, Agreement, agree, prompt, shared_base
@@ -50,8 +51,8 @@ def behind_the_padding(found: Agreement, inputs) -> torch.Tensor:
 @pytest.mark.parametrize("new_tokens", [1, 2, 12, 25])
 def test_the_cache_that_is_returned_is_the_base_s(new_tokens, guess, kind):
     found = agree(base_of(kind), guess=guess, call={"max_new_tokens": new_tokens, "eos_token_id": None})
-    same_cache(found.got.past_key_values, found.expected.past_key_values)
-    assert found.got.past_key_values.get_seq_length() == 9 + new_tokens - 1
+    same_cache(found.got[CACHE], found.expected[CACHE])
+    assert found.got[CACHE].get_seq_length() == 9 + new_tokens - 1
 
 
 @pytest.mark.parametrize("eos", [None, [2, 51]], ids=["all to the end", "some end before"])
@@ -59,7 +60,7 @@ def test_the_cache_of_a_batch_is_the_base_s(eos):
     inputs = prompt(4)
     found = agree(inputs=inputs, call={"max_new_tokens": 20, "eos_token_id": eos})
     assert (len(set(found.new_tokens)) > 1) == (eos is not None)
-    mine, theirs = found.got.past_key_values, found.expected.past_key_values
+    mine, theirs = found.got[CACHE], found.expected[CACHE]
     same_cache(mine, theirs, behind_the_padding(found, inputs))
 
 
@@ -78,21 +79,21 @@ def test_what_stands_behind_a_row_s_end_is_read_where_others_go_on(fixed, untrac
     call = {"max_new_tokens": end + 4, "eos_token_id": eos}
     found = agree(base, inputs, guess, call=call, settings=fixed)
     assert found.new_tokens == [end + 1, end + 4] and found.got.accepted_lengths[0, -1] > 0
-    mine, theirs = found.got.past_key_values, found.expected.past_key_values
+    mine, theirs = found.got[CACHE], found.expected[CACHE]
     same_cache(mine, theirs, behind_the_padding(found, inputs))
 
 
 def first_part(base, seed: int = 0, rows: int = 1):
     """A text of the base and the cache of all but its last token."""
     out = base.generate(**prompt(rows, seed=seed), max_new_tokens=8, eos_token_id=None, return_dict_in_generate=True)
-    return out.sequences, out.past_key_values
+    return out.sequences, out[CACHE]
 
 
 def from_a_forward(base):
     tokens = prompt(longest=16)["input_ids"]
     cache = DynamicCache(config=base.config)
     with torch.no_grad():
-        base(tokens[:, :-3], past_key_values=cache, use_cache=True)
+        base(tokens[:, :-3], **{CACHE: cache}, use_cache=True)
     return tokens, cache
 
 
@@ -103,7 +104,7 @@ def from_a_call_of_the_base(base):
 
 def from_a_call_of_the_model(base):
     found = agree(base, call={"max_new_tokens": 8, "eos_token_id": None})
-    return torch.cat([found.got.sequences, torch.tensor([[7, 30]])], dim=1), found.got.past_key_values
+    return torch.cat([found.got.sequences, torch.tensor([[7, 30]])], dim=1), found.got[CACHE]
 
 
 def from_the_text_alone(base):
@@ -130,12 +131,12 @@ def test_going_on_from_a_cache_with_the_whole_text(choice, keeps_history, source
     found = agree(
         base,
         {"input_ids": tokens},
-        call=lambda: {"past_key_values": copy.deepcopy(cache), "max_new_tokens": 20, "eos_token_id": None, **choice},
+        call=lambda: {CACHE: copy.deepcopy(cache), "max_new_tokens": 20, "eos_token_id": None, **choice},
         draft={"keeps_history": keeps_history},
     )
     assert found.forwards[0] == tokens.shape[1] - known
     assert found.oracle.states[0].seen[0][0] == (known if keeps_history else tokens.shape[1] - 1)
-    same_cache(found.got.past_key_values, found.expected.past_key_values)
+    same_cache(found.got[CACHE], found.expected[CACHE])
 
 
 @every_kind
@@ -147,12 +148,12 @@ def test_going_on_from_a_cache_with_the_new_text_alone(source, kind):
     found = agree(
         base,
         {"input_ids": tokens[:, known:], "attention_mask": torch.ones_like(tokens)},
-        call=lambda: {"past_key_values": copy.deepcopy(cache), "max_new_tokens": 20, "eos_token_id": None},
+        call=lambda: {CACHE: copy.deepcopy(cache), "max_new_tokens": 20, "eos_token_id": None},
         texts=lambda sequences: [tokens[0, :known].tolist() + sequences[0].tolist()],
         new_tokens=lambda sequences: [20],
     )
     assert found.forwards[0] == tokens.shape[1] - known
-    same_cache(found.got.past_key_values, found.expected.past_key_values)
+    same_cache(found.got[CACHE], found.expected[CACHE])
 
 
 def test_going_on_from_a_cache_of_a_padded_batch():
@@ -162,7 +163,7 @@ def test_going_on_from_a_cache_of_a_padded_batch():
         "input_ids": torch.cat([text, torch.tensor([[5], [6], [7]])], dim=1),
         "attention_mask": torch.cat([inputs["attention_mask"], torch.ones(3, 9, dtype=torch.long)], dim=1),
     }
-    agree(base, longer, call=lambda: {"past_key_values": copy.deepcopy(cache), "max_new_tokens": 15})
+    agree(base, longer, call=lambda: {CACHE: copy.deepcopy(cache), "max_new_tokens": 15})
 
 
 @every_kind
@@ -176,9 +177,9 @@ def test_going_on_behind_the_padding_of_a_row_that_ended_early(fixed, kind, untr
     assert found.new_tokens[0] < found.new_tokens[1]
     text = torch.cat([found.got.sequences, torch.tensor([[7], [30]])], dim=1)  # all of it is seen, padding too
     longer = {"input_ids": text, "attention_mask": torch.ones_like(text)}
-    expected = base.generate(**longer, past_key_values=found.expected.past_key_values, max_new_tokens=12)
+    expected = base.generate(**longer, **{CACHE: found.expected[CACHE]}, max_new_tokens=12)
     model = FAMILIES[0].build(base)
-    got = model.generate(**longer, past_key_values=found.got.past_key_values, max_new_tokens=12, draft_tree=TREE)
+    got = model.generate(**longer, **{CACHE: found.got[CACHE]}, max_new_tokens=12, draft_tree=TREE)
     assert torch.equal(got, expected)
 
 
@@ -191,7 +192,7 @@ def test_going_on_from_embeddings_and_a_cache(kind):
     agree(
         base,
         {"inputs_embeds": embeddings},
-        call=lambda: {"past_key_values": copy.deepcopy(cache), "max_new_tokens": 14, "eos_token_id": None},
+        call=lambda: {CACHE: copy.deepcopy(cache), "max_new_tokens": 14, "eos_token_id": None},
         texts=lambda sequences: [tokens[0].tolist() + sequences[0].tolist()],
     )
 
@@ -203,11 +204,11 @@ def test_the_user_s_own_cache_is_brought_up_to_date_in_place(in_dict, kind):
     text, cache = first_part(base)
     mine, theirs = copy.deepcopy(cache), copy.deepcopy(cache)
     call = {"input_ids": text, "max_new_tokens": 13, "eos_token_id": None, "return_dict_in_generate": in_dict}
-    expected = base.generate(**call, past_key_values=theirs)
+    expected = base.generate(**call, **{CACHE: theirs})
     model = FAMILIES[0].build(base)
-    got = model.generate(**call, past_key_values=mine, draft_tree=TREE)
+    got = model.generate(**call, **{CACHE: mine}, draft_tree=TREE)
     if in_dict:
-        assert got.past_key_values is mine
+        assert got[CACHE] is mine
         expected, got = expected.sequences, got.sequences
     assert torch.equal(got, expected)
     same_cache(mine, theirs)
@@ -221,10 +222,8 @@ def test_a_conversation_turn_by_turn(kind):
     texts = [prompt()["input_ids"]] * 2
     for turn in range(4):
         more = torch.tensor([[11 + turn, 40 - turn]])
-        expected = base.generate(torch.cat([texts[0], more], 1), past_key_values=caches[0], max_new_tokens=5)
-        got = model.generate(
-            torch.cat([texts[1], more], 1), past_key_values=caches[1], max_new_tokens=5, draft_tree=TREE
-        )
+        expected = base.generate(torch.cat([texts[0], more], 1), **{CACHE: caches[0]}, max_new_tokens=5)
+        got = model.generate(torch.cat([texts[1], more], 1), **{CACHE: caches[1]}, max_new_tokens=5, draft_tree=TREE)
         assert torch.equal(got, expected)
         same_cache(*caches)
         texts = [expected, got]
@@ -239,7 +238,7 @@ def test_the_base_goes_on_from_the_model_s_cache_and_the_model_from_the_base_s(k
     halves = []
     for first, second in ((base, model), (model, base)):
         half = first.generate(**prompt(), **call, max_new_tokens=11)
-        halves.append(second.generate(half.sequences, **call, max_new_tokens=13, past_key_values=half.past_key_values))
+        halves.append(second.generate(half.sequences, **call, max_new_tokens=13, **{CACHE: half[CACHE]}))
     for half in halves:
         assert torch.equal(half.sequences, once)
 

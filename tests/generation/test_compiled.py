@@ -13,6 +13,7 @@ from transformers import CompileConfig
 from hf_drafthead import DraftTree
 from hf_drafthead.generation import programs, runner
 from hf_drafthead.generation import tree as trees
+from hf_drafthead.generation.releases import CACHE
 from tests.bases import tiny_base
 from tests.families import FAMILIES
 from tests.generation.agreement import TREE, prompt
@@ -120,12 +121,12 @@ def test_a_static_cache_by_name_is_captured_and_returned(made, fallbacks):
     model = FAMILIES[0].build(tiny_base("llama-gqa"))
     call = {**prompt(2), **LONG, "cache_implementation": "static", "return_dict_in_generate": True}
     expected = model.base.generate(**call)
-    theirs = [layer.keys.clone() for layer in expected.past_key_values.layers]
+    theirs = [layer.keys.clone() for layer in expected[CACHE].layers]
     got = model.generate(**call, compile_config=TRACED, draft_tree=TREE)
     assert torch.equal(got.sequences, expected.sequences)
-    assert type(got.past_key_values) is type(expected.past_key_values)
+    assert type(got[CACHE]) is type(expected[CACHE])
     length = got.sequences.shape[1] - 1
-    for keys, layer in zip(theirs, got.past_key_values.layers):
+    for keys, layer in zip(theirs, got[CACHE].layers):
         torch.testing.assert_close(layer.keys[0, :, :length], keys[0, :, :length])
     assert len(made) == 1 and fallbacks == []
 

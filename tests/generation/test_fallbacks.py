@@ -8,6 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 from transformers.utils import ModelOutput
 
 from hf_drafthead.generation.reader import Unsupported, attention_windows, check_length
+from hf_drafthead.generation.releases import CACHE
 from tests.base_table import tiny
 from tests.bases import SIZES, SPECIAL, tiny_base
 from tests.drafters import Drafted
@@ -32,7 +33,7 @@ CALLS = {
     "hidden states": (lambda base: {"output_hidden_states": True}, "attentions or hidden states are asked for"),
     "no cache": (lambda base: {"use_cache": False}, "use_cache is False"),
     "no cache by None": (lambda base: {"use_cache": None}, "use_cache is None"),
-    "a static cache": (lambda base: {"past_key_values": static_cache(base)}, "a cache of type StaticCache"),
+    "a static cache": (lambda base: {CACHE: static_cache(base)}, "a cache of type StaticCache"),
     "a loop of the user's own": (lambda base: {"custom_generate": sampled_by_hand}, "custom_generate is given"),
 }
 every_call = pytest.mark.parametrize("make, reason", CALLS.values(), ids=CALLS)
@@ -187,8 +188,8 @@ def test_rotary_frequencies_that_change_with_the_length_of_a_cache(fallbacks):
 
     def make(base):
         with torch.no_grad():
-            cache = base(inputs["input_ids"][:, :15], use_cache=True).past_key_values
-        return {"past_key_values": cache}
+            cache = base(inputs["input_ids"][:, :15], use_cache=True)[CACHE]
+        return {CACHE: cache}
 
     new = {"input_ids": inputs["input_ids"][:, 15:], "attention_mask": inputs["attention_mask"]}
     check(base, make, "rotary scaling changes", fallbacks, new)

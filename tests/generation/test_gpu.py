@@ -6,6 +6,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hf_drafthead.generation import DraftTree, SlotCache
 from hf_drafthead.generation.reader import probe
+from hf_drafthead.generation.releases import CACHE
 from hf_drafthead.generation.rules import NoiseTape
 from tests.bases import VOCABULARY, tiny_base
 from tests.families import FAMILIES
@@ -71,7 +72,7 @@ def test_nodes_in_half_precision_with_the_kernels_that_users_run(kernel, rows):
     with sdpa_kernel([getattr(SDPBackend, kernel), SDPBackend.MATH], set_priority=True):
         reader = probe(base, (-1,))
         cache = SlotCache(rows, base.config.num_hidden_layers, 64, TREE.slots)
-        reader(True, input_ids=past, past_key_values=cache, use_cache=True)
+        reader(True, input_ids=past, **{CACHE: cache}, use_cache=True)
         cache.count(past.shape[1])
         found, _ = reader.nodes(nodes, topology, cache, cache.lengths[:, None] + topology.depths, None)
     for node, depth in enumerate(TREE.depths):

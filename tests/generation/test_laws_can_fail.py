@@ -6,6 +6,7 @@ from transformers import CompileConfig, RepetitionPenaltyLogitsProcessor
 
 from hf_drafthead.generation import DraftTree, SlotCache, decoding, mixin, reader, rules, step
 from hf_drafthead.generation.reader import BaseReader, Unsupported
+from hf_drafthead.generation.releases import CACHE
 from tests.drafters import half_right, right, wrong
 from tests.families import FAMILIES
 from tests.generation.agreement import TREE, agree, prompt, shared_base
@@ -203,7 +204,7 @@ def test_a_cache_that_lacks_its_last_position(monkeypatch):
     monkeypatch.setattr(SlotCache, "unload", lambda self, target, start, stop: unload(self, target, start, stop - 1))
     found = agree(call=LONG)
     with pytest.raises(AssertionError):
-        same_cache(found.got.past_key_values, found.expected.past_key_values)
+        same_cache(found.got[CACHE], found.expected[CACHE])
 
 
 def test_a_cache_that_two_calls_share(monkeypatch):

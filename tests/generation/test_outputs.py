@@ -8,6 +8,7 @@ from transformers import GenerationConfig
 from transformers.generation import GenerateDecoderOnlyOutput
 
 from hf_drafthead.generation import DraftHeadGenerateOutput
+from hf_drafthead.generation.releases import CACHE
 from tests.families import FAMILIES
 from tests.generation.agreement import TREE, agree, prompt, shared_base
 
@@ -43,7 +44,7 @@ def test_transition_scores_can_be_computed():
 def test_the_output_is_the_base_s_own_with_one_field_more():
     out = agree(call={"max_new_tokens": 9}).got
     assert type(out) is DraftHeadGenerateOutput and isinstance(out, GenerateDecoderOnlyOutput)
-    assert list(out) == ["sequences", "past_key_values", "accepted_lengths"]
+    assert list(out) == ["sequences", CACHE, "accepted_lengths"]
     assert out.attentions is None and out.hidden_states is None
 
 
@@ -93,7 +94,7 @@ def test_gradients_are_not_recorded():
     call = {"max_new_tokens": 5, "draft_tree": TREE, "return_dict_in_generate": True, "output_logits": True}
     out = model.generate(**prompt(), **call)
     assert not any(logits.requires_grad for logits in out.logits)
-    assert not out.past_key_values.layers[0].keys.requires_grad
+    assert not out[CACHE].layers[0].keys.requires_grad
     assert torch.is_grad_enabled()
 
 

@@ -8,6 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_drafthead.generation import mixin
 from hf_drafthead.generation.reader import Unsupported, attention_windows, check_length, watched
+from hf_drafthead.generation.releases import CACHE
 from tests.bases import EARLIER, SIZES, SPECIAL, tiny_base
 from tests.families import FAMILIES
 from tests.generation.agreement import TREE, prompt, shared_base
@@ -106,7 +107,7 @@ def test_memory_that_was_short_once_is_tried_again(monkeypatch, fallbacks):
         forward = type(model.base).forward
 
         def short(self, *args, **kwargs):
-            if kwargs.get("past_key_values") is None:
+            if kwargs.get(CACHE) is None:
                 raise torch.OutOfMemoryError("CUDA out of memory.")
             return forward(self, *args, **kwargs)
 

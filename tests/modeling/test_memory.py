@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import StoppingCriteria, StoppingCriteriaList
 
+from hf_drafthead.generation.releases import CACHE
 from tests.bases import VOCABULARY, tiny_base
 from tests.families import FAMILIES
 
@@ -120,9 +121,7 @@ def test_a_generation_that_continues_from_a_cache(model, monkeypatch):
     first = model.generate(**inputs, max_new_tokens=6, eos_token_id=None, return_dict_in_generate=True)
     longer = torch.cat([first.sequences, torch.tensor([[17, 23]])], dim=1)
     watched = Watched(model.drafter, monkeypatch)
-    found = model.generate(
-        longer, past_key_values=first.past_key_values, max_new_tokens=10, eos_token_id=None, draft_tree=TREE
-    )
+    found = model.generate(longer, **{CACHE: first[CACHE]}, max_new_tokens=10, eos_token_id=None, draft_tree=TREE)
     assert torch.equal(found, model.base.generate(longer, max_new_tokens=10, eos_token_id=None))
     assert watched.calls == 1 and watched.checks > 2
 
