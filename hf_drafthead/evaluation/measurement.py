@@ -5,10 +5,9 @@ Shapes: B rows, S steps, M positions, K heads.
 
 import functools
 import itertools
-import operator
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -60,8 +59,8 @@ class Round:
 class Measurement:
     """One model on one list of prompts; `to_json` is its JSON form.
 
-    Speeds are sums of tokens over sums of each round's median seconds; a spread is the lowest and the highest of the
-    repeats, each summed over all rounds; `speedup_by_round` is the median and the quartiles over the rounds.
+    Speeds and speedups are medians over the repeats, each summed over all rounds, and a spread is the lowest and the
+    highest of them; `speedup_by_round` is the median and the quartiles over the rounds.
     """
 
     model: str
@@ -152,10 +151,10 @@ def summed_up(model: Any, rounds: Sequence[Round], *, compared: Iterable[str] = 
         per_category={name: figures([each for each in rounds if each.category == name]) for name in categories},
         tree_nodes=max((step.drafted for step in steps), default=0),
         accepted_lengths=histogram(each.accepted for each in rounds),
-        speedup_spread=spread([ours / theirs for ours, theirs in zip(by_repeat[HEADS], by_repeat[BASE])]),
+        speedup_spread=spread(ratios(rounds, HEADS, BASE)),
         base_tokens_per_second_spread=spread(by_repeat[BASE]),
         tokens_per_second_spread=spread(by_repeat[HEADS]),
-        speedup_by_round=quartiles([pace([each], HEADS) / pace([each], BASE) for each in rounds]),
+        speedup_by_round=quartiles([statistics.median(ratios([each], HEADS, BASE)) for each in rounds]),
         head_accuracy=top_k_accuracy(each.ranks for each in rounds if each.ranks is not None),
         time_split=time_split(steps),
         peak_memory={name: peak for name, peak in peaks.items() if peak} or None,
@@ -177,9 +176,9 @@ def figures(rounds: Sequence[Round]) -> dict[str, Any]:
     return {
         "prompts": prompts,
         "tokens_per_step": tokens_per_step(each.accepted for each in rounds),
-        "base_tokens_per_second": pace(rounds, BASE),
-        "tokens_per_second": pace(rounds, HEADS),
-        "speedup": pace(rounds, HEADS) / pace(rounds, BASE),
+        "base_tokens_per_second": statistics.median(paces(rounds, BASE)),
+        "tokens_per_second": statistics.median(paces(rounds, HEADS)),
+        "speedup": statistics.median(ratios(rounds, HEADS, BASE)),
         "identical": all(each.runs[HEADS].identical for each in rounds),
         "differences": counted(prompts, [first for each in rounds for first in each.runs[HEADS].differences]),
         "quality": quality,
@@ -221,28 +220,26 @@ def other_figures(rounds: Sequence[Round], name: str) -> dict[str, Any]:
     """Another method against the base and against the heads, over the rounds that it ran in."""
     ran = [each for each in rounds if name in each.runs]
     runs = [each.runs[name] for each in ran]
-    theirs = pace(ran, name)
     return {
-        "tokens_per_second": theirs,
-        "speedup": theirs / pace(ran, BASE),
-        "speedup_of_heads": pace(ran, HEADS) / theirs,
+        "tokens_per_second": statistics.median(paces(ran, name)),
+        "speedup": statistics.median(ratios(ran, name, BASE)),
+        "speedup_of_heads": statistics.median(ratios(ran, HEADS, name)),
         "tokens_per_forward": sum(run.tokens for run in runs) / sum(run.forwards for run in runs),
         "identical": all(run.identical for run in runs),
         "tokens_per_second_spread": spread(paces(ran, name)),
     }
 
 
-def pace(rounds: Sequence[Round], name: str, chosen: Callable[[list[float]], float] = statistics.median) -> float:
-    """Tokens per second of a method, every round counting with its median time, or with what `chosen` takes of them."""
-    runs = [each.runs[name] for each in rounds]
-    return sum(run.tokens for run in runs) / sum(chosen(run.seconds) for run in runs)
-
-
 def paces(rounds: Sequence[Round], name: str) -> list[float]:
     """Tokens per second of a method, repeat by repeat, over the rounds that it ran in."""
-    ran = [each for each in rounds if name in each.runs]
-    repeats = min(len(each.runs[name].seconds) for each in ran)
-    return [pace(ran, name, operator.itemgetter(repeat)) for repeat in range(repeats)]
+    runs = [each.runs[name] for each in rounds if name in each.runs]
+    repeats = zip(*(run.seconds for run in runs))  # as many as the shortest round has
+    return [sum(run.tokens for run in runs) / sum(seconds) for seconds in repeats]
+
+
+def ratios(rounds: Sequence[Round], name: str, other: str) -> list[float]:
+    """How many times as fast a method was as another one, repeat by repeat; both ran in all of these rounds."""
+    return [ours / theirs for ours, theirs in zip(paces(rounds, name), paces(rounds, other))]
 
 
 def spread(values: Sequence[float]) -> list[float]:
