@@ -3,7 +3,7 @@
     python benchmarks/families.py --train             # heads that benchmarks/results/families.jsonl has no line for
     python benchmarks/families.py --train --seeds 0 1 --heads "eagle3, 100 steps" "eagle3.1, 100 steps" --texts 1200
     python benchmarks/families.py                     # the tables, from the lines that are there
-    python benchmarks/families.py --docs docs         # and into the pages, with the figures of results/step.json
+    python benchmarks/families.py --docs docs benchmarks/results    # and into the pages
 
 Every training is the zoo's (`zoo_recipe/heads.py`): same text, same steps; with parts left out half of them, and the
 norms of EAGLE 3.1 are compared over 100 steps. The base's hidden states are computed once for all. Seed 0 of a family
@@ -29,7 +29,6 @@ from figures import (
     chat_topics,
     fill,
     markdown,
-    samplings,
     steps,
     trainings,
 )
@@ -178,7 +177,6 @@ TABLES = {
     "chat-curve": chat_curve,
     "chat-bench": chat_bench,
     "steps": steps,
-    "sampling": samplings,
     "trainings": trainings,
 }
 
@@ -191,14 +189,15 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2])
     parser.add_argument("--texts", type=int, default=OWN_TEXTS, help="of the base, which the heads learn from")
     parser.add_argument("--work", type=Path, default=Path(".zoo-build"), help="where texts and checkpoints are kept")
-    parser.add_argument("--docs", type=Path, metavar="DIR", help="also write the tables into the pages under DIR")
+    parser.add_argument(
+        "--docs", type=Path, nargs="*", default=[], metavar="DIR", help="also write the tables into the pages under DIR"
+    )
     args = parser.parse_args()
     if args.train:
         train(args.heads, args.seeds, args.work, args.texts)
     print(f"\n{of_families()}\n\n{of_ablations()}")
-    if args.docs:
-        for page in fill(args.docs, TABLES):
-            print(f"wrote {page}")
+    for page in (page for folder in args.docs for page in fill(folder, TABLES)):
+        print(f"wrote {page}")
 
 
 if __name__ == "__main__":

@@ -22,7 +22,6 @@ from hf_drafthead import zoo
 RESULTS = Path(__file__).parent / "results"
 STEPS = RESULTS / "step.json"  # what `step.py --json` has written
 TRAININGS = RESULTS / "training.jsonl"  # a line for each of `training.py`
-SAMPLING = RESULTS / "sampling.jsonl"  # a line for each family and temperature of `sampling.py`, the last one counts
 CHAT = RESULTS / "chat_families.jsonl"  # what `chat_families.py` has written
 BENCH = RESULTS / "chat_bench.jsonl"  # what `hf-drafthead bench --json` has written, a line each
 PLACE = re.compile(r"(<!-- figures: ([^>]*?) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
@@ -90,25 +89,6 @@ def steps(families: Sequence[str]) -> str:
         for row in taken
     ]
     return markdown(["heads", "nodes", "batch", *(part.replace("_", " ") for part in parts)], rows)
-
-
-def samplings(families: Sequence[str] = ()) -> str:
-    """Tokens per step by temperature, of every way to guess and to accept; and how many batches differed."""
-    read = [json.loads(line) for line in SAMPLING.read_text().splitlines()] if SAMPLING.is_file() else []
-    last = {(line["family"], line["temperature"]): line for line in read}
-    ways = [way for way in ("shared noise", "plain top-k", "rejection", "typical") if any(way in line for line in read)]
-    rows = [
-        [
-            family,
-            f"{heat:g}",
-            str(line["prompts"]),
-            *(f"{line[way]:.2f}" if way in line else "" for way in ways),
-            str(line["different"]),
-        ]
-        for (family, heat), line in sorted(last.items())
-        if not families or family in families
-    ]
-    return markdown(["heads", "temperature", "prompts", *ways, "batches with another text"], rows)
 
 
 def trainings(ways: Sequence[str] = ()) -> str:

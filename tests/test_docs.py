@@ -114,7 +114,7 @@ def test_every_page_can_be_reached():
 
 def test_places_for_figures_are_ones_that_are_filled(figures):
     families = set(figures.FAMILIES)
-    for page in PAGES:
+    for page in [*PAGES, *(ROOT / "benchmarks" / "results").glob("*.md")]:
         text = page.read_text(encoding="utf-8")
         places = [place[2].split() for place in figures.PLACE.finditer(text)]
         assert len(places) == text.count("<!-- figures:") == text.count("<!-- end of figures -->")
@@ -123,7 +123,7 @@ def test_places_for_figures_are_ones_that_are_filled(figures):
             assert set(names) <= families
 
 
-TABLES = {"families", "ablations", "norms", "tried", "accuracies", "steps", "trainings", "sampling"}
+TABLES = {"families", "ablations", "norms", "tried", "accuracies", "steps", "trainings"}
 TABLES |= {"chat-families", "chat-topics", "chat-curve", "chat-bench"}
 
 
@@ -160,28 +160,6 @@ def test_steps_are_those_of_the_families_asked_for(figures, tmp_path, monkeypatc
     assert len(figures.steps([]).splitlines()) == 2 + 3
     figures.STEPS.write_text(figures.json.dumps([*rows, {**rows[0], "nodes": 16, "captured_step": 0.9}]))
     assert [line.split(" | ")[-1] for line in figures.steps(["hydra"]).splitlines()[2:]] == [" |", " |", "0.90 |"]
-
-
-def test_of_sampling_the_last_measurement_counts(figures, tmp_path, monkeypatch):
-    monkeypatch.setattr(figures, "SAMPLING", tmp_path / "sampling.jsonl")
-    assert figures.samplings() == ""
-    line = {
-        "family": "hydra",
-        "temperature": 1.0,
-        "prompts": 40,
-        "shared noise": 1.811,
-        "rejection": 1.7,
-        "different": 0,
-    }
-    lines = [{**line, "shared noise": 1.0}, line, {**line, "temperature": 0.7}]
-    figures.SAMPLING.write_text("".join(figures.json.dumps(one) + "\n" for one in lines))
-    assert figures.samplings().splitlines()[0] == (
-        "| heads | temperature | prompts | shared noise | rejection | batches with another text |"
-    )
-    assert figures.samplings().splitlines()[2:] == [
-        "| hydra | 0.7 | 40 | 1.81 | 1.70 | 0 |",
-        "| hydra | 1 | 40 | 1.81 | 1.70 | 0 |",
-    ]
 
 
 def test_trainings_are_told_with_their_spread(figures, tmp_path, monkeypatch):

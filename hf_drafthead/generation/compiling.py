@@ -8,7 +8,7 @@ used: a region that only writes to its inputs is dropped by inductor (torch 2.13
 **Products.** A linear layer computes x W^T. With few rows of x, the nodes of a tree, MKL on a CPU computes the same
 product faster as (W x^T)^T: in float32 on two cores in 0.44 to 0.98 of the time with 12 to 48 rows and weights of
 36,000 numbers or more, and in 0.55 to 0.92 with 8 rows and weights of a million or more. With other rows, and with a
-small W, both take about the same time, or the second way takes more (`python benchmarks/products.py`).
+small W, both take about the same time, or the second way takes more.
 
 Shapes: B rows, n nodes of one forward, S slots, H key/value heads, E head size; M rows, K features in, N out.
 """
