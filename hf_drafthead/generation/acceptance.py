@@ -20,7 +20,7 @@ from collections.abc import Callable
 import torch
 
 from hf_drafthead.generation.rules import Rules
-from hf_drafthead.generation.settings import DraftSettings
+from hf_drafthead.generation.settings import DraftPlan
 from hf_drafthead.generation.state import Candidates, DecodingState, Limits, Rows, Walk, packed_lists, running
 from hf_drafthead.generation.tree import DraftTree, Tree
 
@@ -166,7 +166,7 @@ def _child(parents: list[int], tokens: list[int], node: int, token: int) -> int:
 
 
 def preferred_choices(
-    settings: DraftSettings,
+    settings: DraftPlan,
     tree: Tree,
     rules: Rules,
     logits: torch.Tensor,

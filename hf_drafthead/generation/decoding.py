@@ -24,7 +24,7 @@ from hf_drafthead.generation.reader import BaseReader, position_table, prefill_i
 from hf_drafthead.generation.releases import CACHE
 from hf_drafthead.generation.rules import Rules
 from hf_drafthead.generation.runner import Execution, Runner
-from hf_drafthead.generation.settings import DraftSettings, DraftSwitch
+from hf_drafthead.generation.settings import DraftPlan, DraftSwitch, SwitchRule
 from hf_drafthead.generation.slots import SlotCache, writing_layers
 from hf_drafthead.generation.state import (
     DecodingState,
@@ -48,7 +48,7 @@ def decode(
     input_ids: torch.Tensor,
     rules: Rules,
     reader: BaseReader,
-    settings: DraftSettings,
+    settings: DraftPlan,
     execution: Execution,
     *,
     streamer: BaseStreamer | None = None,
@@ -110,9 +110,9 @@ def decode(
         return finish(reader, state, rules, ordinary_cache, known, stream)
 
 
-def chooser(tree: Tree, switch: DraftSwitch) -> Callable[[DecodingState], Tree]:
+def chooser(tree: Tree, rule: SwitchRule) -> Callable[[DecodingState], Tree]:
     """What says which tree the next step takes where a switch decides: the call's, or the root alone for a while."""
-    alone, drafts, begun = DraftTree.root_alone(), False, math.nan
+    switch, alone, drafts, begun = DraftSwitch(*rule), DraftTree.root_alone(), False, math.nan
 
     def choose(state: DecodingState) -> Tree:
         nonlocal drafts, begun

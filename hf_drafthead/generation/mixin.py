@@ -23,7 +23,7 @@ from hf_drafthead.generation.reader import BaseReader, Unsupported, check_length
 from hf_drafthead.generation.releases import CACHE, with_cache
 from hf_drafthead.generation.rules import ROW_BY_ROW, Rules
 from hf_drafthead.generation.runner import Execution
-from hf_drafthead.generation.settings import AUTO, DraftSettings
+from hf_drafthead.generation.settings import AUTO, DraftPlan, DraftSettings
 from hf_drafthead.generation.slots import can_load
 from hf_drafthead.generation.state import DraftHeadGenerateOutput, StepRecord
 from hf_drafthead.generation.tree import DraftTree, DynamicTree
@@ -165,7 +165,10 @@ class DraftHeadGenerationMixin(GenerationMixin):
                     "prompt_lookup_num_tokens too."
                 )
             asked["draft_tree"] = DraftTree.root_alone()
-        settings = self._draft_settings(config, asked)
+        chooses = asked["draft_tree"] in (None, AUTO)
+        settings = DraftSettings.from_config(config, **asked)
+        # checked also where a measured tree comes before it
+        plan = None if settings.draft_tree == AUTO else settings.plan(*self._guesses_among())
         config.__dict__.pop("calibration", None)  # the base would copy it
         drafting = config.without("prompt_lookup_num_tokens") if looks_up else config
         call = {
@@ -183,10 +186,10 @@ class DraftHeadGenerationMixin(GenerationMixin):
             _check_call(self.base, drafting, assistant_model, synced_gpus)
             loop = self._loop(
                 reader=self._base_reader(),
+                plan=None if chooses else plan,
                 settings=settings,
                 copies=config.prompt_lookup_num_tokens if looks_up else None,
                 execution=Execution.wanted(self, config),
-                chooses=draft_tree in (None, AUTO),
                 streamer=streamer,
                 on_step=on_step,
             )
@@ -224,12 +227,9 @@ class DraftHeadGenerationMixin(GenerationMixin):
         config._settled = tuple(name for name, value in vars(config).items() if value is None and name not in lengths)
         return config, rest
 
-    def _draft_settings(self, config: GenerationConfig, asked: dict[str, Any]) -> DraftSettings:
-        """The call's settings, else the generation config's, else the defaults; checked."""
-        settings = DraftSettings.from_config(config, **asked)
-        resolved = settings.resolved(self.drafter.max_depth, draft_vocabulary(self.base, self.drafter))
-        # a tree that the call asks for comes before a measured one, and that before the generation config's
-        return settings if asked["draft_tree"] in (None, AUTO) else resolved
+    def _guesses_among(self) -> tuple[int | None, int]:
+        """How deep the heads guess, None where there is no limit, and among how many tokens."""
+        return self.drafter.max_depth, draft_vocabulary(self.base, self.drafter)
 
     def why_no_drafts(self) -> str | None:
         """Why no call of `generate` can draft on this base, found out by a short one; None if calls can."""
@@ -239,8 +239,7 @@ class DraftHeadGenerationMixin(GenerationMixin):
         try:
             reader = self._base_reader()
             _check_call(self.base, self._merged_config(None, {})[0], None, None)
-            settings = DraftSettings(draft_tree=[[0]]).resolved(self.drafter.max_depth, 1)
-            loop = self._loop(reader=reader, settings=settings, execution=Execution("eager"))
+            loop = self._loop(reader=reader, plan=DraftPlan(DraftTree([(0,)])), execution=Execution("eager"))
             self.base.generate(probe_tokens(self.base)[None, :4], generation_config=config, custom_generate=loop)
         except Unsupported as reason:
             return str(reason)
@@ -282,10 +281,10 @@ class DraftHeadGenerationMixin(GenerationMixin):
         input_ids,
         *,
         reader,
-        settings,
         execution,
+        plan=None,
+        settings=None,
         copies=None,
-        chooses=False,
         streamer=None,
         on_step=None,
         **call,
@@ -293,8 +292,8 @@ class DraftHeadGenerationMixin(GenerationMixin):
         """The loop, as the base's `custom_generate`, after a look at what the base has prepared.
 
         Args:
+            plan: of a call that names its tree; None where what was measured, and `settings`, choose one.
             copies: how many tokens of the text each step copies, where the call asks for that.
-            chooses: the call names no tree.
         """
         processors, criteria = call.pop("logits_processor"), call.pop("stopping_criteria")
         config, drafter, text_config = call.pop("generation_config"), self.drafter, base.config.get_text_config(True)
@@ -306,22 +305,24 @@ class DraftHeadGenerationMixin(GenerationMixin):
             raise Unsupported(f"a cache of type {type(past).__name__} cannot be compacted")
         if position_ids is not None and position_ids.dim() != 2:
             raise Unsupported("position ids have more than one axis per token")
-        acceptance = settings.acceptance if config.do_sample else "exact"  # greedy decoding is exact with all of them
+        acceptance = (
+            (plan or settings).acceptance if config.do_sample else "exact"
+        )  # greedy decoding is exact with all of them
         if others := sorted({type(p).__name__ for p in processors if type(p) not in ROW_BY_ROW}):
             if acceptance != "exact":
                 raise Unsupported(f"{acceptance} acceptance cannot show {', '.join(others)} all nodes at once")
-        if chooses:
+        if plan is None:
             key = CalibrationKey.of(base, drafter if settings.calibration else None, len(input_ids), execution.name)
-            settings = settings.for_call(key, drafter.max_depth, draft_vocabulary(base, drafter))
-            copies = settings.copies or None if copies is None else copies
-            if not settings.tree.max_depth and on_step is None and copies is None:
+            plan = settings.plan_for(key, *self._guesses_among())
+            copies = plan.copies or None if copies is None else copies
+            if not plan.tree.max_depth and on_step is None and copies is None:
                 raise Unsupported("no tree paid when this call was calibrated (draft_tree= drafts all the same)")
         if copies is not None:
-            settings = settings.with_lookup(copies, config.max_matching_ngram_size, text_config.vocab_size)
+            plan = plan.with_lookup(copies, config.max_matching_ngram_size, text_config.vocab_size)
         mask = inputs.get("attention_mask")  # as long as the prompt and the past together, also where it was dropped
         positions = getattr(config, "_mask_length", input_ids.shape[1]) if mask is None else mask.shape[1]
-        longest = positions + config.max_length - input_ids.shape[1] + settings.tree.max_depth
-        check_length(text_config, longest, settings.tree.num_nodes)
+        longest = positions + config.max_length - input_ids.shape[1] + plan.tree.max_depth
+        check_length(text_config, longest, plan.tree.num_nodes)
         inputs.pop("cache_position", None)
         rules = Rules(
             processors,
@@ -333,7 +334,7 @@ class DraftHeadGenerationMixin(GenerationMixin):
             samples=config.do_sample and acceptance != "typical",
             rejects=acceptance == "rejection",
         )
-        return decode(self, input_ids, rules, reader, settings, execution, streamer=streamer, on_step=on_step, **inputs)
+        return decode(self, input_ids, rules, reader, plan, execution, streamer=streamer, on_step=on_step, **inputs)
 
 
 def _of_text(base, call: dict[str, Any]) -> dict[str, Any]:

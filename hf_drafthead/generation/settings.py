@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from transformers.utils import logging
 
 from hf_drafthead.generation.entries import CalibrationKey, copies_of, expected_of, matching, nearest, tree_of
-from hf_drafthead.generation.tree import DraftTree, DynamicTree, LookupTree, Tree, resolve
+from hf_drafthead.generation.tree import DraftTree, LookupTree, Tree, resolve
 
 logger = logging.get_logger(__name__)
 
@@ -81,16 +81,52 @@ class DraftSwitch:
         self.left = self.pause
 
 
+class SwitchRule(NamedTuple):
+    """What a `DraftSwitch` starts from; the switch itself changes with every step, and belongs to one call."""
+
+    cost: float | None
+    usual: float
+
+
+@dataclass(frozen=True)
+class DraftPlan:
+    """How one call drafts and accepts, once everything about the call is known.
+
+    tree: that its steps fill; acceptance, posterior_threshold, posterior_alpha: see `DraftSettings`; copies: tokens
+    that each step copies from the text where the entry that fits says so; switch: of a call that drafts only while that
+    pays.
+    """
+
+    tree: Tree
+    acceptance: str = "exact"
+    posterior_threshold: float = 0.09
+    posterior_alpha: float = 0.3
+    copies: int = 0
+    switch: SwitchRule | None = None
+
+    def with_lookup(self, copies: int, longest_match: int | None, vocabulary: int) -> DraftPlan:
+        """The same plan with copies from the text in the tree, see `LookupTree`.
+
+        Raises:
+            ValueError: numbers of tokens that are none, or an acceptance that must know how each node was drawn.
+        """
+        if self.acceptance == "rejection":
+            raise ValueError(
+                "prompt_lookup_num_tokens is given with acceptance='rejection', which must know how each node was "
+                "drawn: leave one of them out."
+            )
+        assert not isinstance(self.tree, LookupTree)
+        return replace(self, tree=LookupTree.around(self.tree, copies, longest_match, vocabulary))
+
+
 @dataclass(frozen=True)
 class DraftSettings:
-    """How one call drafts and accepts; a generation config stores the same fields.
+    """How calls draft and accept, as a generation config stores it.
 
     Args:
         draft_tree, acceptance, posterior_threshold, posterior_alpha: see `DraftHeadGenerationMixin.generate`.
         calibration: which tree was measured to be the fastest, an entry for each situation (see `generation.entries`);
             the entry that fits a call comes before `draft_tree`.
-        switch, copies: of a call with "auto", and tokens that each step copies from the text where the entry that fits
-            says so, see `for_call`; no generation config stores them.
 
     Raises:
         TypeError: a setting of another type.
@@ -102,8 +138,6 @@ class DraftSettings:
     posterior_threshold: float = 0.09
     posterior_alpha: float = 0.3
     calibration: list[dict[str, Any]] = field(default_factory=list)
-    switch: DraftSwitch | None = None
-    copies: int = 0
 
     def __post_init__(self) -> None:
         if self.acceptance not in ACCEPTANCES:
@@ -128,7 +162,7 @@ class DraftSettings:
     @classmethod
     def names(cls) -> tuple[str, ...]:
         """The names of all settings, as a generation config has them."""
-        return tuple(setting.name for setting in fields(cls) if setting.name not in ("switch", "copies"))
+        return tuple(setting.name for setting in fields(cls))
 
     @classmethod
     def stored_in(cls, config: Any) -> dict[str, Any]:
@@ -153,19 +187,17 @@ class DraftSettings:
                 )
         return settings
 
-    def resolved(self, max_depth: int | None, vocabulary: int) -> DraftSettings:
-        """The same settings with the tree itself in the place of what names it, see `resolve`; "auto" stays."""
-        if self.draft_tree == AUTO:  # which trees these are depends on the call, see `for_call`
-            return self
+    def plan(self, max_depth: int | None, vocabulary: int) -> DraftPlan:
+        """The plan of a call with the tree that `draft_tree` names, see `resolve`; "auto" names none."""
         return self._with(resolve(self.draft_tree, max_depth, vocabulary))
 
-    def for_call(self, key: CalibrationKey, max_depth: int | None, vocabulary: int) -> DraftSettings:
-        """The same settings with the tree for a call that names none: what was measured for it, else a first choice.
+    def plan_for(self, key: CalibrationKey, max_depth: int | None, vocabulary: int) -> DraftPlan:
+        """The plan of a call that names no tree: with what was measured for it, else with a first choice.
 
         A first choice, told in one notice that names the command, is the tree of the nearest entry, else `draft_tree`,
-        of which a CPU and "auto" take 8 nodes, of more rows fewer. With "auto" the settings hold a switch that expects
-        what was measured; on a CPU also where nothing was, with a switch that measures, so that no call takes much
-        longer than the base. They also hold how many tokens each step copies from the text, which rejection does not.
+        of which a CPU and "auto" take 8 nodes, of more rows fewer. With "auto" the plan has a switch that expects what
+        was measured; on a CPU also where nothing was, with a switch that measures, so that no call takes much longer
+        than the base. It also says how many tokens each step copies from the text, which rejection does not.
 
         Raises:
             ValueError: an entry is damaged.
@@ -182,14 +214,16 @@ class DraftSettings:
                 )
             copies = 0 if self.acceptance == "rejection" else copies_of(entry)
             switched = self.draft_tree == AUTO and (tree.max_depth or copies)
-            return replace(self._with(tree, DraftSwitch(*expected_of(entry)) if switched else None), copies=copies)
+            return replace(
+                self._with(tree), copies=copies, switch=SwitchRule(*expected_of(entry)) if switched else None
+            )
         small = SMALL_TREE[: max(SMALL_STEP // key.batch_size, 2) - 1]
         cut = self._cut(small, max_depth, vocabulary) if key.on_cpu or self.draft_tree == AUTO else self
-        chosen = cut.resolved(max_depth, vocabulary)
+        chosen = cut.plan(max_depth, vocabulary)
         eager = key.on_cpu and key.execution == "eager"  # where the host can time a step
         if self.draft_tree == AUTO or (eager and cut is not self and self.acceptance == "exact"):
             cost, usual = UNMEASURED
-            chosen = replace(chosen, switch=DraftSwitch(None if eager else cost, usual))
+            chosen = replace(chosen, switch=SwitchRule(None if eager else cost, usual))
         named = isinstance(self.draft_tree, str) and self.draft_tree != "dynamic"
         if self.calibration or cut is not self or named:
             logger.warning_once(
@@ -211,35 +245,16 @@ class DraftSettings:
                 first.append(path)
         return replace(self, draft_tree=first)
 
-    def _with(self, tree: Tree, switch: DraftSwitch | None = None) -> DraftSettings:
-        """The same settings with this tree, where the acceptance can walk it."""
+    def _with(self, tree: Tree) -> DraftPlan:
+        """The plan with this tree, where the acceptance can walk it."""
+        how = {"acceptance": self.acceptance, "posterior_threshold": self.posterior_threshold}
+        plan = DraftPlan(tree, **how, posterior_alpha=self.posterior_alpha)
         if self.acceptance != "rejection":
-            return replace(self, draft_tree=tree, switch=switch)
+            return plan
         if not isinstance(tree, DraftTree):
             raise ValueError(
                 f"draft_tree is {self.draft_tree!r}, but acceptance='rejection' must know how each node was drawn: "
                 "give a published tree's name or rank paths, or leave acceptance out."
             )
         # rejection takes the children of a node in the order in which they were drawn, and must know every draw
-        return replace(self, draft_tree=tree.without_gaps(), switch=switch)
-
-    def with_lookup(self, copies: int, longest_match: int | None, vocabulary: int) -> DraftSettings:
-        """The same settings with copies from the text in the tree, see `LookupTree`.
-
-        Raises:
-            ValueError: numbers of tokens that are none, or an acceptance that must know how each node was drawn.
-        """
-        if self.acceptance == "rejection":
-            raise ValueError(
-                "prompt_lookup_num_tokens is given with acceptance='rejection', which must know how each node was "
-                "drawn: leave one of them out."
-            )
-        tree = self.tree
-        assert not isinstance(tree, LookupTree)
-        return replace(self, draft_tree=LookupTree.around(tree, copies, longest_match, vocabulary))
-
-    @property
-    def tree(self) -> Tree:
-        """The tree of resolved settings."""
-        assert isinstance(self.draft_tree, (DraftTree, DynamicTree, LookupTree))
-        return self.draft_tree
+        return replace(plan, tree=tree.without_gaps())

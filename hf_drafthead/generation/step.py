@@ -22,7 +22,7 @@ from hf_drafthead.generation.drafting import draft_dynamic, draft_static
 from hf_drafthead.generation.lookup import copies, joined
 from hf_drafthead.generation.reader import BaseReader
 from hf_drafthead.generation.rules import Rules
-from hf_drafthead.generation.settings import DraftSettings
+from hf_drafthead.generation.settings import DraftPlan
 from hf_drafthead.generation.slots import DoesNotFit, SlotCache, out_of_memory
 from hf_drafthead.generation.state import (
     NOT_A_DISTRIBUTION,
@@ -196,7 +196,7 @@ class Step:
         tree: Tree,
         *,
         device: torch.device,
-        settings: DraftSettings,
+        settings: DraftPlan,
         rules: Rules,
         show: Callable[[torch.Tensor], None] | None = None,
         timed: bool = False,

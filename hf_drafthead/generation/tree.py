@@ -111,6 +111,7 @@ class Level:
     width: int
 
 
+@dataclass(init=False, repr=False, eq=False)  # of which a generation config is written by `to_dict`
 class DraftTree:
     """A static tree of guesses.
 
@@ -135,6 +136,8 @@ class DraftTree:
     │   └── 1
     └── 1
     """
+
+    paths: tuple[RankPath, ...]
 
     def __init__(self, paths: Iterable[Sequence[int]]):
         self._number(_validated(paths))
@@ -232,6 +235,10 @@ class DraftTree:
             below = indent + ("    " if last else "│   ")
             waiting += [(child, below) for child in reversed(self.children(node))]
         return "\n".join(lines)
+
+    def to_dict(self) -> list[list[int]]:
+        """What a generation config stores of the tree, and `resolve` reads again: its rank paths."""
+        return [*map(list, self.paths)]
 
     @classmethod
     def from_json(cls, text: str) -> DraftTree:
@@ -340,6 +347,10 @@ class DynamicTree:
                 f"a dynamic tree of {self.nodes} nodes cannot be filled: {self.depth} levels of width {self.width} "
                 f"make {self.made + 1}, the root included; ask for fewer nodes, or for more levels or width."
             )
+
+    def to_dict(self) -> dict[str, dict[str, int]]:
+        """What a generation config stores of the tree, and `resolve` reads again."""
+        return {"dynamic": asdict(self)}
 
     @property
     def made(self) -> int:

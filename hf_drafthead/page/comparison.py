@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from hf_drafthead.evaluation.questions import chat_text
 from hf_drafthead.evaluation.rounding import BaseCall, FirstDifference
 from hf_drafthead.generation import StepRecord
 from hf_drafthead.generation.drafting import draft_vocabulary
-from hf_drafthead.generation.settings import DraftSettings
+from hf_drafthead.generation.settings import AUTO, DraftSettings
 from hf_drafthead.generation.tree import DraftTree
 from hf_drafthead.page.turns import Stopped, Turns
 
@@ -244,7 +244,10 @@ class Asked:
         name = self.tree.strip()
         tree: Any = None if name in ("", OWN_TREE) else DraftTree.from_json(name) if name.startswith("[") else name
         settings = DraftSettings.from_config(model.generation_config, draft_tree=tree, acceptance=self.acceptance)
-        return settings.resolved(model.drafter.max_depth, draft_vocabulary(model.base, model.drafter))
+        if settings.draft_tree == AUTO:
+            return settings
+        plan = settings.plan(model.drafter.max_depth, draft_vocabulary(model.base, model.drafter))
+        return replace(settings, draft_tree=plan.tree)
 
     def _encoded(self, model: Any, tokenizer: Any) -> dict[str, torch.Tensor]:
         """`input_ids` and `attention_mask` (1, T)."""

@@ -266,10 +266,10 @@ def test_what_the_cost_does_not_decide_is_not_timed():
         ({"draft_tree": [[0]]}, KEY),
         ({"draft_tree": "dynamic"}, KEY),
     ):
-        assert DraftSettings(**settings).for_call(key, 4, 67).switch is None
-    assert DraftSettings().for_call(KEY, 4, 67).switch.cost is None
+        assert DraftSettings(**settings).plan_for(key, 4, 67).switch is None
+    assert DraftSettings().plan_for(KEY, 4, 67).switch.cost is None
     gpu = KEY._replace(threads=None, execution="recorded")
-    assert DraftSettings(draft_tree="auto").for_call(gpu, 4, 67).switch.cost == 1.5
+    assert DraftSettings(draft_tree="auto").plan_for(gpu, 4, 67).switch.cost == 1.5
 
 
 def test_a_step_of_the_root_alone_walks_as_with_a_guess_that_is_wrong():

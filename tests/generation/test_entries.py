@@ -218,17 +218,17 @@ def test_without_entries_a_cpu_drafts_few_nodes_with_one_notice(stored, nodes, m
 
 def test_without_entries_a_gpu_drafts_the_published_tree(model):
     def nodes(**settings):
-        return DraftSettings(**settings).for_call(GPU, None, VOCABULARY).tree.num_nodes
+        return DraftSettings(**settings).plan_for(GPU, None, VOCABULARY).tree.num_nodes
 
     assert nodes() == 64 and nodes(draft_tree="auto") == 8 and nodes(draft_tree=[[0]]) == 2
 
 
 def test_a_stored_tree_is_cut_to_its_first_nodes_whose_parents_are_there():
     paths = [[0], [1, 0], [1], [0, 0], [2], [0, 0, 0], [0, 1], [1, 1], [3], [4], [5]]
-    cut = DraftSettings(draft_tree=paths).for_call(KEY, None, VOCABULARY).tree
+    cut = DraftSettings(draft_tree=paths).plan_for(KEY, None, VOCABULARY).tree
     assert cut == DraftTree([[0], [1], [0, 0], [2], [0, 0, 0], [0, 1], [1, 1]])
     given = DraftTree([[one] for one in range(20)])  # a tree that was made is no list of the most valuable first
-    assert DraftSettings(draft_tree=given).for_call(KEY, None, VOCABULARY).tree == given
+    assert DraftSettings(draft_tree=given).plan_for(KEY, None, VOCABULARY).tree == given
 
 
 def test_where_no_tree_paid_the_base_decodes_with_auto_too(model):
@@ -243,11 +243,11 @@ def test_where_no_tree_paid_the_base_decodes_with_auto_too(model):
 
 def test_more_rows_get_fewer_nodes_without_an_entry_too():
     def nodes(rows, **settings):
-        return DraftSettings(**settings).for_call(KEY._replace(batch_size=rows), None, VOCABULARY).tree.num_nodes
+        return DraftSettings(**settings).plan_for(KEY._replace(batch_size=rows), None, VOCABULARY).tree.num_nodes
 
     assert [nodes(rows) for rows in (1, 2, 3, 4, 8, 99)] == [8, 8, 5, 4, 2, 2]
     assert nodes(4, draft_tree=[[0], [0, 0], [1], [2]]) == 4 and nodes(4, draft_tree=[[0], [1]]) == 3
 
 
 def test_heads_of_one_level_get_the_paths_that_they_can_guess():
-    assert DraftSettings().for_call(KEY, 1, 2).tree.paths == ((0,), (1,))
+    assert DraftSettings().plan_for(KEY, 1, 2).tree.paths == ((0,), (1,))

@@ -2,12 +2,15 @@
 
 import copy
 import inspect
+from dataclasses import FrozenInstanceError
 
 import pytest
 import torch
 from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation import MaxLengthCriteria, TemperatureLogitsWarper
 
+from hf_drafthead.generation.settings import DraftPlan, DraftSettings, SwitchRule
+from hf_drafthead.generation.tree import DraftTree, DynamicTree
 from tests.bases import tiny_base
 from tests.drafters import Drafted, Oracle, at_rank, right
 from tests.families import FAMILIES
@@ -176,6 +179,25 @@ def test_saved_settings_come_back(tmp_path):
     again.generation_config = GenerationConfig.from_pretrained(tmp_path)
     assert again.generation_config.draft_tree == [[0], [1], [1, 1]]
     assert steps_of(again) == steps_of(model) == 4
+
+
+@pytest.mark.parametrize("tree, steps", [(DraftTree([(0,), (0, 0)]), 4), (DynamicTree(4, 2, 2), 4)], ids=str)
+def test_a_tree_in_the_generation_config_is_saved_and_comes_back(tree, steps, tmp_path):
+    model = knowing()
+    model.generation_config.draft_tree = tree
+    assert steps_of(model) == steps
+    model.generation_config.save_pretrained(tmp_path)
+    again = knowing()
+    again.generation_config = GenerationConfig.from_pretrained(tmp_path)
+    assert steps_of(again) == steps
+    assert DraftSettings.from_config(again.generation_config).plan(None, 64).tree == tree
+
+
+def test_a_plan_holds_nothing_that_a_call_changes():
+    plan = DraftPlan(DraftTree([(0,)]), switch=SwitchRule(1.5, 2.0))
+    assert hash(plan) == hash(DraftPlan(DraftTree([(0,)]), switch=SwitchRule(1.5, 2.0)))
+    with pytest.raises(FrozenInstanceError):
+        plan.copies = 3
 
 
 def test_settings_do_not_reach_the_base_s_forward():

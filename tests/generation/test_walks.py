@@ -22,7 +22,7 @@ from hf_drafthead.generation.acceptance import (
 )
 from hf_drafthead.generation.drafting import Guesses
 from hf_drafthead.generation.rules import Rules
-from hf_drafthead.generation.settings import DraftSettings
+from hf_drafthead.generation.settings import DraftPlan
 from hf_drafthead.generation.state import Candidates, Limits, Rows, packed, unpacked
 from hf_drafthead.generation.tree import Topology
 
@@ -377,7 +377,7 @@ def test_what_is_preferred_follows_the_acceptance_of_the_call(acceptance):
     drafted = torch.tensor([1, 2, 3, 4, 5, 6])  # tokens that the drafter chooses among
     guesses = [Guesses(torch.randn(2, len(level.expanded), 6), drafted) for level in levels]
     candidates = case.candidates._replace(guesses=tuple(guesses))
-    settings = DraftSettings(tree, acceptance, 0.1, 0.6)
+    settings = DraftPlan(tree, acceptance, 0.1, 0.6)
     logits, reach = torch.randn(2, 4, VOCABULARY), torch.tensor(case.reach)
     state = state_of(case, torch.zeros(2, WIDTH, dtype=torch.long))
     torch.manual_seed(3)
@@ -399,7 +399,7 @@ def test_what_is_preferred_follows_the_acceptance_of_the_call(acceptance):
 
 def test_with_the_root_alone_rejection_draws_a_token_from_what_the_base_says():
     case = Case([DraftTree.root_alone()], [[1]], [[0]], [5], [0], [9], 30)
-    settings = DraftSettings(case.trees[0], "rejection", 0.1, 0.6)
+    settings = DraftPlan(case.trees[0], "rejection", 0.1, 0.6)
     logits = torch.full((1, 1, VOCABULARY), -torch.inf)
     logits[..., 4] = 0.0
     state = state_of(case, torch.zeros(1, WIDTH, dtype=torch.long))
