@@ -87,7 +87,7 @@ class BaseReader:
     def __call__(self, last_only: bool, **inputs) -> tuple[torch.Tensor, torch.Tensor]:
         """Logits (B, 1 or length, V) and features (B, length, F*H) of a forward with the base's own arguments."""
         inputs.pop("logits_to_keep", None)
-        reading = self.read(inputs)
+        reading = self.read(with_cache(self.cache_name, inputs))
         return self.logits(reading.scores[:, -1:] if last_only else reading.scores), reading.features
 
     def texts(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> Reading:
@@ -100,7 +100,6 @@ class BaseReader:
 
     def read(self, inputs: dict) -> Reading:
         """A forward with the base's own arguments."""
-        inputs = with_cache(self.cache_name, inputs)
         last_layer_only = self.reads in ((-1,), ())
         if self.split:
             wanted = {} if last_layer_only else {"output_hidden_states": True}
@@ -133,7 +132,7 @@ class BaseReader:
         cache.extent, stop = start, start + tokens.shape[1]
         positions = torch.arange(start, stop, device=tokens.device) + position_shift
         mask = None if visible is None else padded(visible, stop)
-        inputs = {"input_ids": tokens, "attention_mask": mask, "position_ids": positions, CACHE: cache}
+        inputs = {"input_ids": tokens, "attention_mask": mask, "position_ids": positions, self.cache_name: cache}
         self.read({**inputs, "use_cache": True})
 
     def nodes(
@@ -166,7 +165,7 @@ class BaseReader:
                 for kind, window in self.windows.items()
             }
             mask = masks if len(masks) > 1 else next(iter(masks.values()))
-        inputs = {"input_ids": tokens, "attention_mask": mask, "position_ids": positions, CACHE: cache}
+        inputs = {"input_ids": tokens, "attention_mask": mask, "position_ids": positions, self.cache_name: cache}
         reading = self.read({**inputs, "use_cache": True})
         return self.output(reading.scores) if self.split else reading.scores, reading.features
 

@@ -12,7 +12,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from transformers import GenerationMixin
+from transformers.generation import GenerationMixin
 
 CACHE_NAMES = ("cache", "past_key_values", "cache_params", "layer_past", "past_key_value")
 

@@ -1,6 +1,6 @@
 """PEFT adapters (LoRA and others) of the base: found, loaded, saved with the heads, and merged into its weights.
 
-The base holds them as transformers has them (`PreTrainedModel.load_adapter`): they are part of what it computes.
+They lie in the layers of the base, as transformers has them, and are part of what it computes.
 """
 
 import copy
@@ -11,6 +11,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers.utils import ADAPTER_CONFIG_NAME, logging
 
@@ -23,6 +24,7 @@ logger = logging.get_logger(__name__)
 ADAPTER_WEIGHTS, ADAPTER_PICKLE = "adapter_model.safetensors", "adapter_model.bin"
 TOKEN_ADAPTER = "token_adapter"  # the name that PEFT gives a layer in which some tokens are trained
 ADAPTER_FOLDER = "adapter"  # of a checkpoint, in which the adapter of its base lies
+PREFIX = "base_model.model."  # of every name in a file of PEFT's
 # How PEFT names the tensors of an adapter that was made for a model with draft heads, and not for its base.
 OF_A_WHOLE_MODEL = re.compile(r"base_model\.model\.(base|drafter)\.")
 
@@ -66,23 +68,39 @@ def is_of_a_whole_model(folder: str) -> bool:
         return any(OF_A_WHOLE_MODEL.match(name) for name in tensors.keys())
 
 
-def load_adapter(base: Any, folder: str) -> None:
-    """Put an adapter on a base; a ValueError if it is not one for this base."""
-    info = base.load_adapter(folder)
-    found = {name: set(getattr(info, name, None) or ()) for name in ("missing_keys", "unexpected_keys")}
-    if found["missing_keys"]:  # transformers does not know all of PEFT's names, such as that of DoRA's magnitudes
-        with open_tensors(Path(folder) / ADAPTER_WEIGHTS) as file:
-            tensors = {name.removeprefix("base_model.model."): file.get_tensor(name) for name in file.keys()}
-        name = next(iter(base.active_adapters()))
-        peft = import_module("peft")  # it is there where a base has adapters, and nowhere else needed
-        left = peft.set_peft_model_state_dict(base, tensors, adapter_name=name)
-        found["missing_keys"] &= set(left.missing_keys)
-        found["unexpected_keys"] = set(left.unexpected_keys)
-    parameters = dict(base.named_parameters(remove_duplicate=False))
-    loaded = {id(parameter) for name, parameter in parameters.items() if name not in found["missing_keys"]}
+def add_adapter(model: Any, config: Any, name: str = "default") -> None:
+    """Put a new adapter of a PEFT config on a model, by PEFT itself: transformers 5.24 asks for a PEFT that is to come.
+
+    Raises:
+        ValueError: the model has an adapter of this name.
+    """
+    if name in getattr(model, "peft_config", ()):
+        raise ValueError(f"the model has an adapter {name!r} already: give the new one another name.")
+    import_module("peft").inject_adapter_in_model(config, model, name)
+    model._hf_peft_config_loaded = True
+
+
+def load_adapter(model: Any, folder: str, name: str = "default") -> None:
+    """Put a trained adapter on a model.
+
+    Raises:
+        ValueError: the model has an adapter of this name, or this one was made for another model.
+    """
+    peft = import_module("peft")  # nowhere else needed
+    config = peft.PeftConfig.from_pretrained(folder)
+    config.inference_mode = True
+    training = model.training
+    add_adapter(model, config, name)
+    model.train(training)  # what was put in is in training mode
+    with open_tensors(Path(folder) / ADAPTER_WEIGHTS) as file:
+        tensors = {key.removeprefix(PREFIX): file.get_tensor(key) for key in file.keys()}
+    report = peft.set_peft_model_state_dict(model, tensors, adapter_name=name)
+    of_adapter = {key for key in report.missing_keys if f".{name}" in key}
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    loaded = {id(parameter) for key, parameter in parameters.items() if key not in of_adapter}
     # PEFT stores once what is tied, and calls its other name missing
-    found["missing_keys"] = {name for name in found["missing_keys"] if id(parameters.get(name)) not in loaded}
-    refuse_damage(folder, found)
+    missing = {key for key in of_adapter if id(parameters.get(key)) not in loaded}
+    refuse_damage(folder, {"missing_keys": missing, "unexpected_keys": set(report.unexpected_keys)})
 
 
 def adapt(base: Any, path: str | None, config: DraftHeadConfig, hub: Mapping[str, Any], live: bool) -> None:
@@ -101,7 +119,7 @@ def adapt(base: Any, path: str | None, config: DraftHeadConfig, hub: Mapping[str
     if live:
         logger.warning_once(
             f"these heads were trained on a base with the adapter {name!r}, and the base given has none: fewer guesses "
-            "may be accepted; load the adapter with model.base.load_adapter(...)."
+            "may be accepted; load the adapter with model.load_adapter(...)."
         )
         return
     folder = find_adapter(path, hub, ADAPTER_FOLDER) if path else None
@@ -139,7 +157,7 @@ def active_adapter(base: Any) -> str | None:
     layers = [module for module in base.modules() if _is_adapted(module)]
     if all(layer.disable_adapters for layer in layers):
         return None
-    active = base.active_adapters()
+    active = list(layers[0].active_adapters)
     if len(active) > 1:
         raise ValueError(
             f"the base has {len(active)} active adapters ({', '.join(active)}), of which one can be saved with its "
@@ -148,12 +166,19 @@ def active_adapter(base: Any) -> str | None:
     return active[0] if active else None
 
 
-def save_adapter(base: Any, folder: Path, is_main_process: bool) -> None:
-    """Write the active adapter of a base into a folder, as PEFT reads it; which base it is for is said by the heads."""
-    base.save_pretrained(folder, is_main_process=is_main_process)
-    if is_main_process:
-        (folder / "generation_config.json").unlink(missing_ok=True)  # the heads' folder has it
-        edit_json(folder / ADAPTER_CONFIG_NAME, base_model_name_or_path=None, revision=None)
+def save_adapter(model: Any, folder: Path) -> None:
+    """Write a model's active adapter into a folder, as PEFT reads it; which base it is for is said by the heads."""
+    name = active_adapter(model)
+    tensors = import_module("peft").get_peft_model_state_dict(model, adapter_name=name)
+    folder.mkdir(parents=True, exist_ok=True)
+    # copies, for safetensors takes no two tensors in the same memory
+    save_file(
+        {f"{PREFIX}{key}": tensor.detach().clone().contiguous() for key, tensor in tensors.items()},
+        folder / ADAPTER_WEIGHTS,
+        metadata={"format": "pt"},
+    )
+    model.peft_config[name].save_pretrained(folder)
+    edit_json(folder / ADAPTER_CONFIG_NAME, base_model_name_or_path=None, revision=None)
 
 
 def plain_state(model: nn.Module, merge: bool) -> dict[str, Tensor]:

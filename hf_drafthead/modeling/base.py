@@ -17,6 +17,7 @@ from hf_drafthead.modeling.adapters import (
     check_merged_names,
     find_adapter,
     is_of_a_whole_model,
+    load_adapter,
     plain_state,
     save_adapter,
 )
@@ -92,9 +93,10 @@ class DraftHeadPreTrainedModel(LoadableModel):
             check_merged_names(state_dict, self._blank(copy.deepcopy(self.config), build_base=True))
         elif adapted:  # adapters of the whole model, heads and all, lie beside the heads
             state_dict = plain_state(self, merge=False)
-            super().save_pretrained(save_directory, is_main_process=is_main_process)
-        elif adapter:
-            save_adapter(self.base, Path(save_directory) / ADAPTER_FOLDER, is_main_process)
+            if is_main_process:
+                save_adapter(self, Path(save_directory))
+        elif adapter and is_main_process:
+            save_adapter(self.base, Path(save_directory) / ADAPTER_FOLDER)
         tensors = self.state_dict() if state_dict is None else state_dict
         if not include_base:
             tensors = {name: tensor for name, tensor in tensors.items() if name.startswith("drafter.")}
@@ -147,18 +149,32 @@ class DraftHeadPreTrainedModel(LoadableModel):
         except ImportError:
             return None
 
-    def load_adapter(self, peft_model_id: str | os.PathLike | None = None, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
-        """As in transformers; an adapter that was made for the base goes to the base.
+    def load_adapter(  # type: ignore[override]
+        self, peft_model_id: str | os.PathLike, adapter_name: str = "default", **kwargs: Any
+    ) -> None:
+        """Load an adapter of PEFT; one that was made for the base goes to the base.
 
         Args:
             peft_model_id: folder or Hub id of the adapter.
-            args, kwargs: as in transformers.
+            adapter_name: under which the model has it.
+            kwargs: of the download, and `adapter_kwargs` with such ones, as in transformers.
+
+        Raises:
+            OSError: there is no adapter.
+            TypeError: other arguments of transformers' `load_adapter`.
+            ValueError: the adapter is not one for this model.
         """
-        asked = dict(kwargs.get("adapter_kwargs") or {}) | {name: kwargs[name] for name in HUB_ARGUMENTS & set(kwargs)}
-        folder = None if peft_model_id is None else find_adapter(os.fspath(peft_model_id), asked)
-        if folder is not None and not is_of_a_whole_model(folder):
-            return self.base.load_adapter(peft_model_id, *args, **kwargs)
-        return super().load_adapter(peft_model_id, *args, **kwargs)
+        hub = dict(kwargs.pop("adapter_kwargs", None) or {}) | {
+            key: kwargs.pop(key) for key in HUB_ARGUMENTS & set(kwargs)
+        }
+        if kwargs:
+            raise TypeError(
+                f"load_adapter was given {', '.join(sorted(kwargs))}: give the adapter, and its name alone."
+            )
+        folder = find_adapter(os.fspath(peft_model_id), hub)
+        if folder is None:
+            raise OSError(f"there is no adapter at {os.fspath(peft_model_id)!r}: expected a folder or Hub id of one.")
+        load_adapter(self if is_of_a_whole_model(folder) else self.base, folder, adapter_name)
 
     def push_to_hub(  # type: ignore[override]
         self,

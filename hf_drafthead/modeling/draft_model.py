@@ -20,7 +20,6 @@ from transformers.configuration_utils import PreTrainedConfig
 
 from hf_drafthead.generation.drafting import Guesses, last_valid
 from hf_drafthead.generation.reader import BaseReader, Unsupported, probe
-from hf_drafthead.generation.releases import CACHE
 from hf_drafthead.generation.slots import ROOM, SlotCache, slot_mask, writing_layers
 from hf_drafthead.modeling.base import DraftHeadPreTrainedModel
 from hf_drafthead.modeling.base_model import commit_of, full_name
@@ -236,7 +235,7 @@ class DraftModelDrafter(Drafter):
         return self._scores(tokens, past if self.limit is None else past.clamp(max=self.limit - 1), mask, cache)
 
     def _scores(self, tokens: Tensor, positions: Tensor, mask: Any, cache: SlotCache) -> Tensor:
-        inputs = {"attention_mask": mask, "position_ids": positions, CACHE: cache, "use_cache": True}
+        inputs = {"attention_mask": mask, "position_ids": positions, "use_cache": True, self.reader.cache_name: cache}
         return self.reader.read({"input_ids": self._known(tokens), **inputs}).scores
 
     def _known(self, tokens: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from transformers.trainer_utils import EvalLoopOutput
 from transformers.utils import logging
 
 from hf_drafthead.generation.reader import BaseReader
+from hf_drafthead.modeling.adapters import add_adapter
 from hf_drafthead.modeling.base import DraftHeadPreTrainedModel
 from hf_drafthead.modeling.families import find_family
 from hf_drafthead.training.arguments import DraftHeadTrainingArguments
@@ -260,17 +261,20 @@ def add_lora(model: DraftHeadPreTrainedModel, rank: int = 32, alpha: int = 16, d
     config = LoraConfig(
         r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules="all-linear", task_type="CAUSAL_LM"
     )
-    model.base.add_adapter(config)
+    add_adapter(model.base, config)
 
 
 @contextmanager
 def adapters_off(base: Any) -> Iterator[None]:
     """The base as it was before its adapters."""
-    base.disable_adapters()
+    layers = [layer for _, layer in adapter_layers(base)]
+    for layer in layers:
+        layer.enable_adapters(False)
     try:
         yield
     finally:
-        base.enable_adapters()
+        for layer in layers:
+            layer.enable_adapters(True)
 
 
 def merge_lora(model: DraftHeadPreTrainedModel) -> None:

@@ -8,6 +8,8 @@ from peft import LoraConfig
 from transformers import CompileConfig
 
 from hf_drafthead.generation import programs
+from hf_drafthead.modeling.adapters import add_adapter
+from hf_drafthead.training.trainer import adapters_off
 from tests.bases import tiny_base
 from tests.families import FAMILIES
 from tests.generation.agreement import TREE, prompt
@@ -74,13 +76,12 @@ def test_autocast_entered_and_left_between_two_calls():
 
 def test_adapters_that_are_switched_between_two_calls():
     base = tiny_base("llama")
-    base.add_adapter(LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False))
+    add_adapter(base, LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False))
     base.eval()
     model = FAMILIES[0].build(base)
     adapted = check(model)
-    base.disable_adapters()
-    assert not torch.equal(check(model), adapted)
-    base.enable_adapters()
+    with adapters_off(base):
+        assert not torch.equal(check(model), adapted)
     assert torch.equal(check(model), adapted)
     for module in base.modules():
         if hasattr(module, "merged_adapters"):

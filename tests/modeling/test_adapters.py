@@ -7,11 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 from peft import LoraConfig, PrefixTuningConfig, get_peft_model
+from peft.tuners.tuners_utils import BaseTunerLayer
 from transformers import AutoModel, AutoModelForCausalLM
 
 from hf_drafthead.hub_upload import Target
 from hf_drafthead.hub_upload.staging import stage_folder, stage_model
 from hf_drafthead.modeling import EagleForCausalLM, MedusaForCausalLM
+from hf_drafthead.modeling.adapters import add_adapter
 from tests.bases import tiny_base
 
 IDS = torch.tensor([[5, 9, 33, 21]])
@@ -32,6 +34,10 @@ def adapted(tmp_path):
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), LoraConfig(**LORA)).eval()
     model.save_pretrained(tmp_path / "lora")
     return model
+
+
+def layers_of(model) -> list[BaseTunerLayer]:
+    return [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
 
 
 def logits(model) -> torch.Tensor:
@@ -96,7 +102,7 @@ def test_an_adapter_is_merged_into_an_included_base(adapted, tmp_path, family):
 def test_an_adapter_of_the_whole_model_is_saved_beside_the_heads(tmp_path, family, form):
     tiny_base("llama-gqa").save_pretrained(tmp_path / "base")
     model = family.from_base(tmp_path / "base").eval()
-    model.add_adapter(LoraConfig(**{**LORA, "task_type": None}))
+    add_adapter(model, LoraConfig(**{**LORA, "task_type": None}))
     model.save_pretrained(tmp_path / "heads", include_base=form == "with base")
     loaded = AutoModel.from_pretrained(tmp_path / "heads")
     torch.testing.assert_close(logits(loaded), logits(model))
@@ -107,7 +113,8 @@ def test_an_adapter_of_the_whole_model_is_saved_beside_the_heads(tmp_path, famil
 
 def test_a_disabled_adapter_is_none(adapted, tmp_path):
     model = MedusaForCausalLM.from_base(adapted)
-    model.base.disable_adapters()
+    for layer in layers_of(model.base):
+        layer.enable_adapters(False)
     model.save_pretrained(tmp_path / "heads")
     assert not (tmp_path / "heads" / "adapter").exists()
     torch.testing.assert_close(logits(AutoModel.from_pretrained(tmp_path / "heads")), logits(model))
@@ -156,8 +163,9 @@ def test_an_adapter_of_another_base_is_refused(adapted, tmp_path):
 
 def test_adapters_that_cannot_be_one_unit_are_refused(adapted, tmp_path):
     several = MedusaForCausalLM.from_base(adapted)
-    several.base.add_adapter(LoraConfig(**LORA), "other")
-    several.base.set_adapter(["default", "other"])
+    add_adapter(several.base, LoraConfig(**LORA), "other")
+    for layer in layers_of(several.base):
+        layer.set_adapter(["default", "other"])
     with pytest.raises(ValueError, match=r"^the base has 2 active adapters \(default, other\), of which one can be"):
         several.save_pretrained(tmp_path / "heads")
     prompt = PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)

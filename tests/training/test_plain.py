@@ -9,6 +9,7 @@ from transformers import AutoTokenizer, DataCollatorForLanguageModeling, Trainer
 
 from hf_drafthead import MedusaForCausalLM, zoo
 from hf_drafthead.generation.reader import BaseReader
+from hf_drafthead.modeling.adapters import add_adapter
 from hf_drafthead.training.arguments import DraftHeadTrainingArguments
 from hf_drafthead.training.heads_loss import HeadsLoss
 from tests.bases import tiny_base
@@ -142,7 +143,7 @@ def test_inputs_that_heads_cannot_learn_from_are_refused(inputs, message):
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # peft asks for it
 def test_adapters_that_are_to_be_trained_are_refused():
     model = FAMILIES[0].build(tiny_base(dtype=torch.float32)).train()
-    model.base.add_adapter(LoraConfig(r=2, target_modules=["q_proj"]))
+    add_adapter(model.base, LoraConfig(r=2, target_modules=["q_proj"]))
     with pytest.raises(ValueError, match="^the base has adapters that are to be trained, but"):
         model(IDS, labels=IDS)
     model.base.requires_grad_(False)
