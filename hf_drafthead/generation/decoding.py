@@ -69,7 +69,7 @@ def decode(
     Returns:
         (B, length) token ids, or the output class where `return_dict_in_generate` asks for it.
     """
-    stream, drafter = Stream(streamer, input_ids), model.drafter
+    stream, drafter = Stream(streamer, input_ids, rules), model.drafter
     ordinary_cache = inputs.pop(CACHE)
     known = int(ordinary_cache.get_seq_length())
     watch = Stopwatch(on_step is not None, reader.base.device)
@@ -199,15 +199,17 @@ def prefill(
 class Stream:
     """Gives a streamer the prompt and every committed token, one put per position as in transformers."""
 
-    def __init__(self, streamer: BaseStreamer | None, input_ids: torch.Tensor):
-        self.streamer, self.position = streamer, input_ids.shape[1]
+    def __init__(self, streamer: BaseStreamer | None, input_ids: torch.Tensor, rules: Rules):
+        self.streamer, self.position, self.rules = streamer, input_ids.shape[1], rules
         if streamer is not None:
-            streamer.put(input_ids.cpu())
+            with rules.showing(self.position - 1):
+                streamer.put(input_ids.cpu())
 
     def show(self, tokens: torch.Tensor) -> None:
         """Put the next position (B,)."""
         if self.streamer is not None:
-            self.streamer.put(tokens.cpu())
+            with self.rules.showing(self.position):
+                self.streamer.put(tokens.cpu())
             self.position += 1
 
     def committed(self, state: DecodingState, rules: Rules) -> None:
@@ -225,8 +227,9 @@ def finish(
 ) -> DraftHeadGenerateOutput | torch.Tensor:
     """What the base's generate would return, in its form."""
     length = max(end for end in state.ends if end is not None)
-    if rules.tape is not None and rules.draws_ahead:
-        rules.tape.rewind(length - state.prompt_length)
+    if rules.tape is not None:
+        rules.tape.chosen = length - state.prompt_length
+    rules.close()
     if stream.streamer is not None:
         stream.streamer.end()
     sequences = state.rows.sequences[:, :length].to(rules.device, copy=True)

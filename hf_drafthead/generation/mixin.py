@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import types
@@ -334,7 +335,8 @@ class DraftHeadGenerationMixin(GenerationMixin):
             samples=config.do_sample and acceptance != "typical",
             rejects=acceptance == "rejection",
         )
-        return decode(self, input_ids, rules, reader, plan, execution, streamer=streamer, on_step=on_step, **inputs)
+        with contextlib.closing(rules):
+            return decode(self, input_ids, rules, reader, plan, execution, streamer=streamer, on_step=on_step, **inputs)
 
 
 def _of_text(base, call: dict[str, Any]) -> dict[str, Any]:

@@ -15,10 +15,11 @@ Shapes: B rows, N nodes, D nodes on the longest path, g rows of a group, V vocab
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -113,6 +114,28 @@ class Rules:
         self.temperature = math.prod(warper.temperature for warper in warpers)
         if self.samples and not self.rejects:
             self.tape = NoiseTape(self.batch_size, self.device)
+            if self.draws_ahead:
+                self.tape.park()
+
+    @property
+    def _follows(self) -> bool:
+        """Whether a processor or a streamer of the user has drawn from the generator, so that this call draws there."""
+        on_host = self.lockstep and (not self.on_device or self.device.type == "cpu")
+        return on_host and self.tape is not None and self.tape.shared
+
+    def close(self) -> None:
+        """Leave the process's generator where the base's call would, as the call ends, also by an exception."""
+        if self.tape is not None:
+            self.tape.leave(self.tape.chosen)
+
+    @contextlib.contextmanager
+    def showing(self, position: int) -> Iterator[None]:
+        """Meanwhile the process's generator stands where the base has it when it hands on the token at a position."""
+        if self.tape is not None:
+            self.tape.leave(position + 1 - self.prompt_length)
+        yield
+        if self.tape is not None and self.draws_ahead:
+            self.tape.park()
 
     def choose(
         self, rows: list[int], logits: torch.Tensor, sequences: torch.Tensor, lengths: list[int]
@@ -138,10 +161,12 @@ class Rules:
             return torch.multinomial(chances, num_samples=1)[:, 0]
         if not chances.isfinite().all():
             raise RuntimeError(NOT_A_DISTRIBUTION)
-        if self.draws_ahead:
+        latest = max(lengths[row] for row in rows) - self.prompt_length
+        if self.draws_ahead and not self._follows:
             noise = torch.stack([self.tape.noise(lengths[row] - self.prompt_length, chances)[row] for row in rows])
         else:
-            noise = self.tape.next(max(lengths) - self.prompt_length, chances)
+            noise = self.tape.next(latest, chances)
+        self.tape.chosen = max(self.tape.chosen, latest + 1)
         return (chances / noise).argmax(-1)
 
     def choose_everywhere(
@@ -182,22 +207,20 @@ class Rules:
         if tape is None:
             return None
         latest = max(lengths)
+        if self._follows:  # what will be drawn next is not known: ones, by which no guess gains
+            return torch.ones(self.batch_size, depth, vocabulary, device=self.device)
         firsts = [(lengths[row] if row in moving else latest) - self.prompt_length for row in range(len(lengths))]
         noise = tape.ahead(firsts, depth)
         tape.forget(min(firsts))
-        if not self.draws_ahead:  # processors and criteria find the generator where the base would leave it
-            tape.rewind(latest - self.prompt_length)
+        tape.chosen = latest - self.prompt_length
         return noise
 
     def tilt(self, noise: torch.Tensor) -> torch.Tensor:
         """What makes the base's coming choices likely guesses: added to logits l (..., V), the order is that of q / E.
 
         q is the softmax of l / T, with the call's temperature T, and log(q / E) = (l - T log E) / T + constant; the
-        noise is E (B, D, V), from `noise_ahead`. Once somebody else has drawn from the generator, as a processor of the
-        user's may, the noise tells nothing: zeros.
+        noise is E (B, D, V), from `noise_ahead`.
         """
-        if self.tape is not None and self.tape.shared:
-            return torch.zeros_like(noise)
         return noise.log() * -self.temperature
 
     def probabilities(
@@ -273,33 +296,42 @@ class Rules:
 class NoiseTape:
     """The exponential noise of the base's sampling, position by position, drawn ahead of the base's own choices.
 
-    `torch.multinomial(p, 1)` is `argmax(p / noise)` with noise (B, V) drawn anew at every position. The tape draws in
-    the order of positions and remembers the generator's state before each, so every noise is drawn once, a row that
-    lags can have its position's noise drawn again, and the generator can be left as the base would leave it. Positions
-    that every row has left behind are forgotten.
+    `torch.multinomial(p, 1)` is `argmax(p / noise)` with noise (B, V) drawn anew at every position. The tape draws it
+    from a generator of the call's own, which begins where the process's generator stands, and remembers the state
+    before each position: every noise is drawn once, a row that lags can have its position's noise drawn again, and the
+    process's generator can be left where the base would leave it. Positions that every row has left behind are
+    forgotten.
+
+    Other threads draw from the process's generator as well. While a call draws ahead of it, it stands elsewhere
+    (`park`), so that nobody draws the same noise; and where somebody has moved it, it is left alone.
     """
 
     KEPT = 32  # positions whose noise is held; older ones are redrawn from their state
 
     def __init__(self, batch_size: int, device: torch.device):
-        self.batch_size, self.device = batch_size, device
+        self.batch_size = batch_size
+        self.process = generator_of(device)
+        self.generator = torch.Generator(self.process.device)
         self.newest = 0  # position that is drawn next
-        self.states: dict[int, torch.Tensor] = {0: self._state()}  # before every position drawn, and after the last one
+        self.chosen = 0  # positions at which a token was chosen
+        self.left_at = self.process.get_state()  # where this call has left the process's generator
+        self.states: dict[int, torch.Tensor] = {0: self.left_at}  # before every position drawn, and after the last one
         self.drawn: dict[int, torch.Tensor] = {}
-        self.shared = False  # whether somebody else has drawn from the generator since
+        self.shared = False  # whether somebody else has drawn from the process's generator meanwhile
+        self._parked: torch.Tensor | None = None
 
     def noise(self, position: int, like: torch.Tensor) -> torch.Tensor:
-        """(B, V) noise of a position, counted from 0; `like` gives V and dtype. Leaves the generator anywhere."""
+        """(B, V) noise of a position, counted from 0; `like` gives V and dtype."""
         while self.newest <= position:
             self._restore(self.states[self.newest])
-            self.drawn[self.newest] = self._draw(like)
+            self.drawn[self.newest] = self._draw(like, self.generator)
             self.drawn.pop(self.newest - self.KEPT, None)
             self.newest += 1
             self.states[self.newest] = self._state()
         if position in self.drawn:
             return self.drawn[position]
         self._restore(self.states[position])
-        return self._draw(like)
+        return self._draw(like, self.generator)
 
     def ahead(self, firsts: list[int], depth: int) -> torch.Tensor:
         """(B, D, V) noise of D positions from each row's first, once that of any position was drawn."""
@@ -308,15 +340,14 @@ class NoiseTape:
         return torch.stack([torch.stack(row) for row in rows])
 
     def next(self, position: int, like: torch.Tensor) -> torch.Tensor:
-        """As `noise`, at the position where the base draws now, of a generator that others may draw from as well."""
-        now = self._state()
-        if not torch.equal(now, self.states[position]):
-            self.shared = True
-            self.newest = position
-            self.states = {known: state for known, state in self.states.items() if known < position} | {position: now}
-            self.drawn = {known: noise for known, noise in self.drawn.items() if known < position}
+        """As `noise`, and leaves the process's generator behind this draw, as the base does.
+
+        Once somebody else has drawn from it the noise comes from there, as the base's.
+        """
+        if self._moved():
+            return self._draw(like, self.process)
         noise = self.noise(position, like)
-        self._restore(self.states[position + 1])
+        self._leave_at(self.states[position + 1])
         return noise
 
     def forget(self, position: int) -> None:
@@ -324,18 +355,36 @@ class NoiseTape:
         for known in [known for known in self.states if known < position]:
             del self.states[known]
 
-    def rewind(self, positions: int) -> None:
-        """Leave the generator as it was after the first `positions` draws."""
-        self._restore(self.states[positions])
+    def leave(self, positions: int) -> None:
+        """Leave the process's generator, where it is parked, as it was after the first `positions` draws."""
+        if self.left_at is self._parked and not self._moved():
+            self._leave_at(self.states[positions])
 
-    def _draw(self, like):
-        return like.new_empty(self.batch_size, like.shape[-1], device=self.device).exponential_(1)
+    def park(self) -> None:
+        """Let others that draw from the process's generator meanwhile draw other noise."""
+        if self._parked is None:
+            self.generator.manual_seed(hash(self.left_at.numpy().tobytes()) % (1 << 62))
+            self._parked = self.generator.get_state()
+        if not self._moved():
+            self._leave_at(self._parked)
+
+    def _moved(self) -> bool:
+        self.shared = self.shared or not torch.equal(self.process.get_state(), self.left_at)
+        return self.shared
+
+    def _leave_at(self, state: torch.Tensor) -> None:
+        self.left_at = state
+        self.process.set_state(state)
+
+    def _draw(self, like: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+        noise = like.new_empty(self.batch_size, like.shape[-1], device=generator.device)
+        return noise.exponential_(1, generator=generator)
 
     def _state(self):
-        return generator_of(self.device).get_state()
+        return self.generator.get_state()
 
     def _restore(self, state):
-        generator_of(self.device).set_state(state)
+        self.generator.set_state(state)
 
 
 def generator_of(device: torch.device) -> torch.Generator:

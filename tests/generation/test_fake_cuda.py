@@ -7,6 +7,7 @@ value, to copy between devices, to index by a mask or by a Python list.
 
 import copy
 import dataclasses
+import types
 
 import pytest
 import torch
@@ -125,7 +126,7 @@ def moved(step, state, twin):
     state.rows, state.limits = faked(state.rows), faked(state.limits)
     step.rules.device = CUDA
     if step.rules.tape is not None:
-        step.rules.tape.device = CUDA
+        step.rules.tape.generator = types.SimpleNamespace(device=CUDA)
         step.rules.tape.drawn = faked(step.rules.tape.drawn)
     for part in (*step.rules.processors, *step.rules.criteria):
         vars(part).update(faked(dict(vars(part))))

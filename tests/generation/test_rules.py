@@ -38,11 +38,11 @@ def test_noise_in_any_order_is_what_the_base_draws_one_after_the_other(monkeypat
     left_at = torch.get_rng_state()
     at_seed()
     tape = NoiseTape(ROWS, CPU)
+    tape.park()
     for position in (4, 4, 0, 3, 8, 5, 1, 8):
-        torch.rand(5)  # where the generator stands meanwhile does not matter
         assert torch.equal(tape.noise(position, LIKE), expected[position])
     assert sorted(tape.drawn) == [7, 8]
-    tape.rewind(9)
+    tape.leave(9)
     assert torch.equal(torch.get_rng_state(), left_at)
     ahead = tape.ahead([0, 5, 3], 3)
     assert torch.equal(ahead, torch.stack([torch.stack(expected[f : f + 3])[:, r] for r, f in enumerate([0, 5, 3])]))
@@ -61,14 +61,13 @@ def test_noise_is_held_for_some_positions_only():
     assert sorted(tape.drawn) == list(range(41 - 32, 41))
 
 
-def test_noise_is_drawn_anew_once_somebody_else_has_drawn():
+def test_noise_is_drawn_where_the_base_draws_once_somebody_else_has_drawn():
     at_seed()
     expected = [*noises(2), torch.rand(4), *noises(2), torch.rand(2), *noises(1)]
     left_at = torch.get_rng_state()
     at_seed()
     tape = NoiseTape(ROWS, CPU)
     tape.noise(4, LIKE)  # drawn ahead, in vain
-    tape.rewind(0)
     assert torch.equal(tape.next(0, LIKE), expected[0]) and torch.equal(tape.next(1, LIKE), expected[1])
     assert not tape.shared
     assert torch.equal(torch.rand(4), expected[2])
@@ -78,6 +77,20 @@ def test_noise_is_drawn_anew_once_somebody_else_has_drawn():
     assert torch.equal(tape.next(4, LIKE), expected[6])
     assert torch.equal(torch.get_rng_state(), left_at)
     assert torch.equal(tape.noise(0, LIKE), expected[0])  # what was drawn before stands
+
+
+def test_a_generator_that_is_parked_gives_others_other_noise_and_is_left_alone_once_moved():
+    at_seed()
+    expected = noises(2)
+    at_seed()
+    tape = NoiseTape(ROWS, CPU)
+    tape.park()
+    assert not any(torch.equal(other, noise) for other in noises(2) for noise in expected)
+    moved_to = torch.get_rng_state()
+    assert torch.equal(tape.noise(1, LIKE), expected[1])
+    tape.leave(1)
+    tape.park()
+    assert torch.equal(torch.get_rng_state(), moved_to)
 
 
 class Unknown(LogitsProcessor):
@@ -214,6 +227,7 @@ def test_tokens_are_sampled_as_multinomial_samples_them(lockstep):
     sequences = torch.zeros(ROWS, 9, dtype=torch.long)
     found = [rules.choose([0, 1, 2], logits[t], sequences, [2 + t] * ROWS).tolist() for t in range(4)]
     assert found == expected
+    rules.close()
     assert torch.equal(torch.get_rng_state(), left_at)
     if not lockstep:
         both = rules.choose([2, 0], torch.stack([logits[1, 2], logits[3, 0]]), sequences, [5, 4, 3])
@@ -266,6 +280,7 @@ def test_where_others_may_draw_the_generator_is_left_as_the_base_leaves_it():
     assert torch.equal(rules.tilt(noise), noise.log() * -0.5)
     torch.rand(1)
     rules.choose([0, 1, 2], logits, sequences, [3] * ROWS)
+    noise = rules.noise_ahead([4] * ROWS, [0, 1, 2], 2, VOCABULARY)
     assert not rules.tilt(noise).any()  # somebody else has drawn: what comes next is not known
 
 

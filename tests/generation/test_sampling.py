@@ -101,7 +101,7 @@ def test_whatever_is_asked_of_whatever_heads():
 @pytest.mark.parametrize("rows", [1, 3])
 def test_every_noise_is_drawn_once(rows, monkeypatch):
     drawn, draw = [], rules.NoiseTape._draw
-    monkeypatch.setattr(rules.NoiseTape, "_draw", lambda self, like: drawn.append(1) or draw(self, like))
+    monkeypatch.setattr(rules.NoiseTape, "_draw", lambda self, *given: drawn.append(1) or draw(self, *given))
     model = FAMILIES[0].build(shared_base("llama-gqa"))
     for asked in ({}, {"repetition_penalty": 1.2}):
         drawn.clear()
