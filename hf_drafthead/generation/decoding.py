@@ -20,8 +20,8 @@ import torch
 from transformers.generation.streamers import BaseStreamer
 
 from hf_drafthead.generation.lookup import accepted_copies
-from hf_drafthead.generation.reader import BaseReader, position_table, prefill_inputs
-from hf_drafthead.generation.releases import CACHE
+from hf_drafthead.generation.reader import BaseReader, PromptInputs, Unsupported, position_table, read_and_try
+from hf_drafthead.generation.releases import CACHE, prompt_inputs
 from hf_drafthead.generation.rules import Rules
 from hf_drafthead.generation.runner import Execution, Runner
 from hf_drafthead.generation.settings import DraftPlan, DraftSwitch, SwitchRule
@@ -69,11 +69,11 @@ def decode(
     Returns:
         (B, length) token ids, or the output class where `return_dict_in_generate` asks for it.
     """
-    stream, drafter = Stream(streamer, input_ids, rules), model.drafter
+    stream, drafter = Stream(streamer, rules), model.drafter
     ordinary_cache = inputs.pop(CACHE)
     known = int(ordinary_cache.get_seq_length())
     watch = Stopwatch(on_step is not None, reader.base.device)
-    state = prefill(reader, drafter, settings.tree, input_ids, rules, inputs, ordinary_cache, stream)
+    state, reader = prefill(reader, drafter, settings.tree, input_ids, rules, inputs, ordinary_cache, stream)
     watch.lap("prefill")
     if on_step is not None:
         roots = state.rows.sequences[:, state.prompt_length, None].tolist()
@@ -88,6 +88,8 @@ def decode(
         show=None if streamer is None else stream.show,
         timed=on_step is not None,
     )
+    if reader.more:  # of this call alone, and a program is for all
+        execution = Execution("eager")
     choose = None if settings.switch is None else chooser(settings.tree, settings.switch)
     tree = settings.tree
     launched: deque[Outcome] = deque()
@@ -138,8 +140,15 @@ def prefill(
     inputs: dict,
     past,
     stream: Stream,
-) -> DecodingState:
-    """Run the base over the prompt, let it choose the first root, and show the prompt to the drafter."""
+) -> tuple[DecodingState, BaseReader]:
+    """Run the base over the prompt, let it choose the first root, and show the prompt to the drafter.
+
+    Returns:
+        the state, and how the steps run the base.
+
+    Raises:
+        Unsupported: the prompt has inputs with which the base cannot verify a tree; nothing was shown or chosen yet.
+    """
     batch, prompt_length = input_ids.shape
     longest = rules.max_length if rules.max_length is not None else prompt_length + FIRST_ROOM
     embeddings = inputs.get("inputs_embeds")
@@ -151,21 +160,31 @@ def prefill(
     cache = SlotCache(batch, writing_layers(config), positions + room, tree.num_nodes)
     if known:
         cache.load(past)
-    arguments = prefill_inputs(reader.base, input_ids, rules.config, inputs, cache)
-    logits, features = _run_prompt(reader, arguments, rules.config.prefill_chunk_size)
-
+    arguments = prompt_inputs(reader.base, input_ids, rules.config, inputs, cache)
     device = next(arguments[name].device for name in ("input_ids", "inputs_embeds") if arguments.get(name) is not None)
     mask = inputs.get("attention_mask")
     position_ids = arguments.get("position_ids")
+    read = next(arguments[name].shape[1] for name in ("input_ids", "inputs_embeds") if arguments.get(name) is not None)
     if position_ids is None:
-        next_position = torch.full((batch, 1), cache.extent, device=device)
+        next_position = torch.full((batch, 1), cache.extent + read, device=device)
     else:
+        if position_ids.dim() > 2:  # (axes, B, T), of images; behind them a token of the text is on one place of all
+            position_ids = position_ids[-1]
         next_position = position_ids[:, -1:].expand(batch, 1).to(device) + 1
-    position_shift = next_position - cache.extent
+    position_shift = next_position - (cache.extent + read)
+    visible = None if mask is None or bool(mask.all()) else mask.bool().to(device)
+    prompt, chunk = PromptInputs(input_ids, arguments, inputs, position_shift, visible), rules.config.prefill_chunk_size
+    if not prompt.unusual:
+        logits, features = _run_prompt(reader, arguments, chunk)
+    elif chunk is not None:
+        raise Unsupported(f"prefill_chunk_size cannot divide the model input {', '.join(prompt.unusual)}")
+    else:
+        logits, features, reader = read_and_try(reader, prompt, cache)
     past_shift = cache.extent - prompt_length
     limits = _limits(rules, (position_table(config) or FAR) - 1 - position_shift, past_shift)
     sequences = torch.full((batch, prompt_length + room), rules.pad_token, dtype=torch.long, device=input_ids.device)
     sequences[:, :prompt_length] = input_ids
+    stream.begin(input_ids)
     everyone, lengths = list(range(batch)), [prompt_length] * batch
     roots = rules.choose(everyone, logits[:, -1], sequences, lengths)
     sequences[:, prompt_length] = roots
@@ -177,13 +196,13 @@ def prefill(
     draft_state = drafter.start(batch, positions + most)
     if not all(fired):
         draft_state = drafter.observe(draft_state, *seen)
-    return DecodingState(
+    state = DecodingState(
         rows=Rows(
             sequences=sequences.to(device),
             lengths=torch.tensor(lengths, device=device),
             ends=torch.tensor([length if stop else 0 for length, stop in zip(lengths, fired)], device=device),
             position_shift=position_shift,
-            visible=None if mask is None or bool(mask.all()) else mask.bool().to(device),
+            visible=visible,
             draft_state=draft_state,
         ),
         cache=cache,
@@ -194,16 +213,21 @@ def prefill(
         lengths=lengths,
         ends=[length if stop else None for length, stop in zip(lengths, fired)],
     )
+    return state, reader
 
 
 class Stream:
     """Gives a streamer the prompt and every committed token, one put per position as in transformers."""
 
-    def __init__(self, streamer: BaseStreamer | None, input_ids: torch.Tensor, rules: Rules):
-        self.streamer, self.position, self.rules = streamer, input_ids.shape[1], rules
-        if streamer is not None:
-            with rules.showing(self.position - 1):
-                streamer.put(input_ids.cpu())
+    def __init__(self, streamer: BaseStreamer | None, rules: Rules):
+        self.streamer, self.position, self.rules = streamer, 0, rules
+
+    def begin(self, input_ids: torch.Tensor) -> None:
+        """Put the prompt (B, P)."""
+        self.position = input_ids.shape[1]
+        if self.streamer is not None:
+            with self.rules.showing(self.position - 1):
+                self.streamer.put(input_ids.cpu())
 
     def show(self, tokens: torch.Tensor) -> None:
         """Put the next position (B,)."""

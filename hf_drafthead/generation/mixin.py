@@ -21,7 +21,7 @@ from hf_drafthead.generation.decoding import decode
 from hf_drafthead.generation.drafting import draft_vocabulary
 from hf_drafthead.generation.entries import CalibrationKey
 from hf_drafthead.generation.reader import BaseReader, Unsupported, check_length, circumstances, probe, probe_tokens
-from hf_drafthead.generation.releases import CACHE, with_cache
+from hf_drafthead.generation.releases import CACHE, mask_length, with_cache
 from hf_drafthead.generation.rules import ROW_BY_ROW, Rules
 from hf_drafthead.generation.runner import Execution
 from hf_drafthead.generation.settings import AUTO, DraftPlan, DraftSettings
@@ -34,17 +34,6 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 FRAME_WORDS = 1 << 15  # of 8 bytes; a frame of so many gets a block of twice as many: the rest is for those below it
-
-# What the base's preparation hands over that the loop knows how to use.
-KNOWN_INPUTS = {
-    "attention_mask",
-    "position_ids",
-    CACHE,
-    "inputs_embeds",
-    "use_cache",
-    "logits_to_keep",
-    "cache_position",
-}
 
 
 def with_room(function: Callable[P, T]) -> Callable[P, T]:
@@ -299,16 +288,11 @@ class DraftHeadGenerationMixin(GenerationMixin):
         processors, criteria = call.pop("logits_processor"), call.pop("stopping_criteria")
         config, drafter, text_config = call.pop("generation_config"), self.drafter, base.config.get_text_config(True)
         inputs = _of_text(base, call)
-        if unknown := sorted(set(inputs) - KNOWN_INPUTS):
-            raise Unsupported(f"the base takes the model input {', '.join(unknown)}")
-        past, position_ids = inputs.get(CACHE), inputs.get("position_ids")
+        past = inputs.get(CACHE)
         if past is None or not can_load(past):
             raise Unsupported(f"a cache of type {type(past).__name__} cannot be compacted")
-        if position_ids is not None and position_ids.dim() != 2:
-            raise Unsupported("position ids have more than one axis per token")
-        acceptance = (
-            (plan or settings).acceptance if config.do_sample else "exact"
-        )  # greedy decoding is exact with all of them
+        # greedy decoding is exact with all of them
+        acceptance = (plan or settings).acceptance if config.do_sample else "exact"
         if others := sorted({type(p).__name__ for p in processors if type(p) not in ROW_BY_ROW}):
             if acceptance != "exact":
                 raise Unsupported(f"{acceptance} acceptance cannot show {', '.join(others)} all nodes at once")
@@ -321,7 +305,7 @@ class DraftHeadGenerationMixin(GenerationMixin):
         if copies is not None:
             plan = plan.with_lookup(copies, config.max_matching_ngram_size, text_config.vocab_size)
         mask = inputs.get("attention_mask")  # as long as the prompt and the past together, also where it was dropped
-        positions = getattr(config, "_mask_length", input_ids.shape[1]) if mask is None else mask.shape[1]
+        positions = mask_length(config, mask) or input_ids.shape[1]
         longest = positions + config.max_length - input_ids.shape[1] + plan.tree.max_depth
         check_length(text_config, longest, plan.tree.num_nodes)
         inputs.pop("cache_position", None)

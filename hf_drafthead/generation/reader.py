@@ -10,16 +10,22 @@ Shapes: B rows, N nodes, T positions of a text, R = 1 or B, H hidden, F feature 
 from __future__ import annotations
 
 import copy
-from collections.abc import Hashable
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache
 
-from hf_drafthead.generation.releases import CACHE, cache_argument, with_cache
+from hf_drafthead.generation.releases import (
+    CACHE,
+    INPUTS_OF_A_STEP,
+    cache_argument,
+    next_inputs,
+    untested,
+    with_cache,
+)
 from hf_drafthead.generation.slots import SlotCache, out_of_memory, padded, slot_mask, writing_layers
 from hf_drafthead.generation.tree import DraftTree, Topology
 
@@ -62,7 +68,9 @@ class BaseReader:
 
     base: the causal LM; windows: attention window (None = all) by layer type; split: whether the logits are what
     `output` makes of the decoder's last hidden state, so that the decoder can be run alone; reads: the layers whose
-    hidden states the drafter reads, -1 being the last after the final norm.
+    hidden states the drafter reads, -1 being the last after the final norm; more: other inputs of every forward behind
+    the prompt, by name, each with the axis on which it has an entry per token (None: it has none); refused: why no tree
+    can stand behind a prompt with some inputs, by their names, where that was tried.
     """
 
     base: PreTrainedModel
@@ -70,6 +78,8 @@ class BaseReader:
     split: bool
     reads: tuple[int, ...]
     output: OutputLayer
+    more: Mapping[str, tuple[Any, int | None]] = field(default_factory=dict)
+    refused: dict[tuple[str, ...], str] = field(default_factory=dict)
     cache_name: str = field(init=False)  # that the forward has for it, which a compiler must not look up
 
     def __post_init__(self) -> None:
@@ -110,9 +120,12 @@ class BaseReader:
             hidden, scores = outputs.hidden_states[-1], outputs.logits
         if last_layer_only:
             return Reading(hidden, hidden, scores)
-        states = [one_stream(outputs.hidden_states[layer], hidden).to(hidden.device) for layer in self.reads]
-        features = torch.cat(states, dim=-1)
-        return Reading(features, hidden, scores)
+        return Reading(self.features(outputs.hidden_states, hidden), hidden, scores)
+
+    def features(self, hidden_states: tuple[torch.Tensor, ...], last: torch.Tensor) -> torch.Tensor:
+        """(B, T, F*H) what the drafter reads of a forward's hidden states, of which the last (B, T, H) is normed."""
+        states = [one_stream(hidden_states[layer], last).to(last.device) for layer in self.reads or (-1,)]
+        return torch.cat(states, dim=-1)
 
     @property
     def vocabulary(self) -> int:
@@ -133,7 +146,7 @@ class BaseReader:
         positions = torch.arange(start, stop, device=tokens.device) + position_shift
         mask = None if visible is None else padded(visible, stop)
         inputs = {"input_ids": tokens, "attention_mask": mask, "position_ids": positions, self.cache_name: cache}
-        self.read({**inputs, "use_cache": True})
+        self.read({**inputs, **self._more(tokens.shape[1]), "use_cache": True})
 
     def nodes(
         self,
@@ -166,8 +179,19 @@ class BaseReader:
             }
             mask = masks if len(masks) > 1 else next(iter(masks.values()))
         inputs = {"input_ids": tokens, "attention_mask": mask, "position_ids": positions, self.cache_name: cache}
+        if self.more:
+            inputs |= self._more(tokens.shape[1])
         reading = self.read({**inputs, "use_cache": True})
         return self.output(reading.scores) if self.split else reading.scores, reading.features
+
+    def _more(self, count: int) -> dict[str, Any]:
+        """The other inputs of a forward over so many tokens."""
+        return {
+            name: value
+            if axis is None
+            else value.expand(*value.shape[:axis], count, *value.shape[axis + 1 :]).contiguous()
+            for name, (value, axis) in self.more.items()
+        }
 
 
 def one_stream(states: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -275,19 +299,141 @@ def probe(base: PreTrainedModel, reads: tuple[int, ...]) -> BaseReader:
     except Unsupported:
         raise
     except Exception as error:  # whatever a model raises on a tree, its own decoding still works
-        reason = f"the base cannot verify a tree ({type(error).__name__}: {error})".splitlines()[0]
-        raise Unsupported(reason, lasting=not out_of_memory(error)) from error
-    # under autocast a base of any dtype computes in half precision
-    exact = not torch.is_autocast_enabled(device.type)
-    tolerance = PROBE_TOLERANCE.get(base.dtype, PROBE_TOLERANCE_HALF) if exact else PROBE_TOLERANCE_HALF
-    for row, node, expected in zip((0, 0, 1, 1), (1, 2, 2, 1), plain * 2):
-        difference = (logits[row, node] - expected).abs().max() / expected.abs().max()
-        if not difference <= tolerance:
-            said = f"a node's logits are off by {difference:.1e}, and {tolerance:.0e} is allowed"
-            if getattr(base, "is_quantized", False):
-                raise Unsupported(f"the quantized base rounds too differently, or ignores tree masks ({said})")
-            raise Unsupported(f"the base does not honour tree masks ({said})")
+        raise _refused("the base cannot verify a tree", error) from error
+    if said := _difference(base, logits[:, 1:], torch.stack([torch.stack(plain), torch.stack(plain[::-1])])):
+        if getattr(base, "is_quantized", False):
+            raise Unsupported(f"the quantized base rounds too differently, or ignores tree masks ({said}){untested()}")
+        raise Unsupported(f"the base does not honour tree masks ({said}){untested()}")
     return reader
+
+
+def _refused(reason: str, error: Exception) -> Unsupported:
+    said = f"{reason} ({type(error).__name__}: {error})".splitlines()[0]
+    return Unsupported(said + untested(), lasting=not out_of_memory(error))
+
+
+def _difference(base: PreTrainedModel, logits: torch.Tensor, expected: torch.Tensor) -> str | None:
+    """By how much logits of nodes (B, n, V) are off what plain forwards give, where it is more than rounding."""
+    # under autocast a base of any dtype computes in half precision
+    exact = not torch.is_autocast_enabled(expected.device.type)
+    tolerance = PROBE_TOLERANCE.get(base.dtype, PROBE_TOLERANCE_HALF) if exact else PROBE_TOLERANCE_HALF
+    off = (logits - expected).abs().amax(-1) / expected.abs().amax(-1)
+    if bool((off <= tolerance).all()):  # never of what is not a number
+        return None
+    return f"a node's logits are off by {off.max():.1e}, and {tolerance:.0e} is allowed"
+
+
+@dataclass(frozen=True)
+class PromptInputs:
+    """What the base has prepared for a prompt of a call, and how its rows lie in the cache.
+
+    input_ids: (B, P); arguments: of the prompt's forward; call: the inputs of the call, without the cache;
+    position_shift, visible: as the steps have them.
+    """
+
+    input_ids: torch.Tensor
+    arguments: dict[str, Any]
+    call: dict[str, Any]
+    position_shift: torch.Tensor
+    visible: torch.Tensor | None
+
+    @property
+    def unusual(self) -> tuple[str, ...]:
+        """Names of the inputs that a step does not make by itself; positions of several axes are such."""
+        prepared = {name for each in (self.arguments, self.call) for name, value in each.items() if value is not None}
+        positions = self.arguments.get("position_ids")
+        several = {"position_ids"} if positions is not None and positions.dim() > 2 else set()
+        return tuple(sorted(prepared - INPUTS_OF_A_STEP | several))
+
+
+@torch.no_grad()
+def read_and_try(
+    reader: BaseReader, prompt: PromptInputs, cache: SlotCache
+) -> tuple[torch.Tensor, torch.Tensor, BaseReader]:
+    """Read a prompt with unusual inputs by a forward of the base's own, and try whether a tree can stand behind it.
+
+    Returns:
+        logits at the last position, features at all of them (B, T, F*H), and how the steps read the base.
+
+    Raises:
+        Unsupported: the base crashes, or answers differently.
+    """
+    said = f"with the model input {', '.join(prompt.unusual)} the base"
+    if prompt.unusual in reader.refused:
+        raise Unsupported(reader.refused[prompt.unusual])
+    try:
+        outputs = reader.base(**prompt.arguments, output_hidden_states=True, return_dict=True)
+        features = reader.features(outputs.hidden_states, outputs.hidden_states[-1])
+    except Exception as error:  # the base's own decoding works, or says what is wrong with the prompt
+        raise Unsupported(str(_refused(f"{said} cannot read the prompt", error)), lasting=False) from error
+    cache.count(features.shape[1])
+    try:
+        steps, off = _try_steps(reader, prompt, cache, outputs)
+        if off is not None:
+            raise Unsupported(f"{said} does not honour tree masks ({off}){untested()}")
+    except Exception as error:
+        refusal = error if isinstance(error, Unsupported) else _refused(f"{said} cannot verify a tree", error)
+        if refusal.lasting:
+            reader.refused[prompt.unusual] = str(refusal)
+        raise refusal from error.__cause__
+    return outputs.logits[:, -1:], features, steps
+
+
+def _try_steps(
+    reader: BaseReader, prompt: PromptInputs, cache: SlotCache, outputs: Any
+) -> tuple[BaseReader, str | None]:
+    """Compare two sibling nodes with the base's own steps over their paths.
+
+    The nodes are given what the base itself would hand to a later step. All is behind the past of the cache, which
+    stays as it is.
+
+    Returns:
+        how the steps read the base, and by how much they are off, if they are.
+    """
+    base, extent, lengths, inputs = reader.base, cache.extent, cache.lengths, {**prompt.call, CACHE: cache}
+    tokens = probe_tokens(base)[-3:].to(prompt.input_ids.device).expand(len(lengths), -1)  # (B, 3) root, left, right
+    text = torch.cat([prompt.input_ids, tokens], dim=1)
+    first, behind_root = next_inputs(base, text[:, :-2], outputs, inputs, 1)
+    cache.append()
+    root = base(**first, return_dict=True)
+    cache.count(1)
+    plain = [root.logits[:, -1]]
+    for node in tokens[:, 1:].split(1, dim=1):  # the right one takes the place of the left one in the cache
+        second, _ = next_inputs(base, torch.cat([text[:, :-2], node], dim=1), root, behind_root, 1)
+        plain.append(base(**second, return_dict=True).logits[:, -1])
+    cache.extent, cache.lengths = extent, lengths
+    third, _ = next_inputs(base, text, outputs, inputs, 3)
+    more = {name: (first[name], _token_axis(name, *values)) for name, *values in _others(first, second, third)}
+    steps = replace(reader, split=reader.split and not more, more=more)
+    topology = DraftTree([(0,), (1,)]).topology(lengths.device)
+    positions = lengths[:, None] + topology.depths + prompt.position_shift
+    logits, _ = steps.nodes(tokens, topology, cache, positions, prompt.visible)
+    cache.append()
+    return steps, _difference(base, logits, torch.stack(plain, dim=1))
+
+
+def _others(*arguments: dict[str, Any]) -> Iterator[tuple[Any, ...]]:
+    """What forwards are given beyond that which a step makes by itself: the name, and the value of each."""
+    names = {name for each in arguments for name, value in each.items() if value is not None} - INPUTS_OF_A_STEP
+    return ((name, *(each.get(name) for each in arguments)) for name in sorted(names))
+
+
+def _token_axis(name: str, first: Any, second: Any, three: Any) -> int | None:
+    """On which axis an input has an entry per token, of two steps of one token and one of three; None: on none.
+
+    Raises:
+        Unsupported: what it holds depends on the step.
+    """
+    if not all(isinstance(value, torch.Tensor) for value in (first, second, three)):
+        if first is second is three or (type(first) in (bool, int, float, str) and first == second == three):
+            return None
+    elif first.dim() == three.dim() and torch.equal(first, second):
+        axes = [axis for axis, (one, several) in enumerate(zip(first.shape, three.shape)) if one != several]
+        if not axes and torch.equal(first, three):
+            return None
+        if len(axes) == 1 and first.shape[axes[0]] == 1:  # what three tokens have is that of one, or of the last three
+            return axes[0]
+    raise Unsupported(f"the model input {name} depends on the step, and the nodes of a tree are of several")
 
 
 def probe_tokens(base: PreTrainedModel) -> torch.Tensor:
@@ -458,21 +604,3 @@ def splits(base: PreTrainedModel, output: OutputLayer) -> bool:
 def _close(found: torch.Tensor, logits: torch.Tensor) -> bool:
     smallest = 1e-5 * logits.abs().max().item()
     return found.shape == logits.shape and torch.allclose(found.to(logits), logits, rtol=1e-3, atol=smallest)
-
-
-def prefill_inputs(base: PreTrainedModel, input_ids: torch.Tensor, config, inputs: dict, past: Cache | None) -> dict:
-    """The base's own arguments for the prompt; where a cache holds its beginning, only for the rest.
-
-    As in transformers, `input_ids` may be the whole text or only its new part; the attention mask tells which.
-    """
-    known = past.get_seq_length() if past is not None else 0
-    rest = None
-    if inputs.get("inputs_embeds") is not None:
-        rest = inputs["inputs_embeds"].shape[1] - known
-    elif known:
-        mask = inputs.get("attention_mask")
-        seen = mask.shape[1] if mask is not None else getattr(config, "_mask_length", -1)
-        rest = input_ids.shape[1] - known if seen == input_ids.shape[1] else None
-    return base.prepare_inputs_for_generation(
-        input_ids, next_sequence_length=rest, is_first_iteration=True, **{CACHE: past}, **inputs
-    )

@@ -28,6 +28,8 @@ from transformers.cache_utils import (
 )
 from transformers.configuration_utils import PreTrainedConfig
 
+from hf_drafthead.generation.releases import holds_nothing
+
 # Layers whose keys have one size share a block, so that moving nodes is one copy for all of them. Where sizes or
 # devices differ between layers, a block may stay partly unused: at most so many keys or values of layers in one block.
 MOST_TENSORS = 64
@@ -368,11 +370,6 @@ def can_load(past: Cache) -> bool:
     prepared = not getattr(past, "_is_user_defined", False)
     known = (DynamicLayer, DynamicSlidingWindowLayer, *((StaticLayer, StaticSlidingWindowLayer) if prepared else ()))
     return all(type(layer) in known or holds_nothing(layer) for layer in past.layers)
-
-
-def holds_nothing(layer: CacheLayerMixin) -> bool:
-    """Whether a layer of an ordinary cache only stands for one that writes none, as it reads an earlier layer's."""
-    return type(layer).__name__ == "DummyLayer"  # which older versions of transformers do not have
 
 
 def writing_layers(config: PreTrainedConfig) -> int:

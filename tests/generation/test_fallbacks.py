@@ -161,11 +161,6 @@ def test_a_base_too_short_for_the_probe(fallbacks):
     check(base, lambda base: {}, "the base cannot verify a tree", fallbacks, {"input_ids": torch.tensor([[5, 6]])})
 
 
-def test_model_inputs_that_are_unknown(fallbacks):
-    inputs = {"input_ids": prompt()["input_ids"], "token_type_ids": torch.full((1, 9), 3)}
-    check(shared_base("gpt2"), lambda base: {}, "the base takes the model input token_type_ids", fallbacks, inputs)
-
-
 def scaled(**fields):
     scaling = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     return tiny_base("llama", rope_parameters=scaling, max_position_embeddings=20, **fields)
@@ -253,14 +248,6 @@ def test_fresh_heads_on_a_base_that_never_drafts_say_so_at_once(fallbacks, caplo
     assert FAMILIES[0].build(shared_base("llama")).why_no_drafts() is None and caplog.text == ""
 
 
-def test_token_types_of_a_base_that_embeds_them_are_no_reason_to_differ(fallbacks):
-    base = shared_base("gpt2")
-    call = {**prompt(), "max_new_tokens": 6}
-    call["token_type_ids"] = torch.zeros_like(call["input_ids"])
-    got = FAMILIES[0].build(base).generate(**call)
-    assert torch.equal(got, base.generate(**call)) and "token_type_ids" in fallbacks[0]
-
-
 @pytest.mark.parametrize("kind", ["gemma3", "qwen2_5_vl"])
 @pytest.mark.parametrize("rows", [1, 3])
 def test_a_call_without_images_drafts(kind, rows, fallbacks):
@@ -272,40 +259,6 @@ def test_a_call_without_images_drafts(kind, rows, fallbacks):
         got = model.generate(**call, draft_tree=TREE, return_dict_in_generate=True)
         assert torch.equal(got.sequences, base.generate(**call)) and got.accepted_lengths is not None
     assert fallbacks == []
-
-
-# Prompts of one image between its markers, and how each kind of base is given it.
-IMAGES = {
-    "gemma3": lambda ids: {
-        "token_type_ids": (ids == 66).long(),
-        "pixel_values": torch.rand(1, 3, 16, 16, dtype=torch.float64),
-    },
-    "qwen2_5_vl": lambda ids: {
-        "mm_token_type_ids": (ids == 66).long(),
-        "pixel_values": torch.rand(16, 3 * 2 * 8 * 8, dtype=torch.float64),
-        "image_grid_thw": torch.tensor([[1, 4, 4]]),
-    },
-}
-
-
-@pytest.mark.parametrize("kind", IMAGES)
-def test_a_call_with_images_is_the_base_s_with_one_warning(kind, fallbacks):
-    base = tiny(kind)
-    if kind == "gemma3":
-        torch.nn.init.normal_(base.model.multi_modal_projector.mm_input_projection_weight)  # fresh ones are all 0
-    model = FAMILIES[0].build(base)
-    ids = torch.tensor([[5, 64, 66, 66, 66, 66, 63, 9]])
-    images = IMAGES[kind](ids)
-    dark = {**images, "pixel_values": torch.zeros_like(images["pixel_values"])}
-    call = {"input_ids": ids, "max_new_tokens": 12, **images}
-    for settings in ({"do_sample": False}, {"do_sample": True, "temperature": 0.8}):
-        torch.manual_seed(3)
-        expected = base.generate(**call, **settings)
-        torch.manual_seed(3)
-        assert torch.equal(model.generate(**call, **settings), expected)
-    assert len(fallbacks) == 1 and "the base takes the model input" in fallbacks[0]
-    with torch.no_grad():
-        assert not torch.equal(base(ids, **images).logits, base(ids, **dark).logits)  # the base does see the image
 
 
 def test_chunks_of_attention_are_a_reason_beyond_the_first(fallbacks):

@@ -1,0 +1,224 @@
+"""Inputs that a step does not make, such as images, turn drafting off for one reason: that a tree with them failed."""
+
+import pytest
+import torch
+from transformers import AutoConfig, GPT2LMHeadModel
+
+from hf_drafthead.generation import releases
+from tests.base_table import tiny
+from tests.bases import SIZES, SPECIAL
+from tests.drafters import Drafted
+from tests.families import FAMILIES
+from tests.generation.agreement import TREE, count_forwards, prompt, shared_base
+from tests.generation.test_caches import same_cache
+from tests.generation.test_streamers import Recorder
+
+GREEDY = {"max_new_tokens": 12, "do_sample": False}
+
+
+class Unusual(GPT2LMHeadModel):
+    """A base with inputs of which nothing is known: `gain` scales the logits, `unmasked` hides the mask from attention,
+    `age` grows with the text, `broken` cannot be read."""
+
+    def forward(
+        self,
+        input_ids=None,
+        attention_mask=None,
+        position_ids=None,
+        inputs_embeds=None,
+        gain=None,
+        unmasked=None,
+        age=None,
+        broken=None,
+        **kwargs,
+    ):
+        if broken is not None:
+            raise ValueError(f"broken is {broken}")
+        mask = None if unmasked else attention_mask
+        inputs = {"input_ids": input_ids, "position_ids": position_ids, "inputs_embeds": inputs_embeds}
+        output = super().forward(attention_mask=mask, **inputs, **kwargs)
+        for factor in (gain, age):
+            if factor is not None:  # another factor for every second token of the vocabulary
+                output.logits[..., ::2] = output.logits[..., ::2] * factor[..., :1].to(output.logits)[..., None]
+        return output
+
+    def _update_model_kwargs_for_generation(self, outputs, model_kwargs, *args, num_new_tokens=1, **kwargs):
+        later = super()._update_model_kwargs_for_generation(
+            outputs, model_kwargs, *args, num_new_tokens=num_new_tokens, **kwargs
+        )
+        return later if later.get("age") is None else {**later, "age": later["age"] + num_new_tokens}
+
+
+@pytest.fixture
+def unusual() -> Unusual:
+    config = AutoConfig.for_model("gpt2", **{**SIZES, **SPECIAL})
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return Unusual(config).double().eval()
+
+
+def drafted(model, call, **settings) -> bool:
+    """Whether a call drafts; its text is the base's."""
+    got = model.generate(**call, **settings, draft_tree=TREE, return_dict_in_generate=True)
+    assert torch.equal(got.sequences, model.base.generate(**call, **settings))
+    return getattr(got, "accepted_lengths", None) is not None
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+@pytest.mark.parametrize("rows", [1, 3])
+def test_an_entry_per_token_goes_on_as_the_base_goes_on(family, rows, fallbacks):
+    """GPT-2 embeds token types; each later token has the one of the last."""
+    call = {**prompt(rows), **GREEDY}
+    kinds = torch.arange(call["input_ids"].shape[1]).expand_as(call["input_ids"])
+    assert drafted(family.build(shared_base("gpt2")), {**call, "token_type_ids": kinds})
+    assert fallbacks == []
+
+
+@pytest.mark.parametrize("settings", [{}, {"cache_implementation": "static"}], ids=["eager", "static"])
+def test_a_value_of_a_call_is_that_of_no_other(settings, unusual, fallbacks, untraced):
+    model, texts = FAMILIES[0].build(unusual), []
+    for gain in (1.0, 3.0, None, 0.2):
+        call = {**prompt(2), **GREEDY} | ({} if gain is None else {"gain": torch.full((2, 1), gain)})
+        assert drafted(model, call, **settings)
+        texts.append(unusual.generate(**call).tolist())
+    assert len({str(text) for text in texts}) > 1 and fallbacks == []
+
+
+@pytest.mark.parametrize("ends", [False, True], ids=["all to the end", "one row ends"])
+def test_the_cache_of_the_output_is_the_bases_own(ends):
+    """Where a row has ended the base reads padding behind it, with the inputs of every other token."""
+    base, call = shared_base("gpt2"), {**prompt(3), "max_new_tokens": 12, "do_sample": True}
+    call["token_type_ids"] = torch.full_like(call["input_ids"], 3)
+
+    def output(model, eos, **settings):
+        torch.manual_seed(0)
+        return model.generate(**call, eos_token_id=eos, return_dict_in_generate=True, **settings)
+
+    text = output(base, None).sequences
+    eos = next(token for token in text[0, 10:-2].tolist() if token not in text[1:, 9:]) if ends else None
+    expected, got = output(base, eos), output(FAMILIES[0].build(base), eos, draft_tree=TREE)
+    assert torch.equal(got.sequences, expected.sequences) and got.accepted_lengths is not None
+    same_cache(got[releases.CACHE], expected[releases.CACHE])
+
+
+def test_what_a_tree_cannot_do_with_an_input_is_the_reason(unusual, fallbacks):
+    model = FAMILIES[0].build(unusual)
+    assert not drafted(model, {**prompt(), **GREEDY, "unmasked": True})
+    assert fallbacks[0].startswith("with the model input unmasked the base does not honour tree masks (a node's logits")
+    assert drafted(model, {**prompt(), **GREEDY}) and len(fallbacks) == 1
+
+
+def test_what_failed_is_not_tried_again(unusual):
+    model, call = FAMILIES[0].build(unusual), {**prompt(), **GREEDY, "unmasked": True}
+    counts = []
+    for _ in range(3):
+        with count_forwards(unusual) as lengths:
+            model.generate(**call)
+        counts.append(len(lengths))
+    assert counts[0] > counts[1] == counts[2] == 12
+
+
+def test_an_input_that_each_step_has_otherwise(unusual, fallbacks):
+    assert not drafted(FAMILIES[0].build(unusual), {**prompt(), **GREEDY, "age": torch.ones(1, 1)})
+    assert fallbacks == ["the model input age depends on the step, and the nodes of a tree are of several."]
+
+
+def test_an_input_that_the_base_cannot_read_raises_what_the_base_raises(unusual, fallbacks):
+    model = FAMILIES[0].build(unusual)
+    with pytest.raises(ValueError, match="broken is 1"):
+        model.generate(**prompt(), **GREEDY, broken=1)
+    assert "with the model input broken the base cannot read the prompt (ValueError: broken is 1)" in fallbacks[0]
+
+
+def test_chunks_of_a_prompt_are_left_to_the_base(fallbacks):
+    call = {**prompt(), **GREEDY, "token_type_ids": torch.full((1, 9), 3), "prefill_chunk_size": 4}
+    assert not drafted(FAMILIES[0].build(shared_base("gpt2")), call)
+    assert fallbacks == ["prefill_chunk_size cannot divide the model input token_type_ids."]
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_a_trial_that_fails_leaves_no_trace(sampled, unusual):
+    model, results = FAMILIES[0].build(unusual), []
+    for each in (unusual, model):
+        torch.manual_seed(3)
+        streamer = Recorder()
+        each.generate(**prompt(), max_new_tokens=9, do_sample=sampled, unmasked=True, streamer=streamer)
+        results.append((streamer.calls, torch.get_rng_state().tolist()))
+    assert results[0] == results[1]
+
+
+@pytest.mark.parametrize("installed", ["5.24.1", "5.25.0.dev0", "6.0.0"])
+def test_a_newer_transformers_is_named_where_something_failed(installed, unusual, monkeypatch, fallbacks):
+    monkeypatch.setattr(releases.transformers, "__version__", installed)
+    said = f"(transformers {installed} is installed, which is newer than 5.24.0, the newest that was tested)."
+    assert drafted(FAMILIES[0].build(unusual), {**prompt(), **GREEDY}) and fallbacks == []
+    assert not drafted(FAMILIES[0].build(unusual), {**prompt(), **GREEDY, "unmasked": True})
+    model = Drafted(shared_base("mpt"), FAMILIES[0].build(shared_base("llama")).drafter)
+    model.generate(**prompt(), max_new_tokens=2, use_cache=True)
+    assert len(fallbacks) == 2 and all(reason.endswith(said) for reason in fallbacks)
+
+
+@pytest.mark.parametrize("installed", ["5.24.0", "5.23.0", "5.17.0"])
+def test_a_tested_transformers_is_not_named(installed, monkeypatch):
+    monkeypatch.setattr(releases.transformers, "__version__", installed)
+    assert releases.untested() == ""
+
+
+def pixels(rows: int, *sizes: int) -> torch.Tensor:
+    return torch.rand(rows, *sizes, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+
+# Prompts of an image of four tokens (66) between its markers, and how each kind of base is given it.
+PROMPT = torch.tensor([[5, 64, 66, 66, 66, 66, 63, 9, 20], [0, 0, 7, 64, 66, 66, 66, 66, 63]])
+
+
+def patches(ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    kinds = {"mm_token_type_ids": (ids == 66).long(), "image_grid_thw": torch.tensor([[1, 4, 4]] * len(ids))}
+    return {"pixel_values": pixels(16 * len(ids), 3 * 2 * 8 * 8), **kinds}
+
+
+IMAGES = {
+    "gemma3": lambda ids: {"token_type_ids": (ids == 66).long(), "pixel_values": pixels(len(ids), 3, 16, 16)},
+    "mistral3": lambda ids: {
+        "pixel_values": pixels(len(ids), 3, 32, 32),
+        "image_sizes": torch.tensor([[32, 32]] * len(ids)),
+    },
+    "llava": lambda ids: {"pixel_values": pixels(len(ids), 3, 16, 16)},
+    "idefics3": lambda ids: {"pixel_values": pixels(len(ids), 1, 3, 16, 16)},
+    "qwen2_5_vl": patches,
+    "qwen3_vl": patches,
+}
+
+
+@pytest.mark.parametrize("kind", IMAGES)
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_call_with_images_drafts(kind, rows, fallbacks):
+    base = tiny(kind)
+    if kind == "gemma3":  # fresh ones are all 0
+        weight = base.model.multi_modal_projector.mm_input_projection_weight
+        torch.nn.init.normal_(weight, generator=torch.Generator().manual_seed(0))
+    ids = PROMPT[:rows]
+    images = {"input_ids": ids, "attention_mask": (ids > 0).long(), **IMAGES[kind](ids)}
+    dark = {**images, "pixel_values": torch.full_like(images["pixel_values"], 0.5)}
+    with torch.no_grad():
+        assert not torch.equal(base(**images).logits, base(**dark).logits)  # the base does see the image
+    model = FAMILIES[0].build(base)
+    for settings in ({"do_sample": False}, {"do_sample": True, "temperature": 0.8}):
+        results = []
+        for each in (base, model):
+            torch.manual_seed(3)
+            results.append(each.generate(**images, max_new_tokens=12, **settings, return_dict_in_generate=True))
+        assert torch.equal(results[0].sequences, results[1].sequences)
+        assert results[1].accepted_lengths is not None
+    assert drafted(model, {**prompt(rows), **GREEDY})  # text alone, behind an image
+    assert fallbacks == []
+
+
+def test_positions_of_several_axes_are_tried_as_well(fallbacks):
+    """Positions of the caller's own, which are not those of a text: Qwen's bases have three per token."""
+    base, ids = tiny("qwen2_5_vl"), prompt()["input_ids"]
+    positions = torch.arange(9).repeat(3, 1, 1)
+    positions[0, :, 3:] += 5
+    call = {"input_ids": ids, "position_ids": positions, **GREEDY}
+    assert not drafted(FAMILIES[0].build(base), call)
+    assert "with the model input position_ids the base does not honour tree masks" in fallbacks[0]
