@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from hf_drafthead import cli, zoo
-from hf_drafthead.cli.common import read_template
+from hf_drafthead.cli.common import parse_tree, read_template
 from hf_drafthead.cli.train import outcome
 from hf_drafthead.data.chats import Chat
+from hf_drafthead.generation.tree import DraftTree
 from hf_drafthead.training.templates import ChatEncoder
 from tests.training.chat_templates import tokenizer_with
 
@@ -98,3 +99,12 @@ def test_the_template_of_vicuna_comes_with_the_package(tmp_path):
     assert text.startswith("<s>A chat between a curious user and an artificial") and text[begin:end] == " Arr!</s>"
     with pytest.raises(OSError, match="there is no chat template 'vicunya': give a Jinja file, or 'vicuna'"):
         read_template(Path("vicunya"))
+
+
+def test_a_byte_order_mark_is_no_part_of_a_template_or_a_tree(tmp_path):
+    template, tree = tmp_path / "chat.jinja", tmp_path / "tree.json"
+    for encoding in ("utf-8-sig", "utf-16"):
+        template.write_text("{{ messages }}", encoding=encoding)
+        tree.write_text("[[0], [1]]", encoding=encoding)
+        assert read_template(template) == "{{ messages }}"
+        assert parse_tree(str(tree)) == DraftTree([[0], [1]])

@@ -18,6 +18,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
+from hf_drafthead.data.texts import read_text
+
 app = typer.Typer(
     name="hf-drafthead",
     add_completion=False,
@@ -160,7 +162,7 @@ def parse_tree(text: str) -> Any:
     if text.endswith(".json"):
         if not Path(text).is_file():
             raise OSError(f"there is no tree file {text!r}: give a file of rank paths such as [[0], [1], [0, 0]].")
-        return DraftTree.from_json(Path(text).read_text(encoding="utf-8"))
+        return DraftTree.from_json(read_text(text))
     return DraftTree.from_name(text)
 
 
@@ -173,7 +175,7 @@ def parse_options(pairs: list[str]) -> dict[str, Any]:
             raise ValueError(f"--set {pair!r} is no NAME=VALUE: give for example --set learning_rate=1e-3.")
         try:
             options[name] = json.loads(value)
-        except json.JSONDecodeError:
+        except (json.JSONDecodeError, RecursionError):
             options[name] = value
     return options
 
@@ -214,7 +216,7 @@ def read_template(path: Path | None) -> str | None:
     shipped = resources.files("hf_drafthead.data") / "templates" / f"{path}.jinja"
     if not path.is_file() and not shipped.is_file():
         raise OSError(f"there is no chat template {str(path)!r}: give a Jinja file, or 'vicuna' for that of Vicuna.")
-    return (path if path.is_file() else shipped).read_text(encoding="utf-8")
+    return read_text(path) if path.is_file() else shipped.read_text(encoding="utf-8")
 
 
 def write_json(path: Path | None, figures: dict[str, Any]) -> None:

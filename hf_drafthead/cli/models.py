@@ -93,7 +93,7 @@ def read_standard_input() -> str:
     """All of standard input; a ValueError where it is a terminal, so that no text was piped in."""
     if sys.stdin is None or sys.stdin.isatty():
         raise ValueError("there is no prompt: give one with --prompt 'def main(', or pipe a text in.")
-    return sys.stdin.read()
+    return sys.stdin.read().removeprefix("\N{ZERO WIDTH NO-BREAK SPACE}")  # the byte order mark of a file
 
 
 @common.app.command("chat")

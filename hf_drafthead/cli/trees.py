@@ -96,7 +96,7 @@ def about_prompts(prompts: str, heads: Path) -> dict[str, Any]:
     about: dict[str, Any] = {"prompts_sha256": data_hash(read_rows(prompts))}
     summary = heads / "training_summary.json"
     if summary.is_file():
-        trained_on = json.loads(summary.read_text(encoding="utf-8")).get("data_sha256")
+        trained_on = json.loads(summary.read_text(encoding="utf-8-sig")).get("data_sha256")
         about["prompts_trained_on"] = trained_on == about["prompts_sha256"]
     return about
 

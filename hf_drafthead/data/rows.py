@@ -24,6 +24,7 @@ EXTRA = ("reasoning_content", "tool_calls", "tool_call_id", "name")  # of a turn
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # names of one thing
 OF_A_TURN = {"role", "from", "content", "value", "cut", "ids", "extra", *EXTRA, *THOUGHTS}
 KNOWN = (*CHATS, "turns", "text", "prompt")  # fields of which a record has at least one
+MAX_NESTING = 100  # levels of JSON; the parameters of a tool have some 10
 EXPECTED = (
     'expected a chat as {"messages": [{"role": "user", "content": "..."}]} or '
     '{"conversations": [{"from": "human", "value": "..."}]}, a text as {"text": "..."}, a text to continue as '
@@ -50,6 +51,27 @@ def features() -> Any:
             "unused": List(Value("string")),
         }
     )
+
+
+def without_format(rows: Any) -> Any:
+    """A data set whose rows are Python's own values, whatever library it was given a format for; anything else as is.
+
+    A transform of the user's stays: it makes the rows.
+    """
+    if has_transform(rows) or not hasattr(rows, "with_format"):
+        return rows
+    formatting = getattr(rows, "format", None)  # of a data set that is no stream
+    if isinstance(formatting, Mapping):
+        formatted = formatting["type"] is not None or set(formatting["columns"]) != set(rows.column_names)
+    else:
+        formatted = getattr(rows, "_formatting", None) is not None
+    return rows.with_format(None) if formatted else rows
+
+
+def has_transform(rows: Any) -> bool:
+    """Whether a data set makes its rows by a function of the user's (`Dataset.with_transform`)."""
+    formatting = getattr(rows, "format", None)
+    return isinstance(formatting, Mapping) and formatting["type"] == "custom"
 
 
 def is_record(record: Any) -> bool:
@@ -131,7 +153,7 @@ def _turn(turn: Any) -> dict[str, Any]:
         parts: list[Any] = [part.get("text") if isinstance(part, Mapping) else part for part in content]
         content = "".join(parts) if all(isinstance(part, str) for part in parts) else None
     extra = _extra(fields)
-    if isinstance(role, str) and role.lower() == "function_call" and (calls := _calls(content)):  # of ShareGPT
+    if isinstance(role, str) and role.lower() == "function_call" and (calls := calls_of(content)):  # of ShareGPT
         role, content, extra = "assistant", "", json.dumps({"tool_calls": calls}, ensure_ascii=False)
     if content is None and extra is not None and "tool_calls" in json.loads(extra):
         content = ""
@@ -146,9 +168,9 @@ def _turn(turn: Any) -> dict[str, Any]:
 
 def _extra(fields: Mapping[str, Any]) -> str | None:
     """What a chat template reads of a turn besides its text, as JSON."""
-    if isinstance(fields.get("extra"), str):  # a turn of a row
-        return fields["extra"]
-    extra = {**fields, "reasoning_content": _thought(fields), "tool_calls": _calls(fields.get("tool_calls"))}
+    if isinstance(_parsed(fields.get("extra")), Mapping) and isinstance(fields["extra"], str):  # a turn of a row
+        return fields["extra"]  # type: ignore[no-any-return]
+    extra = {**fields, "reasoning_content": _thought(fields), "tool_calls": calls_of(fields.get("tool_calls"))}
     extra = {name: extra[name] for name in EXTRA if not _is_nothing(extra.get(name))}
     return json.dumps(extra, ensure_ascii=False) if extra else None
 
@@ -158,7 +180,7 @@ def _thought(fields: Mapping[str, Any]) -> str | None:
     return thought if thought and thought.strip() else None
 
 
-def _calls(given: Any) -> list[dict[str, Any]]:
+def calls_of(given: Any) -> list[dict[str, Any]]:
     """Calls of functions in the form that chat templates take; none if these are no calls."""
     calls = _parsed(given)
     taken = []
@@ -196,7 +218,7 @@ def _parsed(given: Any) -> Any:
     """What a text of JSON holds; anything else as it is."""
     try:
         return json.loads(given) if isinstance(given, str) else _full(given)
-    except ValueError:
+    except (ValueError, RecursionError):
         return given
 
 

@@ -12,14 +12,25 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from hf_drafthead.data.rows import EXPECTED, KNOWN, as_row, data_hash, features, is_record
-from hf_drafthead.data.texts import one_line
+from hf_drafthead.data.rows import (
+    EXPECTED,
+    KNOWN,
+    MAX_NESTING,
+    as_row,
+    data_hash,
+    features,
+    has_transform,
+    is_record,
+    without_format,
+)
+from hf_drafthead.data.texts import encoding_of, one_line
 
 if TYPE_CHECKING:  # imported where it is used: a file of questions is read without it
     from datasets import Dataset, IterableDataset
 
 TEXTS, RECORDS, TABLES = (".txt",), (".json", ".jsonl"), (".parquet", ".arrow")  # endings of files
 BLOCK_SIZE = 1 << 16  # characters of a text file that become one row, up to the end of the line
+MARK = "\N{ZERO WIDTH NO-BREAK SPACE}"  # the byte order mark, as text
 SAVED = ("state.json", "dataset_dict.json")  # one of which a folder of `save_to_disk` holds
 
 
@@ -68,16 +79,21 @@ def read_records(source: str | Path, split: str | None = None) -> Iterator[tuple
 
 def uniform(rows: Dataset | IterableDataset, name: str = "the data") -> Dataset | IterableDataset:
     """Any data set in the form that `read_rows` gives; ValueError without any of the columns that are read."""
-    columns = rows.column_names or list(next(iter(rows), {}))
-    wanted = features()
+    rows = without_format(rows)
+    stored, wanted = list(rows.column_names or ()), features()
+    columns = list(next(iter(rows), {})) if has_transform(rows) or not stored else stored
     if set(columns) == set(wanted):
         return rows
     if not set(KNOWN) & set(columns):
         found = f"has the columns {', '.join(columns)}" if columns else "is empty"
         raise ValueError(f"{name} {found}: {EXPECTED}.")
-    return rows.map(
-        lambda record, number: as_row(record, "", number), with_indices=True, remove_columns=columns, features=wanted
+    read: Any = rows.map(
+        lambda record, number: as_row(record, "", number),
+        with_indices=True,
+        remove_columns=stored or columns,
+        features=wanted,
     )
+    return read.with_format(None) if has_transform(rows) else read  # type: ignore[no-any-return]
 
 
 def stream_hash(source: str, first: Iterable[Mapping[str, Any]]) -> str:
@@ -115,10 +131,11 @@ def records_of(path: str) -> Iterator[tuple[str, Any]]:
     A text file is one record, or several if it is long.
 
     Raises:
-        ValueError: the file is not UTF-8 text, or not JSON.
+        ValueError: the file is not text in UTF-8 or with a byte order mark, not JSON, or nested too deeply.
     """
+    place = "row 0"
     try:
-        with open(path, encoding="utf-8") as file:
+        with open(path, encoding=encoding_of(path)) as file:
             if path.endswith(TEXTS):
                 blocks = iter(lambda: file.readlines(BLOCK_SIZE), [])
                 yield from ((f"row {number}", {"text": "".join(lines)}) for number, lines in enumerate(blocks))
@@ -127,26 +144,44 @@ def records_of(path: str) -> Iterator[tuple[str, Any]]:
                 pass
             file.seek(0)
             if first == "[":
-                yield from ((f"row {number}", readable(element)) for number, element in enumerate(_array(file, path)))
+                for number, element in enumerate(_array(file, path)):
+                    yield place, readable(element)
+                    place = f"row {number + 1}"
                 return
             for number, line in enumerate(file, start=1):
-                if line.strip():
-                    yield f"line {number}", readable(json.loads(line))
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 text ({error.reason}): convert it.") from None
-    except json.JSONDecodeError as error:
+                place = f"line {number}"
+                if line := line.strip().removeprefix(MARK):  # of a file that was put together of several
+                    yield place, readable(_parsed(line, path, place))
+    except UnicodeError as error:
+        reason = getattr(error, "reason", error)
+        raise ValueError(f"{path} is not UTF-8 text ({reason}): convert it.") from None
+    except RecursionError:
+        raise ValueError(f"{path} {place} is nested more than {MAX_NESTING} levels deep: {EXPECTED}.") from None
+
+
+def _parsed(line: str, path: str, place: str) -> Any:
+    try:
+        return json.loads(line)
+    except ValueError as error:  # also a number of more digits than Python reads
+        why = getattr(error, "msg", error)
         raise ValueError(
-            f"{path} line {number} is not JSON ({error.msg}): write one object per line, or one array of them."
+            f"{path} {place} is not JSON ({why}): write one object per line, or one array of them."
         ) from None
 
 
-def readable(value: Any) -> Any:
-    """What JSON holds, with a replacement character for each half of a character, which no tokenizer takes."""
+def readable(value: Any, level: int = 0) -> Any:
+    """What JSON holds, with a replacement character for each half of a character, which no tokenizer takes.
+
+    Raises:
+        RecursionError: it is nested too deeply for what reads it later.
+    """
+    if level > MAX_NESTING:
+        raise RecursionError
     if isinstance(value, str):
         return value if value.isascii() else value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     if isinstance(value, dict):
-        return {readable(name): readable(inner) for name, inner in value.items()}
-    return [*map(readable, value)] if isinstance(value, list) else value
+        return {readable(name): readable(inner, level + 1) for name, inner in value.items()}
+    return [readable(inner, level + 1) for inner in value] if isinstance(value, list) else value
 
 
 def _array(file: TextIO, path: str) -> Iterator[Any]:
@@ -174,10 +209,9 @@ def _array(file: TextIO, path: str) -> Iterator[Any]:
     file.seek(0)
     try:
         json.load(file)
-    except json.JSONDecodeError as error:
-        raise ValueError(
-            f"{path} line {error.lineno} is not JSON ({error.msg}): expected an array of chats, and nothing else."
-        ) from None
+    except ValueError as error:  # also a number of more digits than Python reads
+        where, why = (f" line {error.lineno}", error.msg) if isinstance(error, json.JSONDecodeError) else ("", error)
+        raise ValueError(f"{path}{where} is not JSON ({why}): expected an array of chats, and nothing else.") from None
 
 
 def _read_files(files: list[Path], streaming: bool) -> Dataset | IterableDataset:
@@ -220,9 +254,9 @@ def _load(source: str, streaming: bool, split: str | None) -> Any:
     except (OSError, ValueError, RuntimeError) as error:
         raise OSError(f"no data could be read at {source!r} ({one_line(error)}): {wanted}") from error
     if not isinstance(found, (DatasetDict, IterableDatasetDict)):
-        return found
+        return without_format(found)  # a folder of `save_to_disk` keeps it
     chosen = split or (next(iter(found)) if len(found) == 1 else "test")
     if chosen not in found:
         asked = f"no split {split!r}" if split else "several splits"
         raise ValueError(f"{source!r} has {asked}: choose one of {', '.join(map(str, found))} with --split.")
-    return found[chosen]
+    return without_format(found[chosen])

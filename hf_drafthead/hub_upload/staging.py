@@ -175,10 +175,10 @@ def name_for_others(target: Path, repo_id: str, base: str | None) -> None:
         return fields
 
     for path in sorted(target.glob("evaluation*.json")):
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
         try:
             figures, before = json.loads(text, object_hook=renamed), json.loads(text)
-        except ValueError:  # the card refuses it with a message
+        except (ValueError, RecursionError):  # the card refuses it with a message
             continue
         if figures != before:
             path.write_text(json.dumps(figures, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

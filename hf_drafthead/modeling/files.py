@@ -47,7 +47,7 @@ def read_json(file: str | os.PathLike) -> dict[str, Any]:
 
 def edit_json(path: Path, **fields: Any) -> None:
     """Set fields of a JSON file; None removes one."""
-    before = json.loads(path.read_text(encoding="utf-8"))
+    before = json.loads(path.read_text(encoding="utf-8-sig"))
     after = {name: value for name, value in (before | fields).items() if name not in fields or value is not None}
     if after != before:
         path.write_text(json.dumps(after, indent=2, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8")

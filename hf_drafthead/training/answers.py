@@ -26,6 +26,7 @@ from hf_drafthead.data.texts import beginning_of, same_words, why_no_question
 from hf_drafthead.training.collect import DistillReport
 from hf_drafthead.training.templates import (
     THOUGHTS_LEFT_OUT,
+    TOOLS,
     ChatEncoder,
     frame,
     refuse_unknown,
@@ -280,8 +281,9 @@ class Writer:
             task.refused = None if words or answer.ids else EMPTY
             return
         if self.chats is not None:
-            words = words.removeprefix(self.chats.lead)
-            words = words.removesuffix(self.chats.trail) if answer.ended else words
+            chats = self.chats.of(task.tools)
+            words = words.removeprefix(chats.lead)
+            words = words.removesuffix(chats.trail) if answer.ended else words
         turn: dict[str, Any] = {"role": "assistant", "content": words}
         turn |= {} if answer.ids is None else {"ids": answer.ids}
         turn |= {"reasoning_content": answer.thought} if answer.thought.strip() else {}
@@ -340,9 +342,12 @@ class Answerer(Writer):
         self._first, _ = frame(tokenizer)
         eos = model.generation_config.eos_token_id
         self._ends = {*(eos if isinstance(eos, list) else [eos]), tokenizer.eos_token_id} - {None}
-        for end in ([] if self.chats is None else [self.chats.end_of_turn]) + [
-            self.question_end
-        ] * self.ends_with_token:
+        ends = [self.question_end] * self.ends_with_token
+        if self.chats is not None:
+            ends.append(self.chats.end_of_turn)
+            with suppress(ValueError):  # told at the first chat with tools
+                ends.append(self.chats.of(TOOLS).end_of_turn)
+        for end in ends:
             self._ends |= set(self._ids(end)[-1:])
         self._control = set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder)
         if sampling.turns and not self.has_room(first := self.begin_own(0)):

@@ -16,7 +16,7 @@ from accelerate.utils import gather_object, parse_flag_from_env
 from transformers import AutoModelForCausalLM
 
 from hf_drafthead.data.chats import Refused
-from hf_drafthead.data.rows import data_hash
+from hf_drafthead.data.rows import data_hash, without_format
 from hf_drafthead.data.texts import one_line
 from hf_drafthead.modeling.gguf_files import gguf_arguments, load_tokenizer, reading_gguf, split_gguf
 from hf_drafthead.training.answers import Answerer, Sampling, Task, Writer, at_least_one
@@ -95,6 +95,7 @@ def distill(
             asked; for the model's own chats also no chat template, or one that does not show a lone question.
     """
     settings = {"max_new_tokens": max_new_tokens, "top_p": float(top_p), "seed": seed}
+    rows = without_format(rows)
     if isinstance(rows, int):
         at_least_one(count=rows)
         settings |= {"turns": turns, "greedy": float(greedy), "question_tokens": question_tokens}

@@ -9,16 +9,22 @@ import asyncio
 import hashlib
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
-from hf_drafthead.data.rows import THOUGHTS
+from hf_drafthead.data.rows import THOUGHTS, calls_of
 from hf_drafthead.training.answers import CONTROL, CUT, Answer, Sampling, Task, Writer
 from hf_drafthead.training.templates import frame
 
 TIMEOUT = 600.0  # seconds for one answer
+# Servers have many words for an answer that ended by itself (stop, eos_token, stop_sequence, end_turn, COMPLETE), and
+# for one that was broken off by a limit, a filter or a failure; all of the latter have one of these in them.
+BROKEN_OFF = ("length", "max", "limit", "trunc", "incomplete", "filter", "safety", "recitation", "block", "prohibit")
+BROKEN_OFF += ("spii", "refus", "abort", "cancel", "error", "time", "resource", "overload", "pause")
+ENDED = ("stop", "eos", "end", "complete", "call", "tool")
 
 
 @dataclass(frozen=True)
@@ -111,7 +117,7 @@ class ServerWriter(Writer):
                 f"the server at {self.server.url!r} answers {error.status_code} ({_said(error)}): check --endpoint, "
                 f"--model {self.server.model!r} and OPENAI_API_KEY{what}; the same command resumes."
             ) from error
-        except (self._openai.APIConnectionError, json.JSONDecodeError) as error:
+        except (self._openai.APIError, json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
             raise OSError(
                 f"the server at {self.server.url!r} does not answer ({_said(error)}): start it, then give the same "
                 "command again, which resumes."
@@ -123,14 +129,24 @@ class ServerWriter(Writer):
         number = int.from_bytes(hashlib.blake2b(self.key(task).encode(), digest_size=4).digest(), "big")
         return settings | ({"seed": number >> 1} if settings["temperature"] else {})
 
-    def _first(self, done: Any) -> Any:
-        """What a server wrote; OSError where it answers with something else."""
-        if choices := getattr(done, "choices", None):
-            return choices[0]
-        raise OSError(
-            f"the server at {self.server.url!r} answers with no text ({str(done)[:60]!r}): check --endpoint; the same "
-            "command resumes."
-        )
+    def _choice(self, done: Any, limit: int) -> tuple[Any, str, bool, int]:
+        """What a server wrote: its message or None, the text, whether that ended by itself, and the number of tokens.
+
+        Raises:
+            OSError: it answers with something else.
+        """
+        choices = getattr(done, "choices", None)
+        choice = choices[0] if isinstance(choices, (list, tuple)) and choices else None
+        message, text = _field(choice, "message"), _field(choice, "text")
+        if message is None and text is None:
+            raise OSError(
+                f"the server at {self.server.url!r} answers with no text ({str(done)[:60]!r}): check --endpoint; the "
+                "same command resumes."
+            )
+        tokens = _field(getattr(done, "usage", None), "completion_tokens")
+        tokens = tokens if isinstance(tokens, int) else 0
+        words = _text(text if message is None else _field(message, "content"))
+        return message, words, has_ended(_field(choice, "finish_reason"), tokens >= limit), tokens
 
     async def _question(self, task: Task) -> None:
         """Put a question that the server's model writes into the task, or end the task."""
@@ -141,32 +157,64 @@ class ServerWriter(Writer):
             prompt = prompt.removeprefix(begin)
         settings = self._settings(task, self.sampling.question_tokens)
         done = await self._client.completions.create(prompt=prompt, stop=[self.question_end], **settings)
-        written = self._first(done)
-        words = (written.text or "").strip()
+        _, words, ended, _ = self._choice(done, settings["max_tokens"])
+        words, end, _ = words.partition(self.question_end)  # some servers return it
         special = {str(token) for token in self.tokenizer.added_tokens_decoder.values()}
-        reason = CUT if written.finish_reason != "stop" else None
-        self.take_question(task, words, CONTROL if any(token in words for token in special) else reason)
+        reason = None if ended or end else CUT
+        self.take_question(task, words.strip(), CONTROL if any(token in words for token in special) else reason)
 
     async def _answer(self, task: Task) -> None:
         """Put the server's answer into the task."""
         settings = self._settings(task, self.sampling.max_new_tokens)
         settings |= {"top_p": self.sampling.top_p} if settings["temperature"] else {}
-        more: dict[str, Any] = {}
         if task.given is not None:
             done = await self._client.completions.create(prompt=task.given, **settings)
-            written = self._first(done)
-            words = written.text
         else:
             said = [{"role": turn["role"], "content": turn["content"]} for turn in task.messages]
             settings |= {"tools": task.tools} if task.tools else {}
             done = await self._client.chat.completions.create(messages=said, **settings)
-            written = self._first(done)
-            message = written.message
-            words, thoughts = message.content, (getattr(message, name, None) for name in THOUGHTS)
-            more["thought"] = next((thought for thought in thoughts if isinstance(thought, str)), "")
-            more["calls"] = [call.model_dump(exclude_none=True) for call in message.tool_calls or ()]
-        tokens = 0 if done.usage is None else done.usage.completion_tokens
-        self.take(task, Answer(words or "", written.finish_reason in ("stop", "tool_calls"), tokens, **more))
+        message, words, ended, tokens = self._choice(done, settings["max_tokens"])
+        if ended and self.chats is not None and self.chats.end_of_turn.strip():  # some servers return it
+            words = words.removesuffix(self.chats.of(task.tools).end_of_turn)
+        holders = [message, *_listed(_field(message, "content"))]  # a part may be the thought
+        thoughts = (_text(_field(holder, name)) for holder in holders for name in THOUGHTS)
+        calls = _field(message, "tool_calls") or _field(message, "function_call")  # as it was called before
+        plain = [_plain(call) for call in _listed(calls)] if calls else []
+        self.take(task, Answer(words, ended, tokens, None, next(filter(None, thoughts), ""), calls_of(plain)))
+
+
+def has_ended(reason: Any, limit_reached: bool) -> bool:
+    """Whether an answer ended by itself, by the reason that a server gives; where it gives none that is known, whether
+    it stayed below the limit.
+
+    >>> [has_ended(reason, False) for reason in ("stop", "eos_token", "MAX_TOKENS", "content_filter", None)]
+    [True, True, False, False, True]
+    >>> has_ended("stop", True), has_ended(None, True)
+    (True, False)
+    """
+    word = str(_field(reason, "type") or reason or "").lower()
+    if any(part in word for part in BROKEN_OFF):
+        return False
+    return not limit_reached or any(part in word for part in ENDED)
+
+
+def _field(holder: Any, name: str) -> Any:
+    """A field of an answer, which a server may leave out."""
+    return holder.get(name) if isinstance(holder, Mapping) else getattr(holder, name, None)
+
+
+def _text(content: Any) -> str:
+    """A text, which some servers give in parts; those of another kind are left out."""
+    texts = [part if isinstance(part, str) else _field(part, "text") for part in _listed(content)]
+    return "".join(text for text in texts if isinstance(text, str))
+
+
+def _listed(value: Any) -> list[Any]:
+    return [*value] if isinstance(value, (list, tuple)) else [value]
+
+
+def _plain(call: Any) -> Any:
+    return call.model_dump(exclude_none=True) if hasattr(call, "model_dump") else call
 
 
 def with_path(url: str) -> str:

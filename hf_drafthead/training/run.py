@@ -18,6 +18,7 @@ from transformers import set_seed
 from transformers.trainer_utils import SchedulerType
 from transformers.utils import logging
 
+from hf_drafthead.data.rows import without_format
 from hf_drafthead.generation.drafting import draft_vocabulary
 from hf_drafthead.generation.reader import Unsupported
 from hf_drafthead.generation.settings import DEFAULT_TREE
@@ -245,6 +246,7 @@ def _prepared(
 
         data = read_data(model, tokenizer, data, settings)
         tell(str(data.report))
+    data = dataclasses.replace(data, rows=without_format(data.rows), held_out=without_format(data.held_out))
     examples.refuse_short_rows(model, data.held_out)
     return data
 

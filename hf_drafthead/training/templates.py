@@ -14,6 +14,8 @@ from hf_drafthead.training.heads_loss import IGNORED
 # placeholders that no chat contains and no template strips, splits or changes
 QUESTION, ANSWER, SYSTEM = "QzPxquestionQzPx", "QzPxanswerQzPx", "QzPxsystemQzPx"
 PART = "QzPxpart{}QzPx"
+PARAMETERS = {"type": "object", "properties": {}, "required": []}
+TOOLS = [{"type": "function", "function": {"name": "QzPxtoolQzPx", "description": "-", "parameters": PARAMETERS}}]
 THOUGHTS_LEFT_OUT = "thoughts left out by the chat template"
 TOOLS_LEFT_OUT = "tools left out by the chat template"
 
@@ -64,8 +66,12 @@ def frame(tokenizer: Any) -> tuple[list[int], list[int]]:
 class ChatEncoder:
     """Encodes chats with a tokenizer's chat template and marks what the assistant wrote.
 
+    A tokenizer may have named templates: chats with tools are encoded with the one called `tool_use`, others with the
+    one called `default`, as `apply_chat_template` does. The attributes are of chats without tools; `of` has the others.
+
     Args:
         tokenizer: a fast tokenizer with a chat template.
+        tools: encode chats with tools, by the template for these.
 
     Attributes:
         takes_system: the template shows a system turn.
@@ -77,7 +83,7 @@ class ChatEncoder:
         ValueError: there is no chat template, it cannot show a question and an answer, or the tokenizer is not fast.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, tools: bool = False) -> None:
         self.tokenizer = tokenizer
         if getattr(tokenizer, "chat_template", None) is None:
             raise ValueError(
@@ -85,10 +91,19 @@ class ChatEncoder:
                 "give the one the base was trained with (--chat-template FILE, tokenizer.chat_template), or plain text."
             )
         self._bare = without_post_processor(tokenizer)
-        self._template = tokenizer.get_chat_template()
+        named = tokenizer.chat_template if isinstance(tokenizer.chat_template, dict) else {}
+        if named and not {"default", "tool_use"} & set(named):
+            raise ValueError(
+                f"the tokenizer of {tokenizer.name_or_path!r} has the chat templates {', '.join(sorted(named))}, none "
+                "of which is called default: give one (--chat-template FILE, tokenizer.chat_template)."
+            )
+        # such a template may show no chat without tools
+        self._tools = TOOLS if "tool_use" in named and (tools or "default" not in named) else None
+        self._template = tokenizer.get_chat_template(tools=self._tools)
+        self._of_tools = None if self._tools is None and "tool_use" in named else self
         question, answer = {"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWER}
         try:
-            pair, prompt = self.render([question, answer]), self.render([question], prompt=True)
+            pair, prompt = self._shown([question, answer]), self._shown([question], prompt=True)
         except Refused as error:
             raise ValueError(f"the chat template cannot show a question and an answer: {error}.") from None
         if pair.count(QUESTION) != 1 or pair.count(ANSWER) != 1:
@@ -100,16 +115,28 @@ class ChatEncoder:
         self.end_of_turn = self.trail + special
         self.lead = before[len(prompt) :] if before.startswith(prompt) else ""
         # without one the answer's header, if there is any, would be taken for the assistant's words
-        self._has_prompt = prompt != self.render([question]) or not self.lead.strip()
+        self._has_prompt = prompt != self._shown([question]) or not self.lead.strip()
         self.takes_system = False
         with suppress(Refused):
-            self.takes_system = SYSTEM in self.render([{"role": "system", "content": SYSTEM}, question, answer])
+            self.takes_system = SYSTEM in self._shown([{"role": "system", "content": SYSTEM}, question, answer])
+
+    def of(self, tools: list[Any] | None) -> "ChatEncoder":
+        """The encoder of chats with these tools, or with none."""
+        if not tools:
+            return self
+        if self._of_tools is None:
+            self._of_tools = ChatEncoder(self.tokenizer, tools=True)
+        return self._of_tools
+
+    def _shown(self, messages: list[dict[str, Any]], prompt: bool = False) -> str:
+        return self.render(messages, prompt, self._tools)
 
     def render(self, messages: list[dict[str, Any]], prompt: bool = False, tools: list[Any] | None = None) -> str:
         """The text of a chat, with the generation prompt behind it if asked for; Refused where the template refuses."""
+        template = self.of(tools)._template
         try:
             return self.tokenizer.apply_chat_template(  # type: ignore[no-any-return]
-                messages, tools, chat_template=self._template, add_generation_prompt=prompt, tokenize=False
+                messages, tools, chat_template=template, add_generation_prompt=prompt, tokenize=False
             )
         except Exception as error:  # a template is a program and may raise anything
             raise Refused(f"the chat template refuses it ({' '.join(str(error).split())})") from None
@@ -134,9 +161,13 @@ class ChatEncoder:
             Refused: it refuses the chat, or shows no calls of tools or their answers, without which the rest of the
                 chat makes no sense.
         """
+        if (encoder := self.of(chat.tools)) is not self:
+            return encoder.fit(chat)
+        if self._tools is not None and not chat.tools:
+            raise Refused("it has no tools, and the tokenizer has no chat template called default for such chats")
         chat = chat if self.takes_system else chat.without_system()
-        if chat.tools and self.render(chat.messages, tools=chat.tools) == self.render(chat.messages):
-            chat = chat.noting(TOOLS_LEFT_OUT, tools=None)
+        if chat.tools and not self._shows_tools(chat):
+            chat = chat.noting(TOOLS_LEFT_OUT, tools=chat.tools if self._tools else None)
         needed, thoughts, numbered = set(), set(), []
         for number, turn in enumerate(chat.messages):
             part = PART.format(number)
@@ -158,13 +189,19 @@ class ChatEncoder:
             raise Refused("the chat template does not show calls of tools and their answers: set another")
         return chat if all(thought in text for thought in thoughts) else chat.noting(THOUGHTS_LEFT_OUT)
 
+    def _shows_tools(self, chat: Chat) -> bool:
+        with_tools = self.render(chat.messages, tools=chat.tools)
+        with suppress(Refused):
+            return with_tools != self.render(chat.messages)
+        return True  # it shows nothing without them
+
     def encode(self, chat: Chat) -> tuple[list[int], list[int]]:
         """Token ids of a chat, and labels: the ids of the assistant's tokens, IGNORED elsewhere.
 
         Raises:
             Refused: the template refuses the chat, or where an answer begins or ends cannot be determined.
         """
-        text, spans = self.spans(chat)
+        text, spans = self.of(chat.tools).spans(chat)
         if not chat.ids or any(ids is None for ids in chat.ids):
             return encode_span(self._bare, text, spans)
         ids: list[int] = []

@@ -1,5 +1,6 @@
 """From files and data sets to rows of tokens: nothing lost, nothing changed unsaid, everything counted."""
 
+import codecs
 import json
 
 import datasets
@@ -220,6 +221,23 @@ BAD_FILES = {
     "plain.json": ("[[1]]", None, "plain.json begins with '[1]': expected a chat as "),
     "empty.jsonl": ("\n", None, "empty.jsonl: there is no row in it: expected a chat as "),
     "empty.json": ("[ ]", None, "empty.json: there is no row in it"),
+    "deep.jsonl": (
+        '{"text": "a"}\n{"text": "b", "more": ' + "[" * 200 + "]" * 200 + "}\n",
+        None,
+        "deep.jsonl line 2 is nested more than 100 levels deep: expected a chat as",
+    ),
+    "deeper.jsonl": (
+        '{"text": ' + "[" * 100_000 + "]" * 100_000 + "}\n",
+        None,
+        "deeper.jsonl line 1 is nested more than 100 levels deep",
+    ),
+    "deep.json": (
+        '[{"text": "a"}, {"text": ' + "[" * 100_000 + "]" * 100_000 + "}]",
+        None,
+        "deep.json row 1 is nested more than 100 levels deep",
+    ),
+    "digits.jsonl": ('{"text": "a", "id": ' + "9" * 5000 + "}", None, "digits.jsonl line 1 is not JSON (Exceeds the "),
+    "digits.json": ('[{"text": "a", "id": ' + "9" * 5000 + "}]", None, "digits.json is not JSON (Exceeds the limit"),
     "latin.txt": ("caf\xe9", "latin-1", "latin.txt is not UTF-8 text (unexpected end of data): convert it."),
 }
 
@@ -232,6 +250,56 @@ def test_bad_files_are_refused_in_one_line(tmp_path, name):
     with pytest.raises((ValueError, OSError)) as error:
         read_rows(tmp_path / name)
     assert text in str(error.value) and "\n" not in str(error.value)
+
+
+MARKED = {"utf-8-sig": b"", "utf-16-le": codecs.BOM_UTF16_LE, "utf-16-be": codecs.BOM_UTF16_BE}
+MARKED |= {"utf-32-le": codecs.BOM_UTF32_LE, "utf-32-be": codecs.BOM_UTF32_BE}
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("encoding", MARKED)
+def test_a_byte_order_mark_is_no_part_of_a_file(tmp_path, chats, encoding, streaming):
+    """Editors and shells on Windows write one, and the encoding that it names."""
+    rows = [json.loads(line) for line in chats.read_text(encoding="utf-8").splitlines()]
+    array, text = json.dumps(rows, ensure_ascii=False), "caf\xe9\n" * 3
+    (tmp_path / "plain.txt").write_text(text, encoding="utf-8")
+    for name, content in (("lines.jsonl", chats.read_text("utf-8")), ("array.json", array), ("marked.txt", text)):
+        (tmp_path / name).write_bytes(MARKED[encoding] + content.encode(encoding))
+        plain = tmp_path / "plain.txt" if name == "marked.txt" else chats
+        assert said(read_rows(tmp_path / name, streaming=streaming)) == said(read_rows(plain)), name
+
+
+def test_files_with_marks_that_were_joined_are_read(tmp_path):
+    part = codecs.BOM_UTF8 + b'{"text": "a"}\r\n'
+    (tmp_path / "joined.jsonl").write_bytes(part + part)
+    assert [row["text"] for row in read_rows(tmp_path / "joined.jsonl")] == ["a", "a"]
+
+
+FORMATS = ("torch", "numpy", "pandas", "arrow", "python")
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("form", FORMATS)
+def test_a_format_for_another_library_changes_no_row(tmp_path, chats, form, streaming):
+    tokenizer = tokenizer_with(CHATML)
+    plain = datasets.Dataset.from_list([{"messages": turns(*words)} for words in CHATS])
+    formatted = plain.with_format(form)
+    formatted.save_to_disk(tmp_path / "saved")  # which keeps the format
+    right = [row["input_ids"] for row in tokenize_rows(plain, tokenizer)[0]]
+    saved = read_rows(tmp_path / "saved", streaming=streaming)
+    for rows in (formatted.to_iterable_dataset() if streaming else formatted, saved):
+        assert [row["input_ids"] for row in tokenize_rows(rows, tokenizer)[0]] == right
+
+
+def test_a_format_that_hides_columns_does_not_hide_them_from_the_training():
+    rows = datasets.Dataset.from_list([{"text": "abc", "number": 1}]).with_format(None, columns=["number"])
+    assert [row["text"] for row in sources.uniform(rows)] == ["abc"]
+
+
+def test_a_transform_of_the_user_s_makes_the_rows():
+    rows = datasets.Dataset.from_list([{"number": 1}, {"number": 2}])
+    rows = rows.with_transform(lambda batch: {"text": [f"row {number}" for number in batch["number"]]})
+    assert [row["text"] for row in sources.uniform(rows)] == ["row 1", "row 2"]
 
 
 def test_half_a_character_is_replaced(tmp_path):

@@ -1,5 +1,7 @@
 """Labels are the assistant's tokens, exactly, whatever the template and the tokenizer."""
 
+import json
+
 import pytest
 
 from hf_drafthead.data.chats import Chat, Refused, repaired
@@ -163,3 +165,52 @@ def test_a_tokenizer_without_offsets_is_refused():
 
     with pytest.raises(ValueError, match="Slow has no character offsets, .* load a fast tokenizer"):
         ChatEncoder(Slow())
+
+
+# ---- named templates -------------------------------------------------------------------------------------------------
+
+FUNCTION = {"type": "function", "function": {"name": "add", "description": "adds", "parameters": {"properties": {}}}}
+CALL = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": {"name": "add"}}]}
+WITH_CALLS = [{"role": "user", "content": "1+1"}, CALL, {"role": "tool", "content": "2"}, *chat(1).messages]
+TURNS_OF_TOOLS = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] }}{% if m.tool_calls %}"
+    "{{ m.tool_calls | tojson }}{% endif %}{{ eos_token + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+TOOL_USE = {
+    "all at once": "{% if tools %}{{ tools | tojson }}{% endif %}" + TURNS_OF_TOOLS,
+    "one by one": "{% for tool in tools %}{{ tool | tojson }}{% endfor %}" + TURNS_OF_TOOLS,  # fails without any
+    "refuses none": "{% if not tools %}{{ raise_exception('no tools') }}{% endif %}{{ tools }}" + TURNS_OF_TOOLS,
+}
+
+
+@pytest.mark.parametrize("default", [True, False], ids=["default and tool_use", "tool_use alone"])
+@pytest.mark.parametrize("name", TOOL_USE)
+def test_chats_with_tools_have_the_template_for_them(name, default):
+    """As `apply_chat_template` chooses among named templates; an answer ends as that template ends it."""
+    tokenizer = tokenizer_with(CHATML)
+    tokenizer.chat_template = {**({"default": CHATML} if default else {"rag": CHATML}), "tool_use": TOOL_USE[name]}
+    encoder = ChatEncoder(tokenizer)
+    for messages in (chat(2).messages, WITH_CALLS):
+        with_tools = encoder.fit(repaired(messages, json.dumps([FUNCTION])).answered())
+        ids, labels = encoder.encode(with_tools)
+        right = tokenizer.apply_chat_template(with_tools.messages, tools=[FUNCTION], tokenize=False)
+        assert tokenizer.decode(ids) == right and not with_tools.mapped
+        said = tokenizer.decode([token for token in labels if token != IGNORED])
+        assert said.endswith(messages[-1]["content"] + tokenizer.eos_token)
+    without = repaired(chat(2).messages).answered()
+    if not default:
+        with pytest.raises(Refused, match="it has no tools, and the tokenizer has no chat template called default"):
+            encoder.fit(without)
+        return
+    ids, labels = encoder.encode(encoder.fit(without))
+    assert tokenizer.decode(ids) == tokenizer.apply_chat_template(without.messages, tokenize=False)
+    with pytest.raises(Refused, match="does not show calls of tools"):  # which transformers would leave out
+        encoder.fit(repaired(WITH_CALLS).answered())
+
+
+def test_named_templates_of_which_none_is_for_chats_are_refused():
+    tokenizer = tokenizer_with(CHATML)
+    tokenizer.chat_template = {"rag": CHATML, "summary": CHATML}
+    with pytest.raises(ValueError, match="has the chat templates rag, summary, none of which is called default: give"):
+        ChatEncoder(tokenizer)

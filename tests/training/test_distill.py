@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from datasets import Dataset
 
 from hf_drafthead.data.chats import repaired
 from hf_drafthead.data.sources import read_rows
@@ -263,6 +264,13 @@ def test_texts_are_continued_from_their_beginning(base, tokenizer, tmp_path):
         prompt = tokenizer(row["text"][: row["given"]], return_tensors="pt")
         ids = base.generate(**prompt, max_new_tokens=9, do_sample=False)
         assert row["text"] == tokenizer.decode(ids[0], skip_special_tokens=True)
+
+
+def test_a_data_set_with_a_format_for_another_library_is_asked_as_without_it(base, tokenizer, tmp_path):
+    rows = Dataset.from_list([{"messages": [{"role": "user", "content": "the cat"}]}])
+    for name, data in (("plain", rows), ("formatted", rows.with_format("numpy"))):
+        distill(base, tokenizer, data, tmp_path / f"{name}.jsonl", **SETTINGS)
+    assert read(tmp_path / "plain.jsonl") == read(tmp_path / "formatted.jsonl")
 
 
 def test_a_chat_ends_where_it_has_no_more_room(base, tokenizer, tmp_path):

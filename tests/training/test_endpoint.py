@@ -239,12 +239,90 @@ def test_a_server_that_cannot_be_used_is_named_in_one_line(tmp_path, capsys, sta
     assert f"answers {status} (" in said and "--model 'letters' and OPENAI_API_KEY; the same command resumes." in said
 
 
-@pytest.mark.parametrize("answer", [b"<html>", b'{"choices": []}', b'{"error": "no"}', b"{broken"])
+DEEP = b'{"choices": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+OTHER_ANSWERS = [b"<html>", b'{"choices": []}', b'{"error": "no"}', b"{broken", DEEP, b'{"id": "caf\xe9"}']
+OTHER_ANSWERS += [b'{"choices": [null]}', b'{"choices": [{"finish_reason": "stop"}]}', b'{"choices": "none"}']
+
+
+@pytest.mark.parametrize("answer", OTHER_ANSWERS, ids=lambda answer: answer[:20].decode("latin-1"))
 def test_a_server_that_answers_something_else_is_named_in_one_line(tmp_path, answer):
     with Server(lambda number: answer) as server, pytest.raises(OSError) as error:
         ask(server, CHATS, tmp_path / "out.jsonl")
     said = str(error.value)
     assert said.startswith(f"the server at '{server.url}") and "resumes." in said and "\n" not in said
+
+
+def completion(choice, usage):
+    """An answer with what a server says of it, and nothing else."""
+    return json.dumps({"choices": [choice], **({} if usage is None else {"usage": usage})}).encode()
+
+
+FOUR = {"role": "assistant", "content": "Four."}
+ENDINGS = {
+    **dict.fromkeys(("stop", "eos_token", "stop_sequence", "eos", "end_turn", "COMPLETE", "STOP", "done"), True),
+    **dict.fromkeys(("length", "max_tokens", "MAX_TOKENS", "model_length", "max_new_tokens", "limit"), False),
+    **dict.fromkeys(("content_filter", "SAFETY", "RECITATION", "abort", "ERROR_TOXIC", "timeout", "refusal"), False),
+}
+USAGE = {"completion_tokens": 2, "prompt_tokens": 1, "total_tokens": 3}
+AT_THE_LIMIT = {**USAGE, "completion_tokens": 8}
+ANSWERS = {
+    **{reason: ({"message": FOUR, "finish_reason": reason}, USAGE, ended) for reason, ended in ENDINGS.items()},
+    "a reason with fields": ({"message": FOUR, "finish_reason": {"type": "length", "length": 8}}, USAGE, False),
+    "no reason": ({"message": FOUR}, USAGE, True),
+    "null": ({"message": FOUR, "finish_reason": None}, USAGE, True),
+    "no reason, at the limit": ({"message": FOUR}, AT_THE_LIMIT, False),
+    "stop, at the limit": ({"message": FOUR, "finish_reason": "stop"}, AT_THE_LIMIT, True),
+    "no usage": ({"message": FOUR, "finish_reason": "stop"}, None, True),
+    "usage without tokens": ({"message": FOUR, "finish_reason": "stop"}, {"completion_tokens": None}, True),
+    "no role": ({"message": {"content": "Four."}, "finish_reason": "stop"}, USAGE, True),
+    "parts": ({"message": {"content": [{"type": "text", "text": "Fo"}, {"type": "text", "text": "ur."}]}}, None, True),
+    "a part alone": ({"message": {"content": {"type": "text", "text": "Four."}}}, None, True),
+    "a thought and a text": (
+        {"message": {"content": [{"type": "thinking", "thinking": [{"type": "text", "text": "Hm."}]}, "Four."]}},
+        None,
+        True,
+    ),
+    "a text": ({"text": "Four.", "finish_reason": "stop"}, USAGE, True),
+    "null calls": ({"message": {**FOUR, "tool_calls": None}, "finish_reason": "stop"}, USAGE, True),
+    "calls of nothing": ({"message": {**FOUR, "tool_calls": [{"id": "1"}]}, "finish_reason": "stop"}, USAGE, True),
+    "the end of turn itself": ({"message": {"content": "Four.<|im_end|>"}, "finish_reason": "stop"}, USAGE, True),
+}
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_an_answer_is_cut_only_where_a_limit_or_a_filter_ended_it(tmp_path, name):
+    """Whatever word a server has for it, and whatever fields it leaves out."""
+    choice, usage, ended = ANSWERS[name]
+    with Server(lambda number: completion(choice, usage)) as server:
+        tokenizer = tokenizer_with(THINKING_WITH_TOOLS)
+        report = ask(server, TURNS[:1], tmp_path / "own.jsonl", tokenizer, retries=0, max_new_tokens=8)
+    (row,) = read(tmp_path / "own.jsonl")
+    answers = [turn for turn in row["messages"] if turn["role"] == "assistant"]
+    assert [turn["content"] for turn in answers] == ["Four."] * (2 if ended else 1)
+    assert [turn.get("cut", False) for turn in answers] == ([False, False] if ended else [True])
+    assert report.cut == (not ended)
+    thought = "Hm." if name == "a thought and a text" else None
+    assert {turn.get("reasoning_content") for turn in answers} == {thought}
+
+
+def test_calls_as_they_were_returned_before_are_kept(tmp_path):
+    call = {"name": "add", "arguments": '{"a": 2}'}
+    message = {"content": None, "function_call": call}
+    with Server(lambda number: completion({"message": message, "finish_reason": "function_call"}, None)) as server:
+        ask(server, QUESTIONS[:1], tmp_path / "own.jsonl", tokenizer_with(THINKING_WITH_TOOLS))
+    (row,) = read(tmp_path / "own.jsonl")
+    function = {"name": "add", "arguments": {"a": 2}}
+    assert row["messages"][-1]["tool_calls"] == [{"type": "function", "function": function}]
+
+
+def test_a_question_may_come_with_what_ends_it(tmp_path):
+    """As text-generation-inference returns it, and with its word for the end."""
+    asked = b'{"choices": [{"text": "Why do birds sing at dawn?<|im_end|>", "finish_reason": "stop_sequence"}]}'
+    answer = completion({"message": FOUR, "finish_reason": "eos_token"}, None)
+    with Server(lambda number: answer if number % 2 else asked) as server:
+        report = ask(server, 1, tmp_path / "own.jsonl", tokenizer_with(CHATML), concurrency=1, greedy=1.0)
+    assert (report.written, report.cut, dict(report.dropped)) == (1, 0, {})
+    assert said(read(tmp_path / "own.jsonl")[0]) == ["Why do birds sing at dawn?", "Four."]
 
 
 @pytest.mark.parametrize(

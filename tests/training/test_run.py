@@ -170,6 +170,17 @@ def test_rows_that_are_ready_are_learnt_from_as_their_file_is(place, tmp_path):
     assert trained.summary["tokens_per_step"] == from_file.summary["tokens_per_step"] > 0
 
 
+def test_rows_that_are_ready_may_have_the_format_of_another_library(place, tmp_path):
+    rows = Dataset.from_list([{"input_ids": row, "labels": row} for row in token_rows(place)])
+    losses = []
+    for form in (None, "pandas"):
+        ready = rows.with_format(form)
+        data = PreparedData(ready.select(range(3, len(rows))), ready.select(range(3)), "some functions", "0" * 64)
+        trained = train_heads(str(place / "base"), "medusa", data, tmp_path / str(form), **QUICK)
+        losses.append(trained.summary["train_loss"])
+    assert losses[0] == losses[1]
+
+
 @pytest.fixture
 def steps_taken(monkeypatch):
     """The numbers of the steps that were really taken, not loaded."""
