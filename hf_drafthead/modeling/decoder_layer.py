@@ -7,7 +7,7 @@ import contextlib
 import copy
 import inspect
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,34 @@ from hf_drafthead.generation.slots import SlotCache, slot_mask
 from hf_drafthead.modeling.chain_attention import CHAINS
 
 FINAL_NORMS = ("norm", "final_layer_norm", "final_layernorm")
+
+
+class ChainKeys:
+    """Keys and values of every layer and step of chains of guesses, as a text is trained on.
+
+    Taking those of a step a second time changes nothing: a layer that is recomputed in the backward pass does that.
+    """
+
+    def __init__(self) -> None:
+        self._taken: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+
+    def at(self, step: int) -> "StepKeys":
+        """What the layers are given as their cache in a step."""
+        return StepKeys(self._taken, step)
+
+
+class StepKeys(NamedTuple):
+    """The cache of one step of `ChainKeys`."""
+
+    taken: dict[tuple[int, int], tuple[Tensor, Tensor]]
+    step: int
+
+    def update(self, keys: Tensor, values: Tensor, layer: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Keys and values (B, G, (1 + k) T, D) of a layer up to this step, k."""
+        self.taken.setdefault((layer, self.step), (keys, values))
+        before = [self.taken[layer, step] for step in range(self.step)]
+        all_keys, all_values = zip(*before, (keys, values))
+        return torch.cat(all_keys, dim=-2), torch.cat(all_values, dim=-2)
 
 
 class DecoderLayer(nn.Module):
@@ -78,18 +106,19 @@ class DecoderLayer(nn.Module):
             seen = self._causal(positions)
         return self._run(x, positions, self._additive(seen, x))
 
-    def over_chains(self, cache: Cache, x: Tensor, step: int, attention_mask: Tensor | None) -> Tensor:
+    def over_chains(self, chains: "ChainKeys", x: Tensor, step: int, attention_mask: Tensor | None) -> Tensor:
         """A step of chains of guesses, one chain from every position of a text, as EAGLE-3 is trained.
 
         In step k a position sees the text up to itself as it was in step 0, and itself in the steps since: what a node
         k below it would see in a generation.
 
         Args:
-            cache: an ordinary one, of the steps before.
+            chains: of the steps before; those of this step are added.
             x: (B, T, H).
             step: k, from 0 on.
             attention_mask: (B, T) 1 where the text is real.
         """
+        cache: Any = chains.at(step)
         positions, seen = self._of_text(x, attention_mask, step)
         joins = x.device.type == "cpu" and not getattr(self.layer.self_attn, "attention_dropout", 0)
         if seen is None and self._takes_causal_flag and (step == 0 or joins):

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from transformers import LogitsProcessor, LogitsProcessorList, TopPLogitsWarper
+from transformers import LogitsProcessor, LogitsProcessorList, StopStringCriteria, TopPLogitsWarper
 
 from hf_drafthead.data.chats import Chat, Refused, repaired
 from hf_drafthead.data.rows import as_row
@@ -32,7 +32,7 @@ from hf_drafthead.training.templates import (
     refuse_unknown,
     without_post_processor,
 )
-from hf_drafthead.trees.rank_paths import PAD, left_padded
+from hf_drafthead.trees.rank_paths import PAD, left_padded, one_text
 
 EMPTY = "the answer is empty"
 CUT_WHILE_THINKING = "the answer was cut while the base was thinking: raise max_new_tokens"
@@ -383,12 +383,19 @@ class Answerer(Writer):
         within = ids[:-1] if ended else ids
         words = self._words(prompt, within)
         if not task.asks:
-            self.take(task, Answer(words, ended, len(ids), ids))
+            stopped = not ended and self._holds_stop_string(words)
+            # behind a stop string no token ends the turn, so that the tokens alone do not show where it ends
+            known = None if stopped and task.given is None else ids
+            self.take(task, Answer(words, ended or stopped, len(ids), known))
             return
         if not self.ends_with_token and self.question_end in words:
             words, ended = words.partition(self.question_end)[0], True
         reason = CONTROL if self._control & set(within) else None if ended else CUT
         self.take_question(task, words.strip(), reason)
+
+    def _holds_stop_string(self, words: str) -> bool:
+        strings = self.model.generation_config.stop_strings or ()
+        return any(string in words for string in ([strings] if isinstance(strings, str) else strings))
 
     def fitted(self, chat: Chat) -> Chat:
         """A chat as the template can show it."""
@@ -422,27 +429,32 @@ class Answerer(Writer):
         if any(temperatures):
             keys = [self.key(task) for task in tasks]
             processors.append(RowDraws(keys, width, new_tokens, temperatures, self.sampling.top_p))
-        in_place = {"cache_implementation": "static", "disable_compile": True} if writes_in_place(self.model) else {}
-        output = self.model.generate(
-            **batch,
-            max_new_tokens=new_tokens,
-            do_sample=False,
-            eos_token_id=sorted(self._ends) or None,
-            pad_token_id=PAD,
-            logits_processor=processors,
-            return_dict_in_generate=True,
-            **in_place,
-        )
+        settings: dict[str, Any] = {**one_text(self.model), "max_new_tokens": new_tokens, "do_sample": False}
+        settings |= {"eos_token_id": sorted(self._ends) or None, "pad_token_id": PAD, "return_dict_in_generate": True}
+        if writes_in_place(self.model):
+            settings |= {"cache_implementation": "static", "disable_compile": True}
+        if strings := self.model.generation_config.stop_strings:
+            settings |= {"stop_strings": strings, "tokenizer": self.tokenizer}
+        output = self.model.generate(**batch, logits_processor=processors, **settings)
         self.model.__dict__.pop("_cache", None)  # of this batch's size, where it was static
         accepted = getattr(output, "accepted_lengths", None)
         if accepted is not None:
             self.report.steps += int((accepted > 0).sum())
             self.report.step_tokens += int(accepted.sum())
         written = []
-        for tokens in output.sequences[:, width:].tolist():
+        for row in output.sequences:
+            tokens = row[width:].tolist()
             length = next((place + 1 for place, token in enumerate(tokens) if token in self._ends), len(tokens))
+            if strings:
+                length = min(length, self._stopped(row, width, strings))
             written.append(tokens[:length])
         return written
+
+    def _stopped(self, row: torch.Tensor, width: int, strings: str | list[str]) -> int:
+        """Behind how many tokens of an answer in a row (P + D,) it holds one of the strings that end it, or D."""
+        holds = StopStringCriteria(self.tokenizer, strings)
+        ends = range(width + 1, len(row) + 1)
+        return next((end for end in ends if bool(holds(row[None, :end], None).any())), len(row)) - width  # type: ignore[arg-type]
 
     def _words(self, prompt: list[int], tokens: list[int]) -> str:
         """Tokens as text; behind their prompt, for some tokenizers drop a space at the very beginning."""

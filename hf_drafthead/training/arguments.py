@@ -1,14 +1,17 @@
 """Training arguments for draft heads, and the values in each family's paper."""
 
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, Field, dataclass, fields
 from difflib import get_close_matches
 from types import NoneType
 from typing import Any, get_args, get_type_hints
 
 import torch
 from transformers import TrainingArguments
+from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
+from hf_drafthead.data.texts import one_line
 from hf_drafthead.modeling.families import find_family
 from hf_drafthead.training.heads_loss import SCHEDULES
 
@@ -30,6 +33,48 @@ QUICK: dict[str, Any] = {
     "max_grad_value": None,
     "num_train_epochs": 3,
 }
+# What the Trainer of heads cannot honour, by the reason; another value than transformers' own is refused.
+_PREDICTIONS = "evaluations keep no predictions, they count how often each head is right"
+_OF_SCRIPTS = "it is for the example scripts of transformers"
+_PUBLISHING = "the heads are published when they are ready, with `hf-drafthead push` or model.push_to_hub"
+WITHOUT_EFFECT: dict[str, str] = {
+    "label_smoothing_factor": "the heads' own objectives take its place",
+    "average_tokens_across_devices": "the loss is always the mean over the labels of all processes",
+    "use_liger_kernel": "its kernels are for the loss of a base",
+    "liger_kernel_config": "its kernels are for the loss of a base",
+    "use_cache": "training reads whole texts",
+    "bf16_full_eval": "evaluations use the type of the training",
+    "fp16_full_eval": "evaluations use the type of the training",
+    "prediction_loss_only": _PREDICTIONS,
+    "eval_do_concat_batches": _PREDICTIONS,
+    "eval_use_gather_object": _PREDICTIONS,
+    "eval_accumulation_steps": _PREDICTIONS,
+    "include_for_metrics": _PREDICTIONS,
+    "batch_eval_metrics": _PREDICTIONS,
+    "label_names": "labels are called `labels`",
+    "remove_unused_columns": "of a row, `input_ids` and `labels` are read",
+    "length_column_name": "of a row, `input_ids` and `labels` are read",
+    "parallelism_config": "several GPUs train by data parallelism or FSDP (`accelerate launch`)",
+    "do_train": _OF_SCRIPTS,
+    "do_eval": _OF_SCRIPTS,
+    "do_predict": _OF_SCRIPTS,
+    "local_rank": "`accelerate launch` sets it",
+    "resume_from_checkpoint": "resume with --resume (resume=True)",
+    **dict.fromkeys(("push_to_hub", "hub_token", "hub_private_repo", "hub_model_id", "hub_strategy"), _PUBLISHING),
+    **dict.fromkeys(("hub_always_push", "hub_revision"), _PUBLISHING),
+}
+# those that need another one
+CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")  # two names of one thing
+NEEDED: dict[str, tuple[str, ...]] = {
+    "neftune_noise_alpha": ("base_weight",),  # a base that is not trained is read without noise
+    "base_learning_rate": ("base_weight",),
+    "gradient_checkpointing_kwargs": CHECKPOINTING,
+    "activation_checkpointing_kwargs": CHECKPOINTING,
+}
+TRACKIO = ("project", "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id")
+# what `metric_for_best_model` may name: the figures of an evaluation
+METRICS = re.compile(r"(eval_)?(loss|tokens_per_step|head\d+_top[15]|runtime|samples_per_second|steps_per_second)")
+
 QUICK_WIDTH = 1024  # hidden size up to which that learning rate suits; beyond, it falls with the square root
 
 
@@ -90,7 +135,9 @@ class DraftHeadTrainingArguments(TrainingArguments):
     calibrate_tree: bool = False
 
     def __post_init__(self) -> None:
+        refuse_without_effect(self)
         super().__post_init__()
+        refuse_missing_reporters(self.report_to)
         if not torch.accelerator.is_available():  # torch would say at every pass that there is nothing to pin for
             self.dataloader_pin_memory = False
         for name in (*OBJECTIVE_WEIGHTS, "feature_noise", "heads_weight", "base_weight"):
@@ -135,6 +182,50 @@ class DraftHeadTrainingArguments(TrainingArguments):
         recipe = arguments.get("recipe") or ("quick" if arguments.get("hours") else None)
         quick = QUICK if recipe == "quick" else {}
         return cls(output_dir=output_dir, **{**find_family(family).recipe, **quick, **arguments, "recipe": recipe})
+
+
+def _differs(arguments: Any, field: Field) -> bool:
+    """Whether an argument has another value than its default."""
+    default = field.default if field.default_factory is MISSING else field.default_factory()
+    return bool(getattr(arguments, field.name) != default)
+
+
+def refuse_without_effect(arguments: DraftHeadTrainingArguments) -> None:
+    """Refuse arguments that nothing would honour, before the Trainer changes any; a ValueError that says why."""
+    changed = {field.name for field in fields(arguments) if field.init and _differs(arguments, field)}
+    for name in WITHOUT_EFFECT:
+        if name in changed:
+            value = "a value" if "token" in name else repr(getattr(arguments, name))
+            raise ValueError(f"{name} is {value}, which has no effect on heads ({WITHOUT_EFFECT[name]}): leave it out.")
+    for name, needed in NEEDED.items():
+        if name in changed and not any(getattr(arguments, other, None) for other in needed):
+            advice = "train the base too (--joint)" if "base_weight" in needed else f"set {needed[0]}"
+            raise ValueError(f"{name} has no effect without {needed[0]}: {advice}, or leave it out.")
+    reporters = [arguments.report_to] if isinstance(arguments.report_to, str) else arguments.report_to or []
+    for name in sorted(changed & set(TRACKIO)):
+        if not {"trackio", "all"} & set(reporters):
+            raise ValueError(f"{name} has no effect without trackio: set report_to=trackio, or leave it out.")
+    targets, optimizer = arguments.optim_target_modules, str(getattr(arguments.optim, "value", arguments.optim))
+    if targets is not None and not any(word in optimizer for word in ("galore", "apollo", "lomo")):
+        raise ValueError(f"optim_target_modules has no effect on optim {optimizer!r}: leave it out.")
+    best = arguments.metric_for_best_model
+    if best is not None and not METRICS.fullmatch(best):
+        raise ValueError(
+            f"metric_for_best_model is {best!r}: expected loss, tokens_per_step, or how often a head is right "
+            "(head0_top1, head0_top5, ...)."
+        )
+
+
+def refuse_missing_reporters(names: list[str]) -> None:
+    """Refuse to report to what is not installed, before anything is loaded."""
+    for name in names:
+        try:
+            INTEGRATION_TO_CALLBACK[name]()
+        except KeyError:
+            known = ", ".join(sorted(INTEGRATION_TO_CALLBACK))
+            raise ValueError(f"report_to is {name!r}: expected none, all, or one of {known}.") from None
+        except (ImportError, RuntimeError) as error:
+            raise ValueError(f"report_to is {name!r} ({one_line(error)}): install it, or leave it out.") from error
 
 
 def sort_options(family: str, options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

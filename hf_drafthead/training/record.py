@@ -61,18 +61,34 @@ def check_output(output: Path, resume: bool) -> None:
     """Refuse a folder before anything is written to it.
 
     Raises:
-        ValueError: a training is to begin where checkpoints are, or to go on where there is no complete one; or the
-            folder is that of another model, such as the base.
+        ValueError: a training is to begin where checkpoints are, or to go on where there is no complete one, or one of
+            weights alone; or the folder is that of another model, such as the base.
     """
     config = read_json(output / CONFIG_NAME) if (output / CONFIG_NAME).is_file() else {}
     if not config.get("model_type", "drafthead_").startswith("drafthead_"):
         raise ValueError(f"{str(output)!r} is the folder of a model without heads: give another --output.")
-    if resume and whole_checkpoint(output) is None:
-        raise ValueError(f"{str(output)!r} holds no complete checkpoint to resume from: leave --resume out.")
+    if resume:
+        checkpoint = whole_checkpoint(output)
+        if checkpoint is None:
+            raise ValueError(f"{str(output)!r} holds no complete checkpoint to resume from: leave --resume out.")
+        state = read_json(checkpoint / "trainer_state.json")
+        if state.get("global_step", 0) < state.get("max_steps", 0):
+            refuse_weights_alone(checkpoint)
     if not resume and (checkpoints := sorted(output.glob("checkpoint-*"))):
         raise ValueError(
             f"{str(output)!r} holds checkpoints of an earlier training ({checkpoints[-1].name}): continue it with "
             "--resume, or give another --output."
+        )
+
+
+def refuse_weights_alone(checkpoint: Path) -> None:
+    """Refuse a checkpoint from which rate, moments or random numbers would begin anew; a ValueError."""
+    wanted = {"optimizer": ("optimizer*", "global_step*"), "scheduler": ("scheduler.pt",), "random": ("rng_state*",)}
+    missing = [name for name, files in wanted.items() if not any(any(checkpoint.glob(file)) for file in files)]
+    if missing:
+        raise ValueError(
+            f"{str(checkpoint)!r} holds no {', '.join(missing)} state, as with save_only_model, so that it cannot be "
+            "resumed: train its heads further with --heads and another --output, or begin anew."
         )
 
 

@@ -19,6 +19,7 @@ from transformers.trainer_utils import SchedulerType
 from transformers.utils import logging
 
 from hf_drafthead.data.rows import without_format
+from hf_drafthead.data.sources import files_of
 from hf_drafthead.generation.drafting import draft_vocabulary
 from hf_drafthead.generation.reader import Unsupported
 from hf_drafthead.generation.settings import DEFAULT_TREE
@@ -43,6 +44,8 @@ logger = logging.get_logger(__name__)
 
 FORETOLD_PROMPTS = 32
 EVALUATIONS = 0.1  # of the time, at most, unless it is said how often to evaluate
+LORA_RANK = DraftHeadTrainingArguments.lora_rank
+OF_READING = ("packing", "streaming", "split")
 FEW_STEPS = 100  # in which heads learn little
 FEW_TOKENS = 8192  # that hold most of a text; in the quick recipe heads choose among no fewer
 PICTURE = "training.png"
@@ -134,7 +137,7 @@ def _settings(
     family: str, data: Any, output: Path, joint: bool, load: dict[str, Any], arguments: dict[str, Any]
 ) -> DraftHeadTrainingArguments:
     """The training arguments: the family's recipe, defaults, and what was asked for."""
-    _refuse_contradictions(joint, load, arguments)
+    _refuse_contradictions(data, joint, load, arguments)
     if _sharded():  # every process runs the base before it is sharded
         os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
     if not isinstance(data, (str, os.PathLike, PreparedData)) and not hasattr(data, "__len__"):
@@ -320,6 +323,8 @@ def remarks(expected: Forecast, settings: DraftHeadTrainingArguments) -> list[st
             f"the learning rate rises for {rising} steps, but the training has {expected.steps}: it will not reach "
             f"{settings.learning_rate:g}; set warmup_steps lower, or take the quick recipe (--recipe quick)."
         )
+    if settings.save_only_model and settings.save_strategy != "no":
+        lines.append("checkpoints hold weights alone (save_only_model): the training cannot be resumed from them.")
     if settings.hours and expected.epoch and settings.num_train_epochs < 1:
         lines.append(
             f"one pass over the data takes about {duration(expected.epoch)}, the training has {settings.hours:g} h: "
@@ -401,7 +406,7 @@ def _save(trainer: DraftHeadTrainer, tokenizer: Any, data: PreparedData, summary
         model.generation_config.save_pretrained(output)
 
 
-def _refuse_contradictions(joint: bool, load: dict[str, Any], arguments: dict[str, Any]) -> None:
+def _refuse_contradictions(data: Any, joint: bool, load: dict[str, Any], arguments: dict[str, Any]) -> None:
     """Refuse combinations that would fail only at the end of the training."""
     if joint and load.get("quantization_config") is not None:
         raise ValueError("a quantized base cannot be trained with its heads: drop --joint, or the quantization.")
@@ -410,6 +415,16 @@ def _refuse_contradictions(joint: bool, load: dict[str, Any], arguments: dict[st
     for name in ("base_weight", "base_objective"):
         if name in arguments and not joint:
             raise ValueError(f"{name} is for a base that is trained along with its heads: add --joint, or drop it.")
+    if not joint and arguments.get("lora_rank", LORA_RANK) != LORA_RANK:
+        raise ValueError("lora_rank is for a base that is trained along with its heads: add --joint, or drop it.")
+    if "output_dir" in arguments:
+        raise ValueError("output_dir is the folder of the heads: give it as output (--output).")
+    if isinstance(data, PreparedData):
+        for name in OF_READING:
+            if name in arguments and arguments[name] not in (None, False, "train"):
+                raise ValueError(f"{name} is for data that is read, but the rows are ready: leave it out.")
+    if arguments.get("split", "train") != "train" and isinstance(data, (str, os.PathLike)) and files_of(Path(data)):
+        raise ValueError(f"split is {arguments['split']!r}, but {str(data)!r} has no splits: leave --split out.")
     if arguments.get("base_objective") == "itself" and not arguments.get("lora_rank", 1):
         raise ValueError("base_objective=itself trains adapters of the base: give a --lora-rank above 0.")
 

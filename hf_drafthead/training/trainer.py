@@ -23,11 +23,11 @@ from hf_drafthead.generation.reader import BaseReader
 from hf_drafthead.modeling.adapters import add_adapter
 from hf_drafthead.modeling.base import DraftHeadPreTrainedModel
 from hf_drafthead.modeling.families import find_family
-from hf_drafthead.training.arguments import DraftHeadTrainingArguments
+from hf_drafthead.training.arguments import CHECKPOINTING, DraftHeadTrainingArguments
 from hf_drafthead.training.callbacks import CheckGradients, Clock
 from hf_drafthead.training.expected_tokens_per_step import ExpectedTokensPerStep
 from hf_drafthead.training.heads_loss import RANKS, HeadsLoss, heads_share, label_counts
-from hf_drafthead.training.record import writing
+from hf_drafthead.training.record import refuse_weights_alone, writing
 
 logger = logging.get_logger(__name__)
 
@@ -54,8 +54,8 @@ class DraftHeadTrainer(Trainer):
         kwargs: as for ``transformers.Trainer``.
 
     Raises:
-        ValueError: `base_objective` is "itself", but the base has no adapters; or `feature_weight` is set for heads of
-            another width than the base.
+        ValueError: `base_objective` is "itself", but the base has no adapters; `feature_weight` is set for heads of
+            another width than the base; or activation checkpointing for heads without layers.
     """
 
     args: DraftHeadTrainingArguments
@@ -69,6 +69,12 @@ class DraftHeadTrainer(Trainer):
         clock: Clock | None = None,
         **kwargs: Any,
     ) -> None:
+        recomputed = any(getattr(args, name, False) for name in CHECKPOINTING)
+        if recomputed and not args.base_weight and not _has_layers(model.drafter):
+            raise ValueError(
+                f"activation checkpointing has no effect on {model.config.family} heads, which have no decoder layers "
+                "to recompute: leave gradient_checkpointing out."
+            )
         adapters, itself = adapter_layers(model.base), args.base_objective == "itself"
         if itself and not adapters:
             raise ValueError(
@@ -104,7 +110,11 @@ class DraftHeadTrainer(Trainer):
         self.add_callback(CheckGradients())
 
     def resume(self, checkpoint: Path | None) -> None:
-        """Train from a checkpoint, or from the start; a training that was finished is only loaded."""
+        """Train from a checkpoint, or from the start; a training that was finished is only loaded.
+
+        Raises:
+            ValueError: the checkpoint holds weights alone.
+        """
         if checkpoint is not None:
             state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
             most, epochs = self.args.max_steps, self.args.num_train_epochs
@@ -112,6 +122,7 @@ class DraftHeadTrainer(Trainer):
                 self.state = state
                 self._load_from_checkpoint(str(checkpoint))
                 return
+            refuse_weights_alone(checkpoint)
         self.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
 
     def compute_loss(
@@ -236,12 +247,24 @@ class DraftHeadTrainer(Trainer):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         super()._load_from_checkpoint(resume_from_checkpoint, model)
-        file = Path(resume_from_checkpoint) / BASE_WEIGHTS
+        self._load_base(Path(resume_from_checkpoint))
+
+    def _load_best_model(self) -> None:
+        super()._load_best_model()
+        self._load_base(Path(str(self.state.best_model_checkpoint)))
+
+    def _load_base(self, checkpoint: Path) -> None:
+        file = checkpoint / BASE_WEIGHTS
         if self.args.base_weight and file.is_file():
             self.accelerator.unwrap_model(self.model).load_state_dict(load_file(file), strict=False)
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
         """None: a checkpoint holds the heads only, so it is expected that the base's tensors are missing."""
+
+
+def _has_layers(drafter: nn.Module) -> bool:
+    """Whether there is anything in it that activation checkpointing recomputes."""
+    return any(hasattr(module, "gradient_checkpointing") for module in drafter.modules())
 
 
 def add_lora(model: DraftHeadPreTrainedModel, rank: int = 32, alpha: int = 16, dropout: float = 0.05) -> None:

@@ -1,10 +1,9 @@
 """Labels are the assistant's tokens, exactly, whatever the template and the tokenizer."""
 
-import json
-
 import pytest
 
 from hf_drafthead.data.chats import Chat, Refused, repaired
+from hf_drafthead.data.rows import as_row
 from hf_drafthead.training.heads_loss import IGNORED
 from hf_drafthead.training.templates import ChatEncoder, frame
 from tests.training.chat_templates import CHATML, STYLES, THINKING, TOKENIZERS, VICUNA, bytes_of, tokenizer_with
@@ -192,7 +191,8 @@ def test_chats_with_tools_have_the_template_for_them(name, default):
     tokenizer.chat_template = {**({"default": CHATML} if default else {"rag": CHATML}), "tool_use": TOOL_USE[name]}
     encoder = ChatEncoder(tokenizer)
     for messages in (chat(2).messages, WITH_CALLS):
-        with_tools = encoder.fit(repaired(messages, json.dumps([FUNCTION])).answered())
+        row = as_row({"messages": messages, "tools": [FUNCTION]})
+        with_tools = encoder.fit(repaired(row["messages"], row["tools"]).answered())
         ids, labels = encoder.encode(with_tools)
         right = tokenizer.apply_chat_template(with_tools.messages, tools=[FUNCTION], tokenize=False)
         assert tokenizer.decode(ids) == right and not with_tools.mapped
@@ -206,7 +206,7 @@ def test_chats_with_tools_have_the_template_for_them(name, default):
     ids, labels = encoder.encode(encoder.fit(without))
     assert tokenizer.decode(ids) == tokenizer.apply_chat_template(without.messages, tokenize=False)
     with pytest.raises(Refused, match="does not show calls of tools"):  # which transformers would leave out
-        encoder.fit(repaired(WITH_CALLS).answered())
+        encoder.fit(repaired(as_row({"messages": WITH_CALLS})["messages"]).answered())
 
 
 def test_named_templates_of_which_none_is_for_chats_are_refused():

@@ -22,7 +22,9 @@ from hf_drafthead.training.data import tokenize_rows
 from hf_drafthead.training.distill import distill, load_model
 from hf_drafthead.training.heads_loss import IGNORED
 from hf_drafthead.training.templates import ChatEncoder
+from hf_drafthead.trees.rank_paths import ONE_TEXT
 from tests.bases import tiny_base
+from tests.callers.table import SETTINGS as OF_GENERATE
 from tests.checkpoints import FAMILIES, save_base, save_heads
 from tests.training.chat_templates import CHATML, STYLES, VICUNA, tokenizer_with
 
@@ -449,3 +451,39 @@ def test_two_processes_write_the_same_rows_as_one(base, tokenizer, tmp_path):
     assert told == [f"7 {answered - found} {found}\n"] * 2
     assert output.read_text() == (tmp_path / "one.jsonl").read_text()
     assert sorted(path.name for path in tmp_path.glob("two*")) == ["two.jsonl", "two.jsonl.settings.json"]
+
+
+FIELDS = {name: tried.call for name, tried in OF_GENERATE.items() if not isinstance(tried.call, str)}
+
+
+@pytest.mark.parametrize("with_heads", [False, True], ids=["base", "heads"])
+@pytest.mark.parametrize("name", FIELDS)
+def test_any_field_of_the_bases_generation_config_may_be_set(name, with_heads, tokenizer, tmp_path):
+    """Its rows are written, and what changes no text changes none of them."""
+    plain = letters_base(tokenizer)
+    fields = FIELDS[name] if isinstance(FIELDS[name], dict) else FIELDS[name](plain)
+    base = letters_base(tokenizer)
+    for field in fields.keys() & vars(base.generation_config).keys():
+        setattr(base.generation_config, field, fields[field])
+    rows = [{"prompt": "the cat"}, {"text": "a dog on a mat"}]
+    model = MedusaForCausalLM.from_base(base, num_draft_heads=2).eval() if with_heads else base
+    distill(model, tokenizer, rows, tmp_path / "set.jsonl", max_new_tokens=6)
+    texts = [row["text"] for row in read(tmp_path / "set.jsonl")]
+    if name in ONE_TEXT.keys() - {"stop_strings"}:
+        distill(plain, tokenizer, rows, tmp_path / "plain.jsonl", max_new_tokens=6)
+        assert texts == [row["text"] for row in read(tmp_path / "plain.jsonl")]
+
+
+@pytest.mark.parametrize("with_heads", [False, True], ids=["base", "heads"])
+def test_an_answer_ends_where_the_base_s_stop_string_does(tokenizer, tmp_path, with_heads):
+    base = letters_base(tokenizer)
+    model = MedusaForCausalLM.from_base(base, num_draft_heads=2).eval() if with_heads else base
+    rows = [{"prompt": "the cat"}, {"prompt": "a dog"}]
+    distill(model, tokenizer, rows, tmp_path / "whole.jsonl", max_new_tokens=12)
+    whole = [row["text"][row["given"] :] for row in read(tmp_path / "whole.jsonl")]
+    string = whole[0][3:5]
+    base.generation_config.stop_strings = model.generation_config.stop_strings = [string]
+    distill(model, tokenizer, rows, tmp_path / "ended.jsonl", max_new_tokens=12)
+    for row, text in zip(read(tmp_path / "ended.jsonl"), whole, strict=True):
+        assert row["text"][row["given"] :] == text.partition(string)[0] + (string if string in text else "")
+        assert len(row["ids"]) == len(tokenizer(row["text"][row["given"] :], add_special_tokens=False)["input_ids"])

@@ -279,6 +279,29 @@ def test_going_on_with_other_rows_is_refused(place, tmp_path):
             train(place, tmp_path / "run", resume=True, **{**settings, **changed})
 
 
+@pytest.mark.parametrize("lost", ["optimizer.pt", "scheduler.pt", "rng_state.pth"])
+def test_a_checkpoint_without_the_state_of_the_training_is_not_resumed_from(lost, place, tmp_path):
+    """Rate, moments and random numbers would begin anew."""
+    settings = {"save_steps": 2, "eval_strategy": "no"}
+    train(place, tmp_path / "run", **settings)
+    shutil.rmtree(tmp_path / "run" / "checkpoint-4")
+    (tmp_path / "run" / "checkpoint-2" / lost).unlink()
+    name = {"rng_state.pth": "random"}.get(lost, lost.removesuffix(".pt"))
+    with pytest.raises(ValueError, match=f"checkpoint-2' holds no {name} state, as with save_only_model, so that"):
+        train(place, tmp_path / "run", resume=True, **settings)
+
+
+def test_checkpoints_of_weights_alone_are_loaded_where_the_training_was_finished(place, tmp_path, steps_taken):
+    settings = {"save_steps": 2, "eval_strategy": "no", "save_only_model": True}
+    said = []
+    train(place, tmp_path / "run", tell=said.append, **settings)
+    assert any("cannot be resumed from them" in line for line in said)
+    steps_taken.clear()
+    assert train(place, tmp_path / "run", resume=True, **settings).summary["steps"] == 4 and steps_taken == []
+    with pytest.raises(ValueError, match="checkpoint-4' holds no optimizer, scheduler, random state"):
+        train(place, tmp_path / "run", resume=True, **settings, max_steps=6)
+
+
 def test_a_loss_that_is_no_number_stops_before_the_weights(tmp_path):
     model = FAMILIES[0].build(tiny_base(dtype=torch.float32))
     trainer = trainer_of(model, tmp_path, max_steps=6, save_strategy="steps", save_steps=2)
