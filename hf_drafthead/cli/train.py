@@ -1,8 +1,6 @@
 """`hf-drafthead distill` and `train`: the base's own text, and heads that learn from it."""
 
-import os
 import sys
-import time
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,8 +9,6 @@ import typer
 from hf_drafthead.cli import common
 from hf_drafthead.cli.common import amount, count, flag, string
 from hf_drafthead.cli.trees import entry_in_words
-
-OWN_CHATS, MOST_CHATS = 2000, 200_000
 
 
 @common.app.command("distill")
@@ -116,13 +112,13 @@ def train(
 ) -> None:
     """Train draft heads and show their expected tokens per step; defaults are the recipe of the family's paper.
 
-    Without --data the base writes the training text itself, questions included, into the output folder.
+    Without --data the base writes the training text itself, into the output folder: questions and answers, or plain
+    texts where its tokenizer has no chat template.
     """
     from accelerate import PartialState
     from datasets import disable_progress_bars
 
     from hf_drafthead.evaluation.loading import floating_type
-    from hf_drafthead.training import record
     from hf_drafthead.training.arguments import sort_options
     from hf_drafthead.training.run import train_heads
 
@@ -133,30 +129,12 @@ def train(
         load["quantization_config"] = four_bits(dtype)
     if not sys.stderr.isatty():
         disable_progress_bars()  # each would be one line without an end
-    if data is None:
-        if dry_run:
-            raise ValueError("--dry-run needs --data: without it the base has to write the text first.")
-        record.check_output(Path(output_folder), resume)
-        data = file = os.path.join(output_folder, "own.jsonl")
-        spent = Path(output_folder, "own.seconds")  # of the hours, before the training
-        if not resume:
-            begin = time.monotonic()
-            own_text(base, Path(file), synthesize, hours, template, max_length, load)
-            if PartialState().is_main_process:
-                record.write_whole(spent, str(time.monotonic() - begin))
-            PartialState().wait_for_everyone()
-        if hours is not None and spent.is_file():
-            hours -= float(spent.read_text()) / 3600
-            if hours <= 0:
-                raise ValueError(f"writing took all of the hours: give more of them, or the chats as --data {file}.")
-    elif synthesize is not None:
-        raise ValueError("--synthesize N is for a training without --data: leave one of them out.")
     options: dict[str, Any] = {"lora_rank": lora_rank, "max_length": max_length, "recipe": recipe, "hours": hours}
     options |= {"packing": packing, "streaming": streaming, "split": split, "chat_template": template}
     options |= {"held_out_rows": held_out_rows, "calibrate_tree": not no_calibrate}
     options |= {"answer_tokens": answer_tokens, "answer_temperature": answer_temperature, **arguments}
     how: dict[str, Any] = {"heads": heads, "fields": fields, "joint": joint, "load": load}
-    how |= {"resume": resume, "dry_run": dry_run, "tell": common.say}
+    how |= {"resume": resume, "dry_run": dry_run, "tell": common.say, "chats": synthesize, "bar": common.bar}
     trained = train_heads(base, family, data, output_folder, **how, **options)
     if not PartialState().is_main_process:
         return
@@ -164,31 +142,6 @@ def train(
         entries = trained.model.generation_config.to_dict().get("calibration") or []
         common.say(*outcome(trained.summary), *map(entry_in_words, entries), f"the heads are in {output_folder}")
     common.write_json(json_path, trained.summary)
-
-
-def own_text(
-    base: str,
-    file: Path,
-    chats: int | None,
-    hours: float | None,
-    template: str | None,
-    max_length: int | None,
-    load: dict[str, Any],
-) -> None:
-    """Let the base write chats into a file: so many, or those that half of the hours is enough for."""
-    from hf_drafthead.training.distill import distill, load_model, processes
-
-    count = chats or (OWN_CHATS if hours is None else MOST_CHATS)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    seconds = None if hours is None else 3600 * hours / 2
-    if seconds is not None and chats is None:
-        common.say(f"the base writes chats for {seconds / 60:.0f} min, into {file}")
-    model, tokenizer = load_model(base, processes().device, **load)
-    tokenizer.chat_template = template or tokenizer.chat_template
-    settings: dict[str, Any] = {"seconds": seconds, "max_length": max_length}
-    with common.bar(count) as begin:
-        report = distill(model, tokenizer, count, file, progress=begin("writing"), **settings)
-    common.say(str(report))
 
 
 def outcome(summary: dict[str, Any]) -> list[str]:

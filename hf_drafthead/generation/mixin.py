@@ -224,7 +224,8 @@ class DraftHeadGenerationMixin(GenerationMixin):
     def why_no_drafts(self) -> str | None:
         """Why no call of `generate` can draft on this base, found out by a short one; None if calls can."""
         short = {"max_new_tokens": 2, "min_new_tokens": None, "stop_strings": None, "cache_implementation": None}
-        config = self._merged_config(None, {**short, "do_sample": False})[0].without("max_length")
+        greedy = {"do_sample": False, "num_return_sequences": 1}
+        config = self._merged_config(None, {**short, **greedy})[0].without("max_length")
         config.__dict__.pop("calibration", None)
         try:
             reader = self._base_reader()

@@ -82,8 +82,12 @@ def find_family(name: str) -> Family:
 def fresh_heads(family: str, base: str | os.PathLike | nn.Module, **arguments: Any) -> DraftHeadPreTrainedModel:
     """Untrained heads of a family on a base (id, path or loaded model), by config fields and arguments of `from_base`.
 
+    Unless `share_lm_head` is given, large projections are shared as in `from_base` without a config.
+
     Raises:
         ValueError: no such family, or a field that does not fit.
     """
     found = find_family(family)
+    if "share_lm_head" in found.model_class.config_class.heads_fields():
+        arguments = {"share_lm_head": None, **arguments}
     return found.model_class.from_base(base, config=found.config(), **arguments)

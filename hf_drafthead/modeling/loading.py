@@ -44,6 +44,7 @@ LoadedModel = TypeVar("LoadedModel", bound="LoadableModel")
 
 # Arguments of from_pretrained for the heads' own files, and for every download.
 HEADS_ARGUMENTS = {"revision", "subfolder", "variant", "_from_auto", "_from_pipeline", "adapter_kwargs"}
+LARGE_PROJECTIONS = 1 << 24  # parameters from which heads' own projections may be shared instead
 HUB_ARGUMENTS = {"cache_dir", "force_download", "local_files_only", "proxies", "token"}
 
 
@@ -129,7 +130,8 @@ class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
             config: take the family's fields from this config.
             base_revision: branch, tag or commit of the base.
             kwargs: fields of the family's config (`num_draft_heads=4`), before those of `config`; all others go to
-                `AutoModelForCausalLM.from_pretrained`.
+                `AutoModelForCausalLM.from_pretrained`. `share_lm_head=None`, as without a config, lets heads share the
+                base's lm_head where projections of their own would be large and exceed a third of the base.
 
         Returns:
             The model, on the base's device and in its dtype.
@@ -161,7 +163,15 @@ class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
         if loaded.get_output_embeddings() is None:
             raise ValueError(f"{type(loaded).__name__} has no lm_head: draft heads need a causal language model.")
         origin["last_hidden_size"] = width_of(loaded)
-        model = cls(cls.config_class(base_config=loaded.config, **origin | config_fields), build_base=False)
+        by_size = (
+            "share_lm_head" in own and config_fields.get("share_lm_head", None if config is None else False) is None
+        )
+        if by_size:
+            config_fields["share_lm_head"] = False
+        heads_config = cls.config_class(base_config=loaded.config, **origin | config_fields)
+        if by_size:
+            cls._share_large_projections(heads_config, loaded)
+        model = cls(heads_config, build_base=False)
         model._attach(loaded)
         if (width := model.drafter.output.width) not in (None, model.config.width):
             raise ValueError(
@@ -177,6 +187,22 @@ class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
         if not model.training and last_layer(loaded)[0].type != "meta" and (reason := model.why_no_drafts()):
             logger.warning_once(f"These heads will never draft, the base will decode by itself: {reason}.")
         return model
+
+    @classmethod
+    def _share_large_projections(cls, config: Any, base: nn.Module) -> None:
+        """Let heads share the base's lm_head where their own projections would be large beside the base."""
+        with torch.device("meta"), no_init_weights():
+            projections = getattr(cls.drafter_class(config), "projections", None)
+        if projections is None or any(getattr(config, name, None) for name in ("lm_head_rank", "lm_head_bias")):
+            return
+        size, of_base = (sum(each.numel() for each in module.parameters()) for module in (projections, base))
+        if size < LARGE_PROJECTIONS or 3 * size <= of_base:
+            return
+        config.share_lm_head = True
+        logger.warning(
+            f"The heads share the base's lm_head: projections of their own would have {size:,} parameters, the base "
+            f"has {of_base:,}. share_lm_head=False gives them their own."
+        )
 
     @classmethod
     def _refuse_other_family(cls, config: DraftHeadConfig) -> None:

@@ -1,7 +1,8 @@
 """Who answers: the questions of chats, the base's own questions, or the beginnings of texts.
 
 Questions are written as Magpie does (arXiv 2406.08464): the chat template up to where a user's words would stand, is
-sampled from until the turn ends.
+sampled from until the turn ends. A base without a chat template writes the beginnings of plain texts in their place,
+sampled from where its tokenizer begins a text.
 
 Greedy or sampled, the answers of a model in this process depend on the row, the settings and the seed alone: not on the
 other rows of its batch, nor on where a run was interrupted. The limit is rounding: in another batch a row is padded
@@ -32,7 +33,7 @@ from hf_drafthead.training.templates import (
     refuse_unknown,
     without_post_processor,
 )
-from hf_drafthead.trees.rank_paths import PAD, left_padded, one_text
+from hf_drafthead.trees.rank_paths import PAD, left_padded
 
 EMPTY = "the answer is empty"
 CUT_WHILE_THINKING = "the answer was cut while the base was thinking: raise max_new_tokens"
@@ -40,6 +41,19 @@ HIDDEN_THOUGHTS = (
     "the server returns thoughts apart from the answers, and the base's chat template does not show them: start the "
     "server without a reasoning parser, or give the template that the base was trained with"
 )
+# Of a generation config, what does not make the text another, but returns it otherwise, searches for several, needs
+# more than token ids, or serves one row alone; with the values that write one text for each prompt, from its tokens.
+ONE_TEXT: dict[str, Any] = {
+    **dict.fromkeys(("num_return_sequences", "num_beams"), 1),
+    **dict.fromkeys(("return_dict_in_generate", "output_scores", "output_logits", "early_stopping"), False),
+    **dict.fromkeys(("output_attentions", "output_hidden_states", "low_memory", "token_healing", "use_mtp"), False),
+    "is_assistant": False,
+    **dict.fromkeys(("num_beam_groups", "diversity_penalty", "constraints", "force_words_ids", "penalty_alpha")),
+    **dict.fromkeys(("dola_layers", "max_time", "stop_strings", "prompt_lookup_num_tokens", "speculation_type")),
+    **dict.fromkeys(("assistant_early_exit", "cache_implementation", "cache_config", "max_cache_len")),
+    **dict.fromkeys(("compile_config", "prefill_chunk_size")),
+    "use_cache": True,
+}
 DUPLICATE, CUT, CONTROL = "duplicate", "cut", "control tokens"  # why questions are dropped
 
 
@@ -102,7 +116,8 @@ class Task:
         answers: number of answers so far.
         done, refused: whether no question is left; then why there is no answer at all.
         tools: the functions that a chat's assistant may call.
-        to_write: number of questions that the base is still to write itself.
+        to_write: number of questions, or beginnings of texts, that the base is still to write itself.
+        plain: the base writes a text, not a chat.
         greedy: whether its answers are, at whatever temperature others are sampled.
     """
 
@@ -117,11 +132,12 @@ class Task:
     tools: list[dict[str, Any]] | None = None
     refused: str | None = None
     to_write: int = 0
+    plain: bool = False
     greedy: bool = False
 
     @property
     def asks(self) -> bool:
-        """Whether the next thing to write is a question."""
+        """Whether the next thing to write is a question, or the beginning of a text."""
         return self.to_write > 0 and (not self.messages or self.messages[-1]["role"] == "assistant")
 
     def to_row(self) -> dict[str, Any]:
@@ -157,10 +173,12 @@ class Writer:
         most_refused: rows that may be refused, with none answered, before a run ends; None for any number.
 
     Raises:
-        ValueError: the base is to write questions, but there is no chat template, or it does not show a lone question.
+        ValueError: the base is to write questions, but its chat template does not show a lone one; or texts, and the
+            tokenizer has no token with which one begins, or ends.
     """
 
     most_refused: int | None = None
+    writes_texts = True  # where there is no chat template
 
     def __init__(self, tokenizer: Any, sampling: Sampling) -> None:
         self.tokenizer, self.sampling = tokenizer, sampling
@@ -176,11 +194,17 @@ class Writer:
 
     def _begin_questions(self) -> None:
         if getattr(self.tokenizer, "chat_template", None) is None:
-            raise ValueError(
-                f"the tokenizer of {self.tokenizer.name_or_path!r} has no chat template, which tells where a base would"
-                " write a question: give the one it was trained with (--chat-template FILE, tokenizer.chat_template), "
-                "or questions (--data)."
+            lacking = f"the tokenizer of {self.tokenizer.name_or_path!r} has no chat template"
+            advice = (
+                "give the one it was trained with (--chat-template FILE, tokenizer.chat_template), or data (--data)."
             )
+            if not self.writes_texts:
+                raise ValueError(f"{lacking}, which tells where a base would write a question: {advice}.")
+            if (self.sampling.turns or 0) > 1:
+                raise ValueError(f"{lacking}, so that the base writes plain texts, which have no turns: {advice}.")
+            if not self.beginning():
+                raise ValueError(f"{lacking}, and no token with which a text begins or ends: {advice}.")
+            return
         try:
             self.chats = ChatEncoder(self.tokenizer)
             self.chats.before_question([])
@@ -190,6 +214,11 @@ class Writer:
         except ValueError as reason:
             why = str(reason).rstrip(".")
             raise ValueError(f"the base cannot write questions ({why}): give questions (--data).") from None
+
+    def beginning(self) -> list[int]:
+        """What a base is given to write a text of its own: the tokens that begin one, or that end the one before."""
+        begin, end = self.tokenizer.bos_token_id, self.tokenizer.eos_token_id
+        return frame(self.tokenizer)[0] or [token for token in (begin, end) if token is not None][:1]
 
     def begin(self, index: int, row: Mapping[str, Any]) -> Task:
         """A task for a row; the answers in the row are ignored.
@@ -217,7 +246,8 @@ class Writer:
 
     def begin_own(self, index: int) -> Task:
         """A task of which the base writes the questions too."""
-        return Task(index, to_write=self.sampling.turns or 0, greedy=is_greedy(index, self.sampling.greedy))
+        greedy = is_greedy(index, self.sampling.greedy)
+        return Task(index, to_write=self.sampling.turns or 0, plain=self.chats is None, greedy=greedy)
 
     def answer(self, tasks: list[Task]) -> None:
         """Write the next answer or question of some of these tasks, at least of one; what ends becomes `done`."""
@@ -255,12 +285,18 @@ class Writer:
             reason = DUPLICATE if same_words(words) in self.asked else None
             self.asked.add(same_words(words))
         if reason is None:
-            task.messages.append({"role": "user", "content": words})
             task.to_write -= 1
+            if task.plain:
+                task.given = words
+            else:
+                task.messages.append({"role": "user", "content": words})
             if self.has_room(task):
                 self.in_vain = 0
                 return
-            task.messages.pop()
+            if task.plain:
+                task.given = None
+            else:
+                task.messages.pop()
             reason = CUT
         self.report.dropped[reason] += 1
         task.done = True
@@ -352,8 +388,8 @@ class Answerer(Writer):
         self._control = set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder)
         if sampling.turns and not self.has_room(first := self.begin_own(0)):
             raise ValueError(
-                f"max_length is {sampling.max_length}, but the chat template has {len(self._prompt(first))} tokens "
-                "before a question: give more."
+                f"max_length is {sampling.max_length}, but the {'text' if first.plain else 'chat template'} has "
+                f"{len(self._prompt(first))} tokens before a {'word' if first.plain else 'question'}: give more."
             )
 
     def begin(self, index: int, row: Mapping[str, Any]) -> Task:
@@ -388,10 +424,12 @@ class Answerer(Writer):
             known = None if stopped and task.given is None else ids
             self.take(task, Answer(words, ended or stopped, len(ids), known))
             return
-        if not self.ends_with_token and self.question_end in words:
+        if task.plain:  # its beginning ends anywhere
+            words, ended = words.rstrip("\N{REPLACEMENT CHARACTER}"), True
+        elif not self.ends_with_token and self.question_end in words:
             words, ended = words.partition(self.question_end)[0], True
         reason = CONTROL if self._control & set(within) else None if ended else CUT
-        self.take_question(task, words.strip(), reason)
+        self.take_question(task, words if task.plain else words.strip(), reason)
 
     def _holds_stop_string(self, words: str) -> bool:
         strings = self.model.generation_config.stop_strings or ()
@@ -411,6 +449,8 @@ class Answerer(Writer):
     def _prompt(self, task: Task) -> list[int]:
         if task.given is not None:
             return self._first + self._ids(task.given)
+        if task.plain:
+            return self.beginning()
         assert self.chats is not None
         if task.asks:
             return self._ids(self.chats.before_question(task.messages))
@@ -463,6 +503,15 @@ class Answerer(Writer):
             for ids in (prompt, prompt + tokens, tokens)
         )
         return both[len(before) :] if both.startswith(before) else alone
+
+
+def one_text(model: Any) -> dict[str, Any]:
+    """Settings of `generate` with which a model writes one text for each prompt, whatever its generation config says.
+
+    What changes the text, such as a penalty, stays as it is there.
+    """
+    stored = vars(model.generation_config)
+    return {name: value for name, value in ONE_TEXT.items() if name in stored and stored[name] not in (None, value)}
 
 
 def writes_in_place(model: Any) -> bool:

@@ -23,28 +23,44 @@ class Clock(TrainerCallback):
 
     Args:
         file: JSON file in the folder of the checkpoints, from which a resumed training continues to count.
-        limit: hours after which the training is stopped; None for no limit.
+        limit: hours after which the training is stopped, what preceded it counted; None for no limit.
         evaluations: an evaluation is left out where all of them would take more than this share of the time so far;
             None to leave out none. There is always one at the end.
 
     Attributes:
+        before: seconds of what preceded the training, such as writing its text; stored in ``file``, too.
         expected_evaluation: seconds that the first evaluation is expected to take.
     """
 
     def __init__(self, file: Path, limit: float | None = None, evaluations: float | None = None) -> None:
-        self.file, self.limit, self.evaluations = file, limit, evaluations
-        self.seconds = 0.0
+        self.file, self.evaluations, self._whole = file, evaluations, limit
+        self.seconds = self.before = 0.0
         self.started: float | None = None
         self.expected_evaluation = 0.0
         self._evaluating = 0.0
         self._evaluation_started: float | None = None
 
     @property
+    def limit(self) -> float | None:
+        """Hours that are left for the training; None for no limit."""
+        return None if self._whole is None else self._whole - self.before / 3600
+
+    @property
     def hours(self) -> float:
-        """Hours up to now; for a training that was finished before, its total."""
+        """Hours of the training up to now; for one that was finished before, its total."""
         if self.started is None:
-            return self._kept() / 3600
+            return self._kept("seconds") / 3600
         return (self.seconds + time.monotonic() - self.started) / 3600
+
+    def preceded_by(self, seconds: float, keep: bool = True) -> None:
+        """Take something that preceded the training off its limit, and store it for one that is resumed."""
+        self.before = seconds
+        if keep:
+            write_whole(self.file, json.dumps({"step": 0, "seconds": 0.0, "before": seconds}))
+
+    def resume(self) -> None:
+        """Take off what was stored as preceding the training."""
+        self.before = self._kept("before")
 
     def share(self, args: Any) -> float:
         """How much of the limit has passed, the same in all processes; 0 without one."""
@@ -53,7 +69,7 @@ class Clock(TrainerCallback):
     def on_train_begin(self, args, state, control, **kwargs) -> None:
         self.started = time.monotonic()
         if state.global_step > 0:
-            self.seconds = self._kept()
+            self.seconds = self._kept("seconds")
 
     def on_step_end(self, args, state, control, **kwargs) -> None:
         if self.limit and self.share(args) >= 1:
@@ -75,12 +91,13 @@ class Clock(TrainerCallback):
             self._evaluating += self.expected_evaluation
             self._evaluation_started = None
 
-    def _kept(self) -> float:
-        return json.loads(self.file.read_text())["seconds"] if self.file.is_file() else 0.0
+    def _kept(self, name: str) -> float:
+        return json.loads(self.file.read_text()).get(name, 0.0) if self.file.is_file() else 0.0
 
     def on_save(self, args, state, control, **kwargs) -> None:
         if state.is_world_process_zero:
-            write_whole(self.file, json.dumps({"step": state.global_step, "seconds": self.hours * 3600}))
+            counted = {"step": state.global_step, "seconds": self.hours * 3600, "before": self.before}
+            write_whole(self.file, json.dumps(counted))
 
 
 def agreed(value: float, args: Any) -> float:

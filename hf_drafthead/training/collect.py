@@ -142,10 +142,9 @@ class Shards:
         return set(self._index())
 
     def asked(self) -> set[int]:
-        """`same_words` of the first question of each chat that is there."""
+        """`same_words` of the first question of each chat that is there, or of the beginning of each text."""
         rows = (json.loads(_line_at(*place)) for place in self._index().values())
-        firsts = (next((turn for turn in row["messages"] if turn["role"] == "user"), None) for row in rows)
-        return {same_words(turn["content"]) for turn in firsts if turn is not None}
+        return {same_words(_first_words(row)) for row in rows}
 
     def open(self) -> None:
         """Open this process's part for writing; an incomplete line of a killed process is dropped."""
@@ -196,6 +195,12 @@ class Shards:
                             ) from None
                     at += len(line)
         return places
+
+
+def _first_words(row: Mapping[str, Any]) -> str:
+    turns = row.get("messages") or ()
+    question = next((turn["content"] for turn in turns if turn["role"] == "user"), "")
+    return str(question or (row.get("text") or "")[: row.get("given") or 0])
 
 
 def _line_at(file: Path, at: int) -> bytes:

@@ -61,6 +61,7 @@ class ServerWriter(Writer):
     """
 
     most_refused = 20
+    writes_texts = False  # some servers refuse an empty prompt
 
     def __init__(self, server: Server, tokenizer: Any, sampling: Sampling) -> None:
         super().__init__(tokenizer, sampling)

@@ -103,14 +103,26 @@ def frequent_tokens(rows: Any, size: int, vocabulary: int) -> tuple[Tensor, floa
 
     If fewer occur, the lowest other ids of the base's `vocabulary` too; of a stream the first 4096 rows are counted.
     """
+    counts = label_frequencies(rows, vocabulary)
+    chosen = counts.sort(descending=True, stable=True).indices[:size].sort().values
+    return chosen, int(counts[chosen].sum()) / max(int(counts.sum()), 1)
+
+
+def tokens_to_cover(rows: Any, vocabulary: int, share: float) -> int:
+    """How many of the most frequent tokens are this share of all labels, at least."""
+    counts = label_frequencies(rows, vocabulary).sort(descending=True).values
+    return int((counts.cumsum(0) < share * int(counts.sum())).sum()) + 1
+
+
+def label_frequencies(rows: Any, vocabulary: int) -> Tensor:
+    """How often each token (vocabulary,) is a label; of a stream the first 4096 rows are counted."""
     counts = torch.zeros(vocabulary, dtype=torch.long)
     indexed = hasattr(rows, "__len__")  # which may have no iterator
     for row in (rows[row] for row in range(len(rows))) if indexed else islice(rows, COUNTED):
         labels = torch.as_tensor(row["labels"])
         tokens, times = labels[labels != IGNORED].unique(return_counts=True)
         counts[tokens] += times
-    chosen = counts.sort(descending=True, stable=True).indices[:size].sort().values
-    return chosen, int(counts[chosen].sum()) / max(int(counts.sum()), 1)
+    return counts
 
 
 MOST_EXCESS = 0.25  # nats per token

@@ -75,7 +75,8 @@ def forecast(trainer: DraftHeadTrainer, data: PreparedData) -> Forecast:
     if not trainer.is_fsdp_enabled:  # only the Trainer can run a sharded model
         times, peak = _tried(trainer, data.held_out, batch * _row_length(data.rows, tokens) if rows else None)
         if args.hours and args.max_steps <= 0 and in_epoch:
-            args.num_train_epochs = fitting_epochs(args.num_train_epochs, 3600 * args.hours, in_epoch * times.step)
+            left = 3600 * hours_left(trainer)
+            args.num_train_epochs = fitting_epochs(args.num_train_epochs, left, in_epoch * times.step)
     steps = args.max_steps if args.max_steps > 0 else math.ceil(in_epoch * args.num_train_epochs)
     every = args.eval_steps if args.eval_steps and args.eval_strategy == "steps" else None
     every = None if every is None else max(math.ceil(steps * every), 1) if every < 1 else int(every)
@@ -113,6 +114,12 @@ def fitting_epochs(most: float, seconds: float, epoch: float) -> float:
     return min(most, 0.9 * seconds / epoch)
 
 
+def hours_left(trainer: DraftHeadTrainer) -> float:
+    """Of the limit, for the training."""
+    limit = None if trainer.clock is None else trainer.clock.limit
+    return float(trainer.args.hours or 0.0) if limit is None else limit
+
+
 class Times(NamedTuple):
     """Seconds of an optimizer step, of an evaluation, and of what is done once: the base's answers, the calibration."""
 
@@ -126,7 +133,7 @@ def _total(trainer: DraftHeadTrainer, times: Times, steps: int, evaluations: int
     if trainer.clock is not None and trainer.clock.evaluations is not None:
         during = min(during, trainer.clock.evaluations * training)
     if trainer.args.hours:
-        training = min(training, 3600 * trainer.args.hours)
+        training = min(training, 3600 * hours_left(trainer))
     return training + during + times.evaluation + times.once
 
 

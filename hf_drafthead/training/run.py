@@ -7,8 +7,9 @@ import dataclasses
 import hashlib
 import json
 import os
+import tempfile
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,6 +35,15 @@ from hf_drafthead.training.callbacks import Clock, agreed, duration, show_progre
 from hf_drafthead.training.examples import PreparedData
 from hf_drafthead.training.expected_tokens_per_step import ExpectedTokensPerStep
 from hf_drafthead.training.forecast import Forecast, forecast
+from hf_drafthead.training.own_text import (
+    ASSUMED_LENGTH,
+    FILE,
+    OWN_CHATS,
+    Bar,
+    kind_of_text,
+    rows_to_assume,
+    write_own_text,
+)
 from hf_drafthead.training.trainer import DraftHeadTrainer, add_lora, merge_lora
 from hf_drafthead.trees.calibrate import calibrate
 
@@ -47,7 +57,8 @@ EVALUATIONS = 0.1  # of the time, at most, unless it is said how often to evalua
 LORA_RANK = DraftHeadTrainingArguments.lora_rank
 OF_READING = ("packing", "streaming", "split")
 FEW_STEPS = 100  # in which heads learn little
-FEW_TOKENS = 8192  # that hold most of a text; in the quick recipe heads choose among no fewer
+# In the quick recipe: of the labels, what the tokens cover among which heads choose; and how many these are.
+COVERAGE, LEAST_CHOICES, MOST_CHOICES = 0.99, 8192, 16_384
 PICTURE = "training.png"
 Tell = Callable[[str], object]
 
@@ -67,9 +78,10 @@ class Trained:
 def train_heads(
     base: str | os.PathLike,
     family: str,
-    data: "str | os.PathLike | Dataset | IterableDataset | PreparedData",
+    data: "str | os.PathLike | Dataset | IterableDataset | PreparedData | None",
     output: str | os.PathLike,
     *,
+    chats: int | None = None,
     heads: str | os.PathLike | None = None,
     fields: dict[str, Any] | None = None,
     joint: bool = False,
@@ -77,60 +89,145 @@ def train_heads(
     dry_run: bool = False,
     load: dict[str, Any] | None = None,
     tell: Tell | None = None,
+    bar: Bar | None = None,
     **arguments: Any,
 ) -> Trained:
     """Train draft heads and save them.
+
+    Without data the base writes the text itself first, into `own.jsonl` in the output folder: questions and its answers
+    to them (Magpie), or plain texts where its tokenizer has no chat template. A limit of hours is for both, half of it
+    for writing.
 
     Args:
         base: id or path of a causal LM.
         family: a name in `modeling.families.FAMILIES`.
         data: what `read_rows` reads, or a data set with such rows, whose first ones are held out (an `IterableDataset`
-            is streamed); or rows that are ready.
+            is streamed); or rows that are ready; None: text that the base writes.
+        chats: to write where there is no data; by default 2,000, or as many as half of the hours is enough for.
         output: folder for checkpoints, and for the heads at the end; with `joint` for the base as well.
         heads: train these trained heads further instead of fresh ones.
         fields: config fields of fresh heads (`num_draft_heads`, ...).
         joint: train the base too (Medusa-2).
         resume: resume from the last complete checkpoint in `output`.
-        dry_run: stop before the training; the summary is the estimate, and no file is left in `output`.
+        dry_run: stop before the training; the summary is the estimate, and nothing is left in `output`. Without data
+            nothing is written: rows of 256 tokens are assumed.
         load: arguments for loading base or heads (`dtype`, `device_map`, `quantization_config`, ...).
         tell: called with a report on the data, an estimate of what the training will take and remarks on it, before it
             begins, in one process only; by default they are logged.
+        bar: shows how much of the text is written, see `own_text`.
         arguments: of `DraftHeadTrainingArguments`: how the data is read, and what is different from the recipe.
 
     Raises:
         OSError, ValueError: base, data or arguments that do not fit.
         FloatingPointError: the loss became NaN or infinite.
     """
-    output, fields, load = Path(output), fields or {}, load or {}
+    output = Path(output)
     if not dry_run:
         record.check_output(output, resume)
     if isinstance(data, (str, os.PathLike)) and Path(data).resolve() in output.resolve().parents:
         raise ValueError(f"the output {str(output)!r} lies in the folder of the data: give a folder outside of it.")
-    settings = _settings(family, data, output, joint, load, arguments)
-    first = settings.process_index == 0
-    say = (tell or logger.warning) if first else lambda line: None
+    if chats is not None and data is not None:
+        raise ValueError("a number of chats (--synthesize) is for a training without data: leave one of them out.")
+    # the Trainer makes its folder
+    with tempfile.TemporaryDirectory() if dry_run else nullcontext(output) as place:
+        settings = _settings(family, data, Path(place), joint, load or {}, arguments)
+        say = (tell or logger.warning) if settings.process_index == 0 else lambda line: None
+        heads_source = HeadsToTrain(str(base), family, heads, fields or {}, load or {}, joint)
+        training = _prepare(heads_source, data, chats, settings, arguments, resume, dry_run, say, bar)
+        if dry_run:
+            return Trained(training.model, {"forecast": training.expected and vars(training.expected)})
+        return _run(training, resume, say)
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadsToTrain:
+    """Which heads are trained: see the arguments of `train_heads`."""
+
+    base: str
+    family: str
+    heads: str | os.PathLike | None
+    fields: dict[str, Any]
+    load: dict[str, Any]
+    joint: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Training:
+    """A training that is ready to begin."""
+
+    model: DraftHeadPreTrainedModel
+    tokenizer: Any
+    data: PreparedData
+    trainer: DraftHeadTrainer
+    about: dict[str, Any]
+    expected: Forecast | None
+
+
+def _prepare(
+    source: HeadsToTrain,
+    data: Any,
+    chats: int | None,
+    settings: DraftHeadTrainingArguments,
+    arguments: dict[str, Any],
+    resume: bool,
+    dry_run: bool,
+    say: Tell,
+    bar: Bar | None,
+) -> Training:
+    """Load base and heads once, read the data or let the base write it, and estimate what the training will take."""
+    output, first = Path(settings.output_dir), settings.process_index == 0
     set_seed(settings.seed)
-    model, tokenizer = _model(base, family, heads, fields, load, settings, say)
+    tokenizer = load_tokenizer(source.base, source.load.get("gguf_file"))
+    tokenizer.chat_template = settings.chat_template or tokenizer.chat_template
+    kind = kind_of_text(tokenizer) if data is None else None  # asked before anything large is loaded
+    model = _model(source, settings)
+    clock = _clock(settings, arguments)
+    if resume:
+        clock.resume()
+    if kind is not None and dry_run:
+        count = chats or OWN_CHATS
+        say(f"the base would write {kind} first: {count:,} rows of {ASSUMED_LENGTH} tokens are assumed")
+        data = rows_to_assume(model, count)
+    elif kind is not None:
+        data = output / FILE
+        if not resume:
+            _place(model, settings)
+            writer: Any = model.base if source.heads is None else model
+            training = model.training
+            seconds = write_own_text(writer, tokenizer, data, chats, settings.hours, settings.max_length, say, bar)
+            model.train(training)
+            clock.preceded_by(agreed(seconds, settings), first)
+            set_seed(settings.seed)
+        if clock.limit is not None and clock.limit <= 0:
+            raise ValueError(f"writing took all of the hours: give more of them, or the text as data (--data {data}).")
     prepared = _prepared(model, tokenizer, data, settings, say)
-    about = {"family": family, "base": str(base), "joint": joint}
-    about["draft_vocab_coverage"] = examples.choose_vocabulary(model, prepared.rows) if heads is None else None
+    about: dict[str, Any] = {"family": source.family, "base": source.base, "joint": source.joint}
+    if source.heads is None:
+        if settings.recipe == "quick" and "draft_vocab_size" not in source.fields and source.family != "draft-model":
+            choose_among_fewer(model, prepared.rows, say)
+        about["draft_vocab_coverage"] = examples.choose_vocabulary(model, prepared.rows)
+    choices = draft_vocabulary(model.base, model.drafter)
+    if choices < (least := DraftTree.from_name(DEFAULT_TREE).max_rank + 1):
+        raise ValueError(f"the heads choose among {choices} tokens: give a draft_vocab_size of at least {least}.")
     about["likeness"] = _likeness(model, prepared, settings) if first else None
     if first and not dry_run:
         record.check_run(output, _identity(model, tokenizer, prepared, about, settings), resume)
-    trainer = _trainer(model, prepared, settings, joint, arguments)
+    trainer = _trainer(model, prepared, settings, source.joint, arguments, clock)
     expected = _expected(trainer, prepared, say) if first else None
     settings.num_train_epochs = agreed(settings.num_train_epochs, settings)
-    if dry_run:
-        with suppress(OSError):  # the Trainer makes the folder; one that holds something stays
-            output.rmdir()
-        return Trained(model, {"forecast": None if expected is None else vars(expected)})
-    checkpoint = record.whole_checkpoint(output) if resume else None
+    return Training(model, tokenizer, prepared, trainer, about, expected)
+
+
+def _run(training: Training, resume: bool, say: Tell) -> Trained:
+    """Train, evaluate and save."""
+    trainer, expected = training.trainer, training.expected
+    checkpoint = record.whole_checkpoint(Path(trainer.args.output_dir)) if resume else None
     if checkpoint is not None and expected is not None:
         say(f"resuming from step {checkpoint.name.rpartition('-')[2]} of {expected.steps}")
     trainer.resume(checkpoint)
-    summary = {**about, **_summary(trainer, prepared)}
-    _save(trainer, tokenizer, prepared, summary)
-    return Trained(model, summary, [*trainer.state.log_history])
+    summary = {**training.about, **_summary(trainer, training.data)}
+    _save(trainer, training.tokenizer, training.data, summary)
+    return Trained(training.model, summary, [*trainer.state.log_history])
 
 
 def _settings(
@@ -140,7 +237,7 @@ def _settings(
     _refuse_contradictions(data, joint, load, arguments)
     if _sharded():  # every process runs the base before it is sharded
         os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
-    if not isinstance(data, (str, os.PathLike, PreparedData)) and not hasattr(data, "__len__"):
+    if not (data is None or isinstance(data, (str, os.PathLike, PreparedData)) or hasattr(data, "__len__")):
         arguments["streaming"] = True  # an IterableDataset
     defaults: dict[str, Any] = {
         "per_device_train_batch_size": 4,
@@ -164,66 +261,38 @@ def _settings(
     return DraftHeadTrainingArguments.for_family(family, str(output), **{**together, **defaults, **arguments})
 
 
-def _model(
-    base: str | os.PathLike,
-    family: str,
-    heads: str | os.PathLike | None,
-    fields: dict[str, Any],
-    load: dict[str, Any],
-    settings: DraftHeadTrainingArguments,
-    tell: Tell,
-) -> tuple[Any, Any]:
-    """Fresh heads, or trained ones, in training mode on their base; and its tokenizer."""
-    if heads is None:
-        model: Any = fresh_heads(family, base, **fields, **load)
-        if settings.recipe != "paper" and "share_lm_head" not in fields:
-            share_large_projections(model, tell)
-        if settings.recipe == "quick" and "draft_vocab_size" not in fields and family != "draft-model":
-            choose_among_fewer(model, tell)
-    elif fields:
+def _model(source: HeadsToTrain, settings: DraftHeadTrainingArguments) -> Any:
+    """Fresh heads, or trained ones, on their base."""
+    family = find_family(source.family)
+    if source.heads is None:
+        own = family.model_class.config_class.heads_fields()
+        paper = {"share_lm_head": False} if settings.recipe == "paper" and "share_lm_head" in own else {}
+        return fresh_heads(source.family, source.base, **{**paper, **source.fields}, **source.load)
+    if source.fields:
         raise ValueError(
-            f"{', '.join(sorted(fields))} cannot be set for trained heads, whose config is fixed: leave them "
+            f"{', '.join(sorted(source.fields))} cannot be set for trained heads, whose config is fixed: leave them "
             "out, or train fresh heads."
         )
-    else:
-        model = find_family(family).model_class.from_pretrained(heads, base_model=base, **load)
-        if (saved := model.config.family) != family:
-            raise ValueError(
-                f"the heads in {str(heads)!r} are {saved!r} heads, not {family!r} ones: give --family {saved}."
-            )
-    tokenizer = load_tokenizer(base, load.get("gguf_file"))
-    tokenizer.chat_template = settings.chat_template or tokenizer.chat_template
-    choices = draft_vocabulary(model.base, model.drafter)
-    if choices < (least := DraftTree.from_name(DEFAULT_TREE).max_rank + 1):
-        raise ValueError(f"the heads choose among {choices} tokens: give a draft_vocab_size of at least {least}.")
-    return model, tokenizer
+    model = family.model_class.from_pretrained(source.heads, base_model=source.base, **source.load)
+    if (saved := model.config.family) != source.family:
+        raise ValueError(
+            f"the heads in {str(source.heads)!r} are {saved!r} heads, not {source.family!r} ones: give --family "
+            f"{saved}."
+        )
+    return model
 
 
-def share_large_projections(model: DraftHeadPreTrainedModel, tell: Tell) -> None:
-    """Let fresh heads share the base's lm_head where projections of their own would exceed a third of the base."""
-    config: Any = model.config
-    own = getattr(model.drafter, "projections", None)
-    if own is None or any(getattr(config, name, None) for name in ("share_lm_head", "lm_head_rank", "lm_head_bias")):
-        return
-    size, base = (sum(one.numel() for one in module.parameters()) for module in (own, model.base))
-    if 3 * size <= base:
-        return
-    _rebuild(model, share_lm_head=True)
-    tell(
-        f"the heads share the base's lm_head: projections of their own would have {size:,} parameters, the base has "
-        f"{base:,} (share_lm_head=false or the recipe paper gives them their own)."
-    )
-
-
-def choose_among_fewer(model: DraftHeadPreTrainedModel, tell: Tell) -> None:
-    """Let fresh heads choose among a quarter of the base's tokens, where it has so many that these are enough."""
+def choose_among_fewer(model: DraftHeadPreTrainedModel, rows: Any, tell: Tell) -> None:
+    """Let fresh heads on a base of many tokens choose among those that cover the text."""
     known = model.config.known_tokens or 0
-    few = known // 4
-    if few < FEW_TOKENS or (model.config.draft_vocab_size or known) <= few:
+    if known <= 2 * MOST_CHOICES:
         return
-    _rebuild(model, draft_vocab_size=few)
+    size = min(max(examples.tokens_to_cover(rows, known, COVERAGE), LEAST_CHOICES), MOST_CHOICES)
+    if (model.config.draft_vocab_size or known) <= size:
+        return
+    _rebuild(model, draft_vocab_size=size)
     tell(
-        f"the heads choose among the {few:,} tokens that the text holds most, of the base's {known:,} "
+        f"the heads choose among the {size:,} tokens that the text holds most, of the base's {known:,} "
         f"(draft_vocab_size={known} for all of them)."
     )
 
@@ -258,10 +327,20 @@ def _likeness(
     model: DraftHeadPreTrainedModel, data: PreparedData, settings: DraftHeadTrainingArguments
 ) -> dict[str, float] | None:
     """How well the base predicts the held-out rows."""
+    _place(model, settings)
+    return examples.likeness(model.base.eval(), data.held_out, settings.per_device_eval_batch_size)
+
+
+def _place(model: DraftHeadPreTrainedModel, settings: DraftHeadTrainingArguments) -> None:
+    """Put a model where it is trained, as the Trainer does later."""
     placed = hasattr(model.base, "hf_quantizer") or hasattr(model.base, "hf_device_map")
     if not (placed or _sharded()):
-        model.to(settings.device)  # as the Trainer does next
-    return examples.likeness(model.base.eval(), data.held_out, settings.per_device_eval_batch_size)
+        model.to(settings.device)
+
+
+def _clock(settings: DraftHeadTrainingArguments, arguments: dict[str, Any]) -> Clock:
+    chosen = {"eval_strategy", "eval_steps", "load_best_model_at_end"} & set(arguments)
+    return Clock(Path(settings.output_dir) / "clock.json", settings.hours, None if chosen else EVALUATIONS)
 
 
 def _prompts(model: DraftHeadPreTrainedModel, data: PreparedData, settings: DraftHeadTrainingArguments) -> list[Tensor]:
@@ -277,6 +356,7 @@ def _trainer(
     settings: DraftHeadTrainingArguments,
     joint: bool,
     arguments: dict[str, Any],
+    clock: Clock,
 ) -> DraftHeadTrainer:
     """The Trainer, ready to train."""
     if settings.recipe == "quick" and "learning_rate" not in arguments:
@@ -292,7 +372,6 @@ def _trainer(
             base_changes=joint,
             temperature=settings.answer_temperature,
         )
-    chosen = {"eval_strategy", "eval_steps", "load_best_model_at_end"} & set(arguments)
     trainer = DraftHeadTrainer(
         model,
         settings,
@@ -300,7 +379,7 @@ def _trainer(
         eval_dataset=data.held_out,
         data_collator=examples.collate,
         expected_tokens_per_step=expected_tokens_per_step,
-        clock=Clock(Path(settings.output_dir) / "clock.json", settings.hours, None if chosen else EVALUATIONS),
+        clock=clock,
     )
     show_progress(trainer)
     return trainer

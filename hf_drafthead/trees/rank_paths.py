@@ -20,18 +20,6 @@ from hf_drafthead.generation.tree import DraftTree
 
 UNLIMITED_DEPTH = 5  # levels that are looked at where the drafter could go on for ever
 TEXTS_AT_ONCE = 32
-# Of a generation config, what does not make the text another, but returns it otherwise, searches for several, needs
-# more than token ids, or serves one row alone; with the values that write one text for each prompt, from its tokens.
-ONE_TEXT: dict[str, Any] = {
-    **dict.fromkeys(("num_return_sequences", "num_beams"), 1),
-    **dict.fromkeys(("return_dict_in_generate", "output_scores", "output_logits", "early_stopping"), False),
-    **dict.fromkeys(("output_attentions", "output_hidden_states", "low_memory", "token_healing", "use_mtp"), False),
-    **dict.fromkeys(("num_beam_groups", "diversity_penalty", "constraints", "force_words_ids", "penalty_alpha")),
-    **dict.fromkeys(("dola_layers", "max_time", "stop_strings", "prompt_lookup_num_tokens", "speculation_type")),
-    **dict.fromkeys(("assistant_early_exit", "cache_implementation", "cache_config", "max_cache_len")),
-    **dict.fromkeys(("compile_config", "prefill_chunk_size")),
-    "use_cache": True,
-}
 PAD = 0  # any token that the base embeds will do: a tokenizer's pad token need not be one
 UNKNOWN = -1  # rank of a token behind the end of its row
 
@@ -104,8 +92,7 @@ def own_texts(
     settings |= {"do_sample": True, "temperature": float(temperature)} if temperature else {"do_sample": False}
     batch, end = left_padded(model, prompts), model.generation_config.eos_token_id
     starts, width = batch["attention_mask"].sum(1), batch["input_ids"].shape[1]
-    call = {**batch, "max_new_tokens": new_tokens, "pad_token_id": PAD, "draft_tree": [[0]]}
-    call |= {**one_text(model), **settings}
+    call = {**batch, "max_new_tokens": new_tokens, "pad_token_id": PAD, "draft_tree": [[0]], **settings}
     with own_seed(model, seed):
         texts = model.generate(**call)
     ended = torch.isin(texts[:, width:], torch.as_tensor([] if end is None else end, device=texts.device))
@@ -113,15 +100,6 @@ def own_texts(
     # prompts begin in the first column
     rows = [text.roll(start - width) for text, start in zip(texts, starts.tolist(), strict=True)]
     return Texts(torch.stack(rows), starts, starts + first_end)
-
-
-def one_text(model: Any) -> dict[str, Any]:
-    """Settings of `generate` with which a model writes one text for each prompt, whatever its generation config says.
-
-    What changes the text, such as a penalty, stays as it is there.
-    """
-    stored = vars(model.generation_config)
-    return {name: value for name, value in ONE_TEXT.items() if name in stored and stored[name] not in (None, value)}
 
 
 def left_padded(model: Any, prompts: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -103,11 +103,11 @@ def test_trying_a_step_changes_nothing(place, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("asked", [None, 300])
 def test_a_quick_training_is_for_fewer_tokens_unless_asked(place, tmp_path, monkeypatch, asked):
-    monkeypatch.setattr(run, "FEW_TOKENS", 100)
+    monkeypatch.setattr(run, "LEAST_CHOICES", 100)
+    monkeypatch.setattr(run, "MOST_CHOICES", 200)
     told, fields = [], {} if asked is None else {"draft_vocab_size": asked}
     dry = train(place, tmp_path / "out", recipe="quick", dry_run=True, tell=told.append, fields=fields)
-    known = dry.model.config.known_tokens
-    assert dry.model.config.draft_vocab_size == (asked or known // 4)
+    assert dry.model.config.draft_vocab_size == (asked or 100)
     assert sum("the heads choose among" in line for line in told) == (asked is None)
 
 

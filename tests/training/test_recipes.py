@@ -10,8 +10,9 @@ from hf_drafthead.modeling.families import FAMILIES, fresh_heads
 from hf_drafthead.training import callbacks, run
 from hf_drafthead.training.arguments import QUICK, DraftHeadTrainingArguments
 from hf_drafthead.training.callbacks import Clock, TrainingLog
+from hf_drafthead.training.examples import tokens_to_cover
 from hf_drafthead.training.forecast import Forecast
-from hf_drafthead.training.run import choose_among_fewer, remarks, share_large_projections
+from hf_drafthead.training.run import choose_among_fewer, remarks
 from hf_drafthead.training.trainer import DraftHeadTrainer
 from tests.bases import tiny_base
 
@@ -60,45 +61,42 @@ def test_remarks_say_what_to_set(tmp_path):
     assert part.startswith("one pass over the data takes about 4.0 h, the training has 1 h: about 25% of the rows")
 
 
-@pytest.mark.parametrize("family", ["medusa", "hydra", "hydra++", "amphista"])
-def test_projections_that_exceed_a_third_of_the_base_are_shared(family):
-    said = []
-    model = fresh_heads(family, tiny_base(vocab_size=2000))
-    share_large_projections(model, said.append)
-    assert model.config.share_lm_head and not list(model.drafter.projections.parameters())
-    assert said[0].startswith("the heads share the base's lm_head: projections of their own would have ")
-    ids = torch.arange(3, 15)[None]
-    hidden = torch.zeros(1, 12, model.base.config.hidden_size, dtype=model.base.dtype)
-    assert model.drafter.head_logits(0, model.drafter.head_states(hidden, ids)[0]).shape[-1] == 2000
-    small = fresh_heads(family, tiny_base(vocab_size=67), num_draft_heads=2, draft_vocab_size=10)
-    share_large_projections(small, said.append)
-    assert not small.config.share_lm_head and len(said) == 1
+def labelled(*tokens):
+    return [{"input_ids": [1, *tokens], "labels": [-100, *tokens]}]
 
 
-def test_only_families_with_projections_are_asked():
-    for family in FAMILIES:
-        fields = {"feature_layers": [0, 1]} if family.startswith("eagle3") else {}
-        share_large_projections(fresh_heads(family, tiny_base(), **fields), lambda line: None)
+def test_tokens_to_cover_a_share_of_the_labels_are_counted():
+    rows = labelled(*[5] * 90, *[6] * 8, 7, 8)
+    shares = (0.5, 0.9, 0.98, 0.99, 1.0)
+    assert [tokens_to_cover(rows, 10, share) for share in shares] == [1, 1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family != "draft-model"])
-def test_in_the_quick_recipe_heads_choose_among_a_quarter_of_many_tokens(family, monkeypatch):
+def test_in_the_quick_recipe_heads_on_many_tokens_choose_among_those_that_cover_the_text(family, monkeypatch):
     fields, said = {"feature_layers": [0, 1]} if family.startswith("eagle3") else {}, []
-    choose_among_fewer(fresh_heads(family, tiny_base(vocab_size=2000), **fields), said.append)
-    assert not said  # 500 would be too few
-    monkeypatch.setattr(run, "FEW_TOKENS", 500)
+    rows = labelled(*(token for token in range(400) for _ in range(2)), *range(400, 404))
+    choose_among_fewer(fresh_heads(family, tiny_base(vocab_size=2000), **fields), rows, said.append)
+    assert not said  # 2,000 are not many
+    monkeypatch.setattr(run, "MOST_CHOICES", 700)
+    monkeypatch.setattr(run, "LEAST_CHOICES", 100)
     model = fresh_heads(family, tiny_base(vocab_size=2000), **fields)
-    choose_among_fewer(model, said.append)
+    choose_among_fewer(model, rows, said.append)
     assert said == [
-        "the heads choose among the 500 tokens that the text holds most, of the base's 2,000 "
+        "the heads choose among the 398 tokens that the text holds most, of the base's 2,000 "
         "(draft_vocab_size=2000 for all of them)."
     ]
-    assert model.config.draft_vocab_size == len(model.drafter.draft_tokens) == 500
+    assert model.config.draft_vocab_size == len(model.drafter.draft_tokens) == 398
     ids = torch.arange(3, 15)[None]
     hidden = torch.zeros(1, 12, model.base.config.hidden_size * len(model.drafter.reads), dtype=model.base.dtype)
-    assert model.drafter.head_logits(0, model.drafter.head_states(hidden, ids)[0]).shape[-1] == 500
-    choose_among_fewer(model, said.append)
+    assert model.drafter.head_logits(0, model.drafter.head_states(hidden, ids)[0]).shape[-1] == 398
+    choose_among_fewer(model, rows, said.append)
     assert len(said) == 1
+    for least, most, chosen in ((500, 700, 500), (100, 300, 300)):  # of a short text, and of one with many tokens
+        monkeypatch.setattr(run, "LEAST_CHOICES", least)
+        monkeypatch.setattr(run, "MOST_CHOICES", most)
+        model = fresh_heads(family, tiny_base(vocab_size=2000), **fields)
+        choose_among_fewer(model, rows, said.append)
+        assert model.config.draft_vocab_size == chosen
 
 
 @pytest.fixture

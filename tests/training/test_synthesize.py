@@ -4,19 +4,22 @@ import json
 import runpy
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from hf_drafthead import cli
+from hf_drafthead.data.sources import read_rows
 from hf_drafthead.data.texts import same_words, why_no_question
-from hf_drafthead.modeling import MedusaForCausalLM
+from hf_drafthead.modeling import MedusaForCausalLM, loading
 from hf_drafthead.training import answers, endpoint
 from hf_drafthead.training import distill as room
 from hf_drafthead.training.answers import Answerer, Sampling
+from hf_drafthead.training.data import tokenize_rows
 from hf_drafthead.training.distill import distill, load_model
+from hf_drafthead.training.forecast import hours_left
+from hf_drafthead.training.run import train_heads
 from hf_drafthead.training.templates import ChatEncoder
 from tests.bases import tiny_base
 from tests.checkpoints import save_base
@@ -167,7 +170,11 @@ LONELY = "{% if messages|length < 2 %}{{ raise_exception('two turns at least') }
 @pytest.mark.parametrize(
     ("template", "settings", "said"),
     [
-        (None, {}, "has no chat template, which tells where a base would write a question: give the one it was"),
+        (
+            None,
+            {"turns": 2},
+            "has no chat template, so that the base writes plain texts, which have no turns: give the",
+        ),
         (
             LONELY,
             {},
@@ -272,53 +279,127 @@ def test_the_command(base, tokenizer, tmp_path, capsys):
         assert code == 2 and text in err and err.count("\n") == 1
 
 
-def test_a_training_without_data(base, tokenizer, tmp_path, capsys):
+def train(capsys, base, output, *more):
+    settings = ["--max-length", 100, "--answer-tokens", 4, "--no-calibrate", "--set", "use_cpu=true"]
+    words = ["train", "--base", base, "--family", "medusa", "--output", output, *settings, *more]
+    with pytest.raises(SystemExit) as end:
+        cli.main([*map(str, words)])
+    return end.value.code, *capsys.readouterr()
+
+
+def test_a_training_without_data_loads_the_base_once(base, tokenizer, tmp_path, capsys, monkeypatch):
     base.save_pretrained(tmp_path / "base")
     tokenizer.save_pretrained(tmp_path / "base")
-    words = ["train", "--base", tmp_path / "base", "--family", "medusa", "--output", tmp_path / "heads"]
-    for extra, code in ((["--dry-run"], 2), (["--synthesize", 24, "--data", "x"], 2), (["--synthesize", 24], 0)):
-        settings = ["--max-length", 100, "--answer-tokens", 4, "--no-calibrate", "--set", "max_steps=2"]
-        with pytest.raises(SystemExit) as end:
-            cli.main([*map(str, [*words, *extra, *settings, "--set", "use_cpu=true"])])
-        said = capsys.readouterr()
-        assert end.value.code == code, said.err
-    assert "24 rows written: " in said.out and "the heads are in" in said.out
+    loads, load = [], loading.load_named
+    monkeypatch.setattr(loading, "load_named", lambda *given, **how: (loads.append(given), load(*given, **how))[1])
+    code, _, err = train(capsys, tmp_path / "base", tmp_path / "heads", "--synthesize", 24, "--data", "x")
+    assert code == 2 and "a number of chats (--synthesize) is for a training without data" in err
+    code, out, err = train(capsys, tmp_path / "base", tmp_path / "heads", "--synthesize", 24, "--set", "max_steps=2")
+    assert code == 0, err
+    assert "24 rows written: " in out and "the heads are in" in out and len(loads) == 1
     summary = json.loads((tmp_path / "heads" / "training_summary.json").read_text())
     assert len(read(tmp_path / "heads" / "own.jsonl")) == 24 and summary["data"].endswith("own.jsonl")
 
 
-def test_what_writing_takes_of_the_hours_is_not_trained(base, tokenizer, tmp_path, capsys, monkeypatch):
+def test_a_dry_run_without_data_writes_nothing(base, tokenizer, tmp_path, capsys):
     base.save_pretrained(tmp_path / "base")
     tokenizer.save_pretrained(tmp_path / "base")
-    heads, given, now = tmp_path / "heads", [], [0.0]
-    heads.mkdir()
+    code, out, err = train(capsys, tmp_path / "base", tmp_path / "runs" / "heads", "--dry-run", "--synthesize", 40)
+    assert code == 0, err
+    assert "the base would write chats first: 40 rows of 256 tokens are assumed" in out and "36 rows" in out
+    assert not (tmp_path / "runs").exists()
 
-    def written(base, file, *others):
-        file.write_text("text")
-        now[0] += 3600
 
-    monkeypatch.setattr("hf_drafthead.cli.train.time", SimpleNamespace(monotonic=lambda: now[0]))
+def test_what_a_base_cannot_write_is_said_before_it_is_loaded(tokenizer, tmp_path, capsys):
+    """Of its tokenizer, also in a dry run."""
+    for name, template in (("lonely", LONELY), ("plain", None)):
+        folder = tmp_path / name
+        folder.mkdir()
+        tokenizer = tokenizer_with(template)
+        if template is None:
+            tokenizer.bos_token = tokenizer.eos_token = None
+            tokenizer.backend_tokenizer.post_processor = None
+        tokenizer.save_pretrained(folder)
+        for more in ([], ["--dry-run"]):
+            code, _, err = train(capsys, folder, tmp_path / "heads", *more)
+            assert code == 2 and err.count("\n") == 1
+            assert ("the base cannot write questions" if template else "no token with which a text begins") in err
+    assert not (tmp_path / "heads").exists()
 
-    monkeypatch.setattr("hf_drafthead.cli.train.own_text", written)
-    monkeypatch.setattr("hf_drafthead.training.run.train_heads", lambda *paths, **how: given.append(how["hours"]))
 
-    def train(*more):
-        with pytest.raises((SystemExit, AttributeError)) as end:  # AttributeError: nothing was trained
-            cli.main(["train", "--base", str(tmp_path / "base"), "--family", "medusa", "--output", str(heads), *more])
-        return end.value.code if isinstance(end.value, SystemExit) else None, capsys.readouterr().err
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    """A base without a chat template."""
+    folder = tmp_path_factory.mktemp("plain")
+    tokenizer = tokenizer_with(None)
+    writing_base(tokenizer).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
 
-    assert train("--hours", "3") == (None, "") and given == [2.0]
-    code, said = train("--hours", "1")
-    assert code == 2 and "writing took all of the hours: give more of them, or the chats as --data" in said
-    assert train("--hours", "3", "--resume")[0] == 2  # there is no checkpoint
-    (heads / "checkpoint-4").mkdir()
-    save_file({"w": torch.zeros(1)}, heads / "checkpoint-4" / "model.safetensors")
-    (heads / "checkpoint-4" / "trainer_state.json").write_text("{}")
-    assert train("--hours", "3", "--resume")[0] is None and given == [2.0, 2.0]
-    (heads / "own.jsonl").write_text("as it was")
-    code, said = train("--hours", "3")
-    assert code == 2 and "holds checkpoints of an earlier training (checkpoint-4): continue it with --resume" in said
-    assert (heads / "own.jsonl").read_text() == "as it was"
+
+def test_a_base_without_a_template_writes_plain_texts(plain, tmp_path):
+    """A beginning that it samples, and its own continuation, which is what heads learn."""
+    model, tokenizer = load_model(str(plain))
+    settings = {"max_new_tokens": 8, "question_tokens": 30, "batch_size": 5, "greedy": 0.5}
+    report = distill(model, tokenizer, 12, tmp_path / "own.jsonl", **settings)
+    rows = read(tmp_path / "own.jsonl")
+    assert report.written == len(rows) == 12 and len({row["text"][: row["given"]] for row in rows}) == 12
+    greedy = 0
+    for row in rows:
+        given, written = row["text"][: row["given"]], row["text"][row["given"] :]
+        inputs = tokenizer(given, return_tensors="pt")
+        ids = model.generate(**inputs, max_new_tokens=8, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+        greedy += written == tokenizer.decode(ids, skip_special_tokens=True)
+    assert 6 <= greedy < 12
+    more = distill(model, tokenizer, 15, tmp_path / "own.jsonl", **settings)
+    assert (more.found, more.written) == (12, 3)
+    learnt, _ = tokenize_rows(read_rows(tmp_path / "own.jsonl"), tokenizer)
+    context = len(tokenizer(rows[0]["text"][: rows[0]["given"]])["input_ids"])
+    assert set(learnt[0]["labels"][:context]) == {-100} and -100 not in learnt[0]["labels"][context:]
+
+
+def test_heads_are_trained_on_the_plain_texts_of_a_base(plain, tmp_path, capsys):
+    more = ["--synthesize", 24, "--set", "max_steps=2"]
+    code, out, err = train(capsys, plain, tmp_path / "heads", *more)
+    assert code == 0, err
+    assert "the base writes 24 texts into" in out and "for its tokenizer has no chat template" in out
+    assert all("text" in row for row in read(tmp_path / "heads" / "own.jsonl"))
+
+
+def test_what_writing_takes_of_the_hours_is_not_trained(base, tokenizer, tmp_path, monkeypatch):
+    """Also where the training is resumed; and too few hours for both are said."""
+    base.save_pretrained(tmp_path / "base")
+    tokenizer.save_pretrained(tmp_path / "base")
+    seconds, forecasts = [5400.0], []
+
+    def written(model, tokenizer, file, *others):
+        file.parent.mkdir(exist_ok=True)
+        distill(model, tokenizer, 24, file, **SETTINGS)
+        return seconds[0]
+
+    def foretold(trainer, data):
+        forecasts.append(hours_left(trainer))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("hf_drafthead.training.run.write_own_text", written)
+    monkeypatch.setattr("hf_drafthead.training.run.forecast", foretold)
+    settings = {"use_cpu": True, "report_to": "none", "answer_tokens": 4, "max_length": 100}
+
+    def train(**more):
+        with pytest.raises(KeyboardInterrupt):
+            train_heads(tmp_path / "base", "medusa", None, tmp_path / "heads", **settings, **more)
+
+    train(hours=2.0)
+    with pytest.raises(ValueError, match="writing took all of the hours: give more of them, or the text as data"):
+        train_heads(tmp_path / "base", "medusa", None, tmp_path / "other", **settings, hours=1.0)
+    (tmp_path / "heads" / "checkpoint-4").mkdir()
+    save_file({"w": torch.zeros(1)}, tmp_path / "heads" / "checkpoint-4" / "model.safetensors")
+    (tmp_path / "heads" / "checkpoint-4" / "trainer_state.json").write_text("{}")
+    seconds[0] = 0.0
+    train(hours=2.0, resume=True)
+    assert forecasts == [0.5, 0.5]
+    with pytest.raises(ValueError, match=r"holds checkpoints of an earlier training \(checkpoint-4\): continue it"):
+        train_heads(tmp_path / "base", "medusa", None, tmp_path / "heads", **settings)
 
 
 def test_a_limit_of_time_ends_a_run_that_goes_on_later(base, tokenizer, tmp_path):

@@ -1,0 +1,76 @@
+"""Text of the base's own to train its heads on, where no data is given: questions too, or beginnings of texts."""
+
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+from hf_drafthead.training.answers import Sampling, Writer
+from hf_drafthead.training.distill import distill
+from hf_drafthead.training.examples import PreparedData, longest_text_of
+
+OWN_CHATS, MOST_CHATS = 2000, 200_000  # to write; where the hours end the writing
+ASSUMED_LENGTH = 256  # tokens of a row that is not written yet
+FILE = "own.jsonl"  # in the folder of the heads
+Bar = Callable[[int], AbstractContextManager[Callable[[str], Callable[[], None]]]]
+
+
+def kind_of_text(tokenizer: Any) -> str:
+    """What a base with this tokenizer can write of its own: "chats", or "texts" without a chat template.
+
+    Raises:
+        ValueError: neither: its template shows no lone question, or no token begins a text.
+    """
+    writer = Writer(tokenizer, Sampling(1, 1.0, turns=1))
+    return "texts" if writer.chats is None else "chats"
+
+
+def write_own_text(
+    model: Any,
+    tokenizer: Any,
+    file: Path,
+    chats: int | None,
+    hours: float | None,
+    max_length: int | None,
+    say: Callable[[str], object],
+    bar: Bar | None = None,
+) -> float:
+    """Let the base write so many chats or texts into a file, or those that half of the hours is enough for.
+
+    The same call resumes what was interrupted.
+
+    Args:
+        model: the base, on its device, or one with trained heads, which needs fewer forward passes.
+        file: JSON lines; its folder is made.
+        chats: how many; None for 2,000, or for as many as fit.
+        hours: of writing and training together; None for no limit.
+        max_length: of a row, in tokens.
+        say: told what is written.
+        bar: given the number of chats, yields what begins a part of the work by its name and returns what to call for
+            each chat.
+
+    Returns:
+        The seconds that this took.
+    """
+    start, count = time.monotonic(), chats or (OWN_CHATS if hours is None else MOST_CHATS)
+    kind = kind_of_text(tokenizer)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    seconds = None if hours is None else 3600 * hours / 2
+    amount = f"{count:,} {kind}" if seconds is None or chats else f"{kind} for {seconds / 60:.0f} min"
+    without = "" if kind == "chats" else ", for its tokenizer has no chat template"
+    say(f"the base writes {amount} into {file}{without}")
+    with nullcontext(None) if bar is None else bar(count) as begin:
+        progress = None if begin is None else begin("writing")
+        report = distill(model, tokenizer, count, file, seconds=seconds, max_length=max_length, progress=progress)
+    say(str(report))
+    return time.monotonic() - start
+
+
+def rows_to_assume(model: Any, count: int) -> PreparedData:
+    """Rows of any tokens as long as written ones may be: what a training takes depends on their shape."""
+    length = min(ASSUMED_LENGTH, longest_text_of(model) - 1)
+    some = list(range(1, min(length, model.config.get_text_config().vocab_size)))
+    row = {"input_ids": some, "labels": some}
+    held_out = max(1, min(64, count // 10))
+    return PreparedData([row] * max(count - held_out, 1), [row] * held_out, "rows to assume", "")
