@@ -64,9 +64,9 @@ class HeadsLoss:
 
         Args:
             model: in training mode for noise and dropout.
-            inputs: `input_ids` (B, T), `labels` (B, T), `attention_mask` (B, T) if rows are padded on the left (on the
-                right nothing sees the padding); `label_positions` (N,), where in the flattened labels there is one,
-                which spares the host a wait for the device.
+            inputs: `input_ids` (B, T), `labels` (B, T), `attention_mask` (B, T) if rows are padded on the left, which
+                are moved to the left (on the right nothing sees the padding); `label_positions` (N,), where in the
+                flattened labels there is one, which spares the host a wait for the device.
             totals: (1 + K,) by how many labels the base's and each head's loss is divided; default: of this batch.
             heads_weight: of all heads' losses beside the base's.
             count: count the ranks of the labels.
@@ -76,7 +76,9 @@ class HeadsLoss:
             scalar loss, and LongTensor (K, RANKS + 1): how often each head gave each rank to the label; zeros if they
             are not counted.
         """
-        reading = self.read(model, inputs) if reading is None else reading
+        if reading is None:
+            inputs = padded_on_the_right(inputs)
+            reading = self.read(model, inputs)
         like = next(model.drafter.parameters())
         device = like.device  # of a base on several devices the heads are on the last
         labels = inputs["labels"].to(device)
@@ -319,6 +321,22 @@ def computed_in(drafter: Drafter, dtype: torch.dtype) -> Iterator[None]:
     finally:
         for module, name, parameter in held:
             module._parameters[name] = parameter
+
+
+def padded_on_the_right(inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """A batch whose rows begin with their text: padding in front of a text goes behind it.
+
+    So the loss of a row does not depend on the side of its padding: not every base takes its positions from the mask,
+    and the first token of a text is nothing's guess.
+    """
+    mask = inputs.get("attention_mask")
+    if mask is None:
+        return inputs
+    columns = torch.arange(mask.shape[1], device=mask.device)
+    order = (columns + (mask.cumsum(1) == 0).sum(1, keepdim=True)) % len(columns)
+    moved = {name: inputs[name].gather(1, order.to(inputs[name].device)) for name in ("input_ids", "labels")}
+    rest = {name: value for name, value in inputs.items() if name != "label_positions"}  # of the labels as they were
+    return {**rest, **moved, "attention_mask": mask.gather(1, order)}
 
 
 def labelled(labels: Tensor, shift: int) -> Tensor:

@@ -26,7 +26,7 @@ from hf_drafthead.modeling.families import find_family
 from hf_drafthead.training.arguments import CHECKPOINTING, DraftHeadTrainingArguments
 from hf_drafthead.training.callbacks import CheckGradients, Clock
 from hf_drafthead.training.expected_tokens_per_step import ExpectedTokensPerStep
-from hf_drafthead.training.heads_loss import RANKS, HeadsLoss, heads_share, label_counts
+from hf_drafthead.training.heads_loss import RANKS, HeadsLoss, heads_share, label_counts, padded_on_the_right
 from hf_drafthead.training.record import refuse_weights_alone, writing
 
 logger = logging.get_logger(__name__)
@@ -166,7 +166,8 @@ class DraftHeadTrainer(Trainer):
         batches = list(itertools.islice(epoch_iterator, num_batches))
         if not batches:
             return batches, None
-        counts = sum(label_counts(batch["labels"], self._heads) for batch in batches).to(device)  # type: ignore[union-attr]
+        labels = [padded_on_the_right(batch)["labels"] for batch in batches]
+        counts = sum(label_counts(each, self._heads) for each in labels).to(device)  # type: ignore[union-attr]
         return batches, self.accelerator.reduce(counts).clamp(min=1)
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:

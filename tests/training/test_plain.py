@@ -12,8 +12,9 @@ from hf_drafthead.generation.reader import BaseReader
 from hf_drafthead.modeling.adapters import add_adapter
 from hf_drafthead.training.arguments import DraftHeadTrainingArguments
 from hf_drafthead.training.heads_loss import HeadsLoss
-from tests.bases import tiny_base
+from tests.bases import KINDS, tiny_base
 from tests.families import FAMILIES
+from tests.training.test_trainer import trainer_of
 
 IDS = torch.tensor([[5, 9, 33, 21, 8, 40, 17, 3], [7, 7, 12, 64, 3, 11, 5, 9]])
 TEXTS = [{"text": f"def add_{number}(a, b):\n    return a + b + {number}\n"} for number in range(8)]
@@ -154,3 +155,29 @@ def test_heads_in_half_precision_are_warned_about(caplog):
     model = FAMILIES[0].build(tiny_base(dtype=torch.bfloat16)).train()
     assert model(IDS, labels=IDS).loss.isfinite()
     assert "the heads are in half precision, in which small updates are lost" in caplog.text
+
+
+def padded(side: str) -> dict[str, torch.Tensor]:
+    """Two rows, the first of them shorter by three."""
+    rows, at = [IDS[0, :5], IDS[1]], slice(3, None) if side == "left" else slice(0, 5)
+    batch = {"input_ids": torch.zeros(2, 8, dtype=torch.long), "labels": torch.full((2, 8), -100)}
+    batch["attention_mask"] = torch.zeros(2, 8, dtype=torch.long)
+    for row, (ids, where) in enumerate(zip(rows, (at, slice(None)))):
+        batch["input_ids"][row, where], batch["labels"][row, where] = ids, ids
+        batch["attention_mask"][row, where] = 1
+    return batch
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_the_loss_does_not_depend_on_the_side_of_the_padding(kind):
+    """GPT-2 counts positions from the first column, whatever the mask says."""
+    model = MedusaForCausalLM.from_base(tiny_base(kind), num_draft_heads=3).train()
+    left, right = (model(**padded(side)).loss for side in ("left", "right"))
+    torch.testing.assert_close(left, right)
+
+
+def test_a_step_counts_the_labels_of_rows_that_are_padded_on_the_left_as_of_others(tmp_path):
+    model = MedusaForCausalLM.from_base(tiny_base("gpt2", dtype=torch.float32), num_draft_heads=3)
+    trainer = trainer_of(model, tmp_path)
+    counted = [trainer.get_batch_samples(iter([padded(side)]), 1, torch.device("cpu"))[1] for side in ("left", "right")]
+    assert torch.equal(*counted) and counted[0].tolist() == [4 + 7, 3 + 6, 2 + 5, 1 + 4]
