@@ -6,12 +6,14 @@ BIN := .venv/bin
 # CI installs the same versions from hashes.txt, where pip compares every file with its published hash.
 PINS ?= constraints.txt
 READY := .venv/.ready
+# Of today: tomorrow there may be newer versions.
+NEWEST := .newest/.ready-$(shell date +%F)
 
 # One thread per process: the models of the tests are tiny, and a worker per core uses it better than threads do.
 TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-fuzz test-conformance test-oldest soak audit check
+.PHONY: help demo test test-slow newest-environment test-newest test-oldest test-fuzz test-conformance soak audit check
 .PHONY: style docs build
 .PHONY: bench-gpu coverage mutate test-remote-code test-formats
 
@@ -28,8 +30,24 @@ test-fuzz: $(READY)  ## 5,000 random calls against the base: trees, bases, setti
 	FUZZ_EXAMPLES=3000 SAMPLING_EXAMPLES=2000 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -s -p no:logging \
 		tests/generation/test_fuzz.py tests/generation/test_sampling.py -k 'the_model_says or whatever_is_asked'
 
-test-slow: $(READY)  ## the tests that take long
+test-slow: $(READY)  ## the tests that take long, and all cases of those of which `make test` runs a few
 	$(TEST) -m slow
+
+newest-environment:
+	@echo $(NEWEST)
+
+test-newest: $(NEWEST)  ## what `pip install .` brings today, with nothing pinned (a download of 5 GB; needs a package index)
+	OMP_NUM_THREADS=1 .newest/bin/python tests/tools/newest.py --minutes $(or $(MINUTES),60)
+
+# The README's install, and what its tests need. Where torch with CUDA is not to be had, that for CPUs is taken.
+$(NEWEST): pyproject.toml
+	rm -rf .newest
+	$(PYTHON) -m venv .newest
+	.newest/bin/pip install --disable-pip-version-check --quiet --no-compile . || { \
+		echo "NOT AS pip install . BRINGS IT TODAY: torch is the pinned one, for CPUs alone"; \
+		.newest/bin/pip install --disable-pip-version-check --quiet --no-compile . "$$(grep '^torch==' constraints.txt)"; }
+	.newest/bin/pip install --disable-pip-version-check --quiet --no-compile gguf hypothesis lm-format-enforcer pytest pytest-xdist
+	@touch $@
 
 test-conformance: $(READY)  ## transformers' common tests, with CONFORMANCE=the tests folder of its source
 	@test -n "$(CONFORMANCE)" || { echo "say where transformers' tests are: make test-conformance CONFORMANCE=transformers/tests"; exit 1; }

@@ -1,13 +1,20 @@
-"""The table of bases in `docs/bases.md`: each is built tiny from a config and tried with three families.
+"""The table of bases in `docs/bases.md`: each is built tiny, as a published checkpoint is, and tried with heads on it.
+
+A class of transformers has the settings of a published checkpoint for defaults, and names it. A tiny base has these but
+for its sizes: the first layers of that model, as many as show every kind of layer that it has, and a short window where
+it has a window. PUBLISHED says what a checkpoint has otherwise than its class.
 
 `python -m tests.base_table` writes the table anew.
 """
 
+import functools
+import inspect
+import re
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from hf_drafthead.modeling.base_model import auto_class
@@ -20,17 +27,16 @@ FAMILIES: dict[str, dict[str, Any]] = {"medusa": {}, "eagle": {}, "eagle3": {"fe
 BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"
 
 GROUPS: dict[str, Any] = {"num_key_value_heads": 2}
-WINDOW = {"sliding_window": 8}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 LLAMA4 = {**GROUPS, "head_dim": 8, "num_local_experts": 2, "intermediate_size_mlp": 48}
-GEMMA3 = {**GROUPS, **WINDOW, "head_dim": 8, "query_pre_attn_scalar": 8}
+GEMMA3 = {**GROUPS, "head_dim": 8, "query_pre_attn_scalar": 8}
 DEEPSEEK = {"q_lora_rank": 16, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8}
 DEEPSEEK |= {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, **EXPERTS, "first_k_dense_replace": 1}
 LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
 TEXT: dict[str, dict[str, Any]] = {
     "llama": GROUPS,
-    "mistral": {**GROUPS, **WINDOW},
-    "ministral": {**GROUPS, **WINDOW, "head_dim": 8},
+    "mistral": GROUPS,
+    "ministral": {**GROUPS, "head_dim": 8},
     "mixtral": {**GROUPS, "num_local_experts": 4},
     "qwen2": GROUPS,
     "qwen3": {**GROUPS, "head_dim": 8},
@@ -43,24 +49,24 @@ TEXT: dict[str, dict[str, Any]] = {
     "phi": {},
     "phi3": GROUPS,
     "cohere": GROUPS,
-    "cohere2": {**GROUPS, **WINDOW},
+    "cohere2": GROUPS,
     "olmo2": GROUPS,
     "granite": GROUPS,
     "starcoder2": GROUPS,
     "stablelm": GROUPS,
     "smollm3": GROUPS,
-    "exaone4": {**GROUPS, **WINDOW},
+    "exaone4": GROUPS,
     "glm4": {**GROUPS, "head_dim": 8},
     "nemotron": GROUPS,
     "deepseek_v3": {"num_key_value_heads": 4, **DEEPSEEK},
-    "gpt_oss": {**GROUPS, **WINDOW, "head_dim": 8, "num_local_experts": 4},
+    "gpt_oss": {**GROUPS, "head_dim": 8, "num_local_experts": 4},
     "llama4_text": LLAMA4,
     "gpt_neox": {},
     "gpt2": {},
     "gptj": {"rotary_dim": 4},
     "gpt_bigcode": {},
-    "opt": {"ffn_dim": 48, "word_embed_proj_dim": 16, "do_layer_norm_before": False},  # as facebook/opt-350m
-    "falcon": {"new_decoder_architecture": True, "num_kv_heads": 2, "alibi": False},
+    "opt": {"ffn_dim": 48, "word_embed_proj_dim": 16},
+    "falcon": {"num_kv_heads": 2},
     "codegen": {"rotary_dim": 4},
     "biogpt": {},
     "bloom": {},
@@ -68,15 +74,73 @@ TEXT: dict[str, dict[str, Any]] = {
     "gpt_neo": {"num_layers": 2, "attention_types": [[["global", "local"], 1]], "window_size": 8},
     "mamba": KINDS["mamba"],
     "rwkv": {"attention_hidden_size": 32},
-    "qwen3_next": {
-        **GROUPS,
-        **EXPERTS,
-        **LINEAR,
-        "head_dim": 8,
-        "shared_expert_intermediate_size": 16,
-        "layer_types": ["linear_attention", "full_attention"],
-    },
+    "qwen3_next": {**GROUPS, **EXPERTS, **LINEAR, "head_dim": 8, "shared_expert_intermediate_size": 16},
 }
+GRANITE = {"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 0.015625}
+# Checkpoints, and what they have otherwise than their class, whose defaults are of another one or of none.
+PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
+    "bamba": (
+        "ibm-ai-platform/Bamba-9B",
+        {"attn_layer_indices": [1], "layers_block_type": ["linear_attention", "full_attention"]},
+    ),
+    "cohere2": ("CohereLabs/c4ai-command-r7b-12-2024", {}),
+    "deepseek_v3": ("deepseek-ai/DeepSeek-V3", {}),
+    "falcon": ("tiiuae/falcon-40b", {"new_decoder_architecture": True, "alibi": False}),
+    "gemma2": ("google/gemma-2-9b", {}),
+    "glm4": ("zai-org/GLM-4-9B-0414", {}),
+    "granite": ("ibm-granite/granite-3.0-8b-base", {**GRANITE, "logits_scaling": 16.0}),
+    "granitemoe": ("ibm-granite/granite-3.0-1b-a400m-base", {**GRANITE, "logits_scaling": 6.0}),
+    "granitemoehybrid": (
+        "ibm-granite/granite-4.0-h-tiny",
+        {**GRANITE, "logits_scaling": 6.0, "layer_types": ["linear_attention", "full_attention"]},
+    ),
+    "granitemoeshared": ("ibm-research/moe-7b-1b-active-shared-experts", {**GRANITE, "logits_scaling": 6.0}),
+    "laguna": ("poolside/laguna-XS.2", {"layer_types": ["full_attention", "sliding_attention"]}),
+    "lfm2": ("LiquidAI/LFM2-1.2B", {"layer_types": ["conv", "conv", "full_attention"]}),
+    "lfm2_moe": ("LiquidAI/LFM2-8B-A1B", {"layer_types": ["conv", "conv", "full_attention"]}),
+    "mellum": ("JetBrains/Mellum2-12B-A2.5B-Base", {"layer_types": ["full_attention", "sliding_attention"]}),
+    "opt": ("facebook/opt-350m", {"do_layer_norm_before": False}),
+    "phi3": ("microsoft/Phi-3-mini-4k-instruct", {"sliding_window": 8}),
+    "starcoder2": ("bigcode/starcoder2-7b", {"sliding_window": 8}),
+}
+# Lists with an entry per layer, and what is computed from a rule: which kinds of layers follow each other.
+PER_LAYER = ("layer_types", "layers_block_type", "mlp_layer_types", "no_rope_layers")
+SHORT = 8
+
+
+def checkpoint(kind: str) -> str:
+    """The published checkpoint as which a base of this class is built."""
+    if kind in PUBLISHED:
+        return PUBLISHED[kind][0]
+    said = re.search(r"\[([\w\-.]+/[\w\-.]+)\]\(https://huggingface.co/", inspect.getdoc(_of_class(kind)) or "")
+    return said[1] if said else "its class's defaults"
+
+
+@functools.cache
+def _of_class(kind: str) -> PreTrainedConfig:
+    return AutoConfig.for_model(kind)
+
+
+def published(kind: str) -> dict[str, Any]:
+    """The settings of the checkpoint's text model."""
+    config = _of_class(kind).get_text_config(decoder=True)
+    others = (*PER_LAYER, "sliding_window")  # some are properties
+    per_layer = {name: getattr(config, name) for name in others if hasattr(config, name)}
+    return {**vars(config), **per_layer, **PUBLISHED.get(kind, ("", {}))[1]}
+
+
+def layers(kind: str) -> dict[str, Any]:
+    """How many layers show every kind of layer of a published model, their kinds, and its window made short."""
+    config, fields = published(kind), dict(PUBLISHED.get(kind, ("", {}))[1])
+    per_layer = {name: list(config.get(name) or ()) for name in PER_LAYER}
+    firsts = [kinds.index(one) + 1 for kinds in per_layer.values() for one in set(kinds)]
+    count = fields.get("num_hidden_layers") or max(SIZES["num_hidden_layers"], *firsts, 0)
+    stored = vars(_of_class(kind).get_text_config(decoder=True))
+    kinds = {name: kinds[:count] for name, kinds in per_layer.items() if kinds and name in stored}
+    window = {"sliding_window": SHORT} if config.get("sliding_window") else {}
+    return {**fields, "num_hidden_layers": count, **kinds, **window}
+
+
 CLIP = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
 CLIP |= {"image_size": 16, "patch_size": 8}
 LLAMA4_VISION = {
@@ -139,7 +203,7 @@ SMALL: dict[str, Any] = {
     **dict.fromkeys(("decoder_layers", "linear_num_key_heads", "linear_num_value_heads"), 2),
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "n_head", "n_heads", "rotary_dim"), 4),
     **dict.fromkeys(("decoder_attention_heads", "mamba_n_heads", "mamba_num_heads", "state_size"), 4),
-    **dict.fromkeys(("head_dim", "mamba_d_head", "mamba_head_dim", "linear_key_head_dim", "sliding_window"), 8),
+    **dict.fromkeys(("head_dim", "mamba_d_head", "mamba_head_dim", "linear_key_head_dim"), 8),
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 16),
     **dict.fromkeys(("d_model", "n_embd", "word_embed_proj_dim", "mamba_d_ssm"), 32),
     **dict.fromkeys(("ffn_dim", "d_ff", "ffn_hidden_size", "decoder_ffn_dim"), 48),
@@ -155,7 +219,7 @@ SMALL: dict[str, Any] = {
 }
 # What some configs want otherwise: heads of another size, or as many of keys as of queries.
 OTHERWISE: list[dict[str, Any]] = [{}, {"num_key_value_heads": 4}, {"num_key_value_heads": 4, "head_dim": None}]
-MOST = 3_000_000  # parameters of what counts as tiny
+MOST = 5_000_000  # parameters of what counts as tiny
 
 
 def generic(kind: str) -> PreTrainedModel | None:
@@ -163,7 +227,7 @@ def generic(kind: str) -> PreTrainedModel | None:
     for otherwise in OTHERWISE:
         try:
             plain = AutoConfig.for_model(kind)
-            fields = {**SIZES, **SPECIAL, **SMALL, **otherwise}
+            fields = {**SIZES, **SPECIAL, **SMALL, **otherwise, **layers(kind)}
             known = {name: value for name, value in fields.items() if value is not None and hasattr(plain, name)}
             config = AutoConfig.for_model(kind, **known)
             choice = {"experts_implementation": "eager", "dtype": torch.float64}
@@ -184,12 +248,12 @@ def generic(kind: str) -> PreTrainedModel | None:
 def tiny(kind: str) -> PreTrainedModel:
     """A base of the table, with random weights in float64."""
     if kind in TEXT:
-        fields = {**SIZES, **SPECIAL, **TEXT[kind]}
+        fields = {**SIZES, **SPECIAL, **layers(kind), **TEXT[kind]}
         fields.pop("model_type", None)
         config = AutoConfig.for_model(kind, **fields)
     else:
         text_type, text, vision, fields = IMAGES[kind]
-        text = {**SIZES, **SPECIAL, **text, "model_type": text_type}
+        text = {**SIZES, **SPECIAL, **layers(text_type), **text, "model_type": text_type}
         config = AutoConfig.for_model(kind, text_config=text, vision_config=vision, **fields)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -239,10 +303,16 @@ def others() -> list[str]:
 
 def table() -> str:
     """All rows, as Markdown."""
-    lines = ["| Base (`model_type`) | Drafts for text | Decoder layers of heads | Why it decodes by itself |"]
-    lines += ["|---|---|---|---|"]
-    lines += [f"| `{kind}` | {' | '.join(row(kind))} |" for kind in [*TEXT, *IMAGES, *others()]]
-    return "\n".join(lines)
+    lines = [
+        "| Base (`model_type`) | Built as | Drafts for text | Decoder layers of heads | Why it decodes by itself |"
+    ]
+    lines += ["|---|---|---|---|---|"]
+    return "\n".join(lines + [line(kind, row(kind)) for kind in [*TEXT, *IMAGES, *others()]])
+
+
+def line(kind: str, tried: tuple[str, str, str]) -> str:
+    """A row as it is written."""
+    return f"| `{kind}` | {checkpoint(kind)} | {' | '.join(tried)} |"
 
 
 if __name__ == "__main__":

@@ -4,8 +4,9 @@ from typing import Any
 
 import torch
 import transformers
-from packaging.version import Version
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from hf_drafthead.generation.releases import NEWEST, numbers
 
 VOCABULARY = 67
 SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -69,8 +70,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "mpt": {"model_type": "mpt", "d_model": 32, "n_heads": 4, "n_layers": 2, "expansion_ratio": 2, "max_seq_len": 512},
     "mamba": {"model_type": "mamba", "state_size": 4, "num_hidden_layers": 2},
 }
-# Whether transformers is older than the pinned version, in which a base here and there behaves in another way.
-EARLIER = Version(transformers.__version__) < Version("5.23")
+# Whether transformers is older than the release that the docs speak of: a base here and there behaves otherwise there.
+EARLIER = numbers(transformers.__version__) < numbers(NEWEST)
 CANNOT_SDPA = {"gemma2", "mpt", "mamba"}
 
 

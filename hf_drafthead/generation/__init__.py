@@ -1,5 +1,6 @@
 """Draft trees, their cache, the walks and the decoding loop: tensors only, no head family."""
 
+from hf_drafthead.generation import releases as releases  # first: it refuses a transformers that is too old or too new
 from hf_drafthead.generation.drafting import Guesses
 from hf_drafthead.generation.mixin import DraftHeadGenerationMixin
 from hf_drafthead.generation.slots import SlotCache

@@ -21,19 +21,44 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.generation import GenerationMixin
 
-OLDEST, NEWEST = "5.17.0", "5.24.0"  # between which every release was tested
+OLDEST, NEWEST, BEYOND = (
+    "5.17.0",
+    "5.24.0",
+    "6",
+)  # the first two were tested, and what lies between; the last is too new
 CACHE_NAMES = ("cache", "past_key_values", "cache_params", "layer_past", "past_key_value")
 
 
-def untested() -> str:
-    """For the end of a reason that was found by running: that transformers is newer than any tested; or nothing.
+def numbers(version: str) -> list[int]:
+    """The three numbers of a version, by which two are compared.
 
-    >>> untested()
-    ''
+    >>> numbers("5.25.0.dev0")
+    [5, 25, 0]
+    """
+    return [int(number) for number in re.findall(r"\d+", version)[:3]]
+
+
+def check_installed() -> None:
+    """Refuse a transformers for which this package is not made.
+
+    Raises:
+        ImportError: the release is too old or too new.
     """
     installed = transformers.__version__
-    numbers = [[int(number) for number in re.findall(r"\d+", version)[:3]] for version in (installed, NEWEST)]
-    if numbers[0] <= numbers[1]:
+    if not numbers(OLDEST) <= numbers(installed) < numbers(BEYOND):
+        raise ImportError(
+            f"transformers {installed} is installed, and draft heads need a release from {OLDEST} on and below "
+            f"{BEYOND}: pip install 'transformers>={OLDEST},<{BEYOND}'."
+        )
+
+
+check_installed()
+
+
+def untested() -> str:
+    """For the end of a reason that was found by running: that transformers is newer than any tested; or nothing."""
+    installed = transformers.__version__
+    if numbers(installed) <= numbers(NEWEST):
         return ""
     return f" (transformers {installed} is installed, which is newer than {NEWEST}, the newest that was tested)"
 

@@ -23,7 +23,6 @@ def tiny(one: Published, tmp_path):
     return tmp_path, base
 
 
-@pytest.mark.few(20)
 @every
 def test_a_tiny_copy_is_converted_and_drafts(one, tiny):
     folder, base = tiny

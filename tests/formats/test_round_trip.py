@@ -88,7 +88,6 @@ def assert_same(found, wanted):
         assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor), name
 
 
-@pytest.mark.few(30)
 @pytest.mark.parametrize("form, to", CASES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_convert_after_export_changes_nothing(form, to, dtype, base, tmp_path):
@@ -107,7 +106,6 @@ def test_convert_after_export_changes_nothing(form, to, dtype, base, tmp_path):
     assert_same(tensors_in(tmp_path / "theirs again"), tensors_in(tmp_path / "theirs"))
 
 
-@pytest.mark.few(16)
 @pytest.mark.parametrize("form, to", CASES)
 def test_exported_heads_draft_what_they_drafted(form, to, base, tmp_path):
     model = build(form, base)

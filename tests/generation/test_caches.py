@@ -119,7 +119,6 @@ SOURCES = [from_a_forward, from_a_call_of_the_base, from_a_call_of_the_model, fr
 every_source = pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.__name__)
 
 
-@pytest.mark.few(20)
 @every_kind
 @every_source
 @histories

@@ -74,6 +74,13 @@ def first_step(monkeypatch):
     # the generator of a GPU that is not there
     monkeypatch.setattr(rules.NoiseTape, "_state", lambda tape: None)
     monkeypatch.setattr(rules.NoiseTape, "_restore", lambda tape, state: None)
+    monkeypatch.setattr(rules.NoiseTape, "_leave_at", lambda tape, state: None)
+    monkeypatch.setattr(rules.NoiseTape, "_moved", lambda tape: False)
+
+    def draw(tape, like, generator):
+        return like.new_empty(tape.batch_size, like.shape[-1], device=generator.device).exponential_()
+
+    monkeypatch.setattr(rules.NoiseTape, "_draw", draw)
 
     def run(model, **call):
         with pytest.raises(Reached) as reached:

@@ -178,7 +178,6 @@ def test_the_text_is_the_base_s(family, tree, sampling, captured, monkeypatch):
     check(family.build(tiny_base("llama-gqa")), 3, tree, RUNNERS["captured"] if captured else {}, **sampling)
 
 
-@pytest.mark.few(22)
 @pytest.mark.parametrize("sampling", [{}, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("tree", ["static", "dynamic", "lookup"])

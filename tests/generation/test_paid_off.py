@@ -36,7 +36,6 @@ def fewest(new_tokens: int, depth: int) -> list[int]:
     return [depth + 1] * whole + [rest] * bool(rest)
 
 
-@pytest.mark.few(40)
 @every_kind
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("tree", [TREE, CHAIN, [[0]]], ids=["tree", "chain", "one node"])

@@ -61,7 +61,6 @@ def guided(new_tokens: list[int]) -> int:
     return 1 + max(new_tokens)
 
 
-@pytest.mark.few(42)
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("name, call", CASES, ids=[name for name, _ in CASES])
 def test_every_processor_of_transformers(name, call, rows):

@@ -34,7 +34,6 @@ ODD_MASKS = {
 }
 
 
-@pytest.mark.few(40)
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 @pytest.mark.parametrize("kind", [torch.long, torch.int, torch.bool, torch.float32], ids=str)
 @pytest.mark.parametrize("mask", ODD_MASKS.values(), ids=ODD_MASKS)

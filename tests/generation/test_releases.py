@@ -1,7 +1,10 @@
 """A model takes and gives what the installed release of transformers takes and gives, under the names of its time."""
 
 import logging
+import os
 import re
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 
@@ -16,6 +19,7 @@ from tests.families import FAMILIES
 from tests.generation.agreement import TREE, prompt, shared_base
 
 NAMES = ("cache", "past_key_values")
+ROOT = Path(__file__).parents[2]
 every_name = pytest.mark.parametrize("name", NAMES)
 
 
@@ -104,3 +108,20 @@ def test_no_other_module_spells_the_cache_or_asks_for_a_version():
         if place != "generation/releases.py" and len(found) > allowed.get(place, 0):
             wrong.append((place, len(found)))
     assert not wrong, releases.__doc__
+
+
+@pytest.mark.parametrize("installed", ["4.57.1", "5.16.2", "6.0.0.dev0", "6.1.0"])
+def test_a_release_that_is_too_old_or_too_new_is_refused_in_one_line(installed, tmp_path):
+    """Also where names are missing in it that are imported elsewhere."""
+    (tmp_path / "transformers").mkdir()
+    (tmp_path / "transformers" / "__init__.py").write_text(
+        f"__version__ = {installed!r}\nclass GenerationConfig: pass\nclass PreTrainedModel: pass\n"
+    )
+    (tmp_path / "transformers" / "cache_utils.py").write_text("class Cache: pass\nclass CacheLayerMixin: pass\n")
+    (tmp_path / "transformers" / "generation.py").write_text("class GenerationMixin: pass\n")
+    path = f"{tmp_path}{os.pathsep}{ROOT}"
+    command = [sys.executable, "-c", "import hf_drafthead"]
+    ended = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True)
+    last = ended.stderr.strip().splitlines()[-1]
+    assert f"transformers {installed} is installed, and draft heads need a release from 5.17.0 on and below 6" in last
+    assert last.endswith("pip install 'transformers>=5.17.0,<6'.")

@@ -102,7 +102,6 @@ def reads_back(request):
         yield
 
 
-@pytest.mark.few(15)
 @pytest.mark.usefixtures("reads_back")
 @pytest.mark.parametrize("capacity, room", [(1000, 1024), (3, 1)], ids=["enough", "too little"])
 @given(data=st.data())

@@ -61,7 +61,6 @@ def stored_names(folder: Path) -> set[str]:
     return names
 
 
-@pytest.mark.few(20)
 @pytest.mark.parametrize("door", ["own class", "AutoModel", "AutoModelForCausalLM"])
 @pytest.mark.parametrize("form", ["heads only", "with base"])
 def test_round_trip(family, saved, form, door):
@@ -301,7 +300,6 @@ def test_the_choice_of_attention_reaches_the_base(family, saved, loader, form):
     assert_same(model, loaded, atol=1e-5, rtol=1e-5)  # eager takes its softmax in float32
 
 
-@pytest.mark.few(20)
 @pytest.mark.parametrize("on_disk", ["base.model", "base.lm_head", "drafter"])
 @pytest.mark.parametrize("form", ["heads only", "with base"])
 def test_a_model_in_pieces_some_of_them_on_disk(family, saved, form, on_disk):

@@ -24,7 +24,6 @@ def gradients(model, loss):
     return {name: parameter.grad.clone() for name, parameter in model.drafter.named_parameters()}
 
 
-@pytest.mark.few(12)
 @pytest.mark.parametrize("chunk", [1, 700, 1 << 22], ids=["one position", "some", "all"])
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 def test_loss_and_gradients_are_those_of_the_plain_way(family, chunk, monkeypatch):
