@@ -66,6 +66,8 @@ def run_distill(
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p}
     options |= {"prompt_tokens": prompt_tokens, "turns": turns, "greedy": greedy, "question_tokens": question_tokens}
     options["seed"] = seed
+    if endpoint is None and synthesize is not None:
+        room.check_it_can_write(str(model), template)
     if endpoint is None:
         answers, tokenizer = room.load_model(str(model), state.device)
         tokenizer.chat_template = template or tokenizer.chat_template

@@ -131,9 +131,9 @@ def evaluation_line(step: int, steps: int, metrics: dict[str, Any]) -> str:
     """One evaluation as a line.
 
     >>> evaluation_line(24, 240, {"eval_loss": 2.5, "eval_head0_top1": 0.61, "eval_tokens_per_step": 2.0})
-    'step 24 of 240: held-out loss 2.500, expected tokens per step 2.00; first guess right: head 1 61.0 %'
+    'step 24 of 240: held-out loss of all heads 2.500, expected tokens per step 2.00; first guess right: head 1 61.0 %'
     """
-    line = f"step {step} of {steps}: held-out loss {metrics['eval_loss']:.3f}"
+    line = f"step {step} of {steps}: held-out loss of all heads {metrics['eval_loss']:.3f}"
     expected = metrics.get("eval_tokens_per_step")
     line += "" if expected is None else f", expected tokens per step {expected:.2f}"
     heads = heads_of({name.removeprefix("eval_"): value for name, value in metrics.items()}, 1)
@@ -156,7 +156,7 @@ class TrainingLog(TrainerCallback):
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         if logs and "loss" in logs:
-            self._loss = f", loss {float(logs['loss']):.3g}"
+            self._loss = f", loss of all heads {float(logs['loss']):.3g}"
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         step, steps = state.global_step, state.max_steps

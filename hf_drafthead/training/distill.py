@@ -6,6 +6,7 @@ Heads have to predict the base's own text, which differs from that of the people
 import hashlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -273,6 +274,17 @@ def load_model(name: str, device: torch.device | None = None, **load: Any) -> tu
         if not hasattr(model, "base"):
             raise
         return model, load_tokenizer(model.base.name_or_path, model.config.base_gguf_file)
+
+
+def check_it_can_write(name: str, template: str | None = None) -> None:
+    """Refuse a base that can write no text of its own by its tokenizer, before it is loaded; a ValueError.
+
+    Heads without a tokenizer of their own are asked when they are loaded.
+    """
+    with suppress(OSError):
+        tokenizer = tokenizer_of(name)
+        tokenizer.chat_template = template or tokenizer.chat_template
+        Writer(tokenizer, Sampling(1, 1.0, turns=1))
 
 
 def tokenizer_of(name: str) -> Any:

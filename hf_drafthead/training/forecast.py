@@ -153,7 +153,8 @@ def _tried(trainer: DraftHeadTrainer, rows: Sequence[Any], length: float | None)
     def loss(learning: bool) -> Tensor:
         model.train(learning)
         with trainer.compute_loss_context_manager(), torch.set_grad_enabled(learning):
-            return trainer.compute_loss(model, inputs, num_items_in_batch=totals)  # type: ignore[no-any-return]
+            # most steps of a training count no ranks
+            return trainer.loss_on(model, inputs, totals if learning else None, count=not learning)
 
     def learn() -> Tensor:
         (tried := loss(True)).backward()
@@ -167,19 +168,20 @@ def _tried(trainer: DraftHeadTrainer, rows: Sequence[Any], length: float | None)
     if on_gpu:
         torch.cuda.reset_peak_memory_stats(device)
     with torch.random.fork_rng(devices=[device] if on_gpu else []), trainer.own_counts():
-        for _ in range(2):  # the first includes one-time work, and makes the moments
+        passings = []
+        for _ in range(3):  # the first includes one-time work, and makes the moments
             start = time.perf_counter()
             inputs = trainer.data_collator(some)
             loading = time.perf_counter() - start
             inputs = {name: value.to(device) for name, value in inputs.items()}
             totals = label_counts(inputs["labels"], model.config.num_draft_heads).clamp(min=1)
-            passing = _seconds(learn)
+            passings.append(_seconds(learn))
             if peak is None:
                 peak = torch.cuda.max_memory_allocated(device) if on_gpu else _most_memory()
             model.zero_grad(set_to_none=False)  # so that no update moves a weight
             updating, evaluating = _seconds(update), _seconds(lambda: loss(False))
         model.zero_grad(set_to_none=True)
-        passing = passing * (length or tried_length) / tried_length + loading
+        passing = min(passings) * (length or tried_length) / tried_length + loading
         evaluation = evaluating * math.ceil(len(rows) / (batch * args.world_size))
         if expected is not None:
             answering, guessing, token = expected.tried(model.eval())

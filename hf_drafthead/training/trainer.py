@@ -140,6 +140,11 @@ class DraftHeadTrainer(Trainer):
         totals = num_items_in_batch if model.training else None
         # ranks cost a pass over all logits: in training they are counted where they are logged
         count = not model.training or self.state.global_step % max(int(self.state.logging_steps or 1), 1) == 0
+        loss = self.loss_on(model, inputs, totals, count)
+        return (loss, {}) if return_outputs else loss
+
+    def loss_on(self, model: nn.Module, inputs: Mapping[str, Tensor], totals: Tensor | None, count: bool) -> Tensor:
+        """The loss of a batch at this step, divided by so many labels (1 + K,); ranks are counted where asked for."""
         weight = self.args.heads_weight * heads_share(
             self.args.heads_schedule, self.state.global_step, self.state.max_steps
         )
@@ -148,7 +153,7 @@ class DraftHeadTrainer(Trainer):
         self._counts = self._counts.to(counts.device) + counts
         if totals is not None:
             loss = loss * self.accelerator.num_processes  # whose gradients are averaged
-        return (loss, {}) if return_outputs else loss
+        return loss  # type: ignore[no-any-return]
 
     @contextmanager
     def own_counts(self) -> Iterator[None]:

@@ -5,6 +5,7 @@ import types
 
 import pytest
 import torch
+from matplotlib.figure import Figure
 
 from hf_drafthead.modeling.families import FAMILIES, fresh_heads
 from hf_drafthead.training import callbacks, run
@@ -12,6 +13,7 @@ from hf_drafthead.training.arguments import QUICK, DraftHeadTrainingArguments
 from hf_drafthead.training.callbacks import Clock, TrainingLog
 from hf_drafthead.training.examples import tokens_to_cover
 from hf_drafthead.training.forecast import Forecast
+from hf_drafthead.training.record import plot_training
 from hf_drafthead.training.run import choose_among_fewer, remarks
 from hf_drafthead.training.trainer import DraftHeadTrainer
 from tests.bases import tiny_base
@@ -174,5 +176,23 @@ def test_a_log_has_a_line_for_each_tenth(capsys, monkeypatch):
     assert "\r" not in lines
     lines = lines.splitlines()
     assert len(lines) == 11
-    assert lines[0].startswith("step 20 of 200, loss 2.35, about ") and lines[9].endswith("about 0 s left")
-    assert lines[10] == "step 200 of 200: held-out loss 2.000; first guess right: head 1 50.0 %"
+    assert lines[0].startswith("step 20 of 200, loss of all heads 2.35, about ") and lines[9].endswith("about 0 s left")
+    assert lines[10] == "step 200 of 200: held-out loss of all heads 2.000; first guess right: head 1 50.0 %"
+
+
+def drawn(history, tmp_path, monkeypatch):
+    """The two parts of the picture."""
+    parts = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: parts.extend(figure.axes))
+    plot_training(history, tmp_path / "training.png")
+    return parts
+
+
+def test_a_picture_of_one_evaluation_has_bars_and_of_several_curves(tmp_path, monkeypatch):
+    entry = {"eval_loss": 1.0, "eval_head0_top1": 0.5, "eval_head1_top1": 0.25, "eval_tokens_per_step": 2.0}
+    accuracy, speed = drawn([{**entry, "step": 4}], tmp_path, monkeypatch)
+    assert [bar.get_height() for bar in accuracy.patches] == [0.5, 0.25] and not accuracy.lines
+    assert [bar.get_height() for bar in speed.patches] == [2.0] and accuracy.get_xlabel() == "head"
+    accuracy, speed = drawn([{**entry, "step": 4}, {**entry, "step": 8}], tmp_path, monkeypatch)
+    assert len(accuracy.lines) == 2 and len(speed.lines) == 1 and not accuracy.patches
+    drawn([], tmp_path, monkeypatch)
