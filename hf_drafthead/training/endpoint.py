@@ -22,7 +22,18 @@ from hf_drafthead.training.templates import frame
 TIMEOUT = 600.0  # seconds for one answer
 # Servers have many words for an answer that ended by itself (stop, eos_token, stop_sequence, end_turn, COMPLETE), and
 # for one that was broken off by a limit, a filter or a failure; all of the latter have one of these in them.
-BROKEN_OFF = ("length", "max", "limit", "trunc", "incomplete", "filter", "safety", "recitation", "block", "prohibit")
+BROKEN_OFF: tuple[str, ...] = (
+    "length",
+    "max",
+    "limit",
+    "trunc",
+    "incomplete",
+    "filter",
+    "safety",
+    "recitation",
+    "block",
+    "prohibit",
+)
 BROKEN_OFF += ("spii", "refus", "abort", "cancel", "error", "time", "resource", "overload", "pause")
 ENDED = ("stop", "eos", "end", "complete", "call", "tool")
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from hf_drafthead.generation.drafting import draft_vocabulary
 from hf_drafthead.generation.settings import DEFAULT_TREE
 from hf_drafthead.generation.tree import DraftTree
+from hf_drafthead.training.answers import one_text
 from hf_drafthead.trees import rank_paths
 
 
@@ -87,5 +88,8 @@ class ExpectedTokensPerStep:
         """Texts (B, T) of a batch padded on the right, lengths of their prompts (B,) and of all of them (B,)."""
         if self.base_changes or number not in self._answers:
             batch = self._batches[number]
-            self._answers[number] = rank_paths.own_texts(model, batch, self.new_tokens, self.temperature, number)
+            plain = one_text(model)
+            self._answers[number] = rank_paths.own_texts(
+                model, batch, self.new_tokens, self.temperature, number, **plain
+            )
         return self._answers[number]

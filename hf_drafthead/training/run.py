@@ -273,7 +273,7 @@ def _model(source: HeadsToTrain, settings: DraftHeadTrainingArguments) -> Any:
             f"{', '.join(sorted(source.fields))} cannot be set for trained heads, whose config is fixed: leave them "
             "out, or train fresh heads."
         )
-    model = family.model_class.from_pretrained(source.heads, base_model=source.base, **source.load)
+    model: Any = family.model_class.from_pretrained(source.heads, base_model=source.base, **source.load)
     if (saved := model.config.family) != source.family:
         raise ValueError(
             f"the heads in {str(source.heads)!r} are {saved!r} heads, not {source.family!r} ones: give --family "

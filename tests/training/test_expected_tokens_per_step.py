@@ -6,10 +6,13 @@ from transformers.utils import logging
 
 from hf_drafthead.evaluation.measurement import tokens_per_step
 from hf_drafthead.generation.tree import DraftTree
+from hf_drafthead.modeling import MedusaForCausalLM
+from hf_drafthead.training.answers import ONE_TEXT
 from hf_drafthead.training.examples import likeness
 from hf_drafthead.training.expected_tokens_per_step import ExpectedTokensPerStep
 from hf_drafthead.training.heads_loss import IGNORED
 from tests.bases import VOCABULARY, tiny_base
+from tests.callers.table import SETTINGS as OF_GENERATE
 from tests.families import FAMILIES
 
 TREE = DraftTree([(0,), (1,), (2,), (3,), (0, 0), (0, 1), (1, 0), (2, 2), (0, 0, 0), (0, 0, 1)])
@@ -89,3 +92,16 @@ def test_the_base_s_own_text_looks_like_its_own_and_other_text_does_not(caplog, 
     assert look(other)["excess"] > 1 and "does not look like what the base writes" in caplog.text
     greedy = look(base.generate(start, do_sample=False, max_new_tokens=40, eos_token_id=None))
     assert greedy["agreement"] == 1.0 and greedy["excess"] < 0
+
+
+@pytest.mark.parametrize("name", sorted(ONE_TEXT))
+def test_what_changes_no_text_in_the_base_s_generation_config_changes_no_figure(name):
+    tried = OF_GENERATE[name].call
+    model = MedusaForCausalLM.from_base(tiny_base(), num_draft_heads=2).eval()
+    prompts = [torch.tensor([5, 9, 33]), torch.tensor([7, 12])]
+    right = ExpectedTokensPerStep(prompts, new_tokens=8)(model)
+    fields = tried if isinstance(tried, dict) else tried(model.base)
+    for field in fields.keys() & vars(model.generation_config).keys():
+        setattr(model.generation_config, field, fields[field])
+        setattr(model.base.generation_config, field, fields[field])
+    assert ExpectedTokensPerStep(prompts, new_tokens=8)(model) == right

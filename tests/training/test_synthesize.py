@@ -324,6 +324,8 @@ def test_what_a_base_cannot_write_is_said_before_it_is_loaded(tokenizer, tmp_pat
             code, _, err = train(capsys, folder, tmp_path / "heads", *more)
             assert code == 2 and err.count("\n") == 1
             assert ("the base cannot write questions" if template else "no token with which a text begins") in err
+        code, _, err = run(capsys, folder, "--synthesize", 3, "--output", tmp_path / "own.jsonl")
+        assert code == 2 and ("cannot write questions" if template else "no token with which a text") in err
     assert not (tmp_path / "heads").exists()
 
 
