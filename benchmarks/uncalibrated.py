@@ -1,7 +1,10 @@
-"""What `generate` takes on a CPU without any entry of a calibration, against the base: calls in turn, in one process.
+"""What `generate` takes on a CPU that heads were not calibrated for, against the base: calls in turn, in one process.
 
     python benchmarks/uncalibrated.py                        # the zoo's heads: float32 and bfloat16; 1, 2 and 8 rows
     python benchmarks/uncalibrated.py HEADS [HEADS ...] --base BASE --prompts QUESTIONS.jsonl --rows 1 8
+
+Each case is measured without entries, and with those of the heads as if they came from another CPU. What steps cost is
+measured anew for each, in its first call, which is not counted: `finding_out` is what that took, in steps of the base.
 
 Calls take turns, each on the next prompts, greedily, with one thread. `speedup` is the base's seconds over those with
 heads, of all calls, in time of the process: what else the machine does changes it little. The figures go to
@@ -12,7 +15,9 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import json
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -25,15 +30,19 @@ from hf_drafthead.evaluation.calls import encode_turn, steps_of
 from hf_drafthead.evaluation.loading import load
 from hf_drafthead.evaluation.measurement import tokens_per_step
 from hf_drafthead.evaluation.questions import Question, read_questions
+from hf_drafthead.generation import costs
 
 RESULTS = Path(__file__).parent / "results" / "uncalibrated.json"
 
 
 def measure(
-    model: Any, tokenizer: Any, questions: list[Question], *, rows: int, calls: int, tokens: int
+    model: Any, tokenizer: Any, questions: list[Question], entries: list, *, rows: int, calls: int, tokens: int
 ) -> dict[str, float | int]:
     """Speedup, its lowest and highest, tokens per step of the calls that drafted, and texts equal to the base's."""
-    model.generation_config.__dict__.pop("calibration", None)
+    model.generation_config.calibration = entries
+    costs.FILE = Path(tempfile.mkdtemp()) / "costs.json"
+    spent: list[float] = []
+    kept, costs.StepCosts._measured = costs.StepCosts._measured, timed(costs.StepCosts._measured, spent)
     settings = {"do_sample": False, "eos_token_id": None, "max_new_tokens": tokens}
     seconds: dict[str, list[float]] = {"base": [], "heads": []}
     same, steps = 0, []
@@ -52,6 +61,7 @@ def measure(
         same += turn > 0 and torch.equal(outputs["heads"].sequences, outputs["base"])
         if turn and getattr(outputs["heads"], "accepted_lengths", None) is not None:
             steps.append(steps_of(outputs["heads"]))
+    costs.StepCosts._measured = kept
     base, heads = seconds["base"][1:], seconds["heads"][1:]  # the first call prepares
     each = [one / other for one, other in zip(base, heads, strict=True)]
     return {
@@ -59,9 +69,23 @@ def measure(
         "lowest": round(min(each), 3),
         "highest": round(max(each), 3),
         "tokens_per_step": round(tokens_per_step(steps) or 1.0, 3),
+        "finding_out": round(sum(spent) / (sum(base) / calls / tokens), 2),
         "same_text": same,
         "calls": calls,
     }
+
+
+def timed(function: Any, spent: list[float]) -> Any:
+    """The function, which notes the seconds that it takes."""
+
+    def run(*given: Any) -> Any:
+        start = time.process_time()
+        try:
+            return function(*given)
+        finally:
+            spent.append(time.process_time() - start)
+
+    return run
 
 
 def main() -> None:
@@ -83,15 +107,17 @@ def main() -> None:
             model, tokenizer = load(
                 str(path), dtype=getattr(torch, dtype), **({"base_model": args.base} if args.base else {})
             )
-            for rows in args.rows:
+            entries = [{**entry, "device": "another CPU"} for entry in model.generation_config.calibration or []]
+            foreign = [entry for entry in entries if entry.get("threads")]
+            for rows, kind in itertools.product(args.rows, ("none", "foreign")[: 1 + bool(foreign)]):
                 layers = model.base.config.num_hidden_layers
-                name = f"{Path(path).name}, {layers} layers, {dtype}, {rows}"
+                name = f"{Path(path).name}, {layers} layers, {dtype}, {rows}, {kind}"
                 how = {"rows": rows, "calls": args.calls, "tokens": args.tokens}
-                results[name] = measure(model.eval(), tokenizer, questions, **how)
+                results[name] = measure(model.eval(), tokenizer, questions, foreign if kind != "none" else [], **how)
                 print(name, results[name], flush=True)
                 RESULTS.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
     lines = [[*name.split(", "), *map(str, figures.values())] for name, figures in sorted(results.items())]
-    print(markdown(["heads", "base", "dtype", "rows", *next(iter(results.values()))], lines))
+    print(markdown(["heads", "base", "dtype", "rows", "entries", *next(iter(results.values()))], lines))
 
 
 if __name__ == "__main__":

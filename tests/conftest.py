@@ -5,7 +5,6 @@ import os
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported, so before anything else
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-import itertools
 import logging
 import zlib
 from collections import defaultdict
@@ -14,7 +13,7 @@ import pytest
 import torch
 
 from hf_drafthead.cli import common
-from hf_drafthead.generation import decoding
+from hf_drafthead.generation import costs
 
 MOST_CASES = 12  # of one test that `make test` runs
 
@@ -57,9 +56,10 @@ def no_line_of_progress(monkeypatch):
 
 
 @pytest.fixture(autouse=True)
-def steps_that_take_equally_long(monkeypatch):
+def steps_that_cost_nothing(monkeypatch, tmp_path_factory):
     """What a call drafts does not depend on how fast the machine is: without an entry every step pays."""
-    monkeypatch.setattr(decoding, "thread_time", itertools.count().__next__)
+    monkeypatch.setattr(costs, "FILE", tmp_path_factory.getbasetemp() / "costs.json")
+    monkeypatch.setattr(costs.StepCosts, "__call__", lambda self, trees: [1.0] * len(trees))
 
 
 class DeprecationNotices(logging.Handler):

@@ -1,6 +1,7 @@
 """`hf-drafthead calibrate`, `roofline` and `trees`: which draft tree is fastest, here or elsewhere."""
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,6 +11,8 @@ from rich.text import Text
 
 from hf_drafthead.cli import common
 from hf_drafthead.cli.common import amount, count, flag, string
+
+STAGE_PARTS = 10  # in which progress is shown
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,9 @@ def run_calibrate(
     resume: Annotated[bool, flag("--resume", "Measure only batch sizes that have no entry yet.")] = False,
     dry_run: Annotated[bool, flag("--dry-run", "Show the trees, and store nothing.")] = False,
     plot: Annotated[Path | None, string("Draw tokens per step and per second by nodes there.", "FOLDER")] = None,
+    minutes: Annotated[
+        float | None, amount("Of timing, for all batch sizes; then the fastest so far is stored.")
+    ] = None,
     json_path: common.Json = None,
 ) -> None:
     """Find the draft tree that is fastest on this machine, and store it in MODEL's generation config."""
@@ -66,11 +72,14 @@ def run_calibrate(
     def keep(entry: dict[str, Any]) -> None:
         if not dry_run:
             loaded.generation_config.save_pretrained(model)
+        if "stopped" in entry["measured"]:
+            common.complain(f"{entry['measured']['stopped']}, so this is the fastest so far: {entry_in_words(entry)}")
 
     about = {} if search.prompts is None else about_prompts(search.prompts, Path(model))
     how = {**search.how(), "batch_sizes": sizes, "captured": captured, "resume": resume, "about": about}
-    with common.bar(1 + len(sizes)) as begin:  # the text, and each batch size
-        entries = measure(loaded, texts, progress=lambda stage: begin(stage)(), keep=keep, **how)
+    how |= {"minutes": minutes, "notify": common.complain}
+    with common.bar(STAGE_PARTS * (1 + len(sizes))) as begin:  # the text, and each batch size
+        entries = measure(loaded, texts, progress=lambda stage: in_parts(begin(stage)), keep=keep, **how)
     common.say(*map(entry_in_words, entries))
     if about.get("prompts_trained_on"):
         common.complain(
@@ -86,6 +95,19 @@ def run_calibrate(
             common.say(f"in {dtype} some texts were not the base's own, as rounding makes it: {counts}.")
         else:
             common.complain(f"some text was not the base's own: {counts}.")
+
+
+def in_parts(step: Callable[[], object]) -> Callable[[float], None]:
+    """What is told how much of a stage is done, and calls `step` for each further part of it."""
+    done = 0
+
+    def advance(share: float) -> None:
+        nonlocal done
+        while done < int(STAGE_PARTS * share + 1e-9):
+            done += 1
+            step()
+
+    return advance
 
 
 def about_prompts(prompts: str, heads: Path) -> dict[str, Any]:

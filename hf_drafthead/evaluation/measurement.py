@@ -83,6 +83,8 @@ class Measurement:
     per_category: dict[str, dict[str, Any]]
     tree_nodes: int
     accepted_lengths: dict[int, int]  # how many steps emitted 1, 2, 3 ... tokens
+    drafting_share: float | None  # of the steps; in the others a switch left the root alone
+    tokens_per_drafting_step: float | None
     transformers: str
     torch: str
     repeats: int
@@ -150,6 +152,7 @@ def summed_up(model: Any, rounds: Sequence[Round], *, compared: Iterable[str] = 
         efficiency=None if tau is None else whole["speedup"] / tau,
         per_category={name: figures([each for each in rounds if each.category == name]) for name in categories},
         tree_nodes=max((step.drafted for step in steps), default=0),
+        **drafting_steps(steps),
         accepted_lengths=histogram(each.accepted for each in rounds),
         speedup_spread=spread(ratios(rounds, HEADS, BASE)),
         base_tokens_per_second_spread=spread(by_repeat[BASE]),
@@ -183,6 +186,16 @@ def figures(rounds: Sequence[Round]) -> dict[str, Any]:
         "differences": counted(prompts, [first for each in rounds for first in each.runs[HEADS].differences]),
         "quality": quality,
         "undrafted": sum(each.undrafted for each in rounds),
+    }
+
+
+def drafting_steps(steps: Sequence[StepRecord]) -> dict[str, float | None]:
+    """In which share of the steps anything was guessed, and how many tokens such a step emitted in each row."""
+    counts = [count for step in steps if step.drafted > 1 for count in step.counts if count]
+    drafting = sum(step.drafted > 1 for step in steps)
+    return {
+        "drafting_share": drafting / len(steps) if steps else None,
+        "tokens_per_drafting_step": statistics.fmean(counts) if counts else None,
     }
 
 

@@ -104,6 +104,11 @@ def verdicts(measurements: Sequence[Measurement]) -> list[str]:
     lines = []
     for label, each in zip(labels(measurements), measurements):
         sentence = f"{label}: {each.speedup:.2f}x: {_pace_in_words(each)}."
+        if each.drafting_share is not None and each.drafting_share < 1 and each.tokens_per_drafting_step is not None:
+            share, tokens = f"{100 * each.drafting_share:.0f} %", f"{each.tokens_per_drafting_step:.2f} tokens"
+            sentence += (
+                f" {share} of the steps drafted {each.tree_nodes} nodes and emitted {tokens} each, the others 1."
+            )
         if each.lossless and not each.identical:
             sentence += f" {counts_in_words(each.differences).capitalize()}."
         if each.lossless and each.dtype not in FULL_PRECISION:
@@ -142,6 +147,10 @@ def details_table(measurements: Sequence[Measurement]) -> Table:
 
     for stage in (*STAGES, "rest", "step"):
         line(f"{stage}, ms per step", [_figure((each.time_split or {}).get(stage)) for each in measurements])
+    if any(each.drafting_share not in (None, 1.0) for each in measurements):
+        shares = [each.drafting_share for each in measurements]
+        line("steps that drafted", ["-" if share is None else f"{100 * share:.0f} %" for share in shares])
+        line("tokens in each of these", [_figure(each.tokens_per_drafting_step) for each in measurements])
     heads = max(len(each.head_accuracy or []) for each in measurements)
     for head in range(heads):
         shares = [(each.head_accuracy or [])[head : head + 1] for each in measurements]

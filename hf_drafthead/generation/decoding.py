@@ -10,21 +10,19 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
-from time import thread_time
 
 import torch
 from transformers.generation.streamers import BaseStreamer
 
-from hf_drafthead.generation.lookup import accepted_copies
+from hf_drafthead.generation.lookup import accepted_copies, matches
 from hf_drafthead.generation.reader import BaseReader, PromptInputs, Unsupported, position_table, read_and_try
 from hf_drafthead.generation.releases import CACHE, prompt_inputs
 from hf_drafthead.generation.rules import Rules
 from hf_drafthead.generation.runner import Execution, Runner
-from hf_drafthead.generation.settings import DraftPlan, DraftSwitch, SwitchRule
+from hf_drafthead.generation.settings import DraftPlan, DraftSwitch
 from hf_drafthead.generation.slots import SlotCache, writing_layers
 from hf_drafthead.generation.state import (
     DecodingState,
@@ -36,7 +34,7 @@ from hf_drafthead.generation.state import (
     running,
 )
 from hf_drafthead.generation.step import Step, Stopwatch
-from hf_drafthead.generation.tree import DraftTree, LookupTree, Tree
+from hf_drafthead.generation.tree import DraftTree, LookupTree, Tree, copies_alone
 
 FIRST_ROOM = 512  # new positions for which memory is taken at first
 FAR = 1 << 40  # where nothing limits a length
@@ -90,7 +88,7 @@ def decode(
     )
     if reader.more:  # of this call alone, and a program is for all
         execution = Execution("eager")
-    choose = None if settings.switch is None else chooser(settings.tree, settings.switch)
+    choose = chooser(settings, state.rows.lengths.device.type == "cpu")
     tree = settings.tree
     launched: deque[Outcome] = deque()
     with contextlib.closing(Runner(model, execution, make, tree, state, choose)) as runner:
@@ -112,20 +110,27 @@ def decode(
         return finish(reader, state, rules, ordinary_cache, known, stream)
 
 
-def chooser(tree: Tree, rule: SwitchRule) -> Callable[[DecodingState], Tree]:
-    """What says which tree the next step takes where a switch decides: the call's, or the root alone for a while."""
-    switch, alone, drafts, begun = DraftSwitch(*rule), DraftTree.root_alone(), False, math.nan
+def chooser(plan: DraftPlan, on_cpu: bool) -> Callable[[DecodingState], Tree] | None:
+    """What says which tree the next step takes, the call's or the root alone; None where that is always the call's.
+
+    The root alone is taken while a switch pauses, and on a CPU, where each node costs, where copies from the text are
+    all that is guessed and no row has a match. Only tokens decide.
+    """
+    tree, alone, drafts = plan.tree, DraftTree.root_alone(), False
+    switch = None if plan.switch is None else DraftSwitch(*plan.switch)
+    lookup = tree if isinstance(tree, LookupTree) and copies_alone(tree) and on_cpu else None
+    if switch is None and lookup is None:
+        return None
 
     def choose(state: DecodingState) -> Tree:
-        nonlocal drafts, begun
-        now = thread_time()  # not of what else the machine does
-        if state.counted:
-            switch.time(drafts, now - begun)
+        nonlocal drafts
         counts = state.counted[-1] if drafts and state.counted else []
         moved = [row for row, count in enumerate(counts) if count]  # 0 in those that had ended
-        if moved:  # the call ends with the row that is the furthest behind
+        if moved and switch is not None:  # the call ends with the row that is the furthest behind
             switch.note(counts[min(moved, key=lambda row: state.lengths[row] - counts[row])])
-        drafts, begun = switch.drafts(), now
+        drafts = lookup is None or matches(lookup, state.rows.sequences, state.rows.lengths)
+        if switch is not None:
+            drafts = switch.drafts() and drafts
         return tree if drafts else alone
 
     return choose

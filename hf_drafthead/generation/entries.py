@@ -194,6 +194,21 @@ def expected_of(entry: dict[str, Any]) -> tuple[float, float]:
         raise damaged(entry, error) from None
 
 
+def tokens_of(entry: dict[str, Any], nodes: int) -> float | None:
+    """Tokens of a step with so many nodes, as far as an entry knows: of its own tree, or of the best that was timed."""
+    measured = entry.get("measured")
+    if not isinstance(measured, dict):
+        return None
+    timed = measured.get("candidates")
+    rows = [row for row in (timed if isinstance(timed, list) else []) if isinstance(row, list) and len(row) > 2]
+    known = [(size, tokens) for size, _, tokens, *_ in rows] + [
+        (len(entry["tree"]) + 1, measured.get("tokens_per_step"))
+    ]
+    numbers = [pair for pair in known if all(type(value) in (int, float) and 0 < value < math.inf for value in pair)]
+    of_own = [tokens for size, tokens in numbers[-1:] if size == nodes]
+    return max(of_own or [tokens for size, tokens in numbers if size <= nodes], default=None)
+
+
 def damaged(entry: dict[str, Any], error: Exception) -> ValueError:
     """One line about an entry that cannot be used."""
     device, size = (str(entry.get(name))[:60] for name in ("device", "batch_size"))

@@ -69,6 +69,11 @@ def copies(sequences: torch.Tensor, lengths: torch.Tensor, count: int, longest_m
     return Copies(torch.where(matched[:, None] & (tokens < vocabulary), tokens, 0), matched)
 
 
+def matches(tree: LookupTree, sequences: torch.Tensor, lengths: torch.Tensor) -> bool:
+    """Whether any row's last tokens occurred before; the host waits for the answer."""
+    return bool(copies(sequences, lengths, tree.copies, tree.longest_match, tree.vocabulary).matched.any())
+
+
 def accepted_copies(
     tree: LookupTree, sequences: torch.Tensor, lengths: list[int], emitted: list[list[int]]
 ) -> list[int]:

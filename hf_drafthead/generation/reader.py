@@ -10,7 +10,7 @@ Shapes: B rows, N nodes, T positions of a text, R = 1 or B, H hidden, F feature 
 from __future__ import annotations
 
 import copy
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -509,13 +509,18 @@ class OutputLayer:
                 whole, alone = self._of_forward(around, wide[None]), self.head(wide[None])
                 if whole.dtype != alone.dtype or not torch.equal(whole, alone):
                     path = next(name for name, module in around.named_modules() if module is self.head)
-                    self._around, self._behind = around, _with(around, path.split("."), _Passed)
+                    self._around, self._behind = around, with_part(around, path.split("."), _Passed)
                 return True
         return _close(self.head(states), logits)
 
     def __call__(self, states: torch.Tensor) -> torch.Tensor:
         """Logits (..., V) of states (..., W)."""
         return self.head(states) if self._around is None else self._of_forward(self._around, states)
+
+    @property
+    def is_head(self) -> bool:
+        """Whether the logits are what the lm_head makes of the states, and nothing else."""
+        return self._around is None
 
     def behind(self, products: torch.Tensor) -> torch.Tensor:
         """Logits (..., D) from products of a lm_head (..., D), which may have rows of some tokens alone."""
@@ -583,16 +588,16 @@ def _without_decoder(base: PreTrainedModel) -> list[nn.Module]:
         if name:
             paths.append(name.split(".")[:1] if inner is embeddings else name.split("."))
 
-    return [_with(base, path, _GivenStates) for path in paths]
+    return [with_part(base, path, _GivenStates) for path in paths]
 
 
-def _with(module: nn.Module, path: list[str], kind: type[_Passed]) -> nn.Module:
-    """A copy of a module that shares all its parts but the one at the path."""
+def with_part(module: nn.Module, path: list[str], kind: Callable[[Any], nn.Module]) -> nn.Module:
+    """A copy of a module that shares all its parts but the one at the path, which `kind` makes of the module's own."""
     if not path:
         return kind(module)
     shared = copy.copy(module)
     shared.__dict__ = {**module.__dict__, "_modules": dict(module._modules)}
-    shared._modules[path[0]] = _with(module._modules[path[0]], path[1:], kind)  # type: ignore[arg-type]
+    shared._modules[path[0]] = with_part(module._modules[path[0]], path[1:], kind)  # type: ignore[arg-type]
     return shared
 
 

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
 from transformers.utils import logging
 
-from hf_drafthead.generation.entries import CalibrationKey, copies_of, expected_of, matching, nearest, tree_of
-from hf_drafthead.generation.tree import DraftTree, LookupTree, Tree, resolve
+from hf_drafthead.generation.entries import (
+    CalibrationKey,
+    copies_of,
+    expected_of,
+    matching,
+    nearest,
+    tokens_of,
+    tree_of,
+)
+from hf_drafthead.generation.tree import DraftTree, LookupTree, Tree, copies_alone, resolve
 
 logger = logging.get_logger(__name__)
 
@@ -19,62 +27,51 @@ DEFAULT_TREE = "mc_sim_7b_63"  # the 64 nodes that the Medusa and Hydra papers' 
 SMALL_TREE = [[0], [0, 0], [1], [0, 1], [2], [0, 0, 0], [1, 0]]
 AUTO = "auto"  # draft, or do not draft for a while
 SMALL_STEP = 16  # tokens of all rows that a step with SMALL_TREE verifies, with two nodes at least
-UNMEASURED = 1.5, 2.0  # cost and tokens of a step with "auto" where nothing was measured
+USUAL = 2.0  # tokens of a step where nothing was measured
+UNMEASURED = 1.5  # cost of a step where that cannot be measured
+ALLOWANCE, LOSS_SHARE = 1.0, 0.01  # of a call's steps that drafting may lose where only its cost is known
+UNLIKELY = 1.25  # as many times more than usual no text is expected to gain
 ACCEPTANCES = ("exact", "rejection", "typical")
 
 SHARE = 0.05  # of the last step in the moving mean: with more, a few steps without a right guess end drafting too often
 TRIAL_SHARE = 0.3  # of a step that was tried after a pause
 PRIOR = 3  # steps as usual that the mean begins with
+Costs = Callable[[Sequence[Tree]], Sequence[float] | None]  # see `StepCosts`
 FIRST_PAUSE, LONGEST_PAUSE = 2, 128  # steps without drafting between two trials, the first for each step of cost
 
 
 class DraftSwitch:
-    """`draft_tree="auto"`: a call drafts as long as that pays on its text, else not for a while, ever longer.
+    """A call drafts as long as that pays on its text, else not for a while, ever longer; tokens alone decide.
 
     A step with the tree costs as much as `cost` steps of the root alone, which drafts nothing: it pays where it emits
     more tokens than that, in a moving mean over the steps of the call.
 
     Args:
-        cost: seconds of a step with the tree, in steps of the root alone; None: as the steps of the call turn out, of
-            which the shortest of either kind counts (`time`).
+        cost: seconds of a step with the tree, in steps of the root alone.
         usual: tokens that a step emits on usual text.
+        allowance: steps of the base that drafting may cost the call, beside `LOSS_SHARE` of its steps; None: whatever
+            the mean takes to fall, where `usual` was measured here.
 
     >>> switch = DraftSwitch(cost=1.5, usual=2.0)
     >>> [switch.drafts() and not switch.note(1) for step in range(9)]
     [True, True, True, True, False, False, False, True, False]
     """
 
-    def __init__(self, cost: float | None, usual: float):
-        self.cost, self.mean, self.steps = cost, max(usual, cost or 0), PRIOR
+    def __init__(self, cost: float, usual: float, allowance: float | None = None):
+        self.cost, self.mean, self.steps = cost, max(usual, cost), PRIOR
+        self.allowance = math.inf if allowance is None else allowance
         self.pause, self.left = 0, 0  # steps without drafting, of which so many are left
-        self.early: list[float] = []  # tokens of the steps before the cost is known
-        self.shortest: dict[bool, float] | None = None if cost is not None else {}  # by whether a step drafts
 
     def drafts(self) -> bool:
         """Whether to draft now; called once for each step."""
         self.left -= 1
-        return self.left < 0
-
-    def time(self, drafted: bool, seconds: float) -> None:
-        """Take in how long a step has taken."""
-        if self.shortest is None:
-            return
-        if drafted not in self.shortest:  # the first step of a kind also makes what the later ones use
-            self.shortest[drafted] = math.inf
-            return
-        self.shortest[drafted] = min(self.shortest[drafted], seconds)
-        if len(self.shortest) > 1 and max(self.shortest.values()) < math.inf:
-            known, self.cost = self.cost is not None, self.shortest[True] / self.shortest[False]
-            if self.early and not known:
-                self.note(sum(self.early) / len(self.early))
+        self.allowance += LOSS_SHARE
+        return self.left < 0 and self.allowance >= self.cost - 1  # what a step without a right guess loses
 
     def note(self, emitted: float) -> None:
         """Take in how many tokens a step that drafted has emitted."""
-        if self.cost is None:  # until steps that do not draft have said what one costs
-            self.early.append(emitted)
-            self.left = FIRST_PAUSE if len(self.early) > 1 else 0
-            return
         self.steps += 1
+        self.allowance += emitted - self.cost
         self.mean += (TRIAL_SHARE if self.pause else max(SHARE, 1 / self.steps)) * (emitted - self.mean)
         longer = int(max(4 * self.pause, FIRST_PAUSE * self.cost))  # a trial that costs more comes later
         self.pause = 0 if self.mean >= self.cost else min(longer, LONGEST_PAUSE)
@@ -84,8 +81,9 @@ class DraftSwitch:
 class SwitchRule(NamedTuple):
     """What a `DraftSwitch` starts from; the switch itself changes with every step, and belongs to one call."""
 
-    cost: float | None
+    cost: float
     usual: float
+    allowance: float | None = None
 
 
 @dataclass(frozen=True)
@@ -94,7 +92,7 @@ class DraftPlan:
 
     tree: that its steps fill; acceptance, posterior_threshold, posterior_alpha: see `DraftSettings`; copies: tokens
     that each step copies from the text where the entry that fits says so; switch: of a call that drafts only while that
-    pays.
+    pays; why_none: why the root alone is all that pays, fit for the end of a sentence.
     """
 
     tree: Tree
@@ -103,6 +101,7 @@ class DraftPlan:
     posterior_alpha: float = 0.3
     copies: int = 0
     switch: SwitchRule | None = None
+    why_none: str = "no tree paid when this call was calibrated (draft_tree= drafts all the same)"
 
     def with_lookup(self, copies: int, longest_match: int | None, vocabulary: int) -> DraftPlan:
         """The same plan with copies from the text in the tree, see `LookupTree`.
@@ -117,6 +116,14 @@ class DraftPlan:
             )
         assert not isinstance(self.tree, LookupTree)
         return replace(self, tree=LookupTree.around(self.tree, copies, longest_match, vocabulary))
+
+    def while_copies_pay(self, key: CalibrationKey, costs: Costs) -> DraftPlan:
+        """The plan with a switch where copies from the text are all that eager steps of a CPU guess."""
+        judged = key.on_cpu and key.execution == "eager" and self.acceptance == "exact" and self.switch is None
+        if not judged or not copies_alone(self.tree):
+            return self
+        measured = costs([self.tree])
+        return replace(self, switch=SwitchRule(UNMEASURED if measured is None else measured[0], USUAL, ALLOWANCE))
 
 
 @dataclass(frozen=True)
@@ -191,46 +198,83 @@ class DraftSettings:
         """The plan of a call with the tree that `draft_tree` names, see `resolve`; "auto" names none."""
         return self._with(resolve(self.draft_tree, max_depth, vocabulary))
 
-    def plan_for(self, key: CalibrationKey, max_depth: int | None, vocabulary: int) -> DraftPlan:
+    def plan_for(
+        self, key: CalibrationKey, max_depth: int | None, vocabulary: int, costs: Costs = lambda trees: None
+    ) -> DraftPlan:
         """The plan of a call that names no tree: with what was measured for it, else with a first choice.
 
         A first choice, told in one notice that names the command, is the tree of the nearest entry, else `draft_tree`,
-        of which a CPU and "auto" take 8 nodes, of more rows fewer. With "auto" the plan has a switch that expects what
-        was measured; on a CPU also where nothing was, with a switch that measures, so that no call takes much longer
-        than the base. It also says how many tokens each step copies from the text, which rejection does not.
+        of which a CPU and "auto" take 8 nodes, of more rows fewer. Eager steps of a CPU are judged by what they cost
+        here: of the entry's tree and 8 nodes the one that promises most is drafted as long as that pays on the text,
+        and none where none can pay. The plan also says how many tokens each step copies from the text, which rejection
+        does not.
+
+        Args:
+            key: of the call.
+            max_depth, vocabulary: see `resolve`.
+            costs: of trees on this machine, in steps of the base; None where they cannot be measured.
 
         Raises:
             ValueError: an entry is damaged.
         """
-        entry = matching(self.calibration, key) or nearest(self.calibration, key)
-        captured = " --captured" if key.execution == "compiled" else ""
-        advice = f"run `hf-drafthead calibrate PATH --batch-size {key.batch_size}{captured}` to measure here."
-        if entry is not None:
-            tree = tree_of(entry, max_depth, vocabulary, key)
-            if (measured := CalibrationKey.of_entry(entry)) != key:
-                logger.warning_once(
-                    f"These heads were calibrated for {measured}, and not for this call ({key}): the tree of that "
-                    f"calibration, {tree.num_nodes} node(s), is a first choice; {advice}"
-                )
-            copies = 0 if self.acceptance == "rejection" else copies_of(entry)
-            switched = self.draft_tree == AUTO and (tree.max_depth or copies)
-            return replace(
-                self._with(tree), copies=copies, switch=SwitchRule(*expected_of(entry)) if switched else None
-            )
+        if (entry := matching(self.calibration, key)) is not None:
+            return self._of_entry(entry, max_depth, vocabulary, key)
+        entry = nearest(self.calibration, key)
+        choices = [] if entry is None else [self._of_entry(entry, max_depth, vocabulary, key)]
         small = SMALL_TREE[: max(SMALL_STEP // key.batch_size, 2) - 1]
         cut = self._cut(small, max_depth, vocabulary) if key.on_cpu or self.draft_tree == AUTO else self
-        chosen = cut.plan(max_depth, vocabulary)
-        eager = key.on_cpu and key.execution == "eager"  # where the host can time a step
-        if self.draft_tree == AUTO or (eager and cut is not self and self.acceptance == "exact"):
-            cost, usual = UNMEASURED
-            chosen = replace(chosen, switch=SwitchRule(None if eager else cost, usual))
+        if entry is None or key.on_cpu:
+            choices.append(cut.plan(max_depth, vocabulary))
+        # the text of another acceptance depends on what is drafted, and a tree of the user's own is drafted as it is
+        judged = key.on_cpu and key.execution == "eager" and self.acceptance == "exact"
+        if judged and (entry is not None or cut is not self):
+            return self._that_pays(choices, entry, key, costs)
+        chosen = choices[0]
+        if self.draft_tree == AUTO and chosen.switch is None and (chosen.tree.max_depth or chosen.copies):
+            chosen = replace(chosen, switch=SwitchRule(UNMEASURED, USUAL))
         named = isinstance(self.draft_tree, str) and self.draft_tree != "dynamic"
-        if self.calibration or cut is not self or named:
-            logger.warning_once(
-                f"These heads were not calibrated for this call ({key}): a tree of {chosen.tree.num_nodes} nodes is "
-                f"used; {advice}"
-            )
+        if entry is not None:
+            nodes = f"the tree of that calibration, {chosen.tree.num_nodes} node(s), is a first choice"
+            logger.warning_once(f"{_not_calibrated(entry, key)}: {nodes}; {_advice(key)}")
+        elif self.calibration or cut is not self or named:
+            nodes = f"a tree of {chosen.tree.num_nodes} nodes is used"
+            logger.warning_once(f"{_not_calibrated(entry, key)}: {nodes}; {_advice(key)}")
         return chosen
+
+    def _of_entry(
+        self, entry: dict[str, Any], max_depth: int | None, vocabulary: int, key: CalibrationKey
+    ) -> DraftPlan:
+        """The plan with the tree, and the copies, of an entry."""
+        tree = tree_of(entry, max_depth, vocabulary, key)
+        copies = 0 if self.acceptance == "rejection" else copies_of(entry)
+        switched = self.draft_tree == AUTO and (tree.max_depth or copies)
+        return replace(self._with(tree), copies=copies, switch=SwitchRule(*expected_of(entry)) if switched else None)
+
+    def _that_pays(
+        self, choices: list[DraftPlan], entry: dict[str, Any] | None, key: CalibrationKey, costs: Costs
+    ) -> DraftPlan:
+        """Of some plans, the small tree's the last, the one that promises most on this machine; or the root alone."""
+        choices = [choice for choice in choices if isinstance(choice.tree, DraftTree) and choice.tree.max_depth]
+        if not choices:
+            return self._with(DraftTree.root_alone())
+        usual = [USUAL] * len(choices)
+        if entry is not None:
+            known = [tokens_of(entry, choice.tree.num_nodes) for choice in choices]
+            usual = [USUAL if tokens is None else tokens for tokens in known]
+        trees = list(dict.fromkeys(choice.tree for choice in choices))
+        measured = costs(trees)
+        cost_of = dict(zip(trees, [UNMEASURED] * len(trees) if measured is None else measured))
+        rules = [SwitchRule(cost_of[choice.tree], tokens, ALLOWANCE) for choice, tokens in zip(choices, usual)]
+        chosen, rule = max(zip(choices, rules), key=lambda pair: pair[1].usual / pair[1].cost)
+        sizes = [f"with {tree.num_nodes} nodes as long as {cost:.1f} of the base's" for tree, cost in cost_of.items()]
+        takes = "" if measured is None else f" On this machine a step takes {', '.join(sizes)}."
+        most = min(chosen.tree.max_depth + 1, rule.usual * (1.0 if entry is not None else UNLIKELY))
+        if self.draft_tree != AUTO and rule.cost >= most:
+            why = f"{_not_calibrated(entry, key)}.{takes} No text is expected to save that; {_advice(key)}"
+            return replace(chosen, tree=DraftTree.root_alone(), copies=0, why_none=why.rstrip("."))
+        drafts = f"{chosen.tree.num_nodes} nodes are drafted as long as that pays on the text; {_advice(key)}"
+        logger.warning_once(f"{_not_calibrated(entry, key)}.{takes} {drafts}")
+        return replace(chosen, switch=rule)
 
     def _cut(self, small: list[list[int]], max_depth: int | None, vocabulary: int) -> DraftSettings:
         """The same settings without the nodes by which a tree exceeds a small one, which replaces published ones."""
@@ -247,8 +291,7 @@ class DraftSettings:
 
     def _with(self, tree: Tree) -> DraftPlan:
         """The plan with this tree, where the acceptance can walk it."""
-        how = {"acceptance": self.acceptance, "posterior_threshold": self.posterior_threshold}
-        plan = DraftPlan(tree, **how, posterior_alpha=self.posterior_alpha)
+        plan = DraftPlan(tree, self.acceptance, self.posterior_threshold, self.posterior_alpha)
         if self.acceptance != "rejection":
             return plan
         if not isinstance(tree, DraftTree):
@@ -258,3 +301,18 @@ class DraftSettings:
             )
         # rejection takes the children of a node in the order in which they were drawn, and must know every draw
         return replace(plan, tree=tree.without_gaps())
+
+
+def _advice(key: CalibrationKey) -> str:
+    captured = " --captured" if key.execution == "compiled" else ""
+    return f"run `hf-drafthead calibrate PATH --batch-size {key.batch_size}{captured}` to measure here."
+
+
+def _not_calibrated(entry: dict[str, Any] | None, key: CalibrationKey) -> str:
+    """For what heads were calibrated instead of a call, as the beginning of a sentence."""
+    if entry is None:
+        return f"These heads were not calibrated for this call ({key})"
+    its = CalibrationKey.of_entry(entry)
+    another = "another CPU" if key.on_cpu else "another GPU"
+    where = its.device if its.device == key.device else another if its.device == "cpu" else f"{another} ({its.device})"
+    return f"These heads were calibrated on {its._replace(device=where)}, and not for this call ({key})"

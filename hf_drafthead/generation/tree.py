@@ -426,6 +426,11 @@ class LookupTree:
 Tree = DraftTree | DynamicTree | LookupTree
 
 
+def copies_alone(tree: Tree) -> bool:
+    """Whether copies from the text are all that a step with this tree guesses."""
+    return isinstance(tree, LookupTree) and tree.tree.num_nodes == 1
+
+
 def resolve(tree: Any, max_depth: int | None, vocabulary: int) -> Tree:
     """The tree that a `draft_tree` setting names, checked against what the heads can guess.
 

@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import statistics
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -44,6 +46,9 @@ FIRST_ROUNDS, ROUNDS = 2, (3, 6, 12)  # of all trees; of the better half, of its
 HOPELESS = 0.7  # of the fastest: larger trees are not timed where one is slower than this
 COPIES = (0, 4, 8)  # tokens of a step that are copied from the text
 PAYS = 1.02  # times as fast as the base, or as without copies
+INTERRUPTED, OUT_OF_TIME = "interrupted", "out of time"
+
+Progress = Callable[[str], Callable[[float], object]]  # given a stage, gives what is told how much of it is done
 
 
 def calibrate(
@@ -58,7 +63,9 @@ def calibrate(
     method: str = "paths",
     resume: bool = False,
     about: Mapping[str, Any] | None = None,
-    progress: Callable[[str], object] = lambda stage: None,
+    minutes: float | None = None,
+    progress: Progress = lambda stage: lambda share: None,
+    notify: Callable[[str], object] = lambda notice: None,
     keep: Callable[[dict[str, Any]], object] = lambda entry: None,
 ) -> list[dict[str, Any]]:
     """Find the tree that gives most tokens per second here, for each batch size, and store it in the generation config.
@@ -77,7 +84,11 @@ def calibrate(
         method: "paths" counts rank paths; "product" multiplies accuracies per head, as Medusa does.
         resume: keep the entries that are there for these heads, and measure only what is missing.
         about: what else `measured` shall hold, such as the hash of the prompts.
-        progress: is given the name of each stage before it begins: the text, and each batch size.
+        minutes: to spend on timing, shared out evenly among the batch sizes, beside the text and one round of calls;
+            what is the fastest by then is stored.
+        progress: is given the name of each stage before it begins, the text and each batch size, and returns what is
+            told how much of it is done, from 0 to 1.
+        notify: is given a line about how long a batch size will take, before most of its time.
         keep: is given every new entry at once; it is in the generation config then.
 
     Returns:
@@ -88,8 +99,11 @@ def calibrate(
         without, times as many tokens per step); and how it was measured.
 
     Raises:
+        KeyboardInterrupt: after the fastest tree so far was stored, with `stopped` in its `measured`.
         ValueError: prompts that are empty, too long or too few; sizes or a temperature out of range.
     """
+    if minutes is not None and not 0 < minutes < math.inf:
+        raise ValueError(f"minutes is {minutes}: expected a number above 0.")
     if not 2 <= max_nodes <= MAX_NODES:
         raise ValueError(f"max_nodes is {max_nodes}: expected 2 (the root and one guess) to {MAX_NODES:,}.")
     if not batch_sizes or min(batch_sizes) < 1:
@@ -101,21 +115,31 @@ def calibrate(
     entries = {size: matching(stored, keys[size]) if resume else None for size in batch_sizes}
     if not all(entries.values()):
         prompts = sampled_prompts(model, new_tokens=new_tokens) if prompts is None else prompts
-        progress("text")
-        counted = count_trees(model, prompts, new_tokens, max_nodes, temperature, method)
+        advance = progress("text")
+        counted = count_trees(model, prompts, new_tokens, max_nodes, temperature, method, advance)
         how = {"temperature": temperature, "method": method, "prompts": len(prompts), "positions": counted.positions}
         call: dict[str, Any] = {"do_sample": bool(temperature), "eos_token_id": None, "min_new_tokens": None}
         call |= {"temperature": float(temperature)} if temperature else {}
         call["max_new_tokens"] = min(new_tokens, TIMED_TOKENS)
-        for size in (size for size in batch_sizes if entries[size] is None):
-            progress(f"batch size {size}")
+        missing = [size for size in batch_sizes if entries[size] is None]
+        for size in missing:
             calls = [{**batch, **call} for batch in batches_of(model, prompts, size)]
-            found, figures = Comparison(model, counted, calls, captured).fastest()
+            share = math.inf if minutes is None else 60 * minutes / len(missing)
+            told = functools.partial(_tell_estimate, notify, size)
+            comparison = Comparison(model, counted, calls, captured, share, progress(f"batch size {size}"), told)
+            found, figures = comparison.fastest()
             measured = {**figures, **how, **(about or {})}
             entries[size] = entry = {**keys[size]._asdict(), **found, "measured": measured}
             model.generation_config.calibration = stored = merged(stored, entry)
             keep(entry)
+            if comparison.stopped == INTERRUPTED:
+                raise KeyboardInterrupt
     return [entry for entry in entries.values() if entry is not None]
+
+
+def _tell_estimate(notify: Callable[[str], object], size: int, calls: int, seconds: float) -> None:
+    minutes = f"{seconds / 60:.0f} minutes" if seconds > 90 else f"{seconds:.0f} s"
+    notify(f"batch size {size}: at most {calls} short calls, about {minutes}; Ctrl-C stores the fastest tree so far.")
 
 
 def count_trees(
@@ -125,13 +149,14 @@ def count_trees(
     max_nodes: int,
     temperature: float = 0.0,
     method: str = "paths",
+    advance: Callable[[float], object] = lambda share: None,
 ) -> TreeStatistics:
     """Let the base continue the prompts, and count what trees are worth on that text; arguments as of `calibrate`."""
     if method not in METHODS:
         raise ValueError(f"method is {method!r}: expected one of {', '.join(METHODS)}.")
     check_temperature(temperature)
     check_prompts(model, prompts, new_tokens)
-    ranks = ranks_by_text(model, prompts, new_tokens, temperature)
+    ranks = ranks_by_text(model, prompts, new_tokens, temperature, advance=advance)
     positions = sum(int((text[:, -1] >= 0).sum()) for text in ranks)
     if len(ranks) < 2 or positions < LEAST_POSITIONS:
         raise ValueError(
@@ -152,35 +177,47 @@ class Comparison:
     """Trees and the base in turn, on the same short calls.
 
     counted: the trees; calls: arguments of `generate`, of a batch each, without end-of-sequence tokens, so that all are
-    of one length; costs: by size, of each round, seconds of a step in steps of the base; base_rates: tokens per second.
+    of one length; seconds: after which no further round is begun; advance: is told how much is done; estimate: is told
+    of how many calls at most, and of their seconds; costs: by size, of each round, seconds of a step in steps of the
+    base; base_rates: tokens per second; rounds, made: of calls, and calls, so far; most_calls: that there can be, once
+    that is known; begun: when; stopped: why it ended early, if it did.
     """
 
     model: Any
     counted: TreeStatistics
     calls: Sequence[dict[str, Any]]
     captured: bool
+    seconds: float = math.inf
+    advance: Callable[[float], object] = lambda share: None
+    estimate: Callable[[int, float], object] = lambda calls, seconds: None
     costs: dict[Size, list[float]] = field(default_factory=dict)
     base_rates: list[float] = field(default_factory=list)
     identical: bool = True
     rounds: int = 0
+    made: int = 0
+    most_calls: int = 0
+    begun: float = 0.0
+    stopped: str | None = None
 
     def fastest(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """`tree` and `lookup` of an entry, the fastest; and the figures of `measured`."""
-        batches = itertools.cycle(self.calls)
-        for sizes in self._by_nodes():
-            self._round(sizes, {**next(batches), "max_new_tokens": WARM_TOKENS}, counts=False)
-            for _ in range(FIRST_ROUNDS):
-                self._round(sizes, next(batches))
-            if max(map(self.speedup, sizes)) < HOPELESS * max(map(self.speedup, self.costs)):
-                break
-        left = self._ranked(self.costs)
-        for rounds in ROUNDS:
-            left = left[: max(len(left) // 2, 2)]
-            for _ in range(rounds):
-                self._round(left, next(batches))
-            left = self._ranked(left)
-        best = left[0] if self.speedup(left[0]) >= PAYS else ALONE
-        gains = self._gains_of_copies(best, itertools.islice(batches, ROUNDS[-1]))
+        """`tree` and `lookup` of an entry, the fastest; and the figures of `measured`.
+
+        Raises:
+            KeyboardInterrupt: before any tree was timed.
+        """
+        best, gains = ALONE, dict[int, tuple[float, float]]()
+        batches, self.begun = itertools.cycle(self.calls), time.perf_counter()
+        try:
+            self._time_trees(batches)
+            best = self._best()
+            if not self.stopped:
+                gains = self._gains_of_copies(best, itertools.islice(batches, ROUNDS[-1]))
+        except KeyboardInterrupt:
+            if not self.costs:
+                raise
+            self.stopped, best = INTERRUPTED, self._best()
+        self.advance(1.0)
+        gains = gains or {0: (1.0, 1.0)}
         faster, fewer, copies = max((*gain, copies) for copies, gain in gains.items() if gain[0] >= PAYS or not copies)
         base_rate, speedup = statistics.median(self.base_rates), self.speedup(best) * faster
         figures = {
@@ -196,7 +233,52 @@ class Comparison:
             "identical": self.identical,
             "candidates": [[nodes, depth, round(tau, 4), round(faster, 4)] for nodes, depth, tau, faster in timed],
             "copies": [[copies, *(round(value, 4) for value in gain)] for copies, gain in gains.items()],
+            **({"stopped": self.stopped} if self.stopped else {}),
         }
+
+    def _time_trees(self, batches: Iterator[dict[str, Any]]) -> None:
+        """All trees, few nodes first, then the faster half of them, and so on down to two."""
+        sizes_by_nodes = [*self._by_nodes()]
+        for sizes in sizes_by_nodes:
+            if self._is_over():
+                return
+            self._round(sizes, {**next(batches), "max_new_tokens": WARM_TOKENS}, counts=False)
+            for _ in range(FIRST_ROUNDS):
+                self._round(sizes, next(batches))
+            if sizes is sizes_by_nodes[0]:
+                self._estimate(sizes_by_nodes)
+            if max(map(self.speedup, sizes)) < HOPELESS * max(map(self.speedup, self.costs)):
+                break
+        left = self._ranked(self.costs)
+        for rounds in ROUNDS:
+            left = left[: max(len(left) // 2, 2)]
+            for _ in range(rounds):
+                if self._is_over():
+                    return
+                self._round(left, next(batches))
+            left = self._ranked(left)
+
+    def _best(self) -> Size:
+        """The fastest of those that were timed most often, where it pays."""
+        rounds = max(map(len, self.costs.values()))
+        best = self._ranked(size for size, costs in self.costs.items() if len(costs) == rounds)[0]
+        return best if self.speedup(best) >= PAYS else ALONE
+
+    def _is_over(self) -> bool:
+        over = time.perf_counter() - self.begun > self.seconds
+        self.stopped = OUT_OF_TIME if over and self.costs else None
+        return over and bool(self.costs)
+
+    def _estimate(self, sizes_by_nodes: Sequence[Sequence[Size]]) -> None:
+        """Say how many calls there are at most, and how long they take at the rate so far."""
+        calls = sum((1 + FIRST_ROUNDS) * (1 + len(sizes)) for sizes in sizes_by_nodes)
+        left = sum(map(len, sizes_by_nodes))
+        for rounds in ROUNDS:
+            left = max(left // 2, 2)
+            calls += rounds * (1 + left)
+        self.most_calls = calls + ROUNDS[-1] * len(COPIES)
+        left_of_calls = (self.most_calls - self.made) * (time.perf_counter() - self.begun) / self.made
+        self.estimate(self.most_calls, min(left_of_calls, self.seconds))
 
     def speedup(self, size: Size) -> float:
         """How many times as fast as the base the texts are: fewer steps, each of which costs more."""
@@ -236,11 +318,18 @@ class Comparison:
 
     def _in_turn(self, runs: Mapping[Any, Callable[[], Timed]]) -> dict[Any, Timed]:
         """Each call once, beginning with another one each time; the texts should all be the same."""
-        timed, _ = time_interleaved(runs, 1, self.model.base.device, first=self.rounds)
+        timed, _ = time_interleaved(runs, 1, self.model.base.device, first=self.rounds, after=self._made)
         self.rounds += 1
         texts = [text for text, *_ in timed.values()]
         self.identical &= all(torch.equal(text, texts[0]) for text in texts)
         return timed
+
+    def _made(self, _: Any) -> None:
+        """Count a call, and say how much is done: of the calls, or of the time."""
+        self.made += 1
+        if self.most_calls:
+            of_time = (time.perf_counter() - self.begun) / self.seconds
+            self.advance(min(max(self.made / self.most_calls, of_time), 1.0))
 
     def _timed(self, size: Size, call: dict[str, Any], copies: int = 0) -> Timed:
         """A call with a tree and copies from the text, or of the base."""

@@ -42,6 +42,27 @@ def fallbacks():
     logger.removeHandler(handler)
 
 
+class Lines(logging.Handler):
+    """Collects every line that is logged."""
+
+    def __init__(self):
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep the line."""
+        self.lines.append(record.getMessage())
+
+
+@pytest.fixture
+def notices():
+    """All lines that are logged during the test."""
+    handler, logger = Lines(), logging.getLogger("hf_drafthead")
+    logger.addHandler(handler)
+    yield handler.lines
+    logger.removeHandler(handler)
+
+
 @pytest.fixture
 def untraced(monkeypatch):
     """Steps of fixed shapes that no compiler has seen, where it does not matter, for tracing is slow."""

@@ -11,6 +11,7 @@ from transformers import CompileConfig
 from transformers.utils import logging
 
 from hf_drafthead import DraftTree
+from hf_drafthead.generation.costs import StepCosts
 from hf_drafthead.generation.lookup import Copies, copies, joined
 from tests.bases import VOCABULARY, tiny_base
 from tests.families import FAMILIES
@@ -318,6 +319,38 @@ def test_of_a_prompt_of_embeddings_the_answer_is_copied():
     call = {"inputs_embeds": embeddings, "max_new_tokens": 3 * VOCABULARY, "eos_token_id": None}
     output = model.generate(**call, draft_tree="lookup", prompt_lookup_num_tokens=4, return_dict_in_generate=True)
     assert torch.equal(output.sequences, model.base.generate(**call)) and output.accepted_lengths.max() == 5
+
+
+def forwarded(model, **call):
+    """Of each step, the tokens that the base's forward was given, and whether there was something to copy."""
+    text, widths, emitted = GIVEN[0].tolist(), [], []
+    call = {"input_ids": GIVEN, "eos_token_id": None, "draft_tree": "lookup", "prompt_lookup_num_tokens": 4, **call}
+    output = model.generate(
+        **call, on_step=lambda record: (widths.append(record.drafted), emitted.append(record.tokens[0]))
+    )
+    matched = []
+    for tokens in emitted:
+        matched.append(searched(text, 4, 3) is not None)
+        text += tokens
+    call = {name: value for name, value in call.items() if name in ("input_ids", "eos_token_id", "max_new_tokens")}
+    assert torch.equal(output, model.base.generate(**call))
+    return widths[1:], matched[1:]
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_where_nothing_matches_copies_alone_forward_one_token_as_the_base_does(compiled):
+    model = FAMILIES[0].build(circling_base())
+    call = {"compile_config": CompileConfig(backend="eager", mode="default")} if compiled else {}
+    widths, matched = forwarded(model, max_new_tokens=2 * VOCABULARY, **call)
+    assert widths == [5 if match else 1 for match in matched] and set(widths) == {1, 5}
+
+
+@pytest.mark.parametrize("cost, least", [(1.0, 0.9), (9.0, 0.0)])
+def test_the_switch_guards_copies_alone_too(cost, least, monkeypatch):
+    monkeypatch.setattr(StepCosts, "__call__", lambda self, trees: [cost for tree in trees])
+    widths, matched = forwarded(FAMILIES[0].build(circling_base()), max_new_tokens=2 * VOCABULARY)
+    assert sum(width > 1 for width in widths) >= least * sum(matched) and sum(matched) > 9
+    assert least or widths.count(5) == 0
 
 
 @functools.cache

@@ -154,7 +154,7 @@ def knowing(guess=right):
 
 def test_where_the_tree_comes_from():
     model = knowing()
-    assert steps_of(model) == 5  # a CPU, and no calibration: 8 nodes on three levels, and twice the root alone
+    assert steps_of(model) == 3  # a CPU, and no calibration: 8 nodes on three levels
     assert steps_of(model, draft_tree="mc_sim_7b_63") == 3  # four levels
     model.generation_config.draft_tree = [[0]]
     assert steps_of(model) == 6

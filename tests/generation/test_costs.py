@@ -1,0 +1,256 @@
+"""What a step costs here is measured once and kept in a file; the file and the tokens decide what is drafted."""
+
+import json
+import os
+import random
+import threading
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from hf_drafthead import MedusaForCausalLM
+from hf_drafthead.generation import costs, entries, settings
+from hf_drafthead.generation.costs import StepCosts, keep, read_costs
+from hf_drafthead.generation.entries import CalibrationKey
+from hf_drafthead.generation.settings import ALLOWANCE, LOSS_SHARE, DraftSwitch
+from hf_drafthead.generation.tree import DraftTree, LookupTree
+from tests.bases import tiny_base
+from tests.families import FAMILIES
+from tests.generation.agreement import prompt
+
+MEASURE = StepCosts.__call__  # before any test replaces it
+TREES = [DraftTree([(0,), (0, 0), (1,)]), DraftTree([(0,)])]
+LONG = {"max_new_tokens": 40, "eos_token_id": None, "min_new_tokens": None, "do_sample": False}
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch, tmp_path):
+    """Costs are measured, and kept in a file of the test's own."""
+    monkeypatch.setattr(StepCosts, "__call__", MEASURE)
+    new_process(monkeypatch, tmp_path / "folder" / "costs.json")
+    return costs.FILE
+
+
+def new_process(monkeypatch, file):
+    """Forget what this process knows of a file."""
+    monkeypatch.setattr(costs, "FILE", file)
+    monkeypatch.setattr(costs, "_read", (None, {}))
+    monkeypatch.setattr(costs, "_UNWRITTEN", {})
+
+
+def arbitrary(seed):
+    """A clock that jumps, backwards too, and now and then stands still."""
+    numbers = random.Random(seed)
+    return lambda: numbers.choice([0.0, numbers.uniform(-1, 1), numbers.uniform(-1e6, 1e6), numbers.expovariate(1)])
+
+
+def drafted(model, rows=1, **call):
+    """The nodes of each step of a call, and its text."""
+    nodes = []
+    text = model.generate(
+        **prompt(rows), **{**LONG, **call}, on_step=lambda record: nodes.append(record.drafted) if record.step else None
+    )
+    return nodes, text
+
+
+def family(name):
+    return next(each for each in FAMILIES if each.name == name).build(tiny_base("llama-gqa"))
+
+
+def costs_of(model, rows=1):
+    return StepCosts(model, model._base_reader(), CalibrationKey.of(model.base, None, rows, "eager"))
+
+
+@pytest.fixture(scope="module")
+def half():
+    """A base in bfloat16 whose text depends on how many nodes its steps have."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=4096, hidden_size=128, intermediate_size=256, num_hidden_layers=4, num_attention_heads=4,
+        eos_token_id=None, pad_token_id=0, initializer_range=0.08,
+    )  # fmt: skip
+    return MedusaForCausalLM.from_base(LlamaForCausalLM(config).bfloat16().eval())
+
+
+def test_the_same_call_gives_the_same_text_in_half_precision_whatever_the_clock_says(half, monkeypatch, fresh):
+    ids = torch.randint(0, 4096, (1, 12), generator=torch.Generator().manual_seed(1))
+    call = {"max_new_tokens": 60, "do_sample": False}
+    drafts, alone = (half.generate(ids, **call, draft_tree=tree) for tree in (settings.SMALL_TREE, TREES[1]))
+    assert not torch.equal(drafts, alone)  # else the test would find nothing
+    for seed in range(6):
+        new_process(monkeypatch, fresh.with_name(f"{seed}.json"))
+        monkeypatch.setattr(costs, "thread_time", arbitrary(seed))
+        texts = [half.generate(ids, **call) for _ in range(3)]
+        new_process(monkeypatch, costs.FILE)
+        texts += [half.generate(ids, **call) for _ in range(2)]
+        assert all(torch.equal(texts[0], text) for text in texts), seed
+
+
+@pytest.mark.parametrize("name", [family.name for family in FAMILIES])
+def test_a_first_call_decides_as_all_later_ones_do_and_these_measure_nothing(name, monkeypatch, fresh):
+    model = family(name)
+    monkeypatch.setattr(costs, "thread_time", arbitrary(3))
+    first = drafted(model)
+    stored = fresh.read_text()
+    monkeypatch.setattr(costs, "_measured", None)
+    monkeypatch.setattr(costs, "thread_time", arbitrary(4))
+    later = drafted(model)
+    assert first[0] == later[0] and torch.equal(first[1], later[1]) and fresh.read_text() == stored
+    assert torch.equal(first[1], model.base.generate(**prompt(), **LONG))
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("name", ["medusa", "eagle3", "draft-model"])
+def test_costs_are_those_of_the_base_s_forward_and_the_drafter(name, rows, monkeypatch):
+    ticks = iter(range(10**6))
+    monkeypatch.setattr(costs, "thread_time", lambda: float(next(ticks)))  # each part takes one second
+    model = family(name)
+    found = costs_of(model, rows)([*TREES, LookupTree(DraftTree.root_alone(), 4, 3, 67)])
+    assert found == [pytest.approx(found[0]), found[0], 1.0]  # guessing is a part more, copies are none
+    assert found[0] > 1
+    (stored,) = read_costs().values()
+    assert stored == {"4 nodes in 2 levels": found[0], "2 nodes in 1 levels": found[0], "5 nodes of copies": 1.0}
+
+
+def test_measuring_changes_nothing_of_the_model(monkeypatch):
+    model, torch_state = family("eagle3"), torch.get_rng_state()
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    modules = [*model.modules()]
+    costs_of(model)(TREES)
+    assert [*model.modules()] == modules and torch.equal(torch.get_rng_state(), torch_state)
+    assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
+
+
+def test_each_situation_has_costs_of_its_own(monkeypatch):
+    model = family("medusa")
+    names = {costs_of(model, rows).situation for rows in (1, 2)} | {costs_of(family("eagle")).situation}
+    model.base.to(torch.bfloat16)
+    names.add(costs_of(model).situation)
+    names.add(
+        StepCosts(model, model._base_reader(), CalibrationKey("a CPU", 3, "bfloat16", 1, "eager", None)).situation
+    )
+    assert len(names) == 5
+    with torch.no_grad():
+        next(model.drafter.parameters()).mul_(2)  # heads that are trained further cost as much
+    assert costs_of(model).situation in names
+
+
+@pytest.mark.parametrize("contents", ["", "{", "[]", '{"a": 1}', '{"a": {"b": -1}}', '{"a": {"b": null}}', "[" * 9999])
+def test_a_damaged_file_costs_one_line_and_is_written_anew(contents, fresh, notices):
+    fresh.parent.mkdir(parents=True)
+    fresh.write_text(contents)
+    model = family("medusa")
+    first, later = drafted(model), drafted(model)
+    assert first[0] == later[0]
+    assert len([line for line in notices if str(fresh) in line]) == 1 and all("\n" not in line for line in notices)
+    assert len(json.loads(fresh.read_text())) == 1
+
+
+def test_a_file_that_cannot_be_written_costs_one_line_and_the_process_remembers(monkeypatch, fresh, notices):
+    fresh.parent.write_text("a file where the folder should be")
+    model = family("medusa")
+    monkeypatch.setattr(costs, "thread_time", arbitrary(5))
+    first = drafted(model)
+    monkeypatch.setattr(costs, "_measured", None)
+    assert drafted(model)[0] == first[0]
+    assert len([line for line in notices if "cannot be written" in line]) == 1
+
+
+def test_what_another_process_has_written_meanwhile_is_what_counts(fresh):
+    assert keep("here", {"a": 1.5}) == {"a": 1.5}
+    assert keep("here", {"a": 9.0, "b": 2.0}) == {"a": 1.5, "b": 2.0}
+    keep("there", {"a": 3.0})
+    assert read_costs() == {"here": {"a": 1.5, "b": 2.0}, "there": {"a": 3.0}}
+    assert [path.name for path in fresh.parent.iterdir() if path.suffix != ".lock"] == ["costs.json"]
+
+
+def test_the_oldest_situations_are_dropped(monkeypatch):
+    monkeypatch.setattr(costs, "MOST_SITUATIONS", 2)
+    for name in "abac":
+        keep(name, {"x": 1.0})
+    assert [*read_costs()] == ["a", "c"]
+
+
+def test_threads_measure_once(monkeypatch):
+    model, counted = family("medusa"), []
+    reader, measured = model._base_reader(), costs._measured
+    monkeypatch.setattr(costs, "_measured", lambda *given: counted.append(1) or measured(*given))
+    key, found = CalibrationKey.of(model.base, None, 1, "eager"), []
+    threads = [threading.Thread(target=lambda: found.append(StepCosts(model, reader, key)(TREES))) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(counted) == 1 and len(found) == 6 and all(each == found[0] for each in found)
+
+
+def test_a_base_whose_layers_do_not_run_apart_is_run_as_a_whole(monkeypatch):
+    model, parts, measured = family("medusa"), [], costs._measured
+
+    def once(drafter, part, *rest):
+        parts.append(part.layers)
+        if len(parts) == 1:
+            raise IndexError("there is no layer 3")
+        return measured(drafter, part, *rest)
+
+    monkeypatch.setattr(costs, "_measured", once)
+    assert len(costs_of(model)(TREES)) == 2 and parts[1] == 1.0
+
+
+def test_where_costs_cannot_be_measured_a_call_drafts_all_the_same(monkeypatch, notices):
+    model = family("medusa")
+
+    def fails(*given):
+        raise RuntimeError("no")
+
+    monkeypatch.setattr(costs, "_measured", fails)
+    nodes, text = drafted(model)
+    assert 8 in nodes and torch.equal(text, model.base.generate(**prompt(), **LONG))
+    assert not os.path.exists(costs.FILE)
+
+
+@pytest.mark.parametrize("cost", [1.01, 1.3, 1.9, 2.4])
+@pytest.mark.parametrize("seed", range(5))
+def test_drafting_never_loses_more_than_it_may(cost, seed):
+    numbers, switch, gained, tried = random.Random(seed), DraftSwitch(cost, 2.0, ALLOWANCE), 0.0, 0
+    for steps in range(1, 400):
+        if switch.drafts():
+            emitted = 1 if steps < 300 else numbers.choice([1, 1, 1, 2])
+            switch.note(emitted)
+            gained += emitted - cost
+            tried += 1
+        assert gained >= -(ALLOWANCE + LOSS_SHARE * steps) - 1e-9
+    assert tried > 1
+
+
+def foreign(model, **changed):
+    key = CalibrationKey.of(model.base, model.drafter, 1, "eager")._replace(device="some other CPU")
+    measured = {"step_cost": 1.2, "tokens_per_step": 1.4, "candidates": [[2, 1, 1.4, 1.1], [8, 3, 1.9, 0.9]]}
+    return {**key._asdict(), "tree": [[0]], "measured": measured, **changed}
+
+
+@pytest.mark.parametrize("here, nodes", [((1.2, 1.4), 8), ((1.1, 1.9), 2), ((2.2, 1.9), None), ((1.5, 4.0), None)])
+def test_the_entry_of_another_machine_is_judged_by_what_steps_cost_here(here, nodes, monkeypatch, notices):
+    model = family("medusa")
+    model.generation_config.calibration = [foreign(model)]
+    monkeypatch.setattr(
+        StepCosts, "__call__", lambda self, trees: [{2: here[0], 8: here[1]}[t.num_nodes] for t in trees]
+    )
+    output = model.generate(**prompt(), **LONG, return_dict_in_generate=True)
+    assert (output.accepted_lengths is None) == (nodes is None)
+    if nodes is not None:
+        assert drafted(model)[0][0] == nodes
+    (line,) = [line for line in notices if "calibrated" in line]
+    assert "another CPU (some other CPU)" in line
+    assert (
+        f"a step takes with 2 nodes as long as {here[0]:.1f} of the base's, with 8 nodes as long as {here[1]}" in line
+    )
+    assert entries.cpu_name() in line and "hf-drafthead calibrate PATH --batch-size 1" in line
+
+
+def test_where_no_tree_paid_on_another_machine_a_small_one_may_pay_here(monkeypatch):
+    model = family("medusa")
+    model.generation_config.calibration = [foreign(model, tree=[])]
+    monkeypatch.setattr(StepCosts, "__call__", lambda self, trees: [1.2])
+    assert drafted(model)[0][0] == 8
