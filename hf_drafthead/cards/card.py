@@ -206,8 +206,8 @@ def render(facts: Facts, data: ModelCardData, repo_id: str) -> str:
 
 def _needs_fewer_passes(run: dict[str, Any]) -> bool:
     """Whether a measurement shows that the heads save forward passes, and no time is lost for them."""
-    tokens, speedup = run.get("tokens_per_step"), run.get("speedup")
-    return is_number(tokens) and tokens > 1 and is_number(speedup) and speedup >= 1
+    tokens, speedup = (run[name] if is_number(run.get(name)) else 0.0 for name in ("tokens_per_step", "speedup"))
+    return bool(tokens > 1 and speedup >= 1)
 
 
 def recipe(training: dict[str, Any]) -> dict[str, Any]:

@@ -189,7 +189,7 @@ def figures(rounds: Sequence[Round]) -> dict[str, Any]:
     }
 
 
-def drafting_steps(steps: Sequence[StepRecord]) -> dict[str, float | None]:
+def drafting_steps(steps: Sequence[StepRecord]) -> dict[str, Any]:
     """In which share of the steps anything was guessed, and how many tokens such a step emitted in each row."""
     counts = [count for step in steps if step.drafted > 1 for count in step.counts if count]
     drafting = sum(step.drafted > 1 for step in steps)

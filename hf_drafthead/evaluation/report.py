@@ -148,8 +148,8 @@ def details_table(measurements: Sequence[Measurement]) -> Table:
     for stage in (*STAGES, "rest", "step"):
         line(f"{stage}, ms per step", [_figure((each.time_split or {}).get(stage)) for each in measurements])
     if any(each.drafting_share not in (None, 1.0) for each in measurements):
-        shares = [each.drafting_share for each in measurements]
-        line("steps that drafted", ["-" if share is None else f"{100 * share:.0f} %" for share in shares])
+        drafting = [each.drafting_share for each in measurements]
+        line("steps that drafted", ["-" if share is None else f"{100 * share:.0f} %" for share in drafting])
         line("tokens in each of these", [_figure(each.tokens_per_drafting_step) for each in measurements])
     heads = max(len(each.head_accuracy or []) for each in measurements)
     for head in range(heads):

@@ -173,6 +173,9 @@ def test_a_verdict_says_what_a_speedup_means(loaded):
         (0.65, "medusa: 0.65x: slower than the base; calibrate (`hf-drafthead calibrate`), or --captured."),
     ):
         assert report.verdicts([dataclasses.replace(found, speedup=speedup)]) == [words]
+    paused = dataclasses.replace(found, speedup=1.8, tree_nodes=8, drafting_share=0.25, tokens_per_drafting_step=1.5)
+    drafting = "25 % of the steps drafted 8 nodes and emitted 1.50 tokens each, the others 1."
+    assert report.verdicts([paused]) == [f"medusa: 1.80x: faster than the base. {drafting}"]
     captured = dataclasses.replace(found, speedup=0.65, captured=True, dtype="bfloat16")
     assert report.verdicts([captured]) == [
         "medusa: 0.65x: slower than the base; calibrate (`hf-drafthead calibrate`). "

@@ -5,7 +5,7 @@ import types
 import pytest
 import torch
 
-from hf_drafthead.evaluation.measurement import Round, Run, quartiles, summed_up
+from hf_drafthead.evaluation.measurement import Round, Run, drafting_steps, quartiles, summed_up
 from hf_drafthead.generation import StepRecord
 from hf_drafthead.generation.entries import heads_hash
 
@@ -130,3 +130,12 @@ def test_weights_that_lie_elsewhere_have_no_hash():
     model = model_of()
     model.drafter.to("meta")
     assert summed_up(model, rounds(), batch_size=2, repeats=3).heads_hash is None
+
+
+def test_the_steps_that_drafted_have_figures_of_their_own():
+    steps = [StepRecord(number, [], [], counts, nodes, {}) for number, (nodes, counts) in enumerate(
+        [(8, [3, 1]), (1, [1, 1]), (1, [1, 0]), (8, [2, 0])]
+    )]  # fmt: skip
+    assert drafting_steps(steps) == {"drafting_share": 0.5, "tokens_per_drafting_step": 2.0}
+    assert drafting_steps(steps[1:2]) == {"drafting_share": 0.0, "tokens_per_drafting_step": None}
+    assert drafting_steps([]) == {"drafting_share": None, "tokens_per_drafting_step": None}

@@ -73,7 +73,9 @@ def test_an_entry_says_for_what_and_how_it_was_measured(calibrated):
 
 
 def test_calls_take_their_entries_also_after_saving_and_while_the_heads_are_the_same(calibrated, tmp_path):
-    assert drafted(calibrated, 1) == {3} and drafted(calibrated, 2) == {4} and drafted(calibrated, 3) == {2}
+    assert (
+        drafted(calibrated, 1) == {3} and drafted(calibrated, 2) == {4} and drafted(calibrated, 3) == {5}
+    )  # 2 nodes promise less here
     assert drafted(calibrated, 1, draft_tree=[[0]]) == {2} and drafted(calibrated, 1, draft_tree="auto")
     calibrated.save_pretrained(tmp_path)
     loaded = type(calibrated).from_pretrained(tmp_path, base_model=calibrated.base)
@@ -123,8 +125,10 @@ def compare(monkeypatch, step, counted=None, rows=1, captured=False, copies=None
     counted = counted or TreeStatistics.of(planted(), 40, "paths", 64)
     asked = []
 
-    def clock(runs, repeats, device, first):
+    def clock(runs, repeats, device, first, after):
         assert repeats == 1
+        for name in runs:
+            after(name)
         if 0 in runs:  # with copies and without
             return {count: (torch.zeros(rows, 20), *(copies or {}).get(count, (1.0, 12))) for count in runs}, {}
         asked.append([*runs][first % len(runs) :] + [*runs][: first % len(runs)])
@@ -134,6 +138,52 @@ def compare(monkeypatch, step, counted=None, rows=1, captured=False, copies=None
     calls = [{"input_ids": torch.zeros(rows, 7), "max_new_tokens": 13}] * 3
     comparison = Comparison(family("medusa"), counted, calls, captured)
     return comparison, counted, asked
+
+
+def test_how_much_is_done_is_told_in_small_parts_and_how_long_it_takes_before_most_of_it(monkeypatch):
+    comparison, *_ = compare(monkeypatch, lambda size: 1.0 + size.nodes / 24)
+    shares, estimates = [], []
+    comparison.advance = shares.append
+    comparison.estimate = lambda calls, seconds: estimates.append((comparison.made, calls, seconds))
+    comparison.fastest()
+    ((made, calls, seconds),) = estimates
+    assert made < calls / 4 and comparison.made <= calls and seconds > 0
+    assert shares == sorted(shares) and shares[-1] == 1.0
+    assert all(later - share <= 0.1 for share, later in zip(shares[:-1], shares[1:-1]))
+
+
+def test_an_interruption_keeps_the_fastest_tree_so_far(monkeypatch):
+    model, kept = family("medusa"), []
+    made, timed = [], Comparison._timed
+
+    def interrupted(self, *given):
+        made.append(given)
+        if len(made) == 12:
+            raise KeyboardInterrupt
+        return timed(self, *given)
+
+    monkeypatch.setattr(Comparison, "_timed", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        calibrate(model, PROMPTS, batch_sizes=(1, 2), keep=kept.append, **QUICK)
+    (entry,) = kept
+    assert model.generation_config.calibration == kept and entry["batch_size"] == 1
+    assert entry["measured"]["stopped"] == "interrupted" and entry["measured"]["candidates"]
+    made.clear()
+    monkeypatch.setattr(Comparison, "_timed", lambda self, *given: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):  # before any tree was timed there is nothing to keep
+        calibrate(model, PROMPTS, batch_sizes=(3,), keep=kept.append, **QUICK)
+    assert len(kept) == 1
+
+
+def test_no_round_is_begun_after_the_minutes_that_it_may_take(monkeypatch):
+    monkeypatch.setattr(calibrating, "ROUNDS", (50,))
+    model = family("medusa")
+    (entry,) = calibrate(model, PROMPTS, minutes=1e-9, **QUICK)
+    measured = entry["measured"]
+    assert measured["stopped"] == "out of time" and measured["candidates"] and measured["copies"] == [[0, 1.0, 1.0]]
+    for minutes in (0, -1, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="minutes is .*: expected a number above 0"):
+            calibrate(model, PROMPTS, minutes=minutes, **QUICK)
 
 
 @pytest.mark.parametrize("level, depth", [(0.0, 3), (0.02, 3), (0.5, 1)], ids=["free", "cheap", "dear"])
@@ -184,8 +234,8 @@ def test_a_text_that_differs_is_told(other, monkeypatch):
     comparison, _, _ = compare(monkeypatch, lambda size: 1.0)
     clock = calibrating.time_interleaved
 
-    def other_text(runs, repeats, device, first):
-        outputs, seconds = clock(runs, repeats, device, first)
+    def other_text(runs, repeats, device, first, **how):
+        outputs, seconds = clock(runs, repeats, device, first, **how)
         if other in outputs:
             outputs[other][0].add_(1)
         return outputs, seconds
@@ -245,7 +295,7 @@ def test_bad_input_is_one_line(given, line):
 
 
 def test_heads_that_are_never_right_are_refused(monkeypatch):
-    monkeypatch.setattr(calibrating, "ranks_by_text", lambda *args: [torch.full((60, 3), 99)] * 4)
+    monkeypatch.setattr(calibrating, "ranks_by_text", lambda *args, **how: [torch.full((60, 3), 99)] * 4)
     with pytest.raises(ValueError, match="no guess of these heads is right at any of 240 positions: train them first"):
         count_trees(family("medusa"), PROMPTS, 24, 8)
 
