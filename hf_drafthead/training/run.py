@@ -21,6 +21,7 @@ from transformers.utils import logging
 
 from hf_drafthead.data.rows import without_format
 from hf_drafthead.data.sources import files_of
+from hf_drafthead.data.texts import one_line
 from hf_drafthead.generation.drafting import draft_vocabulary
 from hf_drafthead.generation.reader import Unsupported
 from hf_drafthead.generation.settings import DEFAULT_TREE
@@ -177,10 +178,16 @@ def _prepare(
     """Load base and heads once, read the data or let the base write it, and estimate what the training will take."""
     output, first = Path(settings.output_dir), settings.process_index == 0
     set_seed(settings.seed)
-    tokenizer = load_tokenizer(source.base, source.load.get("gguf_file"))
-    tokenizer.chat_template = settings.chat_template or tokenizer.chat_template
-    kind = kind_of_text(tokenizer) if data is None else None  # asked before anything large is loaded
+    kind = None
+    if data is None:  # what its tokenizer says is asked before anything large is loaded
+        try:
+            kind = kind_of_text(_tokenizer(source, settings))
+        except OSError as error:
+            raise OSError(
+                f"no tokenizer could be read at {source.base!r} ({one_line(error)}): give the folder or id of the base."
+            ) from error
     model = _model(source, settings)
+    tokenizer = _tokenizer(source, settings)
     clock = _clock(settings, arguments)
     if resume:
         clock.resume()
@@ -216,6 +223,13 @@ def _prepare(
     expected = _expected(trainer, prepared, say) if first else None
     settings.num_train_epochs = agreed(settings.num_train_epochs, settings)
     return Training(model, tokenizer, prepared, trainer, about, expected)
+
+
+def _tokenizer(source: HeadsToTrain, settings: DraftHeadTrainingArguments) -> Any:
+    """The base's, with the chat template that was given."""
+    tokenizer = load_tokenizer(source.base, source.load.get("gguf_file"))
+    tokenizer.chat_template = settings.chat_template or tokenizer.chat_template
+    return tokenizer
 
 
 def _run(training: Training, resume: bool, say: Tell) -> Trained:
