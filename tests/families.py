@@ -12,6 +12,7 @@ from hf_drafthead.modeling import (
     DraftHeadPreTrainedModel,
     Eagle3ForCausalLM,
     MedusaForCausalLM,
+    MtpForCausalLM,
     families,
 )
 
@@ -74,6 +75,15 @@ EAGLE3_VARIANTS = {
     "norm_output": True,
     "own_embeddings": True,
 }
+# Several modules, and all else that some base has otherwise.
+MTP_VARIANTS = {
+    "num_modules": 3,
+    "hidden_first": True,
+    "output_norm": True,
+    "feed_normed": False,
+    "own_lm_heads": True,
+    "own_embeddings": True,
+}
 
 
 def own_fields(config: DraftHeadConfig) -> dict[str, Any]:
@@ -89,6 +99,7 @@ VARIED: dict[str, dict[str, Any]] = {
     "amphista-alpha": {"lm_head_rank": 16, "draft_vocab_size": 50},
     "eagle3": {"num_draft_heads": 3, "feature_layers": [0, 1], "draft_vocab_size": 50},
     "eagle3.1": {"num_draft_heads": 3, "feature_layers": [0, 1], "draft_vocab_size": 50},
+    "mtp": {"draft_vocab_size": 50},
 }
 FAMILIES = [
     Family(name, family.model_class, own_fields(family.config()) | VARIED.get(name, {}))
@@ -98,3 +109,4 @@ FAMILIES.insert(
     1, Family("medusa-shared", MedusaForCausalLM, {"share_lm_head": True, "num_layers": 2, "draft_vocab_size": 50})
 )
 FAMILIES.append(Family("eagle3-variants", Eagle3ForCausalLM, EAGLE3_VARIANTS))
+FAMILIES.append(Family("mtp-modules", MtpForCausalLM, MTP_VARIANTS))

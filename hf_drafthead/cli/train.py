@@ -1,4 +1,4 @@
-"""`hf-drafthead distill` and `train`: the base's own text, and heads that learn from it."""
+"""`hf-drafthead distill`, `vocabulary` and `train`: the base's own text, and what is learned from it."""
 
 import sys
 from pathlib import Path
@@ -82,6 +82,31 @@ def run_distill(
     if state.is_main_process:
         common.say(str(report))
         common.write_json(json_path, report.to_json())
+
+
+@common.app.command()
+def vocabulary(
+    base: Annotated[str, typer.Argument(help="Folder of a causal language model, or its id on the Hub.")],
+    data: Annotated[str, string("Chats or texts of the base: a file, a folder, or the name of a data set.")],
+    output_file: Annotated[Path, common.new_file("The token ids go there.", "FILE.json", "--output")],
+    size: Annotated[int, count("Tokens, at most; those that do not occur are left out.")] = 32_000,
+    split: Annotated[str, string("Of a data set.", "NAME")] = "train",
+    chat_template: common.Template = None,
+) -> None:
+    """Count the tokens of the base's own text: the most frequent ones, for heads that guess among these (MTP)."""
+    import json
+
+    from hf_drafthead.data.sources import read_rows
+    from hf_drafthead.modeling.gguf_files import load_tokenizer
+    from hf_drafthead.training.data import tokenize_rows
+    from hf_drafthead.training.examples import ranked_tokens
+
+    tokenizer = load_tokenizer(base)
+    tokenizer.chat_template = common.read_template(chat_template) or tokenizer.chat_template
+    rows, report = tokenize_rows(read_rows(data, split=split), tokenizer)
+    tokens, share = ranked_tokens(rows, size, len(tokenizer))
+    output_file.write_text(json.dumps(tokens.tolist()) + "\n", encoding="utf-8")
+    common.say(str(report), f"{len(tokens):,} tokens are {share:.2%} of the text".replace("%", " %"))
 
 
 @common.app.command()

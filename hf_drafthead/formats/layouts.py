@@ -9,10 +9,12 @@ from hf_drafthead.formats.eagle3 import Eagle3
 from hf_drafthead.formats.hydra import Hydra
 from hf_drafthead.formats.layout import Layout
 from hf_drafthead.formats.medusa import Medusa, MedusaFull, MedusaVllm
+from hf_drafthead.formats.mtp_layouts import BaseModules, SpeculatorsMtp
 from hf_drafthead.formats.speculators import Speculators
 from hf_drafthead.modeling.config import MODEL_TYPE_PREFIX
 
 LAYOUTS: tuple[Layout, ...] = (Medusa(), MedusaFull(), MedusaVllm(), Hydra(), Eagle(), Eagle3(), Speculators())
+LAYOUTS += (SpeculatorsMtp(), BaseModules())
 OWN_PREFIXES = ("drafter.", "base.")  # names of this library
 
 

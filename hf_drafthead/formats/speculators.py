@@ -19,6 +19,7 @@ VERSION = "0.9.0"  # of the library whose format is written
 SPECULATIVE_TOKENS = 5  # that vLLM drafts at a time, if the command line does not say
 LAYERS = {"llama": "llama", "mistral": "llama", "qwen3": "qwen3"}
 KIND = "speculators_model_type"
+OTHER_KINDS = ("mtp",)  # with a layout of their own
 
 
 class Speculators(Layout):
@@ -29,14 +30,14 @@ class Speculators(Layout):
     targets = ("speculators",)
 
     def detect(self, keys: Iterable[str], config: Mapping[str, Any]) -> bool:
-        return KIND in config
+        return KIND in config and config[KIND] not in OTHER_KINDS
 
     def read(self, source: Source, fields: Mapping[str, Any]) -> Heads:
         config = source.config
         if config[KIND] != "eagle3":
             raise ValueError(
-                f"{source.name!r} holds a speculator of the kind {config[KIND]!r}: of these only 'eagle3' has a family "
-                "here."
+                f"{source.name!r} holds a speculator of the kind {config[KIND]!r}, which has no family here: expected "
+                "'eagle3' or 'mtp'."
             )
         if "norm_before_residual" not in config and fields.get("norm_before_residual") is None:
             raise ValueError(

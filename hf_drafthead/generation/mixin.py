@@ -128,6 +128,8 @@ class DraftHeadGenerationMixin(GenerationMixin):
                 tokens that followed there take the place of the tree's least valuable nodes (`lookup`).
                 `draft_tree="lookup"` guesses these copies alone. A call that names neither these nor a tree copies as
                 many as were calibrated for it.
+            use_mtp: with a base's own modules for multi-token prediction as heads, what is done anyway; with other
+                heads the base decodes by itself, as for an assistant model.
             on_step: is given a `StepRecord` after the prefill and after every step; the stages are timed for it.
 
         Returns:
@@ -142,6 +144,10 @@ class DraftHeadGenerationMixin(GenerationMixin):
                 "the prompt is empty (0 tokens): give at least one token, such as the tokenizer's beginning of text."
             )
         config, kwargs = self._merged_config(generation_config, with_cache(CACHE, kwargs))
+        if (asked_by := getattr(self.drafter, "asked_by", None)) and getattr(
+            config, asked_by, None
+        ):  # for what is done anyway
+            config = config.without(asked_by)
         asked = {
             "draft_tree": draft_tree,
             "acceptance": acceptance,

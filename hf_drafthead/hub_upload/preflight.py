@@ -16,6 +16,7 @@ from hf_drafthead.modeling import DraftHeadConfig, DraftHeadPreTrainedModel
 from hf_drafthead.modeling.base_model import is_local
 from hf_drafthead.modeling.checkpoint import HTTP_ERROR, INDEX, WEIGHTS, read_heads_config, read_tensors
 from hf_drafthead.modeling.families import BY_MODEL_TYPE
+from hf_drafthead.modeling.mtp import modules_counted
 
 TRAINING = ["optimizer*", "scheduler.*", "scaler.pt", "rng_state*", "training_args.bin", "trainer_state.json"]
 TRAINING += ["checkpoint-*", "global_step*", "events.out.tfevents*", "wandb", "mlruns", "run.json", "clock.json"]
@@ -100,6 +101,16 @@ def check_public_base(config: DraftHeadConfig, folder: Path, token: str | bool |
     if found is not None and found.private:
         notes.append(f"the base {name!r} is private: only users with access to it can load these heads")
     return notes
+
+
+def check_modules(config: DraftHeadConfig) -> None:
+    """Refuse a base that would lose its modules for multi-token prediction: transformers drops them on loading."""
+    counted = modules_counted(config.get_text_config())
+    if config.base_included and counted and config.family != "mtp":
+        raise ValueError(
+            f"the base's config counts {counted} module(s) for multi-token prediction, which the weights of a loaded "
+            "base no longer hold: push the heads alone, or as family 'mtp' with its base, which has them."
+        )
 
 
 def find_base(name: str, revision: str | None, token: str | bool | None) -> tuple[ModelInfo | None, list[str]]:

@@ -165,6 +165,7 @@ def _push(
         edit_json(folder / "config.json", base_model_name_or_path=None, base_model_revision=None)
     there, unseen = _look(target, dry_run)
     check_destination(there, target, config.base_model_name_or_path)
+    preflight.check_modules(config)
     refused = None
     try:
         notes = notes + unseen + preflight.check_public_base(config, folder, target.token)

@@ -128,6 +128,11 @@ class DraftHeadConfig(PreTrainedConfig):
         return self.get_text_config().vocab_size if isinstance(self.base_config, PreTrainedConfig) else None
 
     @property
+    def wants_fewer_tokens(self) -> bool:
+        """Whether training lets the heads choose among some tokens even by the recipe of the paper."""
+        return False
+
+    @property
     def family(self) -> str:
         """The family's short name, as the papers name it: `medusa`, `hydra`, `hydra++`, `amphista`, ..."""
         return self.model_type.removeprefix(MODEL_TYPE_PREFIX)

@@ -60,17 +60,25 @@ class DecoderLayer(nn.Module):
         input_norm: False replaces the layer's first norm by the identity (EAGLE).
         final_norm: normalise the output as the model does after its last layer (Hydra++).
         window: how many positions the layer sees; None for all.
+        layer_type: which of the kinds of layers that the model has.
+        first: the first place of the cache that others see, and position 0: for a layer that begins later in a text.
 
     Raises:
         ValueError: no such layer can be built from this config.
     """
 
     def __init__(
-        self, config: PreTrainedConfig, input_norm: bool = True, final_norm: bool = False, window: int | None = None
+        self,
+        config: PreTrainedConfig,
+        input_norm: bool = True,
+        final_norm: bool = False,
+        window: int | None = None,
+        layer_type: str = "full_attention",
+        first: int = 0,
     ) -> None:
         super().__init__()
-        self.window = window
-        model = _one_layer_model(config)
+        self.window, self.first = window, first
+        model = _one_layer_model(config, layer_type)
         self.layer = model.layers[0]
         if getattr(getattr(self.layer, "self_attn", None), "store_full_length_kv", False):
             self.layer.self_attn.store_full_length_kv = False  # for layers behind it, of which there are none
@@ -84,7 +92,7 @@ class DecoderLayer(nn.Module):
         self._cache_argument = cache_argument(type(self.layer).forward) or CACHE
         # Models with several kinds of layers ask which kind the frequencies are for.
         several = "layer_type" in inspect.signature(type(self.rotary).forward).parameters
-        self._rotary_kind = {"layer_type": "full_attention"} if several else {}
+        self._rotary_kind = {"layer_type": layer_type} if several else {}
 
     def follow(self, base: PreTrainedConfig) -> None:
         """Compute attention and experts as the base does.
@@ -151,13 +159,14 @@ class DecoderLayer(nn.Module):
         order = torch.arange(count, device=x.device)
         if cache.extent == 0 and not cache.fixed:  # behind nothing, plain causal attention is all there is
             cache.append()
-            seen = None if self._takes_causal_flag and not self._hides(count) else self._causal(order[None])
-            out = self._run(x, order[None], self._additive(seen, x), cache)
+            plain = self._takes_causal_flag and not self._hides(count) and not self.first
+            seen = None if plain else self._begun(self._causal(order[None]), cache.lengths)
+            out = self._run(x, order[None] - self.first, self._additive(seen, x), cache)
             cache.count(count, lengths.to(x.device))
             return out
         cache.place(count)
-        mask = self._mask(cache, (order <= order[:, None])[None], order[None], x)
-        out = self._run(x, cache.lengths[:, None] + order, mask, cache)
+        mask = self._mask(cache, self._begun((order <= order[:, None])[None], cache.lengths), order[None], x)
+        out = self._run(x, cache.lengths[:, None] + order - self.first, mask, cache)
         cache.keep(order.expand(len(x), -1), lengths.to(x.device))
         return out
 
@@ -174,7 +183,8 @@ class DecoderLayer(nn.Module):
         count = x.shape[1]
         cache.place(count, again=ancestors.shape[2] > count)
         depths = torch.full((1, count), depth - 1, device=x.device)
-        return self._run(x, cache.lengths[:, None] + depths, self._mask(cache, ancestors, depths, x), cache)
+        positions = cache.lengths[:, None] + depths - self.first
+        return self._run(x, positions, self._mask(cache, ancestors, depths, x), cache)
 
     def without_order(self, x: Tensor) -> Tensor:
         """A set (N, K, H): everything sees everything, and nothing has a position."""
@@ -183,7 +193,17 @@ class DecoderLayer(nn.Module):
         return self._run(x, nowhere, self._additive(seen, x))
 
     def _mask(self, cache: SlotCache, ancestors: Tensor, depths: Tensor, x: Tensor) -> Tensor:
-        return slot_mask(ancestors, cache.lengths, cache.seen_extent, x.dtype, window=self.window, depths=depths)
+        begun = torch.zeros(1, self.first, dtype=torch.bool, device=x.device) if self.first else None
+        past, extent = cache.lengths, cache.seen_extent
+        return slot_mask(ancestors, past, extent, x.dtype, visible=begun, window=self.window, depths=depths)
+
+    def _begun(self, seen: Tensor, past: Tensor) -> Tensor:
+        """What is seen (R, A, A) of new positions behind a past of (B,), without those before the layer's first."""
+        if not self.first:
+            return seen
+        order = torch.arange(seen.shape[1], device=seen.device)
+        own = torch.eye(seen.shape[1], dtype=torch.bool, device=seen.device)  # no row of scores is empty
+        return seen & ((past.to(seen.device)[:, None, None] + order >= self.first) | own)
 
     def _of_text(self, x: Tensor, attention_mask: Tensor | None, ahead: int = 0) -> tuple[Tensor, Tensor | None]:
         """Positions (B or 1, T) of a text, and what is seen (B, T, T) from `ahead` behind each; None: all up to it."""
@@ -245,16 +265,22 @@ def has_layers(config: PreTrainedConfig) -> bool:
     return True
 
 
-def _one_layer_model(config: PreTrainedConfig) -> Any:
-    """The model of a config with a single layer, full attention and no vocabulary."""
+def one_layer_config(config: PreTrainedConfig, layer_type: str = "full_attention") -> PreTrainedConfig:
+    """The config of a model with a single layer of one kind and no vocabulary."""
     small = copy.deepcopy(config)
+    small.num_hidden_layers = 1
+    small.vocab_size, small.pad_token_id = 1, 0
+    if getattr(small, "layer_types", None):
+        small.layer_types = [layer_type]
+    if getattr(small, "mlp_layer_types", None):
+        small.mlp_layer_types = small.mlp_layer_types[:1]
+    return small
+
+
+def _one_layer_model(config: PreTrainedConfig, layer_type: str) -> Any:
+    """The model of such a config."""
     try:
-        small.num_hidden_layers = 1
-        small.vocab_size, small.pad_token_id = 1, 0
-        if getattr(small, "layer_types", None):
-            small.layer_types = ["full_attention"]
-        if getattr(small, "mlp_layer_types", None):
-            small.mlp_layer_types = small.mlp_layer_types[:1]
+        small = one_layer_config(config, layer_type)
         model_class = MODEL_MAPPING[type(config)]
         small._attn_implementation = "sdpa" if model_class._supports_sdpa else "eager"
         model = model_class(small)

@@ -30,12 +30,16 @@ class Drafter(nn.Module):
         reads: which hidden states of the base are read; -1 is the last one, after the base's final norm.
         keeps_history: True if `observe` needs every verified position, False if only each row's last one counts: of the
             prompt it is then given no other.
+        asked_by: a setting of transformers' `generate` that asks for what this drafter does; None if there is none.
+        loaded: the heads were trained already where they were made: what builds them anew has to keep their weights.
         draft_tokens: (D,) the base's ids of the tokens that it chooses among; None for all of them.
         base: the base model: a plain reference, so that it is neither saved nor moved with the drafter.
     """
 
     reads: tuple[int, ...] = (-1,)
     keeps_history: bool = False
+    asked_by: str | None = None
+    loaded: bool = False
     draft_tokens: Tensor | None
     base: Any
 
@@ -79,6 +83,10 @@ class Drafter(nn.Module):
                 f"the base was resized from {self.base_tokens} to {now} tokens under heads that guess over the former: "
                 "train heads for it (from_base)"
             )
+        if self._rows.gathered and self.draft_tokens is not None:  # a compiled step reads what was gathered before it
+            like = next(self.parameters())
+            if not like.is_meta:
+                self._rows(self.output.head, self.draft_tokens, like)
 
     def follow_base(self) -> None:
         """Compute attention and experts in the same way as the base."""

@@ -87,6 +87,19 @@ class EagleState(NamedTuple):
     depth: int = 0
 
 
+def next_level(ancestors: Tensor, parents: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows (B, 1) and parents (B, n), by which what the last level has is indexed, and what the next one sees.
+
+    Args:
+        ancestors: (B, n', M) what the nodes of the last level see, in the order in which the cache holds them.
+        parents: (B, n) where the nodes of the next level hang.
+    """
+    rows = torch.arange(parents.shape[0], device=ancestors.device).unsqueeze(1)
+    parents = parents.to(ancestors.device)
+    own = torch.eye(parents.shape[1], dtype=torch.bool, device=ancestors.device).expand(parents.shape[0], -1, -1)
+    return rows, parents, torch.cat([own, ancestors[rows, parents]], dim=2)
+
+
 class EagleDrafter(Drafter):
     """One layer that runs on its own guesses.
 
@@ -123,11 +136,7 @@ class EagleDrafter(Drafter):
         if state.depth == 0:  # the root's own pair was observed already
             out, ancestors = state.level, state.ancestors
         else:
-            rows = torch.arange(tokens.shape[0], device=state.level.device).unsqueeze(1)
-            parents = parents.to(rows.device)
-            count = tokens.shape[1]
-            itself = torch.eye(count, dtype=torch.bool, device=rows.device).expand(tokens.shape[0], -1, -1)
-            ancestors = torch.cat([itself, state.ancestors[rows, parents]], dim=2)
+            rows, parents, ancestors = next_level(state.ancestors, parents)
             x = self._joined(self._fed_back(state.level[rows, parents]), tokens)
             out = self.body.over_nodes(state.cache, x, state.depth, ancestors)
         state = EagleState(state.cache, state.last, out, ancestors, state.depth + 1)

@@ -7,7 +7,7 @@ import json
 import os
 import reprlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,27 @@ def read_json(file: str | os.PathLike) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise OSError(f"{os.fspath(file)!r} is not readable JSON ({error}): copy or download it again.") from None
     return found
+
+
+def read_ranking(tokens: str | os.PathLike | Sequence[int]) -> list[int]:
+    """Token ids, the most frequent first, given or in a JSON file.
+
+    Raises:
+        OSError: there is no such file.
+        ValueError: these are no token ids.
+    """
+    ids: Any = tokens
+    if isinstance(tokens, (str, os.PathLike)):
+        try:
+            ids = json.loads(Path(tokens).read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ValueError(f"{os.fspath(tokens)!r} is no JSON ({error}): expected a list of token ids.") from None
+    ids = ids.tolist() if hasattr(ids, "tolist") else ids
+    if not isinstance(ids, (list, tuple)) or not ids or not all(type(one) is int for one in ids):
+        raise ValueError(
+            f"draft_tokens is {shortened.repr(ids)}: expected token ids, frequent ones first, such as [11, 284, 13]."
+        )
+    return list(ids)
 
 
 def edit_json(path: Path, **fields: Any) -> None:

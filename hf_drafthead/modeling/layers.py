@@ -110,6 +110,11 @@ class VocabularyRows:
         self._key: Any = None
         self._rows: tuple[Tensor, Tensor | None] | None = None
 
+    @property
+    def gathered(self) -> bool:
+        """Whether there are some."""
+        return self._rows is not None
+
     def __call__(self, head: Any, tokens: Tensor, like: Tensor) -> tuple[Tensor, Tensor | None]:
         """Weight (D, H) and bias (D,) or None.
 

@@ -114,6 +114,16 @@ def tokens_to_cover(rows: Any, vocabulary: int, share: float) -> int:
     return int((counts.cumsum(0) < share * int(counts.sum())).sum()) + 1
 
 
+def ranked_tokens(rows: Any, size: int, vocabulary: int) -> tuple[Tensor, float]:
+    """The tokens (at most `size`) that are labels most often, the most frequent first, and their share of all labels.
+
+    Only tokens that occur; of a stream the first 4096 rows are counted.
+    """
+    counts = label_frequencies(rows, vocabulary)
+    chosen = counts.sort(descending=True, stable=True).indices[: min(size, int((counts > 0).sum()))]
+    return chosen, int(counts[chosen].sum()) / max(int(counts.sum()), 1)
+
+
 def label_frequencies(rows: Any, vocabulary: int) -> Tensor:
     """How often each token (vocabulary,) is a label; of a stream the first 4096 rows are counted."""
     counts = torch.zeros(vocabulary, dtype=torch.long)

@@ -210,7 +210,8 @@ def _prepare(
     prepared = _prepared(model, tokenizer, data, settings, say)
     about: dict[str, Any] = {"family": source.family, "base": source.base, "joint": source.joint}
     if source.heads is None:
-        if settings.recipe == "quick" and "draft_vocab_size" not in source.fields and source.family != "draft-model":
+        fewer = (settings.recipe == "quick" and source.family != "draft-model") or model.config.wants_fewer_tokens
+        if fewer and "draft_vocab_size" not in source.fields:
             choose_among_fewer(model, prepared.rows, say)
         about["draft_vocab_coverage"] = examples.choose_vocabulary(model, prepared.rows)
     choices = draft_vocabulary(model.base, model.drafter)
@@ -312,13 +313,18 @@ def choose_among_fewer(model: DraftHeadPreTrainedModel, rows: Any, tell: Tell) -
 
 
 def _rebuild(model: Any, **fields: Any) -> None:
-    """Fresh heads with other config fields in the place of fresh heads."""
-    training = model.training
+    """Fresh heads with other config fields in the place of fresh heads; those that were loaded keep their weights."""
+    training, before = model.training, model.drafter
     for name, value in fields.items():
         setattr(model.config, name, value)
     model.drafter = model.drafter_class(model.config)
     model._attach(model.base)
     model.drafter.copy_from_base()
+    if before.loaded:
+        shapes = {name: tensor.shape for name, tensor in model.drafter.state_dict().items()}
+        kept = {name: tensor for name, tensor in before.state_dict().items() if shapes.get(name) == tensor.shape}
+        model.drafter.load_state_dict(kept, strict=False)
+        model.drafter.loaded = True
     model.drafter.train(training)
 
 

@@ -27,6 +27,7 @@ FAMILIES = {
     "amphista-alpha": ({"num_auto_embedding_layers": 2}, "Amphista-alpha", "li2025amphista"),
     "eagle": ({"num_draft_heads": 1}, "EAGLE", "li2024eagle"),
     "eagle3": ({"feature_layers": [0, 1, 2]}, "EAGLE-3", "li2025eagle3"),
+    "mtp": ({}, "MTP", "deepseekai2024deepseekv3"),
     "draft-model": ({"num_draft_heads": 1}, "Draft model", "leviathan2023fast"),
 }
 

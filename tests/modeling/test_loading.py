@@ -227,7 +227,7 @@ def test_what_the_heads_compute_and_do_not_store_is_as_exact_in_any_type(family,
     computed = {
         name: buffer for name, buffer in model.drafter.named_buffers() if "drafter." + name not in model.state_dict()
     }
-    assert bool(computed) == family.name.startswith(("hydra++", "amphista", "eagle", "draft-model"))
+    assert bool(computed) == family.name.startswith(("hydra++", "amphista", "eagle", "mtp", "draft-model"))
     for name, buffer in computed.items():
         assert torch.equal(loaded.drafter.get_buffer(name), buffer), name
 

@@ -1,0 +1,364 @@
+"""The modules for multi-token prediction as they lie in a base's own repository, where transformers drops them.
+
+Names by architecture, of module i of a base of n layers, behind `model.` or `model.language_model.`:
+
+    DeepSeek, GLM, Hunyuan    layers.{n+i}.{enorm, hnorm, eh_proj, shared_head.norm, shared_head.head, embed_tokens}
+    Step                      layers.{n+i}.{enorm, hnorm, eh_proj, transformer.shared_head.{norm, output}}
+    Qwen, EXAONE, Mellum      mtp.{fc, pre_fc_norm_embedding, pre_fc_norm_hidden, norm}, mtp.layers.{i}.
+    MiMo                      mtp_layers.{i}.{token_layernorm, hidden_layernorm, input_proj, final_layernorm}
+    MiMo-V2                   mtp.layers.{i}.{enorm, hnorm, eh_proj, final_layernorm, pre_mlp_layernorm}
+    ERNIE                     mtp_{emb_norm, hidden_norm, linear_proj, block}.{i}.
+
+and the block beside them under the names of the base's layers. The speculators library saves a module that was trained
+further under MiMo's names, embedding first.
+"""
+
+import re
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import ModelCard
+from torch import Tensor, nn
+from transformers.configuration_utils import PreTrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_MAPPING
+
+from hf_drafthead.formats.base_tensors import INPUT, OUTPUT, base_tensor, same_values
+from hf_drafthead.formats.layout import Loss, renamed
+from hf_drafthead.modeling.checkpoint import INDEX, WEIGHTS, fetch_file, map_tensors, refuse_damage
+from hf_drafthead.modeling.decoder_layer import one_layer_config
+from hf_drafthead.modeling.files import in_one_line, open_tensors, read_json
+from hf_drafthead.modeling.mtp import MtpConfig, modules_counted
+
+Names = tuple[tuple[str, str], ...]
+
+
+def _in_layers(**parts: str) -> Names:
+    """Names behind the base's own layers."""
+    return tuple((f"{ours}.", f"layers.{{layer}}.{theirs}.") for ours, theirs in parts.items()) + (
+        ("body.layer.", "layers.{layer}."),
+    )
+
+
+JOINED = {"embedding_norm": "enorm", "hidden_norm": "hnorm", "fc": "eh_proj", "embed_tokens": "embed_tokens"}
+# Ours and theirs, the more special ones first.
+DEEPSEEK = _in_layers(**JOINED, norm="shared_head.norm", lm_head="shared_head.head")
+HUNYUAN = _in_layers(**JOINED, norm="final_layernorm")
+STEP = _in_layers(**JOINED, norm="transformer.shared_head.norm", lm_head="transformer.shared_head.output")
+QWEN: Names = (
+    ("embedding_norm.", "mtp.pre_fc_norm_embedding."),
+    ("hidden_norm.", "mtp.pre_fc_norm_hidden."),
+    ("fc.", "mtp.fc."),
+    ("norm.", "mtp.norm."),
+    ("embed_tokens.", "mtp.embed_tokens."),
+    ("lm_head.", "mtp.lm_head."),
+    ("body.layer.", "mtp.layers.{i}."),
+)
+MIMO: Names = (
+    ("embedding_norm.", "mtp_layers.{i}.token_layernorm."),
+    ("hidden_norm.", "mtp_layers.{i}.hidden_layernorm."),
+    ("fc.", "mtp_layers.{i}.input_proj."),
+    ("norm.", "mtp_layers.{i}.final_layernorm."),
+    ("body.layer.", "mtp_layers.{i}."),
+)
+MIMO_V2: Names = (
+    ("embedding_norm.", "mtp.layers.{i}.enorm."),
+    ("hidden_norm.", "mtp.layers.{i}.hnorm."),
+    ("fc.", "mtp.layers.{i}.eh_proj."),
+    ("norm.", "mtp.layers.{i}.final_layernorm."),
+    ("body.layer.post_attention_layernorm.", "mtp.layers.{i}.pre_mlp_layernorm."),
+    ("body.layer.", "mtp.layers.{i}."),
+)
+ERNIE: Names = (
+    ("embedding_norm.", "mtp_emb_norm.{i}."),
+    ("hidden_norm.", "mtp_hidden_norm.{i}."),
+    ("fc.", "mtp_linear_proj.{i}."),
+    ("body.layer.", "mtp_block.{i}."),
+)
+# By model_type of the base's text config; others may have any of them: what is read, the files tell.
+NAMES = {
+    "hy_v3": HUNYUAN,
+    "step3p5": STEP,
+    "step3p7": STEP,
+    "mimo": MIMO,
+    "mimo_v2_flash": MIMO_V2,
+    "ernie4_5_moe": ERNIE,
+    **dict.fromkeys(("deepseek_v3", "glm4_moe", "glm4_moe_lite", "glm4v_moe_text", "glm_ocr_text"), DEEPSEEK),
+    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "exaone4", "exaone_moe", "mellum"), QWEN),
+}
+# Whose modules are of another form, which no family here has.
+OTHER_FORMS = {
+    "nemotron_h": "several blocks in each, of attention and experts",
+    "nemotron_h_omni": "several blocks in each, of attention and experts",
+    "longcat_flash": "a block of another kind than its layers",
+    "inkling": "layers without rotary positions",
+    "inkling_text": "layers without rotary positions",
+    "qwen4_exp_text": "hyper-connections",
+    "deepseek_v4": "hyper-connections",
+    "deepseek_v32": "attention that chooses keys by score",
+    "glm_moe_dsa": "attention that chooses keys by score",
+    "glm5_next": "attention that chooses keys by score",
+}
+ROOT = r"(?:model\.|language_model\.)*"
+BLOCK, LAYER = "body.layer.", "layers.0."  # of a module here, and of a model of one layer
+COPIES = {"embed_tokens.weight": INPUT, "lm_head.weight": OUTPUT}
+SCALE = "_scale_inv"  # of blocks of an FP8 weight, behind its name
+
+
+@dataclass(frozen=True)
+class StoredModules:
+    """The modules in a repository: where their tensors lie.
+
+    Attributes:
+        place: folder or Hub id.
+        count: modules.
+        files: by name of the tensor there, the file that holds it.
+        ours: by name of the tensor there, module and name here.
+    """
+
+    place: str
+    count: int
+    files: dict[str, str]
+    ours: dict[str, tuple[int, str]]
+
+    def tensors(self) -> list[dict[str, Tensor]]:
+        """By module, under the names here; FP8 is unpacked, in blocks as wide as its scales say.
+
+        Raises:
+            OSError: a file cannot be read.
+            ValueError: a tensor is in a type that is no number, such as packed 4-bit weights.
+        """
+        found: dict[str, Tensor] = {}
+        for file in sorted(set(self.files.values())):
+            with open_tensors(file) as opened:
+                found |= {key: opened.get_tensor(key) for key, holder in self.files.items() if holder == file}
+        modules: list[dict[str, Tensor]] = [{} for _ in range(self.count)]
+        for key, (index, name) in self.ours.items():
+            if not key.endswith(SCALE):
+                modules[index][name] = self._plain(key, found[key], found.get(key + SCALE))
+        return modules
+
+    def _plain(self, key: str, tensor: Tensor, scale: Tensor | None) -> Tensor:
+        if scale is not None:
+            blocks = [-(-size // count) for size, count in zip(tensor.shape, scale.shape, strict=True)]
+            wide = scale.float()
+            for dim, block in enumerate(blocks):
+                wide = wide.repeat_interleave(block, dim).narrow(dim, 0, tensor.shape[dim])
+            return (tensor.float() * wide).to(torch.bfloat16)
+        if not tensor.is_floating_point() or tensor.dtype.itemsize < 2:
+            raise ValueError(
+                f"{self.place!r} holds {key!r} of its module for multi-token prediction in "
+                f"{str(tensor.dtype).removeprefix('torch.')}, of which nothing says how it is unpacked: expected "
+                "bfloat16, float16 or float32, or FP8 with scales; take the module from the repository that this one "
+                "was made of, with modules_from=."
+            )
+        return tensor
+
+
+def find_modules(place: str, text: PreTrainedConfig, hub: Mapping[str, Any]) -> StoredModules | None:
+    """The modules that a repository holds, by its index alone; None if it holds none.
+
+    Args:
+        place: folder or Hub id.
+        text: text config of the base.
+        hub: keyword arguments of every download. Of shards only those that hold modules are fetched.
+
+    Raises:
+        OSError: a file is missing or cannot be read.
+        ValueError: the modules are of a form that no family here has.
+    """
+    shards = _shards(place, hub)
+    found = modules_in(shards, text)
+    if found is None:
+        return None
+    if text.model_type in OTHER_FORMS:
+        raise ValueError(
+            f"{place!r} has modules for multi-token prediction with {OTHER_FORMS[text.model_type]}, which are not "
+            "known here: train heads of another family for it."
+        )
+    count, ours = found
+    files = {}
+    for key in ours:
+        if (file := fetch_file(place, shards[key], hub)) is None:
+            raise OSError(f"{place!r} lacks {shards[key]}, which its {INDEX} names: download it again.")
+        files[key] = file
+    return StoredModules(place, count, files, ours)
+
+
+def modules_in(
+    keys: Iterable[str], text: PreTrainedConfig, *only: Names
+) -> tuple[int, dict[str, tuple[int, str]]] | None:
+    """How many modules there are among tensors of these names, and by name the module and the name here; None if none.
+
+    Args:
+        keys: names of tensors.
+        text: text config of the base.
+        only: under which names; by default under those of the base's architecture, else under any.
+    """
+    keys, layers = list(keys), text.num_hidden_layers
+    for names in only or (NAMES.get(text.model_type, DEEPSEEK), DEEPSEEK, QWEN, MIMO, MIMO_V2, ERNIE):
+        if modules := dict(_modules_named(keys, names, layers)):
+            return len(modules), {
+                key: (index, name)
+                for index, root in modules.items()
+                for key in keys
+                if (name := _name_here(key, names, root, index, layers)) is not None
+            }
+    return None
+
+
+def _shards(place: str, hub: Mapping[str, Any]) -> dict[str, str]:
+    """By name of every tensor, the name of the file that holds it; empty where there are no safetensors."""
+    if (index := fetch_file(place, INDEX, hub)) is not None:
+        return dict(read_json(index).get("weight_map") or {})
+    if (file := fetch_file(place, WEIGHTS, hub)) is None:
+        return {}
+    with open_tensors(file) as tensors:
+        return dict.fromkeys(tensors.keys(), WEIGHTS)
+
+
+def _modules_named(keys: Iterable[str], names: Names, layers: int) -> Iterator[tuple[int, str]]:
+    """Number and root of every module of which there is a joining layer under these names."""
+    numbered = re.escape(dict(names)["fc."]).replace(r"\{layer\}", r"(\d+)").replace(r"\{i\}", r"(\d+)")
+    first = layers if "{layer}" in dict(names)["fc."] else 0
+    for key in keys:
+        if (match := re.fullmatch(f"({ROOT}){numbered}weight", key)) is not None:
+            index = int(match[2]) - first if match.lastindex == 2 else 0
+            if index >= 0:
+                yield index, match[1]
+
+
+def _name_here(key: str, names: Names, root: str, index: int, layers: int) -> str | None:
+    """What a tensor of a module is called here; None if it is of another."""
+    for ours, theirs in names:
+        prefix = root + theirs.format(i=index, layer=layers + index)
+        if key.startswith(prefix):
+            return ours + key.removeprefix(prefix)
+    return None
+
+
+def as_here(config: MtpConfig, modules: Sequence[Mapping[str, Tensor]], place: str) -> dict[str, Tensor]:
+    """The drafter's tensors, of modules at a place whose blocks have the names of the base's files."""
+    found = {}
+    for index, tensors in enumerate(modules):
+        outside = {name: tensor for name, tensor in tensors.items() if not name.startswith(BLOCK)}
+        inside = {name.removeprefix(BLOCK): tensor for name, tensor in tensors.items() if name.startswith(BLOCK)}
+        if (shared := outside.pop("embed_tokens.weight", None)) is not None:
+            found["embed_tokens.weight"] = shared
+        found |= {f"mtp.{index}.{name}": tensor for name, tensor in outside.items()}
+        found |= {f"mtp.{index}.{BLOCK}{name}": tensor for name, tensor in block_as_here(config, inside, place).items()}
+    return found
+
+
+def block_as_here(config: MtpConfig, tensors: Mapping[str, Tensor], place: str) -> dict[str, Tensor]:
+    """A block's tensors as transformers names and joins them, experts side by side: by its own loading.
+
+    Raises:
+        ValueError: a tensor is missing, unknown or of another shape.
+    """
+    small, model_class = _one_layer(config)
+    whole = {f"{LAYER}{name}": tensor for name, tensor in tensors.items()}
+    whole |= {"embed_tokens.weight": torch.zeros(1, small.hidden_size), "norm.weight": torch.ones(small.hidden_size)}
+    try:
+        model, info = model_class.from_pretrained(None, config=small, state_dict=whole, output_loading_info=True)
+    except RuntimeError as error:  # of shapes
+        raise ValueError(
+            f"{place!r} has a module whose block is no {small.model_type!r} layer of the base's sizes "
+            f"({in_one_line(error)}): get it again."
+        ) from error
+    refuse_damage(place, info)
+    return {name.removeprefix(LAYER): tensor for name, tensor in model.state_dict().items() if name.startswith(LAYER)}
+
+
+def block_as_stored(config: MtpConfig, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A block's tensors under the names of the base's files: by transformers' own saving."""
+    small, model_class = _one_layer(config)
+    model = model_class(small).to(next(iter(tensors.values())).dtype)
+    model.load_state_dict({f"{LAYER}{name}": tensor for name, tensor in tensors.items()}, strict=False)
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        stored = map_tensors(str(file) for file in Path(folder).glob("*.safetensors"))
+        names = [name for name in stored if LAYER in name]
+        return {name.partition(LAYER)[2]: stored[name].clone() for name in names}
+
+
+def as_stored(config: MtpConfig, tensors: Mapping[str, Tensor], names: Names, root: str) -> dict[str, Tensor]:
+    """The drafter's tensors under other names: those of a base's files, or of the speculators library."""
+    stored, layers = {}, config.get_text_config().num_hidden_layers
+    for index in range(config.num_modules or 1):
+        prefix = f"mtp.{index}."
+        own = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+        inside = {name.removeprefix(BLOCK): own.pop(name) for name in list(own) if name.startswith(BLOCK)}
+        own |= {f"{BLOCK}{name}": tensor for name, tensor in block_as_stored(config, inside).items()}
+        if "embed_tokens.weight" in tensors:
+            own["embed_tokens.weight"] = tensors["embed_tokens.weight"]
+        for name, tensor in own.items():
+            theirs = renamed(name, names)
+            if theirs is None:
+                raise Loss(f"its modules have {name!r}, for which the target has no name", "train it without")
+            stored[root + theirs.format(i=index, layer=layers + index)] = tensor
+    return stored
+
+
+def _one_layer(config: MtpConfig) -> tuple[PreTrainedConfig, Any]:
+    small = one_layer_config(config.own_layer, config.layer_type)
+    small.bos_token_id = small.eos_token_id = None  # which would lie beyond its vocabulary
+    return small, MODEL_MAPPING[type(small)]
+
+
+def own_modules(
+    config: MtpConfig, base: nn.Module, place: str, hub: Mapping[str, Any], required: bool = False
+) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
+    """The modules of a base in a repository: fields of the config, and the drafter's tensors.
+
+    None if it has none, and the base's config counts none. Copies of the base's embeddings and lm_head are dropped.
+
+    Args:
+        config: of a drafter on the base.
+        base: the base itself.
+        place: folder or Hub id.
+        hub: keyword arguments of every download.
+        required: there have to be some.
+
+    Raises:
+        OSError: a file is missing or cannot be read.
+        ValueError: there are none though there should be, a form or a type that is not known here, or tensors that do
+            not fit the base.
+    """
+    stored = find_modules(place, config.get_text_config(), hub)
+    if stored is None:
+        counted = modules_counted(config.get_text_config())
+        if not counted and not required:
+            return None
+        said = f", though its config counts {counted}" if counted else ""
+        raise ValueError(
+            f"{place!r} holds no module for multi-token prediction{said}: merging, quantizing and save_pretrained lose "
+            "them; take them from the original repository with "
+            f"modules_from={named_base(place, hub) or 'ORIGINAL'!r}, or train fresh ones with modules_from=False."
+        )
+    modules = stored.tensors()
+    for name, which in COPIES.items():
+        original = base_tensor(base, which)
+        if all(original is not None and same_values(module[name], original) for module in modules if name in module):
+            for module in modules:
+                module.pop(name, None)
+    fields = {
+        "num_modules": stored.count,
+        "own_embeddings": any("embed_tokens.weight" in module for module in modules),
+        "own_lm_heads": any("lm_head.weight" in module for module in modules),
+        "output_norm": any("norm.weight" in module for module in modules),
+    }
+    return fields, as_here(config, modules, place)
+
+
+def named_base(place: str, hub: Mapping[str, Any]) -> str | None:
+    """The model that a repository says it was made of, by its card's `base_model`."""
+    with suppress(OSError, ValueError):
+        if (card := fetch_file(place, "README.md", hub)) is not None:
+            named = ModelCard.load(card).data.get("base_model")
+            return next(iter(named), None) if isinstance(named, list) else named
+    return None

@@ -1,0 +1,155 @@
+"""Modules for multi-token prediction on their own: under the names of a base's files, and as speculators saves them.
+
+The first is a part of the base's repository beside the base's config.json, which says what they are. The second,
+"mtp" in its config.json, is one module under MiMo's names with copies of the base's embeddings and lm_head:
+
+    mtp_layers.0.{token_layernorm, hidden_layernorm, final_layernorm}.weight [H], mtp_layers.0.input_proj.weight [H, 2H]
+    mtp_layers.0.*                                          the block; embed_tokens.weight, lm_head.weight [V, H]
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from transformers.configuration_utils import PreTrainedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from hf_drafthead.formats.base_tensors import read_base_tensor
+from hf_drafthead.formats.disk import Joined, Source
+from hf_drafthead.formats.eagle import COPIES_OF_BASE
+from hf_drafthead.formats.layout import Files, Heads, Layout, Loss, Reader, SavedHeads
+from hf_drafthead.formats.mtp import MIMO, NAMES, QWEN, as_here, as_stored, modules_in
+from hf_drafthead.formats.speculators import KIND, VERSION
+from hf_drafthead.modeling.mtp import MTP_KINDS, MtpConfig, MtpForCausalLM, MtpKind
+
+SERVED = 'vllm serve BASE --speculative-config \'{{"method": "mtp", "num_speculative_tokens": {}}}\''
+
+
+class BaseModules(Layout):
+    """Modules under the names that they have in the base's own repository."""
+
+    name = "a base's modules"
+    family = MtpForCausalLM
+    targets = ("base",)
+
+    def detect(self, keys: Iterable[str], config: Mapping[str, Any]) -> bool:
+        text = text_config_of(config)
+        names = dict.fromkeys(keys)
+        found = None if text is None else modules_in(names, text)
+        return found is not None and set(found[1]) == set(names)
+
+    def read(self, source: Source, fields: Mapping[str, Any]) -> Heads:
+        base, reader = text_config_of(source.config), Reader(source.name, source.tensors)
+        assert base is not None, "detected by it"
+        count, ours = modules_in(source.tensors, base) or (0, {})
+        modules: list[dict[str, Any]] = [{} for _ in range(count)]
+        for key, (index, name) in ours.items():
+            modules[index][name] = reader.take(key)
+        form = {
+            "num_modules": count,
+            "own_embeddings": "embed_tokens.weight" in modules[0],
+            "own_lm_heads": "lm_head.weight" in modules[0],
+            "output_norm": "norm.weight" in modules[0],
+        }
+        return heads_of(self, reader, MtpConfig(base_config=base, **form), modules, form)
+
+    def write(self, saved: SavedHeads, target: str) -> Files:
+        config, text = saved.config, saved.config.get_text_config()
+        kind, names = MTP_KINDS.get(text.model_type, MtpKind()), NAMES.get(text.model_type)
+        if names is None:
+            raise Loss(
+                f"a {text.model_type!r} base has no modules of its own, and so no names for them",
+                "export it as speculators",
+            )
+        if bool(config.hidden_first) != kind.hidden_first or config.own_layer.model_type != text.model_type:
+            raise Loss(
+                "its modules are not of the form that this base has", "train it without hidden_first=, layer_config="
+            )
+        inner = (
+            ""
+            if names is QWEN
+            else "model."
+            if config.base_config.model_type == text.model_type
+            else "model.language_model."
+        )
+        tensors = as_stored(config, saved.tensors, names, inner)
+        about = config.base_config.to_dict()
+        notes = [
+            "put the file into a copy of the base's repository, as mtp.safetensors, and its names into "
+            "model.safetensors.index.json: engines read modules from there.",
+            SERVED.format(config.num_modules),
+        ]
+        return Files("model.safetensors", tensors, about, notes)
+
+
+class SpeculatorsMtp(Layout):
+    """One module as the speculators library saves it."""
+
+    name = "speculators (mtp)"
+    family = MtpForCausalLM
+    targets = ("speculators",)
+
+    def detect(self, keys: Iterable[str], config: Mapping[str, Any]) -> bool:
+        return config.get(KIND) == "mtp"
+
+    def read(self, source: Source, fields: Mapping[str, Any]) -> Heads:
+        reader, config = Reader(source.name, source.tensors), source.config
+        layer = text_config_of(config.get("transformer_layer_config") or {})
+        if layer is None:
+            raise ValueError(
+                f"{source.name!r} has no transformer_layer_config of a model that transformers knows: correct "
+                "config.json."
+            )
+        copies = reader.copies(COPIES_OF_BASE)
+        _, ours = modules_in(source.tensors, layer, MIMO) or (0, {})
+        module = {name: reader.take(key) for key, (_, name) in ours.items()}
+        form: dict[str, Any] = {"num_modules": 1, "hidden_first": False, "output_norm": "norm.weight" in module}
+        verifier = (config.get("speculators_config") or {}).get("verifier") or {}
+        more = {"copies": copies, "vocab_size": layer.vocab_size, "base": verifier.get("name_or_path")}
+        return heads_of(self, reader, MtpConfig(base_config=layer, **form), [module], form, **more)
+
+    def write(self, saved: SavedHeads, target: str) -> Files:
+        config, text = saved.config, saved.config.get_text_config()
+        if config.num_modules != 1 or config.hidden_first or config.own_embeddings or config.own_lm_heads:
+            raise Loss(
+                "it has several modules, [hidden; embedding], or embeddings or a lm_head of its own, and the target "
+                "one module, embedding first, on those of the base",
+                "export it under the base's names (--to base)",
+            )
+        tensors = as_stored(config, saved.tensors, MIMO, "")
+        tensors |= {name: read_base_tensor(saved, which) for name, which in COPIES_OF_BASE.items()}
+        proposal = {"proposal_type": "greedy", "speculative_tokens": config.num_draft_heads}
+        about = {
+            KIND: "mtp",
+            "speculators_version": VERSION,
+            "architectures": ["MTPDraftModel"],
+            "num_nextn_predict_layers": 1,
+            "transformer_layer_config": {**text.to_dict(), "model_type": text.model_type},
+            "speculators_config": {
+                "algorithm": "mtp",
+                "default_proposal_method": "greedy",
+                "proposal_methods": [proposal | {"verifier_accept_k": 1, "accept_tolerance": 0.0}],
+                "verifier": {"name_or_path": saved.base, "architectures": list(text.architectures or [])},
+            },
+        }
+        return Files("model.safetensors", tensors, about, ["vllm serve FOLDER starts the base with the module."])
+
+
+def text_config_of(fields: Mapping[str, Any]) -> PreTrainedConfig | None:
+    """The text config of a model's config.json; None where transformers knows no such model."""
+    model_type = fields.get("model_type")
+    if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
+        return None
+    values = {name: value for name, value in fields.items() if name != "model_type"}
+    try:
+        return CONFIG_MAPPING[model_type](**values).get_text_config()
+    except Exception:  # of the validation that every model's config has
+        return None
+
+
+def heads_of(
+    layout: Layout, reader: Reader, config: MtpConfig, modules: list[dict[str, Any]], form: dict[str, Any], **more: Any
+) -> Heads:
+    """What was read, with blocks as transformers has them here."""
+    here = as_here(config, modules, reader.name)
+    tensors = {name: Joined((tensor,), tuple(tensor.shape), (name,)) for name, tensor in here.items()}
+    return reader.heads(layout, form, tensors, hidden_size=config.get_text_config().hidden_size, **more)
