@@ -144,10 +144,6 @@ class DraftHeadGenerationMixin(GenerationMixin):
                 "the prompt is empty (0 tokens): give at least one token, such as the tokenizer's beginning of text."
             )
         config, kwargs = self._merged_config(generation_config, with_cache(CACHE, kwargs))
-        if (asked_by := getattr(self.drafter, "asked_by", None)) and getattr(
-            config, asked_by, None
-        ):  # for what is done anyway
-            config = config.without(asked_by)
         asked = {
             "draft_tree": draft_tree,
             "acceptance": acceptance,
@@ -221,6 +217,8 @@ class DraftHeadGenerationMixin(GenerationMixin):
         fillers = {name: value for name, value in defaults.items() if name not in lengths}
         config.update(**fillers, defaults_only=True)
         rest = config.update(**kwargs)
+        if (asked_by := getattr(self.drafter, "asked_by", None)) and getattr(config, asked_by, None):
+            setattr(config, asked_by, None)  # it asks for what is done anyway
         config._settled = tuple(name for name, value in vars(config).items() if value is None and name not in lengths)
         return config, rest
 

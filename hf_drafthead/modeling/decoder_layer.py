@@ -159,13 +159,14 @@ class DecoderLayer(nn.Module):
         order = torch.arange(count, device=x.device)
         if cache.extent == 0 and not cache.fixed:  # behind nothing, plain causal attention is all there is
             cache.append()
-            plain = self._takes_causal_flag and not self._hides(count) and not self.first
-            seen = None if plain else self._begun(self._causal(order[None]), cache.lengths)
+            seen = None if self._takes_causal_flag and not self._hides(count) else self._causal(order[None])
+            seen = self._begun(seen, cache.lengths) if self.first and seen is not None else seen
             out = self._run(x, order[None] - self.first, self._additive(seen, x), cache)
             cache.count(count, lengths.to(x.device))
             return out
         cache.place(count)
-        mask = self._mask(cache, self._begun((order <= order[:, None])[None], cache.lengths), order[None], x)
+        seen = (order <= order[:, None])[None]
+        mask = self._mask(cache, self._begun(seen, cache.lengths) if self.first else seen, order[None], x)
         out = self._run(x, cache.lengths[:, None] + order - self.first, mask, cache)
         cache.keep(order.expand(len(x), -1), lengths.to(x.device))
         return out
@@ -183,8 +184,8 @@ class DecoderLayer(nn.Module):
         count = x.shape[1]
         cache.place(count, again=ancestors.shape[2] > count)
         depths = torch.full((1, count), depth - 1, device=x.device)
-        positions = cache.lengths[:, None] + depths - self.first
-        return self._run(x, positions, self._mask(cache, ancestors, depths, x), cache)
+        mask = self._mask(cache, ancestors, depths, x)
+        return self._run(x, cache.lengths[:, None] + depths - self.first, mask, cache)
 
     def without_order(self, x: Tensor) -> Tensor:
         """A set (N, K, H): everything sees everything, and nothing has a position."""
@@ -193,14 +194,11 @@ class DecoderLayer(nn.Module):
         return self._run(x, nowhere, self._additive(seen, x))
 
     def _mask(self, cache: SlotCache, ancestors: Tensor, depths: Tensor, x: Tensor) -> Tensor:
-        begun = torch.zeros(1, self.first, dtype=torch.bool, device=x.device) if self.first else None
-        past, extent = cache.lengths, cache.seen_extent
-        return slot_mask(ancestors, past, extent, x.dtype, visible=begun, window=self.window, depths=depths)
+        what = {"visible": x.new_zeros(1, self.first, dtype=torch.bool) if self.first else None, "depths": depths}
+        return slot_mask(ancestors, cache.lengths, cache.seen_extent, x.dtype, window=self.window, **what)
 
     def _begun(self, seen: Tensor, past: Tensor) -> Tensor:
         """What is seen (R, A, A) of new positions behind a past of (B,), without those before the layer's first."""
-        if not self.first:
-            return seen
         order = torch.arange(seen.shape[1], device=seen.device)
         own = torch.eye(seen.shape[1], dtype=torch.bool, device=seen.device)  # no row of scores is empty
         return seen & ((past.to(seen.device)[:, None, None] + order >= self.first) | own)
@@ -225,8 +223,8 @@ class DecoderLayer(nn.Module):
         return seen if self.window is None else seen & (distance + ahead < self.window)
 
     def _hides(self, count: int) -> bool:
-        """Whether something in a text of so many positions is outside the window."""
-        return self.window is not None and count > self.window
+        """Whether something in a text of so many positions is outside the window, or before the layer's first."""
+        return self.first > 0 or (self.window is not None and count > self.window)
 
     def _additive(self, seen: Tensor | None, x: Tensor) -> Tensor | None:
         """The additive mask of what is seen (B, A, S), for eager attention would add a boolean one as 0 and 1."""
@@ -250,6 +248,17 @@ class DecoderLayer(nn.Module):
             **{self._cache_argument: cache},
         )
         return out[0] if isinstance(out, tuple) else out
+
+
+def next_level(ancestors: Tensor, parents: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows (B, 1) and parents (B, n), by which what the last level has is indexed, and what the next one sees.
+
+    Args: ancestors (B, n', M) that the last level sees, in the order of the cache, and parents (B, n) in that level.
+    """
+    rows = torch.arange(parents.shape[0], device=ancestors.device).unsqueeze(1)
+    parents = parents.to(ancestors.device)
+    own = torch.eye(parents.shape[1], dtype=torch.bool, device=ancestors.device).expand(parents.shape[0], -1, -1)
+    return rows, parents, torch.cat([own, ancestors[rows, parents]], dim=2)
 
 
 def has_layers(config: PreTrainedConfig) -> bool:

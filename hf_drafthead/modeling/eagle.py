@@ -20,7 +20,7 @@ from hf_drafthead.generation.drafting import Guesses, last_valid
 from hf_drafthead.generation.slots import ROOM, SlotCache
 from hf_drafthead.modeling.base import DraftHeadPreTrainedModel
 from hf_drafthead.modeling.config import DraftHeadConfig
-from hf_drafthead.modeling.decoder_layer import DecoderLayer
+from hf_drafthead.modeling.decoder_layer import DecoderLayer, next_level
 from hf_drafthead.modeling.drafter import Drafter
 
 # Li et al. 2024 (EAGLE) and the published trainer; the noise is its 0.2 * 512 / T at T = 2048
@@ -85,19 +85,6 @@ class EagleState(NamedTuple):
     level: Tensor  # (B, n, H) the layer's output at the nodes that the next level hangs on
     ancestors: Tensor  # (B, n, M) which nodes of the tree so far these see, the last level first
     depth: int = 0
-
-
-def next_level(ancestors: Tensor, parents: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows (B, 1) and parents (B, n), by which what the last level has is indexed, and what the next one sees.
-
-    Args:
-        ancestors: (B, n', M) what the nodes of the last level see, in the order in which the cache holds them.
-        parents: (B, n) where the nodes of the next level hang.
-    """
-    rows = torch.arange(parents.shape[0], device=ancestors.device).unsqueeze(1)
-    parents = parents.to(ancestors.device)
-    own = torch.eye(parents.shape[1], dtype=torch.bool, device=ancestors.device).expand(parents.shape[0], -1, -1)
-    return rows, parents, torch.cat([own, ancestors[rows, parents]], dim=2)
 
 
 class EagleDrafter(Drafter):

@@ -18,7 +18,7 @@ from hf_drafthead.modeling.eagle import EAGLE_RECIPE, EagleConfig, EagleForCausa
 from hf_drafthead.modeling.eagle3 import EAGLE3_RECIPE, Eagle3Config, Eagle3ForCausalLM
 from hf_drafthead.modeling.hydra import HYDRA_PLUS_PLUS_RECIPE, HYDRA_RECIPE, HydraConfig, HydraForCausalLM
 from hf_drafthead.modeling.medusa import MEDUSA_JOINT_RECIPE, MEDUSA_RECIPE, MedusaConfig, MedusaForCausalLM
-from hf_drafthead.modeling.mtp import MTP_RECIPE, MtpConfig, MtpForCausalLM
+from hf_drafthead.modeling.mtp import MtpConfig, MtpForCausalLM
 
 # For type checkers, for which the package's classes are the public names of this module; at run time CLASSES has them.
 __all__ = ["AmphistaConfig", "DraftModelConfig", "EagleConfig", "Eagle3Config", "HydraConfig", "MedusaConfig"]
@@ -60,7 +60,8 @@ _TABLE = (
     Family("eagle", "EAGLE", "2401.15077", EagleForCausalLM, EagleConfig, EAGLE_RECIPE),
     Family("eagle3", "EAGLE-3", "2503.01840", Eagle3ForCausalLM, Eagle3Config, EAGLE3_RECIPE),
     Family("eagle3.1", "EAGLE 3.1", "2605.09992", Eagle3ForCausalLM, Eagle3Config.with_norms, EAGLE3_RECIPE),
-    Family("mtp", "MTP", "2412.19437", MtpForCausalLM, MtpConfig, MTP_RECIPE),
+    # trained as EAGLE-3 is: on the base's own distribution, several levels deep
+    Family("mtp", "MTP", "2412.19437", MtpForCausalLM, MtpConfig, EAGLE3_RECIPE),
     Family("draft-model", "Draft model", "2211.17192", DraftModelForCausalLM, DraftModelConfig, DRAFT_MODEL_RECIPE),
 )
 FAMILIES: dict[str, Family] = {family.name: family for family in _TABLE}

@@ -16,7 +16,7 @@ import copy
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, cast
+from typing import Any, ClassVar, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -30,10 +30,8 @@ from hf_drafthead.generation.slots import ROOM, SlotCache
 from hf_drafthead.modeling.base import DraftHeadPreTrainedModel
 from hf_drafthead.modeling.checkpoint import check_tensors
 from hf_drafthead.modeling.config import MAX_LAYERS, DraftHeadConfig
-from hf_drafthead.modeling.decoder_layer import DecoderLayer, has_layers
+from hf_drafthead.modeling.decoder_layer import DecoderLayer, has_layers, next_level
 from hf_drafthead.modeling.drafter import Drafter
-from hf_drafthead.modeling.eagle import next_level
-from hf_drafthead.modeling.eagle3 import EAGLE3_RECIPE
 from hf_drafthead.modeling.files import read_ranking
 from hf_drafthead.modeling.layers import copy_if_as_wide, weight_of
 from hf_drafthead.modeling.loading import HUB_ARGUMENTS, _formats
@@ -45,8 +43,6 @@ LARGE_VOCABULARY, USUAL_VOCABULARY = 100_000, 32_000  # tokens of a base; and of
 FLAGS = ("hidden_first", "output_norm", "own_lm_heads")  # fields that are as the base's architecture has it if None
 # Fields of configs that count modules, under the names of several projects.
 COUNTS = ("num_mtp_layers", "num_nextn_predict_layers", "mtp_num_hidden_layers")
-# Trained as EAGLE-3 is: on the base's own distribution, several levels deep (Li et al. 2025, section 3.2).
-MTP_RECIPE = EAGLE3_RECIPE
 
 
 @dataclass(frozen=True)
@@ -124,8 +120,8 @@ class MtpConfig(DraftHeadConfig):
     @property
     def window(self) -> int | None:
         """How many positions the block sees; None for all."""
-        everything = getattr(self.own_layer, "layer_types", None) and self.layer_type != "sliding_attention"
-        return None if everything else getattr(self.own_layer, "sliding_window", None)
+        full = getattr(self.own_layer, "layer_types", None) and self.layer_type != "sliding_attention"
+        return None if full else getattr(self.own_layer, "sliding_window", None)
 
     def check(self) -> None:
         """Fill in what is to be as the base's architecture has it, once that is known; refuse what cannot be built."""
@@ -183,9 +179,8 @@ class MtpModule(nn.Module):
     def __init__(self, config: MtpConfig, index: int, choices: int) -> None:
         super().__init__()
         self.hidden_first, width = config.hidden_first, config.width
-        body = DecoderLayer(
-            config.own_layer, final_norm=True, window=config.window, layer_type=config.layer_type, first=index
-        )
+        how: dict[str, Any] = {"window": config.window, "layer_type": config.layer_type, "first": index}
+        body = DecoderLayer(config.own_layer, final_norm=True, **how)
         norm = nn.RMSNorm(width, eps=1e-6) if isinstance(body.norm, nn.Identity) else body.norm
         self.embedding_norm, self.hidden_norm = copy.deepcopy(norm), copy.deepcopy(norm)
         self.fc = nn.Linear(2 * width, width, bias=False)
@@ -334,7 +329,7 @@ class MtpForCausalLM(DraftHeadPreTrainedModel):
         cls,
         base: str | os.PathLike | nn.Module,
         *,
-        modules_from: str | os.PathLike | bool | None = None,
+        modules_from: str | os.PathLike | Literal[False] | None = None,
         draft_tokens: str | os.PathLike | Sequence[int] | None = None,
         **kwargs: Any,
     ) -> "MtpForCausalLM":
@@ -360,9 +355,9 @@ class MtpForCausalLM(DraftHeadPreTrainedModel):
         model = super().from_base(base, **kwargs)
         if ranking is not None:
             model.drafter.choose_vocabulary(torch.tensor(ranking[: model.config.draft_vocab_size]))
-        named = not isinstance(modules_from, bool) and modules_from or model.config.base_model_name_or_path
-        if modules_from is not False and named:
-            revision = model.config.base_model_revision if named == model.config.base_model_name_or_path else None
+        of_base, revision = model.config.base_model_name_or_path, model.config.base_model_revision
+        if modules_from is not False and (named := modules_from or of_base):
+            revision = revision if named == of_base else None
             model = model._with_modules(os.fspath(named), {**hub, "revision": revision or "main"}, bool(modules_from))
         if model.config.draft_vocab_size is None and (known := model.config.known_tokens or 0) > LARGE_VOCABULARY:
             logger.warning_once(
