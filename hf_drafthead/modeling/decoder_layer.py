@@ -251,10 +251,7 @@ class DecoderLayer(nn.Module):
 
 
 def next_level(ancestors: Tensor, parents: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows (B, 1) and parents (B, n), by which what the last level has is indexed, and what the next one sees.
-
-    Args: ancestors (B, n', M) that the last level sees, in the order of the cache, and parents (B, n) in that level.
-    """
+    """Rows (B, 1) and parents (B, n) to index the last level with, and which nodes (B, n, M) the next one sees."""
     rows = torch.arange(parents.shape[0], device=ancestors.device).unsqueeze(1)
     parents = parents.to(ancestors.device)
     own = torch.eye(parents.shape[1], dtype=torch.bool, device=ancestors.device).expand(parents.shape[0], -1, -1)
