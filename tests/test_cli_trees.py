@@ -10,6 +10,7 @@ from matplotlib.image import imread
 from transformers import AutoModelForCausalLM
 
 from hf_drafthead import cli
+from hf_drafthead.cli import common
 from hf_drafthead.cli.trees import entry_in_words
 from hf_drafthead.generation.entries import CalibrationKey, cpu_name
 from hf_drafthead.generation.tree import DraftTree, published_trees
@@ -149,7 +150,35 @@ def test_info_shows_what_was_calibrated(folder, run, capsys):
     nodes, copies = len(stored(folder)[0]["tree"]) + 1, stored(folder)[0]["lookup"]
     counted = ("1 node" if nodes == 1 else f"{nodes} nodes") + (f", {copies} copied tokens" if copies else "")
     assert f"calibrated     {counted}: device {cpu_name()}, threads " in out and "batch_size 1, execution eager" in out
-    assert "measured" not in out
+    assert "measured" not in out and "execution eager (this CPU)" in out
+    config = folder / "medusa" / "generation_config.json"
+    settings = json.loads(config.read_text().replace(cpu_name(), "AMD EPYC"))
+    config.write_text(json.dumps({**settings, "draft_tree": "mc_sim_7b_63"}))
+    with pytest.raises(SystemExit):
+        cli.main(["info", str(folder / "medusa")])
+    out = capsys.readouterr().out
+    assert "execution eager (another CPU)" in out
+    assert "on a CPU       8 nodes of it or none, as it pays there, unless it is calibrated below" in out
+
+
+def test_progress_is_a_line_per_tenth_and_an_interrupted_calibration_is_stored(run, folder, monkeypatch):
+    monkeypatch.setattr(common, "LOG_SECONDS", 0.0)
+    prompts = ("--prompts", folder / "prompts.jsonl")
+    code, _, err = run(*prompts)
+    lines = [line for line in err.splitlines() if line.startswith("batch size 1: ")]
+    assert code == 0 and len(lines) >= 9 and "batch size 1: at most " in err
+    made, timed = [], calibrate.Comparison._timed
+
+    def interrupted(self, *given):
+        made.append(given)
+        if len(made) == 12:
+            raise KeyboardInterrupt
+        return timed(self, *given)
+
+    monkeypatch.setattr(calibrate.Comparison, "_timed", interrupted)
+    code, _, err = run(*prompts, "--batch-size", 2)
+    assert code == 130 and "interrupted, so this is the fastest so far: " in err
+    assert [entry["batch_size"] for entry in stored(folder)] == [1, 2] and stored(folder)[1]["measured"]["stopped"]
 
 
 @pytest.mark.parametrize(

@@ -196,6 +196,8 @@ def info(
 
 def rows_of(summary: dict[str, Any], probed: dict[str, Any] | None) -> list[tuple[str, str]]:
     """What `info` prints of a checkpoint, and of its base where that was tried."""
+    from hf_drafthead.generation.settings import SMALL_TREE
+
     settings, included = summary["settings"], ", included" if summary["base_included"] else ""
     rows = [
         ("family", summary["family"]),
@@ -218,6 +220,9 @@ def rows_of(summary: dict[str, Any], probed: dict[str, Any] | None) -> list[tupl
         name = f"{chosen}: " if isinstance(chosen, str) else ""
         depth = max(map(len, summary["tree"]), default=0)
         rows.append(("draft tree", f"{name}{summary['tree_nodes']} nodes, {depth} guesses deep (--draw draws it)"))
+        if name and summary["tree_nodes"] > len(SMALL_TREE) + 1:
+            few = f"{len(SMALL_TREE) + 1} nodes of it or none, as it pays there, unless it is calibrated below"
+            rows.append(("on a CPU", few))
     elif chosen is not None:
         rows.append(("draft tree", str(chosen)))
     rows += [("calibrated", line) for line in calibrated(settings.get("calibration"))]
@@ -226,10 +231,14 @@ def rows_of(summary: dict[str, Any], probed: dict[str, Any] | None) -> list[tupl
 
 def calibrated(entries: Any) -> list[str]:
     """A line for each entry of a calibration, as far as it can be read."""
+    from hf_drafthead.generation.entries import cpu_name
+
     lines = []
     for entry in entries if isinstance(entries, list) else []:
         if isinstance(entry, dict) and isinstance(entry.get("tree"), list):
             situation = ", ".join(f"{name} {entry[name]}" for name in CALIBRATED_FOR if entry.get(name) is not None)
+            if entry.get("threads") is not None or entry.get("device") == "cpu":
+                situation += " (this CPU)" if entry.get("device") == cpu_name() else " (another CPU)"
             nodes = len(entry["tree"]) + 1
             copies = f", {entry['lookup']} copied tokens" if entry.get("lookup") else ""
             lines.append(f"{nodes} {'node' if nodes == 1 else 'nodes'}{copies}: {situation}")

@@ -12,7 +12,7 @@ from rich.text import Text
 from hf_drafthead.cli import common
 from hf_drafthead.cli.common import amount, count, flag, string
 
-STAGE_PARTS = 10  # in which progress is shown
+PARTS = 10  # of a batch size, after each of which progress is shown
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,7 @@ def run_calibrate(
     """Find the draft tree that is fastest on this machine, and store it in MODEL's generation config."""
     from hf_drafthead.evaluation import plots
     from hf_drafthead.trees.calibrate import calibrate as measure
+    from hf_drafthead.trees.timing import SLOW, dtype_advice
 
     if not dry_run and not Path(model).is_dir():
         raise OSError(f"{model!r} is no folder where trees can be stored: save the heads first, or add --dry-run.")
@@ -78,9 +79,15 @@ def run_calibrate(
     about = {} if search.prompts is None else about_prompts(search.prompts, Path(model))
     how = {**search.how(), "batch_sizes": sizes, "captured": captured, "resume": resume, "about": about}
     how |= {"minutes": minutes, "notify": common.complain}
-    with common.bar(STAGE_PARTS * (1 + len(sizes))) as begin:  # the text, and each batch size
-        entries = measure(loaded, texts, progress=lambda stage: in_parts(begin(stage)), keep=keep, **how)
+    with common.bar(1 + PARTS * len(sizes)) as begin:  # the text, and each batch size
+
+        def progress(stage: str) -> Callable[[float], None]:
+            return in_parts(begin(stage), 1 if stage == "text" else PARTS)
+
+        entries = measure(loaded, texts, progress=progress, keep=keep, **how)
     common.say(*map(entry_in_words, entries))
+    if any(entry["measured"]["speedup"] < SLOW for entry in entries) and (advice := dtype_advice(loaded.base)):
+        common.complain(advice)
     if about.get("prompts_trained_on"):
         common.complain(
             "the prompts are the data that the heads were trained on: expect fewer tokens per step on other text."
@@ -97,13 +104,13 @@ def run_calibrate(
             common.complain(f"some text was not the base's own: {counts}.")
 
 
-def in_parts(step: Callable[[], object]) -> Callable[[float], None]:
-    """What is told how much of a stage is done, and calls `step` for each further part of it."""
+def in_parts(step: Callable[[], object], parts: int) -> Callable[[float], None]:
+    """What is told how much of a stage is done, and calls `step` for each further one of so many parts."""
     done = 0
 
     def advance(share: float) -> None:
         nonlocal done
-        while done < int(STAGE_PARTS * share + 1e-9):
+        while done < int(parts * share + 1e-9):
             done += 1
             step()
 

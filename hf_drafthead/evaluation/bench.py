@@ -26,7 +26,7 @@ from hf_drafthead.generation.releases import CACHE
 from hf_drafthead.generation.slots import out_of_memory
 from hf_drafthead.generation.tree import DraftTree
 from hf_drafthead.trees.rank_paths import rank_paths
-from hf_drafthead.trees.timing import time_interleaved
+from hf_drafthead.trees.timing import SLOW, dtype_advice, time_interleaved
 
 INTERRUPTED, NO_MEMORY = "interrupted", "out of memory"
 
@@ -413,5 +413,7 @@ class BenchPlan:
                         )
                     if new[-1].stopped == INTERRUPTED:
                         raise KeyboardInterrupt
+                if new[-1].speedup < SLOW and (advice := dtype_advice(model.base)):
+                    notify(advice)
 
         return until_interrupted(measured(), keep)

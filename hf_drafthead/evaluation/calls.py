@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, CompileConfig
 
 from hf_drafthead.data.texts import one_line
 from hf_drafthead.evaluation.questions import Question, need_template, text_of
+from hf_drafthead.generation.mixin import with_room
 from hf_drafthead.generation.tree import DraftTree
 
 BASE, HEADS, COMPILED = "base", "heads", "compiled"
@@ -76,7 +77,8 @@ def decoding_methods(
 
 
 def _of_base(base: Any, tokenizer: Any, more: Mapping[str, Any]) -> Method:
-    return lambda inputs, settings: base.generate(**inputs, **{**with_reader(settings, tokenizer), **more})
+    generate = with_room(base.generate)  # as the heads' `generate` has it
+    return lambda inputs, settings: generate(**inputs, **{**with_reader(settings, tokenizer), **more})
 
 
 def _assistant(base: Any, tokenizer: Any, path: str) -> dict[str, Any]:

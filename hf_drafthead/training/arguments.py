@@ -97,7 +97,7 @@ class DraftHeadTrainingArguments(TrainingArguments):
         recipe: "paper", or "quick" for runs that are shorter than a paper's warm-up, which is what `hours` means; None:
             as "paper", but fresh heads whose own projections would exceed a third of the base share its lm_head.
         hours: stop after this time; epochs are chosen to fit into it, and the learning rate follows its schedule over
-            it, if the steps take longer.
+            it, if the steps take longer. A tenth as long, at most, trees are timed at the end.
         lora_rank: of the adapters through which a base learns; 0 for all its weights.
         max_length: tokens of a row, at most; default: 2048, or the base's positions if they are fewer.
         packing: join whole texts to full rows.

@@ -55,6 +55,7 @@ logger = logging.get_logger(__name__)
 
 FORETOLD_PROMPTS = 32
 EVALUATIONS = 0.1  # of the time, at most, unless it is said how often to evaluate
+CALIBRATION = 0.1  # of the hours, at most, that trees are timed after the training
 LORA_RANK = DraftHeadTrainingArguments.lora_rank
 OF_READING = ("packing", "streaming", "split")
 FEW_STEPS = 100  # in which heads learn little
@@ -498,7 +499,10 @@ def _save(trainer: DraftHeadTrainer, tokenizer: Any, data: PreparedData, summary
             _prompts(model, data, settings),
             new_tokens=settings.answer_tokens,
             temperature=settings.answer_temperature,
+            minutes=60 * CALIBRATION * settings.hours if settings.hours else None,
         )
+    except KeyboardInterrupt:
+        logger.warning("the calibration was interrupted: the fastest tree so far is saved with the heads, if any.")
     except (ValueError, Unsupported) as reason:
         logger.warning(f"no tree was calibrated: {reason}")
     else:

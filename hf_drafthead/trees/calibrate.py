@@ -25,6 +25,7 @@ from transformers import GenerationConfig
 
 from hf_drafthead.generation.drafting import draft_vocabulary
 from hf_drafthead.generation.entries import CalibrationKey, matching, merged
+from hf_drafthead.generation.mixin import with_room
 from hf_drafthead.generation.runner import Execution
 from hf_drafthead.generation.settings import DraftSettings
 from hf_drafthead.generation.tree import MAX_NODES
@@ -336,7 +337,7 @@ class Comparison:
         clock, static = StepClock(), {"cache_implementation": "static"} if self.captured else {}
         with own_seed(self.model):
             if size == ALONE and not copies:
-                return self.model.base.generate(**call, streamer=clock), clock.step(1), clock.steps(1)
+                return with_room(self.model.base.generate)(**call, streamer=clock), clock.step(1), clock.steps(1)
             how = {"draft_tree": self.counted.tree(size), "prompt_lookup_num_tokens": copies or None}
             return self.model.generate(**call, **static, **how, on_step=clock.put), clock.step(), clock.steps()
 

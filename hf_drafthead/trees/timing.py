@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import statistics
 import time
@@ -63,6 +64,46 @@ class StepClock:
         """Seconds of a step, the median; 0 where there was none."""
         times = self.times[prompts:]
         return statistics.median(after - before for before, after in itertools.pairwise(times)) if times[1:] else 0.0
+
+
+SLOW = 1.2  # times as fast as the base, below which another dtype may be worth a try
+DTYPES = (torch.float32, torch.bfloat16)
+MANY, LARGE = 8, 4096  # tokens of a step; most rows and columns of the weight that is tried
+DEAR = 1.5  # times as much as one token, from where on a tree hardly pays
+
+
+def product_costs(base: Any) -> dict[torch.dtype, float]:
+    """What a product over 8 tokens costs on a CPU, in products over one, by dtype; of a weight as large as a base's."""
+    config, costs = base.config.get_text_config(decoder=True), {}
+    sizes = min(4 * config.hidden_size, LARGE), min(config.hidden_size, LARGE)
+    for dtype in DTYPES:
+        weight = torch.randn(sizes, generator=torch.Generator().manual_seed(0)).to(dtype)
+        rows = {count: weight[:count].contiguous() for count in (1, MANY)}
+        runs = {count: functools.partial(_repeated, given, weight) for count, given in rows.items()}
+        _, seconds = time_interleaved(runs, 5, torch.device("cpu"))
+        costs[dtype] = min(seconds[MANY]) / min(seconds[1])
+    return costs
+
+
+def _repeated(rows: torch.Tensor, weight: torch.Tensor) -> None:
+    for _ in range(20):
+        torch.nn.functional.linear(rows, weight)
+
+
+def dtype_advice(base: Any) -> str | None:
+    """A line about the dtype in which a tree is cheap on this machine, where the base's own is dear; else None."""
+    if base.device.type != "cpu" or base.dtype not in DTYPES:
+        return None
+    costs = product_costs(base)
+    other = DTYPES[base.dtype == DTYPES[0]]
+    names = {dtype: str(dtype).removeprefix("torch.") for dtype in DTYPES}
+    if costs[base.dtype] < DEAR or costs[other] > 0.75 * costs[base.dtype]:
+        return None
+    of_base, of_other = (f"{costs[dtype]:.1f} times in {names[dtype]}" for dtype in (base.dtype, other))
+    return (
+        f"a product over {MANY} tokens takes as long here as one over a single token {of_base}, {of_other}: trees pay "
+        f"more with --dtype {names[other]}."
+    )
 
 
 def wait(device: torch.device) -> None:

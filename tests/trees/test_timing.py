@@ -1,8 +1,10 @@
 """The one clock: calls that take turns."""
 
+import pytest
 import torch
 
 from hf_drafthead.trees import timing
+from tests.bases import tiny_base
 
 
 def test_calls_take_turns_and_each_round_begins_with_another_one(monkeypatch):
@@ -36,3 +38,19 @@ def test_the_steps_of_a_call_are_timed_by_its_streamer_or_on_step(monkeypatch):
     clock.end()
     assert clock.step() == 3.0 and clock.step(prompts=1) == 1.0
     assert clock.steps() == 4 and clock.steps(prompts=1) == 3
+
+
+FLOAT, HALF = torch.float32, torch.bfloat16
+
+
+@pytest.mark.parametrize("dtype, costs, named", [
+    (FLOAT, (4.1, 1.2), "bfloat16"), (FLOAT, (1.4, 1.0), None), (FLOAT, (2.0, 1.9), None),
+    (HALF, (1.1, 6.0), "float32"), (HALF, (4.1, 1.2), None), (torch.float64, (9, 1), None),
+], ids=str)  # fmt: skip
+def test_the_dtype_in_which_a_tree_is_cheap_is_named_where_the_base_s_is_dear(dtype, costs, named, monkeypatch):
+    base = tiny_base("llama").to(dtype)
+    measured = timing.product_costs(base)
+    assert set(measured) == {FLOAT, HALF} and min(measured.values()) > 0
+    monkeypatch.setattr(timing, "product_costs", lambda base: {FLOAT: costs[0], HALF: costs[1]})
+    advice = timing.dtype_advice(base)
+    assert advice is None if named is None else advice.endswith(f"trees pay more with --dtype {named}.")
