@@ -5,7 +5,7 @@ import copy
 import torch
 
 from hf_drafthead.generation import acceptance, step
-from hf_drafthead.generation.state import packed, unpacked
+from hf_drafthead.generation.state import Walk
 
 
 def phantom_token(patch) -> None:
@@ -32,7 +32,7 @@ def overshoot_past_the_end(patch) -> None:
 
     def ended_later(found, longer, lengths):
         ends = torch.where(found.ends > 0, lengths + longer.counts, 0)
-        return longer._replace(ends=ends)
+        return Walk.of(longer.counts, longer.observed, ends, longer.valid, longer.tokens, longer.nodes)
 
     def device(choice, valid, candidates, rows, limits, reach):
         found = on_device(choice, valid, candidates, rows, limits, reach)
@@ -40,11 +40,11 @@ def overshoot_past_the_end(patch) -> None:
         return ended_later(found, longer, rows.lengths)
 
     def host(logits, candidates, state, rules, depth):
-        found = unpacked(on_host(logits, candidates, state, rules, depth))
+        found = on_host(logits, candidates, state, rules, depth)
         endless = copy.copy(rules)
         endless.eos_tokens = []
-        longer = unpacked(on_host(logits, candidates, state, endless, depth))
-        return packed(ended_later(found, longer, torch.tensor(state.lengths)))
+        longer = on_host(logits, candidates, state, endless, depth)
+        return ended_later(found, longer, torch.tensor(state.lengths))
 
     _plant(patch, device, host)
 

@@ -21,7 +21,7 @@ import torch
 
 from hf_drafthead.generation.rules import Rules
 from hf_drafthead.generation.settings import DraftPlan
-from hf_drafthead.generation.state import Candidates, DecodingState, Limits, Rows, Walk, packed_lists, running
+from hf_drafthead.generation.state import Candidates, DecodingState, Limits, Rows, Walk, running
 from hf_drafthead.generation.tree import DraftTree, Tree
 
 
@@ -54,7 +54,7 @@ def walk_on_device(
     ends = torch.where(ends_now, rows.lengths + counts, rows.ends)
     walked = place < counts[:, None]
     tokens = torch.where(walked, emitted, limits.padding)
-    return Walk(counts, counts, ends, (valid.gather(1, nodes) | ~walked).all(1), tokens, nodes)
+    return Walk.of(counts, counts, ends, (valid.gather(1, nodes) | ~walked).all(1), tokens, nodes)
 
 
 def walk_on_host(
@@ -66,8 +66,8 @@ def walk_on_host(
     preferred: torch.Tensor | None = None,
     show: Callable[[torch.Tensor], None] | None = None,
     depth: int | None = None,
-) -> torch.Tensor:
-    """The walk token by token, `packed`, with every processor and criterion applied to exactly the row's own prefix.
+) -> Walk:
+    """The walk token by token, with every processor and criterion applied to exactly the row's own prefix.
 
     Args:
         logits: (B, N, V) of the base at every node.
@@ -76,7 +76,7 @@ def walk_on_host(
         rules: chooses tokens and says which rows end.
         preferred: (B, N) token to emit at a node instead of the base's choice, -1 for none (`typical_choices`).
         show: is given every token (B,) once the criteria were asked about it, where all rows stay at one length.
-        depth: D of the walk; default: as many nodes as a row has walked, so that no others are moved.
+        depth: see `Walk.of_rows`.
     """
     tokens, reach = candidates.tokens, state.reach()
     before, lengths, ends = state.lengths, list(state.lengths), list(state.ends)
@@ -90,8 +90,8 @@ def walk_on_host(
     emitted: list[list[int]] = [[] for _ in range(batch)]
 
     def still_moving() -> list[int]:
-        rows = running(lengths, ends, rules.pads)
-        return everyone if rules.lockstep and rows else rows  # in lockstep rows that have ended emit padding
+        emitting = running(lengths, ends, rules.pads)
+        return everyone if rules.lockstep and emitting else emitting  # in lockstep rows that have ended emit padding
 
     moving = still_moving()
     while moving:
@@ -124,16 +124,16 @@ def walk_on_host(
         if rules.lockstep and len(going_on) < len(now):
             break
         moving = going_on
-    rows = []
+    walks = []
     for length, end, walked, kept in zip(before, ends, nodes, emitted):
-        own = max(min(len(walked), end - length), 0) if end and rules.pads else len(walked)
-        rows.append((len(walked), own, end, kept, walked))
-    return packed_lists(rows, depth or max(len(walked) for walked in nodes), rules.pad_token, tokens.device)
+        observed = max(min(len(walked), end - length), 0) if end and rules.pads else len(walked)
+        walks.append((len(walked), observed, end, kept, walked))
+    return Walk.of_rows(walks, depth, rules.pad_token, tokens.device)
 
 
 def walk_greedily(
     logits: torch.Tensor, candidates: Candidates, state: DecodingState, rules: Rules, depth: int | None = None
-) -> torch.Tensor:
+) -> Walk:
     """As `walk_on_host`, for calls that are `Rules.greedy` on a CPU: looks at no node but those visited."""
     parents, drafted = candidates.topology.parents.tolist(), candidates.tokens.tolist()
     assert rules.max_length is not None
@@ -151,7 +151,7 @@ def walk_greedily(
             elif not (node := _child(parents[row % len(parents)], drafted[row], node, token)):
                 break
         rows.append((len(nodes), len(nodes), end, tokens, nodes))
-    return packed_lists(rows, depth or max(row[0] for row in rows), rules.pad_token, candidates.tokens.device)
+    return Walk.of_rows(rows, depth, rules.pad_token, candidates.tokens.device)
 
 
 def _child(parents: list[int], tokens: list[int], node: int, token: int) -> int:

@@ -81,17 +81,17 @@ def decode(
         reader,
         drafter,
         device=state.rows.lengths.device,
-        settings=settings,
+        plan=settings,
         rules=rules,
         show=None if streamer is None else stream.show,
-        timed=on_step is not None,
+        timed=on_step is not None and execution.name == "eager",
     )
     if reader.more:  # of this call alone, and a program is for all
         execution = Execution("eager")
     choose = chooser(settings, state.rows.lengths.device.type == "cpu")
     tree = settings.tree
     launched: deque[Outcome] = deque()
-    with contextlib.closing(Runner(model, execution, make, tree, state, choose)) as runner:
+    with contextlib.closing(Runner(model, reader, execution, make, tree, state, choose)) as runner:
         while running(state.lengths, state.ends, rules.pads):
             launched.append(runner.step(state))
             while len(launched) > runner.ahead:
@@ -105,8 +105,6 @@ def decode(
                         text = tree, state.rows.sequences, [*state.lengths], record.tokens
                         record = replace(record, copied=functools.partial(accepted_copies, *text))
                     on_step(record)
-            if not launched:
-                state.bound_caches()
         return finish(reader, state, rules, ordinary_cache, known, stream)
 
 
@@ -209,8 +207,8 @@ def prefill(
             position_shift=position_shift,
             visible=visible,
             draft_state=draft_state,
+            cache=cache,
         ),
-        cache=cache,
         limits=limits,
         last_position=limits.last_position[:, 0].tolist(),
         prompt_length=prompt_length,
@@ -266,8 +264,10 @@ def finish(
     if in_dict or getattr(ordinary_cache, "_is_user_defined", False):
         if (first := min(state.lengths) - 1) < length - 1:  # the base has read the padding behind a row's end, too
             rows, start = state.rows, first + state.past_shift
-            reader.rewrite(rows.sequences[:, first : length - 1], state.cache, start, rows.position_shift, rows.visible)
-        state.cache.unload(ordinary_cache, known, length - 1 + state.past_shift)
+            reader.rewrite(
+                rows.sequences[:, first : length - 1], state.rows.cache, start, rows.position_shift, rows.visible
+            )
+        state.rows.cache.unload(ordinary_cache, known, length - 1 + state.past_shift)
     if not in_dict:
         return sequences
     steps = torch.tensor(state.counted, dtype=torch.long, device=sequences.device)

@@ -21,7 +21,15 @@ from hf_drafthead.generation.costs import StepCosts
 from hf_drafthead.generation.decoding import decode
 from hf_drafthead.generation.drafting import draft_vocabulary
 from hf_drafthead.generation.entries import CalibrationKey
-from hf_drafthead.generation.reader import BaseReader, Unsupported, check_length, circumstances, probe, probe_tokens
+from hf_drafthead.generation.reader import (
+    BaseReader,
+    Unsupported,
+    check_length,
+    circumstances,
+    probe,
+    probe_tokens,
+    try_tree,
+)
 from hf_drafthead.generation.releases import CACHE, mask_length, with_cache
 from hf_drafthead.generation.rules import ROW_BY_ROW, Rules
 from hf_drafthead.generation.runner import Execution
@@ -34,6 +42,7 @@ logger = logging.get_logger(__name__)
 P = ParamSpec("P")
 T = TypeVar("T")
 
+MOST_READERS = 16  # that are kept of one base, whose hooks and forwards may change between calls
 FRAME_WORDS = 1 << 15  # of 8 bytes; a frame of so many gets a block of twice as many: the rest is for those below it
 
 
@@ -256,12 +265,16 @@ class DraftHeadGenerationMixin(GenerationMixin):
             self.__dict__["_readers"] = (parts, known)
         key = (self.drafter.reads, *circumstances(base))
         if key not in known:
+            while len(known) >= MOST_READERS:
+                known.pop(next(iter(known)), None)
             try:
                 known[key] = probe(base, self.drafter.reads)
             except Unsupported as reason:
                 if not reason.lasting:
                     raise
                 known[key] = str(reason)  # not the exception, whose traceback would keep the probe's tensors alive
+        elif isinstance(known[key], BaseReader) and known[key].is_hooked():
+            try_tree(known[key])  # a hook may do something else in every call
         if isinstance(known[key], str):
             raise Unsupported(known[key])
         return known[key]

@@ -1,13 +1,22 @@
-"""Programs that are kept for later calls: what they depend on, and the memory that recorded ones work on."""
+"""Programs of a step that are kept for later calls, and the memory that recorded ones work on.
+
+A program is trusted because it is tried. A compiled one has dynamo's guards: the first step of every call asks them
+whether the program holds for what the call has, the base's attributes, hooks and numbers in closures included, and
+another is compiled where it does not; later steps of the call run its code and ask nothing. A recorded one sees no
+Python, so that the first step of every call compares a replay with a run.
+
+Some things dynamo has no guards for, such as hooks on layers that it traces once: a program also holds for one
+`BaseReader` alone, which is made anew where the base's modules, hooks or forwards are other ones.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Hashable, Iterator
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from collections.abc import Callable, Hashable, Iterator
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -15,77 +24,34 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from hf_drafthead.generation.slots import SlotCache, out_of_memory, padded
 from hf_drafthead.generation.state import DecodingState, Limits, Rows
-from hf_drafthead.generation.step import Program
-from hf_drafthead.generation.tree import Tree
 
-MOST_PROGRAMS = 32  # kept per model; the least recently used goes first
+if TYPE_CHECKING:
+    from hf_drafthead.generation.runner import Program, Recorded
+
+MOST_PROGRAMS = 64  # kept per model, of which a step takes three; the least recently used goes first
 MOST_ARENAS, ARENA_BYTES = 4, 2 << 30  # memory of recorded programs that is kept after a call, per model
+Stage = Callable[..., Any]
 
 
-class ProgramKey(NamedTuple):
-    """Everything that a program depends on but the values and, where it is compiled, the sizes of its tensors.
+class NotCaptured(Exception):
+    """A stage cannot be compiled or recorded; the text says why. The call's tensors are as they were before it.
 
-    execution: an `Execution` as text; slots: for nodes; eos_tokens: how many; draft_state: see `form_of`;
-    circumstances: see `Programs.circumstances_of`.
+    lasting: whether that holds for later calls too; where there is no reason it was told, or another call compiles.
     """
 
-    execution: str
-    tree: Tree
-    slots: int
-    greedy: bool
-    samples: bool
-    rejects: bool
-    batch_size: int
-    padded: bool
-    eos_tokens: int
-    reads: tuple[int, ...]
-    draft_state: Hashable
-    circumstances: Hashable
+    def __init__(self, reason: str, lasting: bool | None = None):
+        super().__init__(reason)
+        self.lasting = bool(reason) if lasting is None else lasting
 
 
-def global_state(device: torch.device) -> Hashable:
-    """What torch computes by that is set for a thread or a process, and that a program takes from where it was made."""
-    kinds = dict.fromkeys((device.type, "cpu"))
-    backends = torch.backends.cuda
-    sums = backends.matmul
-    return (
-        *((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds),
-        torch.is_autocast_cache_enabled(),
-        torch.get_float32_matmul_precision(),
-        (sums.allow_fp16_reduced_precision_reduction, sums.allow_bf16_reduced_precision_reduction),
-        (backends.flash_sdp_enabled(), backends.mem_efficient_sdp_enabled(), backends.math_sdp_enabled()),
-        backends.cudnn_sdp_enabled(),
-        (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()),
-        torch.get_default_dtype(),
-        torch.get_default_device(),
-        (torch.is_grad_enabled(), torch.is_inference_mode_enabled()),
-        torch.get_num_threads(),
-    )
-
-
-def adapters_of(module: Any) -> Iterator[str]:
-    """Of each of PEFT's layers, which adapters are active, merged or disabled, and how they are scaled."""
-    for name, layer in module.named_modules() if isinstance(module, nn.Module) else ():
-        if hasattr(layer, "_disable_adapters"):
-            switches = {key: value for key, value in vars(layer).items() if key[0] != "_" or "adapter" in key}
-            yield f"{name} { {key: value for key, value in switches.items() if not isinstance(value, torch.Tensor)} }"
-
-
-def fingerprint(module: Any) -> Iterator[Hashable]:
-    """Modules, hooks and shapes."""
-    for part in module.modules() if isinstance(module, nn.Module) else ():
-        hooks = (*part._forward_hooks, None, *part._forward_pre_hooks)  # numbers, which are not given twice
-        yield id(part), hooks, id(part.__dict__.get("forward")), part.training
-        for parameter in part._parameters.values():
-            if parameter is not None:
-                yield tuple(parameter.shape), parameter.stride(), parameter.dtype, parameter.device
-
-
-def addresses(model: Any) -> Iterator[int]:
-    """Where the weights are: a recorded program reads them from there."""
-    for module in (model.base, model.drafter):
-        if isinstance(module, nn.Module):
-            yield from (tensor.data_ptr() for tensor in (*module.parameters(), *module.buffers()))
+def written(rows: Rows, after: Rows) -> Rows:
+    """Write what a step leaves to where it started from."""
+    places, values = tensors_of(rows), tensors_of(after)
+    assert len(places) == len(values), "a step hands on other tensors than it was given"
+    moved = [(place, value.clone()) for place, value in zip(places, values) if value is not place]  # one may be a view
+    for place, value in moved:
+        place.copy_(value)
+    return rows
 
 
 class Arena:
@@ -96,90 +62,107 @@ class Arena:
     """
 
     def __init__(self, state: DecodingState):
-        self.rows, self.caches = state.rows, state.caches
+        self.rows = state.rows
         self.limits = state.limits = Limits(*(limit.clone() for limit in state.limits))
-        self.programs: dict[ProgramKey, Program] = {}
+        self.programs: dict[Hashable, Recorded] = {}
         self.free = False
 
     @property
     def bytes(self) -> int:
         """Of keys and values."""
-        return sum(block.nbytes for cache in self.caches for block in cache.blocks)
+        return sum(block.nbytes for cache in self.rows.caches for block in cache.blocks)
 
     def take(self, state: DecodingState, padding: int) -> None:
         """Let a call go on here; `padding` is the token behind the end of a row."""
-        for mine, theirs in zip(self.caches, state.caches, strict=True):
-            mine.copy_past(theirs)
-        state.cache, state.caches = self.caches[0], self.caches
-        values = (with_shapes(state, self.rows.sequences.shape[1], padding), state.limits)
-        for place, value in zip(tensors_of((self.rows, self.limits)), tensors_of(values), strict=True):
+        for cache, past in zip(self.rows.caches, state.caches, strict=True):
+            cache.copy_past(past)
+        rows = with_shapes(state.rows, self.rows.sequences.shape[1], self.rows.cache.slots, padding)
+        for place, value in zip(tensors_of((self.rows, self.limits)), tensors_of((rows, state.limits)), strict=True):
             place.copy_(value)
-        state.rows, state.limits = self.rows, self.limits
+        state.limits = self.limits
+        state.keep(self.rows, state.pending)
 
 
-def leave(state: DecodingState) -> None:
-    """Let a call leave an arena with tensors of its own, and caches that will not touch the arena's once resized."""
-    caches = [cache.twin() for cache in state.caches]
-    of_drafter = iter(caches[1:])
+def out_of_arena(rows: Rows) -> Rows:
+    """Rows with tensors of their own, and caches that will not touch an arena's once they are resized."""
 
-    def own(leaf: Any) -> Any:
+    def taken_along(leaf: Any) -> Any:
         if isinstance(leaf, SlotCache):
-            return next(of_drafter)
+            return leaf.twin()
         return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
 
-    state.cache, state.caches, state.rows = caches[0], caches, tree_map(own, state.rows)
+    moved: Rows = tree_map(taken_along, rows)
+    return moved
 
 
-@dataclass
 class Programs:
-    """What is kept for one model."""
+    """What is kept for one model; a call that uses something of it holds it until it ends."""
 
-    compiled: OrderedDict[ProgramKey, Program] = field(default_factory=OrderedDict)
-    arenas: OrderedDict[Hashable, Arena] = field(default_factory=OrderedDict)
-    refused: set[ProgramKey] = field(default_factory=set)
-    fingerprint: Hashable = None
-    lock: threading.Lock = field(default_factory=threading.Lock)  # of compiling
-    taking: threading.Lock = field(default_factory=threading.Lock)
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.compiled: list[Program] = []  # the most recently used one last
+        self.arenas: OrderedDict[Hashable, Arena] = OrderedDict()
+        self.refused: set[Hashable] = set()
+        self.compiles = False  # whether a call compiles; others, whose steps would wait, run theirs eagerly
 
-    def circumstances_of(self, model: Any, device: torch.device) -> Hashable:
-        """What of torch and of a model a program depends on and a user may change between two calls, its weights aside.
+    def fitting(self, made_for: Hashable, arguments: tuple) -> Program | None:
+        """The program that was made for this, and holds for the arguments."""
+        with self.lock:
+            candidates = [program for program in reversed(self.compiled) if program.made_for == made_for]
+        for program in candidates:
+            if program.fits(arguments):
+                self.keep_compiled(program)
+                return program
+        return None
 
-        Where modules or hooks are not those that the programs were made of, nothing is kept of these.
-        """
-        base, drafter = model.base, model.drafter
-        now = (*fingerprint(base), *fingerprint(drafter))
-        if now != self.fingerprint:
-            for kept in (self.compiled, self.arenas, self.refused):
-                kept.clear()
-            self.fingerprint = now
-        switches = (*adapters_of(base), *adapters_of(drafter))
-        return base.dtype, base.config._attn_implementation, global_state(device), switches
-
-    def keep_compiled(self, key: ProgramKey, program: Program) -> None:
+    def keep_compiled(self, program: Program) -> None:
         """Keep a program for later calls, in place of what was not used for the longest time."""
-        self.compiled[key] = program
-        while len(self.compiled) > MOST_PROGRAMS:
-            self.compiled.popitem(last=False)
+        with self.lock:
+            self.compiled = [*(kept for kept in self.compiled if kept is not program), program][-MOST_PROGRAMS:]
 
-    def arena(self, key: Hashable) -> Arena | None:
+    @contextlib.contextmanager
+    def compiling(self) -> Iterator[None]:
+        """Compile meanwhile.
+
+        Raises:
+            NotCaptured: another call does.
+        """
+        with self.lock:
+            if self.compiles:
+                raise NotCaptured("")
+            self.compiles = True
+        try:
+            yield
+        finally:
+            self.compiles = False
+
+    def take_arena(self, key: Hashable) -> Arena | None:
         """The memory that is kept under a key, if no other call is in it."""
-        with self.taking:
-            found = self.arenas.get(key)
-            if found is None or not found.free:
+        with self.lock:
+            arena = self.arenas.get(key)
+            if arena is None or not arena.free:
                 return None
-            found.free = False
-            return found
+            arena.free = False
+            return arena
 
-    def keep(self, key: Hashable, arena: Arena) -> None:
+    def keep_arena(self, key: Hashable, arena: Arena) -> None:
         """Keep memory for later calls, in place of what was not used for the longest time."""
-        self.arenas[key] = arena
-        self.arenas.move_to_end(key)
-        while len(self.arenas) > MOST_ARENAS or sum(each.bytes for each in self.arenas.values()) > ARENA_BYTES:
-            self.arenas.popitem(last=False)
+        with self.lock:
+            self.arenas[key] = arena
+            self.arenas.move_to_end(key)
+            while len(self.arenas) > MOST_ARENAS or sum(each.bytes for each in self.arenas.values()) > ARENA_BYTES:
+                self.arenas.popitem(last=False)
 
 
 # not on the model, which must stay a thing that can be copied and pickled
 PROGRAMS: weakref.WeakKeyDictionary[Any, Programs] = weakref.WeakKeyDictionary()
+
+
+def addresses(model: Any) -> Iterator[int]:
+    """Where the weights are: a recorded program reads them from there."""
+    for module in (model.base, model.drafter):
+        if isinstance(module, nn.Module):
+            yield from (tensor.data_ptr() for tensor in (*module.parameters(), *module.buffers()))
 
 
 def tensors_of(tree: Any) -> list[torch.Tensor]:
@@ -187,13 +170,8 @@ def tensors_of(tree: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
-def caches_of(tree: Any) -> list[SlotCache]:
-    """The caches of nested tuples, in order."""
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, SlotCache)]
-
-
-def form_of(draft_state: Any) -> Hashable:
-    """What of a drafter's state is no value of a tensor: shapes, numbers and flags, and which caches hold something."""
+def form_of(tree: Any) -> Hashable:
+    """What of nested tuples is no value of a tensor: shapes, numbers and flags, and which caches hold something."""
 
     def form(leaf: Any) -> Hashable:
         if isinstance(leaf, torch.Tensor):
@@ -203,17 +181,17 @@ def form_of(draft_state: Any) -> Hashable:
         # else an object of a drafter of the user's own
         return leaf if isinstance(leaf, Hashable) else type(leaf).__qualname__
 
-    return tuple(map(form, tree_leaves(draft_state)))
+    return tuple(map(form, tree_leaves(tree)))
 
 
-def fix(state: DecodingState, capacity: int, nodes: int, depth: int, padding: int, apart: bool) -> None:
-    """Give all tensors of a call fixed shapes, for so many past positions; apart: as a compiler wants them.
+def fix(state: DecodingState, capacity: int, nodes: int, depth: int, padding: int, compiles: bool) -> None:
+    """Give all tensors of a call fixed shapes, for so many past positions; where it `compiles`, as a compiler wants.
 
     Raises:
         MemoryError: there is no memory for them.
     """
     for cache in state.caches:
-        if apart:
+        if compiles:
             cache.split()
         try:
             cache.resize(capacity, nodes)
@@ -226,23 +204,25 @@ def fix(state: DecodingState, capacity: int, nodes: int, depth: int, padding: in
             ) from error
         cache.fixed = True
     # the compiler takes equal sizes for one size: what need not be equal must differ
-    state.rows = with_shapes(state, max(capacity - state.past_shift, 0) + depth + nodes + 1, padding)
+    width = max(capacity - state.past_shift, 0) + depth + nodes + 1
+    state.keep(with_shapes(state.rows, width, state.rows.cache.slots, padding), state.pending)
 
 
-def with_shapes(state: DecodingState, width: int, padding: int) -> Rows:
-    """The rows of a call with sequences (B, width), and `visible` over all past slots."""
-    rows, shown = state.rows, state.rows.sequences[:, :width]
+def with_shapes(rows: Rows, width: int, slots: int, padding: int) -> Rows:
+    """Rows with sequences (B, width), and `visible` over so many slots."""
+    shown = rows.sequences[:, :width]
     sequences = nn.functional.pad(shown, (0, width - shown.shape[1]), value=padding)
     # as long as the keys: the compiler cannot write code for a size that differs from theirs by a constant
-    visible = None if rows.visible is None else padded(rows.visible, state.cache.slots)
+    visible = None if rows.visible is None else padded(rows.visible, slots)
     return rows._replace(sequences=sequences, visible=visible)
 
 
-def sizes_may_change(state: DecodingState) -> None:
+def sizes_may_change(arguments: tuple) -> None:
     """Tell a compiler which sizes of a call's tensors differ from step to step."""
-    parts = [(layer.keys, layer.values) for cache in state.caches for layer in cache.layers if layer.is_initialized]
-    for tensor in (part for pair in parts for part in pair):
-        torch._dynamo.mark_dynamic(tensor, tensor.ndim - 2)
-    torch._dynamo.mark_dynamic(state.rows.sequences, 1)
-    if state.rows.visible is not None:
-        torch._dynamo.mark_dynamic(state.rows.visible, 1)
+    for rows in (value for value in arguments if isinstance(value, Rows)):
+        layers = [layer for cache in rows.caches for layer in cache.layers if layer.is_initialized]
+        for tensor in (part for layer in layers for part in (layer.keys, layer.values)):
+            torch._dynamo.mark_dynamic(tensor, tensor.ndim - 2)
+        torch._dynamo.mark_dynamic(rows.sequences, 1)
+        if rows.visible is not None:
+            torch._dynamo.mark_dynamic(rows.visible, 1)

@@ -38,6 +38,9 @@ PROBE_TOLERANCE_HALF = 5e-2
 CHOOSES_KEYS = ("index_topk", "index_topk_blocks")
 
 
+LIBRARIES = ("transformers.", "accelerate.", "peft.")  # whose hooks treat every position alike
+
+
 class Unsupported(Exception):
     """The tree cannot go here; the text is the reason, fit for the end of a sentence.
 
@@ -62,7 +65,7 @@ class Reading:
     scores: torch.Tensor
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class BaseReader:
     """How to run one base and read logits and features from it.
 
@@ -131,6 +134,19 @@ class BaseReader:
     def vocabulary(self) -> int:
         """V."""
         return int(self.base.config.get_text_config(decoder=True).vocab_size)
+
+    def is_hooked(self) -> bool:
+        """Whether hooks or forwards of the user's own may do something else today than when the base was probed."""
+        every_module = torch.nn.modules.module
+        if every_module._global_forward_hooks or every_module._global_forward_pre_hooks:
+            return True
+        for module in self.base.modules():
+            if (module._forward_hooks or module._forward_pre_hooks) and hooks_of(module):
+                return True
+            forward = module.__dict__.get("forward")
+            if forward is not None and not (hasattr(module, "_hf_hook") or hasattr(forward, "is_traced_once")):
+                return True
+        return False
 
     def rewrite(
         self,
@@ -263,37 +279,73 @@ def position_table(config) -> int | None:
 
 
 def circumstances(base: PreTrainedModel) -> tuple[Hashable, ...]:
-    """What the answer of `probe` depends on and a user may change between two calls."""
-    device = _device(base).type
+    """What the answer of `probe` depends on and a user may change between two calls: forwards and hooks of all modules,
+    and what torch computes by where no guard of a compiler looks at it."""
+    device, backends = _device(base).type, torch.backends.cuda
     autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-    return base.config._attn_implementation, base.dtype, autocast, watched(base)
+    attention = (backends.flash_sdp_enabled(), backends.mem_efficient_sdp_enabled(), backends.math_sdp_enabled())
+    computed = (base.dtype, autocast, attention, backends.cudnn_sdp_enabled(), torch.get_float32_matmul_precision())
+    return base.config._attn_implementation, *computed, *forwards(base)
+
+
+def forwards(base: PreTrainedModel) -> Iterator[Hashable]:
+    """Of every module what runs when it is called, but for what libraries have put there."""
+    every_module = torch.nn.modules.module
+    yield from (*every_module._global_forward_hooks.values(), None, *every_module._global_forward_pre_hooks.values())
+    for module in base.modules():
+        forward = module.__dict__.get("forward")
+        if forward is None or hasattr(forward, "is_traced_once"):
+            forward = type(module).forward
+        yield forward
+        if module._forward_hooks or module._forward_pre_hooks:
+            yield from hooks_of(module)
+
+
+def hooks_of(module: nn.Module) -> list[tuple[int, Any]]:
+    """The hooks of a module that are the user's own, and their numbers, which are not given twice."""
+    hooks = (*module._forward_hooks.items(), *module._forward_pre_hooks.items())
+    return [(number, hook) for number, hook in hooks if not getattr(hook, "__module__", "").startswith(LIBRARIES)]
 
 
 @torch.no_grad()
 def probe(base: PreTrainedModel, reads: tuple[int, ...]) -> BaseReader:
-    """Find out by running whether this base honours a tree, and how its logits are read.
-
-    Two sibling nodes are compared with two plain forwards over their paths. Two rows, with the siblings swapped, for
-    some models take the cache's memory to be laid out in a way that only holds for one.
+    """Find out by running whether this base honours a tree (`try_tree`), and how its logits are read.
 
     Raises:
         Unsupported: the base crashes on a tree, answers differently, or has attention layers unknown here.
     """
-    config = base.config.get_text_config(decoder=True)
-    windows = attention_windows(config)
+    windows = attention_windows(base.config.get_text_config(decoder=True))
+    try:
+        output = OutputLayer(base)
+        reader = BaseReader(base, windows, splits(base, output), reads, output)
+    except Exception as error:
+        raise _refused("the base cannot verify a tree", error) from error
+    try_tree(reader)
+    return reader
+
+
+@torch.no_grad()
+def try_tree(reader: BaseReader) -> None:
+    """Compare two sibling nodes with two plain forwards over their paths.
+
+    Two rows, with the siblings swapped, for some models take the cache's memory to be laid out in a way that only holds
+    for one.
+
+    Raises:
+        Unsupported: the base crashes on a tree, or answers differently.
+    """
+    base = reader.base
     past, root, left, right = probe_tokens(base).split((13, 1, 1, 1))
     device = past.device
-    tree = DraftTree([(0,), (1,)])
     try:
         plain = [base(torch.cat([past, root, node])[None], use_cache=False).logits[0, -1] for node in (left, right)]
         if not all(expected.isfinite().any() for expected in plain):
             raise Unsupported("the base's logits are not numbers", lasting=False)
-        output = OutputLayer(base)
-        reader = BaseReader(base, windows, splits(base, output), reads, output)
-        cache = SlotCache(2, writing_layers(config), capacity=16, nodes=3)
+        layers = writing_layers(base.config.get_text_config(decoder=True))
+        cache = SlotCache(2, layers, capacity=16, nodes=3)
         reader(True, **{"input_ids": past.expand(2, -1), CACHE: cache, "use_cache": True})
         cache.count(len(past))
-        topology = tree.topology(device)
+        topology = DraftTree([(0,), (1,)]).topology(device)
         nodes = torch.stack([torch.cat([root, left, right]), torch.cat([root, right, left])])
         logits, _ = reader.nodes(nodes, topology, cache, cache.lengths[:, None] + topology.depths, None)
     except Unsupported:
@@ -304,7 +356,6 @@ def probe(base: PreTrainedModel, reads: tuple[int, ...]) -> BaseReader:
         if getattr(base, "is_quantized", False):
             raise Unsupported(f"the quantized base rounds too differently, or ignores tree masks ({said}){untested()}")
         raise Unsupported(f"the base does not honour tree masks ({said}){untested()}")
-    return reader
 
 
 def _refused(reason: str, error: Exception) -> Unsupported:

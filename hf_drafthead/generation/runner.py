@@ -1,26 +1,21 @@
 """How the steps of a call run: eagerly, compiled, recorded as a CUDA graph, or compiled and then recorded.
 
-A step is written once, in `step`, as functions of one signature. An eager step calls them as they are; `compiled` and
-`Recorded` take one and return another of the same signature, and what they make is kept for later calls under a
-`ProgramKey`, which names everything that it depends on.
-
-    greedy               draft, verify, walk, commit               one program
-    anything else        draft, verify | walk of the call | commit  two programs around it
+The step is written once, in `step`. What runs its stages is all that differs: eager steps call them; compiled ones call
+a `Program`, recorded ones a `Recorded`, which are kept for later calls (`programs`). The walk stands between them.
 
 Only the capacity of the caches may differ between two runs of a compiled program, so that a text can grow, and prompts
 of any length share it. A recorded one works on the same memory at every replay (`Arena`): a call moves into it, and
 into a larger one as its text grows.
-
-Compiled programs are kept without guards: dynamo would compare every weight and attribute of the base before each
-step. What can change between two calls is compared once per call instead.
 """
 
 from __future__ import annotations
 
+import functools
+import re
 import threading
 import time
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 import torch
@@ -31,26 +26,28 @@ from transformers.utils import logging
 from hf_drafthead.generation.programs import (
     PROGRAMS,
     Arena,
-    ProgramKey,
+    NotCaptured,
     Programs,
+    Stage,
     addresses,
-    caches_of,
     fix,
     form_of,
-    leave,
+    out_of_arena,
     sizes_may_change,
     tensors_of,
+    written,
 )
-from hf_drafthead.generation.slots import BUCKET, SLOTS, DoesNotFit, SlotCache, out_of_memory, rounded_up
-from hf_drafthead.generation.state import DecodingState, Limits, Outcome, Rows, unpacked
-from hf_drafthead.generation.step import Function, Program, Step, observe_pending
+from hf_drafthead.generation.reader import BaseReader
+from hf_drafthead.generation.slots import BUCKET, SLOTS, DoesNotFit, out_of_memory, rounded_up
+from hf_drafthead.generation.state import DecodingState, Limits, Outcome, Rows
+from hf_drafthead.generation.step import MOST_PENDING, Stages, Step, observe_pending, shortage_undone
 from hf_drafthead.generation.tree import Tree, smaller
 
 logger = logging.get_logger(__name__)
 
 CAPACITY_BUCKET = 16  # capacities are multiples of this, at all of which attention looks; on a GPU of `slots.BUCKET`
-AHEAD = 256  # positions for which a capacity is taken at first; it grows as the text does
 RECORDS = ("reduce-overhead", "max-autotune")  # modes of a compile config that ask for CUDA graphs
+AHEAD = 256  # positions for which a capacity is taken at first; it grows as the text does
 
 
 class Execution(NamedTuple):
@@ -80,94 +77,157 @@ class Execution(NamedTuple):
         return cls("compiled", asked or CompileConfig(mode="default"), records)
 
 
-def compiled(function: Function, config: CompileConfig) -> Function:
-    """`torch.compile` without guards, for a function of which the caller knows that nothing but tensors changes."""
+def compiled(function: Stage, config: CompileConfig) -> Stage:
+    """`torch.compile` of a function whose guards are kept.
 
-    def run(*arguments: Any) -> Any:
-        return function(*arguments)
-
-    # dynamo keeps its programs by code object, and without guards it takes the first: each gets one of its own
-    alone = types.FunctionType(run.__code__.replace(), run.__globals__, "step", None, run.__closure__)
+    Each gets a code object of its own: dynamo keeps a program with the code, bounds how many there may be of one, and
+    frees one only with its code.
+    """
+    alone = types.FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
     plain = config.mode in ("default", *RECORDS[:1])
     options = {} if plain else torch._inductor.list_mode_options(config.mode)
     if config.backend == "inductor":
         from hf_drafthead.generation.compiling import TransposedProducts  # takes a second to import
 
         options = {**options, "post_grad_custom_pre_pass": TransposedProducts()}
-    options = {**options, **(config.options or {}), "guard_filter_fn": lambda guards: [False] * len(guards)}
+    # the forward that a layer has while it is traced is gone when guards are asked
+    options = {**options, **(config.options or {}), "guard_filter_fn": lambda guards: [*map(_lasts, guards)]}
     options.pop("triton.cudagraphs", None)  # `Recorded` makes the graphs
-    result: Function = torch.compile(alone, fullgraph=True, dynamic=False, backend=config.backend, options=options)
+    result = torch.compile(alone, fullgraph=True, dynamic=False, backend=config.backend, options=options)
+    result.alone = alone  # type: ignore[attr-defined]
     return result
 
 
-class NotCaptured(Exception):
-    """A step cannot be compiled or recorded; the text says why. The call's tensors are as they were before the step.
+def _lasts(guard: Any) -> bool:
+    return re.search(r"_modules\['\d+'\]\.forward(\.|$)", guard.name) is None
 
-    lasting: whether that holds for later calls too.
-    """
 
-    def __init__(self, reason: str, lasting: bool = True):
-        super().__init__(reason)
-        self.lasting = lasting
+class Program:
+    """A stage compiled for what its arguments are like when it is first called."""
+
+    def __init__(self, made_for: Hashable, stage: Stage, config: CompileConfig):
+        self.made_for = made_for
+        self.step = compiled(stage, config)
+        self.entry: Any = None  # of dynamo's
+        self.made = False
+
+    def __call__(self, *arguments: Any) -> Any:
+        if not self.made:
+            sizes_may_change(arguments)
+            with torch._dynamo.config.patch(skip_nnmodule_hook_guards=False):
+                result = self.step(*arguments)
+            self._take_code()
+            return result
+        return self.step(*arguments)
+
+    def _take_code(self) -> None:
+        """Go on with the code that dynamo has made, which asks no guards; without a way to it they are always asked."""
+        self.made, alone = True, getattr(self.step, "alone", None)
+        entries_of = getattr(torch._C._dynamo.eval_frame, "_debug_get_cache_entry_list", lambda code: [])
+        for self.entry in entries_of(alone.__code__) if alone is not None else []:
+            self.kept = alone  # whose code holds the entry
+            self.step = types.FunctionType(self.entry.code, alone.__globals__, alone.__name__)
+
+    def fits(self, arguments: tuple) -> bool:
+        """Whether the guards hold for these arguments."""
+        if self.entry is None:
+            return True
+        names = self.kept.__code__.co_varnames
+        return bool(self.entry.guard_manager.check(dict(zip(names, arguments))))
 
 
 class Recorded:
-    """A CUDA graph of a function, recorded when it is called for the second time.
+    """A CUDA graph of a stage, recorded when it is called for the second time.
 
     The first time takes what it needs besides, such as workspaces and the tensors of a tree. On some GPUs attention
-    makes a plan for each new length, which it cannot do while it is recorded. Rows, cache and limits are the same
-    memory in every call; what else is given is copied to where it was at first.
+    makes a plan for each new length, which it cannot do while it is recorded. Rows and limits are the same memory in
+    every call (`Arena`); other tensors are copied to where they were at first.
     """
 
-    def __init__(self, function: Function):
-        self.function, self.calls = function, 0
+    def __init__(self, stage: Stage):
+        self.stage, self.warm = stage, False
+        self.replay: Callable[[], Any] | None = None
 
-    def __call__(self, rows: Rows, cache: SlotCache, limits: Limits, more: Any) -> tuple[Any, Rows]:
-        self.calls += 1
-        if self.calls == 1:
-            result, after = self.function(rows, cache, limits, more)
-            return result, written(rows, after)
-        if self.calls == 2:
-            self._record(rows, cache, limits, more)
-        for place, value in zip(self.places, tensors_of(more)):
+    def __call__(self, *arguments: Any) -> Any:
+        if not self.warm:
+            self.warm = True
+            return self._run(arguments)
+        if self.replay is None:
+            self._record(arguments)
+        self._place(arguments)
+        self.replay()  # type: ignore[misc]
+        return self.result
+
+    def try_again(self, *arguments: Any) -> None:
+        """At the beginning of a call: drop the graph if it does something else than the stage does now.
+
+        A program's guards were asked already. What the stage gives is put back.
+        """
+        if self.replay is not None and not isinstance(self.stage, Program) and not self._agrees(arguments):
+            self.replay, self.warm = None, False
+
+    def _run(self, arguments: tuple) -> Any:
+        """Run the stage; rows that it returns are written to where they come from."""
+        result = self.stage(*arguments)
+        if isinstance(result, Rows):
+            return written(next(value for value in arguments if isinstance(value, Rows)), result)
+        return result
+
+    def _place(self, arguments: tuple) -> None:
+        for place, value in zip(self.places, tensors_of(arguments)):
             if place.data_ptr() != value.data_ptr():
                 place.copy_(value)
-        self.replay()
-        return self.result, rows
 
-    def _record(self, rows: Rows, cache: SlotCache, limits: Limits, more: Any) -> None:
+    def _record(self, arguments: tuple) -> None:
         """Record it, and compare a replay with a run: a base that decides something on the host is refused.
 
         Raises:
             NotCaptured: it cannot be recorded, or a replay gives something else.
         """
-        more = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, more)
-        self.places = tensors_of(more)
-        held = [*tensors_of(rows), *(each.lengths for each in (cache, *caches_of(rows)))]
-        before = [tensor.clone() for tensor in held]
 
-        def once() -> Any:
-            result, after = self.function(rows, cache, limits, more)
-            written(rows, after)
-            return result
+        def fixed(value: Any) -> Any:
+            if isinstance(value, (Rows, Limits)):
+                return value
+            return tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, value)
 
-        def put_back() -> None:
-            for place, value in zip(held, before):
-                place.copy_(value)
-
-        def outcome(run: Callable[[], Any]) -> list[torch.Tensor]:
-            put_back()
-            return [tensor.clone() for tensor in (*tensors_of(run()), *held)]
-
+        held = tuple(map(fixed, arguments))
+        self.places = tensors_of(held)
+        _, put_back = _restorable(arguments)
         try:
-            self.replay, self.result = record_kernels(once, rows.lengths.device)
+            self.replay, self.result = record_kernels(lambda: self._run(held), self.places[0].device)
         except Exception as error:  # whatever cannot be recorded: steps without a graph work all the same
             cause = error.__context__ or error  # how a recording ends says less
             raise NotCaptured(f"{type(cause).__name__}: {cause}".partition("\n")[0]) from error
-        same = all(map(alike, outcome(once), outcome(lambda: self.replay() or self.result)))
         put_back()
-        if not same:
+        if not self._agrees(arguments):
             raise NotCaptured("a replay of the recorded step gives something else than the step.")
+
+    def _agrees(self, arguments: tuple) -> bool:
+        """Whether a replay gives what a run gives. Tensors are put back, but what lies behind the rows' past."""
+        self._place(arguments)
+        held, put_back = _restorable(arguments)
+
+        def outcome(run: Callable[[], Any]) -> list[torch.Tensor]:
+            tensors = [tensor.clone() for tensor in (*tensors_of(run()), *held)]
+            put_back()
+            return tensors
+
+        expected = outcome(lambda: self._run(arguments))
+        found = outcome(lambda: self.replay() or self.result)  # type: ignore[misc]
+        return len(expected) == len(found) and all(map(alike, expected, found))
+
+
+def _restorable(arguments: tuple) -> tuple[list[torch.Tensor], Callable[[], None]]:
+    """The tensors that a stage may write to, but keys and values, and what puts their values back."""
+    rows = next(value for value in arguments if isinstance(value, Rows))
+    held = [*tensors_of(rows), *(cache.lengths for cache in rows.caches)]
+    before = [tensor.clone() for tensor in held]
+
+    def put_back() -> None:
+        for place, value in zip(held, before):
+            place.copy_(value)
+
+    return held, put_back
 
 
 def record_kernels(function: Callable[[], Any], device: torch.device) -> tuple[Callable[[], None], Any]:
@@ -181,21 +241,16 @@ def record_kernels(function: Callable[[], Any], device: torch.device) -> tuple[C
         try:
             torch.set_autocast_cache_enabled(False)  # weights that autocast has converted do not outlive it
             with torch.cuda.graph(graph, stream=torch.cuda.Stream(), capture_error_mode="thread_local"):
-                found = function()
+                result = function()
         except BaseException:
             torch.cuda.set_stream(before)  # a recording that failed leaves the thread on its stream
             raise
         finally:
             torch.set_autocast_cache_enabled(caches_casts)
-    return graph.replay, found
+    return graph.replay, result
 
 
 _RECORDING = threading.Lock()  # of all models: a second recording at the same time fails
-
-
-def has_graphs(device: torch.device) -> bool:
-    """Whether there are graphs for this device."""
-    return device.type == "cuda"
 
 
 def alike(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -203,18 +258,13 @@ def alike(one: torch.Tensor, other: torch.Tensor) -> bool:
     if not one.is_floating_point():
         return torch.equal(one, other)
     close = torch.finfo(one.dtype).eps ** 0.5
-    largest = float(one.abs().max()) if one.numel() else 0.0
+    largest = float(one.nan_to_num(0.0, 0.0, 0.0).abs().max()) if one.numel() else 0.0
     return torch.allclose(one, other, rtol=close, atol=close * largest, equal_nan=True)
 
 
-def written(rows: Rows, after: Rows) -> Rows:
-    """Write what a step leaves to where it started from."""
-    places, values = tensors_of(rows), tensors_of(after)
-    assert len(places) == len(values), "a step hands on other tensors than it was given"
-    moved = [(place, value.clone()) for place, value in zip(places, values) if value is not place]  # one may be a view
-    for place, value in moved:
-        place.copy_(value)
-    return rows
+def has_graphs(device: torch.device) -> bool:
+    """Whether there are graphs for this device."""
+    return device.type == "cuda"
 
 
 class Runner:
@@ -222,6 +272,7 @@ class Runner:
 
     Args:
         model: with `base` and `drafter`; its programs are kept as long as it lives.
+        reader: of the base.
         execution, state: of the call.
         make: a step with a tree.
         tree: the largest of the call.
@@ -231,26 +282,31 @@ class Runner:
     def __init__(
         self,
         model: Any,
+        reader: BaseReader,
         execution: Execution,
-        make: Callable[[Tree], Step],
+        make: Callable[..., Step],
         tree: Tree,
         state: DecodingState,
         choose: Callable[[DecodingState], Tree] | None = None,
     ):
-        self.model, self.execution, self.make, self.tree, self.choose = model, execution, make, tree, choose
+        self.model, self.reader, self.execution, self.tree, self.choose = model, reader, execution, tree, choose
         # the same for most trees, which then share programs; attention does not look at more than there are nodes
         self.slots = rounded_up(tree.slots, SLOTS)
         self.device = state.rows.lengths.device
-        self.has_graphs = has_graphs(self.device)
-        self.steps_of_room = 2 if self.has_graphs else 1  # of a step that was launched ahead the host does not know
+        graphs = has_graphs(self.device)
+        self.steps_of_room = 2 if graphs else 1  # of a step that was launched ahead the host does not know
+        self.make = functools.partial(make, ahead=graphs and execution.name != "eager")
         self.steps: dict[int, Step] = {}  # trees of a call stay the same objects
-        self.ready: dict[Step, Program] = {}  # of the memory of the call as it is now
+        self.stages: dict[Step, Any] = {}  # programs in the place of a step's stages
+        self.recorded: dict[Hashable, Recorded] = {}  # what runs stages, in the memory of the call as it is now
         self.arena: Arena | None = None
         self.held: list[Arena] = []  # until the call ends, which may go on in their memory without programs
         self.ahead = 0  # steps that are launched before the result of the first of them is read
+        self.compiled_in = 0.0  # seconds of this step in which programs were made
         if execution.name != "eager":
             self.programs = PROGRAMS.setdefault(model, Programs())
-            self.circumstances = self.programs.circumstances_of(model, self.device)
+            if execution.config is None and reader.is_hooked():
+                self._stop("the base has hooks or forwards of the user's own, which a recording would pass by")
 
     def step(self, state: DecodingState) -> Outcome:
         """Take one step.
@@ -262,16 +318,54 @@ class Runner:
         while True:
             step = self.steps.get(id(tree)) or self.steps.setdefault(id(tree), self.make(tree))
             try:
-                if self.execution.name == "eager":
-                    return Outcome(*step(state), step.num_nodes)
-                program, past = self.ready.get(step), max(state.lengths) + state.past_shift
-                if program is None or past + self.steps_of_room * step.depth > state.cache.capacity:
-                    return Outcome(self._first_run(step, state), {}, step.num_nodes)
-                return Outcome(self._run(program, step, state), {}, step.num_nodes)
-            except NotCaptured as reason:
-                self._stop(step, state, reason)
+                if self.execution.name != "eager":
+                    return self._captured(step, state)
+                self._make_room(step, state)
+                return step(state)
             except DoesNotFit as short:
                 tree = self._smaller(tree, short)
+
+    def _captured(self, step: Step, state: DecodingState) -> Outcome:
+        """Take a step by programs."""
+        past, cache = max(state.lengths) + state.past_shift, state.rows.cache
+        fits = cache.fixed and cache.nodes == self.slots and past + self.steps_of_room * step.depth <= cache.capacity
+        if step not in self.stages or not fits:
+            try:
+                self._prepare(step, state, fits)
+            except MemoryError as reason:  # of this call alone; for the next one there may be enough
+                self._stop(str(reason))
+                self._make_room(step, state)
+                return step(state)
+        if state.pending:
+            self._observe(step, state)
+        outcome = step(state, self.stages[step])
+        if self.compiled_in:
+            logger.warning(
+                f"a step of {step.num_nodes} nodes for {len(state.lengths)} row(s) was compiled in "
+                f"{self.compiled_in:.1f} s; it is kept for later calls."
+            )
+            self.compiled_in = 0.0
+        return outcome
+
+    def _prepare(self, step: Step, state: DecodingState, fits: bool) -> None:
+        """What runs the stages of a step: programs, once each has run in the memory of the call as it is now.
+
+        Raises:
+            MemoryError: there is no memory for the next stretch of text.
+        """
+        if not fits:
+            self.stages.clear()
+            self._fit(step, state)
+        run = functools.partial(self._run, step, len(state.lengths))
+        self.stages[step] = types.SimpleNamespace(
+            **{name: functools.partial(run, name, step.stages) for name in ("draft", "verify", "walk", "commit")}
+        )
+        self.ahead = int(step.ahead)
+
+    def close(self) -> None:
+        """Let other calls have the memory of this one, which has ended: a traceback may hold its state for long."""
+        for arena in self.held:
+            arena.free = True
 
     def _smaller(self, tree: Tree, short: DoesNotFit) -> Tree:
         """The tree of this step and of all that follow, after one for which memory is short."""
@@ -281,95 +375,82 @@ class Runner:
         self.choose, self.tree = None, smaller(tree)
         return self.tree
 
-    def _key(self, step: Step, state: DecodingState) -> ProgramKey:
-        return ProgramKey(
-            execution=repr(self.execution),
-            tree=step.tree,
-            slots=self.slots,
-            greedy=step.greedy,
-            samples=step.rules.tape is not None,
-            rejects=step.rules.rejects,
-            batch_size=len(state.lengths),
-            padded=state.rows.visible is not None,
-            eos_tokens=len(state.limits.eos),
-            reads=step.stages.drafter.reads,
-            draft_state=form_of(state.rows.draft_state),
-            circumstances=self.circumstances,
-        )
+    def _make_room(self, step: Step, state: DecodingState) -> None:
+        """Room for the next steps, of which the host may not know the last one yet."""
+        if state.rows.cache.fixed:
+            self._leave_fixed(state)
+        state.bound_caches()
+        longest, cache = max(state.lengths) + 2 * (step.depth + 1), state.rows.cache
+        cache.reserve(longest + state.past_shift, cache.nodes)
+        if longest > state.rows.sequences.shape[1]:
+            state.keep(state.rows.with_room(longest, step.rules.pad_token), state.pending)
+        if len(state.pending) >= (MOST_PENDING if step.defers else 1):
+            self._observe(step, state)
 
-    def _first_run(self, step: Step, state: DecodingState) -> torch.Tensor:
-        """Take a step with a program that is new to the call, or to the memory of the call; its walk, `packed`.
+    def _observe(self, step: Step, state: DecodingState) -> None:
+        with shortage_undone(state.caches):
+            rows = observe_pending(step.stages.drafter, state.rows, state.pending)
+        state.keep(rows, [])
+
+    def _run(self, step: Step, rows: int, name: str, *arguments: Any) -> Any:
+        """Run a stage by a program. Where none can be had it runs as it stands, and so do all that follow."""
+        stage = getattr(Stages, name)
+        if self.execution.name == "eager":
+            return stage(*arguments)
+        key = (name, self.reader, repr(self.execution), step.tree, rows)
+        try:
+            if (step, name) in self.recorded:
+                return self.recorded[step, name](*arguments)
+            if key in self.programs.refused:
+                raise NotCaptured("")
+            return self._first_run(step, name, stage, arguments)
+        except NotCaptured as reason:
+            if reason.lasting:
+                self.programs.refused.add(key)
+            self._stop(str(reason))
+        return stage(*arguments)
+
+    def _first_run(self, step: Step, name: str, stage: Stage, arguments: tuple) -> Any:
+        """Run a stage by a program that is new to the call, or to the memory of the call.
 
         Raises:
-            NotCaptured: without a reason if that was told, or if another thread compiles, for which nobody waits.
+            NotCaptured: without a reason if that was told, or if another call compiles, for which nobody waits.
         """
-        key, programs, config = self._key(step, state), self.programs, self.execution.config
-        fresh = config is not None and key not in programs.compiled
-        if key in programs.refused or (fresh and not programs.lock.acquire(blocking=False)):
-            raise NotCaptured("", lasting=False)
-        try:
-            self._fit(step, state)
-            if state.pending:
-                observe_pending(step.stages.drafter, state)
-            functions = programs.compiled.get(key, step.functions)
-            if fresh and config is not None:
-                sizes_may_change(state)
-                functions = Program(*(compiled(function, config) for function in functions))
-            program = functions
-            if self.arena is not None:
-                program = self.arena.programs.setdefault(key, Program(*map(Recorded, functions)))
-            pack = self._run_traced(program, step, state) if fresh else self._run(program, step, state)
-        except (MemoryError, DoesNotFit) as error:  # of this call alone; for the next one there may be enough
-            raise NotCaptured(str(error), lasting=False) from error
-        except Exception as error:  # whatever a compiler says of a base: eager steps work all the same
-            if not fresh:
-                raise
-            raise NotCaptured(" ".join(f"{type(error).__name__}: {error}".split("\n")[:2])) from error
-        finally:
-            if fresh:
-                programs.lock.release()
-        if fresh:
-            programs.keep_compiled(key, functions)
-        elif config is not None:
-            programs.compiled.move_to_end(key)
-        self.ready[step] = program
-        return pack
+        config, programs, program = self.execution.config, self.programs, stage
+        if config is not None:
+            made_for = (stage, repr(config), self.reader)
+            program = programs.fitting(made_for, arguments) or Program(made_for, stage, config)
+        runs: Any = program
+        if self.arena is not None:
+            key = (program, step.tree, step.rules.rejects, form_of(arguments[1:]))
+            runs = self.arena.programs.setdefault(key, Recorded(program))
+            runs.try_again(*arguments)
+        if isinstance(program, Program) and not program.made:
+            result = self._compiled(program, runs, arguments)
+        else:
+            result = runs(*arguments)
+        if self.arena is not None:
+            self.recorded[step, name] = runs
+        else:
+            setattr(self.stages[step], name, functools.partial(program.step, step.stages))
+        return result
 
-    def _run_traced(self, program: Program, step: Step, state: DecodingState) -> torch.Tensor:
-        """As `_run`, while the program is compiled."""
+    def _compiled(self, program: Program, runs: Stage, arguments: tuple) -> Any:
+        """Run what compiles a program, which is then kept."""
         from hf_drafthead.generation.compiling import layers_once  # takes a second to import
 
         start = time.perf_counter()
-        with layers_once(self.model.base):
-            pack = self._run(program, step, state)
-        logger.warning(
-            f"a step of {step.num_nodes} nodes for {len(state.lengths)} row(s) was compiled in "
-            f"{time.perf_counter() - start:.1f} s; it is kept for later calls."
-        )
-        return pack
-
-    def _run(self, program: Program, step: Step, state: DecodingState) -> torch.Tensor:
-        """Take a step, whose stages have no seconds of their own; returns its walk, `packed`."""
-        rows, cache, limits = state.rows, state.cache, state.limits
-        self.ahead = int(step.greedy and self.has_graphs)  # such a step asks nothing of the host
-        before = [(each, each.lengths, each.lengths.clone()) for each in state.caches]
-        try:
-            if step.greedy:
-                pack, state.rows = program.whole(rows, cache, limits, None)
-                # the next replay may be launched before this one's result is read
-                return pack.clone() if self.execution.records else pack
-            noise, tilt = step.noise_ahead(state)
-            (draft_state, candidates, verified), rows = program.first(rows, cache, limits, tilt)
-        except (RuntimeError, MemoryError) as error:
-            if not out_of_memory(error):
-                raise
-            for each, lengths, values in before:  # what lies behind them is not seen
-                each.lengths = lengths.copy_(values)
-            raise DoesNotFit(str(error).partition("\n")[0]) from error
-        pack = step.walk(state, candidates, verified, noise)
-        cache.placed = step.num_nodes
-        _, state.rows = program.last(rows, cache, limits, (draft_state, verified.features, unpacked(pack)))
-        return pack
+        with self.programs.compiling(), layers_once(self.model.base):
+            try:
+                result = runs(*arguments)
+            except Exception as error:  # whatever a compiler says of a base: eager steps work all the same
+                if program.made:
+                    raise
+                reason = " ".join(f"{type(error).__name__}: {error}".split("\n")[:2])
+                raise NotCaptured(reason, lasting=not out_of_memory(error)) from error
+        self.programs.keep_compiled(program)
+        self.compiled_in += time.perf_counter() - start
+        return result
 
     def _fit(self, step: Step, state: DecodingState) -> None:
         """Give all tensors of the call the shapes for the next stretch of text, and room for the next steps.
@@ -377,46 +458,40 @@ class Runner:
         Raises:
             MemoryError: there is no memory for a capacity of so many positions.
         """
-        depth, past, cache = step.depth, max(state.lengths) + state.past_shift, state.cache
-        room = self.steps_of_room * depth
-        if cache.fixed and cache.nodes == self.slots and past + room <= cache.capacity:
-            return
-        self.ready.clear()
-        padding, apart = step.rules.pad_token, self.execution.config is not None
+        past, room = max(state.lengths) + state.past_shift, self.steps_of_room * step.depth
+        self.recorded.clear()
+        padding, compiles = step.rules.pad_token, self.execution.config is not None
         longest = step.rules.max_length or max(state.lengths) + AHEAD
         left = min(longest - max(state.lengths), AHEAD) + room
         if not self.execution.records:
             bucket = BUCKET if self.device.type == "cuda" else CAPACITY_BUCKET
-            fix(state, rounded_up(past + left, bucket), self.slots, depth, padding, apart)
+            fix(state, rounded_up(past + left, bucket), self.slots, step.depth, padding, compiles)
             return
-        capacity = rounded_up(past + left, AHEAD)
-        size = (capacity, self.slots, apart, len(state.lengths), state.rows.visible is None, len(state.limits.eos))
-        key = (*size, form_of(state.rows.draft_state), self.circumstances, *addresses(self.model))
-        arena = self.programs.arena(key)
+        capacity, rows = rounded_up(past + left, AHEAD), state.rows
+        sizes = (capacity, self.slots, compiles, len(state.lengths), rows.visible is None, len(state.limits.eos))
+        key = (*sizes, form_of(rows.draft_state), self.reader, *addresses(self.model))
+        arena = self.programs.take_arena(key)
         if arena is not None:
             arena.take(state, padding)
         else:
             if self.arena is not None:
-                leave(state)
-            fix(state, capacity, self.slots, depth, padding, apart)
+                state.keep(out_of_arena(rows), state.pending)
+            fix(state, capacity, self.slots, step.depth, padding, compiles)
             arena = Arena(state)
         self.arena = arena
         self.held.append(arena)
-        self.programs.keep(key, arena)
+        self.programs.keep_arena(key, arena)
 
-    def close(self) -> None:
-        """Let other calls have the memory of this one, which has ended: a traceback may hold its state for long."""
-        for arena in self.held:
-            arena.free = True
-
-    def _stop(self, step: Step, state: DecodingState, reason: NotCaptured) -> None:
-        """Go on without programs, and with memory that grows by itself."""
-        if reason.lasting:
-            self.programs.refused.add(self._key(step, state))
-        if str(reason):
+    def _stop(self, reason: str) -> None:
+        """Go on without programs."""
+        if reason:
             logger.warning_once(f"Steps are not captured, they run operation by operation: {reason}")
-        if self.arena is not None:
-            leave(state)
-        self.execution, self.ahead, self.arena = Execution("eager"), 0, None
-        for cache in state.caches:
+        self.execution, self.ahead, self.compiled_in = Execution("eager"), 0, 0.0
+
+    def _leave_fixed(self, state: DecodingState) -> None:
+        """Let the memory of the call grow by itself again."""
+        rows = state.rows if self.arena is None else out_of_arena(state.rows)
+        for cache in rows.caches:
             cache.fixed, cache.extent = False, int(cache.lengths.max())
+        self.arena = None
+        state.keep(rows, state.pending)

@@ -130,7 +130,8 @@ class SlotCache(Cache):
             move = self._move_row if single else self._move_apart if self.apart else self._move
             move(self.nodes - self.placed + nodes)
         self.lengths.add_(counts.to(self.lengths.device))
-        self.extent = self._longest(self.extent + m)
+        if not self.fixed:  # a program must not look at a number that differs from call to call
+            self.extent = self._longest(self.extent + m)
 
     def _move_row(self, source: torch.Tensor) -> None:
         """Copy slots (1, m) behind the past of the only row, which ends at `extent`: fewer operations."""

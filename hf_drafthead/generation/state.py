@@ -6,7 +6,6 @@ sequences, E end-of-sequence tokens, S steps.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -51,66 +50,63 @@ class Verified(NamedTuple):
     features: torch.Tensor
 
 
-class Walk(NamedTuple):
-    """What a step keeps.
+RowWalk = tuple[int, int, int | None, list[int], list[int]]
 
-    counts (B,) how many of the D nodes are kept, 0 in rows that stand still; own (B,) how many of those the drafter is
-    shown, not the padding behind a row's end; ends (B,) tokens at which a row ended, 0 where it has not; valid (B,) 0
-    where the base's probabilities are not numbers; tokens (B, D) the base's choice at each node, which is what is
-    emitted, the last one being the next root, and padding behind them; nodes (B, D) from the root down, those whose
-    keys and values become past.
+
+class Walk(NamedTuple):
+    """What a step keeps, in one tensor (B, 4 + 2 D), which the host reads at once.
+
+    counts (B,) how many of the D nodes are kept, 0 in rows that stand still; observed (B,) how many of those the
+    drafter is shown, not the padding behind a row's end; ends (B,) tokens at which a row ended, 0 where it has not;
+    valid (B,) 0 where the base's probabilities are not numbers; tokens (B, D) the base's choice at each node, which is
+    what is emitted, the last one being the next root, and padding behind them; nodes (B, D) from the root down, those
+    whose keys and values become past.
     """
 
-    counts: torch.Tensor
-    own: torch.Tensor
-    ends: torch.Tensor
-    valid: torch.Tensor
-    tokens: torch.Tensor
-    nodes: torch.Tensor
+    packed: torch.Tensor
 
+    @classmethod
+    def of(cls, counts, observed, ends, valid, tokens, nodes) -> Walk:
+        """Of tensors on the device."""
+        facts = torch.stack([counts, observed, ends, valid.long()], dim=1)
+        return cls(torch.cat([facts, tokens, nodes], dim=1))
 
-def packed(walk: Walk) -> torch.Tensor:
-    """A walk in one tensor (B, 4 + 2 D), which the host reads at once."""
-    facts = torch.stack([walk.counts, walk.own, walk.ends, walk.valid.long()], dim=1)
-    return torch.cat([facts, walk.tokens, walk.nodes], dim=1)
+    @classmethod
+    def of_rows(cls, rows: list[RowWalk], depth: int | None, padding: int, device: torch.device) -> Walk:
+        """Of each row's count, how many are observed, end, tokens and nodes; D is the longest where `depth` is None."""
+        depth = depth or max(row[0] for row in rows)
+        packed = [
+            [count, observed, end or 0, 1, *tokens, *[padding] * (depth - count), *nodes, *[0] * (depth - count)]
+            for count, observed, end, tokens, nodes in rows
+        ]
+        return cls(torch.tensor(packed, device=device))
 
-
-def packed_lists(
-    rows: list[tuple[int, int, int | None, list[int], list[int]]], depth: int, padding: int, device: torch.device
-) -> torch.Tensor:
-    """As `packed`, of what the host knows of each row: its count, own, end, tokens and nodes; `depth` is D."""
-    pack = [
-        [count, own, end or 0, 1, *tokens, *[padding] * (depth - count), *nodes, *[0] * (depth - count)]
-        for count, own, end, tokens, nodes in rows
-    ]
-    return torch.tensor(pack, device=device)
-
-
-def unpacked(pack: torch.Tensor) -> Walk:
-    """The walk in a tensor of `packed`."""
-    counts, own, ends, valid = pack[:, :4].unbind(1)
-    tokens, nodes = pack[:, 4:].chunk(2, dim=1)
-    return Walk(counts, own, ends, valid, tokens, nodes)
+    counts = property(lambda self: self.packed[:, 0])
+    observed = property(lambda self: self.packed[:, 1])
+    ends = property(lambda self: self.packed[:, 2])
+    valid = property(lambda self: self.packed[:, 3])
+    tokens = property(lambda self: self.packed[:, 4:].chunk(2, dim=1)[0])
+    nodes = property(lambda self: self.packed[:, 4:].chunk(2, dim=1)[1])
 
 
 class Outcome:
     """What a step kept, on its way to the host; on a GPU the next step can be launched meanwhile.
 
-    Of its walk, `packed`, the seconds of its stages, and the nodes of its tree.
+    Of its walk, the seconds of its stages, and the nodes of its tree.
     """
 
-    def __init__(self, pack: torch.Tensor, seconds: dict[str, float], drafted: int):
-        self.pack, self.seconds, self.drafted = pack, seconds, drafted
-        self.ready = torch.cuda.current_stream(pack.device).record_event() if pack.is_cuda else None
+    def __init__(self, walk: Walk, seconds: dict[str, float], drafted: int):
+        self.packed, self.seconds, self.drafted = walk.packed, seconds, drafted
+        self.ready = torch.cuda.current_stream(self.packed.device).record_event() if self.packed.is_cuda else None
 
     def read(self) -> list[list[int]]:
         """The rows on the host; waits for this step, and for none that was launched after it."""
         if self.ready is None:
-            return self.pack.tolist()
-        aside = torch.cuda.Stream(self.pack.device)
+            return self.packed.tolist()
+        aside = torch.cuda.Stream(self.packed.device)
         with torch.cuda.stream(aside):
             aside.wait_event(self.ready)
-            return self.pack.tolist()
+            return self.packed.tolist()
 
 
 class Limits(NamedTuple):
@@ -129,13 +125,13 @@ class Limits(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """What a step starts from and leaves behind, on the device where the base computes; `commit` is the only writer.
+    """What a step starts from and leaves behind, on the device where the base computes.
 
     sequences: (B, W) token ids, with padding behind each row's length; lengths: (B,) tokens of each row so far; ends:
     (B,) at how many of them it ended, 0 where it has not; position_shift: (B, 1) position id minus past position;
     visible: (B, S) False where past slots hold padding, or None; draft_state: the drafter's own, of tensors and caches.
 
-    The cache, which holds all tokens but each row's last, and the sequences are written in place.
+    cache: the base's, which holds all tokens but each row's last. Caches and sequences are written in place.
     """
 
     sequences: torch.Tensor
@@ -144,6 +140,20 @@ class Rows(NamedTuple):
     position_shift: torch.Tensor
     visible: torch.Tensor | None
     draft_state: Any
+    cache: SlotCache
+
+    @property
+    def caches(self) -> list[SlotCache]:
+        """The base's cache, and those of the drafter."""
+        return [self.cache, *(leaf for leaf in tree_leaves(self.draft_state) if isinstance(leaf, SlotCache))]
+
+    def with_room(self, width: int, padding: int) -> Rows:
+        """With sequences (B, width) at least."""
+        if width <= self.sequences.shape[1]:
+            return self
+        more = max(width - self.sequences.shape[1], ROOM)
+        sequences = self.sequences.new_full((len(self.sequences), more), padding)
+        return self._replace(sequences=torch.cat([self.sequences, sequences], dim=1))
 
 
 @dataclass(frozen=True)
@@ -166,19 +176,22 @@ class StepRecord:
     copied: Callable[[], list[int]] | None = None
 
 
+# What steps of the root alone have verified: features (B, 1, F*H), tokens (B, 1), counts (B,).
+Pending = list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+
+
 @dataclass
 class DecodingState:
     """All that one call knows. It belongs to the call: nothing of it lives on a module.
 
-    rows: on the device; cache: of the base; limits: where the call stops; last_position: B of them, of the limits, as
-    the host knows them; prompt_length: tokens of the prompt; past_shift: past positions minus tokens (not 0 where the
-    call began with a cache or embeddings); lengths, ends: what the host knows of each row, its tokens and at how many
-    of them it ended, or None; counted: tokens of each step, row by row, up to the row's own end; pending: what steps of
-    the root alone have verified and the drafter has not observed yet, features (B, 1, F*H), tokens (B, 1), counts (B,).
+    rows: on the device, see `keep`; limits: where the call stops; last_position: B of them, of the limits, as the host
+    knows them; prompt_length: tokens of the prompt; past_shift: past positions minus tokens (not 0 where the call began
+    with a cache or embeddings); lengths, ends: what the host knows of each row, its tokens and at how many of them it
+    ended, or None; counted: tokens of each step, row by row, up to the row's own end; pending: what the drafter has not
+    observed yet.
     """
 
     rows: Rows
-    cache: SlotCache
     limits: Limits
     last_position: list[int]
     prompt_length: int
@@ -186,33 +199,28 @@ class DecodingState:
     lengths: list[int]
     ends: list[int | None]
     counted: list[list[int]] = field(default_factory=list)
-    pending: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    pending: Pending = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.caches = self.rows.caches  # the base's, and those of the drafter
 
     def reach(self) -> list[int]:
         """Of each row, depth of the deepest nodes at positions that the base can be asked about."""
         pasts = (length - 1 + self.past_shift for length in self.lengths)
         return [max(last - past, 0) for last, past in zip(self.last_position, pasts)]
 
-    @functools.cached_property
-    def caches(self) -> list[SlotCache]:
-        """The base's cache, and those of the drafter."""
-        return [self.cache, *(leaf for leaf in tree_leaves(self.rows.draft_state) if isinstance(leaf, SlotCache))]
-
-    def reserve(self, tokens: int, padding: int) -> None:
-        """Make room for `tokens` more in every row."""
-        longest = max(self.lengths) + tokens
-        self.cache.reserve(longest + self.past_shift, self.cache.nodes)
-        sequences = self.rows.sequences
-        if longest > sequences.shape[1]:
-            more = sequences.new_full((sequences.shape[0], max(longest - sequences.shape[1], ROOM)), padding)
-            self.rows = self.rows._replace(sequences=torch.cat([sequences, more], dim=1))
+    def keep(self, rows: Rows, pending: Pending) -> None:
+        """Go on from here: the only place where `rows` are replaced."""
+        if rows.cache is not self.rows.cache:
+            self.caches = rows.caches
+        self.rows, self.pending = rows, pending
 
     def bound_caches(self) -> None:
         """Let attention look no further than the rows reach, once the host has read every step."""
         past = max(self.lengths) - 1 + self.past_shift
         for cache in self.caches:
             if not cache.fixed:  # a draft model has read the newest token too
-                cache.extent = min(cache.extent, past + (cache is not self.cache))
+                cache.extent = min(cache.extent, past + (cache is not self.rows.cache))
 
     def note(self, outcome: Outcome) -> StepRecord:
         """Read the outcome of a step, and remember what the host needs to know of it. Here the host waits.

@@ -1,19 +1,23 @@
-"""One step: draft, verify, walk, commit. Each stage returns what it found; `commit` is the only writer.
+"""One step: draft, verify, walk, commit. Each stage returns what it found, and `DecodingState.keep` takes it over.
 
     draft    the drafter guesses the tokens of a tree below the root, the token that the base chose last
     verify   the base runs once over all nodes; each sees its row's past and its ancestors
     walk     down from the root as long as a child carries what the base chooses (`acceptance`)
     commit   keep keys, values and hidden states of the nodes walked; the last choice is the next root
 
+`Step.__call__` is the step of every call. Draft, verify and commit see tensors and modules alone: they may be compiled
+or recorded. The walk asks the user's processors and criteria, and is run as it stands.
+
 Shapes: B rows, N nodes, D nodes on the longest path, F*H features, V vocabulary.
 """
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -29,28 +33,16 @@ from hf_drafthead.generation.state import (
     Candidates,
     DecodingState,
     Limits,
+    Outcome,
+    Pending,
     Rows,
     Verified,
     Walk,
-    packed,
     running,
-    unpacked,
 )
 from hf_drafthead.generation.tree import DynamicTree, Level, LookupTree, Tree
 
 MOST_PENDING = 128  # positions that wait for the drafter: as many as the longest pause of "auto"
-
-
-# (rows, the base's cache, limits, what else) -> (what was found, rows after it)
-Function = Callable[[Rows, SlotCache, Limits, Any], tuple[Any, Rows]]
-
-
-class Program(NamedTuple):
-    """What a step can be run by: the whole of a greedy one, else what comes before a walk and what after it."""
-
-    whole: Function
-    first: Function
-    last: Function
 
 
 @dataclass(frozen=True)
@@ -81,30 +73,6 @@ class Stages:
             values = torch.tensor([[-float(len(path) + sum(path)) for path in ((), *heads.paths)]], device=device)
         observer = drafter if heads is tree or heads.num_nodes > 1 else None
         return cls(reader, drafter, tree, keeps_guesses, heads.levels(device), heads.topology(device), values, observer)
-
-    def whole(self, rows: Rows, cache: SlotCache, limits: Limits, _: None) -> tuple[torch.Tensor, Rows]:
-        """A greedy step; also returns its walk, `packed`."""
-        reach = deepest(limits, cache)
-        draft_state, candidates = self.draft(rows, limits, None)
-        verified = self.verify(cache, candidates, rows, limits)
-        choice = verified.logits.to(rows.lengths.device).argmax(-1)
-        valid = torch.ones_like(choice, dtype=torch.bool)
-        walk = walk_on_device(choice, valid, candidates, rows, limits, reach)
-        return packed(walk), commit(self.observer, draft_state, cache, rows, verified.features, walk)
-
-    def first(
-        self, rows: Rows, cache: SlotCache, limits: Limits, tilt: torch.Tensor | None
-    ) -> tuple[tuple[Any, Candidates, Verified], Rows]:
-        """What comes before a walk that is not part of a program."""
-        draft_state, candidates = self.draft(rows, limits, tilt)
-        return (draft_state, candidates, self.verify(cache, candidates, rows, limits)), rows
-
-    def last(
-        self, rows: Rows, cache: SlotCache, limits: Limits, kept: tuple[Any, torch.Tensor, Walk]
-    ) -> tuple[None, Rows]:
-        """What comes after it."""
-        draft_state, features, walk = kept
-        return None, commit(self.observer, draft_state, cache, rows, features, walk)
 
     def draft(self, rows: Rows, limits: Limits, tilt: torch.Tensor | None) -> tuple[Any, Candidates]:
         """Let the drafter fill the tree below each row's newest token, see `draft_static`; also returns its state.
@@ -141,12 +109,13 @@ class Stages:
         tokens, topology = joined(tokens, parents, depths, values, copied, tree.num_nodes, tree.tree.max_depth)
         return draft_state, Candidates(tokens, topology, guesses)
 
-    def verify(self, cache: SlotCache, candidates: Candidates, rows: Rows, limits: Limits) -> Verified:
+    def verify(self, rows: Rows, limits: Limits, candidates: Candidates) -> Verified:
         """One forward of the base over all nodes.
 
         Nodes behind the last position that the base would be asked about stay on that position, which exists; the walk
         does not go there.
         """
+        cache = rows.cache
         positions = past = cache.lengths[:, None]  # the root's
         if candidates.tokens.shape[1] > 1:
             positions = torch.minimum(past + candidates.topology.depths, torch.maximum(limits.last_position, past))
@@ -156,37 +125,58 @@ class Stages:
         # as the base rounds before it chooses
         return Verified(logits.float() if logits.dtype == torch.float64 else logits, features)
 
+    def walk(self, rows: Rows, limits: Limits, candidates: Candidates, verified: Verified) -> Walk:
+        """The walk of a greedy step, on the device."""
+        choice = verified.logits.to(rows.lengths.device).argmax(-1)
+        valid = torch.ones_like(choice, dtype=torch.bool)
+        return walk_on_device(choice, valid, candidates, rows, limits, deepest(limits, rows.cache))
+
+    def commit(self, rows: Rows, draft_state: Any, features: torch.Tensor, walk: Walk, observes: bool = True) -> Rows:
+        """Keep what was walked: keys and values, tokens, lengths, and hidden states for the drafter; drop the rest."""
+        nodes, tokens = walk.nodes, walk.tokens
+        rows.cache.keep(nodes, walk.counts)
+        places = rows.lengths[:, None] + torch.arange(nodes.shape[1], device=nodes.device)
+        rows.sequences.scatter_(1, places, tokens)
+        # a wrong node here costs speed and never correctness: the tests look at it by itself
+        if features.shape[1] > 1:
+            nodes = nodes.to(features.device)[..., None]
+            features = features.gather(1, nodes.expand(-1, -1, features.shape[2]))  # (B, D, F*H)
+        if self.observer is not None and observes:  # else it observes later
+            draft_state = self.observer.observe(draft_state, features, tokens, walk.observed)
+        # a program takes the strides of what it was made with for those of all steps, and returns in torch 2.11 a
+        # tuple without its fields that was made by `_replace`
+        ends, counts = walk.ends.contiguous(), walk.counts
+        shift, visible = rows.position_shift, rows.visible
+        return Rows(rows.sequences, rows.lengths + counts, ends, shift, visible, draft_state, rows.cache)
+
 
 def deepest(limits: Limits, cache: SlotCache) -> torch.Tensor:
     """(B,) depth of the deepest nodes at positions that the base can be asked about."""
     return (limits.last_position - cache.lengths[:, None]).clamp(min=0)[:, 0]
 
 
-def commit(drafter: Any, draft_state: Any, cache: SlotCache, rows: Rows, features: torch.Tensor, walk: Walk) -> Rows:
-    """Keep what was walked: keys and values, tokens, lengths, and hidden states for the drafter; drop the rest."""
-    nodes, depth = walk.nodes, walk.nodes.shape[1]
-    cache.keep(nodes, walk.counts)
-    places = rows.lengths[:, None] + torch.arange(depth, device=nodes.device)
-    rows.sequences.scatter_(1, places, walk.tokens)
-    # a wrong node here costs speed and never correctness: the tests look at it by itself
-    if features.shape[1] > 1:
-        nodes = nodes.to(features.device)[..., None]
-        features = features.gather(1, nodes.expand(-1, -1, features.shape[2]))  # (B, D, F*H)
-    if drafter is not None:  # else it observes later
-        draft_state = drafter.observe(draft_state, features, walk.tokens, walk.own)
-    ends = walk.ends.contiguous()  # a program takes the strides of what it was made with for those of all steps
-    return Rows(rows.sequences, rows.lengths + walk.counts, ends, rows.position_shift, rows.visible, draft_state)
+def observe_pending(drafter: Any, rows: Rows, pending: Pending) -> Rows:
+    """Let the drafter observe what steps of the root alone have verified.
+
+    Such a step drafts nothing. A drafter that keeps a history would run a layer, or a model, in each of them all the
+    same, to remember one position. A row that has ended has counts of 0 from there on, so its valid positions come
+    first, as `observe` wants them.
+    """
+    features, tokens, counts = zip(*pending)
+    seen = torch.cat(features, 1), torch.cat(tokens, 1), torch.stack(counts).sum(0)
+    return rows._replace(draft_state=drafter.observe(rows.draft_state, *seen))
 
 
 class Step:
-    """A step of one call with one tree, run operation by operation.
+    """The steps of one call with one tree.
 
     Args:
         reader, drafter, tree: how to run the base, what guesses, and what it fills.
         device: where the rows are.
-        settings, rules: of the call.
+        plan, rules: of the call.
         show: is given every token before the next one is chosen, see `walk_on_host`.
         timed: note the seconds of every stage, for which the host waits after each.
+        ahead: the host may launch the next step before it reads this one's outcome, where nothing is asked of it.
     """
 
     def __init__(
@@ -196,51 +186,37 @@ class Step:
         tree: Tree,
         *,
         device: torch.device,
-        settings: DraftPlan,
+        plan: DraftPlan,
         rules: Rules,
         show: Callable[[torch.Tensor], None] | None = None,
         timed: bool = False,
+        ahead: bool = False,
     ):
         self.stages = Stages.of(reader, drafter, tree, rules.rejects, device)
         self.tree, self.num_nodes, self.depth = tree, tree.num_nodes, tree.max_depth + 1
-        self.device, self.settings, self.rules, self.show, self.timed = device, settings, rules, show, timed
-        self.draws_otherwise = settings.acceptance != "exact" and rules.config.do_sample
-        self.greedy = rules.greedy and not self.draws_otherwise  # then the walk needs nothing of the host
+        self.device, self.plan, self.rules, self.show = device, plan, rules, show
+        self.watch = Stopwatch(timed, device)
+        self.prefers = plan.acceptance != "exact" and rules.config.do_sample  # some tokens to the base's choice
+        self.greedy = rules.greedy and not self.prefers
         self.on_device = rules.on_device and (device.type != "cpu" or rules.rejects)
+        self.ahead = self.greedy and ahead
         self.defers = drafter.keeps_history and tree.num_nodes == 1
 
-    @property
-    def functions(self) -> Program:
-        """What programs are made of."""
-        return Program(self.stages.whole, self.stages.first, self.stages.last)
-
-    def __call__(self, state: DecodingState) -> tuple[torch.Tensor, dict[str, float]]:
-        """Take one step; returns its walk, `packed`, and the seconds of its stages."""
-        watch = Stopwatch(self.timed, self.device)
-        state.reserve(2 * (self.depth + 1), self.rules.pad_token)  # the host may not know of the last step yet
-        cache, limits, stages = state.cache, state.limits, self.stages
+    def __call__(self, state: DecodingState, stages: Any = None) -> Outcome:
+        """Take one step from a state that has room for it; `stages` are programs of them, where there are any."""
+        stages, watch, rows, limits = stages or self.stages, self.watch.anew(), state.rows, state.limits
         noise, tilt = (None, None) if self.greedy else self.noise_ahead(state)
-        try:
-            if len(state.pending) >= (MOST_PENDING if self.defers else 1):
-                observe_pending(stages.drafter, state)
-            rows = state.rows
+        with shortage_undone(state.caches):
             draft_state, candidates = stages.draft(rows, limits, tilt)
             watch.lap("draft")
-            verified = stages.verify(cache, candidates, rows, limits)
+            verified = stages.verify(rows, limits, candidates)
             watch.lap("verify")
-        except (RuntimeError, MemoryError) as error:
-            if not out_of_memory(error):
-                raise
-            raise DoesNotFit(str(error).partition("\n")[0]) from error
-        pack = self.walk(state, candidates, verified, noise)
-        walk = unpacked(pack)
+        walk = self.walk(state, candidates, verified, noise, stages)
         watch.lap("walk")
-        observer = None if self.defers else stages.observer
-        state.rows = commit(observer, draft_state, cache, rows, verified.features, walk)
-        if self.defers:
-            state.pending.append((verified.features, walk.tokens, walk.own))
+        later = [(verified.features, walk.tokens, walk.observed)] if self.defers else []
+        state.keep(stages.commit(rows, draft_state, verified.features, walk, not later), state.pending + later)
         watch.lap("commit")
-        return pack, watch.seconds
+        return Outcome(walk, watch.seconds, self.num_nodes)
 
     def noise_ahead(self, state: DecodingState) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """(B, D, V) the base's noise of the next positions, and how it tilts guesses; None where there is none."""
@@ -250,11 +226,11 @@ class Step:
             return None, None
         return None if rules.rejects else noise.to(self.device), rules.tilt(noise).to(self.device)
 
-    def walk(
-        self, state: DecodingState, candidates: Candidates, verified: Verified, noise: torch.Tensor | None
-    ) -> torch.Tensor:
-        """The walk, `packed`, that suits the call: on the device where it can be; a CPU looks at few nodes."""
-        depth = self.depth if state.cache.fixed else None
+    def walk(self, state, candidates, verified, noise, stages) -> Walk:
+        """The walk that suits the call: on the device where it can be; a CPU looks at few nodes."""
+        if self.ahead:  # the next replay may be launched before this one's outcome is read
+            return Walk(stages.walk(state.rows, state.limits, candidates, verified).packed.clone())
+        depth = self.depth if state.rows.cache.fixed else None
         if self.greedy and self.show is None and not self.on_device:
             return walk_greedily(verified.logits, candidates, state, self.rules, depth)
         return self._walk_by_rules(state, candidates, verified.logits, noise, depth)
@@ -266,33 +242,34 @@ class Step:
         logits: torch.Tensor,
         noise: torch.Tensor | None,
         depth: int | None,
-    ) -> torch.Tensor:
+    ) -> Walk:
         """The walk of a call that samples, processes scores, or shows every token."""
-        rules, reach = self.rules, deepest(state.limits, state.cache)
+        rules, reach = self.rules, deepest(state.limits, state.rows.cache)
         preferred = valid = None
-        if self.draws_otherwise:
-            preferred, valid = preferred_choices(self.settings, self.tree, rules, logits, candidates, state, reach)
+        if self.prefers:
+            preferred, valid = preferred_choices(self.plan, self.tree, rules, logits, candidates, state, reach)
         if self.on_device:
             choice, are_numbers = rules.choose_everywhere(logits.to(self.device), candidates.topology.depths, noise)
             if preferred is not None and valid is not None:
                 choice, are_numbers = torch.where(preferred < 0, choice, preferred), valid
-            return packed(walk_on_device(choice, are_numbers, candidates, state.rows, state.limits, reach))
+            return walk_on_device(choice, are_numbers, candidates, state.rows, state.limits, reach)
         if valid is not None and not valid.all():
             raise RuntimeError(NOT_A_DISTRIBUTION)
         return walk_on_host(logits, candidates, state, rules, preferred=preferred, show=self.show, depth=depth)
 
 
-def observe_pending(drafter: Any, state: DecodingState) -> None:
-    """Let the drafter observe what steps of the root alone have verified.
-
-    Such a step drafts nothing. A drafter that keeps a history would run a layer, or a model, in each of them all the
-    same, to remember one position. A row that has ended has counts of 0 from there on, so its valid positions come
-    first, as `observe` wants them.
-    """
-    features, tokens, counts = zip(*state.pending)
-    seen = torch.cat(features, 1), torch.cat(tokens, 1), torch.stack(counts).sum(0)
-    draft_state = drafter.observe(state.rows.draft_state, *seen)
-    state.rows, state.pending = state.rows._replace(draft_state=draft_state), []
+@contextlib.contextmanager
+def shortage_undone(caches: list[SlotCache]) -> Iterator[None]:
+    """Raise `DoesNotFit` where memory is short for what is done meanwhile, and leave caches as they were."""
+    before = [(cache, cache.lengths, cache.lengths.clone()) for cache in caches]
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not out_of_memory(error):
+            raise
+        for cache, lengths, values in before:  # what lies behind them is not seen
+            cache.lengths = lengths.copy_(values)
+        raise DoesNotFit(str(error).partition("\n")[0]) from error
 
 
 class Stopwatch:
@@ -300,8 +277,12 @@ class Stopwatch:
 
     def __init__(self, on: bool, device: torch.device):
         self.on, self.device = on, device
+        self.anew()
+
+    def anew(self) -> Stopwatch:
         self.seconds: dict[str, float] = {}
-        self.last = self._now() if on else 0.0
+        self.last = self._now() if self.on else 0.0
+        return self
 
     def lap(self, name: str) -> None:
         """Note what has passed since the last lap under this name."""

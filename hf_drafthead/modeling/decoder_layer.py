@@ -157,7 +157,7 @@ class DecoderLayer(nn.Module):
         """New verified positions (B, A, H), the first lengths[b] of them valid: they are remembered."""
         count = x.shape[1]
         order = torch.arange(count, device=x.device)
-        if cache.extent == 0 and not cache.fixed:  # behind nothing, plain causal attention is all there is
+        if not cache.fixed and cache.extent == 0:  # behind nothing, plain causal attention is all there is
             cache.append()
             seen = None if self._takes_causal_flag and not self._hides(count) else self._causal(order[None])
             seen = self._begun(seen, cache.lengths) if self.first and seen is not None else seen

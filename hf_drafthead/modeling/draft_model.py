@@ -175,7 +175,7 @@ class DraftModelDrafter(Drafter):
         if state.over or (not cache.fixed and self.limit is not None and cache.extent + count > self.limit):
             return self._at_root(cache, state.scores, True)
         order = torch.arange(count, device=device)
-        if cache.extent == 0 and not cache.fixed:  # behind nothing it is read as any text is
+        if not cache.fixed and cache.extent == 0:  # behind nothing it is read as any text is
             cache.append()
             scores = self._scores(tokens, order.expand_as(tokens), None, cache)
             cache.count(count, lengths)

@@ -52,7 +52,7 @@ def test_a_key_names_the_machine_and_the_execution(model):
 def test_a_call_is_looked_up_as_it_is_run(execution, call, model, monkeypatch, notices):
     """Where there are CUDA graphs a call that asks for nothing is recorded."""
     monkeypatch.setattr(runner, "has_graphs", lambda device: True)
-    monkeypatch.setattr(runner.Runner, "_first_run", lambda self, step, state: step(state)[0])
+    monkeypatch.setattr(runner.Runner, "_first_run", lambda self, step, name, stage, arguments: stage(*arguments))
     key = CalibrationKey.of(model.base, model.drafter, 1, execution)
     others = [entry(key, [[0]], execution=one) for one in entries.EXECUTIONS if one != execution]
     model.generation_config.calibration = [*others, entry(key)]

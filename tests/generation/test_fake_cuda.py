@@ -67,7 +67,7 @@ class Reached(Exception):
 def first_step(monkeypatch):
     """Runs a call of a model up to its first step: what would take it, and the state."""
 
-    def stop(model, execution, make, tree, state, choose):
+    def stop(model, reader, execution, make, tree, state, choose):
         raise Reached(make(tree), state)
 
     monkeypatch.setattr(decoding, "Runner", stop)
@@ -125,7 +125,7 @@ def moved(step, state, twin):
     with MODE:
         step.stages = type(step.stages).of(reader, twin.drafter, step.tree, step.rules.rejects, CUDA)
     step.device, step.on_device = CUDA, step.rules.on_device
-    for cache in state.caches:
+    for cache in state.rows.caches:
         cache.blocks = faked(cache.blocks)
         for layer in cache.layers:
             layer.bind()
@@ -162,8 +162,8 @@ def test_a_step_waits_for_nothing(models, first_step, name, kind, rows):
     step, state = first_step(model, **prompt(rows), **CALLS[name], draft_tree=TREES[kind])
     moved(step, state, twin)
     with MODE, NothingWaits() as watch:
-        pack, _ = step(state)
-    assert pack.is_cuda and len(watch.names) > 30
+        outcome = step(state)
+    assert outcome.packed.is_cuda and len(watch.names) > 30
 
 
 @pytest.mark.parametrize("kind", TREES)
@@ -173,13 +173,14 @@ def test_a_recorded_step_waits_for_nothing(models, first_step, kind):
     step, state = first_step(model, **prompt(3), draft_tree=TREES[kind])
     moved(step, state, twin)
     with MODE:
-        for cache in state.caches:
+        for cache in state.rows.caches:
             cache.resize(64, 64)
             cache.fixed = True
         state.rows = state.rows._replace(sequences=torch.zeros(3, 128, dtype=torch.long, device=CUDA), visible=None)
+        step.ahead = True
         with NothingWaits() as watch:
-            pack, _ = step.functions.whole(state.rows, state.cache, state.limits, None)
-    assert pack.is_cuda and len(watch.names) > 30
+            outcome = step(state)
+    assert outcome.packed.is_cuda and len(watch.names) > 30
 
 
 @pytest.mark.parametrize(

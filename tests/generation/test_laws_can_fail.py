@@ -151,12 +151,12 @@ def test_a_generator_that_is_left_where_the_fastest_row_was(monkeypatch):
 @pytest.mark.parametrize("keeps_history", [False, True], ids=["last position", "all positions"])
 @pytest.mark.parametrize("rows", [1, 3])
 def test_the_drafter_is_given_another_node_s_hidden_state(rows, keeps_history, monkeypatch):
-    commit = step.commit
+    commit = step.Stages.commit
 
-    def off_by_one(drafter, draft_state, cache, rows, features, *rest):
-        return commit(drafter, draft_state, cache, rows, features.roll(1, dims=1), *rest)
+    def off_by_one(self, rows, draft_state, features, *rest):
+        return commit(self, rows, draft_state, features.roll(1, dims=1), *rest)
 
-    monkeypatch.setattr(step, "commit", off_by_one)
+    monkeypatch.setattr(step.Stages, "commit", off_by_one)
     # the text is right all the same: only the drafter's own look finds it
     breaks(
         half_right, rows, match="(no hidden state of|does not follow) position", draft={"keeps_history": keeps_history}

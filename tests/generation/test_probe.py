@@ -53,7 +53,7 @@ def test_a_hook_that_only_looks_sees_every_forward():
     model._base_reader()
     seen.clear()
     model.generate(**prompt(), **LONG, draft_tree=TREE)
-    assert len(seen) == steps + 1
+    assert len(seen) == 4 + 1 + steps  # what the base is tried by, the prompt, and the steps
 
 
 def test_a_forward_that_is_replaced_later_is_called():

@@ -189,13 +189,13 @@ def test_criteria_are_shown_rows_of_one_length_together():
 
 
 def test_logits_of_float64_are_rounded_as_the_base_rounds_and_others_left():
-    cache, rows = SimpleNamespace(lengths=torch.ones(1)), SimpleNamespace(position_shift=0, visible=None)
+    rows = SimpleNamespace(position_shift=0, visible=None, cache=SimpleNamespace(lengths=torch.ones(1)))
     values = torch.tensor([[[1.0, 1.0 + 1e-12]]], dtype=torch.float64)
     for logits, dtype in ((values, torch.float32), (values.bfloat16(), torch.bfloat16)):
         stages = Stages(
             SimpleNamespace(nodes=lambda *_, logits=logits: (logits, None)), None, DraftTree.root_alone(), False
         )
-        verified = stages.verify(cache, Candidates(torch.zeros(1, 1), None), rows, None).logits
+        verified = stages.verify(rows, None, Candidates(torch.zeros(1, 1), None)).logits
         assert verified.dtype == dtype and verified.argmax().item() == 0
 
 

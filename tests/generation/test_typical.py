@@ -12,7 +12,7 @@ from transformers import GenerationConfig, LogitsProcessorList, MaxLengthCriteri
 from hf_drafthead.generation import DraftTree
 from hf_drafthead.generation.acceptance import typical_choices, walk_on_host
 from hf_drafthead.generation.rules import Rules
-from hf_drafthead.generation.state import Candidates, unpacked
+from hf_drafthead.generation.state import Candidates
 from tests.drafters import Drafted, Oracle, half_right
 from tests.families import FAMILIES
 from tests.generation.agreement import TREE, agree, prompt, shared_base
@@ -88,7 +88,7 @@ def test_at_temperature_zero_the_walk_is_the_published_one(case):
     )
     rows = SimpleNamespace(sequences=torch.zeros(1, 99, dtype=torch.long))
     state = SimpleNamespace(rows=rows, lengths=[1], ends=[None], reach=lambda: [99])
-    walk = unpacked(walk_on_host(logits, Candidates(tokens, tree.topology()), state, rules))
+    walk = walk_on_host(logits, Candidates(tokens, tree.topology()), state, rules)
     nodes = walk.nodes[0, : walk.counts[0]].tolist()
     assert nodes == published(case, "0", "medusa_fast_typical", lines)
     assert nodes == published(case, "0", "hydra", lines)

@@ -23,7 +23,7 @@ from hf_drafthead.generation.acceptance import (
 from hf_drafthead.generation.drafting import Guesses
 from hf_drafthead.generation.rules import Rules
 from hf_drafthead.generation.settings import DraftPlan
-from hf_drafthead.generation.state import Candidates, Limits, Rows, packed, unpacked
+from hf_drafthead.generation.state import Candidates, Limits, Rows, Walk
 from hf_drafthead.generation.tree import Topology
 
 VOCABULARY, WIDTH, EOS = 7, 40, [1, 4]
@@ -107,7 +107,7 @@ def assert_as_plain(walk, case: Case) -> None:
         count = int(walk.counts[row])
         assert (walk.nodes[row, :count].tolist(), walk.tokens[row, :count].tolist()) == (nodes, emitted)
         assert int(walk.ends[row]) == end
-        assert set(walk.tokens[row, count:].tolist()) <= {0} and int(walk.own[row]) == count
+        assert set(walk.tokens[row, count:].tolist()) <= {0} and int(walk.observed[row]) == count
     assert walk.nodes.shape == walk.tokens.shape and len(walk.nodes) == len(case.tokens)
 
 
@@ -120,7 +120,7 @@ def on_device(case: Case, valid: torch.Tensor):
         pads=torch.tensor(True),
     )
     lengths, ends = torch.tensor(case.lengths), torch.tensor(case.ends)
-    rows = Rows(torch.zeros(len(lengths), WIDTH), lengths, ends, torch.zeros(1), None, None)
+    rows = Rows(torch.zeros(len(lengths), WIDTH), lengths, ends, torch.zeros(1), None, None, None)
     return walk_on_device(torch.tensor(case.choice), valid, case.candidates, rows, limits, torch.tensor(case.reach))
 
 
@@ -171,18 +171,25 @@ def state_of(case: Case, sequences: torch.Tensor | None = None) -> SimpleNamespa
 
 def on_host(case: Case, rules: Rules, sequences: torch.Tensor | None = None, **more):
     logits = torch.nn.functional.one_hot(torch.tensor(case.choice), VOCABULARY).double()
-    return unpacked(walk_on_host(logits, case.candidates, state_of(case, sequences), rules, **more))
+    return walk_on_host(logits, case.candidates, state_of(case, sequences), rules, **more)
 
 
 def greedily(case: Case, depth: int | None = None):
     logits = torch.nn.functional.one_hot(torch.tensor(case.choice), VOCABULARY).double()
-    return unpacked(walk_greedily(logits, case.candidates, state_of(case), rules_of(case), depth))
+    return walk_greedily(logits, case.candidates, state_of(case), rules_of(case), depth)
 
 
 def test_a_walk_comes_back_from_one_tensor():
     for case in cases(20):
         walk = on_device(case, torch.ones(len(case.tokens), len(case.tokens[0]), dtype=torch.bool))
-        assert all(map(torch.equal, unpacked(packed(walk)), walk._replace(valid=walk.valid.long())))
+        parts = (walk.counts, walk.observed, walk.ends, walk.valid, walk.tokens, walk.nodes)
+        assert torch.equal(Walk.of(*parts).packed, walk.packed) and walk.packed.shape[1] == 4 + 2 * walk.nodes.shape[1]
+        rows = [
+            (int(count), int(seen), int(end), *(part[: int(count)].tolist() for part in lists))
+            for count, seen, end, *lists in zip(*parts[:3], *parts[4:])
+        ]
+        again = Walk.of_rows(rows, walk.nodes.shape[1], 0, torch.device("cpu"))
+        assert torch.equal(again.tokens, walk.tokens) and torch.equal(again.packed[:, :4], walk.packed[:, :4])
 
 
 def test_the_walk_row_by_row_is_the_plain_one():
@@ -259,7 +266,7 @@ def test_in_lockstep_rows_stop_together_and_those_that_have_ended_emit_padding()
             nodes, emitted, end = alone.get(row, ([], [], 7))
             assert tokens[: len(emitted)] == emitted[:count] and set(tokens[len(emitted) :]) <= {0}
             assert walk.nodes[row, : min(count, len(nodes))].tolist() == nodes[:count]
-            assert int(walk.own[row]) == min(count, len(nodes))  # the drafter is not shown the padding
+            assert int(walk.observed[row]) == min(count, len(nodes))  # the drafter is not shown the padding
             assert int(walk.ends[row]) == (end if end - 8 <= count else 0)
         goes_on = [len(nodes) for nodes, _, end in alone.values() if not end]
         assert count <= min(goes_on, default=count)
