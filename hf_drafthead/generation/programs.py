@@ -16,7 +16,7 @@ import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,9 +24,6 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from hf_drafthead.generation.slots import SlotCache, out_of_memory, padded
 from hf_drafthead.generation.state import DecodingState, Limits, Rows
-
-if TYPE_CHECKING:
-    from hf_drafthead.generation.runner import Program, Recorded
 
 MOST_PROGRAMS = 64  # kept per model, of which a step takes three; the least recently used goes first
 MOST_ARENAS, ARENA_BYTES = 4, 2 << 30  # memory of recorded programs that is kept after a call, per model
@@ -64,7 +61,7 @@ class Arena:
     def __init__(self, state: DecodingState):
         self.rows = state.rows
         self.limits = state.limits = Limits(*(limit.clone() for limit in state.limits))
-        self.programs: dict[Hashable, Recorded] = {}
+        self.programs: dict[Hashable, Any] = {}  # of `runner.Recorded`
         self.free = False
 
     @property
@@ -100,13 +97,13 @@ class Programs:
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.compiled: list[Program] = []  # the most recently used one last
+        self.compiled: list[Any] = []  # of `runner.Program`, the most recently used one last
         self.arenas: OrderedDict[Hashable, Arena] = OrderedDict()
         self.refused: set[Hashable] = set()
         self.compiles = False  # whether a call compiles; others, whose steps would wait, run theirs eagerly
 
-    def fitting(self, made_for: Hashable, arguments: tuple) -> Program | None:
-        """The program that was made for this, and holds for the arguments."""
+    def fitting(self, made_for: Hashable, arguments: tuple) -> Any:
+        """The program that was made for this and holds for the arguments, or None."""
         with self.lock:
             candidates = [program for program in reversed(self.compiled) if program.made_for == made_for]
         for program in candidates:
@@ -115,7 +112,7 @@ class Programs:
                 return program
         return None
 
-    def keep_compiled(self, program: Program) -> None:
+    def keep_compiled(self, program: Any) -> None:
         """Keep a program for later calls, in place of what was not used for the longest time."""
         with self.lock:
             self.compiled = [*(kept for kept in self.compiled if kept is not program), program][-MOST_PROGRAMS:]

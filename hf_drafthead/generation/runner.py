@@ -106,25 +106,27 @@ class Program:
     """A stage compiled for what its arguments are like when it is first called."""
 
     def __init__(self, made_for: Hashable, stage: Stage, config: CompileConfig):
-        self.made_for = made_for
-        self.step = compiled(stage, config)
+        self.made_for, self.stage, self.config, self.made = made_for, stage, config, False
         self.entry: Any = None  # of dynamo's
-        self.made = False
+        self.kept: Any = None
 
     def __call__(self, *arguments: Any) -> Any:
-        if not self.made:
-            sizes_may_change(arguments)
-            with torch._dynamo.config.patch(skip_nnmodule_hook_guards=False):
-                result = self.step(*arguments)
-            self._take_code()
-            return result
-        return self.step(*arguments)
+        if self.made:
+            return self.step(*arguments)
+        sizes_may_change(arguments)
+        with torch._dynamo.config.patch(skip_nnmodule_hook_guards=False):
+            self.step = compiled(self.stage, self.config)
+            result = self.step(*arguments)
+        self._take_code()
+        return result
 
     def _take_code(self) -> None:
         """Go on with the code that dynamo has made, which asks no guards; without a way to it they are always asked."""
         self.made, alone = True, getattr(self.step, "alone", None)
-        entries_of = getattr(torch._C._dynamo.eval_frame, "_debug_get_cache_entry_list", lambda code: [])
-        for self.entry in entries_of(alone.__code__) if alone is not None else []:
+        entries_of = getattr(torch._C._dynamo.eval_frame, "_debug_get_cache_entry_list", None)
+        if alone is None or entries_of is None:
+            return
+        for self.entry in entries_of(alone.__code__):
             self.kept = alone  # whose code holds the entry
             self.step = types.FunctionType(self.entry.code, alone.__globals__, alone.__name__)
 
@@ -379,8 +381,10 @@ class Runner:
         """Room for the next steps, of which the host may not know the last one yet."""
         if state.rows.cache.fixed:
             self._leave_fixed(state)
-        state.bound_caches()
-        longest, cache = max(state.lengths) + 2 * (step.depth + 1), state.rows.cache
+        cache, past = state.rows.cache, max(state.lengths) - 1 + state.past_shift
+        for each in state.caches:  # attention looks no further than rows reach; a draft model has read the newest token
+            each.extent = min(each.extent, past + (each is not cache))
+        longest = max(state.lengths) + 2 * (step.depth + 1)
         cache.reserve(longest + state.past_shift, cache.nodes)
         if longest > state.rows.sequences.shape[1]:
             state.keep(state.rows.with_room(longest, step.rules.pad_token), state.pending)
@@ -416,7 +420,8 @@ class Runner:
         Raises:
             NotCaptured: without a reason if that was told, or if another call compiles, for which nobody waits.
         """
-        config, programs, program = self.execution.config, self.programs, stage
+        config, programs = self.execution.config, self.programs
+        program: Any = stage
         if config is not None:
             made_for = (stage, repr(config), self.reader)
             program = programs.fitting(made_for, arguments) or Program(made_for, stage, config)

@@ -69,7 +69,7 @@ class Walk(NamedTuple):
     def of(cls, counts, observed, ends, valid, tokens, nodes) -> Walk:
         """Of tensors on the device."""
         facts = torch.stack([counts, observed, ends, valid.long()], dim=1)
-        return cls(torch.cat([facts, tokens, nodes], dim=1))
+        return cls(torch.cat([facts, tokens, nodes], dim=1))  # type: ignore[call-arg]
 
     @classmethod
     def of_rows(cls, rows: list[RowWalk], depth: int | None, padding: int, device: torch.device) -> Walk:
@@ -79,14 +79,14 @@ class Walk(NamedTuple):
             [count, observed, end or 0, 1, *tokens, *[padding] * (depth - count), *nodes, *[0] * (depth - count)]
             for count, observed, end, tokens, nodes in rows
         ]
-        return cls(torch.tensor(packed, device=device))
+        return cls(torch.tensor(packed, device=device))  # type: ignore[call-arg]
 
-    counts = property(lambda self: self.packed[:, 0])
-    observed = property(lambda self: self.packed[:, 1])
-    ends = property(lambda self: self.packed[:, 2])
-    valid = property(lambda self: self.packed[:, 3])
-    tokens = property(lambda self: self.packed[:, 4:].chunk(2, dim=1)[0])
-    nodes = property(lambda self: self.packed[:, 4:].chunk(2, dim=1)[1])
+    counts = property(lambda self: self.packed[:, 0])  # type: ignore[misc]
+    observed = property(lambda self: self.packed[:, 1])  # type: ignore[misc]
+    ends = property(lambda self: self.packed[:, 2])  # type: ignore[misc]
+    valid = property(lambda self: self.packed[:, 3])  # type: ignore[misc]
+    tokens = property(lambda self: self.packed[:, 4:].chunk(2, dim=1)[0])  # type: ignore[misc]
+    nodes = property(lambda self: self.packed[:, 4:].chunk(2, dim=1)[1])  # type: ignore[misc]
 
 
 class Outcome:
@@ -214,13 +214,6 @@ class DecodingState:
         if rows.cache is not self.rows.cache:
             self.caches = rows.caches
         self.rows, self.pending = rows, pending
-
-    def bound_caches(self) -> None:
-        """Let attention look no further than the rows reach, once the host has read every step."""
-        past = max(self.lengths) - 1 + self.past_shift
-        for cache in self.caches:
-            if not cache.fixed:  # a draft model has read the newest token too
-                cache.extent = min(cache.extent, past + (cache is not self.rows.cache))
 
     def note(self, outcome: Outcome) -> StepRecord:
         """Read the outcome of a step, and remember what the host needs to know of it. Here the host waits.

@@ -229,7 +229,8 @@ class Step:
     def walk(self, state, candidates, verified, noise, stages) -> Walk:
         """The walk that suits the call: on the device where it can be; a CPU looks at few nodes."""
         if self.ahead:  # the next replay may be launched before this one's outcome is read
-            return Walk(stages.walk(state.rows, state.limits, candidates, verified).packed.clone())
+            walk: Walk = stages.walk(state.rows, state.limits, candidates, verified)
+            return walk._replace(packed=walk.packed.clone())
         depth = self.depth if state.rows.cache.fixed else None
         if self.greedy and self.show is None and not self.on_device:
             return walk_greedily(verified.logits, candidates, state, self.rules, depth)
