@@ -21,7 +21,6 @@ from typing import Any, ClassVar, Literal, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig
-from transformers.cache_utils import DynamicCache
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.utils import logging
 
@@ -30,7 +29,7 @@ from hf_drafthead.generation.slots import ROOM, SlotCache
 from hf_drafthead.modeling.base import DraftHeadPreTrainedModel
 from hf_drafthead.modeling.checkpoint import check_tensors
 from hf_drafthead.modeling.config import MAX_LAYERS, DraftHeadConfig
-from hf_drafthead.modeling.decoder_layer import DecoderLayer, has_layers, next_level
+from hf_drafthead.modeling.decoder_layer import ChainKeys, DecoderLayer, has_layers, next_level
 from hf_drafthead.modeling.drafter import Drafter
 from hf_drafthead.modeling.files import read_ranking
 from hf_drafthead.modeling.layers import copy_if_as_wide, weight_of
@@ -281,14 +280,14 @@ class MtpDrafter(Drafter):
 
         One module goes on from its own output, as in a tree: a chain sees the text up to its beginning and itself.
         """
-        modules, states, fed, cache = self._modules_of(), [], features, DynamicCache()
+        modules, states, fed, chains = self._modules_of(), [], features, ChainKeys()
         for step in range(self.config.num_draft_heads):
             module = modules[step % len(modules)]
             x = module(fed, self._embedded(input_ids.roll(-1 - step, dims=1), like=fed))
             if len(modules) > 1:
                 states.append(module.body.over_text(x, attention_mask))
             else:
-                states.append(module.body.over_chains(cache, x, step, attention_mask))
+                states.append(module.body.over_chains(chains, x, step, attention_mask))
             fed = self._fed_back(module, states[-1])
         return states
 
