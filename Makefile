@@ -51,7 +51,7 @@ $(NEWEST): pyproject.toml
 
 test-conformance: $(READY)  ## transformers' common tests, with CONFORMANCE=the tests folder of its source
 	@test -n "$(CONFORMANCE)" || { echo "say where transformers' tests are: make test-conformance CONFORMANCE=transformers/tests"; exit 1; }
-	CONFORMANCE=$(CONFORMANCE) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -o addopts=--import-mode=importlib -W ignore tests/conformance
+	CONFORMANCE=$(CONFORMANCE) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -o addopts=--import-mode=importlib -o filterwarnings=default --disable-warnings tests/conformance
 
 test-oldest: .oldest/.ready  ## the tests of the rooms that know transformers and torch, with the oldest versions allowed (needs a package index)
 	OMP_NUM_THREADS=1 .oldest/bin/python -m pytest -q -n auto --dist worksteal $(or $(OLDEST_TESTS),tests/generation tests/modeling)

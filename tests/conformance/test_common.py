@@ -1,6 +1,7 @@
 """Whatever of transformers' common tests passes for LLaMA passes for a LLaMA with heads, or its reason stands here.
 
-`make test-conformance CONFORMANCE=FOLDER` runs them; the folder is the `tests` of transformers' source.
+`make test-conformance CONFORMANCE=FOLDER` runs them; the folder is the `tests` of transformers' source, which a package
+index has: `pip download --no-binary transformers --no-deps transformers==5.24.0`.
 """
 
 import functools
@@ -21,6 +22,7 @@ VOCABULARY = "the heads guess over the vocabulary that they were trained for: re
 COMPOSITE = "the model holds a base and heads, and has neither a backbone nor an attention of its own"
 READ_ONLY = "labels train the heads, for which the base is read without gradients: nothing of it is checkpointed"
 REASONS = {
+    "test_bc_cache_name_forward": "the cache is taken by both of its names, without a warning",
     "test_model_weights_reload_no_missing_tied_weights": "a checkpoint that lacks a tensor is refused",
     "test_training_gradient_checkpointing": READ_ONLY,
     "test_training_gradient_checkpointing_use_reentrant_false": READ_ONLY,
