@@ -43,6 +43,7 @@ FIELDS: dict[str, dict[str, Any]] = {
     "eagle": {},
     "eagle3": {"num_draft_heads": 6},
     "eagle3.1": {"num_draft_heads": 6},
+    "mtp": {"num_draft_heads": 6},
     "draft-model": {},
 }
 RECIPE: dict[str, Any] = {"recipe": "quick", "next_token_weight": 0.0, "teacher_weight": 1.0}

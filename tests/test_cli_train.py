@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from hf_drafthead.cli.common import parse_tree, read_template
 from hf_drafthead.cli.train import outcome
 from hf_drafthead.data.chats import Chat
 from hf_drafthead.generation.tree import DraftTree
+from hf_drafthead.modeling.gguf_files import load_tokenizer
 from hf_drafthead.training.templates import ChatEncoder
 from tests.training.chat_templates import tokenizer_with
 
@@ -108,3 +110,15 @@ def test_a_byte_order_mark_is_no_part_of_a_template_or_a_tree(tmp_path):
         tree.write_text("[[0], [1]]", encoding=encoding)
         assert read_template(template) == "{{ messages }}"
         assert parse_tree(str(tree)) == DraftTree([[0], [1]])
+
+
+def test_the_vocabulary_is_a_ranking_of_the_tokens_of_a_text(tmp_path):
+    (tmp_path / "texts.jsonl").write_text(json.dumps({"text": "import os\nimport os\nimport sys\n"}) + "\n")
+    words = ["vocabulary", zoo.path("base"), "--data", str(tmp_path / "texts.jsonl"), "--size", "3"]
+    with pytest.raises(SystemExit) as ended:
+        cli.main([*words, "--output", str(tmp_path / "ranking.json")])
+    assert not ended.value.code
+    tokenizer = load_tokenizer(zoo.path("base"))
+    counts = Counter(tokenizer("import os\nimport os\nimport sys\n")["input_ids"])
+    ranking = json.loads((tmp_path / "ranking.json").read_text())
+    assert [counts[token] for token in ranking] == sorted(counts.values(), reverse=True)[:3]

@@ -65,12 +65,14 @@ class Recipe:
 
 
 FIELDS: dict[str, dict[str, Any]] = {"hydra++": NO_DROPOUT, "eagle3": EAGLE3_FIELDS, "eagle3.1": EAGLE3_FIELDS}
+FIELDS["mtp"] = {"num_draft_heads": EAGLE3_FIELDS["num_draft_heads"]}
 ARGUMENTS: dict[str, dict[str, Any]] = {
     "amphista": AMPHISTA,
     "amphista-alpha": AMPHISTA,
     "eagle": EAGLE,
     "eagle3": EAGLE3,
     "eagle3.1": EAGLE3,
+    "mtp": EAGLE3,
     "draft-model": DRAFT_MODEL,
 }
 # As many heads each where there are several, with a vocabulary projection of their own, so that the figures compare.

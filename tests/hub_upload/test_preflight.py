@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig
 
 from hf_drafthead.hub_upload import preflight
-from hf_drafthead.modeling import MedusaForCausalLM
+from hf_drafthead.modeling import MedusaConfig, MedusaForCausalLM, MtpConfig
 
 
 @pytest.fixture
@@ -212,3 +213,15 @@ def test_a_card_without_a_license(models, folder):
         preflight.check_card(folder, "org/heads")
     assert str(refused.value).startswith("the card of 'org/heads' is not complete: license: ")
     assert str(folder) not in str(refused.value)
+
+
+@pytest.mark.parametrize("family, counted, included", [("medusa", 1, True), ("medusa", 0, True), ("mtp", 1, True)])
+def test_a_base_does_not_lose_its_modules_in_silence(family, counted, included):
+    base = LlamaConfig(num_nextn_predict_layers=counted)
+    config = {"medusa": MedusaConfig, "mtp": MtpConfig}[family](base_config=base, base_included=included)
+    if family == "mtp" or not counted:
+        return preflight.check_modules(config)
+    with pytest.raises(ValueError, match="config counts 1 module.* for multi-token prediction, which the weights"):
+        preflight.check_modules(config)
+    config.base_included = False
+    return preflight.check_modules(config)
