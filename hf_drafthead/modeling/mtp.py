@@ -383,7 +383,7 @@ class MtpForCausalLM(DraftHeadPreTrainedModel):
             about = {name: getattr(config, name) for name in ("base_model_name_or_path", "base_model_revision")}
             model = super().from_base(self.base, **{**own, **about, **fields})
             if self.drafter.draft_tokens is not None:
-                model.drafter.draft_tokens.copy_(self.drafter.draft_tokens)
+                cast(Tensor, model.drafter.draft_tokens).copy_(self.drafter.draft_tokens)
         model._fill_modules(tensors, place)
         return model
 
