@@ -173,6 +173,16 @@ def test_what_the_package_imports_is_what_it_requires():
             assert providers & required, f"{name} imports {top}: add it to the dependencies in pyproject.toml"
 
 
+def test_no_module_keeps_the_module_object_of_transformers():
+    """A late import of transformers puts a second one into `sys.modules`, which others read from then on."""
+    keeps = [
+        name
+        for name, path in modules()
+        if any(found == "transformers" for found, _ in imported_modules(path.read_text(encoding="utf-8"), name, False))
+    ]
+    assert keeps == [], "import names from transformers, not the module"
+
+
 def opened(model, **call) -> set:
     """The code of the package that runs between the fourth draft of a call and the fifth."""
     codes, drafts, draft = set(), 0, step.Stages.draft

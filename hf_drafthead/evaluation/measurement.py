@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
-import transformers
+from transformers import __version__ as transformers_version
 
 from hf_drafthead.evaluation.calls import BASE, COMPILED, HEADS
 from hf_drafthead.evaluation.rounding import FirstDifference, counted
@@ -210,7 +210,7 @@ def identity(model: Any) -> dict[str, Any]:
         "base_revision": commit or model.config.base_model_revision,
         "device": device_name(model.base.device),
         "dtype": str(model.base.dtype).removeprefix("torch."),
-        "transformers": transformers.__version__,
+        "transformers": transformers_version,
         "torch": torch.__version__,
     }
 

@@ -26,8 +26,10 @@ from hf_drafthead.formats.disk import Joined, Source
 from hf_drafthead.formats.layer_config import llama_fields, read_layer_config
 from hf_drafthead.formats.layout import SGLANG, VLLM, Files, Heads, Layout, Loss, Prefixes, Reader, SavedHeads, renamed
 from hf_drafthead.modeling.eagle3 import Eagle3ForCausalLM
+from hf_drafthead.modeling.files import shortened
 
 IDS = "eagle_aux_hidden_state_layer_ids"
+AUXILIARY = ("use_aux_hidden_state", "num_aux_hidden_states")  # fields that say whether hidden states are joined
 WRITTEN_FOR = "hf_drafthead_export"  # the target, in what is written here: it settles what the layout leaves open
 LLAMA_LAYERS = ("llama", "mistral")
 NORM_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")  # config fields
@@ -90,11 +92,16 @@ def _features(source: Source, fields: Mapping[str, Any]) -> list[int] | None:
     """The inputs of which layers are read; None for the published ones. Numbers that mean two things are refused."""
     if fields.get("feature_layers") is not None:
         return list(fields["feature_layers"])
+    refuse_without_auxiliary(source)
     config = source.config
-    nested = config.get("eagle_config") or {}
-    ids = config.get(IDS) or nested.get(IDS)
-    if ids is None:
+    ids = config.get(IDS) or _nested(config).get(IDS)
+    if not ids:  # an empty list is what engines take for none
         return None
+    if not isinstance(ids, list) or not all(type(layer) is int for layer in ids):
+        raise ValueError(
+            f"{source.name!r} has {IDS} {shortened.repr(ids)}: expected a list of layer numbers; correct config.json, "
+            "or give feature_layers= (on the command line --set)."
+        )
     if config.get(WRITTEN_FOR) == "vllm":
         return list(ids)
     if config.get(WRITTEN_FOR) == "sglang" or ids[0] == 1:
@@ -105,6 +112,28 @@ def _features(source: Source, fields: Mapping[str, Any]) -> list[int] | None:
         f"{shifted} for SGLang and SpecForge: say which by feature_layers={list(ids)} or feature_layers={shifted} (on "
         "the command line --set)."
     )
+
+
+def refuse_without_auxiliary(source: Source) -> None:
+    """Refuse a head that reads the base's last hidden state alone, as ModelOpt trains it without auxiliary states.
+
+    Such a head has no layer that joins features; where its file has one all the same, what it reads is not said.
+    """
+    for about in (source.config, _nested(source.config)):
+        for name in AUXILIARY:
+            if about.get(name) is not None and not about[name]:
+                raise ValueError(
+                    f"{source.name!r} says {name} {about[name]!r}, a head that reads the base's last hidden state and "
+                    "no auxiliary ones: EAGLE-3 heads here read the inputs of layers; convert heads that were trained "
+                    "with auxiliary states, or, if these were, say which by feature_layers= (on the command line "
+                    "--set)."
+                )
+
+
+def _nested(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What config.json says of the head in an object of its own."""
+    nested = config.get("eagle_config")
+    return nested if isinstance(nested, dict) else {}
 
 
 def _norm_output(source: Source, fields: Mapping[str, Any]) -> bool:

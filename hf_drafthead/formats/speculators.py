@@ -10,7 +10,14 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from hf_drafthead.formats.disk import Source
-from hf_drafthead.formats.eagle3 import IDS, NORM_FLAGS, features_to_write, read_pair_head, split_tensors
+from hf_drafthead.formats.eagle3 import (
+    IDS,
+    NORM_FLAGS,
+    features_to_write,
+    read_pair_head,
+    refuse_without_auxiliary,
+    split_tensors,
+)
 from hf_drafthead.formats.layer_config import llama_fields
 from hf_drafthead.formats.layout import Files, Heads, Layout, Loss, SavedHeads
 from hf_drafthead.modeling.eagle3 import Eagle3ForCausalLM
@@ -45,6 +52,8 @@ class Speculators(Layout):
                 "true: say which by norm_before_residual=True or norm_before_residual=False (on the command line "
                 "--set)."
             )
+        if fields.get("feature_layers") is None:
+            refuse_without_auxiliary(source)
         ids = config.get(IDS)
         flags = {
             "feature_layers": fields.get("feature_layers") or (list(ids) if ids else None),

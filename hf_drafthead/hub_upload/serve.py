@@ -5,8 +5,6 @@ import time
 from importlib.util import find_spec
 from typing import Any
 
-import transformers
-
 from hf_drafthead.modeling.checkpoint import fetch_file, read_heads_config
 from hf_drafthead.modeling.families import BY_MODEL_TYPE
 
@@ -76,9 +74,15 @@ def server_command() -> Any:
 
 
 def introduce() -> None:
-    """Set our model classes on the `transformers` module, where its server looks a checkpoint's class up by name."""
-    for one in BY_MODEL_TYPE.values():
-        setattr(transformers, one.__name__, one)
+    """Set our model classes on the module object in which transformers' server looks a checkpoint's class up by name.
+
+    It is the server's own: the first import of `transformers.processing_utils` puts a second object for `transformers`
+    into `sys.modules`, so that modules imported before and after it hold different ones.
+    """
+    from transformers.cli.serving import model_manager
+
+    for model_class in BY_MODEL_TYPE.values():
+        setattr(model_manager.transformers, model_class.__name__, model_class)
 
 
 def check_servable(model: str) -> None:

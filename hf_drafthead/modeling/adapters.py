@@ -7,6 +7,7 @@ import copy
 import os
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -179,6 +180,25 @@ def save_adapter(model: Any, folder: Path) -> None:
     )
     model.peft_config[name].save_pretrained(folder)
     edit_json(folder / ADAPTER_CONFIG_NAME, base_model_name_or_path=None, revision=None)
+
+
+def remove_earlier_adapter(folder: Path, whole: bool, of_base: bool) -> None:
+    """Remove adapters that an earlier save of a model with draft heads left in a checkpoint's folder.
+
+    Args:
+        folder: of the checkpoint.
+        whole: remove one of the whole model, which would be loaded; an adapter of another model stays.
+        of_base: remove the one of the base, in a folder of its own.
+    """
+    with suppress(OSError):  # a damaged one, which loading refuses
+        if whole and (folder / ADAPTER_WEIGHTS).is_file() and is_of_a_whole_model(str(folder)):
+            (folder / ADAPTER_WEIGHTS).unlink()
+            (folder / ADAPTER_CONFIG_NAME).unlink(missing_ok=True)
+    if of_base:
+        for name in (ADAPTER_CONFIG_NAME, ADAPTER_WEIGHTS):
+            (folder / ADAPTER_FOLDER / name).unlink(missing_ok=True)
+        with suppress(OSError):  # there is none, or it holds files of the user's own
+            (folder / ADAPTER_FOLDER).rmdir()
 
 
 def plain_state(model: nn.Module, merge: bool) -> dict[str, Tensor]:

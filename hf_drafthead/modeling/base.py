@@ -19,9 +19,11 @@ from hf_drafthead.modeling.adapters import (
     is_of_a_whole_model,
     load_adapter,
     plain_state,
+    remove_earlier_adapter,
     save_adapter,
 )
 from hf_drafthead.modeling.base_model import copy_tokenizer
+from hf_drafthead.modeling.checkpoint import remove_earlier_weights
 from hf_drafthead.modeling.config import DraftHeadConfig
 from hf_drafthead.modeling.loading import HUB_ARGUMENTS, LoadableModel
 
@@ -108,6 +110,8 @@ class DraftHeadPreTrainedModel(LoadableModel):
         finally:
             self.config, self._hf_peft_config_loaded = live, adapted
         if is_main_process:
+            remove_earlier_weights(Path(save_directory), kwargs.get("variant"))
+            remove_earlier_adapter(Path(save_directory), whole=not adapted, of_base=include_base or not adapter)
             if include_code and (write_code := self._code_writer()) is not None:
                 write_code(Path(save_directory))
             if include_tokenizer:

@@ -3,7 +3,7 @@
 import copy
 import os
 from collections.abc import Collection, Iterable, Mapping
-from pathlib import PureWindowsPath
+from pathlib import Path, PureWindowsPath
 from types import MappingProxyType
 from typing import Any, cast
 
@@ -133,15 +133,30 @@ def read_generation_settings(path: str, hub: Mapping[str, Any]) -> dict[str, Any
     return settings
 
 
+def weight_names(variant: str | None = None) -> tuple[str, str]:
+    """The names of a checkpoint's file of weights, and of the index that stands in its place beside shards."""
+    if not variant:
+        return WEIGHTS, INDEX
+    return f"model.{variant}.safetensors", f"model.safetensors.index.{variant}.json"
+
+
+def remove_earlier_weights(folder: Path, variant: str | None) -> None:
+    """Remove what an earlier save left beside the weights that the last one wrote: the whole file, or the index.
+
+    transformers removes shards that it has not written, and no other file: then the earlier one would be read.
+    """
+    weights, index = weight_names(variant)
+    in_shards = any(folder.glob(weights.replace(".safetensors", "-?????-of-?????.safetensors")))
+    (folder / (weights if in_shards else index)).unlink(missing_ok=True)
+
+
 def checkpoint_files(path: str, variant: str | None, hub: Mapping[str, Any]) -> list[str]:
     """The safetensors files of a checkpoint (`model.<variant>.safetensors`), in a local folder or fetched from the Hub.
 
     Raises:
         OSError: there are no weights, a shard is missing, or the index cannot be read or names other files than shards.
     """
-    weights, index = WEIGHTS, INDEX
-    if variant:
-        weights, index = f"model.{variant}.safetensors", f"model.safetensors.index.{variant}.json"
+    weights, index = weight_names(variant)
     files = weights_in(path, weights, hub) or weights_in(path, index, hub)
     if files is not None:
         return files

@@ -6,9 +6,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import transformers
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
-from transformers.utils import cached_file
+from transformers.utils import cached_file, quantization_config
 from transformers.utils.import_utils import is_gguf_available
 
 from hf_drafthead.modeling.files import in_one_line
@@ -59,7 +58,7 @@ def gguf_arguments(place: str, arguments: Mapping[str, Any], hub: Mapping[str, A
     with open(local, "rb") as stream:
         if (begin := stream.read(4)) != MAGIC:
             raise OSError(f"{named!r} is no GGUF file (it begins with {begin!r}): copy or download it again.")
-    config = getattr(transformers, "GgufConfig", None)  # in older versions weights are always unpacked
+    config = getattr(quantization_config, "GgufConfig", None)  # in older versions weights are always unpacked
     unpacked = {"quantization_config": config(dequantize=True)} if config is not None else {}
     return {**unpacked, **{name: value for name, value in arguments.items() if value is not None}}
 

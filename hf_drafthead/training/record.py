@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from safetensors import SafetensorError
 from safetensors.torch import load_file
+from transformers import __version__ as transformers_version
 from transformers.utils import CONFIG_NAME
 
 from hf_drafthead.generation.slots import out_of_memory
@@ -34,7 +34,7 @@ def provenance() -> dict[str, Any]:
         "hf_drafthead": __version__,
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "transformers": transformers.__version__,
+        "transformers": transformers_version,
         "hardware": torch.cuda.get_device_name() if cuda else f"CPU, {os.cpu_count()} cores",
         "devices": torch.cuda.device_count() if cuda else 1,
     }

@@ -114,6 +114,41 @@ def test_golden_heads_draft_the_original_tokens(layout, write, base_folder, tmp_
 # ---- what a layout leaves open --------------------------------------------------------------------------------------
 
 
+WITHOUT_AUXILIARY = [
+    {"eagle_config": {"use_aux_hidden_state": False, IDS: []}},
+    {"eagle_config": {"use_aux_hidden_state": False}},
+    {"eagle_config": {"use_aux_hidden_state": False, IDS: [1, 3, 4]}},
+    {"use_aux_hidden_state": False},
+    {"num_aux_hidden_states": 0},
+]
+
+
+@pytest.mark.parametrize("layout", ["safeailab", "specforge", "speculators"])
+@pytest.mark.parametrize("about", WITHOUT_AUXILIARY, ids=str)
+@pytest.mark.parametrize("joined", [True, False], ids=["with fc", "without fc"])
+def test_a_head_without_auxiliary_states_is_refused(layout, about, joined, write, base_folder):
+    folder = write(layout, None if joined else lambda tensors: tensors.pop("fc.weight"), **about)
+    with refused("... says ..._aux_hidden_state...: EAGLE-3 heads here read the inputs of layers...feature_layers=..."):
+        convert_checkpoint(folder, base_model=base_folder)
+
+
+@pytest.mark.parametrize("layout", ["safeailab", "speculators"])
+def test_a_user_may_say_which_layers_a_head_reads_whatever_its_config_says(layout, write, base_folder):
+    folder = write(layout, use_aux_hidden_state=False)
+    found = convert_checkpoint(folder, base_model=base_folder, fields={"feature_layers": [2, 4, 5]})
+    assert found.fields["feature_layers"] == [2, 4, 5]
+
+
+@pytest.mark.parametrize("config", [{IDS: []}, {"eagle_config": {IDS: []}}, {"eagle_config": None}], ids=str)
+def test_an_empty_list_of_layers_means_those_that_are_published(config, write, base_folder):
+    assert convert_checkpoint(write("specforge", **config), base_model=base_folder).fields["feature_layers"] == [2, 4, 5]
+
+
+def test_layer_numbers_that_are_none_are_refused(write, base_folder):
+    with refused("... has eagle_aux_hidden_state_layer_ids '2, 4': expected a list of layer numbers; correct ..."):
+        convert_checkpoint(write("specforge", **{IDS: "2, 4"}), base_model=base_folder)
+
+
 def test_layer_numbers_of_specforge_and_sglang_are_one_less(write, base_folder):
     folder = write("specforge", eagle_config={IDS: [1, 3, 4]})
     assert convert_checkpoint(folder, base_model=base_folder).fields["feature_layers"] == [2, 4, 5]

@@ -32,12 +32,14 @@ def running_server(folder: Path, log: Path) -> Iterator[str]:
         process = subprocess.Popen(
             [sys.executable, "-m", "hf_drafthead", *words], env=environ, stdout=output, stderr=output
         )
-    for _ in range(1200):
-        with socket.socket() as probe:
-            if process.poll() is not None or probe.connect_ex(("127.0.0.1", int(port))) == 0:
-                break
-        time.sleep(0.1)
-    assert process.poll() is None, log.read_text()
-    yield f"http://127.0.0.1:{port}"
-    process.terminate()
-    process.wait(20)
+    try:
+        for _ in range(3000):
+            with socket.socket() as probe:
+                if process.poll() is not None or probe.connect_ex(("127.0.0.1", int(port))) == 0:
+                    break
+            time.sleep(0.1)
+        assert process.poll() is None, log.read_text()
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.terminate()
+        process.wait(60)

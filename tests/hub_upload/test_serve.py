@@ -8,10 +8,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from transformers import AutoModelForCausalLM
 
 from hf_drafthead.cli import main
 from hf_drafthead.hub_upload import serve as serving
 from tests.checkpoints import byte_tokenizer
+from tests.families import FAMILIES
 from tests.hub_upload.clients import environment
 from tests.hub_upload.serving import running_server, served
 from tests.hub_upload.test_push import command
@@ -82,6 +84,46 @@ def test_requests_at_once_do_not_disturb_each_other(server, client):
     with ThreadPoolExecutor(8) as pool:
         answers = list(pool.map(ask, starts))
     assert answers == [letters[place + 1 : place + 9] for place in range(8)]
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_heads_of_every_family_are_served_and_answer_two_at_a_time(family, folder, tmp_path):
+    from openai import OpenAI
+
+    served()
+    base = AutoModelForCausalLM.from_pretrained(folder.parent / "base")
+    family.build(base).save_pretrained(tmp_path / "heads")
+
+    with running_server(tmp_path / "heads", tmp_path / "log") as url:
+        client = OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+
+        def ask(start: str) -> str:
+            done = client.completions.create(model=str(tmp_path / "heads"), prompt=start, max_tokens=8)
+            return done.choices[0].text
+
+        with ThreadPoolExecutor(2) as pool:
+            answers = list(pool.map(ask, ["abc", "f"]))
+    assert answers == ["defghijk", "ghijklmn"]
+    assert "decodes by itself" not in (tmp_path / "log").read_text()
+
+
+FINDS = """
+import sys
+from hf_drafthead.hub_upload import serve  # before anything of transformers that is imported late
+from hf_drafthead.modeling.families import BY_MODEL_TYPE
+import transformers.processing_utils
+serve.introduce()
+from transformers.cli.serving import model_manager
+for model_class in BY_MODEL_TYPE.values():
+    assert getattr(model_manager.transformers, model_class.__name__) is model_class
+"""
+
+
+def test_the_server_finds_the_classes_wherever_transformers_was_imported_first():
+    served()
+    ended = subprocess.run([sys.executable, "-c", FINDS], capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
 
 
 def test_the_model_that_is_served_is_listed(server, client):

@@ -111,8 +111,19 @@ def test_an_adapter_of_the_whole_model_is_saved_beside_the_heads(tmp_path, famil
         torch.testing.assert_close(ours, theirs)
 
 
+def test_an_adapter_of_the_whole_model_that_was_saved_before_is_not_loaded(tmp_path):
+    tiny_base("llama-gqa").save_pretrained(tmp_path / "base")
+    model = MedusaForCausalLM.from_base(tmp_path / "base").eval()
+    plain = logits(model)
+    model.add_adapter(LoraConfig(**{**LORA, "task_type": None}))
+    model.save_pretrained(tmp_path / "heads")
+    MedusaForCausalLM.from_base(tmp_path / "base").save_pretrained(tmp_path / "heads")
+    torch.testing.assert_close(logits(AutoModel.from_pretrained(tmp_path / "heads")), plain)
+
+
 def test_a_disabled_adapter_is_none(adapted, tmp_path):
     model = MedusaForCausalLM.from_base(adapted)
+    model.save_pretrained(tmp_path / "heads")  # with it, and then into the same folder without
     for layer in layers_of(model.base):
         layer.enable_adapters(False)
     model.save_pretrained(tmp_path / "heads")

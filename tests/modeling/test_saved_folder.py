@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedTokenizerFast
 
@@ -122,3 +123,25 @@ def test_a_tokenizer_of_mistral_common_is_saved_and_a_fast_one_comes_first(base,
     else:
         with pytest.raises(ValueError, match="no character offsets, .* save_format='hf'. writes the tokenizer.json"):
             need_offsets(found)
+
+
+FORMS = {"whole": {}, "shards": {"max_shard_size": "2KB"}, "smaller shards": {"max_shard_size": "1KB"}}
+FORMS |= {"with its base": {"include_base": True}}
+FORMS["with its base, in shards"] = {**FORMS["shards"], **FORMS["with its base"]}
+
+
+@pytest.mark.few(12)
+@pytest.mark.parametrize("variant", [None, "fp16"])
+@pytest.mark.parametrize("last", FORMS)
+@pytest.mark.parametrize("first", FORMS)
+def test_what_was_saved_last_into_a_folder_is_what_loads(base, tmp_path, first, last, variant):
+    model = MedusaForCausalLM.from_base(base)
+    for value, form in ((1.0, first), (2.0, last)):
+        with torch.no_grad():
+            next(model.drafter.parameters()).fill_(value)
+        model.save_pretrained(tmp_path / "heads", variant=variant, **FORMS[form])
+    model.save_pretrained(tmp_path / "fresh", variant=variant, **FORMS[last])
+    again = AutoModel.from_pretrained(tmp_path / "heads", variant=variant)
+    assert (next(again.drafter.parameters()) == 2.0).all()
+    names = [{file.name for file in (tmp_path / name).iterdir()} for name in ("heads", "fresh")]
+    assert names[0] == names[1]
