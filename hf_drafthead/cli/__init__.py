@@ -42,11 +42,11 @@ def main(arguments: list[str] | None = None) -> None:
 
     alone = arguments is None  # this process is the command's: what was imported is never garbage
     words = sys.argv[1:] if arguments is None else arguments
-    if words and not {"--help", "-h", "--version"} & set(words):
-        prepare_libraries()
-    if alone:
-        gc.freeze()  # looking at all of it takes a second each time
     try:
+        if words and not {"--help", "-h", "--version"} & set(words):
+            prepare_libraries()
+        if alone:
+            gc.freeze()  # looking at all of it takes a second each time
         code = app(args=words or ["--help"], prog_name="hf-drafthead", standalone_mode=False)
     except UsageError as error:
         asked = error.ctx.command_path if error.ctx else "hf-drafthead"

@@ -22,6 +22,7 @@ from hf_drafthead.generation.releases import (
     CACHE,
     INPUTS_OF_A_STEP,
     cache_argument,
+    keep_picklable,
     next_inputs,
     untested,
     with_cache,
@@ -105,7 +106,15 @@ class BaseReader:
 
     def texts(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> Reading:
         """Read whole texts (B, T), padded where the mask (B, T) is 0."""
-        return self.read({"input_ids": input_ids, "attention_mask": attention_mask, "use_cache": False})
+        reading = self.read({"input_ids": input_ids, "attention_mask": attention_mask, "use_cache": False})
+        if self.collects:
+            keep_picklable(self.base)
+        return reading
+
+    @property
+    def collects(self) -> bool:
+        """Whether other hidden states are read than the last, which transformers collects by hooks that stay."""
+        return not self.split or self.reads not in ((-1,), ())
 
     def logits(self, scores: torch.Tensor) -> torch.Tensor:
         """Logits (..., V) from the scores of a `Reading`."""
@@ -352,6 +361,8 @@ def try_tree(reader: BaseReader) -> None:
         raise
     except Exception as error:  # whatever a model raises on a tree, its own decoding still works
         raise _refused("the base cannot verify a tree", error) from error
+    finally:
+        keep_picklable(base)
     if said := _difference(base, logits[:, 1:], torch.stack([torch.stack(plain), torch.stack(plain[::-1])])):
         if getattr(base, "is_quantized", False):
             raise Unsupported(f"the quantized base rounds too differently, or ignores tree masks ({said}){untested()}")

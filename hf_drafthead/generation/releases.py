@@ -12,20 +12,23 @@ from __future__ import annotations
 
 import inspect
 import re
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
-import transformers
+from torch import nn
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.generation import GenerationMixin
+from transformers.utils import output_capturing
 
 OLDEST, NEWEST, BEYOND = (
     "5.17.0",
     "5.24.0",
     "6",
 )  # the first two were tested, and what lies between; the last is too new
+HOOKED = "_output_capturing_hooks_installed"  # the attribute by which transformers marks such a model
 CACHE_NAMES = ("cache", "past_key_values", "cache_params", "layer_past", "past_key_value")
 
 
@@ -44,7 +47,7 @@ def check_installed() -> None:
     Raises:
         ImportError: the release is too old or too new.
     """
-    installed = transformers.__version__
+    installed = sys.modules["transformers"].__version__
     if not numbers(OLDEST) <= numbers(installed) < numbers(BEYOND):
         raise ImportError(
             f"transformers {installed} is installed, and draft heads need a release from {OLDEST} on and below "
@@ -57,7 +60,7 @@ check_installed()
 
 def untested() -> str:
     """For the end of a reason that was found by running: that transformers is newer than any tested; or nothing."""
-    installed = transformers.__version__
+    installed = sys.modules["transformers"].__version__
     if numbers(installed) <= numbers(NEWEST):
         return ""
     return f" (transformers {installed} is installed, which is newer than {NEWEST}, the newest that was tested)"
@@ -155,3 +158,49 @@ def next_inputs(
     """
     later = base._update_model_kwargs_for_generation(outputs, dict(inputs), num_new_tokens=new_tokens)
     return base.prepare_inputs_for_generation(text, next_sequence_length=new_tokens, **later), later
+
+
+class _Installed:
+    """True in place of transformers' mark of a model that has its hooks; pickled as False, so that a copy gets its own.
+
+    A deep copy keeps its hooks, as modules that are copied do.
+    """
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return bool, ()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Installed:
+        return self
+
+
+class _CapturingHook:
+    """One of transformers' hooks that collect hidden states, a local function; pickled as one that does nothing."""
+
+    def __init__(self, hook: Callable[..., Any]) -> None:
+        self.hook = hook
+
+    def __call__(self, *given: Any) -> Any:
+        return self.hook(*given)
+
+    def __reduce__(self) -> tuple[type, tuple[Any]]:
+        return _CapturingHook, (_nothing,)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _CapturingHook:
+        return self
+
+
+def _nothing(*given: Any) -> None:
+    """What is left of a hook in a model that was pickled: transformers installs new ones there."""
+
+
+def keep_picklable(model: nn.Module) -> None:
+    """Make a model that has collected hidden states fit for pickle again, which transformers' hooks are not."""
+    for module in model.modules():
+        if module.__dict__.get(HOOKED) is True:
+            setattr(module, HOOKED, _Installed())
+        for number, hook in module._forward_hooks.items():
+            if getattr(hook, "__module__", None) == output_capturing.__name__ and "<locals>" in hook.__qualname__:
+                module._forward_hooks[number] = _CapturingHook(hook)

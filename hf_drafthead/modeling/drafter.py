@@ -51,6 +51,10 @@ class Drafter(nn.Module):
         self.register_buffer("draft_tokens", torch.arange(size or 0) if reduced else None)
         self._rows = VocabularyRows()  # of a shared output projection
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What is copied and pickled: all but what was found out by running the base, or gathered from it."""
+        return {**self.__dict__, "_output": None, "_rows": VocabularyRows()}
+
     @property
     def max_depth(self) -> int | None:
         """Deepest tree level that can be guessed; None if there is no limit."""

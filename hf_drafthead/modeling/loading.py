@@ -14,6 +14,7 @@ from transformers.initialization import no_init_weights
 from transformers.utils import logging
 
 from hf_drafthead.generation.mixin import DraftHeadGenerationMixin
+from hf_drafthead.generation.releases import keep_picklable
 from hf_drafthead.generation.settings import DEFAULT_TREE, DraftSettings
 from hf_drafthead.modeling.adapters import active_adapter, adapt, find_adapter, unwrapped
 from hf_drafthead.modeling.base_model import (
@@ -45,6 +46,7 @@ LoadedModel = TypeVar("LoadedModel", bound="LoadableModel")
 # Arguments of from_pretrained for the heads' own files, and for every download.
 HEADS_ARGUMENTS = {"revision", "subfolder", "variant", "_from_auto", "_from_pipeline", "adapter_kwargs"}
 LARGE_PROJECTIONS = 1 << 24  # parameters from which heads' own projections may be shared instead
+FOUND_BY_CALLS = {"_readers"}  # attributes
 HUB_ARGUMENTS = {"cache_dir", "force_download", "local_files_only", "proxies", "token"}
 
 
@@ -238,6 +240,11 @@ class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
         if placed := getattr(base, "hf_device_map", None):
             self.hf_device_map = {f"base.{name}" if name else "base": place for name, place in placed.items()}
             self.hf_device_map["drafter"] = device
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What is copied and pickled: all but what calls have found out about the base, which a copy finds out again."""
+        keep_picklable(self)
+        return {name: value for name, value in self.__dict__.items() if name not in FOUND_BY_CALLS}
 
     def _take_generation_config(self, heads: Mapping[str, Any]) -> None:
         """Generate as the base does, with the heads' own settings on top."""

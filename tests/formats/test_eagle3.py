@@ -141,7 +141,11 @@ def test_a_user_may_say_which_layers_a_head_reads_whatever_its_config_says(layou
 
 @pytest.mark.parametrize("config", [{IDS: []}, {"eagle_config": {IDS: []}}, {"eagle_config": None}], ids=str)
 def test_an_empty_list_of_layers_means_those_that_are_published(config, write, base_folder):
-    assert convert_checkpoint(write("specforge", **config), base_model=base_folder).fields["feature_layers"] == [2, 4, 5]
+    assert convert_checkpoint(write("specforge", **config), base_model=base_folder).fields["feature_layers"] == [
+        2,
+        4,
+        5,
+    ]
 
 
 def test_layer_numbers_that_are_none_are_refused(write, base_folder):

@@ -149,7 +149,7 @@ def test_a_trial_that_fails_leaves_no_trace(sampled, unusual):
 
 @pytest.mark.parametrize("installed", ["5.24.1", "5.25.0.dev0", "6.0.0"])
 def test_a_newer_transformers_is_named_where_something_failed(installed, unusual, monkeypatch, fallbacks):
-    monkeypatch.setattr(releases.transformers, "__version__", installed)
+    monkeypatch.setattr(releases, "INSTALLED", installed)
     said = f"(transformers {installed} is installed, which is newer than 5.24.0, the newest that was tested)."
     assert drafted(FAMILIES[0].build(unusual), {**prompt(), **GREEDY}) and fallbacks == []
     assert not drafted(FAMILIES[0].build(unusual), {**prompt(), **GREEDY, "unmasked": True})
@@ -160,7 +160,7 @@ def test_a_newer_transformers_is_named_where_something_failed(installed, unusual
 
 @pytest.mark.parametrize("installed", ["5.24.0", "5.23.0", "5.17.0"])
 def test_a_tested_transformers_is_not_named(installed, monkeypatch):
-    monkeypatch.setattr(releases.transformers, "__version__", installed)
+    monkeypatch.setattr(releases, "INSTALLED", installed)
     assert releases.untested() == ""
 
 

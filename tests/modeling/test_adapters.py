@@ -115,7 +115,7 @@ def test_an_adapter_of_the_whole_model_that_was_saved_before_is_not_loaded(tmp_p
     tiny_base("llama-gqa").save_pretrained(tmp_path / "base")
     model = MedusaForCausalLM.from_base(tmp_path / "base").eval()
     plain = logits(model)
-    model.add_adapter(LoraConfig(**{**LORA, "task_type": None}))
+    add_adapter(model, LoraConfig(**{**LORA, "task_type": None}))
     model.save_pretrained(tmp_path / "heads")
     MedusaForCausalLM.from_base(tmp_path / "base").save_pretrained(tmp_path / "heads")
     torch.testing.assert_close(logits(AutoModel.from_pretrained(tmp_path / "heads")), plain)
