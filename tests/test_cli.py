@@ -196,7 +196,10 @@ BAD_MODELS = {
         "there is no folder 'nowhere': give the folder of a draft-head checkpoint, or its id on the Hub.",
     ),
     "no folder": ("nowhere/at/all", "there is no folder 'nowhere/at/all': give the folder of a draft-head checkpoint"),
-    "not on the Hub": ("org/none", "'org/none' is no draft-head checkpoint ("),
+    "not on the Hub": (
+        "org/none",
+        "the heads 'org/none' cannot be fetched: it is not in the cache, and the Hub cannot be reached (offline",
+    ),
     "empty folder": ("{folder}/empty", "/empty' is no draft-head checkpoint ("),
     "plain base": ("{folder}/base", "/base' holds a 'llama' model without draft heads: give the folder"),
     "unknown family": (

@@ -21,6 +21,14 @@ def beginning_of(tokenizer: Any, text: str, tokens: int) -> str:
     return text[: offsets[last - 1][1]] if last < len(offsets) else text
 
 
+def frame(tokenizer: Any) -> tuple[list[int], list[int]]:
+    """What a tokenizer puts in front of every text, and behind it: special tokens, or nothing."""
+    inner = tokenizer("a", add_special_tokens=False)["input_ids"]
+    whole = tokenizer("a")["input_ids"]
+    at = next(at for at in range(len(whole)) if whole[at : at + len(inner)] == inner)
+    return whole[:at], whole[at + len(inner) :]
+
+
 def why_no_question(words: str) -> str | None:
     """Why a text that a model wrote in a user's place is not fit to be asked; None if it is.
 

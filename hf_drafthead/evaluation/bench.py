@@ -173,7 +173,7 @@ class BenchRun:
         before()
         self.methods[HEADS](inputs, {**self.settings, "on_step": finished.note})
         if self.lossless and not finished.runs[HEADS].identical:
-            settings = calls.with_reader(self.settings, self.tokenizer)
+            settings = calls.as_tokens(self.model, self.settings, self.tokenizer)
             parted = BaseCall(self.model.base, inputs, settings, seed).differences(rows[BASE], rows[HEADS])
             finished.runs[HEADS].differences = [first for _, first in parted]
         texts = {name: self.tokenizer.batch_decode(rows[name], skip_special_tokens=True) for name in (BASE, HEADS)}

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, CompileConfig
 
-from hf_drafthead.data.texts import one_line
+from hf_drafthead.data.texts import frame, one_line
 from hf_drafthead.evaluation.questions import Question, need_template, text_of
 from hf_drafthead.generation.mixin import with_room
 from hf_drafthead.generation.tree import DraftTree
+from hf_drafthead.trees.rank_paths import PAD, TOKENS_ALONE, left_padded
 
 BASE, HEADS, COMPILED = "base", "heads", "compiled"
 PROMPT_LOOKUP, ASSISTANT = "prompt-lookup", "assistant"
@@ -56,7 +57,7 @@ def decoding_methods(
         only_heads |= {"calibration": [{**entry, "lookup": 0} for entry in entries]} if entries else {}
     methods: dict[str, Method] = {
         BASE: _of_base(base, tokenizer, {}),
-        HEADS: lambda inputs, settings: draft(model, tree, inputs, {**with_reader(settings, tokenizer), **only_heads}),
+        HEADS: lambda inputs, settings: draft(model, tree, inputs, {**settings, **only_heads}, tokenizer),
     }
     for name in compare:
         kind, _, path = name.partition("=")
@@ -78,7 +79,7 @@ def decoding_methods(
 
 def _of_base(base: Any, tokenizer: Any, more: Mapping[str, Any]) -> Method:
     generate = with_room(base.generate)  # as the heads' `generate` has it
-    return lambda inputs, settings: generate(**inputs, **{**with_reader(settings, tokenizer), **more})
+    return lambda inputs, settings: generate(**inputs, **{**as_tokens(base, settings, tokenizer), **more})
 
 
 def _assistant(base: Any, tokenizer: Any, path: str) -> dict[str, Any]:
@@ -102,17 +103,32 @@ def sampling(temperature: float | None, lookup: int | None = None) -> dict[str, 
     return settings | ({} if lookup is None else {"prompt_lookup_num_tokens": lookup})
 
 
-def with_reader(settings: Mapping[str, Any], tokenizer: Any) -> dict[str, Any]:
-    """The settings, with the tokenizer where they have `stop_strings`."""
-    return {**settings, "tokenizer": tokenizer} if settings.get("stop_strings") else dict(settings)
+def as_tokens(model: Any, settings: Mapping[str, Any], tokenizer: Any) -> dict[str, Any]:
+    """Settings of a call that returns the tokens of one text for each prompt, whatever the model's generation config.
+
+    The tokenizer is among them where this, or the settings, name strings at which a text ends, or ask for healing; a
+    pad token that the base does not embed is replaced, for it is what the base reads behind the end of a row.
+    """
+    effective = {**vars(model.generation_config), **settings}
+    call = {**settings, **TOKENS_ALONE}
+    if tokenizer is not None and (effective.get("stop_strings") or effective.get("token_healing")):
+        call["tokenizer"] = tokenizer
+    if (effective.get("pad_token_id") or 0) >= len(model.get_input_embeddings().weight):
+        call["pad_token_id"] = PAD
+    return call
 
 
 def draft(
-    model: Any, tree: str | DraftTree | None, inputs: Mapping[str, torch.Tensor], settings: Mapping[str, Any]
+    model: Any,
+    tree: str | DraftTree | None,
+    inputs: Mapping[str, torch.Tensor],
+    settings: Mapping[str, Any],
+    tokenizer: Any = None,
 ) -> Any:
     """One call of the heads, with what they accepted; None is the model's own tree."""
     chosen = {} if tree is None else {"draft_tree": tree}
-    return model.generate(**inputs, **settings, **chosen, return_dict_in_generate=True)
+    call = {**as_tokens(model, settings, tokenizer), **chosen, "return_dict_in_generate": True}
+    return model.generate(**inputs, **call)
 
 
 def drafted(output: Any) -> bool:
@@ -153,25 +169,25 @@ def batched(questions: Sequence[Question], batch_size: int) -> list[list[Questio
 def encode(model: Any, tokenizer: Any, texts: Sequence[str], *, special_tokens: bool = True) -> dict[str, torch.Tensor]:
     """The texts as `input_ids` and `attention_mask` (B, T), padded on the left, on the base's device.
 
-    The tokenizer adds its `special_tokens`, which it should not where a chat template has written them.
+    The tokenizer adds its `special_tokens` in front, which it should not where a chat template has written them; what
+    some add behind every text, its end, is left out, for the text goes on.
 
     Raises:
-        ValueError: a text is empty, or they need padding that the tokenizer cannot give.
+        ValueError: a text is empty, or has a token that the base does not embed.
     """
     if not all(texts):
         raise ValueError("the prompt is empty: give the text to continue.")
-    if len(texts) > 1 and tokenizer.pad_token is None:
+    rows = tokenizer(list(texts), add_special_tokens=special_tokens)["input_ids"]
+    if special_tokens and (ending := frame(tokenizer)[1]):
+        rows = [row[: -len(ending)] if row[-len(ending) :] == ending else row for row in rows]
+    embedded = len(model.base.get_input_embeddings().weight)
+    if (most := max(max(row, default=0) for row in rows)) >= embedded:
         raise ValueError(
-            "the tokenizer has no pad token, which a batch needs: set tokenizer.pad_token, or batch_size=1."
+            f"the prompt has the token {tokenizer.convert_ids_to_tokens(most)!r}, number {most} of the tokenizer, but "
+            f"the base embeds {embedded}: use the tokenizer that the base was trained with."
         )
-    encoded = tokenizer(
-        list(texts),
-        return_tensors="pt",
-        padding=len(texts) > 1,
-        padding_side="left",
-        add_special_tokens=special_tokens,
-    )
-    return {name: encoded[name].to(model.base.device) for name in ("input_ids", "attention_mask")}
+    pad = tokenizer.pad_token_id
+    return left_padded(model, [torch.tensor(row) for row in rows], PAD if pad is None or pad >= embedded else pad)
 
 
 def encode_all(

@@ -61,7 +61,7 @@ def sample(
         settings |= {"streamer": streamer, "on_step": streamer.note}
     wait(model.base.device)
     start = time.perf_counter()
-    out = draft(model, tree, inputs, settings)
+    out = draft(model, tree, inputs, settings, tokenizer)
     wait(model.base.device)
     seconds = time.perf_counter() - start
     tokens = out.sequences[0, inputs["input_ids"].shape[1] :].tolist()

@@ -9,13 +9,14 @@ from transformers import AutoTokenizer
 from transformers.configuration_utils import PreTrainedConfig
 
 from hf_drafthead.cards.facts import size_of_heads, static_tree
-from hf_drafthead.evaluation.calls import drafted
+from hf_drafthead.evaluation.calls import draft, drafted
 from hf_drafthead.generation.entries import device_name
 from hf_drafthead.generation.settings import DraftSettings
 from hf_drafthead.modeling.checkpoint import read_generation_settings, read_heads_config
 from hf_drafthead.modeling.config import DraftHeadConfig
 from hf_drafthead.modeling.families import BY_MODEL_TYPE
 from hf_drafthead.modeling.gguf_files import load_tokenizer
+from hf_drafthead.trees.rank_paths import TO_THE_END
 
 
 def load(name: str, **kwargs: Any) -> tuple[Any, Any]:
@@ -137,8 +138,8 @@ def summarize(name: str) -> dict[str, Any]:
 def try_on_base(model: Any) -> dict[str, Any]:
     """Draft a few tokens with heads in eval mode: whether `generate` uses them, why not, what base and heads take."""
     prompt = torch.arange(1, 5, device=model.base.device)[None]
-    settings: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "return_dict_in_generate": True}
-    drafts = drafted(model.generate(input_ids=prompt, attention_mask=torch.ones_like(prompt), **settings))
+    settings: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, **TO_THE_END}
+    drafts = drafted(draft(model, None, {"input_ids": prompt, "attention_mask": torch.ones_like(prompt)}, settings))
     return {
         "drafts": drafts,
         "why_not": None if drafts else model.why_no_drafts() or "see the warning",

@@ -109,7 +109,9 @@ class BaseCall:
             prepared.append(logits_processor)
             return input_ids
 
-        self.base.generate(**prompts, **self.settings, custom_generate=keep_processors)
+        settings = {**self.settings, "stop_strings": None, "token_healing": False}  # for which there is no loop here
+        settings.pop("tokenizer", None)
+        self.base.generate(**prompts, **settings, custom_generate=keep_processors)
         return prepared[0]
 
 

@@ -12,7 +12,7 @@ import torch
 from rich.table import Table
 
 from hf_drafthead.cards.facts import FULL_PRECISION, counts_in_words
-from hf_drafthead.evaluation.calls import drafted, new_rows, steps_of, with_reader
+from hf_drafthead.evaluation.calls import as_tokens, drafted, new_rows, steps_of
 from hf_drafthead.evaluation.measurement import guess_depths, identity
 from hf_drafthead.evaluation.report import plain_table
 from hf_drafthead.evaluation.rounding import BaseCall, FirstDifference, counted
@@ -154,7 +154,7 @@ def verify(
     stopped = False
     try:
         for check in checks:
-            check.settings = with_reader(check.settings, tokenizer)
+            check.settings = as_tokens(model, check.settings, tokenizer)
             for group in groups(prompts, check.rows):
                 compare(model, check, group, seed)
                 progress()
@@ -222,8 +222,8 @@ def compare(model: Any, check: Check, prompts: Sequence[Tokens], seed: int) -> N
     expected = model.base.generate(**inputs, **settings)
     left_at = generator_of(expected.device).get_state()
     torch.manual_seed(seed)
-    exactly = {"acceptance": "exact", **settings}  # whatever the model's config has
-    output = model.generate(**inputs, **exactly, return_dict_in_generate=True)
+    exactly = {"acceptance": "exact", **settings, "return_dict_in_generate": True}  # whatever the model's config has
+    output = model.generate(**inputs, **exactly)
     generator_same = torch.equal(generator_of(expected.device).get_state(), left_at)
     check.calls += 1
     check.undrafted += not drafted(output)
@@ -237,7 +237,7 @@ def compare(model: Any, check: Check, prompts: Sequence[Tokens], seed: int) -> N
 
 def ends_inside_steps(model: Any, inputs: Mapping[str, torch.Tensor], settings: Mapping[str, Any]) -> list[int]:
     """For each row a token that was accepted inside a step and not at its end: the hardest position to stop at."""
-    output = model.generate(**inputs, **settings, return_dict_in_generate=True)
+    output = model.generate(**inputs, **{**settings, "return_dict_in_generate": True})
     answers = output.sequences[:, inputs["input_ids"].shape[1] :].tolist()
     chosen = set()
     for answer, accepted in zip(answers, steps_of(output)):

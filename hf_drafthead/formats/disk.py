@@ -22,7 +22,13 @@ import torch
 from torch import Tensor
 from transformers.utils import extract_commit_hash
 
-from hf_drafthead.modeling.checkpoint import fetch_file, is_missing_folder, map_tensors, weights_in
+from hf_drafthead.modeling.checkpoint import (
+    fetch_file,
+    is_missing_folder,
+    map_tensors,
+    refuse_unasked,
+    weights_in,
+)
 from hf_drafthead.modeling.files import read_json
 
 CONFIG = "config.json"
@@ -97,6 +103,7 @@ def find_sources(name: str, hub: Mapping[str, Any]) -> list[Source]:
             raise OSError(f"{name!r} holds {len(other)} files of weights, such as {other[0]!r}: give one of them.")
         groups = [[file] for file in other]
     if not groups:
+        refuse_unasked(name, [file for group in GROUPS for file in group], hub)
         known = ", ".join(name for group in GROUPS for name in group[:2])
         raise OSError(f"{name!r} holds no weights: expected one of {known}, ... or give the file itself.")
     config = fetch_file(name, CONFIG, hub)

@@ -10,14 +10,28 @@ import torch
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForMultimodalLM,
+    AutoModelForSeq2SeqLM,
+)
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME, cached_file, extract_commit_hash, logging
 
 from hf_drafthead.modeling.adapters import adapter_base, find_adapter, load_adapter, unwrapped
-from hf_drafthead.modeling.checkpoint import HTTP_ERROR, fetch_file, is_missing_folder, why_refused
+from hf_drafthead.modeling.checkpoint import (
+    HTTP_ERROR,
+    NOT_ASKED,
+    WEIGHTS,
+    fetch_file,
+    is_missing_folder,
+    was_looked_up,
+    why_refused,
+)
 from hf_drafthead.modeling.config import MODEL_TYPE_PREFIX, DraftHeadConfig
 from hf_drafthead.modeling.files import first_line
 from hf_drafthead.modeling.gguf_files import beside, gguf_arguments, load_tokenizer, reading_gguf, split_gguf
@@ -26,6 +40,8 @@ logger = logging.get_logger(__name__)
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tekken.json")
 GIVE_BASE = "pass base_model= (in a shell --base-model) with its id, path or object."
+# For decoder-only models; transformers lists some of those that hear beside models with an encoder and a decoder.
+SEE_OR_HEAR = (AutoModelForImageTextToText, AutoModelForMultimodalLM, AutoModelForSeq2SeqLM)
 BESIDE_THE_CONFIG = ("dtype", "torch_dtype", "quantization_config")
 
 
@@ -88,9 +104,9 @@ def load_named(
             base = (auto_class(base_config) or AutoModelForCausalLM).from_pretrained(place, **hub, **arguments)
     except (OSError, HTTP_ERROR) as error:
         refused = why_refused(error)
-        if refused is None:
+        if refused is None and was_looked_up(place, file or WEIGHTS, hub):
             raise
-        raise OSError(f"{called} cannot be fetched at {revision!r}: {refused}.") from error
+        raise OSError(f"{called} cannot be fetched at {revision!r}: {refused or NOT_ASKED}.") from error
     if file is not None:
         base.name_or_path = base.config.name_or_path = place  # transformers takes the title that is in the file
     origin = {"base_model_name_or_path": full_name(place), "base_model_revision": commit, "base_gguf_file": file}
@@ -249,16 +265,17 @@ def refuse_unfit(config: PreTrainedConfig, name: str, loaded: bool) -> None:
         kind = "an encoder-decoder" if config.is_encoder_decoder else "no language"
         raise ValueError(
             f"{name!r} is {kind} model ({config.model_type}): draft heads need a decoder-only language model, as "
-            "AutoModelForCausalLM or AutoModelForImageTextToText loads it."
+            "AutoModelForCausalLM, AutoModelForImageTextToText or AutoModelForMultimodalLM loads it."
         )
 
 
 def auto_class(config: PreTrainedConfig) -> Any:
-    """The class of transformers that loads a base, which may read images as well; None for what continues no text."""
+    """The class of transformers that loads a base, which may also see or hear; None for what continues no text."""
     if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
         return AutoModelForCausalLM
-    reads_images = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and not config.is_encoder_decoder
-    return AutoModelForImageTextToText if reads_images else None
+    if config.is_encoder_decoder:
+        return None
+    return next((kind for kind in SEE_OR_HEAR if type(config) in kind._model_mapping), None)
 
 
 def refuse_misspelt(arguments: Mapping[str, Any], fields: Collection[str]) -> None:
@@ -307,7 +324,8 @@ def copy_tokenizer(name: str | None, folder: Path, gguf_file: str | None, hub: M
         return True
     if not name or is_missing_folder(name):
         return False
-    if gguf_file is None and not any(fetch_file(name, file, hub) for file in TOKENIZER_FILES):
+    quiet = {**hub, "_raise_exceptions_for_connection_errors": not hub.get("local_files_only")}
+    if gguf_file is None and not any(fetch_file(name, file, quiet) for file in TOKENIZER_FILES):
         return False
     try:
         load_tokenizer(name, gguf_file, **hub).save_pretrained(folder)

@@ -8,11 +8,19 @@ from types import MappingProxyType
 from typing import Any, cast
 
 import torch
-from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
+from huggingface_hub import hf_hub_download, try_to_load_from_cache
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    LocalEntryNotFoundError,
+    RemoteEntryNotFoundError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
 from torch import Tensor
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.utils import GENERATION_CONFIG_NAME, cached_file, has_file
+from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME, cached_file, has_file
 
 from hf_drafthead.generation.tree import resolve
 from hf_drafthead.modeling.config import MODEL_TYPE_PREFIX, DraftHeadConfig
@@ -22,6 +30,8 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLE = "pytorch_model.bin"
 HTTP_ERROR = cast(type[Exception], HfHubHTTPError.__bases__[0])  # of whichever HTTP client huggingface_hub uses
 NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
+NOT_ASKED = "it is not in the cache, and the Hub cannot be reached (offline mode, or no connection): connect and try "
+NOT_ASKED += "again, or give a local folder"
 GIVE_CHECKPOINT = "give the folder of a draft-head checkpoint, or its id on the Hub"
 HEADS_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 # Keys and values of a config.json, and files, by which other projects' heads are known, and the family here.
@@ -166,7 +176,14 @@ def checkpoint_files(path: str, variant: str | None, hub: Mapping[str, Any]) -> 
             f"{path!r} holds {PICKLE}, a pickle, where {weights} is expected: it is never opened, for it can run "
             "code; ask its author to save the heads as safetensors."
         )
+    refuse_unasked(path, (weights, index), hub)
     raise OSError(f"{path!r} holds no {weights}: save the model there again, or give the folder that has it.")
+
+
+def refuse_unasked(path: str, names: Collection[str], hub: Mapping[str, Any]) -> None:
+    """Raise an OSError if it is not known of all these files, none of which was fetched, that they are not there."""
+    if not all(was_looked_up(path, name, hub) for name in names):
+        raise OSError(f"the weights of {path!r} cannot be fetched: {NOT_ASKED}.")
 
 
 def read_tensors(path: str, hub: Mapping[str, Any] = NO_OPTIONS, variant: str | None = None) -> dict[str, Tensor]:
@@ -209,15 +226,43 @@ def weights_in(path: str, name: str, hub: Mapping[str, Any]) -> list[str] | None
 
 
 def fetch_file(path: str, name: str, hub: Mapping[str, Any]) -> str | None:
-    """A file of a model, here; None if it has no such file."""
+    """A file of a model, here; None if it has no such file.
+
+    Raises:
+        OSError: the Hub refuses it, or nothing of the model is in the cache and the Hub cannot be asked.
+    """
+    at = f" at {hub['revision']!r}" if hub.get("revision") not in (None, "main") else ""
     try:
-        return cached_file(path, name, _raise_exceptions_for_missing_entries=False, **hub)
+        file = cached_file(path, name, _raise_exceptions_for_missing_entries=False, **hub)
     except (OSError, HTTP_ERROR) as error:
         refused = why_refused(error)
         if refused is None:
             raise
-        at = f" at {hub['revision']!r}" if hub.get("revision") not in (None, "main") else ""
         raise OSError(f"{name} of {path!r}{at} cannot be fetched: {refused}.") from error
+    quiet = hub.get("_raise_exceptions_for_connection_errors") is False
+    if file is None and not quiet and not any(was_looked_up(path, one, hub) for one in (name, CONFIG_NAME)):
+        raise OSError(f"{name} of {path!r}{at} cannot be fetched: {NOT_ASKED}.")
+    return file
+
+
+def was_looked_up(path: str, name: str, hub: Mapping[str, Any]) -> bool:
+    """Whether it is known of a file if a model has it: not where the Hub could not be asked for it.
+
+    Other files of the model in the cache do not tell: they may be a part of it.
+    """
+    if os.path.isdir(path):
+        return True
+    named = {key: hub[key] for key in ("revision", "cache_dir") if hub.get(key) is not None}
+    if try_to_load_from_cache(path, os.path.join(hub.get("subfolder") or "", name), **named) is not None:
+        return True
+    given = {key: hub[key] for key in ("subfolder", "token", "local_files_only") if hub.get(key) is not None}
+    try:
+        hf_hub_download(path, name, **named, **given)  # a cache that cannot be written to keeps no note of it
+    except RemoteEntryNotFoundError:
+        return True
+    except (OSError, HTTP_ERROR, ValueError):
+        return False
+    return True
 
 
 def is_missing_folder(name: str) -> bool:
@@ -229,7 +274,9 @@ def is_missing_folder(name: str) -> bool:
 def why_refused(error: BaseException) -> str | None:
     """What the Hub had against a download, and what to do; None for an error that is not about that."""
     cause: BaseException | None = error
+    asked = True
     while cause is not None:
+        asked = asked and not isinstance(cause, LocalEntryNotFoundError)
         if isinstance(cause, GatedRepoError):
             return "the repository is gated: ask for access on its page, then sign in or pass token="
         if isinstance(cause, RepositoryNotFoundError):
@@ -249,7 +296,7 @@ def why_refused(error: BaseException) -> str | None:
                 "local folder was meant, there is none of that name"
             )
         cause = cause.__cause__ or cause.__context__
-    return None
+    return None if asked else NOT_ASKED
 
 
 @torch.inference_mode(False)

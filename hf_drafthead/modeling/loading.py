@@ -242,7 +242,7 @@ class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
             self.hf_device_map["drafter"] = device
 
     def __getstate__(self) -> dict[str, Any]:
-        """What is copied and pickled: all but what calls have found out about the base, which a copy finds out again."""
+        """What is copied and pickled: all but what calls have found out about the base, as a copy does by itself."""
         keep_picklable(self)
         return {name: value for name, value in self.__dict__.items() if name not in FOUND_BY_CALLS}
 

@@ -11,7 +11,7 @@ os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")  # read on import: a 
 import gradio as gr
 
 from hf_drafthead.data.texts import one_line
-from hf_drafthead.evaluation.calls import draft, encode
+from hf_drafthead.evaluation.calls import as_tokens, draft, encode
 from hf_drafthead.generation.settings import ACCEPTANCES
 from hf_drafthead.generation.slots import out_of_memory
 from hf_drafthead.generation.tree import DraftTree, published_trees
@@ -180,8 +180,8 @@ def build(model: Any, tokenizer: Any, *, max_new_tokens: int = 128) -> gr.Blocks
 def warm_up(model: Any, tokenizer: Any) -> None:
     """Do what happens in the first call only: the probe of the base, allocations."""
     inputs, settings = encode(model, tokenizer, ["1, 2, 3"]), {"max_new_tokens": 4, "do_sample": False}
-    model.base.generate(**inputs, **settings)
-    draft(model, None, inputs, settings)
+    model.base.generate(**inputs, **as_tokens(model, settings, tokenizer))
+    draft(model, None, inputs, settings, tokenizer)
 
 
 def name_of(model: Any) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers.generation.streamers import BaseStreamer
 
-from hf_drafthead.evaluation.calls import BASE, HEADS, check_room, drafted, encode, sampling
+from hf_drafthead.evaluation.calls import BASE, HEADS, as_tokens, check_room, drafted, encode, sampling
 from hf_drafthead.evaluation.measurement import guess_depths
 from hf_drafthead.evaluation.questions import chat_text
 from hf_drafthead.evaluation.rounding import BaseCall, FirstDifference
@@ -235,6 +235,7 @@ class Asked:
                 not fit.
         """
         settings = {"max_new_tokens": self.max_new_tokens, **sampling(self.temperature)}
+        settings = as_tokens(model, settings, tokenizer)
         inputs, drafting = self._encoded(model, tokenizer), self._drafting(model)
         how: dict[str, Any] = {"copies": self.copies, "seed": self.seed, "with_base": self.with_base}
         return SideBySide(model, inputs, settings, drafting, **how)

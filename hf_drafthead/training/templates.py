@@ -55,14 +55,6 @@ def refuse_unknown(tokenizer: Any, ids: list[int], vocab_size: int | None) -> No
         )
 
 
-def frame(tokenizer: Any) -> tuple[list[int], list[int]]:
-    """What a tokenizer puts in front of every text, and behind it: special tokens, or nothing."""
-    inner = tokenizer("a", add_special_tokens=False)["input_ids"]
-    whole = tokenizer("a")["input_ids"]
-    at = next(at for at in range(len(whole)) if whole[at : at + len(inner)] == inner)
-    return whole[:at], whole[at + len(inner) :]
-
-
 class ChatEncoder:
     """Encodes chats with a tokenizer's chat template and marks what the assistant wrote.
 

@@ -31,6 +31,8 @@ from hf_drafthead.generation.settings import DraftSettings
 from hf_drafthead.generation.tree import MAX_NODES
 from hf_drafthead.trees.grow import ALONE, METHODS, MOST_RANK, Size, TreeStatistics
 from hf_drafthead.trees.rank_paths import (
+    TO_THE_END,
+    TOKENS_ALONE,
     check_prompts,
     check_temperature,
     left_padded,
@@ -105,6 +107,8 @@ def calibrate(
     """
     if minutes is not None and not 0 < minutes < math.inf:
         raise ValueError(f"minutes is {minutes}: expected a number above 0.")
+    if (reason := model.why_no_drafts()) is not None:
+        raise ValueError(f"there is no tree to choose, for these heads never draft on this base: {reason}.")
     if not 2 <= max_nodes <= MAX_NODES:
         raise ValueError(f"max_nodes is {max_nodes}: expected 2 (the root and one guess) to {MAX_NODES:,}.")
     if not batch_sizes or min(batch_sizes) < 1:
@@ -119,7 +123,7 @@ def calibrate(
         advance = progress("text")
         counted = count_trees(model, prompts, new_tokens, max_nodes, temperature, method, advance)
         how = {"temperature": temperature, "method": method, "prompts": len(prompts), "positions": counted.positions}
-        call: dict[str, Any] = {"do_sample": bool(temperature), "eos_token_id": None, "min_new_tokens": None}
+        call: dict[str, Any] = {**TOKENS_ALONE, **TO_THE_END, "do_sample": bool(temperature), "min_new_tokens": None}
         call |= {"temperature": float(temperature)} if temperature else {}
         call["max_new_tokens"] = min(new_tokens, TIMED_TOKENS)
         missing = [size for size in batch_sizes if entries[size] is None]

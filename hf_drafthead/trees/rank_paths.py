@@ -21,6 +21,11 @@ from hf_drafthead.generation.tree import DraftTree
 UNLIMITED_DEPTH = 5  # levels that are looked at where the drafter could go on for ever
 TEXTS_AT_ONCE = 32
 PAD = 0  # any token that the base embeds will do: a tokenizer's pad token need not be one
+# What a base's generation config may ask for otherwise: a call that measures wants tokens alone, a row of each prompt.
+TOKENS_ALONE: dict[str, Any] = {"return_dict_in_generate": False, "num_return_sequences": 1}
+TOKENS_ALONE |= {f"output_{name}": False for name in ("scores", "logits", "attentions", "hidden_states")}
+# ... and, where all texts are to be of one length, that they do not end at words.
+TO_THE_END: dict[str, Any] = {"stop_strings": None, "token_healing": False, "eos_token_id": None}
 UNKNOWN = -1  # rank of a token behind the end of its row
 
 
@@ -71,7 +76,8 @@ def sampled_prompts(model: Any, count: int = 48, length: int = 32, new_tokens: i
     first = next((token for token in (config.bos_token_id, config.eos_token_id) if token is not None), 0)
     start = torch.as_tensor(first, device=base.get_input_embeddings().weight.device).view(-1)[:1]
     alone = torch.ones(count, 1, dtype=torch.long, device=start.device)
-    sampling = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "eos_token_id": None}
+    sampling = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "num_beams": 1}
+    sampling |= {**TOKENS_ALONE, **TO_THE_END, "prompt_lookup_num_tokens": None}  # which decodes one row at a time
     with own_seed(model):
         return list(base.generate(start * alone, attention_mask=alone, max_new_tokens=length - 1, **sampling))
 
@@ -92,7 +98,8 @@ def own_texts(
     settings |= {"do_sample": True, "temperature": float(temperature)} if temperature else {"do_sample": False}
     batch, end = left_padded(model, prompts), model.generation_config.eos_token_id
     starts, width = batch["attention_mask"].sum(1), batch["input_ids"].shape[1]
-    call = {**batch, "max_new_tokens": new_tokens, "pad_token_id": PAD, "draft_tree": [[0]], **settings}
+    call = {**batch, **TOKENS_ALONE, **TO_THE_END, "eos_token_id": end, "pad_token_id": PAD, "draft_tree": [[0]]}
+    call |= {"max_new_tokens": new_tokens, **settings}
     with own_seed(model, seed):
         texts = model.generate(**call)
     ended = torch.isin(texts[:, width:], torch.as_tensor([] if end is None else end, device=texts.device))
@@ -102,11 +109,11 @@ def own_texts(
     return Texts(torch.stack(rows), starts, starts + first_end)
 
 
-def left_padded(model: Any, prompts: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+def left_padded(model: Any, prompts: Sequence[torch.Tensor], pad: int = PAD) -> dict[str, torch.Tensor]:
     """`input_ids` and `attention_mask` (B, P) of a batch of prompts, on the model's device."""
     device = model.get_input_embeddings().weight.device
     rows = [prompt.to(device) for prompt in prompts]
-    ids = torch.nn.utils.rnn.pad_sequence(rows, True, PAD, padding_side="left")
+    ids = torch.nn.utils.rnn.pad_sequence(rows, True, pad, padding_side="left")
     mask = torch.nn.utils.rnn.pad_sequence([*map(torch.ones_like, rows)], True, 0, padding_side="left")
     return {"input_ids": ids, "attention_mask": mask}
 

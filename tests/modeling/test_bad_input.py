@@ -203,7 +203,7 @@ def test_a_base_that_is_not_where_the_user_says(heads):
 
 def test_a_base_that_is_not_on_the_hub(heads):
     edit_config(heads, base_model_name_or_path="org/not-downloaded")
-    message = "the base 'org/not-downloaded' of '...heads' was not found (...): " + GIVE_BASE
+    message = "the base 'org/not-downloaded' of '...heads' cannot be fetched at 'main': it is not in the cache, and ..."
     with refused(OSError, message):
         AutoModel.from_pretrained(heads, local_files_only=True)
 
@@ -283,9 +283,11 @@ def test_loading_arguments_for_a_base_that_is_loaded(heads, argument):
 
 
 def test_a_base_for_new_heads_that_is_not_there(tmp_path):
-    for name, what in ((tmp_path, "cannot be read"), (tmp_path / "not there", "was not found"), ("org/not", "was not")):
-        message = f"the base '...' {what}...(...): give the id or path of a causal language model."
-        with refused(OSError, message):
+    give = "...: give the id or path of a causal language model."
+    asked = "cannot be fetched at 'main': it is not in the cache, and the Hub cannot be reached..."
+    whats = {tmp_path: f"cannot be read{give}", tmp_path / "not there": f"was not found{give}", "org/not": asked}
+    for name, what in whats.items():
+        with refused(OSError, f"the base '...' {what}"):
             MedusaForCausalLM.from_base(name, local_files_only=True)
 
 
@@ -348,7 +350,8 @@ def test_a_config_of_another_family_is_refused():
 
 T5 = {"d_model": 16, "num_layers": 1, "d_ff": 16, "num_heads": 2, "vocab_size": 32}
 ONLY = (
-    ": draft heads need a decoder-only language model, as AutoModelForCausalLM or AutoModelForImageTextToText loads it."
+    ": draft heads need a decoder-only language model, as AutoModelForCausalLM, "
+    "AutoModelForImageTextToText or AutoModelForMultimodalLM loads it."
 )
 
 

@@ -21,9 +21,15 @@ from transformers import (
     PreTrainedTokenizerFast,
     pipeline,
 )
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+)
 from transformers.utils import logging
 
 from hf_drafthead.modeling import EagleForCausalLM, HydraForCausalLM, MedusaForCausalLM
+from hf_drafthead.modeling.base_model import auto_class
 from tests.base_table import tiny
 from tests.bases import SIZES, VOCABULARY, tiny_base
 from tests.families import FAMILIES, features_of
@@ -262,6 +268,38 @@ def test_a_base_that_reads_images_as_well(tmp_path, form):
     got = loaded.generate(IDS[:1], max_new_tokens=6, return_dict_in_generate=True)
     assert torch.equal(got.sequences, model.base.generate(IDS[:1], max_new_tokens=6))
     assert got.accepted_lengths is not None
+
+
+HEARS = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "num_mel_bins": 8}
+SOUND = {
+    "voxtral": {**HEARS, "intermediate_size": 64, "max_source_positions": 16},
+    "qwen2_audio": {"d_model": 16, "encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 24},
+}
+SOUND["qwen2_audio"] |= {"num_mel_bins": 8, "max_source_positions": 16}
+
+
+@pytest.mark.parametrize("form", ["heads only", "with base"])
+@pytest.mark.parametrize("kind", SOUND)
+def test_a_base_that_hears_as_well(tmp_path, kind, form):
+    text = {**SIZES, "model_type": "llama", "num_key_value_heads": 2}
+    config = AutoConfig.for_model(kind, text_config=text, audio_config=SOUND[kind])
+    base = auto_class(config).from_config(config, dtype=torch.float64).eval()
+    base.save_pretrained(tmp_path / "base")
+    model = MedusaForCausalLM.from_base(tmp_path / "base")
+    assert type(model.base) is type(base)
+    model.save_pretrained(tmp_path / "heads", include_base=form == "with base")
+    loaded = AutoModel.from_pretrained(tmp_path / "heads")
+    assert_same(model, loaded)
+    got = loaded.generate(IDS[:1], max_new_tokens=6, return_dict_in_generate=True)
+    assert torch.equal(got.sequences, base.generate(IDS[:1], max_new_tokens=6))
+    assert got.accepted_lengths is not None
+
+
+@pytest.mark.parametrize("names", [MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES, MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES])
+def test_every_decoder_only_model_that_sees_or_hears_is_loaded_by_its_path(names):
+    configs = {kind: CONFIG_MAPPING[kind]() for kind in names if kind != "evolla"}  # which reads proteins
+    refused = {kind for kind, config in configs.items() if not config.is_encoder_decoder and auto_class(config) is None}
+    assert refused == set()
 
 
 @pytest.mark.parametrize("loader", [AutoModel, EagleForCausalLM], ids=["AutoModel", "own class"])
