@@ -3,6 +3,7 @@
 Importing this package registers its model families with `AutoConfig`, `AutoModel` and `AutoModelForCausalLM`.
 """
 
+import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -49,9 +50,17 @@ def _heads_output(model: Any, *args: Any, **inputs: Any) -> Any:
 
 
 def _started_as_command() -> bool:
-    """Whether this process is the command line, which imports torch only where a command needs it."""
-    program = sys.argv[0] if getattr(sys, "argv", None) else ""
-    return Path(program).stem == "hf-drafthead" or (program == "-m" and "-m hf_drafthead" in " ".join(sys.orig_argv))
+    """Whether this process is the command line, which imports torch only where a command needs it.
+
+    A script of the user's own may have the command's name: what pip has installed imports `hf_drafthead.cli`.
+    """
+    program = Path(sys.argv[0] if getattr(sys, "argv", None) else "")
+    if program.name == "-m":
+        options = zip(sys.orig_argv, sys.orig_argv[1:])
+        return any(re.fullmatch("-[A-Za-z]*m", option) and name == "hf_drafthead" for option, name in options)
+    if program.name == "hf-drafthead" and program.is_file():
+        return "hf_drafthead.cli" in program.read_text(encoding="utf-8", errors="replace")
+    return program.name in ("hf-drafthead", "hf-drafthead.exe")
 
 
 if not _started_as_command():

@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import json
+import os
 import subprocess
 import sys
 import zipfile
@@ -105,6 +106,23 @@ try:
 finally:
     print("imported:", [name for name in ("torch", "transformers", "datasets", "matplotlib") if name in sys.modules])
 """
+
+
+USES_THE_PACKAGE = """
+import hf_drafthead
+from transformers import AutoConfig
+print(hf_drafthead.MedusaForCausalLM.__name__, AutoConfig.for_model("drafthead_medusa").model_type)
+"""
+
+
+@pytest.mark.parametrize("name", ["hf-drafthead.py", "hf-drafthead", "hf_drafthead_tools.py"])
+def test_a_script_of_any_name_can_use_the_package(tmp_path, name):
+    (tmp_path / name).write_text(USES_THE_PACKAGE)
+    words = ["-m", Path(name).stem] if name == "hf_drafthead_tools.py" else [str(tmp_path / name)]
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"}
+    ended = subprocess.run([sys.executable, *words], capture_output=True, text=True, cwd=tmp_path, env=environment)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.split() == ["MedusaForCausalLM", "drafthead_medusa"]
 
 
 @pytest.mark.parametrize("words", [["--help"], ["--version"], ["bench", "--help"], []], ids=" ".join)

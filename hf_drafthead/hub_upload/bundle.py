@@ -1,9 +1,10 @@
 """The package's model code as one file, for places where only transformers and torch are installed.
 
 transformers fetches that file from the repository of the weights if `trust_remote_code=True` is given. It holds the
-modules that a family needs, each after the modules that it imports: imports between them are removed, all other imports
-stand once at the top, and the published trees are included as data. What one file cannot follow, such as an import of a
-whole module or two meanings of a name, a test finds in the file.
+definitions that decoding with a family needs, those of a module after those of the modules that it imports: imports
+between them are removed, all other imports stand once at the top, and the published trees are included as data.
+Docstrings stand in the package alone. What one file cannot follow, such as an import of a whole module or two meanings
+of a name, a test finds in the file.
 """
 
 import ast
@@ -14,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from hf_drafthead.generation import tree as tree_module
+from hf_drafthead.hub_upload.needed import mentioned, needed
 from hf_drafthead.modeling.checkpoint import read_heads_config
 from hf_drafthead.modeling.config import MODEL_TYPE_PREFIX
 from hf_drafthead.modeling.families import BY_MODEL_TYPE
@@ -38,6 +40,26 @@ from __future__ import annotations
 __version__ = "{version}"
 '''
 
+CALLED_BY_USERS = ("why_no_drafts",)
+# What only makes, trains, converts or publishes heads, and defends against files of others: a repository whose code is
+# run is trusted. Statements in the place of the bodies of these functions.
+ONLY_IN_THE_PACKAGE = 'raise ImportError("this needs hf_drafthead, of which only the model code is here: install it.")'
+INSTEAD = dict.fromkeys(
+    (
+        "LoadableModel.from_base",
+        "LoadableModel._from_other_layout",
+        "DraftHeadPreTrainedModel.push_to_hub",
+        "plain_state",
+        "save_adapter",
+        "check_merged_names",
+    ),
+    ONLY_IN_THE_PACKAGE,
+)
+INSTEAD |= dict.fromkeys(("_refuse_costly", "_refuse_shadowing", "_check_header"), "pass")
+INSTEAD |= dict.fromkeys(("how_to_convert", "DraftHeadPreTrainedModel._code_writer"), "return None")
+HAVE_A_START = ("Drafter", "Eagle3Drafter", "EagleDrafter", "AmphistaDrafter", "DraftModelDrafter", "OutputProjections")
+INSTEAD |= {f"{name}.copy_from_base": "pass" for name in HAVE_A_START}
+
 # Takes the place of an import, inside a function, of what only the package has.
 ABSENT = """\
 try:
@@ -61,30 +83,34 @@ def build_bundle(family: str) -> str:
     """The model code of a family (`medusa`, ...) as one Python file; the same package gives the same text."""
     if family not in MODELS:
         raise ValueError(f"there is no family {family!r}: expected one of {', '.join(sorted(MODELS))}.")
-    modules = in_order(MODELS[family].__module__)
+    model_class = MODELS[family]
+    modules = in_order(model_class.__module__)
     trees = next(module for module in modules if module.name == tree_module.__name__)
     lines = [f"        {name!r}: {paths}," for name, paths in sorted(tree_module._tree_files().items())]
     data = "\n".join(["def _tree_files():", "    return {", *lines, "    }"])
     trees.text = trees.text.replace(inspect.getsource(tree_module._tree_files).strip(), data)
-    statements = sorted({statement for module in modules for statement in module.imports})
+    roots = {model_class.__name__, model_class.config_class.__name__, *CALLED_BY_USERS}
+    texts = needed({module.name: module.text for module in modules}, roots, INSTEAD)
+    used = {name for text in texts.values() for name in mentioned(ast.parse(text))}
+    statements = sorted({one for module in modules for one, name in module.imports.items() if name in used})
     # `import x` before `from x import y`, as everywhere in the package
     imports = sorted(statements, key=lambda statement: not statement.startswith("import "))
     header = HEADER.format(family=family, version=__version__, imports="\n".join(imports))
-    parts = [f"# ---- {module.name.replace('.', '/')}.py\n\n{module.text}" for module in modules]
-    return "\n\n\n".join([header.strip(), *parts]) + "\n"
+    parts = [f"# ---- {name.replace('.', '/')}.py\n{text}" for name, text in texts.items()]
+    return "\n\n".join([header.strip(), *parts]) + "\n"
 
 
 @dataclass
 class Module:
     """One module of the package, as it goes into the file.
 
-    text: without its imports; imports: its statements that import from elsewhere, one for each name; needs: modules
-    that have to stand before it; uses: modules that its functions import.
+    text: without its imports; imports: its statements that import from elsewhere, each with the one name that it
+    binds; needs: modules that have to stand before it; uses: modules that its functions import.
     """
 
     name: str
     text: str = ""
-    imports: set[str] = field(default_factory=set)
+    imports: dict[str, str] = field(default_factory=dict)
     needs: list[str] = field(default_factory=list)
     uses: list[str] = field(default_factory=list)
 
@@ -97,8 +123,8 @@ def in_order(name: str) -> list[Module]:
         if one in found:
             return
         module = read_module(one)
-        for needed in module.needs:
-            put(needed)
+        for earlier in module.needs:
+            put(earlier)
         found[one] = module
 
     put(name)
@@ -137,11 +163,13 @@ def read_module(name: str) -> Module:
 def take_import(module: Module, node: ast.Import | ast.ImportFrom, needed: bool) -> None:
     """Note an import of a module's top level."""
     if isinstance(node, ast.Import):
-        module.imports |= {ast.unparse(ast.Import([alias])) for alias in node.names}
+        names = {alias: alias.asname or alias.name.partition(".")[0] for alias in node.names}
+        module.imports |= {ast.unparse(ast.Import([alias])): name for alias, name in names.items()}
     elif node.module == "__future__":  # stands at the top of the file anyway
         return
     elif not f"{node.module}.".startswith(PACKAGE):
-        module.imports |= {ast.unparse(ast.ImportFrom(node.module, [alias], 0)) for alias in node.names}
+        names = {alias: alias.asname or alias.name for alias in node.names}
+        module.imports |= {ast.unparse(ast.ImportFrom(node.module, [alias], 0)): name for alias, name in names.items()}
     elif needed:
         module.needs.append(str(node.module))
 

@@ -81,6 +81,20 @@ class HeadsSource:
         inside = self.heads.get("subfolder")
         return os.path.join(self.given, inside) if inside and os.path.isdir(self.given) else self.given
 
+    def adapter(self, beside: bool = True) -> tuple[str | None, dict[str, Any]]:
+        """Where an adapter of the whole model lies, heads and base, and arguments for loading it; None without one.
+
+        Args:
+            beside: whether one is looked for beside the heads if the user names none.
+
+        Raises:
+            OSError: it cannot be read, or is no safetensors file.
+        """
+        arguments = dict(self.heads.get("adapter_kwargs") or {})
+        place = arguments.pop("_adapter_model_path", None) or (self.given if beside else None)
+        held = place is not None and find_adapter(place, self.hub) is not None
+        return (place if held else None), arguments
+
 
 class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
     """A base and a drafter in one model, and the ways to make it; `modeling.base` has what it does."""
@@ -305,59 +319,18 @@ class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
             fetch={key: kwargs.pop(key) for key in HUB_ARGUMENTS & set(kwargs)},
             heads={key: kwargs.pop(key) for key in HEADS_ARGUMENTS & set(kwargs)},
         )
-        settings: Mapping[str, Any] | None = {} if given is None else None
-        own: DraftHeadConfig
         if convert:
             if config is not None:
                 raise ValueError("config= cannot be given with convert=True, which reads it from the layout: drop it.")
-            fields = {name: kwargs.pop(name) for name in cls.config_class.heads_fields() & set(kwargs)}
-            own, converted, settings = _formats().converted(
-                cls, source.path, base_model=base_model, base_revision=base_revision, fields=fields, hub=source.hub
-            )
+            model = cls._from_other_layout(source, base_model, base_revision, use_safetensors, kwargs)
         else:
-            own, converted = read_heads_config(source.path, source.hub, cls.config_class, config), None
-        # AutoModel puts the user's choice of these into the config.
-        for name in ("attn_implementation", "experts_implementation"):
-            if (chosen := getattr(own, f"_{name}")) is not None:
-                kwargs.setdefault(name, chosen)
-            setattr(own, f"_{name}", None)
-        own.name_or_path = given or ""
-        if state_dict is not None:
-            own.base_included = any(name.startswith("base.") for name in state_dict)
-        untouched = copy.deepcopy(own) if own.base_included else own
-        if converted is not None:
-            model, tensors = cls._blank(untouched, build_base=False), converted
-        else:
-            variant = source.heads.get("variant")
-            model, tensors = cls._without_memory(source.path, untouched, variant, source.hub, state_dict)
-        # What lies beside the weights is read before the base is, which may take minutes.
-        of_adapter = dict(source.heads.get("adapter_kwargs") or {})
-        adapter = of_adapter.pop("_adapter_model_path", None) or source.path  # of the whole model, heads and base
-        wanted = settings is None or adapter != source.path
-        adapted = wanted and find_adapter(adapter, source.hub) is not None
-        settings = read_generation_settings(source.path, source.hub) if settings is None else settings
-        if own.base_included:
-            if base_model is not None or base_revision is not None:
-                raise ValueError(f"{source.path!r} contains its own base: drop base_model= and base_revision=.")
-            if use_safetensors is False:
-                raise ValueError(
-                    f"{source.path!r} is only read as safetensors, for a pickle can run code: drop use_safetensors."
-                )
-            model = cls._with_its_base(source, own, state_dict, kwargs)
-        else:
-            if use_safetensors is not None:
-                kwargs["use_safetensors"] = use_safetensors
-            model.config.__dict__.pop("quantization_config", None)  # of a base that is not here
-            base = load_base(source.place, model.config, base_model, base_revision, source.fetch, kwargs)
-            if active_adapter(base) is None:
-                adapt(base, source.given, model.config, source.hub, isinstance(base_model, nn.Module))
-            model._fill(tensors, *last_layer(base))
-            model.drafter.check_values(source.path)
-            model._attach(base)
-            model._take_generation_config(settings)
-            if adapted:
-                model.load_adapter(adapter, adapter_kwargs=of_adapter)
-        model.base.requires_grad_(False)
+            heads = read_heads_config(source.path, source.hub, cls.config_class, config)
+            if state_dict is not None:
+                heads.base_included = any(name.startswith("base.") for name in state_dict)
+            load = cls._with_its_base if heads.base_included else cls._from_heads
+            model = load(source, heads, state_dict, base_model, base_revision, use_safetensors, kwargs)
+        if not isinstance(base_model, nn.Module):  # a live model stays as it is
+            model.base.requires_grad_(False)
         model.checkpoint_revision = source.heads.get("revision")
         if generation_config is not None:
             model.generation_config = HeadsGenerationConfig.of(generation_config)
@@ -366,14 +339,92 @@ class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
         return model, {"missing_keys": set(), "unexpected_keys": set(), "mismatched_keys": set(), "error_msgs": []}
 
     @classmethod
+    def _from_other_layout(
+        cls: type[LoadedModel],
+        source: HeadsSource,
+        base_model: str | os.PathLike | nn.Module | None,
+        base_revision: str | None,
+        use_safetensors: bool | None,
+        arguments: dict[str, Any],
+    ) -> LoadedModel:
+        """The model of heads in the layout of another project; arguments as of `from_pretrained`."""
+        fields = {name: arguments.pop(name) for name in cls.config_class.heads_fields() & set(arguments)}
+        config, tensors, settings = _formats().converted(
+            cls, source.path, base_model=base_model, base_revision=base_revision, fields=fields, hub=source.hub
+        )
+        arguments = _with_implementations(config, source, {**arguments, "use_safetensors": use_safetensors})
+        model, adapter = cls._blank(config, build_base=False), source.adapter(beside=False)
+        return model._on_base(source, tensors, settings, adapter, base_model, base_revision, arguments)
+
+    @classmethod
+    def _from_heads(
+        cls: type[LoadedModel],
+        source: HeadsSource,
+        config: DraftHeadConfig,
+        state_dict: Mapping[str, Tensor] | None,
+        base_model: str | os.PathLike | nn.Module | None,
+        base_revision: str | None,
+        use_safetensors: bool | None,
+        arguments: dict[str, Any],
+    ) -> LoadedModel:
+        """The model of a checkpoint that holds the heads alone; arguments as of `from_pretrained`."""
+        arguments = _with_implementations(config, source, {**arguments, "use_safetensors": use_safetensors})
+        variant = source.heads.get("variant")
+        model, tensors = cls._without_memory(source.path, config, variant, source.hub, state_dict)
+        settings = {} if source.given is None else read_generation_settings(source.path, source.hub)
+        # What lies beside the weights is read before the base is, which may take minutes.
+        return model._on_base(source, tensors, settings, source.adapter(), base_model, base_revision, arguments)
+
+    def _on_base(
+        self: LoadedModel,
+        source: HeadsSource,
+        tensors: Mapping[str, Tensor],
+        settings: Mapping[str, Any],
+        adapter: tuple[str | None, dict[str, Any]],
+        base_model: str | os.PathLike | nn.Module | None,
+        base_revision: str | None,
+        arguments: dict[str, Any],
+    ) -> LoadedModel:
+        """Heads without memory, with their tensors, settings and adapter, on their base."""
+        self.config.__dict__.pop("quantization_config", None)  # of a base that is not here
+        arguments = {name: value for name, value in arguments.items() if (name, value) != ("use_safetensors", None)}
+        base = load_base(source.place, self.config, base_model, base_revision, source.fetch, arguments)
+        if active_adapter(base) is None:
+            adapt(base, source.given, self.config, source.hub, isinstance(base_model, nn.Module))
+        self._fill(tensors, *last_layer(base))
+        self.drafter.check_values(source.path)
+        self._attach(base)
+        self._take_generation_config(settings)
+        place, how = adapter
+        if place is not None:
+            self.load_adapter(place, adapter_kwargs=how)
+        return self
+
+    @classmethod
     def _with_its_base(
         cls: type[LoadedModel],
         source: HeadsSource,
         config: DraftHeadConfig,
         state_dict: Mapping[str, Tensor] | None,
+        base_model: str | os.PathLike | nn.Module | None,
+        base_revision: str | None,
+        use_safetensors: bool | None,
         arguments: dict[str, Any],
     ) -> LoadedModel:
-        """The model of a checkpoint that holds its base, as transformers loads it."""
+        """The model of a checkpoint that holds its base too, as transformers loads it; else as `_from_heads`."""
+        arguments = _with_implementations(config, source, arguments)
+        # What does not fit is refused, also of an adapter of the whole model, before transformers reads it.
+        untouched, variant = copy.deepcopy(config), source.heads.get("variant")
+        cls._without_memory(source.path, untouched, variant, source.hub, state_dict)
+        source.adapter()
+        if source.given is not None:
+            read_generation_settings(source.path, source.hub)
+        if base_model is not None or base_revision is not None:
+            raise ValueError(f"{source.path!r} contains its own base: drop base_model= and base_revision=.")
+        if use_safetensors is False:
+            raise ValueError(
+                f"{source.path!r} is only read as safetensors, for a pickle can run code: drop use_safetensors."
+            )
         heads = {**source.heads, **source.fetch, "config": config, "state_dict": state_dict and dict(state_dict)}
         if arguments.get("quantization_config") is not None:
             arguments["quantization_config"] = cls._sparing_the_drafter(config, arguments["quantization_config"])
@@ -462,6 +513,18 @@ class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
             values[name] = [name for name, module in blank.named_modules() if module is head]
         values[name] = [*values[name], "drafter"]
         return spared
+
+
+def _with_implementations(config: DraftHeadConfig, source: HeadsSource, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Arguments for loading a base, with the user's choice of attention and experts, which AutoModel puts into the
+    config of the heads; these take the name of their place."""
+    chosen = {}
+    for name in ("attn_implementation", "experts_implementation"):
+        if (choice := getattr(config, f"_{name}")) is not None:
+            chosen[name] = choice
+        setattr(config, f"_{name}", None)
+    config.name_or_path = source.given or ""
+    return {**chosen, **arguments}
 
 
 def _formats() -> Any:

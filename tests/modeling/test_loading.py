@@ -256,6 +256,20 @@ def test_tensors_may_be_given_instead_of_a_checkpoint(family, saved, form):
     assert torch.equal(loaded.generate(IDS[:1], max_new_tokens=4), model.base.generate(IDS[:1], max_new_tokens=4))
 
 
+@two_families
+@pytest.mark.parametrize("training", [True, False], ids=["training", "eval"])
+def test_a_live_base_is_used_as_it_is(family, saved, training):
+    folder, _ = saved
+    base = tiny_base("llama-gqa").train(training)
+    base.lm_head.weight.requires_grad_(False)
+    before = {name: parameter.requires_grad for name, parameter in base.named_parameters()}
+    model = family.model_class.from_pretrained(folder, base_model=base)
+    assert model.base is base and base.training == training
+    assert {name: parameter.requires_grad for name, parameter in base.named_parameters()} == before
+    loaded = family.model_class.from_pretrained(folder)
+    assert not any(parameter.requires_grad for parameter in loaded.base.parameters())
+
+
 @pytest.mark.parametrize("form", ["heads only", "with base"])
 def test_a_base_that_reads_images_as_well(tmp_path, form):
     tiny("qwen2_5_vl").save_pretrained(tmp_path / "base")

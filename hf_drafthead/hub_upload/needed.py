@@ -1,0 +1,172 @@
+"""Which definitions of some modules are needed: those that are used by name, beginning with a few.
+
+A class keeps the methods that something needed calls by their name, those with two underscores, and those that take
+the place of another library's. What is called by a name that is put together at run time is not found: the caller
+names it. Of a long docstring its first paragraph is kept.
+"""
+
+import ast
+import importlib
+import keyword
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+NOTHING: Mapping[str, str] = MappingProxyType({})
+Function = (ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+@dataclass
+class Definition:
+    """A statement of a module's top level, or a method of a class.
+
+    first, last: its lines, comments right above it included; names: what it defines; uses: names that it mentions;
+    methods: of a class, which it does not include; always: whether it is kept wherever what it is in is.
+    """
+
+    node: ast.stmt
+    first: int
+    last: int
+    names: set[str]
+    uses: set[str]
+    methods: list["Definition"] = field(default_factory=list)
+    always: bool = False
+
+
+def needed(texts: Mapping[str, str], roots: Collection[str], instead: Mapping[str, str] = NOTHING) -> dict[str, str]:
+    """The modules' texts without what nothing needs; a module of which nothing is left is not among them.
+
+    Args:
+        texts: by the names of the modules, without imports between them.
+        roots: names of the definitions to begin with.
+        instead: statements that take the place of the bodies of functions, or of methods by `Class.method`.
+    """
+    texts = {name: replaced(text, instead) for name, text in texts.items()}
+    modules = {name: definitions(name, text) for name, text in texts.items()}
+    everything = [definition for found in modules.values() for definition in found]
+    defined = {name for definition in everything for name in definition.names}
+    used, kept = set(roots), set()
+    while True:
+        before = len(kept)
+        for definition in everything:
+            effect = not definition.names  # such as a loop that sets attributes: as needed as what it works on
+            wanted = bool(definition.uses & defined & used) if effect else bool(definition.names & used)
+            for part in (definition, *definition.methods) if wanted else ():
+                if id(part) not in kept and (part is definition or part.always or part.names & used):
+                    kept.add(id(part))
+                    used |= part.uses
+        if len(kept) == before:
+            break
+    shortened = {name: without_rest(texts[name], found, kept) for name, found in modules.items()}
+    return {name: text for name, text in shortened.items() if text}
+
+
+def replaced(text: str, instead: Mapping[str, str]) -> str:
+    """A module's text with other bodies of some functions, which then take any arguments."""
+    lines, tree = text.splitlines(), ast.parse(text)
+    functions = {node.name: node for node in tree.body if isinstance(node, Function)}
+    for kind in (node for node in tree.body if isinstance(node, ast.ClassDef)):
+        functions |= {f"{kind.name}.{node.name}": node for node in kind.body if isinstance(node, Function)}
+    for name in sorted(set(functions) & set(instead), key=lambda name: -functions[name].lineno):
+        node = functions[name]
+        indent = " " * node.col_offset
+        body = [f"{indent}def {node.name}(*given, **named):", f"{indent}    {instead[name]}"]
+        lines[node.lineno - 1 : node.end_lineno] = body
+    return "\n".join(lines)
+
+
+def definitions(module: str, text: str) -> list[Definition]:
+    """What stands in a module, in its order."""
+    lines, found = text.splitlines(), []
+    for node in ast.parse(text).body:
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):  # the docstring
+            continue
+        whole = Definition(node, first_line(node, lines), node.end_lineno or 0, names_of(node), set())
+        parts = [node]
+        if isinstance(node, ast.ClassDef):
+            theirs = foreign_names(module, node.name)
+            for method in (part for part in node.body if isinstance(part, Function)):
+                always = method.name in theirs or (method.name.startswith("__") and method.name.endswith("__"))
+                part = Definition(method, first_line(method, lines), method.end_lineno or 0, {method.name}, set())
+                part.uses, part.always = set(mentioned(method)), always
+                whole.methods.append(part)
+            parts = [*node.bases, *node.keywords, *node.decorator_list]  # type: ignore[list-item]
+            parts += [part for part in node.body if not isinstance(part, Function)]
+        whole.uses = {name for part in parts for name in mentioned(part)}
+        found.append(whole)
+    return found
+
+
+def names_of(node: ast.stmt) -> set[str]:
+    """What a statement of the top level defines; nothing for one that only has an effect."""
+    if isinstance(node, (*Function, ast.ClassDef)):
+        return {node.name}
+    if isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign)):
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        inside = [part for target in targets for part in ast.walk(target)]
+        return {part.id for part in inside if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store)}
+    return set()
+
+
+def mentioned(node: ast.AST) -> Iterator[str]:
+    """Every name in a piece of code, of attributes and in strings too, by which `getattr` may find them."""
+    for part in ast.walk(node):
+        if isinstance(part, ast.Name):
+            yield part.id
+        elif isinstance(part, ast.Attribute):
+            yield part.attr
+        elif isinstance(part, ast.Constant) and isinstance(part.value, str) and part.value.isidentifier():
+            if not keyword.iskeyword(part.value):
+                yield part.value
+
+
+def foreign_names(module: str, name: str) -> set[str]:
+    """What the classes of other packages that a class inherits from have: its methods of these names are theirs."""
+    kind: Any = getattr(importlib.import_module(module), name, None)
+    package = module.partition(".")[0]
+    bases = [base for base in getattr(kind, "__mro__", ()) if base.__module__.partition(".")[0] != package]
+    return {key for base in bases for key in vars(base)}
+
+
+def first_line(node: Any, lines: list[str]) -> int:
+    """The first line of a statement, with its decorators and the comments right above."""
+    first = min([node.lineno, *(decorator.lineno for decorator in getattr(node, "decorator_list", ()))])
+    while first > 1 and lines[first - 2].lstrip().startswith("#"):
+        first -= 1
+    return first
+
+
+def without_rest(text: str, found: list[Definition], kept: Collection[int]) -> str:
+    """A module's text without the definitions that are not kept, and without all but the beginning of docstrings."""
+    if not any(id(definition) in kept for definition in found):
+        return ""
+    lines: list[str | None] = list(text.splitlines())
+    for definition in found:
+        if id(definition) not in kept:
+            lines[definition.first - 1 : definition.last] = [None] * (definition.last - definition.first + 1)
+            continue
+        here = {method.node for method in definition.methods if id(method) in kept}
+        for part in getattr(definition.node, "body", ()) if isinstance(definition.node, ast.ClassDef) else ():
+            if isinstance(part, Function) and part not in here:
+                first = first_line(part, text.splitlines())
+                lines[first - 1 : part.end_lineno] = [None] * ((part.end_lineno or 0) - first + 1)
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, (*Function, ast.ClassDef, ast.Module)) and ast.get_docstring(node) is not None:
+            first, last = node.body[0].lineno - 1, node.body[0].end_lineno or 0
+            only = len(node.body) == 1 and not isinstance(node, ast.Module)  # a docstring is all that it has
+            lines[first:last] = [f"{' ' * node.body[0].col_offset}..." if only else None, *[None] * (last - first - 1)]
+    return squeezed(lines)
+
+
+def squeezed(lines: list[str | None]) -> str:
+    """The lines that are left, with an empty one in front of each definition of the top level."""
+    left: list[str] = []
+    for line in lines:
+        if line is None or not line.strip():
+            continue
+        begins = line.startswith(("def ", "class ", "@", "async def "))
+        if begins and left and not left[-1].startswith(("@", "#")):
+            left.append("")
+        left.append(line)
+    return "\n".join(left)
