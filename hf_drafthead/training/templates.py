@@ -9,6 +9,7 @@ from contextlib import suppress
 from typing import Any
 
 from hf_drafthead.data.chats import Chat, Refused
+from hf_drafthead.data.texts import frame as frame
 from hf_drafthead.training.heads_loss import IGNORED
 
 # placeholders that no chat contains and no template strips, splits or changes
