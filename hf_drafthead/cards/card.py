@@ -19,7 +19,8 @@ from hf_drafthead.modeling.files import in_one_line
 CARD_FILES = resources.files("hf_drafthead.cards")
 TASK = "text-generation"
 WHOLE, UNCATEGORISED = "all", "uncategorised"  # all prompts of a run, and those that name no category
-PATH = re.compile(r"(?<![\w.:/~-])~?/(?:[^\s'\"/]+/)*(?=[^\s'\"/])")  # all of an absolute path but its last name
+# all of an absolute path but its last name
+PATH = re.compile(r"(?<![\w.:/~-])(?:file://)?(?:~\w*|[A-Za-z]:)?[/\\](?:[^\s'\"/\\]+[/\\])*(?=[^\s'\"/\\])")
 METRICS = {"tokens_per_step": "Tokens per step", "speedup": "Speedup over the base"}
 
 
@@ -166,6 +167,7 @@ def render(facts: Facts, data: ModelCardData, repo_id: str) -> str:
     family = FAMILIES[facts.family]
     included = facts.config.get("base_included")
     named = data.get("base_model") or (None if included else facts.config.get("base_model_name_or_path"))
+    named = named if not isinstance(named, str) or is_hub_id(named, facts.folder) else without_folders(named)
     file = None if included else facts.config.get("base_gguf_file")
     unnamed = "a base that is included here" if included else "a base that is missing: the config names none"
     kinds: dict[str, list[dict[str, Any]]] = {"same": [], "rounding": [], "half": [], "fault": []}
@@ -184,7 +186,8 @@ def render(facts: Facts, data: ModelCardData, repo_id: str) -> str:
         repo_id=repo_id,
         rebuilt=REBUILT,
         family_title=family.title,
-        base_link=(f"`{named}`" if named else unnamed) + (f" (its GGUF file `{file}`)" if file else ""),
+        base_link=(f"`{named}`" if named else unnamed)
+        + (f" (its GGUF file `{without_folders(file)}`)" if file else ""),
         base_named=bool(named),
         license=data.get("license"),
         recipe=recipe(facts.training),
@@ -309,6 +312,8 @@ def without_folders(text: str) -> str:
 
     >>> without_folders("bench heads --base /home/me/base --json=~/out/a.json, see https://org/a/b")
     'bench heads --base base --json=a.json, see https://org/a/b'
+    >>> without_folders(r"file:///home/me/base ~me/base C:\\Users\\me\\base")
+    'base base base'
     """
     return PATH.sub("", text)
 

@@ -148,10 +148,11 @@ def size_of_heads(name: str) -> dict[str, Any]:
     """`parameters` of the heads, their `memory` in bytes, and `dtype`: the type or types that they are stored in."""
     headers = {key: value for key, value in tensor_headers(name).items() if not key.startswith("base.")}
     sizes = {key: math.prod(shape) for key, (shape, _) in headers.items()}
+    weights = {key: dtype for key, (_, dtype) in headers.items() if dtype.startswith(("F", "BF"))}  # no list of tokens
     return {
-        "parameters": sum(sizes.values()),
+        "parameters": sum(sizes[key] for key in weights),
         "memory": sum(size * BYTES.get(headers[key][1], 1) for key, size in sizes.items()),
-        "dtype": ", ".join(sorted({dtype for _, dtype in headers.values()})),
+        "dtype": ", ".join(sorted(set(weights.values()))),
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,6 +13,7 @@ if TYPE_CHECKING:  # matplotlib is imported where it draws
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+TITLE = 100  # characters of a line
 INK, PAPER = "#333333", "#ffffff"
 
 
@@ -20,10 +22,13 @@ def draw_trees(trees: Mapping[str, DraftTree], path: Path) -> None:
     from matplotlib.figure import Figure
 
     rows = [rows_of_nodes(tree) for tree in trees.values()]
-    sizes = [min(max(1.5, 0.16 * (max(places) + 1)), 16) for places in rows]
+    titles = [textwrap.fill(title, TITLE) for title in trees]  # a wider one would leave its tree no room
+    sizes = [
+        min(max(1.5, 0.16 * (max(places) + 1)), 16) + 0.15 * title.count("\n") for places, title in zip(rows, titles)
+    ]
     figure = Figure(figsize=(7, sum(sizes)), layout="constrained")
     panels = figure.subplots(len(trees), 1, squeeze=False, height_ratios=sizes)[:, 0]
-    for axes, (title, tree), places in zip(panels, trees.items(), rows):
+    for axes, title, tree, places in zip(panels, titles, trees.values(), rows):
         axes.set_title(title, size=8, color=INK, loc="left")
         _draw_tree(axes, tree, places)
     _save_picture(figure, path)

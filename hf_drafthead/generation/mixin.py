@@ -152,6 +152,8 @@ class DraftHeadGenerationMixin(GenerationMixin):
             raise ValueError(
                 "the prompt is empty (0 tokens): give at least one token, such as the tokenizer's beginning of text."
             )
+        if generation_config is not None and not isinstance(generation_config, GenerationConfig):
+            return self.base.generate(inputs, generation_config, **kwargs)  # which refuses it
         config, kwargs = self._merged_config(generation_config, with_cache(CACHE, kwargs))
         asked = {
             "draft_tree": draft_tree,

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from hf_drafthead.generation import tree as tree_module
-from hf_drafthead.hub_upload.needed import mentioned, needed
+from hf_drafthead.hub_upload.needed import needed
 from hf_drafthead.modeling.checkpoint import read_heads_config
 from hf_drafthead.modeling.config import MODEL_TYPE_PREFIX
 from hf_drafthead.modeling.families import BY_MODEL_TYPE
@@ -90,8 +90,7 @@ def build_bundle(family: str) -> str:
     data = "\n".join(["def _tree_files():", "    return {", *lines, "    }"])
     trees.text = trees.text.replace(inspect.getsource(tree_module._tree_files).strip(), data)
     roots = {model_class.__name__, model_class.config_class.__name__, *CALLED_BY_USERS}
-    texts = needed({module.name: module.text for module in modules}, roots, INSTEAD)
-    used = {name for text in texts.values() for name in mentioned(ast.parse(text))}
+    texts, used = needed({module.name: module.text for module in modules}, roots, INSTEAD)
     statements = sorted({one for module in modules for one, name in module.imports.items() if name in used})
     # `import x` before `from x import y`, as everywhere in the package
     imports = sorted(statements, key=lambda statement: not statement.startswith("import "))

@@ -2,7 +2,7 @@
 
 A class keeps the methods that something needed calls by their name, those with two underscores, and those that take
 the place of another library's. What is called by a name that is put together at run time is not found: the caller
-names it. Of a long docstring its first paragraph is kept.
+names it. Docstrings are left out.
 """
 
 import ast
@@ -34,8 +34,12 @@ class Definition:
     always: bool = False
 
 
-def needed(texts: Mapping[str, str], roots: Collection[str], instead: Mapping[str, str] = NOTHING) -> dict[str, str]:
-    """The modules' texts without what nothing needs; a module of which nothing is left is not among them.
+def needed(
+    texts: Mapping[str, str], roots: Collection[str], instead: Mapping[str, str] = NOTHING
+) -> tuple[dict[str, str], set[str]]:
+    """The modules' texts without what nothing needs, and every name that they mention.
+
+    A module of which nothing is left is not among them.
 
     Args:
         texts: by the names of the modules, without imports between them.
@@ -43,7 +47,8 @@ def needed(texts: Mapping[str, str], roots: Collection[str], instead: Mapping[st
         instead: statements that take the place of the bodies of functions, or of methods by `Class.method`.
     """
     texts = {name: replaced(text, instead) for name, text in texts.items()}
-    modules = {name: definitions(name, text) for name, text in texts.items()}
+    trees = {name: ast.parse(text) for name, text in texts.items()}
+    modules = {name: definitions(name, text, trees[name]) for name, text in texts.items()}
     everything = [definition for found in modules.values() for definition in found]
     defined = {name for definition in everything for name in definition.names}
     used, kept = set(roots), set()
@@ -58,14 +63,16 @@ def needed(texts: Mapping[str, str], roots: Collection[str], instead: Mapping[st
                     used |= part.uses
         if len(kept) == before:
             break
-    shortened = {name: without_rest(texts[name], found, kept) for name, found in modules.items()}
-    return {name: text for name, text in shortened.items() if text}
+    shortened = {name: without_rest(texts[name], trees[name], found, kept) for name, found in modules.items()}
+    return {name: text for name, text in shortened.items() if text}, used
 
 
 def replaced(text: str, instead: Mapping[str, str]) -> str:
     """A module's text with other bodies of some functions, which then take any arguments."""
+    if not any(name.rpartition(".")[2] in text for name in instead):
+        return text
     lines, tree = text.splitlines(), ast.parse(text)
-    functions = {node.name: node for node in tree.body if isinstance(node, Function)}
+    functions: dict[str, Any] = {node.name: node for node in tree.body if isinstance(node, Function)}
     for kind in (node for node in tree.body if isinstance(node, ast.ClassDef)):
         functions |= {f"{kind.name}.{node.name}": node for node in kind.body if isinstance(node, Function)}
     for name in sorted(set(functions) & set(instead), key=lambda name: -functions[name].lineno):
@@ -76,10 +83,10 @@ def replaced(text: str, instead: Mapping[str, str]) -> str:
     return "\n".join(lines)
 
 
-def definitions(module: str, text: str) -> list[Definition]:
+def definitions(module: str, text: str, tree: ast.Module) -> list[Definition]:
     """What stands in a module, in its order."""
     lines, found = text.splitlines(), []
-    for node in ast.parse(text).body:
+    for node in tree.body:
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):  # the docstring
             continue
         whole = Definition(node, first_line(node, lines), node.end_lineno or 0, names_of(node), set())
@@ -137,11 +144,12 @@ def first_line(node: Any, lines: list[str]) -> int:
     return first
 
 
-def without_rest(text: str, found: list[Definition], kept: Collection[int]) -> str:
-    """A module's text without the definitions that are not kept, and without all but the beginning of docstrings."""
+def without_rest(text: str, tree: ast.Module, found: list[Definition], kept: Collection[int]) -> str:
+    """A module's text without the definitions that are not kept, and without docstrings."""
     if not any(id(definition) in kept for definition in found):
         return ""
-    lines: list[str | None] = list(text.splitlines())
+    before = text.splitlines()
+    lines: list[str | None] = [*before]
     for definition in found:
         if id(definition) not in kept:
             lines[definition.first - 1 : definition.last] = [None] * (definition.last - definition.first + 1)
@@ -149,9 +157,9 @@ def without_rest(text: str, found: list[Definition], kept: Collection[int]) -> s
         here = {method.node for method in definition.methods if id(method) in kept}
         for part in getattr(definition.node, "body", ()) if isinstance(definition.node, ast.ClassDef) else ():
             if isinstance(part, Function) and part not in here:
-                first = first_line(part, text.splitlines())
+                first = first_line(part, before)
                 lines[first - 1 : part.end_lineno] = [None] * ((part.end_lineno or 0) - first + 1)
-    for node in ast.walk(ast.parse(text)):
+    for node in ast.walk(tree):
         if isinstance(node, (*Function, ast.ClassDef, ast.Module)) and ast.get_docstring(node) is not None:
             first, last = node.body[0].lineno - 1, node.body[0].end_lineno or 0
             only = len(node.body) == 1 and not isinstance(node, ast.Module)  # a docstring is all that it has

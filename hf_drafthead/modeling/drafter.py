@@ -68,7 +68,8 @@ class Drafter(nn.Module):
     def attach(self, base: nn.Module) -> None:
         """Read embeddings and lm_head from this base from now on."""
         self.__dict__["base"] = base  # past nn.Module's bookkeeping: not a submodule
-        self.base_tokens = len(self.base.get_output_embeddings().weight)
+        weight = self.base.get_output_embeddings().weight
+        self.base_tokens = len(weight) if isinstance(weight, Tensor) else self.config.known_tokens
         self.follow_base()
 
     @property
@@ -81,7 +82,10 @@ class Drafter(nn.Module):
 
     def prepare(self) -> None:
         """Find out what is found out by running, before a step is compiled; Unsupported if the heads cannot guess."""
-        now = len(self.output.head.weight)
+        head = self.output.head
+        if not isinstance(head.weight, Tensor):  # torch's quantized layers have a function there
+            raise Unsupported(f"the base's lm_head is a {type(head).__name__}, whose weight cannot be read")
+        now = len(head.weight)
         if now != self.base_tokens:
             raise Unsupported(
                 f"the base was resized from {self.base_tokens} to {now} tokens under heads that guess over the former: "

@@ -223,7 +223,7 @@ def test_what_is_imported_for_types_alone_needs_no_order(rooms):
     )
     modules = bundle.in_order(name)
     assert [module.text for module in modules] == ["a = 1", "b = a"]
-    assert modules[0].imports == {"from typing import Any"}
+    assert modules[0].imports == {"from typing import Any": "Any"}
 
 
 def meanings(text: str) -> dict[str, set[str]]:

@@ -64,3 +64,14 @@ def test_a_copy_of_a_model_and_of_its_base_is_as_good_as_the_model(family, use, 
         hidden = one(IDS, output_hidden_states=True, use_cache=False).hidden_states
         assert len(hidden) == 3
     assert pickle.dumps(again)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_a_model_that_is_quantized_by_torch_after_a_call_writes_what_its_base_writes(family):
+    model = family.build(tiny_base("llama-gqa", dtype=torch.float32))
+    model.generate(IDS, **SETTINGS)
+    quantized = torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear}, dtype=torch.qint8)
+    right = quantized.base.generate(IDS, max_new_tokens=12)
+    assert torch.equal(quantized.generate(IDS, max_new_tokens=12), right)
+    assert "whose weight cannot be read" in str(quantized.why_no_drafts())

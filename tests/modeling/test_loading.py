@@ -263,10 +263,10 @@ def test_a_live_base_is_used_as_it_is(family, saved, training):
     base = tiny_base("llama-gqa").train(training)
     base.lm_head.weight.requires_grad_(False)
     before = {name: parameter.requires_grad for name, parameter in base.named_parameters()}
-    model = family.model_class.from_pretrained(folder, base_model=base)
+    model = family.model_class.from_pretrained(folder / "heads", base_model=base)
     assert model.base is base and base.training == training
     assert {name: parameter.requires_grad for name, parameter in base.named_parameters()} == before
-    loaded = family.model_class.from_pretrained(folder)
+    loaded = family.model_class.from_pretrained(folder / "heads")
     assert not any(parameter.requires_grad for parameter in loaded.base.parameters())
 
 
