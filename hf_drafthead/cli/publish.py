@@ -49,6 +49,22 @@ def convert(
 
 
 @app.command()
+def unpack(
+    source: Annotated[str, typer.Argument(metavar="FILE", help="A base's GGUF file, here or as org/name/file.gguf.")],
+    folder: Annotated[Path, typer.Argument(metavar="DST", help="New folder to write to.")],
+    dtype: Annotated[str, string("Type of the weights: bfloat16, float16, float32.", "NAME")] = "bfloat16",
+) -> None:
+    """Write a base in a GGUF file as an ordinary model with its tokenizer: no command unpacks it again."""
+    from hf_drafthead.evaluation.loading import floating_type
+    from hf_drafthead.formats import unpack_gguf
+
+    if dtype == "auto":
+        raise ValueError("--dtype 'auto' is no type to write: give bfloat16, float16 or float32.")
+    unpack_gguf(source, folder, floating_type(dtype))
+    say(f"the base is in {folder}: give that folder as --base")
+
+
+@app.command()
 def export(
     model: ModelName,
     folder: Annotated[Path, typer.Argument(metavar="DST", help="New folder to write to.")],

@@ -162,6 +162,8 @@ def without_rest(text: str, tree: ast.Module, found: list[Definition], kept: Col
     for node in ast.walk(tree):
         if isinstance(node, (*Function, ast.ClassDef, ast.Module)) and ast.get_docstring(node) is not None:
             first, last = node.body[0].lineno - 1, node.body[0].end_lineno or 0
+            if lines[first] is None:
+                continue
             only = len(node.body) == 1 and not isinstance(node, ast.Module)  # a docstring is all that it has
             lines[first:last] = [f"{' ' * node.body[0].col_offset}..." if only else None, *[None] * (last - first - 1)]
     return squeezed(lines)

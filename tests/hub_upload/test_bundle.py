@@ -144,7 +144,7 @@ def test_the_file_imports_nothing_that_transformers_and_torch_do_not_bring(code)
 def test_the_file_holds_no_other_family_than_those_it_needs(code):
     text = build_bundle(code)
     held = {one for one, model_class in MODELS.items() if f"class {model_class.__name__}(" in text}
-    assert held == {code} | {"amphista": {"medusa"}, "eagle3": {"eagle"}}.get(code, set())
+    assert held == {code}
 
 
 def test_the_config_says_where_the_code_is_and_keeps_the_rest(tmp_path, folder):
