@@ -112,7 +112,7 @@ def cases() -> list[Any]:
             command,
             name,
             id=f"{command}, {name}",
-            marks=() if name in ALWAYS and command not in ("distill", "train") else slow,
+            marks=() if name in ALWAYS else slow,
         )
         for command in COMMANDS
         for name in FIELDS
@@ -148,6 +148,9 @@ def test_texts_end_at_the_strings_of_the_base_s_config_in_every_command(folder, 
     right = of_the_base(folder, 1)
     code, out, _ = run(words_of("generate", folder), capsys)
     assert code == 0 and out.rstrip("\n") == right
+    code, *_ = run(words_of("distill", folder), capsys)
+    assert code == 0
+    assert json.loads((folder / "own.jsonl").read_text().splitlines()[0])["text"] == PROMPTS[0] + right
 
 
 def test_calibrate_keeps_what_the_generation_config_says(folder, capsys):

@@ -7,6 +7,7 @@ import types
 import pytest
 import torch
 from matplotlib.image import imread
+from tokenizers.processors import TemplateProcessing
 
 from hf_drafthead.evaluation import bench as benching
 from hf_drafthead.evaluation import calls, measurement, plots, report, rounding
@@ -103,13 +104,45 @@ def test_what_cannot_be_measured_is_refused(loaded, prompts, options, text):
     assert text in str(refused.value)
 
 
-def test_a_batch_without_a_pad_token_is_refused(loaded):
+@pytest.mark.parametrize("pad", ["none", "one that the base does not embed"])
+def test_a_batch_needs_no_pad_token_that_the_base_embeds(loaded, pad):
     model, tokenizer = loaded[0], copy.deepcopy(loaded[1])
     tokenizer.pad_token = None
-    with pytest.raises(
-        ValueError, match="the tokenizer has no pad token, which a batch needs: set tokenizer.pad_token"
-    ):
-        calls.encode(model, tokenizer, ["a", "bc"])
+    config = copy.deepcopy(model.base.generation_config)
+    if pad != "none":
+        tokenizer.add_special_tokens({"pad_token": "<padding>"})
+        assert tokenizer.pad_token_id == len(model.base.get_input_embeddings().weight)
+        config.pad_token_id = tokenizer.pad_token_id
+    encoded = calls.encode(model, tokenizer, ["a", "bc"])
+    assert encoded["attention_mask"].tolist() == [[0, 1], [1, 1]]
+    letters = dict(zip("abcdefgh", tokenizer("abcdefgh")["input_ids"]))
+    ends = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": [letters["f"]]}  # the second row ends first
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model.base, "generation_config", config)
+        patch.setattr(model, "generation_config", config)
+        methods = calls.decoding_methods(model, tokenizer)
+        base, heads = (methods[name](encoded, ends) for name in (calls.BASE, calls.HEADS))
+    assert torch.equal(base, heads.sequences)
+    assert tokenizer.decode(base[1, 2:5]) == "def"
+
+
+@pytest.mark.parametrize("single", ["$A </s>", "<s> $A </s>", "<s> $A </s> <pad>", "<s> $A"])
+def test_what_a_tokenizer_adds_behind_a_text_is_not_put_behind_a_prompt(loaded, single):
+    model, tokenizer = loaded[0], copy.deepcopy(loaded[1])
+    named = [(name, tokenizer.convert_tokens_to_ids(name)) for name in ("<s>", "</s>", "<pad>")]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=single, special_tokens=named)
+    before = [tokenizer.bos_token_id] if single.startswith("<s>") else []
+    for text in ("abc", "ab</s>"):  # what the text itself ends with stays
+        plain = tokenizer(text, add_special_tokens=False)["input_ids"]
+        assert calls.encode(model, tokenizer, [text])["input_ids"].tolist() == [before + plain]
+        assert calls.encode(model, tokenizer, [text], special_tokens=False)["input_ids"].tolist() == [plain]
+
+
+def test_a_token_that_the_base_does_not_embed_is_named(loaded):
+    model, tokenizer = loaded[0], copy.deepcopy(loaded[1])
+    tokenizer.add_tokens(["<new>"])
+    with pytest.raises(ValueError, match="the prompt has the token '<new>', number 259 of the tokenizer, but the base"):
+        calls.encode(model, tokenizer, ["ab<new>"])
 
 
 def test_everybody_runs_as_often_as_asked(loaded):
