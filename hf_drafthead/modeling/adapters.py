@@ -124,7 +124,7 @@ def adapt(base: Any, path: str | None, config: DraftHeadConfig, hub: Mapping[str
         )
         return
     folder = find_adapter(path, hub, ADAPTER_FOLDER) if path else None
-    if folder is None:
+    if folder is None and name != ADAPTER_FOLDER:
         fetch = {key: value for key, value in hub.items() if key not in ("revision", "subfolder")}
         folder = find_adapter(name, {**fetch, "revision": config.adapter_revision or "main"})
     if folder is None:

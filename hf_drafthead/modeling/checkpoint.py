@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import torch
 from huggingface_hub import hf_hub_download, try_to_load_from_cache
+from huggingface_hub.constants import HF_HUB_CACHE
 from huggingface_hub.errors import (
     GatedRepoError,
     HfHubHTTPError,
@@ -17,10 +18,11 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
+from huggingface_hub.file_download import repo_folder_name
 from torch import Tensor
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME, cached_file, has_file
+from transformers.utils import GENERATION_CONFIG_NAME, cached_file, has_file
 
 from hf_drafthead.generation.tree import resolve
 from hf_drafthead.modeling.config import MODEL_TYPE_PREFIX, DraftHeadConfig
@@ -240,9 +242,17 @@ def fetch_file(path: str, name: str, hub: Mapping[str, Any]) -> str | None:
             raise
         raise OSError(f"{name} of {path!r}{at} cannot be fetched: {refused}.") from error
     quiet = hub.get("_raise_exceptions_for_connection_errors") is False
-    if file is None and not quiet and not any(was_looked_up(path, one, hub) for one in (name, CONFIG_NAME)):
+    if file is None and not quiet and not (is_cached(path, hub) or was_looked_up(path, name, hub)):
         raise OSError(f"{name} of {path!r}{at} cannot be fetched: {NOT_ASKED}.")
     return file
+
+
+def is_cached(path: str, hub: Mapping[str, Any]) -> bool:
+    """Whether a part of a repository, at least, is in the cache."""
+    snapshots = Path(
+        hub.get("cache_dir") or HF_HUB_CACHE, repo_folder_name(repo_id=path, repo_type="model"), "snapshots"
+    )
+    return snapshots.is_dir() and any(snapshots.iterdir())
 
 
 def was_looked_up(path: str, name: str, hub: Mapping[str, Any]) -> bool:
