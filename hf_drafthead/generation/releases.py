@@ -21,13 +21,13 @@ from torch import nn
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.generation import GenerationMixin
-from transformers.utils import output_capturing
 
 OLDEST, NEWEST, BEYOND = (
     "5.17.0",
     "5.24.0",
     "6",
 )  # the first two were tested, and what lies between; the last is too new
+CAPTURING = "transformers.utils.output_capturing"  # the module whose hooks collect hidden states
 HOOKED = "_output_capturing_hooks_installed"  # the attribute by which transformers marks such a model
 CACHE_NAMES = ("cache", "past_key_values", "cache_params", "layer_past", "past_key_value")
 
@@ -202,5 +202,5 @@ def keep_picklable(model: nn.Module) -> None:
         if module.__dict__.get(HOOKED) is True:
             setattr(module, HOOKED, _Installed())
         for number, hook in module._forward_hooks.items():
-            if getattr(hook, "__module__", None) == output_capturing.__name__ and "<locals>" in hook.__qualname__:
+            if getattr(hook, "__module__", None) == CAPTURING and "<locals>" in hook.__qualname__:
                 module._forward_hooks[number] = _CapturingHook(hook)

@@ -248,10 +248,11 @@ def fetch_file(path: str, name: str, hub: Mapping[str, Any]) -> str | None:
 
 
 def is_cached(path: str, hub: Mapping[str, Any]) -> bool:
-    """Whether a part of a repository, at least, is in the cache."""
-    snapshots = Path(
-        hub.get("cache_dir") or HF_HUB_CACHE, repo_folder_name(repo_id=path, repo_type="model"), "snapshots"
-    )
+    """Whether a model is here: in a folder, or a part of its repository, at least, in the cache."""
+    if os.path.isdir(path):
+        return True
+    folder = repo_folder_name(repo_id=path, repo_type="model")
+    snapshots = Path(hub.get("cache_dir") or HF_HUB_CACHE, folder, "snapshots")
     return snapshots.is_dir() and any(snapshots.iterdir())
 
 
