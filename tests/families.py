@@ -5,9 +5,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import LlamaConfig
+from transformers import LlamaConfig, Qwen3Config
 
 from hf_drafthead.modeling import (
+    DFlashForCausalLM,
     DraftHeadConfig,
     DraftHeadPreTrainedModel,
     Eagle3ForCausalLM,
@@ -84,6 +85,32 @@ MTP_VARIANTS = {
     "own_lm_heads": True,
     "own_embeddings": True,
 }
+# A layer that slides and whose slots see those before them, one that does not, narrower than the base; all of a path.
+DSPARK_VARIANTS = {
+    "num_draft_heads": 3,
+    "num_layers": 2,
+    "layer_config": Qwen3Config(
+        hidden_size=24,
+        intermediate_size=40,
+        num_hidden_layers=2,
+        num_attention_heads=3,
+        num_key_value_heads=1,
+        head_dim=8,
+        rope_parameters={"rope_type": "default", "rope_theta": 1000.0},
+        use_sliding_window=True,
+        sliding_window=3,
+        layer_types=["sliding_attention", "full_attention"],
+    ),
+    "feature_layers": [1],
+    "mask_token_id": 5,
+    "causal_layers": [0],
+    "own_embeddings": True,
+    "share_lm_head": False,
+    "markov_rank": 6,
+    "markov_head_type": "rnn",
+    "confidence_head": True,
+    "confidence_with_markov": False,
+}
 
 
 def own_fields(config: DraftHeadConfig) -> dict[str, Any]:
@@ -100,6 +127,8 @@ VARIED: dict[str, dict[str, Any]] = {
     "eagle3": {"num_draft_heads": 3, "feature_layers": [0, 1], "draft_vocab_size": 50},
     "eagle3.1": {"num_draft_heads": 3, "feature_layers": [0, 1], "draft_vocab_size": 50},
     "mtp": {"draft_vocab_size": 50},
+    "dflash": {"num_draft_heads": 3, "num_layers": 1},
+    "dspark": {"num_draft_heads": 3, "num_layers": 1, "markov_rank": 6, "draft_vocab_size": 50},
 }
 FAMILIES = [
     Family(name, family.model_class, own_fields(family.config()) | VARIED.get(name, {}))
@@ -110,3 +139,4 @@ FAMILIES.insert(
 )
 FAMILIES.append(Family("eagle3-variants", Eagle3ForCausalLM, EAGLE3_VARIANTS))
 FAMILIES.append(Family("mtp-modules", MtpForCausalLM, MTP_VARIANTS))
+FAMILIES.append(Family("dspark-variants", DFlashForCausalLM, DSPARK_VARIANTS))

@@ -37,7 +37,7 @@ class Eagle(Layout):
     def detect(self, keys: Iterable[str], config: Mapping[str, Any]) -> bool:
         names = set(keys)
         needed = {"fc.weight", f"{LAYER}self_attn.q_proj.weight"}
-        return needed <= names and f"{LAYER}hidden_norm.weight" not in names
+        return needed <= names and not {f"{LAYER}hidden_norm.weight", "hidden_norm.weight"} & names
 
     def read(self, source: Source, fields: Mapping[str, Any]) -> Heads:
         reader, config = Reader(source.name, source.tensors), source.config

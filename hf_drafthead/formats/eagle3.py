@@ -45,6 +45,7 @@ class Eagle3(Layout):
     name = "EAGLE-3"
     family = Eagle3ForCausalLM
     targets = ("eagle3", "sglang", "vllm")
+    holds_vocabulary = True
 
     def detect(self, keys: Iterable[str], config: Mapping[str, Any]) -> bool:
         return layer_prefix(keys) is not None and "speculators_model_type" not in config
@@ -258,7 +259,7 @@ def read_pair_head(
             f"width {target_width}, but {'three are published' if wanted is None else f'feature_layers is {wanted}'}: "
             "give feature_layers= (on the command line --set) or correct target_hidden_size."
         )
-    vocab_size = _vocabulary(reader, layer)
+    vocab_size = read_vocabulary(reader, layer)
     if "lm_head.weight" in reader:
         draft_size = len(reader.take("lm_head.weight"))
     else:
@@ -266,9 +267,9 @@ def read_pair_head(
         reader.notes.append("the file has no lm_head: the base's is used.")
     tensors = {"fc.weight": reader.one("fc.weight"), "norm.weight": reader.one("norm.weight", (width,))}
     if draft_size < vocab_size:
-        tensors["draft_tokens"] = _draft_tokens(reader, draft_size, vocab_size)
+        tensors["draft_tokens"] = read_draft_tokens(reader, draft_size, vocab_size)
     else:
-        _drop_identity(reader)
+        drop_identity(reader)
     norms = LEGACY_NORMS if LEGACY_NORMS[0] in reader else [f"fc_norm.{i}.weight" for i in range(count)]
     optional = {
         "lm_head.weight": (draft_size, width),
@@ -322,7 +323,7 @@ def split_tensors(saved: SavedHeads, first: str) -> tuple[dict[str, Tensor], lis
     return {renamed(key, prefixes) or key: tensor for key, tensor in tensors.items()}, notes
 
 
-def _vocabulary(reader: Reader, layer: Mapping[str, Any]) -> int:
+def read_vocabulary(reader: Reader, layer: Mapping[str, Any]) -> int:
     """V, by the tensors that have it; by the config where none does."""
     said = layer.get("vocab_size")
     sizes = [reader.tensors[name].shape[0] for name in ("t2d", "embed_tokens.weight") if name in reader]
@@ -337,7 +338,7 @@ def _vocabulary(reader: Reader, layer: Mapping[str, Any]) -> int:
     return sizes[0]
 
 
-def _draft_tokens(reader: Reader, draft_size: int, vocab_size: int) -> Joined:
+def read_draft_tokens(reader: Reader, draft_size: int, vocab_size: int) -> Joined:
     """The base's id of each token of the draft vocabulary (D,).
 
     Raises:
@@ -371,7 +372,7 @@ def _draft_tokens(reader: Reader, draft_size: int, vocab_size: int) -> Joined:
     return Joined((marked.nonzero()[:, 0],), (draft_size,), ("t2d",))
 
 
-def _drop_identity(reader: Reader) -> None:
+def drop_identity(reader: Reader) -> None:
     """Leave out a map of all tokens to themselves; another map is refused."""
     if "d2t" in reader and reader.take("d2t").any():
         raise ValueError(

@@ -75,7 +75,7 @@ def export_checkpoint(
                 "they were trained together with the base that lies with them, and the target only names a base",
                 "save the base on its own (model.base.save_pretrained), load the heads' tensors onto it and name it",
             )
-        vocabulary = _without_vocabulary(saved)
+        vocabulary = [] if layout.holds_vocabulary else _without_vocabulary(saved)
         files = layout.write(saved, to)
     except Loss as loss:
         raise ValueError(f"{saved.name!r} cannot be written as {to!r}: {loss}.") from None
@@ -103,7 +103,7 @@ def _layout_for(saved: SavedHeads, to: str) -> Layout:
 
 def _without_vocabulary(saved: SavedHeads) -> list[str]:
     """A note where heads lose their draft vocabulary, without which they guess as well, among all tokens."""
-    if "draft_tokens" not in saved.tensors or saved.config.family.startswith("eagle3"):  # which have a place for it
+    if "draft_tokens" not in saved.tensors:
         return []
     size = len(saved.tensors["draft_tokens"])
     if any(key.startswith("projections.up.") for key in saved.tensors):

@@ -56,7 +56,7 @@ def read_layer_config(
         fields |= {"sliding_window": config["sliding_window"], "layer_types": list(config["layer_types"])}
         fields["num_hidden_layers"] = len(config["layer_types"])
     if f"{prefix}{ATTENTION}q_norm.weight" in reader:
-        return Qwen3Config(**fields)
+        return Qwen3Config(**fields, use_sliding_window="sliding_window" in fields)
     attention, mlp = f"{prefix}{ATTENTION}o_proj.bias" in reader, f"{prefix}mlp.gate_proj.bias" in reader
     if f"{prefix}{ATTENTION}q_proj.bias" in reader and not (attention or mlp):  # as Qwen2 has it
         return Qwen2Config(**fields)

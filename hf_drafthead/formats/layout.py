@@ -222,12 +222,14 @@ class Layout(ABC):
         family: model class of the heads.
         targets: names under which `export --to` writes it; empty for a layout that is only read.
         holds_base: the base's weights lie in the same files.
+        holds_vocabulary: it has a place for a draft vocabulary.
     """
 
     name: ClassVar[str]
     family: ClassVar[type[DraftHeadPreTrainedModel]]
     targets: ClassVar[tuple[str, ...]] = ()
     holds_base: ClassVar[bool] = False
+    holds_vocabulary: ClassVar[bool] = False
 
     @abstractmethod
     def detect(self, keys: Iterable[str], config: Mapping[str, Any]) -> bool:

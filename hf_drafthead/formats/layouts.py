@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from hf_drafthead.formats.dflash import BlockDrafter, SpeculatorsBlock
 from hf_drafthead.formats.disk import Source, find_sources
 from hf_drafthead.formats.eagle import Eagle
 from hf_drafthead.formats.eagle3 import Eagle3
@@ -14,7 +15,7 @@ from hf_drafthead.formats.speculators import Speculators
 from hf_drafthead.modeling.config import MODEL_TYPE_PREFIX
 
 LAYOUTS: tuple[Layout, ...] = (Medusa(), MedusaFull(), MedusaVllm(), Hydra(), Eagle(), Eagle3(), Speculators())
-LAYOUTS += (SpeculatorsMtp(), BaseModules())
+LAYOUTS += (SpeculatorsMtp(), BaseModules(), BlockDrafter(), SpeculatorsBlock())
 OWN_PREFIXES = ("drafter.", "base.")  # names of this library
 
 
@@ -75,6 +76,13 @@ BASES = {
     "AngelSlim/Hunyuan-1.8B-Instruct_eagle3": "tencent/Hunyuan-1.8B-Instruct",
     "philschmid/llama-3-1-8b-instruct-medusa": "meta-llama/Llama-3.1-8B-Instruct",
     "thoughtworks/Llama-3.1-8B-Instruct-Eagle3": "meta-llama/Llama-3.1-8B-Instruct",
+    "z-lab/Qwen3-4B-DFlash-b16": "Qwen/Qwen3-4B",
+    "z-lab/Qwen3-8B-DFlash-b16": "Qwen/Qwen3-8B",
+    **{
+        f"deepseek-ai/{kind}_qwen3_{size}": f"Qwen/Qwen3-{size.upper()}"
+        for kind in ("dflash", "dspark")
+        for size in ("4b", "8b", "14b")
+    },
     "yuhuili/EAGLE-LLaMA3-Instruct-8B": "meta-llama/Meta-Llama-3-8B-Instruct",
     "yuhuili/EAGLE-LLaMA3-Instruct-70B": "meta-llama/Meta-Llama-3-70B-Instruct",
     "yuhuili/EAGLE-LLaMA3.1-Instruct-8B": "meta-llama/Llama-3.1-8B-Instruct",

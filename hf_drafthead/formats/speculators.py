@@ -26,7 +26,7 @@ VERSION = "0.9.0"  # of the library whose format is written
 SPECULATIVE_TOKENS = 5  # that vLLM drafts at a time, if the command line does not say
 LAYERS = {"llama": "llama", "mistral": "llama", "qwen3": "qwen3"}
 KIND = "speculators_model_type"
-OTHER_KINDS = ("mtp",)  # with a layout of their own
+OTHER_KINDS = ("mtp", "dflash", "dspark")  # with a layout of their own
 
 
 class Speculators(Layout):
@@ -35,6 +35,7 @@ class Speculators(Layout):
     name = "speculators"
     family = Eagle3ForCausalLM
     targets = ("speculators",)
+    holds_vocabulary = True
 
     def detect(self, keys: Iterable[str], config: Mapping[str, Any]) -> bool:
         return KIND in config and config[KIND] not in OTHER_KINDS
@@ -44,7 +45,7 @@ class Speculators(Layout):
         if config[KIND] != "eagle3":
             raise ValueError(
                 f"{source.name!r} holds a speculator of the kind {config[KIND]!r}, which has no family here: expected "
-                "'eagle3' or 'mtp'."
+                "'eagle3', 'dflash', 'dspark' or 'mtp'."
             )
         if "norm_before_residual" not in config and fields.get("norm_before_residual") is None:
             raise ValueError(
@@ -79,12 +80,6 @@ class Speculators(Layout):
         features = features_to_write(saved, "vLLM sorts them")
         tensors, notes = split_tensors(saved, "layers.0.")
         biased = any(key.startswith("layers.") and key.endswith("o_proj.bias") for key in tensors)
-        proposal = {
-            "proposal_type": "greedy",
-            "speculative_tokens": min(config.num_draft_heads, SPECULATIVE_TOKENS),
-            "verifier_accept_k": 1,
-            "accept_tolerance": 0.0,
-        }
         about: dict[str, Any] = {
             KIND: "eagle3",
             "speculators_version": VERSION,
@@ -102,12 +97,7 @@ class Speculators(Layout):
                 "attention_bias": biased,
                 "mlp_bias": bool(getattr(layer, "mlp_bias", False)),
             },
-            "speculators_config": {
-                "algorithm": "eagle3",
-                "default_proposal_method": "greedy",
-                "proposal_methods": [proposal],
-                "verifier": {"name_or_path": saved.base, "architectures": list(text.architectures or [])},
-            },
+            "speculators_config": speculators_config(saved, "eagle3", min(config.num_draft_heads, SPECULATIVE_TOKENS)),
         }
         if config.window is not None:
             windowed = {"sliding_window": config.window, "layer_types": ["sliding_attention"] * config.num_layers}
@@ -118,3 +108,20 @@ class Speculators(Layout):
                 "fill embed_tokens.weight with NaN before load_verifier_weights(), or they stay uninitialized."
             )
         return Files("model.safetensors", tensors, about, [*notes, "vllm serve FOLDER starts the base with the head."])
+
+
+def speculators_config(saved: SavedHeads, algorithm: str, tokens: int) -> dict[str, Any]:
+    """What config.json says of the base, and how many tokens are drafted at a time."""
+    proposal = {
+        "proposal_type": "greedy",
+        "speculative_tokens": tokens,
+        "verifier_accept_k": 1,
+        "accept_tolerance": 0.0,
+    }
+    architectures = saved.config.get_text_config().architectures
+    return {
+        "algorithm": algorithm,
+        "default_proposal_method": "greedy",
+        "proposal_methods": [proposal],
+        "verifier": {"name_or_path": saved.base, "architectures": list(architectures or [])},
+    }

@@ -267,6 +267,42 @@ class DraftHeadConfig(PreTrainedConfig):
                 "multiple of the second."
             )
 
+    def _check_layer_width(self) -> None:
+        """Refuse decoder layers of another width than the base where the heads share its embeddings or lm_head."""
+        width = getattr(getattr(self, "layer_config", None), "hidden_size", None)
+        if width == self.width:
+            return
+        if getattr(self, "share_lm_head", False):
+            raise ValueError(
+                f"layer_config has hidden size {width}, but the base's lm_head reads {self.width}: set "
+                "share_lm_head=False, or give the layer the base's size."
+            )
+        if not getattr(self, "own_embeddings", False):
+            raise ValueError(
+                f"layer_config has hidden size {width}, but the base's embeddings have {self.width}: set "
+                "own_embeddings=True, or give the layer the base's size."
+            )
+
+    def _checked_features(self, reader: str, published: list[int], layers: int) -> list[int]:
+        """The feature layers, those published where none are given; refused if the base of so many layers lacks one.
+
+        Args:
+            reader: whose inputs they are, as the message names it.
+        """
+        found = getattr(self, "feature_layers", None)
+        if found is None:
+            return published
+        if not isinstance(found, (list, tuple)) or not found or not all(type(layer) is int for layer in found):
+            raise ValueError(f"feature_layers is {found!r}: expected a list of layer numbers, such as [2, 16, 29].")
+        if not all(0 <= layer < layers for layer in found):
+            raise ValueError(
+                f"feature_layers is {list(found)}, but the base has {layers} layers: {reader} reads their inputs, "
+                f"numbered from 0 (embeddings) to {layers - 1}."
+            )
+        if len(set(found)) < len(found):
+            raise ValueError(f"feature_layers is {list(found)}: name every layer once.")
+        return list(found)
+
 
 class HeadsGenerationConfig(GenerationConfig):
     """A base's generation config with the settings of its heads.

@@ -216,8 +216,11 @@ class DraftModelDrafter(Drafter):
             return self.reader.logits(hidden)[..., : self.size]
         if not self.reader.split:
             return self.reader.logits(hidden)[..., self.draft_tokens]
-        weight, bias = self._rows(self.model.get_output_embeddings(), cast(Tensor, self.draft_tokens), hidden)
+        weight, bias = self._rows(self._scored_by(), cast(Tensor, self.draft_tokens), hidden)
         return F.linear(hidden, weight, bias)
+
+    def _scored_by(self) -> Any:
+        return self.model.get_output_embeddings()
 
     def _over_nodes(self, cache: SlotCache, tokens: Tensor, depths: Tensor, ancestors: Tensor) -> Tensor:
         """What the logits at nodes (B, n) are made of, (B, n, S), each node seeing the past and its ancestors.

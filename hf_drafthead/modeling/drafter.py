@@ -15,7 +15,7 @@ from hf_drafthead.generation.drafting import Guesses
 from hf_drafthead.generation.reader import OutputLayer, Unsupported
 from hf_drafthead.modeling.config import DraftHeadConfig
 from hf_drafthead.modeling.decoder_layer import DecoderLayer
-from hf_drafthead.modeling.layers import OutputProjections, VocabularyRows
+from hf_drafthead.modeling.layers import OutputProjections, VocabularyRows, copy_if_as_wide, weight_of
 
 
 class Drafter(nn.Module):
@@ -32,6 +32,9 @@ class Drafter(nn.Module):
             prompt it is then given no other.
         asked_by: a setting of transformers' `generate` that asks for what this drafter does; None if there is none.
         loaded: the heads were trained already where they were made: what builds them anew has to keep their weights.
+        starts_at_anchors: True if `head_states` takes `anchors`, the positions (B, M) at which guesses begin, each of
+            which costs a pass of its own: training then samples some of a text.
+        lm_head, embed_tokens: projection and embeddings of its own, where it has them; else None.
         draft_tokens: (D,) the base's ids of the tokens that it chooses among; None for all of them.
         base: the base model: a plain reference, so that it is neither saved nor moved with the drafter.
     """
@@ -40,6 +43,7 @@ class Drafter(nn.Module):
     keeps_history: bool = False
     asked_by: str | None = None
     loaded: bool = False
+    starts_at_anchors: bool = False
     draft_tokens: Tensor | None
     base: Any
 
@@ -50,6 +54,8 @@ class Drafter(nn.Module):
         reduced = size and known and size < known
         self.register_buffer("draft_tokens", torch.arange(size or 0) if reduced else None)
         self._rows = VocabularyRows()  # of a shared output projection
+        self.lm_head: nn.Linear | None = None
+        self.embed_tokens: nn.Embedding | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """What is copied and pickled: all but what was found out by running the base, or gathered from it."""
@@ -94,7 +100,11 @@ class Drafter(nn.Module):
         if self._rows.gathered and self.draft_tokens is not None:  # a compiled step reads what was gathered before it
             like = next(self.parameters())
             if not like.is_meta:
-                self._rows(self.output.head, self.draft_tokens, like)
+                self._rows(self._scored_by(), self.draft_tokens, like)
+
+    def _scored_by(self) -> Any:
+        """The output projection of which the rows of the draft vocabulary are used."""
+        return self.output.head
 
     def follow_base(self) -> None:
         """Compute attention and experts in the same way as the base."""
@@ -103,7 +113,9 @@ class Drafter(nn.Module):
                 module.follow(self.base.config.get_text_config())
 
     def copy_from_base(self) -> None:
-        """Give fresh heads what they start from: weights of the base."""
+        """Give fresh heads what they start from: weights of the base, where they are as wide."""
+        if self.embed_tokens is not None:
+            copy_if_as_wide(self.embed_tokens.weight, self.base.get_input_embeddings().weight)
         self.copy_projections()
 
     def choose_vocabulary(self, tokens: Tensor) -> None:
@@ -125,6 +137,11 @@ class Drafter(nn.Module):
         """Start own output projections from the base's, of the draft vocabulary where there is one."""
         if isinstance(projections := getattr(self, "projections", None), OutputProjections):
             projections.copy_from_base(self.output, self.draft_tokens)
+        if self.lm_head is not None:
+            rows = weight_of(self.output.head, like=self.lm_head.weight)
+            if not rows.is_meta:
+                rows = rows if self.draft_tokens is None else rows[self.draft_tokens.to(rows.device)]
+                copy_if_as_wide(self.lm_head.weight, rows * self.output.scale())
 
     def check_values(self, path: str) -> None:
         """Refuse what was loaded from a path if its values cannot be used, though its shapes fit, by a ValueError."""
@@ -189,14 +206,19 @@ class Drafter(nn.Module):
             attention_mask: (B, T) 1 where the text is real.
 
         Returns:
-            One (B, T, H) per head. Entry i at position t guesses token t + 2 + i; where a family reads the tokens
-            t + 1 ... t + 1 + i these wrap around at the end of the text, and what is there has no meaning.
+            One (B, T, S) per head, S being H or whatever its projection reads. Entry i at position t guesses token
+            t + 2 + i; where a family reads the tokens t + 1 ... t + 1 + i these wrap around at the end of the text, and
+            what is there has no meaning.
         """
         raise NotImplementedError
 
     def head_logits(self, head: int, hidden: Tensor) -> Tensor:
-        """Logits (..., V) of one head from its state (..., H); (..., D) where it chooses among some tokens only."""
+        """Logits (..., V) of one head from its state (..., S); (..., D) where it chooses among some tokens only."""
         raise NotImplementedError
+
+    def confidence_logits(self, hidden: Tensor) -> Tensor | None:
+        """How likely guesses from states (..., S) are accepted, as logits (...); None where nothing foretells it."""
+        return None
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Drafter":
         """Move or convert; what is computed and not stored keeps its type: rounded rotary frequencies turn far
@@ -232,7 +254,9 @@ class Drafter(nn.Module):
         return output.behind(F.linear(hidden.to(weight.dtype), weight, bias))
 
     def embed(self, tokens: Tensor, like: Tensor) -> Tensor:
-        """The base's input embeddings (..., H) of tokens, where and in the type that `like` has."""
+        """The input embeddings (..., H) of tokens, where and in the type that `like` has: own ones, or the base's."""
+        if self.embed_tokens is not None:
+            return self.embed_tokens(tokens.to(like.device))
         embedding = self.base.get_input_embeddings()
         weight = embedding.weight
         return embedding(tokens if weight.is_meta else tokens.to(weight.device)).to(like)  # meta: offloaded, as above

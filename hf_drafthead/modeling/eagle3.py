@@ -25,7 +25,7 @@ from hf_drafthead.modeling.config import DraftHeadConfig
 from hf_drafthead.modeling.decoder_layer import ChainKeys, DecoderLayer
 from hf_drafthead.modeling.drafter import Drafter
 from hf_drafthead.modeling.eagle import EagleDrafter
-from hf_drafthead.modeling.layers import copy_if_as_wide, llama_like, weight_of
+from hf_drafthead.modeling.layers import llama_like
 
 PUBLISHED_VOCABULARY = 32000  # tokens that the published drafters choose among, where their base has more
 # Li et al. 2025 (EAGLE-3) and the published trainer: step k of the training-time test counts 0.8 ** k, from k = 0 on.
@@ -130,39 +130,16 @@ class Eagle3Config(DraftHeadConfig):
             raise ValueError(
                 f"layer_config has the layer_types {list(kinds)}: give all layers of the head the same attention."
             )
-        width = getattr(self.layer_config, "hidden_size", None)
-        if width != self.width and self.share_lm_head:
-            raise ValueError(
-                f"layer_config has hidden size {width}, but the base's lm_head reads {self.width}: set "
-                "share_lm_head=False, or give the layer the base's size."
-            )
-        if width != self.width and not self.own_embeddings:
-            raise ValueError(
-                f"layer_config has hidden size {width}, but the base's embeddings have {self.width}: set "
-                "own_embeddings=True, or give the layer the base's size."
-            )
-        self.feature_layers = self._checked_features(text.num_hidden_layers)
-
-    def _checked_features(self, layers: int) -> list[int]:
-        """The feature layers, those published where none are given; a ValueError if the base lacks one of them."""
-        found = self.feature_layers
-        if found is None:
+        self._check_layer_width()
+        layers, published = text.num_hidden_layers, []
+        if self.feature_layers is None:
             if layers < 7:
                 raise ValueError(
                     f"the base has {layers} layers, too few for the published feature_layers [2, L // 2, L - 3] to be "
                     f"three ascending ones: give feature_layers= yourself, such as {sorted({0, layers // 2})}."
                 )
-            return [2, layers // 2, layers - 3]
-        if not isinstance(found, (list, tuple)) or not found or not all(type(layer) is int for layer in found):
-            raise ValueError(f"feature_layers is {found!r}: expected a list of layer numbers, such as [2, 16, 29].")
-        if not all(0 <= layer < layers for layer in found):
-            raise ValueError(
-                f"feature_layers is {list(found)}, but the base has {layers} layers: EAGLE-3 reads their inputs, "
-                f"numbered from 0 (embeddings) to {layers - 1}."
-            )
-        if len(set(found)) < len(found):
-            raise ValueError(f"feature_layers is {list(found)}: name every layer once.")
-        return list(found)
+            published = [2, layers // 2, layers - 3]
+        self.feature_layers = self._checked_features("EAGLE-3", published, layers)
 
 
 class PairLayer(nn.Module):
@@ -265,14 +242,10 @@ class Eagle3Drafter(EagleDrafter):
         self.fc = nn.Linear(count * text.hidden_size, width, bias=config.fc_bias)
         self.body = PairLayers(config)
         self.norm = nn.RMSNorm(width, eps=eps)
-        self.lm_head = None if config.share_lm_head else nn.Linear(width, self.choices, bias=False)
-        self.embed_tokens = nn.Embedding(text.vocab_size, width) if config.own_embeddings else None
-
-    def copy_from_base(self) -> None:
-        """The base's embeddings, and of its lm_head the rows of the draft vocabulary, where they are as wide."""
-        if self.embed_tokens is not None:
-            copy_if_as_wide(self.embed_tokens.weight, self.base.get_input_embeddings().weight)
-        self.copy_projections()
+        if not config.share_lm_head:
+            self.lm_head = nn.Linear(width, self.choices, bias=False)
+        if config.own_embeddings:
+            self.embed_tokens = nn.Embedding(text.vocab_size, width)
 
     def head_states(self, features: Tensor, input_ids: Tensor, attention_mask: Tensor | None = None) -> list[Tensor]:
         """The training-time test (section 3.2): entry k is guess k of chains that begin at every position.
@@ -302,20 +275,7 @@ class Eagle3Drafter(EagleDrafter):
         return self.norm(out) if self.config.norm_output else out
 
     def _joined(self, features: Tensor, tokens: Tensor) -> Tensor:
-        if self.embed_tokens is None:
-            embeddings = self.embed(tokens, like=features)
-        else:
-            embeddings = self.embed_tokens(tokens.to(features.device))
-        return torch.cat([embeddings, features], dim=-1)
-
-    def copy_projections(self) -> None:
-        if self.lm_head is None:
-            return
-        rows = weight_of(self.output.head, like=self.lm_head.weight)
-        if self.draft_tokens is not None and not rows.is_meta:
-            rows = rows[self.draft_tokens.to(rows.device)]
-        rows = rows if rows.is_meta else rows * self.output.scale()
-        copy_if_as_wide(self.lm_head.weight, rows)
+        return torch.cat([self.embed(tokens, like=features), features], dim=-1)
 
 
 class Eagle3ForCausalLM(DraftHeadPreTrainedModel):

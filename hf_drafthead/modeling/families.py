@@ -13,6 +13,7 @@ from torch import nn
 from hf_drafthead.modeling.amphista import AMPHISTA_RECIPE, AmphistaConfig, AmphistaForCausalLM
 from hf_drafthead.modeling.base import DraftHeadPreTrainedModel
 from hf_drafthead.modeling.config import DraftHeadConfig
+from hf_drafthead.modeling.dflash import DFLASH_RECIPE, DSPARK_RECIPE, DFlashConfig, DFlashForCausalLM
 from hf_drafthead.modeling.draft_model import DRAFT_MODEL_RECIPE, DraftModelConfig, DraftModelForCausalLM
 from hf_drafthead.modeling.eagle import EAGLE_RECIPE, EagleConfig, EagleForCausalLM
 from hf_drafthead.modeling.eagle3 import EAGLE3_RECIPE, Eagle3Config, Eagle3ForCausalLM
@@ -21,9 +22,9 @@ from hf_drafthead.modeling.medusa import MEDUSA_JOINT_RECIPE, MEDUSA_RECIPE, Med
 from hf_drafthead.modeling.mtp import MtpConfig, MtpForCausalLM
 
 # For type checkers, for which the package's classes are the public names of this module; at run time CLASSES has them.
-__all__ = ["AmphistaConfig", "DraftModelConfig", "EagleConfig", "Eagle3Config", "HydraConfig", "MedusaConfig"]
-__all__ += ["AmphistaForCausalLM", "DraftModelForCausalLM", "EagleForCausalLM", "Eagle3ForCausalLM"]
-__all__ += ["HydraForCausalLM", "MedusaForCausalLM", "MtpConfig", "MtpForCausalLM"]
+__all__ = ["AmphistaConfig", "DFlashConfig", "DraftModelConfig", "EagleConfig", "Eagle3Config", "HydraConfig"]
+__all__ += ["MedusaConfig", "MtpConfig", "AmphistaForCausalLM", "DFlashForCausalLM", "DraftModelForCausalLM"]
+__all__ += ["EagleForCausalLM", "Eagle3ForCausalLM", "HydraForCausalLM", "MedusaForCausalLM", "MtpForCausalLM"]
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,8 @@ _TABLE = (
     Family("eagle3.1", "EAGLE 3.1", "2605.09992", Eagle3ForCausalLM, Eagle3Config.with_norms, EAGLE3_RECIPE),
     # trained as EAGLE-3 is: on the base's own distribution, several levels deep
     Family("mtp", "MTP", "2412.19437", MtpForCausalLM, MtpConfig, EAGLE3_RECIPE),
+    Family("dflash", "DFlash", "2602.06036", DFlashForCausalLM, DFlashConfig, DFLASH_RECIPE),
+    Family("dspark", "DSpark", "2607.05147", DFlashForCausalLM, DFlashConfig.dspark, DSPARK_RECIPE),
     Family("draft-model", "Draft model", "2211.17192", DraftModelForCausalLM, DraftModelConfig, DRAFT_MODEL_RECIPE),
 )
 FAMILIES: dict[str, Family] = {family.name: family for family in _TABLE}

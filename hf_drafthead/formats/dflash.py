@@ -1,0 +1,365 @@
+"""Block drafters: DFlash as z-lab and SpecForge save it, DFlash and DSpark as DeepSpec and as speculators do.
+
+    fc.weight [H, F Ht]                                  F hidden states of the base, of width Ht
+    hidden_norm.weight, norm.weight [H], layers.{i}.*    Qwen3's layers
+    markov_head.markov_w1 [V, R], .markov_w2 [D, R]      DSpark's bias; by type .gate_proj or .joint_proj
+    confidence_head.proj.*                               how likely a slot's guess is accepted
+    embed_tokens.weight [V, H], lm_head.weight [D, H]    copies of the base's, or own ones
+    d2t [D], t2d [V]                                     the draft vocabulary, in speculators' files alone
+
+The tensors are the same, what is meant by them is not: z-lab and DeepSpec number the outputs of layers, speculators the
+inputs; DeepSpec reads the anchor's slot, z-lab does not; z-lab's own code ignores the window of sliding layers, vLLM
+has the block causal in them. All that is read from config.json, and refused where that does not tell.
+"""
+
+import os
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from hf_drafthead.formats.base_tensors import INPUT, OUTPUT, base_tensor
+from hf_drafthead.formats.disk import Source
+from hf_drafthead.formats.eagle3 import COPIES_OF_THE_BASE, drop_identity, read_draft_tokens, read_vocabulary
+from hf_drafthead.formats.layer_config import llama_fields, read_layer_config
+from hf_drafthead.formats.layout import SGLANG, Files, Heads, Layout, Loss, Prefixes, Reader, SavedHeads, renamed
+from hf_drafthead.formats.speculators import KIND, VERSION, speculators_config
+from hf_drafthead.modeling.dflash import DFlashForCausalLM
+
+PREFIXES: Prefixes = [
+    ("body.layers.", "layers."),
+    ("markov.w1.", "markov_head.markov_w1."),
+    ("markov.w2.", "markov_head.markov_w2."),
+    ("markov.gate.", "markov_head.gate_proj."),
+    ("markov.joint.", "markov_head.joint_proj."),
+    ("confidence.", "confidence_head.proj."),
+    *((name, name) for name in ("fc.", "hidden_norm.", "norm.")),
+]
+IDS = "aux_hidden_state_layer_ids"  # of speculators
+Z_LAB, DEEPSPEC = "DFlashDraftModel", "Qwen3DSparkModel"
+# Of drafters that are built otherwise: what begins or stands in the name of a tensor, and how they are called.
+OTHERS = {
+    "attention_conv.": "DFlash 2",
+    "candidate_selector.": "DFlash 2",
+    "prefix_gru.": "Domino",
+    "embed_proj.": "Domino",
+    "sink": "a block drafter with attention sinks (MiMo)",
+    "mask_hidden": "P-EAGLE",
+}
+SCALES = ("output_multiplier", "final_logit_softcapping", "input_embedding_scale")  # of DFlash 2
+OPEN = {  # config field here: what the file does not say
+    "feature_layers": "which layers of the base it reads",
+    "num_draft_heads": "block_size",
+    "mask_token_id": "mask_token_id",
+    "sample_from_anchor": "whether the anchor's slot is read (sample_from_anchor)",
+    "causal_layers": "whether the slots of its sliding layers see only those before them, and from where the window "
+    "counts (from the anchor, as in speculators, if you say which layers are causal)",
+}
+
+
+class BlockDrafter(Layout):
+    """A block drafter of z-lab, SpecForge, JetSpec or DeepSpec."""
+
+    name = "DFlash"
+    family = DFlashForCausalLM
+    targets = ("sglang",)
+
+    def detect(self, keys: Iterable[str], config: Mapping[str, Any]) -> bool:
+        return is_block_drafter(keys) and KIND not in config
+
+    def read(self, source: Source, fields: Mapping[str, Any]) -> Heads:
+        config, name = source.config, source.name
+        nested = config.get("dflash_config") or {}
+        architecture = (config.get("architectures") or ["none"])[0]
+        ids = _said(name, "target_layer_ids", config, nested)
+        last = config.get("num_target_layers")
+        if fields.get("feature_layers") is None and ids and last and max(ids) >= last - 1:
+            raise ValueError(
+                f"{name!r} reads the output of the base's last layer ({max(ids)} of target_layer_ids), which is meant "
+                "before the final norm by engines and after it by the code that trained it: it cannot be loaded."
+            )
+        reads_anchor = {Z_LAB: False, DEEPSPEC: True}.get(architecture)
+        for key in ("shift_label", "sample_from_anchor"):
+            reads_anchor = reads_anchor if (said := _said(name, key, config, nested)) is None else bool(said)
+        causal = None
+        for key in ("is_causal", "causal", "causal_head"):
+            causal = _said(name, key, config, nested) if causal is None else causal
+        form = {
+            "feature_layers": None if ids is None else [layer + 1 for layer in ids],
+            "block_size": _said(name, "block_size", config, nested),
+            "mask_token_id": _said(name, "mask_token_id", config, nested),
+            "sample_from_anchor": reads_anchor,
+            "causal": causal,
+        }
+        return _read(self, source, config, form, fields, None, config.get("base_model_name_or_path"))
+
+    def write(self, saved: SavedHeads, target: str) -> Files:
+        config, text = saved.config, saved.config.get_text_config()
+        if config.own_embeddings or not config.share_lm_head:
+            raise Loss("it has embeddings or an lm_head of its own, and the target takes the base's", SPECULATORS)
+        if "draft_tokens" in saved.tensors and config.markov_rank:
+            raise Loss("its Markov head is for a draft vocabulary, and the target guesses among all", SPECULATORS)
+        if any(config.windows) or config.causal_layers:
+            what = "some of its layers see a window, or its slots only those before them"
+            raise Loss(what + ", for which the target has other rules", SPECULATORS)
+        about = _layer_fields(config) | {"num_target_layers": text.num_hidden_layers, "dtype": _dtype(saved)}
+        ids = [layer - 1 for layer in config.feature_layers]
+        common = {"block_size": config.block_size, "base_model_name_or_path": saved.base}
+        if config.sample_from_anchor:
+            about |= {"architectures": [DEEPSPEC], "target_layer_ids": ids, "mask_token_id": config.mask_token_id}
+            about |= common | _markov_fields(config)
+        elif config.markov_rank or config.confidence_head or -1 in ids:
+            what = (
+                "its anchor's slot is not read, and the target has no Markov head, confidence head or embeddings then"
+            )
+            raise Loss(what, SPECULATORS)
+        else:
+            read = {"mask_token_id": config.mask_token_id, "target_layer_ids": ids}
+            about |= {"architectures": [Z_LAB], "dflash_config": read} | common
+        kept = {key: tensor for key, tensor in saved.tensors.items() if key != "draft_tokens"}
+        tensors = {renamed(key, PREFIXES) or key: tensor for key, tensor in kept.items()}
+        launch = SGLANG.format("DSPARK" if config.markov_rank else "DFLASH")
+        return Files("model.safetensors", tensors, about, [launch])
+
+
+SPECULATORS = "use --to speculators"
+
+
+class SpeculatorsBlock(Layout):
+    """A block drafter of the speculators library, with the name of its base."""
+
+    name = "speculators (dflash, dspark)"
+    family = DFlashForCausalLM
+    targets = ("speculators",)
+    holds_vocabulary = True
+
+    def detect(self, keys: Iterable[str], config: Mapping[str, Any]) -> bool:
+        return config.get(KIND) in ("dflash", "dspark")
+
+    def read(self, source: Source, fields: Mapping[str, Any]) -> Heads:
+        config = source.config
+        non_causal = config.get("sliding_window_non_causal")
+        form = {
+            "feature_layers": config.get(IDS),
+            "block_size": config.get("block_size"),
+            "mask_token_id": config.get("mask_token_id"),
+            "sample_from_anchor": config.get("sample_from_anchor"),
+            "causal": None if non_causal is None else "sliding" if not non_causal else False,
+        }
+        verifier = (config.get("speculators_config") or {}).get("verifier") or {}
+        layer = config.get("transformer_layer_config") or {}
+        return _read(self, source, layer, form, fields, config.get("target_hidden_size"), verifier.get("name_or_path"))
+
+    def write(self, saved: SavedHeads, target: str) -> Files:
+        config, text = saved.config, saved.config.get_text_config()
+        sliding = [layer for layer, window in enumerate(config.windows) if window is not None]
+        if config.causal_layers not in ([], sliding):
+            what = f"the slots of the layers {config.causal_layers} see those before them, and the target has this for"
+            raise Loss(f"{what} all sliding layers or none", "train it otherwise")
+        tensors = {renamed(key, PREFIXES) or key: tensor for key, tensor in saved.tensors.items()}
+        tokens = tensors.pop("draft_tokens", None)
+        if tokens is not None:
+            if not torch.equal(tokens, tokens.sort().values):
+                raise Loss("its draft vocabulary is not in ascending order", "train it with a sorted one")
+            marked = torch.zeros(text.vocab_size, dtype=torch.bool)
+            marked[tokens] = True
+            tensors |= {"d2t": tokens - torch.arange(len(tokens)), "t2d": marked}
+        notes = []
+        if config.share_lm_head and tokens is not None:
+            rows = base_tensor(saved.base_model or saved.base or {}, OUTPUT)
+            if rows is None:
+                raise Loss("the target wants the rows of its draft vocabulary of the base's lm_head", "load the base")
+            tensors["lm_head.weight"] = rows[tokens].clone()
+        elif config.share_lm_head:
+            notes.append(f"the {INPUT} and {OUTPUT} are not in the file: vLLM takes the base's.")
+        wide = text.hidden_size if config.own_layer.hidden_size != text.hidden_size else None
+        about: dict[str, Any] = {
+            KIND: config.family,
+            "speculators_version": VERSION,
+            "architectures": ["DSparkSpeculator" if config.markov_rank else "DFlashSpeculator"],
+            "draft_vocab_size": config.draft_vocab_size or text.vocab_size,
+            "block_size": config.block_size,
+            IDS: list(config.feature_layers),
+            "mask_token_id": config.mask_token_id,
+            "sample_from_anchor": config.sample_from_anchor,
+            "sliding_window_non_causal": not config.causal_layers,
+            "target_hidden_size": wide,
+            "tie_word_embeddings": False,
+            "dtype": _dtype(saved),
+            "transformer_layer_config": _layer_fields(config),
+            "speculators_config": speculators_config(saved, config.family, config.num_draft_heads),
+        }
+        about |= _markov_fields(config) if config.markov_rank else {}
+        return Files("model.safetensors", tensors, about, [*notes, "vllm serve FOLDER starts the base with the head."])
+
+
+def is_block_drafter(keys: Iterable[str]) -> bool:
+    """Whether tensors of these names make keys and values of a context, as no other family's do."""
+    names = set(keys)
+    return {"fc.weight", "hidden_norm.weight", "norm.weight", "layers.0.self_attn.k_proj.weight"} <= names
+
+
+def _said(name: str, key: str, *configs: Mapping[str, Any]) -> Any:
+    """What one of the configs says of a key; None if none does. Two that differ are refused."""
+    values = [config[key] for config in configs if config.get(key) is not None]
+    if any(value != values[0] for value in values):
+        raise ValueError(f"{name!r} says {key} twice, {values[0]} and {values[1]}: correct its config.json.")
+    return values[0] if values else None
+
+
+def _read(
+    layout: Layout,
+    source: Source,
+    layer: Mapping[str, Any],
+    form: dict[str, Any],
+    fields: Mapping[str, Any],
+    target_width: int | None,
+    base: str | None,
+) -> Heads:
+    """A block drafter.
+
+    Args:
+        layer: config of the decoder layers.
+        form: what the layout says of `feature_layers`, `block_size`, `mask_token_id`, `sample_from_anchor` and
+            `causal` (True, False, or "sliding" for those layers); None where it says nothing.
+        fields: that the user sets, in place of what the layout does not say.
+        target_width: Ht, where it is not the drafter's own width.
+        base: that the layout names.
+
+    Raises:
+        ValueError: something is not said, a tensor is missing or of another shape, or it is another kind of drafter.
+    """
+    reader, config = Reader(source.name, source.tensors), source.config
+    _refuse_others(source)
+    layers = 1 + max(int(key.split(".")[1]) for key in source.tensors if key.startswith("layers."))
+    kinds = list(layer.get("layer_types") or [])
+    sliding = [number for number, kind in enumerate(kinds[:layers]) if kind == "sliding_attention"]
+    if not sliding or form["causal"] is not None:
+        causal = form["causal"]
+        form["causal_layers"] = sliding if causal == "sliding" else [*range(layers)] if causal else []
+    anchor = form["sample_from_anchor"] if fields.get("sample_from_anchor") is None else fields["sample_from_anchor"]
+    block = form.pop("block_size")
+    form["num_draft_heads"] = None if block is None else block - (anchor is False)
+    form.pop("causal")
+    for name, missing in OPEN.items():
+        if fields.get(name) is None and form.get(name) is None:
+            raise ValueError(
+                f"{source.name!r} does not say {missing}, and projects differ in it: give {name}= (on the command line "
+                "--set), as the drafter was trained."
+            )
+        form[name] = form.get(name) if fields.get(name) is None else fields[name]
+    width, wide = reader.take("fc.weight").shape
+    target_width = target_width or width
+    if wide != target_width * len(form["feature_layers"]):
+        raise ValueError(
+            f"{source.name!r} has 'fc.weight' {[width, wide]}, which joins {wide / target_width:g} hidden states of "
+            f"width {target_width}, but it reads the layers {form['feature_layers']}: correct its config.json."
+        )
+    vocab_size = read_vocabulary(reader, layer)
+    shared = "lm_head.weight" not in reader or (len(reader.tensors["lm_head.weight"]) == vocab_size == _all(config))
+    draft_size = vocab_size if shared else len(reader.take("lm_head.weight"))
+    own_embeddings = width != target_width or bool(fields.get("own_embeddings"))
+    shared = shared and width == target_width and fields.get("share_lm_head") is not False
+    tensors = reader.renamed(PREFIXES)
+    if own_embeddings:
+        tensors["embed_tokens.weight"] = reader.one("embed_tokens.weight", (vocab_size, width))
+    if not shared:
+        tensors["lm_head.weight"] = reader.one("lm_head.weight", (draft_size, width))
+    if draft_size < vocab_size:
+        tensors["draft_tokens"] = read_draft_tokens(reader, draft_size, vocab_size)
+    else:
+        drop_identity(reader)
+    kept = {"embed_tokens.weight": own_embeddings, "lm_head.weight": not shared}
+    copies = reader.copies({key: which for key, which in COPIES.items() if not kept[key]})
+    for key in COPIES_OF_THE_BASE:
+        if key in reader:
+            reader.drop(key, "the base's own, which only training needs")
+    if not (layer.get("rope_theta") or layer.get("rope_parameters")):
+        raise ValueError(
+            f"{source.name!r} does not say rope_theta or rope_parameters of its layers, which need not be the base's: "
+            "give a folder whose config.json does."
+        )
+    layer_config = read_layer_config(reader, "layers.0.", layer, width, vocab_size)
+    layer_config.num_hidden_layers = layers
+    layer_config.layer_types = kinds or ["full_attention"] * layers
+    form |= {
+        "draft_vocab_size": draft_size if draft_size < vocab_size else None,
+        "layer_config": layer_config,
+        "num_layers": layers,
+        "own_embeddings": own_embeddings,
+        "share_lm_head": shared,
+        **_read_heads(reader, config),
+    }
+    reader.note_difference(layer, "num_hidden_layers", layers)
+    more = {"hidden_size": target_width, "vocab_size": vocab_size, "base": base, "copies": copies}
+    return reader.heads(layout, form, tensors, **more)
+
+
+COPIES = {"embed_tokens.weight": INPUT, "lm_head.weight": OUTPUT}
+
+
+def _all(config: Mapping[str, Any]) -> int:
+    """Tokens that the lm_head of a drafter without a draft vocabulary has."""
+    return config.get("draft_vocab_size") or (config.get("transformer_layer_config") or config).get("vocab_size", 0)
+
+
+def _read_heads(reader: Reader, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Config fields of the Markov and the confidence head; what config.json says must be what the tensors are."""
+    rank = config.get("markov_rank") or 0
+    fields: dict[str, Any] = {"markov_rank": rank, "confidence_head": bool(config.get("enable_confidence_head"))}
+    if rank:
+        kind = config.get("markov_head_type")
+        joined = {"gated": "gate_proj", "rnn": "joint_proj"}.get(kind or "")
+        reader.take("markov_head.markov_w1.weight")
+        if kind not in ("vanilla", "gated", "rnn"):
+            raise ValueError(f"{reader.name!r} has a markov_head_type {kind!r}: known are 'vanilla', 'gated', 'rnn'.")
+        if joined is not None:
+            reader.take(f"markov_head.{joined}.weight")
+        fields["markov_head_type"] = kind
+    if fields["confidence_head"]:
+        wide = reader.take("confidence_head.proj.weight").shape[1] - reader.take("norm.weight").shape[0]
+        fields["confidence_with_markov"] = wide > 0
+    return fields
+
+
+def _refuse_others(source: Source) -> None:
+    """Refuse what only looks like these drafters, by its name."""
+    for part, other in OTHERS.items():
+        if any(part in key for key in source.tensors):
+            raise ValueError(f"{source.name!r} is {other}, which has no family here: get a DFlash or DSpark drafter.")
+    scaled = [key for key in SCALES if source.config.get(key) not in (None, 1, 1.0)]
+    if scaled:
+        raise ValueError(f"{source.name!r} has {scaled[0]} {source.config[scaled[0]]}, which has no place here.")
+    beside = os.path.join(os.path.dirname(source.files[0]), "mask_embedding.pt")
+    if os.path.exists(beside):
+        raise ValueError(f"{beside!r} replaces the embedding of the mask token, for which there is no place here.")
+
+
+def _layer_fields(config: Any) -> dict[str, Any]:
+    """Of the decoder layers, for a config.json."""
+    layer = config.own_layer
+    if layer.model_type != "qwen3":
+        what = f"its layers are those of a {layer.model_type!r} model, and the target builds Qwen3's"
+        raise Loss(what, "train it with layer_config= of a Qwen3")
+    windows = config.windows
+    return llama_fields(layer, config.get_text_config().vocab_size) | {
+        "model_type": "qwen3",
+        "num_hidden_layers": config.num_layers,
+        "layer_types": ["full_attention" if window is None else "sliding_attention" for window in windows],
+        "use_sliding_window": any(windows),
+        "sliding_window": next(filter(None, windows), None),
+        "attention_bias": bool(layer.attention_bias),
+    }
+
+
+def _markov_fields(config: Any) -> dict[str, Any]:
+    return {
+        "markov_rank": config.markov_rank,
+        "markov_head_type": config.markov_head_type,
+        "enable_confidence_head": config.confidence_head,
+        "confidence_head_with_markov": config.confidence_with_markov,
+    }
+
+
+def _dtype(saved: SavedHeads) -> str:
+    return str(saved.tensors["fc.weight"].dtype).removeprefix("torch.")

@@ -1,0 +1,459 @@
+"""DFlash: one pass of a small transformer fills a block of masks behind the newest token (Chen et al., 2026).
+
+    context    c_t = norm(fc(s_1, ..., s_F))             s_i: hidden states of the base at t, without norm
+    block      E(x_P), E(mask), ..., E(mask)             at positions P ...; x_P, the anchor, is the tree's root
+    layers     queries of the block; keys and values of [context; block], by the same projections, which c_t reaches
+               unnormed and unchanged in every layer; the context's are kept, the block's are dropped
+    scores     lm_head(norm(slot))                       slot j guesses x_{P+j}, or x_{P+j+1} with sample_from_anchor
+
+The slots do not know of each other's tokens, so that a tree of their guesses is Medusa's. DSpark (Cheng et al., 2026)
+adds a bias of the token before, which makes the scores depend on the parent, and a head that foretells acceptance.
+
+Shapes: B rows, A newly verified positions, T positions, M anchors, W slots of a block, K of them that are read, n nodes
+of a tree level, F feature layers, H hidden of the drafter, R rank, V vocabulary, D draft vocabulary.
+"""
+
+import sys
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, Qwen3Config
+from transformers.cache_utils import Cache, DynamicCache
+from transformers.configuration_utils import PreTrainedConfig
+from transformers.utils import logging
+
+from hf_drafthead.generation.drafting import Guesses
+from hf_drafthead.generation.slots import ROOM, SLOTS, SlotCache, slot_mask
+from hf_drafthead.modeling.base import DraftHeadPreTrainedModel
+from hf_drafthead.modeling.config import DraftHeadConfig
+from hf_drafthead.modeling.decoder_layer import DecoderLayer
+from hf_drafthead.modeling.drafter import Drafter
+from hf_drafthead.modeling.files import shortened
+from hf_drafthead.modeling.layers import llama_like
+
+logger = logging.get_logger(__name__)
+
+FEATURES = 5  # hidden states of the base that are read, as published
+SLOTS_AT_ONCE = 1024  # of blocks that are computed together over a text
+MARKOV_HEADS = ("vanilla", "gated", "rnn")
+# Chen et al. 2026 and the published trainer: AdamW 6e-4, warm-up 4 %, slot j counts exp(-j / 4) in blocks of 8
+DFLASH_RECIPE: dict[str, Any] = {
+    "next_token_weight": 1.0,
+    "head_decay": 0.7788,
+    "learning_rate": 6e-4,
+    "lr_scheduler_type": "cosine",
+    "warmup_steps": 0.04,
+    "weight_decay": 0.0,
+    "max_grad_norm": 1.0,
+    "num_train_epochs": 6,
+}
+# Cheng et al. 2026 and the published trainer: 0.1 cross-entropy + 0.9 L1, and the acceptance that is foretold
+DSPARK_RECIPE: dict[str, Any] = {
+    **DFLASH_RECIPE,
+    "next_token_weight": 0.1,
+    "num_train_epochs": 10,
+}
+
+
+class DFlashConfig(DraftHeadConfig):
+    """A block drafter; with a Markov head it is DSpark's.
+
+    Args:
+        num_draft_heads: K, tokens that a block guesses: slots that are read.
+        feature_layers: hidden states of the base that are read: i is the input of layer i (0: the embeddings), without
+            norm. None: five, from the output of the second layer to that of the third last, as published.
+        num_layers: decoder layers.
+        layer_config: the decoder layers: sizes, rotary positions, `sliding_window` and `layer_types`. Their hidden size
+            may differ from the base's. None: Qwen3 layers of the base's sizes.
+        sample_from_anchor: the anchor's slot is read too: slot j guesses the token after position j of the block.
+        mask_token_id: whose embedding stands in all slots but the anchor's. None: the base's last token.
+        causal_layers: numbers of the layers whose slots see only those before them, not the whole block (JetSpec: all).
+        own_embeddings: embeddings of its own in the place of the base's; needed where the hidden sizes differ.
+        share_lm_head: project with the base's lm_head, where the hidden sizes are the same.
+        markov_rank: R, of the bias that the token before gives to the scores; 0 for none.
+        markov_head_type: "vanilla", "gated" (by the slot's state) or "rnn" (of all tokens of the path).
+        confidence_head: foretell how likely a slot's guess is accepted.
+        confidence_with_markov: which it does from the token before, too.
+        confidence_threshold: below a node where that is less likely nothing is guessed: a dynamic tree grows elsewhere.
+    """
+
+    model_type = "drafthead_dflash"
+    sub_configs: ClassVar = {"base_config": AutoConfig, "layer_config": AutoConfig}
+
+    num_draft_heads: int = 7
+    feature_layers: list[int] | tuple[int, ...] | None = None
+    num_layers: int = 5
+    layer_config: dict[str, Any] | PreTrainedConfig | None = None
+    sample_from_anchor: bool = False
+    mask_token_id: int | None = None
+    causal_layers: list[int] | tuple[int, ...] = ()
+    own_embeddings: bool = False
+    share_lm_head: bool = True
+    markov_rank: int = 0
+    markov_head_type: str = "vanilla"
+    confidence_head: bool = False
+    confidence_with_markov: bool = True
+    confidence_threshold: float | None = None
+
+    @classmethod
+    def dspark(cls, **fields: Any) -> "DFlashConfig":
+        """DSpark as published: a Markov head of rank 256, a confidence head, and the anchor's slot is read."""
+        return cls(**{"markov_rank": 256, "confidence_head": True, "sample_from_anchor": True, **fields})
+
+    @property
+    def family(self) -> str:
+        return "dspark" if self.markov_rank else "dflash"
+
+    @property
+    def block_size(self) -> int:
+        """W."""
+        return self.num_draft_heads + (not self.sample_from_anchor)
+
+    @property
+    def windows(self) -> list[int | None]:
+        """Of each layer, how far before the anchor its slots see; None for all."""
+        kinds = getattr(self.own_layer, "layer_types", None) or ()
+        window = getattr(self.own_layer, "sliding_window", None)
+        sliding = [layer < len(kinds) and kinds[layer] == "sliding_attention" for layer in range(self.num_layers)]
+        return [window if slides else None for slides in sliding]
+
+    def check(self) -> None:
+        """Fill in what is to be as published, once the base is known, and refuse what cannot be built."""
+        super().check()
+        if self.block_size > SLOTS:
+            raise ValueError(
+                f"num_draft_heads is {self.num_draft_heads}, a block of {self.block_size}: expected at most {SLOTS}."
+            )
+        if type(self.markov_rank) is not int or self.markov_rank < 0:
+            raise ValueError(f"markov_rank is {shortened.repr(self.markov_rank)}: expected a whole number, 0 for none.")
+        if self.markov_head_type not in MARKOV_HEADS:
+            known = ", ".join(map(repr, MARKOV_HEADS))
+            raise ValueError(f"markov_head_type is {shortened.repr(self.markov_head_type)}: expected one of {known}.")
+        threshold = self.confidence_threshold
+        if threshold is not None and (type(threshold) not in (int, float) or not 0 <= threshold <= 1):
+            raise ValueError(f"confidence_threshold is {shortened.repr(threshold)}: expected a number from 0 to 1.")
+        if threshold is not None and not self.confidence_head:
+            raise ValueError(f"confidence_threshold is {threshold}, but confidence_head is False: leave it out.")
+        causal = self.causal_layers
+        if not isinstance(causal, (list, tuple)) or not set(causal) <= set(range(self.num_layers)):
+            raise ValueError(
+                f"causal_layers is {shortened.repr(causal)}: expected a list of layers from 0 to {self.num_layers - 1}."
+            )
+        self.causal_layers = sorted(set(causal))
+        if isinstance(self.base_config, PreTrainedConfig):
+            self._check_on_base()
+
+    def _check_on_base(self) -> None:
+        text, tokens = self.get_text_config(), self.known_tokens or 1
+        self.mask_token_id = tokens - 1 if self.mask_token_id is None else self.mask_token_id
+        if type(self.mask_token_id) is not int or not 0 <= self.mask_token_id < tokens:
+            raise ValueError(
+                f"mask_token_id is {shortened.repr(self.mask_token_id)}, but the base embeds {tokens} tokens, numbered "
+                "from 0: give one of them, best one that no text has."
+            )
+        if self.layer_config is None:
+            like = llama_like(text, self.num_layers, self.width).to_dict()
+            self.layer_config = Qwen3Config(**{name: like[name] for name in LAYER_FIELDS})
+        self._check_layer("a block drafter is made of decoder layers", True, same_width=False)
+        self._check_layer_width()
+        layers = text.num_hidden_layers
+        published = published_features(layers)
+        self.feature_layers = self._checked_features("a block drafter", published, layers)
+
+
+LAYER_FIELDS = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+LAYER_FIELDS += ("num_key_value_heads", "head_dim", "rms_norm_eps", "max_position_embeddings", "rope_parameters")
+
+
+def published_features(layers: int, count: int = FEATURES) -> list[int]:
+    """The inputs of which of so many layers are read by default.
+
+    >>> published_features(36)
+    [2, 10, 18, 26, 34]
+    """
+    first, last = (1, layers - 3) if layers > 3 else (0, 0)
+    outputs = [layers // 2] if count == 1 else [round(first + i * (last - first) / (count - 1)) for i in range(count)]
+    return sorted({min(output + 1, layers - 1) for output in outputs})
+
+
+class BlockLayers(DecoderLayer):
+    """Decoder layers over blocks; to keys and values of the block come those of a context that passed no layer.
+
+    Raises:
+        ValueError: the layers have other parts than a LLaMA's.
+    """
+
+    def __init__(self, config: DFlashConfig) -> None:
+        super().__init__(config.own_layer)
+        layers = [self.layer, *(DecoderLayer(config.own_layer).layer for _ in range(config.num_layers - 1))]
+        del self.layer
+        self.layers = nn.ModuleList(layers)
+        self.windows, self.causal = config.windows, [layer in config.causal_layers for layer in range(len(layers))]
+        attention: Any = getattr(layers[0], "self_attn", None)
+        projections = {f"{name}_proj" for name in "qkvo"}
+        known = [projections, projections | {"q_norm", "k_norm"}]
+        if attention is None or {name for name, _ in attention.named_children()} not in known:
+            raise ValueError(
+                f"layer_config asks for a {type(layers[0]).__name__}, whose keys and values cannot be made of a "
+                "context: give the config of a model whose attention has the parts of a LLaMA's or a Qwen3's."
+            )
+        for index, layer in enumerate(layers):
+            layer.self_attn.layer_idx = index  # where the cache holds its keys
+        self._turned = sys.modules[type(attention).__module__].apply_rotary_pos_emb
+
+    def context(self, x: Tensor, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Each layer's keys and values, (B, G, A, E), of a context (B, A, H) at positions (B or 1, A)."""
+        cos, sin = self.rotary(x, positions)
+        pairs = []
+        for layer in self.layers:
+            attention: Any = layer.self_attn
+            shape = (*x.shape[:2], -1, attention.head_dim)
+            keys, values = attention.k_proj(x).view(shape), attention.v_proj(x).view(shape).transpose(1, 2)
+            keys = attention.k_norm(keys) if hasattr(attention, "k_norm") else keys
+            keys = keys.transpose(1, 2)
+            pairs.append((self._turned(keys, keys, cos, sin)[1], values))
+        return pairs
+
+    def remember(self, cache: SlotCache, x: Tensor, lengths: Tensor) -> None:
+        """Keep a context (B, A, H), of which the first lengths (B,) positions count, behind what is kept already."""
+        order, first = torch.arange(x.shape[1], device=x.device), cache.extent == 0 and not cache.fixed
+        if first:
+            cache.append()
+        else:
+            cache.place(x.shape[1])
+        past = 0 if first else cache.lengths[:, None]
+        for index, pair in enumerate(self.context(x, past + order[None])):
+            cache.update(*pair, index)
+        if first:
+            cache.count(x.shape[1], lengths.to(x.device))
+        else:
+            cache.keep(order.expand(len(x), -1), lengths.to(x.device))
+
+    def over_block(self, cache: SlotCache, x: Tensor) -> Tensor:
+        """One block (B, W, H) behind each row's context, which is soon forgotten."""
+        cache.place(x.shape[1])
+        order = torch.arange(x.shape[1], device=x.device)
+        past, anchor = (cache.lengths, cache.seen_extent, x.dtype), torch.zeros_like(order)[None]
+
+        def mask(window: int | None, causal: bool) -> Tensor:
+            # all slots look as far back as the anchor, which sees the window's positions beside itself
+            seen = self._in_block(order, causal)[None]
+            return slot_mask(seen, *past, window=None if window is None else window + 1, depths=anchor)
+
+        return self._through_all(x, cache.lengths[:, None] + order, mask, cache)
+
+    def over_text(self, x: Tensor, context: Tensor, anchors: Tensor, real: Tensor | None) -> Tensor:  # type: ignore[override]
+        """Blocks (B, M W, H), one behind the other, each with the context up to its place in a text.
+
+        Args:
+            context: (B, T, H).
+            anchors: (B, M) indices of the last position of the context that a block sees.
+            real: (B, T) where the text is no padding; None: everywhere.
+        """
+        places, _ = self._of_text(context, real)  # (B or 1, T)
+        places, size = places.expand(len(x), -1), x.shape[1] // anchors.shape[1]
+        cache = DynamicCache()
+        for index, pair in enumerate(self.context(context, places)):
+            cache.update(*pair, index)
+        at = places.gather(1, anchors) + 1  # (B, M) the anchors' positions
+        slots = torch.arange(x.shape[1], device=x.device)
+        before = torch.arange(context.shape[1], device=x.device) <= anchors[..., None]  # (B, M, T)
+        before = before if real is None else before & real.bool()[:, None]
+
+        def mask(window: int | None, causal: bool) -> Tensor:
+            seen = before if window is None else before & (at[..., None] - places[:, None] <= window)
+            own = self._in_block(slots, causal) & (slots[:, None] // size == slots // size)
+            seen = torch.cat([seen.repeat_interleave(size, 1), own.expand(len(x), -1, -1)], 2)
+            additive: Tensor = self._additive(seen, x)  # type: ignore[assignment]
+            return additive
+
+        positions = (at[..., None] + torch.arange(size, device=x.device)).flatten(1)
+        return self._through_all(x, positions, mask, cache)
+
+    @staticmethod
+    def _in_block(order: Tensor, causal: bool) -> Tensor:
+        """Which slots (W, W) each of a block sees."""
+        return order[None] <= order[:, None] if causal else (order[None] >= 0).expand(len(order), -1)
+
+    def _through_all(self, x: Tensor, positions: Tensor, mask: Any, cache: Cache) -> Tensor:
+        masks = {kind: mask(*kind) for kind in set(zip(self.windows, self.causal))}
+        for layer, *kind in zip(self.layers, self.windows, self.causal):
+            x = self._through(layer, x, positions, masks[tuple(kind)], cache)  # type: ignore[index]
+        return x
+
+
+class MarkovHead(nn.Module):
+    """What the token before says of the next one: a bias W2 f(W1 x) of the scores, of low rank."""
+
+    def __init__(self, kind: str, tokens: int, rank: int, width: int, choices: int) -> None:
+        super().__init__()
+        self.w1 = nn.Embedding(tokens, rank)
+        self.w2 = nn.Linear(rank, choices, bias=False)
+        nn.init.zeros_(self.w2.weight)
+        self.gate = nn.Linear(width + rank, rank) if kind == "gated" else None
+        self.joint = nn.Linear(width + 2 * rank, 3 * rank) if kind == "rnn" else None
+
+    def forward(self, before: Tensor, hidden: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
+        """What W2 is applied to (..., R), and the memory (..., R) of an "rnn" after it.
+
+        Args:
+            before: (..., R) W1 of the tokens before.
+            hidden: (..., H) of the slot.
+            memory: (..., R) of the path before, zeros at the anchor.
+        """
+        if self.gate is not None:
+            return self.gate(torch.cat([hidden, before], -1)).sigmoid() * before, memory
+        if self.joint is None:
+            return before, memory
+        kept, new, out = self.joint(torch.cat([memory, before, hidden], -1)).chunk(3, -1)
+        kept = kept.sigmoid()
+        return out.tanh(), kept * memory + (1 - kept) * new.tanh()
+
+
+class DFlashState(NamedTuple):
+    """The verified context, and the block behind it once a tree has begun.
+
+    hidden, logits: (B, K, H) and (B, K, D) of the slots that are read; memory: (B, n, R) of the nodes of the last
+    level; level: how many were guessed.
+    """
+
+    cache: SlotCache
+    hidden: Tensor | None = None
+    logits: Tensor | None = None
+    memory: Tensor | None = None
+    level: int = 0
+
+
+class DFlashDrafter(Drafter):
+    """A block in one pass.
+
+    State dict: `fc.weight` (H, F*H of the base), `hidden_norm.weight`, `norm.weight` (H); `body.layers.{i}.*` with
+    Qwen3's names; where D is less than V, `draft_tokens` (D,). By variant: `lm_head.weight` (D, H),
+    `embed_tokens.weight` (V, H), `markov.{w1,w2,gate,joint}.*` (w1 (V, R), w2 (D, R)), `confidence.{weight,bias}`.
+    """
+
+    config: DFlashConfig
+    keeps_history = True
+    starts_at_anchors = True
+
+    def __init__(self, config: DFlashConfig) -> None:
+        super().__init__(config)
+        text, width, rank = config.get_text_config(), config.own_layer.hidden_size, config.markov_rank
+        self.reads = tuple(config.feature_layers or ())
+        eps = getattr(config.own_layer, "rms_norm_eps", None) or 1e-6
+        self.fc = nn.Linear(len(self.reads) * text.hidden_size, width, bias=False)
+        self.hidden_norm, self.norm = nn.RMSNorm(width, eps=eps), nn.RMSNorm(width, eps=eps)
+        self.body = BlockLayers(config)
+        if not config.share_lm_head:
+            self.lm_head = nn.Linear(width, self.choices, bias=False)
+        if config.own_embeddings:
+            self.embed_tokens = nn.Embedding(text.vocab_size, width)
+        markov = config.markov_head_type, text.vocab_size, rank, width, self.choices
+        self.markov = MarkovHead(*markov) if rank else None
+        with_token = rank if config.confidence_with_markov else 0
+        self.confidence = nn.Linear(width + with_token, 1) if config.confidence_head else None
+
+    def prepare(self) -> None:
+        super().prepare()
+        if next(self.parameters()).dtype == torch.float16:
+            logger.warning_once(
+                "the block drafter computes in bfloat16: its states overflow in float16, in which it was loaded."
+            )
+            self.to(torch.bfloat16)
+
+    def start(self, batch_size: int, capacity: int) -> DFlashState:
+        return DFlashState(SlotCache(batch_size, self.config.num_layers, min(capacity, ROOM)))
+
+    def observe(self, state: DFlashState, features: Tensor, tokens: Tensor, lengths: Tensor) -> DFlashState:
+        self.body.remember(state.cache, self._context(self.placed(features)), lengths)
+        return DFlashState(state.cache)
+
+    def expand(self, state: DFlashState, tokens: Tensor, parents: Tensor) -> tuple[DFlashState, Guesses]:
+        config, level = self.config, state.level
+        hidden, logits, memory = state.hidden, state.logits, state.memory
+        if hidden is None or logits is None:
+            block = self._blocks(tokens, like=self.fc.weight)
+            hidden = self.norm(self.body.over_block(state.cache, block))[:, -config.num_draft_heads :]
+            logits = self._scores(hidden)
+        scores, slot = logits[:, level, None], hidden[:, level, None]
+        if self.markov is not None:
+            rows = torch.arange(len(tokens), device=hidden.device)[:, None]
+            before = self.markov.w1(tokens.to(hidden.device))  # (B, n, R)
+            memory = torch.zeros_like(before) if memory is None else memory[rows, parents.to(hidden.device)]
+            slot = slot.expand(-1, tokens.shape[1], -1)
+            bias, memory = self.markov(before, slot, memory)
+            scores = scores + self.markov.w2(bias)
+            slot = torch.cat([slot, before], -1)
+        if config.confidence_threshold is not None:  # of no number no guess is taken
+            sure = self._confidence(slot).sigmoid() >= config.confidence_threshold
+            scores = scores.masked_fill(~sure[..., None], -torch.inf)
+        return DFlashState(state.cache, hidden, logits, memory, level + 1), Guesses(scores, self.draft_tokens)
+
+    def head_states(
+        self,
+        features: Tensor,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        anchors: Tensor | None = None,
+    ) -> list[Tensor]:
+        """One (B, M, S) per slot, from blocks behind the positions `anchors` (B, M); behind every one by default.
+
+        S is H, and with a Markov head more: R numbers that make the bias, and a last one, the confidence.
+        """
+        places = torch.arange(input_ids.shape[1], device=features.device).expand(len(input_ids), -1)
+        anchors = places if anchors is None else anchors.to(features.device)
+        context, tokens = self._context(features), input_ids.to(features.device)
+        parts = []
+        for some in anchors.split(max(SLOTS_AT_ONCE // self.config.block_size, 1), dim=1):
+            blocks = self._blocks(tokens.roll(-1, 1).gather(1, some), like=context)
+            parts.append(self.body.over_text(blocks, context, some, attention_mask))
+        hidden = self.norm(torch.cat(parts, 1)).unflatten(1, (anchors.shape[1], -1))
+        states, memory = [], None
+        for slot, one in enumerate(hidden[:, :, -self.config.num_draft_heads :].unbind(2)):
+            state = [one]
+            if self.markov is not None:
+                before = self.markov.w1(tokens.roll(-1 - slot, 1).gather(1, anchors))
+                bias, memory = self.markov(before, one, torch.zeros_like(before) if memory is None else memory)
+                state, one = [one, bias], torch.cat([one, before], -1)
+            if self.confidence is not None:
+                state.append(self._confidence(one)[..., None])
+            states.append(torch.cat(state, -1))
+        return states
+
+    def head_logits(self, head: int, hidden: Tensor) -> Tensor:
+        parts = hidden.split([self.norm.normalized_shape[0], *self._extra], -1)
+        scores = self._scores(parts[0])
+        return scores if self.markov is None else scores + self.markov.w2(parts[1])
+
+    def confidence_logits(self, hidden: Tensor) -> Tensor | None:
+        return None if self.confidence is None else hidden[..., -1]
+
+    @property
+    def _extra(self) -> list[int]:
+        """Numbers beside the hidden state in a slot's state."""
+        return [self.config.markov_rank] * (self.markov is not None) + [1] * (self.confidence is not None)
+
+    def _confidence(self, slot: Tensor) -> Tensor:
+        """Logits (...) of acceptance from the slot's hidden state, and the token before where it is asked for."""
+        head: Any = self.confidence
+        return head(slot[..., : head.in_features])[..., 0]
+
+    def _context(self, features: Tensor) -> Tensor:
+        return self.hidden_norm(self.fc(features))
+
+    def _blocks(self, roots: Tensor, like: Tensor) -> Tensor:
+        """Embeddings (B, M W, H) of blocks that begin with the tokens (B, M)."""
+        masks = roots.new_full((*roots.shape, self.config.block_size - 1), self.config.mask_token_id or 0)
+        return self.embed(torch.cat([roots[..., None], masks], 2).flatten(1), like=like)
+
+    def _scores(self, hidden: Tensor) -> Tensor:
+        return self.base_logits(hidden) if self.lm_head is None else self.lm_head(hidden)
+
+
+class DFlashForCausalLM(DraftHeadPreTrainedModel):
+    """A base with a block drafter; `from_base(base, config=DFlashConfig.dspark())` for DSpark."""
+
+    config_class = DFlashConfig
+    config: DFlashConfig
+    drafter_class = DFlashDrafter
