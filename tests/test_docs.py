@@ -16,7 +16,12 @@ ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
 CODE = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
-PAGE_OF = {"hydra++": "hydra-plus-plus", "amphista-alpha": "amphista", "eagle3.1": "eagle3"}  # others: their name
+PAGE_OF = {
+    "hydra++": "hydra-plus-plus",
+    "amphista-alpha": "amphista",
+    "eagle3.1": "eagle3",
+    "dspark": "dflash",
+}  # others: their name
 # The config of each page's family; the first one where a page has several.
 FAMILIES = {PAGE_OF.get(name, name): family.config() for name, family in reversed(families.FAMILIES.items())}
 SECTIONS = ["Idea", "Drawing", "Config fields", "Recipe", "Figures", "When to choose it"]

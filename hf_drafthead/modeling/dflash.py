@@ -13,21 +13,19 @@ Shapes: B rows, A newly verified positions, T positions, M anchors, W slots of a
 of a tree level, F feature layers, H hidden of the drafter, R rank, V vocabulary, D draft vocabulary.
 """
 
-import sys
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, Qwen3Config
-from transformers.cache_utils import Cache, DynamicCache
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.utils import logging
 
 from hf_drafthead.generation.drafting import Guesses
-from hf_drafthead.generation.slots import ROOM, SLOTS, SlotCache, slot_mask
+from hf_drafthead.generation.slots import ROOM, SLOTS, SlotCache
 from hf_drafthead.modeling.base import DraftHeadPreTrainedModel
+from hf_drafthead.modeling.block_layers import BlockLayers
 from hf_drafthead.modeling.config import DraftHeadConfig
-from hf_drafthead.modeling.decoder_layer import DecoderLayer
 from hf_drafthead.modeling.drafter import Drafter
 from hf_drafthead.modeling.files import shortened
 from hf_drafthead.modeling.layers import llama_like
@@ -52,6 +50,7 @@ DFLASH_RECIPE: dict[str, Any] = {
 DSPARK_RECIPE: dict[str, Any] = {
     **DFLASH_RECIPE,
     "next_token_weight": 0.1,
+    "distance_weight": 0.9,
     "num_train_epochs": 10,
 }
 
@@ -125,16 +124,16 @@ class DFlashConfig(DraftHeadConfig):
             raise ValueError(
                 f"num_draft_heads is {self.num_draft_heads}, a block of {self.block_size}: expected at most {SLOTS}."
             )
-        if type(self.markov_rank) is not int or self.markov_rank < 0:
-            raise ValueError(f"markov_rank is {shortened.repr(self.markov_rank)}: expected a whole number, 0 for none.")
+        self._check_count("markov_rank", 0)
         if self.markov_head_type not in MARKOV_HEADS:
             known = ", ".join(map(repr, MARKOV_HEADS))
             raise ValueError(f"markov_head_type is {shortened.repr(self.markov_head_type)}: expected one of {known}.")
         threshold = self.confidence_threshold
-        if threshold is not None and (type(threshold) not in (int, float) or not 0 <= threshold <= 1):
-            raise ValueError(f"confidence_threshold is {shortened.repr(threshold)}: expected a number from 0 to 1.")
-        if threshold is not None and not self.confidence_head:
-            raise ValueError(f"confidence_threshold is {threshold}, but confidence_head is False: leave it out.")
+        if threshold is not None and not (self.confidence_head and type(threshold) is float and 0 <= threshold <= 1):
+            raise ValueError(
+                f"confidence_threshold is {shortened.repr(threshold)}: expected a float from 0 to 1, and "
+                "confidence_head to be True."
+            )
         causal = self.causal_layers
         if not isinstance(causal, (list, tuple)) or not set(causal) <= set(range(self.num_layers)):
             raise ValueError(
@@ -153,17 +152,12 @@ class DFlashConfig(DraftHeadConfig):
                 "from 0: give one of them, best one that no text has."
             )
         if self.layer_config is None:
-            like = llama_like(text, self.num_layers, self.width).to_dict()
-            self.layer_config = Qwen3Config(**{name: like[name] for name in LAYER_FIELDS})
+            self.layer_config = llama_like(text, self.num_layers, self.width, Qwen3Config)
         self._check_layer("a block drafter is made of decoder layers", True, same_width=False)
         self._check_layer_width()
         layers = text.num_hidden_layers
         published = published_features(layers)
         self.feature_layers = self._checked_features("a block drafter", published, layers)
-
-
-LAYER_FIELDS = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-LAYER_FIELDS += ("num_key_value_heads", "head_dim", "rms_norm_eps", "max_position_embeddings", "rope_parameters")
 
 
 def published_features(layers: int, count: int = FEATURES) -> list[int]:
@@ -175,112 +169,6 @@ def published_features(layers: int, count: int = FEATURES) -> list[int]:
     first, last = (1, layers - 3) if layers > 3 else (0, 0)
     outputs = [layers // 2] if count == 1 else [round(first + i * (last - first) / (count - 1)) for i in range(count)]
     return sorted({min(output + 1, layers - 1) for output in outputs})
-
-
-class BlockLayers(DecoderLayer):
-    """Decoder layers over blocks; to keys and values of the block come those of a context that passed no layer.
-
-    Raises:
-        ValueError: the layers have other parts than a LLaMA's.
-    """
-
-    def __init__(self, config: DFlashConfig) -> None:
-        super().__init__(config.own_layer)
-        layers = [self.layer, *(DecoderLayer(config.own_layer).layer for _ in range(config.num_layers - 1))]
-        del self.layer
-        self.layers = nn.ModuleList(layers)
-        self.windows, self.causal = config.windows, [layer in config.causal_layers for layer in range(len(layers))]
-        attention: Any = getattr(layers[0], "self_attn", None)
-        projections = {f"{name}_proj" for name in "qkvo"}
-        known = [projections, projections | {"q_norm", "k_norm"}]
-        if attention is None or {name for name, _ in attention.named_children()} not in known:
-            raise ValueError(
-                f"layer_config asks for a {type(layers[0]).__name__}, whose keys and values cannot be made of a "
-                "context: give the config of a model whose attention has the parts of a LLaMA's or a Qwen3's."
-            )
-        for index, layer in enumerate(layers):
-            layer.self_attn.layer_idx = index  # where the cache holds its keys
-        self._turned = sys.modules[type(attention).__module__].apply_rotary_pos_emb
-
-    def context(self, x: Tensor, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Each layer's keys and values, (B, G, A, E), of a context (B, A, H) at positions (B or 1, A)."""
-        cos, sin = self.rotary(x, positions)
-        pairs = []
-        for layer in self.layers:
-            attention: Any = layer.self_attn
-            shape = (*x.shape[:2], -1, attention.head_dim)
-            keys, values = attention.k_proj(x).view(shape), attention.v_proj(x).view(shape).transpose(1, 2)
-            keys = attention.k_norm(keys) if hasattr(attention, "k_norm") else keys
-            keys = keys.transpose(1, 2)
-            pairs.append((self._turned(keys, keys, cos, sin)[1], values))
-        return pairs
-
-    def remember(self, cache: SlotCache, x: Tensor, lengths: Tensor) -> None:
-        """Keep a context (B, A, H), of which the first lengths (B,) positions count, behind what is kept already."""
-        order, first = torch.arange(x.shape[1], device=x.device), cache.extent == 0 and not cache.fixed
-        if first:
-            cache.append()
-        else:
-            cache.place(x.shape[1])
-        past = 0 if first else cache.lengths[:, None]
-        for index, pair in enumerate(self.context(x, past + order[None])):
-            cache.update(*pair, index)
-        if first:
-            cache.count(x.shape[1], lengths.to(x.device))
-        else:
-            cache.keep(order.expand(len(x), -1), lengths.to(x.device))
-
-    def over_block(self, cache: SlotCache, x: Tensor) -> Tensor:
-        """One block (B, W, H) behind each row's context, which is soon forgotten."""
-        cache.place(x.shape[1])
-        order = torch.arange(x.shape[1], device=x.device)
-        past, anchor = (cache.lengths, cache.seen_extent, x.dtype), torch.zeros_like(order)[None]
-
-        def mask(window: int | None, causal: bool) -> Tensor:
-            # all slots look as far back as the anchor, which sees the window's positions beside itself
-            seen = self._in_block(order, causal)[None]
-            return slot_mask(seen, *past, window=None if window is None else window + 1, depths=anchor)
-
-        return self._through_all(x, cache.lengths[:, None] + order, mask, cache)
-
-    def over_text(self, x: Tensor, context: Tensor, anchors: Tensor, real: Tensor | None) -> Tensor:  # type: ignore[override]
-        """Blocks (B, M W, H), one behind the other, each with the context up to its place in a text.
-
-        Args:
-            context: (B, T, H).
-            anchors: (B, M) indices of the last position of the context that a block sees.
-            real: (B, T) where the text is no padding; None: everywhere.
-        """
-        places, _ = self._of_text(context, real)  # (B or 1, T)
-        places, size = places.expand(len(x), -1), x.shape[1] // anchors.shape[1]
-        cache = DynamicCache()
-        for index, pair in enumerate(self.context(context, places)):
-            cache.update(*pair, index)
-        at = places.gather(1, anchors) + 1  # (B, M) the anchors' positions
-        slots = torch.arange(x.shape[1], device=x.device)
-        before = torch.arange(context.shape[1], device=x.device) <= anchors[..., None]  # (B, M, T)
-        before = before if real is None else before & real.bool()[:, None]
-
-        def mask(window: int | None, causal: bool) -> Tensor:
-            seen = before if window is None else before & (at[..., None] - places[:, None] <= window)
-            own = self._in_block(slots, causal) & (slots[:, None] // size == slots // size)
-            seen = torch.cat([seen.repeat_interleave(size, 1), own.expand(len(x), -1, -1)], 2)
-            additive: Tensor = self._additive(seen, x)  # type: ignore[assignment]
-            return additive
-
-        positions = (at[..., None] + torch.arange(size, device=x.device)).flatten(1)
-        return self._through_all(x, positions, mask, cache)
-
-    @staticmethod
-    def _in_block(order: Tensor, causal: bool) -> Tensor:
-        """Which slots (W, W) each of a block sees."""
-        return order[None] <= order[:, None] if causal else (order[None] >= 0).expand(len(order), -1)
-
-    def _through_all(self, x: Tensor, positions: Tensor, mask: Any, cache: Cache) -> Tensor:
-        masks = {kind: mask(*kind) for kind in set(zip(self.windows, self.causal))}
-        for layer, *kind in zip(self.layers, self.windows, self.causal):
-            x = self._through(layer, x, positions, masks[tuple(kind)], cache)  # type: ignore[index]
-        return x
 
 
 class MarkovHead(nn.Module):
@@ -344,7 +232,8 @@ class DFlashDrafter(Drafter):
         eps = getattr(config.own_layer, "rms_norm_eps", None) or 1e-6
         self.fc = nn.Linear(len(self.reads) * text.hidden_size, width, bias=False)
         self.hidden_norm, self.norm = nn.RMSNorm(width, eps=eps), nn.RMSNorm(width, eps=eps)
-        self.body = BlockLayers(config)
+        causal = [layer in config.causal_layers for layer in range(config.num_layers)]
+        self.body = BlockLayers(config.own_layer, config.windows, causal)
         if not config.share_lm_head:
             self.lm_head = nn.Linear(width, self.choices, bias=False)
         if config.own_embeddings:
@@ -376,18 +265,15 @@ class DFlashDrafter(Drafter):
             block = self._blocks(tokens, like=self.fc.weight)
             hidden = self.norm(self.body.over_block(state.cache, block))[:, -config.num_draft_heads :]
             logits = self._scores(hidden)
-        scores, slot = logits[:, level, None], hidden[:, level, None]
-        if self.markov is not None:
-            rows = torch.arange(len(tokens), device=hidden.device)[:, None]
-            before = self.markov.w1(tokens.to(hidden.device))  # (B, n, R)
-            memory = torch.zeros_like(before) if memory is None else memory[rows, parents.to(hidden.device)]
-            slot = slot.expand(-1, tokens.shape[1], -1)
-            bias, memory = self.markov(before, slot, memory)
-            scores = scores + self.markov.w2(bias)
-            slot = torch.cat([slot, before], -1)
+        if memory is not None:
+            rows = torch.arange(len(tokens), device=memory.device)[:, None]
+            memory = memory[rows, parents.to(memory.device)]
+        slot = hidden[:, level, None].expand(-1, 1 if self.markov is None else tokens.shape[1], -1)
+        slot, memory = self._slot(slot, tokens, memory)
+        scores = logits[:, level, None] + self._bias(slot)
         if config.confidence_threshold is not None:  # of no number no guess is taken
-            sure = self._confidence(slot).sigmoid() >= config.confidence_threshold
-            scores = scores.masked_fill(~sure[..., None], -torch.inf)
+            sure = slot[..., -1:].sigmoid() >= config.confidence_threshold
+            scores = scores.masked_fill(~sure, -torch.inf)
         return DFlashState(state.cache, hidden, logits, memory, level + 1), Guesses(scores, self.draft_tokens)
 
     def head_states(
@@ -411,33 +297,32 @@ class DFlashDrafter(Drafter):
         hidden = self.norm(torch.cat(parts, 1)).unflatten(1, (anchors.shape[1], -1))
         states, memory = [], None
         for slot, one in enumerate(hidden[:, :, -self.config.num_draft_heads :].unbind(2)):
-            state = [one]
-            if self.markov is not None:
-                before = self.markov.w1(tokens.roll(-1 - slot, 1).gather(1, anchors))
-                bias, memory = self.markov(before, one, torch.zeros_like(before) if memory is None else memory)
-                state, one = [one, bias], torch.cat([one, before], -1)
-            if self.confidence is not None:
-                state.append(self._confidence(one)[..., None])
-            states.append(torch.cat(state, -1))
+            state, memory = self._slot(one, tokens.roll(-1 - slot, 1).gather(1, anchors), memory)
+            states.append(state)
         return states
 
     def head_logits(self, head: int, hidden: Tensor) -> Tensor:
-        parts = hidden.split([self.norm.normalized_shape[0], *self._extra], -1)
-        scores = self._scores(parts[0])
-        return scores if self.markov is None else scores + self.markov.w2(parts[1])
+        return self._scores(hidden[..., : self.config.own_layer.hidden_size]) + self._bias(hidden)
 
     def confidence_logits(self, hidden: Tensor) -> Tensor | None:
         return None if self.confidence is None else hidden[..., -1]
 
-    @property
-    def _extra(self) -> list[int]:
-        """Numbers beside the hidden state in a slot's state."""
-        return [self.config.markov_rank] * (self.markov is not None) + [1] * (self.confidence is not None)
+    def _slot(self, hidden: Tensor, tokens: Tensor, memory: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """The state (..., S) of a slot with hidden states (..., H) behind tokens (...), and the path's memory."""
+        state = known = [hidden]
+        if self.markov is not None:
+            before = self.markov.w1(tokens.to(hidden.device))
+            bias, memory = self.markov(before, hidden, torch.zeros_like(before) if memory is None else memory)
+            state, known = [hidden, bias], [hidden, before]
+        if self.confidence is not None:
+            joined = torch.cat(known, -1)[..., : self.confidence.in_features]
+            state = [*state, self.confidence(joined)]
+        return torch.cat(state, -1), memory
 
-    def _confidence(self, slot: Tensor) -> Tensor:
-        """Logits (...) of acceptance from the slot's hidden state, and the token before where it is asked for."""
-        head: Any = self.confidence
-        return head(slot[..., : head.in_features])[..., 0]
+    def _bias(self, state: Tensor) -> Tensor | float:
+        """What the token before adds to the scores, of states (..., S)."""
+        first = self.config.own_layer.hidden_size
+        return 0.0 if self.markov is None else self.markov.w2(state[..., first : first + self.config.markov_rank])
 
     def _context(self, features: Tensor) -> Tensor:
         return self.hidden_norm(self.fc(features))

@@ -175,8 +175,16 @@ def copy_if_as_wide(target: Tensor, source: Tensor) -> None:
             target.copy_(source)
 
 
-def llama_like(text: PreTrainedConfig, layers: int, width: int | None = None) -> LlamaConfig:
-    """The config of a LLaMA of the sizes that a base's text config gives, with so many layers, perhaps narrower."""
+def llama_like(
+    text: PreTrainedConfig, layers: int, width: int | None = None, kind: type[PreTrainedConfig] = LlamaConfig
+) -> Any:
+    """The config of a LLaMA, or of another such model, of the sizes that a base's text config gives.
+
+    Args:
+        layers: how many it has.
+        width: its hidden size, where that is not the base's.
+        kind: class of the config.
+    """
 
     def field(name: str) -> Any:
         """What the config says, of the first layer where it says it of each."""
@@ -189,7 +197,7 @@ def llama_like(text: PreTrainedConfig, layers: int, width: int | None = None) ->
     width = width or text.hidden_size
     heads = field("num_attention_heads") or max(width // 128, 1)
     special = {name: getattr(text, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    return LlamaConfig(
+    return kind(
         vocab_size=text.vocab_size,
         hidden_size=width,
         intermediate_size=field("intermediate_size") or 4 * width,

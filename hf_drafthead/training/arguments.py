@@ -15,7 +15,7 @@ from hf_drafthead.data.texts import one_line
 from hf_drafthead.modeling.families import find_family
 from hf_drafthead.training.heads_loss import SCHEDULES
 
-OBJECTIVE_WEIGHTS = ("next_token_weight", "teacher_weight", "feature_weight")
+OBJECTIVE_WEIGHTS = ("next_token_weight", "teacher_weight", "feature_weight", "distance_weight")
 
 # Medusa-2 (Cai et al. 2024, section 2.2.2): the base learns at a quarter of the heads' rate, heads count a fifth.
 JOINT: dict[str, Any] = {"base_weight": 1.0, "base_learning_rate": 5e-4, "heads_weight": 0.2}
@@ -86,6 +86,9 @@ class DraftHeadTrainingArguments(TrainingArguments):
         next_token_weight: weight of the cross-entropy with the tokens of the text (Medusa's objective).
         teacher_weight: weight of the cross-entropy with the base's distribution (Hydra's objective).
         feature_weight: weight of the distance to the base's hidden states (EAGLE's objective, beside the teacher's).
+        distance_weight: weight of the L1 distance to the base's distribution (DSpark's objective, beside the text's).
+        confidence_weight: weight of the loss of a head that foretells acceptance, where there is one (DSpark).
+        num_anchors: places of a text at which blocks begin, sampled anew in every step (DFlash, DSpark).
         feature_noise: hidden states are read with uniform noise on them of this width, in training only (EAGLE).
         head_decay: head k (counted from 1) counts ``head_decay ** k``; 1.0 counts all the same.
         heads_weight: weight of all heads' losses.
@@ -113,6 +116,9 @@ class DraftHeadTrainingArguments(TrainingArguments):
     next_token_weight: float = 1.0
     teacher_weight: float = 0.0
     feature_weight: float = 0.0
+    distance_weight: float = 0.0
+    confidence_weight: float = 1.0
+    num_anchors: int = 512
     feature_noise: float = 0.0
     head_decay: float = 1.0
     heads_weight: float = 1.0
@@ -140,13 +146,15 @@ class DraftHeadTrainingArguments(TrainingArguments):
         refuse_missing_reporters(self.report_to)
         if not torch.accelerator.is_available():  # torch would say at every pass that there is nothing to pin for
             self.dataloader_pin_memory = False
-        for name in (*OBJECTIVE_WEIGHTS, "feature_noise", "heads_weight", "base_weight"):
+        for name in (*OBJECTIVE_WEIGHTS, "confidence_weight", "feature_noise", "heads_weight", "base_weight"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} is {getattr(self, name)}: expected 0 or more, 0 leaves it out.")
         if not any(getattr(self, name) for name in OBJECTIVE_WEIGHTS):
-            raise ValueError("{}, {} and {} are all 0: nothing to learn, set one above 0.".format(*OBJECTIVE_WEIGHTS))
+            *names, last = OBJECTIVE_WEIGHTS
+            raise ValueError(f"{', '.join(names)} and {last} are all 0: nothing to learn, set one above 0.")
         counts = ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps")
-        for name in ("head_decay", "base_learning_rate", "max_grad_value", "hours", "num_train_epochs", *counts):
+        positive = ("head_decay", "num_anchors", "base_learning_rate", "max_grad_value", "hours", "num_train_epochs")
+        for name in (*positive, *counts):
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ValueError(f"{name} is {value}: expected a number above 0.")

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from hf_drafthead.training.callbacks import duration
 from hf_drafthead.training.examples import PreparedData
-from hf_drafthead.training.heads_loss import label_counts
 from hf_drafthead.training.trainer import DraftHeadTrainer
 
 TIMED_TOKENS = 5300  # that a calibration times, of base and trees, at most
@@ -174,7 +173,8 @@ def _tried(trainer: DraftHeadTrainer, rows: Sequence[Any], length: float | None)
             inputs = trainer.data_collator(some)
             loading = time.perf_counter() - start
             inputs = {name: value.to(device) for name, value in inputs.items()}
-            totals = label_counts(inputs["labels"], model.config.num_draft_heads).clamp(min=1)
+            inputs = trainer.heads_loss.with_anchors(model, inputs)
+            totals = trainer.heads_loss.totals(model, inputs).clamp(min=1)
             passings.append(_seconds(learn))
             if peak is None:
                 peak = torch.cuda.max_memory_allocated(device) if on_gpu else _most_memory()

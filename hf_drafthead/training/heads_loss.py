@@ -6,8 +6,12 @@ computed again in it, and the base's distribution is computed once per position,
 `shift` is how far ahead a head guesses: its logits at position t are for the token at t + shift. The base's own lm_head
 has shift 1, head i (0-based) has 2 + i.
 
-Shapes: B rows, T positions, N labelled positions, M of a chunk, H hidden, F feature layers, V vocabulary, D draft
-vocabulary (V without one), K heads.
+Where each place that guesses begin at costs a pass of its own (`Drafter.starts_at_anchors`), some places of a text are
+sampled, the anchors. From an anchor on, a head counts as far as all labels before its own are there; and as in the
+trainers of block drafters (DFlash, DSpark) all heads share one mean, in which head k weighs `head_decay ** k`.
+
+Shapes: B rows, T positions, A anchors of a row, N labelled positions or B A anchors, M of a chunk, S of a head's state,
+F*H features, V vocabulary, D draft vocabulary (V without one), K heads.
 """
 
 import contextlib
@@ -35,16 +39,21 @@ class HeadsLoss:
     """The loss and its weights.
 
     next_token, teacher, feature: weights of the cross-entropy with the text's tokens (Medusa, section 2.1.1), of that
-    with the base's own distribution (Hydra, section 3.1), and of `feature_loss`; head_decay: head k, counted from 1,
-    counts `head_decay ** k` (Medusa, section 2.2.1); feature_noise: width of the uniform noise on the hidden states
-    that the heads read; reader: reads the base, default: the output projection of the last hidden state gives the
-    logits; base: weight of the base's own loss, 0 where it is not trained (Medusa-1); adapters_off: where given, the
-    base learns its own distribution without adapters, else the text (Medusa-2, section 2.2.2).
+    with the base's own distribution (Hydra, section 3.1), and of `feature_loss`; distance: of the L1 distance to that
+    distribution; confidence: of the cross-entropy of the acceptance that a drafter foretells with the one that follows
+    of this distance, 1 - L1 / 2 (both DSpark); anchors: places of a text that guesses begin at, at most; head_decay:
+    head k, counted from 1, counts `head_decay ** k` (Medusa, section 2.2.1); feature_noise: width of the uniform noise
+    on the hidden states that the heads read; reader: reads the base, default: the output projection of the last hidden
+    state gives the logits; base: weight of the base's own loss, 0 where it is not trained (Medusa-1); adapters_off:
+    where given, the base learns its own distribution without adapters, else the text (Medusa-2, section 2.2.2).
     """
 
     next_token: float = 0.0
     teacher: float = 0.0
     feature: float = 0.0
+    distance: float = 0.0
+    confidence: float = 0.0
+    anchors: int = 512
     head_decay: float = 1.0
     feature_noise: float = 0.0
     reader: BaseReader | None = None
@@ -66,7 +75,8 @@ class HeadsLoss:
             model: in training mode for noise and dropout.
             inputs: `input_ids` (B, T), `labels` (B, T), `attention_mask` (B, T) if rows are padded on the left, which
                 are moved to the left (on the right nothing sees the padding); `label_positions` (N,), where in the
-                flattened labels there is one, which spares the host a wait for the device.
+                flattened labels there is one, which spares the host a wait for the device; `anchors` (B, A) in rows
+                that begin with their text, -1 for none, default: sampled.
             totals: (1 + K,) by how many labels the base's and each head's loss is divided; default: of this batch.
             heads_weight: of all heads' losses beside the base's.
             count: count the ranks of the labels.
@@ -84,9 +94,8 @@ class HeadsLoss:
         labels = inputs["labels"].to(device)
         places = inputs.get("label_positions")
         places = label_positions(labels) if places is None else places.to(device)
-        totals = (
-            label_counts(labels, model.config.num_draft_heads).clamp(min=1) if totals is None else totals.to(device)
-        )
+        inputs = self.with_anchors(model, inputs)
+        totals = (self.totals(model, inputs) if totals is None else totals).to(device).clamp(min=1)
         # Float32 heads on a base in half precision compute in bfloat16, whose range holds any gradient.
         half = like.dtype == torch.float32 and reading.features.dtype.itemsize == 2
         other = half and reading.features.dtype != torch.bfloat16
@@ -95,43 +104,70 @@ class HeadsLoss:
             if self.base:
                 loss = loss + self.base * self._base_loss(model, inputs, reading, labels, places) / totals[0]
             with computed_in(model.drafter, torch.bfloat16) if half else contextlib.nullcontext():
-                scale = heads_weight / totals[1:]
-                heads, counts = self._of_heads(model, inputs, reading, labels.flatten()[places], places, scale, count)
+                scale = heads_weight * self._shares(totals[1:], "anchors" in inputs)
+                heads, counts = self._of_heads(model, inputs, reading, labels, places, scale, count)
         return (loss + heads).to(inputs["labels"].device), counts
+
+    def with_anchors(self, model: DraftHeadPreTrainedModel, inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """The inputs with anchors (B, A), where the drafter wants some: others in every call in training mode."""
+        if not model.drafter.starts_at_anchors or "anchors" in inputs:
+            return inputs
+        inputs, seed = padded_on_the_right(inputs), None if model.training else torch.Generator().manual_seed(0)
+        return {**inputs, "anchors": sample_anchors(inputs["labels"], self.anchors, seed)}
+
+    def totals(self, model: DraftHeadPreTrainedModel, inputs: Mapping[str, Tensor]) -> Tensor:
+        """How many labels the base and each head have in a batch: (1 + K,)."""
+        heads, labels = model.config.num_draft_heads, padded_on_the_right(inputs)["labels"]
+        if "anchors" not in inputs:
+            return label_counts(labels, heads)
+        counts = [(targets != IGNORED).sum() for targets, _ in anchored(labels, inputs["anchors"].to(labels), heads)]
+        return torch.stack([labelled(labels, 1).sum(), *counts])
+
+    def _shares(self, totals: Tensor, together: bool) -> Tensor:
+        """(K,) what one label of each head weighs: its head's part of all heads' mean, or of its own."""
+        decay = torch.tensor([self.head_decay ** (1 + head) for head in range(len(totals))])
+        decay = decay.to(totals.device, non_blocking=True)
+        return decay / (decay * totals).sum() if together else decay / totals
 
     def _of_heads(
         self,
         model: DraftHeadPreTrainedModel,
         inputs: Mapping[str, Tensor],
         reading: Reading,
-        targets: Tensor,
+        labels: Tensor,
         places: Tensor,
         scale: Tensor,
         count: bool,
     ) -> tuple[Tensor, Tensor]:
-        """The weighted sum over heads; targets (N,) stand at places (N,), and head k's losses are weighed by scale."""
-        drafter = model.drafter
+        """The weighted sum over heads of labels (B, T), of which (N,) are at places; head k's losses weigh scale[k]."""
+        drafter, text = model.drafter, (inputs["input_ids"], inputs.get("attention_mask"))
         features = drafter.placed(reading.features)
         if self.feature_noise and drafter.training:
             features = features + self.feature_noise * (torch.rand_like(features) - 0.5)
-        states = drafter.head_states(features, inputs["input_ids"], inputs.get("attention_mask"))
-        length = inputs["labels"].shape[1]
-        decay = [self.head_decay ** (head + 1) for head in range(len(states))]
-        scale = scale * torch.tensor(decay).to(scale.device, non_blocking=True)
-        kept = [places % length >= 2 + head for head in range(len(states))]  # others are guessed from before the text
-        rows = [
-            state.flatten(0, 1).index_select(0, (places - 2 - head).clamp(min=0)) for head, state in enumerate(states)
-        ]
-        learnt = None
+        anchors = inputs["anchors"].to(labels) if "anchors" in inputs else None
+        if anchors is None:
+            states, known = drafter.head_states(features, *text), labels.flatten()[places]
+            shifts = [places - 2 - head for head in range(len(states))]  # where the guesses are made of
+            rows = [state.flatten(0, 1).index_select(0, at.clamp(min=0)) for state, at in zip(states, shifts)]
+            # those from before the text are none
+            kept = [places % labels.shape[1] >= 2 + head for head in range(len(states))]
+            targets, sources = [known] * len(states), [places - 1] * len(states)
+        else:
+            states = drafter.head_states(features, *text, anchors.clamp(min=0))  # type: ignore[call-arg]
+            rows, pairs = [state.flatten(0, 1) for state in states], anchored(labels, anchors, len(states))
+            targets, sources = [pair[0].flatten() for pair in pairs], [pair[1].flatten() for pair in pairs]
+            kept = [there != IGNORED for there in targets]
         if drafter.draft_tokens is not None:
-            targets = draft_targets(drafter.draft_tokens, targets, model.config.get_text_config().vocab_size)
-            learnt = targets != IGNORED
-        weights = [(one if learnt is None else one & learnt).float() * scale[head] for head, one in enumerate(kept)]
+            vocabulary = model.config.get_text_config().vocab_size
+            targets = [draft_targets(drafter.draft_tokens, there, vocabulary) for there in targets]
+        weights = [(one & (there != IGNORED)).float() * each for one, there, each in zip(kept, targets, scale)]
         loss = features.new_zeros((), dtype=torch.float32)
         if self.feature:
-            hidden = reading.hidden.flatten(0, 1).index_select(0, places - 1).detach()
-            for states_there, weight in zip(rows, weights):
-                loss = loss + self.feature * (feature_loss(states_there, hidden) * weight).sum()
+            hidden = reading.hidden.flatten(0, 1).detach()
+            for states_there, source, weight in zip(rows, sources, weights):
+                there = hidden.index_select(0, source)  # states may have more behind as many numbers
+                loss = loss + self.feature * (feature_loss(states_there[:, : there.shape[1]], there) * weight).sum()
+        confidence = self.confidence if drafter.confidence_logits(rows[0][:1]) is not None else 0.0
         plan = Plan(
             logits=drafter.head_logits,
             targets=targets,
@@ -139,11 +175,14 @@ class HeadsLoss:
             kept=kept if count else None,
             next_token=self.next_token,
             teacher=self.teacher,
+            distance=self.distance,
+            confidence=confidence,
+            foretold=drafter.confidence_logits,
             size=self._chunk(drafter.choices, places.device),
+            learns=torch.is_grad_enabled(),
         )
-        if self.teacher:
-            scores = reading.scores.flatten(0, 1).index_select(0, places - 1).detach()
-            plan = plan._replace(teachers=lambda chunk: self._teachers(model, scores[chunk]))
+        if self.teacher or self.distance or confidence:
+            plan = plan._replace(teachers=self._teachers(model, reading.scores.flatten(0, 1).detach(), sources))
         parameters = _learning(drafter, model.base.get_output_embeddings())
         projected, counts = ProjectedLoss.apply(plan, len(rows), *rows, *parameters)
         return loss + projected, counts
@@ -177,12 +216,12 @@ class HeadsLoss:
             with torch.no_grad(), self.adapters_off():
                 before = self.read(model, inputs, learn=False).scores.flatten(0, 1).index_select(0, places - 1)
 
-            def teachers(chunk: slice) -> Tensor:
+            def teachers(head: int, chunk: slice) -> Tensor:
                 return reader.logits(before[chunk]).float().softmax(-1)  # type: ignore[no-any-return]
 
         plan = Plan(
             logits=lambda head, scores: reader.logits(scores),
-            targets=labels.flatten()[places],
+            targets=[labels.flatten()[places]],
             weights=[torch.ones_like(places, dtype=torch.float32)],
             next_token=float(teachers is None),
             teacher=float(teachers is not None),
@@ -193,14 +232,31 @@ class HeadsLoss:
         rows = reading.scores.to(places.device).flatten(0, 1).index_select(0, places - 1)
         return ProjectedLoss.apply(plan, 1, rows, *_learning(model.base.get_output_embeddings()))[0]
 
-    def _teachers(self, model: DraftHeadPreTrainedModel, scores: Tensor) -> Tensor:
-        """The base's distribution (M, D) from the scores of a `Reading`, over the draft vocabulary alone."""
+    def _teachers(
+        self, model: DraftHeadPreTrainedModel, scores: Tensor, sources: Sequence[Tensor]
+    ) -> Callable[[int, slice], Tensor]:
+        """From a head and a chunk to the base's distribution (M, D) there, over the draft vocabulary alone.
+
+        Args:
+            scores: (B T, ...) of a `Reading`.
+            sources: per head (N,) where in them its labels are predicted; the same tensor where heads share them.
+        """
         drafter, reader = model.drafter, self._reader(model)
-        if drafter.draft_tokens is None:
-            logits = reader.logits(scores)
-        else:
-            logits = drafter.base_logits(scores) if reader.split else scores[:, drafter.draft_tokens]
-        return logits.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
+        last: dict[tuple[int, int], Tensor] = {}  # which the heads at the same labels share
+
+        def teachers(head: int, chunk: slice) -> Tensor:
+            key = (id(sources[head]), chunk.start)
+            if key not in last:
+                last.clear()
+                here = scores.index_select(0, sources[head][chunk].to(scores.device))
+                if drafter.draft_tokens is None:
+                    logits = reader.logits(here)
+                else:
+                    logits = drafter.base_logits(here) if reader.split else here[:, drafter.draft_tokens]
+                last[key] = logits.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
+            return last[key]
+
+        return teachers
 
     def _chunk(self, vocabulary: int, device: torch.device) -> int:
         """How many positions' logits may exist at a time."""
@@ -210,54 +266,69 @@ class HeadsLoss:
 class Plan(NamedTuple):
     """What `ProjectedLoss` computes.
 
-    logits: (head, states (M, H)) to logits (M, D); targets: (N,) among the D, or IGNORED; weights: per head (N,) of
-    every position's loss; size: positions of a chunk; kept: per head (N,) at which positions ranks are counted, None
-    for no counting; next_token, teacher: weights of the objectives; teachers: from a chunk to the base's distribution
-    (M, D); divergence: subtract the teachers' entropy.
+    logits: (head, states (M, S)) to logits (M, D); targets: per head (N,) among the D, or IGNORED; weights: per head
+    (N,) of every position's loss; size: positions of a chunk; kept: per head (N,) at which positions ranks are counted,
+    None for no counting; next_token, teacher, distance, confidence: weights of the objectives; teachers: from a head
+    and a chunk to the base's distribution (M, D); foretold: from states (M, S) to logits (M,) of acceptance;
+    divergence: subtract the teachers' entropy; learns: whether anybody asks for gradients.
     """
 
     logits: Callable[[int, Tensor], Tensor]
-    targets: Tensor
+    targets: Sequence[Tensor]
     weights: Sequence[Tensor]
     size: int
     kept: Sequence[Tensor] | None = None
     next_token: float = 0.0
     teacher: float = 0.0
-    teachers: Callable[[slice], Tensor] | None = None
+    distance: float = 0.0
+    confidence: float = 0.0
+    teachers: Callable[[int, slice], Tensor] | None = None
+    foretold: Callable[[Tensor], Tensor | None] | None = None
     divergence: bool = False
+    learns: bool = True
 
 
 class ProjectedLoss(torch.autograd.Function):
-    """The sum of all heads' weighted cross-entropies; how often each rank was given to a label.
+    """The sum of all heads' weighted losses; how often each rank was given to a label.
 
-    The tensors are the states of each head (N, H), at the same labels, and the parameters that `plan.logits` may use
-    and that learn. Gradients are computed in the forward pass, chunk by chunk, where the logits are at hand.
+    The tensors are the states of each head (N, S), as many of each, and the parameters that `plan.logits` may use and
+    that learn. Gradients are computed in the forward pass, chunk by chunk, where the logits are at hand.
     """
 
     @staticmethod
     def forward(ctx: Any, plan: Plan, heads: int, *tensors: Tensor) -> tuple[Tensor, Tensor]:
         states, parameters = tensors[:heads], tensors[heads:]
-        learns = any(ctx.needs_input_grad[2:])
-        loss = plan.targets.new_zeros((), dtype=torch.float32)
-        counts = plan.targets.new_zeros(heads, RANKS + 1)
+        learns, first = plan.learns and any(ctx.needs_input_grad[2:]), plan.targets[0]
+        loss = first.new_zeros((), dtype=torch.float32)
+        counts = first.new_zeros(heads, RANKS + 1)
         to_states: list[list[Tensor]] = [[] for _ in range(heads)]
         to_parameters: list[Tensor | None] = [None] * len(parameters)
-        for start in range(0, len(plan.targets), plan.size):
+        for start in range(0, len(first), plan.size):
             chunk = slice(start, start + plan.size)
-            teachers = None if plan.teachers is None else plan.teachers(chunk)
             for head in range(heads):
+                teachers = None if plan.teachers is None else plan.teachers(head, chunk)
                 part = states[head][chunk].detach().requires_grad_(learns and states[head].requires_grad)
+                targets, weights = plan.targets[head][chunk], plan.weights[head][chunk]
                 with torch.set_grad_enabled(learns):
                     logits = plan.logits(head, part)
+                    sure = plan.foretold(part) if plan.foretold is not None and plan.confidence else None
                 if plan.kept is not None:
-                    counts[head] += rank_counts(logits.detach(), plan.targets[chunk], RANKS, plan.kept[head][chunk])
-                weights = plan.weights[head][chunk]
-                lost, gradient = _cross_entropy(plan, logits.detach(), plan.targets[chunk], teachers, weights, learns)
+                    counts[head] += rank_counts(logits.detach(), targets, RANKS, plan.kept[head][chunk])
+                lost, gradient, distance = _divergences(plan, logits.detach(), targets, teachers, weights, learns)
+                outputs, gradients = [logits], [gradient]
+                if sure is not None and distance is not None:
+                    foretold = sure.detach().float()
+                    accepted, each = 1 - distance / 2, plan.confidence * weights
+                    lost = (
+                        lost + (each * F.binary_cross_entropy_with_logits(foretold, accepted, reduction="none")).sum()
+                    )
+                    outputs.append(sure)
+                    gradients.append((each * (foretold.sigmoid() - accepted)).to(sure.dtype))
                 loss = loss + lost
                 if gradient is None or not logits.requires_grad:
                     continue
                 wanted = [tensor for tensor in (part, *parameters) if tensor.requires_grad]
-                found = iter(torch.autograd.grad(logits, wanted, gradient, allow_unused=True))
+                found = iter(torch.autograd.grad(outputs, wanted, gradients, allow_unused=True))
                 if part.requires_grad:
                     to_states[head].append(next(found))
                 for index, there in enumerate(found):
@@ -276,30 +347,41 @@ class ProjectedLoss(torch.autograd.Function):
         return None, None, *(None if found is None else found * outer[0].to(found.dtype) for found in ctx.gradients)
 
 
-def _cross_entropy(
+def _divergences(
     plan: Plan, logits: Tensor, targets: Tensor, teachers: Tensor | None, weights: Tensor, learns: bool
-) -> tuple[Tensor, Tensor | None]:
-    """The weighted sum over a chunk, and its gradient by the logits (M, D)."""
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """The weighted sum over a chunk, its gradient by the logits (M, D), and the L1 distance to the teachers (M,)."""
     shares = logits.log_softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
     places = targets.clamp(min=0).unsqueeze(1)
     hard = (plan.next_token * weights * (targets != IGNORED)).to(shares.dtype)
     lost = -(hard * shares.gather(1, places).squeeze(1)).sum()
-    soft = None
+    soft = far = distance = None
     if teachers is not None:
         teachers = teachers.to(shares.dtype)
         soft = (plan.teacher * weights).to(shares.dtype)
-        crossed = (teachers * shares).sum(-1)
-        if plan.divergence:
-            crossed = crossed + torch.special.entr(teachers).sum(-1)
-        lost = lost - (soft * crossed).sum()
+        if plan.teacher:
+            crossed = (teachers * shares).sum(-1)
+            if plan.divergence:
+                crossed = crossed + torch.special.entr(teachers).sum(-1)
+            lost = lost - (soft * crossed).sum()
+        if plan.distance or plan.confidence:
+            apart = shares.exp() - teachers
+            distance = apart.abs().sum(-1)
+            far = (plan.distance * weights).to(shares.dtype)
+            lost = lost + (far * distance).sum()
     if not learns:
-        return lost.float(), None
+        return lost.float(), None, distance
     total = hard if soft is None else hard + soft
-    gradient = shares.exp_().mul_(total.unsqueeze(1))
-    if soft is not None and teachers is not None:
+    chances = shares.exp_()
+    gradient = chances * total.unsqueeze(1) if plan.distance else chances.mul_(total.unsqueeze(1))
+    if soft is not None and teachers is not None and plan.teacher:
         gradient.addcmul_(teachers, soft.unsqueeze(1), value=-1)
+    if far is not None and plan.distance:
+        side = apart.sign_()
+        mean = (side * chances).sum(-1, keepdim=True)
+        gradient.addcmul_(side.sub_(mean), chances * far.unsqueeze(1))
     gradient.scatter_add_(1, places, -hard.unsqueeze(1))
-    return lost.float(), gradient.to(logits.dtype)
+    return lost.float(), gradient.to(logits.dtype), distance
 
 
 def _learning(*modules: nn.Module) -> list[Tensor]:
@@ -356,6 +438,35 @@ def label_counts(labels: Tensor, heads: int) -> Tensor:
     return torch.stack([labelled(labels, 1 + head).sum() for head in range(1 + heads)])
 
 
+def sample_anchors(labels: Tensor, most: int, generator: torch.Generator | None = None) -> Tensor:
+    """Positions (B, A) of labels (B, T) from which the token after next is one, ascending, some of them by chance.
+
+    Rows that have fewer than A of them end in -1.
+    """
+    fitting = labelled(labels, 2)
+    count = max(min(most, int(fitting.sum(1).max())), 1)  # here the host waits
+    chance = torch.rand(labels.shape, generator=generator).to(labels.device)
+    chosen = chance.where(fitting, -1.0).topk(count, dim=1)
+    places = chosen.indices.where(chosen.values >= 0, labels.shape[1]).sort(dim=1).values
+    return places.where(places < labels.shape[1], -1)
+
+
+def anchored(labels: Tensor, anchors: Tensor, heads: int) -> list[tuple[Tensor, Tensor]]:
+    """Each head's labels behind anchors, (B, A), and where in the flattened labels the base predicts them.
+
+    A label that is missing ends the row of guesses, as DeepSpec's trainer has it.
+    """
+    width, known, found = labels.shape[1], anchors >= 0, []
+    first = torch.arange(len(labels), device=labels.device)[:, None] * width
+    for head in range(heads):
+        places = anchors + 2 + head
+        inside = places.clamp(min=0, max=width - 1)
+        targets = labels.gather(1, inside)
+        known = known & (places < width) & (targets != IGNORED)
+        found.append((targets.where(known, IGNORED), first + (inside - 1).clamp(min=0)))
+    return found
+
+
 def heads_share(schedule: str, step: int, steps: int) -> float:
     """The share of the heads' weight at a step of so many: 1, or rising to 1 along a line or a quarter sine."""
     done = min(step / max(steps, 1), 1.0)
@@ -387,11 +498,11 @@ def rank_counts(logits: Tensor, targets: Tensor, ranks: int, counted: Tensor | N
 
 
 def draft_targets(draft_tokens: Tensor, targets: Tensor, vocabulary: int) -> Tensor:
-    """Targets (M,) among the draft tokens (D,), IGNORED where the token id in `targets` (M,) is none of them.
+    """Targets (M,) among the draft tokens (D,), IGNORED where the token id in `targets` (M,) is none of them, or is so.
 
     A token that a drafter cannot guess has no loss. EAGLE-3's trainer leaves out the positions where the base's own
     choice is no draft token, which on the base's own greedy text are the same. `vocabulary` is V, of the base.
     """
     places = torch.full((vocabulary,), IGNORED, device=targets.device)
     places[draft_tokens] = torch.arange(len(draft_tokens), device=places.device)
-    return places[targets]
+    return places[targets.clamp(min=0)].where(targets != IGNORED, IGNORED)

@@ -26,7 +26,7 @@ from hf_drafthead.modeling.families import find_family
 from hf_drafthead.training.arguments import CHECKPOINTING, DraftHeadTrainingArguments
 from hf_drafthead.training.callbacks import CheckGradients, Clock
 from hf_drafthead.training.expected_tokens_per_step import ExpectedTokensPerStep
-from hf_drafthead.training.heads_loss import RANKS, HeadsLoss, heads_share, label_counts, padded_on_the_right
+from hf_drafthead.training.heads_loss import RANKS, HeadsLoss, heads_share
 from hf_drafthead.training.record import refuse_weights_alone, writing
 
 logger = logging.get_logger(__name__)
@@ -104,7 +104,7 @@ class DraftHeadTrainer(Trainer):
         self.model_accepts_loss_kwargs = True  # the loss is divided by the labels of the whole step
         self.expected_tokens_per_step = expected_tokens_per_step
         off = functools.partial(adapters_off, model.base) if itself else None
-        self._loss = loss_of(model, vars(args), base=args.base_weight, adapters_off=off)
+        self.heads_loss = loss_of(model, vars(args), base=args.base_weight, adapters_off=off)
         self._heads = model.config.num_draft_heads
         self._counts = self._no_counts()
         self.add_callback(CheckGradients())
@@ -149,7 +149,9 @@ class DraftHeadTrainer(Trainer):
             self.args.heads_schedule, self.state.global_step, self.state.max_steps
         )
         # through `forward`, the only method that wrapped models have
-        loss, counts = model(training_loss=self._loss, inputs=inputs, totals=totals, heads_weight=weight, count=count)
+        loss, counts = model(
+            training_loss=self.heads_loss, inputs=inputs, totals=totals, heads_weight=weight, count=count
+        )
         self._counts = self._counts.to(counts.device) + counts
         if totals is not None:
             loss = loss * self.accelerator.num_processes  # whose gradients are averaged
@@ -171,8 +173,9 @@ class DraftHeadTrainer(Trainer):
         batches = list(itertools.islice(epoch_iterator, num_batches))
         if not batches:
             return batches, None
-        labels = [padded_on_the_right(batch)["labels"] for batch in batches]
-        counts = sum(label_counts(each, self._heads) for each in labels).to(device)  # type: ignore[union-attr]
+        model = self.accelerator.unwrap_model(self.model)
+        batches = [self.heads_loss.with_anchors(model, batch) for batch in batches]
+        counts = torch.stack([self.heads_loss.totals(model, batch) for batch in batches]).sum(0).to(device)
         return batches, self.accelerator.reduce(counts).clamp(min=1)
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
@@ -379,6 +382,9 @@ def loss_of(model: DraftHeadPreTrainedModel, settings: Mapping[str, Any], **of_b
         settings["next_token_weight"],
         settings["teacher_weight"],
         settings["feature_weight"],
+        distance=settings["distance_weight"],
+        confidence=settings["confidence_weight"],
+        anchors=settings["num_anchors"],
         head_decay=settings["head_decay"],
         feature_noise=settings["feature_noise"],
         reader=BaseReader.of_texts(model.base, model.drafter.reads, model.drafter.output),

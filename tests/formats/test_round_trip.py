@@ -7,15 +7,23 @@ from transformers import LlamaConfig
 from hf_drafthead import convert_checkpoint, export_checkpoint
 from hf_drafthead.formats.disk import find_sources
 from hf_drafthead.formats.layouts import LAYOUTS, targets
-from hf_drafthead.modeling import Eagle3ForCausalLM, EagleForCausalLM, HydraForCausalLM, MedusaForCausalLM
+from hf_drafthead.modeling import (
+    DFlashForCausalLM,
+    Eagle3ForCausalLM,
+    EagleForCausalLM,
+    HydraForCausalLM,
+    MedusaForCausalLM,
+)
 from tests.bases import tiny_base
-from tests.families import Family
+from tests.families import DSPARK_VARIANTS, Family
 
 EAGLE_LAYER = {"layer_config": tiny_base("llama-gqa").config}
 EAGLE3 = {"draft_vocab_size": 50}
 NARROW = LlamaConfig(
     hidden_size=24, intermediate_size=40, num_attention_heads=3, num_key_value_heads=1, head_dim=8, num_hidden_layers=1
 )
+BLOCK = {"num_layers": 2, "num_draft_heads": 5, "mask_token_id": 7}
+DSPARK = BLOCK | {"markov_rank": 6, "confidence_head": True, "sample_from_anchor": True}
 ENGINES = ("sglang", "vllm", "speculators")
 # Heads of every form that a layout can hold, and the targets that can hold it.
 FORMS = [
@@ -58,6 +66,16 @@ FORMS = [
         Family("eagle3, qwen3 layer", Eagle3ForCausalLM, EAGLE3 | {"layer_config": tiny_base("qwen3").config}),
         ("speculators",),
     ),
+    (Family("dflash", DFlashForCausalLM, BLOCK), ("sglang", "speculators")),
+    (Family("dflash of DeepSpec", DFlashForCausalLM, BLOCK | {"sample_from_anchor": True}), ("sglang", "speculators")),
+    (Family("dflash, reduced", DFlashForCausalLM, BLOCK | EAGLE3 | {"share_lm_head": False}), ("speculators",)),
+    (Family("dspark", DFlashForCausalLM, DSPARK), ("sglang", "speculators")),
+    (Family("dspark, gated", DFlashForCausalLM, DSPARK | {"markov_head_type": "gated"}), ("sglang", "speculators")),
+    (
+        Family("dspark, rnn", DFlashForCausalLM, DSPARK | {"markov_head_type": "rnn", "confidence_with_markov": False}),
+        ("sglang", "speculators"),
+    ),
+    (Family("dspark, sliding", DFlashForCausalLM, DSPARK_VARIANTS | {"markov_head_type": "gated"}), ("speculators",)),
 ]
 CASES = [pytest.param(form, to, id=f"{form.name} as {to}") for form, formats in FORMS for to in formats]
 

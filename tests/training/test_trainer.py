@@ -5,6 +5,7 @@ import json
 
 import pytest
 import torch
+from torch.nn.functional import binary_cross_entropy_with_logits
 from transformers import AutoModel
 
 from hf_drafthead.modeling.families import find_family
@@ -72,7 +73,8 @@ def test_the_drafter_learns_and_the_base_stays(family, tmp_path):
 @pytest.mark.parametrize("name", ["llama", "gemma2"])  # gemma2's logits are more than its lm_head's
 def test_the_loss_is_the_weighted_sum_over_heads(family, name, next_token, teacher, feature, decay, tmp_path):
     model = family.build(tiny_base(name, dtype=torch.float32))
-    if model.config.family.startswith("eagle3"):  # whose states are not to be like the base's, nor always as wide
+    # states that are not to be like the base's, or not as wide
+    if model.config.own_layer.hidden_size != 32 or model.config.family.startswith("eagle3"):
         feature = 0.0
     weighting = {
         "next_token_weight": next_token,
@@ -93,15 +95,25 @@ def test_the_loss_is_the_weighted_sum_over_heads(family, name, next_token, teach
             places[own] = torch.arange(len(own))
             learnt = torch.isin(targets, own).float()
             targets, teachers = places[targets], teachers[:, own]
-        wanted = 0.0
+        # where guesses begin at anchors, these have a label behind them, and all heads share one mean
+        anchored = model.drafter.starts_at_anchors
+        wanted = divided = 0.0
         for head, hidden in enumerate(model.drafter.head_states(features_of(model, ROWS), ROWS)):
+            kept = (torch.arange(18) >= head * anchored).repeat(len(ROWS))
             logits = model.drafter.head_logits(head, hidden)[:, 6 - 2 - head : -2 - head].flatten(0, 1)
             objectives = next_token * next_token_loss(logits, targets)
             objectives += teacher * teacher_loss(logits, teachers)
             if feature:
-                states = hidden[:, 6 - 2 - head : -2 - head].flatten(0, 1)
+                states = hidden[:, 6 - 2 - head : -2 - head, :32].flatten(0, 1)
                 objectives += feature * feature_loss(states, outputs.hidden_states[-1][:, at_base].flatten(0, 1))
-            wanted += decay ** (head + 1) * (objectives * learnt).mean()
+            if anchored and (sure := model.drafter.confidence_logits(hidden)) is not None:
+                sure = sure[:, 6 - 2 - head : -2 - head].flatten()
+                accepted = 1 - (logits.softmax(-1) - teachers.softmax(-1)).abs().sum(-1) / 2
+                objectives += binary_cross_entropy_with_logits(sure, accepted, reduction="none")
+            weight = decay ** (head + 1)
+            wanted += weight * (objectives * learnt * kept).sum()
+            divided = divided + weight * kept.sum() if anchored else kept.sum()
+        wanted = wanted / divided
     assert loss.item() == pytest.approx(float(wanted), rel=1e-5)
 
 
@@ -210,7 +222,7 @@ def test_the_logs_tell_each_heads_accuracy(tmp_path):
     [
         (
             {"next_token_weight": 0.0},
-            "next_token_weight, teacher_weight and feature_weight are all 0: nothing to learn, set one",
+            "next_token_weight, teacher_weight, feature_weight and distance_weight are all 0: nothing to learn, set",
         ),
         ({"teacher_weight": -1.0}, "teacher_weight is -1.0: expected 0 or more"),
         ({"head_decay": 0.0}, "head_decay is 0.0: expected a number above 0"),

@@ -1,0 +1,127 @@
+"""Decoder layers that fill blocks behind a text that they know as keys and values alone (DFlash's "KV injection").
+
+Shapes: B rows, A newly verified positions, T positions, M anchors, W slots of a block, G key-value heads, E of a head,
+H hidden.
+"""
+
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache, DynamicCache
+from transformers.configuration_utils import PreTrainedConfig
+
+from hf_drafthead.generation.slots import SlotCache, slot_mask
+from hf_drafthead.modeling.decoder_layer import DecoderLayer
+
+
+class BlockLayers(DecoderLayer):
+    """Decoder layers over blocks; to keys and values of the block come those of a context that passed no layer.
+
+    Args:
+        config: of the layers.
+        windows: how far before its first slot a block sees, layer by layer; None for all.
+        causal: in which layers a slot sees of the block only itself and those before it.
+
+    Raises:
+        ValueError: the layers have other parts than a LLaMA's.
+    """
+
+    def __init__(self, config: PreTrainedConfig, windows: list[int | None], causal: list[bool]) -> None:
+        super().__init__(config)
+        layers = [self.layer, *(DecoderLayer(config).layer for _ in windows[1:])]
+        del self.layer
+        self.layers = nn.ModuleList(layers)
+        self.windows, self.causal = windows, causal
+        attention: Any = getattr(layers[0], "self_attn", None)
+        projections = {f"{name}_proj" for name in "qkvo"}
+        known = [projections, projections | {"q_norm", "k_norm"}]
+        if attention is None or {name for name, _ in attention.named_children()} not in known:
+            raise ValueError(
+                f"layer_config asks for a {type(layers[0]).__name__}, whose keys and values cannot be made of a "
+                "context: give the config of a model whose attention has the parts of a LLaMA's or a Qwen3's."
+            )
+        for index, layer in enumerate(layers):
+            layer.self_attn.layer_idx = index  # where the cache holds its keys
+        self._turned = sys.modules[type(attention).__module__].apply_rotary_pos_emb
+
+    def context(self, x: Tensor, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Each layer's keys and values, (B, G, A, E), of a context (B, A, H) at positions (B or 1, A)."""
+        cos, sin = self.rotary(x, positions)
+        pairs = []
+        for layer in self.layers:
+            attention: Any = layer.self_attn
+            shape = (*x.shape[:2], -1, attention.head_dim)
+            keys, values = attention.k_proj(x).view(shape), attention.v_proj(x).view(shape).transpose(1, 2)
+            keys = attention.k_norm(keys) if hasattr(attention, "k_norm") else keys
+            keys = keys.transpose(1, 2)
+            pairs.append((self._turned(keys, keys, cos, sin)[1], values))
+        return pairs
+
+    def remember(self, cache: SlotCache, x: Tensor, lengths: Tensor) -> None:
+        """Keep a context (B, A, H), of which the first lengths (B,) positions count, behind what is kept already."""
+        order, first = torch.arange(x.shape[1], device=x.device), cache.extent == 0 and not cache.fixed
+        if first:
+            cache.append()
+        else:
+            cache.place(x.shape[1])
+        past = 0 if first else cache.lengths[:, None]
+        for index, pair in enumerate(self.context(x, past + order[None])):
+            cache.update(*pair, index)
+        if first:
+            cache.count(x.shape[1], lengths.to(x.device))
+        else:
+            cache.keep(order.expand(len(x), -1), lengths.to(x.device))
+
+    def over_block(self, cache: SlotCache, x: Tensor) -> Tensor:
+        """One block (B, W, H) behind each row's context, which is soon forgotten."""
+        cache.place(x.shape[1])
+        order = torch.arange(x.shape[1], device=x.device)
+        past, anchor = (cache.lengths, cache.seen_extent, x.dtype), torch.zeros_like(order)[None]
+
+        def mask(window: int | None, causal: bool) -> Tensor:
+            # all slots look as far back as the anchor, which sees the window's positions beside itself
+            seen = self._in_block(order, causal)[None]
+            return slot_mask(seen, *past, window=None if window is None else window + 1, depths=anchor)
+
+        return self._through_all(x, cache.lengths[:, None] + order, mask, cache)
+
+    def over_text(self, x: Tensor, context: Tensor, anchors: Tensor, real: Tensor | None) -> Tensor:  # type: ignore[override]
+        """Blocks (B, M W, H), one behind the other, each with the context up to its place in a text.
+
+        Args:
+            context: (B, T, H).
+            anchors: (B, M) indices of the last position of the context that a block sees.
+            real: (B, T) where the text is no padding; None: everywhere.
+        """
+        places, _ = self._of_text(context, real)  # (B or 1, T)
+        places, size = places.expand(len(x), -1), x.shape[1] // anchors.shape[1]
+        cache = DynamicCache()
+        for index, pair in enumerate(self.context(context, places)):
+            cache.update(*pair, index)
+        at = places.gather(1, anchors) + 1  # (B, M) the anchors' positions
+        slots = torch.arange(x.shape[1], device=x.device)
+        before = torch.arange(context.shape[1], device=x.device) <= anchors[..., None]  # (B, M, T)
+        before = before if real is None else before & real.bool()[:, None]
+
+        def mask(window: int | None, causal: bool) -> Tensor:
+            seen = before if window is None else before & (at[..., None] - places[:, None] <= window)
+            own = self._in_block(slots, causal) & (slots[:, None] // size == slots // size)
+            seen = torch.cat([seen.repeat_interleave(size, 1), own.expand(len(x), -1, -1)], 2)
+            additive: Tensor = self._additive(seen, x)  # type: ignore[assignment]
+            return additive
+
+        positions = (at[..., None] + torch.arange(size, device=x.device)).flatten(1)
+        return self._through_all(x, positions, mask, cache)
+
+    @staticmethod
+    def _in_block(order: Tensor, causal: bool) -> Tensor:
+        """Which slots (W, W) each of a block sees."""
+        return order[None] <= order[:, None] if causal else (order[None] >= 0).expand(len(order), -1)
+
+    def _through_all(self, x: Tensor, positions: Tensor, mask: Any, cache: Cache) -> Tensor:
+        masks = {kind: mask(*kind) for kind in set(zip(self.windows, self.causal))}
+        for layer, *kind in zip(self.layers, self.windows, self.causal):
+            x = self._through(layer, x, positions, masks[tuple(kind)], cache)  # type: ignore[index]
+        return x
