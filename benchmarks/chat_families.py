@@ -34,7 +34,7 @@ from hf_drafthead import zoo
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "chat_families.jsonl"
 ALL = ["eagle3", "hydra++", "medusa", "eagle", "hydra", "amphista", "draft-model", "eagle3.1", "amphista-alpha"]
-ALL += ["mtp"]
+ALL += ["mtp", "dflash", "dspark"]
 CURVE = ["eagle3", "hydra++", "medusa"]  # also the bundled ones
 FIELDS = {"eagle3": {"share_lm_head": True}, "eagle3.1": {"share_lm_head": True}, "hydra++": {"num_layers": 2}}
 WRITING = Lock()

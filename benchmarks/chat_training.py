@@ -44,12 +44,15 @@ FIELDS: dict[str, dict[str, Any]] = {
     "eagle3": {"num_draft_heads": 6},
     "eagle3.1": {"num_draft_heads": 6},
     "mtp": {"num_draft_heads": 6},
+    "dflash": {"num_layers": 3, "sample_from_anchor": True},
+    "dspark": {"num_layers": 3, "markov_rank": 64},
     "draft-model": {},
 }
 RECIPE: dict[str, Any] = {"recipe": "quick", "next_token_weight": 0.0, "teacher_weight": 1.0}
 DIFFERENT: dict[str, dict[str, Any]] = {
     "eagle": {"feature_weight": 1.0, "feature_noise": 0.05},
     "hydra++": {"head_decay": 1.0},
+    "dspark": {"next_token_weight": 0.1, "teacher_weight": 0.0},  # and the L1 distance, of its own recipe
 }
 
 
