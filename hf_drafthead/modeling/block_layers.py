@@ -5,15 +5,26 @@ H hidden.
 """
 
 import sys
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import Cache, DynamicCache
+from transformers.cache_utils import Cache
 from transformers.configuration_utils import PreTrainedConfig
 
 from hf_drafthead.generation.slots import SlotCache, slot_mask
 from hf_drafthead.modeling.decoder_layer import DecoderLayer
+
+
+class ContextKeys(NamedTuple):
+    """Keys and values (B, G, T, E) of a context in every layer, as the cache of layers that are trained."""
+
+    pairs: list[tuple[Tensor, Tensor]]
+
+    def update(self, keys: Tensor, values: Tensor, layer: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Those of the context, and behind them the blocks'."""
+        context_keys, context_values = self.pairs[layer]
+        return torch.cat([context_keys, keys], dim=-2), torch.cat([context_values, values], dim=-2)
 
 
 class BlockLayers(DecoderLayer):
@@ -87,22 +98,26 @@ class BlockLayers(DecoderLayer):
 
         return self._through_all(x, cache.lengths[:, None] + order, mask, cache)
 
-    def over_text(self, x: Tensor, context: Tensor, anchors: Tensor, real: Tensor | None) -> Tensor:  # type: ignore[override]
+    def of_text(self, context: Tensor, real: Tensor | None) -> tuple[ContextKeys, Tensor]:
+        """The keys and values of a text's context (B, T, H), and its positions (B, T)."""
+        places, _ = self._of_text(context, real)
+        places = places.expand(len(context), -1)
+        return ContextKeys(self.context(context, places)), places
+
+    def over_anchors(
+        self, x: Tensor, context: ContextKeys, places: Tensor, anchors: Tensor, real: Tensor | None
+    ) -> Tensor:
         """Blocks (B, M W, H), one behind the other, each with the context up to its place in a text.
 
         Args:
-            context: (B, T, H).
+            context, places: see `of_text`.
             anchors: (B, M) indices of the last position of the context that a block sees.
             real: (B, T) where the text is no padding; None: everywhere.
         """
-        places, _ = self._of_text(context, real)  # (B or 1, T)
-        places, size = places.expand(len(x), -1), x.shape[1] // anchors.shape[1]
-        cache = DynamicCache()
-        for index, pair in enumerate(self.context(context, places)):
-            cache.update(*pair, index)
+        size = x.shape[1] // anchors.shape[1]
         at = places.gather(1, anchors) + 1  # (B, M) the anchors' positions
         slots = torch.arange(x.shape[1], device=x.device)
-        before = torch.arange(context.shape[1], device=x.device) <= anchors[..., None]  # (B, M, T)
+        before = torch.arange(places.shape[1], device=x.device) <= anchors[..., None]  # (B, M, T)
         before = before if real is None else before & real.bool()[:, None]
 
         def mask(window: int | None, causal: bool) -> Tensor:
@@ -113,7 +128,7 @@ class BlockLayers(DecoderLayer):
             return additive
 
         positions = (at[..., None] + torch.arange(size, device=x.device)).flatten(1)
-        return self._through_all(x, positions, mask, cache)
+        return self._through_all(x, positions, mask, context)  # type: ignore[arg-type]
 
     @staticmethod
     def _in_block(order: Tensor, causal: bool) -> Tensor:

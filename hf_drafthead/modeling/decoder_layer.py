@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers.cache_utils import Cache
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.initialization import no_init_weights
@@ -63,9 +64,14 @@ class DecoderLayer(nn.Module):
         layer_type: which of the kinds of layers that the model has.
         first: the first place of the cache that others see, and position 0: for a layer that begins later in a text.
 
+    Attributes:
+        gradient_checkpointing: recompute layers in the backward pass; a Trainer sets it, as for transformers' own.
+
     Raises:
         ValueError: no such layer can be built from this config.
     """
+
+    gradient_checkpointing = False
 
     def __init__(
         self,
@@ -239,7 +245,21 @@ class DecoderLayer(nn.Module):
     def _through(
         self, layer: nn.Module, x: Tensor, positions: Tensor, mask: Tensor | None, cache: Cache | None
     ) -> Tensor:
-        """What a layer makes of x."""
+        """What a layer makes of x, computed again in the backward pass where the trainer asks for that."""
+        recomputes = self.gradient_checkpointing and self.training and torch.is_grad_enabled()
+        if not recomputes or cache is None:  # without a cache a layer of transformers does so itself
+            return self._once_through(layer, x, positions, mask, cache)
+        layer.gradient_checkpointing = False  # type: ignore[assignment]  # for it would leave the cache out
+        again = {"use_reentrant": False, "context_fn": self._again}
+        return checkpoint(self._once_through, layer, x, positions, mask, cache, **again)
+
+    def _again(self) -> tuple[contextlib.AbstractContextManager, contextlib.AbstractContextManager]:
+        """In what a layer runs, and is recomputed: with the attention function of this step."""
+        return contextlib.nullcontext(), self._attention(self._configs()[0]._attn_implementation or "eager")
+
+    def _once_through(
+        self, layer: nn.Module, x: Tensor, positions: Tensor, mask: Tensor | None, cache: Cache | None
+    ) -> Tensor:
         out = layer(
             x,
             attention_mask=mask,

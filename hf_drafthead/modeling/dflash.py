@@ -289,11 +289,11 @@ class DFlashDrafter(Drafter):
         """
         places = torch.arange(input_ids.shape[1], device=features.device).expand(len(input_ids), -1)
         anchors = places if anchors is None else anchors.to(features.device)
-        context, tokens = self._context(features), input_ids.to(features.device)
-        parts = []
+        tokens, parts = input_ids.to(features.device), []
+        text = self.body.of_text(self._context(features), attention_mask)
         for some in anchors.split(max(SLOTS_AT_ONCE // self.config.block_size, 1), dim=1):
-            blocks = self._blocks(tokens.roll(-1, 1).gather(1, some), like=context)
-            parts.append(self.body.over_text(blocks, context, some, attention_mask))
+            blocks = self._blocks(tokens.roll(-1, 1).gather(1, some), like=self.fc.weight)
+            parts.append(self.body.over_anchors(blocks, *text, some, attention_mask))
         hidden = self.norm(torch.cat(parts, 1)).unflatten(1, (anchors.shape[1], -1))
         states, memory = [], None
         for slot, one in enumerate(hidden[:, :, -self.config.num_draft_heads :].unbind(2)):

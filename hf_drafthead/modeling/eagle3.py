@@ -10,12 +10,10 @@ Shapes: B rows, A newly verified positions, T positions, n nodes of a tree level
 drafter, D draft vocabulary, V vocabulary of the base.
 """
 
-import contextlib
 from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig
 from transformers.cache_utils import Cache
 from transformers.configuration_utils import PreTrainedConfig
@@ -187,13 +185,7 @@ class PairLayer(nn.Module):
 
 
 class PairLayers(DecoderLayer):
-    """Decoder layers that share positions and a cache; the first reads pairs (B, T, 2H), the others its output.
-
-    Attributes:
-        gradient_checkpointing: recompute every layer in the backward pass; a Trainer sets it, as for transformers' own.
-    """
-
-    gradient_checkpointing = False
+    """Decoder layers that share positions and a cache; the first reads pairs (B, T, 2H), the others its output."""
 
     def __init__(self, config: Eagle3Config) -> None:
         super().__init__(config.own_layer, window=config.window)
@@ -203,20 +195,9 @@ class PairLayers(DecoderLayer):
             cast(Any, layer).self_attn.layer_idx = 1 + index  # where the cache holds its keys
 
     def _run(self, x: Tensor, positions: Tensor, mask: Tensor | None, cache: Cache | None = None) -> Tensor:
-        recomputes = self.gradient_checkpointing and self.training and torch.is_grad_enabled()
         for layer in (self.layer, *self.more):
-            if recomputes:  # here, for a layer of transformers would leave its cache out, and gradients flow through it
-                layer.gradient_checkpointing = False  # type: ignore[assignment]
-                x = checkpoint(
-                    self._through, layer, x, positions, mask, cache, use_reentrant=False, context_fn=self._again
-                )
-            else:
-                x = self._through(layer, x, positions, mask, cache)
+            x = self._through(layer, x, positions, mask, cache)
         return x
-
-    def _again(self) -> tuple[contextlib.AbstractContextManager, contextlib.AbstractContextManager]:
-        """In what a layer runs, and is recomputed: with the attention function of this step."""
-        return contextlib.nullcontext(), self._attention(self._configs()[0]._attn_implementation or "eager")
 
 
 class Eagle3Drafter(EagleDrafter):

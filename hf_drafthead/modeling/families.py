@@ -94,6 +94,6 @@ def fresh_heads(family: str, base: str | os.PathLike | nn.Module, **arguments: A
         ValueError: no such family, or a field that does not fit.
     """
     found = find_family(family)
-    if "share_lm_head" in found.model_class.config_class.heads_fields():
+    if getattr(found.model_class.config_class, "share_lm_head", None) is False:
         arguments = {"share_lm_head": None, **arguments}
     return found.model_class.from_base(base, config=found.config(), **arguments)

@@ -179,8 +179,9 @@ class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
         if loaded.get_output_embeddings() is None:
             raise ValueError(f"{type(loaded).__name__} has no lm_head: draft heads need a causal language model.")
         origin["last_hidden_size"] = width_of(loaded)
-        by_size = (
-            "share_lm_head" in own and config_fields.get("share_lm_head", None if config is None else False) is None
+        by_size = (  # of families that do not share it anyway
+            getattr(cls.config_class, "share_lm_head", None) is False
+            and config_fields.get("share_lm_head", None if config is None else False) is None
         )
         if by_size:
             config_fields["share_lm_head"] = False

@@ -281,8 +281,8 @@ def _model(source: HeadsToTrain, settings: DraftHeadTrainingArguments) -> Any:
     """Fresh heads, or trained ones, on their base."""
     family = find_family(source.family)
     if source.heads is None:
-        own = family.model_class.config_class.heads_fields()
-        paper = {"share_lm_head": False} if settings.recipe == "paper" and "share_lm_head" in own else {}
+        own = getattr(family.model_class.config_class, "share_lm_head", None) is False
+        paper = {"share_lm_head": False} if settings.recipe == "paper" and own else {}
         return fresh_heads(source.family, source.base, **{**paper, **source.fields}, **source.load)
     if source.fields:
         raise ValueError(

@@ -1,0 +1,148 @@
+"""Files of block drafters: every convention is read from the file, settled by the user, or refused in one line."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from hf_drafthead import convert_checkpoint, export_checkpoint
+from hf_drafthead.modeling import DFlashForCausalLM
+from tests.bases import tiny_base
+from tests.families import Family
+from tests.modeling.block_golden import golden_base, load
+
+Z_LAB, DEEPSPEC, SPECULATORS = "dflash_z_qwen3_b8_n3_l2", "dspark_vanilla_qwen3_b7", "dflash_s_swa_causal_qwen3_b6"
+OWN = "dflash_config"
+READ = {"mask_token_id": 127, "target_layer_ids": [0, 1, 2]}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("golden") / "base"
+    golden_base().save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "name, expected",
+    [
+        (Z_LAB, {"feature_layers": [1, 2, 3], "num_draft_heads": 7, "sample_from_anchor": False, "causal_layers": []}),
+        (DEEPSPEC, {"feature_layers": [1, 3], "num_draft_heads": 7, "sample_from_anchor": True, "markov_rank": 16}),
+        ("dspark_gated_qwen3_b5", {"feature_layers": [0, 2, 3], "markov_head_type": "gated", "num_draft_heads": 5}),
+        (SPECULATORS, {"feature_layers": [1, 3], "num_draft_heads": 5, "draft_vocab_size": 96, "causal_layers": [0]}),
+        ("dspark_s_vanilla_qwen3_b5", {"feature_layers": [1, 2], "sample_from_anchor": True, "num_draft_heads": 5}),
+    ],
+)
+def test_each_project_s_conventions_are_read(name, expected, base, tmp_path):
+    report = convert_checkpoint(load(name).write(tmp_path / "theirs"), tmp_path / "ours", base_model=base)
+    assert {field: report.fields[field] for field in expected} == expected
+    assert report.family == ("dspark" if report.fields["markov_rank"] else "dflash")
+    assert DFlashForCausalLM.from_pretrained(tmp_path / "ours").config.mask_token_id == 127
+
+
+OPEN = {
+    "layer ids": (Z_LAB, {OWN: {"mask_token_id": 127}}, "feature_layers", [1, 2, 3]),
+    "block size": (Z_LAB, {"block_size": None}, "num_draft_heads", 7),
+    "mask token": (Z_LAB, {OWN: {"target_layer_ids": [0, 1, 2]}}, "mask_token_id", 127),
+    "anchor": (Z_LAB, {"architectures": ["SomeDraftModel"]}, "sample_from_anchor", False),
+    "sliding blocks": (Z_LAB, {"layer_types": ["sliding_attention", "full_attention"]}, "causal_layers", [0]),
+    "speculators' sliding blocks": (SPECULATORS, {"sliding_window_non_causal": None}, "causal_layers", [0]),
+    "speculators' anchor": (SPECULATORS, {"sample_from_anchor": None}, "sample_from_anchor", False),
+    "speculators' layer ids": (SPECULATORS, {"aux_hidden_state_layer_ids": None}, "feature_layers", [1, 3]),
+}
+
+
+@pytest.mark.parametrize("name, changed, field, value", OPEN.values(), ids=OPEN)
+def test_what_a_file_leaves_open_is_refused_until_it_is_said(name, changed, field, value, base, tmp_path):
+    folder = load(name).write(tmp_path / "theirs", **{"sliding_window": 5, **changed})
+    with pytest.raises(ValueError, match=f"does not say .*, and projects differ in it: give {field}= .on the command"):
+        convert_checkpoint(folder, base_model=base)
+    assert convert_checkpoint(folder, base_model=base, fields={field: value}).fields[field] == value
+
+
+REFUSED = {
+    "two block sizes": ({OWN: {**READ, "block_size": 4}}, "says block_size twice, 8 and 4"),
+    "the base's last layer": (
+        {OWN: {**READ, "target_layer_ids": [0, 1, 3]}},
+        "reads the output of the base's last layer",
+    ),
+    "no rotary base": ({"rope_theta": None, "rope_scaling": None}, "does not say rope_theta or rope_parameters"),
+    "fewer layers": ({OWN: {**READ, "target_layer_ids": [0, 1]}}, "joins 3 hidden states of width 64, but it reads"),
+    "a scale": ({"output_multiplier": 0.5}, "has output_multiplier 0.5, which has no place here"),
+    "a mask token beyond the base": (
+        {OWN: {**READ, "mask_token_id": 128}},
+        "mask_token_id is 128, but the base embeds",
+    ),
+}
+
+
+@pytest.mark.parametrize("changed, message", REFUSED.values(), ids=REFUSED)
+def test_a_file_that_cannot_be_run_is_refused(changed, message, base, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        convert_checkpoint(load(Z_LAB).write(tmp_path / "theirs", **changed), base_model=base)
+
+
+@pytest.mark.parametrize(
+    "key, other",
+    [
+        ("layers.0.attention_conv.base_kernel", "DFlash 2"),
+        ("prefix_gru.weight_ih_l0", "Domino"),
+        ("mask_hidden", "P-EAGLE"),
+        ("layers.0.self_attn.sinks", "attention sinks"),
+    ],
+)
+def test_other_block_drafters_are_refused_by_name(key, other, base, tmp_path):
+    folder = load(Z_LAB).write(tmp_path / "theirs")
+    tensors = load_file(folder / "model.safetensors")
+    save_file({**tensors, key: torch.zeros(2)}, folder / "model.safetensors")
+    with pytest.raises(ValueError, match=f"is (a block drafter with )?{other}"):
+        convert_checkpoint(folder, base_model=base)
+
+
+def test_a_causal_head_of_jetspec_is_a_field(base, tmp_path):
+    folder = load(Z_LAB).write(tmp_path / "theirs", **{OWN: {**READ, "causal_head": True}})
+    assert convert_checkpoint(folder, base_model=base).fields["causal_layers"] == [0, 1]
+
+
+def test_a_drafter_for_another_base_is_refused(tmp_path):
+    tiny_base("qwen3").save_pretrained(tmp_path / "other")
+    with pytest.raises(ValueError, match="were trained for a base of hidden size 64; the base .* has 32"):
+        convert_checkpoint(load(Z_LAB).write(tmp_path / "theirs"), base_model=tmp_path / "other")
+
+
+def test_copies_that_are_not_the_base_s_are_refused(base, tmp_path):
+    folder = load(DEEPSPEC).write(tmp_path / "theirs")
+    tensors = load_file(folder / "model.safetensors")
+    save_file({**tensors, "embed_tokens.weight": tensors["embed_tokens.weight"] + 1}, folder / "model.safetensors")
+    with pytest.raises(ValueError, match="that are not those of the base"):
+        convert_checkpoint(folder, base_model=base)
+
+
+LOST = {
+    "a reduced DSpark": ({"markov_rank": 4, "draft_vocab_size": 50}, "is for a draft vocabulary"),
+    "own projection": ({"share_lm_head": False}, "an lm_head of its own"),
+    "causal blocks": ({"causal_layers": [0]}, "its slots only those before them"),
+}
+
+
+@pytest.mark.parametrize("fields, message", LOST.values(), ids=LOST)
+def test_what_sglang_would_run_otherwise_is_refused(fields, message, tmp_path):
+    family = Family("dflash", DFlashForCausalLM, {"num_layers": 1, "sample_from_anchor": True, **fields})
+    family.build(tiny_base()).save_pretrained(tmp_path / "ours")
+    with pytest.raises(ValueError, match=message):
+        export_checkpoint(tmp_path / "ours", tmp_path / "theirs", "sglang")
+
+
+def test_an_export_says_what_its_readers_look_for(tmp_path):
+    model = Family("dflash", DFlashForCausalLM, {"num_layers": 1, "num_draft_heads": 7}).build(tiny_base())
+    model.save_pretrained(tmp_path / "ours")
+    for target in ("sglang", "speculators"):
+        export_checkpoint(tmp_path / "ours", tmp_path / target, target)
+    sglang, speculators = (
+        json.loads((tmp_path / name / "config.json").read_text()) for name in ("sglang", "speculators")
+    )
+    assert sglang["architectures"] == ["DFlashDraftModel"] and sglang["block_size"] == 8
+    assert sglang["dflash_config"] == {"mask_token_id": 66, "target_layer_ids": [0]}
+    assert speculators["speculators_model_type"] == "dflash" and speculators["aux_hidden_state_layer_ids"] == [1]
+    assert not speculators["sample_from_anchor"] and speculators["transformer_layer_config"]["model_type"] == "qwen3"

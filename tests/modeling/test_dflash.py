@@ -1,0 +1,167 @@
+"""Block drafters beyond the laws of all families: what a config may be, confidence, float16, dynamic trees, memory."""
+
+import pytest
+import torch
+from transformers import GPT2Config, Qwen3Config
+from transformers.utils import logging
+
+from hf_drafthead.generation.drafting import draft_dynamic
+from hf_drafthead.generation.tree import DynamicTree
+from hf_drafthead.modeling import DFlashConfig, DFlashForCausalLM
+from hf_drafthead.modeling.block_layers import BlockLayers
+from hf_drafthead.modeling.dflash import published_features
+from tests.bases import tiny_base
+from tests.families import Family
+
+SMALL = {"num_layers": 1, "num_draft_heads": 3}
+DSPARK = SMALL | {"markov_rank": 6, "confidence_head": True, "sample_from_anchor": True}
+PROMPT = torch.tensor([[5, 9, 33, 12, 40]])
+CALL = {"max_new_tokens": 16, "eos_token_id": None}
+
+
+def build(base=None, **fields):
+    return Family("dflash", DFlashForCausalLM, fields).build(tiny_base("llama-gqa") if base is None else base)
+
+
+def test_the_published_layers_are_read_by_default():
+    assert published_features(36) == [2, 10, 18, 26, 34]  # the outputs of 1, 9, 17, 25, 33, as for Qwen3-4B
+    assert published_features(32) == [2, 9, 16, 23, 30]
+    assert published_features(2) == [1] and published_features(1) == [0]
+
+
+def test_a_block_has_a_slot_for_the_anchor_only_where_that_is_not_read():
+    assert DFlashConfig(num_draft_heads=15).block_size == 16
+    assert DFlashConfig(num_draft_heads=7, sample_from_anchor=True).block_size == 7
+
+
+WIDE = Qwen3Config(hidden_size=48, num_attention_heads=4, head_dim=12, num_key_value_heads=2, num_hidden_layers=1)
+REFUSED = {
+    "a mask token that the base has no row for": (
+        {"mask_token_id": 67},
+        "mask_token_id is 67, but the base embeds 67 tokens, numbered from 0: give one of them, best one that no text "
+        "has.",
+    ),
+    "a layer beyond the base": (
+        {"feature_layers": [1, 2]},
+        "feature_layers is [1, 2], but the base has 2 layers: a block drafter reads their inputs, numbered from 0 "
+        "(embeddings) to 1.",
+    ),
+    "a drafter of another width": (
+        {"layer_config": WIDE},
+        "layer_config has hidden size 48, but the base's lm_head reads 32: set share_lm_head=False, or give the layer "
+        "the base's size.",
+    ),
+    "a block that is too long": (
+        {"num_draft_heads": 64},
+        "num_draft_heads is 64, a block of 65: expected at most 64.",
+    ),
+    "an unknown Markov head": (
+        {"markov_head_type": "gru"},
+        "markov_head_type is 'gru': expected one of 'vanilla', 'gated', 'rnn'.",
+    ),
+    "a threshold without its head": (
+        {"confidence_threshold": 0.5},
+        "confidence_threshold is 0.5: expected a float from 0 to 1, and confidence_head to be True.",
+    ),
+    "a causal layer that is not there": (
+        {"causal_layers": [5]},
+        "causal_layers is [5]: expected a list of layers from 0 to 4.",
+    ),
+}
+
+
+@pytest.mark.parametrize("fields, message", REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_is_refused_in_one_line(fields, message):
+    with pytest.raises(ValueError) as refusal:
+        DFlashForCausalLM.from_base(tiny_base(), **fields)
+    assert str(refusal.value) == message
+
+
+def test_layers_whose_keys_cannot_be_made_of_a_context_are_refused():
+    with pytest.raises(ValueError, match="^layer_config asks for a Gemma2DecoderLayer|^no decoder layer"):
+        DFlashForCausalLM.from_base(tiny_base(), layer_config=GPT2Config(n_embd=32, n_head=4))
+
+
+@pytest.mark.parametrize("kind", ["llama-gqa", "qwen2", "qwen3"])
+@torch.no_grad()
+def test_keys_and_values_of_a_context_are_those_that_attention_makes(kind):
+    layers = BlockLayers(tiny_base(kind, dtype=torch.float32).config, [None], [False])
+    x, positions, written = torch.randn(2, 5, 32), torch.arange(3, 8)[None], []
+
+    class Cache:
+        def update(self, keys, values, *_, **__):
+            written.append((keys, values))
+            return keys, values
+
+    layers.layers[0].self_attn(x, layers.rotary(x, positions), None, Cache())
+    for found, expected in zip(layers.context(x, positions)[0], written[0], strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+def test_the_guesses_of_dflash_are_the_same_for_all_nodes_and_those_of_dspark_follow_the_parent():
+    tokens, parents = torch.tensor([[4, 8]]), torch.zeros(1, 2, dtype=torch.long)
+    for fields, alike in ((SMALL, True), (DSPARK, False)):
+        drafter = build(**fields).drafter
+        features = torch.randn(1, 5, 32 * len(drafter.reads), dtype=torch.float64)
+        state = drafter.observe(drafter.start(1, 16), features, PROMPT, torch.tensor([5]))
+        state, _ = drafter.expand(state, PROMPT[:, -1:], parents[:, :1])
+        _, guesses = drafter.expand(state, tokens, parents)
+        assert (guesses.logits.shape[1] == 1) == alike
+        assert alike or not torch.equal(guesses.logits[:, 0], guesses.logits[:, 1])
+
+
+def test_below_a_cut_a_dynamic_tree_has_no_node_as_long_as_there_are_others():
+    """Of the guesses at level 2 those below an unsure node are never kept; the text is the base's all the same."""
+    model = build(**DSPARK, confidence_threshold=0.5)
+    drafter = model.drafter
+    with torch.no_grad():  # sure below even tokens alone
+        drafter.confidence.weight.zero_()
+        drafter.confidence.bias.zero_()
+        drafter.confidence.weight[0, 32] = 100.0
+        drafter.markov.w1.weight[:, 0] = torch.where(torch.arange(67) % 2 == 0, 1.0, -1.0)
+        features = torch.randn(1, 5, 32 * len(drafter.reads), dtype=torch.float64)
+        state = drafter.observe(drafter.start(1, 16), features, PROMPT, torch.tensor([5]))
+        root = torch.tensor([[40]])
+        _, (tokens, topology, _) = draft_dynamic(drafter, state, root, DynamicTree(12, 3, 8))
+    parents = tokens[0, topology.parents[0, 1:]]
+    assert (topology.depths[0] > 1).any() and (parents % 2 == 0).all()
+    expected = model.base.generate(PROMPT, **CALL)
+    for tree in ("dynamic", [[0], [1], [0, 0]]):
+        assert torch.equal(model.generate(PROMPT, **CALL, draft_tree=tree), expected)
+
+
+def test_a_drafter_in_float16_computes_in_bfloat16_and_says_so_once(caplog):
+    base = tiny_base("llama-gqa", dtype=torch.float32)
+    model = build(base, **SMALL)
+    logging.get_logger("hf_drafthead.modeling.dflash").warning_once.cache_clear()
+    caplog.clear()
+    for _ in range(2):
+        model.drafter.half()
+        assert torch.equal(model.generate(PROMPT, **CALL), base.generate(PROMPT, **CALL))
+        assert model.drafter.fc.weight.dtype == torch.bfloat16 and base.dtype == torch.float32
+    assert caplog.text.count("computes in bfloat16") == 1
+
+
+def test_a_block_that_reaches_beyond_the_last_position_changes_nothing():
+    base = tiny_base("gpt2", n_positions=24)
+    model = build(base, num_layers=1, num_draft_heads=15)
+    call = {"max_new_tokens": 24 - PROMPT.shape[1], "eos_token_id": None}
+    assert torch.equal(model.generate(PROMPT, **call, draft_tree="dynamic"), base.generate(PROMPT, **call))
+
+
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated:FutureWarning")
+def test_layers_that_are_recomputed_give_the_same_gradients(monkeypatch):
+    results, runs, through = [], [], BlockLayers._once_through
+    monkeypatch.setattr(BlockLayers, "_once_through", lambda *given: (runs.append(0), through(*given))[1])
+    for recomputed in (False, True):
+        model = build(**DSPARK | {"num_layers": 2}).train()
+        if recomputed:
+            model.gradient_checkpointing_enable()
+        runs.clear()
+        features = torch.linspace(-1, 1, 2 * 9 * 32, dtype=torch.float64).view(2, 9, 32)
+        states = torch.stack(model.drafter.head_states(features, torch.arange(18).view(2, 9)))
+        states.square().sum().backward()
+        results.append([one.grad for one in model.drafter.parameters() if one.grad is not None])
+        assert len(runs) == 2 * (2 if recomputed else 1)
+    for plain, again in zip(*results, strict=True):
+        torch.testing.assert_close(again, plain)
