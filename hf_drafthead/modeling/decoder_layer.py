@@ -245,21 +245,7 @@ class DecoderLayer(nn.Module):
     def _through(
         self, layer: nn.Module, x: Tensor, positions: Tensor, mask: Tensor | None, cache: Cache | None
     ) -> Tensor:
-        """What a layer makes of x, computed again in the backward pass where the trainer asks for that."""
-        recomputes = self.gradient_checkpointing and self.training and torch.is_grad_enabled()
-        if not recomputes or cache is None:  # without a cache a layer of transformers does so itself
-            return self._once_through(layer, x, positions, mask, cache)
-        layer.gradient_checkpointing = False  # type: ignore[assignment]  # for it would leave the cache out
-        again = {"use_reentrant": False, "context_fn": self._again}
-        return checkpoint(self._once_through, layer, x, positions, mask, cache, **again)
-
-    def _again(self) -> tuple[contextlib.AbstractContextManager, contextlib.AbstractContextManager]:
-        """In what a layer runs, and is recomputed: with the attention function of this step."""
-        return contextlib.nullcontext(), self._attention(self._configs()[0]._attn_implementation or "eager")
-
-    def _once_through(
-        self, layer: nn.Module, x: Tensor, positions: Tensor, mask: Tensor | None, cache: Cache | None
-    ) -> Tensor:
+        """What a layer makes of x."""
         out = layer(
             x,
             attention_mask=mask,
@@ -268,6 +254,25 @@ class DecoderLayer(nn.Module):
             **{self._cache_argument: cache},
         )
         return out[0] if isinstance(out, tuple) else out
+
+    def _through_again(
+        self, layer: nn.Module, x: Tensor, positions: Tensor, mask: Tensor | None, cache: Cache | None
+    ) -> Tensor:
+        """What a layer makes of x, computed again in the backward pass where a trainer asks for that.
+
+        A layer of transformers would leave its cache out then.
+        """
+        if not (self.gradient_checkpointing and self.training and torch.is_grad_enabled()):
+            return self._through(layer, x, positions, mask, cache)
+        layer.gradient_checkpointing = False  # type: ignore[assignment]
+        out: Tensor = checkpoint(
+            self._through, layer, x, positions, mask, cache, use_reentrant=False, context_fn=self._again
+        )
+        return out
+
+    def _again(self) -> tuple[contextlib.AbstractContextManager, contextlib.AbstractContextManager]:
+        """In what a layer runs, and is recomputed: with the attention function of this step."""
+        return contextlib.nullcontext(), self._attention(self._configs()[0]._attn_implementation or "eager")
 
 
 def next_level(ancestors: Tensor, parents: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -151,8 +151,8 @@ def test_a_block_that_reaches_beyond_the_last_position_changes_nothing():
 
 @pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated:FutureWarning")
 def test_layers_that_are_recomputed_give_the_same_gradients(monkeypatch):
-    results, runs, through = [], [], BlockLayers._once_through
-    monkeypatch.setattr(BlockLayers, "_once_through", lambda *given: (runs.append(0), through(*given))[1])
+    results, runs, through = [], [], BlockLayers._through
+    monkeypatch.setattr(BlockLayers, "_through", lambda *given: (runs.append(0), through(*given))[1])
     for recomputed in (False, True):
         model = build(**DSPARK | {"num_layers": 2}).train()
         if recomputed:

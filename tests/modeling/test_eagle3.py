@@ -318,8 +318,8 @@ def test_layers_that_are_recomputed_give_the_same_states_and_gradients(layers, p
     mask = torch.ones_like(ids)
     mask[0, : 4 * padded] = 0
     results, runs = [], []
-    through = PairLayers._once_through
-    monkeypatch.setattr(PairLayers, "_once_through", lambda *given: (runs.append(0), through(*given))[1])
+    through = PairLayers._through
+    monkeypatch.setattr(PairLayers, "_through", lambda *given: (runs.append(0), through(*given))[1])
     for recomputed in (False, True):
         torch.manual_seed(0)
         model = drafter_of(tiny_base("llama-gqa")).train()
