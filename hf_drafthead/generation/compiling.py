@@ -24,6 +24,7 @@ import torch
 from torch import fx, nn
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
+from hf_drafthead.generation.mixers.layer import RecurrentLayer
 from hf_drafthead.generation.releases import cache_argument
 
 # before this argument came (torch 2.13) every layer is traced anew, and nothing is saved
@@ -112,8 +113,10 @@ def _forward_of(layer: nn.Module) -> Callable:
         cache: Any = given.get(name)
         if not (torch.compiler.is_compiling() and getattr(cache, "fixed", False)):
             return type(layer).forward(layer, *args, **given)
-        rest = {key: value for key, value in (*zip(names, args), *given.items()) if key != name}
         layer_cache = cache.layers[number]
+        if isinstance(layer_cache, RecurrentLayer):
+            return type(layer).forward(layer, *args, **given)
+        rest = {key: value for key, value in (*zip(names, args), *given.items()) if key != name}
         form, leaves = _flat(rest)
         # The compiler knows the weights of a reused region by where it met the layer first, which for a variable of
         # this closure is here; what a method of the layer returns is the layer that it met in its list.

@@ -37,7 +37,7 @@ from hf_drafthead.generation.drafting import draft_static
 from hf_drafthead.generation.entries import CalibrationKey
 from hf_drafthead.generation.reader import BaseReader, probe_tokens, with_part
 from hf_drafthead.generation.releases import CACHE
-from hf_drafthead.generation.slots import SlotCache, writing_layers
+from hf_drafthead.generation.slots import SlotCache
 from hf_drafthead.generation.tree import DraftTree, LookupTree, Tree
 
 logger = logging.get_logger(__name__)
@@ -217,7 +217,8 @@ class PartOfBase(NamedTuple):
             return cls(reader)
         path = next(name for name, module in base.named_modules() if module is lists[0])
         part = with_part(base, path.split("."), lambda layers: layers[:few])
-        short = BaseReader(part, reader.windows, True, (-1,), lambda states: states)  # type: ignore[arg-type]
+        as_they_are: Any = torch.nn.Identity()
+        short = BaseReader(part, reader.windows, True, (-1,), as_they_are, reader.mixers)
         if type(head) is not nn.Linear or not reader.output.is_head:
             return cls(short, count / few, reader.output)
         weight = head.weight[: max(len(head.weight) // PART, 1)]
@@ -237,7 +238,7 @@ class PartOfBase(NamedTuple):
 def _measured(drafter: Any, part: PartOfBase, trees: Sequence[Tree], rows: int) -> list[float]:
     """Costs of trees; a first forward over one token makes what later ones use, and the past that they have."""
     reader, alone = part.reader, DraftTree.root_alone()
-    cache = SlotCache(rows, writing_layers(reader.base.config.get_text_config(decoder=True)), 16, 1)
+    cache = reader.cache(rows, 16, 1)
     root = probe_tokens(reader.base)[:1].expand(rows, 1)
     _, features = reader(True, **{"input_ids": root, CACHE: cache, "use_cache": True})
     cache.count(1)

@@ -23,7 +23,7 @@ from hf_drafthead.generation.releases import CACHE, prompt_inputs
 from hf_drafthead.generation.rules import Rules
 from hf_drafthead.generation.runner import Execution, Runner
 from hf_drafthead.generation.settings import DraftPlan, DraftSwitch
-from hf_drafthead.generation.slots import SlotCache, writing_layers
+from hf_drafthead.generation.slots import past_length
 from hf_drafthead.generation.state import (
     DecodingState,
     DraftHeadGenerateOutput,
@@ -69,7 +69,7 @@ def decode(
     """
     stream, drafter = Stream(streamer, rules), model.drafter
     ordinary_cache = inputs.pop(CACHE)
-    known = int(ordinary_cache.get_seq_length())
+    known = past_length(ordinary_cache)
     watch = Stopwatch(on_step is not None, reader.base.device)
     state, reader = prefill(reader, drafter, settings.tree, input_ids, rules, inputs, ordinary_cache, stream)
     watch.lap("prefill")
@@ -155,12 +155,12 @@ def prefill(
     batch, prompt_length = input_ids.shape
     longest = rules.max_length if rules.max_length is not None else prompt_length + FIRST_ROOM
     embeddings = inputs.get("inputs_embeds")
-    known = int(past.get_seq_length())
+    known = past_length(past)
     positions = known + max(prompt_length, 0 if embeddings is None else embeddings.shape[1])
     most = max(longest - prompt_length, 1)  # the first token comes even where a criterion fires on the prompt
     room = min(most, FIRST_ROOM) + 2 * (tree.max_depth + 2)  # as much as `Step` asks for ahead
     config = reader.base.config.get_text_config(decoder=True)
-    cache = SlotCache(batch, writing_layers(config), positions + room, tree.num_nodes)
+    cache = reader.cache(batch, positions + room, tree.num_nodes)
     if known:
         cache.load(past)
     arguments = prompt_inputs(reader.base, input_ids, rules.config, inputs, cache)
@@ -262,12 +262,14 @@ def finish(
     sequences = state.rows.sequences[:, :length].to(rules.device, copy=True)
     in_dict = rules.config.return_dict_in_generate
     if in_dict or getattr(ordinary_cache, "_is_user_defined", False):
+        cache = state.rows.cache
         if (first := min(state.lengths) - 1) < length - 1:  # the base has read the padding behind a row's end, too
+            if cache.recurrent:  # what grows must not be a program's
+                cache = cache.twin()
+                cache.fixed, cache.extent = False, int(cache.lengths.max())
             rows, start = state.rows, first + state.past_shift
-            reader.rewrite(
-                rows.sequences[:, first : length - 1], state.rows.cache, start, rows.position_shift, rows.visible
-            )
-        state.rows.cache.unload(ordinary_cache, known, length - 1 + state.past_shift)
+            reader.rewrite(rows.sequences[:, first : length - 1], cache, start, rows.position_shift, rows.visible)
+        cache.unload(ordinary_cache, known, length - 1 + state.past_shift)
     if not in_dict:
         return sequences
     steps = torch.tensor(state.counted, dtype=torch.long, device=sequences.device)

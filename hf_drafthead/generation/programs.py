@@ -192,6 +192,8 @@ def fix(state: DecodingState, capacity: int, nodes: int, depth: int, padding: in
             cache.split()
         try:
             cache.resize(capacity, nodes)
+            for layer in cache.recurrent:
+                layer.resize_record(nodes)
         except RuntimeError as error:
             if not out_of_memory(error):
                 raise

@@ -17,7 +17,10 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicCache
 
+from hf_drafthead.generation.mixers import UnknownMixer, mixers_of
+from hf_drafthead.generation.mixers.layer import Mixer, Tree
 from hf_drafthead.generation.releases import (
     CACHE,
     INPUTS_OF_A_STEP,
@@ -31,6 +34,10 @@ from hf_drafthead.generation.slots import SlotCache, out_of_memory, padded, slot
 from hf_drafthead.generation.tree import DraftTree, Topology
 
 KNOWN_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
+# What configs call layers that keep a state, or a state and keys, or nothing; masks of those that keep a state.
+STATE_TYPES = {"linear_attention", "conv", "mamba", "hybrid", "moe", "mlp"}
+MOST_READ_ON = 64  # tokens that a forward reads behind the ends of rows, where states are kept
+STATE_MASKS = {"linear_attention": None, "conv": None}
 # Largest difference between a node and a plain forward over its path, relative to the largest logit. Eager attention
 # takes its softmax in float32, whatever the dtype.
 PROBE_TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4}
@@ -72,9 +79,10 @@ class BaseReader:
 
     base: the causal LM; windows: attention window (None = all) by layer type; split: whether the logits are what
     `output` makes of the decoder's last hidden state, so that the decoder can be run alone; reads: the layers whose
-    hidden states the drafter reads, -1 being the last after the final norm; more: other inputs of every forward behind
-    the prompt, by name, each with the axis on which it has an entry per token (None: it has none); refused: why no tree
-    can stand behind a prompt with some inputs, by their names, where that was tried.
+    hidden states the drafter reads, -1 being the last after the final norm; mixers: of the layers that keep a state, by
+    number, see `SlotCache`; more: other inputs of every forward behind the prompt, by name, each with the axis on which
+    it has an entry per token (None: it has none); refused: why no tree can stand behind a prompt with some inputs, by
+    their names, where that was tried.
     """
 
     base: PreTrainedModel
@@ -82,6 +90,7 @@ class BaseReader:
     split: bool
     reads: tuple[int, ...]
     output: OutputLayer
+    mixers: dict[int, tuple[Mixer, int]] = field(default_factory=dict)
     more: Mapping[str, tuple[Any, int | None]] = field(default_factory=dict)
     refused: dict[tuple[str, ...], str] = field(default_factory=dict)
     cache_name: str = field(init=False)  # that the forward has for it, which a compiler must not look up
@@ -97,6 +106,11 @@ class BaseReader:
         """A reader of whole texts, for which a base need not be able to verify trees."""
         output = output or OutputLayer(base)
         return cls(base, {}, splits(base, output), reads, output)
+
+    def cache(self, batch_size: int, capacity: int, nodes: int) -> SlotCache:
+        """An empty cache of this base."""
+        layers = writing_layers(self.base.config.get_text_config(decoder=True))
+        return SlotCache(batch_size, layers, capacity, nodes, self.mixers)
 
     def __call__(self, last_only: bool, **inputs) -> tuple[torch.Tensor, torch.Tensor]:
         """Logits (B, 1 or length, V) and features (B, length, F*H) of a forward with the base's own arguments."""
@@ -166,12 +180,36 @@ class BaseReader:
         visible: torch.Tensor | None,
     ) -> None:
         """One forward over tokens (B, T) of all rows, which become the past from position `start` on."""
+        if self.mixers:
+            self._read_on(tokens, cache, start, position_shift, visible)
+            return
         cache.append()
         cache.extent, stop = start, start + tokens.shape[1]
         positions = torch.arange(start, stop, device=tokens.device) + position_shift
         mask = None if visible is None else padded(visible, stop)
         inputs = {"input_ids": tokens, "attention_mask": mask, "position_ids": positions, self.cache_name: cache}
         self.read({**inputs, **self._more(tokens.shape[1]), "use_cache": True})
+
+    def _read_on(
+        self,
+        tokens: torch.Tensor,
+        cache: SlotCache,
+        start: int,
+        position_shift: torch.Tensor,
+        visible: torch.Tensor | None,
+    ) -> None:
+        """As `rewrite`, from the end of each row's own past on: a state cannot go back to an earlier position."""
+        total = tokens.shape[1]
+        count = min(total, MOST_READ_ON)
+        tree = DraftTree([(0,) * depth for depth in range(1, count)]) if count > 1 else DraftTree.root_alone()
+        chain = tree.topology(tokens.device)
+        order = torch.arange(count, device=tokens.device)
+        for _ in range(0, total, count):
+            read = cache.lengths[:, None] - start
+            positions = (read + order).clamp(max=total - 1)
+            places = positions + start + position_shift
+            self.nodes(tokens.gather(1, positions), chain, cache, places, visible)
+            cache.keep(order.expand_as(positions), (total - read[:, 0]).clamp(0, count))
 
     def nodes(
         self,
@@ -192,7 +230,7 @@ class BaseReader:
             positions: (B, N) position ids.
             visible: (B, S) bool, which past slots hold no padding; None = all.
         """
-        if tokens.shape[1] == 1 and cache.even:
+        if tokens.shape[1] == 1 and cache.even and (cache.rows == 1 or not self.mixers):  # rows that ended stand still
             cache.append()
             mask: Any = None if visible is None else padded(visible, cache.extent + 1)
         else:
@@ -202,12 +240,21 @@ class BaseReader:
                 kind: slot_mask(topology.ancestors, *past, dtype, visible=visible, window=window, depths=depths)
                 for kind, window in self.windows.items()
             }
-            mask = masks if len(masks) > 1 else next(iter(masks.values()))
+            mask = next(iter(masks.values())) if len(masks) == 1 else masks
         inputs = {"input_ids": tokens, "attention_mask": mask, "position_ids": positions, self.cache_name: cache}
-        if self.more:
-            inputs |= self._more(tokens.shape[1])
-        reading = self.read({**inputs, "use_cache": True})
+        inputs |= {"use_cache": True, **(self._more(tokens.shape[1]) if self.more else {})}
+        reading = self._read_tree(inputs, cache, topology) if self.mixers and cache.placed else self.read(inputs)
         return self.output(reading.scores) if self.split else reading.scores, reading.features
+
+    def _read_tree(self, inputs: dict[str, Any], cache: SlotCache, topology: Topology) -> Reading:
+        """As `read`, over nodes that layers which keep a state follow by their ancestors, and by no mask."""
+        mask = inputs["attention_mask"]
+        masks = mask if isinstance(mask, dict) else dict.fromkeys(self.windows, mask)
+        cache.tree = Tree(topology.parents, topology.ancestors)
+        try:
+            return self.read({**inputs, "attention_mask": {**masks, **STATE_MASKS} if masks else None})
+        finally:
+            cache.tree = None
 
     def _more(self, count: int) -> dict[str, Any]:
         """The other inputs of a forward over so many tokens."""
@@ -231,14 +278,20 @@ def one_stream(states: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return states.mean(extra)
 
 
-def attention_windows(config) -> dict[str, int | None]:
-    """The attention window of each layer type of a text config.
+def attention_windows(config, states: bool = False) -> dict[str, int | None]:
+    """The attention window of each layer type of a text config; states: whether layers may keep a state instead.
 
     Raises:
         Unsupported: a layer type whose mask is not known here.
     """
     kinds = set(getattr(config, "layer_types", None) or ())
     window = getattr(config, "sliding_window", None)
+    if states:
+        beside = {"full_attention"} if "hybrid" in kinds else set()  # these attend as well
+        attend = (kinds & KNOWN_LAYER_TYPES) | beside
+        if not kinds - STATE_TYPES - KNOWN_LAYER_TYPES and not attend:
+            return {}
+        kinds = (kinds - STATE_TYPES) | beside
     if unknown := sorted(kinds - KNOWN_LAYER_TYPES):
         raise Unsupported(f"the base has layers of type {', '.join(unknown)}")
     if chooses := [name for name in CHOOSES_KEYS if getattr(config, name, None) is not None]:
@@ -323,10 +376,12 @@ def probe(base: PreTrainedModel, reads: tuple[int, ...]) -> BaseReader:
     Raises:
         Unsupported: the base crashes on a tree, answers differently, or has attention layers unknown here.
     """
-    windows = attention_windows(base.config.get_text_config(decoder=True))
+    config = base.config.get_text_config(decoder=True)
+    mixers = _mixers(base, config)
+    windows = attention_windows(config, states=bool(mixers))
     try:
         output = OutputLayer(base)
-        reader = BaseReader(base, windows, splits(base, output), reads, output)
+        reader = BaseReader(base, windows, splits(base, output), reads, output, mixers)
     except Exception as error:
         raise _refused("the base cannot verify a tree", error) from error
     try_tree(reader)
@@ -338,35 +393,72 @@ def try_tree(reader: BaseReader) -> None:
     """Compare two sibling nodes with two plain forwards over their paths.
 
     Two rows, with the siblings swapped, for some models take the cache's memory to be laid out in a way that only holds
-    for one.
+    for one. Where layers keep a state, also compare the token behind a commit, of other nodes in each row.
 
     Raises:
         Unsupported: the base crashes on a tree, or answers differently.
     """
-    base = reader.base
+    base, mixers = reader.base, reader.mixers
     past, root, left, right = probe_tokens(base).split((13, 1, 1, 1))
     device = past.device
     try:
-        plain = [base(torch.cat([past, root, node])[None], use_cache=False).logits[0, -1] for node in (left, right)]
+        plain = [_decoded(base, past, (root, node), mixers) for node in (left, right)]
         if not all(expected.isfinite().any() for expected in plain):
             raise Unsupported("the base's logits are not numbers", lasting=False)
-        layers = writing_layers(base.config.get_text_config(decoder=True))
-        cache = SlotCache(2, layers, capacity=16, nodes=3)
+        cache = reader.cache(2, capacity=16, nodes=3)
         reader(True, **{"input_ids": past.expand(2, -1), CACHE: cache, "use_cache": True})
         cache.count(len(past))
         topology = DraftTree([(0,), (1,)]).topology(device)
         nodes = torch.stack([torch.cat([root, left, right]), torch.cat([root, right, left])])
         logits, _ = reader.nodes(nodes, topology, cache, cache.lengths[:, None] + topology.depths, None)
+        pairs = [(logits[row, node], plain[row != node - 1]) for row, node in ((0, 1), (0, 2), (1, 2), (1, 1))]
+        if mixers:  # what a commit folded in shows in the next token
+            kept, alone = torch.tensor([[0, 1], [0, 1]], device=device), DraftTree.root_alone().topology(device)
+            cache.keep(kept, torch.tensor([2, 1], device=device))
+            after, _ = reader.nodes(right.expand(2, 1), alone, cache, cache.lengths[:, None], None)
+            pasts = ((root, left, right), (root, right))
+            pairs += [(after[row, 0], _decoded(base, past, tokens, mixers)) for row, tokens in enumerate(pasts)]
     except Unsupported:
         raise
     except Exception as error:  # whatever a model raises on a tree, its own decoding still works
         raise _refused("the base cannot verify a tree", error) from error
     finally:
         keep_picklable(base)
-    if said := _difference(base, logits[:, 1:], torch.stack([torch.stack(plain), torch.stack(plain[::-1])])):
+    found, expected = (torch.stack(logits) for logits in zip(*pairs))
+    if said := _difference(base, found, expected):
         if getattr(base, "is_quantized", False):
             raise Unsupported(f"the quantized base rounds too differently, or ignores tree masks ({said}){untested()}")
         raise Unsupported(f"the base does not honour tree masks ({said}){untested()}")
+
+
+def _mixers(base: PreTrainedModel, config) -> dict[int, tuple[Mixer, int]]:
+    """The mixers of a base's layers that keep a state, and how many states each has.
+
+    Raises:
+        Unsupported: one of them has no tree form.
+    """
+    layers = DynamicCache(config=config).layers
+    states = {number: layer.number_of_states for number, layer in enumerate(layers) if hasattr(layer, "conv_states")}
+    try:
+        mixers = mixers_of(base.get_decoder()) if states else {}
+    except UnknownMixer as unknown:
+        raise Unsupported(f"the base folds its past into a state that cannot follow a tree: {unknown}") from None
+    if missing := sorted(set(states) - set(mixers)):
+        named = [module for module in base.get_decoder().modules() if getattr(module, "layer_idx", None) == missing[0]]
+        name = type(named[-1]).__name__ if named else f"that of layer {missing[0]}"
+        raise Unsupported(f"the base keeps a state by a mixer that is not known, {name}")
+    return {number: (mixer, states.get(number, 1)) for number, mixer in mixers.items()}
+
+
+def _decoded(base: PreTrainedModel, past: torch.Tensor, tokens: tuple[torch.Tensor, ...], mixers: dict) -> torch.Tensor:
+    """Logits (V,) at the last token behind a past; where a state is kept, as decoding token by token computes them."""
+    if not mixers:
+        return base(torch.cat([past, *tokens])[None], use_cache=False).logits[0, -1]
+    cache, positions = DynamicCache(config=base.config), torch.arange(len(past) + len(tokens), device=past.device)[None]
+    name = cache_argument(base.forward) or CACHE
+    for part, places in zip((past, *tokens), positions.split([len(past), *[1] * len(tokens)], dim=1)):
+        logits = base(part[None], **{name: cache}, position_ids=places, use_cache=True).logits[0, -1]
+    return logits
 
 
 def _refused(reason: str, error: Exception) -> Unsupported:
@@ -456,13 +548,17 @@ def _try_steps(
     tokens = probe_tokens(base)[-3:].to(prompt.input_ids.device).expand(len(lengths), -1)  # (B, 3) root, left, right
     text = torch.cat([prompt.input_ids, tokens], dim=1)
     first, behind_root = next_inputs(base, text[:, :-2], outputs, inputs, 1)
+    before = cache.states()
     cache.append()
     root = base(**first, return_dict=True)
     cache.count(1)
+    behind = cache.states()
     plain = [root.logits[:, -1]]
     for node in tokens[:, 1:].split(1, dim=1):  # the right one takes the place of the left one in the cache
         second, _ = next_inputs(base, torch.cat([text[:, :-2], node], dim=1), root, behind_root, 1)
         plain.append(base(**second, return_dict=True).logits[:, -1])
+        cache.put_back(behind)
+    cache.put_back(before)
     cache.extent, cache.lengths = extent, lengths
     third, _ = next_inputs(base, text, outputs, inputs, 3)
     more = {name: (first[name], _token_axis(name, *values)) for name, *values in _others(first, second, third)}

@@ -222,7 +222,7 @@ class Recorded:
 def _restorable(arguments: tuple) -> tuple[list[torch.Tensor], Callable[[], None]]:
     """The tensors that a stage may write to, but keys and values, and what puts their values back."""
     rows = next(value for value in arguments if isinstance(value, Rows))
-    held = [*tensors_of(rows), *(cache.lengths for cache in rows.caches)]
+    held = [*tensors_of(rows), *(tensor for cache in rows.caches for tensor in cache.advancing)]
     before = [tensor.clone() for tensor in held]
 
     def put_back() -> None:

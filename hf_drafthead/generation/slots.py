@@ -15,6 +15,8 @@ heads, E head size, R = 1 or B.
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from transformers.cache_utils import (
@@ -23,11 +25,14 @@ from transformers.cache_utils import (
     DynamicCache,
     DynamicLayer,
     DynamicSlidingWindowLayer,
+    LinearAttentionCacheLayerMixin,
+    LinearAttentionLayer,
     StaticLayer,
     StaticSlidingWindowLayer,
 )
 from transformers.configuration_utils import PreTrainedConfig
 
+from hf_drafthead.generation.mixers.layer import Mixer, Path, RecurrentLayer, Tree
 from hf_drafthead.generation.releases import holds_nothing
 
 # Layers whose keys have one size share a block, so that moving nodes is one copy for all of them. Where sizes or
@@ -52,6 +57,7 @@ class SlotCache(Cache):
         num_layers: layers that write here.
         capacity: past positions to hold at first.
         nodes: nodes of one step to hold at first.
+        mixers: by the number of a layer that keeps a state, how it folds tokens in, and how many states it has.
 
     Attributes:
         lengths: (B,) past positions of each row, on the device where attention is computed.
@@ -59,9 +65,18 @@ class SlotCache(Cache):
         fixed: nothing grows by itself and every slot is attended to, so that all shapes stay the same.
         blocks: the memory.
         apart: every layer's keys and values are a block of their own (`split`).
+        recurrent: the layers that keep a state.
+        tree: of the nodes that a forward runs over, for these layers; None behind it.
     """
 
-    def __init__(self, batch_size: int, num_layers: int, capacity: int, nodes: int = 0):
+    def __init__(
+        self,
+        batch_size: int,
+        num_layers: int,
+        capacity: int,
+        nodes: int = 0,
+        mixers: Mapping[int, tuple[Mixer, int]] | None = None,
+    ):
         self.rows = batch_size
         self.capacity, self.nodes = capacity, nodes
         self.lengths = torch.zeros(batch_size, dtype=torch.long)
@@ -70,7 +85,15 @@ class SlotCache(Cache):
         self.fixed = self.apart = False
         self.blocks: list[torch.Tensor] = []
         self.taken: list[int] = []  # heads of each block that hold a layer's keys or values
-        super().__init__(layers=[SlotLayer(self) for _ in range(num_layers)])
+        self.tree: Tree | None = None
+        mixers = mixers or {}
+        super().__init__(
+            layers=[
+                RecurrentSlotLayer(self, *mixers[number]) if number in mixers else SlotLayer(self)
+                for number in range(num_layers)
+            ]
+        )
+        self.recurrent = [layer for layer in self.layers if isinstance(layer, RecurrentLayer)]
 
     @property
     def seen_extent(self) -> int:
@@ -124,6 +147,8 @@ class SlotCache(Cache):
         """
         m = nodes.shape[1]
         if self.placed is not None:
+            if self.recurrent:
+                self._fold(nodes, counts)
             if not self.fixed:
                 self.reserve(self.extent + m, self.nodes)
             single = self.rows == 1 and not self.fixed and self.even
@@ -132,6 +157,12 @@ class SlotCache(Cache):
         self.lengths.add_(counts.to(self.lengths.device))
         if not self.fixed:  # a program must not look at a number that differs from call to call
             self.extent = self._longest(self.extent + m)
+
+    def _fold(self, nodes: torch.Tensor, counts: torch.Tensor) -> None:
+        """Fold nodes into the states of layers without keys."""
+        path = Path.of(nodes, counts)
+        for layer in self.recurrent:
+            layer.fold(path)
 
     def _move_row(self, source: torch.Tensor) -> None:
         """Copy slots (1, m) behind the past of the only row, which ends at `extent`: fewer operations."""
@@ -197,9 +228,26 @@ class SlotCache(Cache):
         """Another cache in the same memory, which it leaves when it is resized."""
         twin = copy.copy(self)
         twin.layers, twin.lengths, twin.taken = [*map(copy.copy, self.layers)], self.lengths.clone(), [*self.taken]
+        twin.recurrent = [layer for layer in twin.layers if isinstance(layer, RecurrentLayer)]
         for layer in twin.layers:
             layer.cache = twin
+        for layer in twin.recurrent:
+            layer.leave()
         return twin
+
+    @property
+    def advancing(self) -> list[torch.Tensor]:
+        """What a commit changes, and a second one would change again."""
+        return [self.lengths, *(tensor for layer in self.recurrent for tensor in layer.tensors)]
+
+    def states(self) -> list[torch.Tensor]:
+        """Copies of all states, for `put_back`; where keys are kept, lengths say it all."""
+        return [tensor.clone() for layer in self.recurrent for tensor in layer.tensors]
+
+    def put_back(self, states: list[torch.Tensor]) -> None:
+        """Hold states of before again."""
+        for place, value in zip((tensor for layer in self.recurrent for tensor in layer.tensors), states):
+            place.copy_(value)
 
     def copy_past(self, other: SlotCache) -> None:
         """Hold what another cache of the same layers holds, of which there is room for every row."""
@@ -209,6 +257,8 @@ class SlotCache(Cache):
                 for new, old in ((mine.keys, theirs.keys), (mine.values, theirs.values)):
                     new.zero_()  # for what is not a number spreads even where it is masked
                     new[..., self.nodes : self.nodes + past, :] = old[..., other.nodes : other.nodes + past, :]
+        for mine, theirs in zip(self.recurrent, other.recurrent):
+            mine.copy_states(theirs)
         self.lengths.copy_(other.lengths)
 
     def bytes_of(self, slots: int) -> int:
@@ -217,18 +267,22 @@ class SlotCache(Cache):
 
     def load(self, past: Cache) -> None:
         """Start from the past of an ordinary cache; sliding layers hold only its end."""
-        known = int(past.get_seq_length())
+        known = past_length(past)
         self.reserve(known + 1, self.nodes)
         for mine, theirs in zip(self.layers, past.layers):
-            if theirs.is_initialized and not holds_nothing(theirs) and theirs.keys.numel():
+            if isinstance(mine, RecurrentLayer):
+                mine.copy_states(theirs)
+            if getattr(theirs, "is_initialized", False) and not holds_nothing(theirs) and theirs.keys.numel():
                 self.extent = known - theirs.keys.shape[-2]
                 mine.update(theirs.keys, theirs.values)
         self.extent = 0
         self.count(known)
 
     def unload(self, target: Cache, start: int, stop: int) -> None:
-        """Append positions `start` to `stop` of every row to an ordinary cache."""
+        """Append positions `start` to `stop` of every row to an ordinary cache; states are those of now."""
         for index, layer in enumerate(self.layers):
+            if isinstance(layer, RecurrentLayer):
+                layer.unload(target.layers[index])
             if layer.is_initialized and stop > start:
                 past = slice(self.nodes + start, self.nodes + stop)
                 target.update(layer.keys[..., past, :], layer.values[..., past, :], index)
@@ -310,6 +364,23 @@ class SlotLayer(CacheLayerMixin):
         return -1
 
 
+class RecurrentSlotLayer(RecurrentLayer, SlotLayer):
+    """A layer that keeps a state; some keep keys beside it."""
+
+    def __init__(self, cache: SlotCache, kind: Mixer, number_of_states: int):
+        SlotLayer.__init__(self, cache)
+        LinearAttentionLayer.__init__(self, number_of_states)
+        self.kind, self.record = kind, {}
+
+    def lazy_initialization(self, *keys: torch.Tensor, **states: Any) -> None:
+        """As transformers calls it: keys and values by place, inputs or a state by name."""
+        if keys:
+            SlotLayer.lazy_initialization(self, *keys)
+        else:
+            inputs, state = states.get("conv_states"), states.get("recurrent_states")
+            self.start(inputs, state, states.get("state_idx", 0), states.get("conv_kernel_size"))
+
+
 def slot_mask(
     ancestors: torch.Tensor,
     past: torch.Tensor,
@@ -368,9 +439,27 @@ def can_load(past: Cache) -> bool:
     """
     if past.offloading:
         return False
+    states = [layer for layer in past.layers if isinstance(layer, LinearAttentionLayer)]
+    if len(states) == len(past.layers) and not any(isinstance(layer, CacheLayerMixin) for layer in states):
+        if any(any(layer.has_previous_state.values()) for layer in states):
+            return False  # of how many positions none knows
     prepared = not getattr(past, "_is_user_defined", False)
     known = (DynamicLayer, DynamicSlidingWindowLayer, *((StaticLayer, StaticSlidingWindowLayer) if prepared else ()))
-    return all(type(layer) in known or holds_nothing(layer) for layer in past.layers)
+    return all(holds_nothing(layer) or _keeps(layer, known) for layer in past.layers)
+
+
+def _keeps(layer: CacheLayerMixin | LinearAttentionCacheLayerMixin, known: tuple[type, ...]) -> bool:
+    """Whether a layer keeps keys as one of the known classes does, or a state, or both."""
+    if not isinstance(layer, LinearAttentionLayer):
+        return type(layer) in known
+    if layer.record_past:
+        return False
+    return not isinstance(layer, CacheLayerMixin) or any(issubclass(kind, known) for kind in type(layer).__bases__)
+
+
+def past_length(past: Cache) -> int:
+    """Positions that an ordinary cache holds; 0 where no layer keeps keys, for then none knows."""
+    return int(past.get_seq_length()) if any(isinstance(layer, CacheLayerMixin) for layer in past.layers) else 0
 
 
 def writing_layers(config: PreTrainedConfig) -> int:

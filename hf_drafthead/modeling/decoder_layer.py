@@ -316,7 +316,8 @@ def _one_layer_model(config: PreTrainedConfig, layer_type: str) -> Any:
         small._attn_implementation = "sdpa" if model_class._supports_sdpa else "eager"
         model = model_class(small)
         found = inspect.signature(type(model.layers[0]).forward).parameters
-        fits = hasattr(model, "rotary_emb") and {"attention_mask", "position_embeddings"} <= set(found)
+        fits = getattr(model, "rotary_emb", None) is not None
+        fits = fits and {"attention_mask", "position_embeddings"} <= set(found)
     except (ArithmeticError, AttributeError, KeyError, IndexError, TypeError):
         fits = False
     if not fits:

@@ -146,7 +146,10 @@ class DraftModelDrafter(Drafter):
             was_training = self.model.training
             self.model.eval()
             try:
-                known[key] = probe(self.model, ())
+                reader = probe(self.model, ())
+                if reader.mixers:
+                    raise Unsupported("the base keeps a state, from which a draft model cannot guess level by level")
+                known[key] = reader
             except Unsupported as reason:
                 raise Unsupported(
                     f"the draft model cannot draft a tree: {str(reason).replace('the base', 'it')}"

@@ -86,7 +86,7 @@ def test_exact_whatever_the_call_decides_by(rows, made, fallbacks):
 
 
 @pytest.mark.few(2)
-@pytest.mark.parametrize("kind", ["mistral-sliding", "gpt2", "qwen3", "gpt-neox"])
+@pytest.mark.parametrize("kind", ["mistral-sliding", "gpt2", "qwen3", "gpt-neox", "qwen3.5", "falcon-h1", "lfm2"])
 def test_exact_on_other_bases(kind, made, fallbacks):
     both(FAMILIES[0].build(tiny_base(kind)), 3)
     assert len(made) == STAGES and fallbacks == []

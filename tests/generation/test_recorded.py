@@ -69,6 +69,16 @@ def check(model, rows=1, **call):
     assert torch.equal(got.accepted_lengths, plain.accepted_lengths)
 
 
+@pytest.mark.few(4)
+@pytest.mark.parametrize("choice", [{}, {"do_sample": True, "temperature": 0.8, "repetition_penalty": 1.2}], ids=str)
+@pytest.mark.parametrize("kind", ["qwen3.5", "kimi-linear", "falcon-h1", "lfm2"])
+def test_states_are_folded_once_in_every_replay(kind, choice, recordings, warnings):
+    model = FAMILIES[0].build(tiny_base(kind, dtype=torch.float32, attn_implementation=None))
+    for rows in (1, 3, 3):
+        check(model, rows, **choice)
+    assert sum(each.replays for each in recordings) > 10 and warnings == []
+
+
 @pytest.mark.few(6)
 @pytest.mark.parametrize("rows", [1, 3])
 @every_family

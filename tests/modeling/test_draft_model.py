@@ -204,8 +204,10 @@ def test_an_encoder_decoder(base, tmp_path):
 
 
 def test_a_model_that_cannot_take_a_tree(base):
-    line = r"the draft model cannot draft a tree: it has layers of type linear_attention; give another draft model\."
+    line = r"the draft model cannot draft a tree: it folds its past into a state .* MambaMixer .*; give another .*"
     refused(ValueError, line, lambda: DraftModelForCausalLM.from_base(base, draft=tiny_base("mamba")))
+    line = "the draft model cannot draft a tree: it keeps a state, from which .*; give another draft model."
+    refused(ValueError, line, lambda: DraftModelForCausalLM.from_base(base, draft=tiny_base("lfm2")))
 
 
 def test_a_draft_model_that_is_not_there(base, tmp_path):

@@ -1,0 +1,87 @@
+"""The tree forms of layers that keep no keys, and how a base's own mixers come to take them.
+
+A mixer's forward runs as it is: its projections, gates, norms and output are its own. All that a tree changes are the
+functions of its module that it calls for its convolution and its recurrence, which in every supported release have the
+names and arguments of flash-linear-attention, causal-conv1d and mamba-ssm. `mixers_of` extends these functions, once
+for each module: given `Nodes`, which only a `SlotCache` with a tree hands out, they take their tree form; given
+anything that they could take before, they are what they were. So nothing is switched on or off, no module holds
+anything, and whatever is wrapped around a mixer or its parts stays there.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from hf_drafthead.generation.mixers.delta_rule import DeltaRule, delta_rule_of_nodes
+from hf_drafthead.generation.mixers.layer import Mixer, Nodes
+from hf_drafthead.generation.mixers.short_convolution import ShortConvolution, convolve_nodes, convolve_root
+from hf_drafthead.generation.mixers.state_space import StateSpace, scan_nodes, scan_root
+
+TREE_FORMS: dict[str, Callable[..., Any]] = {
+    "causal_conv1d_fn": convolve_nodes,
+    "causal_conv1d_update": convolve_root,
+    "torch_chunk_gated_delta_rule": delta_rule_of_nodes,
+    "torch_recurrent_gated_delta_rule": delta_rule_of_nodes,
+    "chunk_kimi_delta_attention": delta_rule_of_nodes,
+    "recurrent_kimi_delta_attention": delta_rule_of_nodes,
+    "mamba2_chunk_scan": scan_nodes,
+    "mamba2_selective_state_update": scan_root,
+}
+# by the function that folds tokens into a state
+KINDS: dict[str, Mixer] = {
+    "torch_chunk_gated_delta_rule": DeltaRule(by_channel=False),
+    "chunk_kimi_delta_attention": DeltaRule(by_channel=True),
+    "mamba2_chunk_scan": StateSpace(),
+}
+NO_TREE_FORM = {"mamba_selective_scan": "its decay differs by channel and by entry: each pair of nodes costs a state"}
+_EXTENDING = threading.Lock()
+
+
+class UnknownMixer(Exception):
+    """A layer folds tokens into a state in a way that has no tree form; the text is its class, and why."""
+
+
+def mixers_of(decoder: nn.Module) -> dict[int, Mixer]:
+    """By the layer's number, how each of a decoder's layers without keys folds tokens in; these can take trees then.
+
+    Raises:
+        UnknownMixer: one of them has no tree form.
+    """
+    mixers: dict[int, Mixer] = {}
+    for module in decoder.modules():
+        forward = inspect.unwrap(type(module).forward)
+        names = set(forward.__code__.co_names) if inspect.isfunction(forward) else set()
+        number = getattr(module, "layer_idx", None)
+        if not names & {"update_conv_state", "update_recurrent_state"} or not isinstance(number, int):
+            continue
+        kind = next((kind for name, kind in KINDS.items() if name in names), None)
+        if kind is None and "update_recurrent_state" in names:
+            reasons = (reason for name, reason in NO_TREE_FORM.items() if name in names)
+            raise UnknownMixer(f"{type(module).__name__} ({next(reasons, 'its recurrence has no tree form here')})")
+        mixers[number] = kind or mixers.get(number) or ShortConvolution()
+        with _EXTENDING:
+            for name in names & set(TREE_FORMS):
+                function = forward.__globals__[name]
+                if not hasattr(function, "tree_form"):
+                    forward.__globals__[name] = extended(function, TREE_FORMS[name])
+    return mixers
+
+
+def extended(function: Callable[..., Any], tree_form: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, which also takes `Nodes`."""
+
+    @functools.wraps(function)
+    def either(*args: Any, **kwargs: Any) -> Any:
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, Nodes):
+                return tree_form(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    either.tree_form = tree_form  # type: ignore[attr-defined]
+    return either

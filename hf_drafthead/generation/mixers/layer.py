@@ -1,0 +1,263 @@
+"""A layer of the cache that keeps no keys: its past is folded into a state and the last inputs of a convolution.
+
+The nodes of a step are never folded in. They are computed from the committed state by the tree's ancestors (`mixers`),
+which record of each node what the commit needs; `fold` then folds the accepted path of every row into the state.
+
+While the base runs over the nodes, a mixer that asks for its state is given `Nodes`. It hands them to the functions of
+its convolution and its recurrence, which take their tree form when, and only when, they are given these.
+
+Shapes: B rows, N nodes, D nodes on the longest path, C channels of a convolution, W its width, R = 1 or B.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from transformers.cache_utils import LinearAttentionLayer
+
+
+class Mixer(Protocol):
+    """How one kind of layers folds tokens into its state."""
+
+    def record(self, inputs: torch.Tensor, state: torch.Tensor) -> dict[str, tuple[int, ...]]:
+        """Shapes of what is recorded of each node, for a convolution's inputs (B, C, W) and a state (B, ...)."""
+        ...
+
+    def fold(self, state: torch.Tensor, kept: dict[str, torch.Tensor], path: Path) -> None:
+        """Fold what was recorded of the nodes on the paths, (B, D, ...) each, into the states (B, ...), in place."""
+        ...
+
+
+class Path(NamedTuple):
+    """Nodes to fold in: rows (B, 1), nodes (B, D) from the root down, counts (B,) how many of them."""
+
+    rows: torch.Tensor
+    nodes: torch.Tensor
+    counts: torch.Tensor
+
+    @classmethod
+    def of(cls, nodes: torch.Tensor, counts: torch.Tensor) -> Path:
+        return cls(torch.arange(len(nodes), device=nodes.device)[:, None], nodes, counts.to(nodes.device))
+
+    def to(self, device: torch.device) -> Path:
+        return Path(*(part.to(device) for part in self))
+
+    def decays(self, sums: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """How much is left of the state (B, ...) and of each node (B, D, ...), from summed log decays (B, D, ...)."""
+        wide = (-1, 1, *[1] * (sums.dim() - 2))
+        last = sums.take_along_dim((self.counts - 1).clamp(min=0).view(wide), dim=1)
+        beyond = torch.arange(sums.shape[1], device=sums.device) >= self.counts[:, None]
+        beyond = beyond.view(*beyond.shape, *wide[2:])
+        left = (last - sums).exp().masked_fill(beyond, 0.0)
+        return last[:, 0].masked_fill(beyond[:, 0], 0.0).exp(), left
+
+
+class Tree:
+    """The nodes of a step as its layers without keys need them.
+
+    Args:
+        parents: (R, N), the root its own; parents come before their children.
+        ancestors: (R, N, N), True where the column is the row's node or above it.
+    """
+
+    def __init__(self, parents: torch.Tensor, ancestors: torch.Tensor):
+        self.parents, self.ancestors = parents, ancestors
+        self.tables: dict[Any, torch.Tensor] = {}
+
+    def above(self, device: torch.device) -> torch.Tensor:
+        """`ancestors` on a device."""
+        return self._once(("above", device), lambda: self.ancestors.to(device))
+
+    def sums(self, device: torch.device) -> torch.Tensor:
+        """(R, N, N) float, which sums over each node and those above it."""
+        return self._once(("sums", device), lambda: self.ancestors.to(device, torch.float32))
+
+    def windows(self, width: int, device: torch.device) -> torch.Tensor:
+        """(R, N, W) what each node's window holds, oldest first, of W committed inputs with all nodes behind them."""
+        return self._once((width, device), lambda: self._windows(width).to(device))
+
+    def _windows(self, width: int) -> torch.Tensor:
+        parents = self.parents
+        committed = torch.arange(width, device=parents.device).expand(len(parents), -1)
+        # what comes before each of these: before the root the last of the committed
+        before = torch.cat([committed[:, :1], committed[:, :-1], committed[:, -1:], parents[:, 1:] + width], dim=1)
+        line = [torch.arange(parents.shape[1], device=parents.device).expand_as(parents) + width]
+        for _ in range(width - 1):
+            line.append(before.gather(1, line[-1]))
+        return torch.stack(line[::-1], dim=2)
+
+    def _once(self, key: Any, make: Any) -> torch.Tensor:
+        if key not in self.tables:
+            self.tables[key] = make()
+        return self.tables[key]
+
+
+class Nodes:
+    """The nodes of a step in the place of a layer's state, or with their inputs in the place of a convolution's.
+
+    Attributes:
+        layer: whose state they hang at.
+        number: of the state, where a layer has several.
+        inputs: (B, C, N) of the convolution; None until it has been given them.
+    """
+
+    def __init__(self, layer: RecurrentLayer, number: int, inputs: torch.Tensor | None = None):
+        self.layer, self.number, self.inputs = layer, number, inputs
+
+    @property
+    def tree(self) -> Tree:
+        tree = self.layer.cache.tree
+        assert tree is not None
+        return tree
+
+    @property
+    def state(self) -> torch.Tensor:
+        """The committed state, float32."""
+        return self.layer.held_states[self.number].float()
+
+    def to(self, *_: Any) -> Nodes:
+        """Themselves: mixers give the new state another dtype, and there is none yet."""
+        return self
+
+
+class RecurrentLayer(LinearAttentionLayer):
+    """One layer's states in a `SlotCache`; what it is given while no tree is there is folded in as it comes.
+
+    Attributes:
+        held_inputs, held_states: by number, the last inputs of a convolution (B, C, W) and the state (B, ...).
+        record: by name, (B, N, ...) of the nodes of the step.
+    """
+
+    is_compileable = False  # else transformers prepares masks of its own for it
+    cache: Any
+    kind: Mixer
+    record: dict[str, torch.Tensor]
+    has_previous_state: dict[int, bool]
+
+    # what the mixers of all releases read, some of them past the cache's methods
+    @property
+    def conv_states(self) -> dict[int, Any]:  # type: ignore[override]
+        return self._shown(self.held_inputs)
+
+    @conv_states.setter
+    def conv_states(self, states: dict[int, Any]) -> None:
+        self.held_inputs = states
+
+    @property
+    def recurrent_states(self) -> dict[int, Any]:  # type: ignore[override]
+        return self._shown(self.held_states)
+
+    @recurrent_states.setter
+    def recurrent_states(self, states: dict[int, Any]) -> None:
+        self.held_states = states
+
+    def _shown(self, held: dict[int, Any]) -> dict[int, Any]:
+        return held if self.cache.tree is None else {number: Nodes(self, number) for number in held}
+
+    def start(self, inputs: torch.Tensor | None, state: torch.Tensor | None, number: int, width: int | None) -> None:
+        """Hold zeros of these shapes; not at an address that a compiler would take for a constant."""
+        if inputs is not None:
+            width = inputs.shape[-1] if width is None else width
+            self.held_inputs[number] = inputs.new_zeros(*inputs.shape[:-1], width)
+            self.conv_kernel_size[number], self.is_conv_states_initialized[number] = width, True
+        if state is not None:
+            self.held_states[number] = torch.zeros_like(state)
+            self.is_recurrent_states_initialized[number] = True
+        like = inputs if inputs is not None else state
+        assert like is not None
+        self.device, self.dtype = like.device, like.dtype
+        self.cache.lengths = self.cache.lengths.to(like.device) if self.cache.extent == 0 else self.cache.lengths
+
+    def update_conv_state(
+        self, conv_states: torch.Tensor, state_idx: int = 0, conv_kernel_size: int | None = None, **kwargs: Any
+    ) -> Any:
+        """Take inputs (B, C, n) of a convolution; returns all that it may look at."""
+        if self.cache.tree is not None:
+            return Nodes(self, state_idx, conv_states)
+        return super().update_conv_state(conv_states, state_idx, conv_kernel_size=conv_kernel_size, **kwargs)
+
+    def update_recurrent_state(self, recurrent_states: Any, state_idx: int = 0, **kwargs: Any) -> Any:
+        """Take the state after a forward; that over a tree leaves none."""
+        if self.cache.tree is not None:
+            return recurrent_states
+        return super().update_recurrent_state(recurrent_states, state_idx, **kwargs)
+
+    def write(self, name: str, values: torch.Tensor) -> None:
+        """Record (B, N, ...) of the nodes."""
+        if self.cache.fixed:
+            self.record[name][:, : values.shape[1]] = values
+        else:
+            self.record[name] = values
+
+    def fold(self, path: Path) -> None:
+        """Make the nodes on the paths past."""
+        if self.device is None:  # of a part of the base, in which it is not run
+            return
+        path = path.to(self.device)
+        kept = {name: values[path.rows, path.nodes] for name, values in self.record.items()}
+        for number, state in self.held_states.items():
+            if state is not None and number == 0:
+                self.kind.fold(state, kept, path)
+        for number, inputs in self.held_inputs.items():
+            if inputs is not None:
+                lines = torch.cat([inputs, kept[f"inputs {number}"].transpose(1, 2)], dim=2)
+                last = path.counts[:, None] + torch.arange(inputs.shape[2], device=inputs.device)
+                inputs.copy_(lines.gather(2, last[:, None].expand(-1, inputs.shape[1], -1)))
+
+    def resize_record(self, nodes: int) -> None:
+        """Hold a record of so many nodes in memory that stays where it is: shapes are to be fixed."""
+        shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+        for number, inputs in self.held_inputs.items():
+            if inputs is not None:
+                shapes[f"inputs {number}"] = (inputs.shape[1:2], inputs.dtype)
+        inputs, state = self.held_inputs[0], self.held_states[0]
+        if state is not None:
+            for name, shape in self.kind.record(inputs, state).items():
+                shapes[name] = (shape, torch.float32)
+        self.record = {
+            name: torch.zeros(self.cache.rows, nodes, *shape, dtype=dtype, device=self.device)
+            for name, (shape, dtype) in shapes.items()
+        }
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """What a commit changes in place."""
+        return [held for each in (self.held_inputs, self.held_states) for held in each.values() if held is not None]
+
+    def leave(self) -> None:
+        """Go on with states of its own."""
+        states = (self.held_inputs, self.held_states)
+        self.held_inputs, self.held_states = (
+            {number: None if tensor is None else tensor.clone() for number, tensor in held.items()} for held in states
+        )
+        self.has_previous_state = {**self.has_previous_state}
+        self.record = {}
+
+    def copy_states(self, other: LinearAttentionLayer) -> None:
+        """Hold what another layer holds, of this cache's kind or transformers'."""
+        pairs = ((self.held_inputs, other.conv_states), (self.held_states, other.recurrent_states))
+        for number in self.held_inputs:
+            for mine, theirs in pairs:
+                if theirs[number] is None:
+                    continue
+                if mine[number] is None and mine is self.held_inputs:
+                    self.start(theirs[number], None, number, None)
+                elif mine[number] is None:
+                    self.start(None, theirs[number], number, None)
+                mine[number].copy_(theirs[number])
+            self.has_previous_state[number] = other.has_previous_state[number]
+
+    def unload(self, target: LinearAttentionLayer) -> None:
+        """Let a layer of an ordinary cache hold the state."""
+        for number, inputs in self.held_inputs.items():
+            state = self.held_states[number]
+            if inputs is not None:
+                if not target.is_conv_states_initialized[number]:
+                    target.lazy_initialization(conv_states=inputs, state_idx=number)
+                target.conv_states[number].copy_(inputs)
+            if state is not None:
+                if not target.is_recurrent_states_initialized[number]:
+                    target.lazy_initialization(recurrent_states=state, state_idx=number)
+                target.recurrent_states[number].copy_(state)
+            target.has_previous_state[number] = self.has_previous_state[number]

@@ -1,0 +1,237 @@
+"""Trees on bases with layers that keep a state in the place of keys.
+
+States are computed in float32, whatever the dtype of the base: numbers agree to about 1e-5, and texts are equal.
+"""
+
+import copy
+import pickle
+import threading
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from hf_drafthead import MedusaForCausalLM
+from hf_drafthead.generation.mixers import UnknownMixer, mixers_of
+from hf_drafthead.generation.reader import Unsupported, probe
+from hf_drafthead.generation.releases import CACHE
+from hf_drafthead.generation.tree import DraftTree, DynamicTree
+from tests.bases import HYBRID, tiny_base
+from tests.drafters import half_right
+from tests.families import FAMILIES
+from tests.generation.agreement import TREE, agree, prompt, shared_base
+
+TOLERANCE = 3e-4  # of hidden states up to 8, through four layers, in some of which experts are weighted
+every_kind = pytest.mark.parametrize("kind", HYBRID)
+# one base of every way to fold tokens into a state
+each_mixer = pytest.mark.parametrize("kind", ["qwen3.5", "kimi-linear", "lfm2", "falcon-h1"])
+
+
+def base_of(kind: str):
+    return shared_base(kind, dtype=torch.float32, attn_implementation=None)
+
+
+def close(expected: torch.Tensor) -> float:
+    """By how much numbers may differ that are computed in another order."""
+    return 2e-5 * max(float(expected.abs().max()), 1.0)
+
+
+def agree_on(kind: str, *args, **more):
+    return agree(base_of(kind), *args, tolerance=TOLERANCE, **more)
+
+
+@every_kind
+@pytest.mark.parametrize("rows", [1, 3])
+def test_the_text_is_the_base_s(rows, kind):
+    agree_on(kind, prompt(rows), half_right, call={"max_new_tokens": 20})
+
+
+@every_kind
+def test_a_sampled_text_is_the_base_s_and_so_is_the_generator_s_state(kind):
+    agree_on(kind, prompt(3), call={"max_new_tokens": 12, "do_sample": True, "temperature": 0.8})
+
+
+@every_kind
+def test_logits_at_every_node_are_those_of_a_forward_per_path(kind):
+    base, tree = base_of(kind), DraftTree(TREE)
+    reader = probe(base, (-1,))
+    past, nodes = torch.arange(3, 14).expand(2, -1), torch.randint(3, 67, (2, tree.num_nodes))
+    topology, cache = tree.topology(past.device), reader.cache(2, 32, tree.num_nodes)
+    with torch.no_grad():
+        reader(True, **{"input_ids": past, CACHE: cache, "use_cache": True})
+        cache.count(past.shape[1])
+        logits, _ = reader.nodes(nodes, topology, cache, cache.lengths[:, None] + topology.depths, None)
+        for node in range(tree.num_nodes):
+            path = torch.cat([past, nodes[:, topology.paths[0, node, : topology.depths[0, node] + 1]]], dim=1)
+            expected = base(path).logits[:, -1]
+            torch.testing.assert_close(logits[:, node], expected, rtol=0, atol=close(expected))
+
+
+@each_mixer
+def test_a_commit_of_other_paths_in_every_row_leaves_the_states_of_these_paths(kind):
+    base, tree = base_of(kind), DraftTree(TREE)
+    reader = probe(base, (-1,))
+    past, nodes = torch.randint(3, 67, (4, 11)), torch.randint(3, 67, (4, tree.num_nodes))
+    ends, counts = torch.tensor([tree.num_nodes - 1, 5, 0, 9]), torch.tensor([4, 2, 0, 3])
+    topology, cache = tree.topology(past.device), reader.cache(4, 32, tree.num_nodes)
+    paths = topology.paths[0, ends]
+    with torch.no_grad():
+        reader(True, **{"input_ids": past, CACHE: cache, "use_cache": True})
+        cache.count(past.shape[1])
+        reader.nodes(nodes, topology, cache, cache.lengths[:, None] + topology.depths, None)
+        cache.keep(paths, counts)
+        for row, count in enumerate(counts.tolist()):
+            alone = DynamicCache(config=base.config)
+            text = torch.cat([past[row], nodes[row, paths[row, :count]]])[None]
+            base(text, **{CACHE: alone}, use_cache=True, position_ids=torch.arange(text.shape[1])[None])
+            for layer, expected in zip(cache.layers, alone.layers):
+                if hasattr(expected, "conv_states"):
+                    mine = {**layer.conv_states, 1: layer.recurrent_states[0]}
+                    for state, other in zip(mine.values(), (expected.conv_states[0], expected.recurrent_states[0])):
+                        assert (state is None) == (other is None)
+                        if state is not None:
+                            torch.testing.assert_close(state[row, None], other, rtol=0, atol=close(other))
+
+
+@each_mixer
+@pytest.mark.parametrize("tree", [DynamicTree(12, 3, 3), [[0]], [[0, 0, 0][:depth] for depth in (1, 2, 3)]], ids=str)
+def test_every_kind_of_tree(tree, kind):
+    agree_on(kind, prompt(3), call={"max_new_tokens": 16}, tree=tree)
+
+
+@each_mixer
+def test_copies_from_the_text_alone(kind):
+    base = base_of(kind)
+    inputs = {"input_ids": torch.tensor([[5, 6, 7, 8, 9, 10] * 4, [11, 12, 13, 5, 6, 7] * 4])}
+    call = {"max_new_tokens": 16, "eos_token_id": None}
+    model = MedusaForCausalLM.from_base(base, num_draft_heads=2)
+    found = model.generate(
+        **inputs, **call, prompt_lookup_num_tokens=4, draft_tree="lookup", return_dict_in_generate=True
+    )
+    assert found.accepted_lengths is not None
+    assert torch.equal(found.sequences, base.generate(**inputs, **call))
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+@pytest.mark.parametrize("kind", ["qwen3.5", "granite-hybrid"])
+def test_every_family(kind, family):
+    base, inputs = base_of(kind), prompt(3)
+    model = family.build(base)
+    found = model.generate(**inputs, max_new_tokens=12, return_dict_in_generate=True)
+    assert found.accepted_lengths is not None, model.why_no_drafts()
+    assert torch.equal(found.sequences, base.generate(**inputs, max_new_tokens=12))
+
+
+@each_mixer
+@pytest.mark.parametrize("eos", [None, [2, 51]], ids=["all to the end", "some end before"])
+@pytest.mark.parametrize("rows", [1, 4])
+def test_the_cache_that_is_returned_is_the_base_s(rows, eos, kind):
+    inputs = prompt(rows)
+    found = agree_on(kind, inputs, call={"max_new_tokens": 25, "eos_token_id": eos})
+    for mine, theirs in zip(found.got[CACHE].layers, found.expected[CACHE].layers):
+        assert type(mine) is type(theirs)
+        if hasattr(theirs, "conv_states"):
+            pairs = ((mine.conv_states, theirs.conv_states), (mine.recurrent_states, theirs.recurrent_states))
+            for state, other in ((ours[0], others[0]) for ours, others in pairs):
+                assert (state is None) == (other is None)
+                if other is not None:
+                    torch.testing.assert_close(state, other, rtol=0, atol=close(other))
+            assert mine.has_previous_state == theirs.has_previous_state
+
+
+@each_mixer
+def test_a_conversation_goes_on_from_the_cache_that_was_returned(kind):
+    base = base_of(kind)
+    model = MedusaForCausalLM.from_base(base, num_draft_heads=2)
+    texts = []
+    for decodes in (base, model):
+        text, cache = prompt()["input_ids"], DynamicCache(config=base.config)
+        for turn in range(3):
+            text = decodes.generate(text, **{CACHE: cache}, max_new_tokens=9, eos_token_id=None)
+            text = torch.cat([text, torch.tensor([[7 + turn, 8, 9]])], dim=1)
+        texts.append(text)
+    assert torch.equal(*texts)
+
+
+@each_mixer
+def test_a_prompt_in_chunks_and_one_of_a_single_token(kind):
+    agree_on(kind, prompt(), call={"max_new_tokens": 9, "prefill_chunk_size": 4}, other_forwards=lambda own: 3)
+    agree_on(kind, {"input_ids": torch.tensor([[5]])}, call={"max_new_tokens": 9})
+
+
+@each_mixer
+def test_nothing_of_the_base_changes_and_it_can_be_copied_and_pickled(kind):
+    base = tiny_base(kind, dtype=torch.float32, attn_implementation=None)
+    before = [{name: id(value) for name, value in vars(module).items()} for module in base.modules()]
+    model = MedusaForCausalLM.from_base(base, num_draft_heads=2)
+    inputs = prompt(2)
+    text = model.generate(**inputs, max_new_tokens=8)
+    after = [{name: id(value) for name, value in vars(module).items()} for module in base.modules()]
+    assert before == after
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(other.generate(**inputs, max_new_tokens=8), text)
+        assert other.why_no_drafts() is None
+
+
+def test_calls_in_several_threads_do_not_disturb_each_other_nor_the_base():
+    base = base_of("qwen3.5")
+    model = MedusaForCausalLM.from_base(base, num_draft_heads=2)
+    inputs = [prompt(rows, seed=rows) for rows in (1, 2, 3)]
+    expected = [base.generate(**each, max_new_tokens=24, eos_token_id=None) for each in inputs]
+    found: dict[int, torch.Tensor] = {}
+
+    def run(number: int) -> None:
+        decodes = model if number < 3 else base
+        found[number] = decodes.generate(**inputs[number % 3], max_new_tokens=24, eos_token_id=None)
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(torch.equal(found[number], expected[number % 3]) for number in range(6))
+
+
+def test_of_each_node_what_a_commit_needs_is_recorded_and_no_state():
+    """Of Qwen3.5-4B's shape, 24 such layers and a tree of 16 nodes take less than 16 MiB a row."""
+    base = tiny_base(
+        "qwen3.5",
+        dtype=torch.bfloat16,
+        attn_implementation=None,
+        num_hidden_layers=2,
+        layer_types=["linear_attention", "full_attention"],
+        linear_num_key_heads=16,
+        linear_num_value_heads=32,
+        linear_key_head_dim=128,
+        linear_value_head_dim=128,
+    )
+    reader = probe(base, (-1,))
+    cache, tree = reader.cache(1, 32, 16), DraftTree([[0] * depth for depth in range(1, 16)])
+    with torch.no_grad():
+        reader(True, **{"input_ids": torch.arange(3, 14)[None], CACHE: cache, "use_cache": True})
+        cache.count(11)
+        topology = tree.topology(cache.lengths.device)
+        reader.nodes(torch.arange(3, 19)[None], topology, cache, cache.lengths[:, None] + topology.depths, None)
+    assert 24 * sum(values.nbytes for values in cache.recurrent[0].record.values()) <= 16 << 20
+
+
+@pytest.mark.parametrize("kind, name", [("mamba", "MambaMixer"), ("unknown", "Folds")])
+def test_a_mixer_without_a_tree_form_is_refused_by_the_name_of_its_class(kind, name):
+    base = tiny_base("mamba") if kind == "mamba" else torch.nn.Sequential(Folds())
+    with pytest.raises(UnknownMixer, match=name):
+        mixers_of(base)
+
+
+class Folds(torch.nn.Module):
+    """A mixer of nobody's."""
+
+    layer_idx = 0
+
+    def forward(self, states: torch.Tensor, cache=None) -> torch.Tensor:
+        return cache.update_recurrent_state(states, self.layer_idx)
+
+
+def test_a_base_whose_commit_is_wrong_is_refused(monkeypatch):
+    monkeypatch.setattr("hf_drafthead.generation.mixers.layer.RecurrentLayer.fold", lambda self, path: None)
+    with pytest.raises(Unsupported, match="does not honour tree masks"):
+        probe(tiny_base("qwen3.5", dtype=torch.float32, attn_implementation=None), (-1,))
