@@ -30,6 +30,7 @@ from hf_drafthead.generation.releases import cache_argument
 # before this argument came (torch 2.13) every layer is traced anew, and nothing is saved
 REUSED = "reuse_hash_fn" in inspect.signature(torch.compiler.nested_compile_region).parameters
 MOST = 48  # rows
+PLAIN = (bool, int, float, str, type(None))
 LARGE_WEIGHTS = ((12, 1 << 15), (8, 1 << 20))  # with so many rows or more, weights of so many numbers or more
 aten = torch.ops.aten
 
@@ -95,13 +96,29 @@ def layers_once(base: nn.Module) -> Iterator[None]:
 
 
 def repeated(base: nn.Module) -> Iterator[nn.Module]:
-    """The decoder layers: modules of one class in one list, which are given a cache and know their number in it."""
+    """The decoder layers: modules of one class in one list, which are given a cache and know their number in it.
+
+    A compiler that reuses what it has traced of the first asks no guards of the others: layers that differ from it in a
+    number, a hook or a forward are none of these.
+    """
     for modules in base.modules():
         if isinstance(modules, nn.ModuleList) and len(modules) > 1 and len(set(map(type, modules))) == 1:
-            for module in modules:
-                takes_cache = cache_argument(type(module).forward) is not None
-                if takes_cache and _number_of(module) is not None and "forward" not in module.__dict__:
-                    yield module
+            takes_cache = cache_argument(type(modules[0]).forward) is not None
+            numbered = takes_cache and all(_number_of(module) is not None for module in modules)
+            first = _look(modules[0]) if numbered else []
+            if numbered and all(_look(module) == first for module in modules):
+                yield from modules
+
+
+def _look(layer: nn.Module) -> list[Any]:
+    """What of a layer's parts a program may have taken for constant, but for the layer's number."""
+    parts: list[Any] = []
+    for part in layer.modules():
+        plain = {key: value for key, value in vars(part).items() if type(value) in PLAIN and key != "layer_idx"}
+        forward = part.__dict__.get("forward")
+        hooks = [*part._forward_hooks.values(), *part._forward_pre_hooks.values()]
+        parts.append((type(part), plain, None if hasattr(forward, "is_traced_once") else forward, hooks))
+    return parts
 
 
 def _forward_of(layer: nn.Module) -> Callable:

@@ -107,6 +107,7 @@ class Program:
 
     def __init__(self, made_for: Hashable, stage: Stage, config: CompileConfig):
         self.made_for, self.stage, self.config, self.made = made_for, stage, config, False
+        self.step: Stage = stage  # what runs it
         self.entry: Any = None  # of dynamo's
         self.kept: Any = None
 
@@ -423,7 +424,9 @@ class Runner:
         config, programs = self.execution.config, self.programs
         program: Any = stage
         if config is not None:
-            made_for = (stage, repr(config), self.reader)
+            from hf_drafthead.generation.compiling import repeated  # takes a second to import
+
+            made_for = (stage, repr(config), self.reader, *map(id, repeated(self.model.base)))
             program = programs.fitting(made_for, arguments) or Program(made_for, stage, config)
         runs: Any = program
         if self.arena is not None:
