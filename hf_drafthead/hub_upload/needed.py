@@ -51,7 +51,8 @@ def needed(
     modules = {name: definitions(name, text, trees[name]) for name, text in texts.items()}
     everything = [definition for found in modules.values() for definition in found]
     defined = {name for definition in everything for name in definition.names}
-    used, kept = set(roots), set()
+    used: set[str] = set(roots)
+    kept: set[int] = set()
     while True:
         before = len(kept)
         for definition in everything:

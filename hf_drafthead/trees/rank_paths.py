@@ -76,7 +76,7 @@ def sampled_prompts(model: Any, count: int = 48, length: int = 32, new_tokens: i
     first = next((token for token in (config.bos_token_id, config.eos_token_id) if token is not None), 0)
     start = torch.as_tensor(first, device=base.get_input_embeddings().weight.device).view(-1)[:1]
     alone = torch.ones(count, 1, dtype=torch.long, device=start.device)
-    sampling = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "num_beams": 1}
+    sampling: dict[str, Any] = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "num_beams": 1}
     sampling |= {**TOKENS_ALONE, **TO_THE_END, "prompt_lookup_num_tokens": None}  # which decodes one row at a time
     with own_seed(model):
         return list(base.generate(start * alone, attention_mask=alone, max_new_tokens=length - 1, **sampling))
