@@ -71,7 +71,9 @@ def first_step(monkeypatch):
         raise Reached(make(tree), state)
 
     monkeypatch.setattr(decoding, "Runner", stop)
-    # the generator of a GPU that is not there
+    # the stream and the generator of a GPU that is not there
+    stream = types.SimpleNamespace(record_event=lambda: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: stream)
     monkeypatch.setattr(rules.NoiseTape, "_state", lambda tape: None)
     monkeypatch.setattr(rules.NoiseTape, "_restore", lambda tape, state: None)
     monkeypatch.setattr(rules.NoiseTape, "_leave_at", lambda tape, state: None)
