@@ -181,8 +181,16 @@ class Leaves(BaseStreamer):
         pass
 
 
-@pytest.mark.parametrize("asked", [{}, {"repetition_penalty": 1.2}, {"logits_processor": [Nothing()]}], ids=str)
-@pytest.mark.parametrize("make", [Draws, *(partial(Leaves, left) for left in (0, 1, 2, 7))], ids=str)
+@pytest.mark.parametrize(
+    "asked",
+    [{}, {"repetition_penalty": 1.2}, {"logits_processor": [Nothing()]}],
+    ids=["plain", "penalty", "processor"],  # a name per process would differ between the processes of a run
+)
+@pytest.mark.parametrize(
+    "make",
+    [Draws, *(partial(Leaves, left) for left in (0, 1, 2, 7))],
+    ids=["draws", *(f"leaves after {left}" for left in (0, 1, 2, 7))],
+)
 def test_the_generator_is_where_the_base_leaves_it_whatever_a_streamer_does(make, asked):
     base = shared_base("llama")
     model, found = FAMILIES[0].build(base), []
