@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
+import threading
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -113,9 +114,10 @@ class Rules:
         warpers = (p for p in self.processors if isinstance(p, processors.TemperatureLogitsWarper))
         self.temperature = math.prod(warper.temperature for warper in warpers)
         if self.samples and not self.rejects:
-            self.tape = NoiseTape(self.batch_size, self.device)
-            if self.draws_ahead:
-                self.tape.park()
+            with _GENERATOR:  # no other call begins where this one does
+                self.tape = NoiseTape(self.batch_size, self.device)
+                if self.draws_ahead:
+                    self.tape.park()
 
     @property
     def _follows(self) -> bool:
@@ -344,11 +346,12 @@ class NoiseTape:
 
         Once somebody else has drawn from it the noise comes from there, as the base's.
         """
-        if self._moved():
-            return self._draw(like, self.process)
-        noise = self.noise(position, like)
-        self._leave_at(self.states[position + 1])
-        return noise
+        with _GENERATOR:
+            if self._moved():
+                return self._draw(like, self.process)
+            noise = self.noise(position, like)
+            self._leave_at(self.states[position + 1])
+            return noise
 
     def forget(self, position: int) -> None:
         """No row will ask for what lies before this position."""
@@ -357,16 +360,18 @@ class NoiseTape:
 
     def leave(self, positions: int) -> None:
         """Leave the process's generator, where it is parked, as it was after the first `positions` draws."""
-        if self.left_at is self._parked and not self._moved():
-            self._leave_at(self.states[positions])
+        with _GENERATOR:
+            if self.left_at is self._parked and not self._moved():
+                self._leave_at(self.states[positions])
 
     def park(self) -> None:
         """Let others that draw from the process's generator meanwhile draw other noise."""
-        if self._parked is None:
-            self.generator.manual_seed(hash(self.left_at.numpy().tobytes()) % (1 << 62))
-            self._parked = self.generator.get_state()
-        if not self._moved():
-            self._leave_at(self._parked)
+        with _GENERATOR:
+            if self._parked is None:
+                self.generator.manual_seed(hash(self.left_at.numpy().tobytes()) % (1 << 62))
+                self._parked = self.generator.get_state()
+            if not self._moved():
+                self._leave_at(self._parked)
 
     def _moved(self) -> bool:
         self.shared = self.shared or not torch.equal(self.process.get_state(), self.left_at)
@@ -385,6 +390,9 @@ class NoiseTape:
 
     def _restore(self, state):
         self.generator.set_state(state)
+
+
+_GENERATOR = threading.RLock()  # of all calls: where the process's generator stands is looked at and changed together
 
 
 def generator_of(device: torch.device) -> torch.Generator:

@@ -2,6 +2,8 @@
 
 import json
 import os
+import threading
+import time
 from functools import cache, partial
 from itertools import product
 
@@ -253,3 +255,24 @@ def test_a_generator_of_one_s_own_is_refused_as_by_the_base():
     for generate in (model.base.generate, model.generate):
         with pytest.raises(ValueError, match="The following `model_kwargs` are not used by the model: .'generator'"):
             generate(**prompt(), do_sample=True, max_new_tokens=4, generator=torch.Generator())
+
+
+def test_a_call_that_begins_as_another_does_draws_other_noise(monkeypatch):
+    model, leave_at, texts = FAMILIES[0].build(shared_base("llama")), rules.NoiseTape._leave_at, {}
+
+    def slowly(tape, state):
+        time.sleep(0.2)  # the other call would look at the generator meanwhile
+        leave_at(tape, state)
+
+    def request(number):
+        texts[number] = model.generate(
+            torch.tensor([[1, 2, 3]]), do_sample=True, max_new_tokens=24, eos_token_id=None, draft_tree=TREE
+        )
+
+    monkeypatch.setattr(rules.NoiseTape, "_leave_at", slowly)
+    threads = [threading.Thread(target=request, args=(number,)) for number in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not torch.equal(texts[0], texts[1])
