@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
 from hf_drafthead.generation.mixers import UnknownMixer, mixers_of
-from hf_drafthead.generation.mixers.layer import Mixer, Tree
+from hf_drafthead.generation.mixers.layer import Mixer, TreeTables
 from hf_drafthead.generation.releases import (
     CACHE,
     INPUTS_OF_A_STEP,
@@ -250,7 +250,7 @@ class BaseReader:
         """As `read`, over nodes that layers which keep a state follow by their ancestors, and by no mask."""
         mask = inputs["attention_mask"]
         masks = mask if isinstance(mask, dict) else dict.fromkeys(self.windows, mask)
-        cache.tree = Tree(topology.parents, topology.ancestors)
+        cache.tree = TreeTables(topology.parents, topology.ancestors)
         try:
             return self.read({**inputs, "attention_mask": {**masks, **STATE_MASKS} if masks else None})
         finally:

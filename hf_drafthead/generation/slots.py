@@ -32,7 +32,7 @@ from transformers.cache_utils import (
 )
 from transformers.configuration_utils import PreTrainedConfig
 
-from hf_drafthead.generation.mixers.layer import Mixer, Path, RecurrentLayer, Tree
+from hf_drafthead.generation.mixers.layer import AcceptedPath, Mixer, RecurrentLayer, TreeTables
 from hf_drafthead.generation.releases import holds_nothing
 
 # Layers whose keys have one size share a block, so that moving nodes is one copy for all of them. Where sizes or
@@ -85,7 +85,7 @@ class SlotCache(Cache):
         self.fixed = self.apart = False
         self.blocks: list[torch.Tensor] = []
         self.taken: list[int] = []  # heads of each block that hold a layer's keys or values
-        self.tree: Tree | None = None
+        self.tree: TreeTables | None = None
         mixers = mixers or {}
         super().__init__(
             layers=[
@@ -160,7 +160,7 @@ class SlotCache(Cache):
 
     def _fold(self, nodes: torch.Tensor, counts: torch.Tensor) -> None:
         """Fold nodes into the states of layers without keys."""
-        path = Path.of(nodes, counts)
+        path = AcceptedPath.of(nodes, counts)
         for layer in self.recurrent:
             layer.fold(path)
 

@@ -134,7 +134,9 @@ def in_order(name: str) -> list[Module]:
 
 def read_module(name: str) -> Module:
     """A module's text without its imports, and what these name."""
-    source = PACKAGE_FOLDER.joinpath(*name.split(".")[1:]).with_suffix(".py").read_text(encoding="utf-8")
+    place = PACKAGE_FOLDER.joinpath(*name.split(".")[1:])
+    file = place / "__init__.py" if place.is_dir() else place.with_suffix(".py")
+    source = file.read_text(encoding="utf-8")
     module, lines = Module(name), source.splitlines()
     replaced: dict[int, tuple[int | None, str]] = {}  # first line: last line, and what comes in their place
     for node in ast.parse(source).body:

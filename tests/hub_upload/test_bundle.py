@@ -170,7 +170,7 @@ def test_what_is_no_draft_head_checkpoint_is_refused(tmp_path, folder):
         add_bundle(folder / "base")
     assert not (folder / "base" / FILE).exists()
     with pytest.raises(
-        ValueError, match="there is no family 'lion': expected one of amphista, draft_model, eagle, eagle3, hydra"
+        ValueError, match="there is no family 'lion': expected one of amphista, dflash, draft_model, eagle"
     ):
         build_bundle("lion")
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from hf_drafthead.generation.mixers.layer import Nodes, Path
+from hf_drafthead.generation.mixers.layer import AcceptedPath, Nodes
 
 
 class DeltaRule:
@@ -41,7 +41,7 @@ class DeltaRule:
         decays = (heads, key_size) if self.by_channel else (heads,)
         return {"keys": (key_heads, key_size), "deltas": (heads, value_size), "decays": decays}
 
-    def fold(self, state: torch.Tensor, kept: dict[str, torch.Tensor], path: Path) -> None:
+    def fold(self, state: torch.Tensor, kept: dict[str, torch.Tensor], path: AcceptedPath) -> None:
         rest, left = path.decays(kept["decays"])  # (B, H[, k]), (B, D, H[, k])
         keys, deltas = of_heads(kept["keys"], state.shape[1]), kept["deltas"]
         if self.by_channel:

@@ -24,12 +24,12 @@ class Mixer(Protocol):
         """Shapes of what is recorded of each node, for a convolution's inputs (B, C, W) and a state (B, ...)."""
         ...
 
-    def fold(self, state: torch.Tensor, kept: dict[str, torch.Tensor], path: Path) -> None:
+    def fold(self, state: torch.Tensor, kept: dict[str, torch.Tensor], path: AcceptedPath) -> None:
         """Fold what was recorded of the nodes on the paths, (B, D, ...) each, into the states (B, ...), in place."""
         ...
 
 
-class Path(NamedTuple):
+class AcceptedPath(NamedTuple):
     """Nodes to fold in: rows (B, 1), nodes (B, D) from the root down, counts (B,) how many of them."""
 
     rows: torch.Tensor
@@ -37,11 +37,11 @@ class Path(NamedTuple):
     counts: torch.Tensor
 
     @classmethod
-    def of(cls, nodes: torch.Tensor, counts: torch.Tensor) -> Path:
+    def of(cls, nodes: torch.Tensor, counts: torch.Tensor) -> AcceptedPath:
         return cls(torch.arange(len(nodes), device=nodes.device)[:, None], nodes, counts.to(nodes.device))
 
-    def to(self, device: torch.device) -> Path:
-        return Path(*(part.to(device) for part in self))
+    def to(self, device: torch.device) -> AcceptedPath:
+        return AcceptedPath(*(part.to(device) for part in self))
 
     def decays(self, sums: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """How much is left of the state (B, ...) and of each node (B, D, ...), from summed log decays (B, D, ...)."""
@@ -53,7 +53,7 @@ class Path(NamedTuple):
         return last[:, 0].masked_fill(beyond[:, 0], 0.0).exp(), left
 
 
-class Tree:
+class TreeTables:
     """The nodes of a step as its layers without keys need them.
 
     Args:
@@ -106,7 +106,7 @@ class Nodes:
         self.layer, self.number, self.inputs = layer, number, inputs
 
     @property
-    def tree(self) -> Tree:
+    def tree(self) -> TreeTables:
         tree = self.layer.cache.tree
         assert tree is not None
         return tree
@@ -190,7 +190,7 @@ class RecurrentLayer(LinearAttentionLayer):
         else:
             self.record[name] = values
 
-    def fold(self, path: Path) -> None:
+    def fold(self, path: AcceptedPath) -> None:
         """Make the nodes on the paths past."""
         if self.device is None:  # of a part of the base, in which it is not run
             return

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers.activations import ACT2FN
 
-from hf_drafthead.generation.mixers.layer import Nodes, Path
+from hf_drafthead.generation.mixers.layer import AcceptedPath, Nodes
 
 
 class ShortConvolution:
@@ -21,7 +21,7 @@ class ShortConvolution:
     def record(self, inputs: torch.Tensor, state: torch.Tensor) -> dict[str, tuple[int, ...]]:
         return {}
 
-    def fold(self, state: torch.Tensor, kept: dict[str, torch.Tensor], path: Path) -> None:
+    def fold(self, state: torch.Tensor, kept: dict[str, torch.Tensor], path: AcceptedPath) -> None:
         pass
 
 

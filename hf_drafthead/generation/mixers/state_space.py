@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.nn.functional import silu, softplus
 
-from hf_drafthead.generation.mixers.layer import Nodes, Path
+from hf_drafthead.generation.mixers.layer import AcceptedPath, Nodes
 
 
 class StateSpace:
@@ -30,7 +30,7 @@ class StateSpace:
         groups = (inputs.shape[1] - heads * size) // (2 * width)  # x, B and C go through the convolution side by side
         return {"steps": (heads, size), "directions": (groups, width), "decays": (heads,)}
 
-    def fold(self, state: torch.Tensor, kept: dict[str, torch.Tensor], path: Path) -> None:
+    def fold(self, state: torch.Tensor, kept: dict[str, torch.Tensor], path: AcceptedPath) -> None:
         rest, left = path.decays(kept["decays"])
         steps = (kept["steps"] * left[..., None]).permute(0, 2, 3, 1)  # (B, H, P, D)
         directions = kept["directions"].transpose(1, 2)  # (B, K, D, n)
