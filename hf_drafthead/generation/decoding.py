@@ -13,8 +13,10 @@ import functools
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
+from transformers import GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
 from hf_drafthead.generation.lookup import accepted_copies, matches
@@ -23,7 +25,7 @@ from hf_drafthead.generation.releases import CACHE, prompt_inputs
 from hf_drafthead.generation.rules import Rules
 from hf_drafthead.generation.runner import Execution, Runner
 from hf_drafthead.generation.settings import DraftPlan, DraftSwitch
-from hf_drafthead.generation.slots import past_length
+from hf_drafthead.generation.slots import SlotCache, past_length
 from hf_drafthead.generation.state import (
     DecodingState,
     DraftHeadGenerateOutput,
@@ -163,20 +165,9 @@ def prefill(
     cache = reader.cache(batch, positions + room, tree.num_nodes)
     if known:
         cache.load(past)
-    arguments = prompt_inputs(reader.base, input_ids, rules.config, inputs, cache)
-    device = next(arguments[name].device for name in ("input_ids", "inputs_embeds") if arguments.get(name) is not None)
-    mask = inputs.get("attention_mask")
-    position_ids = arguments.get("position_ids")
-    read = next(arguments[name].shape[1] for name in ("input_ids", "inputs_embeds") if arguments.get(name) is not None)
-    if position_ids is None:
-        next_position = torch.full((batch, 1), cache.extent + read, device=device)
-    else:
-        if position_ids.dim() > 2:  # (axes, B, T), of images; behind them a token of the text is on one place of all
-            position_ids = position_ids[-1]
-        next_position = position_ids[:, -1:].expand(batch, 1).to(device) + 1
-    position_shift = next_position - (cache.extent + read)
-    visible = None if mask is None or bool(mask.all()) else mask.bool().to(device)
-    prompt, chunk = PromptInputs(input_ids, arguments, inputs, position_shift, visible), rules.config.prefill_chunk_size
+    prompt, chunk = _prepared(reader.base, input_ids, rules.config, inputs, cache), rules.config.prefill_chunk_size
+    arguments, position_shift = prompt.arguments, prompt.position_shift
+    device = position_shift.device
     if not prompt.unusual:
         logits, features = _run_prompt(reader, arguments, chunk)
     elif chunk is not None:
@@ -195,7 +186,7 @@ def prefill(
     fired = rules.stops(everyone, roots.tolist(), sequences, lengths)
     stream.show(roots)
     root = roots[:, None].to(device)
-    seen = _prompt_for_drafter(drafter, root, features, arguments, mask)
+    seen = _prompt_for_drafter(drafter, root, features, arguments, inputs.get("attention_mask"))
     draft_state = drafter.start(batch, positions + most)
     if not all(fired):
         draft_state = drafter.observe(draft_state, *seen)
@@ -205,7 +196,7 @@ def prefill(
             lengths=torch.tensor(lengths, device=device),
             ends=torch.tensor([length if stop else 0 for length, stop in zip(lengths, fired)], device=device),
             position_shift=position_shift,
-            visible=visible,
+            visible=prompt.visible,
             draft_state=draft_state,
             cache=cache,
         ),
@@ -217,6 +208,24 @@ def prefill(
         ends=[length if stop else None for length, stop in zip(lengths, fired)],
     )
     return state, reader
+
+
+def _prepared(
+    base: Any, input_ids: torch.Tensor, config: GenerationConfig, inputs: dict, cache: SlotCache
+) -> PromptInputs:
+    """What the base prepares for a prompt, whose beginning a cache may hold, and how its rows lie there."""
+    arguments = prompt_inputs(base, input_ids, config, inputs, cache)
+    read = next(arguments[name] for name in ("input_ids", "inputs_embeds") if arguments.get(name) is not None)
+    mask, position_ids = inputs.get("attention_mask"), arguments.get("position_ids")
+    past = cache.extent + read.shape[1]
+    if position_ids is None:
+        next_position = torch.full((len(input_ids), 1), past, device=read.device)
+    else:
+        if position_ids.dim() > 2:  # (axes, B, T), of images; behind them a token of the text is on one place of all
+            position_ids = position_ids[-1]
+        next_position = position_ids[:, -1:].expand(len(input_ids), 1).to(read.device) + 1
+    visible = None if mask is None or bool(mask.all()) else mask.bool().to(read.device)
+    return PromptInputs(input_ids, arguments, inputs, next_position - past, visible)
 
 
 class Stream:

@@ -162,13 +162,8 @@ class DraftHeadGenerationMixin(GenerationMixin):
             "posterior_alpha": posterior_alpha,
         }
         looks_up = config.prompt_lookup_num_tokens is not None and assistant_model is None
-        if isinstance(draft_tree, (str, list)) and draft_tree in ("lookup", []):  # copies alone
-            if not looks_up:
-                raise ValueError(
-                    f"draft_tree is {draft_tree!r}, which guesses copies of the text alone: give "
-                    "prompt_lookup_num_tokens too."
-                )
-            asked["draft_tree"] = DraftTree.root_alone()
+        if isinstance(draft_tree, (str, list)) and draft_tree in ("lookup", []):
+            asked["draft_tree"] = _copies_alone(draft_tree, looks_up)
         chooses = asked["draft_tree"] in (None, AUTO)
         settings = DraftSettings.from_config(config, **asked)
         # checked also where a measured tree comes before it
@@ -360,6 +355,15 @@ def _of_text(base, call: dict[str, Any]) -> dict[str, Any]:
     if positions is not None and positions.dim() == 3 and bool((positions == positions[:1]).all()):
         inputs["position_ids"] = positions[0]  # a position of the text is the same on every axis
     return inputs
+
+
+def _copies_alone(draft_tree: str | list, looks_up: bool) -> DraftTree:
+    """The tree of a call that guesses copies of the text alone."""
+    if not looks_up:
+        raise ValueError(
+            f"draft_tree is {draft_tree!r}, which guesses copies of the text alone: give prompt_lookup_num_tokens too."
+        )
+    return DraftTree.root_alone()
 
 
 def _check_call(base, config: GenerationConfig, assistant_model, synced_gpus: bool | None) -> None:
