@@ -56,3 +56,31 @@ def test_adapters_that_are_switched_between_two_calls():
         if hasattr(module, "merged_adapters"):
             module.merge()
     check(model)
+
+
+def test_a_number_of_a_deep_layer_that_changes_between_two_calls():
+    model = FAMILIES[0].build(tiny_base("llama", num_hidden_layers=3))
+    before = check(model)
+    attention = model.base.model.layers[2].self_attn
+    attention.scaling *= 5
+    assert not torch.equal(check(model), before)
+    attention.scaling /= 5
+    assert torch.equal(check(model), before)
+
+
+def test_a_number_that_changes_between_two_calls_and_that_the_hook_of_a_deep_layer_reads():
+    model, now = FAMILIES[0].build(tiny_base("llama", num_hidden_layers=3)), {"strength": 0.0}
+    steer = torch.arange(model.config.get_text_config().hidden_size, dtype=torch.float64) / 4
+    model.base.model.layers[2].mlp.register_forward_hook(lambda module, args, out: out + now["strength"] * steer)
+    before = check(model)
+    now["strength"] = 3.0
+    assert not torch.equal(check(model), before)
+
+
+def test_a_layer_with_a_module_of_another_kind_is_not_taken_for_the_first():
+    model = FAMILIES[0].build(tiny_base("llama", num_hidden_layers=3))
+    for layer in model.base.model.layers:
+        torch.nn.init.normal_(layer.mlp.down_proj.weight)  # so that it matters
+    before = model.base.generate(**prompt(), **CALL)
+    model.base.model.layers[1].mlp.act_fn = torch.nn.Tanh()
+    assert not torch.equal(check(model), before)
