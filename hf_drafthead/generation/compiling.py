@@ -16,7 +16,9 @@ Shapes: B rows, n nodes of one forward, S slots, H key/value heads, E head size;
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
+import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -30,7 +32,7 @@ from hf_drafthead.generation.releases import cache_argument
 # before this argument came (torch 2.13) every layer is traced anew, and nothing is saved
 REUSED = "reuse_hash_fn" in inspect.signature(torch.compiler.nested_compile_region).parameters
 MOST = 48  # rows
-PLAIN = (bool, int, float, str, type(None))
+PLAIN = (bool, int, float, str, type(None), types.FunctionType, types.BuiltinFunctionType, functools.partial)
 LARGE_WEIGHTS = ((12, 1 << 15), (8, 1 << 20))  # with so many rows or more, weights of so many numbers or more
 aten = torch.ops.aten
 
@@ -115,6 +117,7 @@ def _look(layer: nn.Module) -> list[Any]:
     parts: list[Any] = []
     for part in layer.modules():
         plain = {key: value for key, value in vars(part).items() if type(value) in PLAIN and key != "layer_idx"}
+        plain |= {key: repr(value) for key, value in vars(part).items() if type(value) is tuple}
         forward = part.__dict__.get("forward")
         hooks = [*part._forward_hooks.values(), *part._forward_pre_hooks.values()]
         parts.append((type(part), plain, None if hasattr(forward, "is_traced_once") else forward, hooks))
