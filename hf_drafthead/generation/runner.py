@@ -308,8 +308,8 @@ class Runner:
         self.compiled_in = 0.0  # seconds of this step in which programs were made
         if execution.name != "eager":
             self.programs = PROGRAMS.setdefault(model, Programs())
-            if execution.config is None and reader.is_hooked():
-                self._stop("the base has hooks or forwards of the user's own, which a recording would pass by")
+            if reader.is_hooked():  # they may do something else within a call, and a hook that counts compiles for ever
+                self._stop("the base has hooks or forwards of the user's own, which a program would pass by")
 
     def step(self, state: DecodingState) -> Outcome:
         """Take one step.

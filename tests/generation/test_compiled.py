@@ -152,7 +152,33 @@ def test_a_hook_that_is_added_between_two_calls(made):
     layer = model.base.get_decoder().layers[0].mlp
     layer.register_forward_hook(lambda module, given, output: output * -3)
     assert not torch.equal(both(model).sequences, before)
-    assert len(made) == 2 * STAGES
+    assert len(made) == STAGES  # a base with hooks of the user's own has no programs
+
+
+def test_what_a_hook_reads_may_change_within_a_call_and_a_hook_that_counts_compiles_nothing(made):
+    model, state = FAMILIES[0].build(tiny_base("llama")), {"strength": 0.0, "calls": 0}
+
+    def steer(module, args, output):
+        state["calls"] += 1
+        return output + state["strength"] * torch.arange(output.shape[-1]).to(output)
+
+    def raise_strength(input_ids, scores):
+        state["strength"] = 3.0 * (input_ids.shape[1] > 12)
+        return scores
+
+    plain = both(model).sequences
+    programs = len(made)
+    model.base.get_decoder().layers[0].mlp.register_forward_hook(steer)
+
+    def steered(generate, **settings):
+        state["strength"] = 0.0
+        return generate(**prompt(1), **LONG, logits_processor=[raise_strength], **settings)
+
+    expected = steered(model.base.generate)
+    assert not torch.equal(expected, plain)
+    for _ in range(2):
+        assert torch.equal(steered(model.generate, draft_tree=TREE, compile_config=TRACED), expected)
+    assert len(made) == programs
 
 
 def refusing(error):
