@@ -181,6 +181,7 @@ class _CapturingHook:
 
     def __init__(self, hook: Callable[..., Any]) -> None:
         self.hook = hook
+        self.__module__ = CAPTURING  # by which others know that it is not the user's own
 
     def __call__(self, *given: Any) -> Any:
         return self.hook(*given)
@@ -202,5 +203,6 @@ def keep_picklable(model: nn.Module) -> None:
         if module.__dict__.get(HOOKED) is True:
             setattr(module, HOOKED, _Installed())
         for number, hook in module._forward_hooks.items():
-            if getattr(hook, "__module__", None) == CAPTURING and "<locals>" in hook.__qualname__:
+            ours = isinstance(hook, _CapturingHook)
+            if getattr(hook, "__module__", None) == CAPTURING and not ours and "<locals>" in hook.__qualname__:
                 module._forward_hooks[number] = _CapturingHook(hook)

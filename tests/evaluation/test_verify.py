@@ -114,7 +114,7 @@ def test_a_planted_fault_is_found(model, monkeypatch, plant, found_by, passes):
 
 
 def test_a_generator_that_is_left_elsewhere_is_found(model, monkeypatch):
-    monkeypatch.setattr(rules.NoiseTape, "rewind", lambda self, positions: torch.rand(1))
+    monkeypatch.setattr(rules.NoiseTape, "leave", lambda self, positions: torch.rand(1))
     found = verdict_of(model)
     assert {check.name for check in found.checks if check.faults} == {"sampled", "sampled, batches of 3"}
 

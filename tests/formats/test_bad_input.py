@@ -516,7 +516,7 @@ def test_a_target_that_the_family_has_no_form_in(base, tmp_path):
         ValueError, "'...' holds amphista heads, which have no form in 'vllm': no other project has a form..."
     ):
         export_checkpoint(tmp_path / "amphista", tmp_path / "new", "vllm")
-    with refused(ValueError, "--to 'gguf' is no known target: expected one of eagle, ...hydra, medusa, ...vllm."):
+    with refused(ValueError, "--to 'gguf' is no known target: expected one of base, eagle, ...hydra, medusa, ...vllm."):
         export_checkpoint(tmp_path / "hydra", tmp_path / "new", "gguf")
 
 

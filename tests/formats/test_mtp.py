@@ -47,9 +47,6 @@ def base_of(model_type: str):
     return auto_class(config).from_config(config, dtype=torch.float32).eval()
 
 
-HYBRID = {"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"}  # which do not draft, so that their modules are read only
-
-
 def modules_on(model_type: str, **fields) -> MtpForCausalLM:
     """Random modules on a base of this architecture."""
     return Family("mtp", MtpForCausalLM, {"num_modules": KINDS[model_type][1], **fields}).build(base_of(model_type))
@@ -102,7 +99,7 @@ def test_modules_are_read_from_the_repository_of_their_base(model_type, tmp_path
     prompt = torch.tensor([[5, 9, 33, 12]])
     call = {"max_new_tokens": 12, "do_sample": False}
     assert torch.equal(found.generate(prompt, **call), found.base.generate(prompt, **call))
-    assert (found.why_no_drafts() is None) == (model_type not in HYBRID)
+    assert found.why_no_drafts() is None
 
 
 def test_only_the_shards_that_hold_modules_are_fetched(glm):
