@@ -262,7 +262,8 @@ class DFlashDrafter(Drafter):
         config, level = self.config, state.level
         hidden, logits, memory = state.hidden, state.logits, state.memory
         if hidden is None or logits is None:
-            block = self._blocks(tokens, like=self.fc.weight)
+            weight = self.fc.weight  # where it is offloaded, what the layers remember is where they compute
+            block = self._blocks(tokens, like=state.cache.blocks[0] if weight.is_meta else weight)
             hidden = self.norm(self.body.over_block(state.cache, block))[:, -config.num_draft_heads :]
             logits = self._scores(hidden)
         if memory is not None:
@@ -290,9 +291,10 @@ class DFlashDrafter(Drafter):
         places = torch.arange(input_ids.shape[1], device=features.device).expand(len(input_ids), -1)
         anchors = places if anchors is None else anchors.to(features.device)
         tokens, parts = input_ids.to(features.device), []
-        text = self.body.of_text(self._context(features), attention_mask)
+        context = self._context(features)
+        text = self.body.of_text(context, attention_mask)
         for some in anchors.split(max(SLOTS_AT_ONCE // self.config.block_size, 1), dim=1):
-            blocks = self._blocks(tokens.roll(-1, 1).gather(1, some), like=self.fc.weight)
+            blocks = self._blocks(tokens.roll(-1, 1).gather(1, some), like=context)
             parts.append(self.body.over_anchors(blocks, *text, some, attention_mask))
         hidden = self.norm(torch.cat(parts, 1)).unflatten(1, (anchors.shape[1], -1))
         states, memory = [], None
