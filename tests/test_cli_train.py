@@ -22,7 +22,7 @@ from tests.training.chat_templates import tokenizer_with
     [
         (
             ["--family", "meduza"],
-            "the family 'meduza' is not known: expected one of amphista, amphista-alpha, draft-model, eagle,",
+            "the family 'meduza' is not known: expected one of amphista, amphista-alpha, dflash, draft-model,",
         ),
         (["--data", "nowhere.jsonl"], "there is no data at 'nowhere.jsonl': give a .json, .jsonl or .txt file"),
         (["--base", "/no/base"], "the base '/no/base' was not found (there is no such folder)"),

@@ -1,5 +1,7 @@
 """Inputs that a step does not make, such as images, turn drafting off for one reason: that a tree with them failed."""
 
+import sys
+
 import pytest
 import torch
 from transformers import AutoConfig, GPT2LMHeadModel
@@ -149,7 +151,7 @@ def test_a_trial_that_fails_leaves_no_trace(sampled, unusual):
 
 @pytest.mark.parametrize("installed", ["5.24.1", "5.25.0.dev0", "6.0.0"])
 def test_a_newer_transformers_is_named_where_something_failed(installed, unusual, monkeypatch, fallbacks):
-    monkeypatch.setattr(releases, "INSTALLED", installed)
+    monkeypatch.setattr(sys.modules["transformers"], "__version__", installed)
     said = f"(transformers {installed} is installed, which is newer than 5.24.0, the newest that was tested)."
     assert drafted(FAMILIES[0].build(unusual), {**prompt(), **GREEDY}) and fallbacks == []
     assert not drafted(FAMILIES[0].build(unusual), {**prompt(), **GREEDY, "unmasked": True})
@@ -160,7 +162,7 @@ def test_a_newer_transformers_is_named_where_something_failed(installed, unusual
 
 @pytest.mark.parametrize("installed", ["5.24.0", "5.23.0", "5.17.0"])
 def test_a_tested_transformers_is_not_named(installed, monkeypatch):
-    monkeypatch.setattr(releases, "INSTALLED", installed)
+    monkeypatch.setattr(sys.modules["transformers"], "__version__", installed)
     assert releases.untested() == ""
 
 

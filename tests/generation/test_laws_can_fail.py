@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import CompileConfig, RepetitionPenaltyLogitsProcessor
 
-from hf_drafthead.generation import DraftTree, SlotCache, decoding, mixin, reader, rules, step
+from hf_drafthead.generation import DraftTree, SlotCache, mixin, reader, rules, step
 from hf_drafthead.generation.reader import BaseReader, Unsupported
 from hf_drafthead.generation.releases import CACHE
 from tests.bases import VOCABULARY
@@ -105,7 +105,7 @@ def test_padding_that_is_seen(monkeypatch):
 
 
 def test_a_window_that_is_forgotten(monkeypatch):
-    monkeypatch.setattr(reader, "attention_windows", lambda config: {"full_attention": None})
+    monkeypatch.setattr(reader, "attention_windows", lambda config, **_: {"full_attention": None})
     with pytest.raises((AssertionError, Unsupported)):
         agree(shared_base("mistral-sliding"), call=LONG)
 
@@ -219,7 +219,7 @@ def test_a_cache_that_two_calls_share(monkeypatch):
         shared.append(SlotCache(*arguments, **named))
         return shared[0]
 
-    monkeypatch.setattr(decoding, "SlotCache", one_for_all)
+    monkeypatch.setattr(reader, "SlotCache", one_for_all)
     inner = CallsAnother(lambda: model.generate(**ONE | {"max_new_tokens": 7}, draft_tree=TREE))
     call = {**ONE, "stopping_criteria": [inner], "draft_tree": TREE}
     try:

@@ -31,7 +31,7 @@ for folder in sys.argv[1:]:
     model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
     assert type(model).__module__.startswith("transformers_modules."), type(model)
     ids = torch.tensor([[5, 9, 33, 21]])
-    out = model.generate(ids, max_new_tokens=10, return_dict_in_generate=True)
+    out = model.generate(ids, max_new_tokens=10, return_dict_in_generate=True, draft_tree=[[0], [1]])
     assert out.accepted_lengths is not None
     assert torch.equal(out.sequences, model.base.generate(ids, max_new_tokens=10))
 """

@@ -52,7 +52,8 @@ def test_small_projections_are_never_shared(monkeypatch):
 
 
 def test_families_without_such_projections_are_as_they_are():
-    for family in FAMILIES.keys() - set(WITH_PROJECTIONS):
+    shared_by_default = {"dflash", "dspark"}
+    for family in FAMILIES.keys() - set(WITH_PROJECTIONS) - shared_by_default:
         fields = {"feature_layers": [0, 1]} if family.startswith("eagle3") else {}
         model = fresh_heads(family, tiny_base(vocab_size=2000), **fields)
         assert not getattr(model.config, "share_lm_head", False)
