@@ -46,7 +46,9 @@ def test_knowing_the_answer_takes_the_fewest_steps(new_tokens, tree, rows, kind)
     assert found.steps == math.ceil((max(found.new_tokens) - 1) / (depth + 1))
     for row, own in enumerate(found.new_tokens):
         accepted = fewest(own, depth)
-        assert found.got.accepted_lengths[row].tolist() == accepted + [0] * (found.steps - len(accepted))
+        # in as few steps; of rows that wait for each other the first may be the short one
+        taken = found.got.accepted_lengths[row].tolist()
+        assert sorted(taken) == sorted(accepted + [0] * (found.steps - len(accepted)))
 
 
 @every_kind

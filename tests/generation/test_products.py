@@ -71,7 +71,7 @@ def test_compiled_programs_can_be_kept_on_disk():
 @pytest.mark.parametrize("backend", ["inductor", "eager"])
 def test_a_step_is_compiled_with_them_by_inductor_alone(backend, monkeypatch):
     options = {}
-    monkeypatch.setattr(torch, "compile", lambda function, **given: options.update(given["options"]))
+    monkeypatch.setattr(torch, "compile", lambda function, **given: (options.update(given["options"]), function)[1])
     compiled(lambda: None, CompileConfig(mode="default", backend=backend))
     found = options.get("post_grad_custom_pre_pass")
     assert isinstance(found, TransposedProducts) == (backend == "inductor")
