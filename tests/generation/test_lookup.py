@@ -188,7 +188,9 @@ def test_a_recorded_step_copies_as_an_eager_one_does(family, tree, rows, samplin
     monkeypatch.setattr(test_recorded.Recording, "replay", noted(test_recorded.Recording.replay, replayed))
     model = family.build(tiny_base("llama-gqa"))
     recorded = check(model, rows, tree, RUNNERS["recorded"], **sampling)
-    assert len(replayed) > 2 and 2 <= len(recordings) <= 4  # one for each stage on the device
+    stages = 3 if sampling else 4  # on the device: a greedy walk, too
+    steps = (1, 2) if tree == "lookup" else (1,)  # where nothing matches, one of the root alone
+    assert len(replayed) > 2 and len(recordings) in [stages * number for number in steps]
     replayed.clear()
     assert torch.equal(recorded, check(model, rows, tree, RUNNERS["eager"], **sampling)) and replayed == []
 

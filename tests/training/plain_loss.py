@@ -34,22 +34,33 @@ def teacher_loss(logits: torch.Tensor, teacher_logits: torch.Tensor) -> torch.Te
 
 
 def plain_loss(model, input_ids, labels, *, next_token=1.0, teacher=0.0, decay=1.0):
-    """Weighted sum over heads (scalar); heads with a vocabulary of their own learn the tokens that are in it."""
+    """Weighted sum over heads (scalar); heads with a vocabulary of their own learn the tokens that are in it.
+
+    Where guesses begin at anchors, every position is one: a missing label ends what is learnt behind it, and all heads
+    share one mean.
+    """
     with torch.no_grad():
         scores = model.base(input_ids, use_cache=False).logits
     own, size = model.drafter.draft_tokens, scores.shape[-1]
     own = torch.arange(size) if own is None else own
     places = torch.full((size,), -100)
     places[own] = torch.arange(len(own))
-    loss = 0.0
+    losses, counts = [], []
+    there = torch.ones_like(labels, dtype=torch.bool)  # of a block that begins at a position, all labels so far
     for head, hidden in enumerate(model.drafter.head_states(features_of(model, input_ids), input_ids)):
         shift = 2 + head
         logits = model.drafter.head_logits(head, hidden)[:, :-shift].flatten(0, 1).float()
+        kept = labels[:, shift:] != -100
+        if model.drafter.starts_at_anchors:
+            there = kept = there[:, : kept.shape[1]] & kept
         targets, teachers = labels[:, shift:].flatten(), scores[:, shift - 1 : -1].flatten(0, 1).float()
-        kept = targets != -100
+        kept = kept.flatten()
         learnt = kept & (places[targets.clamp(min=0)] != -100)
         wanted = teachers[learnt][:, own].softmax(-1)
         lost = next_token * F.cross_entropy(logits[learnt], places[targets[learnt]], reduction="sum")
         lost = lost + teacher * F.cross_entropy(logits[learnt], wanted, reduction="sum")
-        loss = loss + decay ** (head + 1) * lost / kept.sum()
-    return loss
+        losses.append(decay ** (head + 1) * lost)
+        counts.append(kept.sum())
+    if model.drafter.starts_at_anchors:
+        return sum(losses) / sum(decay ** (head + 1) * count for head, count in enumerate(counts))
+    return sum(lost / count for lost, count in zip(losses, counts))

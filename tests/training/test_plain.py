@@ -57,6 +57,8 @@ def test_labels_in_training_mode_give_the_loss_of_the_family_s_recipe(family, tm
         arguments.feature_weight,
         head_decay=arguments.head_decay,
         feature_noise=arguments.feature_noise,
+        distance=arguments.distance_weight,
+        confidence=arguments.confidence_weight,
         reader=BaseReader.of_texts(model.base, model.drafter.reads),
     )
     torch.manual_seed(0)
