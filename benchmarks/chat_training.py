@@ -52,7 +52,9 @@ RECIPE: dict[str, Any] = {"recipe": "quick", "next_token_weight": 0.0, "teacher_
 DIFFERENT: dict[str, dict[str, Any]] = {
     "eagle": {"feature_weight": 1.0, "feature_noise": 0.05},
     "hydra++": {"head_decay": 1.0},
-    "dspark": {"next_token_weight": 0.1, "teacher_weight": 0.0},  # and the L1 distance, of its own recipe
+    # answers are short: more places that blocks begin at would each be seen many times before the next text
+    "dflash": {"num_anchors": 64},
+    "dspark": {"num_anchors": 64, "next_token_weight": 0.1, "teacher_weight": 0.0},  # and the L1 distance, its own
 }
 
 
