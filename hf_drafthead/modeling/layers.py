@@ -196,6 +196,7 @@ def llama_like(
 
     width = width or text.hidden_size
     heads = field("num_attention_heads") or max(width // 128, 1)
+    head_dim = field("head_dim") or width // heads
     special = {name: getattr(text, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     return kind(
         vocab_size=text.vocab_size,
@@ -204,7 +205,7 @@ def llama_like(
         num_hidden_layers=layers,
         num_attention_heads=heads,
         num_key_value_heads=field("num_key_value_heads") or heads,
-        head_dim=field("head_dim") or width // heads,
+        head_dim=head_dim + head_dim % 2,  # rotary positions turn pairs, which a base without them need not have
         rms_norm_eps=field("rms_norm_eps") or 1e-6,
         max_position_embeddings=field("max_position_embeddings") or 2048,
         # Scaled frequencies are for texts longer than is trained on; some change with the length of the text.

@@ -13,7 +13,7 @@ from hf_drafthead.modeling import (
     MedusaForCausalLM,
 )
 from tests.bases import KINDS, VOCABULARY, tiny_base
-from tests.families import Family
+from tests.families import FAMILIES, Family
 
 CANNOT_BUILD = {"gpt2", "mpt", "mamba"}
 
@@ -386,3 +386,12 @@ def test_decoder_layers_for_a_base_without_attention_heads(model_class, fields, 
 @pytest.mark.parametrize("layer", [0, 2, -1, -3])
 def test_every_hidden_state_of_the_base_can_be_read(layer):
     assert EagleForCausalLM.from_base(tiny_base(), feature_layers=[layer]).drafter.reads == (layer,)
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_heads_of_an_odd_size_get_layers_whose_rotary_positions_turn_pairs(family):
+    model = family.build(tiny_base("gpt2", n_embd=21, n_head=3))  # 7 numbers each
+    call = {"input_ids": torch.tensor([[5, 6, 7, 8]]), "max_new_tokens": 8, "eos_token_id": None}
+    drafted = model.generate(**call, draft_tree=[[0], [0, 0]], return_dict_in_generate=True)
+    assert drafted.accepted_lengths is not None
+    assert torch.equal(drafted.sequences, model.base.generate(**call))
