@@ -20,6 +20,7 @@ PACKAGE = Path(hf_drafthead.__file__).parent
 
 ALLOWED = {
     "generation": set(),
+    "batching": {"generation"},
     "data": set(),
     "modeling": {"generation"},
     "cards": {"modeling", "generation"},
@@ -46,10 +47,11 @@ ALLOWED = {
 }
 OF_AN_EXTRA = {"hf_drafthead.page.app": {"gradio"}}  # the one module that needs the extra `page`
 # What imports upward, each in a function of one line that imports when it is called: `push_to_hub` and the code that
-# `save_pretrained` writes; `from_pretrained(convert=True)`.
+# `save_pretrained` writes; `from_pretrained(convert=True)`; `init_continuous_batching` and `generate_batch`.
 LOCAL_EXCEPTIONS = {
     ("hf_drafthead.modeling.base", "hf_drafthead.hub_upload"),
     ("hf_drafthead.modeling.loading", "hf_drafthead.formats"),
+    ("hf_drafthead.generation.mixin", "hf_drafthead.batching"),
 }
 
 

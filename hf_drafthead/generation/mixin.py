@@ -232,6 +232,59 @@ class DraftHeadGenerationMixin(GenerationMixin):
         """How deep the heads guess, None where there is no limit, and among how many tokens."""
         return self.drafter.max_depth, draft_vocabulary(self.base, self.drafter)
 
+    def begin(
+        self,
+        inputs: torch.Tensor,
+        plan: DraftPlan,
+        run: Callable[..., T],
+        *,
+        logits_processor=None,
+        stopping_criteria=None,
+        prefix_allowed_tokens_fn=None,
+        streamer=None,
+        generator: torch.Generator | None = None,
+        generation_config: GenerationConfig | None = None,
+        **kwargs: Any,
+    ) -> T:
+        """Let the base prepare a call as for `generate`, and hand it to `run` in the place of the decoding loop.
+
+        Args:
+            inputs: (1, P) prompt.
+            plan: how the steps draft that are to follow.
+            run: takes what `decode` takes.
+            generator: that the call draws from in the place of the process's; a state of its own.
+
+        Raises:
+            Unsupported: the call cannot draft; nothing of the user's was called with a token.
+        """
+        config, kwargs = self._merged_config(generation_config, with_cache(CACHE, kwargs))
+        acceptance = DraftSettings.from_config(config).acceptance
+        if acceptance != "exact" and config.do_sample:
+            raise Unsupported(f"{acceptance} acceptance is of one call, and steps are shared here")
+        config.__dict__.pop("calibration", None)
+        config = config.without("prompt_lookup_num_tokens")
+        _check_call(self.base, config, kwargs.get("assistant_model"), None)
+        ours = {"plan": plan, "execution": Execution("eager"), "generator": generator, "run": run}
+        call = {"generation_config": config, "logits_processor": logits_processor, **kwargs}
+        call |= _stop_strings_as_criterion(config, stopping_criteria, kwargs)
+        loop = self._loop(reader=self._base_reader(), streamer=streamer, **ours)
+        result: T = self.base.generate(
+            inputs, custom_generate=loop, prefix_allowed_tokens_fn=prefix_allowed_tokens_fn, **call
+        )
+        return result
+
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
+        """A manager of requests that join and leave while others are decoded, see `batching.Manager`."""
+        return _batching().Manager.of(self, *args, **kwargs)
+
+    def continuous_batching_context_manager(self, *args: Any, **kwargs: Any) -> Any:
+        """A context in which such a manager runs, see `batching.running_manager`."""
+        return _batching().running_manager(self, *args, **kwargs)
+
+    def generate_batch(self, inputs: list[list[int]], *args: Any, **kwargs: Any) -> Any:
+        """Generate for many prompts of any lengths, some at a time, see `batching.generate_batch`."""
+        return _batching().generate_batch(self, inputs, *args, **kwargs)
+
     def why_no_drafts(self) -> str | None:
         """Why no call of `generate` can draft on this base, found out by a short one; None if calls can."""
         short = {"max_new_tokens": 2, "min_new_tokens": None, "stop_strings": None, "cache_implementation": None}
@@ -293,6 +346,8 @@ class DraftHeadGenerationMixin(GenerationMixin):
         copies=None,
         streamer=None,
         on_step=None,
+        generator=None,
+        run=decode,
         **call,
     ):
         """The loop, as the base's `custom_generate`, after a look at what the base has prepared.
@@ -300,6 +355,8 @@ class DraftHeadGenerationMixin(GenerationMixin):
         Args:
             plan: of a call that names its tree; None where what was measured, and `settings`, choose one.
             copies: how many tokens of the text each step copies, where the call asks for that.
+            generator: see `Rules`.
+            run: what decodes, or takes over what was prepared for it.
         """
         processors, criteria = call.pop("logits_processor"), call.pop("stopping_criteria")
         config, drafter, text_config = call.pop("generation_config"), self.drafter, base.config.get_text_config(True)
@@ -336,9 +393,17 @@ class DraftHeadGenerationMixin(GenerationMixin):
             device=input_ids.device,
             samples=config.do_sample and acceptance != "typical",
             rejects=acceptance == "rejection",
+            generator=generator,
         )
         with contextlib.closing(rules):
-            return decode(self, input_ids, rules, reader, plan, execution, streamer=streamer, on_step=on_step, **inputs)
+            return run(self, input_ids, rules, reader, plan, execution, streamer=streamer, on_step=on_step, **inputs)
+
+
+def _batching() -> Any:
+    """The room that holds the manager, imported when it is asked for."""
+    from hf_drafthead import batching
+
+    return batching
 
 
 def _of_text(base, call: dict[str, Any]) -> dict[str, Any]:

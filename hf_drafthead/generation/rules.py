@@ -80,6 +80,7 @@ class Rules:
     device: torch.device  # of the caller's token ids, where processors and criteria look at them
     samples: bool
     rejects: bool = False  # samples by rejection, from noise of its own
+    generator: torch.Generator | None = None  # of the call's own, in the place of the process's
     scores: list[torch.Tensor] = field(default_factory=list)  # (B, V) per new position
     logits: list[torch.Tensor] = field(default_factory=list)  # (B, V) per new position
     tape: NoiseTape | None = None
@@ -114,8 +115,8 @@ class Rules:
         warpers = (p for p in self.processors if isinstance(p, processors.TemperatureLogitsWarper))
         self.temperature = math.prod(warper.temperature for warper in warpers)
         if self.samples and not self.rejects:
-            with _GENERATOR:  # no other call begins where this one does
-                self.tape = NoiseTape(self.batch_size, self.device)
+            with GENERATOR:  # no other call begins where this one does
+                self.tape = NoiseTape(self.batch_size, self.device, self.generator)
                 if self.draws_ahead:
                     self.tape.park()
 
@@ -304,15 +305,18 @@ class NoiseTape:
     process's generator can be left where the base would leave it. Positions that every row has left behind are
     forgotten.
 
+    A call may have a generator that nobody else draws from, which then stands in the place of the process's.
+
     Other threads draw from the process's generator as well. While a call draws ahead of it, it stands elsewhere
     (`park`), so that nobody draws the same noise; and where somebody has moved it, it is left alone.
     """
 
     KEPT = 32  # positions whose noise is held; older ones are redrawn from their state
 
-    def __init__(self, batch_size: int, device: torch.device):
+    def __init__(self, batch_size: int, device: torch.device, own: torch.Generator | None = None):
         self.batch_size = batch_size
-        self.process = generator_of(device)
+        self.process = generator_of(device) if own is None else own
+        self.parks = own is None
         self.generator = torch.Generator(self.process.device)
         self.newest = 0  # position that is drawn next
         self.chosen = 0  # positions at which a token was chosen
@@ -346,7 +350,7 @@ class NoiseTape:
 
         Once somebody else has drawn from it the noise comes from there, as the base's.
         """
-        with _GENERATOR:
+        with GENERATOR:
             if self._moved():
                 return self._draw(like, self.process)
             noise = self.noise(position, like)
@@ -360,13 +364,15 @@ class NoiseTape:
 
     def leave(self, positions: int) -> None:
         """Leave the process's generator, where it is parked, as it was after the first `positions` draws."""
-        with _GENERATOR:
+        with GENERATOR:
             if self.left_at is self._parked and not self._moved():
                 self._leave_at(self.states[positions])
 
     def park(self) -> None:
         """Let others that draw from the process's generator meanwhile draw other noise."""
-        with _GENERATOR:
+        if not self.parks:
+            return
+        with GENERATOR:
             if self._parked is None:
                 self.generator.manual_seed(hash(self.left_at.numpy().tobytes()) % (1 << 62))
                 self._parked = self.generator.get_state()
@@ -392,7 +398,7 @@ class NoiseTape:
         self.generator.set_state(state)
 
 
-_GENERATOR = threading.RLock()  # of all calls: where the process's generator stands is looked at and changed together
+GENERATOR = threading.RLock()  # of all calls: where the process's generator stands is looked at and changed together
 
 
 def generator_of(device: torch.device) -> torch.Generator:

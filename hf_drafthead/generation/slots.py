@@ -261,6 +261,34 @@ class SlotCache(Cache):
             mine.copy_states(theirs)
         self.lengths.copy_(other.lengths)
 
+    def select(self, rows: list[int]) -> None:
+        """Hold these rows alone, in this order, in memory of their own."""
+        self.blocks = [block.index_select(1, torch.tensor(rows, device=block.device)) for block in self.blocks]
+        self.lengths = self.lengths.index_select(0, torch.tensor(rows, device=self.lengths.device))
+        self.rows = len(rows)
+        for layer in self.layers:
+            layer.bind()
+        for layer in self.recurrent:
+            index = torch.tensor(rows, device=layer.device)
+            layer.held_inputs, layer.held_states = (
+                {number: None if tensor is None else tensor.index_select(0, index) for number, tensor in held.items()}
+                for held in (layer.held_inputs, layer.held_states)
+            )
+        self.extent = self._longest(self.extent)
+
+    def put_row(self, row: int, other: SlotCache) -> None:
+        """Hold in one row what the only row of another cache of the same layers holds, of which there must be room."""
+        past, states = other.extent, zip(self.recurrent, other.recurrent)
+        for mine, theirs in zip(self.layers, other.layers):
+            if theirs.is_initialized:
+                for new, old in ((mine.keys, theirs.keys), (mine.values, theirs.values)):
+                    new[row, :, self.nodes : self.nodes + past] = old[0, :, other.nodes : other.nodes + past]
+        for place, value in (pair for mine, theirs in states for pair in zip(mine.tensors, theirs.tensors)):
+            place[row] = value[0]
+        self.lengths[row] = other.lengths[0]
+        if not self.fixed:
+            self.extent = max(self.extent, past)
+
     def bytes_of(self, slots: int) -> int:
         """Bytes that the keys and values of so many slots take."""
         return sum(block[:, :, 0].numel() * block.element_size() * slots for block in self.blocks)

@@ -1,0 +1,109 @@
+"""`generate_batch` and the context of a manager, with the arguments that transformers gives them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+from transformers import GenerationConfig
+from transformers.generation.continuous_batching.requests import GenerationOutput
+from transformers.utils import logging
+
+from hf_drafthead.batching.manager import Manager
+
+
+@contextlib.contextmanager
+def running_manager(
+    model: Any,
+    generation_config: GenerationConfig | None = None,
+    block: bool = True,
+    timeout: float | None = None,
+    continuous_batching_config: Any = None,
+    persistent_manager: bool = False,
+    warmup: bool = True,
+    workload_hints: Any = None,
+    **settings: Any,
+) -> Iterator[Manager]:
+    """A manager that runs within this context; at its end all requests are finished first.
+
+    Args:
+        model: with draft heads.
+        generation_config, continuous_batching_config, workload_hints, settings: see `Manager`.
+        block, timeout: whether to wait for the end, and for how many seconds.
+        persistent_manager: keep the manager with the model.
+        warmup: find out how to decode before requests come.
+    """
+    manager = Manager.of(model, generation_config, continuous_batching_config, workload_hints, **settings)
+    if warmup and not manager.warmed_up:
+        manager.warmup()
+    manager.start()
+    try:
+        yield manager
+    finally:
+        manager.stop(block=block, timeout=timeout, keep_for_next_session=persistent_manager)
+        if not persistent_manager and block:
+            manager.destroy()
+
+
+def generate_batch(
+    model: Any,
+    inputs: list[list[int]],
+    generation_config: GenerationConfig | None = None,
+    continuous_batching_config: Any = None,
+    record_timestamps: bool = False,
+    progress_bar: bool = False,
+    persistent_manager: bool = False,
+    warmup: bool = True,
+    *,
+    slots: int | None = None,
+    draft_tree: Any = None,
+    **settings: Any,
+) -> dict[str, GenerationOutput]:
+    """Generate for many prompts of any lengths, `slots` of them at a time: one that ends makes room for the next.
+
+    Args:
+        model: with draft heads.
+        inputs: the prompts' token ids.
+        generation_config: of all requests.
+        continuous_batching_config: see `Manager`.
+        record_timestamps: results say when each token came.
+        progress_bar: show one.
+        persistent_manager, warmup: see `running_manager`.
+        slots, draft_tree: see `Manager`.
+        settings: of all requests, whatever `generate` takes: `max_new_tokens`, `do_sample`, `seed`, ...
+
+    Returns:
+        by the requests' ids, in the order of the inputs, what transformers gives: `generated_tokens`, `error`, ...
+        Where a prompt has several sequences, the others come before it.
+    """
+    if not inputs:
+        return {}
+    several = settings.pop("num_return_sequences", None)
+    hints = SimpleNamespace(num_requests=len(inputs) * (several or 1))
+    manager_of = running_manager(
+        model,
+        generation_config,
+        continuous_batching_config=continuous_batching_config,
+        persistent_manager=persistent_manager,
+        warmup=warmup,
+        workload_hints=hints,
+        slots=slots,
+        draft_tree=draft_tree,
+    )
+    results: dict[str, GenerationOutput] = {}
+    with manager_of as manager:
+        if several is not None:
+            manager.num_return_sequences = several
+        ids = manager.add_requests(inputs, record_timestamps=record_timestamps, **settings)
+        children = [[f"{parent}__child#{child}" for child in range(manager.num_return_sequences - 1)] for parent in ids]
+        order = [name for parent, others in zip(ids, children) for name in (*others, parent)]
+        with logging.tqdm(total=len(order), disable=not progress_bar, unit="request") as bar:
+            for name in order:
+                result = manager.get_result(name)
+                if result is None:
+                    raise RuntimeError("the thread that decodes has ended before all requests were finished.")
+                results[name] = result
+                bar.update()
+    return results

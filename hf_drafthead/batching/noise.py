@@ -1,0 +1,58 @@
+"""Where a request draws from: what it would draw alone, whatever is drawn beside it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+
+from hf_drafthead.generation.rules import GENERATOR, generator_of
+
+
+class RequestNoise:
+    """The random numbers of one request.
+
+    With a seed they are those of `torch.manual_seed(seed)` and a call alone. Without one they go on from where the
+    process's generators stand, as those of a call that begins now; these are moved to somewhere else, so that no other
+    request draws the same.
+
+    Args:
+        device: of the prompt.
+        seed: of the request.
+    """
+
+    def __init__(self, device: torch.device, seed: int | None = None):
+        self.device = device
+        self.process = list({id(each): each for each in (torch.default_generator, generator_of(device))}.values())
+        if seed is not None:
+            self.states = [torch.Generator(each.device).manual_seed(seed).get_state() for each in self.process]
+            return
+        with GENERATOR:
+            self.states = [each.get_state() for each in self.process]
+            for each, state in zip(self.process, self.states):
+                each.manual_seed(hash(state.numpy().tobytes()) % (1 << 62))
+
+    def generator(self) -> torch.Generator:
+        """A generator that nobody else draws from, for a call in which nothing else draws."""
+        own = torch.Generator(self.process[-1].device)
+        own.set_state(self.states[-1])
+        return own
+
+    @contextlib.contextmanager
+    def in_process(self) -> Iterator[None]:
+        """Meanwhile the process's generators stand where this request has left them, for objects that draw there.
+
+        Other threads that draw at the same time move them; a request in a server is not the only one that can.
+        """
+        with GENERATOR:
+            others = [each.get_state() for each in self.process]
+            for each, state in zip(self.process, self.states):
+                each.set_state(state)
+        try:
+            yield
+        finally:
+            with GENERATOR:
+                self.states = [each.get_state() for each in self.process]
+                for each, state in zip(self.process, others):
+                    each.set_state(state)

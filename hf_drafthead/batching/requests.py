@@ -1,0 +1,167 @@
+"""Requests: what was asked, how far it is, and how it is begun, or decoded alone where it cannot share a batch."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
+from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
+
+from hf_drafthead.batching.noise import RequestNoise
+from hf_drafthead.batching.step import Member
+from hf_drafthead.generation.decoding import Stream, prefill
+from hf_drafthead.generation.reader import BaseReader, Unsupported
+from hf_drafthead.generation.releases import CACHE
+from hf_drafthead.generation.settings import DraftPlan
+
+# Objects of the user's, which may draw from the process's generators when they are asked.
+OBJECTS = ("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn", "streamer")
+
+
+@dataclass
+class Request:
+    """One request, which belongs to the thread that decodes once it was added.
+
+    Args:
+        request_id: as its results name it.
+        prompt: P token ids.
+        settings: arguments of the model's `generate`, `generation_config` among them.
+        noise: where it draws from.
+        number: counts requests in the order in which they came.
+        streaming: give a result after every step.
+        record_timestamps: note when each token came.
+        keeps_logprobs: note the log probability of each token, after the processors.
+    """
+
+    request_id: str
+    prompt: list[int]
+    settings: dict[str, Any]
+    noise: RequestNoise | None
+    number: int = 0
+    streaming: bool = False
+    record_timestamps: bool = False
+    keeps_logprobs: bool = False
+    status: RequestStatus = RequestStatus.PENDING
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
+    error: str | None = None
+    cancelled: bool = False
+    created: float = field(default_factory=time.perf_counter)
+    began: float = -1
+    ended: float = -1
+
+    def output(self) -> GenerationOutput:
+        """As transformers gives it."""
+        return GenerationOutput(
+            request_id=self.request_id,
+            prompt_ids=[*self.prompt],
+            generated_tokens=[*self.tokens],
+            logprobs=[*self.logprobs],
+            error=self.error,
+            status=self.status,
+            created_time=self.created,
+            lifespan=(self.began, self.ended),
+            timestamps=[*self.times] if self.record_timestamps else None,
+        )
+
+    @property
+    def finished(self) -> bool:
+        """Whether its last result was given."""
+        return self.status >= RequestStatus.FINISHED
+
+    def take(self, tokens: Sequence[int], rules: Any = None) -> None:
+        """Note new tokens, and what `rules` have kept of their scores."""
+        if self.keeps_logprobs and rules is not None and rules.keeps_scores:
+            for place, token in enumerate(tokens, len(self.tokens)):
+                self.logprobs.append(float(rules.scores[place][0].log_softmax(-1)[token]))
+        self.tokens += tokens
+        if self.record_timestamps:
+            self.times += [time.perf_counter()] * len(tokens)
+
+    @property
+    def objects(self) -> bool:
+        """Whether objects of the user's take part."""
+        return any(self.settings.get(name) for name in OBJECTS)
+
+
+def begin(model: Any, request: Request, plan: DraftPlan, reader: BaseReader, device: torch.device) -> Member:
+    """Prefill a request, which chooses its first token.
+
+    Raises:
+        Unsupported: it cannot share a batch.
+        Exception: whatever is wrong with it.
+    """
+    settings = dict(request.settings)
+    streamer = settings.pop("streamer", None)
+    draws = request.noise if request.objects else None
+    own = request.noise.generator() if request.noise is not None and draws is None else None
+    if request.keeps_logprobs:
+        settings |= {"output_scores": True, "return_dict_in_generate": True}
+
+    def prefilled(model, input_ids, rules, call_reader, plan, execution, *, streamer, on_step, **inputs) -> Member:
+        past, mask = inputs.pop(CACHE), inputs.get("attention_mask")
+        if mask is not None and not bool(mask.all()):
+            raise Unsupported("the prompt holds padding")
+        if call_reader is not reader:
+            raise Unsupported("the base has changed since the batch began")
+        if getattr(past, "_is_user_defined", False):
+            raise Unsupported("a cache of the user's own is given")
+        state, steps = prefill(reader, model.drafter, plan.tree, input_ids, rules, inputs, past, Stream(None, rules))
+        if steps is not reader:
+            raise Unsupported("the base wants inputs of one prompt alone")
+        stream = Stream(streamer, rules)
+        stream.begin(input_ids)
+        stream.show(state.rows.sequences[:, input_ids.shape[1]])
+        return Member(request, rules, stream, state, input_ids.shape[1], draws)
+
+    with contextlib.nullcontext() if draws is None else draws.in_process():
+        tokens = torch.tensor([request.prompt], device=device)
+        member: Member = model.begin(tokens, plan, prefilled, generator=own, streamer=streamer, **settings)
+    if member.state is not None:
+        new = member.state.rows.sequences[0, member.prompt_length : member.state.lengths[0]]
+        request.take(new.tolist(), member.rules)
+    return member
+
+
+class Cancelled(StoppingCriteria):
+    """Ends a call whose request was cancelled."""
+
+    def __init__(self, request: Request):
+        self.request = request
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        return torch.full((len(input_ids),), self.request.cancelled, device=input_ids.device)
+
+
+def decode_alone(model: Any, request: Request, device: torch.device) -> None:
+    """Decode a request by a call of its own."""
+    settings = dict(request.settings)
+    settings["stopping_criteria"] = StoppingCriteriaList(
+        [*(settings.get("stopping_criteria") or []), Cancelled(request)]
+    )
+    with contextlib.nullcontext() if request.noise is None else request.noise.in_process():
+        output = model.generate(torch.tensor([request.prompt], device=device), **settings)
+    sequences = output if isinstance(output, torch.Tensor) else output.sequences
+    request.take(sequences[0, len(request.prompt) :].tolist())
+
+
+def config_value(name: str, *places: Any) -> Any:
+    """A setting where it is first named: arguments or generation configs; None where it is nowhere."""
+    for place in places:
+        value = place.get(name) if isinstance(place, dict) else getattr(place, name, None)
+        if value is not None:
+            return value
+    return None
+
+
+def with_config(given: GenerationConfig | None) -> dict[str, Any]:
+    """The arguments that a generation config stands for; that of transformers' server turns the cache off."""
+    if given is None:
+        return {}
+    return {"generation_config": given, "use_cache": True}

@@ -1,0 +1,156 @@
+"""Rows of a decoding state that join and leave: each is the state of a call with one row.
+
+Everything that a step starts from has one entry per row: caches, sequences, lengths, and the drafter's own state, whose
+tensors have the rows on an axis that the drafter itself tells by starting with two and with three rows.
+
+Shapes: B rows, W width of the sequences, E end-of-sequence tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from hf_drafthead.generation.programs import written
+from hf_drafthead.generation.slots import SlotCache
+from hf_drafthead.generation.state import DecodingState, Limits, Rows
+
+Axes = list[int | None]  # of the leaves of a drafter's state, the axis of the rows; None: it has no rows, or is a cache
+
+
+def axes_of(drafter: Any) -> Axes:
+    """On which axis each tensor of a drafter's state has its rows."""
+    two, three = (tree_leaves(drafter.start(count, 16)) for count in (2, 3))
+    axes: Axes = []
+    for one, other in zip(two, three, strict=True):
+        sizes = zip(one.shape, other.shape) if isinstance(one, torch.Tensor) else ()
+        axes.append(next((axis for axis, (few, more) in enumerate(sizes) if few != more), None))
+    return axes
+
+
+def select(state: DecodingState, rows: Sequence[int], axes: Axes) -> None:
+    """Go on with these rows alone, in this order; one may be taken several times, to be written over."""
+    before, index = state.rows, torch.tensor(rows, device=state.rows.lengths.device)
+    leaves, form = tree_flatten(before.draft_state)
+    for cache in state.caches:
+        cache.select([*rows])
+    kept = [
+        leaf if axis is None else leaf.index_select(axis, index.to(leaf.device)) for leaf, axis in zip(leaves, axes)
+    ]
+    sequences, lengths, ends, shift = (
+        part.index_select(0, index) for part in (before.sequences, before.lengths, before.ends, before.position_shift)
+    )
+    state.keep(Rows(sequences, lengths, ends, shift, None, tree_unflatten(kept, form), before.cache), [])
+    state.limits = Limits(
+        *(part.index_select(0, index) if part.dim() else part for part in state.limits)  # per row, but for the padding
+    )
+    state.lengths[:] = [state.lengths[row] for row in rows]
+    state.ends[:] = [state.ends[row] for row in rows]
+    state.last_position[:] = [state.last_position[row] for row in rows]
+    state.counted.clear()
+
+
+def put(state: DecodingState, row: int, one: DecodingState, axes: Axes) -> None:
+    """Write the only row of another state over a row of this one, which has room for it (`make_room`)."""
+    rows, other = state.rows, one.rows
+    for mine, theirs in zip(state.caches, one.caches, strict=True):
+        mine.put_row(row, theirs)
+    leaves, form = tree_flatten(rows.draft_state)
+    joined = []
+    for leaf, value, axis in zip(leaves, tree_leaves(other.draft_state), axes, strict=True):
+        if axis is not None:
+            leaf = leaf.clone(memory_format=torch.contiguous_format)
+            leaf.select(axis, row).copy_(value.select(axis, 0))
+        joined.append(leaf)
+    length = one.lengths[0]
+    sequences, lengths, ends, shift = (
+        part.clone() for part in (rows.sequences, rows.lengths, rows.ends, rows.position_shift)
+    )
+    sequences[row, :length] = other.sequences[0, :length]
+    lengths[row], ends[row], shift[row] = other.lengths[0], other.ends[0], other.position_shift[0]
+    after = Rows(sequences, lengths, ends, shift, None, tree_unflatten(joined, form), rows.cache)
+    state.keep(written(rows, after) if rows.cache.fixed else after, [])
+    put_limits(state, row, one.limits)
+    state.lengths[row], state.ends[row], state.last_position[row] = length, one.ends[0], one.last_position[0]
+    state.counted.clear()
+
+
+def put_limits(state: DecodingState, row: int, limits: Limits) -> None:
+    """Let a row stop where its own call would; `limits` have the shapes of `of_rows`."""
+    mine = state.limits
+    more = limits.eos.shape[-1] - mine.eos.shape[-1]
+    eos, value = F.pad(mine.eos, (0, max(more, 0)), value=-1), F.pad(limits.eos, (0, max(-more, 0)), value=-1)
+    state.limits = mine = mine._replace(eos=eos)
+    for place, entry in (
+        (mine.max_length, limits.max_length),
+        (eos, value),
+        (mine.last_position, limits.last_position),
+    ):
+        place[row] = entry[0]
+
+
+def of_rows(limits: Limits) -> Limits:
+    """The limits of a call with one row as those of a batch: max_length (B,), eos (B, 1, E), last_position (B, 1).
+
+    Behind the end of a row there is a token that every base embeds.
+    """
+    eos, zero = limits.eos[None, None], torch.zeros_like(limits.padding)
+    return Limits(limits.max_length[None], eos, limits.last_position, zero, torch.ones_like(limits.pads))
+
+
+def make_room(state: DecodingState, one: DecodingState, padding: int) -> None:
+    """Room in caches whose shapes are not fixed, and in the sequences, for the row of another state."""
+    for mine, theirs in zip(state.caches, one.caches, strict=True):
+        mine.reserve(theirs.extent, mine.nodes)
+    state.keep(state.rows.with_room(one.lengths[0] + 1, padding), state.pending)
+
+
+def vacate(state: DecodingState, row: int) -> None:
+    """Let a row stand still from now on, with nothing behind it that the others would have to look at."""
+    rows = state.rows
+    rows.lengths[row] = rows.ends[row] = 1
+    for cache in state.caches:
+        cache.lengths[row] = 0
+        if not cache.fixed:
+            cache.extent = cache._longest(cache.extent)
+    state.lengths[row] = state.ends[row] = 1
+    state.counted.clear()
+
+
+def alone(state: DecodingState, row: int, axes: Axes) -> DecodingState:
+    """A row as the state of a call of its own, which `put` takes back; this state stays as it is."""
+    caches = {id(cache): cache.twin() for cache in state.caches}
+    leaves, form = tree_flatten(state.rows.draft_state)
+    leaves = [caches[id(leaf)] if isinstance(leaf, SlotCache) else leaf for leaf in leaves]
+    rows = state.rows._replace(draft_state=tree_unflatten(leaves, form), cache=caches[id(state.rows.cache)])
+    one = DecodingState(
+        rows=rows,
+        limits=state.limits,
+        last_position=[*state.last_position],
+        prompt_length=state.prompt_length,
+        past_shift=0,
+        lengths=[*state.lengths],
+        ends=[*state.ends],
+    )
+    select(one, [row], axes)
+    for cache in one.caches:
+        cache.fixed, cache.extent = False, int(cache.lengths[0])
+    return one
+
+
+def view(state: DecodingState, row: int, prompt_length: int) -> DecodingState:
+    """A row as the rules of its own call see it: tokens and lengths, and no cache of its own."""
+    rows, here = state.rows, slice(row, row + 1)
+    return DecodingState(
+        rows=rows._replace(sequences=rows.sequences[here], lengths=rows.lengths[here], ends=rows.ends[here]),
+        limits=state.limits,
+        last_position=state.last_position[here],
+        prompt_length=prompt_length,
+        past_shift=0,
+        lengths=state.lengths[here],
+        ends=state.ends[here],
+    )

@@ -1,0 +1,234 @@
+"""Every request has the text that it would have alone, whoever else is decoded, joins and leaves."""
+
+import os
+import random
+from functools import cache
+
+import pytest
+import torch
+from transformers import LogitsProcessor, StoppingCriteria
+from transformers.generation.streamers import BaseStreamer
+
+from hf_drafthead.batching.noise import RequestNoise
+from hf_drafthead.generation.slots import SlotCache
+from tests.bases import HYBRID, tiny_base
+from tests.batching.requests import add, alone, asked, final, prompt
+from tests.families import FAMILIES
+from tests.generation.agreement import shared_base
+
+REQUESTS = int(os.environ.get("MANY_REQUESTS", "150"))
+MEDUSA = next(family for family in FAMILIES if family.name == "medusa")
+hybrid_base = cache(tiny_base)
+
+
+def compare(manager, base, requests):
+    """Put all requests at once and compare every text."""
+    expected = [alone(base, request) for request in requests]
+    names = [add(manager, request) for request in requests]
+    got = [final(manager, name) for name in names]
+    assert [result.error for result in got] == [None] * len(requests)
+    assert [result.generated_tokens for result in got] == expected
+    assert [result.prompt_ids for result in got] == [tokens for tokens, _ in requests]
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_heads_of_every_family(family, managed):
+    base, dice = shared_base("llama-gqa"), random.Random(family.name)
+    model = family.build(base)
+    tree = [path for path in [[0], [1], [0, 0], [0, 1]] if len(path) <= (model.drafter.max_depth or 2)]
+    compare(managed(model, draft_tree=tree), base, [asked(dice) for _ in range(12)])
+
+
+KINDS = ["llama", "mistral-sliding", "gemma2", "gpt2", "gemma4-sharing", *HYBRID]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bases_of_every_kind(kind, managed):
+    base, dice = hybrid_base(kind), random.Random(kind)
+    compare(managed(MEDUSA.build(base), draft_tree=[[0], [1], [0, 0]]), base, [asked(dice, 16) for _ in range(8)])
+
+
+@pytest.mark.parametrize("tree", [None, [], "dynamic", [[0], [0, 0], [0, 0, 0], [0, 0, 0, 0]]], ids=str)
+def test_every_kind_of_tree(tree, guessing, managed):
+    dice = random.Random(3)
+    manager = managed(guessing, draft_tree=tree) if tree != [] else managed(guessing, draft_tree=[[0]])
+    compare(manager, guessing.base, [asked(dice) for _ in range(12)])
+    assert manager.metrics()["tokens_per_step_and_request"] > 1.3
+
+
+def test_copies_of_the_text(managed):
+    base, dice = shared_base("llama-gqa"), random.Random(4)
+    model = MEDUSA.build(base)
+    config = model.generation_config.__class__(prompt_lookup_num_tokens=4)
+    manager = managed(model, generation_config=config)
+    compare(manager, base, [asked(dice) for _ in range(12)])
+
+
+def test_a_random_crowd(guessing, managed):
+    """Random settings and seeds; requests come while others run, some are cancelled, some have processors that raise."""
+    dice, base = random.Random(11), guessing.base
+    manager = managed(guessing, slots=5)
+    requests, fates, names = [asked(dice, 24) for _ in range(REQUESTS)], [], []
+    for request in requests:
+        fate = "cancel" if dice.random() < 0.05 else "raise" if dice.random() < 0.02 else "finish"
+        more = {"logits_processor": [Fails(dice.randint(1, 12))]} if fate == "raise" else {}
+        names.append(add(manager, request, **more))
+        if fate == "cancel":
+            manager.cancel_request(names[-1])
+        fates.append(fate)
+    manager.stop()
+    results = {}
+    for result in manager:
+        assert result.request_id not in results, "answered twice"
+        results[result.request_id] = result
+    assert sorted(results) == sorted(names), "lost"
+    for name, fate, request in zip(names, fates, requests):
+        result, expected = results[name], alone(base, request)
+        if result.error is None:
+            assert result.generated_tokens == expected
+        else:
+            assert fate != "finish", result.error
+            assert expected[: len(result.generated_tokens)] == result.generated_tokens
+
+
+class Fails(LogitsProcessor):
+    """Raises at some call."""
+
+    def __init__(self, calls: int):
+        self.left = calls
+
+    def __call__(self, input_ids, scores):
+        self.left -= 1
+        if not self.left:
+            raise ZeroDivisionError("the processor's own")
+        return scores
+
+
+class Counts(LogitsProcessor):
+    """Keeps a state: forbids one token more at every call, and says so."""
+
+    def __init__(self):
+        self.seen = []
+
+    def __call__(self, input_ids, scores):
+        self.seen.append(input_ids[0].tolist())
+        return scores.index_fill(1, torch.tensor([len(self.seen) % scores.shape[1]]), -torch.inf)
+
+
+class Noisy(LogitsProcessor):
+    """Draws from the process's generator."""
+
+    def __call__(self, input_ids, scores):
+        return scores + torch.rand_like(scores)
+
+
+class Ends(StoppingCriteria):
+    """Fires on some tokens."""
+
+    def __call__(self, input_ids, scores, **kwargs):
+        return torch.isin(input_ids[:, -1], torch.tensor([20, 21, 22]))
+
+
+OBJECTS = {
+    "a processor with a state": lambda: {"logits_processor": [Counts()]},
+    "a processor that draws": lambda: {"logits_processor": [Noisy()]},
+    "a criterion": lambda: {"stopping_criteria": [Ends()]},
+    "allowed tokens": lambda: {"prefix_allowed_tokens_fn": lambda row, ids: [*range(3 + len(ids) % 3, 60, 3)]},
+    "guidance": lambda: {"guidance_scale": 1.4},
+    "beams": lambda: {"num_beams": 2},
+    "decay": lambda: {"exponential_decay_length_penalty": (3, 1.3)},
+    "a static cache": lambda: {"cache_implementation": "static"},
+}
+
+
+@pytest.mark.parametrize("sample", [False, True], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("name", OBJECTS)
+def test_settings_of_the_users_own(name, sample, guessing, managed):
+    """Beside requests without any; what cannot share a batch is decoded alone between two steps."""
+    dice, manager = random.Random(name), managed(guessing)
+    expected, names = [], []
+    for number in range(8):
+        tokens, settings = prompt(dice), {"max_new_tokens": 20, "eos_token_id": None, "seed": number}
+        settings |= {"do_sample": True, "top_k": 8} if sample else {}
+        mine = number % 2 == 0
+        expected.append(alone(guessing.base, (tokens, settings | (OBJECTS[name]() if mine else {}))))
+        names.append(add(manager, (tokens, settings | (OBJECTS[name]() if mine else {}))))
+    assert [final(manager, each).generated_tokens for each in names] == expected
+
+
+def test_a_processor_sees_the_calls_that_it_would_see_alone(guessing, managed):
+    dice, manager = random.Random(5), managed(guessing)
+    pairs = [(Counts(), Counts()) for _ in range(4)]
+    prompts = [prompt(dice) for _ in pairs]
+    settings = {"max_new_tokens": 15, "eos_token_id": None}
+    names = [add(manager, (each, {**settings, "logits_processor": [ours]})) for each, (ours, _) in zip(prompts, pairs)]
+    for name, each, (ours, theirs) in zip(names, prompts, pairs):
+        final(manager, name)
+        alone(guessing.base, (each, {**settings, "logits_processor": [theirs]}))
+        assert ours.seen == theirs.seen
+
+
+class Puts(BaseStreamer):
+    """Keeps what it is given."""
+
+    def __init__(self):
+        self.given = []
+
+    def put(self, value):
+        self.given.append(value.tolist())
+
+    def end(self):
+        self.given.append("end")
+
+
+@pytest.mark.parametrize("sample", [False, True], ids=["greedy", "sampled"])
+def test_a_streamer_is_given_what_the_base_gives_it(sample, guessing, managed):
+    dice, manager = random.Random(6), managed(guessing)
+    for seed in range(5):
+        tokens, settings = prompt(dice), {"max_new_tokens": dice.randint(1, 20), "do_sample": sample, "seed": seed}
+        theirs, ours = Puts(), Puts()
+        alone(guessing.base, (tokens, {**settings, "streamer": theirs}))
+        final(manager, add(manager, (tokens, {**settings, "streamer": ours})))
+        assert ours.given == theirs.given
+
+
+def test_without_a_seed_the_noise_is_that_of_a_call_that_begins_now(guessing, managed):
+    manager, settings = managed(guessing), {"max_new_tokens": 20, "do_sample": True, "eos_token_id": None}
+    expected = alone(guessing.base, ([5, 6, 7], {**settings, "seed": 3}))
+    torch.manual_seed(3)
+    first, second = (add(manager, ([5, 6, 7], settings)) for _ in range(2))
+    assert final(manager, first).generated_tokens == expected
+    assert final(manager, second).generated_tokens != expected
+
+
+def test_the_generator_of_the_process_is_not_moved_by_requests_with_seeds(guessing, managed):
+    manager, dice = managed(guessing), random.Random(8)
+    before = torch.get_rng_state()
+    settings = {"max_new_tokens": 12, "do_sample": True, "logits_processor": [Noisy()]}
+    names = [add(manager, (prompt(dice), {**settings, "seed": seed})) for seed in range(5)]
+    for name in names:
+        final(manager, name)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def no_copy(self, row, other):
+    """In the place of `SlotCache.put_row`: the lengths alone."""
+    self.lengths[row] = other.lengths[0]
+    self.extent = max(self.extent, other.extent)
+
+
+def one_seed(self):
+    """In the place of `RequestNoise.generator`."""
+    return torch.Generator().manual_seed(1)
+
+
+@pytest.mark.parametrize(
+    "where, name, fault",
+    [(SlotCache, "put_row", no_copy), (RequestNoise, "generator", one_seed)],
+    ids=["keys stay where they were", "one seed for all"],
+)
+def test_the_law_can_fail(where, name, fault, guessing, managed, monkeypatch):
+    dice, manager = random.Random(9), managed(guessing)
+    monkeypatch.setattr(where, name, fault)
+    with pytest.raises(AssertionError):
+        compare(manager, guessing.base, [asked(dice) for _ in range(20)])
