@@ -5,6 +5,7 @@ import copy
 import pytest
 import transformers
 
+from hf_drafthead.generation import runner
 from hf_drafthead.modeling import DraftModelForCausalLM
 from tests.batching.requests import TREE
 from tests.generation.agreement import shared_base
@@ -14,6 +15,12 @@ from tests.generation.agreement import shared_base
 def every_warning_is_shown_anew():
     """transformers shows the warnings of `warning_once` a single time in a process."""
     transformers.utils.logging.warning_once.cache_clear()
+
+
+@pytest.fixture
+def untraced(monkeypatch):
+    """Steps of fixed shapes that no compiler has seen, where it does not matter, for tracing is slow."""
+    monkeypatch.setattr(runner, "compiled", lambda function, config: function)
 
 
 @pytest.fixture(scope="session")
@@ -27,7 +34,7 @@ def guessing():
 
 
 @pytest.fixture
-def managed(request):
+def managed():
     """Makes managers, which run until the test ends."""
     managers = []
 

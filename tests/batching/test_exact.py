@@ -11,7 +11,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from hf_drafthead.batching.noise import RequestNoise
 from hf_drafthead.generation.slots import SlotCache
-from tests.bases import HYBRID, tiny_base
+from tests.bases import tiny_base
 from tests.batching.requests import add, alone, asked, final, prompt
 from tests.families import FAMILIES
 from tests.generation.agreement import shared_base
@@ -39,7 +39,7 @@ def test_heads_of_every_family(family, managed):
     compare(managed(model, draft_tree=tree), base, [asked(dice) for _ in range(12)])
 
 
-KINDS = ["llama", "mistral-sliding", "gemma2", "gpt2", "gemma4-sharing", *HYBRID]
+KINDS = ["llama", "mistral-sliding", "gemma2", "gpt2", "gemma4-sharing", "qwen3.5", "lfm2", "granite-hybrid"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -65,7 +65,7 @@ def test_copies_of_the_text(managed):
 
 
 def test_a_random_crowd(guessing, managed):
-    """Random settings and seeds; requests come while others run, some are cancelled, some have processors that raise."""
+    """Random settings and seeds, some that are cancelled, and some with processors that raise."""
     dice, base = random.Random(11), guessing.base
     manager = managed(guessing, slots=5)
     requests, fates, names = [asked(dice, 24) for _ in range(REQUESTS)], [], []

@@ -1,0 +1,353 @@
+"""The loop that a server lives on: what waits, ends, is cancelled or fails, and nothing lost or answered twice."""
+
+import asyncio
+import queue
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import GenerationConfig
+from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
+from transformers.generation.streamers import BaseStreamer
+
+from hf_drafthead.batching import batch as batches
+from hf_drafthead.batching.step import SharedStep
+from hf_drafthead.generation.slots import DoesNotFit
+from tests.batching.requests import TREE, add, alone, final
+from tests.batching.test_exact import MEDUSA, Counts, Fails
+from tests.generation.agreement import shared_base
+
+LONG = {"max_new_tokens": 200, "eos_token_id": None}
+SHORT = {"max_new_tokens": 6, "eos_token_id": None}
+
+
+class Gate(BaseStreamer):
+    """Says when the first tokens are there, and waits until it is opened."""
+
+    def __init__(self):
+        self.reached, self.opened, self.puts = threading.Event(), threading.Event(), 0
+
+    def put(self, value):
+        self.puts += 1
+        if self.puts == 4:
+            self.reached.set()
+            assert self.opened.wait(60)
+
+    def end(self):
+        pass
+
+
+@pytest.fixture
+def held(guessing, managed):
+    """A manager whose thread stands in the middle of a request, and what lets it go on."""
+    manager, gate = managed(guessing), Gate()
+    name = add(manager, ([3, 4, 5], LONG), streamer=gate)
+    assert gate.reached.wait(60)
+    yield manager, name, gate.opened.set
+    gate.opened.set()
+
+
+def test_results_are_those_of_transformers(guessing, managed):
+    manager = managed(guessing)
+    name = manager.add_request(torch.tensor([[3, 4, 5]]), max_new_tokens=6, eos_token_id=-1, record_timestamps=True)
+    result = manager.get_result(name)
+    assert type(result) is GenerationOutput and result.request_id == name
+    assert result.status == RequestStatus.FINISHED and result.is_finished() and result.error is None
+    assert result.created_time <= result.lifespan[0] <= result.timestamps[0] <= result.timestamps[-1]
+    assert len(result.timestamps) == 6 and result.timestamps[-1] <= result.lifespan[1]
+
+
+def test_streaming_gives_a_result_after_every_step(guessing, managed):
+    manager = managed(guessing)
+    parts = [*manager.request_id_iter(add(manager, ([3, 4, 5], LONG), streaming=True))]
+    texts = [part.generated_tokens for part in parts]
+    assert len(texts[0]) == 1 and texts[-1] == alone(guessing.base, ([3, 4, 5], LONG))
+    assert all(one == other[: len(one)] for one, other in zip(texts, texts[1:]))
+    assert 20 < len(texts) < 150, "several tokens come with a step"
+    assert [part.is_finished() for part in parts] == [False] * (len(parts) - 1) + [True]
+
+
+def test_a_request_that_is_cancelled_frees_its_slot_within_a_step(held, guessing):
+    manager, name, go_on = held
+    waiting = add(manager, ([3, 4], LONG))
+    manager.cancel_request(name)
+    manager.cancel_request(waiting)
+    manager.cancel_request("nobody's")
+    go_on()
+    result, other = final(manager, name), final(manager, waiting)
+    assert result.status == RequestStatus.FAILED and result.error == "the request was cancelled"
+    expected = alone(guessing.base, ([3, 4, 5], LONG))
+    assert result.generated_tokens == expected[: len(result.generated_tokens)] and len(result.generated_tokens) < 20
+    assert other.error == "the request was cancelled" and other.generated_tokens == []
+    assert manager.metrics()["running"] == manager.metrics()["waiting"] == 0
+
+
+def test_the_same_id_twice(held):
+    manager, name, go_on = held
+    with pytest.raises(ValueError, match=f"the request '{name}' is not finished yet: give another request_id."):
+        manager.add_request([3], request_id=name)
+    manager.cancel_request(name)
+    go_on()
+    final(manager, name)
+    assert manager.add_request([3], request_id=name, max_new_tokens=2) == name
+    assert final(manager, name).error is None
+
+
+def test_stop_finishes_what_waits_and_runs(held, guessing):
+    manager, name, go_on = held
+    names = [add(manager, ([5 + number], SHORT)) for number in range(8)]
+    manager.stop(block=False)
+    with pytest.raises(RuntimeError, match="the manager was stopped: start"):
+        manager.add_request([3])
+    go_on()
+    manager.join(timeout=60)
+    results = {result.request_id: result for result in manager}
+    assert set(results) == {name, *names} and all(result.error is None for result in results.values())
+    assert not manager.is_running() and manager.get_result() is None
+
+
+def test_a_hard_stop_ends_everything_with_an_error(held):
+    manager, name, go_on = held
+    names = [add(manager, ([5 + number], SHORT)) for number in range(8)]
+    manager.stop(block=False, hard_stop=True)
+    go_on()
+    manager.join(timeout=60)
+    errors = {result.request_id: result.error for result in manager}
+    assert set(errors) == {name, *names}
+    assert set(errors.values()) == {"RuntimeError: the manager was stopped before this request was finished"}
+
+
+def test_a_stopped_manager_starts_again(guessing, managed):
+    manager = managed(guessing)
+    manager.stop()
+    manager.start()
+    assert final(manager, add(manager, ([3], SHORT))).error is None
+
+
+def test_a_request_that_fails_ends_alone(held, guessing):
+    manager, name, go_on = held
+    good = [add(manager, ([5 + number], SHORT)) for number in range(4)]
+    bad = {
+        add(manager, ([5, 6], SHORT), logits_processor=[Fails(3)]): "ZeroDivisionError: the processor's own",
+        add(manager, ([5, 6], SHORT), logits_processor=[Fails(1)]): "ZeroDivisionError: the processor's own",
+        add(manager, ([5, 6], SHORT), temperature=-1.0, do_sample=True): "ValueError: `temperature`",
+        add(manager, ([5, 600], SHORT)): "IndexError: index out of range in self",
+        add(manager, ([5], SHORT), nothing_like_it=1): "ValueError: The following `model_kwargs` are not used",
+        add(manager, ([5], SHORT), stop_strings=["a"]): "ValueError: stop_strings is ['a'], but no tokenizer",
+    }
+    go_on()
+    for request, start in bad.items():
+        result = final(manager, request)
+        assert result.error.startswith(start) and result.status == RequestStatus.FAILED
+    assert final(manager, name).generated_tokens == alone(guessing.base, ([3, 4, 5], LONG))
+    for number, request in enumerate(good):
+        assert final(manager, request).generated_tokens == alone(guessing.base, ([5 + number], SHORT))
+
+
+def test_an_error_of_the_base_ends_those_that_run_and_no_more(held, guessing, monkeypatch):
+    manager, name, go_on = held
+    broken, walk = threading.Event(), SharedStep.walk
+
+    def breaks(self, *given):
+        if not broken.is_set():
+            broken.set()
+            raise ArithmeticError("the base's own")
+        return walk(self, *given)
+
+    monkeypatch.setattr(SharedStep, "walk", breaks)
+    go_on()
+    assert final(manager, name).error == "ArithmeticError: the base's own"
+    assert final(manager, add(manager, ([5], SHORT))).generated_tokens == alone(guessing.base, ([5], SHORT))
+
+
+@pytest.mark.parametrize("fixed", [False, True], ids=["eager", "fixed shapes"])
+def test_where_memory_is_short_fewer_rows_go_on(fixed, guessing, managed, monkeypatch, caplog, request):
+    """Those that have to leave join again later, with the state that they had."""
+    if fixed:
+        request.getfixturevalue("untraced")
+    config = GenerationConfig(cache_implementation="static") if fixed else None
+    manager, noise = managed(guessing, start=False, slots=4, generation_config=config), SharedStep.noise_ahead
+    requests = [([5 + number], {"max_new_tokens": 40, "eos_token_id": None, "do_sample": True, "seed": number})
+                for number in range(6)]  # fmt: skip
+    names = [add(manager, each) for each in requests]
+    steps = 0
+
+    def short(self, state):
+        nonlocal steps
+        steps += 1
+        if steps >= 4 and sum(member is not None for member in self.members) > 1:
+            raise DoesNotFit("out of memory")
+        return noise(self, state)
+
+    monkeypatch.setattr(SharedStep, "noise_ahead", short)
+    manager.start()
+    assert [final(manager, name).generated_tokens for name in names] == [
+        alone(guessing.base, each) for each in requests
+    ]
+    assert manager.slots == 1
+    said = [line for line in caplog.messages if line.startswith("Memory does not hold a step of")]
+    assert said == [
+        "Memory does not hold a step of 4 rows: 2 request(s) at once are decoded from now on.",
+        "Memory does not hold a step of 2 rows: 1 request(s) at once are decoded from now on.",
+    ]
+
+
+def test_the_queue_is_bounded(guessing, managed, monkeypatch):
+    monkeypatch.setattr("hf_drafthead.batching.manager.WAIT", 0.0)
+    manager = managed(guessing, start=False, continuous_batching_config=SimpleNamespace(max_queue_size=2))
+    names = [add(manager, ([5], SHORT)) for _ in range(2)]
+    with pytest.raises(queue.Full, match="2 requests wait, and max_queue_size is 2: ask again later."):
+        add(manager, ([5], SHORT))
+    manager.start()
+    assert [final(manager, name).error for name in names] == [None, None]
+
+
+def test_several_threads_ask_at_once(guessing, managed):
+    manager, texts = managed(guessing), {}
+
+    def ask(start: int) -> None:
+        for number in range(5):
+            settings = {
+                "max_new_tokens": 10 + number,
+                "eos_token_id": None,
+                "do_sample": start % 2 == 1,
+                "seed": number,
+            }
+            name = add(manager, ([start, 5 + number], settings))
+            texts[start, number] = final(manager, name).generated_tokens, settings
+
+    threads = [threading.Thread(target=ask, args=(start,)) for start in range(3, 9)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(texts) == 30
+    for (start, number), (text, settings) in texts.items():
+        assert text == alone(guessing.base, ([start, 5 + number], settings))
+
+
+def test_nothing_is_decoded_while_it_is_paused(guessing, managed):
+    manager = managed(guessing)
+    with manager.pause(), pytest.raises(RuntimeError, match="leave `pause` first"):
+        manager.stop()
+    with manager.pause():
+        name = add(manager, ([5], SHORT))
+        assert manager.get_result(timeout=0.3) is None and manager.metrics()["waiting"] == 1
+    assert final(manager, name).error is None
+
+
+def test_results_go_to_a_handler_on_the_event_loop(guessing, managed):
+    manager = managed(guessing)
+
+    async def ask(start: int) -> list[int]:
+        done = asyncio.get_running_loop().create_future()
+        manager.register_result_handler(str(start), lambda result: result.is_finished() and done.set_result(result))
+        add(manager, ([start], SHORT), request_id=str(start))
+        return (await done).generated_tokens
+
+    async def ask_all() -> list[list[int]]:
+        return await asyncio.gather(*map(ask, range(3, 9)))
+
+    assert asyncio.run(ask_all()) == [alone(guessing.base, ([start], SHORT)) for start in range(3, 9)]
+    assert not manager.handlers and not manager.results
+
+
+def test_what_cannot_share_a_batch_runs_between_two_steps_and_can_be_cancelled(held, guessing):
+    manager, name, go_on = held
+    beams = add(manager, ([5, 6], {**SHORT, "num_beams": 3}))
+    processor = Counts()
+    cancelled = add(manager, ([5, 6], {**LONG, "num_beams": 3, "logits_processor": [processor]}))
+    go_on()
+    assert final(manager, beams).generated_tokens == alone(guessing.base, ([5, 6], {**SHORT, "num_beams": 3}))
+    manager.cancel_request(cancelled)
+    result = final(manager, cancelled)
+    assert result.error == "the request was cancelled" and len(processor.seen) < 200
+    assert final(manager, name).generated_tokens == alone(guessing.base, ([3, 4, 5], LONG))
+
+
+def test_a_model_that_changes_while_it_serves(held, guessing):
+    """Requests that run end first; the next batch reads the model as it is."""
+    manager, name, go_on = held
+    seen = []
+    hook = guessing.base.lm_head.register_forward_hook(lambda *given: seen.append(1) or given[2] * 0.5)
+    later = add(manager, ([5], SHORT))
+    go_on()
+    expected = alone(guessing.base, ([5], SHORT))
+    assert final(manager, later).generated_tokens == expected
+    hook.remove()
+    assert seen and final(manager, name).error is None
+
+
+def test_a_model_in_training_decodes_by_the_base(guessing, managed):
+    model = MEDUSA.build(shared_base("llama-gqa"))
+    manager = managed(model)
+    model.drafter.train()
+    assert final(manager, add(manager, ([5], SHORT))).generated_tokens == alone(model.base, ([5], SHORT))
+
+
+@pytest.mark.parametrize(
+    "prompt, settings, line",
+    [
+        ([], {}, "the prompt is []: expected the token ids of one text, at least one."),
+        ([[3, 4]], {}, "the prompt is [[3, 4]]: expected the token ids of one text"),
+        (["3"], {}, "the prompt is ['3']: expected the token ids of one text"),
+        ([3], {"draft_tree": [[0]]}, "draft_tree: steps are shared, give it to init_continuous_batching."),
+    ],
+)
+def test_bad_requests_are_refused_in_one_line(prompt, settings, line, guessing, managed):
+    with pytest.raises(ValueError) as refused:
+        managed(guessing, start=False).add_request(prompt, **settings)
+    assert str(refused.value).startswith(line) and "\n" not in str(refused.value)
+
+
+def test_bad_managers_are_refused_in_one_line(guessing):
+    with pytest.raises(ValueError, match="slots is 0: expected"):
+        guessing.init_continuous_batching(slots=0)
+    with pytest.raises((TypeError, ValueError), match="draft_tree"):
+        guessing.init_continuous_batching(draft_tree="no such tree")
+
+
+def test_generate_batch_as_transformers_calls_it(guessing):
+    prompts = [[3, 4, 5], [6], [7, 8]]
+    config = GenerationConfig(max_new_tokens=6, num_return_sequences=2, do_sample=True, top_k=5)
+    config.eos_token_id = -1
+    cb_config = SimpleNamespace(max_requests_per_batch=2, return_logprobs=True, seed=4, max_queue_size=0)
+    one, two = (
+        guessing.generate_batch(prompts, config, cb_config, record_timestamps=True, draft_tree=TREE) for _ in range(2)
+    )
+    assert [*one] == [f"req_{number}{child}" for number in (0, 2, 4) for child in ("__child#0", "")]
+    assert [result.generated_tokens for result in one.values()] == [each.generated_tokens for each in two.values()]
+    assert all(len(result.generated_tokens) == len(result.logprobs) == 6 for result in one.values())
+    assert all(log <= 0 for result in one.values() for log in result.logprobs)
+    assert len({tuple(result.generated_tokens) for result in one.values()}) > 3
+    assert guessing.generate_batch([]) == {}
+
+
+def test_a_manager_is_kept_for_the_next_session(guessing):
+    with guessing.continuous_batching_context_manager(persistent_manager=True, slots=2) as manager:
+        pass
+    assert guessing.init_continuous_batching() is manager and not manager.is_running()
+    guessing.destroy_cached_continuous_batching_manager()
+    manager.destroy()
+    assert guessing.init_continuous_batching(slots=2) is not manager
+
+
+@pytest.mark.parametrize("fault", ["never joined", "delivered twice", "a slot that is not freed"])
+def test_the_laws_of_the_loop_can_fail(fault, guessing, managed, monkeypatch):
+    manager = managed(guessing, start=False, slots=2)
+    if fault == "never joined":
+        monkeypatch.setattr(manager, "_join", lambda batch, member: None)
+    elif fault == "delivered twice":
+        deliver = manager._deliver
+        monkeypatch.setattr(manager, "_deliver", lambda request: (deliver(request), deliver(request)))
+    else:
+        monkeypatch.setattr(batches, "vacate", lambda state, row: None)
+        monkeypatch.setattr(batches.Batch, "leave", lambda self, rows: None)
+    names = [add(manager, ([5 + number], SHORT)) for number in range(4)]
+    manager.start()
+    manager.stop(timeout=2.0)
+    results = [manager.get_result(timeout=0) for _ in range(8)]
+    good = [result.request_id for result in results if result is not None and result.error is None]
+    assert sorted(good) != sorted(names) or manager.is_running()
+    manager.stop(hard_stop=True, block=False)
