@@ -73,6 +73,7 @@ class Manager:
         self.most_waiting: int = getattr(self.config, "max_queue_size", 0) or 0
         self.num_return_sequences: int = config_value("num_return_sequences", generation_config) or 1
         seed = getattr(self.config, "seed", None)
+        self.tokenizer: Any = None  # of requests with stop strings that bring none
         self._seeds = None if seed is None else torch.Generator().manual_seed(seed)
         self.changed = threading.Condition()
         self.waiting: deque[Request] = deque()
@@ -149,6 +150,7 @@ class Manager:
             settings["max_new_tokens"] = max_new_tokens
         settings = {**with_config(settings.pop("generation_config", None) or self.generation_config), **settings}
         settings["num_return_sequences"] = 1
+        settings.setdefault("tokenizer", self.tokenizer)
         if given := {name for name in DraftSettings.names() if settings.get(name) is not None}:
             raise ValueError(f"{', '.join(sorted(given))}: steps are shared, give it to init_continuous_batching.")
         request = Request("", prompt, settings, None, streaming=streaming, record_timestamps=record_timestamps)
@@ -160,6 +162,7 @@ class Manager:
                 request_id = f"req_{self._added}"
             if request_id in self.known:
                 raise ValueError(f"the request {request_id!r} is not finished yet: give another request_id.")
+            seed = config_value("seed", {"seed": seed}, settings.get("generation_config"))
             if seed is None and self._seeds is not None:
                 seed = int(torch.randint(1 << 62, (), generator=self._seeds))
             if sampled or request.objects or seed is not None:

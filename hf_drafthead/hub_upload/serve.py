@@ -1,5 +1,6 @@
 """transformers' own server, with the classes of draft heads made known to it."""
 
+import functools
 import sys
 import time
 from importlib.util import find_spec
@@ -8,7 +9,7 @@ from typing import Any
 from hf_drafthead.modeling.checkpoint import fetch_file, read_heads_config
 from hf_drafthead.modeling.families import BY_MODEL_TYPE
 
-WITHOUT_HEADS = ("--continuous-batching", "--cb-")  # options of a decoding that knows no heads
+OF_PAGES = "--cb-"  # how these options begin; they describe a cache of pages, and rows with heads have none
 NEEDED = ("fastapi", "uvicorn", "openai", "pydantic", "starlette")  # of transformers[serving]
 
 
@@ -25,8 +26,8 @@ def serve(model: str, arguments: list[str]) -> None:
     """
     if lacking := [name for name in NEEDED if find_spec(name) is None]:
         raise OSError(f"to serve a model {', '.join(lacking)} must be installed: pip install 'transformers[serving]'.")
-    if any(argument.startswith(WITHOUT_HEADS) for argument in arguments):
-        raise ValueError("continuous batching decodes without draft heads: serve the base with `transformers serve`.")
+    if pages := [argument for argument in arguments if argument.startswith(OF_PAGES)]:
+        raise ValueError(f"{pages[0].partition('=')[0]} describes pages, which are not used with heads: leave it out.")
     check_servable(model)
     check_options(model, arguments)
     introduce()
@@ -36,9 +37,57 @@ def serve(model: str, arguments: list[str]) -> None:
     # `/v1/models` names the model that is served: by itself the server lists what lies in the Hub's cache
     entry = {"id": model, "object": "model", "created": int(time.time()), "owned_by": "hf-drafthead"}
     ModelManager.get_gen_models = staticmethod(lambda cache_dir=None: [entry])
+    share_by_request()
     words = ["serve", model, *arguments]
     sys.argv = ["transformers", *words]
     app(args=words, prog_name="transformers", standalone_mode=False)
+
+
+def share_by_request() -> None:
+    """Let the server's continuous batching give each request its own settings, seed and stop strings.
+
+    The server hands over the settings of its first request, and the number of tokens and the end of every other one: a
+    sampler that all share is all that transformers' manager has. `/metrics` says what the manager counts.
+    """
+    from transformers.cli.serving import server, utils
+
+    kind, build_config = utils.CBGenerateManager, utils.BaseHandler._build_generation_config
+    streaming, whole, build_server = kind.generate_streaming, kind.generate_non_streaming, server.build_server
+
+    def with_seed(self: Any, body: dict[str, Any], *given: Any, **named: Any) -> Any:
+        config = build_config(self, body, *given, **named)
+        config.seed = body.get("seed")
+        return config
+
+    def take(manager: Any, processor: Any, config: Any) -> None:
+        if manager._cb is not None:
+            manager._cb.generation_config = config
+            manager._cb.tokenizer = getattr(processor, "tokenizer", processor)
+
+    @functools.wraps(streaming)
+    def generate_streaming(self, model, processor, inputs, gen_config, *given, **named):
+        take(self, processor, gen_config)
+        return streaming(self, model, processor, inputs, gen_config, *given, **named)
+
+    @functools.wraps(whole)
+    async def generate_non_streaming(self, model, processor, inputs, gen_config, *given, **named):
+        take(self, processor, gen_config)  # nothing else runs until the request was added
+        return await whole(self, model, processor, inputs, gen_config, *given, **named)
+
+    @functools.wraps(build_server)
+    def with_metrics(*given: Any, **named: Any) -> Any:
+        app, state = build_server(*given, **named), named["generation_state"]
+
+        @app.get("/metrics")
+        def metrics() -> dict[str, float]:
+            manager = getattr(state._cb_manager, "_cb", None)
+            return {} if manager is None else manager.metrics()
+
+        return app
+
+    utils.BaseHandler._build_generation_config = with_seed
+    kind.generate_streaming, kind.generate_non_streaming = generate_streaming, generate_non_streaming
+    server.build_server = with_metrics
 
 
 def options() -> list[tuple[str, str]]:
@@ -46,7 +95,7 @@ def options() -> list[tuple[str, str]]:
     shown = []
     for option in server_command().params:
         name = option.opts[0]
-        if name.startswith("--") and not (getattr(option, "hidden", False) or name.startswith(WITHOUT_HEADS)):
+        if name.startswith("--") and not (getattr(option, "hidden", False) or name.startswith(OF_PAGES)):
             shown.append((", ".join([*option.opts, *option.secondary_opts]), " ".join((option.help or "").split())))
     return shown
 

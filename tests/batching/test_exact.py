@@ -16,7 +16,7 @@ from tests.batching.requests import add, alone, asked, final, prompt
 from tests.families import FAMILIES
 from tests.generation.agreement import shared_base
 
-REQUESTS = int(os.environ.get("MANY_REQUESTS", "150"))
+REQUESTS = int(os.environ.get("MANY_REQUESTS", "60"))
 MEDUSA = next(family for family in FAMILIES if family.name == "medusa")
 hybrid_base = cache(tiny_base)
 
@@ -36,7 +36,7 @@ def test_heads_of_every_family(family, managed):
     base, dice = shared_base("llama-gqa"), random.Random(family.name)
     model = family.build(base)
     tree = [path for path in [[0], [1], [0, 0], [0, 1]] if len(path) <= (model.drafter.max_depth or 2)]
-    compare(managed(model, draft_tree=tree), base, [asked(dice) for _ in range(12)])
+    compare(managed(model, draft_tree=tree), base, [asked(dice, 24) for _ in range(8)])
 
 
 KINDS = ["llama", "mistral-sliding", "gemma2", "gpt2", "gemma4-sharing", "qwen3.5", "lfm2", "granite-hybrid"]
@@ -45,14 +45,14 @@ KINDS = ["llama", "mistral-sliding", "gemma2", "gpt2", "gemma4-sharing", "qwen3.
 @pytest.mark.parametrize("kind", KINDS)
 def test_bases_of_every_kind(kind, managed):
     base, dice = hybrid_base(kind), random.Random(kind)
-    compare(managed(MEDUSA.build(base), draft_tree=[[0], [1], [0, 0]]), base, [asked(dice, 16) for _ in range(8)])
+    compare(managed(MEDUSA.build(base), draft_tree=[[0], [1], [0, 0]]), base, [asked(dice, 12) for _ in range(6)])
 
 
 @pytest.mark.parametrize("tree", [None, [], "dynamic", [[0], [0, 0], [0, 0, 0], [0, 0, 0, 0]]], ids=str)
 def test_every_kind_of_tree(tree, guessing, managed):
     dice = random.Random(3)
     manager = managed(guessing, draft_tree=tree) if tree != [] else managed(guessing, draft_tree=[[0]])
-    compare(manager, guessing.base, [asked(dice) for _ in range(12)])
+    compare(manager, guessing.base, [asked(dice, 24) for _ in range(8)])
     assert manager.metrics()["tokens_per_step_and_request"] > 1.3
 
 
@@ -61,7 +61,7 @@ def test_copies_of_the_text(managed):
     model = MEDUSA.build(base)
     config = model.generation_config.__class__(prompt_lookup_num_tokens=4)
     manager = managed(model, generation_config=config)
-    compare(manager, base, [asked(dice) for _ in range(12)])
+    compare(manager, base, [asked(dice, 24) for _ in range(8)])
 
 
 def test_a_random_crowd(guessing, managed):
@@ -147,7 +147,7 @@ def test_settings_of_the_users_own(name, sample, guessing, managed):
     """Beside requests without any; what cannot share a batch is decoded alone between two steps."""
     dice, manager = random.Random(name), managed(guessing)
     expected, names = [], []
-    for number in range(8):
+    for number in range(6):
         tokens, settings = prompt(dice), {"max_new_tokens": 20, "eos_token_id": None, "seed": number}
         settings |= {"do_sample": True, "top_k": 8} if sample else {}
         mine = number % 2 == 0

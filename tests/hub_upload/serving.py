@@ -21,12 +21,13 @@ def served() -> None:
 
 
 @contextmanager
-def running_server(folder: Path, log: Path) -> Iterator[str]:
+def running_server(folder: Path, log: Path, *options: str) -> Iterator[str]:
     """The address of a server of the model in a folder; what it says goes into `log`."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     words = ["serve", str(folder), "--host", "127.0.0.1", "--port", port, "--device", "cpu", "--dtype", "float32"]
+    words += options
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     with log.open("w") as output:
         process = subprocess.Popen(

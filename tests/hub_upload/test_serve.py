@@ -152,7 +152,7 @@ def test_missing_packages_are_named(folder, monkeypatch, missing):
 @pytest.mark.parametrize(
     "model, options, line",
     [
-        ("heads", ["--continuous-batching"], "continuous batching decodes without draft heads: serve the base with"),
+        ("heads", ["--cb-num-blocks=3"], "--cb-num-blocks describes pages, which are not used with heads: leave it"),
         (
             "heads",
             ["--prot", "3"],
@@ -194,4 +194,4 @@ def test_help_names_the_options_of_the_server(capsys):
     said = capsys.readouterr().out
     assert end.value.code == 0
     assert "Usage: hf-drafthead serve" in said and "--port" in said and "Server listen port." in said
-    assert "--cb-block-size" not in said and "--non-blocking" not in said
+    assert "--cb-block-size" not in said and "--non-blocking" not in said and "--continuous-batching" in said

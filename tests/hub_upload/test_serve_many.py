@@ -1,0 +1,80 @@
+"""`serve --continuous-batching`: many clients at once, each with its own settings, and drafts for all of them."""
+
+import copy
+import json
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.checkpoints import byte_tokenizer
+from tests.families import FAMILIES
+from tests.hub_upload.serving import running_server, served
+
+MEDUSA = next(family for family in FAMILIES if family.name == "medusa")
+
+
+@pytest.fixture(scope="module")
+def folder(models, tmp_path_factory) -> Path:
+    """Heads of a base that writes the alphabet."""
+    folder = tmp_path_factory.mktemp("served")
+    base = AutoModelForCausalLM.from_pretrained(models / "base")
+    MEDUSA.build(base).save_pretrained(folder / "heads", include_base=True)
+    byte_tokenizer().save_pretrained(folder / "heads")
+    return folder / "heads"
+
+
+@pytest.fixture(scope="module")
+def client(folder) -> Iterator:
+    """An OpenAI client of a running server."""
+    served()
+    from openai import OpenAI
+
+    with running_server(folder, folder.parent / "log", "--continuous-batching") as url:
+        yield OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+
+
+def ask(client, folder, prompt, stream=False, **settings) -> str:
+    done = client.completions.create(model=str(folder), prompt=prompt, stream=stream, **settings)
+    return "".join(piece.choices[0].text for piece in done) if stream else done.choices[0].text
+
+
+def test_sixteen_clients_at_once_get_the_answers_of_one(client, folder):
+    """Streamed or whole, greedy or sampled with a seed: temperatures differ from one to the next."""
+    asked = [
+        {"prompt": "abcdefghijklmnop"[number:], "max_tokens": 6 + number, "stream": number % 3 == 0}
+        | ({"temperature": 0.5 + number / 4, "seed": number} if number % 2 else {"temperature": 0.0})
+        for number in range(16)
+    ]
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer, expected = byte_tokenizer(), []
+    for call in asked:
+        torch.manual_seed(call.get("seed", 0))
+        config = copy.deepcopy(model.generation_config)
+        config.max_new_tokens, config.temperature = call["max_tokens"], call["temperature"]
+        config.do_sample = config.do_sample and call["temperature"] > 0
+        tokens = tokenizer(call["prompt"], return_tensors="pt").input_ids
+        new = model.base.generate(tokens, generation_config=config)
+        expected.append(tokenizer.decode(new[0, tokens.shape[1] :], skip_special_tokens=True))
+    with ThreadPoolExecutor(16) as pool:
+        answers = list(pool.map(lambda call: ask(client, folder, **call), asked))
+    assert answers == expected
+
+
+def test_a_client_that_goes_away_frees_its_slot(client, folder):
+    stream = client.completions.create(model=str(folder), prompt="abc", stream=True, max_tokens=400)
+    next(iter(stream))
+    stream.close()
+    assert ask(client, folder, "abc", max_tokens=4) == "defg"
+    with urllib.request.urlopen(f"{client.base_url}".replace("/v1/", "/metrics")) as said:
+        metrics = json.load(said)
+    assert metrics["running"] <= 1 and metrics["tokens"] > 4 and metrics["tokens_per_step"] > 0
+
+
+def test_a_stop_string_ends_the_answer_of_its_request(client, folder):
+    assert ask(client, folder, "abc", max_tokens=12, stop="gh") == "defgh"
+    assert ask(client, folder, "abc", max_tokens=12) == "defghijklmno"
