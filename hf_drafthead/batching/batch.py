@@ -7,6 +7,8 @@ rows from the first request on, and an empty one is a row that has ended.
 from __future__ import annotations
 
 import functools
+import itertools
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +26,8 @@ from hf_drafthead.generation.state import NOT_A_DISTRIBUTION, DecodingState, Ste
 from hf_drafthead.generation.tree import Tree
 
 logger = logging.get_logger(__name__)
+
+LEAST_SHARED = 32  # tokens of a prompt that are copied from another row; fewer are read as soon
 
 
 class SharedRunner(Runner):
@@ -154,6 +158,31 @@ class Batch:
         member = self.members[row]
         assert self.state is not None and member is not None
         return view(self.state, row, member.prompt_length)
+
+    @torch.no_grad()
+    def beginning(self, prompt: list[int]) -> DecodingState | None:
+        """A copy of what a running row knows of the beginning of a prompt, where much of both is the same.
+
+        Behind the last position that both have in common another token follows, so that it is read again. A layer that
+        keeps a state cannot go back.
+        """
+        if self.state is None or self.reader.mixers:
+            return None
+        self._settle()
+        best, longest = None, LEAST_SHARED
+        for row, member in enumerate(self.members):
+            if member is not None:
+                text = [*member.request.prompt, *member.request.tokens]
+                alike = sum(1 for _ in itertools.takewhile(bool, map(operator.eq, text[:-1], prompt)))
+                if alike - 1 >= longest:
+                    best, longest = row, alike - 1
+        if best is None:
+            return None
+        begun = alone(self.state, best, self.axes)
+        for cache in begun.caches:
+            cache.lengths.clamp_(max=longest)
+            cache.extent = min(cache.extent, longest)
+        return begun
 
     @torch.no_grad()
     def leave(self, rows: list[int]) -> None:

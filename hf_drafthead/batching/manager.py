@@ -35,6 +35,7 @@ logger = logging.get_logger(__name__)
 
 SLOTS = 8  # requests at once where nothing else is said
 WAIT = 10.0  # seconds for which `add_request` waits where the queue is full, as transformers does
+LEAST_PIECE = 64  # tokens of a prompt that are read at once
 LOGGED_EVERY = 1000  # steps between two lines of metrics
 
 
@@ -50,6 +51,8 @@ class Manager:
             `seed` count here, what describes pages and graphs does not.
         slots: requests at once; default: the config's `max_requests_per_batch`, else 8.
         draft_tree: of all requests, see `generate`.
+        longest_pause: for which requests that run wait while the prompt of another is read, in steps of theirs; a
+            longer prompt is read in pieces, with a step between two. Tokens that are read are counted, at least 64.
     """
 
     def __init__(
@@ -61,6 +64,7 @@ class Manager:
         *,
         slots: int | None = None,
         draft_tree: Any = None,
+        longest_pause: float = 2.0,
     ):
         self.model, self.generation_config, self.config = model, generation_config, continuous_batching_config
         asked = slots if slots is not None else getattr(self.config, "max_requests_per_batch", None)
@@ -71,6 +75,7 @@ class Manager:
         wanted = getattr(workload_hints, "num_requests", 0) or SLOTS
         self.slots: int = asked or min(SLOTS, wanted)
         self.most_waiting: int = getattr(self.config, "max_queue_size", 0) or 0
+        self.longest_pause = longest_pause
         self.num_return_sequences: int = config_value("num_return_sequences", generation_config) or 1
         seed = getattr(self.config, "seed", None)
         self.tokenizer: Any = None  # of requests with stop strings that bring none
@@ -422,13 +427,15 @@ class Manager:
                 self.waiting.remove(request)
         for request in gone:
             self._end(request)
-        batch = self._batch
-        if batch is not None:
-            rows = [row for row, each in enumerate(batch.members) if each is not None and each.request.cancelled]
-            self._leave(batch, rows)
+        if self._batch is not None:
+            self._leave_cancelled(self._batch)
         for member in [each for each in self._aside if each.request.cancelled]:
             self._aside.remove(member)
             self._close(member)
+
+    def _leave_cancelled(self, batch: Batch) -> None:
+        rows = [row for row, each in enumerate(batch.members) if each is not None and each.request.cancelled]
+        self._leave(batch, rows)
 
     def _fill(self) -> None:
         """Let requests join as long as there are slots."""
@@ -451,7 +458,9 @@ class Manager:
             try:
                 if batch is None:
                     raise Unsupported("the base does not draft")
-                member = begin(self.model, request, self._plans.largest, batch.reader, _device(self.model))
+                pieces = (self._piece(batch), lambda: self._between(batch)) if batch.running else None
+                shared = batch.beginning(request.prompt), pieces
+                member = begin(self.model, request, self._plans.largest, batch.reader, _device(self.model), *shared)
             except Unsupported as reason:
                 logger.warning_once(f"A request is decoded alone, and others wait for it: {reason}.")
                 decode_alone(self.model, request, _device(self.model))
@@ -469,6 +478,17 @@ class Manager:
         if request.streaming:
             self._deliver(request)
         self._join(batch, member)
+
+    def _piece(self, batch: Batch) -> int:
+        """How many tokens of a prompt are read while those that run wait."""
+        rows = len(batch.running)
+        return max(int(self.longest_pause * rows * self._plans(rows).tree.num_nodes), LEAST_PIECE)
+
+    def _between(self, batch: Batch) -> None:
+        """Between two pieces of a prompt: a step of those that run."""
+        self._leave_cancelled(batch)
+        if batch.running:
+            self._step(batch)
 
     def _join(self, batch: Batch, member: Member) -> None:
         try:

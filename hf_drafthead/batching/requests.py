@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,7 @@ from hf_drafthead.generation.decoding import Stream, prefill
 from hf_drafthead.generation.reader import BaseReader, Unsupported
 from hf_drafthead.generation.releases import CACHE
 from hf_drafthead.generation.settings import DraftPlan
+from hf_drafthead.generation.state import DecodingState
 
 # Objects of the user's, which may draw from the process's generators when they are asked.
 OBJECTS = ("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn", "streamer")
@@ -90,8 +91,19 @@ class Request:
         return any(self.settings.get(name) for name in OBJECTS)
 
 
-def begin(model: Any, request: Request, plan: DraftPlan, reader: BaseReader, device: torch.device) -> Member:
+def begin(
+    model: Any,
+    request: Request,
+    plan: DraftPlan,
+    reader: BaseReader,
+    device: torch.device,
+    begun: DecodingState | None = None,
+    pieces: tuple[int, Callable[[], None]] | None = None,
+) -> Member:
     """Prefill a request, which chooses its first token.
+
+    Args:
+        begun, pieces: see `prefill`.
 
     Raises:
         Unsupported: it cannot share a batch.
@@ -112,7 +124,8 @@ def begin(model: Any, request: Request, plan: DraftPlan, reader: BaseReader, dev
             raise Unsupported("the base has changed since the batch began")
         if getattr(past, "_is_user_defined", False):
             raise Unsupported("a cache of the user's own is given")
-        state, steps = prefill(reader, model.drafter, plan.tree, input_ids, rules, inputs, past, Stream(None, rules))
+        silent = Stream(None, rules)
+        state, steps = prefill(reader, model.drafter, plan.tree, input_ids, rules, inputs, past, silent, begun, pieces)
         if steps is not reader:
             raise Unsupported("the base wants inputs of one prompt alone")
         stream = Stream(streamer, rules)

@@ -145,8 +145,14 @@ def prefill(
     inputs: dict,
     past,
     stream: Stream,
+    begun: DecodingState | None = None,
+    pieces: tuple[int, Callable[[], None]] | None = None,
 ) -> tuple[DecodingState, BaseReader]:
     """Run the base over the prompt, let it choose the first root, and show the prompt to the drafter.
+
+    Args:
+        begun: caches that hold the beginning of this prompt, and a drafter's state behind it; they are taken over.
+        pieces: how many tokens are read at once, and what is called between two pieces.
 
     Returns:
         the state, and how the steps run the base.
@@ -162,14 +168,19 @@ def prefill(
     most = max(longest - prompt_length, 1)  # the first token comes even where a criterion fires on the prompt
     room = min(most, FIRST_ROOM) + 2 * (tree.max_depth + 2)  # as much as `Step` asks for ahead
     config = reader.base.config.get_text_config(decoder=True)
-    cache = reader.cache(batch, positions + room, tree.num_nodes)
+    if begun is None:
+        cache = reader.cache(batch, positions + room, tree.num_nodes)
+    else:
+        cache = begun.rows.cache
+        cache.append()
+        cache.reserve(positions + room, tree.num_nodes)
     if known:
         cache.load(past)
     prompt, chunk = _prepared(reader.base, input_ids, rules.config, inputs, cache), rules.config.prefill_chunk_size
     arguments, position_shift = prompt.arguments, prompt.position_shift
     device = position_shift.device
     if not prompt.unusual:
-        logits, features = _run_prompt(reader, arguments, chunk)
+        logits, features = _run_prompt(reader, arguments, *(pieces or (chunk, None)))
     elif chunk is not None:
         raise Unsupported(f"prefill_chunk_size cannot divide the model input {', '.join(prompt.unusual)}")
     else:
@@ -187,7 +198,7 @@ def prefill(
     stream.show(roots)
     root = roots[:, None].to(device)
     seen = _prompt_for_drafter(drafter, root, features, arguments, inputs.get("attention_mask"))
-    draft_state = drafter.start(batch, positions + most)
+    draft_state = drafter.start(batch, positions + most) if begun is None else begun.rows.draft_state
     if not all(fired):
         draft_state = drafter.observe(draft_state, *seen)
     state = DecodingState(
@@ -304,8 +315,11 @@ def _limits(rules: Rules, last_position: torch.Tensor, past_shift: int) -> Limit
     )
 
 
-def _run_prompt(reader: BaseReader, arguments: dict, chunk: int | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run the base over the prompt, which becomes past, in chunks where the call asks for them.
+def _run_prompt(
+    reader: BaseReader, arguments: dict, chunk: int | None, between: Callable[[], None] | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run the base over the prompt, which becomes past, in chunks where the call asks for them; `between` two of these
+    something else may be run.
 
     Returns:
         logits at the last position, and features at all of them (B, T, F*H).
@@ -315,6 +329,8 @@ def _run_prompt(reader: BaseReader, arguments: dict, chunk: int | None) -> tuple
     chunks = [tokens] if chunk is None or tokens is None else tokens.split(chunk, dim=1)
     parts, known = [], cache.extent
     for part in chunks:
+        if between is not None and parts:
+            between()
         now, start = dict(arguments), cache.extent - known
         if part is not tokens and part is not None:
             end = start + part.shape[1]

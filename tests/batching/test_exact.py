@@ -10,6 +10,7 @@ from transformers import LogitsProcessor, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
 from hf_drafthead.batching.noise import RequestNoise
+from hf_drafthead.generation.reader import BaseReader
 from hf_drafthead.generation.slots import SlotCache
 from tests.bases import tiny_base
 from tests.batching.requests import add, alone, asked, final, prompt
@@ -62,6 +63,27 @@ def test_copies_of_the_text(managed):
     config = model.generation_config.__class__(prompt_lookup_num_tokens=4)
     manager = managed(model, generation_config=config)
     compare(manager, base, [asked(dice, 24) for _ in range(8)])
+
+
+def test_prompts_that_begin_alike_are_read_once(guessing, managed):
+    """And long ones in pieces, between which others go on."""
+    dice, base = random.Random(12), guessing.base
+    manager, start = managed(guessing, slots=4, longest_pause=0.0), prompt(dice, 1) * 40 + prompt(dice)
+    requests = [
+        (start + prompt(dice) * dice.choice([1, 10]), asked(dice)[1] | {"max_new_tokens": 30}) for _ in range(8)
+    ]
+    for _, settings in requests:
+        settings.pop("repetition_penalty", None)
+    read, texts = [], BaseReader.__call__
+
+    def counted(self, last_only, **inputs):
+        read.append(inputs["input_ids"].shape[1])
+        return texts(self, last_only, **inputs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(BaseReader, "__call__", counted)
+        compare(manager, base, requests)
+    assert max(read[1:]) <= 64 and sum(read) < sum(len(tokens) for tokens, _ in requests) - 3 * 40
 
 
 def test_a_random_crowd(guessing, managed):
@@ -145,14 +167,15 @@ OBJECTS = {
 @pytest.mark.parametrize("name", OBJECTS)
 def test_settings_of_the_users_own(name, sample, guessing, managed):
     """Beside requests without any; what cannot share a batch is decoded alone between two steps."""
-    dice, manager = random.Random(name), managed(guessing)
-    expected, names = [], []
+    dice, requests = random.Random(name), []
     for number in range(6):
-        tokens, settings = prompt(dice), {"max_new_tokens": 20, "eos_token_id": None, "seed": number}
+        settings = {"max_new_tokens": 20, "eos_token_id": [2], "seed": number}
         settings |= {"do_sample": True, "top_k": 8} if sample else {}
-        mine = number % 2 == 0
-        expected.append(alone(guessing.base, (tokens, settings | (OBJECTS[name]() if mine else {}))))
-        names.append(add(manager, (tokens, settings | (OBJECTS[name]() if mine else {}))))
+        requests.append((prompt(dice), settings, OBJECTS[name] if number % 2 == 0 else dict))
+    # before the others begin: what draws from the process's generator here would move it there
+    expected = [alone(guessing.base, (tokens, settings | make())) for tokens, settings, make in requests]
+    manager = managed(guessing)
+    names = [add(manager, (tokens, settings | make())) for tokens, settings, make in requests]
     assert [final(manager, each).generated_tokens for each in names] == expected
 
 
