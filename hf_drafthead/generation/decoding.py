@@ -327,7 +327,8 @@ def _run_prompt(
     tokens, cache = arguments.get("input_ids"), arguments[CACHE]
     mask, positions = arguments.get("attention_mask"), arguments.get("position_ids")
     chunks = [tokens] if chunk is None or tokens is None else tokens.split(chunk, dim=1)
-    parts, known = [], cache.extent
+    parts: list[torch.Tensor] = []
+    known = cache.extent
     for part in chunks:
         if between is not None and parts:
             between()

@@ -1,0 +1,167 @@
+"""Many requests of mixed lengths: a batch that they join and leave, against batches that end with their longest row.
+
+    python benchmarks/many_users.py                                        # writes results/many_users.json
+    python benchmarks/many_users.py --requests 8 --most 64 --output /tmp   # a short look
+
+Held-out prompts of the zoo, greedy, float32, all there at once. `many` is `generate_batch` of the model with heads,
+`batches` its `generate` in batches of as many rows, each to the longest answer of the batch, `base` the same of the
+base, and `base many` transformers' own `generate_batch` of the base. A second comparison is one request alone, and a
+third the first token of a request that comes while all slots but one are taken. Seconds are those of the process on
+its CPUs, which other processes on the machine lengthen less than they do those of a clock; both are in the results.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from hf_drafthead import zoo
+from hf_drafthead.evaluation.loading import load
+from hf_drafthead.evaluation.questions import read_questions
+
+HERE = Path(__file__).resolve().parent
+Asked = list[tuple[list[int], int]]  # token ids of each prompt, and how many new tokens
+
+
+def requests(tokenizer: Any, count: int, most: int) -> Asked:
+    """Prompts of the zoo, over and over, with random numbers of new tokens."""
+    dice, texts = random.Random(0), [question.text for question in read_questions(zoo.ASSETS / "prompts.jsonl")]
+    least = min(16, most)
+    return [(tokenizer(texts[number % len(texts)])["input_ids"], dice.randint(least, most)) for number in range(count)]
+
+
+def in_batches(model: Any, asked: Asked, slots: int, padding: int) -> list[list[int]]:
+    """`generate` over some requests at a time, cut to what each had asked for."""
+    texts = []
+    for first in range(0, len(asked), slots):
+        part = asked[first : first + slots]
+        width = max(len(prompt) for prompt, _ in part)
+        rows = [[padding] * (width - len(prompt)) + prompt for prompt, _ in part]
+        mask = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt, _ in part]
+        longest = max(new for _, new in part)
+        settings = {"max_new_tokens": longest, "do_sample": False, "eos_token_id": None, "pad_token_id": padding}
+        output = model.generate(torch.tensor(rows), attention_mask=torch.tensor(mask), **settings)
+        texts += [row[width : width + new].tolist() for row, (_, new) in zip(output, part)]
+    return texts
+
+
+def joined(model: Any, asked: Asked, slots: int) -> list[list[int]]:
+    """One manager for all."""
+    manager = model.init_continuous_batching(slots=slots)
+    names = [manager.add_request(prompt, max_new_tokens=new, eos_token_id=-1) for prompt, new in asked]
+    manager.start()
+    results = {name: manager.get_result(name) for name in names}
+    manager.stop()
+    return [results[name].generated_tokens for name in names]
+
+
+def of_transformers(base: Any, asked: Asked, slots: int) -> list[list[int]]:
+    """transformers' own manager on the base, where it runs on this device."""
+    config = transformers.GenerationConfig(do_sample=False, max_new_tokens=max(new for _, new in asked))
+    config.eos_token_id = -1
+    cb_config = transformers.ContinuousBatchingConfig(max_requests_per_batch=slots, num_blocks=64, max_batch_tokens=512)
+    manager = base.init_continuous_batching(config, cb_config)
+    names = [manager.add_request(prompt, max_new_tokens=new, eos_token_id=-1) for prompt, new in asked]
+    manager.start()
+    results: dict[str, Any] = {}
+    while len(results) < len(names) and manager.is_running():
+        result = manager.get_result(timeout=1)
+        if result is not None and result.is_finished():
+            results[result.request_id] = result
+    manager.stop(block=True)
+    if errors := [result.error for result in results.values() if result.error]:
+        raise RuntimeError(errors[0])
+    return [results[name].generated_tokens for name in names]
+
+
+def measured(run: Callable[[], list[list[int]]]) -> dict[str, Any]:
+    """Tokens, and tokens per second of the process and of the clock; or why it cannot run."""
+    processor, clock = time.process_time(), time.perf_counter()
+    try:
+        texts = run()
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+    seconds, by_clock = time.process_time() - processor, time.perf_counter() - clock
+    tokens = sum(map(len, texts))
+    rates = {"tokens_per_second": round(tokens / seconds, 1), "by_clock": round(tokens / by_clock, 1)}
+    return {"tokens": tokens, "seconds": round(seconds, 3), **rates, "texts": texts}
+
+
+def first_token(model: Any, asked: Asked, slots: int) -> dict[str, Any]:
+    """Steps that are taken between a request and its first token, while others run in all slots but one."""
+    manager = model.init_continuous_batching(slots=slots)
+    manager.start()
+    others = [manager.add_request(prompt, max_new_tokens=1000, eos_token_id=-1) for prompt, _ in asked[: slots - 1]]
+    while manager.metrics_.began < slots - 1:
+        time.sleep(0.01)
+    before = manager.metrics_.steps
+    name = manager.add_request(asked[slots][0], max_new_tokens=20, eos_token_id=-1, streaming=True)
+    manager.get_result(name)
+    steps = manager.metrics_.steps - before
+    for other in others:
+        manager.cancel_request(other)
+    manager.stop()
+    return {"others": slots - 1, "steps_until_first_token": steps}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--family", default="eagle3")
+    parser.add_argument("--requests", type=int, default=64)
+    parser.add_argument("--slots", type=int, default=8)
+    parser.add_argument("--most", type=int, default=256, help="new tokens of a request, 16 at least")
+    parser.add_argument("--output", type=Path, default=HERE / "results")
+    args = parser.parse_args()
+    transformers.utils.logging.disable_progress_bar()
+    model, tokenizer = load(zoo.path(args.family), dtype=torch.float32)
+    asked = requests(tokenizer, args.requests, args.most)
+    padding = tokenizer.pad_token_id or 0
+    runs: dict[str, Callable[[], list[list[int]]]] = {
+        "many": lambda: joined(model, asked, args.slots),
+        "batches": lambda: in_batches(model, asked, args.slots, padding),
+        "base": lambda: in_batches(model.base, asked, args.slots, padding),
+        "base many": lambda: of_transformers(model.base, asked, args.slots),
+        "one, many": lambda: joined(model, asked[:1] * 1, args.slots),
+        "one, generate": lambda: in_batches(model, asked[:1] * 1, 1, padding),
+    }
+    for warm in ("many", "batches"):  # costs of steps are measured once for a machine
+        {"many": joined, "batches": lambda *given: in_batches(*given, padding)}[warm](
+            model, asked[: args.slots], args.slots
+        )
+    found = {}
+    for name, run in runs.items():
+        found[name] = measured(run)
+        print(name, {key: value for key, value in found[name].items() if key != "texts"}, flush=True)
+    texts = {name: one.pop("texts", None) for name, one in found.items()}
+    result = {
+        "family": args.family,
+        "requests": args.requests,
+        "slots": args.slots,
+        "new_tokens": [16, args.most],
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "found": found,
+        "differ_from_base": sum(one != other for one, other in zip(texts["many"] or [], texts["base"] or [])),
+        "first_token": first_token(model, asked, args.slots),
+    }
+    rate = {name: one.get("tokens_per_second", 0.0) for name, one in found.items()}
+    result["many_over"] = {
+        name: round(rate["many"] / rate[name], 3) for name in ("batches", "base", "base many") if rate[name]
+    }
+    result["one_over_generate"] = round(rate["one, many"] / rate["one, generate"], 3)
+    args.output.mkdir(parents=True, exist_ok=True)
+    (args.output / "many_users.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    print({name: result[name] for name in ("many_over", "one_over_generate", "first_token", "differ_from_base")})
+
+
+if __name__ == "__main__":
+    main()
