@@ -37,7 +37,7 @@ from hf_drafthead.evaluation.measurement import STAGES, time_split
 from hf_drafthead.evaluation.roofline import Machine, base_work, seconds_of, step_work
 from hf_drafthead.generation import StepRecord
 from hf_drafthead.generation.settings import DEFAULT_TREE
-from hf_drafthead.modeling.families import FAMILIES, fresh_heads
+from hf_drafthead.modeling.families import TRAINED, fresh_heads
 from hf_drafthead.trees.timing import time_interleaved
 
 SHAPES: dict[str, dict[str, int]] = {
@@ -218,7 +218,7 @@ def models(args: argparse.Namespace) -> Iterator[tuple[str, PreTrainedModel, tor
     dtype = getattr(torch, args.dtype)
     if args.shape:
         asked = args.family or ["medusa"]
-        for family in FAMILIES if "all" in asked else asked:
+        for family in TRAINED if "all" in asked else asked:
             prompt = torch.randint(0, 32000, (args.batch, args.context), generator=torch.Generator().manual_seed(0))
             yield f"{args.shape} {family}", random_model(args.shape, family, dtype, args.device), prompt
         return
@@ -236,7 +236,7 @@ def main() -> None:
     parser.add_argument(
         "--family",
         action="append",
-        choices=[*FAMILIES, "all"],
+        choices=[*TRAINED, "all"],
         help="heads of the random shape, may be repeated; default: medusa",
     )
     parser.add_argument("--nodes", type=int, nargs="*", default=[8, 16, 32, 64], help="tree sizes, root included")

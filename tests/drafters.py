@@ -79,6 +79,7 @@ class Oracle:
     per_node: bool = False
     max_depth: int | None = None
     draft_tokens: torch.Tensor | None = None
+    copies: int | None = None
     tolerance: float = 1e-9
     reads: tuple[int, ...] = (-1,)
     states: list[Knowledge] = field(default_factory=list)

@@ -1,4 +1,5 @@
-"""The families that every law runs over: those of the package's table, so that a new one inherits the specification."""
+"""The families that every law runs over: those of the package's table that have heads, so that a new one inherits the
+specification."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -132,7 +133,7 @@ VARIED: dict[str, dict[str, Any]] = {
 }
 FAMILIES = [
     Family(name, family.model_class, own_fields(family.config()) | VARIED.get(name, {}))
-    for name, family in families.FAMILIES.items()
+    for name, family in families.TRAINED.items()
 ]
 FAMILIES.insert(
     1, Family("medusa-shared", MedusaForCausalLM, {"share_lm_head": True, "num_layers": 2, "draft_vocab_size": 50})

@@ -82,7 +82,7 @@ FAMILIES: dict[str, Recipe] = {
         {**({} if family.config().max_depth is None else HEADS), **FIELDS.get(name, {})},
         ARGUMENTS.get(name, {}),
     )
-    for name, family in families.FAMILIES.items()
+    for name, family in families.TRAINED.items()
 }
 
 

@@ -15,7 +15,7 @@ from huggingface_hub.errors import NotASafetensorsRepoError, SafetensorsParsingE
 
 from hf_drafthead.generation.entries import CalibrationKey, heads_hash, tree_of
 from hf_drafthead.generation.settings import AUTO, DraftSettings
-from hf_drafthead.generation.tree import DraftTree, resolve
+from hf_drafthead.generation.tree import LOOKUP, DraftTree, resolve
 from hf_drafthead.modeling.base_model import is_local
 from hf_drafthead.modeling.checkpoint import HTTP_ERROR, checkpoint_files, read_heads_config, read_tensors, why_refused
 from hf_drafthead.modeling.files import in_one_line, open_tensors, read_json
@@ -109,7 +109,7 @@ def read_facts(folder: Path, model: Any = None) -> Facts:
 
 def static_tree(chosen: Any, depth: int | None, vocabulary: int) -> DraftTree | None:
     """The tree that a generation config names; None where steps have trees of their own, or it names none."""
-    tree = None if chosen in (None, AUTO) else resolve(chosen, depth, vocabulary)
+    tree = None if chosen in (None, AUTO, LOOKUP) else resolve(chosen, depth, vocabulary)
     return tree if isinstance(tree, DraftTree) else None
 
 

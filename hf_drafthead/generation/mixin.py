@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import reprlib
 import types
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
@@ -36,7 +37,7 @@ from hf_drafthead.generation.runner import Execution
 from hf_drafthead.generation.settings import AUTO, DraftPlan, DraftSettings
 from hf_drafthead.generation.slots import can_load
 from hf_drafthead.generation.state import DraftHeadGenerateOutput, StepRecord
-from hf_drafthead.generation.tree import DraftTree, DynamicTree
+from hf_drafthead.generation.tree import LOOKUP, DraftTree, DynamicTree
 
 logger = logging.get_logger(__name__)
 P = ParamSpec("P")
@@ -162,12 +163,14 @@ class DraftHeadGenerationMixin(GenerationMixin):
             "posterior_alpha": posterior_alpha,
         }
         looks_up = config.prompt_lookup_num_tokens is not None and assistant_model is None
-        if isinstance(draft_tree, (str, list)) and draft_tree in ("lookup", []):
-            asked["draft_tree"] = _copies_alone(draft_tree, looks_up)
-        chooses = asked["draft_tree"] in (None, AUTO)
+        copies = config.prompt_lookup_num_tokens if looks_up else self.drafter.copies
+        if self.drafter.copies is not None and draft_tree == AUTO:  # copies alone are drafted while they pay anyway
+            asked["draft_tree"] = LOOKUP
         settings = DraftSettings.from_config(config, **asked)
         # checked also where a measured tree comes before it
         plan = None if settings.draft_tree == AUTO else settings.plan(*self._guesses_among())
+        self._check_copies(settings, plan, draft_tree, copies)
+        chooses = draft_tree in (None, AUTO) and self.drafter.copies is None
         config.__dict__.pop("calibration", None)  # the base would copy it
         drafting = config.without("prompt_lookup_num_tokens") if looks_up else config
         call = {
@@ -187,7 +190,7 @@ class DraftHeadGenerationMixin(GenerationMixin):
                 reader=self._base_reader(),
                 plan=None if chooses else plan,
                 settings=settings,
-                copies=config.prompt_lookup_num_tokens if looks_up else None,
+                copies=copies,
                 execution=Execution.wanted(self, config),
                 streamer=streamer,
                 on_step=on_step,
@@ -285,6 +288,18 @@ class DraftHeadGenerationMixin(GenerationMixin):
         """Generate for many prompts of any lengths, some at a time, see `batching.generate_batch`."""
         return _batching().generate_batch(self, inputs, *args, **kwargs)
 
+    def _check_copies(self, settings: DraftSettings, plan: DraftPlan | None, asked: Any, copies: int | None) -> None:
+        """Refuse a tree of heads where there are none, and copies alone where none are asked for."""
+        if self.drafter.copies is not None and plan is not None and plan.tree.num_nodes > 1:
+            raise ValueError(
+                f"draft_tree is {reprlib.repr(settings.draft_tree)}, but this model has no heads and guesses copies of "
+                "the text alone: leave it out, or put heads on the base."
+            )
+        if copies is None and isinstance(asked, (str, list)) and asked in (LOOKUP, []):
+            raise ValueError(
+                f"draft_tree is {asked!r}, which guesses copies of the text alone: give prompt_lookup_num_tokens too."
+            )
+
     def why_no_drafts(self) -> str | None:
         """Why no call of `generate` can draft on this base, found out by a short one; None if calls can."""
         short = {"max_new_tokens": 2, "min_new_tokens": None, "stop_strings": None, "cache_implementation": None}
@@ -294,7 +309,9 @@ class DraftHeadGenerationMixin(GenerationMixin):
         try:
             reader = self._base_reader()
             _check_call(self.base, self._merged_config(None, {})[0], None, None)
-            loop = self._loop(reader=reader, plan=DraftPlan(DraftTree([(0,)])), execution=Execution("eager"))
+            copies = self.drafter.copies
+            plan = DraftPlan(DraftTree([(0,)]) if copies is None else DraftTree.root_alone())
+            loop = self._loop(reader=reader, plan=plan, copies=copies, execution=Execution("eager"))
             self.base.generate(probe_tokens(self.base)[None, :4], generation_config=config, custom_generate=loop)
         except Unsupported as reason:
             return str(reason)
@@ -420,15 +437,6 @@ def _of_text(base, call: dict[str, Any]) -> dict[str, Any]:
     if positions is not None and positions.dim() == 3 and bool((positions == positions[:1]).all()):
         inputs["position_ids"] = positions[0]  # a position of the text is the same on every axis
     return inputs
-
-
-def _copies_alone(draft_tree: str | list, looks_up: bool) -> DraftTree:
-    """The tree of a call that guesses copies of the text alone."""
-    if not looks_up:
-        raise ValueError(
-            f"draft_tree is {draft_tree!r}, which guesses copies of the text alone: give prompt_lookup_num_tokens too."
-        )
-    return DraftTree.root_alone()
 
 
 def _check_call(base, config: GenerationConfig, assistant_model, synced_gpus: bool | None) -> None:

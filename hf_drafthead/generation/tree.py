@@ -33,6 +33,7 @@ RankPath = tuple[int, ...]
 # A step holds two (N, N) masks, and every forward of the base N more positions: published trees have at most 64 nodes.
 MAX_NODES = 4096
 MAX_DEPTH = 256
+LOOKUP = "lookup"  # copies from the text in the place of a tree of guesses
 DEFAULT_MATCH = 3  # last tokens that are looked for in the text at first
 MAX_MADE = 65_536  # nodes that a dynamic tree guesses in a step, row by row; published trees guess some hundreds
 
@@ -435,14 +436,16 @@ def resolve(tree: Any, max_depth: int | None, vocabulary: int) -> Tree:
     """The tree that a `draft_tree` setting names, checked against what the heads can guess.
 
     Args:
-        tree: "dynamic", which is cut to the heads there are; {"dynamic": {"nodes": 32, ...}}; a DynamicTree; or what
-            `DraftTree.resolve` takes.
+        tree: "dynamic", which is cut to the heads there are; {"dynamic": {"nodes": 32, ...}}; a DynamicTree; "lookup"
+            or no path at all, the root alone; or what `DraftTree.resolve` takes.
         max_depth: the number of heads; None where the drafter can go on for ever.
         vocabulary: the number of tokens that the heads choose among.
 
     Raises:
         TypeError, ValueError: no such tree, or one that these heads cannot fill.
     """
+    if tree in (LOOKUP, []):
+        return DraftTree.root_alone()
     if tree == "dynamic":
         return DynamicTree().fitted(max_depth, vocabulary)
     if isinstance(tree, Mapping):

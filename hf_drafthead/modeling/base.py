@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers.utils import logging
 
@@ -23,7 +24,7 @@ from hf_drafthead.modeling.adapters import (
     save_adapter,
 )
 from hf_drafthead.modeling.base_model import copy_tokenizer
-from hf_drafthead.modeling.checkpoint import remove_earlier_weights
+from hf_drafthead.modeling.checkpoint import remove_earlier_weights, weight_names
 from hf_drafthead.modeling.config import DraftHeadConfig
 from hf_drafthead.modeling.loading import HUB_ARGUMENTS, LoadableModel
 
@@ -110,6 +111,8 @@ class DraftHeadPreTrainedModel(LoadableModel):
         finally:
             self.config, self._hf_peft_config_loaded = live, adapted
         if is_main_process:
+            if not tensors:  # transformers writes no file then, and heads without one are taken for damaged
+                save_file({}, Path(save_directory) / weight_names(kwargs.get("variant"))[0], {"format": "pt"})
             remove_earlier_weights(Path(save_directory), kwargs.get("variant"))
             remove_earlier_adapter(Path(save_directory), whole=not adapted, of_base=include_base or not adapter)
             if include_code and (write_code := self._code_writer()) is not None:

@@ -31,6 +31,7 @@ class Drafter(nn.Module):
         keeps_history: True if `observe` needs every verified position, False if only each row's last one counts: of the
             prompt it is then given no other.
         asked_by: a setting of transformers' `generate` that asks for what this drafter does; None if there is none.
+        copies: how many tokens each step copies from the text, where that is all that this drafter guesses; else None.
         loaded: the heads were trained already where they were made: what builds them anew has to keep their weights.
         starts_at_anchors: True if `head_states` takes `anchors`, the positions (B, M) at which guesses begin, each of
             which costs a pass of its own: training then samples some of a text.
@@ -42,6 +43,7 @@ class Drafter(nn.Module):
     reads: tuple[int, ...] = (-1,)
     keeps_history: bool = False
     asked_by: str | None = None
+    copies: int | None = None
     loaded: bool = False
     starts_at_anchors: bool = False
     draft_tokens: Tensor | None

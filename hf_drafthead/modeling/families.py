@@ -20,11 +20,13 @@ from hf_drafthead.modeling.eagle3 import EAGLE3_RECIPE, Eagle3Config, Eagle3ForC
 from hf_drafthead.modeling.hydra import HYDRA_PLUS_PLUS_RECIPE, HYDRA_RECIPE, HydraConfig, HydraForCausalLM
 from hf_drafthead.modeling.medusa import MEDUSA_JOINT_RECIPE, MEDUSA_RECIPE, MedusaConfig, MedusaForCausalLM
 from hf_drafthead.modeling.mtp import MtpConfig, MtpForCausalLM
+from hf_drafthead.modeling.prompt_lookup import LookupConfig, LookupForCausalLM
 
 # For type checkers, for which the package's classes are the public names of this module; at run time CLASSES has them.
 __all__ = ["AmphistaConfig", "DFlashConfig", "DraftModelConfig", "EagleConfig", "Eagle3Config", "HydraConfig"]
 __all__ += ["MedusaConfig", "MtpConfig", "AmphistaForCausalLM", "DFlashForCausalLM", "DraftModelForCausalLM"]
 __all__ += ["EagleForCausalLM", "Eagle3ForCausalLM", "HydraForCausalLM", "MedusaForCausalLM", "MtpForCausalLM"]
+__all__ += ["LookupConfig", "LookupForCausalLM"]
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,7 @@ class Family:
         paper: arXiv number.
         model_class: its model; several families may share one.
         config: makes the config of fresh heads from config fields.
-        recipe: training arguments of its paper.
+        recipe: training arguments of its paper; None where there is nothing to train.
         joint_recipe: training arguments that differ where the base is trained too.
     """
 
@@ -46,7 +48,7 @@ class Family:
     paper: str
     model_class: type[DraftHeadPreTrainedModel]
     config: Callable[..., DraftHeadConfig]
-    recipe: Mapping[str, Any]
+    recipe: Mapping[str, Any] | None
     joint_recipe: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -66,8 +68,10 @@ _TABLE = (
     Family("dflash", "DFlash", "2602.06036", DFlashForCausalLM, DFlashConfig, DFLASH_RECIPE),
     Family("dspark", "DSpark", "2607.05147", DFlashForCausalLM, DFlashConfig.dspark, DSPARK_RECIPE),
     Family("draft-model", "Draft model", "2211.17192", DraftModelForCausalLM, DraftModelConfig, DRAFT_MODEL_RECIPE),
+    Family("lookup", "Prompt lookup", "2304.04487", LookupForCausalLM, LookupConfig, None),
 )
 FAMILIES: dict[str, Family] = {family.name: family for family in _TABLE}
+TRAINED = {name: family for name, family in FAMILIES.items() if family.recipe is not None}  # those that have heads
 BY_MODEL_TYPE: dict[str, type[DraftHeadPreTrainedModel]] = {
     family.model_class.config_class.model_type: family.model_class for family in FAMILIES.values()
 }
@@ -83,6 +87,38 @@ def find_family(name: str) -> Family:
     if name not in FAMILIES:
         raise ValueError(f"the family {name!r} is not known: expected one of {', '.join(sorted(FAMILIES))}.")
     return FAMILIES[name]
+
+
+def find_recipe(name: str) -> Mapping[str, Any]:
+    """The training arguments of a family's paper; a ValueError where there is no such family or nothing to train."""
+    family = find_family(name)
+    if family.recipe is None:
+        raise ValueError(
+            f"{name!r} has nothing to train, it copies from the text alone: give one of {', '.join(sorted(TRAINED))}."
+        )
+    return family.recipe
+
+
+def from_base(
+    base: str | os.PathLike | nn.Module, family: str = "lookup", **arguments: Any
+) -> DraftHeadPreTrainedModel:
+    """A model whose `generate` writes the base's own text in fewer forward passes; without a family, untrained.
+
+    Without a family it copies its guesses from the text itself (prompt lookup), on every base that can verify a path of
+    guesses, with batches, seeds and captured steps: text that repeats parts of itself or of the prompt, such as code,
+    summaries and answers about a document, takes fewer passes. `prompt_lookup_num_tokens` and `max_matching_ngram_size`
+    of `generate` say how many tokens a step copies (10) and how many must match (3 at most); `save_pretrained` writes a
+    folder that names the base and holds no tensors, which `AutoModel.from_pretrained` loads.
+
+    Args:
+        base: Hub id or path of a causal language model, or a loaded model.
+        family: of fresh heads instead, to be trained (`medusa`, `eagle3`, ...).
+        arguments: config fields, and arguments for loading the base, as of the model class's own `from_base`.
+
+    Raises:
+        OSError, TypeError, ValueError: as there; or there is no such family.
+    """
+    return fresh_heads(family, base, **arguments)
 
 
 def fresh_heads(family: str, base: str | os.PathLike | nn.Module, **arguments: Any) -> DraftHeadPreTrainedModel:

@@ -16,6 +16,7 @@ from transformers.utils import logging
 from hf_drafthead.generation.mixin import DraftHeadGenerationMixin
 from hf_drafthead.generation.releases import keep_picklable
 from hf_drafthead.generation.settings import DEFAULT_TREE, DraftSettings
+from hf_drafthead.generation.tree import LOOKUP
 from hf_drafthead.modeling.adapters import active_adapter, adapt, find_adapter, unwrapped
 from hf_drafthead.modeling.base_model import (
     auto_class,
@@ -200,7 +201,7 @@ class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
         model.drafter.train(loaded.training)
         model.training = loaded.training
         model._take_generation_config({})
-        model.generation_config.draft_tree = DEFAULT_TREE
+        model.generation_config.draft_tree = DEFAULT_TREE if model.drafter.copies is None else LOOKUP
         if not model.training and last_layer(loaded)[0].type != "meta" and (reason := model.why_no_drafts()):
             logger.warning_once(f"These heads will never draft, the base will decode by itself: {reason}.")
         return model

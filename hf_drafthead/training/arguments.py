@@ -12,7 +12,7 @@ from transformers import TrainingArguments
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 from hf_drafthead.data.texts import one_line
-from hf_drafthead.modeling.families import find_family
+from hf_drafthead.modeling.families import find_family, find_recipe
 from hf_drafthead.training.heads_loss import SCHEDULES
 
 OBJECTIVE_WEIGHTS = ("next_token_weight", "teacher_weight", "feature_weight", "distance_weight")
@@ -189,7 +189,7 @@ class DraftHeadTrainingArguments(TrainingArguments):
             )
         recipe = arguments.get("recipe") or ("quick" if arguments.get("hours") else None)
         quick = QUICK if recipe == "quick" else {}
-        return cls(output_dir=output_dir, **{**find_family(family).recipe, **quick, **arguments, "recipe": recipe})
+        return cls(output_dir=output_dir, **{**find_recipe(family), **quick, **arguments, "recipe": recipe})
 
 
 def _differs(arguments: Any, field: Field) -> bool:

@@ -22,7 +22,7 @@ from transformers.utils import logging
 from hf_drafthead.generation.reader import BaseReader
 from hf_drafthead.modeling.adapters import add_adapter
 from hf_drafthead.modeling.base import DraftHeadPreTrainedModel
-from hf_drafthead.modeling.families import find_family
+from hf_drafthead.modeling.families import find_recipe
 from hf_drafthead.training.arguments import CHECKPOINTING, DraftHeadTrainingArguments
 from hf_drafthead.training.callbacks import CheckGradients, Clock
 from hf_drafthead.training.expected_tokens_per_step import ExpectedTokensPerStep
@@ -357,12 +357,12 @@ def heads_output(
             "the base has adapters that are to be trained, but labels train the heads only: freeze them "
             "(model.base.requires_grad_(False)), or train base and heads together with `hf-drafthead train --joint`."
         )
+    settings = recipe_of(model)
     if next(model.drafter.parameters()).dtype.itemsize < 4:
         logger.warning_once(
             "the heads are in half precision, in which small updates are lost: call model.drafter.float() before the "
             "Trainer is made; they are computed in bfloat16 all the same."
         )
-    settings = recipe_of(model)
     inputs = {"input_ids": input_ids, "labels": labels}
     if attention_mask is not None:
         inputs["attention_mask"] = attention_mask
@@ -373,7 +373,7 @@ def heads_output(
 def recipe_of(model: DraftHeadPreTrainedModel) -> dict[str, Any]:
     """The training arguments of the family's paper, with the defaults of what it does not say."""
     defaults = {each.name: each.default for each in dataclasses.fields(DraftHeadTrainingArguments)}
-    return {**defaults, **find_family(model.config.family).recipe}
+    return {**defaults, **find_recipe(model.config.family)}
 
 
 def loss_of(model: DraftHeadPreTrainedModel, settings: Mapping[str, Any], **of_base: Any) -> HeadsLoss:

@@ -107,6 +107,8 @@ def calibrate(
     """
     if minutes is not None and not 0 < minutes < math.inf:
         raise ValueError(f"minutes is {minutes}: expected a number above 0.")
+    if model.drafter.copies is not None:
+        raise ValueError("this model has no heads and guesses copies of the text alone: there is no tree to choose.")
     if (reason := model.why_no_drafts()) is not None:
         raise ValueError(f"there is no tree to choose, for these heads never draft on this base: {reason}.")
     if not 2 <= max_nodes <= MAX_NODES:

@@ -13,7 +13,7 @@ SIZE = 23
 IDS = torch.arange(24).view(2, 12) % 60 + 3
 ALL = [
     Family(name, family.model_class, {**own_fields(family.config()), **VARIED.get(name, {}), "draft_vocab_size": SIZE})
-    for name, family in families.FAMILIES.items()
+    for name, family in families.TRAINED.items()
 ]
 SHARED = [
     Family(family.name, family.model_class, {**family.fields, "share_lm_head": True, "lm_head_rank": None})

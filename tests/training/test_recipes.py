@@ -7,7 +7,7 @@ import pytest
 import torch
 from matplotlib.figure import Figure
 
-from hf_drafthead.modeling.families import FAMILIES, fresh_heads
+from hf_drafthead.modeling.families import TRAINED, fresh_heads
 from hf_drafthead.training import callbacks, run
 from hf_drafthead.training.arguments import QUICK, DraftHeadTrainingArguments
 from hf_drafthead.training.callbacks import Clock, TrainingLog
@@ -73,7 +73,7 @@ def test_tokens_to_cover_a_share_of_the_labels_are_counted():
     assert [tokens_to_cover(rows, 10, share) for share in shares] == [1, 1, 2, 3, 4]
 
 
-@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "draft-model"])
+@pytest.mark.parametrize("family", [family for family in TRAINED if family != "draft-model"])
 def test_in_the_quick_recipe_heads_on_many_tokens_choose_among_those_that_cover_the_text(family, monkeypatch):
     fields, said = {"feature_layers": [0, 1]} if family.startswith("eagle3") else {}, []
     rows = labelled(*(token for token in range(400) for _ in range(2)), *range(400, 404))

@@ -1,0 +1,149 @@
+"""A model without heads: `hf_drafthead.from_base(base)` guesses copies of the text alone, on every base that drafts."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, pipeline
+
+import hf_drafthead
+from hf_drafthead import LookupForCausalLM
+from hf_drafthead.generation.drafting import Guesses
+from hf_drafthead.training import train_heads
+from hf_drafthead.trees.calibrate import calibrate
+from tests.bases import HYBRID, KINDS, VOCABULARY, tiny_base
+from tests.generation import test_recorded
+from tests.generation.agreement import shared_base
+from tests.generation.test_lookup import RUNNERS, circling_base, repeating_prompt
+
+DRAFTS = [*(kind for kind in KINDS if kind not in ("mpt", "mamba")), *HYBRID]
+SAMPLED = {"do_sample": True, "top_k": 20, "temperature": 0.7}
+recordings = test_recorded.recordings  # where there are graphs
+
+
+def fields_of(kind: str) -> dict:
+    """States are float32 whatever the dtype; eager attention of padding in float64 gives what is no number."""
+    return {"dtype": torch.float32, "attn_implementation": None} if kind in (*HYBRID, "gemma2") else {}
+
+
+def both(model, rows=3, **call):
+    """The same call of the model, which drafts, and of its base: the same text and state of the generator."""
+    call = {**repeating_prompt(rows), "max_new_tokens": 20, "eos_token_id": 5, "pad_token_id": 0, **call}
+    torch.manual_seed(3)
+    expected = model.base.generate(**call)
+    state = torch.get_rng_state()
+    torch.manual_seed(3)
+    found = model.generate(**call, return_dict_in_generate=True)
+    assert found.accepted_lengths is not None, model.why_no_drafts()
+    assert torch.equal(found.sequences, expected) and torch.equal(torch.get_rng_state(), state)
+    return found
+
+
+@pytest.mark.parametrize("sampling", [{}, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("kind", DRAFTS)
+def test_the_text_is_the_base_s_on_every_base(kind, rows, sampling):
+    both(hf_drafthead.from_base(shared_base(kind, **fields_of(kind))), rows, **sampling)
+
+
+@pytest.mark.parametrize("how", RUNNERS)
+@pytest.mark.parametrize("kind", ["llama-gqa", "qwen3.5", "granite-hybrid", "lfm2"])
+def test_with_every_runner(kind, how, recordings):
+    found = both(hf_drafthead.from_base(tiny_base(kind, **fields_of(kind))), **RUNNERS[how])
+    assert (len(recordings) > 0) == (how == "recorded") and (found.accepted_lengths >= 0).all()
+
+
+def test_text_that_repeats_itself_takes_fewer_steps():
+    base = circling_base()
+    text = base.generate(**repeating_prompt(1), max_new_tokens=VOCABULARY, eos_token_id=None)
+    call = {"max_new_tokens": 23, "eos_token_id": None, "attention_mask": torch.ones_like(text)}
+    found = both(hf_drafthead.from_base(base), 1, input_ids=text, **call)
+    assert found.accepted_lengths.tolist() == [[11, 11]]
+    found = both(hf_drafthead.from_base(base, num_draft_heads=4), 1, input_ids=text, **call)
+    assert found.accepted_lengths.tolist() == [[5, 5, 5, 5, 2]]
+    found = hf_drafthead.from_base(base).generate(
+        text, **call, prompt_lookup_num_tokens=2, return_dict_in_generate=True, draft_tree="auto"
+    )
+    assert found.accepted_lengths.tolist() == [[3] * 7 + [1]]
+
+
+def test_the_drafter_is_asked_for_no_guess_and_has_no_weights(monkeypatch):
+    def asked(*_):
+        raise AssertionError
+
+    monkeypatch.setattr(Guesses, "top", asked)
+    model = hf_drafthead.from_base(shared_base("llama"))
+    both(model)
+    assert [*model.drafter.parameters(), *model.drafter.buffers()] == []
+
+
+def test_a_call_that_cannot_draft_is_the_base_s_own_and_no_lookup_of_transformers():
+    base = tiny_base("qwen3.5", dtype=torch.float32, attn_implementation=None)  # which refuses that
+    model, call = hf_drafthead.from_base(base), {**repeating_prompt(2), "max_new_tokens": 6, "num_beams": 2}
+    assert torch.equal(model.generate(**call), base.generate(**call))
+
+
+@pytest.mark.parametrize("included", [False, True])
+def test_a_checkpoint_names_the_base_and_holds_no_tensors(included, tmp_path):
+    tiny_base("lfm2", dtype=torch.float32, attn_implementation=None).save_pretrained(tmp_path / "base")
+    model = hf_drafthead.from_base(tmp_path / "base", num_draft_heads=6)
+    model.generation_config.max_matching_ngram_size = 2
+    model.save_pretrained(tmp_path / "copies", include_base=included)
+    size = (tmp_path / "copies" / "model.safetensors").stat().st_size
+    assert (size > 10_000) == included
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "copies")
+    assert type(loaded) is LookupForCausalLM and loaded.why_no_drafts() is None
+    assert loaded.drafter.copies == 6 and loaded.generation_config.max_matching_ngram_size == 2
+    assert torch.equal(both(loaded).sequences, both(model).sequences)
+    for other in (copy.deepcopy(loaded), pickle.loads(pickle.dumps(loaded))):
+        assert torch.equal(both(other).sequences, both(model).sequences)
+
+
+def test_in_a_pipeline():
+    words = Tokenizer(models.WordLevel({f"w{number}": number for number in range(VOCABULARY)}, unk_token="w3"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", eos_token="w2", padding_side="left")
+    base = tiny_base("granite-hybrid", dtype=torch.float32, attn_implementation=None)
+    texts = []
+    for model in (base, hf_drafthead.from_base(base)):
+        write = pipeline("text-generation", model=model, tokenizer=tokenizer)
+        texts.append(write(["w5 w6 w7 w5 w6", "w9"], max_new_tokens=12, do_sample=False, batch_size=2))
+    assert texts[0] == texts[1]
+
+
+def test_a_base_that_was_resized_or_whose_lm_head_is_quantized_drafts():
+    model = hf_drafthead.from_base(tiny_base("llama-gqa", dtype=torch.float32))
+    model.resize_token_embeddings(VOCABULARY + 3)
+    both(model)
+    base = tiny_base("llama-gqa", dtype=torch.float32)
+    base.lm_head = torch.ao.quantization.quantize_dynamic(torch.nn.Sequential(base.lm_head), dtype=torch.qint8)[0]
+    both(hf_drafthead.from_base(base))
+
+
+@pytest.mark.parametrize("tree", [[[0]], "dynamic", "mc_sim_7b_63", {"dynamic": {"nodes": 4}}], ids=str)
+def test_a_tree_of_heads_is_refused(tree):
+    model = hf_drafthead.from_base(shared_base("llama"))
+    with pytest.raises(ValueError, match="this model has no heads and guesses copies of the text alone: leave it out"):
+        model.generate(torch.tensor([[5, 6]]), draft_tree=tree, max_new_tokens=4)
+
+
+def test_what_needs_heads_is_refused(tmp_path):
+    base = tiny_base("llama", dtype=torch.float32)
+    model = hf_drafthead.from_base(base)
+    with pytest.raises(ValueError, match="copies of the text alone: there is no tree to choose"):
+        calibrate(model)
+    with pytest.raises(ValueError, match="'lookup' has nothing to train, it copies from the text alone: give one of"):
+        train_heads(str(tmp_path), "lookup", None, tmp_path / "out")
+    text = torch.tensor([[5, 6, 7, 8]])
+    with pytest.raises(ValueError, match="'lookup' has nothing to train"):
+        model.train()(text, labels=text)
+    with pytest.raises(ValueError, match="draft_vocab_size is 8, but copies are of all tokens"):
+        hf_drafthead.from_base(base, draft_vocab_size=8)
+    with pytest.raises(ValueError, match="num_draft_heads is 0: expected a whole number from 1 to 64"):
+        hf_drafthead.from_base(base, num_draft_heads=0)
+
+
+def test_a_family_puts_fresh_heads_on_the_base():
+    assert hf_drafthead.from_base(tiny_base("llama"), "medusa", num_draft_heads=2).config.family == "medusa"
