@@ -170,7 +170,6 @@ class DraftHeadGenerationMixin(GenerationMixin):
         # checked also where a measured tree comes before it
         plan = None if settings.draft_tree == AUTO else settings.plan(*self._guesses_among())
         self._check_copies(settings, plan, draft_tree, copies)
-        chooses = draft_tree in (None, AUTO) and self.drafter.copies is None
         config.__dict__.pop("calibration", None)  # the base would copy it
         drafting = config.without("prompt_lookup_num_tokens") if looks_up else config
         call = {
@@ -188,7 +187,7 @@ class DraftHeadGenerationMixin(GenerationMixin):
             _check_call(self.base, drafting, assistant_model, synced_gpus)
             loop = self._loop(
                 reader=self._base_reader(),
-                plan=None if chooses else plan,
+                plan=None if draft_tree in (None, AUTO) and self.drafter.copies is None else plan,
                 settings=settings,
                 copies=copies,
                 execution=Execution.wanted(self, config),

@@ -36,9 +36,9 @@ class LookupDrafter(Drafter):
     config: LookupConfig
     reads = ()
 
-    @property
-    def copies(self) -> int:
-        return self.config.num_draft_heads
+    def __init__(self, config: LookupConfig) -> None:
+        super().__init__(config)
+        self.copies = config.num_draft_heads
 
     def prepare(self) -> None:
         """There is nothing to prepare: no lm_head is read."""
