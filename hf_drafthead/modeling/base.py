@@ -104,6 +104,7 @@ class DraftHeadPreTrainedModel(LoadableModel):
         if not include_base:
             tensors = {name: tensor for name, tensor in tensors.items() if name.startswith("drafter.")}
             kwargs["save_original_format"] = False  # renamings of the base's architecture are not for the heads
+        nothing = not tensors  # which transformers empties as it writes
         live, self.config = self.config, self._stored_config(include_base, bool(adapter))
         self._hf_peft_config_loaded = False
         try:
@@ -111,7 +112,7 @@ class DraftHeadPreTrainedModel(LoadableModel):
         finally:
             self.config, self._hf_peft_config_loaded = live, adapted
         if is_main_process:
-            if not tensors:  # transformers writes no file then, and heads without one are taken for damaged
+            if nothing:  # transformers writes no file then, and heads without one are taken for damaged
                 save_file({}, Path(save_directory) / weight_names(kwargs.get("variant"))[0], {"format": "pt"})
             remove_earlier_weights(Path(save_directory), kwargs.get("variant"))
             remove_earlier_adapter(Path(save_directory), whole=not adapted, of_base=include_base or not adapter)

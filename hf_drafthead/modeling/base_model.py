@@ -232,17 +232,22 @@ def last_layer(base: Any) -> tuple[torch.device, torch.dtype]:
     """Device and compute dtype of the base's lm_head."""
     head = base.get_output_embeddings()
     device = getattr(getattr(head, "_hf_hook", None), "execution_device", None)
-    device = head.weight.device if device is None else device
-    dtype = head.weight.dtype
+    device = _weight(head).device if device is None else device
+    dtype = _weight(head).dtype
     if not dtype.is_floating_point or dtype.itemsize < 2:  # a quantized lm_head
         dtype = base.dtype
     return torch.device(device), dtype
 
 
+def _weight(head: Any) -> Any:
+    """The weight of a layer; torch's quantized layers have a function there."""
+    return head.weight() if callable(head.weight) else head.weight
+
+
 def width_of(base: Any) -> int | None:
     """How wide the states are that the base's lm_head reads, where that is not its hidden_size; else None."""
     head = base.get_output_embeddings()
-    width = getattr(head, "in_features", head.weight.shape[-1])
+    width = getattr(head, "in_features", None) or _weight(head).shape[-1]
     return None if width == base.config.get_text_config(decoder=True).hidden_size else width
 
 

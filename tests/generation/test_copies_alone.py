@@ -52,7 +52,7 @@ def test_the_text_is_the_base_s_on_every_base(kind, rows, sampling):
 @pytest.mark.parametrize("kind", ["llama-gqa", "qwen3.5", "granite-hybrid", "lfm2"])
 def test_with_every_runner(kind, how, recordings):
     found = both(hf_drafthead.from_base(tiny_base(kind, **fields_of(kind))), **RUNNERS[how])
-    assert (len(recordings) > 0) == (how == "recorded") and (found.accepted_lengths >= 0).all()
+    assert (len(recordings) > 0) == (how in ("recorded", "captured")) and (found.accepted_lengths >= 0).all()
 
 
 def test_text_that_repeats_itself_takes_fewer_steps():
@@ -89,13 +89,12 @@ def test_a_call_that_cannot_draft_is_the_base_s_own_and_no_lookup_of_transformer
 def test_a_checkpoint_names_the_base_and_holds_no_tensors(included, tmp_path):
     tiny_base("lfm2", dtype=torch.float32, attn_implementation=None).save_pretrained(tmp_path / "base")
     model = hf_drafthead.from_base(tmp_path / "base", num_draft_heads=6)
-    model.generation_config.max_matching_ngram_size = 2
     model.save_pretrained(tmp_path / "copies", include_base=included)
     size = (tmp_path / "copies" / "model.safetensors").stat().st_size
     assert (size > 10_000) == included
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "copies")
     assert type(loaded) is LookupForCausalLM and loaded.why_no_drafts() is None
-    assert loaded.drafter.copies == 6 and loaded.generation_config.max_matching_ngram_size == 2
+    assert loaded.drafter.copies == 6
     assert torch.equal(both(loaded).sequences, both(model).sequences)
     for other in (copy.deepcopy(loaded), pickle.loads(pickle.dumps(loaded))):
         assert torch.equal(both(other).sequences, both(model).sequences)
@@ -113,13 +112,10 @@ def test_in_a_pipeline():
     assert texts[0] == texts[1]
 
 
-def test_a_base_that_was_resized_or_whose_lm_head_is_quantized_drafts():
+def test_a_base_that_was_resized_drafts():
     model = hf_drafthead.from_base(tiny_base("llama-gqa", dtype=torch.float32))
     model.resize_token_embeddings(VOCABULARY + 3)
     both(model)
-    base = tiny_base("llama-gqa", dtype=torch.float32)
-    base.lm_head = torch.ao.quantization.quantize_dynamic(torch.nn.Sequential(base.lm_head), dtype=torch.qint8)[0]
-    both(hf_drafthead.from_base(base))
 
 
 @pytest.mark.parametrize("tree", [[[0]], "dynamic", "mc_sim_7b_63", {"dynamic": {"nodes": 4}}], ids=str)
