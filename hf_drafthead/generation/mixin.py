@@ -35,7 +35,7 @@ from hf_drafthead.generation.releases import CACHE, mask_length, with_cache
 from hf_drafthead.generation.rules import ROW_BY_ROW, Rules
 from hf_drafthead.generation.runner import Execution
 from hf_drafthead.generation.settings import AUTO, DraftPlan, DraftSettings
-from hf_drafthead.generation.slots import can_load
+from hf_drafthead.generation.slots import can_load, rows_of
 from hf_drafthead.generation.state import DraftHeadGenerateOutput, StepRecord
 from hf_drafthead.generation.tree import LOOKUP, DraftTree, DynamicTree
 
@@ -380,6 +380,8 @@ class DraftHeadGenerationMixin(GenerationMixin):
         past = inputs.get(CACHE)
         if past is None or not can_load(past):
             raise Unsupported(f"a cache of type {type(past).__name__} cannot be compacted")
+        if (rows := rows_of(past)) not in (None, len(input_ids)):
+            raise Unsupported(f"the cache holds {rows} row(s), and the call has {len(input_ids)}", lasting=False)
         # greedy decoding is exact with all of them
         acceptance = (plan or settings).acceptance if config.do_sample else "exact"
         if others := sorted({type(p).__name__ for p in processors if type(p) not in ROW_BY_ROW}):
@@ -411,6 +413,9 @@ class DraftHeadGenerationMixin(GenerationMixin):
             rejects=acceptance == "rejection",
             generator=generator,
         )
+        returned = config.return_dict_in_generate or getattr(past, "_is_user_defined", False)
+        if reader.mixers and rules.overruns and returned:
+            raise Unsupported("rows go on behind their ends without padding, and a state cannot go back", lasting=False)
         with contextlib.closing(rules):
             return run(self, input_ids, rules, reader, plan, execution, streamer=streamer, on_step=on_step, **inputs)
 

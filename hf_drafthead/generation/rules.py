@@ -109,6 +109,8 @@ class Rules:
             # what the base says of padding behind the end of a row is asked for as well
             and not (self.pads and (self.keeps_scores or self.keeps_logits))
         )
+        # rows that have ended go on for as long as others do, and some of them for longer
+        self.overruns = not (self.pads or self.lockstep or types_of <= {criteria.MaxLengthCriteria})
         ends = [c.eos_token_id.flatten() for c in self.criteria if isinstance(c, criteria.EosTokenCriteria)]
         self.eos_tokens = sorted({token for tokens in ends for token in tokens.tolist()})
         self.draws_ahead = self.on_device or not self.lockstep

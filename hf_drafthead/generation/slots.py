@@ -485,6 +485,18 @@ def _keeps(layer: CacheLayerMixin | LinearAttentionCacheLayerMixin, known: tuple
     return not isinstance(layer, CacheLayerMixin) or any(issubclass(kind, known) for kind in type(layer).__bases__)
 
 
+def rows_of(past: Cache) -> int | None:
+    """Rows that an ordinary cache holds; None where nothing is in it yet."""
+    for layer in past.layers:
+        held = [getattr(layer, "keys", None)] if getattr(layer, "is_initialized", False) else []
+        for states in (getattr(layer, "conv_states", None) or {}, getattr(layer, "recurrent_states", None) or {}):
+            held += states.values()
+        for tensor in held:
+            if tensor is not None and tensor.numel():
+                return len(tensor)
+    return None
+
+
 def past_length(past: Cache) -> int:
     """Positions that an ordinary cache holds; 0 where no layer keeps keys, for then none knows."""
     return int(past.get_seq_length()) if any(isinstance(layer, CacheLayerMixin) for layer in past.layers) else 0

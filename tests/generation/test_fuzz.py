@@ -1,5 +1,6 @@
 """Exact under anything: random trees, prompts, batches, drafters, settings and ends."""
 
+import functools
 import os
 import random
 
@@ -10,8 +11,10 @@ from hypothesis import strategies as st
 from transformers import CompileConfig, StoppingCriteria, StoppingCriteriaList
 
 from hf_drafthead.generation import decoding
+from hf_drafthead.generation.tree import DynamicTree
 from tests.bases import VOCABULARY
-from tests.generation.agreement import agree, prompt, shared_base
+from tests.families import FAMILIES
+from tests.generation.agreement import agree, prompt, same_numbers, shared_base
 
 RANKS = 4
 EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "60"))  # `make test-fuzz` asks for 3,000
@@ -84,21 +87,34 @@ def calls(draw) -> dict:
     return call
 
 
-@settings(max_examples=EXAMPLES, derandomize=True, deadline=None, database=None)
-@given(
-    kind=st.sampled_from(["llama-gqa", "mistral-sliding", "gpt2", "qwen3", "gpt-neox"]),
-    tree=trees(),
-    rows=st.integers(1, 4),
-    longest=st.integers(1, 10),
-    seed=st.integers(0, 1000),
-    skill=st.sampled_from([0.8, 1.0, 0.5, 0.8, 1.0, 0.5, 0.8, 0.0]),
-    call=calls(),
-    stops=st.none() | tokens,
-    keeps_history=st.booleans(),
-    per_node=st.booleans(),
-    fixed=st.booleans(),
-    first_room=st.sampled_from([1, 7, 512]),
-)
+KEYS = ["llama-gqa", "mistral-sliding", "gpt2", "qwen3", "gpt-neox"]
+STATES = ["qwen3.5", "granite-hybrid", "lfm2"]  # a gated delta rule, a state space, short convolutions alone
+
+
+def base_of(kind: str):
+    """A base that keeps keys; or states, which are float32 whatever the dtype."""
+    return shared_base(kind, **({"dtype": torch.float32, "attn_implementation": None} if kind in STATES else {}))
+
+
+def fuzzed(kinds: list[str]):
+    """`drafted`, over calls on these bases."""
+    over = given(
+        kind=st.sampled_from(kinds),
+        tree=trees(),
+        rows=st.integers(1, 4),
+        longest=st.integers(1, 10),
+        seed=st.integers(0, 1000),
+        skill=st.sampled_from([0.8, 1.0, 0.5, 0.8, 1.0, 0.5, 0.8, 0.0]),
+        call=calls(),
+        stops=st.none() | tokens,
+        keeps_history=st.booleans(),
+        per_node=st.booleans(),
+        fixed=st.booleans(),
+        first_room=st.sampled_from([1, 7, 512]),
+    )
+    return settings(max_examples=EXAMPLES, derandomize=True, deadline=None, database=None)(over(drafted))
+
+
 def drafted(accepted, kind, tree, rows, longest, seed, skill, call, stops, keeps_history, per_node, fixed, first_room):
     """One call, the base's own; notes in `accepted` whether a guess was right."""
 
@@ -119,7 +135,7 @@ def drafted(accepted, kind, tree, rows, longest, seed, skill, call, stops, keeps
     room, decoding.FIRST_ROOM = decoding.FIRST_ROOM, first_room
     try:
         found = agree(
-            shared_base(kind),
+            base_of(kind),
             prompt(rows, longest=longest, seed=seed),
             guesser(seed, skill, tree),
             call=made,
@@ -127,6 +143,7 @@ def drafted(accepted, kind, tree, rows, longest, seed, skill, call, stops, keeps
             tree=tree,
             draft={"keeps_history": keeps_history, "per_node": per_node},
             seed=seed,
+            tolerance=3e-4 if kind in STATES else None,
             other_forwards=other_forwards,
             settings={"compile_config": CompileConfig()} if fixed else {},
         )
@@ -136,9 +153,53 @@ def drafted(accepted, kind, tree, rows, longest, seed, skill, call, stops, keeps
 
 
 @pytest.mark.filterwarnings("ignore:Unfeasible length constraints")
-def test_the_model_says_what_the_base_says(untraced):
+@pytest.mark.parametrize("kinds", [KEYS, STATES], ids=["keys", "states"])
+def test_the_model_says_what_the_base_says(kinds, untraced):
     accepted = []
-    drafted(accepted)
+    fuzzed(kinds)(accepted)
     print(f"{len(accepted)} examples, {sum(accepted)} with an accepted guess")
     share = 0.7 if EXAMPLES >= 1000 else 0.5  # few examples vary with the constants that hypothesis finds in modules
     assert len(accepted) >= EXAMPLES and sum(accepted) >= share * len(accepted)
+
+
+model_of = functools.cache(lambda place, kind: FAMILIES[place].build(base_of(kind)))
+shapes = trees() | st.sampled_from([DynamicTree(8, 2, 3), DynamicTree(12, 3, 3), "lookup"])
+
+
+@settings(max_examples=EXAMPLES, derandomize=True, deadline=None, database=None)
+@given(
+    place=st.integers(0, len(FAMILIES) - 1),
+    kind=st.sampled_from(STATES),
+    tree=shapes,
+    copies=st.none() | st.integers(1, 6),
+    rows=st.integers(1, 4),
+    seed=st.integers(0, 1000),
+    call=calls(),
+    fixed=st.booleans(),
+)
+def drafted_by_heads(accepted, place, kind, tree, copies, rows, seed, call, fixed):
+    """One call of a family's heads on a base that keeps states: its text, and the generator where it leaves it."""
+    model, inputs = model_of(place, kind), prompt(rows, seed=seed)
+    deepest = model.drafter.max_depth or 5
+    tree = [path for path in tree if len(path) <= deepest] if isinstance(tree, list) else tree
+    copies = copies or (3 if tree == "lookup" else None)
+    torch.manual_seed(seed)
+    expected = model.base.generate(**inputs, **call, return_dict_in_generate=True)
+    left_at = torch.get_rng_state()
+    torch.manual_seed(seed)
+    how = {"compile_config": CompileConfig()} if fixed else {}
+    how |= {} if copies is None else {"prompt_lookup_num_tokens": copies}
+    found = model.generate(**inputs, **call, **how, draft_tree=tree, return_dict_in_generate=True)
+    assert found.accepted_lengths is not None, "the base decoded by itself"
+    assert torch.equal(found.sequences, expected.sequences)
+    assert torch.equal(torch.get_rng_state(), left_at)
+    same_numbers(expected, found, 3e-4)
+    accepted.append(bool((found.accepted_lengths > 1).any()))
+
+
+@pytest.mark.filterwarnings("ignore:Unfeasible length constraints")
+def test_heads_say_what_a_base_with_states_says(untraced):
+    accepted = []
+    drafted_by_heads(accepted)
+    print(f"{len(accepted)} examples, {sum(accepted)} with an accepted guess")
+    assert len(accepted) >= EXAMPLES
