@@ -32,7 +32,9 @@ LLAMA4 = {**GROUPS, "head_dim": 8, "num_local_experts": 2, "intermediate_size_ml
 GEMMA3 = {**GROUPS, "head_dim": 8, "query_pre_attn_scalar": 8}
 DEEPSEEK = {"q_lora_rank": 16, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8}
 DEEPSEEK |= {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, **EXPERTS, "first_k_dense_replace": 1}
-LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 4, "mamba_n_groups": 1}
+LATENT = {"kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8, "n_routed_experts": 4}
 TEXT: dict[str, dict[str, Any]] = {
     "llama": GROUPS,
     "mistral": GROUPS,
@@ -75,13 +77,17 @@ TEXT: dict[str, dict[str, Any]] = {
     "mamba": KINDS["mamba"],
     "rwkv": {"attention_hidden_size": 32},
     "qwen3_next": {**GROUPS, **EXPERTS, **LINEAR, "head_dim": 8, "shared_expert_intermediate_size": 16},
+    "granitemoehybrid": {**GROUPS, **MAMBA, "num_local_experts": 4, "shared_intermediate_size": 16},
+    "bamba": {**GROUPS, **MAMBA},
+    "kimi_linear": {"num_key_value_heads": 4, **EXPERTS, **LATENT, "linear_num_heads": 4, "linear_head_dim": 8},
+    "mamba2": {"num_heads": 8, "head_dim": 8, "state_size": 4, "n_groups": 1},
 }
 GRANITE = {"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 0.015625}
 # Checkpoints, and what they have otherwise than their class, whose defaults are of another one or of none.
 PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
     "bamba": (
         "ibm-ai-platform/Bamba-9B",
-        {"attn_layer_indices": [1], "layers_block_type": ["linear_attention", "full_attention"]},
+        {"attn_layer_indices": [1]},
     ),
     "cohere2": ("CohereLabs/c4ai-command-r7b-12-2024", {}),
     "deepseek_v3": ("deepseek-ai/DeepSeek-V3", {}),
@@ -200,8 +206,19 @@ IMAGES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = 
 # Small values of fields under the names that configs give them, for bases of which nothing else is known.
 SMALL: dict[str, Any] = {
     **dict.fromkeys(("num_key_value_heads", "num_experts_per_tok", "n_layer", "n_layers", "num_layers"), 2),
-    **dict.fromkeys(("decoder_layers", "linear_num_key_heads", "linear_num_value_heads"), 2),
-    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "n_head", "n_heads", "rotary_dim"), 4),
+    **dict.fromkeys(("decoder_layers", "linear_num_key_heads"), 2),
+    **dict.fromkeys(
+        (
+            "linear_num_value_heads",
+            "num_experts",
+            "num_local_experts",
+            "n_routed_experts",
+            "n_head",
+            "n_heads",
+            "rotary_dim",
+        ),
+        4,
+    ),
     **dict.fromkeys(("decoder_attention_heads", "mamba_n_heads", "mamba_num_heads", "state_size"), 4),
     **dict.fromkeys(("head_dim", "mamba_d_head", "mamba_head_dim", "linear_key_head_dim"), 8),
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 16),
@@ -227,7 +244,9 @@ def generic(kind: str) -> PreTrainedModel | None:
     for otherwise in OTHERWISE:
         try:
             plain = AutoConfig.for_model(kind)
-            fields = {**SIZES, **SPECIAL, **SMALL, **otherwise, **layers(kind)}
+            # latent attention has as many heads of keys as of queries, which its config may say otherwise
+            latent = {"num_key_value_heads": 4} if hasattr(plain, "kv_lora_rank") else {}
+            fields = {**SIZES, **SPECIAL, **SMALL, **latent, **otherwise, **layers(kind)}
             known = {name: value for name, value in fields.items() if value is not None and hasattr(plain, name)}
             config = AutoConfig.for_model(kind, **known)
             choice = {"experts_implementation": "eager", "dtype": torch.float64}

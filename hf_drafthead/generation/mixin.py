@@ -429,7 +429,7 @@ def _batching() -> Any:
 
 def _of_text(base, call: dict[str, Any]) -> dict[str, Any]:
     """The model inputs of a call, without what tells a base for images and text that there are no images."""
-    inputs = {name: value for name, value in call.items() if value is not None}
+    inputs = with_cache(CACHE, {name: value for name, value in call.items() if value is not None})
     if base.config.get_text_config(decoder=True) is base.config:
         return inputs
     if inputs.get("mm_encoder_outputs") == {}:

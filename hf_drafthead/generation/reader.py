@@ -35,7 +35,8 @@ from hf_drafthead.generation.tree import DraftTree, Topology
 
 KNOWN_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 # What configs call layers that keep a state, or a state and keys, or nothing; masks of those that keep a state.
-STATE_TYPES = {"linear_attention", "conv", "mamba", "hybrid", "moe", "mlp"}
+STATELESS_TYPES = {"moe", "mlp"}  # for which some releases have a layer in the cache all the same
+STATE_TYPES = {"linear_attention", "conv", "mamba", "hybrid", *STATELESS_TYPES}
 MOST_READ_ON = 64  # tokens that a forward reads behind the ends of rows, where states are kept
 STATE_MASKS = {"linear_attention": None, "conv": None}
 # Largest difference between a node and a plain forward over its path, relative to the largest logit. Eager attention
@@ -437,8 +438,12 @@ def _mixers(base: PreTrainedModel, config) -> dict[int, tuple[Mixer, int]]:
     Raises:
         Unsupported: one of them has no tree form.
     """
-    layers = DynamicCache(config=config).layers
-    states = {number: layer.number_of_states for number, layer in enumerate(layers) if hasattr(layer, "conv_states")}
+    layers, kinds = DynamicCache(config=config).layers, dict(enumerate(getattr(config, "layer_types", None) or ()))
+    states = {
+        number: layer.number_of_states
+        for number, layer in enumerate(layers)
+        if hasattr(layer, "conv_states") and kinds.get(number) not in STATELESS_TYPES
+    }
     try:
         mixers = mixers_of(base.get_decoder()) if states else {}
     except UnknownMixer as unknown:
