@@ -245,7 +245,7 @@ def generic(kind: str) -> PreTrainedModel | None:
         try:
             plain = AutoConfig.for_model(kind)
             # latent attention has as many heads of keys as of queries, which its config may say otherwise
-            latent = {"num_key_value_heads": 4} if hasattr(plain, "kv_lora_rank") else {}
+            latent = {"num_key_value_heads": 4} if "kv_lora_rank" in vars(plain) else {}
             fields = {**SIZES, **SPECIAL, **SMALL, **latent, **otherwise, **layers(kind)}
             known = {name: value for name, value in fields.items() if value is not None and hasattr(plain, name)}
             config = AutoConfig.for_model(kind, **known)
