@@ -33,7 +33,8 @@ class Plans:
         self.settings = DraftSettings.from_config(self.config, draft_tree=draft_tree)
         self.execution = Execution.wanted(model, self.config)
         self.plans: dict[int, DraftPlan] = {}
-        self.named = None if draft_tree in (None, AUTO) else self.settings.plan(*model._guesses_among())
+        chooses = draft_tree in (None, AUTO) and model.drafter.copies is None
+        self.named = None if chooses else self.settings.plan(*model._guesses_among())
 
     def renew(self, reader: BaseReader) -> None:
         """Plan for a base that is run in this way."""
@@ -62,7 +63,7 @@ class Plans:
         costs = StepCosts(model, self.reader, key)
         deepest, vocabulary = model._guesses_among()
         plan = self.named or self.settings.plan_for(key, deepest, vocabulary, costs)
-        if copies := self.config.prompt_lookup_num_tokens or plan.copies:
+        if copies := self.config.prompt_lookup_num_tokens or plan.copies or self.model.drafter.copies:
             vocabulary = model.base.config.get_text_config(decoder=True).vocab_size
             plan = plan.with_lookup(copies, self.config.max_matching_ngram_size, vocabulary)
             plan = plan.while_copies_pay(key, costs)

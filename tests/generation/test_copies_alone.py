@@ -141,5 +141,15 @@ def test_what_needs_heads_is_refused(tmp_path):
         hf_drafthead.from_base(base, num_draft_heads=0)
 
 
+@pytest.mark.parametrize("kind", ["llama-gqa", "granite-hybrid"])
+def test_many_requests_copy_too(kind):
+    base = tiny_base(kind, **fields_of(kind) or {"dtype": torch.float32})
+    model, prompts = hf_drafthead.from_base(base), [[5, 6, 7, 5, 6], [9, 8, 7, 9, 8, 3], [4]]
+    found = model.generate_batch(prompts, max_new_tokens=9, eos_token_id=None)
+    for tokens, output in zip(prompts, found.values()):
+        expected = base.generate(torch.tensor([tokens]), max_new_tokens=9, eos_token_id=None)
+        assert [*tokens, *output.generated_tokens] == expected[0].tolist()
+
+
 def test_a_family_puts_fresh_heads_on_the_base():
     assert hf_drafthead.from_base(tiny_base("llama"), "medusa", num_draft_heads=2).config.family == "medusa"
