@@ -74,8 +74,8 @@ class Batch:
         return len(self.running) < self.slots
 
     @torch.no_grad()
-    def join(self, member: Member) -> None:
-        """Give a request a slot; its state of one row is copied there."""
+    def join(self, member: Member, others: int = 0) -> None:
+        """Give a request a slot; its state of one row is copied there. Rows for `others` to come are made at once."""
         one, state = member.state, self.state
         assert one is not None and self.has_room
         one.limits = of_rows(one.limits) if one.limits.max_length.dim() == 0 else one.limits
@@ -85,14 +85,21 @@ class Batch:
             row = 0
         else:
             if None not in self.members:
-                select(state, [*range(len(self.members)), 0], self.axes)
-                self.members.append(None)
+                rows = len(self.members)
+                more = min(1 + others, self.slots - rows)
+                select(state, [*range(rows), *[0] * more], self.axes)
+                self.members += [None] * more
+                for row in range(rows, rows + more):
+                    vacate(state, row)
             row = self.members.index(None)
             if state.rows.cache.fixed and one.lengths[0] > min(cache.capacity for cache in state.caches):
                 self.runner._leave_fixed(state)
             if not state.rows.cache.fixed:
                 make_room(state, one, 0)
+            ends = state.limits.eos.shape
             put(state, row, one, self.axes)
+            if state.limits.eos.shape != ends:
+                self.runner.recorded.clear()
         self.members[row], member.state = member, None
 
     def _begin(self, one: DecodingState) -> None:

@@ -35,7 +35,7 @@ logger = logging.get_logger(__name__)
 
 SLOTS = 8  # requests at once where nothing else is said
 WAIT = 10.0  # seconds for which `add_request` waits where the queue is full, as transformers does
-LEAST_PIECE = 64  # tokens of a prompt that are read at once
+LEAST_PIECE = 128  # tokens of a prompt that are read at once
 LOGGED_EVERY = 1000  # steps between two lines of metrics
 
 
@@ -52,7 +52,7 @@ class Manager:
         slots: requests at once; default: the config's `max_requests_per_batch`, else 8.
         draft_tree: of all requests, see `generate`.
         longest_pause: for which requests that run wait while the prompt of another is read, in steps of theirs; a
-            longer prompt is read in pieces, with a step between two. Tokens that are read are counted, at least 64.
+            longer prompt is read in pieces, with a step between two. Tokens that are read are counted, at least 128.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Manager:
         *,
         slots: int | None = None,
         draft_tree: Any = None,
-        longest_pause: float = 2.0,
+        longest_pause: float = 4.0,
     ):
         self.model, self.generation_config, self.config = model, generation_config, continuous_batching_config
         asked = slots if slots is not None else getattr(self.config, "max_requests_per_batch", None)
@@ -492,7 +492,7 @@ class Manager:
 
     def _join(self, batch: Batch, member: Member) -> None:
         try:
-            batch.join(member)
+            batch.join(member, len(self.waiting) + len(self._aside))
         except Exception as error:
             member.error = error
             self._close(member)

@@ -19,6 +19,7 @@ from hf_drafthead.generation.programs import written
 from hf_drafthead.generation.slots import SlotCache
 from hf_drafthead.generation.state import DecodingState, Limits, Rows
 
+MOST_ENDS = 8  # end-of-sequence tokens: E is a multiple, so that most requests have equally many
 Axes = list[int | None]  # of the leaves of a drafter's state, the axis of the rows; None: it has no rows, or is a cache
 
 
@@ -98,7 +99,8 @@ def of_rows(limits: Limits) -> Limits:
 
     Behind the end of a row there is a token that every base embeds.
     """
-    eos, zero = limits.eos[None, None], torch.zeros_like(limits.padding)
+    zero, more = torch.zeros_like(limits.padding), -len(limits.eos) % MOST_ENDS
+    eos = F.pad(limits.eos, (0, more), value=-1)[None, None]
     return Limits(limits.max_length[None], eos, limits.last_position, zero, torch.ones_like(limits.pads))
 
 

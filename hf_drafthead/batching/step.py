@@ -76,9 +76,10 @@ class SharedStep(Step):
                 tilts[row] = member.rules.tilt(noise)[0]
             except Exception as error:
                 member.error = error
-        if not tilts:
+        if not tilts and not state.rows.cache.fixed:  # a program takes the same arguments in every step
             return None, None
-        nothing = torch.zeros_like(next(iter(tilts.values())))
+        shape = next((tilt.shape for tilt in tilts.values()), (self.depth, vocabulary))
+        nothing = torch.zeros(shape, device=next((tilt.device for tilt in tilts.values()), self.device))
         rows = [tilts.get(row, nothing) for row in range(len(state.lengths))]
         return None, torch.stack(rows).to(self.device)
 

@@ -6,16 +6,18 @@ from functools import cache
 
 import pytest
 import torch
-from transformers import LogitsProcessor, StoppingCriteria
+from transformers import GenerationConfig, LogitsProcessor, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
 from hf_drafthead.batching.noise import RequestNoise
+from hf_drafthead.generation import runner
 from hf_drafthead.generation.reader import BaseReader
 from hf_drafthead.generation.slots import SlotCache
 from tests.bases import tiny_base
 from tests.batching.requests import add, alone, asked, final, prompt
 from tests.families import FAMILIES
 from tests.generation.agreement import shared_base
+from tests.generation.test_recorded import recordings  # noqa: F401
 
 REQUESTS = int(os.environ.get("MANY_REQUESTS", "60"))
 MEDUSA = next(family for family in FAMILIES if family.name == "medusa")
@@ -83,7 +85,24 @@ def test_prompts_that_begin_alike_are_read_once(guessing, managed):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(BaseReader, "__call__", counted)
         compare(manager, base, requests)
-    assert max(read[1:]) <= 64 and sum(read) < sum(len(tokens) for tokens, _ in requests) - 3 * 40
+    assert max(read[1:]) <= 128 and sum(read) < sum(len(tokens) for tokens, _ in requests) - 3 * 40
+
+
+@pytest.mark.parametrize("execution", ["compiled", "recorded"])
+def test_steps_of_fixed_shapes_are_made_once(execution, guessing, managed, monkeypatch, request):
+    """Whoever joins and leaves; texts that outgrow the memory go on in a larger one."""
+    made = []
+    monkeypatch.setattr(runner, "compiled", lambda function, config: made.append(function) or function)
+    monkeypatch.setattr(runner, "AHEAD", 32)
+    config = GenerationConfig(cache_implementation="static") if execution == "compiled" else None
+    recorded = request.getfixturevalue("recordings") if execution == "recorded" else made
+    manager, dice = managed(guessing, generation_config=config), random.Random(13)
+    requests = [asked(dice, 24) for _ in range(10)]
+    compare(manager, guessing.base, requests)
+    before = len(recorded)
+    assert before == (3 if execution == "compiled" else before) and before >= 3
+    compare(manager, guessing.base, requests)
+    assert len(recorded) == before
 
 
 def test_a_random_crowd(guessing, managed):
