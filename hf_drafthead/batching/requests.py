@@ -135,7 +135,7 @@ def begin(
 
     with contextlib.nullcontext() if draws is None else draws.in_process():
         tokens = torch.tensor([request.prompt], device=device)
-        member: Member = model.begin(tokens, plan, prefilled, generator=own, streamer=streamer, **settings)
+        member: Member = model.begin_shared(tokens, plan, prefilled, generator=own, streamer=streamer, **settings)
     if member.state is not None:
         new = member.state.rows.sequences[0, member.prompt_length : member.state.lengths[0]]
         request.take(new.tolist(), member.rules)

@@ -234,7 +234,7 @@ class DraftHeadGenerationMixin(GenerationMixin):
         """How deep the heads guess, None where there is no limit, and among how many tokens."""
         return self.drafter.max_depth, draft_vocabulary(self.base, self.drafter)
 
-    def begin(
+    def begin_shared(
         self,
         inputs: torch.Tensor,
         plan: DraftPlan,
