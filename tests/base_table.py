@@ -83,11 +83,13 @@ TEXT: dict[str, dict[str, Any]] = {
     "mamba2": {"num_heads": 8, "head_dim": 8, "state_size": 4, "n_groups": 1},
 }
 GRANITE = {"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 0.015625}
+# under both names that configs have
+TWO_KINDS = dict.fromkeys(("layer_types", "layers_block_type"), ["linear_attention", "full_attention"])
 # Checkpoints, and what they have otherwise than their class, whose defaults are of another one or of none.
 PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
     "bamba": (
         "ibm-ai-platform/Bamba-9B",
-        {"attn_layer_indices": [1]},
+        {"attn_layer_indices": [1], **TWO_KINDS},
     ),
     "cohere2": ("CohereLabs/c4ai-command-r7b-12-2024", {}),
     "deepseek_v3": ("deepseek-ai/DeepSeek-V3", {}),
@@ -98,7 +100,7 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
     "granitemoe": ("ibm-granite/granite-3.0-1b-a400m-base", {**GRANITE, "logits_scaling": 6.0}),
     "granitemoehybrid": (
         "ibm-granite/granite-4.0-h-tiny",
-        {**GRANITE, "logits_scaling": 6.0, "layer_types": ["linear_attention", "full_attention"]},
+        {**GRANITE, "logits_scaling": 6.0, **TWO_KINDS},
     ),
     "granitemoeshared": ("ibm-research/moe-7b-1b-active-shared-experts", {**GRANITE, "logits_scaling": 6.0}),
     "laguna": ("poolside/laguna-XS.2", {"layer_types": ["full_attention", "sliding_attention"]}),
@@ -137,7 +139,8 @@ def published(kind: str) -> dict[str, Any]:
 
 def layers(kind: str) -> dict[str, Any]:
     """How many layers show every kind of layer of a published model, their kinds, and its window made short."""
-    config, fields = published(kind), dict(PUBLISHED.get(kind, ("", {}))[1])
+    config = published(kind)
+    fields = {name: value for name, value in PUBLISHED.get(kind, ("", {}))[1].items() if name not in PER_LAYER}
     per_layer = {name: list(config.get(name) or ()) for name in PER_LAYER}
     firsts = [kinds.index(one) + 1 for kinds in per_layer.values() for one in set(kinds)]
     count = fields.get("num_hidden_layers") or max(SIZES["num_hidden_layers"], *firsts, 0)
