@@ -104,7 +104,7 @@ class DraftHeadPreTrainedModel(LoadableModel):
         if not include_base:
             tensors = {name: tensor for name, tensor in tensors.items() if name.startswith("drafter.")}
             kwargs["save_original_format"] = False  # renamings of the base's architecture are not for the heads
-        nothing = not tensors  # which transformers empties as it writes
+        nothing = not tensors and not self.drafter.state_dict()  # a draft model that is named has weights elsewhere
         live, self.config = self.config, self._stored_config(include_base, bool(adapter))
         self._hf_peft_config_loaded = False
         try:
