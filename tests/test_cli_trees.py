@@ -58,7 +58,9 @@ def test_trees_are_printed_and_stored_for_each_batch_size(run, folder, tmp_path)
     nodes = set()
     ids = torch.full((1, 4), 70)
     model.generate(ids, max_new_tokens=6, on_step=lambda record: nodes.add(record.drafted) if record.step else None)
-    assert nodes == {len(found[0]["tree"]) + 1 if found[0]["tree"] else found[0]["lookup"] + 1}
+    tree, copies = (found[0][name] for name in ("tree", "lookup"))
+    # what paid is the clock's to say; where it is copies alone, a step without a match has the root alone
+    assert nodes == {len(tree) + 1} if tree else nodes <= {1, copies + 1}
     # what is there is kept, what is missing is measured
     code, out, _ = run(*prompts, "--batch-size", "1,3", "--resume")
     assert code == 0 and stored(folder)[:2] == found and stored(folder)[2]["batch_size"] == 3
