@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from transformers import initialization as init
 from transformers.utils import logging
 
 from hf_drafthead.generation.releases import CACHE, cache_argument, with_cache
@@ -325,7 +326,11 @@ class DraftHeadPreTrainedModel(LoadableModel):
 
     def _init_weights(self, module: nn.Module) -> None:
         # Parameters have their starting values from where they are made; what is left are computed buffers.
-        if any(True for _ in module.buffers(recurse=False)):
+        if any(name.endswith("_inv_freq") for name in module._non_persistent_buffers_set - {"original_inv_freq"}):
+            computed: Any = type(module)(module.config)  # for each type of layers; transformers leaves them to models
+            for name in module._non_persistent_buffers_set:
+                init.copy_(getattr(module, name), getattr(computed, name))
+        elif any(True for _ in module.buffers(recurse=False)):
             super()._init_weights(module)
 
 

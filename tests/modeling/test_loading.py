@@ -17,6 +17,7 @@ from transformers import (
     AutoModel,
     AutoModelForCausalLM,
     BitsAndBytesConfig,
+    Gemma3TextConfig,
     GenerationConfig,
     PreTrainedTokenizerFast,
     pipeline,
@@ -237,6 +238,17 @@ def test_what_the_heads_compute_and_do_not_store_is_as_exact_in_any_type(family,
     assert bool(computed) == family.name.startswith(with_layers)
     for name, buffer in computed.items():
         assert torch.equal(loaded.drafter.get_buffer(name), buffer), name
+
+
+def test_rotary_frequencies_of_several_types_of_layers_are_computed_again(tmp_path, base):
+    layer = Gemma3TextConfig(**SIZES | {"num_key_value_heads": 2, "head_dim": 8})
+    model = EagleForCausalLM.from_base(base, layer_config=layer)
+    base.save_pretrained(tmp_path / "base")
+    model.config.base_model_name_or_path = str(tmp_path / "base")
+    model.save_pretrained(tmp_path / "heads")
+    before = {name: value for name, value in model.drafter.named_buffers() if name.endswith("_inv_freq")}
+    after = dict(AutoModel.from_pretrained(tmp_path / "heads").drafter.named_buffers())
+    assert before and all(torch.equal(value, after[name]) for name, value in before.items())
 
 
 @two_families
