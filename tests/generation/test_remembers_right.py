@@ -124,6 +124,7 @@ def test_several_hidden_states_of_the_base_are_laid_side_by_side():
         max_depth = 4
         draft_tokens = None
         keeps_history = True
+        copies = None
         training = False
 
         def prepare(self):
