@@ -465,6 +465,7 @@ def test_a_quantization_of_the_base_does_not_reach_the_heads(family, saved):
 
 @medusa
 def test_a_quantized_base_can_be_loaded_without_its_quantization(saved):
+    pytest.importorskip("bitsandbytes")
     folder, model = saved
     AutoModelForCausalLM.from_pretrained(
         folder / "base", quantization_config=BitsAndBytesConfig(load_in_8bit=True)
