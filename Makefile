@@ -46,7 +46,7 @@ $(NEWEST): pyproject.toml
 	.newest/bin/pip install --disable-pip-version-check --quiet --no-compile . || { \
 		echo "NOT AS pip install . BRINGS IT TODAY: torch is the pinned one, for CPUs alone"; \
 		.newest/bin/pip install --disable-pip-version-check --quiet --no-compile . "$$(grep '^torch==' constraints.txt)"; }
-	.newest/bin/pip install --disable-pip-version-check --quiet --no-compile gguf hypothesis lm-format-enforcer pytest pytest-xdist
+	.newest/bin/pip install --disable-pip-version-check --quiet --no-compile gguf hypothesis lm-format-enforcer pytest pytest-xdist ruff
 	@touch $@
 
 test-conformance: $(READY)  ## transformers' common tests, with CONFORMANCE=the tests folder of its source
