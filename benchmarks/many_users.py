@@ -102,12 +102,12 @@ def first_token(model: Any, asked: Asked, slots: int) -> dict[str, Any]:
     manager = model.init_continuous_batching(slots=slots)
     manager.start()
     others = [manager.add_request(prompt, max_new_tokens=1000, eos_token_id=-1) for prompt, _ in asked[: slots - 1]]
-    while manager.metrics_.began < slots - 1:
+    while manager.scheduler.metrics.began < slots - 1:
         time.sleep(0.01)
-    before = manager.metrics_.steps
+    before = manager.scheduler.metrics.steps
     name = manager.add_request(asked[slots][0], max_new_tokens=20, eos_token_id=-1, streaming=True)
     manager.get_result(name)
-    steps = manager.metrics_.steps - before
+    steps = manager.scheduler.metrics.steps - before
     for other in others:
         manager.cancel_request(other)
     manager.stop()

@@ -194,7 +194,7 @@ def test_where_memory_is_short_fewer_rows_go_on(fixed, guessing, managed, monkey
 
 
 def test_the_queue_is_bounded(guessing, managed, monkeypatch):
-    monkeypatch.setattr("hf_drafthead.batching.manager.WAIT", 0.0)
+    monkeypatch.setattr("hf_drafthead.batching.tracker.WAIT", 0.0)
     manager = managed(guessing, start=False, continuous_batching_config=SimpleNamespace(max_queue_size=2))
     names = [add(manager, ([5], SHORT)) for _ in range(2)]
     with pytest.raises(queue.Full, match="2 requests wait, and max_queue_size is 2: ask again later."):
@@ -250,7 +250,7 @@ def test_results_go_to_a_handler_on_the_event_loop(guessing, managed):
         return await asyncio.gather(*map(ask, range(3, 9)))
 
     assert asyncio.run(ask_all()) == [alone(guessing.base, ([start], SHORT)) for start in range(3, 9)]
-    assert not manager.handlers and not manager.results
+    assert not manager.tracker.handlers and not manager.tracker.results
 
 
 def test_what_cannot_share_a_batch_runs_between_two_steps_and_can_be_cancelled(held, guessing):
@@ -337,10 +337,10 @@ def test_a_manager_is_kept_for_the_next_session(guessing):
 def test_the_laws_of_the_loop_can_fail(fault, guessing, managed, monkeypatch):
     manager = managed(guessing, start=False, slots=2)
     if fault == "never joined":
-        monkeypatch.setattr(manager, "_join", lambda batch, member: None)
+        monkeypatch.setattr(manager.scheduler, "_join", lambda batch, member: None)
     elif fault == "delivered twice":
-        deliver = manager._deliver
-        monkeypatch.setattr(manager, "_deliver", lambda request: (deliver(request), deliver(request)))
+        deliver = manager.tracker.deliver
+        monkeypatch.setattr(manager.tracker, "deliver", lambda request: (deliver(request), deliver(request)))
     else:
         monkeypatch.setattr(batches, "vacate", lambda state, row: None)
         monkeypatch.setattr(batches.Batch, "leave", lambda self, rows: None)

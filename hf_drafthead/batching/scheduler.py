@@ -1,0 +1,245 @@
+"""Which request is decoded when: what is done between two steps, and after one. Nothing here knows a thread."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from typing import Any
+
+import torch
+from transformers.generation.continuous_batching.requests import RequestStatus
+from transformers.utils import logging
+
+from hf_drafthead.batching.batch import Batch, is_short
+from hf_drafthead.batching.metrics import Metrics
+from hf_drafthead.batching.plans import Plans
+from hf_drafthead.batching.requests import Request, begin, decode_alone
+from hf_drafthead.batching.step import Member
+from hf_drafthead.batching.tracker import RequestTracker
+from hf_drafthead.generation.reader import Unsupported
+
+logger = logging.get_logger(__name__)
+
+LEAST_PIECE = 128  # tokens of a prompt that are read at once
+LOGGED_EVERY = 1000  # steps between two lines of metrics
+
+
+class Scheduler:
+    """Lets the requests of a tracker join a batch, takes its steps, and ends requests.
+
+    Args:
+        model: with draft heads.
+        tracker: of the requests.
+        plans: how steps draft.
+        slots: requests at once.
+        longest_pause: see `Manager`.
+
+    Attributes:
+        slots: as given, fewer once memory was short.
+        batch: of those that run; None before the first.
+        aside: those that had to leave the batch, and join it again before others.
+    """
+
+    def __init__(self, model: Any, tracker: RequestTracker, plans: Plans, slots: int, longest_pause: float):
+        self.model, self.tracker, self.plans = model, tracker, plans
+        self.slots, self.longest_pause = slots, longest_pause
+        self.metrics = Metrics()
+        self.batch: Batch | None = None
+        self.aside: deque[Member] = deque()
+
+    @property
+    def has_work(self) -> bool:
+        """Whether anybody waits or runs."""
+        return bool(self.tracker.waiting or self.aside or (self.batch is not None and self.batch.running))
+
+    def advance(self) -> None:
+        """End what was cancelled, let others join, and take a step."""
+        self._end_cancelled()
+        self._fill()
+        if self.batch is not None and self.batch.running:
+            self._step(self.batch)
+
+    def fail_all(self, error: BaseException) -> None:
+        """End all requests that are left; there are none where the queue was drained."""
+        left = self.tracker.take_all()
+        self.aside.clear()
+        self.close()
+        for request in left:
+            self._end(request, error)
+
+    def close(self) -> None:
+        """Let go of the memory of a batch that nobody is in any more."""
+        if self.batch is not None:
+            self.batch.close()
+
+    def prepared(self) -> Batch | None:
+        """The batch, begun anew where the base or the heads have changed and nobody runs; None where nothing drafts."""
+        if self.batch is not None and self.batch.running:
+            return self.batch
+        try:
+            reader = self.model._base_reader()
+        except Unsupported:
+            self.batch = None
+            return None
+        batch = self.batch
+        if batch is None or batch.reader is not reader or batch.model.drafter is not batch.drafter:
+            self.plans.renew(reader)
+            self.batch = batch = Batch(self.model, reader, self.plans, self.slots)
+        return batch
+
+    # ---- requests that join
+
+    def _fill(self) -> None:
+        """Let requests join as long as there are slots."""
+        while (batch := self.prepared()) is None or batch.has_room:
+            if self.aside and batch is not None:
+                self._join(batch, self.aside.popleft())
+                continue
+            request = self.tracker.next()
+            if request is None:
+                break
+            request.status, request.began = RequestStatus.PREFILLING, time.perf_counter()
+            self._begin(batch, request)
+        if batch is not None:
+            batch.pack()
+
+    def _begin(self, batch: Batch | None, request: Request) -> None:
+        try:
+            try:
+                if batch is None:
+                    raise Unsupported("the base does not draft")
+                pieces = (self._piece(batch), lambda: self._between(batch)) if batch.running else None
+                shared = batch.beginning(request.prompt), pieces
+                member = begin(self.model, request, self.plans.largest, batch.reader, device_of(self.model), *shared)
+            except Unsupported as reason:
+                logger.warning_once(f"A request is decoded alone, and others wait for it: {reason}.")
+                decode_alone(self.model, request, device_of(self.model))
+                self.metrics.first(request)
+                self._end(request)
+                return
+        except Exception as error:
+            self._end(request, error)
+            return
+        self.metrics.first(request)
+        request.status = RequestStatus.DECODING
+        if batch is None or member.state is None or member.state.ends[0] is not None:
+            self._close(member)
+            return
+        if request.streaming:
+            self.tracker.deliver(request)
+        self._join(batch, member)
+
+    def _piece(self, batch: Batch) -> int:
+        """How many tokens of a prompt are read while those that run wait."""
+        rows = len(batch.running)
+        return max(int(self.longest_pause * rows * self.plans(rows).tree.num_nodes), LEAST_PIECE)
+
+    def _between(self, batch: Batch) -> None:
+        """Between two pieces of a prompt: a step of those that run."""
+        self._leave_cancelled(batch)
+        if batch.running:
+            self._step(batch)
+
+    def _join(self, batch: Batch, member: Member) -> None:
+        try:
+            batch.join(member, len(self.tracker.waiting) + len(self.aside))
+        except Exception as error:
+            member.error = error
+            self._close(member)
+
+    # ---- steps
+
+    def _step(self, batch: Batch) -> None:
+        try:
+            record = batch.step()
+        except Exception as error:
+            self._failed(batch, error)
+            return
+        self.metrics.step(len(batch.running), sum(record.counts))
+        leaving = []
+        for row, member in enumerate(batch.members):
+            if member is None:
+                continue
+            request = member.request
+            try:
+                request.take(record.tokens[row][: record.counts[row]], member.rules)
+                if member.error is None and member.stream.streamer is not None and batch.state is not None:
+                    with member.drawing():
+                        member.stream.committed(batch.view(row), member.rules)
+            except Exception as error:
+                member.error = error
+            if member.error is not None or batch.ended(row):
+                leaving.append(row)
+            elif request.streaming and record.counts[row]:
+                self.tracker.deliver(request)
+        self._leave(batch, leaving)
+        if self.metrics.steps % LOGGED_EVERY == 0:
+            logger.info(f"{self.counts()}")
+
+    def counts(self) -> dict[str, float]:
+        """Requests waiting, running and ended, tokens per step and per second, and seconds to the first token."""
+        return {**self.tracker.counts(), **self.metrics.values()}
+
+    def _failed(self, batch: Batch, error: Exception) -> None:
+        """After a step that has raised: with fewer rows where memory was short, else none of them can go on."""
+        if is_short(error) and len(batch.running) > 1:
+            try:
+                self.aside.extendleft(reversed(batch.halve()))
+                self.slots = batch.slots
+                return
+            except Exception as another:
+                error = another
+        members = batch.running
+        batch.close()
+        for member in members:
+            member.error = error.__cause__ if is_short(error) and isinstance(error.__cause__, Exception) else error
+            self._close(member)
+
+    # ---- requests that end
+
+    def _end_cancelled(self) -> None:
+        for request in self.tracker.take_cancelled():
+            self._end(request)
+        if self.batch is not None:
+            self._leave_cancelled(self.batch)
+        for member in [each for each in self.aside if each.request.cancelled]:
+            self.aside.remove(member)
+            self._close(member)
+
+    def _leave_cancelled(self, batch: Batch) -> None:
+        rows = [row for row, each in enumerate(batch.members) if each is not None and each.request.cancelled]
+        self._leave(batch, rows)
+
+    def _leave(self, batch: Batch, rows: list[int]) -> None:
+        members = [batch.members[row] for row in rows]
+        batch.leave(rows)
+        for member in members:
+            if member is not None:
+                self._close(member)
+
+    def _close(self, member: Member) -> None:
+        """End the request of a member that is in no slot any more."""
+        try:
+            with member.drawing():
+                member.rules.close()
+                if member.stream.streamer is not None and member.error is None:
+                    member.stream.streamer.end()
+        except Exception as error:
+            member.error = member.error or error
+        self._end(member.request, member.error)
+
+    def _end(self, request: Request, error: BaseException | None = None) -> None:
+        request.ended = time.perf_counter()
+        if error is not None:
+            request.error = f"{type(error).__name__}: {error}"
+        elif request.cancelled:
+            request.error = "the request was cancelled"
+        request.status = RequestStatus.FINISHED if request.error is None else RequestStatus.FAILED
+        self.metrics.end(request)
+        self.tracker.deliver(request)
+
+
+def device_of(model: Any) -> torch.device:
+    """Where prompts are put."""
+    device: torch.device = model.base.device
+    return torch.device("cpu") if device.type == "meta" else device

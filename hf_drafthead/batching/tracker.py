@@ -1,0 +1,168 @@
+"""What the threads of a manager share: requests that wait, and results, behind one lock.
+
+Any thread puts requests and takes results. The one that decodes takes requests and delivers results.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from transformers.generation.continuous_batching.requests import GenerationOutput
+
+from hf_drafthead.batching.requests import Request
+
+WAIT = 10.0  # seconds for which `put` waits where the queue is full, as transformers does
+
+
+class RequestTracker:
+    """Requests from the moment they are asked for until their last result is taken.
+
+    Args:
+        most_waiting: requests that may wait at once; 0: any number.
+
+    Attributes:
+        changed: the lock, and what tells threads that something is new.
+        waiting: those that were not begun; known: by id, those that wait or run.
+        results, handlers: what nobody has taken yet, and who takes the results of a request as they come.
+        closed: why no further request is taken, in one line; None while they are.
+    """
+
+    def __init__(self, most_waiting: int):
+        self.most_waiting = most_waiting
+        self.changed = threading.Condition()
+        self.waiting: deque[Request] = deque()
+        self.known: dict[str, Request] = {}
+        self.results: deque[GenerationOutput] = deque()
+        self.handlers: dict[str, tuple[Callable[[GenerationOutput], None], Any]] = {}
+        self.closed: str | None = None
+        self.added = 0
+
+    def put(self, request: Request, request_id: str | None, prepare: Callable[[], None]) -> str:
+        """Let a request wait for its turn; returns its id.
+
+        Args:
+            request: that is new.
+            request_id: None for a number.
+            prepare: is called once the request is sure to be taken, in the order of the requests.
+
+        Raises:
+            ValueError: the id is that of a request that is not finished.
+            RuntimeError: no requests are taken any more.
+            queue.Full: too many requests wait already.
+        """
+        with self.changed:
+            self._wait_for_room()
+            if request_id is None:
+                request_id = f"req_{self.added}"
+            if request_id in self.known:
+                raise ValueError(f"the request {request_id!r} is not finished yet: give another request_id.")
+            prepare()
+            request.request_id, request.number = request_id, self.added
+            self.added += 1
+            self.known[request_id] = request
+            self.waiting.append(request)
+            self.changed.notify_all()
+        return request_id
+
+    def _wait_for_room(self) -> None:
+        """Until the queue has room; with the lock."""
+        self._refuse_if_closed()
+        if not self.most_waiting:
+            return
+        free = self.changed.wait_for(lambda: len(self.waiting) < self.most_waiting or self.closed is not None, WAIT)
+        self._refuse_if_closed()
+        if not free:
+            raise queue.Full(
+                f"{len(self.waiting)} requests wait, and max_queue_size is {self.most_waiting}: ask again later."
+            )
+
+    def _refuse_if_closed(self) -> None:
+        if self.closed is not None:
+            raise RuntimeError(self.closed)
+
+    def cancel(self, request_id: str) -> None:
+        """Mark a request as cancelled; an unknown id is ignored."""
+        with self.changed:
+            if (request := self.known.get(request_id)) is not None:
+                request.cancelled = True
+                self.changed.notify_all()
+
+    def next(self) -> Request | None:
+        """The request whose turn it is, which does not wait any more; None where nobody waits."""
+        with self.changed:
+            if not self.waiting:
+                return None
+            request = self.waiting.popleft()
+            self.changed.notify_all()
+            return request
+
+    def take_cancelled(self) -> list[Request]:
+        """Those that were cancelled while they waited, and do not wait any more."""
+        with self.changed:
+            gone = [request for request in self.waiting if request.cancelled]
+            for request in gone:
+                self.waiting.remove(request)
+            return gone
+
+    def take_all(self) -> list[Request]:
+        """All that wait or run; nobody waits any more."""
+        with self.changed:
+            self.waiting.clear()
+            return [*self.known.values()]
+
+    def counts(self) -> dict[str, int]:
+        """How many wait, and how many run."""
+        with self.changed:
+            return {"waiting": len(self.waiting), "running": len(self.known) - len(self.waiting)}
+
+    def result(
+        self, request_id: str | None, timeout: float | None, may_come: Callable[[], bool]
+    ) -> GenerationOutput | None:
+        """The next result, or the next of one request; None after `timeout` seconds, or where none may come."""
+
+        def place() -> int | None:
+            wanted = (at for at, each in enumerate(self.results) if request_id in (None, each.request_id))
+            return next(wanted, None)
+
+        with self.changed:
+            self.changed.wait_for(lambda: place() is not None or not may_come(), timeout)
+            at = place()
+            if at is None:
+                return None
+            result = self.results[at]
+            del self.results[at]
+            return result
+
+    def register(self, request_id: str, callback: Callable[[GenerationOutput], None]) -> None:
+        """Give the results of a request to a function, on the event loop that runs here, instead of keeping them."""
+        loop = asyncio.get_running_loop()
+        with self.changed:
+            early = [result for result in self.results if result.request_id == request_id]
+            for result in early:
+                self.results.remove(result)
+            if not any(result.is_finished() for result in early):
+                self.handlers[request_id] = callback, loop
+        for result in early:
+            loop.call_soon(callback, result)
+
+    def deliver(self, request: Request) -> None:
+        """Give what a request has so far to its handler, or keep it until somebody asks."""
+        output = request.output()
+        with self.changed:
+            if request.finished:
+                self.known.pop(request.request_id, None)
+            callback, loop = self.handlers.get(request.request_id, (None, None))
+            if request.finished:
+                self.handlers.pop(request.request_id, None)
+            if callback is None:
+                self.results.append(output)
+            self.changed.notify_all()
+        if callback is not None and loop is not None:
+            with contextlib.suppress(RuntimeError):  # the loop of a client that has gone is closed
+                loop.call_soon_threadsafe(callback, output)

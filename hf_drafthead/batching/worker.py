@@ -1,0 +1,132 @@
+"""The thread that decodes, which alone looks at the model: others start, stop and pause it, between two steps."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import torch
+from transformers.utils import logging
+
+from hf_drafthead.batching.scheduler import Scheduler
+from hf_drafthead.batching.tracker import RequestTracker
+from hf_drafthead.generation.mixin import with_room
+
+logger = logging.get_logger(__name__)
+
+STOPPED = "the manager was stopped: start() it again, or make a new one."
+
+
+class Worker:
+    """Runs a scheduler in a thread of its own.
+
+    Args:
+        tracker: whose lock guards everything here.
+        scheduler: what is run.
+
+    Attributes:
+        status: `fatal_error` is what the thread has died of, else None.
+    """
+
+    def __init__(self, tracker: RequestTracker, scheduler: Scheduler):
+        self.tracker, self.changed, self.scheduler = tracker, tracker.changed, scheduler
+        self.status = SimpleNamespace(fatal_error=None)
+        self._pauses = 0
+        self._pausing = threading.local()
+        self._paused = False
+        self._stopping: str | None = None  # "drain" or "cancel"
+        self._thread: threading.Thread | None = None
+
+    def is_running(self) -> bool:
+        """Whether the thread decodes, or waits for something to decode."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def start(self) -> None:
+        """Start the thread; does nothing where it runs."""
+        if self.is_running():
+            return
+        self._stopping, self.status.fatal_error, self.tracker.closed = None, None, None
+        self._thread = threading.Thread(
+            target=self._run, args=(torch.is_inference_mode_enabled(),), name="hf_drafthead batch", daemon=True
+        )
+        self._thread.start()
+
+    def stop(self, cancel: bool) -> None:
+        """Take no more requests. Those that wait and run are finished first, or end with an error (`cancel`)."""
+        if getattr(self._pausing, "depth", 0):
+            raise RuntimeError("a manager cannot be stopped by a thread that pauses it: leave `pause` first.")
+        with self.changed:
+            self._stopping = "cancel" if cancel else self._stopping or "drain"
+            self.tracker.closed = self.tracker.closed or STOPPED
+            self.changed.notify_all()
+
+    def join(self, timeout: float | None) -> None:
+        """Wait for the end of the thread, `timeout` seconds at most."""
+        thread = self._thread
+        if thread is None or thread is threading.current_thread():
+            return
+        thread.join(timeout)
+        if thread.is_alive():
+            logger.warning(f"The thread that decodes has not ended within {timeout} s.")
+        else:
+            self._thread = None
+
+    @contextlib.contextmanager
+    def pause(self) -> Iterator[None]:
+        """Nothing is decoded meanwhile."""
+        with self.changed:
+            if not self.is_running():
+                raise RuntimeError("the manager does not run: there is nothing to pause.")
+            self._pauses += 1
+            self._pausing.depth = getattr(self._pausing, "depth", 0) + 1
+            self.changed.notify_all()
+            self.changed.wait_for(lambda: self._paused or not self.is_running())
+        try:
+            yield
+        finally:
+            with self.changed:
+                self._pauses -= 1
+                self._pausing.depth -= 1
+                self.changed.notify_all()
+
+    def _run(self, inference: bool) -> None:
+        try:
+            with torch.inference_mode(inference):
+                self._loop()
+        except BaseException as error:
+            died = f"the thread that decodes has died of {type(error).__name__}: {error}"
+            self.status.fatal_error, self.tracker.closed = error, died
+            logger.error(died[0].upper() + died[1:])
+            self.scheduler.fail_all(error)
+        finally:
+            self.scheduler.close()
+            with self.changed:
+                self._paused = False
+                self._stopping = self._stopping or "drain"
+                self.tracker.closed = self.tracker.closed or STOPPED
+                self._thread = None
+                self.changed.notify_all()
+
+    @with_room
+    def _loop(self) -> None:
+        while self._wait():
+            self.scheduler.advance()
+        self.scheduler.fail_all(RuntimeError("the manager was stopped before this request was finished"))
+
+    def _wait(self) -> bool:
+        """Until there is something to do; False where that is to end."""
+        with self.changed:
+            while True:
+                if self._stopping == "cancel" or (self._stopping and not self.scheduler.has_work):
+                    return False
+                if self._pauses:
+                    self._paused = True
+                    self.changed.notify_all()
+                    self.changed.wait_for(lambda: not self._pauses)
+                    self._paused = False
+                    continue
+                if self.scheduler.has_work:
+                    return True
+                self.changed.wait()
