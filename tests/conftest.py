@@ -32,6 +32,8 @@ def pytest_collection_modifyitems(items):
     """
     cases = defaultdict(list)
     for item in items:
+        if item.get_closest_marker("slow"):
+            continue
         found = item.get_closest_marker("few")
         cases[item.nodeid.partition("[")[0], found.args[0] if found else MOST_CASES].append(item)
     for (_, few), alike in cases.items():

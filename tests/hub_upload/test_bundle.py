@@ -25,7 +25,10 @@ PYTHON = os.environ.get("REMOTE_CODE_PYTHON", sys.executable)  # one that has tr
 # What transformers itself requires, and so is wherever transformers and torch are.
 BROUGHT_ALONG = {"torch", "transformers", "safetensors", "huggingface_hub", "numpy", "tokenizers"}
 
-all_families = pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+# Of every file of code one family is tried each time, for a process of its own runs over all that are asked for.
+FIRST = {family.model_class: family for family in reversed(FAMILIES)}.values()
+CASES = [family if family in FIRST else pytest.param(family, marks=pytest.mark.slow) for family in FAMILIES]
+all_families = pytest.mark.parametrize("family", CASES, ids=lambda family: family.name)
 all_codes = pytest.mark.parametrize("code", sorted(MODELS))
 
 
@@ -44,13 +47,15 @@ def alone(folder: Path, modules: Path) -> dict:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    """A base, and heads of every family for it, each with the file of code."""
+def folder(request, tmp_path_factory) -> Path:
+    """A base, and heads of every family for it that the run's tests ask for, each with the file of code."""
+    cases = [getattr(item, "callspec", None) for item in request.session.items if item.path == request.path]
+    asked = {case.params["family"].name for case in cases if case and "family" in case.params} | {"hydra", "eagle"}
     folder = tmp_path_factory.mktemp("bundled")
     base = tiny_base("llama-gqa")
     base.save_pretrained(folder / "base")
     base.name_or_path = base.config._name_or_path = str(folder / "base")
-    for family in FAMILIES:
+    for family in (one for one in FAMILIES if one.name in asked):
         family.build(base).save_pretrained(folder / family.name)
         add_bundle(folder / family.name)
     return folder
@@ -58,7 +63,7 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def seen(folder, tmp_path_factory) -> dict:
-    """What it finds, all families in one process."""
+    """What it finds, all of them in one process."""
     return alone(folder, tmp_path_factory.mktemp("remote_code"))
 
 
