@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import LlamaConfig, Qwen3Config
+from transformers import DynamicCache, LlamaConfig, Qwen3Config
 
+from hf_drafthead.generation.releases import CACHE, cache_argument
 from hf_drafthead.modeling import (
     DFlashForCausalLM,
     DraftHeadConfig,
@@ -55,7 +56,26 @@ def features_of(model: DraftHeadPreTrainedModel, input_ids: torch.Tensor) -> tor
     with torch.no_grad():
         hidden = model.base(input_ids, output_hidden_states=True, use_cache=False).hidden_states
     hidden = [states.mean(0) if states.dim() == 4 else states for states in hidden]  # of several streams
-    return torch.cat([hidden[layer] for layer in model.drafter.reads or (-1,)], dim=-1)
+    kinds = [kind for kind in model.drafter.reads if isinstance(kind, str)]
+    keys = keys_of(model.base, input_ids, kinds) if kinds else []
+    layers = [layer for layer in model.drafter.reads or (-1,) if isinstance(layer, int)]
+    return torch.cat([*(hidden[layer] for layer in layers), *keys], dim=-1)
+
+
+def keys_of(base: nn.Module, input_ids: torch.Tensor, kinds: list[str]) -> list[torch.Tensor]:
+    """Keys and values (B, T, G*E) of the last layer of each type of attention that writes some, by transformers'."""
+    with torch.no_grad():
+        cache = DynamicCache()  # without windows: of every layer all keys
+        base(input_ids, use_cache=True, **{cache_argument(base.forward) or CACHE: cache})
+    types = getattr(base.config.get_text_config(), "layer_types", None) or ["full_attention"] * len(cache.layers)
+    last = dict(zip(types, cache.layers))
+    layers = [last.get(kind, cache.layers[-1]) for kind in kinds]
+    return [part.transpose(1, 2).flatten(2) for layer in layers for part in (layer.keys, layer.values)]
+
+
+def feature_size(drafter: Any, width: int = 32) -> int:
+    """Numbers at a position of what a drafter reads of a base of this width."""
+    return width * sum(isinstance(layer, int) for layer in drafter.reads) + drafter.key_width
 
 
 # Nearly every flag set, a layer more, and a layer of another width than the base.
@@ -128,6 +148,7 @@ VARIED: dict[str, dict[str, Any]] = {
     "eagle3": {"num_draft_heads": 3, "feature_layers": [0, 1], "draft_vocab_size": 50},
     "eagle3.1": {"num_draft_heads": 3, "feature_layers": [0, 1], "draft_vocab_size": 50},
     "mtp": {"draft_vocab_size": 50},
+    "gemma4-assistant": {"num_draft_heads": 3, "num_layers": 2},
     "dflash": {"num_draft_heads": 3, "num_layers": 1},
     "dspark": {"num_draft_heads": 3, "num_layers": 1, "markov_rank": 6, "draft_vocab_size": 50},
 }

@@ -11,5 +11,4 @@ from hf_drafthead.formats.mtp import own_modules
 AutoConfig.register(MedusaVllmConfig.model_type, MedusaVllmConfig, exist_ok=True)
 
 __all__ = ["Conversion", "Export", "convert_checkpoint", "converted", "export_checkpoint"]
-__all__ += ["own_modules"]
-__all__ = ["Conversion", "Export", "convert_checkpoint", "converted", "export_checkpoint", "unpack_gguf"]
+__all__ += ["own_modules", "unpack_gguf"]

@@ -1,5 +1,6 @@
 """From another project's checkpoint to one of this library, on disk or in memory."""
 
+import copy
 import os
 import re
 from collections import Counter
@@ -215,7 +216,7 @@ def _config_of(
     )
     config.architectures = [heads.model_class.__name__]
     config.dtype = next(tensor.dtype for tensor in heads.tensors.values() if tensor.dtype.is_floating_point)
-    blank = heads.model_class._blank(config, build_base=False)
+    blank = heads.model_class._blank(copy.deepcopy(config), build_base=False)  # which chooses implementations
     tensors: Mapping[str, Any] = {f"drafter.{key}": tensor for key, tensor in heads.tensors.items()}
     check_tensors(name, tensors, blank.state_dict())
     return config
@@ -236,13 +237,13 @@ def _refuse_misfit(name: str, heads: Heads, text: Any, base: str) -> None:
 
 def _check_copies(name: str, heads: Heads, base: str | nn.Module, called: str, revision: str | None) -> None:
     """Compare the base's tensors that the file holds a copy of with the base's own, where these are at hand."""
-    for which, copy in heads.copies.items():
+    for which, stored in heads.copies.items():
         original = base_tensor(base, which, revision)
         if original is None:
             heads.notes.append(
                 f"the {which} in the file were not compared with the base's: its weights are not on this machine."
             )
-        elif not same_values(copy, original):
+        elif not same_values(stored, original):
             raise ValueError(
                 f"{name!r} holds {which} that are not those of the base {called!r}: its heads were trained for "
                 "another base, or have some of their own; give the base that they were trained for (base_model=, on "

@@ -7,6 +7,7 @@ from hf_drafthead.formats.dflash import BlockDrafter, SpeculatorsBlock
 from hf_drafthead.formats.disk import Source, find_sources
 from hf_drafthead.formats.eagle import Eagle
 from hf_drafthead.formats.eagle3 import Eagle3
+from hf_drafthead.formats.gemma4_assistant import GemmaAssistant
 from hf_drafthead.formats.hydra import Hydra
 from hf_drafthead.formats.layout import Layout
 from hf_drafthead.formats.medusa import Medusa, MedusaFull, MedusaVllm
@@ -15,7 +16,7 @@ from hf_drafthead.formats.speculators import Speculators
 from hf_drafthead.modeling.config import MODEL_TYPE_PREFIX
 
 LAYOUTS: tuple[Layout, ...] = (Medusa(), MedusaFull(), MedusaVllm(), Hydra(), Eagle(), Eagle3(), Speculators())
-LAYOUTS += (SpeculatorsMtp(), BaseModules(), BlockDrafter(), SpeculatorsBlock())
+LAYOUTS += (SpeculatorsMtp(), BaseModules(), BlockDrafter(), SpeculatorsBlock(), GemmaAssistant())
 OWN_PREFIXES = ("drafter.", "base.")  # names of this library
 
 

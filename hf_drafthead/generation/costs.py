@@ -35,8 +35,7 @@ from transformers.utils import logging
 
 from hf_drafthead.generation.drafting import draft_static
 from hf_drafthead.generation.entries import CalibrationKey
-from hf_drafthead.generation.reader import BaseReader, probe_tokens, with_part
-from hf_drafthead.generation.releases import CACHE
+from hf_drafthead.generation.reader import BaseReader, kinds_of, probe_tokens, with_part
 from hf_drafthead.generation.slots import SlotCache
 from hf_drafthead.generation.tree import DraftTree, LookupTree, Tree
 
@@ -240,10 +239,11 @@ def _measured(drafter: Any, part: PartOfBase, trees: Sequence[Tree], rows: int) 
     reader, alone = part.reader, DraftTree.root_alone()
     cache = reader.cache(rows, 16, 1)
     root = probe_tokens(reader.base)[:1].expand(rows, 1)
-    _, features = reader(True, **{"input_ids": root, CACHE: cache, "use_cache": True})
+    hidden = reader.read({"input_ids": root, reader.cache_name: cache, "use_cache": True}).hidden
     cache.count(1)
-    hidden = features[..., : features.shape[-1] // max(len(reader.reads), 1)]
-    features = hidden.repeat(1, 1, len(drafter.reads))  # (B, 1, F*H)
+    kinds = kinds_of(drafter.reads)
+    keys = [hidden.new_zeros(rows, 1, drafter.key_width)] if kinds else []
+    features = torch.cat([hidden.repeat(1, 1, len(drafter.reads) - len(kinds)), *keys], dim=2)  # (B, 1, F*H)
     draft: dict[Tree, Callable[[], None]] = {}
     for tree in trees:
         if isinstance(tree, DraftTree):

@@ -197,7 +197,9 @@ def prefill(
     fired = rules.stops(everyone, roots.tolist(), sequences, lengths)
     stream.show(roots)
     root = roots[:, None].to(device)
-    seen = _prompt_for_drafter(drafter, root, features, arguments, inputs.get("attention_mask"))
+    features = reader.known(features, cache, known) if known and reader.keys else features
+    tokens = _read_tokens(reader, arguments, features)
+    seen = _prompt_for_drafter(drafter, root, features, tokens, inputs.get("attention_mask"))
     draft_state = drafter.start(batch, positions + most) if begun is None else begun.rows.draft_state
     if not all(fired):
         draft_state = drafter.observe(draft_state, *seen)
@@ -344,14 +346,24 @@ def _run_prompt(
     return logits, torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
 
 
-def _prompt_for_drafter(drafter, root, features, arguments, mask) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _read_tokens(reader: BaseReader, arguments: dict, features: torch.Tensor) -> torch.Tensor | None:
+    """The tokens (B, T) at the positions of features; any where keys are read, of which a drafter needs every one."""
+    tokens: torch.Tensor | None = arguments.get("input_ids")
+    if not reader.keys:
+        return tokens
+    every = torch.zeros(features.shape[:2], dtype=torch.long, device=features.device)
+    if tokens is not None:
+        every[:, -tokens.shape[1] :] = tokens
+    return every
+
+
+def _prompt_for_drafter(drafter, root, features, tokens, mask) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """What the drafter may observe of the prompt: valid positions first, each with the token that follows it.
 
     A drafter without a memory needs the last position only; so does one whose prompt came as embeddings, since the
     tokens are not known. One that reads nothing of the base observes every token, the first one too.
     """
     rows, length = features.shape[:2]
-    tokens = arguments.get("input_ids")
     if not drafter.keeps_history or tokens is None:
         return features[:, -1:], root, torch.ones(rows, dtype=torch.long, device=features.device)
     follow = torch.cat([tokens[:, 1:] if drafter.reads else tokens, root], dim=1).to(features.device)  # (B, T)

@@ -10,7 +10,7 @@ Shapes: B rows, N nodes, T positions of a text, R = 1 or B, H hidden, F feature 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -30,7 +30,15 @@ from hf_drafthead.generation.releases import (
     untested,
     with_cache,
 )
-from hf_drafthead.generation.slots import SlotCache, out_of_memory, padded, slot_mask, writing_layers
+from hf_drafthead.generation.slots import (
+    SlotCache,
+    WrittenKeys,
+    key_layers,
+    out_of_memory,
+    padded,
+    slot_mask,
+    writing_layers,
+)
 from hf_drafthead.generation.tree import DraftTree, Topology
 
 KNOWN_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
@@ -65,8 +73,8 @@ class Unsupported(Exception):
 class Reading:
     """What the base says about whole texts.
 
-    features: (B, T, F*H) for a drafter to read; hidden: (B, T, H) after the final norm; scores: (B, T, V) logits, or
-    (B, T, H) again where `BaseReader.logits` makes logits of them.
+    features: (B, T, F*H) for a drafter to read, and behind them keys and values where it reads some; hidden: (B, T, H)
+    after the final norm; scores: (B, T, V) logits, or (B, T, H) again where `BaseReader.logits` makes logits of them.
     """
 
     features: torch.Tensor
@@ -79,30 +87,37 @@ class BaseReader:
     """How to run one base and read logits and features from it.
 
     base: the causal LM; windows: attention window (None = all) by layer type; split: whether the logits are what
-    `output` makes of the decoder's last hidden state, so that the decoder can be run alone; reads: the layers whose
-    hidden states the drafter reads, -1 being the last after the final norm; mixers: of the layers that keep a state, by
-    number, see `SlotCache`; more: other inputs of every forward behind the prompt, by name, each with the axis on which
-    it has an entry per token (None: it has none); refused: why no tree can stand behind a prompt with some inputs, by
-    their names, where that was tried.
+    `output` makes of the decoder's last hidden state, so that the decoder can be run alone; reads: what the drafter
+    reads, the layers of hidden states, -1 being the last after the final norm, and types of attention, of each of which
+    it reads the last layer's keys and values; mixers: of the layers that keep a state, by number, see `SlotCache`;
+    more: other inputs of every forward behind the prompt, by name, each with the axis on which it has an entry per
+    token (None: it has none); refused: why no tree can stand behind a prompt with some inputs, by their names, where
+    that was tried.
     """
 
     base: PreTrainedModel
     windows: dict[str, int | None]
     split: bool
-    reads: tuple[int, ...]
+    reads: tuple[int | str, ...]
     output: OutputLayer
     mixers: dict[int, tuple[Mixer, int]] = field(default_factory=dict)
     more: Mapping[str, tuple[Any, int | None]] = field(default_factory=dict)
     refused: dict[tuple[str, ...], str] = field(default_factory=dict)
-    cache_name: str = field(init=False)  # that the forward has for it, which a compiler must not look up
+    # looked up once, which a compiler must not do
+    cache_name: str = field(init=False)  # that the forward has for it
+    states: tuple[int, ...] = field(init=False)  # of `reads`, the layers whose hidden states are read
+    keys: list[int] = field(init=False)  # and those whose keys and values are
 
     def __post_init__(self) -> None:
-        module = self.base.get_decoder() if self.split else self.base
+        module, kinds = self.base.get_decoder() if self.split else self.base, kinds_of(self.reads)
+        config = self.base.config.get_text_config(decoder=True)
         object.__setattr__(self, "cache_name", cache_argument(module.forward) or CACHE)
+        object.__setattr__(self, "states", tuple(layer for layer in self.reads if isinstance(layer, int)))
+        object.__setattr__(self, "keys", key_layers(config, kinds) if kinds else [])
 
     @classmethod
     def of_texts(
-        cls, base: PreTrainedModel, reads: tuple[int, ...] = (-1,), output: OutputLayer | None = None
+        cls, base: PreTrainedModel, reads: tuple[int | str, ...] = (-1,), output: OutputLayer | None = None
     ) -> BaseReader:
         """A reader of whole texts, for which a base need not be able to verify trees."""
         output = output or OutputLayer(base)
@@ -121,7 +136,10 @@ class BaseReader:
 
     def texts(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> Reading:
         """Read whole texts (B, T), padded where the mask (B, T) is 0."""
-        reading = self.read({"input_ids": input_ids, "attention_mask": attention_mask, "use_cache": False})
+        inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "use_cache": bool(self.keys)}
+        if self.keys:
+            inputs[self.cache_name] = WrittenKeys(self.base.config.get_text_config(decoder=True), self.keys)
+        reading = self.read(inputs)
         if self.collects:
             keep_picklable(self.base)
         return reading
@@ -129,7 +147,7 @@ class BaseReader:
     @property
     def collects(self) -> bool:
         """Whether other hidden states are read than the last, which transformers collects by hooks that stay."""
-        return not self.split or self.reads not in ((-1,), ())
+        return not self.split or self.states not in ((-1,), ())
 
     def logits(self, scores: torch.Tensor) -> torch.Tensor:
         """Logits (..., V) from the scores of a `Reading`."""
@@ -137,7 +155,7 @@ class BaseReader:
 
     def read(self, inputs: dict) -> Reading:
         """A forward with the base's own arguments."""
-        last_layer_only = self.reads in ((-1,), ())
+        last_layer_only = self.states in ((-1,), ())
         if self.split:
             wanted = {} if last_layer_only else {"output_hidden_states": True}
             outputs = self.base.get_decoder()(**inputs, **wanted, return_dict=True)
@@ -145,14 +163,30 @@ class BaseReader:
         else:
             outputs = self.base(**inputs, output_hidden_states=True, return_dict=True)
             hidden, scores = outputs.hidden_states[-1], outputs.logits
-        if last_layer_only:
-            return Reading(hidden, hidden, scores)
-        return Reading(self.features(outputs.hidden_states, hidden), hidden, scores)
+        features = hidden if last_layer_only else self.features(outputs.hidden_states, hidden)
+        return Reading(self.with_keys(features, inputs), hidden, scores)
 
     def features(self, hidden_states: tuple[torch.Tensor, ...], last: torch.Tensor) -> torch.Tensor:
         """(B, T, F*H) what the drafter reads of a forward's hidden states, of which the last (B, T, H) is normed."""
-        states = [one_stream(hidden_states[layer], last).to(last.device) for layer in self.reads or (-1,)]
+        states = [one_stream(hidden_states[layer], last).to(last.device) for layer in self.states or (-1,)]
         return torch.cat(states, dim=-1)
+
+    def with_keys(self, features: torch.Tensor, inputs: dict) -> torch.Tensor:
+        """Features (B, T, F*H) of a forward, behind them the keys and values that it has written, if some are read."""
+        if not self.keys:
+            return features
+        cache = inputs[self.cache_name]
+        return beside(features, (cache.written(layer, features.shape[1]) for layer in self.keys))
+
+    def known(self, features: torch.Tensor, cache: SlotCache, count: int) -> torch.Tensor:
+        """Features of a prompt with what is read of `count` past positions in front that no forward has run over.
+
+        Of these there are keys and values, and no hidden states: zeros.
+        """
+        wide = sum(part.shape[1] * part.shape[3] for layer in self.keys for part in cache.between(layer, 0, 1))
+        nothing = features.new_zeros(len(features), count, features.shape[2] - wide)
+        past = (cache.between(layer, cache.nodes, cache.nodes + count) for layer in self.keys)
+        return torch.cat([beside(nothing, past), features], dim=1)
 
     @property
     def vocabulary(self) -> int:
@@ -267,6 +301,17 @@ class BaseReader:
         }
 
 
+def kinds_of(reads: tuple[int | str, ...]) -> list[str]:
+    """Of what a drafter reads, the types of attention whose keys and values it reads."""
+    return [read for read in reads if isinstance(read, str)]
+
+
+def beside(features: torch.Tensor, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+    """Features (B, T, F*H), and behind them keys and values (B, G, T, E), flat."""
+    flat = (part.transpose(1, 2).flatten(2).to(features.device) for pair in pairs for part in pair)
+    return torch.cat([features, *flat], dim=-1)
+
+
 def one_stream(states: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """Hidden states in the shape (B, T, H) of `like`.
 
@@ -371,7 +416,7 @@ def hooks_of(module: nn.Module) -> list[tuple[int, Any]]:
 
 
 @torch.no_grad()
-def probe(base: PreTrainedModel, reads: tuple[int, ...]) -> BaseReader:
+def probe(base: PreTrainedModel, reads: tuple[int | str, ...]) -> BaseReader:
     """Find out by running whether this base honours a tree (`try_tree`), and how its logits are read.
 
     Raises:
@@ -523,6 +568,7 @@ def read_and_try(
     try:
         outputs = reader.base(**prompt.arguments, output_hidden_states=True, return_dict=True)
         features = reader.features(outputs.hidden_states, outputs.hidden_states[-1])
+        features = reader.with_keys(features, {reader.cache_name: cache})
     except Exception as error:  # the base's own decoding works, or says what is wrong with the prompt
         raise Unsupported(str(_refused(f"{said} cannot read the prompt", error)), lasting=False) from error
     cache.count(features.shape[1])

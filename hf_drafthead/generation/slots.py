@@ -15,7 +15,7 @@ heads, E head size, R = 1 or B.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -235,6 +235,22 @@ class SlotCache(Cache):
             layer.leave()
         return twin
 
+    def written(self, layer: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values (B, H, count, E) that the last forward has written to a layer, before they are counted."""
+        first = self.nodes + self.extent if self.placed is None else self.nodes - self.placed
+        return self.between(layer, first, first + count)
+
+    def past(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The past keys and values (B, H, S, E) of a layer, S as much as a step attends to."""
+        if not self.fixed:
+            self.reserve(self.seen_extent, self.nodes)
+        return self.between(layer, self.nodes, self.nodes + self.seen_extent)
+
+    def between(self, layer: int, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """A layer's keys and values in some slots."""
+        held = self.layers[layer]
+        return held.keys[..., start:stop, :], held.values[..., start:stop, :]
+
     @property
     def advancing(self) -> list[torch.Tensor]:
         """What a commit changes, and a second one would change again."""
@@ -312,8 +328,7 @@ class SlotCache(Cache):
             if isinstance(layer, RecurrentLayer):
                 layer.unload(target.layers[index])
             if layer.is_initialized and stop > start:
-                past = slice(self.nodes + start, self.nodes + stop)
-                target.update(layer.keys[..., past, :], layer.values[..., past, :], index)
+                target.update(*self.between(index, self.nodes + start, self.nodes + stop), index)
 
     def place_of(self, like: torch.Tensor) -> tuple[int, int]:
         """A block and the first of its heads, for one layer's keys or values of the shape of `like` but the length."""
@@ -507,6 +522,38 @@ def writing_layers(config: PreTrainedConfig) -> int:
     layers = DynamicCache(config=config).layers
     last = next((number for number, layer in enumerate(reversed(layers)) if not holds_nothing(layer)), 0)
     return (len(layers) or config.num_hidden_layers) - last
+
+
+def key_layers(config: PreTrainedConfig, kinds: Iterable[str]) -> list[int]:
+    """Of each type of attention the last layer that writes keys; the last of all where a base has none of the type."""
+    last, layers = {}, DynamicCache(config=config).layers[: writing_layers(config)]
+    for number, layer in enumerate(layers):
+        if isinstance(layer, CacheLayerMixin):
+            last["sliding_attention" if layer.is_sliding else "full_attention"] = number
+    return [last.get(kind, max(last.values())) for kind in kinds] if last else []
+
+
+class WrittenKeys(DynamicCache):
+    """In the place of a cache of a forward over whole texts: it keeps what is written, of some layers alone.
+
+    Args:
+        config: text config of the base.
+        layers: numbers of the layers.
+    """
+
+    def __init__(self, config: PreTrainedConfig, layers: Iterable[int]):
+        super().__init__(config=config)
+        self.held: dict[int, Any] = dict.fromkeys(layers)
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *_: Any, **__: Any) -> Any:
+        if layer_idx in self.held:
+            self.held[layer_idx] = key_states, value_states
+        return key_states, value_states
+
+    def written(self, layer: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `SlotCache.written`."""
+        keys, values = self.held[layer]
+        return keys, values
 
 
 class DoesNotFit(Exception):

@@ -27,6 +27,23 @@ class ContextKeys(NamedTuple):
         return torch.cat([context_keys, keys], dim=-2), torch.cat([context_values, values], dim=-2)
 
 
+def remember(cache: SlotCache, pairs: list[tuple[Tensor, Tensor]], lengths: Tensor) -> None:
+    """Keep each layer's keys and values (B, G, A, E), of which the first lengths (B,) count, behind what is kept."""
+    first = pairs[0][0]
+    count, lengths = first.shape[2], lengths.to(first.device)
+    begins = cache.extent == 0 and not cache.fixed
+    if begins:
+        cache.append()
+    else:
+        cache.place(count)
+    for layer, pair in enumerate(pairs):
+        cache.update(*pair, layer)
+    if begins:
+        cache.count(count, lengths)
+    else:
+        cache.keep(torch.arange(count, device=first.device).expand(len(first), -1), lengths)
+
+
 class BlockLayers(DecoderLayer):
     """Decoder layers over blocks; to keys and values of the block come those of a context that passed no layer.
 
@@ -72,18 +89,8 @@ class BlockLayers(DecoderLayer):
 
     def remember(self, cache: SlotCache, x: Tensor, lengths: Tensor) -> None:
         """Keep a context (B, A, H), of which the first lengths (B,) positions count, behind what is kept already."""
-        order, first = torch.arange(x.shape[1], device=x.device), cache.extent == 0 and not cache.fixed
-        if first:
-            cache.append()
-        else:
-            cache.place(x.shape[1])
-        past = 0 if first else cache.lengths[:, None]
-        for index, pair in enumerate(self.context(x, past + order[None])):
-            cache.update(*pair, index)
-        if first:
-            cache.count(x.shape[1], lengths.to(x.device))
-        else:
-            cache.keep(order.expand(len(x), -1), lengths.to(x.device))
+        positions = cache.lengths[:, None].to(x.device) + torch.arange(x.shape[1], device=x.device)
+        remember(cache, self.context(x, positions), lengths)
 
     def over_block(self, cache: SlotCache, x: Tensor) -> Tensor:
         """One block (B, W, H) behind each row's context, which is soon forgotten."""

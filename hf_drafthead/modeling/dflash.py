@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, Qwen3Config
 from transformers.configuration_utils import PreTrainedConfig
-from transformers.utils import logging
 
 from hf_drafthead.generation.drafting import Guesses
 from hf_drafthead.generation.slots import ROOM, SLOTS, SlotCache
@@ -29,8 +28,6 @@ from hf_drafthead.modeling.config import DraftHeadConfig
 from hf_drafthead.modeling.drafter import Drafter
 from hf_drafthead.modeling.files import shortened
 from hf_drafthead.modeling.layers import llama_like
-
-logger = logging.get_logger(__name__)
 
 FEATURES = 5  # hidden states of the base that are read, as published
 SLOTS_AT_ONCE = 1024  # of blocks that are computed together over a text
@@ -224,6 +221,7 @@ class DFlashDrafter(Drafter):
     config: DFlashConfig
     keeps_history = True
     starts_at_anchors = True
+    needs_range = True
 
     def __init__(self, config: DFlashConfig) -> None:
         super().__init__(config)
@@ -242,14 +240,6 @@ class DFlashDrafter(Drafter):
         self.markov = MarkovHead(*markov) if rank else None
         with_token = rank if config.confidence_with_markov else 0
         self.confidence = nn.Linear(width + with_token, 1) if config.confidence_head else None
-
-    def prepare(self) -> None:
-        super().prepare()
-        if next(self.parameters()).dtype == torch.float16:
-            logger.warning_once(
-                "the block drafter computes in bfloat16: its states overflow in float16, in which it was loaded."
-            )
-            self.to(torch.bfloat16)
 
     def start(self, batch_size: int, capacity: int) -> DFlashState:
         return DFlashState(SlotCache(batch_size, self.config.num_layers, min(capacity, ROOM)))

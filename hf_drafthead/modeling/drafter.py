@@ -10,12 +10,15 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers.utils import logging
 
 from hf_drafthead.generation.drafting import Guesses
 from hf_drafthead.generation.reader import OutputLayer, Unsupported
 from hf_drafthead.modeling.config import DraftHeadConfig
 from hf_drafthead.modeling.decoder_layer import DecoderLayer
 from hf_drafthead.modeling.layers import OutputProjections, VocabularyRows, copy_if_as_wide, weight_of
+
+logger = logging.get_logger(__name__)
 
 
 class Drafter(nn.Module):
@@ -27,7 +30,10 @@ class Drafter(nn.Module):
     and has the same shapes after every `observe` of a step, so that a step can be compiled.
 
     Attributes:
-        reads: which hidden states of the base are read; -1 is the last one, after the base's final norm.
+        reads: which hidden states of the base are read, -1 being the last one, after the base's final norm; and types
+            of attention, of each of which the last layer's keys and values lie behind these in the features.
+        key_width: numbers of these keys and values at a position.
+        needs_range: its states overflow in float16: it computes in bfloat16 where it was loaded in that.
         keeps_history: True if `observe` needs every verified position, False if only each row's last one counts: of the
             prompt it is then given no other.
         asked_by: a setting of transformers' `generate` that asks for what this drafter does; None if there is none.
@@ -40,7 +46,9 @@ class Drafter(nn.Module):
         base: the base model: a plain reference, so that it is neither saved nor moved with the drafter.
     """
 
-    reads: tuple[int, ...] = (-1,)
+    reads: tuple[int | str, ...] = (-1,)
+    key_width: int = 0
+    needs_range: bool = False
     keeps_history: bool = False
     asked_by: str | None = None
     copies: int | None = None
@@ -90,6 +98,12 @@ class Drafter(nn.Module):
 
     def prepare(self) -> None:
         """Find out what is found out by running, before a step is compiled; Unsupported if the heads cannot guess."""
+        if self.needs_range and next(self.parameters()).dtype == torch.float16:
+            logger.warning_once(
+                f"the {self.config.family} drafter computes in bfloat16: its states overflow in float16, in which it "
+                "was loaded."
+            )
+            self.to(torch.bfloat16)
         head = self.output.head
         if not isinstance(head.weight, Tensor):  # torch's quantized layers have a function there
             raise Unsupported(f"the base's lm_head is a {type(head).__name__}, whose weight cannot be read")

@@ -17,6 +17,7 @@ from hf_drafthead.modeling.dflash import DFLASH_RECIPE, DSPARK_RECIPE, DFlashCon
 from hf_drafthead.modeling.draft_model import DRAFT_MODEL_RECIPE, DraftModelConfig, DraftModelForCausalLM
 from hf_drafthead.modeling.eagle import EAGLE_RECIPE, EagleConfig, EagleForCausalLM
 from hf_drafthead.modeling.eagle3 import EAGLE3_RECIPE, Eagle3Config, Eagle3ForCausalLM
+from hf_drafthead.modeling.gemma4_assistant import GemmaAssistantConfig, GemmaAssistantForCausalLM
 from hf_drafthead.modeling.hydra import HYDRA_PLUS_PLUS_RECIPE, HYDRA_RECIPE, HydraConfig, HydraForCausalLM
 from hf_drafthead.modeling.medusa import MEDUSA_JOINT_RECIPE, MEDUSA_RECIPE, MedusaConfig, MedusaForCausalLM
 from hf_drafthead.modeling.mtp import MtpConfig, MtpForCausalLM
@@ -25,6 +26,7 @@ from hf_drafthead.modeling.prompt_lookup import LookupConfig, LookupForCausalLM
 # For type checkers, for which the package's classes are the public names of this module; at run time CLASSES has them.
 __all__ = ["AmphistaConfig", "DFlashConfig", "DraftModelConfig", "EagleConfig", "Eagle3Config", "HydraConfig"]
 __all__ += ["MedusaConfig", "MtpConfig", "AmphistaForCausalLM", "DFlashForCausalLM", "DraftModelForCausalLM"]
+__all__ += ["GemmaAssistantConfig", "GemmaAssistantForCausalLM"]
 __all__ += ["EagleForCausalLM", "Eagle3ForCausalLM", "HydraForCausalLM", "MedusaForCausalLM", "MtpForCausalLM"]
 __all__ += ["LookupConfig", "LookupForCausalLM"]
 
@@ -67,6 +69,14 @@ _TABLE = (
     Family("mtp", "MTP", "2412.19437", MtpForCausalLM, MtpConfig, EAGLE3_RECIPE),
     Family("dflash", "DFlash", "2602.06036", DFlashForCausalLM, DFlashConfig, DFLASH_RECIPE),
     Family("dspark", "DSpark", "2607.05147", DFlashForCausalLM, DFlashConfig.dspark, DSPARK_RECIPE),
+    Family(
+        "gemma4-assistant",
+        "Gemma 4 assistant",
+        "2402.02082",
+        GemmaAssistantForCausalLM,
+        GemmaAssistantConfig,
+        EAGLE3_RECIPE,
+    ),
     Family("draft-model", "Draft model", "2211.17192", DraftModelForCausalLM, DraftModelConfig, DRAFT_MODEL_RECIPE),
     Family("lookup", "Prompt lookup", "2304.04487", LookupForCausalLM, LookupConfig, None),
 )

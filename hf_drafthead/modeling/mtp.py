@@ -214,6 +214,7 @@ class MtpDrafter(Drafter):
     config: MtpConfig
     keeps_history = True
     asked_by = "use_mtp"
+    needs_range = True
 
     def __init__(self, config: MtpConfig) -> None:
         super().__init__(config)

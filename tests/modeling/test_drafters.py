@@ -15,7 +15,7 @@ from torch import Tensor
 from hf_drafthead.generation import SlotCache, slots
 from hf_drafthead.modeling import EagleForCausalLM
 from tests.bases import VOCABULARY, tiny_base
-from tests.families import Family
+from tests.families import Family, feature_size
 
 EXACT = {"atol": 1e-10, "rtol": 1e-10}
 
@@ -29,7 +29,7 @@ def text_and_features(drafter, rows: int, length: int, seed: int = 0) -> tuple[T
     """(B, T) tokens and (B, T, F*H) features; random ones do, for heads know no base."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(3, VOCABULARY, (rows, length), generator=generator)
-    return ids, torch.randn(rows, length, 32 * len(drafter.reads), generator=generator, dtype=torch.float64)
+    return ids, torch.randn(rows, length, feature_size(drafter), generator=generator, dtype=torch.float64)
 
 
 def observed(drafter, features: Tensor, ids: Tensor, ends: list[list[int]], capacity: int = 64):

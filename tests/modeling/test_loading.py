@@ -33,7 +33,7 @@ from hf_drafthead.modeling import EagleForCausalLM, HydraForCausalLM, LookupForC
 from hf_drafthead.modeling.base_model import auto_class
 from tests.base_table import tiny
 from tests.bases import SIZES, VOCABULARY, tiny_base
-from tests.families import FAMILIES, features_of
+from tests.families import FAMILIES, feature_size, features_of
 
 # For what no family does in its own way: one without and one with a layer of its own.
 two_families = pytest.mark.parametrize(
@@ -234,7 +234,7 @@ def test_what_the_heads_compute_and_do_not_store_is_as_exact_in_any_type(family,
     computed = {
         name: buffer for name, buffer in model.drafter.named_buffers() if "drafter." + name not in model.state_dict()
     }
-    with_layers = ("hydra++", "amphista", "eagle", "mtp", "dflash", "dspark", "draft-model")
+    with_layers = ("hydra++", "amphista", "eagle", "mtp", "dflash", "dspark", "gemma4-assistant", "draft-model")
     assert bool(computed) == family.name.startswith(with_layers)
     for name, buffer in computed.items():
         assert torch.equal(loaded.drafter.get_buffer(name), buffer), name
@@ -376,7 +376,7 @@ def test_a_model_in_pieces_some_of_them_on_disk(family, saved, form, on_disk):
     loaded = AutoModel.from_pretrained(folder / "heads", device_map=pieces, offload_folder=folder / "offload")
     if "disk" in pieces.values():
         assert loaded.hf_device_map[on_disk] == "disk" and "drafter" in loaded.hf_device_map
-    features = torch.randn(1, 6, 32 * len(model.drafter.reads), dtype=torch.float64)
+    features = torch.randn(1, 6, feature_size(model.drafter), dtype=torch.float64)
     ours, theirs = (m.drafter.head_states(features, IDS[:1]) for m in (model, loaded))
     for i, (mine, its) in enumerate(zip(ours, theirs, strict=True)):
         torch.testing.assert_close(loaded.drafter.head_logits(i, its), model.drafter.head_logits(i, mine))

@@ -17,6 +17,7 @@ from hf_drafthead.training.record import plot_training
 from hf_drafthead.training.run import choose_among_fewer, remarks
 from hf_drafthead.training.trainer import DraftHeadTrainer
 from tests.bases import tiny_base
+from tests.families import feature_size
 
 ROWS = [
     {"input_ids": torch.arange(12) % 7 + 3 + row % 5, "labels": torch.arange(12) % 7 + 3 + row % 5} for row in range(8)
@@ -89,7 +90,7 @@ def test_in_the_quick_recipe_heads_on_many_tokens_choose_among_those_that_cover_
     ]
     assert model.config.draft_vocab_size == len(model.drafter.draft_tokens) == 398
     ids = torch.arange(3, 15)[None]
-    hidden = torch.zeros(1, 12, model.base.config.hidden_size * len(model.drafter.reads), dtype=model.base.dtype)
+    hidden = torch.zeros(1, 12, feature_size(model.drafter, model.base.config.hidden_size), dtype=model.base.dtype)
     assert model.drafter.head_logits(0, model.drafter.head_states(hidden, ids)[0]).shape[-1] == 398
     choose_among_fewer(model, rows, said.append)
     assert len(said) == 1

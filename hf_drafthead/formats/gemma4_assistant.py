@@ -1,0 +1,103 @@
+"""Gemma 4's assistants as Google publishes them and transformers saves them (`gemma4_assistant`).
+
+pre_projection.weight [W, 2H], post_projection.weight [H, W]
+model.layers.{i}.*, model.norm.weight [W]            Gemma 4's layers, without keys and values
+lm_head.weight, or model.embed_tokens.weight [V, W]  one tensor, as no token is embedded by it
+masked_embedding.centroids.weight [N, W], .token_ordering [V]     with use_ordered_embeddings
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from transformers import AutoConfig
+from transformers.configuration_utils import PreTrainedConfig
+
+from hf_drafthead.formats.disk import Source
+from hf_drafthead.formats.layout import Files, Heads, Layout, Loss, Prefixes, Reader, SavedHeads, renamed
+from hf_drafthead.modeling.files import in_one_line
+from hf_drafthead.modeling.gemma4_assistant import LAYERS, GemmaAssistantForCausalLM
+
+TYPES = {"gemma4_assistant": "Gemma4Assistant", "gemma4_unified_assistant": "Gemma4UnifiedAssistant"}
+PREFIXES: Prefixes = [
+    ("pre.", "pre_projection."),
+    ("post.", "post_projection."),
+    ("body.layers.", "model.layers."),
+    ("body.norm.", "model.norm."),
+    ("centroids.", "masked_embedding.centroids."),
+    ("token_ordering", "masked_embedding.token_ordering"),
+]
+PROJECTION, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+ENDING = "-assistant"  # of the names under which Google publishes them, behind that of the base
+
+
+class GemmaAssistant(Layout):
+    """An assistant of Gemma 4."""
+
+    name = "Gemma 4 assistant"
+    family = GemmaAssistantForCausalLM
+    targets = ("transformers",)
+
+    def detect(self, keys: Iterable[str], config: Mapping[str, Any]) -> bool:
+        return {"pre_projection.weight", "post_projection.weight"} <= set(keys)
+
+    def read(self, source: Source, fields: Mapping[str, Any]) -> Heads:
+        config, reader = source.config, Reader(source.name, source.tensors)
+        layer = self._layers(source)
+        width, wide = reader.take("pre_projection.weight").shape
+        clusters = config.get("num_centroids") if config.get("use_ordered_embeddings") else 0
+        tensors = reader.renamed(PREFIXES)
+        own = PROJECTION in reader
+        projection = reader.one(PROJECTION if own else EMBEDDING)
+        if own and EMBEDDING in reader:
+            reader.drop(EMBEDDING, "embeddings that an assistant has no use for")
+        found = {
+            "layer_config": layer,
+            "num_layers": layer.num_hidden_layers,
+            "num_centroids": clusters or 0,
+            "centroid_top_k": config.get("centroid_intermediate_top_k") or 32,
+        }
+        reader.note_difference(config, "backbone_hidden_size", wide // 2)
+        more = {"hidden_size": wide // 2, "vocab_size": projection.shape[0], "base": _base_of(source.name)}
+        return reader.heads(self, found, tensors | {PROJECTION: projection}, **more)
+
+    def _layers(self, source: Source) -> PreTrainedConfig:
+        about = dict(source.config.get("text_config") or {})
+        kind = about.pop("model_type", None)
+        if kind not in LAYERS:
+            raise ValueError(
+                f"{source.name!r} does not say of what its layers are (text_config of its config.json has model_type "
+                f"{kind!r}): give the folder whose config.json says {' or '.join(map(repr, LAYERS))}."
+            )
+        try:
+            return AutoConfig.for_model(kind, **about)
+        except Exception as error:  # of the checks that transformers' configs make
+            raise ValueError(
+                f"the text_config of {source.name!r} cannot be used ({in_one_line(error)}): get it again."
+            ) from error
+
+    def write(self, saved: SavedHeads, target: str) -> Files:
+        config, layer = saved.config, saved.config.own_layer
+        if "draft_tokens" in saved.tensors:
+            raise Loss("it chooses among some tokens only, and the target among all", "train it without")
+        tensors = {renamed(key, PREFIXES) or key: tensor for key, tensor in saved.tensors.items()}
+        tensors[EMBEDDING] = tensors.pop(PROJECTION)
+        kind = "gemma4_assistant" if layer.model_type == LAYERS[0] else "gemma4_unified_assistant"
+        about = {
+            "model_type": kind,
+            "architectures": [f"{TYPES[kind]}ForCausalLM"],
+            "text_config": {**layer.to_dict(), "vocab_size": len(tensors[EMBEDDING])},
+            "backbone_hidden_size": config.width,
+            "use_ordered_embeddings": bool(config.num_centroids),
+            "num_centroids": config.num_centroids or 2048,
+            "centroid_intermediate_top_k": config.centroid_top_k,
+            "tie_word_embeddings": True,
+            "dtype": str(tensors[EMBEDDING].dtype).removeprefix("torch."),
+        }
+        launch = "model.generate(..., assistant_model=AutoModelForCausalLM.from_pretrained(FOLDER)) drafts a chain."
+        return Files("model.safetensors", tensors, about, [launch])
+
+
+def _base_of(name: str) -> str | None:
+    """The base of a published assistant, whose name is the base's and an ending."""
+    published = name.lower().startswith("google/gemma-4-") and name.endswith(ENDING)
+    return name.removesuffix(ENDING) if published else None
