@@ -164,7 +164,7 @@ class BaseReader:
             outputs = self.base(**inputs, output_hidden_states=True, return_dict=True)
             hidden, scores = outputs.hidden_states[-1], outputs.logits
         features = hidden if last_layer_only else self.features(outputs.hidden_states, hidden)
-        return Reading(self.with_keys(features, inputs), hidden, scores)
+        return Reading(self.with_keys(features, inputs) if self.keys else features, hidden, scores)
 
     def features(self, hidden_states: tuple[torch.Tensor, ...], last: torch.Tensor) -> torch.Tensor:
         """(B, T, F*H) what the drafter reads of a forward's hidden states, of which the last (B, T, H) is normed."""
@@ -172,9 +172,7 @@ class BaseReader:
         return torch.cat(states, dim=-1)
 
     def with_keys(self, features: torch.Tensor, inputs: dict) -> torch.Tensor:
-        """Features (B, T, F*H) of a forward, behind them the keys and values that it has written, if some are read."""
-        if not self.keys:
-            return features
+        """Features (B, T, F*H) of a forward, and behind them the keys and values that it has written."""
         cache = inputs[self.cache_name]
         return beside(features, (cache.written(layer, features.shape[1]) for layer in self.keys))
 
@@ -568,7 +566,7 @@ def read_and_try(
     try:
         outputs = reader.base(**prompt.arguments, output_hidden_states=True, return_dict=True)
         features = reader.features(outputs.hidden_states, outputs.hidden_states[-1])
-        features = reader.with_keys(features, {reader.cache_name: cache})
+        features = reader.with_keys(features, {reader.cache_name: cache}) if reader.keys else features
     except Exception as error:  # the base's own decoding works, or says what is wrong with the prompt
         raise Unsupported(str(_refused(f"{said} cannot read the prompt", error)), lasting=False) from error
     cache.count(features.shape[1])

@@ -28,6 +28,8 @@ FAMILIES = {
     "eagle": ({"num_draft_heads": 1}, "EAGLE", "li2024eagle"),
     "eagle3": ({"feature_layers": [0, 1, 2]}, "EAGLE-3", "li2025eagle3"),
     "mtp": ({}, "MTP", "deepseekai2024deepseekv3"),
+    "dflash": ({"feature_layers": [0, 1]}, "DFlash", "chen2026dflash"),
+    "gemma4-assistant": ({}, "Gemma 4 assistant", "du2024glide"),
     "draft-model": ({"num_draft_heads": 1}, "Draft model", "leviathan2023fast"),
 }
 
