@@ -28,10 +28,12 @@ from transformers.configuration_utils import PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
 from hf_drafthead.formats.base_tensors import INPUT, OUTPUT, base_tensor, same_values
+from hf_drafthead.formats.gguf import gguf_blocks
 from hf_drafthead.formats.layout import Loss, renamed
 from hf_drafthead.modeling.checkpoint import INDEX, WEIGHTS, fetch_file, map_tensors, refuse_damage
 from hf_drafthead.modeling.decoder_layer import one_layer_config
 from hf_drafthead.modeling.files import in_one_line, open_tensors, read_json
+from hf_drafthead.modeling.gguf_files import split_gguf
 from hf_drafthead.modeling.mtp import MtpConfig, modules_counted
 
 Names = tuple[tuple[str, str], ...]
@@ -329,7 +331,7 @@ def own_modules(
         ValueError: there are none though there should be, a form or a type that is not known here, or tensors that do
             not fit the base.
     """
-    stored = find_modules(place, config.get_text_config(), hub)
+    stored = _stored(config, place, hub)
     if stored is None:
         counted = modules_counted(config.get_text_config())
         if not counted and not required:
@@ -340,19 +342,37 @@ def own_modules(
             "them; take them from the original repository with "
             f"modules_from={named_base(place, hub) or 'ORIGINAL'!r}, or train fresh ones with modules_from=False."
         )
-    modules = stored.tensors()
+    modules = stored
     for name, which in COPIES.items():
         original = base_tensor(base, which)
         if all(original is not None and same_values(module[name], original) for module in modules if name in module):
             for module in modules:
                 module.pop(name, None)
     fields = {
-        "num_modules": stored.count,
+        "num_modules": len(modules),
         "own_embeddings": any("embed_tokens.weight" in module for module in modules),
         "own_lm_heads": any("lm_head.weight" in module for module in modules),
         "output_norm": any("norm.weight" in module for module in modules),
     }
     return fields, as_here(config, modules, place)
+
+
+def _stored(config: MtpConfig, place: str, hub: Mapping[str, Any]) -> list[dict[str, Tensor]] | None:
+    """The tensors of the modules at a place, which may be a GGUF file, as the base's may be; None: it has none."""
+    text, (folder, file) = config.get_text_config(), split_gguf(place)
+    if file is None and place == config.base_model_name_or_path:
+        file = config.base_gguf_file
+    if file is None:
+        found = find_modules(place, text, hub)
+        return None if found is None else found.tensors()
+    tensors = gguf_blocks(folder, file, text.num_hidden_layers, hub)
+    named = modules_in(tensors, text, DEEPSEEK)
+    if named is None:
+        return None
+    modules: list[dict[str, Tensor]] = [{} for _ in range(named[0])]
+    for key, (index, name) in named[1].items():
+        modules[index][name] = tensors[key]
+    return modules
 
 
 def named_base(place: str, hub: Mapping[str, Any]) -> str | None:

@@ -5,6 +5,7 @@ A checkpoint's files are JSON and safetensors. Nothing in them is executed or un
 
 import json
 import os
+import pickle
 import reprlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -12,7 +13,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
+from transformers.utils import cached_file
 
 MAX_JSON = 2 * 2**20  # bytes; the largest configs of the Hub have some 100 kB
 MAX_HEADER = 4 * 2**20  # bytes; a tensor takes some 100, and no file of a model is known to hold 30,000
@@ -45,8 +48,12 @@ def read_json(file: str | os.PathLike) -> dict[str, Any]:
     return found
 
 
-def read_ranking(tokens: str | os.PathLike | Sequence[int]) -> list[int]:
-    """Token ids, the most frequent first, given or in a JSON file.
+def read_ranking(tokens: str | os.PathLike | Sequence[int], **hub: Any) -> list[int]:
+    """Token ids, the most frequent first, given or in a file: JSON, safetensors, or as `torch.save` writes a list.
+
+    Args:
+        tokens: the ids, the path of a file, or `org/name/file` on the Hub, such as the rankings that FR-Spec publishes.
+        hub: keyword arguments of a download.
 
     Raises:
         OSError: there is no such file.
@@ -54,16 +61,34 @@ def read_ranking(tokens: str | os.PathLike | Sequence[int]) -> list[int]:
     """
     ids: Any = tokens
     if isinstance(tokens, (str, os.PathLike)):
+        name = os.fspath(tokens)
+        if not os.path.isfile(name) and name.count("/") == 2 and not name.startswith("/"):
+            repository, _, file = name.rpartition("/")
+            name = cached_file(repository, file, **hub) or name
         try:
-            ids = json.loads(Path(tokens).read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise ValueError(f"{os.fspath(tokens)!r} is no JSON ({error}): expected a list of token ids.") from None
+            ids = _ids_in(Path(name))
+        except (ValueError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+            raise ValueError(
+                f"{os.fspath(tokens)!r} holds no ranking ({first_line(error)}): expected a list of token ids, as JSON, "
+                "or one tensor of them as .safetensors or .pt."
+            ) from None
     ids = ids.tolist() if hasattr(ids, "tolist") else ids
     if not isinstance(ids, (list, tuple)) or not ids or not all(type(one) is int for one in ids):
         raise ValueError(
             f"draft_tokens is {shortened.repr(ids)}: expected token ids, frequent ones first, such as [11, 284, 13]."
         )
     return list(ids)
+
+
+def _ids_in(path: Path) -> Any:
+    """What a file holds; of tensors the only one."""
+    if path.suffix in (".pt", ".pth", ".bin"):
+        return torch.load(path, map_location="cpu", weights_only=True)
+    if path.suffix == ".safetensors":
+        with open_tensors(path) as tensors:
+            (name,) = tensors.keys()
+            return tensors.get_tensor(name)
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def edit_json(path: Path, **fields: Any) -> None:

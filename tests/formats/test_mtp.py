@@ -11,7 +11,7 @@ from transformers import AutoConfig
 
 from hf_drafthead.formats import convert_checkpoint, export_checkpoint
 from hf_drafthead.formats.mtp import find_modules
-from hf_drafthead.modeling import MtpForCausalLM, mtp
+from hf_drafthead.modeling import GemmaAssistantForCausalLM, MtpForCausalLM, mtp
 from hf_drafthead.modeling.base_model import auto_class
 from tests.base_table import DEEPSEEK, EXPERTS, GROUPS, LINEAR
 from tests.bases import SIZES, SPECIAL, VOCABULARY, tiny_base
@@ -201,6 +201,78 @@ def test_a_damaged_shard_is_one_line(glm):
         find_modules(str(glm), base_of("glm4_moe").config, {})
 
 
+# What llama.cpp's converter calls the parts of a module; it stores norms as 1 + weight.
+LLAMA_CPP = {
+    "fc": "nextn.eh_proj",
+    "embedding_norm": "nextn.enorm",
+    "hidden_norm": "nextn.hnorm",
+    "norm": "nextn.shared_head_norm",
+    "body.layer.input_layernorm": "attn_norm",
+    "body.layer.post_attention_layernorm": "post_attention_norm",
+    "body.layer.self_attn.q_norm": "attn_q_norm",
+    "body.layer.self_attn.k_norm": "attn_k_norm",
+    "body.layer.self_attn.q_proj": "attn_q",
+    "body.layer.self_attn.k_proj": "attn_k",
+    "body.layer.self_attn.v_proj": "attn_v",
+    "body.layer.self_attn.o_proj": "attn_output",
+    "body.layer.mlp.gate_proj": "ffn_gate",
+    "body.layer.mlp.up_proj": "ffn_up",
+    "body.layer.mlp.down_proj": "ffn_down",
+    "body.layer.mlp.gate": "ffn_gate_inp",
+    "body.layer.mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+    "body.layer.mlp.shared_expert.gate_proj": "ffn_gate_shexp",
+    "body.layer.mlp.shared_expert.up_proj": "ffn_up_shexp",
+    "body.layer.mlp.shared_expert.down_proj": "ffn_down_shexp",
+}
+
+
+def write_gguf_module(file: Path, model: MtpForCausalLM, architecture: str, **more: torch.Tensor) -> None:
+    """The module alone, as llama.cpp writes it with `--mtp`, one of its matrices in blocks of 8 bits."""
+    gguf = pytest.importorskip("gguf", reason="the package gguf is not installed")
+    writer, layers = gguf.GGUFWriter(file, architecture), model.config.get_text_config().num_hidden_layers
+    tensors = {name.removeprefix("mtp.0."): tensor for name, tensor in model.drafter.state_dict().items()}
+    experts = "body.layer.mlp.experts."
+    if f"{experts}gate_up_proj" in tensors:
+        gate, up = tensors.pop(f"{experts}gate_up_proj").chunk(2, dim=1)
+        parts = {"ffn_gate_exps": gate, "ffn_up_exps": up, "ffn_down_exps": tensors.pop(f"{experts}down_proj")}
+    else:
+        parts = {}
+    parts |= {LLAMA_CPP[name.removesuffix(".weight")]: tensor for name, tensor in tensors.items()} | more
+    for part, tensor in parts.items():
+        values = (tensor + 1 if part.endswith("norm") else tensor).numpy()
+        kind = gguf.GGMLQuantizationType.Q8_0 if part == "attn_output" else None
+        packed = values if kind is None else gguf.quantize(values, kind)
+        writer.add_tensor(f"blk.{layers}.{part}.weight", packed, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+@pytest.mark.parametrize("model_type, architecture", [("qwen3_5_text", "qwen35"), ("qwen3_5_moe_text", "qwen35moe")])
+def test_a_gguf_file_may_carry_the_module(model_type, architecture, tmp_path):
+    model = modules_on(model_type)
+    write_gguf_module(tmp_path / "mtp.gguf", model, architecture)
+    found = MtpForCausalLM.from_base(base_of(model_type), modules_from=tmp_path / "mtp.gguf").drafter.state_dict()
+    wanted = model.drafter.state_dict()
+    assert set(found) == set(wanted)
+    for name, tensor in wanted.items():  # of eight bits, or of 1 + a weight that was rounded
+        torch.testing.assert_close(found[name], tensor, rtol=0, atol=0.02 if "o_proj" in name else 1e-6)
+
+
+def test_a_gguf_file_whose_module_is_not_known_is_refused(tmp_path):
+    model, base = modules_on("qwen3_5_text"), base_of("qwen3_5_text")
+    write_gguf_module(tmp_path / "other.gguf", model, "deepseek2")
+    with pytest.raises(ValueError, match="a module for multi-token prediction of the architecture 'deepseek2': known"):
+        MtpForCausalLM.from_base(base, modules_from=tmp_path / "other.gguf")
+    write_gguf_module(tmp_path / "more.gguf", model, "qwen35", ssm_a=torch.zeros(1))
+    with pytest.raises(ValueError, match=r"has 'blk.4.ssm_a.weight', which is not known here: get it again"):
+        MtpForCausalLM.from_base(base, modules_from=tmp_path / "more.gguf")
+    (tmp_path / "cut.gguf").write_bytes((tmp_path / "more.gguf").read_bytes()[:200])
+    with pytest.raises(OSError, match="the GGUF file .*cut.gguf' cannot be read"):
+        MtpForCausalLM.from_base(base, modules_from=tmp_path / "cut.gguf")
+
+
 def test_modules_of_another_form_are_refused_by_name(glm):
     config = AutoConfig.for_model("nemotron_h", num_hidden_layers=2)
     edit(glm, lambda tensors: {"mtp.layers.0.eh_proj.weight": torch.zeros(1)})
@@ -224,10 +296,45 @@ def test_the_draft_vocabulary_is_the_first_tokens_of_a_ranking(glm, tmp_path):
     model = MtpForCausalLM.from_base(glm, draft_tokens=tmp_path / "ranking.json", draft_vocab_size=3)
     assert model.drafter.draft_tokens.tolist() == [7, 3, 11]
     assert MtpForCausalLM.from_base(glm, draft_tokens=[4, 2]).drafter.draft_tokens.tolist() == [4, 2]
-    for wrong, message in (("[1, 2", "is no JSON"), ('{"a": 1}', "expected token ids"), ("[]", "expected token ids")):
+    for wrong, message in (
+        ("[1, 2", "holds no ranking"),
+        ('{"a": 1}', "expected token ids"),
+        ("[]", "expected token ids"),
+    ):
         (tmp_path / "ranking.json").write_text(wrong)
         with pytest.raises(ValueError, match=message):
             MtpForCausalLM.from_base(glm, draft_tokens=tmp_path / "ranking.json")
+
+
+def test_a_ranking_may_be_a_file_as_others_publish_it(glm, tmp_path):
+    torch.save([7, 3, 11], tmp_path / "freq_3.pt")  # as FR-Spec's
+    torch.save(torch.tensor([7, 3, 11]), tmp_path / "tensor.pt")
+    save_file({"tokens": torch.tensor([7, 3, 11])}, tmp_path / "freq.safetensors")
+    for name in ("freq_3.pt", "tensor.pt", "freq.safetensors"):
+        assert MtpForCausalLM.from_base(glm, draft_tokens=tmp_path / name).drafter.draft_tokens.tolist() == [7, 3, 11]
+    torch.save({"model": glm}, tmp_path / "code.pt")  # a path is no tensor
+    save_file({"one": torch.zeros(2), "two": torch.zeros(2)}, tmp_path / "two.safetensors")
+    (tmp_path / "cut.pt").write_bytes((tmp_path / "freq_3.pt").read_bytes()[:40])
+    for name in ("code.pt", "two.safetensors", "cut.pt"):
+        with pytest.raises(ValueError, match="holds no ranking .*: expected a list of token ids, as JSON") as caught:
+            MtpForCausalLM.from_base(glm, draft_tokens=tmp_path / name)
+        assert "\n" not in str(caught.value)
+    with pytest.raises(OSError):
+        MtpForCausalLM.from_base(glm, draft_tokens="org/name/freq.pt", local_files_only=True)
+    save_file({"tokens": torch.tensor([0.5])}, tmp_path / "half.safetensors")
+    with pytest.raises(ValueError, match=r"draft_tokens is \[0.5\]: expected token ids"):
+        MtpForCausalLM.from_base(glm, draft_tokens=tmp_path / "half.safetensors")
+
+
+@pytest.mark.parametrize("model_class", [MtpForCausalLM, GemmaAssistantForCausalLM])
+def test_a_drafter_in_float16_computes_in_bfloat16_and_says_so_once(model_class, caplog):
+    base = tiny_base("llama-gqa", dtype=torch.float16)
+    model = model_class.from_base(base)
+    call = {"input_ids": torch.arange(3, 9)[None], "max_new_tokens": 6, "draft_tree": [[0], [0, 0]]}
+    for _ in range(2):
+        assert torch.equal(model.generate(**call), base.generate(call["input_ids"], max_new_tokens=6))
+    assert next(model.drafter.parameters()).dtype == torch.bfloat16 and model.base.dtype == torch.float16
+    assert caplog.text.count("computes in bfloat16: its states overflow in float16") == 1
 
 
 def test_a_large_vocabulary_is_spoken_of_once(glm, caplog, monkeypatch):
