@@ -296,11 +296,8 @@ def test_the_draft_vocabulary_is_the_first_tokens_of_a_ranking(glm, tmp_path):
     model = MtpForCausalLM.from_base(glm, draft_tokens=tmp_path / "ranking.json", draft_vocab_size=3)
     assert model.drafter.draft_tokens.tolist() == [7, 3, 11]
     assert MtpForCausalLM.from_base(glm, draft_tokens=[4, 2]).drafter.draft_tokens.tolist() == [4, 2]
-    for wrong, message in (
-        ("[1, 2", "holds no ranking"),
-        ('{"a": 1}', "expected token ids"),
-        ("[]", "expected token ids"),
-    ):
+    no_ids = [(text, "expected token ids") for text in ('{"a": 1}', "[]")]
+    for wrong, message in (("[1, 2", "holds no ranking"), *no_ids):
         (tmp_path / "ranking.json").write_text(wrong)
         with pytest.raises(ValueError, match=message):
             MtpForCausalLM.from_base(glm, draft_tokens=tmp_path / "ranking.json")
