@@ -174,7 +174,7 @@ class BaseReader:
     def with_keys(self, features: torch.Tensor, inputs: dict) -> torch.Tensor:
         """Features (B, T, F*H) of a forward, and behind them the keys and values that it has written."""
         cache = inputs[self.cache_name]
-        return beside(features, (cache.written(layer, features.shape[1]) for layer in self.keys))
+        return append_keys(features, (cache.written(layer, features.shape[1]) for layer in self.keys))
 
     def known(self, features: torch.Tensor, cache: SlotCache, count: int) -> torch.Tensor:
         """Features of a prompt with what is read of `count` past positions in front that no forward has run over.
@@ -184,7 +184,7 @@ class BaseReader:
         wide = sum(part.shape[1] * part.shape[3] for layer in self.keys for part in cache.between(layer, 0, 1))
         nothing = features.new_zeros(len(features), count, features.shape[2] - wide)
         past = (cache.between(layer, cache.nodes, cache.nodes + count) for layer in self.keys)
-        return torch.cat([beside(nothing, past), features], dim=1)
+        return torch.cat([append_keys(nothing, past), features], dim=1)
 
     @property
     def vocabulary(self) -> int:
@@ -304,7 +304,7 @@ def kinds_of(reads: tuple[int | str, ...]) -> list[str]:
     return [read for read in reads if isinstance(read, str)]
 
 
-def beside(features: torch.Tensor, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+def append_keys(features: torch.Tensor, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
     """Features (B, T, F*H), and behind them keys and values (B, G, T, E), flat."""
     flat = (part.transpose(1, 2).flatten(2).to(features.device) for pair in pairs for part in pair)
     return torch.cat([features, *flat], dim=-1)

@@ -17,6 +17,7 @@ from hf_drafthead.cards.facts import read_facts
 from hf_drafthead.evaluation.questions import UNCATEGORISED
 from hf_drafthead.generation.entries import heads_hash
 from hf_drafthead.generation.tree import DraftTree
+from hf_drafthead.modeling import families as table
 from tests.cards.checkpoints import TREE, put, run, write_checkpoint
 
 FAMILIES = {
@@ -29,6 +30,7 @@ FAMILIES = {
     "eagle3": ({"feature_layers": [0, 1, 2]}, "EAGLE-3", "li2025eagle3"),
     "mtp": ({}, "MTP", "deepseekai2024deepseekv3"),
     "dflash": ({"feature_layers": [0, 1]}, "DFlash", "chen2026dflash"),
+    "dspark": ({"feature_layers": [0, 1], "markov_rank": 4}, "DSpark", "cheng2026dspark"),
     "gemma4-assistant": ({}, "Gemma 4 assistant", "du2024glide"),
     "draft-model": ({"num_draft_heads": 1}, "Draft model", "leviathan2023fast"),
 }
@@ -52,7 +54,7 @@ def rows_of(card: ModelCard) -> dict[str, str]:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_card_names_family_base_and_paper(tmp_path, name):
     fields, title, key = FAMILIES[name]
-    kind = name.removesuffix("++").removesuffix("-alpha").replace("-", "_")
+    kind = table.FAMILIES[name].model_class.config_class.model_type.removeprefix("drafthead_")
     folder = write_checkpoint(tmp_path / "heads", kind, **fields)
     card = card_of(folder)
     rows = rows_of(card)
@@ -61,6 +63,10 @@ def test_a_card_names_family_base_and_paper(tmp_path, name):
     assert rows["base revision"] == "`0123456789abcdef0123456789abcdef01234567`"
     assert name in card.data.tags
     assert f"{{{key}," in card.text
+
+
+def test_every_family_has_a_card_here():
+    assert {*FAMILIES, "eagle3.1"} == set(table.FAMILIES)  # of which only the number is cited
 
 
 def test_a_card_counts_what_the_heads_add(heads):
