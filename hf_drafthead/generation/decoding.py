@@ -197,8 +197,7 @@ def prefill(
     fired = rules.stops(everyone, roots.tolist(), sequences, lengths)
     stream.show(roots)
     root = roots[:, None].to(device)
-    features = reader.known(features, cache, known) if known and reader.keys else features
-    tokens = _read_tokens(reader, arguments, features)
+    features, tokens = _with_known(reader, arguments.get("input_ids"), features, cache, known)
     seen = _prompt_for_drafter(drafter, root, features, tokens, inputs.get("attention_mask"))
     draft_state = drafter.start(batch, positions + most) if begun is None else begun.rows.draft_state
     if not all(fired):
@@ -346,15 +345,20 @@ def _run_prompt(
     return logits, torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
 
 
-def _read_tokens(reader: BaseReader, arguments: dict, features: torch.Tensor) -> torch.Tensor | None:
-    """The tokens (B, T) at the positions of features; any where keys are read, of which a drafter needs every one."""
-    tokens: torch.Tensor | None = arguments.get("input_ids")
+def _with_known(
+    reader: BaseReader, tokens: torch.Tensor | None, features: torch.Tensor, cache: SlotCache, known: int
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Features of a prompt and its tokens (B, T); a drafter that reads keys needs every one, of an earlier call too.
+
+    Where a token is not known, another one stands: such a drafter looks at the last alone.
+    """
     if not reader.keys:
-        return tokens
+        return features, tokens
+    features = reader.known(features, cache, known) if known else features
     every = torch.zeros(features.shape[:2], dtype=torch.long, device=features.device)
     if tokens is not None:
         every[:, -tokens.shape[1] :] = tokens
-    return every
+    return features, every
 
 
 def _prompt_for_drafter(drafter, root, features, tokens, mask) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
