@@ -32,6 +32,7 @@ FAMILIES = {
     "dflash": ({"feature_layers": [0, 1]}, "DFlash", "chen2026dflash"),
     "dspark": ({"feature_layers": [0, 1], "markov_rank": 4}, "DSpark", "cheng2026dspark"),
     "gemma4-assistant": ({}, "Gemma 4 assistant", "du2024glide"),
+    "lookup": ({}, "Prompt lookup", "yang2023inference"),
     "draft-model": ({"num_draft_heads": 1}, "Draft model", "leviathan2023fast"),
 }
 

@@ -203,3 +203,47 @@ def test_heads_say_what_a_base_with_states_says(untraced):
     drafted_by_heads(accepted)
     print(f"{len(accepted)} examples, {sum(accepted)} with an accepted guess")
     assert len(accepted) >= EXAMPLES
+
+
+# Those whose state is of a kind of its own: levels of modules, blocks, paths with a memory, the base's keys.
+FUZZED = ("mtp", "mtp-modules", "dflash", "dspark", "dspark-variants", "gemma4-assistant")
+FEW = int(os.environ.get("FUZZ_EXAMPLES", "8"))
+
+
+@pytest.mark.filterwarnings("ignore:Unfeasible length constraints")
+@pytest.mark.parametrize("family", [one for one in FAMILIES if one.name in FUZZED], ids=lambda one: one.name)
+def test_heads_say_what_the_base_says_whatever_is_asked(family, untraced):
+    accepted, heads = [], functools.cache(lambda kind: family.build(shared_base(kind)))
+
+    @settings(max_examples=FEW, derandomize=True, deadline=None, database=None)
+    @given(
+        kind=st.sampled_from(["llama-gqa", "mistral-sliding", "qwen3", "gemma4-sharing"]),
+        tree=trees() | st.just("dynamic"),
+        rows=st.integers(1, 3),
+        longest=st.integers(1, 10),
+        seed=st.integers(0, 1000),
+        call=calls(),
+        stops=st.none() | tokens,
+        lookup=st.none() | st.integers(1, 3),
+    )
+    def drafted(kind, tree, rows, longest, seed, call, stops, lookup):
+        model, inputs = heads(kind), prompt(rows, longest=longest, seed=seed)
+        depth = model.drafter.max_depth or 5
+        tree = tree if tree == "dynamic" else [path for path in tree if len(path) <= depth]
+        how = call | {"return_dict_in_generate": True, "max_new_tokens": min(call["max_new_tokens"], 16)}
+
+        def said(generate, **more):
+            ends = {} if stops is None else {"stopping_criteria": StoppingCriteriaList([Ends(stops)])}
+            torch.manual_seed(seed)
+            return generate(**inputs, **how, **ends, **more), torch.get_rng_state()
+
+        expected, after = said(model.base.generate)
+        copies = {} if lookup is None else {"prompt_lookup_num_tokens": lookup}
+        found, after_ours = said(model.generate, draft_tree=tree, **copies)
+        assert torch.equal(found.sequences, expected.sequences) and torch.equal(after_ours, after)
+        drafts = found.accepted_lengths
+        accepted.append(drafts is not None and bool((drafts > 1).any()))
+
+    drafted()
+    print(f"{family.name}: {len(accepted)} examples, {sum(accepted)} with an accepted guess")
+    assert len(accepted) >= FEW and any(accepted)
