@@ -73,6 +73,6 @@ def test_a_function_may_have_another_body(monkeypatch):
 def test_the_code_of_a_checkpoint_holds_nothing_of_training_formats_and_calibration():
     for family in MODELS:
         text = build_bundle(family)
-        assert len(text.splitlines()) <= 6600
+        assert len(text.splitlines()) <= 6700  # of which 80 in each hand the base's keys to drafters that read them
         for name in ("head_states", "over_chains", "choose_vocabulary", "FOREIGN"):
             assert name not in text, f"{name} in the code of {family}"
