@@ -115,8 +115,7 @@ def chat_families(families: Sequence[str] = ()) -> str:
         [
             line["family"],
             f"{line['parameters'] / 1e6:.1f}",
-            f"{line['text'] / 1e6:.1f}",
-            f"{line['tokens'] / 1e6:.1f}",
+            *(f"{line[name] / 1e6:.{1 if line[name] >= 1e6 else 2}f}" for name in ("text", "tokens")),
             *(f"{line[heat]['tokens_per_step']:.2f}" for heat in ("0", "1")),
         ]
         for line in sorted(lines, key=lambda line: -line["text"])

@@ -194,9 +194,9 @@ def test_tables_of_the_chat_model_say_how_much_text_the_heads_have_read(figures,
         del one["1"]
     figures.CHAT.write_text("".join(figures.json.dumps(one) + "\n" for one in lines))
     assert figures.chat_families().splitlines()[2:] == [
-        "| medusa | 4.6 | 0.9 | 4.3 | 2.00 | 1.50 |",
-        "| medusa | 4.6 | 0.5 | 0.5 | 1.75 | 1.25 |",
-        "| eagle3 | 4.6 | 0.5 | 0.5 | 2.25 | 1.75 |",
+        "| medusa | 4.6 | 0.86 | 4.3 | 2.00 | 1.50 |",
+        "| medusa | 4.6 | 0.50 | 0.50 | 1.75 | 1.25 |",
+        "| eagle3 | 4.6 | 0.50 | 0.50 | 2.25 | 1.75 |",
     ]
     assert figures.chat_topics().splitlines()[0] == "| heads | writing | math |"
     assert figures.chat_topics(["medusa"]).splitlines()[2:] == ["| medusa | 1.50 | 2.50 |"]
