@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from hf_drafthead.modeling.base_model import auto_class
@@ -161,6 +161,11 @@ LLAMA4_VISION = {
 QWEN_VISION = {"depth": 1, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": 32}
 QWEN_VISION |= {"patch_size": 8}
 QWEN_TOKENS = {"image_token_id": 66, "video_token_id": 65, "vision_start_token_id": 64, "vision_end_token_id": 63}
+QWEN_LINEAR = {**GROUPS, **LINEAR, "head_dim": 32}
+GEMMA4_VISION = {**CLIP, "model_type": "gemma4_vision", "num_key_value_heads": 2, "head_dim": 8, "patch_size": 4}
+GEMMA4_VISION |= {"pooling_kernel_size": 2, "default_output_length": 4, "position_embedding_size": 16}
+GEMMA4_TOKENS = {"image_token_id": 66, "boi_token_id": 64, "eoi_token_id": 65, "video_token_id": 63}
+GEMMA4_TOKENS |= {"audio_token_id": 62, "boa_token_id": 61, "eoa_token_index": 60}
 
 
 def _rope(sections: list[int], **more: Any) -> dict[str, Any]:
@@ -182,7 +187,7 @@ IMAGES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = 
         {"image_token_index": 66},
     ),
     "llava": ("llama", GROUPS, {**CLIP, "model_type": "clip_vision_model"}, {"image_token_index": 66}),
-    "internvl": ("qwen2", GROUPS, {**CLIP, "image_size": [16, 16], "patch_size": [8, 8]}, {"image_token_id": 66}),
+    "internvl": ("qwen2", GROUPS, {**CLIP, "image_size": [32, 32], "patch_size": [8, 8]}, {"image_token_id": 66}),
     "idefics3": ("llama", GROUPS, CLIP, {"image_token_id": 66, "scale_factor": 1}),
     "qwen2_5_vl": (
         "qwen2_5_vl_text",
@@ -196,14 +201,66 @@ IMAGES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = 
         {**QWEN_VISION, "deepstack_visual_indexes": [0]},
         QWEN_TOKENS,
     ),
+    "qwen3_5": (
+        "qwen3_5_text",
+        {**QWEN_LINEAR, **_rope([2, 1, 1], mrope_interleaved=True, partial_rotary_factor=0.25)},
+        QWEN_VISION,
+        QWEN_TOKENS,
+    ),
+    "gemma4": ("gemma4_text", TEXT["gemma4_text"], GEMMA4_VISION, GEMMA4_TOKENS),
+    "smolvlm": ("llama", GROUPS, CLIP, {"image_token_id": 66, "scale_factor": 1}),
+    "lfm2_vl": (
+        "lfm2",
+        {**GROUPS, "block_auto_adjust_ff_dim": False},
+        {**CLIP, "model_type": "siglip2_vision_model", "num_patches": 16},
+        {"image_token_id": 66, "projector_hidden_size": 24},
+    ),
     "llama4": ("llama4_text", LLAMA4, {**CLIP, **LLAMA4_VISION}, {"image_token_index": 66}),
     "paligemma": (
         "gemma",
         {**GROUPS, "head_dim": 8},
         {**CLIP, "model_type": "siglip_vision_model", "projection_dim": 32},
-        {"image_token_index": 66},
+        {"image_token_index": 66, "projection_dim": 32},
     ),
 }
+# Classes of which none runs with images.
+WHY_BLIND = {"llama4": "its class for images does not run in transformers 5.24"}
+SEEING = {kind for kind in IMAGES if kind not in WHY_BLIND}
+
+# Two rows with an image of four tokens (66) between its markers, and one of text alone.
+IMAGE_PROMPTS = torch.tensor(
+    [[5, 64, 66, 66, 66, 66, 63, 9, 20], [0, 0, 7, 64, 66, 66, 66, 66, 63], [0, 0, 0, 5, 9, 11, 8, 7, 12]]
+)
+
+
+def pixels(images: int, *sizes: int) -> torch.Tensor:
+    return torch.rand(images, *sizes, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+
+def image_inputs(kind: str, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    """What a tiny base is given with rows of IMAGE_PROMPTS: an image for every row that has tokens of one."""
+    of_image = (ids == 66).long()
+    count = int(of_image.any(1).sum())
+    if kind in ("qwen2_5_vl", "qwen3_vl", "qwen3_5"):
+        grid = torch.tensor([[1, 4, 4]] * count)
+        return {"pixel_values": pixels(16 * count, 384), "image_grid_thw": grid, "mm_token_type_ids": of_image}
+    if kind in ("idefics3", "smolvlm"):  # one for every row, which is all 0 where there is none
+        values = torch.zeros(len(ids), 1, 3, 16, 16, dtype=torch.float64)
+        values[of_image.any(1)] = pixels(count, 1, 3, 16, 16)
+        return {"pixel_values": values}
+    if kind in ("gemma4", "lfm2_vl"):  # as patches
+        corners = torch.stack([torch.arange(16) % 4, torch.arange(16) // 4], dim=-1).expand(count, -1, -1)
+        if kind == "gemma4":
+            values = {"pixel_values": pixels(count, 16, 48), "image_position_ids": corners}
+            return {**values, "mm_token_type_ids": of_image}
+        mask = torch.ones(count, 16, dtype=torch.long)
+        shapes = torch.tensor([[4, 4]] * count)
+        return {"pixel_values": pixels(count, 16, 192), "pixel_attention_mask": mask, "spatial_shapes": shapes}
+    size = 32 if kind in ("mistral3", "internvl") else 16
+    values = {"pixel_values": pixels(count, 3, size, size)}
+    if kind == "mistral3":
+        values["image_sizes"] = torch.tensor([[size, size]] * count)
+    return values | ({"token_type_ids": of_image} if kind in ("gemma3", "paligemma") else {})
 
 
 # Small values of fields under the names that configs give them, for bases of which nothing else is known.
@@ -239,6 +296,7 @@ SMALL: dict[str, Any] = {
 }
 # What some configs want otherwise: heads of another size, or as many of keys as of queries.
 OTHERWISE: list[dict[str, Any]] = [{}, {"num_key_value_heads": 4}, {"num_key_value_heads": 4, "head_dim": None}]
+SMALL_TREE = [[0], [1], [0, 0]]
 MOST = 5_000_000  # parameters of what counts as tiny
 
 
@@ -273,18 +331,48 @@ def tiny(kind: str) -> PreTrainedModel:
         fields = {**SIZES, **SPECIAL, **layers(kind), **TEXT[kind]}
         fields.pop("model_type", None)
         config = AutoConfig.for_model(kind, **fields)
+        reads = auto_class(config)
     else:
         text_type, text, vision, fields = IMAGES[kind]
         text = {**SIZES, **SPECIAL, **layers(text_type), **text, "model_type": text_type}
         config = AutoConfig.for_model(kind, text_config=text, vision_config=vision, **fields)
+        reads = AutoModelForImageTextToText if kind in SEEING else auto_class(config)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         choice = {"experts_implementation": "eager", "dtype": torch.float64}  # experts in groups know no float64
-        return auto_class(config).from_config(config, **choice).eval()
+        base = reads.from_config(config, **choice).eval()
+        for name, parameter in base.named_parameters():
+            if name.endswith("mm_input_projection_weight"):  # which starts as zeros
+                torch.nn.init.normal_(parameter.data)
+        return base
 
 
-def row(kind: str) -> tuple[str, str, str]:
-    """Whether a base drafts for text, whose decoder layers heads have on it, and why it falls back.
+def with_images(kind: str, base: PreTrainedModel, models: dict[str, Any]) -> tuple[str, str]:
+    """Whether a base drafts behind prompts with images, alone, in a batch and beside text; and why not.
+
+    Raises:
+        AssertionError: a text differs from the base's, or the base does not see the image.
+    """
+    if kind not in SEEING:
+        return "no", WHY_BLIND[kind]
+    for rows in ([0], [0, 1], [0, 1, 2], [2, 1]):
+        ids = IMAGE_PROMPTS[rows]
+        inputs = {"input_ids": ids, "attention_mask": (ids > 0).long(), **image_inputs(kind, ids)}
+        grey = {**inputs, "pixel_values": inputs["pixel_values"].sign() * 0.5}
+        with torch.no_grad():
+            assert not torch.equal(base(**inputs).logits, base(**grey).logits), kind
+        call = {**inputs, "max_new_tokens": 8, "do_sample": False}
+        expected = base.generate(**call)
+        for family, model in models.items():
+            found = model.generate(**call, draft_tree=SMALL_TREE, return_dict_in_generate=True)
+            assert torch.equal(found.sequences, expected), (kind, family, rows)
+            if getattr(found, "accepted_lengths", None) is None:
+                return "no", next(iter(model._base_reader().refused.values()), "").partition(" (")[0]
+    return "yes", ""
+
+
+def row(kind: str) -> tuple[str, str, str, str]:
+    """Whether a base drafts for text and with images, whose decoder layers heads have on it, and why it falls back.
 
     Raises:
         AssertionError: a family's greedy text differs from the base's, or calls do not what `why_no_drafts` says.
@@ -302,20 +390,22 @@ def row(kind: str) -> tuple[str, str, str]:
         except ValueError as error:  # of bases without attention, on which no head can have a layer, and of some others
             refused = str(error).partition(":")[0]
     if not models:
-        return "no", "", refused
+        return "no", "", "", refused
     (reason,) = {model.why_no_drafts() for model in models.values()}
     if reason is not None:  # some of these take no padding
         ids, call = ids.where(ids > 0, 3), {**call, "attention_mask": None}
     expected = base.generate(ids, **call)
     for family, model in models.items():
         # with a tree by name, for without one a call drafts only where it pays
-        output = model.generate(ids, **call, draft_tree=[[0], [1], [0, 0]], return_dict_in_generate=True)
+        output = model.generate(ids, **call, draft_tree=SMALL_TREE, return_dict_in_generate=True)
         assert (getattr(output, "accepted_lengths", None) is None) == (reason is not None), (kind, family)
         assert torch.equal(output.sequences, expected), (kind, family)
     if reason is not None:
-        return "no", "", reason.partition(" (")[0]
+        return "no", "", "", reason.partition(" (")[0]
     eagle = models.get("eagle")
-    return "yes", "" if eagle is None else "a LLaMA's" if eagle.config.layer_config else "its own", ""
+    own = "" if eagle is None else "a LLaMA's" if eagle.config.layer_config else "its own"
+    seen, why = with_images(kind, base, models) if kind in IMAGES else ("", "")
+    return "yes", seen, own, why
 
 
 def others() -> list[str]:
@@ -324,16 +414,18 @@ def others() -> list[str]:
     return [kind for kind in kinds if generic(kind) is not None]
 
 
+HEADER = (
+    "| Base (`model_type`) | Built as | Drafts for text | With images | Decoder layers of heads | "
+    "Why it decodes by itself |\n|---|---|---|---|---|---|"
+)
+
+
 def table() -> str:
     """All rows, as Markdown."""
-    lines = [
-        "| Base (`model_type`) | Built as | Drafts for text | Decoder layers of heads | Why it decodes by itself |"
-    ]
-    lines += ["|---|---|---|---|---|"]
-    return "\n".join(lines + [line(kind, row(kind)) for kind in [*TEXT, *IMAGES, *others()]])
+    return "\n".join([HEADER, *(line(kind, row(kind)) for kind in [*TEXT, *IMAGES, *others()])])
 
 
-def line(kind: str, tried: tuple[str, str, str]) -> str:
+def line(kind: str, tried: tuple[str, str, str, str]) -> str:
     """A row as it is written."""
     return f"| `{kind}` | {checkpoint(kind)} | {' | '.join(tried)} |"
 

@@ -9,6 +9,7 @@ Shapes: B rows, N nodes, T positions of a text, R = 1 or B, H hidden, F feature 
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -109,7 +110,7 @@ class BaseReader:
     keys: list[int] = field(init=False)  # and those whose keys and values are
 
     def __post_init__(self) -> None:
-        module, kinds = self.base.get_decoder() if self.split else self.base, kinds_of(self.reads)
+        module, kinds = self.output.decoder if self.split else self.base, kinds_of(self.reads)
         config = self.base.config.get_text_config(decoder=True)
         object.__setattr__(self, "cache_name", cache_argument(module.forward) or CACHE)
         object.__setattr__(self, "states", tuple(layer for layer in self.reads if isinstance(layer, int)))
@@ -158,7 +159,7 @@ class BaseReader:
         last_layer_only = self.states in ((-1,), ())
         if self.split:
             wanted = {} if last_layer_only else {"output_hidden_states": True}
-            outputs = self.base.get_decoder()(**inputs, **wanted, return_dict=True)
+            outputs = self.output.decoder(**inputs, **wanted, return_dict=True)
             hidden = scores = outputs.last_hidden_state
         else:
             outputs = self.base(**inputs, output_hidden_states=True, return_dict=True)
@@ -437,7 +438,9 @@ def try_tree(reader: BaseReader) -> None:
     """Compare two sibling nodes with two plain forwards over their paths.
 
     Two rows, with the siblings swapped, for some models take the cache's memory to be laid out in a way that only holds
-    for one. Where layers keep a state, also compare the token behind a commit, of other nodes in each row.
+    for one. Where layers keep a state, also compare the token behind a commit, of other nodes in each row. Where a
+    forward over a whole text is off, compare with decoding token by token, for some models attend both ways in the
+    first forward of a text.
 
     Raises:
         Unsupported: the base crashes on a tree, or answers differently.
@@ -446,7 +449,7 @@ def try_tree(reader: BaseReader) -> None:
     past, root, left, right = probe_tokens(base).split((13, 1, 1, 1))
     device = past.device
     try:
-        plain = [_decoded(base, past, (root, node), mixers) for node in (left, right)]
+        plain = [_decoded(base, past, (root, node), bool(mixers)) for node in (left, right)]
         if not all(expected.isfinite().any() for expected in plain):
             raise Unsupported("the base's logits are not numbers", lasting=False)
         cache = reader.cache(2, capacity=16, nodes=3)
@@ -461,7 +464,7 @@ def try_tree(reader: BaseReader) -> None:
             cache.keep(kept, torch.tensor([2, 1], device=device))
             after, _ = reader.nodes(right.expand(2, 1), alone, cache, cache.lengths[:, None], None)
             pasts = ((root, left, right), (root, right))
-            pairs += [(after[row, 0], _decoded(base, past, tokens, mixers)) for row, tokens in enumerate(pasts)]
+            pairs += [(after[row, 0], _decoded(base, past, tokens, True)) for row, tokens in enumerate(pasts)]
     except Unsupported:
         raise
     except Exception as error:  # whatever a model raises on a tree, its own decoding still works
@@ -469,7 +472,12 @@ def try_tree(reader: BaseReader) -> None:
     finally:
         keep_picklable(base)
     found, expected = (torch.stack(logits) for logits in zip(*pairs))
-    if said := _difference(base, found, expected):
+    said = _difference(base, found, expected)
+    if said and not mixers:
+        with contextlib.suppress(Exception):  # it does not take its cache so: what was found out stands
+            plain = [_decoded(base, past, (root, node), True) for node in (left, right)]
+            said = _difference(base, found, torch.stack(plain * 2)) and said
+    if said:
         if getattr(base, "is_quantized", False):
             raise Unsupported(f"the quantized base rounds too differently, or ignores tree masks ({said}){untested()}")
         raise Unsupported(f"the base does not honour tree masks ({said}){untested()}")
@@ -498,9 +506,9 @@ def _mixers(base: PreTrainedModel, config) -> dict[int, tuple[Mixer, int]]:
     return {number: (mixer, states.get(number, 1)) for number, mixer in mixers.items()}
 
 
-def _decoded(base: PreTrainedModel, past: torch.Tensor, tokens: tuple[torch.Tensor, ...], mixers: dict) -> torch.Tensor:
-    """Logits (V,) at the last token behind a past; where a state is kept, as decoding token by token computes them."""
-    if not mixers:
+def _decoded(base: PreTrainedModel, past: torch.Tensor, tokens: tuple[torch.Tensor, ...], single: bool) -> torch.Tensor:
+    """Logits (V,) at the last token behind a past, of one forward or (`single`) of one for each of these tokens."""
+    if not single:
         return base(torch.cat([past, *tokens])[None], use_cache=False).logits[0, -1]
     cache, positions = DynamicCache(config=base.config), torch.arange(len(past) + len(tokens), device=past.device)[None]
     name = cache_argument(base.forward) or CACHE
@@ -547,6 +555,15 @@ class PromptInputs:
         several = {"position_ids"} if positions is not None and positions.dim() > 2 else set()
         return tuple(sorted(prepared - INPUTS_OF_A_STEP | several))
 
+    @property
+    def ends_on_several_places(self) -> bool:
+        """Whether a row ends in an image, where its axes (time, height, width, the last three) have come to differ."""
+        positions = self.arguments.get("position_ids")
+        if positions is None or positions.dim() < 3:
+            return False
+        last = positions[-3:, :, -1]
+        return bool((last != last[-1]).any())
+
 
 @torch.no_grad()
 def read_and_try(
@@ -563,6 +580,8 @@ def read_and_try(
     said = f"with the model input {', '.join(prompt.unusual)} the base"
     if prompt.unusual in reader.refused:
         raise Unsupported(reader.refused[prompt.unusual])
+    if prompt.ends_on_several_places:  # as other prompts with these inputs do not
+        raise Unsupported("a row of the prompt ends where its positions have several axes that differ", lasting=False)
     try:
         outputs = reader.base(**prompt.arguments, output_hidden_states=True, return_dict=True)
         features = reader.features(outputs.hidden_states, outputs.hidden_states[-1])
@@ -649,15 +668,23 @@ def probe_tokens(base: PreTrainedModel) -> torch.Tensor:
     return torch.arange(3, 3 + 16, device=_device(base)).remainder(vocabulary)
 
 
+def special_tokens(base: PreTrainedModel) -> torch.Tensor:
+    """The tokens that stand for what is no text, of a base that reads more than that."""
+    config, text = base.config, base.config.get_text_config(decoder=True)
+    fields = vars(config).items() if config is not text else ()
+    ids = {value for name, value in fields if name.endswith(("_token_id", "_token_index")) and type(value) is int}
+    return torch.tensor([value for value in sorted(ids) if 0 <= value < text.vocab_size], device=_device(base))
+
+
 def _device(base: PreTrainedModel) -> torch.device:
     """Where the base reads tokens; where it is offloaded its hooks take them from anywhere."""
     device = base.get_input_embeddings().weight.device
     return torch.device("cpu") if device.type == "meta" else device
 
 
-def watched(base: PreTrainedModel) -> bool:
+def watched(base: PreTrainedModel, decoder: nn.Module | None = None) -> bool:
     """Whether hooks or a forward of the user's own would be passed by where the base's decoder is run alone."""
-    decoder = base.get_decoder()
+    decoder = base.get_decoder() if decoder is None else decoder
     for _, module in base.named_modules():  # a module comes before those that it holds
         if module is decoder:
             return False
@@ -675,6 +702,8 @@ class OutputLayer:
 
     Attributes:
         head: the base's lm_head.
+        decoder: the part of the base that gives the states; that around its decoder where this reads some tokens, such
+            as those of images, in a way of its own.
         known: whether it was found; if not, the lm_head alone is taken for it.
         width: W; None where the decoder cannot be run.
     """
@@ -683,6 +712,7 @@ class OutputLayer:
         self.base, self.head = base, base.get_output_embeddings()
         self._around: nn.Module | None = None  # a copy of the base, its parts shared, with such a decoder
         self._behind: nn.Module | None = None  # the same with a lm_head that does so, too
+        self.decoder: Any = None
         self.width: int | None = None
         training = [module for module in base.modules() if module.training]
         base.eval()  # dropout would hide it
@@ -701,7 +731,8 @@ class OutputLayer:
         """Compare the base's logits with what comes of its decoder's states."""
         tokens = probe_tokens(self.base)[None, :4]
         logits = self.base(tokens, use_cache=False).logits
-        states = self.base.get_decoder()(tokens, use_cache=False).last_hidden_state
+        self.decoder = self.base.get_decoder()
+        states = self.decoder(tokens, use_cache=False).last_hidden_state
         self.width = states.shape[-1]
         for around in _without_decoder(self.base):
             try:
@@ -717,8 +748,25 @@ class OutputLayer:
                 if whole.dtype != alone.dtype or not torch.equal(whole, alone):
                     path = next(name for name, module in around.named_modules() if module is self.head)
                     self._around, self._behind = around, with_part(around, path.split("."), _Passed)
+                return self._find_decoder()
+        return _close(self.head(states), logits) and self._find_decoder()
+
+    def _find_decoder(self) -> bool:
+        """Take the decoder, or the part around it, with which the tokens that have a meaning for the base agree."""
+        tokens = special_tokens(self.base)
+        if not len(tokens):
+            return True
+        try:
+            logits = self.base(tokens[None], use_cache=False).logits
+        except Exception as error:  # it does not read them without an image
+            if out_of_memory(error):
+                raise
+            return True
+        for part in (self.decoder, self.base.base_model):
+            if _close(self(part(tokens[None], use_cache=False).last_hidden_state), logits):
+                self.decoder = part
                 return True
-        return _close(self.head(states), logits)
+        return False
 
     def __call__(self, states: torch.Tensor) -> torch.Tensor:
         """Logits (..., V) of states (..., W)."""
@@ -810,7 +858,7 @@ def with_part(module: nn.Module, path: list[str], kind: Callable[[Any], nn.Modul
 
 def splits(base: PreTrainedModel, output: OutputLayer) -> bool:
     """Whether `output` makes the base's logits of the decoder's last hidden state; no if it is `watched`."""
-    return output.known and not watched(base)
+    return output.known and not watched(base, output.decoder)
 
 
 def _close(found: torch.Tensor, logits: torch.Tensor) -> bool:

@@ -4,6 +4,7 @@ import functools
 import os
 import random
 
+import hypothesis
 import pytest
 import torch
 from hypothesis import given, settings
@@ -18,6 +19,14 @@ from tests.generation.agreement import agree, prompt, same_numbers, shared_base
 
 RANKS = 4
 EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "60"))  # `make test-fuzz` asks for 3,000
+SEED = os.environ.get("FUZZ_SEED")  # other examples than the usual ones
+examples = settings(max_examples=EXAMPLES, derandomize=SEED is None, deadline=None, database=None)
+
+
+def fuzz(test, **strategies):
+    """A test over examples of these strategies."""
+    test = examples(given(**strategies)(test))
+    return test if SEED is None else hypothesis.seed(int(SEED))(test)
 
 
 @st.composite
@@ -98,7 +107,8 @@ def base_of(kind: str):
 
 def fuzzed(kinds: list[str]):
     """`drafted`, over calls on these bases."""
-    over = given(
+    return fuzz(
+        drafted,
         kind=st.sampled_from(kinds),
         tree=trees(),
         rows=st.integers(1, 4),
@@ -112,7 +122,6 @@ def fuzzed(kinds: list[str]):
         fixed=st.booleans(),
         first_room=st.sampled_from([1, 7, 512]),
     )
-    return settings(max_examples=EXAMPLES, derandomize=True, deadline=None, database=None)(over(drafted))
 
 
 def drafted(accepted, kind, tree, rows, longest, seed, skill, call, stops, keeps_history, per_node, fixed, first_room):
@@ -166,17 +175,6 @@ model_of = functools.cache(lambda place, kind: FAMILIES[place].build(base_of(kin
 shapes = trees() | st.sampled_from([DynamicTree(8, 2, 3), DynamicTree(12, 3, 3), "lookup"])
 
 
-@settings(max_examples=EXAMPLES, derandomize=True, deadline=None, database=None)
-@given(
-    place=st.integers(0, len(FAMILIES) - 1),
-    kind=st.sampled_from(STATES),
-    tree=shapes,
-    copies=st.none() | st.integers(1, 6),
-    rows=st.integers(1, 4),
-    seed=st.integers(0, 1000),
-    call=calls(),
-    fixed=st.booleans(),
-)
 def drafted_by_heads(accepted, place, kind, tree, copies, rows, seed, call, fixed):
     """One call of a family's heads on a base that keeps states: its text, and the generator where it leaves it."""
     model, inputs = model_of(place, kind), prompt(rows, seed=seed)
@@ -200,7 +198,9 @@ def drafted_by_heads(accepted, place, kind, tree, copies, rows, seed, call, fixe
 @pytest.mark.filterwarnings("ignore:Unfeasible length constraints")
 def test_heads_say_what_a_base_with_states_says(untraced):
     accepted = []
-    drafted_by_heads(accepted)
+    of_heads = {"place": st.integers(0, len(FAMILIES) - 1), "kind": st.sampled_from(STATES), "tree": shapes}
+    of_heads |= {"copies": st.none() | st.integers(1, 6), "rows": st.integers(1, 4), "seed": st.integers(0, 1000)}
+    fuzz(drafted_by_heads, **of_heads, call=calls(), fixed=st.booleans())(accepted)
     print(f"{len(accepted)} examples, {sum(accepted)} with an accepted guess")
     assert len(accepted) >= EXAMPLES
 

@@ -1,13 +1,15 @@
 """Inputs that a step does not make, such as images, turn drafting off for one reason: that a tree with them failed."""
 
+import functools
 import sys
 
 import pytest
 import torch
 from transformers import AutoConfig, GPT2LMHeadModel
 
+import hf_drafthead
 from hf_drafthead.generation import releases
-from tests.base_table import tiny
+from tests.base_table import IMAGE_PROMPTS, SEEING, image_inputs, tiny
 from tests.bases import EARLIER, SIZES, SPECIAL
 from tests.drafters import Drafted
 from tests.families import FAMILIES
@@ -166,62 +168,88 @@ def test_a_tested_transformers_is_not_named(installed, monkeypatch):
     assert releases.untested() == ""
 
 
-def pixels(rows: int, *sizes: int) -> torch.Tensor:
-    return torch.rand(rows, *sizes, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-
-
-# Prompts of an image of four tokens (66) between its markers, and how each kind of base is given it.
-PROMPT = torch.tensor([[5, 64, 66, 66, 66, 66, 63, 9, 20], [0, 0, 7, 64, 66, 66, 66, 66, 63]])
-
-
-def patches(ids: torch.Tensor) -> dict[str, torch.Tensor]:
-    kinds = {"mm_token_type_ids": (ids == 66).long(), "image_grid_thw": torch.tensor([[1, 4, 4]] * len(ids))}
-    return {"pixel_values": pixels(16 * len(ids), 3 * 2 * 8 * 8), **kinds}
-
-
-IMAGES = {
-    "gemma3": lambda ids: {"token_type_ids": (ids == 66).long(), "pixel_values": pixels(len(ids), 3, 16, 16)},
-    "mistral3": lambda ids: {
-        "pixel_values": pixels(len(ids), 3, 32, 32),
-        "image_sizes": torch.tensor([[32, 32]] * len(ids)),
-    },
-    "llava": lambda ids: {"pixel_values": pixels(len(ids), 3, 16, 16)},
-    "idefics3": lambda ids: {"pixel_values": pixels(len(ids), 1, 3, 16, 16)},
-    "qwen2_5_vl": patches,
-    "qwen3_vl": patches,
-}
-
-
 WHOLE_TEXTS = {"qwen2_5_vl", "qwen3_vl"}  # earlier releases hand the kinds of all tokens to each of their steps
+seen_base = functools.cache(tiny)
+each_seeing = pytest.mark.parametrize("kind", sorted(SEEING))
 
 
-@pytest.mark.parametrize("kind", IMAGES)
-@pytest.mark.parametrize("rows", [1, 2])
+def call_with_images(kind: str, rows: list[int]) -> dict:
+    """Rows of IMAGE_PROMPTS, of which the last is of text alone."""
+    ids = IMAGE_PROMPTS[rows]
+    return {"input_ids": ids, "attention_mask": (ids > 0).long(), **image_inputs(kind, ids), "max_new_tokens": 12}
+
+
+@each_seeing
+@pytest.mark.parametrize("rows", [[0], [0, 1], [0, 1, 2]], ids=["one", "two", "two and a text"])
 def test_a_call_with_images_drafts(kind, rows, fallbacks):
-    base = tiny(kind)
-    if kind == "gemma3":  # fresh ones are all 0
-        weight = base.model.multi_modal_projector.mm_input_projection_weight
-        torch.nn.init.normal_(weight, generator=torch.Generator().manual_seed(0))
-    ids = PROMPT[:rows]
-    images = {"input_ids": ids, "attention_mask": (ids > 0).long(), **IMAGES[kind](ids)}
-    dark = {**images, "pixel_values": torch.full_like(images["pixel_values"], 0.5)}
-    with torch.no_grad():
-        assert not torch.equal(base(**images).logits, base(**dark).logits)  # the base does see the image
-    model = FAMILIES[0].build(base)
+    model, call = FAMILIES[0].build(seen_base(kind)), call_with_images(kind, rows)
     for settings in ({"do_sample": False}, {"do_sample": True, "temperature": 0.8}):
         results = []
-        for each in (base, model):
+        for each in (model.base, model):
             torch.manual_seed(3)
-            results.append(each.generate(**images, max_new_tokens=12, **settings, return_dict_in_generate=True))
+            results.append(each.generate(**call, **settings, return_dict_in_generate=True))
         assert torch.equal(results[0].sequences, results[1].sequences)
         if EARLIER and kind in WHOLE_TEXTS:
-            assert (
-                results[1].get("accepted_lengths") is None and "mm_token_type_ids depends on the step" in fallbacks[0]
-            )
+            assert results[1].get("accepted_lengths") is None
+            assert "mm_token_type_ids depends on the step" in fallbacks[0]
             return
         assert results[1].accepted_lengths is not None
-    assert drafted(model, {**prompt(rows), **GREEDY})  # text alone, behind an image
+    assert drafted(model, {**prompt(len(rows)), **GREEDY})  # text alone, behind an image
     assert fallbacks == []
+
+
+@each_seeing
+def test_tokens_of_images_without_an_image(kind, fallbacks):
+    """Gemma 4 embeds padding in their place, which its decoder does not know of."""
+    ids = torch.tensor([[5, 64, 66, 65, 9, 63, 62, 8], [7, 66, 66, 66, 66, 61, 60, 9]])
+    assert drafted(FAMILIES[0].build(seen_base(kind)), {"input_ids": ids, **GREEDY}) and fallbacks == []
+
+
+@pytest.mark.skipif(EARLIER, reason="earlier releases hand on the kinds of all tokens")
+@each_seeing
+@pytest.mark.parametrize("rows", [[0], [2, 0, 1]], ids=["one", "two and a text"])
+def test_a_conversation_goes_on_behind_an_image(kind, rows, fallbacks):
+    texts = []
+    base = seen_base(kind)
+    for decodes in (base, FAMILIES[0].build(base)):
+        call = call_with_images(kind, rows)
+        for turn in range(3):
+            found = decodes.generate(**call, do_sample=False, eos_token_id=None, return_dict_in_generate=True)
+            text = torch.cat([found.sequences, torch.tensor([[7 + turn, 8, 9]]).expand(len(rows), -1)], dim=1)
+            mask = torch.nn.functional.pad(
+                call["attention_mask"], (0, text.shape[1] - call["attention_mask"].shape[1]), value=1
+            )
+            call = {
+                "input_ids": text,
+                "attention_mask": mask,
+                releases.CACHE: found[releases.CACHE],
+                "max_new_tokens": 9,
+            }
+            assert decodes is base or found.accepted_lengths is not None, turn
+        texts.append(text)
+    assert torch.equal(*texts)
+
+
+@pytest.mark.skipif(EARLIER, reason="earlier releases hand on the kinds of all tokens")
+@each_seeing
+def test_images_with_fixed_shapes_and_with_copies(kind, untraced, fallbacks):
+    model, call = FAMILIES[0].build(seen_base(kind)), {**call_with_images(kind, [0, 1, 2]), "do_sample": False}
+    assert drafted(model, call, cache_implementation="static")
+    found = hf_drafthead.from_base(model.base).generate(**call, return_dict_in_generate=True)
+    assert found.accepted_lengths is not None and torch.equal(found.sequences, model.base.generate(**call))
+
+
+@pytest.mark.skipif(EARLIER, reason="earlier releases hand on the kinds of all tokens")
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_5"])
+def test_a_prompt_that_ends_within_an_image_turns_off_no_other(kind, fallbacks):
+    """The base goes on from another place on each axis there."""
+    model = FAMILIES[0].build(seen_base(kind))
+    ids = torch.tensor([[5, 64, *[66] * 8]])
+    tall = {"pixel_values": torch.ones(32, 384, dtype=torch.float64), "image_grid_thw": torch.tensor([[1, 8, 4]])}
+    tall |= {"input_ids": ids, "mm_token_type_ids": (ids == 66).long()}
+    assert not drafted(model, {**tall, **GREEDY})
+    assert fallbacks == ["a row of the prompt ends where its positions have several axes that differ."]
+    assert drafted(model, {**call_with_images(kind, [0]), "do_sample": False})
 
 
 def test_positions_of_several_axes_are_tried_as_well(fallbacks):
@@ -231,4 +259,4 @@ def test_positions_of_several_axes_are_tried_as_well(fallbacks):
     positions[0, :, 3:] += 5
     call = {"input_ids": ids, "position_ids": positions, **GREEDY}
     assert not drafted(FAMILIES[0].build(base), call)
-    assert "with the model input position_ids the base does not honour tree masks" in fallbacks[0]
+    assert fallbacks == ["a row of the prompt ends where its positions have several axes that differ."]
