@@ -40,6 +40,7 @@ class Manager:
         continuous_batching_config: of transformers; `max_requests_per_batch`, `max_queue_size`, `return_logprobs` and
             `seed` count here, what describes pages and graphs does not.
         slots: requests at once; default: the config's `max_requests_per_batch`, else 8.
+        max_queue_size: requests that may wait beside them; default: the config's, else any number.
         draft_tree: of all requests, see `generate`.
         longest_pause: for which requests that run wait while the prompt of another is read, in steps of theirs; a
             longer prompt is read in pieces, with a step between two. Tokens that are read are counted, at least 128.
@@ -53,23 +54,21 @@ class Manager:
         workload_hints: Any = None,
         *,
         slots: int | None = None,
+        max_queue_size: int | None = None,
         draft_tree: Any = None,
         longest_pause: float = 4.0,
     ):
         self.model, self.generation_config, self.config = model, generation_config, continuous_batching_config
-        asked = slots if slots is not None else getattr(self.config, "max_requests_per_batch", None)
-        if asked is not None and (isinstance(asked, bool) or not isinstance(asked, int) or asked < 1):
-            raise ValueError(
-                f"slots is {asked!r}: expected the number of requests that are decoded at once, from 1 on."
-            )
+        asked = _count("slots", slots, getattr(self.config, "max_requests_per_batch", None), 1)
         wanted = getattr(workload_hints, "num_requests", 0) or SLOTS
-        count: int = asked or min(SLOTS, wanted)
+        count = asked or min(SLOTS, wanted)
+        most_waiting = _count("max_queue_size", max_queue_size, getattr(self.config, "max_queue_size", None), 0)
         self.num_return_sequences: int = config_value("num_return_sequences", generation_config) or 1
         seed = getattr(self.config, "seed", None)
         self.tokenizer: Any = None  # of requests with stop strings that bring none
         self.warmed_up = False
         self._seeds = None if seed is None else torch.Generator().manual_seed(seed)
-        self.tracker = RequestTracker(getattr(self.config, "max_queue_size", 0) or 0)
+        self.tracker = RequestTracker(most_waiting or 0)
         plans = Plans(model, generation_config, count, draft_tree)
         self.scheduler = Scheduler(model, self.tracker, plans, count, longest_pause)
         self.worker = Worker(self.tracker, self.scheduler)
@@ -132,32 +131,40 @@ class Manager:
         Raises:
             ValueError: the prompt is empty or holds no token ids, or the id is that of a request that is not finished.
             RuntimeError: the manager was stopped, or its thread has died.
-            queue.Full: too many requests wait already.
+            queue.Full: too many requests wait already, and still after ten seconds; at once where this thread runs an
+                event loop.
         """
-        prompt = _checked(input_ids)
         if eos_token_id is not None:
-            ends = [eos_token_id] if isinstance(eos_token_id, int) else list(eos_token_id)
+            ends = [eos_token_id] if isinstance(eos_token_id, int) else [*eos_token_id]
             settings["eos_token_id"] = [token for token in ends if token >= 0] or None
         if max_new_tokens is not None:
             settings["max_new_tokens"] = max_new_tokens
+        try:
+            request = self._request(_checked(input_ids), settings)
+            request.streaming, request.record_timestamps = streaming, record_timestamps
+            seed = config_value("seed", {"seed": seed}, request.settings.get("generation_config"))
+            return self.tracker.put(request, request_id, lambda: self._give_noise(request, seed))
+        except BaseException:
+            self.tracker.refuse(request_id)
+            raise
+
+    def _request(self, prompt: list[int], settings: dict[str, Any]) -> Request:
+        """A request that nobody knows yet; what it does not say is as in the manager's own config."""
         settings = {**with_config(settings.pop("generation_config", None) or self.generation_config), **settings}
         settings["num_return_sequences"] = 1
         settings.setdefault("tokenizer", self.tokenizer)
         if given := {name for name in DraftSettings.names() if settings.get(name) is not None}:
             raise ValueError(f"{', '.join(sorted(given))}: steps are shared, give it to init_continuous_batching.")
-        request = Request("", prompt, settings, None, streaming=streaming, record_timestamps=record_timestamps)
-        request.keeps_logprobs = bool(getattr(self.config, "return_logprobs", False))
+        return Request("", prompt, settings, None, keeps_logprobs=bool(getattr(self.config, "return_logprobs", False)))
+
+    def _give_noise(self, request: Request, seed: int | None) -> None:
+        """Let a request draw from where its own call would; where it has no seed that moves a generator."""
+        settings = request.settings
         sampled = config_value("do_sample", settings, settings.get("generation_config"), self.model.generation_config)
-        seed = config_value("seed", {"seed": seed}, settings.get("generation_config"))
-
-        def seeded() -> None:  # a generator moves by requests that are taken, in their order
-            own = seed
-            if own is None and self._seeds is not None:
-                own = int(torch.randint(1 << 62, (), generator=self._seeds))
-            if sampled or request.objects or own is not None:
-                request.noise = RequestNoise(device_of(self.model), own)
-
-        return self.tracker.put(request, request_id, seeded)
+        if seed is None and self._seeds is not None:
+            seed = int(torch.randint(1 << 62, (), generator=self._seeds))
+        if sampled or request.objects or seed is not None:
+            request.noise = RequestNoise(device_of(self.model), seed)
 
     def add_requests(
         self,
@@ -280,3 +287,16 @@ def _checked(input_ids: Any) -> list[int]:
         shown = repr(prompt if len(prompt) < 6 else [*prompt[:5], "..."])
         raise ValueError(f"the prompt is {shown}: expected the token ids of one text, at least one.")
     return prompt
+
+
+def _count(name: str, given: int | None, of_config: int | None, least: int) -> int | None:
+    """A number of requests, given or the config's; None where none is said.
+
+    Raises:
+        ValueError: it is none.
+    """
+    value = of_config if given is None else given
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+        what = {"slots": "requests that are decoded at once", "max_queue_size": "requests that wait, 0 for any"}[name]
+        raise ValueError(f"{name} is {value!r}: expected the number of {what}, from {least} on.")
+    return value

@@ -17,7 +17,7 @@ from transformers.generation.continuous_batching.requests import GenerationOutpu
 
 from hf_drafthead.batching.requests import Request
 
-WAIT = 10.0  # seconds for which `put` waits where the queue is full, as transformers does
+WAIT = 10.0  # seconds for which a thread waits where the queue is full, as transformers does
 
 
 class RequestTracker:
@@ -45,6 +45,9 @@ class RequestTracker:
 
     def put(self, request: Request, request_id: str | None, prepare: Callable[[], None]) -> str:
         """Let a request wait for its turn; returns its id.
+
+        Where the queue is full the thread waits for a place in it, `WAIT` seconds at most. One in which an event loop
+        runs does not, for its other clients would wait as well.
 
         Args:
             request: that is new.
@@ -75,7 +78,8 @@ class RequestTracker:
         self._refuse_if_closed()
         if not self.most_waiting:
             return
-        free = self.changed.wait_for(lambda: len(self.waiting) < self.most_waiting or self.closed is not None, WAIT)
+        patience = 0.0 if in_event_loop() else WAIT
+        free = self.changed.wait_for(lambda: len(self.waiting) < self.most_waiting or self.closed is not None, patience)
         self._refuse_if_closed()
         if not free:
             raise queue.Full(
@@ -85,6 +89,12 @@ class RequestTracker:
     def _refuse_if_closed(self) -> None:
         if self.closed is not None:
             raise RuntimeError(self.closed)
+
+    def refuse(self, request_id: str | None) -> None:
+        """Forget the handler of a request that was not taken; that of another one of this id stays."""
+        with self.changed:
+            if request_id is not None and request_id not in self.known:
+                self.handlers.pop(request_id, None)
 
     def cancel(self, request_id: str) -> None:
         """Mark a request as cancelled; an unknown id is ignored."""
@@ -166,3 +176,12 @@ class RequestTracker:
         if callback is not None and loop is not None:
             with contextlib.suppress(RuntimeError):  # the loop of a client that has gone is closed
                 loop.call_soon_threadsafe(callback, output)
+
+
+def in_event_loop() -> bool:
+    """Whether this thread runs an event loop, and must not wait."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True

@@ -203,6 +203,25 @@ def test_the_queue_is_bounded(guessing, managed, monkeypatch):
     assert [final(manager, name).error for name in names] == [None, None]
 
 
+def test_an_event_loop_does_not_wait_for_the_queue(guessing, managed, monkeypatch):
+    """Its other clients would wait as well: the request is refused at once, and its handler forgotten."""
+    monkeypatch.setattr("hf_drafthead.batching.tracker.WAIT", 1000.0)
+    manager = managed(guessing, start=False, max_queue_size=1)
+
+    async def ask(name: str, tokens: list[int]) -> None:
+        manager.register_result_handler(name, print)
+        add(manager, (tokens, SHORT), request_id=name)
+
+    asyncio.run(ask("first", [5]))
+    with pytest.raises(queue.Full, match="1 requests wait, and max_queue_size is 1: ask again later."):
+        asyncio.run(ask("second", [5]))
+    with pytest.raises(ValueError, match="the prompt is"):
+        asyncio.run(ask("third", []))
+    with pytest.raises(queue.Full):
+        asyncio.run(ask("first", [6]))
+    assert [*manager.tracker.handlers] == ["first"]
+
+
 def test_several_threads_ask_at_once(guessing, managed):
     manager, texts = managed(guessing), {}
 
@@ -302,8 +321,10 @@ def test_bad_requests_are_refused_in_one_line(prompt, settings, line, guessing, 
 
 
 def test_bad_managers_are_refused_in_one_line(guessing):
-    with pytest.raises(ValueError, match="slots is 0: expected"):
+    with pytest.raises(ValueError, match="slots is 0: expected the number of requests that are decoded at once, from"):
         guessing.init_continuous_batching(slots=0)
+    with pytest.raises(ValueError, match="max_queue_size is -1: expected the number of requests that wait, 0 for any"):
+        guessing.init_continuous_batching(max_queue_size=-1)
     with pytest.raises((TypeError, ValueError), match="draft_tree"):
         guessing.init_continuous_batching(draft_tree="no such tree")
 
