@@ -25,8 +25,11 @@ from hf_drafthead.batching.scheduler import Scheduler, device_of
 from hf_drafthead.batching.tracker import RequestTracker
 from hf_drafthead.batching.worker import Worker
 from hf_drafthead.generation.settings import DraftSettings
+from hf_drafthead.generation.text_index import TextIndex
 
 SLOTS = 8  # requests at once where nothing else is said
+ANSWERS = 1 << 20  # tokens of what was answered that are kept, in 28 bytes each
+SHARED = (*DraftSettings.names(), "lookup_texts")  # by all requests
 
 
 class Manager:
@@ -42,6 +45,10 @@ class Manager:
         slots: requests at once; default: the config's `max_requests_per_batch`, else 8.
         max_queue_size: requests that may wait beside them; default: the config's, else any number.
         draft_tree: of all requests, see `generate`.
+        lookup_texts: to copy guesses from, in all requests, see `generate`; strings need `tokenizer`.
+        lookup_answers: what was answered is copied from as well: the newest million tokens, or as many as a `TextIndex`
+            that is given holds beside its own.
+        tokenizer: of `lookup_texts`, and of requests with stop strings that bring none.
         longest_pause: for which requests that run wait while the prompt of another is read, in steps of theirs; a
             longer prompt is read in pieces, with a step between two. Tokens that are read are counted, at least 128.
     """
@@ -56,6 +63,9 @@ class Manager:
         slots: int | None = None,
         max_queue_size: int | None = None,
         draft_tree: Any = None,
+        lookup_texts: Any = None,
+        lookup_answers: bool = False,
+        tokenizer: Any = None,
         longest_pause: float = 4.0,
     ):
         self.model, self.generation_config, self.config = model, generation_config, continuous_batching_config
@@ -65,12 +75,14 @@ class Manager:
         most_waiting = _count("max_queue_size", max_queue_size, getattr(self.config, "max_queue_size", None), 0)
         self.num_return_sequences: int = config_value("num_return_sequences", generation_config) or 1
         seed = getattr(self.config, "seed", None)
-        self.tokenizer: Any = None  # of requests with stop strings that bring none
+        self.tokenizer = tokenizer
         self.warmed_up = False
         self._seeds = None if seed is None else torch.Generator().manual_seed(seed)
         self.tracker = RequestTracker(most_waiting or 0)
-        plans = Plans(model, generation_config, count, draft_tree)
-        self.scheduler = Scheduler(model, self.tracker, plans, count, longest_pause)
+        texts = TextIndex.of(lookup_texts, tokenizer, more=ANSWERS if lookup_answers else 0)
+        plans = Plans(model, generation_config, count, draft_tree, texts)
+        answers = texts if lookup_answers else None
+        self.scheduler = Scheduler(model, self.tracker, plans, count, longest_pause, answers)
         self.worker = Worker(self.tracker, self.scheduler)
 
     @property
@@ -153,7 +165,7 @@ class Manager:
         settings = {**with_config(settings.pop("generation_config", None) or self.generation_config), **settings}
         settings["num_return_sequences"] = 1
         settings.setdefault("tokenizer", self.tokenizer)
-        if given := {name for name in DraftSettings.names() if settings.get(name) is not None}:
+        if given := {name for name in SHARED if settings.get(name) is not None}:
             raise ValueError(f"{', '.join(sorted(given))}: steps are shared, give it to init_continuous_batching.")
         return Request("", prompt, settings, None, keeps_logprobs=bool(getattr(self.config, "return_logprobs", False)))
 

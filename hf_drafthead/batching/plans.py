@@ -11,6 +11,8 @@ from hf_drafthead.generation.entries import CalibrationKey
 from hf_drafthead.generation.reader import BaseReader
 from hf_drafthead.generation.runner import Execution
 from hf_drafthead.generation.settings import AUTO, DraftPlan, DraftSettings
+from hf_drafthead.generation.text_index import TextIndex
+from hf_drafthead.generation.tree import COPIES
 
 
 class Plans:
@@ -21,13 +23,21 @@ class Plans:
         given: the generation config of the manager; None: the model's.
         slots: rows at most.
         draft_tree: of all steps; None: what was measured, or a first choice.
+        texts: others than the requests' own that are copied from; None: none.
 
     Raises:
         TypeError, ValueError: a setting that does not fit.
     """
 
-    def __init__(self, model: Any, given: GenerationConfig | None, slots: int, draft_tree: Any = None):
-        self.model, self.slots = model, slots
+    def __init__(
+        self,
+        model: Any,
+        given: GenerationConfig | None,
+        slots: int,
+        draft_tree: Any = None,
+        texts: TextIndex | None = None,
+    ):
+        self.model, self.slots, self.texts = model, slots, texts
         self.reader: BaseReader | None = None
         self.config = model._merged_config(given, {"use_cache": True})[0]
         self.settings = DraftSettings.from_config(self.config, draft_tree=draft_tree)
@@ -63,8 +73,9 @@ class Plans:
         costs = StepCosts(model, self.reader, key)
         deepest, vocabulary = model._guesses_among()
         plan = self.named or self.settings.plan_for(key, deepest, vocabulary, costs)
-        if copies := self.config.prompt_lookup_num_tokens or plan.copies or self.model.drafter.copies:
+        copies = self.config.prompt_lookup_num_tokens or plan.copies or model.drafter.copies
+        if copies := copies or (COPIES if self.texts is not None else 0):
             vocabulary = model.base.config.get_text_config(decoder=True).vocab_size
-            plan = plan.with_lookup(copies, self.config.max_matching_ngram_size, vocabulary)
+            plan = plan.with_lookup(copies, self.config.max_matching_ngram_size, vocabulary, self.texts)
             plan = plan.while_copies_pay(key, costs)
         return plan

@@ -17,6 +17,7 @@ from hf_drafthead.batching.requests import Request, begin, decode_alone
 from hf_drafthead.batching.step import Member
 from hf_drafthead.batching.tracker import RequestTracker
 from hf_drafthead.generation.reader import Unsupported
+from hf_drafthead.generation.text_index import LONGEST_GRAM, TextIndex
 
 logger = logging.get_logger(__name__)
 
@@ -33,6 +34,7 @@ class Scheduler:
         plans: how steps draft.
         slots: requests at once.
         longest_pause: see `Manager`.
+        answers: where texts are put that were answered, to be copied from; None: nowhere.
 
     Attributes:
         slots: as given, fewer once memory was short.
@@ -40,8 +42,16 @@ class Scheduler:
         aside: those that had to leave the batch, and join it again before others.
     """
 
-    def __init__(self, model: Any, tracker: RequestTracker, plans: Plans, slots: int, longest_pause: float):
-        self.model, self.tracker, self.plans = model, tracker, plans
+    def __init__(
+        self,
+        model: Any,
+        tracker: RequestTracker,
+        plans: Plans,
+        slots: int,
+        longest_pause: float,
+        answers: TextIndex | None = None,
+    ):
+        self.model, self.tracker, self.plans, self.answers = model, tracker, plans, answers
         self.slots, self.longest_pause = slots, longest_pause
         self.metrics = Metrics()
         self.batch: Batch | None = None
@@ -236,6 +246,8 @@ class Scheduler:
             request.error = "the request was cancelled"
         request.status = RequestStatus.FINISHED if request.error is None else RequestStatus.FAILED
         self.metrics.end(request)
+        if self.answers is not None and request.tokens:
+            self.answers.put([*request.prompt[-LONGEST_GRAM:], *request.tokens])  # found from its first token on
         self.tracker.deliver(request)
 
 

@@ -92,6 +92,7 @@ def decode(
         execution = Execution("eager")
     choose = chooser(settings, state.rows.lengths.device.type == "cpu")
     tree = settings.tree
+    texts = settings.texts_on(state.rows.lengths.device)
     launched: deque[Outcome] = deque()
     with contextlib.closing(Runner(model, reader, execution, make, tree, state, choose)) as runner:
         while running(state.lengths, state.ends, rules.pads):
@@ -104,7 +105,7 @@ def decode(
                     watch.lap("step")
                     record.seconds["step"] = watch.seconds["step"]
                     if isinstance(tree, LookupTree):
-                        text = tree, state.rows.sequences, [*state.lengths], record.tokens
+                        text = tree, texts, state.rows.sequences, [*state.lengths], record.tokens
                         record = replace(record, copied=functools.partial(accepted_copies, *text))
                     on_step(record)
         return finish(reader, state, rules, ordinary_cache, known, stream)
@@ -121,6 +122,7 @@ def chooser(plan: DraftPlan, on_cpu: bool) -> Callable[[DecodingState], Tree] | 
     lookup = tree if isinstance(tree, LookupTree) and copies_alone(tree) and on_cpu else None
     if switch is None and lookup is None:
         return None
+    texts = None if lookup is None else plan.texts_on(torch.device("cpu"))
 
     def choose(state: DecodingState) -> Tree:
         nonlocal drafts
@@ -128,7 +130,7 @@ def chooser(plan: DraftPlan, on_cpu: bool) -> Callable[[DecodingState], Tree] | 
         moved = [row for row, count in enumerate(counts) if count]  # 0 in those that had ended
         if moved and switch is not None:  # the call ends with the row that is the furthest behind
             switch.note(counts[min(moved, key=lambda row: state.lengths[row] - counts[row])])
-        drafts = lookup is None or matches(lookup, state.rows.sequences, state.rows.lengths)
+        drafts = lookup is None or matches(lookup, state.rows.sequences, state.rows.lengths, texts)
         if switch is not None:
             drafts = switch.drafts() and drafts
         return tree if drafts else alone

@@ -7,6 +7,9 @@ of nodes stays the same, and nothing waits for the device.
     the text     d e f  m a i n ( ) ... d e f          the last tokens "d e f" occurred before
     the copy     m a i n                               L = 4 tokens, which hang below the root "f"
 
+Other texts, which the user names or which were answered before, are a second place to copy from. Where they agree with
+more of a row's last tokens than its own text does, the copy is theirs (`TextIndex`).
+
 Shapes: B rows, W width of the sequences, L copied tokens, M nodes that were guessed (root included), N nodes of a step.
 """
 
@@ -18,9 +21,8 @@ from typing import NamedTuple
 
 import torch
 
+from hf_drafthead.generation.text_index import LEAST_MATCH, HeldTexts, copied_from
 from hf_drafthead.generation.tree import LookupTree, Topology
-
-LEAST_MATCH = 2  # tokens that must agree, unless fewer are asked for: a single token matches nearly everywhere
 
 
 class Copies(NamedTuple):
@@ -49,6 +51,14 @@ def copies(sequences: torch.Tensor, lengths: torch.Tensor, count: int, longest_m
     Copies(tokens=tensor([[7, 8, 9, 5],
             [0, 0, 0, 0]]), matched=tensor([ True, False]))
     """
+    tokens, agreed = _copied(sequences, lengths, count, longest_match, vocabulary)
+    return Copies(tokens, agreed > 0)
+
+
+def _copied(
+    sequences: torch.Tensor, lengths: torch.Tensor, count: int, longest_match: int, vocabulary: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What `copies` gives: tokens (B, L), and how many of the last tokens agreed (B,), 0 where none occurred before."""
     width, device = sequences.shape[1], sequences.device
     least = min(LEAST_MATCH, longest_match)
     place = torch.arange(width, device=device)
@@ -66,16 +76,39 @@ def copies(sequences: torch.Tensor, lengths: torch.Tensor, count: int, longest_m
     period = (last[:, 0] - end).clamp(min=1)[:, None]
     steps = torch.arange(count, device=device)
     tokens = sequences.gather(1, (end[:, None] + 1 + steps % period).clamp(max=width - 1))
-    return Copies(torch.where(matched[:, None] & (tokens < vocabulary), tokens, 0), matched)
+    agreed_at_end = torch.where(matched, best.div(width, rounding_mode="floor"), 0)
+    return torch.where(matched[:, None] & (tokens < vocabulary), tokens, 0), agreed_at_end
 
 
-def matches(tree: LookupTree, sequences: torch.Tensor, lengths: torch.Tensor) -> bool:
-    """Whether any row's last tokens occurred before; the host waits for the answer."""
-    return bool(copies(sequences, lengths, tree.copies, tree.longest_match, tree.vocabulary).matched.any())
+def suggested(
+    tree: LookupTree, sequences: torch.Tensor, lengths: torch.Tensor, texts: HeldTexts | None = None
+) -> Copies:
+    """The copies of a step: of the row's own text, or of others where these agree with more of its last tokens.
+
+    Args:
+        tree: of the step.
+        sequences, lengths: see `copies`.
+        texts: others, on this device; None: none.
+    """
+    tokens, agreed = _copied(sequences, lengths, tree.copies, tree.longest_match, tree.vocabulary)
+    if texts is not None:
+        others, more = copied_from(texts, sequences, lengths, tree.copies, tree.vocabulary)
+        tokens = torch.where((more > agreed)[:, None], others, tokens)
+        agreed = torch.maximum(agreed, more)
+    return Copies(tokens, agreed > 0)
+
+
+def matches(tree: LookupTree, sequences: torch.Tensor, lengths: torch.Tensor, texts: HeldTexts | None = None) -> bool:
+    """Whether any row's last tokens occurred before, or in other texts; the host waits for the answer."""
+    return bool(suggested(tree, sequences, lengths, texts).matched.any())
 
 
 def accepted_copies(
-    tree: LookupTree, sequences: torch.Tensor, lengths: list[int], emitted: list[list[int]]
+    tree: LookupTree,
+    texts: HeldTexts | None,
+    sequences: torch.Tensor,
+    lengths: list[int],
+    emitted: list[list[int]],
 ) -> list[int]:
     """Row by row, how many of the guesses that a step accepted were copies: from the first on, until one was not.
 
@@ -83,13 +116,14 @@ def accepted_copies(
 
     Args:
         tree: of the step.
+        texts: others than the rows' own, as in the step.
         sequences: (B, W) token ids.
         lengths: B of them, after the step.
         emitted: the tokens of the step, of each row; the last one was no guess.
     """
     before = [length - len(tokens) for length, tokens in zip(lengths, emitted, strict=True)]
     starts = torch.tensor(before, device=sequences.device)
-    found = copies(sequences, starts, tree.copies, tree.longest_match, tree.vocabulary)
+    found = suggested(tree, sequences, starts, texts)
     counts = []
     for tokens, copied, matched in zip(emitted, found.tokens.tolist(), found.matched.tolist()):
         same = map(operator.eq, tokens[:-1], copied if matched else [])

@@ -7,7 +7,7 @@ import copy
 import functools
 import reprlib
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -37,7 +37,8 @@ from hf_drafthead.generation.runner import Execution
 from hf_drafthead.generation.settings import AUTO, DraftPlan, DraftSettings
 from hf_drafthead.generation.slots import can_load, rows_of
 from hf_drafthead.generation.state import DraftHeadGenerateOutput, StepRecord
-from hf_drafthead.generation.tree import LOOKUP, DraftTree, DynamicTree
+from hf_drafthead.generation.text_index import TextIndex
+from hf_drafthead.generation.tree import COPIES, LOOKUP, DraftTree, DynamicTree
 
 logger = logging.get_logger(__name__)
 P = ParamSpec("P")
@@ -111,6 +112,7 @@ class DraftHeadGenerationMixin(GenerationMixin):
         acceptance: str | None = None,
         posterior_threshold: float | None = None,
         posterior_alpha: float | None = None,
+        lookup_texts: TextIndex | Iterable[Any] | None = None,
         on_step: Callable[[StepRecord], None] | None = None,
         **kwargs: Any,
     ) -> DraftHeadGenerateOutput | GenerateDecoderOnlyOutput | torch.Tensor:
@@ -138,6 +140,9 @@ class DraftHeadGenerationMixin(GenerationMixin):
                 tokens that followed there take the place of the tree's least valuable nodes (`lookup`).
                 `draft_tree="lookup"` guesses these copies alone. A call that names neither these nor a tree copies as
                 many as were calibrated for it.
+            lookup_texts: other texts to copy from, strings (with `tokenizer=`) or token ids, or a `TextIndex`, which is
+                made once for many calls: where one agrees with more of the last tokens (2 to 4) than the row's own text
+                does, the copy is taken there. 10 tokens are copied where `prompt_lookup_num_tokens` is not given.
             use_mtp: with a base's own modules for multi-token prediction as heads, what is done anyway; with other
                 heads the base decodes by itself, as for an assistant model.
             on_step: is given a `StepRecord` after the prefill and after every step; the stages are timed for it.
@@ -156,14 +161,12 @@ class DraftHeadGenerationMixin(GenerationMixin):
         if generation_config is not None and not isinstance(generation_config, GenerationConfig):
             return self.base.generate(inputs, generation_config, **kwargs)  # which refuses it
         config, kwargs = self._merged_config(generation_config, with_cache(CACHE, kwargs))
-        asked = {
-            "draft_tree": draft_tree,
-            "acceptance": acceptance,
-            "posterior_threshold": posterior_threshold,
-            "posterior_alpha": posterior_alpha,
-        }
+        asked: dict[str, Any] = {"draft_tree": draft_tree, "acceptance": acceptance}
+        asked |= {"posterior_threshold": posterior_threshold, "posterior_alpha": posterior_alpha}
         looks_up = config.prompt_lookup_num_tokens is not None and assistant_model is None
         copies = config.prompt_lookup_num_tokens if looks_up else self.drafter.copies
+        texts = TextIndex.of(lookup_texts, kwargs.get("tokenizer"))
+        copies = COPIES if copies is None and texts is not None else copies
         if self.drafter.copies is not None and draft_tree == AUTO:  # copies alone are drafted while they pay anyway
             asked["draft_tree"] = LOOKUP
         settings = DraftSettings.from_config(config, **asked)
@@ -190,6 +193,7 @@ class DraftHeadGenerationMixin(GenerationMixin):
                 plan=None if draft_tree in (None, AUTO) and self.drafter.copies is None else plan,
                 settings=settings,
                 copies=copies,
+                texts=texts,
                 execution=Execution.wanted(self, config),
                 streamer=streamer,
                 on_step=on_step,
@@ -296,7 +300,8 @@ class DraftHeadGenerationMixin(GenerationMixin):
             )
         if copies is None and isinstance(asked, (str, list)) and asked in (LOOKUP, []):
             raise ValueError(
-                f"draft_tree is {asked!r}, which guesses copies of the text alone: give prompt_lookup_num_tokens too."
+                f"draft_tree is {asked!r}, which guesses copies of the text alone: give prompt_lookup_num_tokens, or "
+                "lookup_texts, too."
             )
 
     def why_no_drafts(self) -> str | None:
@@ -360,6 +365,7 @@ class DraftHeadGenerationMixin(GenerationMixin):
         plan=None,
         settings=None,
         copies=None,
+        texts=None,
         streamer=None,
         on_step=None,
         generator=None,
@@ -371,6 +377,7 @@ class DraftHeadGenerationMixin(GenerationMixin):
         Args:
             plan: of a call that names its tree; None where what was measured, and `settings`, choose one.
             copies: how many tokens of the text each step copies, where the call asks for that.
+            texts: others to copy from.
             generator: see `Rules`.
             run: what decodes, or takes over what was prepared for it.
         """
@@ -394,7 +401,7 @@ class DraftHeadGenerationMixin(GenerationMixin):
             if not plan.tree.max_depth and on_step is None and copies is None:
                 raise Unsupported(plan.why_none)
         if copies is not None:
-            plan = plan.with_lookup(copies, config.max_matching_ngram_size, text_config.vocab_size)
+            plan = plan.with_lookup(copies, config.max_matching_ngram_size, text_config.vocab_size, texts)
             key = CalibrationKey.of(base, None, len(input_ids), execution.name)
             plan = plan.while_copies_pay(key, StepCosts(self, reader, key))
         mask = inputs.get("attention_mask")  # as long as the prompt and the past together, also where it was dropped

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
+import torch
 from transformers.utils import logging
 
 from hf_drafthead.generation.entries import (
@@ -18,6 +19,7 @@ from hf_drafthead.generation.entries import (
     tokens_of,
     tree_of,
 )
+from hf_drafthead.generation.text_index import HeldTexts, TextIndex
 from hf_drafthead.generation.tree import DraftTree, LookupTree, Tree, copies_alone, resolve
 
 logger = logging.get_logger(__name__)
@@ -91,8 +93,8 @@ class DraftPlan:
     """How one call drafts and accepts, once everything about the call is known.
 
     tree: that its steps fill; acceptance, posterior_threshold, posterior_alpha: see `DraftSettings`; copies: tokens
-    that each step copies from the text where the entry that fits says so; switch: of a call that drafts only while that
-    pays; why_none: why the root alone is all that pays, fit for the end of a sentence.
+    that each step copies from the text where the entry that fits says so; texts: others to copy from; switch: of a call
+    that drafts only while that pays; why_none: why the root alone is all that pays, fit for the end of a sentence.
     """
 
     tree: Tree
@@ -100,22 +102,30 @@ class DraftPlan:
     posterior_threshold: float = 0.09
     posterior_alpha: float = 0.3
     copies: int = 0
+    texts: TextIndex | None = None
     switch: SwitchRule | None = None
     why_none: str = "no tree paid when this call was calibrated (draft_tree= drafts all the same)"
 
-    def with_lookup(self, copies: int, longest_match: int | None, vocabulary: int) -> DraftPlan:
-        """The same plan with copies from the text in the tree, see `LookupTree`.
+    def with_lookup(
+        self, copies: int, longest_match: int | None, vocabulary: int, texts: TextIndex | None = None
+    ) -> DraftPlan:
+        """The same plan with copies from the text, and from other texts, in the tree, see `LookupTree`.
 
         Raises:
             ValueError: numbers of tokens that are none, or an acceptance that must know how each node was drawn.
         """
         if self.acceptance == "rejection":
+            name = "prompt_lookup_num_tokens" if texts is None else "lookup_texts"
             raise ValueError(
-                "prompt_lookup_num_tokens is given with acceptance='rejection', which must know how each node was "
-                "drawn: leave one of them out."
+                f"{name} is given with acceptance='rejection', which must know how each node was drawn: leave one of "
+                "them out."
             )
         assert not isinstance(self.tree, LookupTree)
-        return replace(self, tree=LookupTree.around(self.tree, copies, longest_match, vocabulary))
+        return replace(self, tree=LookupTree.around(self.tree, copies, longest_match, vocabulary), texts=texts)
+
+    def texts_on(self, device: torch.device) -> HeldTexts | None:
+        """The other texts on a device; None where there are none."""
+        return None if self.texts is None else self.texts.on(device)
 
     def while_copies_pay(self, key: CalibrationKey, costs: Costs) -> DraftPlan:
         """The plan with a switch where copies from the text are all that eager steps of a CPU guess."""

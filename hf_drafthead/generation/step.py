@@ -23,7 +23,7 @@ import torch
 
 from hf_drafthead.generation.acceptance import preferred_choices, walk_greedily, walk_on_device, walk_on_host
 from hf_drafthead.generation.drafting import draft_dynamic, draft_static
-from hf_drafthead.generation.lookup import copies, joined
+from hf_drafthead.generation.lookup import joined, suggested
 from hf_drafthead.generation.reader import BaseReader
 from hf_drafthead.generation.rules import Rules
 from hf_drafthead.generation.settings import DraftPlan
@@ -40,6 +40,7 @@ from hf_drafthead.generation.state import (
     Walk,
     running,
 )
+from hf_drafthead.generation.text_index import HeldTexts
 from hf_drafthead.generation.tree import DynamicTree, Level, LookupTree, Tree
 
 MOST_PENDING = 128  # positions that wait for the drafter: as many as the longest pause of "auto"
@@ -74,14 +75,16 @@ class Stages:
         observer = drafter if heads is tree or heads.num_nodes > 1 else None
         return cls(reader, drafter, tree, keeps_guesses, heads.levels(device), heads.topology(device), values, observer)
 
-    def draft(self, rows: Rows, limits: Limits, tilt: torch.Tensor | None) -> tuple[Any, Candidates]:
+    def draft(
+        self, rows: Rows, limits: Limits, tilt: torch.Tensor | None, texts: HeldTexts | None = None
+    ) -> tuple[Any, Candidates]:
         """Let the drafter fill the tree below each row's newest token, see `draft_static`; also returns its state.
 
-        Below a row that has ended there is padding alone, which is what the base reads there.
+        Below a row that has ended there is padding alone, which is what the base reads there. `texts`: others to copy.
         """
         root = rows.sequences.gather(1, rows.lengths[:, None] - 1)  # (B, 1) the newest tokens
         if isinstance(self.tree, LookupTree):
-            draft_state, candidates = self._draft_with_copies(self.tree, rows, root, tilt)
+            draft_state, candidates = self._draft_with_copies(self.tree, rows, root, tilt, texts)
         elif isinstance(self.tree, DynamicTree):
             draft_state, candidates = draft_dynamic(self.drafter, rows.draft_state, root, self.tree, tilt)
         else:
@@ -89,17 +92,21 @@ class Stages:
             draft_state, candidates = draft_static(self.drafter, rows.draft_state, root, *tree)
         if len(root) == 1 or candidates.tokens.shape[1] == 1:  # once a single row has ended, no step of it counts
             return draft_state, candidates
-        padded = ((rows.ends > 0) & limits.pads)[:, None]
         embedded = limits.padding.clamp(0, self.reader.vocabulary - 1)  # where no row is padded it may be any number
-        below = torch.where(padded, embedded, candidates.tokens[:, 1:])
+        below = torch.where(((rows.ends > 0) & limits.pads)[:, None], embedded, candidates.tokens[:, 1:])
         # made anew, not by `_replace`: in a program torch 2.11 returns a tuple without its fields then
         return draft_state, Candidates(torch.cat([root, below], dim=1), candidates.topology, candidates.guesses)
 
     def _draft_with_copies(
-        self, tree: LookupTree, rows: Rows, root: torch.Tensor, tilt: torch.Tensor | None
+        self,
+        tree: LookupTree,
+        rows: Rows,
+        root: torch.Tensor,
+        tilt: torch.Tensor | None,
+        texts: HeldTexts | None,
     ) -> tuple[Any, Candidates]:
         """The tree of the heads, in which what the text itself suggests takes the place of the least valuable nodes."""
-        copied = copies(rows.sequences, rows.lengths, tree.copies, tree.longest_match, tree.vocabulary)
+        copied = suggested(tree, rows.sequences, rows.lengths, texts)
         if isinstance(tree.tree, DynamicTree):
             return draft_dynamic(self.drafter, rows.draft_state, root, tree.tree, tilt, copied)
         static = self.levels, self.topology, tilt, self.keeps_guesses
@@ -200,6 +207,7 @@ class Step:
         self.greedy = rules.greedy and not self.prefers
         self.on_device = rules.on_device and (device.type != "cpu" or rules.rejects)
         self.ahead = self.greedy and ahead
+        self.texts = plan.texts_on(device) if isinstance(tree, LookupTree) else None
         self.defers = drafter.keeps_history and tree.num_nodes == 1
 
     def __call__(self, state: DecodingState, stages: Any = None) -> Outcome:
@@ -207,7 +215,7 @@ class Step:
         stages, watch, rows, limits = stages or self.stages, self.watch.anew(), state.rows, state.limits
         noise, tilt = (None, None) if self.greedy else self.noise_ahead(state)
         with shortage_undone(state.caches):
-            draft_state, candidates = stages.draft(rows, limits, tilt)
+            draft_state, candidates = stages.draft(rows, limits, tilt, self.texts)
             watch.lap("draft")
             verified = stages.verify(rows, limits, candidates)
             watch.lap("verify")

@@ -34,6 +34,7 @@ RankPath = tuple[int, ...]
 MAX_NODES = 4096
 MAX_DEPTH = 256
 LOOKUP = "lookup"  # copies from the text in the place of a tree of guesses
+COPIES = 10  # tokens of other texts that are copied where no number is given
 DEFAULT_MATCH = 3  # last tokens that are looked for in the text at first
 MAX_MADE = 65_536  # nodes that a dynamic tree guesses in a step, row by row; published trees guess some hundreds
 

@@ -312,6 +312,7 @@ def test_a_model_in_training_decodes_by_the_base(guessing, managed):
         ([[3, 4]], {}, "the prompt is [[3, 4]]: expected the token ids of one text"),
         (["3"], {}, "the prompt is ['3']: expected the token ids of one text"),
         ([3], {"draft_tree": [[0]]}, "draft_tree: steps are shared, give it to init_continuous_batching."),
+        ([3], {"lookup_texts": [[3]]}, "lookup_texts: steps are shared, give it to init_continuous_batching."),
     ],
 )
 def test_bad_requests_are_refused_in_one_line(prompt, settings, line, guessing, managed):

@@ -250,8 +250,8 @@ def test_a_step_says_how_many_of_its_guesses_were_copies(tree):
         ({"prompt_lookup_num_tokens": -3}, "prompt_lookup_num_tokens is -3: expected a whole number"),
         ({"prompt_lookup_num_tokens": 2.5}, "prompt_lookup_num_tokens is 2.5: expected a whole number"),
         ({"prompt_lookup_num_tokens": 3, "max_matching_ngram_size": -1}, "max_matching_ngram_size is -1"),
-        ({"draft_tree": "lookup"}, "give prompt_lookup_num_tokens too"),
-        ({"draft_tree": []}, "give prompt_lookup_num_tokens too"),
+        ({"draft_tree": "lookup"}, "give prompt_lookup_num_tokens, or lookup_texts, too"),
+        ({"draft_tree": []}, "give prompt_lookup_num_tokens, or lookup_texts, too"),
         ({"prompt_lookup_num_tokens": 3, "acceptance": "rejection", "do_sample": True}, "leave one of them out"),
     ],
 )

@@ -1,0 +1,199 @@
+"""Guesses copied from other texts than the row's own: those that the user names, and what was answered before."""
+
+import threading
+
+import pytest
+import torch
+
+from hf_drafthead.generation import text_index
+from hf_drafthead.generation.text_index import TextIndex, copied_from
+from tests.bases import VOCABULARY, tiny_base
+from tests.checkpoints import byte_tokenizer
+from tests.families import FAMILIES
+from tests.generation import test_recorded
+from tests.generation.agreement import shared_base
+
+CPU = torch.device("cpu")
+RUNNERS = {"eager": {}, "recorded": {}, "captured": {"cache_implementation": "static"}}
+recordings = test_recorded.recordings  # where there are graphs
+
+
+def random_texts(count, longest=40, seed=0, tokens=VOCABULARY):
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(1, longest, (count,), generator=generator).tolist()
+    return [torch.randint(3, tokens, (length,), generator=generator).tolist() for length in lengths]
+
+
+def found(index, row, count=5, vocabulary=VOCABULARY):
+    """What an index suggests behind a text, and how many of its last tokens agree."""
+    padded = torch.tensor([[*row, 0, 0], [*row, 7, 7]])
+    tokens, agreed = copied_from(index.on(CPU), padded, torch.tensor([len(row)] * 2), count, vocabulary)
+    assert torch.equal(tokens[0], tokens[1]) and agreed[0] == agreed[1], "what lies behind a row's end counts"
+    return tokens[0].tolist(), int(agreed[0])
+
+
+def searched(texts, row, count=5):
+    """The same by search: the longest of 4, 3, 2 last tokens in any text, of equal ones the last."""
+    for size in (4, 3, 2):
+        for text in reversed(texts if len(row) >= size else []):
+            for end in range(len(text) - 1, size - 1, -1):
+                if text[end - size : end] == row[-size:]:
+                    return [*text[end : end + count]], size
+    return [], 0
+
+
+def test_what_is_found_is_what_a_search_finds():
+    texts = random_texts(60, tokens=12)
+    index, sizes = TextIndex(texts, capacity=1 << 17), []
+    for row in random_texts(300, longest=12, seed=1, tokens=12):
+        expected, size = searched(texts, row)
+        tokens, agreed = found(index, row)
+        assert agreed == size and tokens[: len(expected)] == expected
+        sizes.append(size)
+    assert all(sizes.count(size) > 10 for size in (0, 2, 3, 4))
+
+
+def test_texts_whose_hashes_are_equal_are_not_taken_for_each_other(monkeypatch):
+    monkeypatch.setattr(text_index, "hash_of", lambda grams, size: torch.zeros_like(grams[:, 0]))
+    index = TextIndex([[3, 4, 5, 6, 7], [8, 9, 10, 11, 12, 13]])
+    assert found(index, [3, 4, 5]) == ([0] * 5, 0)
+    assert found(index, [1, 9, 10, 11, 12]) == ([13, 0, 0, 0, 0], 4)
+
+
+def test_tokens_that_the_base_does_not_have_are_not_guessed():
+    index = TextIndex([[3, 4, 5, 1 << 30, 6]])
+    assert found(index, [3, 4], vocabulary=10) == ([5, 0, 6, 0, 0], 2)
+    assert found(index, [4, 1 << 40], vocabulary=10) == ([0] * 5, 0)
+
+
+def test_memory_is_bounded_and_named_texts_stay():
+    named = [text for text in random_texts(9, seed=5) if len(text) > 12]
+    others = random_texts(2000, seed=6)
+    index = TextIndex(named, capacity=600)
+    parts = index.on(CPU)
+    for text in others:
+        index.put(text)
+    index.put(list(range(1000)))  # of which the end fits
+    assert [part.data_ptr() for part in parts] == [part.data_ptr() for part in index.on(CPU)]
+    assert [tuple(part.shape) for part in parts] == [(600,), (3, 1201)]
+    assert found(index, [997, 998], vocabulary=1000)[0][0] == 999 and found(index, [1, 2], vocabulary=1000)[1] == 0
+    for text in named:
+        assert found(index, text[:6])[0] == text[6:11]
+    newest = [3 + number * 7 % 60 for number in range(37)]
+    index.put(newest)
+    assert found(index, newest[:6])[0] == newest[6:11]
+
+
+def check(model, texts, how, tree=None, **more):
+    """A call's text with texts to copy from is the base's; returns its steps."""
+    generator = torch.Generator().manual_seed(2)
+    call = {"input_ids": torch.randint(3, VOCABULARY, (3, 6), generator=generator), "max_new_tokens": 24}
+    call |= {"eos_token_id": None, "pad_token_id": 0, **more}
+    torch.manual_seed(3)
+    expected = model.base.generate(**call)
+    state = torch.get_rng_state()
+    torch.manual_seed(3)
+    named = texts(expected) if callable(texts) else texts
+    tree = tree or [[0], [1], [2], [0, 0], [1, 0], [2, 0], [3]]
+    output = model.generate(**call, **how, draft_tree=tree, lookup_texts=named, return_dict_in_generate=True)
+    assert torch.equal(output.sequences, expected) and torch.equal(torch.get_rng_state(), state)
+    return output.accepted_lengths.shape[1]
+
+
+TEXTS = {
+    "nothing": lambda expected: [],
+    "others": lambda expected: random_texts(50),
+    "numbers of no token": lambda expected: [[1 << 30, 3, 1 << 30] * 9],
+    "the answers": lambda expected: expected,
+    "the answers with errors": lambda expected: (expected + (torch.arange(expected.shape[1]) % 5 == 0)).tolist(),
+}
+
+
+@pytest.mark.parametrize("sampling", [{}, {"do_sample": True, "top_k": 20}], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("texts", TEXTS)
+@pytest.mark.parametrize("family", [FAMILIES[0], FAMILIES[-1]], ids=lambda family: family.name)
+def test_the_text_is_the_base_s_with_any_texts(family, texts, sampling):
+    check(family.build(shared_base("llama-gqa")), TEXTS[texts], {}, **sampling)
+
+
+@pytest.mark.parametrize("how", RUNNERS)
+@pytest.mark.parametrize("tree", [None, "lookup", {"dynamic": {"nodes": 8, "depth": 2, "width": 3}}], ids=str)
+def test_an_answer_that_is_named_takes_few_steps(tree, how, request, monkeypatch):
+    """Also where the steps were recorded with other texts."""
+    model = FAMILIES[0].build(shared_base("llama-gqa"))
+    recorded = request.getfixturevalue("recordings") if how == "recorded" else []
+    if how == "captured":
+        monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    plain = [check(model, random_texts(9, seed=seed), RUNNERS[how], tree) for seed in (8, 9)]
+    made = len(recorded)
+    steps = check(model, lambda expected: expected, RUNNERS[how], tree)
+    assert steps <= 8 < 16 < min(plain)
+    assert len(recorded) <= made + 1 and (how != "recorded" or made)  # a call that compares may record a stage anew
+
+
+def test_strings_are_read_with_the_tokenizer():
+    tokenizer = byte_tokenizer()
+    index = TextIndex.of(["abcdefgh"], tokenizer)
+    ids = tokenizer("abcdefgh", add_special_tokens=False)["input_ids"]
+    assert found(index, ids[:3], vocabulary=1 << 20)[0] == ids[3:8]
+    assert TextIndex.of(index) is index and TextIndex.of(None) is None and TextIndex.of(torch.tensor([[3, 4, 5]]))
+
+
+def test_other_threads_put_texts_while_steps_read_them():
+    model, index = FAMILIES[0].build(shared_base("llama-gqa")), TextIndex(capacity=300)
+    ended, failures = threading.Event(), []
+
+    def put(seed):
+        texts = random_texts(50, seed=seed)
+        while not ended.is_set():
+            for text in texts:
+                index.put(text)
+
+    def ask():
+        try:
+            for _ in range(4):
+                call = {"input_ids": torch.tensor([[3, 4, 5, 3, 4]]), "max_new_tokens": 24, "eos_token_id": None}
+                assert torch.equal(model.generate(**call, lookup_texts=index), expected)
+        except BaseException as error:
+            failures.append(error)
+
+    expected = model.base.generate(torch.tensor([[3, 4, 5, 3, 4]]), max_new_tokens=24, eos_token_id=None)
+    threads = [threading.Thread(target=put, args=(seed,)) for seed in range(2)]
+    asking = [threading.Thread(target=ask) for _ in range(2)]
+    for thread in threads + asking:
+        thread.start()
+    for thread in asking:
+        thread.join()
+    ended.set()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+
+
+@pytest.mark.parametrize(
+    "settings, line",
+    [
+        (
+            {"lookup_texts": "a text"},
+            "lookup_texts is of type str: expected a list of texts, or of their token ids, or a",
+        ),
+        ({"lookup_texts": 3}, "lookup_texts is of type int: expected a list of texts"),
+        ({"lookup_texts": ["a text"]}, "lookup_texts holds strings, but no tokenizer was given: pass tokenizer=, or"),
+        ({"lookup_texts": [[3, "4"]]}, "a text of lookup_texts begins [3, '4']: expected a string or token ids."),
+        ({"lookup_texts": [[3, -4]]}, "a text of lookup_texts begins [3, -4]: expected a string or token ids."),
+        (
+            {"lookup_texts": [[3, 4]], "acceptance": "rejection", "do_sample": True},
+            "lookup_texts is given with acceptance='rejection', which must know how each node was drawn: leave one",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused_in_one_line(settings, line):
+    model = FAMILIES[0].build(tiny_base("llama"))
+    with pytest.raises((TypeError, ValueError)) as refused:
+        model.generate(torch.tensor([[3, 4, 5]]), max_new_tokens=4, **settings)
+    assert str(refused.value).startswith(line) and "\n" not in str(refused.value)
+
+
+def test_texts_that_do_not_fit_are_refused():
+    with pytest.raises(ValueError, match="the texts have 11 tokens with one behind each, and the index holds 10: give"):
+        TextIndex([[3, 4, 5, 6], [3, 4, 5, 6, 7]], capacity=10)
