@@ -5,6 +5,7 @@ from hf_drafthead.generation.drafting import Guesses
 from hf_drafthead.generation.mixin import DraftHeadGenerationMixin
 from hf_drafthead.generation.slots import SlotCache
 from hf_drafthead.generation.state import DraftHeadGenerateOutput, StepRecord
+from hf_drafthead.generation.text_index import TextIndex
 from hf_drafthead.generation.tree import DraftTree, published_trees
 
 __all__ = [
@@ -14,5 +15,6 @@ __all__ = [
     "Guesses",
     "SlotCache",
     "StepRecord",
+    "TextIndex",
     "published_trees",
 ]
