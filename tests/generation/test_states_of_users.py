@@ -1,7 +1,10 @@
 """What users do with a base that keeps states: caches of their own, adapters, quantization, offloading, training."""
 
 import copy
+import inspect
 import json
+import sys
+import types
 
 import accelerate
 import pytest
@@ -11,6 +14,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
+    BitsAndBytesConfig,
     DynamicCache,
     PreTrainedTokenizerFast,
     StoppingCriteriaList,
@@ -18,10 +22,13 @@ from transformers import (
     Trainer,
     TrainingArguments,
 )
+from transformers.integrations.hub_kernels import use_kernel_func_from_hub_with_fallback
 
 import hf_drafthead
 from hf_drafthead import MedusaForCausalLM
+from hf_drafthead.generation.mixers.layer import Nodes
 from hf_drafthead.generation.releases import CACHE
+from hf_drafthead.modeling.families import TRAINED
 from hf_drafthead.training.distill import distill
 from hf_drafthead.training.run import train_heads
 from tests.bases import VOCABULARY, tiny_base
@@ -41,7 +48,8 @@ def base_of(kind: str, **overrides):
 def both(model, drafts: bool = True, make=dict, **call):
     """The outputs of the model and of its base for one call, which say the same; whether it drafted."""
     call = {**prompt(3), "max_new_tokens": 14, "eos_token_id": None, "return_dict_in_generate": True, **call}
-    expected, found = model.base.generate(**call, **make()), model.generate(**call, **make(), draft_tree=TREE)
+    tree = call.pop("draft_tree", TREE)
+    expected, found = model.base.generate(**call, **make()), model.generate(**call, **make(), draft_tree=tree)
     assert torch.equal(found.sequences, expected.sequences)
     assert (getattr(found, "accepted_lengths", None) is not None) == drafts
     return found, expected
@@ -160,6 +168,47 @@ def test_a_base_of_remote_code_decodes_by_itself_with_the_class_of_its_mixer(cap
     assert caplog.text.count("RemoteMixer") == 2  # as the heads are made, and in the first call
 
 
+# ---- kernels -------------------------------------------------------------------------------------------------------
+
+# By a function of transformers the package that has it as a kernel, where, and its name there.
+KERNELS = {
+    "causal_conv1d_fn": ("causal_conv1d", "", "causal_conv1d_fn"),
+    "causal_conv1d_update": ("causal_conv1d", "", "causal_conv1d_update"),
+    "torch_chunk_gated_delta_rule": ("fla", "ops.gated_delta_rule", "chunk_gated_delta_rule"),
+    "torch_recurrent_gated_delta_rule": ("fla", "ops.gated_delta_rule", "fused_recurrent_gated_delta_rule"),
+    "mamba2_chunk_scan": ("mamba_ssm", "ops.triton.ssd_combined", "mamba_chunk_scan_combined"),
+    "mamba2_selective_state_update": ("mamba_ssm", "ops.triton.selective_state_update", "selective_state_update"),
+}
+
+
+@each_kind
+@pytest.mark.parametrize("rows", [1, 3])
+def test_kernels_that_are_installed_read_the_prompt_and_never_see_a_tree(rows, kind, monkeypatch):
+    base, used = base_of(kind), []
+    module = sys.modules[type(base).__module__]
+    for name, (package, inside, kernel) in KERNELS.items():
+        plain = inspect.unwrap(getattr(module, name, None) or len)
+        if plain is len:
+            continue
+
+        def run(*args, of=plain, called=name, **kwargs):
+            assert not any(isinstance(value, Nodes) for value in (*args, *kwargs.values()))
+            used.append(called)
+            return of(*args, **kwargs)
+
+        run.__signature__ = inspect.signature(plain)
+        installed = sys.modules.get(package) or types.ModuleType(package)
+        monkeypatch.setitem(sys.modules, package, installed)
+        place = installed
+        for part in filter(None, inside.split(".")):
+            place.__dict__.setdefault(part, types.SimpleNamespace())
+            place = getattr(place, part)
+        setattr(place, kernel, run)
+        monkeypatch.setattr(module, name, use_kernel_func_from_hub_with_fallback(kernel, package)(plain))
+    both(medusa(base), **prompt(rows))
+    assert {name for name in used if "update" not in name and "recurrent" not in name}
+
+
 # ---- adapters, quantization, offloading, sizes ---------------------------------------------------------------------
 
 
@@ -197,6 +246,28 @@ def test_a_base_with_quantized_projections(kind):
                 setattr(module, name, WeightsOf8Bits(part))
     both(medusa(base))
     both(medusa(base), do_sample=False, compile_config=None)
+
+
+# Sizes that kernels for 4 bits on CPUs take.
+WIDE = {
+    "qwen3.5": {"linear_num_key_heads": 16, "linear_num_value_heads": 32, "intermediate_size": 128},
+    "granite-hybrid": {"mamba_d_head": 16, "mamba_d_state": 6, "shared_intermediate_size": 128},
+    "lfm2": {"intermediate_size": 128},
+}
+
+
+@each_kind
+@pytest.mark.parametrize("twice", [False, True], ids=["nf4", "fp4, scales quantized too"])
+def test_a_base_in_four_bits(twice, kind, tmp_path):
+    pytest.importorskip("bitsandbytes")
+    base_of(kind, hidden_size=64, **WIDE[kind]).save_pretrained(tmp_path)
+    more = {"bnb_4bit_use_double_quant": True} if twice else {"bnb_4bit_quant_type": "nf4"}
+    quantized = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.float32, **more)
+    choice = {"quantization_config": quantized, "dtype": torch.float32, "device_map": {"": "cpu"}}
+    base = AutoModelForCausalLM.from_pretrained(tmp_path, **choice)
+    assert any(PROJECTIONS[kind] in name and type(part).__name__ == "Linear4bit" for name, part in base.named_modules())
+    both(medusa(base))
+    both(hf_drafthead.from_base(base), draft_tree="lookup")
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
@@ -245,8 +316,8 @@ def test_a_base_in_shards(kind, tmp_path):
 
 # ---- training ------------------------------------------------------------------------------------------------------
 
-LEARNING = [family for family in FAMILIES if family.name in ("medusa", "hydra++", "eagle3")]
-learning = pytest.mark.parametrize("family", LEARNING, ids=lambda family: family.name)
+learning = pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+NAMED = [family for family in FAMILIES if family.name in TRAINED]
 
 
 @each_kind
@@ -269,7 +340,7 @@ def test_heads_learn_with_a_plain_trainer_and_the_base_stays(family, kind, tmp_p
 
 
 @each_kind
-@learning
+@pytest.mark.parametrize("family", NAMED, ids=lambda family: family.name)
 def test_train_and_distill_take_such_a_base(family, kind, tmp_path):
     base, tokenizer = base_of(kind), words_tokenizer()
     base.save_pretrained(tmp_path / "base")
