@@ -13,7 +13,7 @@ from hf_drafthead import LookupForCausalLM
 from hf_drafthead.generation.drafting import Guesses
 from hf_drafthead.training import train_heads
 from hf_drafthead.trees.calibrate import calibrate
-from tests.bases import HYBRID, KINDS, VOCABULARY, tiny_base
+from tests.bases import EARLIER, HYBRID, KINDS, VOCABULARY, tiny_base
 from tests.generation import test_recorded
 from tests.generation.agreement import shared_base
 from tests.generation.test_lookup import RUNNERS, circling_base, repeating_prompt
@@ -101,6 +101,9 @@ def test_a_checkpoint_names_the_base_and_holds_no_tensors(included, tmp_path):
         assert torch.equal(both(other).sequences, both(model).sequences)
 
 
+@pytest.mark.skipif(
+    EARLIER, reason="a pipeline of earlier releases gives its own settings in a way that these deprecate"
+)
 def test_in_a_pipeline():
     words = Tokenizer(models.WordLevel({f"w{number}": number for number in range(VOCABULARY)}, unk_token="w3"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()

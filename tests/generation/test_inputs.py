@@ -168,7 +168,11 @@ def test_a_tested_transformers_is_not_named(installed, monkeypatch):
     assert releases.untested() == ""
 
 
-WHOLE_TEXTS = {"qwen2_5_vl", "qwen3_vl"}  # earlier releases hand the kinds of all tokens to each of their steps
+WHOLE_TEXTS = {
+    "qwen2_5_vl",
+    "qwen3_vl",
+    "qwen3_5",
+}  # earlier releases hand the kinds of all tokens to each of their steps
 seen_base = functools.cache(tiny)
 each_seeing = pytest.mark.parametrize("kind", sorted(SEEING))
 
@@ -176,7 +180,13 @@ each_seeing = pytest.mark.parametrize("kind", sorted(SEEING))
 def call_with_images(kind: str, rows: list[int]) -> dict:
     """Rows of IMAGE_PROMPTS, of which the last is of text alone."""
     ids = IMAGE_PROMPTS[rows]
-    return {"input_ids": ids, "attention_mask": (ids > 0).long(), **image_inputs(kind, ids), "max_new_tokens": 12}
+    return {
+        "input_ids": ids,
+        "attention_mask": (ids > 0).long(),
+        **image_inputs(kind, ids),
+        "max_new_tokens": 12,
+        "pad_token_id": 0,
+    }
 
 
 @each_seeing
@@ -194,7 +204,7 @@ def test_a_call_with_images_drafts(kind, rows, fallbacks):
             assert "mm_token_type_ids depends on the step" in fallbacks[0]
             return
         assert results[1].accepted_lengths is not None
-    assert drafted(model, {**prompt(len(rows)), **GREEDY})  # text alone, behind an image
+    assert drafted(model, {**prompt(len(rows)), **GREEDY, "pad_token_id": 0})  # text alone, behind an image
     assert fallbacks == []
 
 
