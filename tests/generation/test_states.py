@@ -5,6 +5,7 @@ States are computed in float32, whatever the dtype of the base: numbers agree to
 
 import copy
 import pickle
+import re
 import threading
 
 import pytest
@@ -190,6 +191,41 @@ def test_calls_in_several_threads_do_not_disturb_each_other_nor_the_base():
     for thread in threads:
         thread.join()
     assert all(torch.equal(found[number], expected[number % 3]) for number in range(6))
+
+
+def of_states(output, change):
+    """What a mixer gives, changed; some give more than hidden states."""
+    return (change(output[0]), *output[1:]) if isinstance(output, tuple) else change(output)
+
+
+@each_mixer
+@pytest.mark.parametrize("how", [{}, {"cache_implementation": "static"}], ids=["eager", "fixed"])
+def test_what_is_done_to_a_mixer_between_two_calls_counts_from_then_on(how, kind, untraced):
+    base = tiny_base(kind, dtype=torch.float32, attn_implementation=None)
+    model, call, texts = MedusaForCausalLM.from_base(base, num_draft_heads=3), {**prompt(3), "max_new_tokens": 14}, []
+    kinds = re.compile("Mixer|DeltaNet|DeltaAttention|ShortConv")
+    mixer = next(module for module in base.modules() if kinds.search(type(module).__name__))
+
+    def drafts() -> bool:
+        expected = base.generate(**call, eos_token_id=None)
+        found = model.generate(**call, **how, eos_token_id=None, draft_tree=TREE, return_dict_in_generate=True)
+        assert torch.equal(found.sequences, expected)
+        texts.append(str(expected.tolist()))
+        return found.get("accepted_lengths") is not None
+
+    assert drafts()
+    hook = mixer.register_forward_hook(lambda module, inputs, output: of_states(output, lambda states: states * 0.3))
+    assert drafts()
+    hook.remove()
+    across = mixer.register_forward_hook(
+        lambda module, inputs, output: of_states(output, lambda states: states + 0.3 * states.cumsum(1))
+    )
+    assert not drafts()  # what a token gives depends on those beside it
+    across.remove()
+    assert drafts() and texts[0] == texts[-1] and len(set(texts)) == 3
+    for parameter in mixer.parameters():
+        parameter.data.mul_(0.7)
+    assert drafts() and len(set(texts)) == 4
 
 
 def test_of_each_node_what_a_commit_needs_is_recorded_and_no_state():
