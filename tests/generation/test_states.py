@@ -17,7 +17,7 @@ from hf_drafthead.generation.mixers import UnknownMixer, mixers_of
 from hf_drafthead.generation.reader import Unsupported, probe
 from hf_drafthead.generation.releases import CACHE
 from hf_drafthead.generation.tree import DraftTree, DynamicTree
-from tests.bases import EARLIER, HYBRID, tiny_base
+from tests.bases import HYBRID, tiny_base
 from tests.drafters import half_right
 from tests.families import FAMILIES
 from tests.generation.agreement import TREE, agree, prompt, shared_base
@@ -248,8 +248,7 @@ def test_of_each_node_what_a_commit_needs_is_recorded_and_no_state():
         cache.count(11)
         topology = tree.topology(cache.lengths.device)
         reader.nodes(torch.arange(3, 19)[None], topology, cache, cache.lengths[:, None] + topology.depths, None)
-    most = 20 if EARLIER else 16  # where keys are given to the function once for each head of values
-    assert 24 * sum(values.nbytes for values in cache.recurrent[0].record.values()) <= most << 20
+    assert 24 * sum(values.nbytes for values in cache.recurrent[0].record.values()) <= 16 << 20
 
 
 @pytest.mark.parametrize("kind, name", [("mamba", "MambaMixer"), ("unknown", "Folds")])

@@ -36,10 +36,8 @@ class DeltaRule:
 
     def record(self, inputs: torch.Tensor, state: torch.Tensor) -> dict[str, tuple[int, ...]]:
         heads, key_size, value_size = state.shape[1:]
-        # queries, keys and values go through the convolution side by side
-        key_heads = (inputs.shape[1] - heads * value_size) // (2 * key_size)
         decays = (heads, key_size) if self.by_channel else (heads,)
-        return {"keys": (key_heads, key_size), "deltas": (heads, value_size), "decays": decays}
+        return {"keys": (key_heads(inputs, state), key_size), "deltas": (heads, value_size), "decays": decays}
 
     def fold(self, state: torch.Tensor, kept: dict[str, torch.Tensor], path: AcceptedPath) -> None:
         rest, left = path.decays(kept["decays"])  # (B, H[, k]), (B, D, H[, k])
@@ -76,6 +74,8 @@ def delta_rule_of_nodes(
     query, key, value, g, beta = (part.float() for part in (query, key, value, g, beta))
     if use_qk_l2norm_in_kernel:
         query, key = (part * torch.rsqrt(part.square().sum(-1, keepdim=True) + 1e-6) for part in (query, key))
+    if (shared := key.shape[2] // key_heads(layer.held_inputs[0], state)) > 1:  # earlier releases repeat them
+        query, key = query[:, :, ::shared], key[:, :, ::shared]
     query = query * query.shape[-1] ** -0.5
     above, heads = tree.above(g.device)[:, None], state.shape[1]  # (R, 1, N, N)
     sums = torch.matmul(tree.sums(g.device), g.flatten(2)).view(g.shape)  # (B, N, H[, k])
@@ -102,6 +102,12 @@ def delta_rule_of_nodes(
     layer.write("deltas", deltas.transpose(1, 2))
     found = of_past[:, :, nodes:] + similar[:, :, nodes:] @ deltas
     return found.transpose(1, 2).to(dtype), initial_state
+
+
+def key_heads(inputs: torch.Tensor, state: torch.Tensor) -> int:
+    """K, of a convolution's inputs (B, C, W), which are queries, keys and values side by side, and a state."""
+    heads, key_size, value_size = state.shape[1:]
+    return int((inputs.shape[1] - heads * value_size) // (2 * key_size))
 
 
 def of_heads(keys: torch.Tensor, heads: int) -> torch.Tensor:
