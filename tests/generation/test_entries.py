@@ -62,13 +62,13 @@ def test_a_call_is_looked_up_as_it_is_run(execution, call, model, monkeypatch, n
 @pytest.fixture
 def copied(monkeypatch):
     """How many tokens each step was to copy."""
-    counts, right = set(), stepping.copies
+    counts, right = set(), stepping.suggested
 
-    def noted(sequences, lengths, count, *more):
-        counts.add(count)
-        return right(sequences, lengths, count, *more)
+    def noted(tree, *given):
+        counts.add(tree.copies)
+        return right(tree, *given)
 
-    monkeypatch.setattr(stepping, "copies", noted)
+    monkeypatch.setattr(stepping, "suggested", noted)
     return counts
 
 
