@@ -123,7 +123,7 @@ def on_fake_gpu(model):
 def moved(step, state, twin):
     """Let a step and its state lie on the fake GPU."""
     reader = dataclasses.replace(step.stages.reader, base=twin.base, output=copy.copy(step.stages.reader.output))
-    vars(reader.output).update(base=twin.base, head=twin.base.get_output_embeddings())
+    vars(reader.output).update(base=twin.base, head=twin.base.get_output_embeddings(), decoder=twin.base.get_decoder())
     with MODE:
         step.stages = type(step.stages).of(reader, twin.drafter, step.tree, step.rules.rejects, CUDA)
     step.device, step.on_device = CUDA, step.rules.on_device
