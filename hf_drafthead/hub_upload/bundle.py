@@ -57,7 +57,7 @@ INSTEAD = dict.fromkeys(
 )
 INSTEAD |= dict.fromkeys(("_refuse_costly", "_refuse_shadowing", "_check_header"), "pass")
 INSTEAD |= dict.fromkeys(("how_to_convert", "DraftHeadPreTrainedModel._code_writer"), "return None")
-HAVE_A_START = ("Drafter", "Eagle3Drafter", "EagleDrafter", "AmphistaDrafter", "DraftModelDrafter", "OutputProjections")
+HAVE_A_START = ("Drafter", "DFlashDrafter", "MtpDrafter", "OutputProjections")
 INSTEAD |= {f"{name}.copy_from_base": "pass" for name in HAVE_A_START}
 
 # Takes the place of an import, inside a function, of what only the package has.

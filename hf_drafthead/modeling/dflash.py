@@ -27,7 +27,7 @@ from hf_drafthead.modeling.block_layers import BlockLayers
 from hf_drafthead.modeling.config import DraftHeadConfig
 from hf_drafthead.modeling.drafter import Drafter
 from hf_drafthead.modeling.files import shortened
-from hf_drafthead.modeling.layers import llama_like
+from hf_drafthead.modeling.layers import copy_if_as_wide, copy_layer, is_rms_norm, llama_like
 
 FEATURES = 5  # hidden states of the base that are read, as published
 SLOTS_AT_ONCE = 1024  # of blocks that are computed together over a text
@@ -240,6 +240,24 @@ class DFlashDrafter(Drafter):
         self.markov = MarkovHead(*markov) if rank else None
         with_token = rank if config.confidence_with_markov else 0
         self.confidence = nn.Linear(width + with_token, 1) if config.confidence_head else None
+
+    def copy_from_base(self) -> None:
+        """Start as the base's last layers, behind its last feature alone, as far as they have the same parts and sizes.
+
+        Of norms that multiply by something else than their weight, and of layers with such norms, nothing is copied.
+        """
+        super().copy_from_base()
+        decoder, wider = self.base.get_decoder(), self.fc.in_features - self.fc.out_features
+        if is_rms_norm(final := getattr(decoder, "norm", None)):
+            copy_if_as_wide(self.norm.weight, final.weight)
+        layers = list(getattr(decoder, "layers", ()))[-len(self.body.layers) :]
+        copied = [copy_layer(own, of_base) for own, of_base in zip(self.body.layers, layers)]
+        if not any(copied):
+            return
+        with torch.no_grad():
+            self.fc.weight.zero_().diagonal(wider).fill_(1.0)
+        if is_rms_norm(first := getattr(layers[-1], "input_layernorm", None)):
+            copy_if_as_wide(self.hidden_norm.weight, first.weight)
 
     def start(self, batch_size: int, capacity: int) -> DFlashState:
         return DFlashState(SlotCache(batch_size, self.config.num_layers, min(capacity, ROOM)))

@@ -4,7 +4,7 @@ Shapes: B rows, A newly verified positions, K heads, H hidden, V vocabulary.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -170,9 +170,33 @@ def weight_of(linear: Any, like: Tensor) -> Tensor:
 
 def copy_if_as_wide(target: Tensor, source: Tensor) -> None:
     """Start from weights of the base that fit; others stay random."""
-    if source.shape == target.shape and source.is_floating_point() and not source.is_meta:
+    if source.shape == target.shape and source.is_floating_point() and source.dtype.itemsize > 1 and not source.is_meta:
         with torch.no_grad():
             target.copy_(source)
+
+
+def is_rms_norm(module: Any) -> TypeGuard[nn.RMSNorm]:
+    """Whether a module is a norm that divides by the root of the mean square, and multiplies by its weight."""
+    weight = getattr(module, "weight", None)
+    if not isinstance(weight, Tensor) or weight.dim() != 1 or weight.is_meta or not weight.is_floating_point():
+        return False
+    with torch.no_grad():
+        x = torch.linspace(0.5, 1.5, len(weight)).to(weight)
+        return torch.allclose(module(x).float(), F.rms_norm(x, x.shape, weight).float(), rtol=0.05, atol=1e-3)
+
+
+def copy_layer(target: nn.Module, source: nn.Module) -> bool:
+    """Start a decoder layer as one of the base, if that has the same parts, as wide, with plain RMS norms; whether."""
+    parts, of_base = (dict(layer.named_children()) for layer in (target, source))
+    norms = [name for name in parts if name.endswith("norm")]
+    fits = parts.keys() == of_base.keys() and all(is_rms_norm(of_base[name]) for name in norms)
+    if not fits or any(parts[name].weight.shape != of_base[name].weight.shape for name in norms):
+        return False
+    weights = dict(source.named_parameters())
+    for name, own in target.named_parameters():
+        if name in weights:
+            copy_if_as_wide(own, weights[name])
+    return True
 
 
 def llama_like(

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import GPT2Config, Qwen3Config
+from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, Qwen3Config
 from transformers.utils import logging
 
 from hf_drafthead.generation.drafting import draft_dynamic
@@ -96,6 +96,48 @@ def test_keys_and_values_of_a_context_are_those_that_attention_makes(kind):
     layers.layers[0].self_attn(x, layers.rotary(x, positions), None, Cache())
     for found, expected in zip(layers.context(x, positions)[0], written[0], strict=True):
         torch.testing.assert_close(found, expected)
+
+
+def fresh(kind: str, **fields):
+    """Untrained heads on a base all of whose weights are random, and the heads' weights."""
+    base = tiny_base(kind, dtype=torch.float32)
+    with torch.no_grad():
+        for weight in base.parameters():
+            weight.add_(torch.rand(weight.shape, dtype=weight.dtype) / 8)
+    model = DFlashForCausalLM.from_base(base, **fields)
+    return model, dict(model.drafter.named_parameters())
+
+
+@pytest.mark.parametrize("kind", ["llama-gqa", "qwen3"])
+def test_fresh_layers_are_the_last_of_the_base_and_read_its_last_feature(kind):
+    model, weights = fresh(kind, num_layers=1, feature_layers=[0, 1])
+    own, last = model.drafter.body.layers[0], dict(model.base.model.layers[-1].named_parameters())
+    for name, weight in own.named_parameters():
+        assert torch.equal(weight, last[name] if name in last else torch.ones_like(weight)), name
+    assert torch.equal(weights["hidden_norm.weight"], last["input_layernorm.weight"])
+    assert torch.equal(weights["norm.weight"], model.base.model.norm.weight)
+    assert torch.equal(weights["fc.weight"], torch.cat([torch.zeros(32, 32), torch.eye(32)], dim=1))
+
+
+@pytest.mark.parametrize("kind", ["gemma2", "gpt-neox", "gpt2", "narrower"])
+def test_nothing_is_copied_of_other_layers(kind):
+    """Norms that multiply by 1 + weight, other parts, other sizes."""
+    narrow = {"layer_config": WIDE, "share_lm_head": False, "own_embeddings": True} if kind == "narrower" else {}
+    _, weights = fresh("llama-gqa" if narrow else kind, num_layers=1, **narrow)
+    assert weights["fc.weight"].count_nonzero() == weights["fc.weight"].numel()
+    norms = [weight for name, weight in weights.items() if "norm" in name]
+    assert all(torch.equal(weight, torch.ones_like(weight)) for weight in norms)
+
+
+@pytest.mark.parametrize("kind, copied", [("qwen3_moe", True), ("gemma", False)])
+def test_of_layers_that_are_alike_in_part_is_copied_what_means_the_same(kind, copied):
+    """Attention beside experts is; Gemma's layers have the same names, but multiply by 1 + weight."""
+    sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "num_experts": 2}
+    config = AutoConfig.for_model(kind, vocab_size=67, num_hidden_layers=2, num_experts_per_tok=1, **sizes)
+    base = AutoModelForCausalLM.from_config(config)
+    own = DFlashForCausalLM.from_base(base, num_layers=1).drafter.body.layers[0]
+    assert torch.equal(own.self_attn.v_proj.weight, base.model.layers[-1].self_attn.v_proj.weight) == copied
+    assert torch.equal(own.input_layernorm.weight, torch.ones(32))
 
 
 def test_the_guesses_of_dflash_are_the_same_for_all_nodes_and_those_of_dspark_follow_the_parent():
