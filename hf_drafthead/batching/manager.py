@@ -25,10 +25,9 @@ from hf_drafthead.batching.scheduler import Scheduler, device_of
 from hf_drafthead.batching.tracker import RequestTracker
 from hf_drafthead.batching.worker import Worker
 from hf_drafthead.generation.settings import DraftSettings
-from hf_drafthead.generation.text_index import TextIndex
+from hf_drafthead.generation.text_index import ANSWERS, TextIndex
 
 SLOTS = 8  # requests at once where nothing else is said
-ANSWERS = 1 << 20  # tokens of what was answered that are kept, in 28 bytes each
 SHARED = (*DraftSettings.names(), "lookup_texts")  # by all requests
 
 

@@ -138,6 +138,17 @@ def push(
 def run_serve(
     context: typer.Context,
     model: Annotated[str | None, typer.Argument(metavar="MODEL", help="Folder of a checkpoint, or its Hub id.")] = None,
+    lookup_texts: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Copy guesses from the text files of this folder, too.")
+    ] = None,
+    lookup_answers: Annotated[
+        bool, typer.Option("--lookup-answers/--no-lookup-answers", help="Copy guesses from earlier answers, too.")
+    ] = True,
+    slots: Annotated[int | None, typer.Option(help="With --continuous-batching: requests decoded at once.")] = None,
+    max_queue_size: Annotated[
+        int | None,
+        typer.Option(help="With --continuous-batching: requests that may wait, else it says 503."),
+    ] = None,
     show_help: Annotated[bool, typer.Option("--help", "-h", help="Show this message and exit.")] = False,
 ) -> None:
     """Serve a model with an OpenAI-compatible API: all other options are those of `transformers serve`."""
@@ -152,4 +163,11 @@ def run_serve(
         raise typer.Exit()
     if model is None:
         raise ValueError("Missing argument 'MODEL': see `hf-drafthead serve --help`.")
-    server.serve(model, context.args)
+    server.serve(
+        model,
+        context.args,
+        lookup_texts=lookup_texts,
+        lookup_answers=lookup_answers,
+        slots=slots,
+        max_queue_size=max_queue_size,
+    )

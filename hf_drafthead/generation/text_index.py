@@ -20,6 +20,7 @@ import torch
 LEAST_MATCH = 2  # tokens that must agree, unless fewer are asked for: a single token matches nearly everywhere
 LONGEST_GRAM = 4  # tokens that are looked up at most
 BEHIND = -1  # behind each text, where no token is
+ANSWERS = 1 << 20  # tokens of what was answered that are kept beside named texts, in 28 bytes each
 LEAST_CAPACITY = 1024  # tokens of an index; powers of two, so that calls with other texts share programs
 MULTIPLIER = 1_000_003  # of hashes; times the largest table it stays far below 2**63
 

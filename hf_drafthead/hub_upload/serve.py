@@ -1,35 +1,59 @@
 """transformers' own server, with the classes of draft heads made known to it."""
 
 import functools
+import queue
 import sys
 import time
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
+from transformers import AutoTokenizer
+
+from hf_drafthead.generation.mixin import DraftHeadGenerationMixin
+from hf_drafthead.generation.text_index import ANSWERS, LONGEST_GRAM, TextIndex
 from hf_drafthead.modeling.checkpoint import fetch_file, read_heads_config
 from hf_drafthead.modeling.families import BY_MODEL_TYPE
 
 OF_PAGES = "--cb-"  # how these options begin; they describe a cache of pages, and rows with heads have none
+MOST_WAITING = 1024  # requests that wait where nothing else is said
+MOST_TOKENS = 1 << 24  # of a folder of texts, half a gigabyte of memory
 NEEDED = ("fastapi", "uvicorn", "openai", "pydantic", "starlette")  # of transformers[serving]
 
 
-def serve(model: str, arguments: list[str]) -> None:
+def serve(
+    model: str,
+    arguments: list[str],
+    *,
+    lookup_texts: Path | None = None,
+    lookup_answers: bool = True,
+    slots: int | None = None,
+    max_queue_size: int | None = None,
+) -> None:
     """Run `transformers serve` on a model with draft heads until it is interrupted.
 
     Args:
         model: folder of a draft-head checkpoint, or its id on the Hub, with `@revision` if another one is meant.
         arguments: options of `transformers serve`, such as `--host`, `--port`, `--device`, `--dtype`.
+        lookup_texts: folder of text files to copy guesses from.
+        lookup_answers: copy guesses from what was answered before, too.
+        slots, max_queue_size: requests that are decoded at once, and that may wait beside them, with
+            `--continuous-batching`.
 
     Raises:
-        OSError: packages for serving are missing, or the model cannot be read.
+        OSError: packages for serving are missing, or the model or a text cannot be read.
         ValueError: the model has no draft heads or no tokenizer, or an option is unknown or of no use with heads.
     """
     if lacking := [name for name in NEEDED if find_spec(name) is None]:
         raise OSError(f"to serve a model {', '.join(lacking)} must be installed: pip install 'transformers[serving]'.")
     if pages := [argument for argument in arguments if argument.startswith(OF_PAGES)]:
         raise ValueError(f"{pages[0].partition('=')[0]} describes pages, which are not used with heads: leave it out.")
+    of_many = {"--slots": slots, "--max-queue-size": max_queue_size}
+    if "--continuous-batching" not in arguments and (given := [name for name in of_many if of_many[name] is not None]):
+        raise ValueError(f"{given[0]} is of many requests at once: give --continuous-batching too, or leave it out.")
     check_servable(model)
     check_options(model, arguments)
+    texts = texts_of(model, lookup_texts, ANSWERS if lookup_answers else 0)
     introduce()
     from transformers.cli.serving.model_manager import ModelManager
     from transformers.cli.transformers import app
@@ -37,18 +61,91 @@ def serve(model: str, arguments: list[str]) -> None:
     # `/v1/models` names the model that is served: by itself the server lists what lies in the Hub's cache
     entry = {"id": model, "object": "model", "created": int(time.time()), "owned_by": "hf-drafthead"}
     ModelManager.get_gen_models = staticmethod(lambda cache_dir=None: [entry])
-    share_by_request()
+    share_by_request(
+        slots=slots,
+        max_queue_size=MOST_WAITING if max_queue_size is None else max_queue_size,
+        lookup_texts=texts,
+        lookup_answers=lookup_answers,
+    )
+    if texts is not None:
+        copy_from(texts, lookup_answers)
     words = ["serve", model, *arguments]
     sys.argv = ["transformers", *words]
     app(args=words, prog_name="transformers", standalone_mode=False)
 
 
-def share_by_request() -> None:
+def texts_of(model: str, folder: Path | None, more: int) -> TextIndex | None:
+    """The text files of a folder, its own folders included, with room for further tokens; None for neither.
+
+    Raises:
+        ValueError: there is no such folder, or no text in it, or too much.
+    """
+    if folder is None:
+        return TextIndex.of(None, more=more)
+    texts: list[str] = []
+    for path in sorted(folder.rglob("*")) if folder.is_dir() else ():
+        if path.is_file() and not any(part.startswith(".") for part in path.relative_to(folder).parts):
+            try:
+                texts.append(path.read_text(encoding="utf-8"))
+            except UnicodeDecodeError:  # no text
+                continue
+    if not texts:
+        there = "is no folder" if not folder.is_dir() else "has no file of text (UTF-8)"
+        raise ValueError(f"--lookup-texts: {str(folder)!r} {there}: name a folder of text files to copy guesses from.")
+    name, _, revision = model.partition("@")
+    tokenizer = AutoTokenizer.from_pretrained(name, revision=revision or "main")
+    ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+    if (count := sum(map(len, ids))) > MOST_TOKENS:
+        raise ValueError(
+            f"--lookup-texts: the files of {str(folder)!r} have {count:,} tokens: name a folder of {MOST_TOKENS:,} at "
+            "most."
+        )
+    return TextIndex.of(ids, more=more)
+
+
+def copy_from(texts: TextIndex, answers: bool) -> None:
+    """Let requests that are decoded one by one copy guesses from texts, and where `answers`, be added to them."""
+    from transformers.cli.serving.utils import GenerateManager
+
+    class Copying:
+        """A model whose `generate` copies."""
+
+        def __init__(self, model: Any):
+            self.model = model
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.model, name)
+
+        def generate(self, *given: Any, **named: Any) -> Any:
+            output = self.model.generate(*given, lookup_texts=texts, **named)
+            if answers:
+                prompt = named["input_ids"].shape[-1]
+                texts.put(output[0, max(prompt - LONGEST_GRAM, 0) :].tolist())
+            return output
+
+    def copying(function: Any) -> Any:
+        @functools.wraps(function)
+        def run(self: Any, model: Any, *given: Any, **named: Any) -> Any:
+            return function(
+                self, Copying(model) if isinstance(model, DraftHeadGenerationMixin) else model, *given, **named
+            )
+
+        return run
+
+    GenerateManager.generate_streaming = copying(GenerateManager.generate_streaming)
+    GenerateManager.generate_non_streaming = copying(GenerateManager.generate_non_streaming)
+
+
+def share_by_request(**settings: Any) -> None:
     """Let the server's continuous batching give each request its own settings, seed and stop strings.
+
+    Args:
+        settings: of the manager.
 
     The server hands over the settings of its first request, and the number of tokens and the end of every other one: a
     sampler that all share is all that transformers' manager has. `/metrics` says what the manager counts.
     """
+    from starlette.responses import JSONResponse
     from transformers.cli.serving import server, utils
 
     kind, build_config = utils.CBGenerateManager, utils.BaseHandler._build_generation_config
@@ -58,6 +155,13 @@ def share_by_request() -> None:
         config = build_config(self, body, *given, **named)
         config.seed = body.get("seed")
         return config
+
+    def init_cb(self: Any, model: Any, config: Any) -> None:
+        if self._cb is None:
+            more = settings if isinstance(model, DraftHeadGenerationMixin) else {}
+            both = {"generation_config": config, "continuous_batching_config": self._cb_config}
+            self._cb = model.init_continuous_batching(**both, **more)
+            self._cb.start()
 
     def take(manager: Any, processor: Any, config: Any) -> None:
         if manager._cb is not None:
@@ -78,6 +182,10 @@ def share_by_request() -> None:
     def with_metrics(*given: Any, **named: Any) -> Any:
         app, state = build_server(*given, **named), named["generation_state"]
 
+        @app.exception_handler(queue.Full)
+        async def full(_request: Any, error: queue.Full) -> Any:
+            return JSONResponse({"error": str(error)}, status_code=503, headers={"Retry-After": "1"})
+
         @app.get("/metrics")
         def metrics() -> dict[str, float]:
             manager = getattr(state._cb_manager, "_cb", None)
@@ -86,6 +194,7 @@ def share_by_request() -> None:
         return app
 
     utils.BaseHandler._build_generation_config = with_seed
+    kind.init_cb = init_cb
     kind.generate_streaming, kind.generate_non_streaming = generate_streaming, generate_non_streaming
     server.build_server = with_metrics
 

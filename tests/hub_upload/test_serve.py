@@ -163,6 +163,16 @@ def test_missing_packages_are_named(folder, monkeypatch, missing):
             ["--port", "x"],
             "Invalid value for '--port': 'x' is not a valid integer: see `hf",
         ),
+        (
+            "heads",
+            {"slots": 2},
+            "--slots is of many requests at once: give --continuous-batching too, or leave it out.",
+        ),
+        (
+            "heads",
+            {"lookup_texts": Path("none")},
+            "--lookup-texts: 'none' is no folder: name a folder of text files to",
+        ),
         ("base", [], "'...base' holds a 'llama' model without draft heads: give the folder of a draft-head"),
         ("bare", [], "'...bare' has no tokenizer: save the base's there, tokenizer.save_pretrained('"),
         ("nowhere", [], "there is no folder '...nowhere': give the folder of a draft-head checkpoint, or its id"),
@@ -174,7 +184,8 @@ def test_what_cannot_be_served_is_refused_before_the_server_starts(folder, monke
     if not bare.exists():
         shutil.copytree(folder, bare, ignore=shutil.ignore_patterns("tokenizer*", "chat_template*"))
     with pytest.raises((OSError, ValueError)) as refused:
-        serving.serve(str(folder.parent / model), options)
+        given = {"arguments": options} if isinstance(options, list) else {"arguments": [], **options}
+        serving.serve(str(folder.parent / model), **given)
     assert str(refused.value).replace(str(folder.parent) + "/", "...").startswith(line)
 
 

@@ -34,7 +34,12 @@ def client(folder) -> Iterator:
     served()
     from openai import OpenAI
 
-    with running_server(folder, folder.parent / "log", "--continuous-batching") as url:
+    texts = folder.parent / "texts"
+    texts.mkdir()
+    (texts / "alphabet.txt").write_text("abcdefghijklmnopqrstuvwxyz" * 3)
+    (texts / "picture.png").write_bytes(bytes(range(256)))
+    options = ["--continuous-batching", "--lookup-texts", str(texts)]
+    with running_server(folder, folder.parent / "log", *options) as url:
         yield OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
 
 
@@ -78,3 +83,30 @@ def test_a_client_that_goes_away_frees_its_slot(client, folder):
 def test_a_stop_string_ends_the_answer_of_its_request(client, folder):
     assert ask(client, folder, "abc", max_tokens=12, stop="gh") == "defgh"
     assert ask(client, folder, "abc", max_tokens=12) == "defghijklmno"
+
+
+def test_clients_that_find_the_queue_full_are_told_at_once_and_others_are_answered(folder):
+    served()
+    from openai import InternalServerError, OpenAI
+
+    options = ["--continuous-batching", "--slots", "1", "--max-queue-size", "1", "--no-lookup-answers"]
+    with running_server(folder, folder.parent / "full", *options) as url:
+        client = OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+        ask(client, folder, "abc", max_tokens=2)
+
+        said: list[str] = []
+
+        def answer(number: int) -> str:
+            try:
+                return ask(client, folder, "abcdefgh"[:number], stream=number % 2 == 0, max_tokens=300)
+            except InternalServerError as error:
+                assert error.status_code == 503
+                said.append(str(error.body))
+                return ""
+
+        with ThreadPoolExecutor(8) as pool:
+            answers = list(pool.map(answer, range(1, 9)))
+        assert 2 <= sum(map(bool, answers)) < 8
+        assert {len(text) for text in answers} == {0, 300}
+        assert any("max_queue_size is 1: ask again later." in text for text in said)
+        assert ask(client, folder, "abc", max_tokens=4) == "defg"
