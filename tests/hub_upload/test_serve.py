@@ -1,5 +1,6 @@
 """transformers' own server on a model with draft heads, asked as any OpenAI-compatible server is."""
 
+import asyncio
 import shutil
 import subprocess
 import sys
@@ -8,9 +9,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 from hf_drafthead.cli import main
+from hf_drafthead.generation.text_index import TextIndex
 from hf_drafthead.hub_upload import serve as serving
 from tests.checkpoints import byte_tokenizer
 from tests.families import FAMILIES
@@ -125,6 +127,42 @@ def test_the_server_finds_the_classes_wherever_transformers_was_imported_first()
     served()
     ended = subprocess.run([sys.executable, "-c", FINDS], capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
+
+
+@pytest.mark.parametrize("answers", [True, False], ids=["answers are copied", "named texts alone"])
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_requests_that_are_decoded_one_by_one_copy_guesses(stream, answers, folder, monkeypatch):
+    """From what was answered before, unless that is turned off; the text stays."""
+    served()
+    from transformers.cli.serving.utils import GenerateManager
+
+    for name in ("generate_streaming", "generate_non_streaming"):
+        monkeypatch.setattr(GenerateManager, name, getattr(GenerateManager, name))  # put back behind the test
+    serving.copy_from(TextIndex(capacity=4096), answers)
+    model, tokenizer, steps = AutoModelForCausalLM.from_pretrained(folder), byte_tokenizer(), []
+    model.base.model.layers[0].register_forward_hook(lambda *given: steps.append(1))
+    config = GenerationConfig(max_new_tokens=20, do_sample=False, draft_tree=[[rank] for rank in range(12)])
+    model.generate(tokenizer("x", return_tensors="pt").input_ids, config, max_new_tokens=2)  # the base is probed once
+    manager = GenerateManager()
+
+    async def ask() -> str:
+        inputs = dict(tokenizer("abc", return_tensors="pt", return_token_type_ids=False))
+        if not stream:
+            return (await manager.generate_non_streaming(model, tokenizer, inputs, config, "id"))[0]
+        pieces, _ = manager.generate_streaming(model, tokenizer, inputs, config, "id")
+        text = ""
+        while isinstance(piece := await pieces.get(), str):
+            text += piece
+        assert piece is None, piece
+        await manager.async_submit(int)  # the thread has noted the answer
+        return text
+
+    counts = []
+    for _ in range(2):
+        steps.clear()
+        assert asyncio.run(ask()) == "defghijklmnopqrstuvw"
+        counts.append(len(steps))
+    assert counts[1] < counts[0] / 2 if answers else counts[1] == counts[0], counts
 
 
 def test_the_model_that_is_served_is_listed(server, client):
