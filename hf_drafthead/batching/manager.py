@@ -243,7 +243,11 @@ class Manager:
         self.warmed_up = True
 
     def start(self) -> None:
-        """Start the thread that decodes; does nothing where it runs."""
+        """Start the thread that decodes; where it runs, let it take requests again.
+
+        A thread that finishes what it has, after `stop(block=False)`, goes on instead of ending, and so does whoever
+        waits for its end.
+        """
         self.worker.start()
 
     def stop(
@@ -274,7 +278,8 @@ class Manager:
         """Stop, and let go of all memory."""
         self.stop(block=True)
         self.model.__dict__.pop("_cached_continuous_batching_manager", None)
-        self.scheduler.batch = None
+        if not self.is_running():  # nor was it started by another thread meanwhile
+            self.scheduler.batch = None
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:

@@ -17,6 +17,7 @@ from hf_drafthead.generation.mixin import with_room
 logger = logging.get_logger(__name__)
 
 STOPPED = "the manager was stopped: start() it again, or make a new one."
+ENDING = "the manager is being stopped: start() it in another thread than the one that decodes."
 
 
 class Worker:
@@ -37,6 +38,8 @@ class Worker:
         self._pausing = threading.local()
         self._paused = False
         self._stopping: str | None = None  # "drain" or "cancel"
+        self._ending = False  # the thread takes no further step
+        self._starts = 0
         self._thread: threading.Thread | None = None
 
     def is_running(self) -> bool:
@@ -44,14 +47,22 @@ class Worker:
         return self._thread is not None and self._thread.is_alive()
 
     def start(self) -> None:
-        """Start the thread; does nothing where it runs."""
-        if self.is_running():
-            return
-        self._stopping, self.status.fatal_error, self.tracker.closed = None, None, None
-        self._thread = threading.Thread(
-            target=self._run, args=(torch.is_inference_mode_enabled(),), name="hf_drafthead batch", daemon=True
-        )
-        self._thread.start()
+        """Start the thread; does nothing where it runs. One that was told to finish what it has goes on instead."""
+        with self.changed:
+            while self.is_running() and (self._stopping == "cancel" or self._ending):
+                if self._thread is threading.current_thread():
+                    raise RuntimeError(ENDING)
+                self.changed.wait()  # until it has ended, which is no longer than a step
+            self._starts += 1
+            self._stopping, self.status.fatal_error, self.tracker.closed = None, None, None
+            self.changed.notify_all()
+            if self.is_running():
+                return
+            self._ending = False
+            self._thread = threading.Thread(
+                target=self._run, args=(torch.is_inference_mode_enabled(),), name="hf_drafthead batch", daemon=True
+            )
+            self._thread.start()
 
     def stop(self, cancel: bool) -> None:
         """Take no more requests. Those that wait and run are finished first, or end with an error (`cancel`)."""
@@ -63,15 +74,14 @@ class Worker:
             self.changed.notify_all()
 
     def join(self, timeout: float | None) -> None:
-        """Wait for the end of the thread, `timeout` seconds at most."""
-        thread = self._thread
-        if thread is None or thread is threading.current_thread():
+        """Wait for the end of the thread, `timeout` seconds at most, or until another thread lets it go on."""
+        if self._thread is threading.current_thread():
             return
-        thread.join(timeout)
-        if thread.is_alive():
+        with self.changed:
+            starts = self._starts
+            ended = self.changed.wait_for(lambda: not self.is_running() or self._starts != starts, timeout)
+        if not ended:
             logger.warning(f"The thread that decodes has not ended within {timeout} s.")
-        else:
-            self._thread = None
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
@@ -101,6 +111,8 @@ class Worker:
             logger.error(died[0].upper() + died[1:])
             self.scheduler.fail_all(error)
         finally:
+            with self.changed:
+                self._ending = True
             self.scheduler.close()
             with self.changed:
                 self._paused = False
@@ -120,6 +132,7 @@ class Worker:
         with self.changed:
             while True:
                 if self._stopping == "cancel" or (self._stopping and not self.scheduler.has_work):
+                    self._ending = True
                     return False
                 if self._pauses:
                     self._paused = True

@@ -125,6 +125,35 @@ def test_a_stopped_manager_starts_again(guessing, managed):
     assert final(manager, add(manager, ([3], SHORT))).error is None
 
 
+def test_a_manager_that_is_started_while_it_drains_goes_on(held, guessing):
+    """Those who wait for its end do not wait for ever; what was asked before is finished as well."""
+    manager, name, go_on = held
+    manager.stop(block=False)
+    waiter = threading.Thread(target=manager.join)
+    waiter.start()
+    while not manager.tracker.changed._waiters:
+        waiter.join(0.01)
+    manager.start()
+    later = add(manager, ([5], SHORT))
+    waiter.join(60)
+    go_on()
+    assert final(manager, later).generated_tokens == alone(guessing.base, ([5], SHORT))
+    assert final(manager, name).generated_tokens == alone(guessing.base, ([3, 4, 5], LONG))
+    assert manager.is_running() and not waiter.is_alive()
+    assert final(manager, add(manager, ([6], SHORT))).error is None
+
+
+def test_a_manager_that_is_started_behind_a_hard_stop_starts_anew(held, guessing):
+    manager, name, go_on = held
+    manager.stop(block=False, hard_stop=True)
+    starter = threading.Thread(target=manager.start)
+    starter.start()
+    go_on()
+    starter.join(60)
+    assert final(manager, name).error == "RuntimeError: the manager was stopped before this request was finished"
+    assert final(manager, add(manager, ([5], SHORT))).generated_tokens == alone(guessing.base, ([5], SHORT))
+
+
 def test_a_request_that_fails_ends_alone(held, guessing):
     manager, name, go_on = held
     good = [add(manager, ([5 + number], SHORT)) for number in range(4)]
