@@ -2,6 +2,7 @@
 
     python benchmarks/chat_figures.py QUESTIONS.jsonl HEADS [HEADS ...] --output figures.jsonl
     python benchmarks/chat_figures.py QUESTIONS.jsonl HEADS --tree dynamic --nodes 32 --limit 4 --device cpu
+    python benchmarks/chat_figures.py QUESTIONS.jsonl HEADS --tree chain dynamic --limit 1 --dtype bfloat16 --device cpu
     python benchmarks/chat_figures.py QUESTIONS.jsonl HEADS --draft-vocab-size 2048 8192 49152 \
         --shards benchmarks/chat_text
 
@@ -40,7 +41,7 @@ def main() -> None:
     parser.add_argument("questions", type=Path, help="lines with `category` and `turns`")
     parser.add_argument("heads", nargs="+", help="folders or ids of models with heads")
     parser.add_argument("--base", help="the base, where the heads name another place")
-    parser.add_argument("--tree", nargs="*", default=["static", "dynamic"], choices=["static", "dynamic"])
+    parser.add_argument("--tree", nargs="*", default=["static", "dynamic"], choices=["static", "dynamic", "chain"])
     parser.add_argument("--nodes", type=int, nargs="*", default=[32], help="nodes of a step, the root included")
     parser.add_argument("--temperature", type=float, nargs="*", default=[0.0, 1.0])
     parser.add_argument("--tokens", type=int, default=128, help="new tokens of every answer")
@@ -112,8 +113,13 @@ def read(path: Path, limit: int | None) -> dict[str, list[list[str]]]:
 
 
 def tree_of(model: Any, kind: str, nodes: int) -> Any:
-    """A tree of so many nodes: the published one's nodes nearest to the root and the first guess, or a dynamic one."""
+    """A tree of so many nodes: the published one's nodes nearest to the root and the first guess, or a dynamic one.
+
+    A chain of first guesses is as long as the heads guess, or six tokens.
+    """
     deepest = model.drafter.max_depth
+    if kind == "chain":
+        return DraftTree([(0,) * depth for depth in range(1, (deepest or 6) + 1)])
     if kind == "dynamic":
         return {"dynamic": {"nodes": nodes, **({} if deepest is None else {"depth": min(6, deepest)})}}
     paths = DraftTree.from_name("mc_sim_7b_63").cut(deepest or 99).paths

@@ -2,6 +2,7 @@
 
     python benchmarks/step.py                         # the bundled models
     python benchmarks/step.py --shape 160m --nodes 16 # random weights of a named LLaMA shape, fresh heads of any family
+    python benchmarks/step.py --model DFLASH --chain --nodes 8 --dtype bfloat16
     python benchmarks/step.py --shape 250m --nodes 16 --captured --accept 3
 
 The parts are timed inside `generate()`, base and heads in turns in one process; figures are medians over the repeats.
@@ -240,6 +241,7 @@ def main() -> None:
         help="heads of the random shape, may be repeated; default: medusa",
     )
     parser.add_argument("--nodes", type=int, nargs="*", default=[8, 16, 32, 64], help="tree sizes, root included")
+    parser.add_argument("--chain", action="store_true", help="trees of first guesses only, a block's whole depth")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--context", type=int, default=64, help="prompt tokens of a random shape")
     parser.add_argument("--captured", action="store_true", help="also the compiled step, and the compiled base")
@@ -256,7 +258,7 @@ def main() -> None:
     for name, model, prompt in models(args):
         for nodes in args.nodes:
             paths = sorted(DraftTree.from_name(DEFAULT_TREE).paths, key=lambda path: (len(path) + sum(path), path))
-            tree = DraftTree(paths[: nodes - 1])
+            tree = DraftTree([(0,) * depth for depth in range(1, nodes)] if args.chain else paths[: nodes - 1])
             if args.accept is not None and args.accept > tree.max_depth:
                 parser.error(f"--accept {args.accept} is more than the {tree.max_depth} levels of {nodes} nodes.")
             how: dict[str, Any] = {"captured": args.captured, "accept": args.accept}
