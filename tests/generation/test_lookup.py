@@ -146,7 +146,7 @@ TREES |= {"lookup": "lookup", "none": []}
 
 # how a call asks for each runner where there are graphs
 RUNNERS = {"eager": {"disable_compile": True}, "recorded": {}, "captured": {"cache_implementation": "static"}}
-RUNNERS |= {"compiled": {"compile_config": CompileConfig(mode="default")}}
+RUNNERS |= {"compiled": {"compile_config": CompileConfig(backend="eager", mode="default")}}
 SAMPLED = {"do_sample": True, "top_k": 20}
 recordings = test_recorded.recordings  # where there are graphs
 every_family = pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)

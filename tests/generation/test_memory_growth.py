@@ -32,7 +32,7 @@ def in_caches() -> int:
     return sum(blocks.values())
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 @pytest.mark.parametrize(
     "family", [one for one in FAMILIES if one.name in ("medusa", "draft-model")], ids=lambda one: one.name

@@ -198,6 +198,7 @@ def of_states(output, change):
     return (change(output[0]), *output[1:]) if isinstance(output, tuple) else change(output)
 
 
+@pytest.mark.few(3)
 @each_mixer
 @pytest.mark.parametrize("how", [{}, {"cache_implementation": "static"}], ids=["eager", "fixed"])
 def test_what_is_done_to_a_mixer_between_two_calls_counts_from_then_on(how, kind, untraced):

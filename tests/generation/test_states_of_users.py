@@ -320,6 +320,7 @@ learning = pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family
 NAMED = [family for family in FAMILIES if family.name in TRAINED]
 
 
+@pytest.mark.few(2)
 @each_kind
 @learning
 def test_heads_learn_with_a_plain_trainer_and_the_base_stays(family, kind, tmp_path):
@@ -339,6 +340,7 @@ def test_heads_learn_with_a_plain_trainer_and_the_base_stays(family, kind, tmp_p
     both(model.eval())
 
 
+@pytest.mark.few(2)
 @each_kind
 @pytest.mark.parametrize("family", NAMED, ids=lambda family: family.name)
 def test_train_and_distill_take_such_a_base(family, kind, tmp_path):

@@ -82,12 +82,14 @@ def test_every_part_is_built_and_found_again(small, tmp_path, capsys):
     assert capsys.readouterr().out.count("exists, skipped") == 1 + len(heads.FAMILIES)
 
 
+@pytest.mark.slow
 def test_the_zoo_may_be_moved(small, tmp_path):
     run(tmp_path, "base", "medusa")
     shutil.move(tmp_path / "assets", tmp_path / "elsewhere")
     assert AutoModel.from_pretrained(tmp_path / "elsewhere" / "medusa").base.config.vocab_size == 270
 
 
+@pytest.mark.slow
 def test_trees_are_a_part_that_is_measured_after_the_heads(small, tmp_path, monkeypatch, capsys):
     for room, name, value in (
         (trees, "BATCH_SIZES", (1, 2)), (trees, "MORE_PROMPTS", 6), (trees, "NEW_TOKENS", 12), (trees, "BUNDLED", 0),
