@@ -17,7 +17,7 @@ from hf_drafthead.batching.rows import view
 from hf_drafthead.generation.acceptance import walk_greedily, walk_on_device, walk_on_host
 from hf_drafthead.generation.decoding import Stream
 from hf_drafthead.generation.rules import Rules
-from hf_drafthead.generation.state import Candidates, DecodingState, RowWalk, Verified, Walk
+from hf_drafthead.generation.state import Candidates, DecodingState, RowWalk, Verified, Walk, are_numbers
 from hf_drafthead.generation.step import Step, deepest
 from hf_drafthead.generation.tree import Topology, Tree
 
@@ -98,8 +98,6 @@ class SharedStep(Step):
                 except Exception as error:  # of a processor, a criterion, a streamer: it ends this request alone
                     member.error = error
             walks.append(walk)
-        if not any(walk[0] for walk in walks):
-            depth = depth or 1
         alone = Walk.of_rows(walks, depth, SHARED_RULES.pad_token, self.device)
         if together is None:
             return alone
@@ -115,8 +113,7 @@ class SharedStep(Step):
         rows = [(row, each) for row, each in enumerate(self.members) if each is not None and self._is_on_device(each)]
         if not rows:
             return None
-        choice = logits.argmax(-1)
-        valid = torch.ones_like(choice, dtype=torch.bool)
+        choice, valid = logits.argmax(-1), are_numbers(logits)
         for row, member in rows:
             if not member.rules.greedy:
                 depths, here = candidates.topology.depths, slice(row, row + 1)

@@ -10,6 +10,10 @@ is the probability of all its children together.
 `walk_on_device` looks at all nodes at once and never waits for the device. `walk_on_host` goes node by node and shows
 every processor and criterion exactly the prefixes that the base would show them.
 
+A walk ends before a node whose logits are no numbers: attention multiplies what it must not see by zero, so that one
+guess of which the base makes NaN is in all nodes. Where that is the root, the row stands still, and the call goes on
+with the root alone (`Runner.step`), where NaN is the base's own.
+
 Shapes: B rows, N nodes (root included), D nodes on the longest path, V vocabulary, g rows of a group.
 """
 
@@ -21,7 +25,7 @@ import torch
 
 from hf_drafthead.generation.rules import Rules
 from hf_drafthead.generation.settings import DraftPlan
-from hf_drafthead.generation.state import Candidates, DecodingState, Limits, Rows, Walk, running
+from hf_drafthead.generation.state import Candidates, DecodingState, Limits, Rows, Walk, are_numbers, running
 from hf_drafthead.generation.tree import DraftTree, Tree
 
 
@@ -31,7 +35,7 @@ def walk_on_device(
     """The walk of all rows at once, where nothing but scores, length and EOS decide.
 
     Args:
-        choice, valid: (B, N) the base's choice at every node, and whether it could choose there.
+        choice, valid: (B, N) the base's choice at every node, and whether its numbers there are numbers.
         candidates: the nodes.
         rows, limits: which rows have ended, and where others must.
         reach: (B,) see `step.deepest`.
@@ -40,6 +44,8 @@ def walk_on_device(
     batch = tokens.shape[0]
     parents, depths = topology.parents.expand(batch, -1), topology.depths.expand(batch, -1)
     right = tokens == choice.gather(1, parents)  # (B, N)
+    if tokens.shape[1] > 1:
+        right = torch.cat([valid[:, :1], right[:, 1:] & valid[:, 1:]], dim=1)
     reached = (right[:, None] | topology.unrelated).all(-1) & (depths <= reach[:, None])
     deepest, last = torch.where(reached, depths, -1).max(1)  # (B,); siblings differ, so that there is one such node
     nodes = topology.paths.expand(batch, -1, -1)[torch.arange(batch, device=last.device), last]  # (B, D)
@@ -97,7 +103,11 @@ def walk_on_host(
     while moving:
         group = everyone if rules.lockstep else moving
         here = [at[row] for row in group]
-        chosen = rules.choose(group, logits[group, here], sequences, lengths)  # (g,)
+        seen = logits[group, here]
+        if tokens.shape[1] > 1 and (lost := seen.amax(-1).isnan().tolist()) and any(lost):
+            moving = [] if rules.lockstep else [row for row, was_lost in zip(moving, lost) if not was_lost]
+            continue
+        chosen = rules.choose(group, seen, sequences, lengths)  # (g,)
         if preferred is not None:
             instead = preferred[group, here].to(chosen.device)
             chosen = torch.where(instead >= 0, instead, chosen)
@@ -144,6 +154,8 @@ def walk_greedily(
         node = 0
         while end is None and len(nodes) <= reach:
             token = int(logits[row, node].argmax())
+            if logits.shape[1] > 1 and logits[row, node, token].isnan():
+                break
             tokens.append(token)
             nodes.append(node)
             if token in rules.eos_tokens or length + len(nodes) >= rules.max_length:
@@ -186,7 +198,7 @@ def preferred_choices(
     tokens, topology = candidates.tokens, candidates.topology
     sequences = state.rows.sequences.to(rules.device)
     p = rules.probabilities(logits, tokens, topology, sequences, state.lengths).to(reach.device)
-    valid = p.sum(-1).isfinite()
+    valid = p.sum(-1).isfinite() & are_numbers(logits).to(p.device)
     if settings.acceptance == "typical":
         return typical_choices(p, candidates, reach, settings.posterior_threshold, settings.posterior_alpha), valid
     assert isinstance(tree, DraftTree)  # as the settings see to

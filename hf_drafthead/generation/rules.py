@@ -28,7 +28,7 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 from transformers.generation import logits_process as processors
 from transformers.generation import stopping_criteria as criteria
 
-from hf_drafthead.generation.state import NOT_A_DISTRIBUTION
+from hf_drafthead.generation.state import NOT_A_DISTRIBUTION, are_numbers
 from hf_drafthead.generation.tree import Topology
 
 # They look at nothing but a row's scores.
@@ -177,7 +177,7 @@ class Rules:
     def choose_everywhere(
         self, logits: torch.Tensor, depths: torch.Tensor, noise: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The base's choice (B, N) at every node, and whether the probabilities there are numbers; if `on_device`.
+        """The base's choice (B, N) at every node, and whether logits and probabilities are numbers; if `on_device`.
 
         Args:
             logits: (B, N, V) of the base, see `Verified`.
@@ -189,11 +189,10 @@ class Rules:
             flat = logits.float().flatten(0, 1)
             scores = self.processors(flat.new_zeros(len(flat), 1, dtype=torch.long), flat).view(logits.shape)
         if noise is None:
-            choice = scores.argmax(-1)
-            return choice, torch.ones_like(choice, dtype=torch.bool)
+            return scores.argmax(-1), are_numbers(logits)
         chances = scores.float().softmax(-1)
         at_node = noise.take_along_dim(depths.expand(noise.shape[0], -1)[..., None], dim=1)  # (B, N, V)
-        return (chances / at_node).argmax(-1), chances.sum(-1).isfinite()
+        return (chances / at_node).argmax(-1), chances.sum(-1).isfinite() & are_numbers(logits)
 
     def noise_ahead(self, lengths: list[int], moving: list[int], depth: int, vocabulary: int) -> torch.Tensor | None:
         """(B, D, V) noise with which the base will choose each row's next D tokens; None where it does not sample.

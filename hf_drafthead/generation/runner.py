@@ -41,7 +41,7 @@ from hf_drafthead.generation.reader import BaseReader
 from hf_drafthead.generation.slots import BUCKET, SLOTS, DoesNotFit, out_of_memory, rounded_up
 from hf_drafthead.generation.state import DecodingState, Limits, Outcome, Rows
 from hf_drafthead.generation.step import MOST_PENDING, Stages, Step, observe_pending, shortage_undone
-from hf_drafthead.generation.tree import Tree, smaller
+from hf_drafthead.generation.tree import DraftTree, Tree, smaller
 
 logger = logging.get_logger(__name__)
 
@@ -298,6 +298,7 @@ class Runner:
         self.device = state.rows.lengths.device
         graphs = has_graphs(self.device)
         self.steps_of_room = 2 if graphs else 1  # of a step that was launched ahead the host does not know
+        self.alone = DraftTree.root_alone()
         self.make = functools.partial(make, ahead=graphs and execution.name != "eager")
         self.steps: dict[int, Step] = {}  # trees of a call stay the same objects
         self.stages: dict[Step, Any] = {}  # programs in the place of a step's stages
@@ -318,6 +319,10 @@ class Runner:
             RuntimeError, MemoryError: not even the root alone fits into memory.
         """
         tree = self.tree if self.choose is None else self.choose(state)
+        if state.stuck:
+            tree = self.alone
+            for cache in state.caches:
+                cache.clear()
         while True:
             step = self.steps.get(id(tree)) or self.steps.setdefault(id(tree), self.make(tree))
             try:

@@ -224,6 +224,13 @@ class SlotCache(Cache):
         for number, layer in enumerate(layers):
             layer.places = ((2 * number, 0), (2 * number + 1, 0))
 
+    def clear(self) -> None:
+        """Zero what is not past: what is not a number spreads even where it is masked."""
+        for block in self.blocks:
+            past = torch.arange(block.shape[2], device=block.device) - self.nodes
+            is_past = (past >= 0) & (past < self.lengths.to(block.device)[:, None])  # (B, slots)
+            block.masked_fill_(~is_past[None, :, :, None], 0.0)
+
     def twin(self) -> SlotCache:
         """Another cache in the same memory, which it leaves when it is resized."""
         twin = copy.copy(self)

@@ -50,6 +50,13 @@ class Verified(NamedTuple):
     features: torch.Tensor
 
 
+def are_numbers(logits: torch.Tensor) -> torch.Tensor:
+    """(B, N) whether there is no NaN among the logits (B, N, V) of a node; of the root alone NaN is the base's own."""
+    if logits.shape[1] == 1:
+        return torch.ones(logits.shape[:2], dtype=torch.bool, device=logits.device)
+    return ~logits.amax(-1).isnan()
+
+
 RowWalk = tuple[int, int, int | None, list[int], list[int]]
 
 
@@ -74,7 +81,7 @@ class Walk(NamedTuple):
     @classmethod
     def of_rows(cls, rows: list[RowWalk], depth: int | None, padding: int, device: torch.device) -> Walk:
         """Of each row's count, how many are observed, end, tokens and nodes; D is the longest where `depth` is None."""
-        depth = depth or max(row[0] for row in rows)
+        depth = depth or max(1, *(row[0] for row in rows))
         packed = [
             [count, observed, end or 0, 1, *tokens, *[padding] * (depth - count), *nodes, *[0] * (depth - count)]
             for count, observed, end, tokens, nodes in rows
@@ -188,7 +195,7 @@ class DecodingState:
     knows them; prompt_length: tokens of the prompt; past_shift: past positions minus tokens (not 0 where the call began
     with a cache or embeddings); lengths, ends: what the host knows of each row, its tokens and at how many of them it
     ended, or None; counted: tokens of each step, row by row, up to the row's own end; pending: what the drafter has not
-    observed yet.
+    observed yet; stuck: whether a row emitted nothing in the last step, since the base's logits were no numbers.
     """
 
     rows: Rows
@@ -200,6 +207,7 @@ class DecodingState:
     ends: list[int | None]
     counted: list[list[int]] = field(default_factory=list)
     pending: Pending = field(default_factory=list)
+    stuck: bool = False
 
     def __post_init__(self) -> None:
         self.caches = self.rows.caches  # the base's, and those of the drafter
@@ -231,6 +239,7 @@ class DecodingState:
             tokens.append(walk[:count])
             nodes.append(walk[len(walk) // 2 :][:count])
         self.counted.append(counted)
+        self.stuck = any(not walked and end is None for walked, end in zip(tokens, self.ends))
         return StepRecord(len(self.counted), tokens, nodes, counted, outcome.drafted, outcome.seconds)
 
 

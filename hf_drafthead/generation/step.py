@@ -29,7 +29,6 @@ from hf_drafthead.generation.rules import Rules
 from hf_drafthead.generation.settings import DraftPlan
 from hf_drafthead.generation.slots import DoesNotFit, SlotCache, out_of_memory
 from hf_drafthead.generation.state import (
-    NOT_A_DISTRIBUTION,
     Candidates,
     DecodingState,
     Limits,
@@ -38,6 +37,7 @@ from hf_drafthead.generation.state import (
     Rows,
     Verified,
     Walk,
+    are_numbers,
     running,
 )
 from hf_drafthead.generation.text_index import HeldTexts
@@ -134,9 +134,10 @@ class Stages:
 
     def walk(self, rows: Rows, limits: Limits, candidates: Candidates, verified: Verified) -> Walk:
         """The walk of a greedy step, on the device."""
-        choice = verified.logits.to(rows.lengths.device).argmax(-1)
-        valid = torch.ones_like(choice, dtype=torch.bool)
-        return walk_on_device(choice, valid, candidates, rows, limits, deepest(limits, rows.cache))
+        logits = verified.logits.to(rows.lengths.device)
+        return walk_on_device(
+            logits.argmax(-1), are_numbers(logits), candidates, rows, limits, deepest(limits, rows.cache)
+        )
 
     def commit(self, rows: Rows, draft_state: Any, features: torch.Tensor, walk: Walk, observes: bool = True) -> Rows:
         """Keep what was walked: keys and values, tokens, lengths, and hidden states for the drafter; drop the rest."""
@@ -262,8 +263,6 @@ class Step:
             if preferred is not None and valid is not None:
                 choice, are_numbers = torch.where(preferred < 0, choice, preferred), valid
             return walk_on_device(choice, are_numbers, candidates, state.rows, state.limits, reach)
-        if valid is not None and not valid.all():
-            raise RuntimeError(NOT_A_DISTRIBUTION)
         return walk_on_host(logits, candidates, state, rules, preferred=preferred, show=self.show, depth=depth)
 
 

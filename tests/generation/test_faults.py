@@ -6,7 +6,8 @@ from transformers import CompileConfig, LogitsProcessorList, StoppingCriteria, S
 from transformers.generation import LogitsProcessor
 from transformers.generation.streamers import BaseStreamer
 
-from tests.bases import tiny_base
+from hf_drafthead.generation.step import Stages
+from tests.bases import HYBRID, tiny_base
 from tests.families import FAMILIES
 from tests.generation.agreement import TREE, prompt
 
@@ -56,14 +57,15 @@ FAULTS = {
 }
 
 
-def same(model, **call) -> None:
+def same(model, rows=1, **call):
     """The model's next call gives the base's text."""
     own = {name: call.pop(name) for name in ("draft_tree", "compile_config") if name in call}
     torch.manual_seed(2)
-    expected = model.base.generate(**prompt(), **call)
+    expected = model.base.generate(**prompt(rows), **call)
     torch.manual_seed(2)
-    got = model.generate(**prompt(), **call, **own, return_dict_in_generate=True)
+    got = model.generate(**prompt(rows), **call, **own, return_dict_in_generate=True)
     assert torch.equal(got.sequences, expected) and got.accepted_lengths is not None
+    return got
 
 
 @families
@@ -88,6 +90,31 @@ def test_heads_that_are_no_numbers_change_no_text(tree, value, family):
             parameter.fill_(value)
     same(model, **{**LONG, "draft_tree": tree})
     same(model, **{**LONG, "draft_tree": tree}, do_sample=True)
+
+
+@pytest.mark.few(3)
+@pytest.mark.parametrize("value", [float("nan"), float("inf")], ids=str)
+@pytest.mark.parametrize("captured", [{}, TRACED], ids=["uncaptured", "captured"])
+@pytest.mark.parametrize("kind", ["llama-gqa", "qwen3.5", "granite-hybrid", "lfm2"])
+@families
+def test_a_guess_of_which_the_base_makes_no_number_changes_no_text(family, kind, captured, value, monkeypatch):
+    fields = {"dtype": torch.float32, "attn_implementation": None} if kind in HYBRID else {}
+    model, verify, guessed = family.build(tiny_base(kind, tie_word_embeddings=False, **fields)), Stages.verify, set()
+
+    def watched(stages, rows, limits, candidates):
+        guessed.update(candidates.tokens[:, 1:].flatten().tolist())
+        return verify(stages, rows, limits, candidates)
+
+    calls = [{}, {"do_sample": True}, {"do_sample": True, "repetition_penalty": 1.2}]
+    with monkeypatch.context() as patch:
+        patch.setattr(Stages, "verify", watched)
+        said = [same(model, 3, **LONG, **call).sequences.flatten().tolist() for call in calls]
+    never = sorted(guessed.difference(*said))
+    assert never
+    with torch.no_grad():
+        model.base.get_input_embeddings().weight[never] = value
+    for call in calls:
+        same(model, 3, **LONG, **captured, **call)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")], ids=str)

@@ -220,7 +220,8 @@ def test_a_base_that_says_no_number_in_the_middle_is_refused_as_by_itself(rows, 
         with pytest.raises(RuntimeError, match="^probability tensor contains either `inf`, `nan` or element < 0"):
             generate(**call)
         hook.remove()
-        assert len(forwards) in (3, 7)  # a base with hooks is tried again in every call, in four forwards
+        # a base with hooks is tried again in every call, in four forwards; what is drafted is verified once more alone
+        assert len(forwards) == (3 if generate == base.generate else 8)
 
 
 @pytest.mark.parametrize("acceptance", ["exact", "rejection", "typical"])

@@ -47,10 +47,17 @@ class AcceptedPath(NamedTuple):
         """How much is left of the state (B, ...) and of each node (B, D, ...), from summed log decays (B, D, ...)."""
         wide = (-1, 1, *[1] * (sums.dim() - 2))
         last = sums.take_along_dim((self.counts - 1).clamp(min=0).view(wide), dim=1)
-        beyond = torch.arange(sums.shape[1], device=sums.device) >= self.counts[:, None]
-        beyond = beyond.view(*beyond.shape, *wide[2:])
-        left = (last - sums).exp().masked_fill(beyond, 0.0)
-        return last[:, 0].masked_fill(beyond[:, 0], 0.0).exp(), left
+        left = (last - sums).exp().masked_fill(self._beyond(sums), 0.0)
+        return last[:, 0].exp(), left
+
+    def along(self, values: torch.Tensor) -> torch.Tensor:
+        """What is on the paths (B, D, ...) of the nodes' values (B, N, ...); zero behind them, where NaN may be."""
+        found = values[self.rows, self.nodes]
+        return found.masked_fill(self._beyond(found), 0.0)
+
+    def _beyond(self, values: torch.Tensor) -> torch.Tensor:
+        beyond = torch.arange(values.shape[1], device=values.device) >= self.counts[:, None]
+        return beyond.view(*beyond.shape, *[1] * (values.dim() - 2))
 
 
 class TreeTables:
@@ -195,7 +202,7 @@ class RecurrentLayer(LinearAttentionLayer):
         if self.device is None:  # of a part of the base, in which it is not run
             return
         path = path.to(self.device)
-        kept = {name: values[path.rows, path.nodes] for name, values in self.record.items()}
+        kept = {name: path.along(values) for name, values in self.record.items()}
         for number, state in self.held_states.items():
             if state is not None and number == 0:
                 self.kind.fold(state, kept, path)
