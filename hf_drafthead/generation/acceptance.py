@@ -25,7 +25,7 @@ import torch
 
 from hf_drafthead.generation.rules import Rules
 from hf_drafthead.generation.settings import DraftPlan
-from hf_drafthead.generation.state import Candidates, DecodingState, Limits, Rows, Walk, are_numbers, running
+from hf_drafthead.generation.state import Candidates, DecodingState, Limits, Rows, Walk, running
 from hf_drafthead.generation.tree import DraftTree, Tree
 
 
@@ -44,9 +44,9 @@ def walk_on_device(
     batch = tokens.shape[0]
     parents, depths = topology.parents.expand(batch, -1), topology.depths.expand(batch, -1)
     right = tokens == choice.gather(1, parents)  # (B, N)
+    reached = ((right & valid)[:, None] | topology.unrelated).all(-1) & (depths <= reach[:, None])
     if tokens.shape[1] > 1:
-        right = torch.cat([valid[:, :1], right[:, 1:] & valid[:, 1:]], dim=1)
-    reached = (right[:, None] | topology.unrelated).all(-1) & (depths <= reach[:, None])
+        reached = reached & valid[:, :1]
     deepest, last = torch.where(reached, depths, -1).max(1)  # (B,); siblings differ, so that there is one such node
     nodes = topology.paths.expand(batch, -1, -1)[torch.arange(batch, device=last.device), last]  # (B, D)
     emitted = choice.gather(1, nodes)
@@ -198,7 +198,7 @@ def preferred_choices(
     tokens, topology = candidates.tokens, candidates.topology
     sequences = state.rows.sequences.to(rules.device)
     p = rules.probabilities(logits, tokens, topology, sequences, state.lengths).to(reach.device)
-    valid = p.sum(-1).isfinite() & are_numbers(logits).to(p.device)
+    valid = p.sum(-1).isfinite()
     if settings.acceptance == "typical":
         return typical_choices(p, candidates, reach, settings.posterior_threshold, settings.posterior_alpha), valid
     assert isinstance(tree, DraftTree)  # as the settings see to

@@ -321,7 +321,7 @@ class NoiseTape:
         self.generator = torch.Generator(self.process.device)
         self.newest = 0  # position that is drawn next
         self.chosen = 0  # positions at which a token was chosen
-        self.left_at = self.process.get_state()  # where this call has left the process's generator
+        self.left_at = self._stands()  # where this call has left the process's generator
         self.states: dict[int, torch.Tensor] = {0: self.left_at}  # before every position drawn, and after the last one
         self.drawn: dict[int, torch.Tensor] = {}
         self.shared = False  # whether somebody else has drawn from the process's generator meanwhile
@@ -375,17 +375,28 @@ class NoiseTape:
             return
         with GENERATOR:
             if self._parked is None:
-                self.generator.manual_seed(hash(self.left_at.numpy().tobytes()) % (1 << 62))
+                self.generator.manual_seed(_bytes_of(self.left_at) % (1 << 62))
                 self._parked = self.generator.get_state()
             if not self._moved():
                 self._leave_at(self._parked)
 
     def _moved(self) -> bool:
-        self.shared = self.shared or not torch.equal(self.process.get_state(), self.left_at)
+        self.shared = self.shared or not torch.equal(self._stands(), self.left_at)
         return self.shared
+
+    def _stands(self) -> torch.Tensor:
+        """Where the process's generator stands, once a compilation's putting it back is undone."""
+        state = self.process.get_state()
+        left = LEFT.get(self.process) if self.parks else None
+        if left is not None and _bytes_of(state) in left.earlier:
+            state = left.last
+            self.process.set_state(state)
+        return state
 
     def _leave_at(self, state: torch.Tensor) -> None:
         self.left_at = state
+        if self.parks and self.process in LEFT:
+            LEFT[self.process].go_on(state)
         self.process.set_state(state)
 
     def _draw(self, like: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
@@ -397,6 +408,46 @@ class NoiseTape:
 
     def _restore(self, state):
         self.generator.set_state(state)
+
+
+class Left:
+    """Where calls leave a process's generator while programs are compiled: last, and at which states before."""
+
+    def __init__(self, state: torch.Tensor):
+        self.last, self.earlier, self.compilations = state, set[int](), 0
+
+    def go_on(self, state: torch.Tensor) -> None:
+        self.earlier.add(_bytes_of(self.last))
+        self.earlier.discard(_bytes_of(state))
+        self.last = state
+
+
+LEFT: dict[torch.Generator, Left] = {}  # of the generators that compilations may put back
+
+
+@contextlib.contextmanager
+def not_put_back(device: torch.device) -> Iterator[None]:
+    """Around a compilation: dynamo puts the process's generators back to where they stood as it began. Calls of other
+    threads that begin and end meanwhile would write what others have written; they undo it (`NoiseTape`)."""
+    generators = {generator_of(device), generator_of(torch.device("cpu"))}
+    with GENERATOR:
+        for generator in generators:
+            LEFT.setdefault(generator, Left(generator.get_state())).compilations += 1
+    try:
+        yield
+    finally:
+        with GENERATOR:
+            for generator in generators:
+                left = LEFT[generator]
+                if _bytes_of(generator.get_state()) in left.earlier:
+                    generator.set_state(left.last)
+                left.compilations -= 1
+                if not left.compilations:
+                    del LEFT[generator]
+
+
+def _bytes_of(state: torch.Tensor) -> int:
+    return hash(state.numpy().tobytes())
 
 
 GENERATOR = threading.RLock()  # of all calls: where the process's generator stands is looked at and changed together

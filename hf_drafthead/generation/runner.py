@@ -38,6 +38,7 @@ from hf_drafthead.generation.programs import (
     written,
 )
 from hf_drafthead.generation.reader import BaseReader
+from hf_drafthead.generation.rules import not_put_back
 from hf_drafthead.generation.slots import BUCKET, SLOTS, DoesNotFit, out_of_memory, rounded_up
 from hf_drafthead.generation.state import DecodingState, Limits, Outcome, Rows
 from hf_drafthead.generation.step import MOST_PENDING, Stages, Step, observe_pending, shortage_undone
@@ -453,7 +454,7 @@ class Runner:
         from hf_drafthead.generation.compiling import layers_once  # takes a second to import
 
         start = time.perf_counter()
-        with self.programs.compiling(), layers_once(self.model.base):
+        with self.programs.compiling(), layers_once(self.model.base), not_put_back(self.device):
             try:
                 result = runs(*arguments)
             except Exception as error:  # whatever a compiler says of a base: eager steps work all the same

@@ -29,6 +29,7 @@ from hf_drafthead.generation.rules import Rules
 from hf_drafthead.generation.settings import DraftPlan
 from hf_drafthead.generation.slots import DoesNotFit, SlotCache, out_of_memory
 from hf_drafthead.generation.state import (
+    NOT_A_DISTRIBUTION,
     Candidates,
     DecodingState,
     Limits,
@@ -255,14 +256,17 @@ class Step:
     ) -> Walk:
         """The walk of a call that samples, processes scores, or shows every token."""
         rules, reach = self.rules, deepest(state.limits, state.rows.cache)
-        preferred = valid = None
+        preferred = None
         if self.prefers:
             preferred, valid = preferred_choices(self.plan, self.tree, rules, logits, candidates, state, reach)
+            numbers = are_numbers(logits).to(valid.device)
+            if not self.on_device and not (valid | ~numbers).all():
+                raise RuntimeError(NOT_A_DISTRIBUTION)
         if self.on_device:
-            choice, are_numbers = rules.choose_everywhere(logits.to(self.device), candidates.topology.depths, noise)
-            if preferred is not None and valid is not None:
-                choice, are_numbers = torch.where(preferred < 0, choice, preferred), valid
-            return walk_on_device(choice, are_numbers, candidates, state.rows, state.limits, reach)
+            choice, sound = rules.choose_everywhere(logits.to(self.device), candidates.topology.depths, noise)
+            if preferred is not None:
+                choice, sound = torch.where(preferred < 0, choice, preferred), valid & numbers
+            return walk_on_device(choice, sound, candidates, state.rows, state.limits, reach)
         return walk_on_host(logits, candidates, state, rules, preferred=preferred, show=self.show, depth=depth)
 
 

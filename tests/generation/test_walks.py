@@ -136,13 +136,25 @@ def test_the_walk_on_the_device_is_the_plain_one():
             assert_as_plain(on_device(one, torch.ones(len(one.tokens), len(one.tokens[0]), dtype=torch.bool)), one)
 
 
-def test_a_choice_counts_as_valid_where_all_nodes_walked_are():
-    for case in [*cases(40), *map(root_alone, cases(40))]:
+def test_a_walk_ends_before_a_node_without_numbers():
+    for case in cases(40):
         for node in range(len(case.tokens[0])):
             valid = torch.ones(len(case.tokens), len(case.tokens[0]), dtype=torch.bool)
             valid[:, node] = False
-            expected = [node not in plain(case, row)[0] for row in range(len(case.tokens))]
-            assert on_device(case, valid).valid.tolist() == expected
+            walk = on_device(case, valid)
+            for row in range(len(case.tokens)):
+                nodes, emitted, end = plain(case, row)
+                if node in nodes:
+                    emitted, end = emitted[: nodes.index(node)], 0
+                assert walk.tokens[row, : int(walk.counts[row])].tolist() == emitted
+                assert int(walk.ends[row]) == end and walk.valid[row]
+
+
+def test_without_drafts_a_choice_counts_as_valid_where_there_are_numbers():
+    for case in map(root_alone, cases(40)):
+        walk = on_device(case, torch.zeros(len(case.tokens), 1, dtype=torch.bool))
+        assert walk.valid.tolist() == [end > 0 for end in case.ends]
+        assert_as_plain(walk, case)
 
 
 def rules_of(case: Case, *more) -> Rules:
