@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import GenerationConfig
 from transformers.configuration_utils import PreTrainedConfig
@@ -22,6 +23,10 @@ from hf_drafthead.modeling.base import DraftHeadPreTrainedModel
 from hf_drafthead.modeling.base_model import commit_of, copy_tokenizer, fetch_config, full_name
 from hf_drafthead.modeling.checkpoint import WEIGHTS, check_tensors
 from hf_drafthead.modeling.config import DraftHeadConfig
+from hf_drafthead.modeling.files import in_one_line
+
+# What reading a config field as another type than it is, or a tensor of other dimensions, raises.
+OF_WRONG_TYPES = (ArithmeticError, AttributeError, LookupError, StrictDataclassError, TypeError)
 
 
 @dataclass(frozen=True)
@@ -169,7 +174,13 @@ def _read(file: Source, layout: Layout, fields: Mapping[str, Any]) -> Heads:
             f"{unknown[0]!r} is no config field of {layout.family.__name__}: expected some of "
             f"{', '.join(sorted(known_fields))}."
         )
-    heads = layout.read(file, fields)
+    try:
+        heads = layout.read(file, fields)
+    except OF_WRONG_TYPES as error:
+        raise ValueError(
+            f"{file.name!r} has in its config.json a value, or a tensor, of a form that no {layout.name} file has "
+            f"({in_one_line(error)}): correct it."
+        ) from error
     heads.fields |= fields
     known = {repo_id.lower(): base for repo_id, base in BASES.items()}.get(file.name.lower())
     if known is not None and not heads.base and not heads.base_inside:

@@ -25,6 +25,7 @@ from hf_drafthead.formats.layer_config import llama_fields, read_layer_config
 from hf_drafthead.formats.layout import SGLANG, Files, Heads, Layout, Loss, Prefixes, Reader, SavedHeads, renamed
 from hf_drafthead.formats.speculators import KIND, VERSION, speculators_config
 from hf_drafthead.modeling.dflash import DFlashForCausalLM
+from hf_drafthead.modeling.files import shortened
 
 PREFIXES: Prefixes = [
     ("body.layers.", "layers."),
@@ -233,6 +234,11 @@ def _read(
     _refuse_others(source)
     layers = 1 + max(int(key.split(".")[1]) for key in source.tensors if key.startswith("layers."))
     kinds = list(layer.get("layer_types") or [])
+    if not {"full_attention", "sliding_attention"}.issuperset(kinds):
+        raise ValueError(
+            f"{source.name!r} has the layer_types {shortened.repr(layer['layer_types'])}: expected 'full_attention' or "
+            "'sliding_attention' for each of its layers, others have no family here."
+        )
     sliding = [number for number, kind in enumerate(kinds[:layers]) if kind == "sliding_attention"]
     if not sliding or form["causal"] is not None:
         causal = form["causal"]
