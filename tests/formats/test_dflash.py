@@ -70,7 +70,7 @@ REFUSED = {
     "no rotary base": ({"rope_theta": None, "rope_scaling": None}, "does not say rope_theta or rope_parameters"),
     "layers of no known kind": ({"layer_types": ["chunked_attention"] * 2}, "has the layer_types .'chunked_attention'"),
     "a size in words": ({"block_size": "8"}, "of a form that no DFlash file has .TypeError: .*: correct it.$"),
-    "ids that are no list": ({OWN: {**READ, "target_layer_ids": 2}}, "that no DFlash file has .TypeError: 'int' object"),
+    "ids that are no list": ({OWN: {**READ, "target_layer_ids": 2}}, "DFlash file has .TypeError: 'int' object"),
     "rotary fields that are missing": ({"rope_scaling": {"rope_type": "yarn"}}, "file has .KeyError: .*'factor'"),
     "rotary fields in words": ({"rope_scaling": "yarn"}, "has .StrictDataclassFieldValidationError: .*: correct it.$"),
     "fewer layers": ({OWN: {**READ, "target_layer_ids": [0, 1]}}, "joins 3 hidden states of width 64, but it reads"),
