@@ -37,7 +37,7 @@ class Manager:
     `model.init_continuous_batching()` makes one; its methods are those of transformers' `ContinuousBatchingManager`.
 
     Args:
-        model: with draft heads.
+        model: with draft heads. It is put into eval mode, as transformers does.
         generation_config: of requests that say nothing else.
         continuous_batching_config: of transformers; `max_requests_per_batch`, `max_queue_size`, `return_logprobs` and
             `seed` count here, what describes pages and graphs does not.
@@ -67,7 +67,7 @@ class Manager:
         tokenizer: Any = None,
         longest_pause: float = 4.0,
     ):
-        self.model, self.generation_config, self.config = model, generation_config, continuous_batching_config
+        self.model, self.generation_config, self.config = model.eval(), generation_config, continuous_batching_config
         asked = _count("slots", slots, getattr(self.config, "max_requests_per_batch", None), 1)
         wanted = getattr(workload_hints, "num_requests", 0) or SLOTS
         count = asked or min(SLOTS, wanted)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from hashlib import sha256
 
 import torch
 
@@ -31,7 +32,7 @@ class RequestNoise:
         with GENERATOR:
             self.states = [each.get_state() for each in self.process]
             for each, state in zip(self.process, self.states):
-                each.manual_seed(hash(state.numpy().tobytes()) % (1 << 62))
+                each.manual_seed(int.from_bytes(sha256(state.numpy().tobytes()).digest()[:7], "big"))
 
     def generator(self) -> torch.Generator:
         """A generator that nobody else draws from, for a call in which nothing else draws."""

@@ -258,14 +258,7 @@ class DraftHeadPreTrainedModel(LoadableModel):
             return self.heads_output(
                 input_ids, labels, attention_mask, position_ids, inputs_embeds=inputs_embeds, **others
             )
-        # a trainer may put its own forward before ours, and ask for the output of a base that is frozen
-        wrapped = self.training and "forward" in self.__dict__ and torch.is_grad_enabled()
-        if wrapped and not any(parameter.requires_grad for parameter in self.base.parameters()):
-            raise ValueError(
-                "the trainer computes a loss of its own from the base's output, from which the heads learn nothing: "
-                "let the model compute the loss from labels= (in a subclass of TRL's SFTTrainer, compute_loss = "
-                "transformers.Trainer.compute_loss), or use hf_drafthead.training.DraftHeadTrainer."
-            )
+        self._refuse_loss_of_others()
         given = {
             "input_ids": input_ids,
             "attention_mask": attention_mask,
@@ -300,6 +293,25 @@ class DraftHeadPreTrainedModel(LoadableModel):
 
     def get_decoder(self) -> nn.Module:
         return self.base.get_decoder()
+
+    @property
+    def base_model(self) -> nn.Module:
+        """The base without its projection to the vocabulary, which losses that do without logits run by itself."""
+        base = self._modules.get("base")
+        if base is None:  # while it is being built
+            return self
+        self._refuse_loss_of_others()
+        return base.base_model
+
+    def _refuse_loss_of_others(self) -> None:
+        """A trainer may put its own forward before ours, and ask for the output of a base that is frozen."""
+        wrapped = self.training and "forward" in self.__dict__ and torch.is_grad_enabled()
+        if wrapped and not any(parameter.requires_grad for parameter in self.base.parameters()):
+            raise ValueError(
+                "the trainer computes a loss of its own from the base's output, from which the heads learn nothing: "
+                "let the model compute the loss from labels= (in a subclass of TRL's SFTTrainer, compute_loss = "
+                "transformers.Trainer.compute_loss), or use hf_drafthead.training.DraftHeadTrainer."
+            )
 
     def set_attn_implementation(self, *args: Any, **kwargs: Any) -> None:
         """As in transformers, for the base and for decoder layers of the heads."""

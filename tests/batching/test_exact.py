@@ -262,6 +262,13 @@ def test_without_a_seed_the_noise_is_that_of_a_call_that_begins_now(guessing, ma
     assert final(manager, second).generated_tokens != expected
 
 
+def test_without_seeds_the_numbers_are_the_same_in_every_process():
+    """So that a run that begins with `torch.manual_seed` can be repeated."""
+    torch.manual_seed(3)
+    RequestNoise(torch.device("cpu"))
+    assert torch.initial_seed() == 33493538459992543
+
+
 def test_the_generator_of_the_process_is_not_moved_by_requests_with_seeds(guessing, managed):
     manager, dice = managed(guessing), random.Random(8)
     before = torch.get_rng_state()

@@ -327,9 +327,11 @@ def test_a_model_that_changes_while_it_serves(held, guessing):
     assert seen and final(manager, name).error is None
 
 
-def test_a_model_in_training_decodes_by_the_base(guessing, managed):
-    model = MEDUSA.build(shared_base("llama-gqa"))
+def test_a_model_in_training_decodes_by_the_base(managed):
+    """From then on; a manager that is made puts its model into eval mode, as transformers does."""
+    model = MEDUSA.build(shared_base("llama-gqa")).train()
     manager = managed(model)
+    assert not model.training and not model.base.training and not model.drafter.training
     model.drafter.train()
     assert final(manager, add(manager, ([5], SHORT))).generated_tokens == alone(model.base, ([5], SHORT))
 

@@ -5,9 +5,16 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig
 from safetensors.torch import load_file
-from transformers import AutoTokenizer, DataCollatorForLanguageModeling, Trainer, TrainingArguments
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DataCollatorForLanguageModeling,
+    Trainer,
+    TrainingArguments,
+)
 
 from hf_drafthead import MedusaForCausalLM, zoo
+from hf_drafthead.batching.noise import RequestNoise
 from hf_drafthead.generation.reader import BaseReader
 from hf_drafthead.modeling.adapters import add_adapter
 from hf_drafthead.training.arguments import DraftHeadTrainingArguments
@@ -20,7 +27,7 @@ IDS = torch.tensor([[5, 9, 33, 21, 8, 40, 17, 3], [7, 7, 12, 64, 3, 11, 5, 9]])
 TEXTS = [{"text": f"def add_{number}(a, b):\n    return a + b + {number}\n"} for number in range(8)]
 QUICK = {"use_cpu": True, "report_to": [], "disable_tqdm": True, "learning_rate": 1e-2, "logging_steps": 1}
 
-trl_warns = pytest.mark.filterwarnings("ignore:.gradient_checkpointing. is deprecated:FutureWarning")
+trl_warns = pytest.mark.filterwarnings("ignore:.[a-z_]*gradient_checkpointing[a-z_]*. is deprecated:FutureWarning")
 all_families = pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 
 
@@ -121,6 +128,55 @@ def test_trl_s_own_loss_is_refused(model, tokenizer, tmp_path):
     trainer = trl.SFTTrainer(model, settings, train_dataset=Dataset.from_list(TEXTS), processing_class=tokenizer)
     with pytest.raises(ValueError, match=r"^the trainer computes a loss of its own from the base's output"):
         trainer.train()
+
+
+@trl_warns
+def test_trl_s_grpo_trains_a_base_whose_heads_draft_the_rollouts(tokenizer, tmp_path):
+    """The answers are the base's own, also behind an update of its weights, and the heads stay as they were."""
+    trl = pytest.importorskip("trl")
+    model = AutoModelForCausalLM.from_pretrained(zoo.path("eagle3"), dtype=torch.float32)
+    model.base.requires_grad_(True)
+    model.drafter.requires_grad_(False)
+    before, generate_batch, numbers = snapshot(model), model.generate_batch, []
+
+    def compared(prompts, generation_config, **named):
+        assert generation_config.do_sample
+        torch.manual_seed(len(numbers))
+        outputs = generate_batch(prompts, generation_config, **named)
+        torch.manual_seed(len(numbers))
+        for prompt, output in zip(prompts, outputs.values(), strict=True):
+            assert output.error is None
+            state = torch.get_rng_state()
+            expected = model.base.generate(torch.tensor([prompt]), generation_config)[0, len(prompt) :]
+            assert output.generated_tokens == expected.tolist()
+            torch.set_rng_state(state)
+            RequestNoise(torch.device("cpu"))  # the generator moves on as it does for each request without a seed
+        numbers.append(len(prompts))
+        return outputs
+
+    model.generate_batch = compared
+    settings = trl.GRPOConfig(
+        str(tmp_path),
+        max_steps=2,
+        per_device_train_batch_size=8,
+        num_generations=4,
+        max_completion_length=12,
+        bf16=False,
+        use_transformers_continuous_batching=True,
+        transformers_continuous_batching_config={"max_requests_per_batch": 4},
+        save_strategy="no",
+        **QUICK,
+    )
+    prompts = Dataset.from_list([{"prompt": row["text"][:12]} for row in TEXTS])
+    trainer = trl.GRPOTrainer(
+        model,
+        lambda completions, **_: [float(len({*text})) for text in completions],
+        args=settings,
+        train_dataset=prompts,
+        processing_class=tokenizer,
+    )
+    trainer.train()
+    assert numbers == [8, 8] and changed(model, before) == {"base"}
 
 
 @pytest.mark.parametrize(
