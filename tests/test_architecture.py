@@ -46,7 +46,11 @@ ALLOWED = {
     },
 }
 # The modules that need an extra: `page`; `gguf`, imported where such a file is read, once it is known to be there.
-OF_AN_EXTRA = {"hf_drafthead.page.app": {"gradio"}, "hf_drafthead.formats.gguf": {"gguf"}}
+OF_AN_EXTRA = {
+    "hf_drafthead.page.app": {"gradio"},
+    "hf_drafthead.formats.gguf": {"gguf"},
+    "hf_drafthead.hub_upload.serve": {"starlette"},  # of transformers[serving], which it asks for first
+}
 # What imports upward, each in a function of one line that imports when it is called: `push_to_hub` and the code that
 # `save_pretrained` writes; `from_pretrained(convert=True)`; `init_continuous_batching` and `generate_batch`.
 LOCAL_EXCEPTIONS = {

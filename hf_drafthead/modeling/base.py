@@ -297,11 +297,8 @@ class DraftHeadPreTrainedModel(LoadableModel):
     @property
     def base_model(self) -> nn.Module:
         """The base without its projection to the vocabulary, which losses that do without logits run by itself."""
-        base = self._modules.get("base")
-        if base is None:  # while it is being built
-            return self
         self._refuse_loss_of_others()
-        return base.base_model
+        return self if self._modules.get("base") is None else self.base.base_model  # none while it is being built
 
     def _refuse_loss_of_others(self) -> None:
         """A trainer may put its own forward before ours, and ask for the output of a base that is frozen."""
