@@ -20,10 +20,10 @@ import torch
 
 from hf_drafthead.formats.base_tensors import INPUT, OUTPUT, base_tensor
 from hf_drafthead.formats.disk import Source
-from hf_drafthead.formats.eagle3 import COPIES_OF_THE_BASE, drop_identity, read_draft_tokens, read_vocabulary
+from hf_drafthead.formats.eagle3 import COPIES_OF_THE_BASE, draft_map, drop_identity, read_draft_tokens, read_vocabulary
 from hf_drafthead.formats.layer_config import llama_fields, read_layer_config
 from hf_drafthead.formats.layout import SGLANG, Files, Heads, Layout, Loss, Prefixes, Reader, SavedHeads, renamed
-from hf_drafthead.formats.speculators import KIND, VERSION, speculators_config
+from hf_drafthead.formats.speculators import KIND, VERSION, speculators_config, verifier_of
 from hf_drafthead.modeling.dflash import DFlashForCausalLM
 from hf_drafthead.modeling.files import shortened
 
@@ -147,9 +147,8 @@ class SpeculatorsBlock(Layout):
             "sample_from_anchor": config.get("sample_from_anchor"),
             "causal": None if non_causal is None else "sliding" if not non_causal else False,
         }
-        verifier = (config.get("speculators_config") or {}).get("verifier") or {}
         layer = config.get("transformer_layer_config") or {}
-        return _read(self, source, layer, form, fields, config.get("target_hidden_size"), verifier.get("name_or_path"))
+        return _read(self, source, layer, form, fields, config.get("target_hidden_size"), verifier_of(config))
 
     def write(self, saved: SavedHeads, target: str) -> Files:
         config, text = saved.config, saved.config.get_text_config()
@@ -162,9 +161,7 @@ class SpeculatorsBlock(Layout):
         if tokens is not None:
             if not torch.equal(tokens, tokens.sort().values):
                 raise Loss("its draft vocabulary is not in ascending order", "train it with a sorted one")
-            marked = torch.zeros(text.vocab_size, dtype=torch.bool)
-            marked[tokens] = True
-            tensors |= {"d2t": tokens - torch.arange(len(tokens)), "t2d": marked}
+            tensors |= draft_map(tokens, text.vocab_size)
         notes = []
         if config.share_lm_head and tokens is not None:
             rows = base_tensor(saved.base_model or saved.base or {}, OUTPUT)

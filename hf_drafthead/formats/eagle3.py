@@ -316,11 +316,16 @@ def split_tensors(saved: SavedHeads, first: str) -> tuple[dict[str, Tensor], lis
             tokens, order = tokens.sort()
             tensors["lm_head.weight"] = tensors["lm_head.weight"][order]
             notes.append("the draft vocabulary is written in ascending order, which all readers of t2d expect.")
-        marked = torch.zeros(saved.config.get_text_config().vocab_size, dtype=torch.bool)
-        marked[tokens] = True
-        tensors |= {"d2t": tokens - torch.arange(len(tokens)), "t2d": marked}
+        tensors |= draft_map(tokens, saved.config.get_text_config().vocab_size)
     prefixes = _prefixes(first, saved.config.num_layers)
     return {renamed(key, prefixes) or key: tensor for key, tensor in tensors.items()}, notes
+
+
+def draft_map(tokens: Tensor, vocab_size: int) -> dict[str, Tensor]:
+    """What files say of a draft vocabulary (D,) in ascending order."""
+    marked = torch.zeros(vocab_size, dtype=torch.bool)
+    marked[tokens] = True
+    return {"d2t": tokens - torch.arange(len(tokens)), "t2d": marked}
 
 
 def read_vocabulary(reader: Reader, layer: Mapping[str, Any]) -> int:

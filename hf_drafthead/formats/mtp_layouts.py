@@ -18,7 +18,7 @@ from hf_drafthead.formats.disk import Joined, Source
 from hf_drafthead.formats.eagle import COPIES_OF_BASE
 from hf_drafthead.formats.layout import Files, Heads, Layout, Loss, Reader, SavedHeads
 from hf_drafthead.formats.mtp import MIMO, NAMES, QWEN, as_here, as_stored, modules_in
-from hf_drafthead.formats.speculators import KIND, VERSION
+from hf_drafthead.formats.speculators import KIND, VERSION, speculators_config, verifier_of
 from hf_drafthead.modeling.mtp import MTP_KINDS, MtpConfig, MtpForCausalLM, MtpKind
 
 SERVED = 'vllm serve BASE --speculative-config \'{{"method": "mtp", "num_speculative_tokens": {}}}\''
@@ -103,8 +103,7 @@ class SpeculatorsMtp(Layout):
         _, ours = modules_in(source.tensors, layer, MIMO) or (0, {})
         module = {name: reader.take(key) for key, (_, name) in ours.items()}
         form: dict[str, Any] = {"num_modules": 1, "hidden_first": False, "output_norm": "norm.weight" in module}
-        verifier = (config.get("speculators_config") or {}).get("verifier") or {}
-        more = {"copies": copies, "vocab_size": layer.vocab_size, "base": verifier.get("name_or_path")}
+        more = {"copies": copies, "vocab_size": layer.vocab_size, "base": verifier_of(config)}
         return heads_of(self, reader, MtpConfig(base_config=layer, **form), [module], form, **more)
 
     def write(self, saved: SavedHeads, target: str) -> Files:
@@ -117,19 +116,13 @@ class SpeculatorsMtp(Layout):
             )
         tensors = as_stored(config, saved.tensors, MIMO, "")
         tensors |= {name: read_base_tensor(saved, which) for name, which in COPIES_OF_BASE.items()}
-        proposal = {"proposal_type": "greedy", "speculative_tokens": config.num_draft_heads}
         about = {
             KIND: "mtp",
             "speculators_version": VERSION,
             "architectures": ["MTPDraftModel"],
             "num_nextn_predict_layers": 1,
             "transformer_layer_config": {**text.to_dict(), "model_type": text.model_type},
-            "speculators_config": {
-                "algorithm": "mtp",
-                "default_proposal_method": "greedy",
-                "proposal_methods": [proposal | {"verifier_accept_k": 1, "accept_tolerance": 0.0}],
-                "verifier": {"name_or_path": saved.base, "architectures": list(text.architectures or [])},
-            },
+            "speculators_config": speculators_config(saved, "mtp", config.num_draft_heads),
         }
         return Files("model.safetensors", tensors, about, ["vllm serve FOLDER starts the base with the module."])
 

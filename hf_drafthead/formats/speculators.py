@@ -61,9 +61,8 @@ class Speculators(Layout):
             "norm_before_residual": bool(config.get("norm_before_residual")),
             "norm_output": bool(config.get("norm_output")),
         }
-        verifier = (config.get("speculators_config") or {}).get("verifier") or {}
         layer = config.get("transformer_layer_config") or {}
-        return read_pair_head(self, source, layer, flags, verifier.get("name_or_path"))
+        return read_pair_head(self, source, layer, flags, verifier_of(config))
 
     def write(self, saved: SavedHeads, target: str) -> Files:
         config, layer, text = saved.config, saved.config.own_layer, saved.config.get_text_config()
@@ -108,6 +107,12 @@ class Speculators(Layout):
                 "fill embed_tokens.weight with NaN before load_verifier_weights(), or they stay uninitialized."
             )
         return Files("model.safetensors", tensors, about, [*notes, "vllm serve FOLDER starts the base with the head."])
+
+
+def verifier_of(config: Mapping[str, Any]) -> str | None:
+    """The base that a config.json names."""
+    verifier = (config.get("speculators_config") or {}).get("verifier") or {}
+    return verifier.get("name_or_path")
 
 
 def speculators_config(saved: SavedHeads, algorithm: str, tokens: int) -> dict[str, Any]:

@@ -132,7 +132,8 @@ class DFlashConfig(DraftHeadConfig):
                 "confidence_head to be True."
             )
         causal = self.causal_layers
-        if not isinstance(causal, (list, tuple)) or not set(causal) <= set(range(self.num_layers)):
+        layers = range(self.num_layers)
+        if not isinstance(causal, (list, tuple)) or not all(type(each) is int and each in layers for each in causal):
             raise ValueError(
                 f"causal_layers is {shortened.repr(causal)}: expected a list of layers from 0 to {self.num_layers - 1}."
             )

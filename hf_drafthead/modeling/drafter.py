@@ -153,11 +153,15 @@ class Drafter(nn.Module):
         """Start own output projections from the base's, of the draft vocabulary where there is one."""
         if isinstance(projections := getattr(self, "projections", None), OutputProjections):
             projections.copy_from_base(self.output, self.draft_tokens)
-        if self.lm_head is not None:
-            rows = weight_of(self.output.head, like=self.lm_head.weight)
+        for lm_head in self.lm_heads():
+            rows = weight_of(self.output.head, like=lm_head.weight)
             if not rows.is_meta:
                 rows = rows if self.draft_tokens is None else rows[self.draft_tokens.to(rows.device)]
-                copy_if_as_wide(self.lm_head.weight, rows * self.output.scale())
+                copy_if_as_wide(lm_head.weight, rows * self.output.scale())
+
+    def lm_heads(self) -> list[nn.Linear]:
+        """Those whose logits are of the draft vocabulary, or of all tokens."""
+        return [] if self.lm_head is None else [self.lm_head]
 
     def check_values(self, path: str) -> None:
         """Refuse what was loaded from a path if its values cannot be used, though its shapes fit, by a ValueError."""

@@ -32,7 +32,7 @@ from hf_drafthead.modeling.config import MAX_LAYERS, DraftHeadConfig
 from hf_drafthead.modeling.decoder_layer import ChainKeys, DecoderLayer, has_layers, next_level
 from hf_drafthead.modeling.drafter import Drafter
 from hf_drafthead.modeling.files import read_ranking
-from hf_drafthead.modeling.layers import copy_if_as_wide, weight_of
+from hf_drafthead.modeling.layers import copy_if_as_wide
 from hf_drafthead.modeling.loading import HUB_ARGUMENTS, _formats
 
 logger = logging.get_logger(__name__)
@@ -225,21 +225,14 @@ class MtpDrafter(Drafter):
 
     def copy_from_base(self) -> None:
         """The output norm of the base, and its embeddings and lm_head where the modules have some of their own."""
+        super().copy_from_base()
         final = getattr(dict(self.base.get_decoder().named_children()).get("norm"), "weight", None)
         for module in self._modules_of():
             if final is not None and (own := getattr(module.norm, "weight", None)) is not None:
                 copy_if_as_wide(own, final)
-        if self.embed_tokens is not None:
-            copy_if_as_wide(self.embed_tokens.weight, self.base.get_input_embeddings().weight)
-        self.copy_projections()
 
-    def copy_projections(self) -> None:
-        for module in self._modules_of():
-            if module.lm_head is not None:
-                rows = weight_of(self.output.head, like=module.lm_head.weight)
-                if self.draft_tokens is not None and not rows.is_meta:
-                    rows = rows[self.draft_tokens.to(rows.device)]
-                copy_if_as_wide(module.lm_head.weight, rows if rows.is_meta else rows * self.output.scale())
+    def lm_heads(self) -> list[nn.Linear]:
+        return [module.lm_head for module in self._modules_of() if module.lm_head is not None]
 
     def start(self, batch_size: int, capacity: int) -> MtpState:
         modules = self._modules_of()
@@ -249,7 +242,7 @@ class MtpDrafter(Drafter):
 
     def observe(self, state: MtpState, features: Tensor, tokens: Tensor, lengths: Tensor) -> MtpState:
         fed, last = self.placed(features), []
-        embeddings = self._embedded(tokens, like=fed)
+        embeddings = self.embed(tokens, like=fed)
         for module, cache, before in zip(self._modules_of(), state.caches, state.last, strict=True):
             out = module.body.over_verified(cache, module(fed, embeddings), lengths)
             last.append(last_valid(before, out, lengths))
@@ -261,7 +254,7 @@ class MtpDrafter(Drafter):
         level, ancestors, depths, modules = state.level, state.ancestors, state.depths, self._modules_of()
         if state.depth:  # the root's own pairs were observed already
             rows, parents, ancestors = next_level(ancestors, parents)
-            embeddings, found = self._embedded(tokens, like=level[0]), []
+            embeddings, found = self.embed(tokens, like=level[0]), []
             depths = torch.cat([depths.new_full((tokens.shape[1],), state.depth), depths])
             first = state.depth if len(modules) > 1 else 0
             readers = zip(modules[first:], state.caches[first:], modules[max(first - 1, 0) :], level)
@@ -284,7 +277,7 @@ class MtpDrafter(Drafter):
         modules, states, fed, chains = self._modules_of(), [], features, ChainKeys()
         for step in range(self.config.num_draft_heads):
             module = modules[step % len(modules)]
-            x = module(fed, self._embedded(input_ids.roll(-1 - step, dims=1), like=fed))
+            x = module(fed, self.embed(input_ids.roll(-1 - step, dims=1), like=fed))
             if len(modules) > 1:
                 states.append(module.body.over_text(x, attention_mask))
             else:
@@ -304,11 +297,6 @@ class MtpDrafter(Drafter):
     def _fed_back(self, module: MtpModule, out: Tensor) -> Tensor:
         """What a module, or the next one, reads of an output (..., H) in the place of the base's hidden state."""
         return module.norm(out) if self.config.feed_normed else out
-
-    def _embedded(self, tokens: Tensor, like: Tensor) -> Tensor:
-        if self.embed_tokens is None:
-            return self.embed(tokens, like=like)
-        return self.embed_tokens(tokens.to(like.device))
 
     def _grown(self, caches: tuple[SlotCache, ...], last: tuple[Tensor, ...]) -> MtpState:
         """The state at a tree's root, of which no node is in a cache."""

@@ -63,6 +63,10 @@ REFUSED = {
         {"confidence_threshold": 0.5},
         "confidence_threshold is 0.5: expected a float from 0 to 1, and confidence_head to be True.",
     ),
+    "causal layers in a list of their own": (
+        {"causal_layers": [[1]]},
+        "causal_layers is [[1]]: expected a list of layers from 0 to 4.",
+    ),
     "a causal layer that is not there": (
         {"causal_layers": [5]},
         "causal_layers is [5]: expected a list of layers from 0 to 4.",
