@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import threading
 import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -35,6 +36,7 @@ MOST = 48  # rows
 PLAIN = (bool, int, float, str, type(None), types.FunctionType, types.BuiltinFunctionType, functools.partial)
 LARGE_WEIGHTS = ((12, 1 << 15), (8, 1 << 20))  # with so many rows or more, weights of so many numbers or more
 aten = torch.ops.aten
+_COMPILES = threading.Lock()  # of all models: dynamo lets one thread compile at a time
 
 
 class OneLayer:
@@ -95,6 +97,25 @@ def layers_once(base: nn.Module) -> Iterator[None]:
     finally:
         for layer in changed:
             del layer.forward
+
+
+@contextlib.contextmanager
+def in_this_thread_alone() -> Iterator[None]:
+    """Compile meanwhile, and let `torch.compiler.is_compiling` say so to no other thread.
+
+    From torch 2.13 on it says so to all of them, for what is compiled and not traced, of which we have nothing; and
+    transformers, where it believes that, collects the hidden states of all threads in one place.
+    """
+    session = "_compile_session_context"
+    with _COMPILES:
+        theirs = getattr(torch.compiler, session, None)
+        if theirs is not None:
+            setattr(torch.compiler, session, contextlib.nullcontext)
+        try:
+            yield
+        finally:
+            if theirs is not None:
+                setattr(torch.compiler, session, theirs)
 
 
 def repeated(base: nn.Module) -> Iterator[nn.Module]:

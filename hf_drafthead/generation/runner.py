@@ -451,10 +451,15 @@ class Runner:
 
     def _compiled(self, program: Program, runs: Stage, arguments: tuple) -> Any:
         """Run what compiles a program, which is then kept."""
-        from hf_drafthead.generation.compiling import layers_once  # takes a second to import
+        from hf_drafthead.generation import compiling  # takes a second to import
 
-        start = time.perf_counter()
-        with self.programs.compiling(), layers_once(self.model.base), not_put_back(self.device):
+        start, base = time.perf_counter(), self.model.base
+        with (
+            self.programs.compiling(),
+            compiling.in_this_thread_alone(),
+            not_put_back(self.device),
+            compiling.layers_once(base),
+        ):
             try:
                 result = runs(*arguments)
             except Exception as error:  # whatever a compiler says of a base: eager steps work all the same
