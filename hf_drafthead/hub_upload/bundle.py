@@ -47,6 +47,7 @@ ONLY_IN_THE_PACKAGE = 'raise ImportError("this needs hf_drafthead, of which only
 INSTEAD = dict.fromkeys(
     (
         "LoadableModel.from_base",
+        "MtpForCausalLM.from_base",
         "LoadableModel._from_other_layout",
         "DraftHeadPreTrainedModel.push_to_hub",
         "plain_state",

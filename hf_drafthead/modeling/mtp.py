@@ -27,11 +27,12 @@ from transformers.utils import logging
 from hf_drafthead.generation.drafting import Guesses, last_valid
 from hf_drafthead.generation.slots import ROOM, SlotCache
 from hf_drafthead.modeling.base import DraftHeadPreTrainedModel
-from hf_drafthead.modeling.checkpoint import check_tensors
+from hf_drafthead.modeling.checkpoint import check_tensors, is_missing_folder
 from hf_drafthead.modeling.config import MAX_LAYERS, DraftHeadConfig
 from hf_drafthead.modeling.decoder_layer import ChainKeys, DecoderLayer, has_layers, next_level
 from hf_drafthead.modeling.drafter import Drafter
 from hf_drafthead.modeling.files import read_ranking
+from hf_drafthead.modeling.gguf_files import split_gguf
 from hf_drafthead.modeling.layers import copy_if_as_wide
 from hf_drafthead.modeling.loading import HUB_ARGUMENTS, _formats
 
@@ -337,6 +338,14 @@ class MtpForCausalLM(DraftHeadPreTrainedModel):
             ValueError: the config counts modules that the files lack, the modules are of a form or in a type that is
                 not known here, or as for other families.
         """
+        if modules_from is True or not isinstance(modules_from, str | os.PathLike | None | bool):
+            raise ValueError(
+                f"modules_from is {modules_from!r}: expected a folder, a Hub id, or False for fresh modules."
+            )
+        if modules_from and is_missing_folder(split_gguf(os.fspath(modules_from))[0]):
+            raise OSError(
+                f"there is no folder {os.fspath(modules_from)!r}: name one that holds the modules of the base."
+            )
         hub = {name: kwargs[name] for name in HUB_ARGUMENTS & set(kwargs)}
         ranking = None if draft_tokens is None else read_ranking(draft_tokens, **hub)
         if ranking is not None and kwargs.get("draft_vocab_size") is None:

@@ -136,6 +136,14 @@ def test_a_repository_that_lost_its_modules_names_the_one_that_it_was_made_of(gl
     assert taken.config.base_model_name_or_path == str(lost)
 
 
+@pytest.mark.parametrize(
+    "place, said", [("/nowhere/at/all", "there is no folder '/nowhere/at/all'"), (True, "is True:")]
+)
+def test_a_place_of_modules_that_is_none_is_refused_before_the_base_is_loaded(place, said):
+    with pytest.raises((OSError, ValueError), match=said):
+        MtpForCausalLM.from_base("/no/base/either", modules_from=place)
+
+
 def test_a_base_that_never_had_modules_gets_fresh_ones_with_a_notice(tmp_path, caplog):
     tiny_base("llama").save_pretrained(tmp_path)
     model = MtpForCausalLM.from_base(tmp_path)
