@@ -27,7 +27,6 @@ from hf_drafthead.batching.worker import Worker
 from hf_drafthead.generation.settings import DraftSettings
 from hf_drafthead.generation.text_index import ANSWERS, TextIndex
 
-SLOTS = 8  # requests at once where nothing else is said
 SHARED = (*DraftSettings.names(), "lookup_texts")  # by all requests
 
 
@@ -41,7 +40,8 @@ class Manager:
         generation_config: of requests that say nothing else.
         continuous_batching_config: of transformers; `max_requests_per_batch`, `max_queue_size`, `return_logprobs` and
             `seed` count here, what describes pages and graphs does not.
-        slots: requests at once; default: the config's `max_requests_per_batch`, else 8.
+        slots: requests at once; default: the config's `max_requests_per_batch`, else up to 32, as memory holds and, on
+            a CPU, as long as a step of twice as many takes at most 1.7 times as long (`slot_count`).
         max_queue_size: requests that may wait beside them; default: the config's, else any number.
         draft_tree: of all requests, see `generate`.
         lookup_texts: to copy guesses from, in all requests, see `generate`; strings need `tokenizer`.
@@ -69,8 +69,7 @@ class Manager:
     ):
         self.model, self.generation_config, self.config = model.eval(), generation_config, continuous_batching_config
         asked = _count("slots", slots, getattr(self.config, "max_requests_per_batch", None), 1)
-        wanted = getattr(workload_hints, "num_requests", 0) or SLOTS
-        count = asked or min(SLOTS, wanted)
+        wanted = getattr(workload_hints, "num_requests", None)
         most_waiting = _count("max_queue_size", max_queue_size, getattr(self.config, "max_queue_size", None), 0)
         self.num_return_sequences: int = config_value("num_return_sequences", generation_config) or 1
         seed = getattr(self.config, "seed", None)
@@ -79,14 +78,14 @@ class Manager:
         self._seeds = None if seed is None else torch.Generator().manual_seed(seed)
         self.tracker = RequestTracker(most_waiting or 0)
         texts = TextIndex.of(lookup_texts, tokenizer, more=ANSWERS if lookup_answers else 0)
-        plans = Plans(model, generation_config, count, draft_tree, texts)
+        plans = Plans(model, generation_config, asked, wanted, draft_tree, texts)
         answers = texts if lookup_answers else None
-        self.scheduler = Scheduler(model, self.tracker, plans, count, longest_pause, answers)
+        self.scheduler = Scheduler(model, self.tracker, plans, longest_pause, answers)
         self.worker = Worker(self.tracker, self.scheduler)
 
     @property
-    def slots(self) -> int:
-        """Requests at once, fewer once memory was short."""
+    def slots(self) -> int | None:
+        """Requests at once, fewer once memory was short; None before it is known how many that are."""
         return self.scheduler.slots
 
     @property
@@ -235,11 +234,13 @@ class Manager:
         return self.worker.is_running()
 
     def warmup(self) -> None:
-        """Find out how to run the base and how to draft, and run what is compiled, before requests come."""
+        """Find out how to run the base and how to draft, before requests come, and make programs of compiled steps.
+
+        These are of the slots and of texts that are not long; steps of longer ones are compiled when these come.
+        """
         if self.is_running():
             raise RuntimeError("the manager runs already: warm it up before start().")
-        if self.scheduler.prepared() is not None:
-            self.scheduler.plans.largest  # noqa: B018
+        self.scheduler.warm_up()
         self.warmed_up = True
 
     def start(self) -> None:

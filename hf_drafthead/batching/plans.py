@@ -6,6 +6,7 @@ from typing import Any
 
 from transformers import GenerationConfig
 
+from hf_drafthead.batching.slot_count import slots_that_pay
 from hf_drafthead.generation.costs import StepCosts
 from hf_drafthead.generation.entries import CalibrationKey
 from hf_drafthead.generation.reader import BaseReader
@@ -21,7 +22,8 @@ class Plans:
     Args:
         model: with `base` and `drafter`.
         given: the generation config of the manager; None: the model's.
-        slots: rows at most.
+        slots: rows at most; None: as many as pay, known with the reader.
+        wanted: requests that will come, where that is known.
         draft_tree: of all steps; None: what was measured, or a first choice.
         texts: others than the requests' own that are copied from; None: none.
 
@@ -33,11 +35,12 @@ class Plans:
         self,
         model: Any,
         given: GenerationConfig | None,
-        slots: int,
+        slots: int | None,
+        wanted: int | None = None,
         draft_tree: Any = None,
         texts: TextIndex | None = None,
     ):
-        self.model, self.slots, self.texts = model, slots, texts
+        self.model, self.slots, self.wanted, self.texts = model, slots or 0, wanted, texts
         self.reader: BaseReader | None = None
         self.config = model._merged_config(given, {"use_cache": True})[0]
         self.settings = DraftSettings.from_config(self.config, draft_tree=draft_tree)
@@ -50,6 +53,7 @@ class Plans:
         """Plan for a base that is run in this way."""
         self.reader = reader
         self.plans.clear()
+        self.slots = self.slots or slots_that_pay(self.model, reader, self.execution.name, self.wanted)
 
     def __call__(self, rows: int) -> DraftPlan:
         """The plan for so many rows; their number is rounded up to a power of two, of which there are few.

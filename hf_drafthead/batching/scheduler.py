@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections import deque
 from typing import Any
@@ -16,11 +17,16 @@ from hf_drafthead.batching.plans import Plans
 from hf_drafthead.batching.requests import Request, begin, decode_alone
 from hf_drafthead.batching.step import Member
 from hf_drafthead.batching.tracker import RequestTracker
-from hf_drafthead.generation.reader import Unsupported
+from hf_drafthead.generation.decoding import chooser
+from hf_drafthead.generation.mixin import with_room
+from hf_drafthead.generation.reader import Unsupported, probe_tokens
+from hf_drafthead.generation.state import DecodingState
 from hf_drafthead.generation.text_index import LONGEST_GRAM, TextIndex
+from hf_drafthead.generation.tree import DraftTree, Tree
 
 logger = logging.get_logger(__name__)
 
+WARM_STEPS = 4  # with a tree; a step is recorded when it is taken for the second time
 LEAST_PIECE = 128  # tokens of a prompt that are read at once
 LOGGED_EVERY = 1000  # steps between two lines of metrics
 
@@ -32,12 +38,11 @@ class Scheduler:
         model: with draft heads.
         tracker: of the requests.
         plans: how steps draft.
-        slots: requests at once.
         longest_pause: see `Manager`.
         answers: where texts are put that were answered, to be copied from; None: nowhere.
 
     Attributes:
-        slots: as given, fewer once memory was short.
+        slots: as planned, fewer once memory was short; None before the first batch where nobody has said how many.
         batch: of those that run; None before the first.
         aside: those that had to leave the batch, and join it again before others.
     """
@@ -47,12 +52,11 @@ class Scheduler:
         model: Any,
         tracker: RequestTracker,
         plans: Plans,
-        slots: int,
         longest_pause: float,
         answers: TextIndex | None = None,
     ):
         self.model, self.tracker, self.plans, self.answers = model, tracker, plans, answers
-        self.slots, self.longest_pause = slots, longest_pause
+        self.slots, self.longest_pause = plans.slots or None, longest_pause
         self.metrics = Metrics()
         self.batch: Batch | None = None
         self.aside: deque[Member] = deque()
@@ -94,8 +98,40 @@ class Scheduler:
         batch = self.batch
         if batch is None or batch.reader is not reader or batch.model.drafter is not batch.drafter:
             self.plans.renew(reader)
+            self.slots = self.slots or self.plans.slots
             self.batch = batch = Batch(self.model, reader, self.plans, self.slots)
         return batch
+
+    @with_room
+    def warm_up(self) -> None:
+        """Find out how to run the base and how to draft; make the programs of steps that are compiled or recorded.
+
+        These are run with a short request that nobody has asked for, in all slots. Eager steps need none.
+        """
+        batch = self.prepared()
+        if batch is None:
+            return
+        plan, device = self.plans.largest, device_of(self.model)
+        if self.plans.execution.name == "eager" or batch.running:
+            return
+        trees = [plan.tree] if chooser(plan, device.type == "cpu") is None else [plan.tree, DraftTree.root_alone()]
+        steps = [tree for tree in trees for _ in range(WARM_STEPS)]
+        vocabulary = self.model.base.config.get_text_config(decoder=True).vocab_size
+        settings = {
+            "max_new_tokens": 1 + sum(tree.max_depth + 1 for tree in steps),
+            "do_sample": False,
+            "eos_token_id": vocabulary,  # no token, so that the text goes on; programs take as many ends as of others
+        }
+        request = Request("", probe_tokens(self.model.base)[:2].tolist(), settings, None)
+        try:
+            batch.join(begin(self.model, request, plan, batch.reader, device))
+            for tree in steps:
+                batch.choosers[1] = functools.partial(_always, tree)
+                if not batch.ended(0):
+                    batch.step()
+        except Exception as error:  # requests that come are told what is wrong with theirs
+            logger.warning(f"The steps could not be warmed up: {type(error).__name__}: {error}")
+        batch.close()
 
     # ---- requests that join
 
@@ -249,6 +285,10 @@ class Scheduler:
         if self.answers is not None and request.tokens:
             self.answers.put([*request.prompt[-LONGEST_GRAM:], *request.tokens])  # found from its first token on
         self.tracker.deliver(request)
+
+
+def _always(tree: Tree, state: DecodingState) -> Tree:
+    return tree
 
 
 def device_of(model: Any) -> torch.device:

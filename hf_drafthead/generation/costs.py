@@ -215,8 +215,9 @@ class PartOfBase(NamedTuple):
         if not reader.split or bound or not lists or few >= count:
             return cls(reader)
         path = next(name for name, module in base.named_modules() if module is lists[0])
-        part = with_part(base, path.split("."), lambda layers: layers[:few])
+        part: Any = with_part(base, path.split("."), lambda layers: layers[:few])
         as_they_are: Any = torch.nn.Identity()
+        as_they_are.decoder = part.get_decoder()
         short = BaseReader(part, reader.windows, True, (-1,), as_they_are, reader.mixers)
         if type(head) is not nn.Linear or not reader.output.is_head:
             return cls(short, count / few, reader.output)

@@ -13,6 +13,7 @@ from hf_drafthead.batching.noise import RequestNoise
 from hf_drafthead.generation import runner
 from hf_drafthead.generation.reader import BaseReader
 from hf_drafthead.generation.slots import SlotCache
+from hf_drafthead.modeling import DraftModelForCausalLM
 from tests.bases import tiny_base
 from tests.batching.requests import add, alone, asked, final, prompt
 from tests.families import FAMILIES
@@ -121,6 +122,31 @@ def test_steps_of_fixed_shapes_are_made_once(execution, guessing, managed, monke
     before = len(recorded)
     assert before == (3 if execution == "compiled" else before) and before >= 3
     compare(manager, guessing.base, requests)
+    assert len(recorded) == before
+
+
+@pytest.mark.parametrize("execution", ["compiled", "recorded"])
+def test_a_manager_that_was_warmed_up_makes_no_program_for_a_request(
+    execution, guessing, managed, monkeypatch, request
+):
+    """And nothing else is left of what it did."""
+    made, dice = [], random.Random(14)
+    monkeypatch.setattr(runner, "compiled", lambda function, config: made.append(function) or function)
+    recorded = request.getfixturevalue("recordings") if execution == "recorded" else made
+    config = GenerationConfig(cache_implementation="static") if execution == "compiled" else None
+    model = DraftModelForCausalLM.from_base(guessing.base, draft=guessing.drafter.model).eval()  # has no programs yet
+    manager, state = managed(model, start=False, generation_config=config, lookup_answers=True), torch.get_rng_state()
+    manager.warmup()
+    before = len(recorded)
+    assert before >= 2 and torch.equal(torch.get_rng_state(), state)
+    assert not manager.tracker.results and manager.metrics()["tokens"] == manager.metrics()["finished"] == 0
+    assert manager.scheduler.answers.next == 0
+    manager.start()
+    compare(
+        manager,
+        guessing.base,
+        [(tokens, {**settings, "max_new_tokens": 5}) for tokens, settings in (asked(dice) for _ in range(5))],
+    )
     assert len(recorded) == before
 
 

@@ -254,3 +254,18 @@ def test_where_no_tree_paid_on_another_machine_a_small_one_may_pay_here(monkeypa
     model.generation_config.calibration = [foreign(model, tree=[])]
     monkeypatch.setattr(StepCosts, "__call__", lambda self, trees: [1.2])
     assert drafted(model)[0][0] == 8
+
+
+def test_a_base_of_many_layers_is_timed_by_a_part_of_them():
+    """Of the layers and of the vocabulary; all of it would take several steps of the base."""
+    model = MedusaForCausalLM.from_base(tiny_base("llama", num_hidden_layers=20, dtype=torch.float32)).eval()
+    reader, runs = model._base_reader(), []
+    for layer in model.base.model.layers:
+        layer.register_forward_hook(lambda *given: runs.append(1))
+    part, tree = costs.PartOfBase.of(reader), TREES[0]
+    assert part.layers == 10 and part.vocabulary > 5
+    cache, tokens = part.reader.cache(2, 16, 4), torch.tensor([[5, 6, 7, 8]] * 2)
+    part.reader.read({"input_ids": tokens[:, :1], part.reader.cache_name: cache, "use_cache": True})
+    cache.count(1)
+    part.seconds(tree, tokens[:, : tree.num_nodes], cache)
+    assert len(runs) == 4
