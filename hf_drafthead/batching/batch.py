@@ -58,6 +58,7 @@ class Batch:
     def __init__(self, model: Any, reader: BaseReader, plans: Plans, slots: int):
         self.model, self.drafter, self.reader, self.plans, self.slots = model, model.drafter, reader, plans, slots
         self.axes: Axes = axes_of(model.drafter)
+        self.placed = model.base.dtype, model.base.device
         self.members: list[Member | None] = []
         self.state: DecodingState | None = None
         self.runner: SharedRunner | None = None
@@ -131,6 +132,19 @@ class Batch:
             self.choosers[count] = chooser(plan, state.rows.lengths.device.type == "cpu")
         choose = self.choosers[count]
         return plan.tree if choose is None else choose(state)
+
+    def check_base(self) -> None:
+        """See that the base is where, and of what dtype, the keys of those that run are.
+
+        Raises:
+            RuntimeError: it was moved.
+        """
+        if (now := (self.model.base.dtype, self.model.base.device)) != self.placed:
+            before, after = (f"{str(dtype).removeprefix('torch.')} on {device}" for dtype, device in (self.placed, now))
+            raise RuntimeError(
+                f"the model was moved from {before} to {after} while it served: requests that ran are lost; stop() the "
+                "manager before, and start() it behind that."
+            )
 
     def _settle(self) -> None:
         """Let the drafter observe what waits for it, before rows change."""

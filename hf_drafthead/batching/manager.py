@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import GenerationConfig
 from transformers.generation.continuous_batching.requests import GenerationOutput
 
@@ -24,6 +25,7 @@ from hf_drafthead.batching.requests import Request, config_value, with_config
 from hf_drafthead.batching.scheduler import Scheduler, device_of
 from hf_drafthead.batching.tracker import RequestTracker
 from hf_drafthead.batching.worker import Worker
+from hf_drafthead.generation.reader import position_table
 from hf_drafthead.generation.settings import DraftSettings
 from hf_drafthead.generation.text_index import ANSWERS, TextIndex
 
@@ -139,7 +141,8 @@ class Manager:
             the id.
 
         Raises:
-            ValueError: the prompt is empty or holds no token ids, or the id is that of a request that is not finished.
+            ValueError: the prompt is empty, holds no token ids or other ones than the base has, or is longer than the
+                base's table of positions; or the id is that of a request that is not finished.
             RuntimeError: the manager was stopped, or its thread has died.
             queue.Full: too many requests wait already, and still after ten seconds; at once where this thread runs an
                 event loop.
@@ -150,7 +153,7 @@ class Manager:
         if max_new_tokens is not None:
             settings["max_new_tokens"] = max_new_tokens
         try:
-            request = self._request(_checked(input_ids), settings)
+            request = self._request(_checked(input_ids, self.model.base), settings)
             request.streaming, request.record_timestamps = streaming, record_timestamps
             seed = config_value("seed", {"seed": seed}, request.settings.get("generation_config"))
             return self.tracker.put(request, request_id, lambda: self._give_noise(request, seed))
@@ -289,11 +292,11 @@ class Manager:
             yield
 
 
-def _checked(input_ids: Any) -> list[int]:
-    """A prompt as a list of token ids.
+def _checked(input_ids: Any, base: Any) -> list[int]:
+    """A prompt as a list of token ids that the base reads.
 
     Raises:
-        ValueError: it is none.
+        ValueError: it is none. On a GPU a token that is not there would end all that runs, and the process's use of it.
     """
     if isinstance(input_ids, torch.Tensor):
         if input_ids.dim() == 2 and len(input_ids) == 1:
@@ -303,7 +306,26 @@ def _checked(input_ids: Any) -> list[int]:
     if not prompt or any(isinstance(token, bool) or not isinstance(token, int) for token in prompt):
         shown = repr(prompt if len(prompt) < 6 else [*prompt[:5], "..."])
         raise ValueError(f"the prompt is {shown}: expected the token ids of one text, at least one.")
+    rows = getattr(base.get_input_embeddings(), "num_embeddings", None)
+    if rows is not None and not 0 <= (outside := min(prompt) if min(prompt) < 0 else max(prompt)) < rows:
+        raise ValueError(
+            f"the prompt holds the token {outside}: expected ids from 0 to {rows - 1}, which the base has."
+        )
+    if (positions := _table_of_positions(base)) is not None and len(prompt) > positions:
+        raise ValueError(
+            f"the prompt has {len(prompt)} tokens, and the base {positions} positions: give a shorter one."
+        )
     return prompt
+
+
+def _table_of_positions(base: Any) -> int | None:
+    """How many positions a base has that embeds them by a table; None for others, which go on behind their window."""
+    positions = position_table(base.config.get_text_config(decoder=True))
+    tables = [
+        each for each in base.modules() if isinstance(each, nn.Embedding) and each is not base.get_input_embeddings()
+    ]
+    sizes = range(positions or 0, (positions or 0) + 3)  # OPT's begins with two that stand for none
+    return positions if any(table.num_embeddings in sizes for table in tables) else None
 
 
 def _count(name: str, given: int | None, of_config: int | None, least: int) -> int | None:

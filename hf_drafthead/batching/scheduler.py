@@ -88,7 +88,7 @@ class Scheduler:
 
     def prepared(self) -> Batch | None:
         """The batch, begun anew where the base or the heads have changed and nobody runs; None where nothing drafts."""
-        if self.batch is not None and self.batch.running:
+        if self.batch is not None and (self.batch.running or self.aside):
             return self.batch
         try:
             reader = self.model._base_reader()
@@ -136,11 +136,13 @@ class Scheduler:
     # ---- requests that join
 
     def _fill(self) -> None:
-        """Let requests join as long as there are slots."""
+        """Let requests join as long as there are slots; where the heads are others now, once nobody runs."""
         while (batch := self.prepared()) is None or batch.has_room:
             if self.aside and batch is not None:
                 self._join(batch, self.aside.popleft())
                 continue
+            if batch is not None and batch.running and batch.drafter is not self.model.drafter:
+                break
             request = self.tracker.next()
             if request is None:
                 break
@@ -197,6 +199,7 @@ class Scheduler:
 
     def _step(self, batch: Batch) -> None:
         try:
+            batch.check_base()
             record = batch.step()
         except Exception as error:
             self._failed(batch, error)

@@ -7,13 +7,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import GenerationConfig
+import transformers
+from transformers import DynamicCache, GenerationConfig, StaticCache
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
 from transformers.generation.streamers import BaseStreamer
 
 from hf_drafthead.batching import batch as batches
 from hf_drafthead.batching.step import SharedStep
+from hf_drafthead.generation.releases import CACHE
 from hf_drafthead.generation.slots import DoesNotFit
+from tests.bases import tiny_base
 from tests.batching.requests import TREE, add, alone, final
 from tests.batching.test_exact import MEDUSA, Counts, Fails
 from tests.generation.agreement import shared_base
@@ -161,7 +164,6 @@ def test_a_request_that_fails_ends_alone(held, guessing):
         add(manager, ([5, 6], SHORT), logits_processor=[Fails(3)]): "ZeroDivisionError: the processor's own",
         add(manager, ([5, 6], SHORT), logits_processor=[Fails(1)]): "ZeroDivisionError: the processor's own",
         add(manager, ([5, 6], SHORT), temperature=-1.0, do_sample=True): "ValueError: `temperature`",
-        add(manager, ([5, 600], SHORT)): "IndexError: index out of range in self",
         add(manager, ([5], SHORT), nothing_like_it=1): "ValueError: The following `model_kwargs` are not used",
         add(manager, ([5], SHORT), stop_strings=["a"]): "ValueError: stop_strings is ['a'], but no tokenizer",
     }
@@ -342,6 +344,8 @@ def test_a_model_in_training_decodes_by_the_base(managed):
         ([], {}, "the prompt is []: expected the token ids of one text, at least one."),
         ([[3, 4]], {}, "the prompt is [[3, 4]]: expected the token ids of one text"),
         (["3"], {}, "the prompt is ['3']: expected the token ids of one text"),
+        ([5, 600], {}, "the prompt holds the token 600: expected ids from 0 to 66, which the base has."),
+        ([5, -1], {}, "the prompt holds the token -1: expected ids from 0 to 66, which the base has."),
         ([3], {"draft_tree": [[0]]}, "draft_tree: steps are shared, give it to init_continuous_batching."),
         ([3], {"lookup_texts": [[3]]}, "lookup_texts: steps are shared, give it to init_continuous_batching."),
     ],
@@ -350,6 +354,82 @@ def test_bad_requests_are_refused_in_one_line(prompt, settings, line, guessing, 
     with pytest.raises(ValueError) as refused:
         managed(guessing, start=False).add_request(prompt, **settings)
     assert str(refused.value).startswith(line) and "\n" not in str(refused.value)
+
+
+def test_a_prompt_that_is_longer_than_the_base_s_table_of_positions(managed):
+    """Others go on behind their window, as alone."""
+    base = tiny_base("gpt2", dtype=torch.float32)
+    manager, most = managed(MEDUSA.build(base), draft_tree=[[0]]), base.config.max_position_embeddings
+    with pytest.raises(ValueError) as refused:
+        manager.add_request([5] * (most + 1), max_new_tokens=2)
+    assert str(refused.value) == (
+        f"the prompt has {most + 1} tokens, and the base {most} positions: give a shorter one."
+    )
+    fits = [5] * (most - 2), {"max_new_tokens": 2, "eos_token_id": None}
+    assert final(manager, add(manager, fits)).generated_tokens == alone(base, fits)
+    rotary = tiny_base("llama-gqa", dtype=torch.float32)
+    longer = [5] * (rotary.config.max_position_embeddings + 3), {"max_new_tokens": 4, "eos_token_id": None}
+    other = managed(MEDUSA.build(rotary), draft_tree=[[0]])
+    assert final(other, add(other, longer)).generated_tokens == alone(rotary, longer)
+
+
+@pytest.mark.parametrize("kind", ["a cache", "a static cache", "an assistant", "beams", "typical acceptance"])
+def test_what_others_cannot_share_is_decoded_alone_with_one_warning(kind, held, guessing, caplog, monkeypatch):
+    if kind == "an assistant":  # transformers calls it in a way that it deprecates
+        monkeypatch.setattr(transformers.generation.utils.logger, "warning_once", lambda *given: None)
+    manager, name, go_on = held
+    base, drafter = guessing.base, guessing.drafter.model
+    settings = {
+        "a cache": lambda: {CACHE: DynamicCache()},
+        "a static cache": lambda: {CACHE: StaticCache(config=base.config, max_cache_len=64)},
+        "an assistant": lambda: {"assistant_model": drafter},
+        "beams": lambda: {"num_beams": 2},
+        "typical acceptance": lambda: {"acceptance": "typical", "do_sample": True, "seed": 3},
+    }[kind]
+    if kind == "typical acceptance":
+        with pytest.raises(ValueError, match="acceptance: steps are shared, give it to init_continuous_batching"):
+            add(manager, ([5, 6], {**SHORT, **settings()}))
+        return
+    request = add(manager, ([5, 6], {**SHORT, **settings()}))
+    go_on()
+    result = final(manager, request)
+    assert result.error is None and result.generated_tokens == alone(base, ([5, 6], {**SHORT, **settings()}))
+    assert final(manager, name).generated_tokens == alone(base, ([3, 4, 5], LONG))
+    assert sum(line.startswith("A request is decoded alone, and others wait for it:") for line in caplog.messages) == 1
+
+
+def test_a_model_that_is_moved_while_it_serves(managed):
+    """Those that run end with one line; later ones have the text of the model as it is."""
+    model = MEDUSA.build(tiny_base("llama-gqa", dtype=torch.float32))
+    manager, gate = managed(model, draft_tree=[[0]]), Gate()
+    name = add(manager, ([3, 4, 5], LONG), streamer=gate)
+    assert gate.reached.wait(60)
+    model.double()
+    later = add(manager, ([5, 6], SHORT))
+    gate.opened.set()
+    assert final(manager, name).error == (
+        "RuntimeError: the model was moved from float32 on cpu to float64 on cpu while it served: requests that ran "
+        "are lost; stop() the manager before, and start() it behind that."
+    )
+    assert final(manager, later).generated_tokens == alone(model.base, ([5, 6], SHORT))
+
+
+def test_a_model_that_is_given_other_heads_while_it_serves(managed):
+    """Those that run go on with the heads that they began with; others wait for them, and begin with the new ones."""
+    base = tiny_base("llama-gqa", dtype=torch.float32)
+    model, other = MEDUSA.build(base), MEDUSA.build(base)
+    manager, gate, asked = managed(model, draft_tree=[[0]]), Gate(), []
+    name = add(manager, ([3, 4, 5], LONG), streamer=gate)
+    assert gate.reached.wait(60)
+    model.drafter = other.drafter
+    expand = other.drafter.expand
+    other.drafter.expand = lambda *given: asked.append(manager.metrics()["running"]) or expand(*given)
+    later = [add(manager, ([5, number], SHORT)) for number in range(3, 6)]
+    gate.opened.set()
+    assert final(manager, name).generated_tokens == alone(base, ([3, 4, 5], LONG))
+    for number, request in zip(range(3, 6), later):
+        assert final(manager, request).generated_tokens == alone(base, ([5, number], SHORT))
+    assert asked
 
 
 def test_bad_managers_are_refused_in_one_line(guessing):
