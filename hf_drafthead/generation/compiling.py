@@ -100,14 +100,14 @@ def layers_once(base: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def in_this_thread_alone() -> Iterator[None]:
-    """Compile meanwhile, and let `torch.compiler.is_compiling` say so to no other thread.
+def in_this_thread_alone(base: nn.Module) -> Iterator[None]:
+    """Trace a base meanwhile, each kind of layer once, and let `torch.compiler.is_compiling` tell no other thread so.
 
     From torch 2.13 on it says so to all of them, for what is compiled and not traced, of which we have nothing; and
     transformers, where it believes that, collects the hidden states of all threads in one place.
     """
     session = "_compile_session_context"
-    with _COMPILES:
+    with _COMPILES, layers_once(base):
         theirs = getattr(torch.compiler, session, None)
         if theirs is not None:
             setattr(torch.compiler, session, contextlib.nullcontext)

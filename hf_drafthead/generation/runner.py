@@ -319,11 +319,7 @@ class Runner:
         Raises:
             RuntimeError, MemoryError: not even the root alone fits into memory.
         """
-        tree = self.tree if self.choose is None else self.choose(state)
-        if state.stuck:
-            tree = self.alone
-            for cache in state.caches:
-                cache.clear()
+        tree = self._alone(state) if state.stuck else self.tree if self.choose is None else self.choose(state)
         while True:
             step = self.steps.get(id(tree)) or self.steps.setdefault(id(tree), self.make(tree))
             try:
@@ -333,6 +329,12 @@ class Runner:
                 return step(state)
             except DoesNotFit as short:
                 tree = self._smaller(tree, short)
+
+    def _alone(self, state: DecodingState) -> Tree:
+        """The root alone, of a step that nothing of the nodes before it is left for."""
+        for cache in state.caches:
+            cache.clear()
+        return self.alone
 
     def _captured(self, step: Step, state: DecodingState) -> Outcome:
         """Take a step by programs."""
@@ -451,15 +453,10 @@ class Runner:
 
     def _compiled(self, program: Program, runs: Stage, arguments: tuple) -> Any:
         """Run what compiles a program, which is then kept."""
-        from hf_drafthead.generation import compiling  # takes a second to import
+        from hf_drafthead.generation.compiling import in_this_thread_alone  # takes a second to import
 
-        start, base = time.perf_counter(), self.model.base
-        with (
-            self.programs.compiling(),
-            compiling.in_this_thread_alone(),
-            not_put_back(self.device),
-            compiling.layers_once(base),
-        ):
+        start = time.perf_counter()
+        with self.programs.compiling(), in_this_thread_alone(self.model.base), not_put_back(self.device):
             try:
                 result = runs(*arguments)
             except Exception as error:  # whatever a compiler says of a base: eager steps work all the same

@@ -93,8 +93,11 @@ def build_bundle(family: str) -> str:
     roots = {model_class.__name__, model_class.config_class.__name__, *CALLED_BY_USERS}
     texts, used = needed({module.name: module.text for module in modules}, roots, INSTEAD)
     statements = sorted({one for module in modules for one, name in module.imports.items() if name in used})
-    # `import x` before `from x import y`, as everywhere in the package
-    imports = sorted(statements, key=lambda statement: not statement.startswith("import "))
+    imports = [statement for statement in statements if statement.startswith("import ")]
+    of_module: dict[str, list[str]] = {}
+    for origin, _, name in (one.partition(" import ") for one in statements if one not in imports):
+        of_module.setdefault(origin, []).append(name)
+    imports += [f"{origin} import {', '.join(names)}" for origin, names in of_module.items()]
     header = HEADER.format(family=family, version=__version__, imports="\n".join(imports))
     parts = [f"# ---- {name.replace('.', '/')}.py\n{text}" for name, text in texts.items()]
     return "\n\n".join([header.strip(), *parts]) + "\n"
