@@ -22,6 +22,7 @@ import threading
 import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import fx, nn
@@ -106,16 +107,9 @@ def in_this_thread_alone(base: nn.Module) -> Iterator[None]:
     From torch 2.13 on it says so to all of them, for what is compiled and not traced, of which we have nothing; and
     transformers, where it believes that, collects the hidden states of all threads in one place.
     """
-    session = "_compile_session_context"
-    with _COMPILES, layers_once(base):
-        theirs = getattr(torch.compiler, session, None)
-        if theirs is not None:
-            setattr(torch.compiler, session, contextlib.nullcontext)
-        try:
-            yield
-        finally:
-            if theirs is not None:
-                setattr(torch.compiler, session, theirs)
+    told = mock.patch.object(torch.compiler, "_compile_session_context", contextlib.nullcontext, create=True)
+    with _COMPILES, layers_once(base), told:
+        yield
 
 
 def repeated(base: nn.Module) -> Iterator[nn.Module]:

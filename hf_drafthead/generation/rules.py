@@ -411,10 +411,10 @@ class NoiseTape:
 
 
 class Left:
-    """Where calls leave a process's generator while programs are compiled: last, and at which states before."""
+    """Where calls leave a process's generator while a program is compiled: last, and at which states before."""
 
     def __init__(self, state: torch.Tensor):
-        self.last, self.earlier, self.compilations = state, set[int](), 0
+        self.last, self.earlier = state, set[int]()
 
     def go_on(self, state: torch.Tensor) -> None:
         self.earlier.add(_bytes_of(self.last))
@@ -427,23 +427,19 @@ LEFT: dict[torch.Generator, Left] = {}  # of the generators that compilations ma
 
 @contextlib.contextmanager
 def not_put_back(device: torch.device) -> Iterator[None]:
-    """Around a compilation: dynamo puts the process's generators back to where they stood as it began. Calls of other
-    threads that begin and end meanwhile would write what others have written; they undo it (`NoiseTape`)."""
+    """Around a compilation, of which there is one at a time: dynamo puts the process's generators back to where they
+    stood as it began. Calls of other threads that begin meanwhile would write what others have written: they undo it."""
     generators = {generator_of(device), generator_of(torch.device("cpu"))}
     with GENERATOR:
-        for generator in generators:
-            LEFT.setdefault(generator, Left(generator.get_state())).compilations += 1
+        LEFT.update({generator: Left(generator.get_state()) for generator in generators})
     try:
         yield
     finally:
         with GENERATOR:
             for generator in generators:
-                left = LEFT[generator]
+                left = LEFT.pop(generator)
                 if _bytes_of(generator.get_state()) in left.earlier:
                     generator.set_state(left.last)
-                left.compilations -= 1
-                if not left.compilations:
-                    del LEFT[generator]
 
 
 def _bytes_of(state: torch.Tensor) -> int:

@@ -351,10 +351,8 @@ class Runner:
             self._observe(step, state)
         outcome = step(state, self.stages[step])
         if self.compiled_in:
-            logger.warning(
-                f"a step of {step.num_nodes} nodes for {len(state.lengths)} row(s) was compiled in "
-                f"{self.compiled_in:.1f} s; it is kept for later calls."
-            )
+            made = f"a step of {step.num_nodes} nodes for {len(state.lengths)} row(s)"
+            logger.warning(f"{made} was compiled in {self.compiled_in:.1f} s; it is kept for later calls.")
             self.compiled_in = 0.0
         return outcome
 
