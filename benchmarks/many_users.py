@@ -2,6 +2,7 @@
 
     python benchmarks/many_users.py                                        # writes results/many_users.json
     python benchmarks/many_users.py --requests 8 --most 64 --output /tmp   # a short look
+    python benchmarks/many_users.py --model PATH --requests 16 --most 128  # writes results/many_users_NAME.json
 
 Held-out prompts of the zoo, greedy, float32, all there at once. `many` is `generate_batch` of the model with heads,
 `batches` its `generate` in batches of as many rows, each to the longest answer of the batch, `base` the same of the
@@ -117,13 +118,14 @@ def first_token(model: Any, asked: Asked, slots: int) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--family", default="eagle3")
+    parser.add_argument("--model", help="a folder of heads in the place of the bundled model's family")
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--slots", type=int, default=8)
     parser.add_argument("--most", type=int, default=256, help="new tokens of a request, 16 at least")
     parser.add_argument("--output", type=Path, default=HERE / "results")
     args = parser.parse_args()
     transformers.utils.logging.disable_progress_bar()
-    model, tokenizer = load(zoo.path(args.family), dtype=torch.float32)
+    model, tokenizer = load(args.model or zoo.path(args.family), dtype=torch.float32)
     asked = requests(tokenizer, args.requests, args.most)
     padding = tokenizer.pad_token_id or 0
     runs: dict[str, Callable[[], list[list[int]]]] = {
@@ -149,8 +151,8 @@ def main() -> None:
         seconds = {name: measured(run)["seconds"] for name, run in alone.items()}
         ratios.append(seconds["generate"] / seconds["manager"])
     texts = {name: one.pop("texts", None) for name, one in found.items()}
-    result = {
-        "family": args.family,
+    result: dict[str, Any] = {
+        "family": args.family if args.model is None else Path(args.model).name,
         "requests": args.requests,
         "slots": args.slots,
         "new_tokens": [16, args.most],
@@ -168,7 +170,8 @@ def main() -> None:
     result["one_over_generate"] = round(statistics.median(ratios), 3)
     result["one_over_generate_spread"] = [round(min(ratios), 3), round(max(ratios), 3)]
     args.output.mkdir(parents=True, exist_ok=True)
-    (args.output / "many_users.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    name = "many_users" if args.model is None else f"many_users_{Path(args.model).name}"
+    (args.output / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     print({name: result[name] for name in ("many_over", "one_over_generate", "first_token", "differ_from_base")})
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+OURS = ("-m", "hf_drafthead")
 NEEDED = ("fastapi", "uvicorn", "openai", "starlette")
 
 
@@ -21,7 +22,7 @@ def served() -> None:
 
 
 @contextmanager
-def running_server(folder: Path, log: Path, *options: str) -> Iterator[str]:
+def running_server(folder: Path, log: Path, *options: str, program: tuple[str, ...] = OURS) -> Iterator[str]:
     """The address of a server of the model in a folder; what it says goes into `log`."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -30,9 +31,7 @@ def running_server(folder: Path, log: Path, *options: str) -> Iterator[str]:
     words += options
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     with log.open("w") as output:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "hf_drafthead", *words], env=environ, stdout=output, stderr=output
-        )
+        process = subprocess.Popen([sys.executable, *program, *words], env=environ, stdout=output, stderr=output)
     try:
         for _ in range(3000):
             with socket.socket() as probe:

@@ -110,3 +110,31 @@ def test_clients_that_find_the_queue_full_are_told_at_once_and_others_are_answer
         assert {len(text) for text in answers} == {0, 300}
         assert any("max_queue_size is 1: ask again later." in text for text in said)
         assert ask(client, folder, "abc", max_tokens=4) == "defg"
+
+
+PLAIN = (
+    "from hf_drafthead.hub_upload.serve import introduce; introduce(); "
+    "from transformers.cli.transformers import app; app()"
+)
+
+
+def test_transformers_own_server_drives_the_manager(folder):
+    """Which changes nothing of it: the settings of the first request are those of all, but for lengths and ends."""
+    served()
+    from openai import OpenAI
+
+    with running_server(folder, folder.parent / "plain", "--continuous-batching", program=("-c", PLAIN)) as url:
+        client, letters = OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0), "abcdefghijklmnopqrstuvwxyz"
+
+        def answer(number: int) -> str:
+            settings = {"max_tokens": 5 + number, "stream": number % 2 == 0, "temperature": 0.0}
+            return ask(client, folder, letters[: 1 + number], **settings)
+
+        with ThreadPoolExecutor(2) as pool:
+            assert [*pool.map(answer, range(6))] == [letters[1 + number :][: 5 + number] for number in range(6)]
+        stream = client.completions.create(model=str(folder), prompt="abc", stream=True, max_tokens=400)
+        next(iter(stream))
+        stream.close()
+        assert ask(client, folder, "abc", max_tokens=4) == "defg"
+    log = (folder.parent / "plain").read_text()
+    assert "Traceback" not in log and "does not support continuous batching" not in log
