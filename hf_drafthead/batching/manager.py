@@ -208,6 +208,8 @@ class Manager:
 
     def get_result(self, request_id: str | None = None, timeout: float | None = None) -> GenerationOutput | None:
         """The next result, or the next of one request; None after `timeout` seconds, or where none will come."""
+        if timeout is None:
+            self.worker.refuse_own_thread("get_result()")
         return self.tracker.result(request_id, timeout, self.is_running)
 
     def __iter__(self) -> Iterator[GenerationOutput]:

@@ -67,11 +67,18 @@ class Scheduler:
         return bool(self.tracker.waiting or self.aside or (self.batch is not None and self.batch.running))
 
     def advance(self) -> None:
-        """End what was cancelled, let others join, and take a step."""
-        self._end_cancelled()
-        self._fill()
-        if self.batch is not None and self.batch.running:
-            self._step(self.batch)
+        """End what was cancelled, let others join, and take a step.
+
+        Whatever raises in what all requests share, such as a hook of the base, ends those that run, or where nobody
+        does the one whose turn it is. Others go on.
+        """
+        try:
+            self._end_cancelled()
+            self._fill()
+            if self.batch is not None and self.batch.running:
+                self._step(self.batch)
+        except Exception as error:
+            self._recover(error)
 
     def fail_all(self, error: BaseException) -> None:
         """End all requests that are left; there are none where the queue was drained."""
@@ -243,6 +250,28 @@ class Scheduler:
         for member in members:
             member.error = error.__cause__ if is_short(error) and isinstance(error.__cause__, Exception) else error
             self._close(member)
+
+    def _recover(self, error: Exception) -> None:
+        """Behind an error of what all share: begin anew, without the requests that were begun.
+
+        Raises:
+            Exception: the error, where there is no request that could end with it.
+        """
+        batch, self.batch = self.batch, None
+        members = [*(() if batch is None else batch.running), *self.aside]
+        self.aside.clear()
+        if batch is not None:
+            batch.close()
+        for member in members:
+            member.error = member.error or error
+            self._close(member)
+        begun = self.tracker.begun()
+        for request in begun:
+            self._end(request, error)
+        if not members and not begun:
+            if (waiting := self.tracker.next()) is None:
+                raise error
+            self._end(waiting, error)
 
     # ---- requests that end
 

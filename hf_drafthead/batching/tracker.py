@@ -120,6 +120,12 @@ class RequestTracker:
                 self.waiting.remove(request)
             return gone
 
+    def begun(self) -> list[Request]:
+        """Those that do not wait any more, and have no last result yet."""
+        with self.changed:
+            waiting = {id(request) for request in self.waiting}
+            return [request for request in self.known.values() if id(request) not in waiting]
+
     def take_all(self) -> list[Request]:
         """All that wait or run; nobody waits any more."""
         with self.changed:

@@ -46,6 +46,11 @@ class Worker:
         """Whether the thread decodes, or waits for something to decode."""
         return self._thread is not None and self._thread.is_alive()
 
+    def refuse_own_thread(self, call: str) -> None:
+        """Refuse a call that waits for the thread that decodes in this thread, which would wait for ever."""
+        if self._thread is threading.current_thread():
+            raise RuntimeError(f"{call} in the thread that decodes would wait for itself: call it in another thread.")
+
     def start(self) -> None:
         """Start the thread; does nothing where it runs. One that was told to finish what it has goes on instead."""
         with self.changed:
@@ -86,6 +91,7 @@ class Worker:
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
         """Nothing is decoded meanwhile."""
+        self.refuse_own_thread("pause()")
         with self.changed:
             if not self.is_running():
                 raise RuntimeError("the manager does not run: there is nothing to pause.")

@@ -192,6 +192,53 @@ def test_an_error_of_the_base_ends_those_that_run_and_no_more(held, guessing, mo
     assert final(manager, add(manager, ([5], SHORT))).generated_tokens == alone(guessing.base, ([5], SHORT))
 
 
+@pytest.mark.parametrize("where", ["_base_reader", "leave", "pack", "vacate"])
+def test_an_error_of_what_all_share_ends_requests_and_not_the_manager(where, guessing, managed, monkeypatch):
+    """Wherever it comes from, nobody waits for ever, and who asks later is answered."""
+    manager, failing = managed(guessing, start=False, slots=2), [1, 1]
+    place = batches if where == "vacate" else type(guessing) if where == "_base_reader" else batches.Batch
+    works = getattr(place, where)
+
+    def fails(*given):
+        if failing:
+            failing.pop()
+            raise MemoryError("not even for this")
+        return works(*given)
+
+    monkeypatch.setattr(place, where, fails)
+    names = [add(manager, ([5 + number], SHORT)) for number in range(6)]
+    manager.start()
+    results = [manager.get_result(name, timeout=60) for name in names]
+    errors = [result.error for result in results]
+    assert "MemoryError: not even for this" in errors and None in errors and len({*errors}) == 2
+    for number, result in enumerate(results):
+        expected = alone(guessing.base, ([5 + number], SHORT))
+        assert result.generated_tokens == (
+            expected if result.error is None else expected[: len(result.generated_tokens)]
+        )
+    assert final(manager, add(manager, ([5], SHORT))).error is None and not manager.tracker.known
+
+
+def test_calls_that_would_wait_for_their_own_thread_are_refused(guessing, managed):
+    manager, said = managed(guessing), []
+
+    def asks(row, tokens):
+        for call in (lambda: manager.pause().__enter__(), lambda: manager.get_result("other"), manager.join):
+            try:
+                call()
+            except RuntimeError as error:
+                said.append(str(error))
+        manager.stop()
+        return [*range(3, 60)]
+
+    name = add(manager, ([5], {"max_new_tokens": 1, "eos_token_id": None}), prefix_allowed_tokens_fn=asks)
+    assert final(manager, name).error is None
+    assert said[:2] == [
+        f"{call}() in the thread that decodes would wait for itself: call it in another thread."
+        for call in ("pause", "get_result")
+    ]
+
+
 @pytest.mark.parametrize("fixed", [False, True], ids=["eager", "fixed shapes"])
 def test_where_memory_is_short_fewer_rows_go_on(fixed, guessing, managed, monkeypatch, caplog, request):
     """Those that have to leave join again later, with the state that they had."""
