@@ -428,7 +428,7 @@ LEFT: dict[torch.Generator, Left] = {}  # of the generators that compilations ma
 @contextlib.contextmanager
 def not_put_back(device: torch.device) -> Iterator[None]:
     """Around a compilation, of which there is one at a time: dynamo puts the process's generators back to where they
-    stood as it began. Calls of other threads that begin meanwhile would write what others have written: they undo it."""
+    stood as it began. Calls of other threads that begin meanwhile would write what others wrote: they undo it."""
     generators = {generator_of(device), generator_of(torch.device("cpu"))}
     with GENERATOR:
         LEFT.update({generator: Left(generator.get_state()) for generator in generators})
