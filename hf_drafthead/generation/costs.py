@@ -47,6 +47,7 @@ LOCK_SECONDS = 5.0  # that another process is waited for, which writes the file
 PART = 10  # of the layers, and of the vocabulary, one in so many is run
 ROUNDS = 3  # of which the shortest time counts
 BUDGET = 1.5  # in steps of the base: once more is spent, no further round is begun
+UNNOTICED = 0.02  # seconds that may be spent all the same: of short steps a single time says little
 _UNWRITTEN: dict[str, dict[str, float]] = {}  # what the file could not take, for the rest of this process
 _MEASURING = threading.Lock()
 _read: tuple[Any, dict[str, dict[str, float]]] = (None, {})  # the state of the file when it was read, and its contents
@@ -261,7 +262,7 @@ def _measured(drafter: Any, part: PartOfBase, trees: Sequence[Tree], rows: int) 
                 seconds += thread_time() - start
             shortest[tree] = min(shortest[tree], seconds)
         spent += thread_time() - begun
-        if not spent <= BUDGET * shortest[alone]:
+        if not spent <= max(BUDGET * shortest[alone], UNNOTICED):
             break
     one = max(shortest[alone], 1e-9)  # a clock may stand still, or go back
     return [round(min(max(shortest[tree] / one, 0.01), 1e6), 3) for tree in trees]

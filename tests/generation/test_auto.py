@@ -263,13 +263,13 @@ def test_a_step_of_the_root_alone_walks_as_with_a_guess_that_is_wrong():
     for tree, guess in ((DraftTree.root_alone(), []), (DraftTree([(0,)]), [7])):
         tokens = torch.tensor([[1, *guess]]).expand(6, -1)
         everywhere = choice.expand(-1, tree.num_nodes)
-        valid = torch.tensor([True, True, False, True, False, True])[:, None].expand_as(everywhere)
+        valid = torch.tensor([True, True, True, True, False, True])[:, None].expand_as(everywhere)
         candidates = Candidates(tokens, tree.topology())
         walks.append(walk_on_device(everywhere, valid, candidates, rows, limits, torch.full((6,), 9)))
     alone, wrongly = walks
     assert alone.counts.tolist() == [1, 1, 1, 1, 0, 0] and alone.ends.tolist() == [0, 5, 10, 10, 10, 5]
     assert torch.equal(alone.counts, wrongly.counts) and torch.equal(alone.ends, wrongly.ends)
-    assert torch.equal(alone.valid, wrongly.valid) and alone.valid.tolist() == [True, True, False, True, True, True]
+    assert torch.equal(alone.valid, wrongly.valid) and alone.valid.tolist() == [True] * 6
     for one, other in ((alone.tokens, wrongly.tokens), (alone.nodes, wrongly.nodes)):
         assert one.shape == (6, 1) and torch.equal(one, other[:, :1])
 
