@@ -164,6 +164,10 @@ class Manager:
     def _request(self, prompt: list[int], settings: dict[str, Any]) -> Request:
         """A request that nobody knows yet; what it does not say is as in the manager's own config."""
         settings = {**with_config(settings.pop("generation_config", None) or self.generation_config), **settings}
+        if (settings.get("num_return_sequences") or 1) != 1:
+            raise ValueError(
+                "num_return_sequences: a request is one text; give it to generate_batch, or in the manager's config."
+            )
         settings["num_return_sequences"] = 1
         settings.setdefault("tokenizer", self.tokenizer)
         if given := {name for name in SHARED if settings.get(name) is not None}:

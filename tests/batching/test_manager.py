@@ -393,6 +393,7 @@ def test_a_model_in_training_decodes_by_the_base(managed):
         (["3"], {}, "the prompt is ['3']: expected the token ids of one text"),
         ([5, 600], {}, "the prompt holds the token 600: expected ids from 0 to 66, which the base has."),
         ([5, -1], {}, "the prompt holds the token -1: expected ids from 0 to 66, which the base has."),
+        ([3], {"num_return_sequences": 2}, "num_return_sequences: a request is one text; give it to generate_batch"),
         ([3], {"draft_tree": [[0]]}, "draft_tree: steps are shared, give it to init_continuous_batching."),
         ([3], {"lookup_texts": [[3]]}, "lookup_texts: steps are shared, give it to init_continuous_batching."),
     ],
