@@ -305,8 +305,8 @@ class DraftHeadPreTrainedModel(LoadableModel):
         wrapped = self.training and "forward" in self.__dict__ and torch.is_grad_enabled()
         if wrapped and not any(parameter.requires_grad for parameter in self.base.parameters()):
             raise ValueError(
-                "the trainer computes a loss of its own from the base's output, which teaches the heads nothing: let the "
-                "model do it (in a subclass of SFTTrainer, compute_loss = Trainer.compute_loss), or use DraftHeadTrainer."
+                "the trainer computes a loss of its own from the base's output, which teaches the heads nothing: let "
+                "the model do it (in an SFTTrainer: compute_loss = Trainer.compute_loss), or use DraftHeadTrainer."
             )
 
     def set_attn_implementation(self, *args: Any, **kwargs: Any) -> None:
