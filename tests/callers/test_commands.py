@@ -76,14 +76,12 @@ def words_of(command: str, folder: Path) -> list[str]:
 
 def of_the_base(folder: Path, rows: int) -> str | Exception:
     """What the base alone writes after the first prompt, or what it raises."""
-    base, tokenizer = (
-        AutoModelForCausalLM.from_pretrained(folder / "base"),
-        AutoTokenizer.from_pretrained(folder / "base"),
-    )
+    tokenizer = AutoTokenizer.from_pretrained(folder / "base")
     inputs = tokenizer(PROMPTS[:rows], return_tensors="pt", padding=rows > 1, padding_side="left")
     torch.manual_seed(0)
     plain = {"return_dict_in_generate": False, "num_return_sequences": 1}
     try:
+        base = AutoModelForCausalLM.from_pretrained(folder / "base")
         tokens = base.generate(**inputs, **plain, max_new_tokens=TOKENS, tokenizer=tokenizer)[0]
     except Exception as error:
         return error
@@ -121,7 +119,9 @@ def cases() -> list[Any]:
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # transformers' own, of settings that it is about to drop
 @pytest.mark.parametrize("command, name", cases())
-def test_a_command_runs_whatever_the_generation_config_of_the_base_says(command, name, folder, capsys):
+def test_a_command_runs_whatever_the_generation_config_of_the_base_says(command, name, folder, capsys, caplog):
+    if name == "assistant_early_exit":  # transformers uses in it what it deprecates
+        caplog.set_level("ERROR", "transformers.generation.utils")
     config = folder / "base" / "generation_config.json"
     settings = json.loads(config.read_text())
     config.unlink()
@@ -130,7 +130,10 @@ def test_a_command_runs_whatever_the_generation_config_of_the_base_says(command,
     code, out, said = run(words_of(command, folder), capsys)
     if code == 2:  # the base refuses it too, or has no drafts of which a tree could be chosen
         lines = [line for line in said.splitlines() if line.startswith("hf-drafthead: ")]
-        assert len(lines) == 1 and (isinstance(right, Exception) or "never draft on this base" in lines[0]), said
+        known = any(
+            reason in lines[0] for reason in ("never draft on this base", "`streamer` cannot be used with beam")
+        )
+        assert len(lines) == 1 and (isinstance(right, Exception) or known), said
         return
     assert code == 0, said
     if command.startswith("generate") and isinstance(right, str) and not written(name).get("token_healing"):
