@@ -26,6 +26,7 @@ TOKENS_ALONE: dict[str, Any] = {"return_dict_in_generate": False, "num_return_se
 TOKENS_ALONE |= {f"output_{name}": False for name in ("scores", "logits", "attentions", "hidden_states")}
 # ... and, where all texts are to be of one length, that they do not end at words.
 TO_THE_END: dict[str, Any] = {"stop_strings": None, "token_healing": False, "eos_token_id": None}
+TO_THE_END |= {"exponential_decay_length_penalty": None}  # of the end-of-text token, which there is none of
 UNKNOWN = -1  # rank of a token behind the end of its row
 
 

@@ -99,7 +99,14 @@ def run(words: list[str], capsys) -> tuple[int, str, str]:
 COMMANDS = ["generate", "generate --stream", "bench", "verify", "calibrate", "info", "distill", "train"]
 FIELDS = [name for name in table.fields_there_are() if name in table.SETTINGS and not name.startswith("_")]
 # One that is set in a published base, or has ended a command before, is tried in every run.
-ALWAYS = ["stop_strings", "return_dict_in_generate", "num_return_sequences", "output_scores", "token_healing"]
+ALWAYS = [
+    "exponential_decay_length_penalty",
+    "stop_strings",
+    "return_dict_in_generate",
+    "num_return_sequences",
+    "output_scores",
+    "token_healing",
+]
 
 
 def cases() -> list[Any]:
