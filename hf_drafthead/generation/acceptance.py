@@ -35,7 +35,7 @@ def walk_on_device(
     """The walk of all rows at once, where nothing but scores, length and EOS decide.
 
     Args:
-        choice, valid: (B, N) the base's choice at every node, and whether its numbers there are numbers.
+        choice, valid: (B, N) the base's choice at every node, and whether it could choose there: no NaN stands there.
         candidates: the nodes.
         rows, limits: which rows have ended, and where others must.
         reach: (B,) see `step.deepest`.

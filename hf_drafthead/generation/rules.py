@@ -375,7 +375,7 @@ class NoiseTape:
             return
         with GENERATOR:
             if self._parked is None:
-                self.generator.manual_seed(_bytes_of(self.left_at) % (1 << 62))
+                self.generator.manual_seed(_hash_of(self.left_at) % (1 << 62))
                 self._parked = self.generator.get_state()
             if not self._moved():
                 self._leave_at(self._parked)
@@ -388,7 +388,7 @@ class NoiseTape:
         """Where the process's generator stands, once a compilation's putting it back is undone."""
         state = self.process.get_state()
         left = LEFT.get(self.process) if self.parks else None
-        if left is not None and _bytes_of(state) in left.earlier:
+        if left is not None and _hash_of(state) in left.earlier:
             state = left.last
             self.process.set_state(state)
         return state
@@ -417,8 +417,8 @@ class Left:
         self.last, self.earlier = state, set[int]()
 
     def go_on(self, state: torch.Tensor) -> None:
-        self.earlier.add(_bytes_of(self.last))
-        self.earlier.discard(_bytes_of(state))
+        self.earlier.add(_hash_of(self.last))
+        self.earlier.discard(_hash_of(state))
         self.last = state
 
 
@@ -438,11 +438,11 @@ def not_put_back(device: torch.device) -> Iterator[None]:
         with GENERATOR:
             for generator in generators:
                 left = LEFT.pop(generator)
-                if _bytes_of(generator.get_state()) in left.earlier:
+                if _hash_of(generator.get_state()) in left.earlier:
                     generator.set_state(left.last)
 
 
-def _bytes_of(state: torch.Tensor) -> int:
+def _hash_of(state: torch.Tensor) -> int:
     return hash(state.numpy().tobytes())
 
 
