@@ -4,9 +4,12 @@ Whether a call drafts must not depend on the clock, for in half precision anothe
 the same call would give another text. So the clock is asked before the first call that wants to know, never in one:
 what it says is written to `FILE`, and the call decides by the file, as all later ones do.
 
-A few forwards are measured, of a part of the base's layers where it has many alike, which cost less than three steps:
+Of eager steps a few forwards are measured, of a part of the base's layers where it has many alike, which cost less than
+three steps:
 
     a step = the base over N nodes + the drafter's guesses + what the drafter observes of the tokens that are kept
+
+Of compiled steps some are taken, by the programs that the call itself takes afterwards.
 
 Shapes: B rows, N nodes, D nodes on the longest path, F*H features, V vocabulary.
 """
@@ -31,12 +34,20 @@ from huggingface_hub.constants import HF_HOME
 from huggingface_hub.utils import WeakFileLock
 from torch import nn
 from torch.nn import functional as F
+from transformers import GenerationConfig, LogitsProcessorList, MaxLengthCriteria, StoppingCriteriaList
+from transformers.cache_utils import DynamicCache
 from transformers.utils import logging
 
+from hf_drafthead.generation.decoding import Stream, prefill
 from hf_drafthead.generation.drafting import draft_static
 from hf_drafthead.generation.entries import CalibrationKey
 from hf_drafthead.generation.reader import BaseReader, kinds_of, probe_tokens, with_part
+from hf_drafthead.generation.rules import Rules
+from hf_drafthead.generation.runner import Execution, Runner
+from hf_drafthead.generation.settings import DraftPlan
 from hf_drafthead.generation.slots import SlotCache
+from hf_drafthead.generation.state import DecodingState
+from hf_drafthead.generation.step import Step
 from hf_drafthead.generation.tree import DraftTree, LookupTree, Tree
 
 logger = logging.get_logger(__name__)
@@ -59,11 +70,13 @@ class StepCosts:
     Args:
         model: with `base` and `drafter`.
         reader: how to run the base.
-        key: of the call.
+        key, execution: of the call.
     """
 
-    def __init__(self, model: Any, reader: BaseReader, key: CalibrationKey):
-        self.model, self.reader, self.key, self.rows = model, reader, key, key.batch_size
+    def __init__(self, model: Any, reader: BaseReader, key: CalibrationKey, execution: Execution | None = None):
+        if execution is None or reader.is_hooked():  # of such a base no program is made
+            execution, key = Execution("eager"), key._replace(execution="eager")
+        self.model, self.reader, self.key, self.rows, self.execution = model, reader, key, key.batch_size, execution
 
     @functools.cached_property
     def situation(self) -> str:
@@ -89,9 +102,12 @@ class StepCosts:
 
     @torch.no_grad()
     def _measured(self, trees: Sequence[Tree]) -> list[float] | None:
-        for part_of in (PartOfBase.of, PartOfBase):  # a base whose layers cannot be run apart is run as a whole
+        # a base whose layers cannot be run apart is run as a whole
+        eager = [functools.partial(_of_forwards, part_of) for part_of in (PartOfBase.of, PartOfBase)]
+        ways: list[Callable[..., list[float]]] = [*([] if self.execution.name == "eager" else [_of_programs]), *eager]
+        for way in ways:
             try:
-                return _measured(self.model.drafter, part_of(self.reader), trees, self.rows)
+                return way(self, trees)
             except Exception as error:  # a step may work all the same
                 reason = _in_one_line(error)
         logger.warning_once(f"What a step costs here could not be measured: {reason}")
@@ -236,9 +252,10 @@ class PartOfBase(NamedTuple):
         return self.layers * (middle - start) + self.vocabulary * (thread_time() - middle)
 
 
-def _measured(drafter: Any, part: PartOfBase, trees: Sequence[Tree], rows: int) -> list[float]:
-    """Costs of trees; a first forward over one token makes what later ones use, and the past that they have."""
-    reader, alone = part.reader, DraftTree.root_alone()
+def _of_forwards(part_of: Callable[[BaseReader], PartOfBase], call: StepCosts, trees: Sequence[Tree]) -> list[float]:
+    """Costs of eager steps; a first forward over one token makes what later ones use, and the past that they have."""
+    part, drafter, rows, alone = part_of(call.reader), call.model.drafter, call.rows, DraftTree.root_alone()
+    reader = part.reader
     cache = reader.cache(rows, 16, 1)
     root = probe_tokens(reader.base)[:1].expand(rows, 1)
     hidden = reader.read({"input_ids": root, reader.cache_name: cache, "use_cache": True}).hidden
@@ -264,8 +281,46 @@ def _measured(drafter: Any, part: PartOfBase, trees: Sequence[Tree], rows: int) 
         spent += thread_time() - begun
         if not spent <= max(BUDGET * shortest[alone], UNNOTICED):
             break
-    one = max(shortest[alone], 1e-9)  # a clock may stand still, or go back
-    return [round(min(max(shortest[tree] / one, 0.01), 1e6), 3) for tree in trees]
+    return _in_steps(shortest, trees)
+
+
+def _of_programs(call: StepCosts, trees: Sequence[Tree]) -> list[float]:
+    """Costs of trees where programs run the steps, of a short text each."""
+    model, reader, rows = call.model, call.reader, call.rows
+    deepest = max(tree.max_depth for tree in trees) + 1
+    prompt = probe_tokens(reader.base)[None, :4].expand(rows, -1)
+    ends = StoppingCriteriaList([MaxLengthCriteria(4 + 1 + (ROUNDS + 1) * deepest)])
+    size: dict[str, Any] = {"batch_size": rows, "prompt_length": 4, "device": prompt.device}
+    rules = Rules(LogitsProcessorList(), ends, GenerationConfig(), **size, samples=False)
+    shortest: dict[Tree, float] = dict.fromkeys((DraftTree.root_alone(), *trees), math.inf)
+    with contextlib.ExitStack() as calls:
+        steps = {}
+        for tree in shortest:
+            inputs = {"attention_mask": torch.ones_like(prompt)}
+            begun = prefill(reader, model.drafter, tree, prompt, rules, inputs, DynamicCache(), Stream(None, rules))
+            plan = DraftPlan(tree)
+            step = functools.partial(Step, reader, model.drafter, device=prompt.device, plan=plan, rules=rules)
+            runner = Runner(model, reader, call.execution, step, tree, begun[0])
+            calls.callback(runner.close)
+            steps[tree] = functools.partial(_take, runner, begun[0])
+            steps[tree]()  # which compiles
+            if runner.execution.name == "eager":
+                raise RuntimeError("steps are not captured")
+        for tree in [*shortest] * ROUNDS:
+            start = thread_time()
+            steps[tree]()
+            shortest[tree] = min(shortest[tree], thread_time() - start)
+    return _in_steps(shortest, trees)
+
+
+def _take(runner: Runner, state: DecodingState) -> None:
+    state.note(runner.step(state))
+
+
+def _in_steps(seconds: dict[Tree, float], trees: Sequence[Tree]) -> list[float]:
+    """Costs of trees from the seconds of steps with them, and of the root alone."""
+    one = max(seconds[DraftTree.root_alone()], 1e-9)  # a clock may stand still, or go back
+    return [round(min(max(seconds[tree] / one, 0.01), 1e6), 3) for tree in trees]
 
 
 def _guessing(drafter: Any, tree: DraftTree, root: torch.Tensor, features: torch.Tensor) -> Callable[[], None]:

@@ -396,14 +396,14 @@ class DraftHeadGenerationMixin(GenerationMixin):
                 raise Unsupported(f"{acceptance} acceptance cannot show {', '.join(others)} all nodes at once")
         if plan is None:
             key = CalibrationKey.of(base, drafter if settings.calibration else None, len(input_ids), execution.name)
-            plan = settings.plan_for(key, *self._guesses_among(), StepCosts(self, reader, key))
+            plan = settings.plan_for(key, *self._guesses_among(), StepCosts(self, reader, key, execution))
             copies = plan.copies or None if copies is None else copies
             if not plan.tree.max_depth and on_step is None and copies is None:
                 raise Unsupported(plan.why_none)
         if copies is not None:
             plan = plan.with_lookup(copies, config.max_matching_ngram_size, text_config.vocab_size, texts)
             key = CalibrationKey.of(base, None, len(input_ids), execution.name)
-            plan = plan.while_copies_pay(key, StepCosts(self, reader, key))
+            plan = plan.while_copies_pay(key, StepCosts(self, reader, key, execution))
         mask = inputs.get("attention_mask")  # as long as the prompt and the past together, also where it was dropped
         positions = mask_length(config, mask) or input_ids.shape[1]
         longest = positions + config.max_length - input_ids.shape[1] + plan.tree.max_depth

@@ -128,8 +128,8 @@ class DraftPlan:
         return None if self.texts is None else self.texts.on(device)
 
     def while_copies_pay(self, key: CalibrationKey, costs: Costs) -> DraftPlan:
-        """The plan with a switch where copies from the text are all that eager steps of a CPU guess."""
-        judged = key.on_cpu and key.execution == "eager" and self.acceptance == "exact" and self.switch is None
+        """The plan with a switch where copies from the text are all that steps of a CPU guess."""
+        judged = key.on_cpu and self.acceptance == "exact" and self.switch is None
         if not judged or not copies_alone(self.tree):
             return self
         measured = costs([self.tree])
@@ -214,10 +214,9 @@ class DraftSettings:
         """The plan of a call that names no tree: with what was measured for it, else with a first choice.
 
         A first choice, told in one notice that names the command, is the tree of the nearest entry, else `draft_tree`,
-        of which a CPU and "auto" take 8 nodes, of more rows fewer. Eager steps of a CPU are judged by what they cost
-        here: of the entry's tree and 8 nodes the one that promises most is drafted as long as that pays on the text,
-        and none where none can pay. The plan also says how many tokens each step copies from the text, which rejection
-        does not.
+        of which a CPU and "auto" take 8 nodes, of more rows fewer. Steps of a CPU are judged by what they cost here: of
+        the entry's tree and 8 nodes the one that promises most is drafted as long as that pays on the text, and none
+        where none can pay. The plan also says how many tokens each step copies from the text, which rejection does not.
 
         Args:
             key: of the call.
@@ -236,8 +235,7 @@ class DraftSettings:
         if entry is None or key.on_cpu:
             choices.append(cut.plan(max_depth, vocabulary))
         # the text of another acceptance depends on what is drafted, and a tree of the user's own is drafted as it is
-        judged = key.on_cpu and key.execution == "eager" and self.acceptance == "exact"
-        if judged and (entry is not None or cut is not self):
+        if key.on_cpu and self.acceptance == "exact" and (entry is not None or cut is not self):
             return self._that_pays(choices, entry, key, costs)
         chosen = choices[0]
         if self.draft_tree == AUTO and chosen.switch is None and (chosen.tree.max_depth or chosen.copies):

@@ -41,8 +41,8 @@ __version__ = "{version}"
 '''
 
 CALLED_BY_USERS = ("why_no_drafts",)
-# What only makes, trains, converts or publishes heads, and defends against files of others: a repository whose code is
-# run is trusted. Statements in the place of the bodies of these functions.
+# What only makes, trains, converts or publishes heads, copies guesses from other texts, and defends against files of
+# others: a repository whose code is run is trusted. Statements in the place of the bodies of these functions.
 ONLY_IN_THE_PACKAGE = 'raise ImportError("this needs hf_drafthead, of which only the model code is here: install it.")'
 INSTEAD = dict.fromkeys(
     (
@@ -53,9 +53,14 @@ INSTEAD = dict.fromkeys(
         "plain_state",
         "save_adapter",
         "check_merged_names",
+        "TextIndex.__init__",
+        "TextIndex.on",
+        "TextIndex.put",
+        "copied_from",
     ),
     ONLY_IN_THE_PACKAGE,
 )
+INSTEAD["TextIndex.of"] = "return None if given[1] is None else given[0]()"
 INSTEAD |= dict.fromkeys(("_refuse_costly", "_refuse_shadowing", "_check_header"), "pass")
 INSTEAD |= dict.fromkeys(("how_to_convert", "DraftHeadPreTrainedModel._code_writer"), "return None")
 HAVE_A_START = ("Drafter", "DFlashDrafter", "MtpDrafter", "OutputProjections")

@@ -241,13 +241,14 @@ def test_without_an_entry_a_cpu_drafts_where_that_pays(guess, cost, drafted, row
 
 def test_what_the_cost_does_not_decide_is_not_measured():
     for settings, key in (
-        ({}, KEY._replace(execution="compiled")),
+        ({}, KEY._replace(threads=None, execution="recorded")),  # of a GPU
         ({"acceptance": "rejection"}, KEY),  # whose text would depend on it
         ({"draft_tree": [[0]]}, KEY),
         ({"draft_tree": "dynamic"}, KEY),
     ):
         assert DraftSettings(**settings).plan_for(key, 4, 67, costs=None).switch is None
-    assert DraftSettings().plan_for(KEY, 4, 67, lambda trees: [1.25]).switch == (1.25, USUAL, ALLOWANCE)
+    for key in (KEY, KEY._replace(execution="compiled")):
+        assert DraftSettings().plan_for(key, 4, 67, lambda trees: [1.25]).switch == (1.25, USUAL, ALLOWANCE)
     assert DraftSettings().plan_for(KEY, 4, 67).switch == (UNMEASURED, USUAL, ALLOWANCE)
     gpu = KEY._replace(threads=None, execution="recorded")
     assert DraftSettings(draft_tree="auto").plan_for(gpu, 4, 67, costs=None).switch.cost == UNMEASURED

@@ -7,12 +7,15 @@ import threading
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import CompileConfig, LlamaConfig, LlamaForCausalLM
 
+import hf_drafthead
 from hf_drafthead import MedusaForCausalLM
-from hf_drafthead.generation import costs, entries, settings
+from hf_drafthead.generation import costs, entries, runner, settings
 from hf_drafthead.generation.costs import StepCosts, keep, read_costs
 from hf_drafthead.generation.entries import CalibrationKey
+from hf_drafthead.generation.programs import PROGRAMS, Programs
+from hf_drafthead.generation.runner import Execution
 from hf_drafthead.generation.settings import ALLOWANCE, LOSS_SHARE, DraftSwitch
 from hf_drafthead.generation.tree import DraftTree, LookupTree
 from tests.bases import tiny_base
@@ -93,7 +96,7 @@ def test_a_first_call_decides_as_all_later_ones_do_and_these_measure_nothing(nam
     monkeypatch.setattr(costs, "thread_time", arbitrary(3))
     first = drafted(model)
     stored = fresh.read_text()
-    monkeypatch.setattr(costs, "_measured", None)
+    monkeypatch.setattr(costs, "_of_forwards", None)
     monkeypatch.setattr(costs, "thread_time", arbitrary(4))
     later = drafted(model)
     assert first[0] == later[0] and torch.equal(first[1], later[1]) and fresh.read_text() == stored
@@ -152,7 +155,7 @@ def test_a_file_that_cannot_be_written_costs_one_line_and_the_process_remembers(
     model = family("medusa")
     monkeypatch.setattr(costs, "thread_time", arbitrary(5))
     first = drafted(model)
-    monkeypatch.setattr(costs, "_measured", None)
+    monkeypatch.setattr(costs, "_of_forwards", None)
     assert drafted(model)[0] == first[0]
     assert len([line for line in notices if "cannot be written" in line]) == 1
 
@@ -174,8 +177,8 @@ def test_the_oldest_situations_are_dropped(monkeypatch):
 
 def test_threads_measure_once(monkeypatch):
     model, counted = family("medusa"), []
-    reader, measured = model._base_reader(), costs._measured
-    monkeypatch.setattr(costs, "_measured", lambda *given: counted.append(1) or measured(*given))
+    reader, measured = model._base_reader(), costs._of_forwards
+    monkeypatch.setattr(costs, "_of_forwards", lambda *given: counted.append(1) or measured(*given))
     key, found = CalibrationKey.of(model.base, None, 1, "eager"), []
     threads = [threading.Thread(target=lambda: found.append(StepCosts(model, reader, key)(TREES))) for _ in range(6)]
     for thread in threads:
@@ -186,15 +189,15 @@ def test_threads_measure_once(monkeypatch):
 
 
 def test_a_base_whose_layers_do_not_run_apart_is_run_as_a_whole(monkeypatch):
-    model, parts, measured = family("medusa"), [], costs._measured
+    model, parts, measured = family("medusa"), [], costs._of_forwards
 
-    def once(drafter, part, *rest):
-        parts.append(part.layers)
+    def once(part_of, call, trees):
+        parts.append(part_of(call.reader).layers)
         if len(parts) == 1:
             raise IndexError("there is no layer 3")
-        return measured(drafter, part, *rest)
+        return measured(part_of, call, trees)
 
-    monkeypatch.setattr(costs, "_measured", once)
+    monkeypatch.setattr(costs, "_of_forwards", once)
     assert len(costs_of(model)(TREES)) == 2 and parts[1] == 1.0
 
 
@@ -204,10 +207,61 @@ def test_where_costs_cannot_be_measured_a_call_drafts_all_the_same(monkeypatch, 
     def fails(*given):
         raise RuntimeError("no")
 
-    monkeypatch.setattr(costs, "_measured", fails)
+    monkeypatch.setattr(costs, "_of_forwards", fails)
     nodes, text = drafted(model)
     assert 8 in nodes and torch.equal(text, model.base.generate(**prompt(), **LONG))
     assert not os.path.exists(costs.FILE)
+
+
+TRACED = CompileConfig(backend="eager")
+
+
+def of_programs(model, trees, rows=1):
+    key = CalibrationKey.of(model.base, None, rows, "compiled")
+    return StepCosts(model, model._base_reader(), key, Execution("compiled", TRACED))(trees)
+
+
+@pytest.mark.parametrize("name", ["medusa", "eagle3", "copies"])
+def test_a_compiled_call_is_judged_by_steps_of_the_programs_that_it_takes(name, monkeypatch):
+    model = hf_drafthead.from_base(tiny_base("llama-gqa")) if name == "copies" else family(name)
+    monkeypatch.setattr(costs, "thread_time", lambda: 1.0)  # nothing costs more than a step of the root alone
+    monkeypatch.setattr(costs, "_of_forwards", lambda *given: pytest.fail("these are of eager steps"))
+    found = drafted(model, compile_config=TRACED)
+    made = len(PROGRAMS[model].compiled)
+    assert any("compiled steps" in situation for situation in read_costs()) and set(found[0]) != {1}
+    monkeypatch.setattr(costs, "_of_programs", None)
+    later = drafted(model, compile_config=TRACED)
+    assert found[0] == later[0] and made == len(PROGRAMS[model].compiled)
+    assert torch.equal(found[1], later[1]) and torch.equal(found[1], model.base.generate(**prompt(), **LONG))
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_costs_of_compiled_steps_are_their_seconds(rows, monkeypatch):
+    model, now = family("eagle3"), [0.0]
+
+    def take(runner, state):
+        now[0] += runner.tree.num_nodes
+        return taken(runner, state)
+
+    taken = costs._take
+    monkeypatch.setattr(costs, "_take", take)
+    monkeypatch.setattr(costs, "thread_time", lambda: now[0])
+    assert of_programs(model, TREES, rows) == [4.0, 2.0]
+
+
+def test_where_steps_cannot_be_compiled_those_that_are_taken_are_judged(monkeypatch, fallbacks):
+    model, ticks = family("medusa"), iter(range(10**6))
+    monkeypatch.setattr(runner, "compiled", None)  # which raises
+    monkeypatch.setattr(costs, "thread_time", lambda: float(next(ticks)))
+    assert of_programs(model, TREES) == costs_of(model)(TREES)
+
+
+def test_steps_of_a_base_with_hooks_are_judged_as_they_run():
+    model = family("medusa")
+    model.base.register_forward_hook(lambda module, inputs, output: None)
+    of_programs(model, TREES)
+    (situation,) = read_costs()
+    assert "eager steps" in situation and not PROGRAMS.get(model, Programs()).compiled
 
 
 @pytest.mark.parametrize("cost", [1.01, 1.3, 1.9, 2.4])

@@ -58,11 +58,12 @@ def found(folder: Path) -> dict:
     again = AutoModel.from_pretrained(saved, **TRUST, base_model=folder.parent / "base")
     with_base = type(model).from_pretrained(whole, dtype=torch.float64)
     name = type(model).__module__
-    try:
-        model.generate(**PROMPT, draft_tree="nonesuch")
-        refusal = ""
-    except ValueError as error:
-        refusal = str(error)
+    refusals = []
+    for refused in ({"draft_tree": "nonesuch"}, {"lookup_texts": [[3, 17, 8, 22]]}):
+        try:
+            model.generate(**PROMPT, **refused)
+        except (ImportError, ValueError) as error:
+            refusals.append(str(error))
     return {
         "class": type(model).__name__,
         "config": type(model.config).__name__,
@@ -82,7 +83,7 @@ def found(folder: Path) -> dict:
             }
             for other in (again, with_base)
         ],
-        "refusal": refusal,
+        "refusals": refusals,
     }
 
 

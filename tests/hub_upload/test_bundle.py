@@ -108,10 +108,12 @@ def test_remote_code_saves_and_loads_heads_with_and_without_their_base(seen, fam
 
 
 @all_families
-def test_remote_code_has_the_published_trees(seen, family):
+def test_remote_code_has_the_published_trees_and_no_other_texts(seen, family):
     found = seen["families"][family.name]
     assert found["published"]
-    assert "'nonesuch' is no published tree: expected one of eagle_mc_sim_7b_63, hydra_single," in found["refusal"]
+    of_tree, of_texts = found["refusals"]
+    assert "'nonesuch' is no published tree: expected one of eagle_mc_sim_7b_63, hydra_single," in of_tree
+    assert "this needs hf_drafthead, of which only the model code is here" in of_texts
 
 
 @pytest.mark.parametrize("trust", [True, None])
