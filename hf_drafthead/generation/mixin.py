@@ -27,6 +27,7 @@ from hf_drafthead.generation.reader import (
     Unsupported,
     check_length,
     circumstances,
+    is_hooked,
     probe,
     probe_tokens,
     try_tree,
@@ -341,10 +342,10 @@ class DraftHeadGenerationMixin(GenerationMixin):
             try:
                 known[key] = probe(base, self.drafter.reads)
             except Unsupported as reason:
-                if not reason.lasting:
+                if not reason.lasting or is_hooked(base):
                     raise
                 known[key] = str(reason)  # not the exception, whose traceback would keep the probe's tensors alive
-        elif isinstance(known[key], BaseReader) and known[key].is_hooked():
+        elif isinstance(known[key], BaseReader) and is_hooked(base):
             try_tree(known[key])  # a hook may do something else in every call
         if isinstance(known[key], str):
             raise Unsupported(known[key])

@@ -192,19 +192,6 @@ class BaseReader:
         """V."""
         return int(self.base.config.get_text_config(decoder=True).vocab_size)
 
-    def is_hooked(self) -> bool:
-        """Whether hooks or forwards of the user's own may do something else today than when the base was probed."""
-        every_module = torch.nn.modules.module
-        if every_module._global_forward_hooks or every_module._global_forward_pre_hooks:
-            return True
-        for module in self.base.modules():
-            if (module._forward_hooks or module._forward_pre_hooks) and hooks_of(module):
-                return True
-            forward = module.__dict__.get("forward")
-            if forward is not None and not (hasattr(module, "_hf_hook") or hasattr(forward, "is_traced_once")):
-                return True
-        return False
-
     def rewrite(
         self,
         tokens: torch.Tensor,
@@ -414,6 +401,31 @@ def hooks_of(module: nn.Module) -> list[tuple[int, Any]]:
     return [(number, hook) for number, hook in hooks if not getattr(hook, "__module__", "").startswith(LIBRARIES)]
 
 
+def is_hooked(base: PreTrainedModel) -> bool:
+    """Whether hooks or forwards of the user's own may do something else today than when the base was probed."""
+    every_module = torch.nn.modules.module
+    if every_module._global_forward_hooks or every_module._global_forward_pre_hooks:
+        return True
+    for module in base.modules():
+        forward = module.__dict__.get("forward")
+        replaced = forward is not None and not (hasattr(module, "_hf_hook") or hasattr(forward, "is_traced_once"))
+        if replaced or ((module._forward_hooks or module._forward_pre_hooks) and hooks_of(module)):
+            return True
+    return False
+
+
+def of_a_hook(error: Exception, base: PreTrainedModel, run: Callable[..., Any], *arguments: Any) -> bool:
+    """Whether an error of a function that runs the base came of a hook of the user's: called again it raises none.
+
+    One that is raised again is raised in the base's own decoding, too, or comes of the tree.
+    """
+    with contextlib.suppress(Exception):
+        if is_hooked(base) and not out_of_memory(error):
+            run(*arguments)
+            return True
+    return False
+
+
 @torch.no_grad()
 def probe(base: PreTrainedModel, reads: tuple[int | str, ...]) -> BaseReader:
     """Find out by running whether this base honours a tree (`try_tree`), and how its logits are read.
@@ -428,13 +440,15 @@ def probe(base: PreTrainedModel, reads: tuple[int | str, ...]) -> BaseReader:
         output = OutputLayer(base)
         reader = BaseReader(base, windows, splits(base, output), reads, output, mixers)
     except Exception as error:
-        raise _refused("the base cannot verify a tree", error) from error
+        if out_of_memory(error):
+            raise _refused("the base cannot verify a tree", error) from error
+        raise
     try_tree(reader)
     return reader
 
 
 @torch.no_grad()
-def try_tree(reader: BaseReader) -> None:
+def try_tree(reader: BaseReader, again: bool = False) -> None:
     """Compare two sibling nodes with two plain forwards over their paths.
 
     Two rows, with the siblings swapped, for some models take the cache's memory to be laid out in a way that only holds
@@ -468,6 +482,8 @@ def try_tree(reader: BaseReader) -> None:
     except Unsupported:
         raise
     except Exception as error:  # whatever a model raises on a tree, its own decoding still works
+        if not again and of_a_hook(error, base, try_tree, reader, True):
+            raise
         raise _refused("the base cannot verify a tree", error) from error
     finally:
         keep_picklable(base)
@@ -587,6 +603,8 @@ def read_and_try(
         features = reader.features(outputs.hidden_states, outputs.hidden_states[-1])
         features = reader.with_keys(features, {reader.cache_name: cache}) if reader.keys else features
     except Exception as error:  # the base's own decoding works, or says what is wrong with the prompt
+        if of_a_hook(error, reader.base, lambda: reader.base(**prompt.arguments)):
+            raise
         raise Unsupported(str(_refused(f"{said} cannot read the prompt", error)), lasting=False) from error
     cache.count(features.shape[1])
     try:
@@ -594,8 +612,10 @@ def read_and_try(
         if off is not None:
             raise Unsupported(f"{said} does not honour tree masks ({off}){untested()}")
     except Exception as error:
+        if of_a_hook(error, reader.base, _try_steps, reader, prompt, cache, outputs):
+            raise
         refusal = error if isinstance(error, Unsupported) else _refused(f"{said} cannot verify a tree", error)
-        if refusal.lasting:
+        if refusal.lasting and not is_hooked(reader.base):
             reader.refused[prompt.unusual] = str(refusal)
         raise refusal from error.__cause__
     return outputs.logits[:, -1:], features, steps
@@ -719,7 +739,7 @@ class OutputLayer:
         try:
             self.known = self._find()
         except Exception as error:  # its decoder is none, it has no memory yet, or it needs what is not there
-            if out_of_memory(error):
+            if out_of_memory(error) or of_a_hook(error, base, self._find):
                 raise
             self.known = False
         finally:
@@ -738,7 +758,7 @@ class OutputLayer:
             try:
                 found = _close(self._of_forward(around, states), logits)
             except Exception as error:  # another place of the decoder may do
-                if out_of_memory(error):
+                if out_of_memory(error) or of_a_hook(error, self.base, self._of_forward, around, states):
                     raise
                 continue
             if found:
@@ -759,7 +779,7 @@ class OutputLayer:
         try:
             logits = self.base(tokens[None], use_cache=False).logits
         except Exception as error:  # it does not read them without an image
-            if out_of_memory(error):
+            if out_of_memory(error) or of_a_hook(error, self.base, self.base, tokens[None]):
                 raise
             return True
         for part in (self.decoder, self.base.base_model):

@@ -37,7 +37,7 @@ from hf_drafthead.generation.programs import (
     tensors_of,
     written,
 )
-from hf_drafthead.generation.reader import BaseReader
+from hf_drafthead.generation.reader import BaseReader, is_hooked
 from hf_drafthead.generation.rules import not_put_back
 from hf_drafthead.generation.slots import BUCKET, SLOTS, DoesNotFit, out_of_memory, rounded_up
 from hf_drafthead.generation.state import DecodingState, Limits, Outcome, Rows
@@ -310,7 +310,7 @@ class Runner:
         self.compiled_in = 0.0  # seconds of this step in which programs were made
         if execution.name != "eager":
             self.programs = PROGRAMS.setdefault(model, Programs())
-            if reader.is_hooked():  # they may do something else within a call, and a hook that counts compiles for ever
+            if is_hooked(reader.base):  # which may do something else within a call; one that counts compiles for ever
                 self._stop("the base has hooks or forwards of the user's own, which a program would pass by")
 
     def step(self, state: DecodingState) -> Outcome:

@@ -7,6 +7,7 @@ from transformers.generation import LogitsProcessor
 from transformers.generation.streamers import BaseStreamer
 
 from hf_drafthead.generation.step import Stages
+from tests.base_table import SEEING, tiny
 from tests.bases import HYBRID, tiny_base
 from tests.families import FAMILIES
 from tests.generation.agreement import TREE, prompt
@@ -78,6 +79,78 @@ def test_a_call_that_is_broken_off_leaves_nothing_behind(captured, error, family
             model.generate(**prompt(), **LONG, **captured, **make(error))
         same(model, **LONG, **captured)
     same(model, **LONG, **captured, do_sample=True)
+
+
+class FailingHook(Fails):
+    """A hook that raises once, at some forward of a module."""
+
+    def __init__(self, error, at):
+        super().__init__(error)
+        self.left = at
+
+    def __call__(self, *given):
+        self.count()
+
+
+@pytest.mark.few(7)
+@pytest.mark.parametrize(
+    "kind, place",
+    [
+        ("llama-gqa", ""),
+        ("llama-gqa", "model"),
+        ("llama-gqa", "model.layers.1"),
+        ("qwen3.5", "model.layers.1"),
+        ("llama-gqa", "lm_head"),
+        ("gpt2", ""),
+        ("qwen2_5_vl", ""),
+    ],
+    ids=["the base", "its decoder", "a layer", "a layer with a state", "its output", "unusual inputs", "of images"],
+)
+def test_what_a_hook_raises_reaches_the_caller_also_while_the_base_is_tried(kind, place, fallbacks):
+    fields = {"dtype": torch.float32, "attn_implementation": None} if kind in HYBRID else {}
+    model = FAMILIES[0].build(tiny(kind) if kind in SEEING else tiny_base(kind, **fields))
+    call = {**LONG, "max_new_tokens": 4}
+    if kind == "gpt2":
+        call["token_type_ids"] = torch.full((1, 9), 3)
+    for at in range(1, 100):
+        failing = FailingHook(ValueError("of the user's own"), at)
+        hook = model.base.get_submodule(place).register_forward_hook(failing)
+        try:
+            model.generate(**prompt(), **call)
+        except ValueError as error:
+            assert error is failing.error
+        else:
+            break
+        same(model, **call)  # the hook is still there
+        hook.remove()
+    assert 8 < at < 99 and failing.left > 0 and not fallbacks
+
+
+def test_a_hook_that_raises_in_every_forward_is_no_reason_to_draft_no_more_once_it_raises_no_more():
+    model, raises = FAMILIES[0].build(tiny_base("llama-gqa")), [ValueError("of the user's own")]
+
+    def hook(*given):
+        if raises:
+            raise raises[0]
+
+    model.base.register_forward_pre_hook(hook)
+    with pytest.raises(ValueError, match="of the user's own"):
+        model.generate(**prompt(), **LONG)
+    raises.clear()
+    same(model, **LONG)
+
+
+def test_a_hook_that_cannot_read_what_a_tree_is_given_leaves_the_text_to_the_base(fallbacks):
+    model = FAMILIES[0].build(tiny_base("llama-gqa"))
+
+    def hook(module, given, named):
+        mask = named.get("attention_mask")
+        assert mask is None or mask.dim() == 2, "a mask of tokens"
+
+    model.base.get_decoder().register_forward_pre_hook(hook, with_kwargs=True)
+    call = {"max_new_tokens": 8, "eos_token_id": None}
+    assert torch.equal(model.generate(**prompt(2), **call), model.base.generate(**prompt(2), **call))
+    assert len(fallbacks) == 1 and "a mask of tokens" in fallbacks[0]
 
 
 @families

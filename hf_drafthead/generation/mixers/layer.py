@@ -171,18 +171,16 @@ class RecurrentLayer(LinearAttentionLayer):
         if state is not None:
             self.held_states[number] = torch.zeros_like(state)
             self.is_recurrent_states_initialized[number] = True
-        like = inputs if inputs is not None else state
-        assert like is not None
+        if (like := state if inputs is None else inputs) is None:  # the layer has not run yet
+            return
         self.device, self.dtype = like.device, like.dtype
         self.cache.lengths = self.cache.lengths.to(like.device) if self.cache.extent == 0 else self.cache.lengths
 
-    def update_conv_state(
-        self, conv_states: torch.Tensor, state_idx: int = 0, conv_kernel_size: int | None = None, **kwargs: Any
-    ) -> Any:
+    def update_conv_state(self, conv_states: torch.Tensor, state_idx: int = 0, *args: Any, **kwargs: Any) -> Any:
         """Take inputs (B, C, n) of a convolution; returns all that it may look at."""
         if self.cache.tree is not None:
             return Nodes(self, state_idx, conv_states)
-        return super().update_conv_state(conv_states, state_idx, conv_kernel_size=conv_kernel_size, **kwargs)
+        return super().update_conv_state(conv_states, state_idx, *args, **kwargs)
 
     def update_recurrent_state(self, recurrent_states: Any, state_idx: int = 0, **kwargs: Any) -> Any:
         """Take the state after a forward; that over a tree leaves none."""
@@ -203,9 +201,8 @@ class RecurrentLayer(LinearAttentionLayer):
             return
         path = path.to(self.device)
         kept = {name: path.along(values) for name, values in self.record.items()}
-        for number, state in self.held_states.items():
-            if state is not None and number == 0:
-                self.kind.fold(state, kept, path)
+        if (state := self.held_states[0]) is not None:
+            self.kind.fold(state, kept, path)
         for number, inputs in self.held_inputs.items():
             if inputs is not None:
                 lines = torch.cat([inputs, kept[f"inputs {number}"].transpose(1, 2)], dim=2)
@@ -214,14 +211,11 @@ class RecurrentLayer(LinearAttentionLayer):
 
     def resize_record(self, nodes: int) -> None:
         """Hold a record of so many nodes in memory that stays where it is: shapes are to be fixed."""
-        shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
-        for number, inputs in self.held_inputs.items():
-            if inputs is not None:
-                shapes[f"inputs {number}"] = (inputs.shape[1:2], inputs.dtype)
-        inputs, state = self.held_inputs[0], self.held_states[0]
-        if state is not None:
-            for name, shape in self.kind.record(inputs, state).items():
-                shapes[name] = (shape, torch.float32)
+        held = {f"inputs {number}": inputs for number, inputs in self.held_inputs.items() if inputs is not None}
+        shapes: dict[str, Any] = {name: (inputs.shape[1:2], inputs.dtype) for name, inputs in held.items()}
+        if (state := self.held_states[0]) is not None:
+            record = self.kind.record(self.held_inputs[0], state)
+            shapes |= {name: (shape, torch.float32) for name, shape in record.items()}
         self.record = {
             name: torch.zeros(self.cache.rows, nodes, *shape, dtype=dtype, device=self.device)
             for name, (shape, dtype) in shapes.items()
@@ -243,28 +237,21 @@ class RecurrentLayer(LinearAttentionLayer):
 
     def copy_states(self, other: LinearAttentionLayer) -> None:
         """Hold what another layer holds, of this cache's kind or transformers'."""
-        pairs = ((self.held_inputs, other.conv_states), (self.held_states, other.recurrent_states))
-        for number in self.held_inputs:
-            for mine, theirs in pairs:
-                if theirs[number] is None:
-                    continue
-                if mine[number] is None and mine is self.held_inputs:
-                    self.start(theirs[number], None, number, None)
-                elif mine[number] is None:
-                    self.start(None, theirs[number], number, None)
-                mine[number].copy_(theirs[number])
+        for number, inputs in other.conv_states.items():
+            theirs = (inputs, other.recurrent_states[number])
+            if self.held_inputs[number] is None and self.held_states[number] is None:
+                self.start(*theirs, number, None)
+            for mine, their in zip((self.held_inputs[number], self.held_states[number]), theirs):
+                if their is not None:
+                    mine.copy_(their)
             self.has_previous_state[number] = other.has_previous_state[number]
 
     def unload(self, target: LinearAttentionLayer) -> None:
         """Let a layer of an ordinary cache hold the state."""
         for number, inputs in self.held_inputs.items():
-            state = self.held_states[number]
-            if inputs is not None:
-                if not target.is_conv_states_initialized[number]:
-                    target.lazy_initialization(conv_states=inputs, state_idx=number)
-                target.conv_states[number].copy_(inputs)
-            if state is not None:
-                if not target.is_recurrent_states_initialized[number]:
-                    target.lazy_initialization(recurrent_states=state, state_idx=number)
-                target.recurrent_states[number].copy_(state)
+            for name, held in (("conv_states", inputs), ("recurrent_states", self.held_states[number])):
+                if held is not None:
+                    if not getattr(target, f"is_{name}_initialized")[number]:
+                        target.lazy_initialization(**{name: held}, state_idx=number)
+                    getattr(target, name)[number].copy_(held)
             target.has_previous_state[number] = self.has_previous_state[number]
