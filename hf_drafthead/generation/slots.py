@@ -148,9 +148,7 @@ class SlotCache(Cache):
         m = nodes.shape[1]
         if self.placed is not None:
             if self.recurrent:
-                path = AcceptedPath.of(nodes, counts)
-                for layer in self.recurrent:
-                    layer.fold(path)
+                self._fold(nodes, counts)
             if not self.fixed:
                 self.reserve(self.extent + m, self.nodes)
             single = self.rows == 1 and not self.fixed and self.even
@@ -159,6 +157,12 @@ class SlotCache(Cache):
         self.lengths.add_(counts.to(self.lengths.device))
         if not self.fixed:  # a program must not look at a number that differs from call to call
             self.extent = self._longest(self.extent + m)
+
+    def _fold(self, nodes: torch.Tensor, counts: torch.Tensor) -> None:
+        """Fold nodes into the states of layers without keys."""
+        path = AcceptedPath.of(nodes, counts)
+        for layer in self.recurrent:
+            layer.fold(path)
 
     def _move_row(self, source: torch.Tensor) -> None:
         """Copy slots (1, m) behind the past of the only row, which ends at `extent`: fewer operations."""

@@ -107,16 +107,12 @@ class Nodes:
         layer: whose state they hang at.
         number: of the state, where a layer has several.
         inputs: (B, C, N) of the convolution; None until it has been given them.
+        tree: how they hang together.
     """
 
     def __init__(self, layer: RecurrentLayer, number: int, inputs: torch.Tensor | None = None):
         self.layer, self.number, self.inputs = layer, number, inputs
-
-    @property
-    def tree(self) -> TreeTables:
-        tree = self.layer.cache.tree
-        assert tree is not None
-        return tree
+        self.tree: TreeTables = layer.cache.tree
 
     @property
     def state(self) -> torch.Tensor:
