@@ -41,7 +41,7 @@ from transformers.utils import logging
 from hf_drafthead.generation.decoding import Stream, prefill
 from hf_drafthead.generation.drafting import draft_static
 from hf_drafthead.generation.entries import CalibrationKey
-from hf_drafthead.generation.reader import BaseReader, kinds_of, probe_tokens, with_part
+from hf_drafthead.generation.reader import BaseReader, is_hooked, kinds_of, probe_tokens, with_part
 from hf_drafthead.generation.rules import Rules
 from hf_drafthead.generation.runner import Execution, Runner
 from hf_drafthead.generation.settings import DraftPlan
@@ -74,7 +74,7 @@ class StepCosts:
     """
 
     def __init__(self, model: Any, reader: BaseReader, key: CalibrationKey, execution: Execution | None = None):
-        if execution is None or reader.is_hooked():  # of such a base no program is made
+        if execution is None or is_hooked(reader.base):  # of such a base no program is made
             execution, key = Execution("eager"), key._replace(execution="eager")
         self.model, self.reader, self.key, self.rows, self.execution = model, reader, key, key.batch_size, execution
 
