@@ -107,7 +107,10 @@ def main() -> None:
             model, tokenizer = load(
                 str(path), dtype=getattr(torch, dtype), **({"base_model": args.base} if args.base else {})
             )
-            entries = [{**entry, "device": "another CPU"} for entry in model.generation_config.calibration or []]
+            entries = [
+                {**entry, "device": "another CPU"}
+                for entry in getattr(model.generation_config, "calibration", None) or []
+            ]
             foreign = [entry for entry in entries if entry.get("threads")]
             for rows, kind in itertools.product(args.rows, ("none", "foreign")[: 1 + bool(foreign)]):
                 layers = model.base.config.num_hidden_layers
