@@ -230,6 +230,11 @@ def _config_of(
     blank = heads.model_class._blank(copy.deepcopy(config), build_base=False)  # which chooses implementations
     tensors: Mapping[str, Any] = {f"drafter.{key}": tensor for key, tensor in heads.tensors.items()}
     check_tensors(name, tensors, blank.state_dict())
+    if broken := [key for joined in heads.tensors.values() for key in joined.not_finite()]:
+        raise ValueError(
+            f"{name!r} has numbers that are none, or infinite, in {broken[0]!r} and {len(broken) - 1} more tensor(s): "
+            "they come of training that diverged or of float16, get another copy."
+        )
     return config
 
 

@@ -81,10 +81,10 @@ class BlockDrafter(Layout):
             )
         reads_anchor = {Z_LAB: False, DEEPSPEC: True}.get(architecture)
         for key in ("shift_label", "sample_from_anchor"):
-            reads_anchor = reads_anchor if (said := _said(name, key, config, nested)) is None else bool(said)
+            reads_anchor = reads_anchor if (said := _flag(name, key, config, nested)) is None else said
         causal = None
         for key in ("is_causal", "causal", "causal_head"):
-            causal = _said(name, key, config, nested) if causal is None else causal
+            causal = _flag(name, key, config, nested) if causal is None else causal
         form = {
             "feature_layers": None if ids is None else [layer + 1 for layer in ids],
             "block_size": _said(name, "block_size", config, nested),
@@ -138,13 +138,13 @@ class SpeculatorsBlock(Layout):
         return config.get(KIND) in ("dflash", "dspark")
 
     def read(self, source: Source, fields: Mapping[str, Any]) -> Heads:
-        config = source.config
-        non_causal = config.get("sliding_window_non_causal")
+        config, name = source.config, source.name
+        non_causal = _flag(name, "sliding_window_non_causal", config)
         form = {
             "feature_layers": config.get(IDS),
             "block_size": config.get("block_size"),
             "mask_token_id": config.get("mask_token_id"),
-            "sample_from_anchor": config.get("sample_from_anchor"),
+            "sample_from_anchor": _flag(name, "sample_from_anchor", config),
             "causal": None if non_causal is None else "sliding" if not non_causal else False,
         }
         layer = config.get("transformer_layer_config") or {}
@@ -203,6 +203,14 @@ def _said(name: str, key: str, *configs: Mapping[str, Any]) -> Any:
     if any(value != values[0] for value in values):
         raise ValueError(f"{name!r} says {key} twice, {values[0]} and {values[1]}: correct its config.json.")
     return values[0] if values else None
+
+
+def _flag(name: str, key: str, *configs: Mapping[str, Any]) -> bool | None:
+    """As `_said`, of what is true or false."""
+    value = _said(name, key, *configs)
+    if value is None or isinstance(value, bool):
+        return value
+    raise ValueError(f"{name!r} says {key} {shortened.repr(value)}, expected true or false: correct its config.json.")
 
 
 def _read(

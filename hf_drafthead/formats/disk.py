@@ -65,6 +65,14 @@ class Joined:
             return self.parts[0].view(self.shape)
         return torch.cat([part.reshape(-1) for part in self.parts]).view(self.shape)
 
+    def not_finite(self) -> list[str]:
+        """The parts that hold infinity, or what is no number, as their file calls them."""
+        names = self.sources if len(self.sources) == len(self.parts) else self.sources[:1] * len(self.parts)
+        # a sum is finite if all its numbers are, but for one that overflows
+        return [
+            name for name, part in zip(names, self.parts) if not part.sum().isfinite() and not part.isfinite().all()
+        ]
+
 
 @dataclass(frozen=True)
 class Source:

@@ -138,6 +138,12 @@ class DFlashConfig(DraftHeadConfig):
                 f"causal_layers is {shortened.repr(causal)}: expected a list of layers from 0 to {self.num_layers - 1}."
             )
         self.causal_layers = sorted(set(causal))
+        if wrong := [
+            window for window in self.windows if window is not None and not (type(window) is int and window > 0)
+        ]:
+            raise ValueError(
+                f"layer_config has sliding_window {shortened.repr(wrong[0])}: expected a whole number of at least 1."
+            )
         if isinstance(self.base_config, PreTrainedConfig):
             self._check_on_base()
 

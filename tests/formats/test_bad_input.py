@@ -229,6 +229,11 @@ def test_a_state_dict_in_an_envelope_is_read(place):
             "'...' has 1 tensor(s) that the layout 'EAGLE' does not have, such as 'layers.1.self_attn.q_proj...",
         ),
         (
+            MEDUSA,
+            lambda tensors: tensors["1.0.linear.weight"][3].fill_(float("nan")),
+            "'...' has numbers that are none, or infinite, in '1.0.linear.weight' and 0 more tensor(s): they come...",
+        ),
+        (
             EAGLE,
             lambda tensors: tensors.pop("layers.0.mlp.up_proj.weight"),
             "'...' lacks the tensor 'drafter.body.layer.mlp.up_proj.weight' [128, 64] that its config asks for: ...",

@@ -73,6 +73,13 @@ REFUSED = {
     "ids that are no list": ({OWN: {**READ, "target_layer_ids": 2}}, "DFlash file has .TypeError: 'int' object"),
     "rotary fields that are missing": ({"rope_scaling": {"rope_type": "yarn"}}, "file has .KeyError: .*'factor'"),
     "rotary fields in words": ({"rope_scaling": "yarn"}, "has .StrictDataclassFieldValidationError: .*: correct it.$"),
+    "a negative rotary base": ({"rope_theta": -1e4}, "says rope_theta '-10000.0', expected a number above 0"),
+    "a flag in words": ({OWN: {**READ, "causal": "yes"}}, "says causal 'yes', expected true or false: correct"),
+    "an anchor in words": ({"sample_from_anchor": "no"}, "says sample_from_anchor 'no', expected true or false"),
+    "no window": (
+        {"layer_types": ["sliding_attention"] * 2, "sliding_window": -3, OWN: {**READ, "causal": False}},
+        "sliding_window -3: expected a whole number of at least 1",
+    ),
     "fewer layers": ({OWN: {**READ, "target_layer_ids": [0, 1]}}, "joins 3 hidden states of width 64, but it reads"),
     "a scale": ({"output_multiplier": 0.5}, "has output_multiplier 0.5, which has no place here"),
     "a mask token beyond the base": (
