@@ -27,6 +27,9 @@ from hf_drafthead.generation.tree import Tree
 
 logger = logging.get_logger(__name__)
 
+TRAINED = (
+    "the model is in training mode, in which dropout changes texts: train it within pause(), and call eval() there."
+)
 LEAST_SHARED = 32  # tokens of a prompt that are copied from another row; fewer are read as soon
 
 
@@ -134,11 +137,13 @@ class Batch:
         return plan.tree if choose is None else choose(state)
 
     def check_base(self) -> None:
-        """See that the base is where, and of what dtype, the keys of those that run are.
+        """See that the base is where, and of what dtype, the keys of those that run are, and in eval mode.
 
         Raises:
-            RuntimeError: it was moved.
+            RuntimeError: it was moved, or is trained.
         """
+        if self.model.base.training:
+            raise RuntimeError(TRAINED)
         if (now := (self.model.base.dtype, self.model.base.device)) != self.placed:
             before, after = (f"{str(dtype).removeprefix('torch.')} on {device}" for dtype, device in (self.placed, now))
             raise RuntimeError(

@@ -12,6 +12,7 @@ from transformers.generation.continuous_batching.requests import GenerationOutpu
 from transformers.utils import logging
 
 from hf_drafthead.batching.manager import Manager
+from hf_drafthead.batching.requests import config_value
 
 
 @contextlib.contextmanager
@@ -26,7 +27,7 @@ def running_manager(
     workload_hints: Any = None,
     **settings: Any,
 ) -> Iterator[Manager]:
-    """A manager that runs within this context; at its end all requests are finished first.
+    """A manager that runs within this context; at its end all requests are finished first, unless it ends by an error.
 
     Args:
         model: with draft heads.
@@ -39,10 +40,12 @@ def running_manager(
     if warmup and not manager.warmed_up:
         manager.warmup()
     manager.start()
+    failed = True
     try:
         yield manager
+        failed = False
     finally:
-        manager.stop(block=block, timeout=timeout, keep_for_next_session=persistent_manager)
+        manager.stop(block=block, timeout=timeout, keep_for_next_session=persistent_manager, hard_stop=failed)
         if not persistent_manager and block:
             manager.destroy()
 
@@ -80,8 +83,9 @@ def generate_batch(
     """
     if not inputs:
         return {}
-    several = settings.pop("num_return_sequences", None)
-    hints = SimpleNamespace(num_requests=len(inputs) * (several or 1))
+    several = config_value("num_return_sequences", settings, generation_config, model.generation_config) or 1
+    settings["num_return_sequences"] = several
+    hints = SimpleNamespace(num_requests=len(inputs) * several)
     manager_of = running_manager(
         model,
         generation_config,
@@ -94,10 +98,9 @@ def generate_batch(
     )
     results: dict[str, GenerationOutput] = {}
     with manager_of as manager:
-        if several is not None:
-            manager.num_return_sequences = several
+        manager.generation_config = generation_config
         ids = manager.add_requests(inputs, record_timestamps=record_timestamps, **settings)
-        children = [[f"{parent}__child#{child}" for child in range(manager.num_return_sequences - 1)] for parent in ids]
+        children = [[f"{parent}__child#{child}" for child in range(several - 1)] for parent in ids]
         order = [name for parent, others in zip(ids, children) for name in (*others, parent)]
         with logging.tqdm(total=len(order), disable=not progress_bar, unit="request") as bar:
             for name in order:

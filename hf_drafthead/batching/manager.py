@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -73,7 +74,6 @@ class Manager:
         asked = _count("slots", slots, getattr(self.config, "max_requests_per_batch", None), 1)
         wanted = getattr(workload_hints, "num_requests", None)
         most_waiting = _count("max_queue_size", max_queue_size, getattr(self.config, "max_queue_size", None), 0)
-        self.num_return_sequences: int = config_value("num_return_sequences", generation_config) or 1
         seed = getattr(self.config, "seed", None)
         self.tokenizer = tokenizer
         self.warmed_up = False
@@ -84,6 +84,18 @@ class Manager:
         answers = texts if lookup_answers else None
         self.scheduler = Scheduler(model, self.tracker, plans, longest_pause, answers)
         self.worker = Worker(self.tracker, self.scheduler)
+        self.made_with: dict[str, Any] = {}
+        # a thread whose manager nobody has any more finishes what was asked, and ends
+        weakref.finalize(self, self.worker.stop, cancel=False).atexit = False
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy of the model has no manager; a thread cannot be copied."""
+        return type(None), ()
+
+    @property
+    def num_return_sequences(self) -> int:
+        """How many texts `add_requests` asks for with each prompt where it does not say."""
+        return config_value("num_return_sequences", self.generation_config, self.model.generation_config) or 1
 
     @property
     def slots(self) -> int | None:
@@ -104,11 +116,18 @@ class Manager:
         workload_hints: Any = None,
         **settings: Any,
     ) -> Manager:
-        """The manager that an earlier session has kept with the model, else a new one."""
+        """The manager that an earlier session has kept with the model, if it is as asked for; else a new one."""
         kept = model.__dict__.get("_cached_continuous_batching_manager")
-        if isinstance(kept, cls):
-            return kept
-        return cls(model, generation_config, continuous_batching_config, workload_hints, **settings)
+        asked = {"continuous_batching_config": continuous_batching_config, **settings}
+        if isinstance(kept, cls) and kept.model is model:
+            if all(value is None or kept.made_with.get(name) == value for name, value in asked.items()):
+                model.eval()
+                kept.generation_config = generation_config or kept.generation_config
+                return kept
+            kept.destroy()
+        manager = cls(model, generation_config, continuous_batching_config, workload_hints, **settings)
+        manager.made_with = asked
+        return manager
 
     # ---- asking
 
@@ -163,11 +182,11 @@ class Manager:
 
     def _request(self, prompt: list[int], settings: dict[str, Any]) -> Request:
         """A request that nobody knows yet; what it does not say is as in the manager's own config."""
-        settings = {**with_config(settings.pop("generation_config", None) or self.generation_config), **settings}
-        if (settings.get("num_return_sequences") or 1) != 1:
+        if (config_value("num_return_sequences", settings, settings.get("generation_config")) or 1) != 1:
             raise ValueError(
                 "num_return_sequences: a request is one text; give it to generate_batch, or in the manager's config."
             )
+        settings = {**with_config(settings.pop("generation_config", None) or self.generation_config), **settings}
         settings["num_return_sequences"] = 1
         settings.setdefault("tokenizer", self.tokenizer)
         if given := {name for name in SHARED if settings.get(name) is not None}:
@@ -189,19 +208,25 @@ class Manager:
         max_new_tokens: int | None = None,
         streaming: bool = False,
         record_timestamps: bool = False,
+        num_return_sequences: int | None = None,
         **settings: Any,
     ) -> list[str]:
         """`add_request` for every prompt, with the same settings; returns the ids in this order.
 
-        Where the generation config asks for several sequences of a prompt, the others have ids `ID__child#NUMBER`.
+        Where these or the generation config ask for several sequences of a prompt, the others have ids
+        `ID__child#NUMBER`, and where there is a seed, those that follow it.
         """
         ids: list[str] = []
-        add = self.add_request
+        config = settings.get("generation_config")
+        several = num_return_sequences or config_value("num_return_sequences", config) or self.num_return_sequences
+        seed = config_value("seed", settings, config or self.generation_config)
+        settings["num_return_sequences"] = 1
         for prompt in inputs:
-            ids.append(add(prompt, None, max_new_tokens, streaming, record_timestamps, **settings))
-            for child in range(self.num_return_sequences - 1):
-                name = f"{ids[-1]}__child#{child}"
-                add(prompt, name, max_new_tokens, streaming, record_timestamps, **settings)
+            for child in range(-1, several - 1):
+                name = f"{ids[-1]}__child#{child}" if child >= 0 else None
+                own = settings if seed is None else {**settings, "seed": seed + child + 1}
+                name = self.add_request(prompt, name, max_new_tokens, streaming, record_timestamps, **own)
+                ids += [name] if child < 0 else []
         return ids
 
     def cancel_request(self, request_id: str) -> None:

@@ -110,6 +110,8 @@ def begin(
         Exception: whatever is wrong with it.
     """
     settings = dict(request.settings)
+    if settings.get("custom_generate") is not None:
+        raise Unsupported("custom_generate is given")
     streamer = settings.pop("streamer", None)
     draws = request.noise if request.objects else None
     own = request.noise.generator() if request.noise is not None and draws is None else None

@@ -5,13 +5,14 @@ from __future__ import annotations
 import functools
 import time
 from collections import deque
+from concurrent.futures import CancelledError
 from typing import Any
 
 import torch
 from transformers.generation.continuous_batching.requests import RequestStatus
 from transformers.utils import logging
 
-from hf_drafthead.batching.batch import Batch, is_short
+from hf_drafthead.batching.batch import TRAINED, Batch, is_short
 from hf_drafthead.batching.metrics import Metrics
 from hf_drafthead.batching.plans import Plans
 from hf_drafthead.batching.requests import Request, begin, decode_alone
@@ -77,7 +78,7 @@ class Scheduler:
             self._fill()
             if self.batch is not None and self.batch.running:
                 self._step(self.batch)
-        except Exception as error:
+        except BaseException as error:
             self._recover(error)
 
     def fail_all(self, error: BaseException) -> None:
@@ -160,10 +161,12 @@ class Scheduler:
 
     def _begin(self, batch: Batch | None, request: Request) -> None:
         try:
+            if self.model.base.training:
+                raise RuntimeError(TRAINED)
             try:
                 if batch is None:
                     raise Unsupported("the base does not draft")
-                pieces = (self._piece(batch), lambda: self._between(batch)) if batch.running else None
+                pieces = (self._piece(batch), lambda: self._between(batch, request)) if batch.running else None
                 shared = batch.beginning(request.prompt), pieces
                 member = begin(self.model, request, self.plans.largest, batch.reader, device_of(self.model), *shared)
             except Unsupported as reason:
@@ -172,26 +175,35 @@ class Scheduler:
                 self.metrics.first(request)
                 self._end(request)
                 return
-        except Exception as error:
-            self._end(request, error)
+        except BaseException as error:  # of objects of the user's, what would end a process ends a request
+            self._end(request, None if request.cancelled else error)
             return
         self.metrics.first(request)
         request.status = RequestStatus.DECODING
-        if batch is None or member.state is None or member.state.ends[0] is not None:
+        if batch is None or member.state is None or member.state.ends[0] is not None or request.cancelled:
             self._close(member)
             return
         if request.streaming:
             self.tracker.deliver(request)
-        self._join(batch, member)
+        if batch.has_room:
+            self._join(batch, member)
+        else:  # memory was short for the steps that were taken meanwhile
+            self.aside.append(member)
 
     def _piece(self, batch: Batch) -> int:
         """How many tokens of a prompt are read while those that run wait."""
         rows = len(batch.running)
         return max(int(self.longest_pause * rows * self.plans(rows).tree.num_nodes), LEAST_PIECE)
 
-    def _between(self, batch: Batch) -> None:
-        """Between two pieces of a prompt: a step of those that run."""
+    def _between(self, batch: Batch, request: Request) -> None:
+        """Between two pieces of a prompt: a step of those that run.
+
+        Raises:
+            CancelledError: nobody waits for this request any more.
+        """
         self._leave_cancelled(batch)
+        if request.cancelled:
+            raise CancelledError
         if batch.running:
             self._step(batch)
 
@@ -208,7 +220,8 @@ class Scheduler:
         try:
             batch.check_base()
             record = batch.step()
-        except Exception as error:
+            batch.check_base()  # another thread may have changed it meanwhile
+        except BaseException as error:
             self._failed(batch, error)
             return
         self.metrics.step(len(batch.running), sum(record.counts))
@@ -222,7 +235,7 @@ class Scheduler:
                 if member.error is None and member.stream.streamer is not None and batch.state is not None:
                     with member.drawing():
                         member.stream.committed(batch.view(row), member.rules)
-            except Exception as error:
+            except BaseException as error:
                 member.error = error
             if member.error is not None or batch.ended(row):
                 leaving.append(row)
@@ -236,22 +249,22 @@ class Scheduler:
         """Requests waiting, running and ended, tokens per step and per second, and seconds to the first token."""
         return {**self.tracker.counts(), **self.metrics.values()}
 
-    def _failed(self, batch: Batch, error: Exception) -> None:
+    def _failed(self, batch: Batch, error: BaseException) -> None:
         """After a step that has raised: with fewer rows where memory was short, else none of them can go on."""
         if is_short(error) and len(batch.running) > 1:
             try:
                 self.aside.extendleft(reversed(batch.halve()))
                 self.slots = batch.slots
                 return
-            except Exception as another:
+            except BaseException as another:
                 error = another
         members = batch.running
         batch.close()
         for member in members:
-            member.error = error.__cause__ if is_short(error) and isinstance(error.__cause__, Exception) else error
+            member.error = (is_short(error) and error.__cause__) or error
             self._close(member)
 
-    def _recover(self, error: Exception) -> None:
+    def _recover(self, error: BaseException) -> None:
         """Behind an error of what all share: begin anew, without the requests that were begun.
 
         Raises:
@@ -302,7 +315,7 @@ class Scheduler:
                 member.rules.close()
                 if member.stream.streamer is not None and member.error is None:
                     member.stream.streamer.end()
-        except Exception as error:
+        except BaseException as error:
             member.error = member.error or error
         self._end(member.request, member.error)
 

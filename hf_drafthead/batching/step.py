@@ -41,7 +41,7 @@ class Member:
     state: DecodingState | None
     prompt_length: int
     draws: RequestNoise | None = None
-    error: Exception | None = None
+    error: BaseException | None = None
     noise: torch.Tensor | None = field(default=None, repr=False)
 
     def drawing(self) -> contextlib.AbstractContextManager[None]:
@@ -74,7 +74,7 @@ class SharedStep(Step):
                 assert noise is not None
                 member.noise = noise.to(self.device)
                 tilts[row] = member.rules.tilt(noise)[0]
-            except Exception as error:
+            except BaseException as error:
                 member.error = error
         if not tilts and not state.rows.cache.fixed:  # a program takes the same arguments in every step
             return None, None
@@ -95,7 +95,7 @@ class SharedStep(Step):
                 try:
                     with member.drawing():
                         walk = self._walk_row(state, row, member, candidates, logits[row : row + 1])
-                except Exception as error:  # of a processor, a criterion, a streamer: it ends this request alone
+                except BaseException as error:  # of a processor, a criterion, a streamer: it ends this request alone
                     member.error = error
             walks.append(walk)
         alone = Walk.of_rows(walks, depth, SHARED_RULES.pad_token, self.device)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import queue
 import threading
 from collections import deque
@@ -62,7 +63,8 @@ class RequestTracker:
         with self.changed:
             self._wait_for_room()
             if request_id is None:
-                request_id = f"req_{self.added}"
+                numbers = (f"req_{number}" for number in itertools.count(self.added))
+                request_id = next(name for name in numbers if name not in self.known)
             if request_id in self.known:
                 raise ValueError(f"the request {request_id!r} is not finished yet: give another request_id.")
             prepare()
@@ -146,8 +148,11 @@ class RequestTracker:
             wanted = (at for at, each in enumerate(self.results) if request_id in (None, each.request_id))
             return next(wanted, None)
 
+        def is_over() -> bool:
+            return not may_come() or not (request_id is None or request_id in self.known)
+
         with self.changed:
-            self.changed.wait_for(lambda: place() is not None or not may_come(), timeout)
+            self.changed.wait_for(lambda: place() is not None or is_over(), timeout)
             at = place()
             if at is None:
                 return None
@@ -164,8 +169,8 @@ class RequestTracker:
                 self.results.remove(result)
             if not any(result.is_finished() for result in early):
                 self.handlers[request_id] = callback, loop
-        for result in early:
-            loop.call_soon(callback, result)
+            for result in early:  # before the lock is given up, behind which later ones come
+                loop.call_soon(callback, result)
 
     def deliver(self, request: Request) -> None:
         """Give what a request has so far to its handler, or keep it until somebody asks."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import threading
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from hf_drafthead.generation.mixin import with_room
 
 logger = logging.get_logger(__name__)
 
+LAST_STEP = 10.0  # seconds for which a process that ends waits for the thread
 STOPPED = "the manager was stopped: start() it again, or make a new one."
 ENDING = "the manager is being stopped: start() it in another thread than the one that decodes."
 
@@ -68,6 +70,12 @@ class Worker:
                 target=self._run, args=(torch.is_inference_mode_enabled(),), name="hf_drafthead batch", daemon=True
             )
             self._thread.start()
+            atexit.register(self._leave)
+
+    def _leave(self) -> None:
+        """Before the interpreter ends: a thread in the middle of torch would abort the process."""
+        self.stop(cancel=True)
+        self.join(LAST_STEP)
 
     def stop(self, cancel: bool) -> None:
         """Take no more requests. Those that wait and run are finished first, or end with an error (`cancel`)."""
@@ -97,9 +105,10 @@ class Worker:
                 raise RuntimeError("the manager does not run: there is nothing to pause.")
             self._pauses += 1
             self._pausing.depth = getattr(self._pausing, "depth", 0) + 1
-            self.changed.notify_all()
-            self.changed.wait_for(lambda: self._paused or not self.is_running())
         try:
+            with self.changed:
+                self.changed.notify_all()
+                self.changed.wait_for(lambda: self._paused or not self.is_running())
             yield
         finally:
             with self.changed:
@@ -117,6 +126,7 @@ class Worker:
             logger.error(died[0].upper() + died[1:])
             self.scheduler.fail_all(error)
         finally:
+            atexit.unregister(self._leave)
             with self.changed:
                 self._ending = True
             self.scheduler.close()

@@ -13,6 +13,7 @@ from transformers.generation.continuous_batching.requests import GenerationOutpu
 from transformers.generation.streamers import BaseStreamer
 
 from hf_drafthead.batching import batch as batches
+from hf_drafthead.batching.scheduler import Scheduler
 from hf_drafthead.batching.step import SharedStep
 from hf_drafthead.generation.releases import CACHE
 from hf_drafthead.generation.slots import DoesNotFit
@@ -95,6 +96,109 @@ def test_the_same_id_twice(held):
     final(manager, name)
     assert manager.add_request([3], request_id=name, max_new_tokens=2) == name
     assert final(manager, name).error is None
+
+
+def test_a_number_that_a_user_has_taken_for_an_id_is_left_out(guessing, managed):
+    manager = managed(guessing, start=False)
+    assert [manager.add_request([3], name) for name in ("req_1", None, None)] == ["req_1", "req_2", "req_3"]
+
+
+def test_a_result_that_never_comes_is_not_waited_for(guessing, managed):
+    """Of an id that nobody has, or whose last result was taken."""
+    manager = managed(guessing)
+    name = add(manager, ([3], SHORT))
+    assert final(manager, name).error is None
+    assert manager.get_result(name) is None and manager.get_result("nobody's") is None
+    assert [*manager.request_id_iter(name)] == []
+
+
+def test_a_long_prompt_is_given_up_within_a_piece_once_its_request_is_cancelled(guessing, managed, monkeypatch):
+    manager, pieces, go_on = managed(guessing, start=False, longest_pause=0.0), [], Scheduler._between
+
+    def between(self, batch, request):
+        pieces.append(request)
+        if len(pieces) == 2:
+            manager.cancel_request(request.request_id)
+        go_on(self, batch, request)
+
+    monkeypatch.setattr(Scheduler, "_between", between)
+    other = add(manager, ([3, 4, 5], LONG))
+    name = add(manager, ([5, 6] * 1000, SHORT))
+    manager.start()
+    result = final(manager, name)
+    assert result.error == "the request was cancelled" and result.generated_tokens == [] and len(pieces) == 2
+    assert final(manager, other).generated_tokens == alone(guessing.base, ([3, 4, 5], LONG))
+
+
+def test_memory_that_is_short_while_a_prompt_is_read_loses_nobody(guessing, managed, monkeypatch):
+    """The step between two pieces leaves fewer slots than there were when the request was begun."""
+    manager, between = managed(guessing, start=False, longest_pause=0.0), Scheduler._between
+    short, step = threading.Event(), SharedStep.__call__
+
+    def steps(self, state, stages=None):
+        if short.is_set() and len(state.lengths) > 1:
+            raise DoesNotFit("no memory")
+        return step(self, state, stages)
+
+    monkeypatch.setattr(SharedStep, "__call__", steps)
+    monkeypatch.setattr(Scheduler, "_between", lambda *given: (short.set(), between(*given)))
+    requests = [([3, 4], LONG), ([5, 6], LONG), ([7, 8] * 100, SHORT)]
+    names = [add(manager, each) for each in requests]
+    manager.start()
+    results = [final(manager, name) for name in names]
+    assert [result.error for result in results] == [None] * 3 and manager.slots == 1
+    assert [result.generated_tokens for result in results] == [alone(guessing.base, each) for each in requests]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
+@pytest.mark.parametrize("call", [1, 2, 5])
+@pytest.mark.parametrize("what", ["logits_processor", "streamer"])
+def test_an_object_that_would_end_the_process_ends_its_request(what, call, error, guessing, managed):
+    class Leaves(Counts, BaseStreamer):
+        def put(self, value):
+            self.seen.append(value)
+            if len(self.seen) == call:
+                raise error("the object's own")
+
+        def end(self):
+            pass
+
+        def __call__(self, input_ids, scores):
+            self.put(input_ids)
+            return scores
+
+    manager = managed(guessing)
+    good = add(manager, ([5, 6], SHORT))
+    bad = add(manager, ([5, 6], SHORT), **{what: [Leaves()] if what == "logits_processor" else Leaves()})
+    assert final(manager, bad).error == f"{error.__name__}: the object's own"
+    assert final(manager, good).generated_tokens == alone(guessing.base, ([5, 6], SHORT)) and manager.is_running()
+
+
+def test_results_that_were_there_before_their_handler_come_first(guessing, managed, monkeypatch):
+    manager, seen = managed(guessing, start=False), []
+    name = add(manager, ([3, 4], SHORT), streaming=True)
+    request = manager.tracker.known[name]
+
+    async def ask() -> None:
+        loop = asyncio.get_running_loop()
+        request.tokens = [1]
+        manager.tracker.deliver(request)
+        later, call_soon = threading.Thread(target=manager.tracker.deliver, args=(request,)), loop.call_soon
+
+        def slow(*given, **named):
+            monkeypatch.setattr(loop, "call_soon", call_soon)
+            request.tokens = [1, 2]
+            later.start()
+            later.join(0.2)
+            return call_soon(*given, **named)
+
+        monkeypatch.setattr(loop, "call_soon", slow)
+        manager.register_result_handler(name, lambda result: seen.append(result.generated_tokens))
+        await asyncio.to_thread(later.join)
+        await asyncio.sleep(0)
+
+    asyncio.run(ask())
+    assert seen == [[1], [1, 2]]
 
 
 def test_stop_finishes_what_waits_and_runs(held, guessing):
@@ -394,6 +498,11 @@ def test_a_model_in_training_decodes_by_the_base(managed):
         ([5, 600], {}, "the prompt holds the token 600: expected ids from 0 to 66, which the base has."),
         ([5, -1], {}, "the prompt holds the token -1: expected ids from 0 to 66, which the base has."),
         ([3], {"num_return_sequences": 2}, "num_return_sequences: a request is one text; give it to generate_batch"),
+        (
+            [3],
+            {"generation_config": GenerationConfig(num_return_sequences=2, do_sample=True)},
+            "num_return_sequences: a request is one text; give it to generate_batch",
+        ),
         ([3], {"draft_tree": [[0]]}, "draft_tree: steps are shared, give it to init_continuous_batching."),
         ([3], {"lookup_texts": [[3]]}, "lookup_texts: steps are shared, give it to init_continuous_batching."),
     ],
@@ -421,7 +530,7 @@ def test_a_prompt_that_is_longer_than_the_base_s_table_of_positions(managed):
     assert final(other, add(other, longer)).generated_tokens == alone(rotary, longer)
 
 
-@pytest.mark.parametrize("kind", ["a cache", "a static cache", "an assistant", "beams", "typical acceptance"])
+@pytest.mark.parametrize("kind", ["a cache", "a static cache", "an assistant", "a loop", "beams", "typical acceptance"])
 def test_what_others_cannot_share_is_decoded_alone_with_one_warning(kind, held, guessing, caplog, monkeypatch):
     if kind == "an assistant":  # transformers calls it in a way that it deprecates
         monkeypatch.setattr(transformers.generation.utils.logger, "warning_once", lambda *given: None)
@@ -430,6 +539,7 @@ def test_what_others_cannot_share_is_decoded_alone_with_one_warning(kind, held, 
     settings = {
         "a cache": lambda: {CACHE: DynamicCache()},
         "a static cache": lambda: {CACHE: StaticCache(config=base.config, max_cache_len=64)},
+        "a loop": lambda: {"custom_generate": lambda model, input_ids, **named: input_ids.repeat(1, 2)},
         "an assistant": lambda: {"assistant_model": drafter},
         "beams": lambda: {"num_beams": 2},
         "typical acceptance": lambda: {"acceptance": "typical", "do_sample": True, "seed": 3},

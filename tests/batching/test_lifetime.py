@@ -1,0 +1,177 @@
+"""What becomes of a manager when its model, its process, or whoever holds it changes or goes away."""
+
+import copy
+import gc
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import torch
+from transformers import GenerationConfig
+
+from hf_drafthead.batching import worker
+from hf_drafthead.batching.batch import Batch
+from hf_drafthead.modeling import DraftModelForCausalLM
+from tests.bases import tiny_base
+from tests.batching.requests import TREE, add, alone, final
+from tests.batching.test_manager import LONG, SHORT, Gate
+
+TRAINED = (
+    "RuntimeError: the model is in training mode, in which dropout changes texts: train it within pause(), then call "
+    "eval()."
+)
+
+
+@pytest.fixture
+def dropping():
+    """Heads of a base that drops out while it is trained."""
+    base = tiny_base("llama-gqa", dtype=torch.float32, attention_dropout=0.3)
+    return DraftModelForCausalLM.from_base(base, draft=copy.deepcopy(base)).eval()
+
+
+def settings(**named) -> GenerationConfig:
+    """A config of generation without an end, as transformers' manager takes it."""
+    config = GenerationConfig(**named)
+    config.eos_token_id = -1
+    return config
+
+
+def test_a_model_that_is_trained_while_it_serves(dropping, managed):
+    """Whoever runs, and whoever comes, is told; nobody gets another text. Back in eval mode it serves on."""
+    manager, gate = managed(dropping), Gate()
+    expected = alone(dropping.base, ([3, 4, 5], LONG))
+    name = add(manager, ([3, 4, 5], LONG), streamer=gate)
+    assert gate.reached.wait(60)
+    dropping.train()
+    later = add(manager, ([5, 6], SHORT))
+    gate.opened.set()
+    result, other = final(manager, name), final(manager, later)
+    assert result.error == other.error == TRAINED and other.generated_tokens == []
+    assert result.generated_tokens == expected[: len(result.generated_tokens)]
+    dropping.eval()
+    assert final(manager, add(manager, ([5, 6], SHORT))).generated_tokens == alone(dropping.base, ([5, 6], SHORT))
+
+
+def test_a_model_that_is_put_into_training_mode_within_a_step(dropping, managed, monkeypatch):
+    manager, step = managed(dropping, start=False), Batch.step
+    expected, steps = alone(dropping.base, ([3, 4, 5], LONG)), []
+
+    def trained(self):
+        steps.append(1)
+        if len(steps) == 5:
+            dropping.train()
+        return step(self)
+
+    monkeypatch.setattr(Batch, "step", trained)
+    name = add(manager, ([3, 4, 5], LONG))
+    manager.start()
+    result = final(manager, name)
+    dropping.eval()
+    assert result.error == TRAINED and result.generated_tokens == expected[: len(result.generated_tokens)]
+
+
+def test_a_manager_that_nobody_holds_any_more_finishes_and_ends(guessing):
+    manager = guessing.init_continuous_batching(slots=2, draft_tree=TREE)
+    manager.start()
+    thread, tracker = manager.worker._thread, manager.tracker
+    name = add(manager, ([3, 4, 5], LONG))
+    del manager
+    gc.collect()
+    thread.join(60)
+    assert not thread.is_alive()
+    texts = [result.generated_tokens for result in tracker.results if result.request_id == name]
+    assert texts == [alone(guessing.base, ([3, 4, 5], LONG))]
+
+
+LEAVES = """
+import transformers
+from transformers import AutoModelForCausalLM
+from hf_drafthead import zoo
+model = AutoModelForCausalLM.from_pretrained(zoo.path("medusa"))
+manager = model.init_continuous_batching(slots=2, draft_tree=[[0]])
+manager.start()
+names = [manager.add_request([5, 6], max_new_tokens=400, eos_token_id=-1, streaming=True) for _ in range(20)]
+manager.get_result(names[0])
+print("left")
+"""
+
+
+def test_a_process_that_ends_with_requests_ends_well():
+    """A thread in the middle of torch aborts a process that ends."""
+    done = subprocess.run([sys.executable, "-c", LEAVES], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (0, "left\n"), done.stderr
+    assert "terminate called" not in done.stderr
+
+
+def test_a_process_does_not_wait_long_for_a_thread_that_is_held(guessing, managed, monkeypatch):
+    monkeypatch.setattr(worker, "LAST_STEP", 0.2)
+    manager, gate = managed(guessing), Gate()
+    name = add(manager, ([3, 4, 5], LONG), streamer=gate)
+    assert gate.reached.wait(60)
+    manager.worker._leave()
+    assert manager.is_running()
+    gate.opened.set()
+    assert final(manager, name).error == "RuntimeError: the manager was stopped before this request was finished"
+
+
+@pytest.mark.parametrize("how", [copy.copy, copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_of_a_model_has_no_manager_of_the_first(how, guessing):
+    model = copy.copy(guessing)
+    with model.continuous_batching_context_manager(persistent_manager=True, slots=2) as manager:
+        pass
+    other = how(model)
+    assert model.init_continuous_batching() is manager
+    assert other.init_continuous_batching(slots=2).model is other
+
+
+def test_a_kept_manager_has_the_settings_of_every_session(guessing):
+    model, prompts = copy.copy(guessing), [[3, 4], [5, 6]]
+    first = model.generate_batch(prompts, settings(max_new_tokens=6), persistent_manager=True, num_return_sequences=2)
+    kept = model.init_continuous_batching()
+    model.train()
+    second = model.generate_batch(prompts, settings(max_new_tokens=9, repetition_penalty=1.5), persistent_manager=True)
+    assert model.init_continuous_batching() is kept and not model.training and len(first) == 4
+    wanted = {"max_new_tokens": 9, "repetition_penalty": 1.5, "eos_token_id": None}
+    expected = [alone(model.base, (tokens, wanted)) for tokens in prompts]
+    assert [result.generated_tokens for result in second.values()] == expected
+    assert model.init_continuous_batching(slots=3) is not kept
+    assert model.init_continuous_batching().generation_config is None
+
+
+def test_several_sequences_of_a_prompt_with_a_seed_differ(guessing):
+    wanted = {"max_new_tokens": 12, "do_sample": True, "eos_token_id": None}
+    results = guessing.generate_batch([[3, 4]], settings(**wanted), num_return_sequences=3, seed=5, slots=2)
+    texts = [alone(guessing.base, ([3, 4], {**wanted, "seed": seed})) for seed in (6, 7, 5)]
+    assert [result.generated_tokens for result in results.values()] == texts and texts[0] != texts[1]
+
+
+def test_an_error_among_the_prompts_of_a_batch_does_not_wait_for_the_others(guessing):
+    begun = threading.active_count()
+    with pytest.raises(ValueError, match="the prompt is"):
+        guessing.generate_batch([[3]] * 2000 + [[]], max_new_tokens=200, eos_token_id=-1, slots=2, draft_tree=TREE)
+    assert threading.active_count() <= begun + 1  # but for that of the progress bar
+
+
+def test_an_interrupt_while_a_pause_begins_leaves_no_pause(guessing, managed):
+    manager, gate = managed(guessing), Gate()
+    name = add(manager, ([3, 4, 5], LONG), streamer=gate)
+    assert gate.reached.wait(60)
+    waits = threading.Thread(target=interrupt_when, args=(lambda: manager.worker._pauses,))
+    waits.start()
+    with pytest.raises(KeyboardInterrupt), manager.pause():
+        time.sleep(60)
+    waits.join()
+    gate.opened.set()
+    assert final(manager, name).error is None
+
+
+def interrupt_when(condition) -> None:
+    """Interrupt the main thread as soon as something holds."""
+    while not condition():
+        time.sleep(0.001)
+    time.sleep(0.05)
+    signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
