@@ -27,9 +27,7 @@ from hf_drafthead.generation.tree import Tree
 
 logger = logging.get_logger(__name__)
 
-TRAINED = (
-    "the model is in training mode, in which dropout changes texts: train it within pause(), and call eval() there."
-)
+TRAINED = "the model is in training mode, in which dropout changes texts: train it within pause(), then call eval()."
 LEAST_SHARED = 32  # tokens of a prompt that are copied from another row; fewer are read as soon
 
 
