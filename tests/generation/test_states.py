@@ -95,6 +95,36 @@ def test_a_commit_of_other_paths_in_every_row_leaves_the_states_of_these_paths(k
 
 
 @each_mixer
+def test_in_half_precision_trees_and_commits_round_as_much_as_the_base_s_own_steps(kind):
+    """Against the same weights in float32; and a tree is as near to the steps as one forward over the text is."""
+    base = tiny_base(kind, dtype=torch.bfloat16, attn_implementation=None)
+    reader, chain = probe(base, (-1,)), DraftTree([[0] * depth for depth in range(1, 4)])
+    text, places = torch.randint(3, 67, (4, 49)), torch.arange(49).expand(4, -1)
+    alone, topology, order = (
+        DynamicCache(config=base.config),
+        chain.topology(text.device),
+        torch.arange(4).expand(4, -1),
+    )
+    cache = reader.cache(4, 64, chain.num_nodes)
+    with torch.no_grad():
+        parts = zip(text.split([9, *[1] * 40], dim=1), places.split([9, *[1] * 40], dim=1))
+        steps = [base(part, **{CACHE: alone}, position_ids=at, use_cache=True).logits[:, -1:] for part, at in parts]
+        reader(True, **{"input_ids": text[:, :9], CACHE: cache, "use_cache": True})
+        cache.count(9)
+        verified = []
+        for nodes in text[:, 9:].split(4, dim=1):
+            positions = cache.lengths[:, None] + topology.depths
+            verified.append(reader.nodes(nodes, topology, cache, positions, None)[0])
+            cache.keep(order, torch.full((4,), 4))
+        stepwise, trees = torch.cat(steps[1:], dim=1).float(), torch.cat(verified, dim=1).float()
+        whole = base(text).logits[:, 9:].float()
+        exact = base.float()(text).logits[:, 9:]
+    pairs = ((trees, exact), (stepwise, exact), (trees, stepwise), (whole, stepwise))
+    of_trees, of_steps, between, of_base = (float((one - other).square().mean().sqrt()) for one, other in pairs)
+    assert 0 < of_trees < 1.1 * of_steps and between < 1.3 * of_base
+
+
+@each_mixer
 @pytest.mark.parametrize("tree", [DynamicTree(12, 3, 3), [[0]], [[0, 0, 0][:depth] for depth in (1, 2, 3)]], ids=str)
 def test_every_kind_of_tree(tree, kind):
     agree_on(kind, prompt(3), call={"max_new_tokens": 16}, tree=tree)
