@@ -59,6 +59,7 @@ class TextIndex:
             [0, 0]]), tensor([2, 0]))
     """
 
+    @torch.inference_mode(False)
     def __init__(self, texts: Iterable[Sequence[int]] = (), capacity: int | None = None):
         texts = [[*text] for text in texts]
         needed = _needed(texts)

@@ -11,7 +11,7 @@ from tests.bases import VOCABULARY, tiny_base
 from tests.checkpoints import byte_tokenizer
 from tests.families import FAMILIES
 from tests.generation import test_recorded
-from tests.generation.agreement import shared_base
+from tests.generation.agreement import prompt, shared_base
 
 CPU = torch.device("cpu")
 RUNNERS = {"eager": {}, "recorded": {}, "captured": {"cache_implementation": "static"}}
@@ -129,6 +129,20 @@ def test_an_answer_that_is_named_takes_few_steps(tree, how, request, monkeypatch
     steps = check(model, lambda expected: expected, RUNNERS[how], tree)
     assert steps <= 8 < 16 < min(plain)
     assert len(recorded) <= made + 1 and (how != "recorded" or made)  # a call that compares may record a stage anew
+
+
+@pytest.mark.parametrize("inside", [torch.inference_mode, torch.no_grad], ids=["inference mode", "no grad"])
+def test_an_index_of_a_call_that_needs_no_gradients_is_one_of_every_call(inside):
+    model, base = FAMILIES[0].build(shared_base("llama-gqa")), shared_base("llama-gqa")
+    expected = base.generate(**prompt(2), max_new_tokens=9)
+    with inside():
+        index = TextIndex(expected.tolist())
+        texts = [
+            model.generate(**prompt(2), max_new_tokens=9, lookup_texts=each) for each in (index, expected.tolist())
+        ]
+    index.put([5, 6, 7, 8])
+    texts.append(model.generate(**prompt(2), max_new_tokens=9, lookup_texts=index))
+    assert all(torch.equal(text, expected) for text in texts)
 
 
 def test_strings_are_read_with_the_tokenizer():

@@ -44,20 +44,15 @@ class AcceptedPath(NamedTuple):
         return AcceptedPath(*(part.to(device) for part in self))
 
     def decays(self, sums: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """How much is left of the state (B, ...) and of each node (B, D, ...), from summed log decays (B, D, ...)."""
+        """How much is left of the state (B, ...) and of each node (B, D, ...), from `along` of summed log decays."""
         wide = (-1, 1, *[1] * (sums.dim() - 2))
         last = sums.take_along_dim((self.counts - 1).clamp(min=0).view(wide), dim=1)
-        left = (last - sums).exp().masked_fill(self._beyond(sums), 0.0)
-        return last[:, 0].exp(), left
+        return last[:, 0].exp(), (last - sums).exp()
 
     def along(self, values: torch.Tensor) -> torch.Tensor:
         """What is on the paths (B, D, ...) of the nodes' values (B, N, ...); zero behind them, where NaN may be."""
-        found = values[self.rows, self.nodes]
-        return found.masked_fill(self._beyond(found), 0.0)
-
-    def _beyond(self, values: torch.Tensor) -> torch.Tensor:
-        beyond = torch.arange(values.shape[1], device=values.device) >= self.counts[:, None]
-        return beyond.view(*beyond.shape, *[1] * (values.dim() - 2))
+        beyond = torch.arange(self.nodes.shape[1], device=values.device) >= self.counts[:, None]
+        return values[self.rows, self.nodes].masked_fill(beyond.view(*beyond.shape, *[1] * (values.dim() - 2)), 0.0)
 
 
 class TreeTables:
