@@ -399,7 +399,7 @@ class DraftHeadGenerationMixin(GenerationMixin):
             key = CalibrationKey.of(base, drafter if settings.calibration else None, len(input_ids), execution.name)
             plan = settings.plan_for(key, *self._guesses_among(), StepCosts(self, reader, key, execution))
             copies = plan.copies or None if copies is None else copies
-            if not plan.tree.max_depth and on_step is None and copies is None:
+            if not plan.tree.max_depth and plan.why_none and on_step is None and copies is None:
                 raise Unsupported(plan.why_none)
         if copies is not None:
             plan = plan.with_lookup(copies, config.max_matching_ngram_size, text_config.vocab_size, texts)

@@ -94,7 +94,8 @@ class DraftPlan:
 
     tree: that its steps fill; acceptance, posterior_threshold, posterior_alpha: see `DraftSettings`; copies: tokens
     that each step copies from the text where the entry that fits says so; texts: others to copy from; switch: of a call
-    that drafts only while that pays; why_none: why the root alone is all that pays, fit for the end of a sentence.
+    that drafts only while that pays; why_none: why the base decodes by itself where the tree is the root alone, fit for
+    the end of a sentence; empty where steps go on without guesses.
     """
 
     tree: Tree
@@ -278,8 +279,11 @@ class DraftSettings:
         takes = "" if measured is None else f" On this machine a step takes {', '.join(sizes)}."
         most = min(chosen.tree.max_depth + 1, rule.usual * (1.0 if entry is not None else UNLIKELY))
         if self.draft_tree != AUTO and rule.cost >= most:
-            why = f"{_not_calibrated(entry, key)}.{takes} No text is expected to save that; {_advice(key)}"
-            return replace(chosen, tree=DraftTree.root_alone(), copies=0, why_none=why.rstrip("."))
+            why = f"{_not_calibrated(entry, key)}.{takes} No text is expected to save that; {_advice(key)}".rstrip(".")
+            if key.execution != "eager":  # of the root alone they take less than the base's own decoding
+                logger.warning_once(f"{why}. Nothing is drafted; steps are {key.execution} all the same.")
+                why = ""
+            return replace(chosen, tree=DraftTree.root_alone(), copies=0, why_none=why)
         drafts = f"{chosen.tree.num_nodes} nodes are drafted as long as that pays on the text; {_advice(key)}"
         logger.warning_once(f"{_not_calibrated(entry, key)}.{takes} {drafts}")
         return replace(chosen, switch=rule)

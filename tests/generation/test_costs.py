@@ -249,6 +249,15 @@ def test_costs_of_compiled_steps_are_their_seconds(rows, monkeypatch):
     assert of_programs(model, TREES, rows) == [4.0, 2.0]
 
 
+def test_where_no_tree_pays_compiled_steps_go_on_without_guesses(monkeypatch, notices):
+    model = family("medusa")
+    monkeypatch.setattr(StepCosts, "__call__", lambda self, trees: [9.0] * len(trees))
+    output = model.generate(**prompt(), **LONG, compile_config=TRACED, return_dict_in_generate=True)
+    assert torch.equal(output.sequences, model.base.generate(**prompt(), **LONG))
+    assert set(output.accepted_lengths[0].tolist()) == {1} and len(PROGRAMS[model].compiled) == 3
+    assert any("Nothing is drafted; steps are compiled all the same." in line for line in notices)
+
+
 def test_where_steps_cannot_be_compiled_those_that_are_taken_are_judged(monkeypatch, fallbacks):
     model, ticks = family("medusa"), iter(range(10**6))
     monkeypatch.setattr(runner, "compiled", None)  # which raises
