@@ -175,6 +175,8 @@ class Manager:
             request = self._request(_checked(input_ids, self.model.base), settings)
             request.streaming, request.record_timestamps = streaming, record_timestamps
             seed = config_value("seed", {"seed": seed}, request.settings.get("generation_config"))
+            if seed is not None and (type(seed) is not int or not -(1 << 63) <= seed < 1 << 64):
+                raise ValueError(f"seed is {seed!r}: expected a whole number, of 64 bits.")
             return self.tracker.put(request, request_id, lambda: self._give_noise(request, seed))
         except BaseException:
             self.tracker.refuse(request_id)

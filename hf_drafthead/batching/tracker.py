@@ -161,9 +161,15 @@ class RequestTracker:
             return result
 
     def register(self, request_id: str, callback: Callable[[GenerationOutput], None]) -> None:
-        """Give the results of a request to a function, on the event loop that runs here, instead of keeping them."""
+        """Give the results of a request to a function, on the event loop that runs here, instead of keeping them.
+
+        Raises:
+            ValueError: somebody else is given them, who would wait for ever.
+        """
         loop = asyncio.get_running_loop()
         with self.changed:
+            if request_id in self.known and request_id in self.handlers:
+                raise ValueError(f"the request {request_id!r} has a handler, and is not finished yet: give another id.")
             early = [result for result in self.results if result.request_id == request_id]
             for result in early:
                 self.results.remove(result)

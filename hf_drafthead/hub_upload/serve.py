@@ -1,9 +1,14 @@
 """transformers' own server, with the classes of draft heads made known to it."""
 
+import asyncio
 import functools
+import itertools
+import json
 import queue
+import re
 import sys
 import time
+from contextvars import ContextVar
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -18,6 +23,8 @@ from hf_drafthead.modeling.families import BY_MODEL_TYPE
 OF_PAGES = "--cb-"  # how these options begin; they describe a cache of pages, and rows with heads have none
 MOST_WAITING = 1024  # requests that wait where nothing else is said
 MOST_TOKENS = 1 << 24  # of a folder of texts, half a gigabyte of memory
+CLIENT: ContextVar[Any] = ContextVar("CLIENT")  # what the client of a request says
+FAULTS_OF_CLIENTS = re.compile(r"^CB generation failed for \S+: (Value|Type|Key|Overflow)Error: ")
 NEEDED = ("fastapi", "uvicorn", "openai", "pydantic", "starlette")  # of transformers[serving]
 
 
@@ -136,6 +143,17 @@ def copy_from(texts: TextIndex, answers: bool) -> None:
     GenerateManager.generate_non_streaming = copying(GenerateManager.generate_non_streaming)
 
 
+class Clients:
+    """What lets an answer that is not streamed know that its client has gone: how the server hears of it."""
+
+    def __init__(self, app: Any):
+        self.app = app
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        CLIENT.set(receive)
+        await self.app(scope, receive, send)
+
+
 def share_by_request(**settings: Any) -> None:
     """Let the server's continuous batching give each request its own settings, seed and stop strings.
 
@@ -151,9 +169,11 @@ def share_by_request(**settings: Any) -> None:
     kind, build_config = utils.CBGenerateManager, utils.BaseHandler._build_generation_config
     streaming, whole, build_server = kind.generate_streaming, kind.generate_non_streaming, server.build_server
 
-    def with_seed(self: Any, body: dict[str, Any], *given: Any, **named: Any) -> Any:
-        config = build_config(self, body, *given, **named)
-        config.seed = body.get("seed")
+    def with_seed(self: Any, body: dict[str, Any], *given: Any, use_cb: bool = False, **named: Any) -> Any:
+        # the server would seed the process, from which other requests draw
+        config = build_config(self, {**body, "seed": None} if use_cb else body, *given, use_cb=use_cb, **named)
+        if body.get("seed") is not None:
+            config.seed = body["seed"]
         return config
 
     def init_cb(self: Any, model: Any, config: Any) -> None:
@@ -163,28 +183,55 @@ def share_by_request(**settings: Any) -> None:
             self._cb = model.init_continuous_batching(**both, **more)
             self._cb.start()
 
+    numbers = itertools.count()
+
     def take(manager: Any, processor: Any, config: Any) -> None:
+        config.stop_strings = config.stop_strings or None
         if manager._cb is not None:
             manager._cb.generation_config = config
             manager._cb.tokenizer = getattr(processor, "tokenizer", processor)
 
     @functools.wraps(streaming)
-    def generate_streaming(self, model, processor, inputs, gen_config, *given, **named):
+    def generate_streaming(self, model, processor, inputs, gen_config, request_id, *given, **named):
         take(self, processor, gen_config)
-        return streaming(self, model, processor, inputs, gen_config, *given, **named)
+        own = f"{request_id}/{next(numbers)}"  # a client may give several requests the same
+        return streaming(self, model, processor, inputs, gen_config, own, *given, **named)
 
     @functools.wraps(whole)
-    async def generate_non_streaming(self, model, processor, inputs, gen_config, *given, **named):
-        take(self, processor, gen_config)  # nothing else runs until the request was added
-        return await whole(self, model, processor, inputs, gen_config, *given, **named)
+    async def generate_non_streaming(self, model, processor, inputs, gen_config, request_id):
+        own = f"{request_id}/{next(numbers)}"
+
+        async def answered():
+            take(self, processor, gen_config)  # nothing else runs until the request was added
+            return await whole(self, model, processor, inputs, gen_config, own)
+
+        answer = asyncio.ensure_future(answered())
+        gone = asyncio.ensure_future(CLIENT.get()())  # of a request that was read its client says no more
+        try:
+            await asyncio.wait({answer, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if not answer.done():
+                self._cb.cancel_request(own)
+            return await answer
+        finally:
+            gone.cancel()
 
     @functools.wraps(build_server)
     def with_metrics(*given: Any, **named: Any) -> Any:
         app, state = build_server(*given, **named), named["generation_state"]
 
+        app.add_middleware(Clients)
+
         @app.exception_handler(queue.Full)
         async def full(_request: Any, error: queue.Full) -> Any:
             return JSONResponse({"error": str(error)}, status_code=503, headers={"Retry-After": "1"})
+
+        async def refused(_request: Any, error: Exception) -> Any:
+            line = f"{type(error).__name__}: {error}".removeprefix("RuntimeError: ")
+            ours = isinstance(error, RuntimeError) and not FAULTS_OF_CLIENTS.search(line)
+            return JSONResponse({"error": line}, status_code=500 if ours else 400)
+
+        for kind_of_error in (ValueError, TypeError, LookupError, OverflowError, RuntimeError):
+            app.add_exception_handler(kind_of_error, refused)
 
         @app.get("/metrics")
         def metrics() -> dict[str, float]:
@@ -193,6 +240,13 @@ def share_by_request(**settings: Any) -> None:
 
         return app
 
+    class StreamedError(utils._StreamError):
+        """The server puts it between quotes."""
+
+        def __init__(self, msg: str):
+            super().__init__(json.dumps(msg)[1:-1])
+
+    utils._StreamError = StreamedError
     utils.BaseHandler._build_generation_config = with_seed
     kind.init_cb = init_cb
     kind.generate_streaming, kind.generate_non_streaming = generate_streaming, generate_non_streaming

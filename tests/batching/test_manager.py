@@ -454,6 +454,21 @@ def test_results_go_to_a_handler_on_the_event_loop(guessing, managed):
     assert not manager.tracker.handlers and not manager.tracker.results
 
 
+def test_a_handler_is_not_taken_from_a_request_that_runs(held):
+    """Who has registered it would wait for ever."""
+    manager, name, go_on = held
+
+    async def ask() -> str:
+        done = asyncio.get_running_loop().create_future()
+        manager.register_result_handler(name, lambda result: result.is_finished() and done.set_result(result.error))
+        with pytest.raises(ValueError, match=f"the request '{name}' has a handler, and is not finished yet"):
+            manager.register_result_handler(name, print)
+        go_on()
+        return await done
+
+    assert asyncio.run(ask()) is None
+
+
 def test_what_cannot_share_a_batch_runs_between_two_steps_and_can_be_cancelled(held, guessing):
     manager, name, go_on = held
     beams = add(manager, ([5, 6], {**SHORT, "num_beams": 3}))
@@ -503,6 +518,8 @@ def test_a_model_in_training_decodes_by_the_base(managed):
             {"generation_config": GenerationConfig(num_return_sequences=2, do_sample=True)},
             "num_return_sequences: a request is one text; give it to generate_batch",
         ),
+        ([3], {"seed": 1.5}, "seed is 1.5: expected a whole number, of 64 bits."),
+        ([3], {"seed": True}, "seed is True: expected a whole number, of 64 bits."),
         ([3], {"draft_tree": [[0]]}, "draft_tree: steps are shared, give it to init_continuous_batching."),
         ([3], {"lookup_texts": [[3]]}, "lookup_texts: steps are shared, give it to init_continuous_batching."),
     ],

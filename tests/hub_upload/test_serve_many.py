@@ -1,7 +1,11 @@
 """`serve --continuous-batching`: many clients at once, each with its own settings, and drafts for all of them."""
 
 import copy
+import http.client
 import json
+import socket
+import time
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -75,14 +79,111 @@ def test_a_client_that_goes_away_frees_its_slot(client, folder):
     next(iter(stream))
     stream.close()
     assert ask(client, folder, "abc", max_tokens=4) == "defg"
-    with urllib.request.urlopen(f"{client.base_url}".replace("/v1/", "/metrics")) as said:
-        metrics = json.load(said)
+    metrics = counts(client)
     assert metrics["running"] <= 1 and metrics["tokens"] > 4 and metrics["tokens_per_step"] > 0
+
+
+def counts(client) -> dict[str, float]:
+    """What the manager counts."""
+    with urllib.request.urlopen(f"{client.base_url}".replace("/v1/", "/metrics")) as said:
+        return json.load(said)
+
+
+def post(client, body: bytes, **headers: str) -> tuple[int, str]:
+    """Status and text of an answer to a body."""
+    headers["Content-Type"] = "application/json"
+    request = urllib.request.Request(f"{client.base_url}completions", data=body, headers=headers)
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+def test_a_client_that_goes_away_before_its_whole_answer_frees_its_slot(client, folder):
+    assert ask(client, folder, "abc", max_tokens=4) == "defg"
+    before = counts(client)
+    place = http.client.HTTPConnection(client.base_url.host, client.base_url.port)
+    body = json.dumps({"model": str(folder), "prompt": "abc", "max_tokens": 100_000})
+    place.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
+    while not counts(client)["running"]:
+        time.sleep(0.01)
+    place.sock.shutdown(socket.SHUT_RDWR)
+    place.close()
+    for _ in range(600):
+        if (now := counts(client))["failed"] > before["failed"]:
+            break
+        time.sleep(0.05)
+    assert now["failed"] == before["failed"] + 1 and now["running"] == 0
+
+
+def test_requests_of_the_same_id_are_all_answered(client, folder):
+    body = json.dumps({"model": str(folder), "prompt": "abc", "max_tokens": 300, "temperature": 0.0}).encode()
+    with ThreadPoolExecutor(3) as pool:
+        answers = [*pool.map(lambda _: post(client, body, **{"X-Request-ID": "one"}), range(3))]
+    assert [status for status, _ in answers] == [200] * 3
+    assert len({json.loads(text)["choices"][0]["text"] for _, text in answers}) == 1
+    assert {json.loads(text)["id"] for _, text in answers} == {"one"}
+
+
+@pytest.mark.parametrize(
+    "wrong, line",
+    [
+        ({"max_tokens": "x"}, "ValueError: invalid literal for int"),
+        ({"max_tokens": 0}, "ValueError: `max_new_tokens` must be greater than 0, but is 0."),
+        ({"seed": "x"}, "ValueError: seed is 'x': expected a whole number, of 64 bits."),
+        ({"seed": 1 << 64}, "ValueError: seed is 18446744073709551616: expected a whole number"),
+        ({"stop": 3}, "TypeError: 'int' object is not iterable"),
+        ({"generation_config": "{"}, "JSONDecodeError: Expecting property name"),
+        ({"frequency_penalty": -1.0}, "ValueError: `penalty` has to be a strictly positive float, but is 0.0"),
+    ],
+    ids=str,
+)
+def test_bad_input_is_refused_in_one_line(wrong, line, client, folder):
+    status, text = post(client, json.dumps({"model": str(folder), "prompt": "abc", **wrong}).encode())
+    assert status == 400 and line in json.loads(text)["error"]
+    assert ask(client, folder, "abc", max_tokens=4) == "defg"
+
+
+def test_an_error_in_a_stream_is_json(client, folder):
+    wrong = {
+        "model": str(folder),
+        "prompt": "abc",
+        "stream": True,
+        "generation_config": json.dumps({"bad_words_ids": ['"']}),
+    }
+    status, text = post(client, json.dumps(wrong).encode())
+    (event,) = [line.removeprefix("data: ") for line in text.splitlines() if line]
+    assert status == 200 and '"' in json.loads(event)["error"].partition(":")[2]
+
+
+def test_settings_as_a_config_of_generation_hold_with_their_seed(client, folder):
+    """Beams that sample draw from the process; no other client's seed may move it."""
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), byte_tokenizer()
+    tokens = tokenizer("abc", return_tensors="pt").input_ids
+    settings = {"max_new_tokens": 30, "do_sample": True, "temperature": 8.0}
+    asked = [{**settings, **more, "seed": seed} for seed, more in enumerate([{"num_beams": 3}, {}] * 4)]
+    expected = []
+    for config in asked:
+        torch.manual_seed(config["seed"])
+        new = model.base.generate(tokens, **{name: value for name, value in config.items() if name != "seed"})
+        expected.append(tokenizer.decode(new[0, tokens.shape[1] :], skip_special_tokens=True))
+
+    def answer(config: dict) -> str:
+        if config["seed"] % 2:  # the seed of the body goes before
+            config, body = {**config, "seed": 99}, {"seed": config["seed"]}
+        else:
+            body = {}
+        return ask(client, folder, "abc", extra_body={"generation_config": json.dumps(config), **body})
+
+    with ThreadPoolExecutor(8) as pool:
+        assert [*pool.map(answer, asked)] == expected
 
 
 def test_a_stop_string_ends_the_answer_of_its_request(client, folder):
     assert ask(client, folder, "abc", max_tokens=12, stop="gh") == "defgh"
     assert ask(client, folder, "abc", max_tokens=12) == "defghijklmno"
+    assert ask(client, folder, "abc", max_tokens=12, stop=[]) == "defghijklmno"
 
 
 def test_clients_that_find_the_queue_full_are_told_at_once_and_others_are_answered(folder):
