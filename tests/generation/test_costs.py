@@ -221,6 +221,7 @@ def of_programs(model, trees, rows=1):
     return StepCosts(model, model._base_reader(), key, Execution("compiled", TRACED))(trees)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["medusa", "eagle3", "copies"])
 def test_a_compiled_call_is_judged_by_steps_of_the_programs_that_it_takes(name, monkeypatch):
     model = hf_drafthead.from_base(tiny_base("llama-gqa")) if name == "copies" else family(name)
@@ -235,9 +236,10 @@ def test_a_compiled_call_is_judged_by_steps_of_the_programs_that_it_takes(name, 
     assert torch.equal(found[1], later[1]) and torch.equal(found[1], model.base.generate(**prompt(), **LONG))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("rows", [1, 3])
 def test_costs_of_compiled_steps_are_their_seconds(rows, monkeypatch):
-    model, now = family("eagle3"), [0.0]
+    model, now = family("medusa"), [0.0]
 
     def take(runner, state):
         now[0] += runner.tree.num_nodes

@@ -360,7 +360,7 @@ def model_of(family: int, circling: bool):
     return FAMILIES[family].build(circling_base() if circling else tiny_base("llama-gqa"))
 
 
-EXAMPLES = int(os.environ.get("LOOKUP_EXAMPLES", "60"))
+EXAMPLES = int(os.environ.get("LOOKUP_EXAMPLES", "30"))
 PROCESSORS = [{}, {}, {"repetition_penalty": 1.3}, {"no_repeat_ngram_size": 4}, {"min_new_tokens": 9}]
 
 

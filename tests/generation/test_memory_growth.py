@@ -35,7 +35,13 @@ def in_caches() -> int:
 @pytest.mark.few(1)
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 @pytest.mark.parametrize(
-    "family", [one for one in FAMILIES if one.name in ("medusa", "draft-model")], ids=lambda one: one.name
+    "family",
+    [
+        pytest.param(one, marks=pytest.mark.slow if one.name == "draft-model" else ())
+        for one in FAMILIES
+        if one.name in ("medusa", "draft-model")
+    ],
+    ids=lambda one: one.name,
 )
 def test_only_caches_and_tokens_grow(family, call):
     model = family.build(tiny_base("llama", max_position_embeddings=NEW_TOKENS + 64))

@@ -22,7 +22,7 @@ from tests.generation.agreement import TREE, prompt, shared_base
 from tests.generation.test_fuzz import trees
 
 TRACED = CompileConfig(backend="eager", mode="default")
-EXAMPLES = int(os.environ.get("SAMPLING_EXAMPLES", "40"))  # `make test-fuzz` asks for 2,000
+EXAMPLES = int(os.environ.get("SAMPLING_EXAMPLES", "24"))  # `make test-fuzz` asks for 2,000
 
 
 def same_as_base(model, call, *, seed=11, draft_tree=TREE, **settings):
