@@ -24,10 +24,10 @@ def script():
 def test_a_short_soak_finds_no_difference_and_most_of_it_is_drafted(script, monkeypatch):
     monkeypatch.setattr(runner, "compiled", lambda function, config: function)  # tracing is slow
     monkeypatch.setattr(script, "CAPTURED", 0.3)
-    report = script.soak(16, seed=4, families=["medusa", "hydra", "eagle"])
+    report = script.soak(9, seed=3, families=["medusa", "hydra", "eagle"])
     assert report.differences == []
-    assert report.drafted == report.generations == 16 and report.captured >= 2
-    assert report.with_accepted >= 8 and len(report.families) == 3
+    assert report.drafted == report.generations == 9 and report.captured >= 2
+    assert report.with_accepted >= 4 and len(report.families) == 3
 
 
 def test_a_soak_sees_a_difference_and_growth(script, monkeypatch):
