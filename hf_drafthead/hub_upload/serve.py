@@ -25,6 +25,9 @@ MOST_WAITING = 1024  # requests that wait where nothing else is said
 MOST_TOKENS = 1 << 24  # of a folder of texts, half a gigabyte of memory
 CLIENT: ContextVar[Any] = ContextVar("CLIENT")  # what the client of a request says
 FAULTS_OF_CLIENTS = re.compile(r"^CB generation failed for \S+: (Value|Type|Key|Overflow)Error: ")
+# Of a generation config, what makes an answer something else than one text, which is all that the server takes.
+ONE_TEXT: dict[str, Any] = {"num_return_sequences": 1, "return_dict_in_generate": False}
+ONE_TEXT |= dict.fromkeys(("output_scores", "output_logits", "output_attentions", "output_hidden_states"), False)
 NEEDED = ("fastapi", "uvicorn", "openai", "pydantic", "starlette")  # of transformers[serving]
 
 
@@ -155,7 +158,7 @@ class Clients:
 
 
 def share_by_request(**settings: Any) -> None:
-    """Let the server's continuous batching give each request its own settings, seed and stop strings.
+    """Let the server's continuous batching give each request its own settings, seed and stop strings, and one text.
 
     Args:
         settings: of the manager.
@@ -174,6 +177,8 @@ def share_by_request(**settings: Any) -> None:
         config = build_config(self, {**body, "seed": None} if use_cb else body, *given, use_cb=use_cb, **named)
         if body.get("seed") is not None:
             config.seed = body["seed"]
+        for name, value in ONE_TEXT.items():
+            setattr(config, name, value)
         return config
 
     def init_cb(self: Any, model: Any, config: Any) -> None:

@@ -1,6 +1,7 @@
 """transformers' own server on a model with draft heads, asked as any OpenAI-compatible server is."""
 
 import asyncio
+import json
 import shutil
 import subprocess
 import sys
@@ -109,6 +110,25 @@ def test_heads_of_every_family_are_served_and_answer_two_at_a_time(family, folde
     assert answers == ["defghijk", "ghijklmn"]
     fallbacks = [line for line in (tmp_path / "log").read_text().splitlines() if "decodes by itself" in line]
     assert all("On this machine" in line for line in fallbacks), fallbacks  # where no step of so small a base pays
+
+
+def test_answers_are_one_text_whatever_the_generation_config_says(folder, tmp_path):
+    from openai import OpenAI
+
+    served()
+    form = {"return_dict_in_generate": True, "output_scores": True, "num_return_sequences": 2, "do_sample": True}
+    base = AutoModelForCausalLM.from_pretrained(folder.parent / "base")
+    base.generation_config.update(**form, top_k=1)
+    base.save_pretrained(tmp_path / "base")
+    byte_tokenizer().save_pretrained(tmp_path / "base")
+    FAMILIES[0].build(AutoModelForCausalLM.from_pretrained(tmp_path / "base")).save_pretrained(tmp_path / "heads")
+
+    with running_server(tmp_path / "heads", tmp_path / "log") as url:
+        client = OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+        asked = {"model": str(tmp_path / "heads"), **SAID}
+        assert client.completions.create(**asked).choices[0].text == ANSWER
+        pieces = list(client.completions.create(**asked, stream=True))
+    assert "".join(piece.choices[0].text for piece in pieces) == ANSWER
 
 
 FINDS = """
