@@ -379,7 +379,7 @@ def circumstances(base: PreTrainedModel) -> tuple[Hashable, ...]:
     autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
     attention = (backends.flash_sdp_enabled(), backends.mem_efficient_sdp_enabled(), backends.math_sdp_enabled())
     computed = (base.dtype, autocast, attention, backends.cudnn_sdp_enabled(), torch.get_float32_matmul_precision())
-    return base.config._attn_implementation, *computed, *forwards(base)
+    return base.config._attn_implementation, base.config._experts_implementation, *computed, *forwards(base)
 
 
 def forwards(base: PreTrainedModel) -> Iterator[Hashable]:

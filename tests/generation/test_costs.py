@@ -139,7 +139,7 @@ def test_each_situation_has_costs_of_its_own(monkeypatch):
     assert costs_of(model).situation in names
 
 
-@pytest.mark.parametrize("contents", ["", "{", "[]", '{"a": 1}', '{"a": {"b": -1}}', '{"a": {"b": null}}', "[" * 9999])
+@pytest.mark.parametrize("contents", ["", "{", "[]", '{"a": 1}', '{"a": {"b": -1}}', '{"a": {"b": null}}', '{"a": {"b": 1%s}}' % ("0" * 400), "[" * 9999])
 def test_a_damaged_file_costs_one_line_and_is_written_anew(contents, fresh, notices):
     fresh.parent.mkdir(parents=True)
     fresh.write_text(contents)
@@ -265,6 +265,17 @@ def test_where_steps_cannot_be_compiled_those_that_are_taken_are_judged(monkeypa
     monkeypatch.setattr(runner, "compiled", None)  # which raises
     monkeypatch.setattr(costs, "thread_time", lambda: float(next(ticks)))
     assert of_programs(model, TREES) == costs_of(model)(TREES)
+
+
+def test_while_another_call_compiles_nothing_is_kept_of_compiled_steps(fresh, notices):
+    """Steps of such a call are eager, and what these cost is not what steps of later calls cost."""
+    model = family("medusa")
+    PROGRAMS.setdefault(model, Programs()).compiles = True
+    assert of_programs(model, TREES) is None and not fresh.exists() and notices == []
+    nodes, text = drafted(model, compile_config=TRACED)
+    assert 8 in nodes and torch.equal(text, model.base.generate(**prompt(), **LONG)) and not fresh.exists()
+    PROGRAMS[model].compiles = False
+    assert len(of_programs(model, TREES)) == 2 and len(read_costs()) == 1
 
 
 def test_steps_of_a_base_with_hooks_are_judged_as_they_run():

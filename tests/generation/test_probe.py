@@ -100,6 +100,15 @@ def test_a_call_under_autocast_says_nothing_about_the_next():
     drafts(model)
 
 
+def test_another_way_to_compute_experts_is_tried():
+    base = tiny_base("qwen3.5-moe")  # in float64, for which products in groups are not made
+    base.set_experts_implementation("grouped_mm")
+    model = FAMILIES[0].build(base)
+    assert "Double" in model.why_no_drafts()
+    base.set_experts_implementation("eager")
+    drafts(model)
+
+
 def test_memory_that_was_short_once_is_tried_again(monkeypatch, fallbacks):
     model = FAMILIES[0].build(tiny_base("llama"))
     del model.__dict__["_readers"]  # what was found when the heads were made
