@@ -52,6 +52,7 @@ ONE_TEXT: dict[str, Any] = {
     **dict.fromkeys(("dola_layers", "max_time", "stop_strings", "prompt_lookup_num_tokens", "speculation_type")),
     **dict.fromkeys(("assistant_early_exit", "cache_implementation", "cache_config", "max_cache_len")),
     **dict.fromkeys(("compile_config", "prefill_chunk_size")),
+    "forced_eos_token_id": None,  # which makes an answer that is cut look like one that has ended
     "use_cache": True,
 }
 DUPLICATE, CUT, CONTROL = "duplicate", "cut", "control tokens"  # why questions are dropped
