@@ -139,7 +139,12 @@ def test_each_situation_has_costs_of_its_own(monkeypatch):
     assert costs_of(model).situation in names
 
 
-@pytest.mark.parametrize("contents", ["", "{", "[]", '{"a": 1}', '{"a": {"b": -1}}', '{"a": {"b": null}}', '{"a": {"b": 1%s}}' % ("0" * 400), "[" * 9999])
+HUGE = '{"a": {"b": 1%s}}' % ("0" * 400)
+
+
+@pytest.mark.parametrize(
+    "contents", ["", "{", "[]", '{"a": 1}', '{"a": {"b": -1}}', '{"a": {"b": null}}', HUGE, "[" * 9999]
+)
 def test_a_damaged_file_costs_one_line_and_is_written_anew(contents, fresh, notices):
     fresh.parent.mkdir(parents=True)
     fresh.write_text(contents)

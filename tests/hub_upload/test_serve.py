@@ -1,7 +1,6 @@
 """transformers' own server on a model with draft heads, asked as any OpenAI-compatible server is."""
 
 import asyncio
-import json
 import shutil
 import subprocess
 import sys
