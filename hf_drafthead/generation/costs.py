@@ -309,7 +309,8 @@ def _of_programs(call: StepCosts, trees: Sequence[Tree]) -> list[float]:
             steps[tree] = functools.partial(_take, runner, begun[0])
             steps[tree]()  # which compiles
             if runner.execution.name == "eager":
-                raise NotCaptured("", lasting=any(key[3] == tree for key in runner.programs.refused))
+                refused: set[Any] = runner.programs.refused
+                raise NotCaptured("", lasting=any(key[3] == tree for key in refused))
         for tree in [*shortest] * ROUNDS:
             start = thread_time()
             steps[tree]()

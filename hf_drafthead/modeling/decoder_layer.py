@@ -134,7 +134,8 @@ class DecoderLayer(nn.Module):
         """
         cache: Any = chains.at(step)
         positions, seen = self._of_text(x, attention_mask, step)
-        joins = x.device.type == "cpu" and not getattr(self.layer.self_attn, "attention_dropout", 0)
+        attention = getattr(self.layer, "self_attn", None)
+        joins = x.device.type == "cpu" and not getattr(attention, "attention_dropout", attention is None)
         if seen is None and self._takes_causal_flag and (step == 0 or joins):
             with self._attention(CHAINS) if step else contextlib.nullcontext():
                 return self._run(x, positions + step, None, cache)

@@ -12,6 +12,7 @@ Shapes: B rows, A newly verified positions, T positions, n nodes of a level, M n
 H hidden, V vocabulary, D draft vocabulary.
 """
 
+import contextlib
 import copy
 import os
 from collections.abc import Sequence
@@ -133,8 +134,9 @@ class MtpConfig(DraftHeadConfig):
                     setattr(self, name, getattr(kind, name))
             if self.num_modules is None:
                 self.num_modules = max(modules_counted(text), 1)
-            if self.layer_config is None and has_layers(block := block_config(text, kind)):
-                self.layer_config = block
+            with contextlib.suppress(AttributeError):  # of kinds of layers that follow from other fields
+                if self.layer_config is None and has_layers(block := block_config(text, kind)):
+                    self.layer_config = block
         if self.num_modules is not None:
             self._check_count("num_modules", 1, MAX_LAYERS)
             self.num_draft_heads = self.num_draft_heads if self.num_modules == 1 else self.num_modules

@@ -13,7 +13,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from hf_drafthead import MedusaForCausalLM, zoo
+from hf_drafthead import MedusaForCausalLM, MtpForCausalLM, zoo
 from hf_drafthead.batching.noise import RequestNoise
 from hf_drafthead.generation.reader import BaseReader
 from hf_drafthead.modeling.adapters import add_adapter
@@ -239,3 +239,11 @@ def test_a_step_counts_the_labels_of_rows_that_are_padded_on_the_left_as_of_othe
     trainer = trainer_of(model, tmp_path)
     counted = [trainer.get_batch_samples(iter([padded(side)]), 1, torch.device("cpu"))[1] for side in ("left", "right")]
     assert torch.equal(*counted) and counted[0].tolist() == [4 + 7, 3 + 6, 2 + 5, 1 + 4]
+
+
+@pytest.mark.parametrize("kind", ["bamba", "mamba2", "gpt-neox"])  # the last calls its attention otherwise
+def test_modules_of_multi_token_prediction_learn_on_bases_whose_layers_are_otherwise(kind):
+    choice = {"attn_implementation": "eager"} if kind == "mamba2" else {}
+    model = MtpForCausalLM.from_base(tiny_base(kind, **choice), num_draft_heads=3)
+    model.train()(IDS, labels=IDS).loss.backward()
+    assert all(torch.isfinite(weight.grad).all() for weight in model.drafter.parameters() if weight.requires_grad)
