@@ -35,6 +35,7 @@ BROKEN_OFF: tuple[str, ...] = (
     "prohibit",
 )
 BROKEN_OFF += ("spii", "refus", "abort", "cancel", "error", "time", "resource", "overload", "pause")
+BROKEN_OFF += ("exceed", "malformed", "unexpected", "disconnect", "preempt")
 ENDED = ("stop", "eos", "end", "complete", "call", "tool")
 
 
@@ -189,7 +190,8 @@ class ServerWriter(Writer):
         if ended and self.chats is not None and self.chats.end_of_turn.strip():  # some servers return it
             words = words.removesuffix(self.chats.of(task.tools).end_of_turn)
         holders = [message, *_listed(_field(message, "content"))]  # a part may be the thought
-        thoughts = (_text(_field(holder, name)) for holder in holders for name in THOUGHTS)
+        names = {True: (*THOUGHTS, "text"), False: THOUGHTS}
+        thoughts = (_text(_field(holder, name)) for holder in holders for name in names[_thinks(holder)])
         calls = _field(message, "tool_calls") or _field(message, "function_call")  # as it was called before
         plain = [_plain(call) for call in _listed(calls)] if calls else []
         self.take(task, Answer(words, ended, tokens, None, next(filter(None, thoughts), ""), calls_of(plain)))
@@ -216,9 +218,20 @@ def _field(holder: Any, name: str) -> Any:
 
 
 def _text(content: Any) -> str:
-    """A text, which some servers give in parts; those of another kind are left out."""
-    texts = [part if isinstance(part, str) else _field(part, "text") for part in _listed(content)]
-    return "".join(text for text in texts if isinstance(text, str))
+    """A text, which some servers give in parts; thoughts among them, and those of another kind, are left out."""
+    if isinstance(content, str):
+        return content
+    if isinstance(content, (list, tuple)):
+        return "".join(map(_text, content))
+    if content is None or _thinks(content):
+        return ""
+    return next(filter(None, (_text(_field(content, name)) for name in ("text", "value", "content"))), "")
+
+
+def _thinks(part: Any) -> bool:
+    """Whether a part of an answer says that it is a thought."""
+    kind = str(_field(part, "type")).lower()
+    return "think" in kind or "reason" in kind
 
 
 def _listed(value: Any) -> list[Any]:
@@ -226,7 +239,7 @@ def _listed(value: Any) -> list[Any]:
 
 
 def _plain(call: Any) -> Any:
-    return call.model_dump(exclude_none=True) if hasattr(call, "model_dump") else call
+    return call.model_dump(exclude_none=True, warnings=False) if hasattr(call, "model_dump") else call
 
 
 def with_path(url: str) -> str:

@@ -262,6 +262,7 @@ ENDINGS = {
     **dict.fromkeys(("stop", "eos_token", "stop_sequence", "eos", "end_turn", "COMPLETE", "STOP", "done"), True),
     **dict.fromkeys(("length", "max_tokens", "MAX_TOKENS", "model_length", "max_new_tokens", "limit"), False),
     **dict.fromkeys(("content_filter", "SAFETY", "RECITATION", "abort", "ERROR_TOXIC", "timeout", "refusal"), False),
+    **dict.fromkeys(("model_context_window_exceeded", "MALFORMED_FUNCTION_CALL", "UNEXPECTED_TOOL_CALL"), False),
 }
 USAGE = {"completion_tokens": 2, "prompt_tokens": 1, "total_tokens": 3}
 AT_THE_LIMIT = {**USAGE, "completion_tokens": 8}
@@ -279,6 +280,16 @@ ANSWERS = {
     "a part alone": ({"message": {"content": {"type": "text", "text": "Four."}}}, None, True),
     "a thought and a text": (
         {"message": {"content": [{"type": "thinking", "thinking": [{"type": "text", "text": "Hm."}]}, "Four."]}},
+        None,
+        True,
+    ),
+    "parts of parts": (
+        {"message": {"content": [{"text": {"value": "Fo"}}, {"content": [{"text": "ur."}]}]}},
+        None,
+        True,
+    ),
+    "a thought that is a text too": (
+        {"message": {"content": [{"type": "reasoning", "text": "Hm."}, {"type": "text", "text": "Four."}]}},
         None,
         True,
     ),
@@ -301,13 +312,16 @@ def test_an_answer_is_cut_only_where_a_limit_or_a_filter_ended_it(tmp_path, name
     assert [turn["content"] for turn in answers] == ["Four."] * (2 if ended else 1)
     assert [turn.get("cut", False) for turn in answers] == ([False, False] if ended else [True])
     assert report.cut == (not ended)
-    thought = "Hm." if name == "a thought and a text" else None
+    thought = "Hm." if name.startswith("a thought") else None
     assert {turn.get("reasoning_content") for turn in answers} == {thought}
 
 
-def test_calls_as_they_were_returned_before_are_kept(tmp_path):
-    call = {"name": "add", "arguments": '{"a": 2}'}
-    message = {"content": None, "function_call": call}
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("arguments", ['{"a": 2}', {"a": 2}], ids=["a text", "an object"])
+@pytest.mark.parametrize("name", ["function_call", "tool_calls"])
+def test_calls_are_kept_however_they_are_returned(tmp_path, name, arguments):
+    call = {"name": "add", "arguments": arguments}
+    message = {"content": None, name: call if name == "function_call" else [{"type": "function", "function": call}]}
     with Server(lambda number: completion({"message": message, "finish_reason": "function_call"}, None)) as server:
         ask(server, QUESTIONS[:1], tmp_path / "own.jsonl", tokenizer_with(THINKING_WITH_TOOLS))
     (row,) = read(tmp_path / "own.jsonl")
