@@ -228,7 +228,8 @@ def refuse_missing_reporters(names: list[str]) -> None:
     """Refuse to report to what is not installed, before anything is loaded."""
     for name in names:
         try:
-            INTEGRATION_TO_CALLBACK[name]()
+            # one that is refused halfway must not do what it does at its end
+            type(name, (INTEGRATION_TO_CALLBACK[name],), {"__del__": lambda self: None})()
         except KeyError:
             known = ", ".join(sorted(INTEGRATION_TO_CALLBACK))
             raise ValueError(f"report_to is {name!r}: expected none, all, or one of {known}.") from None

@@ -8,7 +8,14 @@ import torch
 from transformers import TrainingArguments
 
 from hf_drafthead.modeling import MedusaForCausalLM
-from hf_drafthead.training.arguments import NEEDED, TRACKIO, WITHOUT_EFFECT, DraftHeadTrainingArguments
+from hf_drafthead.training.arguments import (
+    INTEGRATION_TO_CALLBACK,
+    NEEDED,
+    TRACKIO,
+    WITHOUT_EFFECT,
+    DraftHeadTrainingArguments,
+    refuse_missing_reporters,
+)
 from hf_drafthead.training.examples import PreparedData
 from hf_drafthead.training.run import train_heads
 from tests.bases import tiny_base
@@ -111,6 +118,16 @@ def test_what_cannot_be_honoured_is_said_before_anything_is_loaded(arguments, li
     with pytest.raises(ValueError, match=line):
         train_heads("nowhere", "medusa", "nothing.jsonl", tmp_path / "heads", **arguments)
     assert not (tmp_path / "heads").exists()
+
+
+@pytest.mark.few(20)
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")  # of what ends half made
+@pytest.mark.parametrize("name", sorted(INTEGRATION_TO_CALLBACK))
+def test_what_is_not_installed_to_report_to_is_refused_in_one_line(name):
+    try:
+        refuse_missing_reporters([name])
+    except ValueError as error:
+        assert "install it, or leave it out" in str(error) and "\n" not in str(error)
 
 
 @pytest.mark.parametrize(
