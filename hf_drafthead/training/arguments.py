@@ -233,7 +233,7 @@ def refuse_missing_reporters(names: list[str]) -> None:
         except KeyError:
             known = ", ".join(sorted(INTEGRATION_TO_CALLBACK))
             raise ValueError(f"report_to is {name!r}: expected none, all, or one of {known}.") from None
-        except (ImportError, RuntimeError) as error:
+        except (ImportError, RuntimeError, ValueError) as error:
             raise ValueError(f"report_to is {name!r} ({one_line(error)}): install it, or leave it out.") from error
 
 

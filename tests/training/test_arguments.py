@@ -121,6 +121,7 @@ def test_what_cannot_be_honoured_is_said_before_anything_is_loaded(arguments, li
 
 
 @pytest.mark.few(20)
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of one that transformers is about to drop
 @pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")  # of what ends half made
 @pytest.mark.parametrize("name", sorted(INTEGRATION_TO_CALLBACK))
 def test_what_is_not_installed_to_report_to_is_refused_in_one_line(name):
