@@ -399,7 +399,7 @@ def test_an_event_loop_does_not_wait_for_the_queue(guessing, managed, monkeypatc
         asyncio.run(ask("second", [5]))
     with pytest.raises(ValueError, match="the prompt is"):
         asyncio.run(ask("third", []))
-    with pytest.raises(ValueError, match="the request 'first' has a handler, and is not finished yet: give another id."):
+    with pytest.raises(ValueError, match="'first' has a handler, and is not finished yet: give another"):
         asyncio.run(ask("first", [6]))
     assert [*manager.tracker.handlers] == ["first"]
 
