@@ -196,6 +196,7 @@ BAD_MODELS = {
         "there is no folder 'nowhere': give the folder of a draft-head checkpoint, or its id on the Hub.",
     ),
     "no folder": ("nowhere/at/all", "there is no folder 'nowhere/at/all': give the folder of a draft-head checkpoint"),
+    "a file": ("{folder}/base/config.json", "/base/config.json' is a file: give the folder of a draft-head checkpoint"),
     "not on the Hub": (
         "org/none",
         "the heads 'org/none' cannot be fetched: it is not in the cache, and the Hub cannot be reached (offline",

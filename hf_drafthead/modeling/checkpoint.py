@@ -101,7 +101,8 @@ def _heads_fields(path: str, hub: Mapping[str, Any]) -> dict[str, Any]:
     """What the config.json of a checkpoint says."""
     # heads lie under the name of their owner on the Hub: a name without one is not asked for there
     if is_missing_folder(path) or ("/" not in path and not os.path.isdir(path)):
-        raise OSError(f"there is no folder {path!r}: {GIVE_CHECKPOINT}.")
+        found = f"{path!r} is a file" if os.path.isfile(path) else f"there is no folder {path!r}"
+        raise OSError(f"{found}: {GIVE_CHECKPOINT}.")
     try:
         fields, _ = DraftHeadConfig.get_config_dict(path, **hub)
         if not fields:

@@ -93,6 +93,13 @@ class GemmaAssistantConfig(DraftHeadConfig):
                 f"an assistant reads keys and values of its base, and a {text.model_type!r} model has none: use Medusa "
                 "or Hydra heads."
             )
+        if getattr(text, "kv_lora_rank", None):
+            sizes = text.qk_nope_head_dim + text.qk_rope_head_dim, text.v_head_dim
+            if len({*sizes, *(heads_of(text, number)[1] for number in key_layers(text, [FULL]))}) > 1:
+                raise ValueError(
+                    f"an assistant reads keys and values of one size, and a {text.model_type!r} model has keys of "
+                    f"{sizes[0]} and values of {sizes[1]}: use Medusa or Hydra heads."
+                )
         self.layer_config = assistant_like(text, self.num_layers) if self.layer_config is None else self.layer_config
         layer: Any = self.layer_config
         if layer.model_type not in LAYERS or layer.hidden_size_per_layer_input or layer.enable_moe_block:

@@ -244,6 +244,11 @@ def test_what_does_not_fit_is_refused_in_one_line(published):
         GemmaAssistantForCausalLM.from_pretrained(folder, convert=True, base_model=base)
 
 
+def test_a_base_whose_keys_and_values_have_two_sizes_is_refused_when_heads_are_built():
+    with pytest.raises(ValueError, match="^an assistant reads keys and values of one size, and a 'kimi_linear"):
+        GemmaAssistantForCausalLM.from_base(tiny_base("kimi-linear"))
+
+
 def test_a_config_without_its_layers_is_refused(published):
     base, _, folder = published()
     damaged(folder, config=lambda found: found.update(text_config={"model_type": "llama"}))
