@@ -20,7 +20,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
-from hf_drafthead.generation.mixers import UnknownMixer, mixers_of
+from hf_drafthead.generation.mixers import UnknownMixer, called, mixers_of
 from hf_drafthead.generation.mixers.layer import Mixer, TreeTables
 from hf_drafthead.generation.releases import (
     CACHE,
@@ -391,6 +391,7 @@ def forwards(base: PreTrainedModel) -> Iterator[Hashable]:
         if forward is None or hasattr(forward, "is_traced_once"):
             forward = type(module).forward
         yield forward
+        yield from called(module) if hasattr(module, "layer_idx") else ()  # which may be replaced in a mixer's module
         if module._forward_hooks or module._forward_pre_hooks:
             yield from hooks_of(module)
 

@@ -1,6 +1,7 @@
 """Inputs that a step does not make, such as images, turn drafting off for one reason: that a tree with them failed."""
 
 import functools
+import inspect
 import sys
 
 import pytest
@@ -213,6 +214,17 @@ def test_tokens_of_images_without_an_image(kind, fallbacks):
     """Gemma 4 embeds padding in their place, which its decoder does not know of."""
     ids = torch.tensor([[5, 64, 66, 65, 9, 63, 62, 8], [7, 66, 66, 66, 66, 61, 60, 9]])
     assert drafted(FAMILIES[0].build(seen_base(kind)), {"input_ids": ids, **GREEDY}) and fallbacks == []
+
+
+@pytest.mark.few(9)
+@each_seeing
+@pytest.mark.parametrize("kinds", [None, "token_type_ids", "mm_token_type_ids"])
+def test_a_prompt_of_text_alone_is_one_like_those_of_other_bases(kinds, kind, fallbacks):
+    """What says that there is no image, and positions that are the same on every axis, are no inputs to be tried."""
+    model, call = FAMILIES[0].build(seen_base(kind)), {**prompt(2), **GREEDY, "pad_token_id": 0}
+    if kinds in inspect.signature(model.base.forward).parameters:
+        call[kinds] = torch.zeros_like(call["input_ids"])
+    assert drafted(model, {**call, "prefill_chunk_size": 4}) and fallbacks == []
 
 
 @pytest.mark.skipif(EARLIER, reason="earlier releases hand on the kinds of all tokens")

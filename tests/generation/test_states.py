@@ -4,8 +4,10 @@ States are computed in float32, whatever the dtype of the base: numbers agree to
 """
 
 import copy
+import inspect
 import pickle
 import re
+import sys
 import threading
 
 import pytest
@@ -13,7 +15,7 @@ import torch
 from transformers import DynamicCache
 
 from hf_drafthead import MedusaForCausalLM
-from hf_drafthead.generation.mixers import UnknownMixer, mixers_of
+from hf_drafthead.generation.mixers import UnknownMixer, called, mixers_of
 from hf_drafthead.generation.reader import Unsupported, probe
 from hf_drafthead.generation.releases import CACHE
 from hf_drafthead.generation.tree import DraftTree, DynamicTree
@@ -257,6 +259,24 @@ def test_what_is_done_to_a_mixer_between_two_calls_counts_from_then_on(how, kind
     for parameter in mixer.parameters():
         parameter.data.mul_(0.7)
     assert drafts() and len(set(texts)) == 4
+
+
+@each_mixer
+def test_a_function_that_is_replaced_in_a_mixer_s_module_is_heard_from_the_next_call_on(kind, monkeypatch, fallbacks):
+    model, call = MedusaForCausalLM.from_base(base_of(kind), num_draft_heads=3), {**prompt(3), "max_new_tokens": 14}
+    text = model.generate(**call, draft_tree=TREE)
+    mixer = next(module for module in model.base.modules() if called(module) and hasattr(module, "layer_idx"))
+    place = vars(sys.modules[type(mixer).__module__])
+    for strength, drafts in ((1.0, True), (0.7, False)):
+        for name in set(place) & {"causal_conv1d_fn", "causal_conv1d_update"}:
+            plain = inspect.unwrap(place[name])
+            monkeypatch.setitem(
+                place, name, lambda *given, of=plain, times=strength, **named: times * of(*given, **named)
+            )
+        found = model.generate(**call, draft_tree=TREE, return_dict_in_generate=True)
+        assert torch.equal(found.sequences, model.base.generate(**call))
+        assert torch.equal(found.sequences, text) == drafts
+        assert (found.get("accepted_lengths") is not None) == drafts and bool(fallbacks) != drafts
 
 
 def test_of_each_node_what_a_commit_needs_is_recorded_and_no_state():

@@ -55,8 +55,7 @@ def mixers_of(decoder: nn.Module) -> dict[int, Mixer]:
     """
     mixers: dict[int, Mixer] = {}
     for module in decoder.modules():
-        forward = inspect.unwrap(type(module).forward)
-        names = set(forward.__code__.co_names) if inspect.isfunction(forward) else set()
+        place, names = names_in_forward(module)
         number = getattr(module, "layer_idx", None)
         if not names & {"update_conv_state", "update_recurrent_state"} or not isinstance(number, int):
             continue
@@ -67,10 +66,21 @@ def mixers_of(decoder: nn.Module) -> dict[int, Mixer]:
         mixers[number] = kind or mixers.get(number) or ShortConvolution()
         with _EXTENDING:
             for name in names & set(TREE_FORMS):
-                function = forward.__globals__[name]
-                if not hasattr(function, "tree_form"):
-                    forward.__globals__[name] = extended(function, TREE_FORMS[name])
+                if not hasattr(place[name], "tree_form"):
+                    place[name] = extended(place[name], TREE_FORMS[name])
     return mixers
+
+
+def names_in_forward(module: nn.Module) -> tuple[dict[str, Any], set[str]]:
+    """Where the forward of a module's class finds what it calls by name, and these names."""
+    forward = inspect.unwrap(type(module).forward)
+    return (forward.__globals__, set(forward.__code__.co_names)) if inspect.isfunction(forward) else ({}, set())
+
+
+def called(module: nn.Module) -> list[Any]:
+    """The functions that a mixer calls and that have a tree form, as they are without it."""
+    place, names = names_in_forward(module)
+    return [getattr(place[name], "plain", place[name]) for name in sorted(names & set(TREE_FORMS))]
 
 
 def extended(function: Callable[..., Any], tree_form: Callable[..., Any]) -> Callable[..., Any]:
@@ -83,5 +93,5 @@ def extended(function: Callable[..., Any], tree_form: Callable[..., Any]) -> Cal
                 return tree_form(*args, **kwargs)
         return function(*args, **kwargs)
 
-    either.tree_form = tree_form  # type: ignore[attr-defined]
+    either.tree_form, either.plain = tree_form, function  # type: ignore[attr-defined]
     return either

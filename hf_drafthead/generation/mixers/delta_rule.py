@@ -88,8 +88,7 @@ def delta_rule_of_nodes(
     )
     between = between.exp_()  # the difference before the exponential: e^-G alone overflows
     left = sums.exp() if g.dim() == 4 else sums.exp()[..., None]  # (B, H, N, k or 1)
-    nodes = keys.shape[2]
-    both = torch.cat([keys, queries], dim=2)  # the state is read once
+    nodes, both = keys.shape[2], torch.cat([keys, queries], dim=2)  # the state is read once
     if g.dim() == 4:
         of_past = (both * left.repeat(1, 1, 2, 1)) @ state
         similar = torch.cat([torch.einsum("bhic,bhjc,bhijc->bhij", part, keys, between) for part in (keys, queries)], 2)

@@ -105,7 +105,7 @@ class Nodes:
         tree: how they hang together.
     """
 
-    def __init__(self, layer: RecurrentLayer, number: int, inputs: torch.Tensor | None = None):
+    def __init__(self, layer: RecurrentLayer, number: int, inputs: Any = None):
         self.layer, self.number, self.inputs = layer, number, inputs
         self.tree: TreeTables = layer.cache.tree
 
@@ -205,8 +205,8 @@ class RecurrentLayer(LinearAttentionLayer):
         held = {f"inputs {number}": inputs for number, inputs in self.held_inputs.items() if inputs is not None}
         shapes: dict[str, Any] = {name: (inputs.shape[1:2], inputs.dtype) for name, inputs in held.items()}
         if (state := self.held_states[0]) is not None:
-            record = self.kind.record(self.held_inputs[0], state)
-            shapes |= {name: (shape, torch.float32) for name, shape in record.items()}
+            of_nodes = self.kind.record(self.held_inputs[0], state)
+            shapes |= {name: (shape, torch.float32) for name, shape in of_nodes.items()}
         self.record = {
             name: torch.zeros(self.cache.rows, nodes, *shape, dtype=dtype, device=self.device)
             for name, (shape, dtype) in shapes.items()

@@ -41,7 +41,6 @@ def convolve_nodes(
         activation: by transformers' name.
     """
     layer, inputs = hidden_states.layer, hidden_states.inputs
-    assert inputs is not None
     layer.write(f"inputs {hidden_states.number}", inputs.transpose(1, 2))
     width, device = weight.shape[-1], inputs.device
     windows = hidden_states.tree.windows(width, device)  # (R, N, W)
@@ -54,11 +53,8 @@ def convolve_nodes(
         seen = line.gather(2, windows.flatten(1)[:, None].expand(-1, channels, -1))
     seen = seen.view(rows, channels, nodes, width)
     found = torch.matmul(seen, weight[..., None])[..., 0]
-    if bias is not None:
-        found = found + bias[:, None]
-    if activation is not None:
-        found = ACT2FN[activation](found)
-    return found.to(inputs.dtype)
+    found = found if bias is None else found + bias[:, None]
+    return (found if activation is None else ACT2FN[activation](found)).to(inputs.dtype)
 
 
 def convolve_root(

@@ -79,8 +79,7 @@ def scan_nodes(
     of_nodes = ((C @ B.mT) * between) @ steps.transpose(1, 2).unflatten(1, (groups, -1))  # (B, K, H / K, N, P)
     of_past = C @ state.unflatten(1, (groups, -1)).mT
     found = (of_nodes + of_past * sums.exp().unflatten(1, (groups, -1))[..., None]).flatten(1, 2).transpose(1, 2)
-    if D is not None:
-        found = found + x * D.float()[:, None]
+    found = found if D is None else found + x * D.float()[:, None]
     return found.to(dtype).contiguous(), initial_states
 
 
