@@ -59,7 +59,7 @@ LOCK_SECONDS = 5.0  # that another process is waited for, which writes the file
 PART = 10  # of the layers, and of the vocabulary, one in so many is run
 ROUNDS = 3  # of which the shortest time counts
 BUDGET = 1.5  # in steps of the base: once more is spent, no further round is begun
-MOST = 1e6  # steps of the base that a step may be said to cost
+HIGHEST = 1e6  # steps of the base that a step may be said to cost
 UNNOTICED = 0.02  # seconds that may be spent all the same: of short steps a single time says little
 _UNWRITTEN: dict[str, dict[str, float]] = {}  # what the file could not take, for the rest of this process
 _MEASURING = threading.Lock()
@@ -190,7 +190,7 @@ def _checked(contents: Any) -> dict[str, dict[str, float]]:
     if not isinstance(contents, dict) or not all(isinstance(costs, dict) for costs in contents.values()):
         raise ValueError("it holds no costs by situation")
     for cost in (cost for costs in contents.values() for cost in costs.values()):
-        if isinstance(cost, bool) or not isinstance(cost, (int, float)) or not 0 < cost <= MOST:
+        if isinstance(cost, bool) or not isinstance(cost, (int, float)) or not 0 < cost <= HIGHEST:
             raise ValueError(f"{str(cost)[:20]!r} is no cost")
     return contents
 
@@ -325,7 +325,7 @@ def _take(runner: Runner, state: DecodingState) -> None:
 def _in_steps(seconds: dict[Tree, float], trees: Sequence[Tree]) -> list[float]:
     """Costs of trees from the seconds of steps with them, and of the root alone."""
     one = max(seconds[DraftTree.root_alone()], 1e-9)  # a clock may stand still, or go back
-    return [round(min(max(seconds[tree] / one, 0.01), MOST), 3) for tree in trees]
+    return [round(min(max(seconds[tree] / one, 0.01), HIGHEST), 3) for tree in trees]
 
 
 def _guessing(drafter: Any, tree: DraftTree, root: torch.Tensor, features: torch.Tensor) -> Callable[[], None]:

@@ -161,9 +161,13 @@ def test_an_interrupt_while_a_pause_begins_leaves_no_pause(guessing, managed):
     name = add(manager, ([3, 4, 5], LONG), streamer=gate)
     assert gate.reached.wait(60)
     waits = threading.Thread(target=interrupt_when, args=(lambda: manager.worker._pauses,))
-    waits.start()
-    with pytest.raises(KeyboardInterrupt), manager.pause():
-        time.sleep(60)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a process in the background ignores it
+    try:
+        waits.start()
+        with pytest.raises(KeyboardInterrupt), manager.pause():
+            time.sleep(60)
+    finally:
+        signal.signal(signal.SIGINT, before)
     waits.join()
     gate.opened.set()
     assert final(manager, name).error is None

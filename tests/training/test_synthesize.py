@@ -147,10 +147,9 @@ def test_a_base_that_repeats_itself_says_how_many_questions_came_out(base, token
         return next(few) if asked else words(self, prompt, tokens)
 
     monkeypatch.setattr(Answerer, "_words", say)
-    monkeypatch.setattr(base.generation_config, "forced_eos_token_id", tokenizer.eos_token_id)
     report = distill(base, tokenizer, 9, tmp_path / "own.jsonl", **SETTINGS)
     assert report.written == 2 and report.missing == 7
-    assert "7 chats are missing" in str(report) and "duplicate, 1 too short" in str(report)
+    assert "7 chats are missing" in str(report) and " duplicate, " in str(report) and ", 1 too short" in str(report)
     again = distill(base, tokenizer, 9, tmp_path / "own.jsonl", **SETTINGS)
     assert (again.found, again.written, set(again.dropped)) == (2, 0, {"duplicate"})
 
