@@ -151,7 +151,7 @@ def test_a_base_that_repeats_itself_says_how_many_questions_came_out(base, token
     assert report.written == 2 and report.missing == 7
     assert "7 chats are missing" in str(report) and " duplicate, " in str(report) and ", 1 too short" in str(report)
     again = distill(base, tokenizer, 9, tmp_path / "own.jsonl", **SETTINGS)
-    assert (again.found, again.written, set(again.dropped)) == (2, 0, {"duplicate"})
+    assert (again.found, again.written, set(again.dropped) - {"cut"}) == (2, 0, {"duplicate"})
 
 
 def test_a_base_without_one_question_is_refused(tmp_path):
