@@ -224,7 +224,8 @@ def test_a_prompt_of_text_alone_is_one_like_those_of_other_bases(kinds, kind, fa
     model, call = FAMILIES[0].build(seen_base(kind)), {**prompt(2), **GREEDY, "pad_token_id": 0}
     if kinds in inspect.signature(model.base.forward).parameters:
         call[kinds] = torch.zeros_like(call["input_ids"])
-    assert drafted(model, {**call, "prefill_chunk_size": 4}) and fallbacks == []
+    pieces = None if EARLIER and kind in WHOLE_TEXTS else 4  # whose positions such a base does not divide
+    assert drafted(model, {**call, "prefill_chunk_size": pieces}) and fallbacks == []
 
 
 @pytest.mark.skipif(EARLIER, reason="earlier releases hand on the kinds of all tokens")
