@@ -30,6 +30,7 @@ from time import thread_time
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from huggingface_hub.constants import HF_HOME
 from huggingface_hub.utils import WeakFileLock
 from torch import nn
@@ -87,6 +88,8 @@ class StepCosts:
 
     def __call__(self, trees: Sequence[Tree]) -> list[float] | None:
         """Seconds of a step with each tree over those of a step of the base; None where they cannot be measured."""
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            return None  # processes that must stay in step would measure, and decide, each for itself
         names = [*map(name_of, trees)]
         costs = self._stored()
         if any(name not in costs for name in names):
@@ -290,20 +293,18 @@ def _of_forwards(part_of: Callable[[BaseReader], PartOfBase], call: StepCosts, t
 
 def _of_programs(call: StepCosts, trees: Sequence[Tree]) -> list[float]:
     """Costs of trees where programs run the steps, of a short text each."""
-    model, reader, rows = call.model, call.reader, call.rows
+    model, drafter, reader, rows = call.model, call.model.drafter, call.reader, call.rows
     deepest = max(tree.max_depth for tree in trees) + 1
     prompt = probe_tokens(reader.base)[None, :4].expand(rows, -1)
     ends = StoppingCriteriaList([MaxLengthCriteria(4 + 1 + (ROUNDS + 1) * deepest)])
-    size: dict[str, Any] = {"batch_size": rows, "prompt_length": 4, "device": prompt.device}
-    rules = Rules(LogitsProcessorList(), ends, GenerationConfig(), **size, samples=False)
+    rules = Rules(LogitsProcessorList(), ends, GenerationConfig(), rows, 4, prompt.device, samples=False)
     shortest: dict[Tree, float] = dict.fromkeys((DraftTree.root_alone(), *trees), math.inf)
     with contextlib.ExitStack() as calls:
         steps = {}
         for tree in shortest:
             inputs = {"attention_mask": torch.ones_like(prompt)}
-            begun = prefill(reader, model.drafter, tree, prompt, rules, inputs, DynamicCache(), Stream(None, rules))
-            plan = DraftPlan(tree)
-            step = functools.partial(Step, reader, model.drafter, device=prompt.device, plan=plan, rules=rules)
+            begun = prefill(reader, drafter, tree, prompt, rules, inputs, DynamicCache(), Stream(None, rules))
+            step = functools.partial(Step, reader, drafter, device=prompt.device, plan=DraftPlan(tree), rules=rules)
             runner = Runner(model, reader, call.execution, step, tree, begun[0])
             calls.callback(runner.close)
             steps[tree] = functools.partial(_take, runner, begun[0])

@@ -180,6 +180,14 @@ def test_the_oldest_situations_are_dropped(monkeypatch):
     assert [*read_costs()] == ["a", "c"]
 
 
+def test_processes_that_stay_in_step_do_not_ask_the_clock(monkeypatch):
+    """Each would run another number of forwards, of a base that is divided among them, and wait for ever."""
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    monkeypatch.setattr(costs, "_of_forwards", lambda *given: pytest.fail("a forward"))
+    assert costs_of(family("medusa"))(TREES) is None and not read_costs()
+
+
 def test_threads_measure_once(monkeypatch):
     model, counted = family("medusa"), []
     reader, measured = model._base_reader(), costs._of_forwards

@@ -24,7 +24,8 @@ weight = model.base.model.layers[0].self_attn.q_proj.weight
 assert weight.to_local().shape[0] * 2 == weight.shape[0], "the base is not divided"
 call = {"input_ids": torch.arange(3, 13).view(2, 5), "max_new_tokens": 24, "eos_token_id": None, "do_sample": False}
 expected = model.base.generate(**call)
-got = model.generate(**call, return_dict_in_generate=True)
+assert torch.equal(model.generate(**call), expected), "of a call that is not calibrated"
+got = model.generate(**call, draft_tree="mc_sim_7b_63", return_dict_in_generate=True)
 assert torch.equal(got.sequences, expected), (got.sequences, expected)
 assert (got.accepted_lengths > 1).any(), "nothing was accepted"
 print("the same")
