@@ -232,8 +232,8 @@ def _config_of(
     check_tensors(name, tensors, blank.state_dict())
     if broken := [key for joined in heads.tensors.values() for key in joined.not_finite()]:
         raise ValueError(
-            f"{name!r} has numbers that are none, or infinite, in {broken[0]!r} and {len(broken) - 1} more tensor(s): "
-            "they come of training that diverged or of float16, get another copy."
+            f"{name!r} holds NaN or infinity in {broken[0]!r} and {len(broken) - 1} more tensor(s), as after a "
+            "training that diverged or an overflow of float16: get another copy."
         )
     return config
 

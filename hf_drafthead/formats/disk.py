@@ -66,7 +66,7 @@ class Joined:
         return torch.cat([part.reshape(-1) for part in self.parts]).view(self.shape)
 
     def not_finite(self) -> list[str]:
-        """The parts that hold infinity, or what is no number, as their file calls them."""
+        """The parts that hold NaN or infinity, by their names in the file."""
         names = self.sources if len(self.sources) == len(self.parts) else self.sources[:1] * len(self.parts)
         # a sum is finite if all its numbers are, but for one that overflows
         return [

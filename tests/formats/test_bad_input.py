@@ -231,7 +231,7 @@ def test_a_state_dict_in_an_envelope_is_read(place):
         (
             MEDUSA,
             lambda tensors: tensors["1.0.linear.weight"][3].fill_(float("nan")),
-            "'...' has numbers that are none, or infinite, in '1.0.linear.weight' and 0 more tensor(s): they come...",
+            "'...' holds NaN or infinity in '1.0.linear.weight' and 0 more tensor(s), as after a training that...",
         ),
         (
             EAGLE,
