@@ -9,8 +9,9 @@ READY := .venv/.ready
 # Of today: tomorrow there may be newer versions.
 NEWEST := .newest/.ready-$(shell date +%F)
 
-# One thread per process: the models of the tests are tiny, and a worker per core uses it better than threads do.
-TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
+# One thread per process: the models of the tests are tiny, and a worker per core uses it better than threads do. Byte code is
+# kept whatever the environment says: the tests start a hundred processes that import transformers.
+TEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-slow newest-environment test-newest test-oldest test-fuzz test-conformance soak audit check
