@@ -384,7 +384,7 @@ class DraftHeadGenerationMixin(GenerationMixin):
         """
         processors, criteria = call.pop("logits_processor"), call.pop("stopping_criteria")
         config, drafter, text_config = call.pop("generation_config"), self.drafter, base.config.get_text_config(True)
-        inputs = _of_text(base, call)
+        inputs = _of_text(base, with_cache(CACHE, {name: value for name, value in call.items() if value is not None}))
         past = inputs.get(CACHE)
         if past is None or not can_load(past):
             raise Unsupported(f"a cache of type {type(past).__name__} cannot be compacted")
@@ -435,9 +435,8 @@ def _batching() -> Any:
     return batching
 
 
-def _of_text(base, call: dict[str, Any]) -> dict[str, Any]:
+def _of_text(base, inputs: dict[str, Any]) -> dict[str, Any]:
     """The model inputs of a call, without what tells a base for images and text that there are no images."""
-    inputs = with_cache(CACHE, {name: value for name, value in call.items() if value is not None})
     if base.config.get_text_config(decoder=True) is base.config:
         return inputs
     if inputs.get("mm_encoder_outputs") == {}:

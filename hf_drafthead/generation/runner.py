@@ -74,6 +74,11 @@ class Execution(NamedTuple):
             return cls("eager")
         if asked is None and config.cache_implementation != "static":
             return cls("recorded", records=True) if graphs else cls("eager")
+        return cls.with_compiler(graphs, asked)
+
+    @classmethod
+    def with_compiler(cls, graphs: bool, asked: CompileConfig | None) -> Execution:
+        """Of a call that asks for compiled steps, where there are graphs or none."""
         records = graphs and (asked is None or asked.mode in RECORDS)
         return cls("compiled", asked or CompileConfig(mode="default"), records)
 
@@ -427,13 +432,7 @@ class Runner:
         Raises:
             NotCaptured: without a reason if that was told, or if another call compiles, for which nobody waits.
         """
-        config, programs = self.execution.config, self.programs
-        program: Any = stage
-        if config is not None:
-            from hf_drafthead.generation.compiling import repeated  # takes a second to import
-
-            made_for = (stage, repr(config), self.reader, *map(id, repeated(self.model.base)))
-            program = programs.fitting(made_for, arguments) or Program(made_for, stage, config)
+        program: Any = stage if self.execution.config is None else self._program(stage, arguments)
         runs: Any = program
         if self.arena is not None:
             key = (program, step.tree, step.rules.rejects, form_of(arguments[1:]))
@@ -448,6 +447,14 @@ class Runner:
         else:
             setattr(self.stages[step], name, functools.partial(program.step, step.stages))
         return result
+
+    def _program(self, stage: Stage, arguments: tuple) -> Program:
+        """A program for such arguments, of an earlier call or new."""
+        from hf_drafthead.generation.compiling import repeated  # takes a second to import
+
+        config: Any = self.execution.config
+        made_for = (stage, repr(config), self.reader, *map(id, repeated(self.model.base)))
+        return self.programs.fitting(made_for, arguments) or Program(made_for, stage, config)
 
     def _compiled(self, program: Program, runs: Stage, arguments: tuple) -> Any:
         """Run what compiles a program, which is then kept."""

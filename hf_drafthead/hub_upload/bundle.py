@@ -10,16 +10,23 @@ of a name, a test finds in the file.
 import ast
 import functools
 import inspect
+import operator
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
+
+from transformers.cache_utils import DynamicCache
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.utils import ADAPTER_CONFIG_NAME, GENERATION_CONFIG_NAME
 
 from hf_drafthead.generation import tree as tree_module
 from hf_drafthead.hub_upload.needed import needed
 from hf_drafthead.modeling.checkpoint import read_heads_config
-from hf_drafthead.modeling.config import MODEL_TYPE_PREFIX
+from hf_drafthead.modeling.config import MODEL_TYPE_PREFIX, DraftHeadConfig
 from hf_drafthead.modeling.families import BY_MODEL_TYPE
-from hf_drafthead.modeling.files import edit_json
+from hf_drafthead.modeling.files import edit_json, read_json
 from hf_drafthead.version import __version__
 
 FILE = "modeling_drafthead.py"
@@ -40,9 +47,10 @@ from __future__ import annotations
 __version__ = "{version}"
 '''
 
-CALLED_BY_USERS = ("why_no_drafts",)
-# What only makes, trains, converts or publishes heads, copies guesses from other texts, and defends against files of
-# others: a repository whose code is run is trusted. Statements in the place of the bodies of these functions.
+CALLED_BY_USERS = (".why_no_drafts",)
+# What only makes, trains, converts, measures or publishes heads, copies guesses from other texts, and defends against
+# files of others: a repository whose code is run is trusted, and its config was checked when it was saved. By function
+# or class, what stands in the place of its body.
 ONLY_IN_THE_PACKAGE = 'raise ImportError("this needs hf_drafthead, of which only the model code is here: install it.")'
 INSTEAD = dict.fromkeys(
     (
@@ -57,14 +65,82 @@ INSTEAD = dict.fromkeys(
         "TextIndex.on",
         "TextIndex.put",
         "copied_from",
+        "accepted_copies",
     ),
     ONLY_IN_THE_PACKAGE,
 )
 INSTEAD["TextIndex.of"] = "return None if given[1] is None else given[0]()"
-INSTEAD |= dict.fromkeys(("_refuse_costly", "_refuse_shadowing", "_check_header"), "pass")
-INSTEAD |= dict.fromkeys(("how_to_convert", "DraftHeadPreTrainedModel._code_writer"), "return None")
+INSTEAD |= {"StepCosts.__init__": "pass", "StepCosts.__call__": "return None"}  # a cost that is usual is taken then
+CONFIGS = ("DraftHeadConfig", *(model_class.config_class.__name__ for model_class in MODELS.values()))
 HAVE_A_START = ("Drafter", "DFlashDrafter", "MtpDrafter", "OutputProjections")
-INSTEAD |= {f"{name}.copy_from_base": "pass" for name in HAVE_A_START}
+INSTEAD |= dict.fromkeys(
+    (
+        "_refuse_costly",
+        "_refuse_shadowing",
+        "_check_header",
+        "refuse_misspelt",
+        "refuse_unfit",
+        "Drafter.check_values",
+        "DraftHeadPreTrainedModel._refuse_loss_of_others",
+        *(f"{name}.check" for name in CONFIGS),
+        *(f"{name}.copy_from_base" for name in HAVE_A_START),
+    ),
+    "pass",
+)
+# of an error of the Hub what transformers says of it is left
+INSTEAD |= dict.fromkeys(("how_to_convert", "why_refused", "DraftHeadPreTrainedModel._code_writer"), "return None")
+INSTEAD |= {"is_deep": "return False", "DecoderLayer._through_again": "return given[0]._through(*given[1:])"}
+# What only some checkpoints need, by the reason; and what is there in the code of the others.
+STATES, KEYS, IMAGES, COMPILED, ADAPTER, GGUF = "states", "keys", "images", "compiled", "adapter", "gguf"
+NEEDED_BY_SOME = {
+    STATES: {  # of a base that keeps states no mixer is known then
+        "mixers_of": "return {}",
+        "called": "return []",
+        "SlotCache._fold": ONLY_IN_THE_PACKAGE,
+        "BaseReader._read_on": ONLY_IN_THE_PACKAGE,
+        "BaseReader._read_tree": ONLY_IN_THE_PACKAGE,
+        **dict.fromkeys(("Mixer", "TreeTables", "RecurrentLayer", "RecurrentSlotLayer"), "pass"),
+    },
+    KEYS: {
+        "kinds_of": "return []",
+        "key_layers": "return []",
+        "_with_known": "return given[2], given[1]",
+        "BaseReader.with_keys": ONLY_IN_THE_PACKAGE,
+        "BaseReader.known": ONLY_IN_THE_PACKAGE,
+        "WrittenKeys": "pass",
+    },
+    IMAGES: {
+        "_of_text": "return given[1]",
+        "read_and_try": "raise Unsupported(f\"the code here does not read {', '.join(given[1].unusual)}\")",
+    },
+    COMPILED: {
+        "Execution.with_compiler": """\
+logger.warning_once("Steps are not compiled: that needs hf_drafthead, of which only the model code is here.")
+return given[0]("recorded", records=True) if given[1] else given[0]("eager")""",
+        "Runner._program": ONLY_IN_THE_PACKAGE,
+        "Runner._compiled": ONLY_IN_THE_PACKAGE,
+        **dict.fromkeys(("Program", "Left", "SlotCache.split", "SlotCache._move_apart"), "pass"),
+    },
+    ADAPTER: {
+        "_behind_adapter": "return *given, None",
+        "HeadsSource.adapter": f"""\
+if "_adapter_model_path" in (given[0].heads.get("adapter_kwargs") or {{}}):
+    {ONLY_IN_THE_PACKAGE}
+return None, {{}}""",
+        "adapt": "pass",
+        "load_adapter": ONLY_IN_THE_PACKAGE,
+        "DraftHeadPreTrainedModel.load_adapter": ONLY_IN_THE_PACKAGE,
+    },
+    GGUF: {
+        "split_gguf": "return given[0], None",
+        "beside": "return ''",
+        "gguf_arguments": "return dict(given[1])",
+        "reading_gguf": "yield",
+        "gguf_tokenizer": ONLY_IN_THE_PACKAGE,
+    },
+}
+
+READ_BY = {"gemma4_assistant": {KEYS}}  # families
 
 # Takes the place of an import, inside a function, of what only the package has.
 ABSENT = """\
@@ -76,17 +152,43 @@ except ImportError as error:
 
 def add_bundle(folder: Path) -> None:
     """Write the model code of a checkpoint into its folder, and into its config.json where transformers finds it."""
-    family = read_heads_config(str(folder)).model_type.removeprefix(MODEL_TYPE_PREFIX)
-    (folder / FILE).write_text(build_bundle(family), encoding="utf-8")
+    config = read_heads_config(str(folder))
+    family = config.model_type.removeprefix(MODEL_TYPE_PREFIX)
+    (folder / FILE).write_text(build_bundle(family, needs_of(folder, config)), encoding="utf-8")
     model_class, stem = MODELS[family], Path(FILE).stem
     auto_map = dict.fromkeys(("AutoModel", "AutoModelForCausalLM"), f"{stem}.{model_class.__name__}")
     auto_map["AutoConfig"] = f"{stem}.{model_class.config_class.__name__}"
     edit_json(folder / "config.json", auto_map=auto_map)
 
 
+def needs_of(folder: Path, config: DraftHeadConfig) -> frozenset[str]:
+    """Which of NEEDED_BY_SOME a checkpoint with this config needs."""
+    base, text = config.base_config, config.get_text_config(decoder=True)
+    known = base.model_type in CONFIG_MAPPING  # else it has code of its own, and may be anything
+    file = folder / GENERATION_CONFIG_NAME
+    needs = {
+        STATES: not known or any(hasattr(layer, "conv_states") for layer in DynamicCache(config=text).layers),
+        IMAGES: not known or text is not base,
+        COMPILED: file.is_file() and _compiles(read_json(file)),
+        ADAPTER: config.adapter_name_or_path is not None or (folder / ADAPTER_CONFIG_NAME).is_file(),
+        GGUF: config.base_gguf_file is not None,
+    }
+    return frozenset(name for name, needed in needs.items() if needed)
+
+
+def _compiles(settings: Mapping[str, Any]) -> bool:
+    """Whether calls with these settings compile steps, or were calibrated for calls that do."""
+    entries = [entry for entry in settings.get("calibration") or () if isinstance(entry, dict)]
+    calibrated = any(entry.get("execution") == "compiled" or entry.get("captured") for entry in entries)
+    return calibrated or settings.get("cache_implementation") == "static" or bool(settings.get("compile_config"))
+
+
 @functools.cache
-def build_bundle(family: str) -> str:
-    """The model code of a family (`medusa`, ...) as one Python file; the same package gives the same text."""
+def build_bundle(family: str, needs: frozenset[str] = frozenset()) -> str:
+    """The model code of a family (`medusa`, ...) as one Python file; the same package gives the same text.
+
+    needs: of NEEDED_BY_SOME, what the checkpoint needs.
+    """
     if family not in MODELS:
         raise ValueError(f"there is no family {family!r}: expected one of {', '.join(sorted(MODELS))}.")
     model_class = MODELS[family]
@@ -96,7 +198,9 @@ def build_bundle(family: str) -> str:
     data = "\n".join(["def _tree_files():", "    return {", *lines, "    }"])
     trees.text = trees.text.replace(inspect.getsource(tree_module._tree_files).strip(), data)
     roots = {model_class.__name__, model_class.config_class.__name__, *CALLED_BY_USERS}
-    texts, used = needed({module.name: module.text for module in modules}, roots, INSTEAD)
+    rest = [bodies for reason, bodies in NEEDED_BY_SOME.items() if reason not in needs | READ_BY.get(family, set())]
+    instead = functools.reduce(operator.or_, rest, INSTEAD)
+    texts, used = needed({module.name: module.text for module in modules}, roots, instead)
     statements = sorted({one for module in modules for one, name in module.imports.items() if name in used})
     imports = [statement for statement in statements if statement.startswith("import ")]
     of_module: dict[str, list[str]] = {}

@@ -8,6 +8,7 @@ names it. Docstrings are left out.
 import ast
 import importlib
 import keyword
+import textwrap
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -73,14 +74,15 @@ def replaced(text: str, instead: Mapping[str, str]) -> str:
     if not any(name.rpartition(".")[2] in text for name in instead):
         return text
     lines, tree = text.splitlines(), ast.parse(text)
-    functions: dict[str, Any] = {node.name: node for node in tree.body if isinstance(node, Function)}
+    functions: dict[str, Any] = {node.name: node for node in tree.body if isinstance(node, (*Function, ast.ClassDef))}
     for kind in (node for node in tree.body if isinstance(node, ast.ClassDef)):
         functions |= {f"{kind.name}.{node.name}": node for node in kind.body if isinstance(node, Function)}
     for name in sorted(set(functions) & set(instead), key=lambda name: -functions[name].lineno):
         node = functions[name]
-        indent = " " * node.col_offset
-        body = [f"{indent}def {node.name}(*given, **named):", f"{indent}    {instead[name]}"]
-        lines[node.lineno - 1 : node.end_lineno] = body
+        head = f"class {name}:" if isinstance(node, ast.ClassDef) else f"def {node.name}(*given, **named):"
+        lines[node.lineno - 1 : node.end_lineno] = [
+            textwrap.indent(f"{head}\n{textwrap.indent(instead[name], ' ' * 4)}", " " * node.col_offset)
+        ]
     return "\n".join(lines)
 
 
@@ -96,7 +98,7 @@ def definitions(module: str, text: str, tree: ast.Module) -> list[Definition]:
             theirs = foreign_names(module, node.name)
             for method in (part for part in node.body if isinstance(part, Function)):
                 always = method.name in theirs or (method.name.startswith("__") and method.name.endswith("__"))
-                part = Definition(method, first_line(method, lines), method.end_lineno or 0, {method.name}, set())
+                part = Definition(method, first_line(method, lines), method.end_lineno or 0, {f".{method.name}"}, set())
                 part.uses, part.always = set(mentioned(method)), always
                 whole.methods.append(part)
             parts = [*node.bases, *node.keywords, *node.decorator_list]  # type: ignore[list-item]
@@ -118,15 +120,15 @@ def names_of(node: ast.stmt) -> set[str]:
 
 
 def mentioned(node: ast.AST) -> Iterator[str]:
-    """Every name in a piece of code, of attributes and in strings too, by which `getattr` may find them."""
+    """Every name in a piece of code; behind a dot those of attributes, which `getattr` finds by strings too."""
     for part in ast.walk(node):
         if isinstance(part, ast.Name):
             yield part.id
         elif isinstance(part, ast.Attribute):
-            yield part.attr
+            yield f".{part.attr}"
         elif isinstance(part, ast.Constant) and isinstance(part.value, str) and part.value.isidentifier():
             if not keyword.iskeyword(part.value):
-                yield part.value
+                yield f".{part.value}"
 
 
 def foreign_names(module: str, name: str) -> set[str]:

@@ -94,6 +94,11 @@ def load_tokenizer(name: str | os.PathLike, gguf_file: str | None = None, **argu
         # mistral-common's tokenizer comes first where it is installed; the file of a fast one often lies beside its own
         fast = cached_file(place, "tokenizer.json", _raise_exceptions_for_missing_entries=False, **hub)
         return found if fast is None else PreTrainedTokenizerFast.from_pretrained(place, **arguments)
+    return gguf_tokenizer(place, file, arguments, hub)
+
+
+def gguf_tokenizer(place: str, file: str, arguments: Mapping[str, Any], hub: Mapping[str, Any]) -> Any:
+    """The tokenizer in a GGUF file of a folder or repository, by arguments of `load_tokenizer`, and of a download."""
     gguf_arguments(place, {"gguf_file": file}, hub)
     with reading_gguf(os.path.join(place, file)):
         tokenizer = AutoTokenizer.from_pretrained(place, gguf_file=file, **arguments)

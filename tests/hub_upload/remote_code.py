@@ -51,11 +51,12 @@ def found(folder: Path) -> dict:
     one_row = {name: rows[1:] for name, rows in PROMPT.items()}
     _, same_alone = generated(model, seed=4, prompt=one_row, do_sample=True, temperature=1.2)
     _, same_penalised = generated(model, do_sample=False, repetition_penalty=1.3, no_repeat_ngram_size=2)
+    static = model.generate(**PROMPT, **SETTINGS, do_sample=False, cache_implementation="static")
     published = model.generate(**PROMPT, max_new_tokens=8, draft_tree="mc_sim_7b_63", do_sample=False)
     saved, whole = folder.parent / f"{folder.name}-saved", folder.parent / f"{folder.name}-whole"
     model.save_pretrained(saved)
     model.save_pretrained(whole, include_base=True)
-    again = AutoModel.from_pretrained(saved, **TRUST, base_model=folder.parent / "base")
+    again = AutoModel.from_pretrained(saved, **TRUST, base_model=model.base.name_or_path)
     with_base = type(model).from_pretrained(whole, dtype=torch.float64)
     name = type(model).__module__
     refusals = []
@@ -73,6 +74,8 @@ def found(folder: Path) -> dict:
         "accepted_lengths": greedy.accepted_lengths.tolist(),
         "sampled_accepted_lengths": sampled.accepted_lengths.tolist(),
         "same": {"greedy": same_greedy, "sampled": same_sampled, "alone": same_alone, "penalised": same_penalised},
+        "static": static.sequences.tolist(),
+        "why_no_drafts": model.why_no_drafts(),
         "published": torch.equal(published, model.base.generate(**PROMPT, max_new_tokens=8, do_sample=False)),
         "saved_files": sorted(path.name for path in saved.iterdir()),
         "saved_code": (saved / "modeling_drafthead.py").read_text() == (folder / "modeling_drafthead.py").read_text(),

@@ -11,11 +11,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModel, AutoModelForCausalLM
+from transformers import AutoModel, AutoModelForCausalLM, PreTrainedConfig
 
-from hf_drafthead import HydraConfig, HydraForCausalLM
+from hf_drafthead import HydraConfig, HydraForCausalLM, MedusaForCausalLM
 from hf_drafthead.hub_upload import bundle
-from hf_drafthead.hub_upload.bundle import FILE, MODELS, add_bundle, build_bundle
+from hf_drafthead.hub_upload.bundle import FILE, MODELS, NEEDED_BY_SOME, add_bundle, build_bundle, needs_of
+from hf_drafthead.modeling.checkpoint import read_heads_config
 from tests.bases import tiny_base
 from tests.families import FAMILIES
 from tests.hub_upload.remote_code import PROMPT, SETTINGS
@@ -58,6 +59,10 @@ def folder(request, tmp_path_factory) -> Path:
     for family in (one for one in FAMILIES if one.name in asked):
         family.build(base).save_pretrained(folder / family.name)
         add_bundle(folder / family.name)
+    with_states = tiny_base("qwen3-next")
+    with_states.save_pretrained(folder / "base-with-states")
+    with_states.name_or_path = with_states.config._name_or_path = str(folder / "base-with-states")
+    MedusaForCausalLM.from_base(with_states).save_pretrained(folder / "on-states")
     return folder
 
 
@@ -85,6 +90,21 @@ def test_heads_loaded_as_remote_code_guess_as_the_package_does(seen, folder, fam
     assert found["greedy"] == greedy.sequences.tolist()
     assert found["accepted_lengths"] == greedy.accepted_lengths.tolist()
     assert found["sampled_accepted_lengths"] == sampled.accepted_lengths.tolist()
+
+
+def test_remote_code_follows_a_tree_on_a_base_that_keeps_states(seen, folder):
+    model = AutoModelForCausalLM.from_pretrained(folder / "on-states", dtype=torch.float64)
+    greedy = model.generate(**PROMPT, **SETTINGS, do_sample=False)
+    found = seen["families"]["on-states"]
+    assert found["why_no_drafts"] is None
+    assert found["same"]["greedy"] and found["accepted_lengths"] == greedy.accepted_lengths.tolist()
+
+
+@all_families
+def test_remote_code_drafts_and_compiles_nothing(seen, family):
+    found = seen["families"][family.name]
+    assert found["why_no_drafts"] is None
+    assert found["static"] == found["greedy"]
 
 
 @all_families
@@ -252,8 +272,9 @@ def meanings(text: str) -> dict[str, set[str]]:
 
 
 @all_codes
-def test_every_name_in_the_file_is_known_and_means_one_thing(code, tmp_path):
-    text = build_bundle(code)
+@pytest.mark.parametrize("needs", [(), NEEDED_BY_SOME, *([need] for need in NEEDED_BY_SOME)], ids=str)
+def test_every_name_in_the_file_is_known_and_means_one_thing(code, needs, tmp_path):
+    text = build_bundle(code, frozenset(needs))
     assert [name for name, statements in meanings(text).items() if len(statements) > 1] == []
     (tmp_path / FILE).write_text(text)
     words = [sys.executable, "-m", "ruff", "check", "--isolated", "--select", "F821,F822,F823", tmp_path / FILE]
@@ -263,6 +284,27 @@ def test_every_name_in_the_file_is_known_and_means_one_thing(code, tmp_path):
 @pytest.mark.parametrize("text", ["x = 1\nx = 2\n", "import torch as F\n\n\ndef F(): ...\n", "x: int = 1\nx = y = 1\n"])
 def test_a_name_of_two_meanings_is_found(text):
     assert any(len(statements) > 1 for statements in meanings(text).values())
+
+
+def test_a_checkpoint_has_the_code_that_it_needs(folder, tmp_path):
+    for name, needs in (("eagle", set()), ("on-states", {"states"})):
+        assert needs_of(folder / name, read_heads_config(str(folder / name))) == needs
+    config = read_heads_config(str(folder / "eagle"))
+    for settings in (
+        {"cache_implementation": "static"},
+        {"compile_config": {"mode": "default"}},
+        {"calibration": [{"execution": "eager"}, {"execution": "compiled"}]},
+        {"calibration": [{"captured": True}]},
+    ):
+        (tmp_path / "generation_config.json").write_text(json.dumps(settings))
+        assert needs_of(tmp_path, config) == {"compiled"}
+    (tmp_path / "generation_config.json").write_text(json.dumps({"calibration": [{"execution": "eager"}]}))
+    (tmp_path / "adapter_config.json").touch()
+    assert needs_of(tmp_path, config) == {"adapter"}
+    config.base_gguf_file = "base.gguf"
+    assert needs_of(folder / "eagle", config) == {"gguf"}
+    config.base_config = PreTrainedConfig(model_type="of_its_own")
+    assert needs_of(folder / "eagle", config) == {"gguf", "states", "images"}
 
 
 def test_published_trees_are_data_in_the_file():

@@ -1,6 +1,8 @@
 """What of a few modules is needed: by name, from a few definitions on."""
 
-from hf_drafthead.hub_upload.bundle import MODELS, build_bundle
+import pytest
+
+from hf_drafthead.hub_upload.bundle import MODELS, NEEDED_BY_SOME, build_bundle
 from hf_drafthead.hub_upload.needed import needed
 
 TEXT = '''"""A module."""
@@ -61,19 +63,33 @@ def test_what_nothing_needs_is_left_out(monkeypatch):
     monkeypatch.setattr("hf_drafthead.hub_upload.needed.foreign_names", lambda module, name: set(dir(dict)))
     texts, used = needed({"module": TEXT, "other": "def second():\n    pass\n"}, {"first"})
     assert texts == {"module": LEFT}
-    assert {"ONE", "Kind", "used"} <= used and "TWO" not in used
+    assert {"ONE", "Kind", ".used"} <= used and "TWO" not in used
 
 
-def test_a_function_may_have_another_body(monkeypatch):
+@pytest.mark.parametrize(
+    "name, body, left",
+    [
+        ("first", "return 1", "def first(*given, **named):\n    return 1"),
+        ("Kind", "ONE = 1\nTWO = 2", "class Kind:\n    ONE = 1\n    TWO = 2"),
+    ],
+)
+def test_a_function_or_class_may_have_another_body(name, body, left, monkeypatch):
     monkeypatch.setattr("hf_drafthead.hub_upload.needed.foreign_names", lambda module, name: set())
-    texts, used = needed({"module": TEXT}, {"first"}, {"first": "return 1"})
-    assert texts["module"] == "def first(*given, **named):\n    return 1"
+    text = TEXT.partition("\n\nfor ")[0]
+    assert needed({"module": text}, {name}, {name: body})[0]["module"] == left
+
+
+def test_a_variable_does_not_keep_a_method_of_its_name_nor_an_attribute_a_function(monkeypatch):
+    monkeypatch.setattr("hf_drafthead.hub_upload.needed.foreign_names", lambda module, name: set())
+    text = "def begin(used, it):\n    return Kind(), used, it.second\n\n\n" + TEXT.partition("for name")[0]
+    (left,) = needed({"module": text}, {"begin"})[0].values()
+    assert "def used" not in left and "def second" not in left and "class Kind(dict):" in left
 
 
 def test_the_code_of_a_checkpoint_holds_nothing_of_training_formats_and_calibration():
     for family in MODELS:
         text = build_bundle(family)
-        # 80 of these hand the base's keys to drafters that read them
-        assert len(text.splitlines()) <= 6800
+        assert len(text.splitlines()) <= 5349
+        assert len(build_bundle(family, frozenset(NEEDED_BY_SOME)).splitlines()) <= 6200
         for name in ("head_states", "over_chains", "choose_vocabulary", "FOREIGN"):
             assert name not in text, f"{name} in the code of {family}"
