@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hf_drafthead.generation.drafting import Guesses
+from hf_drafthead.generation.state import Guesses
 from hf_drafthead.modeling.drafter import Drafter
 
 FAR = 1e4  # larger than any score

@@ -25,12 +25,11 @@ from typing import Any
 import torch
 from figures import markdown
 
-from hf_drafthead import zoo
+from hf_drafthead import costs, zoo
 from hf_drafthead.evaluation.calls import encode_turn, steps_of
 from hf_drafthead.evaluation.loading import load
 from hf_drafthead.evaluation.measurement import tokens_per_step
 from hf_drafthead.evaluation.questions import Question, read_questions
-from hf_drafthead.generation import costs
 
 RESULTS = Path(__file__).parent / "results" / "uncalibrated.json"
 

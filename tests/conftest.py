@@ -12,8 +12,8 @@ from collections import defaultdict
 import pytest
 import torch
 
+from hf_drafthead import costs
 from hf_drafthead.cli import common
-from hf_drafthead.generation import costs
 
 MOST_CASES = 3  # of one test that `make test` runs
 

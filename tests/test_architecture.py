@@ -20,7 +20,8 @@ PACKAGE = Path(hf_drafthead.__file__).parent
 
 ALLOWED = {
     "generation": set(),
-    "batching": {"generation"},
+    "costs": {"generation"},
+    "batching": {"generation", "costs"},
     "data": set(),
     "modeling": {"generation"},
     "cards": {"modeling", "generation"},
@@ -240,7 +241,7 @@ def test_generation_is_few_modules_of_short_functions():
         if isinstance(node, ast.FunctionDef)
     ]
     assert max(functions) < (61,), "beside its docstring no function of this room has more than 60 lines"
-    assert len(functions) > 200 and len(sources) <= 20  # the 20th holds other texts than the row's own to copy from
+    assert len(functions) > 200 and len(sources) <= 16
 
 
 def test_upward_imports_stand_in_functions_of_one_line():

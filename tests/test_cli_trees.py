@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from hf_drafthead import cli
 from hf_drafthead.cli import common
 from hf_drafthead.cli.trees import entry_in_words
-from hf_drafthead.generation.entries import CalibrationKey, cpu_name
+from hf_drafthead.generation.settings import CalibrationKey, cpu_name
 from hf_drafthead.generation.tree import DraftTree, published_trees
 from hf_drafthead.trees import calibrate
 from tests.checkpoints import save_base, save_heads

@@ -26,9 +26,9 @@ from hf_drafthead.batching.requests import Request, config_value, with_config
 from hf_drafthead.batching.scheduler import Scheduler, device_of
 from hf_drafthead.batching.tracker import RequestTracker
 from hf_drafthead.batching.worker import Worker
+from hf_drafthead.generation.lookup import ANSWERS, TextIndex
 from hf_drafthead.generation.reader import position_table
 from hf_drafthead.generation.settings import DraftSettings
-from hf_drafthead.generation.text_index import ANSWERS, TextIndex
 
 SHARED = (*DraftSettings.names(), "lookup_texts")  # by all requests
 

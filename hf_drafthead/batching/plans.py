@@ -7,12 +7,11 @@ from typing import Any
 from transformers import GenerationConfig
 
 from hf_drafthead.batching.slot_count import slots_that_pay
-from hf_drafthead.generation.costs import StepCosts
-from hf_drafthead.generation.entries import CalibrationKey
+from hf_drafthead.costs import StepCosts
+from hf_drafthead.generation.lookup import TextIndex
 from hf_drafthead.generation.reader import BaseReader
 from hf_drafthead.generation.runner import Execution
-from hf_drafthead.generation.settings import AUTO, DraftPlan, DraftSettings
-from hf_drafthead.generation.text_index import TextIndex
+from hf_drafthead.generation.settings import AUTO, CalibrationKey, DraftPlan, DraftSettings
 from hf_drafthead.generation.tree import COPIES
 
 

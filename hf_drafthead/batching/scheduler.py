@@ -19,10 +19,10 @@ from hf_drafthead.batching.requests import Request, begin, decode_alone
 from hf_drafthead.batching.step import Member
 from hf_drafthead.batching.tracker import RequestTracker
 from hf_drafthead.generation.decoding import chooser
+from hf_drafthead.generation.lookup import LONGEST_GRAM, TextIndex
 from hf_drafthead.generation.mixin import with_room
 from hf_drafthead.generation.reader import Unsupported, probe_tokens
 from hf_drafthead.generation.state import DecodingState
-from hf_drafthead.generation.text_index import LONGEST_GRAM, TextIndex
 from hf_drafthead.generation.tree import DraftTree, Tree
 
 logger = logging.get_logger(__name__)

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from transformers.utils import logging
 
-from hf_drafthead.generation.costs import ROUNDS, PartOfBase, StepCosts, chain, keep, read_costs
-from hf_drafthead.generation.entries import CalibrationKey
+from hf_drafthead.costs import ROUNDS, PartOfBase, StepCosts, chain, keep, read_costs
 from hf_drafthead.generation.reader import BaseReader, probe_tokens
+from hf_drafthead.generation.settings import CalibrationKey
 from hf_drafthead.generation.tree import DraftTree
 
 logger = logging.get_logger(__name__)

@@ -13,8 +13,7 @@ import torch
 from huggingface_hub import get_safetensors_metadata
 from huggingface_hub.errors import NotASafetensorsRepoError, SafetensorsParsingError
 
-from hf_drafthead.generation.entries import CalibrationKey, heads_hash, tree_of
-from hf_drafthead.generation.settings import AUTO, DraftSettings
+from hf_drafthead.generation.settings import AUTO, CalibrationKey, DraftSettings, heads_hash, tree_of
 from hf_drafthead.generation.tree import LOOKUP, DraftTree, resolve
 from hf_drafthead.modeling.base_model import is_local
 from hf_drafthead.modeling.checkpoint import HTTP_ERROR, checkpoint_files, read_heads_config, read_tensors, why_refused

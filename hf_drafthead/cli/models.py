@@ -231,7 +231,7 @@ def rows_of(summary: dict[str, Any], probed: dict[str, Any] | None) -> list[tupl
 
 def calibrated(entries: Any) -> list[str]:
     """A line for each entry of a calibration, as far as it can be read."""
-    from hf_drafthead.generation.entries import cpu_name
+    from hf_drafthead.generation.settings import cpu_name
 
     lines = []
     for entry in entries if isinstance(entries, list) else []:

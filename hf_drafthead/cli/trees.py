@@ -132,7 +132,7 @@ def about_prompts(prompts: str, heads: Path) -> dict[str, Any]:
 
 def entry_in_words(entry: dict[str, Any]) -> str:
     """One line about a calibration entry: for what, which tree, and how fast it is."""
-    from hf_drafthead.generation.entries import CalibrationKey
+    from hf_drafthead.generation.settings import CalibrationKey
 
     figures, nodes, copies = entry["measured"], len(entry["tree"]) + 1, entry.get("lookup", 0)
     key = CalibrationKey.of_entry(entry)

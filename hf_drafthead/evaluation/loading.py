@@ -10,8 +10,7 @@ from transformers.configuration_utils import PreTrainedConfig
 
 from hf_drafthead.cards.facts import size_of_heads, static_tree
 from hf_drafthead.evaluation.calls import draft, drafted
-from hf_drafthead.generation.entries import device_name
-from hf_drafthead.generation.settings import DraftSettings
+from hf_drafthead.generation.settings import DraftSettings, device_name
 from hf_drafthead.modeling.checkpoint import read_generation_settings, read_heads_config
 from hf_drafthead.modeling.config import DraftHeadConfig
 from hf_drafthead.modeling.families import BY_MODEL_TYPE

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hf_drafthead.generation.drafting import draft_vocabulary
+from hf_drafthead.generation.state import draft_vocabulary
 from hf_drafthead.generation.tree import DraftTree
 from hf_drafthead.trees.calibrate import count_trees
 from hf_drafthead.trees.grow import TreeStatistics

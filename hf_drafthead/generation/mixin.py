@@ -8,7 +8,7 @@ import functools
 import reprlib
 import types
 from collections.abc import Callable, Iterable
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ClassVar, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,10 +18,8 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.integrations.fsdp import is_fsdp_managed_module
 from transformers.utils import logging
 
-from hf_drafthead.generation.costs import StepCosts
 from hf_drafthead.generation.decoding import decode
-from hf_drafthead.generation.drafting import draft_vocabulary
-from hf_drafthead.generation.entries import CalibrationKey
+from hf_drafthead.generation.lookup import TextIndex
 from hf_drafthead.generation.reader import (
     BaseReader,
     Unsupported,
@@ -35,10 +33,9 @@ from hf_drafthead.generation.reader import (
 from hf_drafthead.generation.releases import CACHE, mask_length, with_cache
 from hf_drafthead.generation.rules import ROW_BY_ROW, Rules
 from hf_drafthead.generation.runner import Execution
-from hf_drafthead.generation.settings import AUTO, DraftPlan, DraftSettings
+from hf_drafthead.generation.settings import AUTO, CalibrationKey, Costs, DraftPlan, DraftSettings
 from hf_drafthead.generation.slots import can_load, rows_of
-from hf_drafthead.generation.state import DraftHeadGenerateOutput, StepRecord
-from hf_drafthead.generation.text_index import TextIndex
+from hf_drafthead.generation.state import DraftHeadGenerateOutput, StepRecord, draft_vocabulary
 from hf_drafthead.generation.tree import COPIES, LOOKUP, DraftTree, DynamicTree
 
 logger = logging.get_logger(__name__)
@@ -93,6 +90,8 @@ class CallConfig(GenerationConfig):
 
 class DraftHeadGenerationMixin(GenerationMixin):
     """Gives a model with `base` and `drafter` a `generate` that returns what `base.generate` returns, sooner."""
+
+    step_costs: ClassVar[Callable[..., Costs] | None] = None  # what measures them: the package sets it, see there
 
     @with_room
     def generate(  # type: ignore[override]
@@ -234,6 +233,10 @@ class DraftHeadGenerationMixin(GenerationMixin):
             setattr(config, asked_by, None)  # it asks for what is done anyway
         config._settled = tuple(name for name, value in vars(config).items() if value is None and name not in lengths)
         return config, rest
+
+    def _costs(self, *call: Any) -> Costs:
+        """What steps of a call cost here; where the model code is alone, that is not known."""
+        return (lambda trees: None) if self.step_costs is None else self.step_costs(self, *call)
 
     def _guesses_among(self) -> tuple[int | None, int]:
         """How deep the heads guess, None where there is no limit, and among how many tokens."""
@@ -397,14 +400,14 @@ class DraftHeadGenerationMixin(GenerationMixin):
                 raise Unsupported(f"{acceptance} acceptance cannot show {', '.join(others)} all nodes at once")
         if plan is None:
             key = CalibrationKey.of(base, drafter if settings.calibration else None, len(input_ids), execution.name)
-            plan = settings.plan_for(key, *self._guesses_among(), StepCosts(self, reader, key, execution))
+            plan = settings.plan_for(key, *self._guesses_among(), self._costs(reader, key, execution))
             copies = plan.copies or None if copies is None else copies
             if not plan.tree.max_depth and plan.why_none and on_step is None and copies is None:
                 raise Unsupported(plan.why_none)
         if copies is not None:
             plan = plan.with_lookup(copies, config.max_matching_ngram_size, text_config.vocab_size, texts)
             key = CalibrationKey.of(base, None, len(input_ids), execution.name)
-            plan = plan.while_copies_pay(key, StepCosts(self, reader, key, execution))
+            plan = plan.while_copies_pay(key, self._costs(reader, key, execution))
         mask = inputs.get("attention_mask")  # as long as the prompt and the past together, also where it was dropped
         positions = mask_length(config, mask) or input_ids.shape[1]
         longest = positions + config.max_length - input_ids.shape[1] + plan.tree.max_depth

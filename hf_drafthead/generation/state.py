@@ -32,6 +32,65 @@ class DraftHeadGenerateOutput(GenerateDecoderOnlyOutput):
     accepted_lengths: torch.Tensor | None = None
 
 
+class Guesses(NamedTuple):
+    """What a drafter says about the children of a tree level's nodes.
+
+    logits: (B, n, V') scores over the draft vocabulary, or (B, 1, V') if they are the same for all nodes; to_base:
+    (V',) the base's token id of each draft token, or None where both vocabularies are one.
+    """
+
+    logits: torch.Tensor
+    to_base: torch.Tensor | None = None
+
+    def top(self, k: int, tilt: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """The k best guesses of every node: base token ids and scores, (B, n or 1, k) each, best first.
+
+        Args:
+            k: guesses per node.
+            tilt: (B, V) what `Rules.tilt` adds to the scores of each base token at this depth: the order is then that
+                of q / E, with the base's own noise E; the scores that are returned stay the drafter's.
+        """
+        if tilt is None:
+            scores, tokens = self.logits.topk(k)
+        else:
+            tokens = (self.logits + self._tilt(tilt)).topk(k).indices
+            scores = self.logits.gather(-1, tokens)
+        return (tokens if self.to_base is None else self.to_base.to(tokens.device)[tokens]), scores
+
+    def likeliest(self, k: int, tilt: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `top`, with log-probabilities in the place of scores; what is no number is taken for impossible.
+
+        They are the drafter's; with a tilt those of tilted scores, which already know what the base will draw.
+        """
+        guesses = self if tilt is None else Guesses(self.logits + self._tilt(tilt), self.to_base)
+        tokens, scores = guesses.top(k)
+        exact = torch.promote_types(scores.dtype, torch.float32)
+        chances = scores.to(exact) - guesses.logits.to(exact).logsumexp(-1, keepdim=True)
+        return tokens, chances.where(~chances.isnan(), -torch.inf)
+
+    def _tilt(self, tilt: torch.Tensor) -> torch.Tensor:
+        """A tilt (B, V) over the draft vocabulary (B, 1, V')."""
+        tilt = tilt.to(self.logits.device)
+        return (tilt if self.to_base is None else tilt[:, self.to_base.to(tilt.device)])[:, None]
+
+    def over_base(self, vocabulary: int) -> torch.Tensor:
+        """Scores over the base's vocabulary (B, n or 1, V), -inf where a token is never guessed."""
+        if self.to_base is None:
+            return self.logits
+        scores = self.logits.new_full((*self.logits.shape[:-1], vocabulary), -torch.inf)
+        return scores.index_copy(-1, self.to_base.to(scores.device), self.logits)
+
+    def chances(self, temperature: float, vocabulary: int) -> torch.Tensor:
+        """q (B, n or 1, V), from which guesses that are tilted by fresh noise are drawn; 0 where it is not a number."""
+        return (self.over_base(vocabulary).float() / temperature).softmax(-1).nan_to_num(0.0)
+
+
+def draft_vocabulary(base: Any, drafter: Any) -> int:
+    """Among how many tokens a drafter chooses: all of its base's, or fewer."""
+    own = drafter.draft_tokens
+    return base.config.get_text_config(decoder=True).vocab_size if own is None else len(own)
+
+
 class Candidates(NamedTuple):
     """The nodes of a step: tokens (B, N), node 0 the root, how they hang together, and the guesses of every level.
 

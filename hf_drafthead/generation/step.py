@@ -15,15 +15,14 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from hf_drafthead.generation.acceptance import preferred_choices, walk_greedily, walk_on_device, walk_on_host
-from hf_drafthead.generation.drafting import draft_dynamic, draft_static
-from hf_drafthead.generation.lookup import joined, suggested
+from hf_drafthead.generation.lookup import Copies, HeldTexts, joined, suggested
 from hf_drafthead.generation.reader import BaseReader
 from hf_drafthead.generation.rules import Rules
 from hf_drafthead.generation.settings import DraftPlan
@@ -41,8 +40,7 @@ from hf_drafthead.generation.state import (
     are_numbers,
     running,
 )
-from hf_drafthead.generation.text_index import HeldTexts
-from hf_drafthead.generation.tree import DynamicTree, Level, LookupTree, Tree
+from hf_drafthead.generation.tree import DynamicTree, Level, LookupTree, Topology, Tree
 
 MOST_PENDING = 128  # positions that wait for the drafter: as many as the longest pause of "auto"
 
@@ -157,6 +155,77 @@ class Stages:
         ends, counts = walk.ends.contiguous(), walk.counts
         shift, visible = rows.position_shift, rows.visible
         return Rows(rows.sequences, rows.lengths + counts, ends, shift, visible, draft_state, rows.cache)
+
+
+def draft_static(
+    drafter,
+    draft_state: Any,
+    root: torch.Tensor,
+    levels: Iterable[Level],
+    topology: Topology,
+    tilt: torch.Tensor | None = None,
+    keep_guesses: bool = False,
+) -> tuple[Any, Candidates]:
+    """Fill a static tree below the root (B, 1), level by level; also returns the drafter's state.
+
+    Args:
+        drafter, draft_state: what guesses, and its own state.
+        root: (B, 1) tokens.
+        levels, topology: of the tree.
+        tilt: (B, D, V) of every depth, see `Guesses.top`; None for the drafter's best guesses.
+        keep_guesses: hand on what the drafter said, level by level.
+    """
+    tokens, kept = root, []
+    for depth, level in enumerate(levels):
+        expanded, hang_on = tokens[:, level.expanded], level.hang_on.expand(len(root), -1)  # (B, n)
+        draft_state, guesses = drafter.expand(draft_state, expanded, hang_on)
+        kept += [guesses] if keep_guesses else []
+        guessed, _ = guesses.top(level.width, None if tilt is None else tilt[:, depth])
+        slots = level.slots if guessed.shape[1] > 1 else 0
+        tokens = torch.cat([tokens, guessed[:, slots, level.ranks].to(tokens.device)], dim=1)
+    return draft_state, Candidates(tokens, topology, tuple(kept))
+
+
+def draft_dynamic(
+    drafter,
+    draft_state: Any,
+    root: torch.Tensor,
+    tree: DynamicTree,
+    tilt: torch.Tensor | None = None,
+    copied: Copies | None = None,
+) -> tuple[Any, Candidates]:
+    """Fill a dynamic tree below the root (B, 1), copies included; also returns the drafter's state.
+
+    Nodes are numbered as they are made: the root, then level by level the children of the expanded nodes, the likeliest
+    node's first. Those that are kept stay in this order. Every shape is fixed by `tree`, and nothing waits for the
+    device.
+    """
+    device, rows = root.device, root.shape[0]
+    tokens, parents, likely = root, torch.zeros_like(root), torch.zeros(rows, 1, device=device)  # (B, M)
+    expanded = hang_on = torch.zeros_like(root)  # (B, n) numbers of nodes; places of their parents in the last call
+    sizes = [1]
+    for level in range(tree.depth):
+        draft_state, guesses = drafter.expand(draft_state, tokens.gather(1, expanded), hang_on)
+        shape = (rows, expanded.shape[1], tree.width)  # (B, n, k)
+        found = guesses.likeliest(tree.width, None if tilt is None else tilt[:, level])
+        guessed, chances = (part.to(device).expand(shape).flatten(1) for part in found)
+        above = expanded[..., None].expand(shape).flatten(1)
+        below = likely.gather(1, above) + chances  # (B, n k)
+        first = tokens.shape[1]
+        tokens, parents = torch.cat([tokens, guessed], dim=1), torch.cat([parents, above], dim=1)
+        likely = torch.cat([likely, below], dim=1)
+        sizes.append(below.shape[1])
+        if level + 1 < tree.depth:
+            best = below.sort(dim=1, descending=True, stable=True).indices[:, : tree.width]
+            expanded, hang_on = first + best, best // tree.width
+    depths = torch.cat([torch.full((rows, size), depth, device=device) for depth, size in enumerate(sizes)], dim=1)
+    nodes = (tokens, parents, depths, likely)
+    best_nodes = (
+        Topology.of_best(*nodes, tree.nodes, tree.depth)
+        if copied is None
+        else joined(*nodes, copied, tree.nodes, tree.depth)
+    )
+    return draft_state, Candidates(*best_nodes)
 
 
 def deepest(limits: Limits, cache: SlotCache) -> torch.Tensor:

@@ -70,7 +70,6 @@ INSTEAD = dict.fromkeys(
     ONLY_IN_THE_PACKAGE,
 )
 INSTEAD["TextIndex.of"] = "return None if given[1] is None else given[0]()"
-INSTEAD |= {"StepCosts.__init__": "pass", "StepCosts.__call__": "return None"}  # a cost that is usual is taken then
 CONFIGS = ("DraftHeadConfig", *(model_class.config_class.__name__ for model_class in MODELS.values()))
 HAVE_A_START = ("Drafter", "DFlashDrafter", "MtpDrafter", "OutputProjections")
 INSTEAD |= dict.fromkeys(

@@ -15,8 +15,8 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
+from hf_drafthead.generation.lookup import ANSWERS, LONGEST_GRAM, TextIndex
 from hf_drafthead.generation.mixin import DraftHeadGenerationMixin
-from hf_drafthead.generation.text_index import ANSWERS, LONGEST_GRAM, TextIndex
 from hf_drafthead.modeling.checkpoint import fetch_file, read_heads_config
 from hf_drafthead.modeling.families import BY_MODEL_TYPE
 

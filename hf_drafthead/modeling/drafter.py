@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.utils import logging
 
-from hf_drafthead.generation.drafting import Guesses
 from hf_drafthead.generation.reader import OutputLayer, Unsupported
+from hf_drafthead.generation.state import Guesses
 from hf_drafthead.modeling.config import DraftHeadConfig
 from hf_drafthead.modeling.decoder_layer import DecoderLayer
 from hf_drafthead.modeling.layers import OutputProjections, VocabularyRows, copy_if_as_wide, weight_of
@@ -280,3 +280,9 @@ class Drafter(nn.Module):
         embedding = self.base.get_input_embeddings()
         weight = embedding.weight
         return embedding(tokens if weight.is_meta else tokens.to(weight.device)).to(like)  # meta: offloaded, as above
+
+
+def last_valid(kept: Tensor, new: Tensor, lengths: Tensor) -> Tensor:
+    """Each row's last valid position of `new` (B, A, H), of `lengths` (B,); `kept` (B, H) where there is none."""
+    place = lengths.to(kept.device)[:, None, None].expand(-1, 1, kept.shape[1])
+    return torch.cat([kept.unsqueeze(1), new.to(kept)], dim=1).gather(1, place)[:, 0]

@@ -15,8 +15,8 @@ from hf_drafthead.evaluation.measurement import guess_depths
 from hf_drafthead.evaluation.questions import chat_text
 from hf_drafthead.evaluation.rounding import BaseCall, FirstDifference
 from hf_drafthead.generation import StepRecord
-from hf_drafthead.generation.drafting import draft_vocabulary
 from hf_drafthead.generation.settings import AUTO, DraftSettings
+from hf_drafthead.generation.state import draft_vocabulary
 from hf_drafthead.generation.tree import DraftTree
 from hf_drafthead.page.turns import Stopped, Turns
 

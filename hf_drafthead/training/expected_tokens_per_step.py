@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
-from hf_drafthead.generation.drafting import draft_vocabulary
 from hf_drafthead.generation.settings import DEFAULT_TREE
+from hf_drafthead.generation.state import draft_vocabulary
 from hf_drafthead.generation.tree import DraftTree
 from hf_drafthead.training.answers import one_text
 from hf_drafthead.trees import rank_paths

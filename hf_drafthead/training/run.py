@@ -22,9 +22,9 @@ from transformers.utils import logging
 from hf_drafthead.data.rows import without_format
 from hf_drafthead.data.sources import files_of
 from hf_drafthead.data.texts import one_line
-from hf_drafthead.generation.drafting import draft_vocabulary
 from hf_drafthead.generation.reader import Unsupported
 from hf_drafthead.generation.settings import DEFAULT_TREE
+from hf_drafthead.generation.state import draft_vocabulary
 from hf_drafthead.generation.tree import DraftTree
 from hf_drafthead.modeling.base import DraftHeadPreTrainedModel
 from hf_drafthead.modeling.base_model import last_layer

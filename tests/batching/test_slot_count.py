@@ -5,9 +5,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from hf_drafthead import costs
 from hf_drafthead.batching import slot_count
 from hf_drafthead.batching.slot_count import bytes_of_slot, free_memory, slots_that_pay
-from hf_drafthead.generation import costs
 from tests.bases import tiny_base
 from tests.batching.requests import add, alone, final
 from tests.batching.test_exact import MEDUSA

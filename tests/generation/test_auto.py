@@ -6,11 +6,19 @@ import pytest
 import torch
 from transformers import CompileConfig
 
-from hf_drafthead.generation import costs, entries, programs, runner
+from hf_drafthead import costs
+from hf_drafthead.generation import programs, runner, settings
 from hf_drafthead.generation import step as stepping
 from hf_drafthead.generation.acceptance import walk_on_device
-from hf_drafthead.generation.entries import CalibrationKey
-from hf_drafthead.generation.settings import ALLOWANCE, LONGEST_PAUSE, UNMEASURED, USUAL, DraftSettings, DraftSwitch
+from hf_drafthead.generation.settings import (
+    ALLOWANCE,
+    LONGEST_PAUSE,
+    UNMEASURED,
+    USUAL,
+    CalibrationKey,
+    DraftSettings,
+    DraftSwitch,
+)
 from hf_drafthead.generation.state import Candidates, Limits, Rows
 from hf_drafthead.generation.tree import DraftTree
 from tests.bases import tiny_base
@@ -27,14 +35,14 @@ MEASURED = {"step_cost": 1.5, "tokens_per_step": 2.5}
 
 def entry(batch_size=1, captured=False, heads_hash=None, **changed):
     execution, threads = "compiled" if captured else "eager", torch.get_num_threads()
-    key = CalibrationKey(entries.cpu_name(), threads, "float64", batch_size, execution, heads_hash)
+    key = CalibrationKey(settings.cpu_name(), threads, "float64", batch_size, execution, heads_hash)
     return {**key._asdict(), "tree": PATHS, "measured": MEASURED, **changed}
 
 
 @pytest.fixture
 def without_hash(monkeypatch):
     """Oracles have no weights."""
-    monkeypatch.setattr(entries, "drafter_hash", lambda drafter: None)
+    monkeypatch.setattr(settings, "drafter_hash", lambda drafter: None)
 
 
 def configured(base, *found):
@@ -146,7 +154,7 @@ def test_the_text_and_not_the_last_step_decides(without_hash):
 @pytest.mark.parametrize("name", ["eagle", "draft-model", "hydra++"])
 def test_what_the_root_alone_verified_is_observed_before_the_next_guess(name, monkeypatch):
     model = next(one for one in FAMILIES if one.name == name).build(tiny_base("llama-gqa"))
-    heads = entries.drafter_hash(model.drafter)
+    heads = settings.drafter_hash(model.drafter)
     model.generation_config.calibration = [entry(2, heads_hash=heads)]
     turns = [True, True, *[False] * 40, True, False, True, *[False] * 90]  # whether each step drafts
     call = {**prompt(2, longest=9), **LONG, "max_new_tokens": 50}
@@ -185,7 +193,7 @@ def test_captured_steps_of_both_trees_share_the_caches(monkeypatch, fallbacks):
     monkeypatch.setattr(runner, "AHEAD", 8)
     monkeypatch.setattr(runner, "CAPACITY_BUCKET", 1)
     model = next(one for one in FAMILIES if one.name == "eagle").build(tiny_base("llama-gqa"))
-    heads = entries.drafter_hash(model.drafter)
+    heads = settings.drafter_hash(model.drafter)
     model.generation_config.calibration = [entry(2, True, heads, measured={"step_cost": 2.0, "tokens_per_step": 2.0})]
     call = {**prompt(2), **LONG, "max_new_tokens": 24}
     nodes = []
@@ -202,7 +210,7 @@ def test_captured_steps_of_both_trees_share_the_caches(monkeypatch, fallbacks):
 
 def test_where_one_size_cannot_be_captured_none_is(monkeypatch, fallbacks):
     model = FAMILIES[0].build(tiny_base("llama-gqa"))
-    model.generation_config.calibration = [entry(1, True, entries.drafter_hash(model.drafter))]
+    model.generation_config.calibration = [entry(1, True, settings.drafter_hash(model.drafter))]
     made, compiled = [], runner.compiled
 
     def only_once(function, config):
@@ -240,13 +248,13 @@ def test_without_an_entry_a_cpu_drafts_where_that_pays(guess, cost, drafted, row
 
 
 def test_what_the_cost_does_not_decide_is_not_measured():
-    for settings, key in (
+    for asked, key in (
         ({}, KEY._replace(threads=None, execution="recorded")),  # of a GPU
         ({"acceptance": "rejection"}, KEY),  # whose text would depend on it
         ({"draft_tree": [[0]]}, KEY),
         ({"draft_tree": "dynamic"}, KEY),
     ):
-        assert DraftSettings(**settings).plan_for(key, 4, 67, costs=None).switch is None
+        assert DraftSettings(**asked).plan_for(key, 4, 67, costs=None).switch is None
     for key in (KEY, KEY._replace(execution="compiled")):
         assert DraftSettings().plan_for(key, 4, 67, lambda trees: [1.25]).switch == (1.25, USUAL, ALLOWANCE)
     assert DraftSettings().plan_for(KEY, 4, 67).switch == (UNMEASURED, USUAL, ALLOWANCE)
@@ -286,10 +294,10 @@ def test_a_damaged_entry_is_refused_in_one_line(measured):
     with pytest.raises(
         ValueError, match=r"the calibration entry for .+, batch size 1, is damaged \(.+\): run"
     ) as refused:
-        entries.expected_of(entry(measured=measured))
+        settings.expected_of(entry(measured=measured))
     assert "\n" not in str(refused.value) and len(str(refused.value)) < 500
 
 
 def test_an_entry_of_an_earlier_version_says_what_a_step_costs():
     earlier = {"tree_seconds": 0.3, "base_step_seconds": 0.2, "tokens_per_step": 2.0}
-    assert entries.expected_of(entry(measured=earlier)) == (pytest.approx(1.5), 2.0)
+    assert settings.expected_of(entry(measured=earlier)) == (pytest.approx(1.5), 2.0)

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, pipeline
 
 import hf_drafthead
 from hf_drafthead import LookupForCausalLM
-from hf_drafthead.generation.drafting import Guesses
+from hf_drafthead.generation.state import Guesses
 from hf_drafthead.training import train_heads
 from hf_drafthead.trees.calibrate import calibrate
 from tests.bases import EARLIER, HYBRID, KINDS, VOCABULARY, tiny_base

@@ -10,13 +10,12 @@ import torch
 from transformers import CompileConfig, LlamaConfig, LlamaForCausalLM
 
 import hf_drafthead
-from hf_drafthead import MedusaForCausalLM
-from hf_drafthead.generation import costs, entries, runner, settings
-from hf_drafthead.generation.costs import StepCosts, keep, read_costs
-from hf_drafthead.generation.entries import CalibrationKey
+from hf_drafthead import MedusaForCausalLM, costs
+from hf_drafthead.costs import StepCosts, keep, read_costs
+from hf_drafthead.generation import runner, settings
 from hf_drafthead.generation.programs import PROGRAMS, Programs
 from hf_drafthead.generation.runner import Execution
-from hf_drafthead.generation.settings import ALLOWANCE, LOSS_SHARE, DraftSwitch
+from hf_drafthead.generation.settings import ALLOWANCE, LOSS_SHARE, CalibrationKey, DraftSwitch
 from hf_drafthead.generation.tree import DraftTree, LookupTree
 from tests.bases import tiny_base
 from tests.families import FAMILIES
@@ -335,7 +334,7 @@ def test_the_entry_of_another_machine_is_judged_by_what_steps_cost_here(here, no
     assert (
         f"a step takes with 2 nodes as long as {here[0]:.1f} of the base's, with 8 nodes as long as {here[1]}" in line
     )
-    assert entries.cpu_name() in line and "hf-drafthead calibrate PATH --batch-size 1" in line
+    assert settings.cpu_name() in line and "hf-drafthead calibrate PATH --batch-size 1" in line
 
 
 def test_where_no_tree_paid_on_another_machine_a_small_one_may_pay_here(monkeypatch):

@@ -4,7 +4,8 @@ import pytest
 import torch
 from transformers import CompileConfig
 
-from hf_drafthead.generation.drafting import Guesses, draft_dynamic
+from hf_drafthead.generation.state import Guesses
+from hf_drafthead.generation.step import draft_dynamic
 from hf_drafthead.generation.tree import DraftTree, DynamicTree, Topology, resolve
 from tests.bases import VOCABULARY, tiny_base
 from tests.drafters import half_right, right, wrong

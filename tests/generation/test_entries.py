@@ -3,10 +3,9 @@
 import pytest
 import torch
 
-from hf_drafthead.generation import decoding, entries, runner
+from hf_drafthead.generation import decoding, runner, settings
 from hf_drafthead.generation import step as stepping
-from hf_drafthead.generation.entries import CalibrationKey, matching, merged, nearest, tree_of
-from hf_drafthead.generation.settings import DraftSettings
+from hf_drafthead.generation.settings import CalibrationKey, DraftSettings, matching, merged, nearest, tree_of
 from hf_drafthead.generation.tree import DraftTree
 from tests.bases import VOCABULARY, tiny_base
 from tests.families import FAMILIES
@@ -39,7 +38,7 @@ def model():
 
 def test_a_key_names_the_machine_and_the_execution(model):
     key = CalibrationKey.of(model.base, model.drafter, 3, "eager")
-    assert key == (entries.cpu_name(), torch.get_num_threads(), "float64", 3, "eager", key.heads_hash)
+    assert key == (settings.cpu_name(), torch.get_num_threads(), "float64", 3, "eager", key.heads_hash)
     assert key.device != "cpu" and len(key.heads_hash) == 16
     assert matching([entry(key)], key) and matching([entry(key, threads=key.threads + 1)], key) is None
     assert matching([entry(key, execution="compiled")], key) is None
@@ -54,7 +53,7 @@ def test_a_call_is_looked_up_as_it_is_run(execution, call, model, monkeypatch, n
     monkeypatch.setattr(runner, "has_graphs", lambda device: True)
     monkeypatch.setattr(runner.Runner, "_first_run", lambda self, step, name, stage, arguments: stage(*arguments))
     key = CalibrationKey.of(model.base, model.drafter, 1, execution)
-    others = [entry(key, [[0]], execution=one) for one in entries.EXECUTIONS if one != execution]
+    others = [entry(key, [[0]], execution=one) for one in settings.EXECUTIONS if one != execution]
     model.generation_config.calibration = [*others, entry(key)]
     assert drafted(model, **call) == {6} and notices == []
 
@@ -147,7 +146,7 @@ def test_an_entry_of_another_machine_is_used_with_one_notice(model, notices):
 
 
 def test_entries_of_earlier_versions_are_read(model, notices):
-    heads = entries.drafter_hash(model.drafter)
+    heads = settings.drafter_hash(model.drafter)
     earlier = {"device": "cpu", "dtype": "float64", "batch_size": 1, "captured": False, "heads_hash": heads}
     assert CalibrationKey.of_entry(earlier) == ("cpu", 0, "float64", 1, "eager", heads)
     assert CalibrationKey.of_entry({**earlier, "captured": True}).execution == "compiled"

@@ -11,7 +11,7 @@ from transformers import CompileConfig
 from transformers.utils import logging
 
 from hf_drafthead import DraftTree
-from hf_drafthead.generation.costs import StepCosts
+from hf_drafthead.costs import StepCosts
 from hf_drafthead.generation.lookup import Copies, copies, joined
 from tests.bases import VOCABULARY, tiny_base
 from tests.families import FAMILIES

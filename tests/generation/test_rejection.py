@@ -6,7 +6,7 @@ from transformers import CompileConfig, TopKLogitsWarper, TopPLogitsWarper
 
 from hf_drafthead.generation import DraftTree, Guesses, acceptance
 from hf_drafthead.generation.acceptance import rejection_choices
-from hf_drafthead.generation.drafting import draft_static
+from hf_drafthead.generation.step import draft_static
 from tests.families import FAMILIES
 from tests.generation.agreement import TREE, agree, prompt, shared_base
 

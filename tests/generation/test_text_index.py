@@ -5,8 +5,8 @@ import threading
 import pytest
 import torch
 
-from hf_drafthead.generation import text_index
-from hf_drafthead.generation.text_index import TextIndex, copied_from
+from hf_drafthead.generation import lookup
+from hf_drafthead.generation.lookup import TextIndex, copied_from
 from tests.bases import VOCABULARY, tiny_base
 from tests.checkpoints import byte_tokenizer
 from tests.families import FAMILIES
@@ -54,7 +54,7 @@ def test_what_is_found_is_what_a_search_finds():
 
 
 def test_texts_whose_hashes_are_equal_are_not_taken_for_each_other(monkeypatch):
-    monkeypatch.setattr(text_index, "hash_of", lambda grams, size: torch.zeros_like(grams[:, 0]))
+    monkeypatch.setattr(lookup, "hash_of", lambda grams, size: torch.zeros_like(grams[:, 0]))
     index = TextIndex([[3, 4, 5, 6, 7], [8, 9, 10, 11, 12, 13]])
     assert found(index, [3, 4, 5]) == ([0] * 5, 0)
     assert found(index, [1, 9, 10, 11, 12]) == ([13, 0, 0, 0, 0], 4)

@@ -20,10 +20,9 @@ from hf_drafthead.generation.acceptance import (
     walk_on_device,
     walk_on_host,
 )
-from hf_drafthead.generation.drafting import Guesses
 from hf_drafthead.generation.rules import Rules
 from hf_drafthead.generation.settings import DraftPlan
-from hf_drafthead.generation.state import Candidates, Limits, Rows, Walk
+from hf_drafthead.generation.state import Candidates, Guesses, Limits, Rows, Walk
 from hf_drafthead.generation.tree import Topology
 
 VOCABULARY, WIDTH, EOS = 7, 40, [1, 4]

@@ -12,7 +12,7 @@ import pytest
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from hf_drafthead.cli import main
-from hf_drafthead.generation.text_index import TextIndex
+from hf_drafthead.generation.lookup import TextIndex
 from hf_drafthead.hub_upload import serve as serving
 from tests.checkpoints import byte_tokenizer
 from tests.families import FAMILIES

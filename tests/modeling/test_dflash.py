@@ -5,7 +5,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, Qwen3Config
 from transformers.utils import logging
 
-from hf_drafthead.generation.drafting import draft_dynamic
+from hf_drafthead.generation.step import draft_dynamic
 from hf_drafthead.generation.tree import DynamicTree
 from hf_drafthead.modeling import DFlashConfig, DFlashForCausalLM
 from hf_drafthead.modeling.block_layers import BlockLayers

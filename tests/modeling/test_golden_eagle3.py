@@ -9,8 +9,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hf_drafthead.generation.drafting import draft_dynamic
 from hf_drafthead.generation.reader import BaseReader
+from hf_drafthead.generation.step import draft_dynamic
 from hf_drafthead.generation.tree import DynamicTree
 from hf_drafthead.modeling import Eagle3ForCausalLM
 from tests.dynamic_trees import Drafted, dynamic_tree

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from hf_drafthead.generation.entries import cpu_name
+from hf_drafthead.generation.settings import cpu_name
 from hf_drafthead.trees import calibrate as calibrating
 from hf_drafthead.trees.calibrate import Comparison, calibrate, count_trees
 from hf_drafthead.trees.grow import ALONE, Size, TreeStatistics
