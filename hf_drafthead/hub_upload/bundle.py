@@ -162,7 +162,8 @@ def add_bundle(folder: Path) -> None:
 
 def needs_of(folder: Path, config: DraftHeadConfig) -> frozenset[str]:
     """Which of NEEDED_BY_SOME a checkpoint with this config needs."""
-    base, text = config.base_config, config.get_text_config(decoder=True)
+    base: Any = config.base_config
+    text = base.get_text_config(decoder=True)
     known = base.model_type in CONFIG_MAPPING  # else it has code of its own, and may be anything
     file = folder / GENERATION_CONFIG_NAME
     needs = {

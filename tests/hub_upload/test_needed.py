@@ -70,7 +70,7 @@ def test_what_nothing_needs_is_left_out(monkeypatch):
     "name, body, left",
     [
         ("first", "return 1", "def first(*given, **named):\n    return 1"),
-        ("Kind", "ONE = 1\nTWO = 2", "class Kind:\n    ONE = 1\n    TWO = 2"),
+        ("Kind", "four = 4\nfive = 5", "class Kind:\n    four = 4\n    five = 5"),
     ],
 )
 def test_a_function_or_class_may_have_another_body(name, body, left, monkeypatch):
@@ -89,7 +89,7 @@ def test_a_variable_does_not_keep_a_method_of_its_name_nor_an_attribute_a_functi
 def test_the_code_of_a_checkpoint_holds_nothing_of_training_formats_and_calibration():
     for family in MODELS:
         text = build_bundle(family)
-        assert len(text.splitlines()) <= 5349
-        assert len(build_bundle(family, frozenset(NEEDED_BY_SOME)).splitlines()) <= 6200
+        assert len(text.splitlines()) <= 5316
+        assert len(build_bundle(family, frozenset(NEEDED_BY_SOME)).splitlines()) <= 6240
         for name in ("head_states", "over_chains", "choose_vocabulary", "FOREIGN"):
             assert name not in text, f"{name} in the code of {family}"
