@@ -40,7 +40,7 @@ def load_families() -> None:
     for name in [name for name in __all__ if name not in CLASSES]:
         globals()[name] = next(getattr(room, name) for room in (formats, generation, modeling) if hasattr(room, name))
     modeling.DraftHeadPreTrainedModel.heads_output = _heads_output
-    modeling.DraftHeadPreTrainedModel.step_costs = costs.StepCosts
+    generation.DraftHeadGenerationMixin.step_costs = costs.StepCosts
     globals().update(CLASSES)
     __all__.extend(name for name in CLASSES if name not in __all__)
 

@@ -35,7 +35,7 @@ from hf_drafthead.generation.state import (
     StepRecord,
     running,
 )
-from hf_drafthead.generation.step import Step, Stopwatch
+from hf_drafthead.generation.step import Step, now
 from hf_drafthead.generation.tree import DraftTree, LookupTree, Tree, copies_alone
 
 FIRST_ROOM = 512  # new positions for which memory is taken at first
@@ -72,12 +72,13 @@ def decode(
     stream, drafter = Stream(streamer, rules), model.drafter
     ordinary_cache = inputs.pop(CACHE)
     known = past_length(ordinary_cache)
-    watch = Stopwatch(on_step is not None, reader.base.device)
+    device = reader.base.device
+    last = now(device) if on_step is not None else 0.0
     state, reader = prefill(reader, drafter, settings.tree, input_ids, rules, inputs, ordinary_cache, stream)
-    watch.lap("prefill")
     if on_step is not None:
+        last, start = now(device), last
         roots = state.rows.sequences[:, state.prompt_length, None].tolist()
-        on_step(StepRecord(0, roots, [], [1] * rules.batch_size, 0, watch.seconds))
+        on_step(StepRecord(0, roots, [], [1] * rules.batch_size, 0, {"prefill": last - start}))
     make = functools.partial(
         Step,
         reader,
@@ -102,8 +103,8 @@ def decode(
                 if streamer is not None:
                     stream.committed(state, rules)
                 if on_step is not None:
-                    watch.lap("step")
-                    record.seconds["step"] = watch.seconds["step"]
+                    last, start = now(device), last
+                    record.seconds["step"] = last - start
                     if isinstance(tree, LookupTree):
                         text = tree, texts, state.rows.sequences, [*state.lengths], record.tokens
                         record = replace(record, copied=functools.partial(accepted_copies, *text))

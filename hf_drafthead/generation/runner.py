@@ -41,7 +41,7 @@ from hf_drafthead.generation.reader import BaseReader, is_hooked
 from hf_drafthead.generation.rules import not_put_back
 from hf_drafthead.generation.slots import BUCKET, SLOTS, DoesNotFit, out_of_memory, rounded_up
 from hf_drafthead.generation.state import DecodingState, Limits, Outcome, Rows
-from hf_drafthead.generation.step import MOST_PENDING, Stages, Step, observe_pending, shortage_undone
+from hf_drafthead.generation.step import MOST_PENDING, Stages, Step, shortage_undone
 from hf_drafthead.generation.tree import DraftTree, Tree, smaller
 
 logger = logging.get_logger(__name__)
@@ -404,9 +404,17 @@ class Runner:
             self._observe(step, state)
 
     def _observe(self, step: Step, state: DecodingState) -> None:
+        """Let the drafter observe what steps of the root alone have verified.
+
+        Such a step drafts nothing. A drafter that keeps a history would run a layer, or a model, in each of them all
+        the same, to remember one position. A row that has ended has counts of 0 from there on, so its valid positions
+        come first, as `observe` wants them.
+        """
+        features, tokens, counts = zip(*state.pending)
         with shortage_undone(state.caches):
-            rows = observe_pending(step.stages.drafter, state.rows, state.pending)
-        state.keep(rows, [])
+            seen = torch.cat(features, 1), torch.cat(tokens, 1), torch.stack(counts).sum(0)
+            draft_state = step.stages.drafter.observe(state.rows.draft_state, *seen)
+        state.keep(state.rows._replace(draft_state=draft_state), [])
 
     def _run(self, step: Step, rows: int, name: str, *arguments: Any) -> Any:
         """Run a stage by a program. Where none can be had it runs as it stands, and so do all that follow."""

@@ -85,6 +85,12 @@ class Guesses(NamedTuple):
         return (self.over_base(vocabulary).float() / temperature).softmax(-1).nan_to_num(0.0)
 
 
+def last_valid(kept: torch.Tensor, new: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    """Each row's last valid position of `new` (B, A, H), of `lengths` (B,); `kept` (B, H) where there is none."""
+    place = lengths.to(kept.device)[:, None, None].expand(-1, 1, kept.shape[1])
+    return torch.cat([kept.unsqueeze(1), new.to(kept)], dim=1).gather(1, place)[:, 0]
+
+
 def draft_vocabulary(base: Any, drafter: Any) -> int:
     """Among how many tokens a drafter chooses: all of its base's, or fewer."""
     own = drafter.draft_tokens

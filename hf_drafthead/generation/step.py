@@ -17,6 +17,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -33,7 +34,6 @@ from hf_drafthead.generation.state import (
     DecodingState,
     Limits,
     Outcome,
-    Pending,
     Rows,
     Verified,
     Walk,
@@ -233,18 +233,6 @@ def deepest(limits: Limits, cache: SlotCache) -> torch.Tensor:
     return (limits.last_position - cache.lengths[:, None]).clamp(min=0)[:, 0]
 
 
-def observe_pending(drafter: Any, rows: Rows, pending: Pending) -> Rows:
-    """Let the drafter observe what steps of the root alone have verified.
-
-    Such a step drafts nothing. A drafter that keeps a history would run a layer, or a model, in each of them all the
-    same, to remember one position. A row that has ended has counts of 0 from there on, so its valid positions come
-    first, as `observe` wants them.
-    """
-    features, tokens, counts = zip(*pending)
-    seen = torch.cat(features, 1), torch.cat(tokens, 1), torch.stack(counts).sum(0)
-    return rows._replace(draft_state=drafter.observe(rows.draft_state, *seen))
-
-
 class Step:
     """The steps of one call with one tree.
 
@@ -273,29 +261,42 @@ class Step:
         self.stages = Stages.of(reader, drafter, tree, rules.rejects, device)
         self.tree, self.num_nodes, self.depth = tree, tree.num_nodes, tree.max_depth + 1
         self.device, self.plan, self.rules, self.show = device, plan, rules, show
-        self.watch = Stopwatch(timed, device)
         self.prefers = plan.acceptance != "exact" and rules.config.do_sample  # some tokens to the base's choice
         self.greedy = rules.greedy and not self.prefers
         self.on_device = rules.on_device and (device.type != "cpu" or rules.rejects)
         self.ahead = self.greedy and ahead
         self.texts = plan.texts_on(device) if isinstance(tree, LookupTree) else None
         self.defers = drafter.keeps_history and tree.num_nodes == 1
+        self.seconds: dict[str, float] = {}  # of the stages of a step, where they are timed
+        self.runs: Any = self.stages
+        if timed:
+            names = ("draft", "verify", "commit")
+            self.runs = SimpleNamespace(**{name: self._timed(name, getattr(self.stages, name)) for name in names})
+            vars(self).update(walk=self._timed("walk", self.walk), noise_ahead=self._timed("draft", self.noise_ahead))
 
     def __call__(self, state: DecodingState, stages: Any = None) -> Outcome:
         """Take one step from a state that has room for it; `stages` are programs of them, where there are any."""
-        stages, watch, rows, limits = stages or self.stages, self.watch.anew(), state.rows, state.limits
+        stages, rows, limits = stages or self.runs, state.rows, state.limits
         noise, tilt = (None, None) if self.greedy else self.noise_ahead(state)
         with shortage_undone(state.caches):
             draft_state, candidates = stages.draft(rows, limits, tilt, self.texts)
-            watch.lap("draft")
             verified = stages.verify(rows, limits, candidates)
-            watch.lap("verify")
         walk = self.walk(state, candidates, verified, noise, stages)
-        watch.lap("walk")
         later = [(verified.features, walk.tokens, walk.observed)] if self.defers else []
         state.keep(stages.commit(rows, draft_state, verified.features, walk, not later), state.pending + later)
-        watch.lap("commit")
-        return Outcome(walk, watch.seconds, self.num_nodes)
+        seconds, self.seconds = self.seconds, {}
+        return Outcome(walk, seconds, self.num_nodes)
+
+    def _timed(self, name: str, stage: Callable[..., Any]) -> Callable[..., Any]:
+        """A stage whose seconds are noted, for which the host waits before and after it."""
+
+        def run(*arguments: Any) -> Any:
+            start = now(self.device)
+            result = stage(*arguments)
+            self.seconds[name] = self.seconds.get(name, 0.0) + now(self.device) - start
+            return result
+
+        return run
 
     def noise_ahead(self, state: DecodingState) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """(B, D, V) the base's noise of the next positions, and how it tilts guesses; None where there is none."""
@@ -353,25 +354,8 @@ def shortage_undone(caches: list[SlotCache]) -> Iterator[None]:
         raise DoesNotFit(str(error).partition("\n")[0]) from error
 
 
-class Stopwatch:
-    """Seconds between laps; does nothing unless it is switched on."""
-
-    def __init__(self, on: bool, device: torch.device):
-        self.on, self.device = on, device
-        self.anew()
-
-    def anew(self) -> Stopwatch:
-        self.seconds: dict[str, float] = {}
-        self.last = self._now() if self.on else 0.0
-        return self
-
-    def lap(self, name: str) -> None:
-        """Note what has passed since the last lap under this name."""
-        if self.on:
-            now = self._now()
-            self.seconds[name], self.last = now - self.last, now
-
-    def _now(self) -> float:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        return time.perf_counter()
+def now(device: torch.device) -> float:
+    """Seconds of a clock, once a device has done what was asked of it."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()

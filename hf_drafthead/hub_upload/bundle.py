@@ -90,7 +90,8 @@ INSTEAD |= dict.fromkeys(
 INSTEAD |= dict.fromkeys(("how_to_convert", "why_refused", "DraftHeadPreTrainedModel._code_writer"), "return None")
 INSTEAD |= {"is_deep": "return False", "DecoderLayer._through_again": "return given[0]._through(*given[1:])"}
 # What only some checkpoints need, by the reason; and what is there in the code of the others.
-STATES, KEYS, IMAGES, COMPILED, ADAPTER, GGUF = "states", "keys", "images", "compiled", "adapter", "gguf"
+STATES, KEYS, IMAGES, ADAPTER, GGUF = "states", "keys", "images", "adapter", "gguf"
+COMPILED, CALIBRATED, OTHER_ACCEPTANCE = "compiled", "calibrated", "other acceptance"
 NEEDED_BY_SOME = {
     STATES: {  # of a base that keeps states no mixer is known then
         "mixers_of": "return {}",
@@ -112,6 +113,17 @@ NEEDED_BY_SOME = {
         "_of_text": "return given[1]",
         "read_and_try": "raise Unsupported(f\"the code here does not read {', '.join(given[1].unusual)}\")",
     },
+    CALIBRATED: {
+        "matching": f"""\
+if given[0]:
+    {ONLY_IN_THE_PACKAGE}""",
+        "nearest": "return None",
+        "tokens_of": "return None",
+        "drafter_hash": "return None",
+        "CalibrationKey.of_entry": ONLY_IN_THE_PACKAGE,
+        "DraftSettings._of_entry": ONLY_IN_THE_PACKAGE,
+    },
+    OTHER_ACCEPTANCE: {"preferred_choices": ONLY_IN_THE_PACKAGE},
     COMPILED: {
         "Execution.with_compiler": """\
 logger.warning_once("Steps are not compiled: that needs hf_drafthead, of which only the model code is here.")
@@ -166,10 +178,13 @@ def needs_of(folder: Path, config: DraftHeadConfig) -> frozenset[str]:
     text = base.get_text_config(decoder=True)
     known = base.model_type in CONFIG_MAPPING  # else it has code of its own, and may be anything
     file = folder / GENERATION_CONFIG_NAME
+    settings = read_json(file) if file.is_file() else {}
     needs = {
         STATES: not known or any(hasattr(layer, "conv_states") for layer in DynamicCache(config=text).layers),
         IMAGES: not known or text is not base,
-        COMPILED: file.is_file() and _compiles(read_json(file)),
+        COMPILED: _compiles(settings),
+        CALIBRATED: bool(settings.get("calibration")),
+        OTHER_ACCEPTANCE: settings.get("acceptance", "exact") != "exact",
         ADAPTER: config.adapter_name_or_path is not None or (folder / ADAPTER_CONFIG_NAME).is_file(),
         GGUF: config.base_gguf_file is not None,
     }

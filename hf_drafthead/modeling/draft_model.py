@@ -20,11 +20,11 @@ from transformers.configuration_utils import PreTrainedConfig
 
 from hf_drafthead.generation.reader import BaseReader, Unsupported, probe
 from hf_drafthead.generation.slots import ROOM, SlotCache, slot_mask, writing_layers
-from hf_drafthead.generation.state import Guesses
+from hf_drafthead.generation.state import Guesses, last_valid
 from hf_drafthead.modeling.base import DraftHeadPreTrainedModel
 from hf_drafthead.modeling.base_model import commit_of, full_name
 from hf_drafthead.modeling.config import DraftHeadConfig
-from hf_drafthead.modeling.drafter import Drafter, last_valid
+from hf_drafthead.modeling.drafter import Drafter
 from hf_drafthead.modeling.files import first_line
 from hf_drafthead.modeling.layers import copy_if_as_wide, llama_like
 from hf_drafthead.modeling.loading import HUB_ARGUMENTS

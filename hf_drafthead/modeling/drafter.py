@@ -280,9 +280,3 @@ class Drafter(nn.Module):
         embedding = self.base.get_input_embeddings()
         weight = embedding.weight
         return embedding(tokens if weight.is_meta else tokens.to(weight.device)).to(like)  # meta: offloaded, as above
-
-
-def last_valid(kept: Tensor, new: Tensor, lengths: Tensor) -> Tensor:
-    """Each row's last valid position of `new` (B, A, H), of `lengths` (B,); `kept` (B, H) where there is none."""
-    place = lengths.to(kept.device)[:, None, None].expand(-1, 1, kept.shape[1])
-    return torch.cat([kept.unsqueeze(1), new.to(kept)], dim=1).gather(1, place)[:, 0]

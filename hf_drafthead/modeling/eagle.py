@@ -17,11 +17,11 @@ from transformers import AutoConfig
 from transformers.configuration_utils import PreTrainedConfig
 
 from hf_drafthead.generation.slots import ROOM, SlotCache
-from hf_drafthead.generation.state import Guesses
+from hf_drafthead.generation.state import Guesses, last_valid
 from hf_drafthead.modeling.base import DraftHeadPreTrainedModel
 from hf_drafthead.modeling.config import DraftHeadConfig
 from hf_drafthead.modeling.decoder_layer import DecoderLayer, next_level
-from hf_drafthead.modeling.drafter import Drafter, last_valid
+from hf_drafthead.modeling.drafter import Drafter
 
 # Li et al. 2024 (EAGLE) and the published trainer; the noise is its 0.2 * 512 / T at T = 2048
 EAGLE_RECIPE: dict[str, Any] = {

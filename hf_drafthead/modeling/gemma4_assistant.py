@@ -22,12 +22,12 @@ from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
 from hf_drafthead.generation.reader import BaseReader, Unsupported, probe_tokens
 from hf_drafthead.generation.slots import ROOM, SlotCache, key_layers, slot_mask
-from hf_drafthead.generation.state import Guesses
+from hf_drafthead.generation.state import Guesses, last_valid
 from hf_drafthead.modeling.base import DraftHeadPreTrainedModel
 from hf_drafthead.modeling.block_layers import remember
 from hf_drafthead.modeling.config import DraftHeadConfig
 from hf_drafthead.modeling.decoder_layer import DecoderLayer
-from hf_drafthead.modeling.drafter import Drafter, last_valid
+from hf_drafthead.modeling.drafter import Drafter
 
 LAYERS = ("gemma4_text", "gemma4_unified_text")  # whose layers can do without keys of their own
 FULL, SLIDING = "full_attention", "sliding_attention"

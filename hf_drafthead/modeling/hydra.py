@@ -14,11 +14,11 @@ from transformers import AutoConfig
 from transformers.configuration_utils import PreTrainedConfig
 
 from hf_drafthead.generation.slots import ROOM, SlotCache
-from hf_drafthead.generation.state import Guesses
+from hf_drafthead.generation.state import Guesses, last_valid
 from hf_drafthead.modeling.base import DraftHeadPreTrainedModel
 from hf_drafthead.modeling.config import DraftHeadConfig
 from hf_drafthead.modeling.decoder_layer import DecoderLayer
-from hf_drafthead.modeling.drafter import Drafter, last_valid
+from hf_drafthead.modeling.drafter import Drafter
 from hf_drafthead.modeling.files import shortened
 from hf_drafthead.modeling.layers import OutputProjections, ResidualBlock
 

@@ -53,15 +53,20 @@ HUB_ARGUMENTS = {"cache_dir", "force_download", "local_files_only", "proxies", "
 
 @dataclass(frozen=True)
 class HeadsSource:
-    """Where heads are read from.
+    """Where heads and their base are read from.
 
     given: folder or Hub id, None where their tensors are given; fetch: arguments of every download; heads: arguments
-    for the heads' own files.
+    for the heads' own files; base, base_revision, use_safetensors: see `from_pretrained`; arguments: others for the
+    base.
     """
 
     given: str | None
     fetch: dict[str, Any]
     heads: dict[str, Any]
+    base: str | os.PathLike | nn.Module | None
+    base_revision: str | None
+    use_safetensors: bool | None
+    arguments: dict[str, Any]
 
     @property
     def path(self) -> str:
@@ -95,6 +100,17 @@ class HeadsSource:
         place = arguments.pop("_adapter_model_path", None) or (self.given if beside else None)
         held = place is not None and find_adapter(place, self.hub) is not None
         return (place if held else None), arguments
+
+    def for_the_base(self, config: DraftHeadConfig) -> dict[str, Any]:
+        """Arguments for loading the base, with the user's choice of attention and experts, which AutoModel puts into
+        the config of the heads; these take the name of their place."""
+        chosen = {} if self.use_safetensors is None else {"use_safetensors": self.use_safetensors}
+        for name in ("attn_implementation", "experts_implementation"):
+            if (choice := getattr(config, f"_{name}")) is not None:
+                chosen[name] = choice
+            setattr(config, f"_{name}", None)
+        config.name_or_path = self.given or ""
+        return {**chosen, **self.arguments}
 
 
 class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
@@ -320,17 +336,21 @@ class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
             given,
             fetch={key: kwargs.pop(key) for key in HUB_ARGUMENTS & set(kwargs)},
             heads={key: kwargs.pop(key) for key in HEADS_ARGUMENTS & set(kwargs)},
+            base=base_model,
+            base_revision=base_revision,
+            use_safetensors=use_safetensors,
+            arguments=kwargs,
         )
         if convert:
             if config is not None:
                 raise ValueError("config= cannot be given with convert=True, which reads it from the layout: drop it.")
-            model = cls._from_other_layout(source, base_model, base_revision, use_safetensors, kwargs)
+            model = cls._from_other_layout(source)
         else:
             heads = read_heads_config(source.path, source.hub, cls.config_class, config)
             if state_dict is not None:
                 heads.base_included = any(name.startswith("base.") for name in state_dict)
             load = cls._with_its_base if heads.base_included else cls._from_heads
-            model = load(source, heads, state_dict, base_model, base_revision, use_safetensors, kwargs)
+            model = load(source, heads, state_dict)
         if not isinstance(base_model, nn.Module):  # a live model stays as it is
             model.base.requires_grad_(False)
         model.checkpoint_revision = source.heads.get("revision")
@@ -341,41 +361,27 @@ class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
         return model, {"missing_keys": set(), "unexpected_keys": set(), "mismatched_keys": set(), "error_msgs": []}
 
     @classmethod
-    def _from_other_layout(
-        cls: type[LoadedModel],
-        source: HeadsSource,
-        base_model: str | os.PathLike | nn.Module | None,
-        base_revision: str | None,
-        use_safetensors: bool | None,
-        arguments: dict[str, Any],
-    ) -> LoadedModel:
-        """The model of heads in the layout of another project; arguments as of `from_pretrained`."""
-        fields = {name: arguments.pop(name) for name in cls.config_class.heads_fields() & set(arguments)}
+    def _from_other_layout(cls: type[LoadedModel], source: HeadsSource) -> LoadedModel:
+        """The model of heads in the layout of another project."""
+        fields = {name: source.arguments.pop(name) for name in cls.config_class.heads_fields() & set(source.arguments)}
         config, tensors, settings = _formats().converted(
-            cls, source.path, base_model=base_model, base_revision=base_revision, fields=fields, hub=source.hub
+            cls, source.path, base_model=source.base, base_revision=source.base_revision, fields=fields, hub=source.hub
         )
-        arguments = _with_implementations(config, source, {**arguments, "use_safetensors": use_safetensors})
+        arguments = source.for_the_base(config)
         model, adapter = cls._blank(config, build_base=False), source.adapter(beside=False)
-        return model._on_base(source, tensors, settings, adapter, base_model, base_revision, arguments)
+        return model._on_base(source, tensors, settings, adapter, arguments)
 
     @classmethod
     def _from_heads(
-        cls: type[LoadedModel],
-        source: HeadsSource,
-        config: DraftHeadConfig,
-        state_dict: Mapping[str, Tensor] | None,
-        base_model: str | os.PathLike | nn.Module | None,
-        base_revision: str | None,
-        use_safetensors: bool | None,
-        arguments: dict[str, Any],
+        cls: type[LoadedModel], source: HeadsSource, config: DraftHeadConfig, state_dict: Mapping[str, Tensor] | None
     ) -> LoadedModel:
-        """The model of a checkpoint that holds the heads alone; arguments as of `from_pretrained`."""
-        arguments = _with_implementations(config, source, {**arguments, "use_safetensors": use_safetensors})
+        """The model of a checkpoint that holds the heads alone."""
+        arguments = source.for_the_base(config)
         variant = source.heads.get("variant")
         model, tensors = cls._without_memory(source.path, config, variant, source.hub, state_dict)
         settings = {} if source.given is None else read_generation_settings(source.path, source.hub)
         # What lies beside the weights is read before the base is, which may take minutes.
-        return model._on_base(source, tensors, settings, source.adapter(), base_model, base_revision, arguments)
+        return model._on_base(source, tensors, settings, source.adapter(), arguments)
 
     def _on_base(
         self: LoadedModel,
@@ -383,16 +389,13 @@ class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
         tensors: Mapping[str, Tensor],
         settings: Mapping[str, Any],
         adapter: tuple[str | None, dict[str, Any]],
-        base_model: str | os.PathLike | nn.Module | None,
-        base_revision: str | None,
         arguments: dict[str, Any],
     ) -> LoadedModel:
         """Heads without memory, with their tensors, settings and adapter, on their base."""
         self.config.__dict__.pop("quantization_config", None)  # of a base that is not here
-        arguments = {name: value for name, value in arguments.items() if (name, value) != ("use_safetensors", None)}
-        base = load_base(source.place, self.config, base_model, base_revision, source.fetch, arguments)
+        base = load_base(source.place, self.config, source.base, source.base_revision, source.fetch, arguments)
         if active_adapter(base) is None:
-            adapt(base, source.given, self.config, source.hub, isinstance(base_model, nn.Module))
+            adapt(base, source.given, self.config, source.hub, isinstance(source.base, nn.Module))
         self._fill(tensors, *last_layer(base))
         self.drafter.check_values(source.path)
         self._attach(base)
@@ -404,36 +407,28 @@ class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
 
     @classmethod
     def _with_its_base(
-        cls: type[LoadedModel],
-        source: HeadsSource,
-        config: DraftHeadConfig,
-        state_dict: Mapping[str, Tensor] | None,
-        base_model: str | os.PathLike | nn.Module | None,
-        base_revision: str | None,
-        use_safetensors: bool | None,
-        arguments: dict[str, Any],
+        cls: type[LoadedModel], source: HeadsSource, config: DraftHeadConfig, state_dict: Mapping[str, Tensor] | None
     ) -> LoadedModel:
         """The model of a checkpoint that holds its base too, as transformers loads it; else as `_from_heads`."""
-        arguments = _with_implementations(config, source, arguments)
+        arguments = source.for_the_base(config)
         # What does not fit is refused, also of an adapter of the whole model, before transformers reads it.
         untouched, variant = copy.deepcopy(config), source.heads.get("variant")
         cls._without_memory(source.path, untouched, variant, source.hub, state_dict)
         source.adapter()
         if source.given is not None:
             read_generation_settings(source.path, source.hub)
-        if base_model is not None or base_revision is not None:
+        if source.base is not None or source.base_revision is not None:
             raise ValueError(f"{source.path!r} contains its own base: drop base_model= and base_revision=.")
-        if use_safetensors is False:
+        if source.use_safetensors is False:
             raise ValueError(
                 f"{source.path!r} is only read as safetensors, for a pickle can run code: drop use_safetensors."
             )
-        heads = {**source.heads, **source.fetch, "config": config, "state_dict": state_dict and dict(state_dict)}
+        arguments |= {**source.heads, **source.fetch, "config": config, "state_dict": state_dict and dict(state_dict)}
         if arguments.get("quantization_config") is not None:
             arguments["quantization_config"] = cls._sparing_the_drafter(config, arguments["quantization_config"])
         try:
-            model, info = super().from_pretrained(
-                source.given, **heads, **arguments, use_safetensors=True, output_loading_info=True
-            )
+            arguments |= {"use_safetensors": True, "output_loading_info": True}
+            model, info = super().from_pretrained(source.given, **arguments)
         except (ArithmeticError, AttributeError, LookupError) as error:
             raise ValueError(
                 f"the base in {source.path!r} cannot be built from its config ({in_one_line(error)}): correct "
@@ -515,18 +510,6 @@ class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
             values[name] = [name for name, module in blank.named_modules() if module is head]
         values[name] = [*values[name], "drafter"]
         return spared
-
-
-def _with_implementations(config: DraftHeadConfig, source: HeadsSource, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Arguments for loading a base, with the user's choice of attention and experts, which AutoModel puts into the
-    config of the heads; these take the name of their place."""
-    chosen = {}
-    for name in ("attn_implementation", "experts_implementation"):
-        if (choice := getattr(config, f"_{name}")) is not None:
-            chosen[name] = choice
-        setattr(config, f"_{name}", None)
-    config.name_or_path = source.given or ""
-    return {**chosen, **arguments}
 
 
 def _formats() -> Any:

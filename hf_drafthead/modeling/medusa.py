@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from hf_drafthead.generation.state import Guesses
+from hf_drafthead.generation.state import Guesses, last_valid
 from hf_drafthead.modeling.base import DraftHeadPreTrainedModel
 from hf_drafthead.modeling.config import DraftHeadConfig
-from hf_drafthead.modeling.drafter import Drafter, last_valid
+from hf_drafthead.modeling.drafter import Drafter
 from hf_drafthead.modeling.layers import OutputProjections, ParallelBlocks
 
 # Cai et al. 2024, section 2.2.1 and the published trainer; lengths and batch sizes depend on the user's memory and data

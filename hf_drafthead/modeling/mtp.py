@@ -26,12 +26,12 @@ from transformers.configuration_utils import PreTrainedConfig
 from transformers.utils import logging
 
 from hf_drafthead.generation.slots import ROOM, SlotCache
-from hf_drafthead.generation.state import Guesses
+from hf_drafthead.generation.state import Guesses, last_valid
 from hf_drafthead.modeling.base import DraftHeadPreTrainedModel
 from hf_drafthead.modeling.checkpoint import check_tensors, is_missing_folder
 from hf_drafthead.modeling.config import MAX_LAYERS, DraftHeadConfig
 from hf_drafthead.modeling.decoder_layer import ChainKeys, DecoderLayer, has_layers, next_level
-from hf_drafthead.modeling.drafter import Drafter, last_valid
+from hf_drafthead.modeling.drafter import Drafter
 from hf_drafthead.modeling.files import read_ranking
 from hf_drafthead.modeling.gguf_files import split_gguf
 from hf_drafthead.modeling.layers import copy_if_as_wide

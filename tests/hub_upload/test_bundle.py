@@ -297,10 +297,11 @@ def test_a_checkpoint_has_the_code_that_it_needs(folder, tmp_path):
         {"calibration": [{"captured": True}]},
     ):
         (tmp_path / "generation_config.json").write_text(json.dumps(settings))
-        assert needs_of(tmp_path, config) == {"compiled"}
-    (tmp_path / "generation_config.json").write_text(json.dumps({"calibration": [{"execution": "eager"}]}))
+        assert needs_of(tmp_path, config) - {"calibrated"} == {"compiled"}
+    settings = {"calibration": [{"execution": "eager"}], "acceptance": "typical"}
+    (tmp_path / "generation_config.json").write_text(json.dumps(settings))
     (tmp_path / "adapter_config.json").touch()
-    assert needs_of(tmp_path, config) == {"adapter"}
+    assert needs_of(tmp_path, config) == {"adapter", "calibrated", "other acceptance"}
     config.base_gguf_file = "base.gguf"
     assert needs_of(folder / "eagle", config) == {"gguf"}
     config.base_config = PreTrainedConfig(model_type="of_its_own")
