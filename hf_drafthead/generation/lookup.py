@@ -46,7 +46,9 @@ class Copies(NamedTuple):
     matched: torch.Tensor
 
 
-def copies(sequences: torch.Tensor, lengths: torch.Tensor, count: int, longest_match: int, vocabulary: int) -> Copies:
+def copied_from_row(
+    sequences: torch.Tensor, lengths: torch.Tensor, count: int, longest_match: int, vocabulary: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     """What followed the last tokens of each row where they occurred before: the longest match, of equal ones the last.
 
     The longest of `longest_match`, ... 2 last tokens that occurred before is taken (1 where `longest_match` is 1). A
@@ -60,19 +62,14 @@ def copies(sequences: torch.Tensor, lengths: torch.Tensor, count: int, longest_m
         longest_match: tokens compared at most, at least 1.
         vocabulary: tokens of the base; a row may hold other ids, such as placeholders, and these are not guessed.
 
+    Returns:
+        tokens (B, L), and how many of the last tokens agreed (B,), 0 where none occurred before.
+
     >>> text = torch.tensor([[5, 6, 7, 8, 9, 5, 6, 0], [1, 2, 3, 4, 5, 6, 7, 0]])
-    >>> copies(text, torch.tensor([7, 7]), count=4, longest_match=3, vocabulary=10)
-    Copies(tokens=tensor([[7, 8, 9, 5],
-            [0, 0, 0, 0]]), matched=tensor([ True, False]))
+    >>> copied_from_row(text, torch.tensor([7, 7]), count=4, longest_match=3, vocabulary=10)
+    (tensor([[7, 8, 9, 5],
+            [0, 0, 0, 0]]), tensor([2, 0]))
     """
-    tokens, agreed = _copied(sequences, lengths, count, longest_match, vocabulary)
-    return Copies(tokens, agreed > 0)
-
-
-def _copied(
-    sequences: torch.Tensor, lengths: torch.Tensor, count: int, longest_match: int, vocabulary: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """What `copies` gives: tokens (B, L), and how many of the last tokens agreed (B,), 0 where none occurred before."""
     width, device = sequences.shape[1], sequences.device
     least = min(LEAST_MATCH, longest_match)
     place = torch.arange(width, device=device)
@@ -101,20 +98,15 @@ def suggested(
 
     Args:
         tree: of the step.
-        sequences, lengths: see `copies`.
+        sequences, lengths: see `copied_from_row`.
         texts: others, on this device; None: none.
     """
-    tokens, agreed = _copied(sequences, lengths, tree.copies, tree.longest_match, tree.vocabulary)
+    tokens, agreed = copied_from_row(sequences, lengths, tree.copies, tree.longest_match, tree.vocabulary)
     if texts is not None:
         others, more = copied_from(texts, sequences, lengths, tree.copies, tree.vocabulary)
         tokens = torch.where((more > agreed)[:, None], others, tokens)
         agreed = torch.maximum(agreed, more)
     return Copies(tokens, agreed > 0)
-
-
-def matches(tree: LookupTree, sequences: torch.Tensor, lengths: torch.Tensor, texts: HeldTexts | None = None) -> bool:
-    """Whether any row's last tokens occurred before, or in other texts; the host waits for the answer."""
-    return bool(suggested(tree, sequences, lengths, texts).matched.any())
 
 
 def accepted_copies(

@@ -61,15 +61,19 @@ INSTEAD = dict.fromkeys(
         "plain_state",
         "save_adapter",
         "check_merged_names",
-        "TextIndex.__init__",
-        "TextIndex.on",
-        "TextIndex.put",
         "copied_from",
         "accepted_copies",
     ),
     ONLY_IN_THE_PACKAGE,
 )
-INSTEAD["TextIndex.of"] = "return None if given[1] is None else given[0]()"
+INSTEAD["TextIndex"] = f"""\
+@classmethod
+def of(cls, texts, tokenizer=None):
+    if texts is not None:
+        {ONLY_IN_THE_PACKAGE}"""
+INSTEAD["DraftPlan.texts_on"] = "return None"
+INSTEAD["DraftHeadPreTrainedModel._save_tokenizer"] = """\
+logger.warning_once("The base's tokenizer is saved with hf_drafthead, of which only the model code is here.")"""
 CONFIGS = ("DraftHeadConfig", *(model_class.config_class.__name__ for model_class in MODELS.values()))
 HAVE_A_START = ("Drafter", "DFlashDrafter", "MtpDrafter", "OutputProjections")
 INSTEAD |= dict.fromkeys(
@@ -80,6 +84,7 @@ INSTEAD |= dict.fromkeys(
         "refuse_misspelt",
         "refuse_unfit",
         "Drafter.check_values",
+        "LoadableModel._refuse_other_family",
         "DraftHeadPreTrainedModel._refuse_loss_of_others",
         *(f"{name}.check" for name in CONFIGS),
         *(f"{name}.copy_from_base" for name in HAVE_A_START),
@@ -111,6 +116,9 @@ NEEDED_BY_SOME = {
     },
     IMAGES: {
         "_of_text": "return given[1]",
+        "auto_class": "return AutoModelForCausalLM",
+        "OutputLayer._find_decoder": "return True",
+        "BaseReader._more": "return {}",
         "read_and_try": "raise Unsupported(f\"the code here does not read {', '.join(given[1].unusual)}\")",
     },
     CALIBRATED: {

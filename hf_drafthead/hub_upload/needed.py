@@ -50,7 +50,7 @@ def needed(
     texts = {name: replaced(text, instead) for name, text in texts.items()}
     trees = {name: ast.parse(text) for name, text in texts.items()}
     modules = {name: definitions(name, text, trees[name]) for name, text in texts.items()}
-    everything = [definition for found in modules.values() for definition in found]
+    everything = [*filter(FirstTime(), (definition for found in modules.values() for definition in found))]
     defined = {name for definition in everything for name in definition.names}
     used: set[str] = set(roots)
     kept: set[int] = set()
@@ -67,6 +67,20 @@ def needed(
             break
     shortened = {name: without_rest(texts[name], trees[name], found, kept) for name, found in modules.items()}
     return {name: text for name, text in shortened.items() if text}, used
+
+
+class FirstTime:
+    """Whether an assignment is the first of its text, such as `logger = ...` in several modules; others always are."""
+
+    def __init__(self) -> None:
+        self.texts: set[str] = set()
+
+    def __call__(self, definition: Definition) -> bool:
+        if not isinstance(definition.node, ast.Assign):
+            return True
+        known, text = len(self.texts), ast.unparse(definition.node)
+        self.texts.add(text)
+        return len(self.texts) > known
 
 
 def replaced(text: str, instead: Mapping[str, str]) -> str:

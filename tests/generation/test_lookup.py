@@ -12,7 +12,7 @@ from transformers.utils import logging
 
 from hf_drafthead import DraftTree
 from hf_drafthead.costs import StepCosts
-from hf_drafthead.generation.lookup import Copies, copies, joined
+from hf_drafthead.generation.lookup import Copies, copied_from_row, joined
 from tests.bases import VOCABULARY, tiny_base
 from tests.families import FAMILIES
 from tests.generation import test_recorded
@@ -38,21 +38,21 @@ def searched(text, count, longest):
 def test_a_copy_is_what_followed_the_longest_and_latest_match(texts, count, longest):
     width = max(map(len, texts)) + 3
     sequences = torch.tensor([text + [2] * (width - len(text)) for text in texts])  # what lies behind is not looked at
-    found = copies(sequences, torch.tensor(list(map(len, texts))), count, longest, 100)
-    for text, tokens, matched in zip(texts, found.tokens.tolist(), found.matched.tolist()):
+    found, agreed = copied_from_row(sequences, torch.tensor(list(map(len, texts))), count, longest, 100)
+    for text, tokens, matched in zip(texts, found.tolist(), (agreed > 0).tolist()):
         expected = searched(text, count, longest)
         assert matched == (expected is not None)
         assert tokens == (expected or [0] * count)
 
 
 def test_ids_beyond_the_vocabulary_are_not_guessed():
-    found = copies(torch.tensor([[1, 2, 900, 4, 1, 2]]), torch.tensor([6]), 3, 2, vocabulary=100)
-    assert found.tokens.tolist() == [[0, 4, 1]]
+    found, _ = copied_from_row(torch.tensor([[1, 2, 900, 4, 1, 2]]), torch.tensor([6]), 3, 2, vocabulary=100)
+    assert found.tolist() == [[0, 4, 1]]
 
 
 def test_a_prompt_shorter_than_the_match_and_one_repeated_token():
-    found = copies(torch.tensor([[7, 0, 0, 0], [7, 7, 7, 7]]), torch.tensor([1, 4]), 2, 3, 100)
-    assert found.matched.tolist() == [False, True] and found.tokens.tolist() == [[0, 0], [7, 7]]
+    found, agreed = copied_from_row(torch.tensor([[7, 0, 0, 0], [7, 7, 7, 7]]), torch.tensor([1, 4]), 2, 3, 100)
+    assert agreed.tolist() == [0, 3] and found.tolist() == [[0, 0], [7, 7]]
 
 
 @settings(max_examples=200, deadline=None)
@@ -61,8 +61,8 @@ def test_a_copy_that_was_wrong_is_not_made_again_at_the_same_place(text, token, 
     """The place is how far back the copy was taken from; the base has left it after the first `right` tokens."""
 
     def copied(tokens):
-        found = copies(torch.tensor([tokens]), torch.tensor([len(tokens)]), 5, 3, 100)
-        return found.tokens[0].tolist() if found.matched else None
+        found, agreed = copied_from_row(torch.tensor([tokens]), torch.tensor([len(tokens)]), 5, 3, 100)
+        return found[0].tolist() if agreed else None
 
     first = copied(text)
     if first is None or first[right - 1] == token:

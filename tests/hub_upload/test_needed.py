@@ -79,6 +79,11 @@ def test_a_function_or_class_may_have_another_body(name, body, left, monkeypatch
     assert needed({"module": text}, {name}, {name: body})[0]["module"] == left
 
 
+def test_an_assignment_that_several_modules_have_stands_once():
+    texts, _ = needed({"one": "ONE = 1\nA = ONE", "two": "ONE = 1\nB = ONE"}, {"A", "B"})
+    assert texts == {"one": "ONE = 1\nA = ONE", "two": "B = ONE"}
+
+
 def test_a_variable_does_not_keep_a_method_of_its_name_nor_an_attribute_a_function(monkeypatch):
     monkeypatch.setattr("hf_drafthead.hub_upload.needed.foreign_names", lambda module, name: set())
     text = "def begin(used, it):\n    return Kind(), used, it.second\n\n\n" + TEXT.partition("for name")[0]
@@ -89,7 +94,7 @@ def test_a_variable_does_not_keep_a_method_of_its_name_nor_an_attribute_a_functi
 def test_the_code_of_a_checkpoint_holds_nothing_of_training_formats_and_calibration():
     for family in MODELS:
         text = build_bundle(family)
-        assert len(text.splitlines()) <= 5316
+        assert len(text.splitlines()) <= 5000
         for name in ("head_states", "over_chains", "choose_vocabulary", "FOREIGN"):
             assert name not in text, f"{name} in the code of {family}"
-    assert len(build_bundle("eagle3", frozenset(NEEDED_BY_SOME)).splitlines()) <= 6240
+    assert len(build_bundle("eagle3", frozenset(NEEDED_BY_SOME)).splitlines()) <= 6148
