@@ -135,7 +135,7 @@ class BaseReader:
         reading = self.read(with_cache(self.cache_name, inputs))
         return self.logits(reading.scores[:, -1:] if last_only else reading.scores), reading.features
 
-    def texts(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> Reading:
+    def read_texts(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> Reading:
         """Read whole texts (B, T), padded where the mask (B, T) is 0."""
         inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "use_cache": bool(self.keys)}
         if self.keys:

@@ -354,8 +354,6 @@ class SlotCache(Cache):
 
     def _longest(self, bound: int) -> int:
         """The longest row. It is read back on a CPU only: a GPU would wait, and goes by the bound."""
-        if self.fixed:
-            return self.extent
         if self.lengths.device.type != "cpu":
             return bound
         return int(self.lengths if self.rows == 1 else self.lengths.max())

@@ -243,7 +243,7 @@ class GemmaAssistantDrafter(Drafter):
         if self.__dict__.get("_tried") is not self.base:
             tokens = probe_tokens(self.base)[None, :2]
             with torch.no_grad():
-                wide = BaseReader.of_texts(self.base, self.reads, self.output).texts(tokens).features.shape[-1]
+                wide = BaseReader.of_texts(self.base, self.reads, self.output).read_texts(tokens).features.shape[-1]
             if wide != self.config.width + self.key_width:
                 raise Unsupported("the base keeps other keys and values than its config says")
             self.__dict__["_tried"] = self.base

@@ -194,7 +194,7 @@ class HeadsLoss:
         if was_training and not learns:
             base.eval()  # no dropout in a base that is not trained
         with torch.set_grad_enabled(learns and torch.is_grad_enabled()):
-            reading = self._reader(model).texts(inputs["input_ids"], inputs.get("attention_mask"))
+            reading = self._reader(model).read_texts(inputs["input_ids"], inputs.get("attention_mask"))
         if was_training and not learns:
             base.train()
         return reading

@@ -25,7 +25,7 @@ from transformers import GenerationConfig
 
 from hf_drafthead.generation.mixin import with_room
 from hf_drafthead.generation.runner import Execution
-from hf_drafthead.generation.settings import CalibrationKey, DraftSettings, matching, merged
+from hf_drafthead.generation.settings import CalibrationKey, DraftSettings, matching
 from hf_drafthead.generation.state import draft_vocabulary
 from hf_drafthead.generation.tree import MAX_NODES
 from hf_drafthead.trees.grow import ALONE, METHODS, MOST_RANK, Size, TreeStatistics
@@ -351,3 +351,24 @@ def batches_of(model: Any, prompts: Sequence[torch.Tensor], size: int) -> list[d
     """The prompts in batches of `size`; for the last one the first are taken again."""
     rows = [*prompts, *itertools.islice(itertools.cycle(prompts), -len(prompts) % size)]
     return [left_padded(model, rows[first : first + size]) for first in range(0, len(rows), size)]
+
+
+def merged(entries: Sequence[dict[str, Any]], new: dict[str, Any]) -> list[dict[str, Any]]:
+    """The entries with a new one, in place of the one of its key and of those of its dtype for other heads.
+
+    Entries of earlier versions that it stands for go as well, and damaged ones.
+    """
+    key = CalibrationKey.of_entry(new)
+
+    def stays(entry: dict[str, Any]) -> bool:
+        try:
+            its = CalibrationKey.of_entry(entry)
+        except ValueError:
+            return False
+        if its.dtype != key.dtype:  # the same heads have another hash where their values are rounded
+            return True
+        if its.device == "cpu" and key.on_cpu:
+            its = its._replace(device=key.device, threads=key.threads)
+        return its.heads_hash == key.heads_hash and its != key
+
+    return [*filter(stays, entries), new]

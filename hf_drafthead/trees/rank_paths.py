@@ -161,7 +161,7 @@ def rank_paths(
             "to check a guess on: give at least two tokens after a prompt."
         )
     attention_mask = (torch.arange(width, device=device) < ends[:, None]).long()
-    features = BaseReader.of_texts(model.base, drafter.reads).texts(input_ids, attention_mask).features
+    features = BaseReader.of_texts(model.base, drafter.reads).read_texts(input_ids, attention_mask).features
     vocabulary = model.base.config.get_text_config(decoder=True).vocab_size
     every_row = torch.arange(rows, device=device)
     on_path = torch.zeros(rows, 1, dtype=torch.long, device=device)

@@ -5,8 +5,9 @@ import torch
 
 from hf_drafthead.generation import decoding, runner, settings
 from hf_drafthead.generation import step as stepping
-from hf_drafthead.generation.settings import CalibrationKey, DraftSettings, matching, merged, nearest, tree_of
+from hf_drafthead.generation.settings import CalibrationKey, DraftSettings, matching, nearest, tree_of
 from hf_drafthead.generation.tree import DraftTree
+from hf_drafthead.trees.calibrate import merged
 from tests.bases import VOCABULARY, tiny_base
 from tests.families import FAMILIES
 from tests.generation.agreement import prompt

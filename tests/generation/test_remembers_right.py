@@ -104,7 +104,7 @@ def test_the_hidden_states_read_are_the_inputs_of_the_layers_whatever_a_version_
 
     decoder.forward = of_version
     with torch.no_grad():
-        features = BaseReader.of_texts(base, (0, 1)).texts(prompt()["input_ids"]).features
+        features = BaseReader.of_texts(base, (0, 1)).read_texts(prompt()["input_ids"]).features
     torch.testing.assert_close(features, torch.cat([given[0], given[1]], dim=-1), rtol=0, atol=0)
 
 

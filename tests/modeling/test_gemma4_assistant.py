@@ -93,7 +93,7 @@ def drafted_by_transformers(base, assistant, ids, tokens) -> tuple[torch.Tensor,
 def drafted_here(model, ids, tokens) -> tuple[torch.Tensor, torch.Tensor]:
     """The same by the drafter."""
     drafter, known = model.drafter, ids.shape[1] - 1
-    features = BaseReader.of_texts(model.base, drafter.reads).texts(ids[:, :-1]).features
+    features = BaseReader.of_texts(model.base, drafter.reads).read_texts(ids[:, :-1]).features
     state = drafter.observe(drafter.start(1, 64), features, ids[:, 1:], torch.tensor([known]))
     node, chain, logits = ids[:, -1:], [], []
     for _ in range(tokens):

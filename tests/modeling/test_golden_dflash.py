@@ -47,7 +47,7 @@ def test_two_drafting_steps(name, tmp_path):
     model, given = case.model(tmp_path), case.tensors
     drafter, slots = model.drafter, slice(case.facts["read_slots"][0], None)
     ids = given["in.input_ids"]
-    features = BaseReader.of_texts(model.base, drafter.reads).texts(ids).features
+    features = BaseReader.of_texts(model.base, drafter.reads).read_texts(ids).features
     length = given["in.target_hidden"].shape[1]
     torch.testing.assert_close(features[:, :length], given["in.target_hidden"], **TOLERANCE)
     state = drafter.start(1, 64)
@@ -131,7 +131,7 @@ def test_the_original_loop(name, number, tmp_path):
     text.append(int(base(torch.tensor([text])).logits[0, -1].argmax()))
     for step, (drafted, accepted) in enumerate(zip(run["drafted"], run["acceptance_lengths"], strict=True)):
         ids = torch.tensor([text])
-        features = reader.texts(ids[:, :-1]).features[:, known:]
+        features = reader.read_texts(ids[:, :-1]).features[:, known:]
         state = drafter.observe(state, features, ids[:, known + 1 :], torch.tensor([features.shape[1]]))
         known = len(text) - 1
         tokens, logits = greedily(drafter, state, ids[0, -1])

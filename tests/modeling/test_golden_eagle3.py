@@ -70,7 +70,7 @@ def test_the_published_layers_are_read_by_default(model):
     given = tensors("eagle3")
     assert list(model.drafter.reads) == facts("eagle3")["feature_hidden_state_indices"]
     ids = given["in.input_ids"]
-    features = BaseReader.of_texts(model.base, model.drafter.reads).texts(ids).features
+    features = BaseReader.of_texts(model.base, model.drafter.reads).read_texts(ids).features
     torch.testing.assert_close(features, given["in.features"], **TOLERANCE)
     torch.testing.assert_close(model.base(ids).logits, given["out.base_logits"], **TOLERANCE)
 
@@ -159,7 +159,7 @@ def test_greedy_steps(model):
     text.append(int(base(torch.tensor([text])).logits[0, -1].argmax()))
     for step in run["steps"]:
         ids = torch.tensor([text])
-        features = BaseReader.of_texts(base, drafter.reads).texts(ids[:, :-1]).features[:, known:]
+        features = BaseReader.of_texts(base, drafter.reads).read_texts(ids[:, :-1]).features[:, known:]
         state = drafter.observe(state, features, ids[:, known + 1 :], torch.tensor([features.shape[1]]))
         known = len(text) - 1
         tree = drafted(drafter, state, text[-1], sizes["depth"], sizes["top_k"], sizes["total_token"])
