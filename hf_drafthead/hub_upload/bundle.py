@@ -122,9 +122,9 @@ NEEDED_BY_SOME = {
         "read_and_try": "raise Unsupported(f\"the code here does not read {', '.join(given[1].unusual)}\")",
     },
     CALIBRATED: {
-        "matching": f"""\
+        "matching": """\
 if given[0]:
-    {ONLY_IN_THE_PACKAGE}""",
+    logger.warning_once("A calibration is read with hf_drafthead, of which only the model code is here.")""",
         "nearest": "return None",
         "tokens_of": "return None",
         "drafter_hash": "return None",
@@ -178,6 +178,12 @@ def add_bundle(folder: Path) -> None:
     auto_map = dict.fromkeys(("AutoModel", "AutoModelForCausalLM"), f"{stem}.{model_class.__name__}")
     auto_map["AutoConfig"] = f"{stem}.{model_class.config_class.__name__}"
     edit_json(folder / "config.json", auto_map=auto_map)
+
+
+def refresh_bundle(folder: Path) -> None:
+    """Write the code of a checkpoint anew, where there is some: other settings may need more of it."""
+    if (folder / FILE).is_file():
+        add_bundle(folder)
 
 
 def needs_of(folder: Path, config: DraftHeadConfig) -> frozenset[str]:

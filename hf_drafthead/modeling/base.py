@@ -126,6 +126,11 @@ class DraftHeadPreTrainedModel(LoadableModel):
             shard = {name: kwargs[name] for name in ("max_shard_size", "token") if name in kwargs}
             self.push_to_hub(repo_id, include_base=include_base, **shard, **told)
 
+    def save_generation_config(self, folder: str | os.PathLike) -> None:
+        """Store the generation config in a checkpoint's folder anew, and the code there, of which it may need more."""
+        self.generation_config.save_pretrained(folder)
+        _hub_upload().refresh_bundle(Path(folder))
+
     def _stored_config(self, include_base: bool, with_adapter: bool) -> DraftHeadConfig:
         """The config of a checkpoint with or without the base, and with or without an adapter of the base."""
         stored = copy.deepcopy(self.config)

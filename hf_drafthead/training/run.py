@@ -506,7 +506,7 @@ def _save(trainer: DraftHeadTrainer, tokenizer: Any, data: PreparedData, summary
     except (ValueError, Unsupported) as reason:
         logger.warning(f"no tree was calibrated: {reason}")
     else:
-        model.generation_config.save_pretrained(output)
+        model.save_generation_config(output)
 
 
 def _refuse_contradictions(data: Any, joint: bool, load: dict[str, Any], arguments: dict[str, Any]) -> None:

@@ -308,6 +308,18 @@ def test_a_checkpoint_has_the_code_that_it_needs(folder, tmp_path):
     assert needs_of(folder / "eagle", config) == {"gguf", "states", "images"}
 
 
+def test_the_code_is_written_anew_with_a_calibration(folder, tmp_path):
+    model = MedusaForCausalLM.from_base(tiny_base("llama-gqa"))
+    model.save_pretrained(tmp_path)
+    assert "def tree_of" not in (tmp_path / FILE).read_text()
+    model.generation_config.calibration = [{"execution": "eager"}]
+    model.save_generation_config(tmp_path)
+    assert "def tree_of" in (tmp_path / FILE).read_text()
+    (tmp_path / FILE).unlink()
+    model.save_generation_config(tmp_path)
+    assert not (tmp_path / FILE).exists()
+
+
 def test_published_trees_are_data_in_the_file():
     text = build_bundle("medusa")
     assert "'mc_sim_7b_63': [[0]," in text and "resources.files" not in text
