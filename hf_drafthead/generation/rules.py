@@ -330,14 +330,14 @@ class NoiseTape:
     def noise(self, position: int, like: torch.Tensor) -> torch.Tensor:
         """(B, V) noise of a position, counted from 0; `like` gives V and dtype."""
         while self.newest <= position:
-            self.generator.set_state(self.states[self.newest])
+            self._restore(self.states[self.newest])
             self.drawn[self.newest] = self._draw(like, self.generator)
             self.drawn.pop(self.newest - self.KEPT, None)
             self.newest += 1
-            self.states[self.newest] = self.generator.get_state()
+            self.states[self.newest] = self._state()
         if position in self.drawn:
             return self.drawn[position]
-        self.generator.set_state(self.states[position])
+        self._restore(self.states[position])
         return self._draw(like, self.generator)
 
     def ahead(self, firsts: list[int], depth: int) -> torch.Tensor:
@@ -402,6 +402,12 @@ class NoiseTape:
     def _draw(self, like: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
         noise = like.new_empty(self.batch_size, like.shape[-1], device=generator.device)
         return noise.exponential_(1, generator=generator)
+
+    def _state(self):
+        return self.generator.get_state()
+
+    def _restore(self, state):
+        self.generator.set_state(state)
 
 
 class Left:
