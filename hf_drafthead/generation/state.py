@@ -161,15 +161,16 @@ class Walk(NamedTuple):
     nodes = property(lambda self: self.packed[:, 4:].chunk(2, dim=1)[1])  # type: ignore[misc]
 
 
-class Outcome:
+class Outcome(NamedTuple):
     """What a step kept, on its way to the host; on a GPU the next step can be launched meanwhile.
 
-    Of its walk, the seconds of its stages, and the nodes of its tree.
+    Of its walk, the seconds of its stages, the nodes of its tree, and the event of a GPU that has done it.
     """
 
-    def __init__(self, walk: Walk, seconds: dict[str, float], drafted: int):
-        self.packed, self.seconds, self.drafted = walk.packed, seconds, drafted
-        self.ready = torch.cuda.current_stream(self.packed.device).record_event() if self.packed.is_cuda else None
+    packed: torch.Tensor
+    seconds: dict[str, float]
+    drafted: int
+    ready: Any
 
     def read(self) -> list[list[int]]:
         """The rows on the host; waits for this step, and for none that was launched after it."""

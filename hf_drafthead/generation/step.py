@@ -284,8 +284,9 @@ class Step:
         walk = self.walk(state, candidates, verified, noise, stages)
         later = [(verified.features, walk.tokens, walk.observed)] if self.defers else []
         state.keep(stages.commit(rows, draft_state, verified.features, walk, not later), state.pending + later)
-        seconds, self.seconds = self.seconds, {}
-        return Outcome(walk, seconds, self.num_nodes)
+        packed, seconds, self.seconds = walk.packed, self.seconds, {}
+        ready = torch.cuda.current_stream(packed.device).record_event() if packed.is_cuda else None
+        return Outcome(packed, seconds, self.num_nodes, ready)
 
     def _timed(self, name: str, stage: Callable[..., Any]) -> Callable[..., Any]:
         """A stage whose seconds are noted, for which the host waits before and after it."""

@@ -24,6 +24,7 @@ from hf_drafthead.generation.state import Guesses, last_valid
 from hf_drafthead.modeling.base import DraftHeadPreTrainedModel
 from hf_drafthead.modeling.base_model import commit_of, full_name
 from hf_drafthead.modeling.config import DraftHeadConfig
+from hf_drafthead.modeling.decoder_layer import next_level
 from hf_drafthead.modeling.drafter import Drafter
 from hf_drafthead.modeling.files import first_line
 from hf_drafthead.modeling.layers import copy_if_as_wide, llama_like
@@ -197,9 +198,7 @@ class DraftModelDrafter(Drafter):
             scores, ancestors = state.scores.unsqueeze(1), state.ancestors
         else:
             count = tokens.shape[1]
-            rows = torch.arange(len(tokens), device=device).unsqueeze(1)
-            itself = torch.eye(count, dtype=torch.bool, device=device).expand(len(tokens), -1, -1)
-            ancestors = torch.cat([itself, state.ancestors[rows, parents.to(device)]], dim=2)
+            _, _, ancestors = next_level(state.ancestors, parents)
             cache.place(count, again=state.depth > 1)
             depths = torch.full((1, count), state.depth - 1, device=device)
             scores = self._over_nodes(cache, tokens.to(device), depths, ancestors)
