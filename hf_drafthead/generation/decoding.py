@@ -19,7 +19,7 @@ import torch
 from transformers import GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
-from hf_drafthead.generation.lookup import accepted_copies, suggested
+from hf_drafthead.generation.lookup import accepted_copies, matches
 from hf_drafthead.generation.reader import BaseReader, PromptInputs, Unsupported, position_table, read_and_try
 from hf_drafthead.generation.releases import CACHE, prompt_inputs
 from hf_drafthead.generation.rules import Rules
@@ -131,8 +131,7 @@ def chooser(plan: DraftPlan, on_cpu: bool) -> Callable[[DecodingState], Tree] | 
         moved = [row for row, count in enumerate(counts) if count]  # 0 in those that had ended
         if moved and switch is not None:  # the call ends with the row that is the furthest behind
             switch.note(counts[min(moved, key=lambda row: state.lengths[row] - counts[row])])
-        text = state.rows.sequences, state.rows.lengths
-        drafts = lookup is None or bool(suggested(lookup, *text, texts).matched.any())  # any row's, or other texts'
+        drafts = lookup is None or matches(lookup, state.rows.sequences, state.rows.lengths, texts)
         if switch is not None:
             drafts = switch.drafts() and drafts
         return tree if drafts else alone

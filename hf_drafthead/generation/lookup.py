@@ -109,6 +109,11 @@ def suggested(
     return Copies(tokens, agreed > 0)
 
 
+def matches(tree: LookupTree, sequences: torch.Tensor, lengths: torch.Tensor, texts: HeldTexts | None = None) -> bool:
+    """Whether any row's last tokens occurred before, or in other texts; the host waits for the answer."""
+    return bool(suggested(tree, sequences, lengths, texts).matched.any())
+
+
 def accepted_copies(
     tree: LookupTree,
     texts: HeldTexts | None,
