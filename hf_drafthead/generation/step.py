@@ -268,15 +268,15 @@ class Step:
         self.texts = plan.texts_on(device) if isinstance(tree, LookupTree) else None
         self.defers = drafter.keeps_history and tree.num_nodes == 1
         self.seconds: dict[str, float] = {}  # of the stages of a step, where they are timed
-        self.runs: Any = self.stages
+        self.timed: Any = None
         if timed:
             names = ("draft", "verify", "commit")
-            self.runs = SimpleNamespace(**{name: self._timed(name, getattr(self.stages, name)) for name in names})
+            self.timed = SimpleNamespace(**{name: self._timed(name, getattr(self.stages, name)) for name in names})
             vars(self).update(walk=self._timed("walk", self.walk), noise_ahead=self._timed("draft", self.noise_ahead))
 
     def __call__(self, state: DecodingState, stages: Any = None) -> Outcome:
         """Take one step from a state that has room for it; `stages` are programs of them, where there are any."""
-        stages, rows, limits = stages or self.runs, state.rows, state.limits
+        stages, rows, limits = stages or self.timed or self.stages, state.rows, state.limits
         noise, tilt = (None, None) if self.greedy else self.noise_ahead(state)
         with shortage_undone(state.caches):
             draft_state, candidates = stages.draft(rows, limits, tilt, self.texts)
