@@ -3,12 +3,14 @@
     python benchmarks/many_users.py                                        # writes results/many_users.json
     python benchmarks/many_users.py --requests 8 --most 64 --output /tmp   # a short look
     python benchmarks/many_users.py --model PATH --requests 16 --most 128  # writes results/many_users_NAME.json
+    python benchmarks/many_users.py --model PATH --nodes 2 4 8             # and what trees of so many nodes would give
 
 Held-out prompts of the zoo, greedy, float32, all there at once. `many` is `generate_batch` of the model with heads,
 `batches` its `generate` in batches of as many rows, each to the longest answer of the batch, `base` the same of the
-base, and `base many` transformers' own `generate_batch` of the base. A second comparison is one request alone, and a
-third the first token of a request that comes while all slots but one are taken. Seconds are those of the process on
-its CPUs, which other processes on the machine lengthen less than they do those of a clock; both are in the results.
+base, and `base many` transformers' own `generate_batch` of the base. A second comparison is one request alone, of a
+manager that runs, and a third the first token of a request that comes while all slots but one are taken. Seconds are
+those of the process on its CPUs, which other processes on the machine lengthen less than they do those of a clock;
+both are in the results.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import json
 import random
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -56,13 +59,15 @@ def in_batches(model: Any, asked: Asked, slots: int, padding: int) -> list[list[
     return texts
 
 
-def joined(model: Any, asked: Asked, slots: int) -> list[list[int]]:
-    """One manager for all."""
+def joined(model: Any, asked: Asked, slots: int, figures: dict[str, Any] | None = None) -> list[list[int]]:
+    """One manager for all; how many tokens its steps gave goes into `figures`."""
     manager = model.init_continuous_batching(slots=slots)
     names = [manager.add_request(prompt, max_new_tokens=new, eos_token_id=-1) for prompt, new in asked]
     manager.start()
     results = {name: manager.get_result(name) for name in names}
     manager.stop()
+    if figures is not None:
+        figures["tokens_per_step_and_request"] = manager.scheduler.counts()["tokens_per_step_and_request"]
     return [results[name].generated_tokens for name in names]
 
 
@@ -85,17 +90,34 @@ def of_transformers(base: Any, asked: Asked, slots: int) -> list[list[int]]:
     return [results[name].generated_tokens for name in names]
 
 
-def measured(run: Callable[[], list[list[int]]]) -> dict[str, Any]:
+def measured(run: Callable[..., list[list[int]]], *given: Any) -> dict[str, Any]:
     """Tokens, and tokens per second of the process and of the clock; or why it cannot run."""
     processor, clock = time.process_time(), time.perf_counter()
     try:
-        texts = run()
+        texts = run(*given)
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}"}
     seconds, by_clock = time.process_time() - processor, time.perf_counter() - clock
     tokens = sum(map(len, texts))
     rates = {"tokens_per_second": round(tokens / seconds, 1), "by_clock": round(tokens / by_clock, 1)}
     return {"tokens": tokens, "seconds": round(seconds, 3), **rates, "texts": texts}
+
+
+def one_alone(model: Any, asked: Asked, slots: int) -> list[float]:
+    """Seconds of `generate` over those of a manager that runs and has nobody else, request by request."""
+    manager = model.init_continuous_batching(slots=slots)
+    manager.start()
+
+    def of_manager(prompt: list[int], new: int) -> list[list[int]]:
+        name = manager.add_request(prompt, max_new_tokens=new, eos_token_id=-1)
+        return [manager.get_result(name).generated_tokens]
+
+    ratios = []
+    for one in [asked[0], *asked]:  # the first one warms up
+        seconds = measured(of_manager, *one)["seconds"]
+        ratios.append(measured(in_batches, model, [one], 1, 0)["seconds"] / seconds)
+    manager.stop()
+    return ratios[1:]
 
 
 def first_token(model: Any, asked: Asked, slots: int) -> dict[str, Any]:
@@ -122,14 +144,16 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--slots", type=int, default=8)
     parser.add_argument("--most", type=int, default=256, help="new tokens of a request, 16 at least")
+    parser.add_argument("--nodes", type=int, nargs="*", default=[], help="of trees that are tried beside the planned")
     parser.add_argument("--output", type=Path, default=HERE / "results")
     args = parser.parse_args()
     transformers.utils.logging.disable_progress_bar()
     model, tokenizer = load(args.model or zoo.path(args.family), dtype=torch.float32)
     asked = requests(tokenizer, args.requests, args.most)
     padding = tokenizer.pad_token_id or 0
+    figures: dict[str, dict[str, Any]] = defaultdict(dict)
     runs: dict[str, Callable[[], list[list[int]]]] = {
-        "many": lambda: joined(model, asked, args.slots),
+        "many": lambda: joined(model, asked, args.slots, figures["many"]),
         "batches": lambda: in_batches(model, asked, args.slots, padding),
         "base": lambda: in_batches(model.base, asked, args.slots, padding),
         "base many": lambda: of_transformers(model.base, asked, args.slots),
@@ -140,16 +164,15 @@ def main() -> None:
         )
     found = {}
     for name, run in runs.items():
-        found[name] = measured(run)
+        found[name] = measured(run) | figures[name]
         print(name, {key: value for key, value in found[name].items() if key != "texts"}, flush=True)
-    alone = {
-        "manager": lambda: joined(model, asked[:1], args.slots),
-        "generate": lambda: in_batches(model, asked[:1], 1, 0),
-    }
-    ratios = []
-    for _ in range(REPEATS):  # one request is too short for one look
-        seconds = {name: measured(run)["seconds"] for name, run in alone.items()}
-        ratios.append(seconds["generate"] / seconds["manager"])
+    ratios = one_alone(model, [(prompt, args.most) for prompt, _ in asked[:REPEATS]], args.slots)
+    first = first_token(model, asked, args.slots)
+    for nodes in args.nodes:
+        model.generation_config.draft_tree = nodes
+        name = f"many, {nodes} nodes"
+        found[name] = measured(joined, model, asked, args.slots, figures[name]) | figures[name]
+        print(name, {key: value for key, value in found[name].items() if key != "texts"}, flush=True)
     texts = {name: one.pop("texts", None) for name, one in found.items()}
     result: dict[str, Any] = {
         "family": args.family if args.model is None else Path(args.model).name,
@@ -161,7 +184,7 @@ def main() -> None:
         "transformers": transformers.__version__,
         "found": found,
         "differ_from_base": sum(one != other for one, other in zip(texts["many"] or [], texts["base"] or [])),
-        "first_token": first_token(model, asked, args.slots),
+        "first_token": first,
     }
     rate = {name: one.get("tokens_per_second", 0.0) for name, one in found.items()}
     result["many_over"] = {

@@ -5,6 +5,7 @@ import os
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported, so before anything else
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+import gc
 import logging
 import zlib
 from collections import defaultdict
@@ -43,6 +44,12 @@ def pytest_collection_modifyitems(items):
             for item in alike[first:end]:
                 if item is not left:
                     item.add_marker("slow")
+
+
+def pytest_collection_finish():
+    """What was collected stays to the end: collections of garbage, which every training asks for, pass it by."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)
