@@ -276,12 +276,15 @@ class DecoderLayer(nn.Module):
         return contextlib.nullcontext(), self._attention(self._configs()[0]._attn_implementation or "eager")
 
 
-def next_level(ancestors: Tensor, parents: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows (B, 1) and parents (B, n) to index the last level with, and which nodes (B, n, M) the next one sees."""
-    rows = torch.arange(parents.shape[0], device=ancestors.device).unsqueeze(1)
-    parents = parents.to(ancestors.device)
-    own = torch.eye(parents.shape[1], dtype=torch.bool, device=ancestors.device).expand(parents.shape[0], -1, -1)
-    return rows, parents, torch.cat([own, ancestors[rows, parents]], dim=2)
+def next_level(ancestors: Tensor | None, parents: Tensor, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows (B, 1) and parents (B, n) to index the last level with, and which nodes (B, n, M) the next one sees.
+
+    ancestors: which ones the last level sees; None: that was the root, of which no node is in a cache.
+    """
+    rows = torch.arange(parents.shape[0], device=device).unsqueeze(1)
+    parents = parents.to(device)
+    own = torch.eye(parents.shape[1], dtype=torch.bool, device=device).expand(parents.shape[0], -1, -1)
+    return rows, parents, own if ancestors is None else torch.cat([own, ancestors[rows, parents]], dim=2)
 
 
 def has_layers(config: PreTrainedConfig) -> bool:

@@ -109,7 +109,7 @@ class DraftModelState(NamedTuple):
 
     cache: SlotCache
     scores: Tensor
-    ancestors: Tensor
+    ancestors: Tensor | None = None
     depth: int = 0
     over: bool = False
 
@@ -169,7 +169,7 @@ class DraftModelDrafter(Drafter):
         layers = writing_layers(self.config.own_layer)
         cache = SlotCache(batch_size, layers, min(capacity, ROOM))
         width = self.model.get_output_embeddings().weight.shape[-1] if self.reader.split else self.size
-        return self._at_root(cache, self.placed(torch.zeros(batch_size, width)), False)
+        return DraftModelState(cache, self.placed(torch.zeros(batch_size, width)))
 
     def observe(self, state: DraftModelState, features: Tensor, tokens: Tensor, lengths: Tensor) -> DraftModelState:
         """Read newly verified tokens; of the prompt all of them, the first one too."""
@@ -177,7 +177,7 @@ class DraftModelDrafter(Drafter):
         tokens, lengths = tokens.to(device), lengths.to(device)
         count = tokens.shape[1]
         if state.over or (not cache.fixed and self.limit is not None and cache.extent + count > self.limit):
-            return self._at_root(cache, state.scores, True)
+            return DraftModelState(cache, state.scores, over=True)
         order = torch.arange(count, device=device)
         if not cache.fixed and cache.extent == 0:  # behind nothing it is read as any text is
             cache.append()
@@ -188,17 +188,17 @@ class DraftModelDrafter(Drafter):
             seen = (order <= order[:, None])[None]
             scores = self._over_nodes(cache, tokens, order[None], seen)
             cache.keep(order.expand_as(tokens), lengths)
-        return self._at_root(cache, last_valid(state.scores, scores, lengths), False)
+        return DraftModelState(cache, last_valid(state.scores, scores, lengths))
 
     def expand(self, state: DraftModelState, tokens: Tensor, parents: Tensor) -> tuple[DraftModelState, Guesses]:
         cache, device = state.cache, state.scores.device
         if state.over:
             return state, Guesses(state.scores.new_zeros(len(tokens), 1, self.choices), self.draft_tokens)
         if state.depth == 0:  # the root was read already
-            scores, ancestors = state.scores.unsqueeze(1), state.ancestors
+            scores, ancestors = state.scores.unsqueeze(1), None
         else:
             count = tokens.shape[1]
-            _, _, ancestors = next_level(state.ancestors, parents)
+            _, _, ancestors = next_level(state.ancestors, parents, device)
             cache.place(count, again=state.depth > 1)
             depths = torch.full((1, count), state.depth - 1, device=device)
             scores = self._over_nodes(cache, tokens.to(device), depths, ancestors)
@@ -246,10 +246,6 @@ class DraftModelDrafter(Drafter):
     def _known(self, tokens: Tensor) -> Tensor:
         """Tokens as the draft model can embed them: those that only pad the base's vocabulary are never written."""
         return tokens.clamp(max=self.config.own_layer.vocab_size - 1)
-
-    def _at_root(self, cache: SlotCache, scores: Tensor, over: bool) -> DraftModelState:
-        nothing = torch.zeros(len(scores), 1, 0, dtype=torch.bool, device=scores.device)
-        return DraftModelState(cache, scores, nothing, over=over)
 
 
 class DraftModelForCausalLM(DraftHeadPreTrainedModel):

@@ -82,8 +82,8 @@ class EagleState(NamedTuple):
 
     cache: SlotCache
     last: Tensor  # (B, H) the layer's output at each row's last verified position
-    level: Tensor  # (B, n, H) the layer's output at the nodes that the next level hangs on
-    ancestors: Tensor  # (B, n, M) which nodes of the tree so far these see, the last level first
+    level: Tensor | None = None  # (B, n, H) the layer's output at the nodes that the next level hangs on
+    ancestors: Tensor | None = None  # (B, n, M) which nodes of the tree so far these see, the last level first
     depth: int = 0
 
 
@@ -112,18 +112,17 @@ class EagleDrafter(Drafter):
 
     def start(self, batch_size: int, capacity: int) -> EagleState:
         nothing = self.placed(torch.zeros(batch_size, self.config.own_layer.hidden_size))
-        return self._grown(SlotCache(batch_size, self.layers, min(capacity, ROOM)), nothing)
+        return EagleState(SlotCache(batch_size, self.layers, min(capacity, ROOM)), nothing)
 
     def observe(self, state: EagleState, features: Tensor, tokens: Tensor, lengths: Tensor) -> EagleState:
         x = self._joined(self._projected(self.placed(features)), tokens)
         out = self.body.over_verified(state.cache, x, lengths)
-        return self._grown(state.cache, last_valid(state.last, out, lengths))
+        return EagleState(state.cache, last_valid(state.last, out, lengths))
 
     def expand(self, state: EagleState, tokens: Tensor, parents: Tensor) -> tuple[EagleState, Guesses]:
-        if state.depth == 0:  # the root's own pair was observed already
-            out, ancestors = state.level, state.ancestors
-        else:
-            rows, parents, ancestors = next_level(state.ancestors, parents)
+        out, ancestors = state.last.unsqueeze(1), None  # the root's own pair was observed already
+        if state.level is not None:
+            rows, parents, ancestors = next_level(state.ancestors, parents, state.last.device)
             x = self._joined(self._fed_back(state.level[rows, parents]), tokens)
             out = self.body.over_nodes(state.cache, x, state.depth, ancestors)
         state = EagleState(state.cache, state.last, out, ancestors, state.depth + 1)
@@ -147,11 +146,6 @@ class EagleDrafter(Drafter):
 
     def _joined(self, features: Tensor, tokens: Tensor) -> Tensor:
         return self.fc(torch.cat([self.embed(tokens, like=features), features], dim=-1))
-
-    def _grown(self, cache: SlotCache, last: Tensor) -> EagleState:
-        """The state at a tree's root, of which no node is in the cache."""
-        nothing = torch.zeros(last.shape[0], 1, 0, dtype=torch.bool, device=last.device)
-        return EagleState(cache, last, last.unsqueeze(1), nothing)
 
 
 class EagleForCausalLM(DraftHeadPreTrainedModel):

@@ -202,7 +202,7 @@ class MtpState(NamedTuple):
     caches: tuple[SlotCache, ...]  # of each module
     last: tuple[Tensor, ...]  # (B, H) each block's output at each row's last verified position
     level: tuple[Tensor, ...]  # (B, n, H) the outputs at the last level, of the module that guessed and those behind it
-    ancestors: Tensor  # (B, n, M) which nodes of the tree so far these see, the last level first
+    ancestors: Tensor | None  # (B, n, M) which nodes of the tree so far these see, the last level first
     depths: Tensor  # (M,) of these nodes, the root's children having 1
     depth: int = 0
 
@@ -256,7 +256,7 @@ class MtpDrafter(Drafter):
     def expand(self, state: MtpState, tokens: Tensor, parents: Tensor) -> tuple[MtpState, Guesses]:
         level, ancestors, depths, modules = state.level, state.ancestors, state.depths, self._modules_of()
         if state.depth:  # the root's own pairs were observed already
-            rows, parents, ancestors = next_level(ancestors, parents)
+            rows, parents, ancestors = next_level(ancestors, parents, depths.device)
             embeddings, found = self.embed(tokens, like=level[0]), []
             depths = torch.cat([depths.new_full((tokens.shape[1],), state.depth), depths])
             first = state.depth if len(modules) > 1 else 0
@@ -303,9 +303,8 @@ class MtpDrafter(Drafter):
 
     def _grown(self, caches: tuple[SlotCache, ...], last: tuple[Tensor, ...]) -> MtpState:
         """The state at a tree's root, of which no node is in a cache."""
-        nothing = torch.zeros(last[0].shape[0], 1, 0, dtype=torch.bool, device=last[0].device)
-        depths = torch.zeros(0, dtype=torch.long, device=nothing.device)
-        return MtpState(caches, last, tuple(out.unsqueeze(1) for out in last), nothing, depths)
+        depths = torch.zeros(0, dtype=torch.long, device=last[0].device)
+        return MtpState(caches, last, tuple(out.unsqueeze(1) for out in last), None, depths)
 
 
 class MtpForCausalLM(DraftHeadPreTrainedModel):
