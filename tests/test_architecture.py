@@ -218,7 +218,7 @@ def opened(model, **call) -> set:
 
 @pytest.mark.parametrize(
     "name, captured, files, functions, lines",
-    [("medusa", False, 8, 37, 433), ("eagle", True, 9, 46, 512)],
+    [("medusa", False, 8, 37, 433), ("eagle", True, 9, 45, 510)],
     ids=["medusa, eager", "eagle, compiled"],
 )
 def test_what_a_reader_of_one_step_must_open(name, captured, files, functions, lines, monkeypatch):
