@@ -54,7 +54,8 @@ DIFFERENT: dict[str, dict[str, Any]] = {
     "hydra++": {"head_decay": 1.0},
     # answers are short: more places that blocks begin at would each be seen many times before the next text
     "dflash": {"num_anchors": 64},
-    "dspark": {"num_anchors": 64, "next_token_weight": 0.1, "teacher_weight": 0.0},  # and the L1 distance, its own
+    # the L1 distance, DSpark's own, hardly moves a token that is unlikely, as the right ones are in the first steps
+    "dspark": {"num_anchors": 64, "distance_weight": 0.0},
 }
 
 

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 SCRIPT = Path(__file__).parents[1] / "benchmarks" / "gpu.py"
 
 
@@ -17,6 +19,7 @@ def run(folder, *options):
     return [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()], done.stdout
 
 
+@pytest.mark.slow
 def test_every_figure_of_a_dry_run_is_there(tmp_path):
     rows, printed = run(tmp_path, "--phases", "machine", "step", "growth-cudnn")
     phases = [row["phase"] for row in rows if "phase" in row]

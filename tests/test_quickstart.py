@@ -14,6 +14,7 @@ def printed(cell) -> str:
     return "".join(output.get("text", "") for output in cell.get("outputs", []) if output.get("name") == "stdout")
 
 
+@pytest.mark.slow
 def test_the_notebook_runs_from_top_to_bottom(tmp_path):
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     told = {cell["id"]: printed(cell) for cell in notebook.cells}

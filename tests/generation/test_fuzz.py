@@ -18,7 +18,7 @@ from tests.families import FAMILIES
 from tests.generation.agreement import agree, prompt, same_numbers, shared_base
 
 RANKS = 4
-EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "24"))  # `make test-fuzz` asks for 3,000
+EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "16"))  # `make test-fuzz` asks for 3,000
 SEED = os.environ.get("FUZZ_SEED")  # other examples than the usual ones
 examples = settings(max_examples=EXAMPLES, derandomize=SEED is None, deadline=None, database=None)
 

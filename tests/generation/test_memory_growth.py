@@ -11,7 +11,7 @@ from tests.bases import tiny_base
 from tests.families import FAMILIES
 from tests.generation.agreement import TREE, prompt
 
-NEW_TOKENS = int(os.environ.get("LONG_TEXT", 250))  # of a text; 10,000 take minutes
+NEW_TOKENS = int(os.environ.get("LONG_TEXT", 180))  # of a text; 10,000 take minutes
 CALLS = {"greedy": {}, "sampled": {"do_sample": True, "temperature": 0.9}, "host": {"repetition_penalty": 1.1}}
 
 

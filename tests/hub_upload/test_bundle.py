@@ -26,9 +26,9 @@ PYTHON = os.environ.get("REMOTE_CODE_PYTHON", sys.executable)  # one that has tr
 # What transformers itself requires, and so is wherever transformers and torch are.
 BROUGHT_ALONG = {"torch", "transformers", "safetensors", "huggingface_hub", "numpy", "tokenizers"}
 
-# Of every file of code one family is tried each time, for a process of its own runs over all that are asked for.
-FIRST = {family.model_class: family for family in reversed(FAMILIES)}.values()
-CASES = [family if family in FIRST else pytest.param(family, marks=pytest.mark.slow) for family in FAMILIES]
+# Tried each time, for a process of its own runs over all that are asked for: their code has the least in common.
+EACH_TIME = ("hydra", "eagle3", "mtp", "dflash")
+CASES = [family if family.name in EACH_TIME else pytest.param(family, marks=pytest.mark.slow) for family in FAMILIES]
 all_families = pytest.mark.parametrize("family", CASES, ids=lambda family: family.name)
 all_codes = pytest.mark.parametrize("code", sorted(MODELS))
 
