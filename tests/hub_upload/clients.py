@@ -17,16 +17,14 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 SERVER = """
-import functools, json, os, sys, traceback
+import json, os, sys, traceback
 import matplotlib.pyplot
 import torch, transformers, hf_drafthead, hf_drafthead.cli, hf_drafthead.hub_upload
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, pipeline, LlamaForCausalLM
 from hf_drafthead import MedusaForCausalLM, HydraForCausalLM
 torch.set_num_threads(1)
 # The model code is the same for every push: generated once per family, as the package's text does not change meanwhile.
-bundle = hf_drafthead.hub_upload.bundle
-bundle.build_bundle = functools.cache(bundle.build_bundle)
-bundle.build_bundle("medusa")
+hf_drafthead.hub_upload.bundle.build_bundle("medusa", frozenset())
 print("ready", flush=True)
 for line in sys.stdin:
     asked = json.loads(line)
