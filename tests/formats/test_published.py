@@ -39,7 +39,7 @@ def test_a_tiny_copy_is_converted_and_drafts(one, tiny):
     assert out.accepted_lengths is not None
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @every
 def test_the_real_size_is_understood(one, tmp_path):
     one.base_config(tiny=False).save_pretrained(tmp_path / "base")

@@ -279,6 +279,7 @@ def test_where_steps_cannot_be_compiled_those_that_are_taken_are_judged(monkeypa
     assert of_programs(model, TREES) == costs_of(model)(TREES)
 
 
+@pytest.mark.slow
 def test_while_another_call_compiles_nothing_is_kept_of_compiled_steps(fresh, notices):
     """Steps of such a call are eager, and what these cost is not what steps of later calls cost."""
     model = family("medusa")

@@ -1,5 +1,6 @@
 """A captured program is never taken for a call that torch or PEFT computes otherwise than the call it was made for."""
 
+import pytest
 import torch
 from peft import LoraConfig
 from transformers import CompileConfig
@@ -43,6 +44,7 @@ def test_autocast_entered_and_left_between_two_calls():
     check(model)
 
 
+@pytest.mark.slow
 def test_adapters_that_are_switched_between_two_calls():
     base = tiny_base("llama")
     add_adapter(base, LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False))
@@ -58,6 +60,7 @@ def test_adapters_that_are_switched_between_two_calls():
     check(model)
 
 
+@pytest.mark.slow
 def test_a_number_of_a_deep_layer_that_changes_between_two_calls():
     model = FAMILIES[0].build(tiny_base("llama", num_hidden_layers=3))
     before = check(model)
