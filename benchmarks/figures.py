@@ -110,13 +110,13 @@ def trainings(ways: Sequence[str] = ()) -> str:
 
 def chat_families(families: Sequence[str] = ()) -> str:
     """Heads of every family for the chat model, those that were trained on the same text together."""
-    lines = [line for line in _chat() if "1" in line and line["family"] in (families or FAMILIES)]
+    lines = [line for line in _chat() if ("1" in line or "rows" in line) and line["family"] in (families or FAMILIES)]
     rows = [
         [
             line["family"],
             f"{line['parameters'] / 1e6:.1f}",
             *(f"{line[name] / 1e6:.{1 if line[name] >= 1e6 else 2}f}" for name in ("text", "tokens")),
-            *(f"{line[heat]['tokens_per_step']:.2f}" for heat in ("0", "1")),
+            *(f"{line[heat]['tokens_per_step']:.2f}" if heat in line else "" for heat in ("0", "1")),
         ]
         for line in sorted(lines, key=lambda line: -line["text"])
     ]
