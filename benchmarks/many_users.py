@@ -3,7 +3,6 @@
     python benchmarks/many_users.py                                        # writes results/many_users.json
     python benchmarks/many_users.py --requests 8 --most 64 --output /tmp   # a short look
     python benchmarks/many_users.py --model PATH --requests 16 --most 128  # writes results/many_users_NAME.json
-    python benchmarks/many_users.py --model PATH --nodes 2 4 8             # and what trees of so many nodes would give
 
 Held-out prompts of the zoo, greedy, float32, all there at once. `many` is `generate_batch` of the model with heads,
 `batches` its `generate` in batches of as many rows, each to the longest answer of the batch, `base` the same of the
@@ -144,7 +143,6 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--slots", type=int, default=8)
     parser.add_argument("--most", type=int, default=256, help="new tokens of a request, 16 at least")
-    parser.add_argument("--nodes", type=int, nargs="*", default=[], help="of trees that are tried beside the planned")
     parser.add_argument("--output", type=Path, default=HERE / "results")
     args = parser.parse_args()
     transformers.utils.logging.disable_progress_bar()
@@ -168,11 +166,6 @@ def main() -> None:
         print(name, {key: value for key, value in found[name].items() if key != "texts"}, flush=True)
     ratios = one_alone(model, [(prompt, args.most) for prompt, _ in asked[:REPEATS]], args.slots)
     first = first_token(model, asked, args.slots)
-    for nodes in args.nodes:
-        model.generation_config.draft_tree = nodes
-        name = f"many, {nodes} nodes"
-        found[name] = measured(joined, model, asked, args.slots, figures[name]) | figures[name]
-        print(name, {key: value for key, value in found[name].items() if key != "texts"}, flush=True)
     texts = {name: one.pop("texts", None) for name, one in found.items()}
     result: dict[str, Any] = {
         "family": args.family if args.model is None else Path(args.model).name,
