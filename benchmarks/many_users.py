@@ -127,7 +127,7 @@ def first_token(model: Any, asked: Asked, slots: int) -> dict[str, Any]:
     while manager.scheduler.metrics.began < slots - 1:
         time.sleep(0.01)
     before = manager.scheduler.metrics.steps
-    name = manager.add_request(asked[slots][0], max_new_tokens=20, eos_token_id=-1, streaming=True)
+    name = manager.add_request(asked[-1][0], max_new_tokens=20, eos_token_id=-1, streaming=True)
     manager.get_result(name)
     steps = manager.scheduler.metrics.steps - before
     for other in others:
