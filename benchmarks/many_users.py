@@ -3,13 +3,15 @@
     python benchmarks/many_users.py                                        # writes results/many_users.json
     python benchmarks/many_users.py --requests 8 --most 64 --output /tmp   # a short look
     python benchmarks/many_users.py --model PATH --requests 16 --most 128  # writes results/many_users_NAME.json
+    python benchmarks/many_users.py --model PATH --questions mt_bench_question.jsonl --nodes 2 4 8
 
-Held-out prompts of the zoo, greedy, float32, all there at once. `many` is `generate_batch` of the model with heads,
-`batches` its `generate` in batches of as many rows, each to the longest answer of the batch, `base` the same of the
-base, and `base many` transformers' own `generate_batch` of the base. A second comparison is one request alone, of a
-manager that runs, and a third the first token of a request that comes while all slots but one are taken. Seconds are
-those of the process on its CPUs, which other processes on the machine lengthen less than they do those of a clock;
-both are in the results.
+Held-out prompts of the zoo, or the first turns of a file of questions in the model's chat template; greedy, float32,
+all there at once. `many` is `generate_batch` of the model with heads, `batches` its `generate` in batches of as many
+rows, each to the longest answer of the batch, `base` the same of the base, and `base many` transformers' own
+`generate_batch` of the base; `--nodes` adds runs of `many` with dynamic trees of these sizes, the root included. A
+second comparison is one request alone, of a manager that runs, and a third the first token of a request that comes
+while all slots but one are taken. Seconds are those of the process on its CPUs, which other processes on the machine
+lengthen less than they do those of a clock; both are in the results.
 """
 
 from __future__ import annotations
@@ -21,26 +23,30 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 
-from hf_drafthead import zoo
+from hf_drafthead import DynamicTree, zoo
 from hf_drafthead.evaluation.loading import load
-from hf_drafthead.evaluation.questions import read_questions
+from hf_drafthead.evaluation.questions import read_questions, text_of
 
 HERE = Path(__file__).resolve().parent
 REPEATS = 5
 Asked = list[tuple[list[int], int]]  # token ids of each prompt, and how many new tokens
 
 
-def requests(tokenizer: Any, count: int, most: int) -> Asked:
-    """Prompts of the zoo, over and over, with random numbers of new tokens."""
-    dice, texts = random.Random(0), [question.text for question in read_questions(zoo.ASSETS / "prompts.jsonl")]
-    least = min(16, most)
-    return [(tokenizer(texts[number % len(texts)])["input_ids"], dice.randint(least, most)) for number in range(count)]
+def requests(tokenizer: Any, questions: Path, count: int, most: int) -> Asked:
+    """The questions' first turns, over and over, with random numbers of new tokens."""
+    dice, asked, least = random.Random(0), read_questions(questions), min(16, most)
+    texts = [text_of(tokenizer, question, []) for question in asked]
+    prompts = [
+        tokenizer(text, add_special_tokens=not question.chat)["input_ids"] for text, question in zip(texts, asked)
+    ]
+    return [(prompts[number % len(prompts)], dice.randint(least, most)) for number in range(count)]
 
 
 def in_batches(model: Any, asked: Asked, slots: int, padding: int) -> list[list[int]]:
@@ -58,9 +64,12 @@ def in_batches(model: Any, asked: Asked, slots: int, padding: int) -> list[list[
     return texts
 
 
-def joined(model: Any, asked: Asked, slots: int, figures: dict[str, Any] | None = None) -> list[list[int]]:
-    """One manager for all; how many tokens its steps gave goes into `figures`."""
-    manager = model.init_continuous_batching(slots=slots)
+def joined(
+    model: Any, asked: Asked, slots: int, figures: dict[str, Any] | None = None, nodes: int | None = None
+) -> list[list[int]]:
+    """One manager for all; how many tokens its steps gave goes into `figures`. nodes: of all trees."""
+    tree = None if nodes is None else DynamicTree(nodes, min(nodes - 1, model.drafter.max_depth or 4, 4), 4)
+    manager = model.init_continuous_batching(slots=slots, draft_tree=tree)
     names = [manager.add_request(prompt, max_new_tokens=new, eos_token_id=-1) for prompt, new in asked]
     manager.start()
     results = {name: manager.get_result(name) for name in names}
@@ -140,6 +149,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--family", default="eagle3")
     parser.add_argument("--model", help="a folder of heads in the place of the bundled model's family")
+    parser.add_argument("--questions", type=Path, default=zoo.ASSETS / "prompts.jsonl", help="lines with `turns`")
+    parser.add_argument("--nodes", type=int, nargs="*", default=[])
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--slots", type=int, default=8)
     parser.add_argument("--most", type=int, default=256, help="new tokens of a request, 16 at least")
@@ -147,7 +158,7 @@ def main() -> None:
     args = parser.parse_args()
     transformers.utils.logging.disable_progress_bar()
     model, tokenizer = load(args.model or zoo.path(args.family), dtype=torch.float32)
-    asked = requests(tokenizer, args.requests, args.most)
+    asked = requests(tokenizer, args.questions, args.requests, args.most)
     padding = tokenizer.pad_token_id or 0
     figures: dict[str, dict[str, Any]] = defaultdict(dict)
     runs: dict[str, Callable[[], list[list[int]]]] = {
@@ -156,6 +167,9 @@ def main() -> None:
         "base": lambda: in_batches(model.base, asked, args.slots, padding),
         "base many": lambda: of_transformers(model.base, asked, args.slots),
     }
+    for nodes in args.nodes:
+        name = f"many, {nodes} nodes"
+        runs[name] = partial(joined, model, asked, args.slots, figures[name], nodes)
     for warm in ("many", "batches"):  # costs of steps are measured once for a machine
         {"many": joined, "batches": lambda *given: in_batches(*given, padding)}[warm](
             model, asked[: args.slots], args.slots
@@ -169,6 +183,7 @@ def main() -> None:
     texts = {name: one.pop("texts", None) for name, one in found.items()}
     result: dict[str, Any] = {
         "family": args.family if args.model is None else Path(args.model).name,
+        "questions": args.questions.name,
         "requests": args.requests,
         "slots": args.slots,
         "new_tokens": [16, args.most],

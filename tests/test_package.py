@@ -133,6 +133,7 @@ def test_help_is_printed_before_anything_heavy_is_imported(words):
     assert ended.stdout.splitlines()[-1] == "imported: []"
 
 
+@pytest.mark.slow
 def test_help_cuts_nothing_at_80_columns():
     code = """
 import os

@@ -21,6 +21,7 @@ def script():
     return module
 
 
+@pytest.mark.slow
 def test_a_short_soak_finds_no_difference_and_most_of_it_is_drafted(script, monkeypatch):
     monkeypatch.setattr(runner, "compiled", lambda function, config: function)  # tracing is slow
     monkeypatch.setattr(script, "CAPTURED", 0.3)

@@ -248,7 +248,7 @@ def test_a_compiled_call_is_judged_by_steps_of_the_programs_that_it_takes(name, 
     assert torch.equal(found[1], later[1]) and torch.equal(found[1], model.base.generate(**prompt(), **LONG))
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [1, 3])
 def test_costs_of_compiled_steps_are_their_seconds(rows, monkeypatch):
     model, now = family("medusa"), [0.0]

@@ -92,7 +92,7 @@ class FailingHook(Fails):
         self.count()
 
 
-@pytest.mark.few(7)
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     "kind, place",
     [

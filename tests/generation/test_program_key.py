@@ -27,6 +27,7 @@ def autocast():
     return torch.autocast("cpu", torch.bfloat16)
 
 
+@pytest.mark.slow
 def test_autocast_entered_and_left_between_two_calls():
     model = FAMILIES[0].build(tiny_base("llama", dtype=torch.float32))
 

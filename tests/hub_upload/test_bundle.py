@@ -21,6 +21,7 @@ from tests.bases import tiny_base
 from tests.families import FAMILIES
 from tests.hub_upload.remote_code import PROMPT, SETTINGS
 
+pytestmark = pytest.mark.together  # a process of half a minute
 SCRIPT = Path(__file__).parent / "remote_code.py"
 PYTHON = os.environ.get("REMOTE_CODE_PYTHON", sys.executable)  # one that has transformers and torch
 # What transformers itself requires, and so is wherever transformers and torch are.

@@ -119,6 +119,7 @@ def test_the_zoo_comes_back_as_it_was(printed, published):
     assert len({json.dumps(found["tokens"]) for found in told.values()}) == 1
 
 
+@pytest.mark.slow
 def test_the_cards_of_the_zoo_are_complete(published):
     for family in zoo.families():
         files = published.repos[repository(family)].files()

@@ -24,10 +24,10 @@ BASES = {
     | {"num_kv_shared_layers": 0, "global_head_dim": 16, "num_global_key_value_heads": 1, "attention_k_eq_v": True},
 }
 CLUSTERS = {"all tokens": {}, "clusters": {"use_ordered_embeddings": True}}
-DRAFTS, CLOSE = 4, {"atol": 2e-5, "rtol": 0}
+DRAFTS, CLOSE = 4, {"atol": 1e-9, "rtol": 0}
 
 
-def base_of(which: str = "shared keys", dtype=torch.float32):
+def base_of(which: str = "shared keys", dtype=torch.float64):
     return tiny_base("gemma4-sharing", dtype=dtype, **BASES[which])
 
 
