@@ -88,7 +88,7 @@ def test_requests_at_once_do_not_disturb_each_other(server, client):
     assert answers == [letters[place + 1 : place + 9] for place in range(8)]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 def test_heads_of_every_family_are_served_and_answer_two_at_a_time(family, folder, tmp_path):
     from openai import OpenAI
@@ -142,6 +142,7 @@ for model_class in BY_MODEL_TYPE.values():
 """
 
 
+@pytest.mark.slow
 def test_the_server_finds_the_classes_wherever_transformers_was_imported_first():
     served()
     ended = subprocess.run([sys.executable, "-c", FINDS], capture_output=True, text=True)
