@@ -70,7 +70,7 @@ soak: $(READY)  ## 2,000 generations of mixed settings on the bundled models aga
 mutate: $(READY)  ## small changes of the walks, rules, tree and cache that no test notices and SURVIVORS.md does not explain
 	OMP_NUM_THREADS=1 $(BIN)/python tests/tools/mutate.py
 
-coverage: $(READY)  ## lines of generation/ and modeling/ that their tests run; less than 95 % is an error
+coverage: $(READY)  ## lines of bases/, generation/ and modeling/ that their tests run; less than 95 % is an error
 	OMP_NUM_THREADS=1 $(BIN)/python -m coverage run -m pytest -q tests/generation tests/modeling
 	$(BIN)/python -m coverage report
 

@@ -30,11 +30,11 @@ __all__ = [
 
 def load_families() -> None:
     """Register the families and make the names of this package available; imports torch and transformers."""
-    from hf_drafthead import generation
+    from hf_drafthead import bases
 
-    generation.releases.check_installed()  # before anything is imported that another transformers may lack
+    bases.releases.check_installed()  # before anything is imported that another transformers may lack
 
-    from hf_drafthead import costs, formats, modeling
+    from hf_drafthead import costs, formats, generation, modeling
     from hf_drafthead.modeling.families import CLASSES
 
     for name in [name for name in __all__ if name not in CLASSES]:

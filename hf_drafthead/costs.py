@@ -39,13 +39,15 @@ from transformers import GenerationConfig, LogitsProcessorList, MaxLengthCriteri
 from transformers.cache_utils import DynamicCache
 from transformers.utils import logging
 
+from hf_drafthead.bases.hooks import is_hooked
+from hf_drafthead.bases.output_layer import probe_tokens, with_part
+from hf_drafthead.bases.reader import BaseReader, kinds_of
+from hf_drafthead.bases.slots import SlotCache
 from hf_drafthead.generation.decoding import Stream, prefill
 from hf_drafthead.generation.programs import NotCaptured
-from hf_drafthead.generation.reader import BaseReader, is_hooked, kinds_of, probe_tokens, with_part
 from hf_drafthead.generation.rules import Rules
 from hf_drafthead.generation.runner import Execution, Runner
 from hf_drafthead.generation.settings import CalibrationKey, DraftPlan
-from hf_drafthead.generation.slots import SlotCache
 from hf_drafthead.generation.state import DecodingState
 from hf_drafthead.generation.step import Step, draft_static
 from hf_drafthead.generation.tree import DraftTree, LookupTree, Tree

@@ -6,7 +6,7 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from hf_drafthead.generation.releases import NEWEST, numbers
+from hf_drafthead.bases.releases import NEWEST, numbers
 
 VOCABULARY = 67
 SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}

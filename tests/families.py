@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers import DynamicCache, LlamaConfig, Qwen3Config
 
-from hf_drafthead.generation.releases import CACHE, cache_argument
+from hf_drafthead.bases.releases import CACHE, cache_argument
 from hf_drafthead.modeling import (
     DFlashForCausalLM,
     DraftHeadConfig,

@@ -5,7 +5,7 @@ import re
 import pytest
 from packaging.tags import Tag
 
-from hf_drafthead.generation import releases
+from hf_drafthead.bases import releases
 from tests.tools import newest
 from tests.tools.hashes import CONSTRAINTS, HASHES, ROOT, fits, pinned
 

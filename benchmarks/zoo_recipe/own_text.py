@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch.utils.data import Dataset
 from transformers import DynamicCache, PreTrainedModel
 
-from hf_drafthead.generation.releases import CACHE
+from hf_drafthead.bases.releases import CACHE
 from hf_drafthead.training.heads_loss import IGNORED
 
 GIVEN = 64  # tokens of a row that come from the corpus; the rest is the base's own

@@ -20,6 +20,7 @@ from torch import nn
 from transformers import GenerationConfig
 from transformers.generation.continuous_batching.requests import GenerationOutput
 
+from hf_drafthead.bases.limits import position_table
 from hf_drafthead.batching.noise import RequestNoise
 from hf_drafthead.batching.plans import Plans
 from hf_drafthead.batching.requests import Request, config_value, with_config
@@ -27,7 +28,6 @@ from hf_drafthead.batching.scheduler import Scheduler, device_of
 from hf_drafthead.batching.tracker import RequestTracker
 from hf_drafthead.batching.worker import Worker
 from hf_drafthead.generation.lookup import ANSWERS, TextIndex
-from hf_drafthead.generation.reader import position_table
 from hf_drafthead.generation.settings import DraftSettings
 
 SHARED = (*DraftSettings.names(), "lookup_texts")  # by all requests

@@ -6,10 +6,10 @@ from typing import Any
 
 from transformers import GenerationConfig
 
+from hf_drafthead.bases.reader import BaseReader
 from hf_drafthead.batching.slot_count import slots_that_pay
 from hf_drafthead.costs import StepCosts
 from hf_drafthead.generation.lookup import TextIndex
-from hf_drafthead.generation.reader import BaseReader
 from hf_drafthead.generation.runner import Execution
 from hf_drafthead.generation.settings import AUTO, CalibrationKey, DraftPlan, DraftSettings
 from hf_drafthead.generation.tree import COPIES

@@ -12,11 +12,12 @@ import torch
 from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
 
+from hf_drafthead.bases.errors import Unsupported
+from hf_drafthead.bases.reader import BaseReader
+from hf_drafthead.bases.releases import CACHE
 from hf_drafthead.batching.noise import RequestNoise
 from hf_drafthead.batching.step import Member
 from hf_drafthead.generation.decoding import Stream, prefill
-from hf_drafthead.generation.reader import BaseReader, Unsupported
-from hf_drafthead.generation.releases import CACHE
 from hf_drafthead.generation.settings import DraftPlan
 from hf_drafthead.generation.state import DecodingState
 

@@ -15,8 +15,8 @@ import torch
 from torch.nn import functional as F
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from hf_drafthead.bases.slots import SlotCache
 from hf_drafthead.generation.programs import written
-from hf_drafthead.generation.slots import SlotCache
 from hf_drafthead.generation.state import DecodingState, Limits, Rows
 
 MOST_ENDS = 8  # end-of-sequence tokens: E is a multiple, so that most requests have equally many

@@ -12,6 +12,8 @@ import torch
 from transformers.generation.continuous_batching.requests import RequestStatus
 from transformers.utils import logging
 
+from hf_drafthead.bases.errors import Unsupported
+from hf_drafthead.bases.output_layer import probe_tokens
 from hf_drafthead.batching.batch import TRAINED, Batch, is_short
 from hf_drafthead.batching.metrics import Metrics
 from hf_drafthead.batching.plans import Plans
@@ -21,7 +23,6 @@ from hf_drafthead.batching.tracker import RequestTracker
 from hf_drafthead.generation.decoding import chooser
 from hf_drafthead.generation.lookup import LONGEST_GRAM, TextIndex
 from hf_drafthead.generation.mixin import with_room
-from hf_drafthead.generation.reader import Unsupported, probe_tokens
 from hf_drafthead.generation.state import DecodingState
 from hf_drafthead.generation.tree import DraftTree, Tree
 

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from transformers.utils import logging
 
+from hf_drafthead.bases.output_layer import probe_tokens
+from hf_drafthead.bases.reader import BaseReader
 from hf_drafthead.costs import ROUNDS, PartOfBase, StepCosts, chain, keep, read_costs
-from hf_drafthead.generation.reader import BaseReader, probe_tokens
 from hf_drafthead.generation.settings import CalibrationKey
 from hf_drafthead.generation.tree import DraftTree
 

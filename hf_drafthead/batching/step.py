@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from hf_drafthead.bases.topology import Topology
 from hf_drafthead.batching.noise import RequestNoise
 from hf_drafthead.batching.rows import view
 from hf_drafthead.generation.acceptance import walk_greedily, walk_on_device, walk_on_host
@@ -19,7 +20,7 @@ from hf_drafthead.generation.decoding import Stream
 from hf_drafthead.generation.rules import Rules
 from hf_drafthead.generation.state import Candidates, DecodingState, RowWalk, Verified, Walk, are_numbers
 from hf_drafthead.generation.step import Step, deepest
-from hf_drafthead.generation.tree import Topology, Tree
+from hf_drafthead.generation.tree import Tree
 
 # What `Step` asks of the rules of a call, where each row has its own.
 SHARED_RULES: Any = SimpleNamespace(

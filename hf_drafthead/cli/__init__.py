@@ -66,7 +66,7 @@ def main(arguments: list[str] | None = None) -> None:
         complain(f"a package is missing or broken ({one_line(error)}): install it, then try again.")
         code = 2
     except (RuntimeError, MemoryError) as error:
-        from hf_drafthead.generation.slots import out_of_memory
+        from hf_drafthead.bases.errors import out_of_memory
 
         if not out_of_memory(error):
             raise

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from accelerate.utils import gather_object
 
+from hf_drafthead.bases.errors import out_of_memory
+from hf_drafthead.bases.releases import CACHE
 from hf_drafthead.data.texts import one_line
 from hf_drafthead.evaluation import calls
 from hf_drafthead.evaluation.calls import BASE, COMPILED, HEADS, Method, drafted, encode_turn, steps_of
@@ -22,8 +24,6 @@ from hf_drafthead.evaluation.loading import process_state
 from hf_drafthead.evaluation.measurement import Measurement, Round, Run, answer_quality, summed_up
 from hf_drafthead.evaluation.questions import Question
 from hf_drafthead.evaluation.rounding import BaseCall
-from hf_drafthead.generation.releases import CACHE
-from hf_drafthead.generation.slots import out_of_memory
 from hf_drafthead.generation.tree import DraftTree
 from hf_drafthead.trees.rank_paths import rank_paths
 from hf_drafthead.trees.timing import SLOW, dtype_advice, time_interleaved

@@ -1,9 +1,7 @@
-"""Draft trees, their cache, the walks and the decoding loop: tensors only, no head family."""
+"""Draft trees, the walks and the decoding loop: tensors only, no head family."""
 
-from hf_drafthead.generation import releases as releases  # first: it refuses a transformers that is too old or too new
 from hf_drafthead.generation.lookup import TextIndex
 from hf_drafthead.generation.mixin import DraftHeadGenerationMixin
-from hf_drafthead.generation.slots import SlotCache
 from hf_drafthead.generation.state import DraftHeadGenerateOutput, Guesses, StepRecord
 from hf_drafthead.generation.tree import DraftTree, published_trees
 
@@ -12,7 +10,6 @@ __all__ = [
     "DraftHeadGenerationMixin",
     "DraftTree",
     "Guesses",
-    "SlotCache",
     "StepRecord",
     "TextIndex",
     "published_trees",

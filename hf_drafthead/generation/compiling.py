@@ -28,8 +28,8 @@ import torch
 from torch import fx, nn
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
-from hf_drafthead.generation.mixers.layer import RecurrentLayer
-from hf_drafthead.generation.releases import cache_argument
+from hf_drafthead.bases.mixers.layer import RecurrentLayer
+from hf_drafthead.bases.releases import cache_argument
 
 # before this argument came (torch 2.13) every layer is traced anew, and nothing is saved
 REUSED = "reuse_hash_fn" in inspect.signature(torch.compiler.nested_compile_region).parameters

@@ -19,13 +19,17 @@ import torch
 from transformers import GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
+from hf_drafthead.bases.errors import Unsupported
+from hf_drafthead.bases.limits import position_table
+from hf_drafthead.bases.ordinary_caches import past_length
+from hf_drafthead.bases.reader import BaseReader
+from hf_drafthead.bases.releases import CACHE, prompt_inputs
+from hf_drafthead.bases.slots import SlotCache
+from hf_drafthead.bases.unusual_inputs import PromptInputs, read_and_try
 from hf_drafthead.generation.lookup import accepted_copies, matches
-from hf_drafthead.generation.reader import BaseReader, PromptInputs, Unsupported, position_table, read_and_try
-from hf_drafthead.generation.releases import CACHE, prompt_inputs
 from hf_drafthead.generation.rules import Rules
 from hf_drafthead.generation.runner import Execution, Runner
 from hf_drafthead.generation.settings import DraftPlan, DraftSwitch
-from hf_drafthead.generation.slots import SlotCache, past_length
 from hf_drafthead.generation.state import (
     DecodingState,
     DraftHeadGenerateOutput,

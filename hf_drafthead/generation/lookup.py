@@ -29,7 +29,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hf_drafthead.generation.tree import LookupTree, Topology
+from hf_drafthead.bases.topology import Topology
+from hf_drafthead.generation.tree import LookupTree
 
 LEAST_MATCH = 2  # tokens that must agree, unless fewer are asked for: a single token matches nearly everywhere
 LONGEST_GRAM = 4  # tokens that are looked up at most

@@ -18,23 +18,19 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.integrations.fsdp import is_fsdp_managed_module
 from transformers.utils import logging
 
+from hf_drafthead.bases.errors import Unsupported
+from hf_drafthead.bases.hooks import is_hooked
+from hf_drafthead.bases.limits import check_length
+from hf_drafthead.bases.ordinary_caches import can_load, rows_of
+from hf_drafthead.bases.output_layer import probe_tokens
+from hf_drafthead.bases.probe import circumstances, probe, try_tree
+from hf_drafthead.bases.reader import BaseReader
+from hf_drafthead.bases.releases import CACHE, mask_length, with_cache
 from hf_drafthead.generation.decoding import decode
 from hf_drafthead.generation.lookup import TextIndex
-from hf_drafthead.generation.reader import (
-    BaseReader,
-    Unsupported,
-    check_length,
-    circumstances,
-    is_hooked,
-    probe,
-    probe_tokens,
-    try_tree,
-)
-from hf_drafthead.generation.releases import CACHE, mask_length, with_cache
 from hf_drafthead.generation.rules import ROW_BY_ROW, Rules
 from hf_drafthead.generation.runner import Execution
 from hf_drafthead.generation.settings import AUTO, CalibrationKey, Costs, DraftPlan, DraftSettings
-from hf_drafthead.generation.slots import can_load, rows_of
 from hf_drafthead.generation.state import DraftHeadGenerateOutput, StepRecord, draft_vocabulary
 from hf_drafthead.generation.tree import COPIES, LOOKUP, DraftTree, DynamicTree
 

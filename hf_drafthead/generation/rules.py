@@ -28,8 +28,8 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 from transformers.generation import logits_process as processors
 from transformers.generation import stopping_criteria as criteria
 
+from hf_drafthead.bases.topology import Topology
 from hf_drafthead.generation.state import NOT_A_DISTRIBUTION, are_numbers
-from hf_drafthead.generation.tree import Topology
 
 # They look at nothing but a row's scores.
 SCORES_ONLY = (

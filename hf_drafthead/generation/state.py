@@ -14,8 +14,8 @@ import torch
 from torch.utils._pytree import tree_leaves
 from transformers.generation import GenerateDecoderOnlyOutput
 
-from hf_drafthead.generation.slots import ROOM, SlotCache
-from hf_drafthead.generation.tree import Topology
+from hf_drafthead.bases.slots import ROOM, SlotCache
+from hf_drafthead.bases.topology import Topology
 
 # What `torch.multinomial` says, with which the base samples.
 NOT_A_DISTRIBUTION = "probability tensor contains either `inf`, `nan` or element < 0"

@@ -22,12 +22,14 @@ from typing import Any
 
 import torch
 
+from hf_drafthead.bases.errors import DoesNotFit, out_of_memory
+from hf_drafthead.bases.reader import BaseReader
+from hf_drafthead.bases.slots import SlotCache
+from hf_drafthead.bases.topology import Topology
 from hf_drafthead.generation.acceptance import preferred_choices, walk_greedily, walk_on_device, walk_on_host
 from hf_drafthead.generation.lookup import Copies, HeldTexts, joined, suggested
-from hf_drafthead.generation.reader import BaseReader
 from hf_drafthead.generation.rules import Rules
 from hf_drafthead.generation.settings import DraftPlan
-from hf_drafthead.generation.slots import DoesNotFit, SlotCache, out_of_memory
 from hf_drafthead.generation.state import (
     NOT_A_DISTRIBUTION,
     Candidates,
@@ -40,7 +42,7 @@ from hf_drafthead.generation.state import (
     are_numbers,
     running,
 )
-from hf_drafthead.generation.tree import DynamicTree, Level, LookupTree, Topology, Tree
+from hf_drafthead.generation.tree import DynamicTree, Level, LookupTree, Tree
 
 MOST_PENDING = 128  # positions that wait for the drafter: as many as the longest pause of "auto"
 

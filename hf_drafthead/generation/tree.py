@@ -24,9 +24,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from importlib import resources
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
+
+from hf_drafthead.bases.topology import Topology
 
 RankPath = tuple[int, ...]
 
@@ -40,61 +42,6 @@ MAX_MADE = 65_536  # nodes that a dynamic tree guesses in a step, row by row; pu
 
 _shown = reprlib.Repr()  # what was given, cut to a length that fits a message
 _shown.maxtuple, _shown.maxlist, _shown.maxstring, _shown.maxother = 16, 16, 60, 60
-
-
-class Topology(NamedTuple):
-    """How the nodes of a step hang together, as tensors; R is 1 (all rows alike) or the batch size.
-
-    parents (R, N) with the root as its own parent; depths (R, N); ancestors (R, N, N), True where the column is the
-    row's node or above it; unrelated (R, N, N), True where the column is the root or no ancestor; paths (R, N, D), the
-    nodes from the root down to each node, padded with 0.
-    """
-
-    parents: torch.Tensor
-    depths: torch.Tensor
-    ancestors: torch.Tensor
-    unrelated: torch.Tensor
-    paths: torch.Tensor
-
-    @classmethod
-    def of(cls, parents: torch.Tensor, depths: torch.Tensor, deepest: int) -> Topology:
-        """The topology of every row's own tree, without waiting for the device.
-
-        Args:
-            parents, depths: (B, N), node 0 the root, which is its own parent.
-            deepest: D - 1, levels below the root.
-        """
-        line = [torch.arange(parents.shape[1], device=parents.device).expand_as(parents)]
-        for _ in range(deepest):
-            line.append(parents.gather(1, line[-1]))
-        upwards = torch.stack(line, dim=2)  # (B, N, D) each node, its parent, ..., the root, and the root again
-        nodes = parents.shape[1]
-        ancestors = torch.zeros(*parents.shape, nodes, dtype=torch.bool, device=parents.device)
-        ancestors = ancestors.scatter(2, upwards, True)
-        unrelated = ~ancestors
-        unrelated[..., 0] = True
-        columns = depths[:, None].expand(-1, nodes, -1).gather(2, upwards)
-        return cls(parents, depths, ancestors, unrelated, torch.zeros_like(upwards).scatter(2, columns, upwards))
-
-    @classmethod
-    def of_best(
-        cls,
-        tokens: torch.Tensor,
-        parents: torch.Tensor,
-        depths: torch.Tensor,
-        value: torch.Tensor,
-        nodes: int,
-        deepest: int,
-    ) -> tuple[torch.Tensor, Topology]:
-        """The N most valuable of (B, M) nodes, of equal ones the first: tokens (B, N), and how they hang together.
-
-        No node is worth more than its parent, which comes before it.
-        """
-        kept = value.sort(dim=1, descending=True, stable=True).indices[:, :nodes].sort(dim=1).values  # (B, N)
-        numbers = torch.arange(nodes, device=kept.device).expand_as(kept)
-        place = torch.zeros_like(tokens).scatter(1, kept, numbers)  # (B, M)
-        topology = cls.of(place.gather(1, parents.gather(1, kept)), depths.gather(1, kept), deepest)
-        return tokens.gather(1, kept), topology
 
 
 @dataclass(frozen=True)
@@ -198,8 +145,7 @@ class DraftTree:
         """The tree as tensors on `device`, made once per device."""
         device = torch.device(device)
         if device not in self._topologies:
-            parents, depths = (torch.tensor([numbers], device=device) for numbers in (self.parents, self.depths))
-            self._topologies[device] = Topology.of(parents, depths, self.max_depth)
+            self._topologies[device] = Topology.of_numbers(self.parents, device)
         return self._topologies[device]
 
     def levels(self, device: torch.device | str = "cpu") -> tuple[Level, ...]:

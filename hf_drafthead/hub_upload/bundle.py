@@ -33,7 +33,7 @@ FILE = "modeling_drafthead.py"
 MODELS = {name.removeprefix(MODEL_TYPE_PREFIX): model_class for name, model_class in BY_MODEL_TYPE.items()}
 PACKAGE = "hf_drafthead."
 PACKAGE_FOLDER = Path(__file__).parents[1]
-ROOMS = ("hf_drafthead.generation.", "hf_drafthead.modeling.")
+ROOMS = ("hf_drafthead.bases.", "hf_drafthead.generation.", "hf_drafthead.modeling.")
 
 HEADER = '''\
 # Made from hf_drafthead {version}, which holds the same code module by module, with its tests and documentation.

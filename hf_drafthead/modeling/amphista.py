@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig
 from transformers.configuration_utils import PreTrainedConfig
 
-from hf_drafthead.generation.slots import ROOM, SlotCache
+from hf_drafthead.bases.slots import ROOM, SlotCache
 from hf_drafthead.generation.state import last_valid
 from hf_drafthead.modeling.base import DraftHeadPreTrainedModel
 from hf_drafthead.modeling.config import MAX_LAYERS, DraftHeadConfig

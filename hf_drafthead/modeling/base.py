@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import initialization as init
 from transformers.utils import logging
 
-from hf_drafthead.generation.releases import CACHE, cache_argument, with_cache
+from hf_drafthead.bases.releases import CACHE, cache_argument, with_cache
 from hf_drafthead.modeling.adapters import (
     ADAPTER_FOLDER,
     active_adapter,

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, Qwen3Config
 from transformers.configuration_utils import PreTrainedConfig
 
-from hf_drafthead.generation.slots import ROOM, SLOTS, SlotCache
+from hf_drafthead.bases.slots import ROOM, SLOTS, SlotCache
 from hf_drafthead.generation.state import Guesses
 from hf_drafthead.modeling.base import DraftHeadPreTrainedModel
 from hf_drafthead.modeling.block_layers import BlockLayers

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.utils import logging
 
-from hf_drafthead.generation.reader import OutputLayer, Unsupported
+from hf_drafthead.bases.errors import Unsupported
+from hf_drafthead.bases.output_layer import OutputLayer
 from hf_drafthead.generation.state import Guesses
 from hf_drafthead.modeling.config import DraftHeadConfig
 from hf_drafthead.modeling.decoder_layer import DecoderLayer

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from transformers import AutoConfig
 from transformers.configuration_utils import PreTrainedConfig
 
-from hf_drafthead.generation.slots import ROOM, SlotCache
+from hf_drafthead.bases.slots import ROOM, SlotCache
 from hf_drafthead.generation.state import Guesses, last_valid
 from hf_drafthead.modeling.base import DraftHeadPreTrainedModel
 from hf_drafthead.modeling.config import DraftHeadConfig

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from transformers import LlamaConfig
 from transformers.configuration_utils import PreTrainedConfig
 
-from hf_drafthead.generation.reader import OutputLayer
+from hf_drafthead.bases.output_layer import OutputLayer
 
 
 class ResidualBlock(nn.Module):

@@ -13,8 +13,8 @@ from transformers.configuration_utils import PreTrainedConfig
 from transformers.initialization import no_init_weights
 from transformers.utils import logging
 
+from hf_drafthead.bases.releases import keep_picklable
 from hf_drafthead.generation.mixin import DraftHeadGenerationMixin
-from hf_drafthead.generation.releases import keep_picklable
 from hf_drafthead.generation.settings import DEFAULT_TREE, DraftSettings
 from hf_drafthead.generation.tree import LOOKUP
 from hf_drafthead.modeling.adapters import active_adapter, adapt, find_adapter, unwrapped

@@ -25,7 +25,7 @@ from transformers import AutoConfig
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.utils import logging
 
-from hf_drafthead.generation.slots import ROOM, SlotCache
+from hf_drafthead.bases.slots import ROOM, SlotCache
 from hf_drafthead.generation.state import Guesses, last_valid
 from hf_drafthead.modeling.base import DraftHeadPreTrainedModel
 from hf_drafthead.modeling.checkpoint import check_tensors, is_missing_folder

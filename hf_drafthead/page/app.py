@@ -10,10 +10,10 @@ os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")  # read on import: a 
 
 import gradio as gr
 
+from hf_drafthead.bases.errors import out_of_memory
 from hf_drafthead.data.texts import one_line
 from hf_drafthead.evaluation.calls import as_tokens, draft, encode
 from hf_drafthead.generation.settings import ACCEPTANCES
-from hf_drafthead.generation.slots import out_of_memory
 from hf_drafthead.generation.tree import DraftTree, published_trees
 from hf_drafthead.page import drawing
 from hf_drafthead.page.comparison import BASE, HEADS, OWN_TREE, Asked, SideBySide, WalkedStep

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers.utils import logging
 
-from hf_drafthead.generation.reader import BaseReader
+from hf_drafthead.bases.reader import BaseReader
 from hf_drafthead.modeling.base import DraftHeadPreTrainedModel
 from hf_drafthead.training.heads_loss import CHUNK, IGNORED, label_positions, labelled
 

@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hf_drafthead.generation.reader import BaseReader, Reading
+from hf_drafthead.bases.reader import BaseReader, Reading
 from hf_drafthead.modeling.base import DraftHeadPreTrainedModel
 from hf_drafthead.modeling.drafter import Drafter
 

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from transformers import __version__ as transformers_version
 from transformers.utils import CONFIG_NAME
 
-from hf_drafthead.generation.slots import out_of_memory
+from hf_drafthead.bases.errors import out_of_memory
 from hf_drafthead.modeling.base import DraftHeadPreTrainedModel
 from hf_drafthead.modeling.files import edit_json, in_one_line, read_json
 from hf_drafthead.version import __version__

@@ -19,10 +19,10 @@ from transformers import set_seed
 from transformers.trainer_utils import SchedulerType
 from transformers.utils import logging
 
+from hf_drafthead.bases.errors import Unsupported
 from hf_drafthead.data.rows import without_format
 from hf_drafthead.data.sources import files_of
 from hf_drafthead.data.texts import one_line
-from hf_drafthead.generation.reader import Unsupported
 from hf_drafthead.generation.settings import DEFAULT_TREE
 from hf_drafthead.generation.state import draft_vocabulary
 from hf_drafthead.generation.tree import DraftTree

@@ -19,7 +19,7 @@ from transformers.modeling_outputs import CausalLMOutput
 from transformers.trainer_utils import EvalLoopOutput
 from transformers.utils import logging
 
-from hf_drafthead.generation.reader import BaseReader
+from hf_drafthead.bases.reader import BaseReader
 from hf_drafthead.modeling.adapters import add_adapter
 from hf_drafthead.modeling.base import DraftHeadPreTrainedModel
 from hf_drafthead.modeling.families import find_recipe

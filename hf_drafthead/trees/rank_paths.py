@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hf_drafthead.generation.reader import BaseReader
+from hf_drafthead.bases.reader import BaseReader
 from hf_drafthead.generation.tree import DraftTree
 
 UNLIMITED_DEPTH = 5  # levels that are looked at where the drafter could go on for ever

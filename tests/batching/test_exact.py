@@ -9,10 +9,10 @@ import torch
 from transformers import GenerationConfig, LogitsProcessor, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
+from hf_drafthead.bases.reader import BaseReader
+from hf_drafthead.bases.slots import SlotCache
 from hf_drafthead.batching.noise import RequestNoise
 from hf_drafthead.generation import runner
-from hf_drafthead.generation.reader import BaseReader
-from hf_drafthead.generation.slots import SlotCache
 from hf_drafthead.modeling import DraftModelForCausalLM
 from tests.bases import tiny_base
 from tests.batching.requests import add, alone, asked, final, prompt

@@ -12,11 +12,11 @@ from transformers import DynamicCache, GenerationConfig, StaticCache
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
 from transformers.generation.streamers import BaseStreamer
 
+from hf_drafthead.bases.errors import DoesNotFit
+from hf_drafthead.bases.releases import CACHE
 from hf_drafthead.batching import batch as batches
 from hf_drafthead.batching.scheduler import Scheduler
 from hf_drafthead.batching.step import SharedStep
-from hf_drafthead.generation.releases import CACHE
-from hf_drafthead.generation.slots import DoesNotFit
 from tests.bases import tiny_base
 from tests.batching.requests import TREE, add, alone, final
 from tests.batching.test_exact import MEDUSA, Counts, Fails

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import transformers
 
-from hf_drafthead.generation.releases import NEWEST
+from hf_drafthead.bases.releases import NEWEST
 from tests.callers import table
 
 PAGE = Path(__file__).parents[2] / "docs" / "generate.md"

@@ -3,12 +3,14 @@
 import pytest
 import torch
 
+from hf_drafthead.bases.errors import Unsupported
+from hf_drafthead.bases.reader import BaseReader
+from hf_drafthead.bases.slots import SlotCache
 from hf_drafthead.evaluation import rounding
 from hf_drafthead.evaluation import verify as verifying
 from hf_drafthead.evaluation.measurement import identity
 from hf_drafthead.evaluation.verify import Check, compare, groups, verify
-from hf_drafthead.generation import SlotCache, mixin, rules
-from hf_drafthead.generation.reader import BaseReader, Unsupported
+from hf_drafthead.generation import mixin, rules
 from hf_drafthead.trees.rank_paths import left_padded
 from tests.bases import tiny_base
 from tests.checkpoints import byte_tokenizer

@@ -5,8 +5,9 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from hf_drafthead.generation.reader import BaseReader, probe
-from hf_drafthead.generation.releases import CACHE
+from hf_drafthead.bases.probe import probe
+from hf_drafthead.bases.reader import BaseReader
+from hf_drafthead.bases.releases import CACHE
 from hf_drafthead.generation.tree import DraftTree
 from tests.bases import CANNOT_SDPA, SIZES, SPECIAL, VOCABULARY, tiny_base
 from tests.drafters import Drafted, half_right

@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import CompileConfig, DynamicCache
 
-from hf_drafthead.generation import SlotCache
-from hf_drafthead.generation.releases import CACHE
+from hf_drafthead.bases.releases import CACHE
+from hf_drafthead.bases.slots import SlotCache
 from tests.drafters import Drafted, half_right, right
 from tests.families import FAMILIES
 from tests.generation.agreement import TREE, Agreement, agree, prompt, shared_base

@@ -11,9 +11,9 @@ import torch
 from transformers import CompileConfig
 
 from hf_drafthead import DraftTree
+from hf_drafthead.bases.releases import CACHE
 from hf_drafthead.generation import programs, runner
 from hf_drafthead.generation import tree as trees
-from hf_drafthead.generation.releases import CACHE
 from tests.bases import tiny_base
 from tests.families import FAMILIES
 from tests.generation.agreement import TREE, prompt

@@ -4,9 +4,10 @@ import pytest
 import torch
 from transformers import CompileConfig
 
+from hf_drafthead.bases.topology import Topology
 from hf_drafthead.generation.state import Guesses
 from hf_drafthead.generation.step import draft_dynamic
-from hf_drafthead.generation.tree import DraftTree, DynamicTree, Topology, resolve
+from hf_drafthead.generation.tree import DraftTree, DynamicTree, resolve
 from tests.bases import VOCABULARY, tiny_base
 from tests.drafters import half_right, right, wrong
 from tests.dynamic_trees import dynamic_tree

@@ -7,8 +7,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast, StaticCache
 from transformers.utils import ModelOutput
 
-from hf_drafthead.generation.reader import Unsupported, attention_windows, check_length
-from hf_drafthead.generation.releases import CACHE
+from hf_drafthead.bases.errors import Unsupported
+from hf_drafthead.bases.limits import attention_windows, check_length
+from hf_drafthead.bases.releases import CACHE
 from tests.base_table import tiny
 from tests.bases import SIZES, SPECIAL, tiny_base
 from tests.drafters import Drafted

@@ -4,9 +4,10 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from hf_drafthead.generation import DraftTree, SlotCache
-from hf_drafthead.generation.reader import probe
-from hf_drafthead.generation.releases import CACHE
+from hf_drafthead.bases.probe import probe
+from hf_drafthead.bases.releases import CACHE
+from hf_drafthead.bases.slots import SlotCache
+from hf_drafthead.generation import DraftTree
 from hf_drafthead.generation.rules import NoiseTape
 from tests.bases import VOCABULARY, tiny_base
 from tests.families import FAMILIES

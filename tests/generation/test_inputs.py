@@ -9,7 +9,7 @@ import torch
 from transformers import AutoConfig, GPT2LMHeadModel
 
 import hf_drafthead
-from hf_drafthead.generation import releases
+from hf_drafthead.bases import releases
 from tests.base_table import IMAGE_PROMPTS, SEEING, image_inputs, tiny
 from tests.bases import EARLIER, SIZES, SPECIAL
 from tests.drafters import Drafted

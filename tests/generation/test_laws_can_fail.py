@@ -4,9 +4,12 @@ import pytest
 import torch
 from transformers import CompileConfig, RepetitionPenaltyLogitsProcessor
 
-from hf_drafthead.generation import DraftTree, SlotCache, mixin, reader, rules, step
-from hf_drafthead.generation.reader import BaseReader, Unsupported
-from hf_drafthead.generation.releases import CACHE
+from hf_drafthead.bases import probe, reader
+from hf_drafthead.bases.errors import Unsupported
+from hf_drafthead.bases.reader import BaseReader
+from hf_drafthead.bases.releases import CACHE
+from hf_drafthead.bases.slots import SlotCache
+from hf_drafthead.generation import DraftTree, mixin, rules, step
 from tests.bases import VOCABULARY
 from tests.drafters import half_right, right, wrong
 from tests.families import FAMILIES
@@ -95,7 +98,7 @@ def test_the_probe_finds_siblings_that_see_each_other(monkeypatch):
 
     monkeypatch.setattr(reader, "slot_mask", open_mask)
     with pytest.raises(Unsupported, match="does not honour tree masks"):
-        reader.probe(shared_base("llama"), (-1,))
+        probe.probe(shared_base("llama"), (-1,))
 
 
 def test_padding_that_is_seen(monkeypatch):
@@ -105,7 +108,7 @@ def test_padding_that_is_seen(monkeypatch):
 
 
 def test_a_window_that_is_forgotten(monkeypatch):
-    monkeypatch.setattr(reader, "attention_windows", lambda config, **_: {"full_attention": None})
+    monkeypatch.setattr(probe, "attention_windows", lambda config, **_: {"full_attention": None})
     with pytest.raises((AssertionError, Unsupported)):
         agree(shared_base("mistral-sliding"), call=LONG)
 

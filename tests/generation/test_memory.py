@@ -4,8 +4,8 @@ import pytest
 import torch
 from transformers import CompileConfig
 
+from hf_drafthead.bases.reader import BaseReader
 from hf_drafthead.generation import runner
-from hf_drafthead.generation.reader import BaseReader
 from tests.bases import tiny_base
 from tests.families import FAMILIES
 from tests.generation.agreement import TREE, prompt, shared_base

@@ -6,7 +6,7 @@ import os
 import pytest
 import torch
 
-from hf_drafthead.generation.slots import SlotCache
+from hf_drafthead.bases.slots import SlotCache
 from tests.bases import tiny_base
 from tests.families import FAMILIES
 from tests.generation.agreement import TREE, prompt

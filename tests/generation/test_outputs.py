@@ -7,8 +7,8 @@ import torch
 from transformers import GenerationConfig
 from transformers.generation import GenerateDecoderOnlyOutput
 
+from hf_drafthead.bases.releases import CACHE
 from hf_drafthead.generation import DraftHeadGenerateOutput
-from hf_drafthead.generation.releases import CACHE
 from tests.families import FAMILIES
 from tests.generation.agreement import TREE, agree, prompt, shared_base
 

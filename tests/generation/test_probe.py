@@ -6,9 +6,11 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from hf_drafthead.bases.errors import Unsupported
+from hf_drafthead.bases.hooks import watched
+from hf_drafthead.bases.limits import attention_windows, check_length
+from hf_drafthead.bases.releases import CACHE
 from hf_drafthead.generation import mixin
-from hf_drafthead.generation.reader import Unsupported, attention_windows, check_length, watched
-from hf_drafthead.generation.releases import CACHE
 from tests.bases import EARLIER, SIZES, SPECIAL, tiny_base
 from tests.families import FAMILIES
 from tests.generation.agreement import TREE, prompt, shared_base

@@ -7,7 +7,8 @@ import torch
 from torch.utils._pytree import tree_map
 from transformers import CompileConfig
 
-from hf_drafthead.generation import SlotCache, programs, runner
+from hf_drafthead.bases.slots import SlotCache
+from hf_drafthead.generation import programs, runner
 from hf_drafthead.generation.state import Rows
 from tests.bases import tiny_base
 from tests.families import FAMILIES

@@ -7,7 +7,7 @@ every one of them with a plain forward of the base; here it is asserted that the
 import pytest
 import torch
 
-from hf_drafthead.generation.reader import BaseReader
+from hf_drafthead.bases.reader import BaseReader
 from tests.bases import tiny_base
 from tests.drafters import Drafted, half_right, right
 from tests.families import FAMILIES, features_of

@@ -9,11 +9,11 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList,
 from transformers.generation import logits_process as processors
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria
 
+from hf_drafthead.bases.topology import Topology
 from hf_drafthead.generation import DraftTree
 from hf_drafthead.generation.rules import NoiseTape, Rules
 from hf_drafthead.generation.state import Candidates
 from hf_drafthead.generation.step import Stages
-from hf_drafthead.generation.tree import Topology
 
 ROWS, VOCABULARY = 3, 11
 CPU = torch.device("cpu")

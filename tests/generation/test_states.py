@@ -15,9 +15,10 @@ import torch
 from transformers import DynamicCache
 
 from hf_drafthead import MedusaForCausalLM
-from hf_drafthead.generation.mixers import UnknownMixer, called, mixers_of
-from hf_drafthead.generation.reader import Unsupported, probe
-from hf_drafthead.generation.releases import CACHE
+from hf_drafthead.bases.errors import Unsupported
+from hf_drafthead.bases.mixers import UnknownMixer, called, mixers_of
+from hf_drafthead.bases.probe import probe
+from hf_drafthead.bases.releases import CACHE
 from hf_drafthead.generation.tree import DraftTree, DynamicTree
 from tests.bases import HYBRID, tiny_base
 from tests.drafters import half_right
@@ -319,6 +320,6 @@ class Folds(torch.nn.Module):
 
 
 def test_a_base_whose_commit_is_wrong_is_refused(monkeypatch):
-    monkeypatch.setattr("hf_drafthead.generation.mixers.layer.RecurrentLayer.fold", lambda self, path: None)
+    monkeypatch.setattr("hf_drafthead.bases.mixers.layer.RecurrentLayer.fold", lambda self, path: None)
     with pytest.raises(Unsupported, match="does not honour tree masks"):
         probe(tiny_base("qwen3.5", dtype=torch.float32, attn_implementation=None), (-1,))

@@ -26,8 +26,8 @@ from transformers.integrations.hub_kernels import use_kernel_func_from_hub_with_
 
 import hf_drafthead
 from hf_drafthead import MedusaForCausalLM
-from hf_drafthead.generation.mixers.layer import Nodes
-from hf_drafthead.generation.releases import CACHE
+from hf_drafthead.bases.mixers.layer import Nodes
+from hf_drafthead.bases.releases import CACHE
 from hf_drafthead.modeling.families import TRAINED
 from hf_drafthead.training.distill import distill
 from hf_drafthead.training.run import train_heads

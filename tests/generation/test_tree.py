@@ -9,9 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hf_drafthead.bases.topology import Topology
 from hf_drafthead.generation import DraftTree, published_trees
 from hf_drafthead.generation import tree as tree_module
-from hf_drafthead.generation.tree import Topology
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 BUFFERS = sorted(path.stem for path in GOLDEN.glob("tree_buffers_*.json"))

@@ -11,6 +11,7 @@ import torch
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList, TemperatureLogitsWarper
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
+from hf_drafthead.bases.topology import Topology
 from hf_drafthead.generation import DraftTree
 from hf_drafthead.generation.acceptance import (
     preferred_choices,
@@ -23,7 +24,6 @@ from hf_drafthead.generation.acceptance import (
 from hf_drafthead.generation.rules import Rules
 from hf_drafthead.generation.settings import DraftPlan
 from hf_drafthead.generation.state import Candidates, Guesses, Limits, Rows, Walk
-from hf_drafthead.generation.tree import Topology
 
 VOCABULARY, WIDTH, EOS = 7, 40, [1, 4]
 

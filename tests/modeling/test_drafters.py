@@ -12,7 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hf_drafthead.generation import SlotCache, slots
+from hf_drafthead.bases import slots
+from hf_drafthead.bases.slots import SlotCache
 from hf_drafthead.modeling import EagleForCausalLM
 from tests.bases import VOCABULARY, tiny_base
 from tests.families import Family, feature_size

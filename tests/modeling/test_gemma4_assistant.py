@@ -9,8 +9,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModel, Gemma4AssistantConfig, Gemma4AssistantForCausalLM, Gemma4TextConfig
 from transformers.generation import candidate_generator
 
+from hf_drafthead.bases.reader import BaseReader
 from hf_drafthead.formats import convert_checkpoint, export_checkpoint
-from hf_drafthead.generation.reader import BaseReader
 from hf_drafthead.modeling import GemmaAssistantConfig, GemmaAssistantForCausalLM
 from tests.bases import tiny_base
 from tests.families import features_of

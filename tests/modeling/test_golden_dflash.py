@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_drafthead.generation.reader import BaseReader
+from hf_drafthead.bases.reader import BaseReader
 from tests.modeling.block_golden import TOLERANCE, golden_base, load
 
 STEPS = ["dflash_z_qwen3_b4_n1_l1_kv1", "dflash_z_qwen3_b8_n3_l2", "dflash_d_qwen3_b7_n2_l2"]

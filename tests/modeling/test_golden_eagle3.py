@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hf_drafthead.generation.reader import BaseReader
+from hf_drafthead.bases.reader import BaseReader
 from hf_drafthead.generation.step import draft_dynamic
 from hf_drafthead.generation.tree import DynamicTree
 from hf_drafthead.modeling import Eagle3ForCausalLM

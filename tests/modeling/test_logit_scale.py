@@ -6,7 +6,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from hf_drafthead.generation.reader import BaseReader, OutputLayer
+from hf_drafthead.bases.output_layer import OutputLayer
+from hf_drafthead.bases.reader import BaseReader
 from hf_drafthead.training.heads_loss import HeadsLoss
 from hf_drafthead.training.trainer import heads_output
 from tests.base_table import IMAGES, TEXT, tiny

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import StoppingCriteria, StoppingCriteriaList
 
-from hf_drafthead.generation.releases import CACHE
+from hf_drafthead.bases.releases import CACHE
 from tests.bases import VOCABULARY, tiny_base
 from tests.families import FAMILIES
 

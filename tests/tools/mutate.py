@@ -38,9 +38,10 @@ from hypothesis import HealthCheck, Phase
 from hypothesis import settings as hypothesis_settings
 
 ROOT = Path(__file__).parents[2]
-PACKAGE = "hf_drafthead.generation"
-FOLDER = ROOT / "hf_drafthead" / "generation"
-MODULES = ("acceptance", "rules", "tree", "slots")
+ROOMS = {  # of each module
+    **dict.fromkeys(("acceptance", "rules", "tree"), "generation"),
+    **dict.fromkeys(("topology", "slots", "masks", "ordinary_caches", "errors"), "bases"),
+}
 TESTS = ("test_walks.py", "test_slots.py", "test_rules.py", "test_tree.py", "test_typical.py")
 LONGEST_TEST = 1.0  # seconds of the processor; tests that take longer are left out
 ALLOWED_SECONDS = 30  # of the processor for one mutant, beyond three times what its tests take
@@ -121,9 +122,14 @@ def left_alone(node: ast.AST) -> set[str]:
     return {"annotation", "returns", "decorator_list", "bases", "keywords" if isinstance(node, ast.ClassDef) else ""}
 
 
+def file_of(module: str) -> Path:
+    """Where a module stands."""
+    return ROOT / "hf_drafthead" / ROOMS[module] / f"{module}.py"
+
+
 def mutants(module: str) -> Iterator[Mutant]:
     """All of a module, in the order of its lines."""
-    tree = ast.parse((FOLDER / f"{module}.py").read_text(encoding="utf-8"))
+    tree = ast.parse(file_of(module).read_text(encoding="utf-8"))
     names: Counter[str] = Counter()
 
     def visit(node: ast.AST, scope: str, lines: range | None, shown: ast.AST) -> Iterator[Mutant]:
@@ -178,9 +184,9 @@ def lines_of(statement: Any) -> range:
 
 def install(mutant: Mutant) -> None:
     """Give the module's own functions the mutant's code, so that everyone who has imported them runs it."""
-    original = importlib.import_module(f"{PACKAGE}.{mutant.module}")
+    original = importlib.import_module(f"hf_drafthead.{ROOMS[mutant.module]}.{mutant.module}")
     made = types.ModuleType(original.__name__)
-    made.__package__ = PACKAGE
+    made.__package__ = original.__package__
     sys.modules[made.__name__] = made  # where dataclasses look for their types
     try:
         exec(compile(mutant.source, str(original.__file__), "exec"), made.__dict__)
@@ -283,7 +289,7 @@ def failed(item: pytest.Item, following: pytest.Item | None) -> bool:
 
 def observed(items: dict[str, pytest.Item]) -> Noted:
     """Run every test by itself, as it is."""
-    files = {str(FOLDER / f"{module}.py"): module for module in MODULES}
+    files = {str(file_of(module)): module for module in ROOMS}
     noted = Noted({}, defaultdict(set))
     now = ""
 
@@ -329,13 +335,13 @@ def explained() -> set[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("modules", nargs="*", help=f"default: {' '.join(MODULES)}")
+    parser.add_argument("modules", nargs="*", help=f"default: {' '.join(ROOMS)}")
     parser.add_argument("--only", default="", help="a part of the mutants' names")
     parser.add_argument("--survivors", action="store_true", help="those of SURVIVORS.md alone")
     parser.add_argument("--json", type=Path, help="what was found of each")
     arguments = parser.parse_args()
     known = explained()
-    every = [mutant for module in arguments.modules or MODULES for mutant in mutants(module)]
+    every = [mutant for module in arguments.modules or ROOMS for mutant in mutants(module)]
     chosen = [mutant for mutant in every if arguments.only in mutant.name]
     if arguments.survivors:
         chosen = [mutant for mutant in chosen if mutant.name in known]

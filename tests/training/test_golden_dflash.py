@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from hf_drafthead.generation.reader import Reading
+from hf_drafthead.bases.reader import Reading
 from hf_drafthead.training.heads_loss import IGNORED, HeadsLoss, anchored, sample_anchors
 from tests.modeling.block_golden import TOLERANCE, load
 

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from hf_drafthead.generation.reader import BaseReader, Reading
+from hf_drafthead.bases.reader import BaseReader, Reading
 from hf_drafthead.modeling.eagle3 import EAGLE3_RECIPE
 from hf_drafthead.training.heads_loss import HeadsLoss
 from tests.modeling.test_golden_eagle3 import TOLERANCE, facts, golden_model, tensors

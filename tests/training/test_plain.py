@@ -14,8 +14,8 @@ from transformers import (
 )
 
 from hf_drafthead import MedusaForCausalLM, MtpForCausalLM, zoo
+from hf_drafthead.bases.reader import BaseReader
 from hf_drafthead.batching.noise import RequestNoise
-from hf_drafthead.generation.reader import BaseReader
 from hf_drafthead.modeling.adapters import add_adapter
 from hf_drafthead.training.arguments import DraftHeadTrainingArguments
 from hf_drafthead.training.heads_loss import HeadsLoss

@@ -15,35 +15,23 @@ heads, E head size, R = 1 or B.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from transformers.cache_utils import (
-    Cache,
-    CacheLayerMixin,
-    DynamicCache,
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    LinearAttentionCacheLayerMixin,
-    LinearAttentionLayer,
-    StaticLayer,
-    StaticSlidingWindowLayer,
-)
-from transformers.configuration_utils import PreTrainedConfig
+from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionLayer
 
-from hf_drafthead.generation.mixers.layer import AcceptedPath, Mixer, RecurrentLayer, TreeTables
-from hf_drafthead.generation.releases import holds_nothing
+from hf_drafthead.bases.masks import rounded_up
+from hf_drafthead.bases.mixers.layer import AcceptedPath, Mixer, RecurrentLayer, TreeTables
+from hf_drafthead.bases.ordinary_caches import past_length
+from hf_drafthead.bases.releases import holds_nothing
 
 # Layers whose keys have one size share a block, so that moving nodes is one copy for all of them. Where sizes or
 # devices differ between layers, a block may stay partly unused: at most so many keys or values of layers in one block.
 MOST_TENSORS = 64
 SLOTS = 64  # for the nodes, in caches of fixed shapes: a multiple of this
 BUCKET = 64  # past positions that a GPU attends to: a multiple of this, for it plans anew for every other length
-ALIGNED = 8  # numbers in a row of a GPU's mask: a multiple of this, else attention copies the mask in every layer
 ROOM = 1024  # positions by which the memory grows at most, unless more is needed at once
-# of devices without an error class of their own
-WORDS = ("out of memory", "can't allocate memory", "not enough memory")
 
 
 class SlotCache(Cache):
@@ -427,145 +415,3 @@ class RecurrentSlotLayer(RecurrentLayer, SlotLayer):
         else:
             inputs, state = states.get("conv_states"), states.get("recurrent_states")
             self.start(inputs, state, states.get("state_idx", 0), states.get("conv_kernel_size"))
-
-
-def slot_mask(
-    ancestors: torch.Tensor,
-    past: torch.Tensor,
-    extent: int,
-    dtype: torch.dtype,
-    *,
-    visible: torch.Tensor | None = None,
-    window: int | None = None,
-    depths: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """The additive mask (B, 1, n, M + extent) of a step, for the base and for drafters.
-
-    A node sees its ancestors and its row's past. Eager attention would add a boolean mask as 0 and 1.
-
-    Args:
-        ancestors: (R, n, M) which nodes each sees, itself included, in the order of the slots.
-        past: (B,) past positions of each row.
-        extent: past slots.
-        dtype: of the attention.
-        visible: (B, S') which of the first S' past slots hold no padding; None = all.
-        window: positions that a sliding layer sees, by the distance in the text and not in slots; None = all.
-        depths: (R, n) of the nodes, where there is a window. Where M is more than n, the nodes are a tree that is no
-            deeper than the window.
-    """
-    rows, nodes = past.shape[0], ancestors.shape[1]
-    slots = torch.arange(extent, device=past.device)
-    behind = slots < past[:, None]  # (B, S)
-    if visible is not None:
-        behind = behind & padded(visible, extent)
-    behind = behind[:, None].expand(rows, nodes, -1)
-    above = ancestors.expand(rows, -1, -1)
-    if window is not None and depths is not None:
-        if depths.shape[1] == above.shape[2]:
-            above = above & (depths[:, :, None] - depths[:, None, :] < window)
-        behind = behind & (past[:, None, None] + depths[:, :, None] - slots < window)
-    seen = torch.cat([above, behind], dim=-1)[:, None]
-    width = seen.shape[-1] if past.device.type == "cpu" else rounded_up(seen.shape[-1], ALIGNED)
-    mask = torch.zeros(*seen.shape[:-1], width, dtype=dtype, device=past.device)[..., : seen.shape[-1]]
-    return mask.masked_fill_(~seen, torch.finfo(dtype).min)
-
-
-def padded(visible: torch.Tensor, extent: int) -> torch.Tensor:
-    """(B, extent) which past slots hold no padding, of `visible` (B, S'); there is none behind them."""
-    return torch.nn.functional.pad(visible[:, :extent], (0, max(extent - visible.shape[1], 0)), value=True)
-
-
-def rounded_up(number: int, multiple: int) -> int:
-    """The next multiple."""
-    return -(-number // multiple) * multiple
-
-
-def can_load(past: Cache) -> bool:
-    """Whether `SlotCache.load` understands this cache: plain or sliding dynamic layers, nothing offloaded.
-
-    A static cache that the base prepared for this call has nothing in it yet, and is only filled at the end.
-    """
-    if past.offloading:
-        return False
-    states = [layer for layer in past.layers if isinstance(layer, LinearAttentionLayer)]
-    if len(states) == len(past.layers) and not any(isinstance(layer, CacheLayerMixin) for layer in states):
-        if any(any(layer.has_previous_state.values()) for layer in states):
-            return False  # of how many positions none knows
-    prepared = not getattr(past, "_is_user_defined", False)
-    known = (DynamicLayer, DynamicSlidingWindowLayer, *((StaticLayer, StaticSlidingWindowLayer) if prepared else ()))
-    return all(holds_nothing(layer) or _keeps(layer, known) for layer in past.layers)
-
-
-def _keeps(layer: CacheLayerMixin | LinearAttentionCacheLayerMixin, known: tuple[type, ...]) -> bool:
-    """Whether a layer keeps keys as one of the known classes does, or a state, or both."""
-    if not isinstance(layer, LinearAttentionLayer):
-        return type(layer) in known
-    if layer.record_past:
-        return False
-    return not isinstance(layer, CacheLayerMixin) or any(issubclass(kind, known) for kind in type(layer).__bases__)
-
-
-def rows_of(past: Cache) -> int | None:
-    """Rows that an ordinary cache holds; None where nothing is in it yet."""
-    for layer in past.layers:
-        held = [getattr(layer, "keys", None)] if getattr(layer, "is_initialized", False) else []
-        for states in (getattr(layer, "conv_states", None) or {}, getattr(layer, "recurrent_states", None) or {}):
-            held += states.values()
-        for tensor in held:
-            if tensor is not None and tensor.numel():
-                return len(tensor)
-    return None
-
-
-def past_length(past: Cache) -> int:
-    """Positions that an ordinary cache holds; 0 where no layer keeps keys, for then none knows."""
-    return int(past.get_seq_length()) if any(isinstance(layer, CacheLayerMixin) for layer in past.layers) else 0
-
-
-def writing_layers(config: PreTrainedConfig) -> int:
-    """How many of a base's layers, the first ones, write keys and values; the others read those of earlier layers."""
-    layers = DynamicCache(config=config).layers
-    last = next((number for number, layer in enumerate(reversed(layers)) if not holds_nothing(layer)), 0)
-    return (len(layers) or config.num_hidden_layers) - last
-
-
-def key_layers(config: PreTrainedConfig, kinds: Iterable[str]) -> list[int]:
-    """Of each type of attention the last layer that writes keys; the last of all where a base has none of the type."""
-    last, layers = {}, DynamicCache(config=config).layers[: writing_layers(config)]
-    for number, layer in enumerate(layers):
-        if isinstance(layer, CacheLayerMixin):
-            last["sliding_attention" if layer.is_sliding else "full_attention"] = number
-    return [last.get(kind, max(last.values())) for kind in kinds] if last else []
-
-
-class WrittenKeys(DynamicCache):
-    """In the place of a cache of a forward over whole texts: it keeps what is written, of some layers alone.
-
-    Args:
-        config: text config of the base.
-        layers: numbers of the layers.
-    """
-
-    def __init__(self, config: PreTrainedConfig, layers: Iterable[int]):
-        super().__init__(config=config)
-        self.held: dict[int, Any] = dict.fromkeys(layers)
-
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *_: Any, **__: Any) -> Any:
-        if layer_idx in self.held:
-            self.held[layer_idx] = key_states, value_states
-        return key_states, value_states
-
-    def written(self, layer: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `SlotCache.written`."""
-        keys, values = self.held[layer]
-        return keys, values
-
-
-class DoesNotFit(Exception):
-    """The nodes of a step do not fit into memory; its cause is the error of the device."""
-
-
-def out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory is short, and nothing else."""
-    short = isinstance(error, RuntimeError) and any(words in str(error) for words in WORDS)
-    return short or isinstance(error, (torch.OutOfMemoryError, MemoryError))

@@ -18,10 +18,10 @@ from typing import Any
 
 from torch import nn
 
-from hf_drafthead.generation.mixers.delta_rule import DeltaRule, delta_rule_of_nodes
-from hf_drafthead.generation.mixers.layer import Mixer, Nodes
-from hf_drafthead.generation.mixers.short_convolution import ShortConvolution, convolve_nodes, convolve_root
-from hf_drafthead.generation.mixers.state_space import StateSpace, scan_nodes, scan_root
+from hf_drafthead.bases.mixers.delta_rule import DeltaRule, delta_rule_of_nodes
+from hf_drafthead.bases.mixers.layer import Mixer, Nodes
+from hf_drafthead.bases.mixers.short_convolution import ShortConvolution, convolve_nodes, convolve_root
+from hf_drafthead.bases.mixers.state_space import StateSpace, scan_nodes, scan_root
 
 TREE_FORMS: dict[str, Callable[..., Any]] = {
     "causal_conv1d_fn": convolve_nodes,

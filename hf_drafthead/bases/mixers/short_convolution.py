@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers.activations import ACT2FN
 
-from hf_drafthead.generation.mixers.layer import AcceptedPath, Nodes
+from hf_drafthead.bases.mixers.layer import AcceptedPath, Nodes
 
 
 class ShortConvolution:

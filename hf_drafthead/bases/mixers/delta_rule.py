@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from hf_drafthead.generation.mixers.layer import AcceptedPath, Nodes
+from hf_drafthead.bases.mixers.layer import AcceptedPath, Nodes
 
 
 class DeltaRule:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.nn.functional import silu, softplus
 
-from hf_drafthead.generation.mixers.layer import AcceptedPath, Nodes
+from hf_drafthead.bases.mixers.layer import AcceptedPath, Nodes
 
 
 class StateSpace:

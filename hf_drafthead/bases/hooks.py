@@ -1,0 +1,73 @@
+"""Hooks and forwards that users have put into a base: what they replace, and which errors come of them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from hf_drafthead.bases.errors import out_of_memory
+from hf_drafthead.bases.mixers import called
+
+LIBRARIES = ("transformers.", "accelerate.", "peft.")  # whose hooks treat every position alike
+
+
+def forwards(base: PreTrainedModel) -> Iterator[Hashable]:
+    """Of every module what runs when it is called, but for what libraries have put there."""
+    every_module = torch.nn.modules.module
+    yield from (*every_module._global_forward_hooks.values(), None, *every_module._global_forward_pre_hooks.values())
+    for module in base.modules():
+        forward = module.__dict__.get("forward")
+        if forward is None or hasattr(forward, "is_traced_once"):
+            forward = type(module).forward
+        yield forward
+        yield from called(module) if hasattr(module, "layer_idx") else ()  # which may be replaced in a mixer's module
+        if module._forward_hooks or module._forward_pre_hooks:
+            yield from hooks_of(module)
+
+
+def hooks_of(module: nn.Module) -> list[tuple[int, Any]]:
+    """The hooks of a module that are the user's own, and their numbers, which are not given twice."""
+    hooks = (*module._forward_hooks.items(), *module._forward_pre_hooks.items())
+    return [(number, hook) for number, hook in hooks if not getattr(hook, "__module__", "").startswith(LIBRARIES)]
+
+
+def is_hooked(base: PreTrainedModel) -> bool:
+    """Whether hooks or forwards of the user's own may do something else today than when the base was probed."""
+    every_module = torch.nn.modules.module
+    if every_module._global_forward_hooks or every_module._global_forward_pre_hooks:
+        return True
+    for module in base.modules():
+        forward = module.__dict__.get("forward")
+        replaced = forward is not None and not (hasattr(module, "_hf_hook") or hasattr(forward, "is_traced_once"))
+        if replaced or ((module._forward_hooks or module._forward_pre_hooks) and hooks_of(module)):
+            return True
+    return False
+
+
+def of_a_hook(error: Exception, base: PreTrainedModel, run: Callable[..., Any], *arguments: Any) -> bool:
+    """Whether an error of a function that runs the base came of a hook of the user's: called again it raises none.
+
+    One that is raised again is raised in the base's own decoding, too, or comes of the tree.
+    """
+    with contextlib.suppress(Exception):
+        if is_hooked(base) and not out_of_memory(error):
+            run(*arguments)
+            return True
+    return False
+
+
+def watched(base: PreTrainedModel, decoder: nn.Module | None = None) -> bool:
+    """Whether hooks or a forward of the user's own would be passed by where the base's decoder is run alone."""
+    decoder = base.get_decoder() if decoder is None else decoder
+    for _, module in base.named_modules():  # a module comes before those that it holds
+        if module is decoder:
+            return False
+        replaced = "forward" in module.__dict__ and not hasattr(module, "_hf_hook")  # accelerate replaces it as well
+        if replaced or module._forward_hooks or module._forward_pre_hooks:
+            return True
+    return False

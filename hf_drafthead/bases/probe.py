@@ -1,0 +1,158 @@
+"""Can this base verify a tree? Found out by running it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Hashable
+
+import torch
+from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicCache
+
+from hf_drafthead.bases.errors import Unsupported, out_of_memory
+from hf_drafthead.bases.hooks import forwards, of_a_hook
+from hf_drafthead.bases.limits import STATELESS_TYPES, attention_windows
+from hf_drafthead.bases.mixers import UnknownMixer, mixers_of
+from hf_drafthead.bases.mixers.layer import Mixer
+from hf_drafthead.bases.output_layer import OutputLayer, input_device, probe_tokens, splits
+from hf_drafthead.bases.reader import BaseReader
+from hf_drafthead.bases.releases import CACHE, cache_argument, keep_picklable, untested
+from hf_drafthead.bases.topology import Topology
+
+# Largest difference between a node and a plain forward over its path, relative to the largest logit. Eager attention
+# takes its softmax in float32, whatever the dtype.
+PROBE_TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4}
+PROBE_TOLERANCE_HALF = 5e-2
+
+
+def circumstances(base: PreTrainedModel) -> tuple[Hashable, ...]:
+    """What the answer of `probe` depends on and a user may change between two calls: forwards and hooks of all modules,
+    and what torch computes by where no guard of a compiler looks at it."""
+    device, backends = input_device(base).type, torch.backends.cuda
+    autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    attention = (backends.flash_sdp_enabled(), backends.mem_efficient_sdp_enabled(), backends.math_sdp_enabled())
+    computed = (base.dtype, autocast, attention, backends.cudnn_sdp_enabled(), torch.get_float32_matmul_precision())
+    return base.config._attn_implementation, base.config._experts_implementation, *computed, *forwards(base)
+
+
+@torch.no_grad()
+def probe(base: PreTrainedModel, reads: tuple[int | str, ...]) -> BaseReader:
+    """Find out by running whether this base honours a tree (`try_tree`), and how its logits are read.
+
+    Raises:
+        Unsupported: the base crashes on a tree, answers differently, or has attention layers unknown here.
+    """
+    config = base.config.get_text_config(decoder=True)
+    mixers = _mixers(base, config)
+    windows = attention_windows(config, states=bool(mixers))
+    try:
+        output = OutputLayer(base)
+        reader = BaseReader(base, windows, splits(base, output), reads, output, mixers)
+    except Exception as error:
+        if out_of_memory(error):
+            raise refusal("the base cannot verify a tree", error) from error
+        raise
+    try_tree(reader)
+    return reader
+
+
+@torch.no_grad()
+def try_tree(reader: BaseReader, again: bool = False) -> None:
+    """Compare two sibling nodes with two plain forwards over their paths.
+
+    Two rows, with the siblings swapped, for some models take the cache's memory to be laid out in a way that only holds
+    for one. Where layers keep a state, also compare the token behind a commit, of other nodes in each row. Where a
+    forward over a whole text is off, compare with decoding token by token, for some models attend both ways in the
+    first forward of a text.
+
+    Raises:
+        Unsupported: the base crashes on a tree, or answers differently.
+    """
+    base, mixers = reader.base, reader.mixers
+    past, root, left, right = probe_tokens(base).split((13, 1, 1, 1))
+    device = past.device
+    try:
+        plain = [_decoded(base, past, (root, node), bool(mixers)) for node in (left, right)]
+        if not all(expected.isfinite().any() for expected in plain):
+            raise Unsupported("the base's logits are not numbers", lasting=False)
+        cache = reader.cache(2, capacity=16, nodes=3)
+        reader(True, **{"input_ids": past.expand(2, -1), CACHE: cache, "use_cache": True})
+        cache.count(len(past))
+        topology = Topology.of_numbers((0, 0, 0), device)
+        nodes = torch.stack([torch.cat([root, left, right]), torch.cat([root, right, left])])
+        logits, _ = reader.nodes(nodes, topology, cache, cache.lengths[:, None] + topology.depths, None)
+        pairs = [(logits[row, node], plain[row != node - 1]) for row, node in ((0, 1), (0, 2), (1, 2), (1, 1))]
+        if mixers:  # what a commit folded in shows in the next token
+            kept, alone = torch.tensor([[0, 1], [0, 1]], device=device), Topology.of_numbers((0,), device)
+            cache.keep(kept, torch.tensor([2, 1], device=device))
+            after, _ = reader.nodes(right.expand(2, 1), alone, cache, cache.lengths[:, None], None)
+            pasts = ((root, left, right), (root, right))
+            pairs += [(after[row, 0], _decoded(base, past, tokens, True)) for row, tokens in enumerate(pasts)]
+    except Unsupported:
+        raise
+    except Exception as error:  # whatever a model raises on a tree, its own decoding still works
+        if not again and of_a_hook(error, base, try_tree, reader, True):
+            raise
+        raise refusal("the base cannot verify a tree", error) from error
+    finally:
+        keep_picklable(base)
+    found, expected = (torch.stack(logits) for logits in zip(*pairs))
+    said = off_by(base, found, expected)
+    if said and not mixers:
+        with contextlib.suppress(Exception):  # it does not take its cache so: what was found out stands
+            plain = [_decoded(base, past, (root, node), True) for node in (left, right)]
+            said = off_by(base, found, torch.stack(plain * 2)) and said
+    if said:
+        if getattr(base, "is_quantized", False):
+            raise Unsupported(f"the quantized base rounds too differently, or ignores tree masks ({said}){untested()}")
+        raise Unsupported(f"the base does not honour tree masks ({said}){untested()}")
+
+
+def _mixers(base: PreTrainedModel, config) -> dict[int, tuple[Mixer, int]]:
+    """The mixers of a base's layers that keep a state, and how many states each has.
+
+    Raises:
+        Unsupported: one of them has no tree form.
+    """
+    layers, kinds = DynamicCache(config=config).layers, dict(enumerate(getattr(config, "layer_types", None) or ()))
+    states = {
+        number: layer.number_of_states
+        for number, layer in enumerate(layers)
+        if hasattr(layer, "conv_states") and kinds.get(number) not in STATELESS_TYPES
+    }
+    try:
+        mixers = mixers_of(base.get_decoder()) if states else {}
+    except UnknownMixer as unknown:
+        raise Unsupported(f"the base folds its past into a state that cannot follow a tree: {unknown}") from None
+    if missing := sorted(set(states) - set(mixers)):
+        named = [module for module in base.get_decoder().modules() if getattr(module, "layer_idx", None) == missing[0]]
+        name = type(named[-1]).__name__ if named else f"that of layer {missing[0]}"
+        raise Unsupported(f"the base keeps a state by a mixer that is not known, {name}")
+    return {number: (mixer, states.get(number, 1)) for number, mixer in mixers.items()}
+
+
+def _decoded(base: PreTrainedModel, past: torch.Tensor, tokens: tuple[torch.Tensor, ...], single: bool) -> torch.Tensor:
+    """Logits (V,) at the last token behind a past, of one forward or (`single`) of one for each of these tokens."""
+    if not single:
+        return base(torch.cat([past, *tokens])[None], use_cache=False).logits[0, -1]
+    cache, positions = DynamicCache(config=base.config), torch.arange(len(past) + len(tokens), device=past.device)[None]
+    name = cache_argument(base.forward) or CACHE
+    for part, places in zip((past, *tokens), positions.split([len(past), *[1] * len(tokens)], dim=1)):
+        logits = base(part[None], **{name: cache}, position_ids=places, use_cache=True).logits[0, -1]
+    return logits
+
+
+def refusal(reason: str, error: Exception) -> Unsupported:
+    said = f"{reason} ({type(error).__name__}: {error})".splitlines()[0]
+    return Unsupported(said + untested(), lasting=not out_of_memory(error))
+
+
+def off_by(base: PreTrainedModel, logits: torch.Tensor, expected: torch.Tensor) -> str | None:
+    """By how much logits of nodes (B, n, V) are off what plain forwards give, where it is more than rounding."""
+    # under autocast a base of any dtype computes in half precision
+    exact = not torch.is_autocast_enabled(expected.device.type)
+    tolerance = PROBE_TOLERANCE.get(base.dtype, PROBE_TOLERANCE_HALF) if exact else PROBE_TOLERANCE_HALF
+    off = (logits - expected).abs().amax(-1) / expected.abs().amax(-1)
+    if bool((off <= tolerance).all()):  # never of what is not a number
+        return None
+    return f"a node's logits are off by {off.max():.1e}, and {tolerance:.0e} is allowed"
