@@ -16,12 +16,11 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from hf_drafthead.bases.masks import padded, slot_mask
 from hf_drafthead.bases.mixers.layer import Mixer, TreeTables
 from hf_drafthead.bases.ordinary_caches import WrittenKeys, key_layers, writing_layers
 from hf_drafthead.bases.output_layer import OutputLayer, splits
 from hf_drafthead.bases.releases import CACHE, cache_argument, keep_picklable, with_cache
-from hf_drafthead.bases.slots import SlotCache
+from hf_drafthead.bases.slots import SlotCache, padded, slot_mask
 from hf_drafthead.bases.topology import Topology
 
 MOST_READ_ON = 64  # tokens that a forward reads behind the ends of rows, where states are kept

@@ -23,8 +23,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from hf_drafthead.bases.errors import out_of_memory
-from hf_drafthead.bases.masks import padded
-from hf_drafthead.bases.slots import SlotCache
+from hf_drafthead.bases.slots import SlotCache, padded
 from hf_drafthead.generation.state import DecodingState, Limits, Rows
 
 MOST_PROGRAMS = 64  # kept per model, of which a step takes three; the least recently used goes first

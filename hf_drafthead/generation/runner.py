@@ -25,9 +25,8 @@ from transformers.utils import logging
 
 from hf_drafthead.bases.errors import DoesNotFit, out_of_memory
 from hf_drafthead.bases.hooks import is_hooked
-from hf_drafthead.bases.masks import rounded_up
 from hf_drafthead.bases.reader import BaseReader
-from hf_drafthead.bases.slots import BUCKET, SLOTS
+from hf_drafthead.bases.slots import BUCKET, SLOTS, rounded_up
 from hf_drafthead.generation.programs import (
     PROGRAMS,
     Arena,

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 from transformers.configuration_utils import PreTrainedConfig
 
-from hf_drafthead.bases.masks import slot_mask
-from hf_drafthead.bases.slots import SlotCache
+from hf_drafthead.bases.slots import SlotCache, slot_mask
 from hf_drafthead.modeling.decoder_layer import DecoderLayer
 
 

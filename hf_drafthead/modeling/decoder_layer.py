@@ -18,9 +18,8 @@ from transformers.initialization import no_init_weights
 from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
 from hf_drafthead.bases.limits import CHOOSES_KEYS
-from hf_drafthead.bases.masks import slot_mask
 from hf_drafthead.bases.releases import CACHE, cache_argument
-from hf_drafthead.bases.slots import SlotCache
+from hf_drafthead.bases.slots import SlotCache, slot_mask
 from hf_drafthead.modeling.chain_attention import CHAINS
 
 FINAL_NORMS = ("norm", "final_layer_norm", "final_layernorm")

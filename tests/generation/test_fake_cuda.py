@@ -15,8 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from hf_drafthead.bases.masks import slot_mask
-from hf_drafthead.bases.slots import SlotCache
+from hf_drafthead.bases.slots import SlotCache, slot_mask
 from hf_drafthead.generation import DraftTree, decoding, rules
 from tests.bases import tiny_base
 from tests.families import FAMILIES

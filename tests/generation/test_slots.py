@@ -8,9 +8,8 @@ from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import DynamicLayer
 
 from hf_drafthead.bases import slots
-from hf_drafthead.bases.masks import slot_mask
 from hf_drafthead.bases.ordinary_caches import can_load
-from hf_drafthead.bases.slots import SlotCache
+from hf_drafthead.bases.slots import SlotCache, slot_mask
 from hf_drafthead.generation import DraftTree
 
 SHAPES = [(2, 3, 3), (2, 3, 3), (1, 4, 2)]  # of each layer: heads, sizes of keys and of values
