@@ -27,6 +27,7 @@ import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from time import thread_time
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -240,11 +241,10 @@ class PartOfBase(NamedTuple):
             return cls(reader)
         path = next(name for name, module in base.named_modules() if module is lists[0])
         part: Any = with_part(base, path.split("."), lambda layers: layers[:few])
-        as_they_are: Any = torch.nn.Identity()
-        as_they_are.decoder = part.get_decoder()
+        as_they_are: Any = SimpleNamespace(decoder=part.get_decoder(), logits=lambda states: states)
         short = BaseReader(part, reader.windows, True, (-1,), as_they_are, reader.mixers)
         if type(head) is not nn.Linear or not reader.output.is_head:
-            return cls(short, count / few, reader.output)
+            return cls(short, count / few, reader.output.logits)
         weight = head.weight[: max(len(head.weight) // PART, 1)]
         return cls(short, count / few, lambda states: F.linear(states, weight), len(head.weight) / len(weight))
 

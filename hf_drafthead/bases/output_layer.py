@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +23,7 @@ class OutputLayer:
 
     Attributes:
         head: the base's lm_head.
+        logits: what makes logits of states: the lm_head, or the base's own forward behind its decoder.
         decoder: the part of the base that gives the states; that around its decoder where this reads some tokens, such
             as those of images, in a way of its own.
         known: whether it was found; if not, the lm_head alone is taken for it.
@@ -30,8 +32,8 @@ class OutputLayer:
 
     def __init__(self, base: PreTrainedModel):
         self.base, self.head = base, base.get_output_embeddings()
-        self._around: nn.Module | None = None  # a copy of the base, its parts shared, with such a decoder
-        self._behind: nn.Module | None = None  # the same with a lm_head that does so, too
+        self.logits: Callable[[torch.Tensor], torch.Tensor] = self.head
+        self._behind: nn.Module | None = None  # a copy of the base, its parts shared, whose lm_head hands on, too
         self.decoder: Any = None
         self.width: int | None = None
         training = [module for module in base.modules() if module.training]
@@ -67,7 +69,8 @@ class OutputLayer:
                 whole, alone = self._of_forward(around, wide[None]), self.head(wide[None])
                 if whole.dtype != alone.dtype or not torch.equal(whole, alone):
                     path = next(name for name, module in around.named_modules() if module is self.head)
-                    self._around, self._behind = around, with_part(around, path.split("."), _Passed)
+                    self.logits = functools.partial(self._of_forward, around)
+                    self._behind = with_part(around, path.split("."), _Passed)
                 return self._find_decoder()
         return _close(self.head(states), logits) and self._find_decoder()
 
@@ -83,19 +86,15 @@ class OutputLayer:
                 raise
             return True
         for part in (self.decoder, self.base.base_model):
-            if _close(self(part(tokens[None], use_cache=False).last_hidden_state), logits):
+            if _close(self.logits(part(tokens[None], use_cache=False).last_hidden_state), logits):
                 self.decoder = part
                 return True
         return False
 
-    def __call__(self, states: torch.Tensor) -> torch.Tensor:
-        """Logits (..., V) of states (..., W)."""
-        return self.head(states) if self._around is None else self._of_forward(self._around, states)
-
     @property
     def is_head(self) -> bool:
         """Whether the logits are what the lm_head makes of the states, and nothing else."""
-        return self._around is None
+        return self.logits is self.head
 
     def behind(self, products: torch.Tensor) -> torch.Tensor:
         """Logits (..., D) from products of a lm_head (..., D), which may have rows of some tokens alone."""
@@ -104,10 +103,10 @@ class OutputLayer:
     @torch.no_grad()
     def scale(self) -> float:
         """By what the lm_head's own products are best multiplied to be nearest to the base's logits, on its states."""
-        if self._around is None:
+        if self.is_head:
             return 1.0
         states = self.base.get_decoder()(probe_tokens(self.base)[None], use_cache=False).last_hidden_state
-        products, logits = self.head(states).double(), self(states).double()
+        products, logits = self.head(states).double(), self.logits(states).double()
         kept = logits.isfinite()
         return float((products * logits)[kept].sum() / (products * products)[kept].sum())
 

@@ -20,7 +20,7 @@ from hf_drafthead.bases.mixers.layer import Mixer, TreeTables
 from hf_drafthead.bases.ordinary_caches import WrittenKeys, key_layers, writing_layers
 from hf_drafthead.bases.output_layer import OutputLayer, splits
 from hf_drafthead.bases.releases import CACHE, cache_argument, keep_picklable, with_cache
-from hf_drafthead.bases.slots import SlotCache, padded, slot_mask
+from hf_drafthead.bases.slots import SlotCache, padded
 from hf_drafthead.bases.topology import Topology
 
 MOST_READ_ON = 64  # tokens that a forward reads behind the ends of rows, where states are kept
@@ -109,7 +109,7 @@ class BaseReader:
 
     def logits(self, scores: torch.Tensor) -> torch.Tensor:
         """Logits (..., V) from the scores of a `Reading`."""
-        return self.output(scores) if self.split else scores
+        return self.output.logits(scores) if self.split else scores
 
     def read(self, inputs: dict) -> Reading:
         """A forward with the base's own arguments."""
@@ -212,16 +212,16 @@ class BaseReader:
             mask: Any = None if visible is None else padded(visible, cache.extent + 1)
         else:
             cache.place(tokens.shape[1])
-            past, dtype, depths = (cache.lengths, cache.seen_extent), self.base.dtype, topology.depths
+            tree = (topology.ancestors, self.base.dtype)
             masks = {
-                kind: slot_mask(topology.ancestors, *past, dtype, visible=visible, window=window, depths=depths)
+                kind: cache.mask(*tree, visible=visible, window=window, depths=topology.depths)
                 for kind, window in self.windows.items()
             }
             mask = next(iter(masks.values())) if len(masks) == 1 else masks
         inputs = {"input_ids": tokens, "attention_mask": mask, "position_ids": positions, self.cache_name: cache}
         inputs |= {"use_cache": True, **(self._more(tokens.shape[1]) if self.more else {})}
         reading = self._read_tree(inputs, cache, topology) if self.mixers and cache.placed else self.read(inputs)
-        return self.output(reading.scores) if self.split else reading.scores, reading.features
+        return self.output.logits(reading.scores) if self.split else reading.scores, reading.features
 
     def _read_tree(self, inputs: dict[str, Any], cache: SlotCache, topology: Topology) -> Reading:
         """As `read`, over nodes that layers which keep a state follow by their ancestors, and by no mask."""

@@ -90,6 +90,43 @@ class SlotCache(Cache):
             return self.slots - self.nodes
         return self.extent if self.lengths.device.type == "cpu" else rounded_up(self.extent, BUCKET)
 
+    def mask(
+        self,
+        ancestors: torch.Tensor,
+        dtype: torch.dtype,
+        *,
+        visible: torch.Tensor | None = None,
+        window: int | None = None,
+        depths: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """The additive mask (B, 1, n, M + S) of a step over its nodes and S past slots, for the base and for drafters.
+
+        A node sees its ancestors and its row's past. Eager attention would add a boolean mask as 0 and 1.
+
+        Args:
+            ancestors: (R, n, M) which nodes each sees, itself included, in the order of the slots.
+            dtype: of the attention.
+            visible: (B, S') which of the first S' past slots hold no padding; None = all.
+            window: positions that a sliding layer sees, by the distance in the text and not in slots; None = all.
+            depths: (R, n) of the nodes, where there is a window. Where M is more than n, the nodes are a tree that is
+                no deeper than the window.
+        """
+        past, extent = self.lengths, self.seen_extent
+        slots = torch.arange(extent, device=past.device)
+        behind = slots < past[:, None]  # (B, S)
+        if visible is not None:
+            behind = behind & padded(visible, extent)
+        behind = behind[:, None].expand(-1, ancestors.shape[1], -1)
+        above = ancestors.expand(self.rows, -1, -1)
+        if window is not None and depths is not None:
+            if depths.shape[1] == above.shape[2]:
+                above = above & (depths[:, :, None] - depths[:, None, :] < window)
+            behind = behind & (past[:, None, None] + depths[:, :, None] - slots < window)
+        seen = torch.cat([above, behind], dim=-1)[:, None]
+        width = seen.shape[-1] if past.device.type == "cpu" else rounded_up(seen.shape[-1], ALIGNED)
+        mask = torch.zeros(*seen.shape[:-1], width, dtype=dtype, device=past.device)[..., : seen.shape[-1]]
+        return mask.masked_fill_(~seen, torch.finfo(dtype).min)
+
     @property
     def slots(self) -> int:
         """S: the nodes' slots and the past's; read off the memory, of which a compiler knows that it may grow."""
@@ -139,7 +176,7 @@ class SlotCache(Cache):
                 self._fold(nodes, counts)
             if not self.fixed:
                 self.reserve(self.extent + m, self.nodes)
-            single = self.rows == 1 and not self.fixed and self.even
+            single = self.rows == 1 and not self.fixed and self.lengths.device.type == "cpu"  # else the host would wait
             move = self._move_row if single else self._move_apart if self.apart else self._move
             move(self.nodes - self.placed + nodes)
         self.lengths.add_(counts.to(self.lengths.device))
@@ -153,8 +190,8 @@ class SlotCache(Cache):
             layer.fold(path)
 
     def _move_row(self, source: torch.Tensor) -> None:
-        """Copy slots (1, m) behind the past of the only row, which ends at `extent`: fewer operations."""
-        first = self.nodes + self.extent
+        """Copy slots (1, m) behind the past of the only row, whose length is read: fewer operations."""
+        first = self.nodes + int(self.lengths)
         for block in self.blocks:
             moved = block[:, 0].index_select(1, source[0].to(block.device))
             block[:, 0, first : first + source.shape[1]] = moved
@@ -415,47 +452,6 @@ class RecurrentSlotLayer(RecurrentLayer, SlotLayer):
         else:
             inputs, state = states.get("conv_states"), states.get("recurrent_states")
             self.start(inputs, state, states.get("state_idx", 0), states.get("conv_kernel_size"))
-
-
-def slot_mask(
-    ancestors: torch.Tensor,
-    past: torch.Tensor,
-    extent: int,
-    dtype: torch.dtype,
-    *,
-    visible: torch.Tensor | None = None,
-    window: int | None = None,
-    depths: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """The additive mask (B, 1, n, M + extent) of a step, for the base and for drafters.
-
-    A node sees its ancestors and its row's past. Eager attention would add a boolean mask as 0 and 1.
-
-    Args:
-        ancestors: (R, n, M) which nodes each sees, itself included, in the order of the slots.
-        past: (B,) past positions of each row.
-        extent: past slots.
-        dtype: of the attention.
-        visible: (B, S') which of the first S' past slots hold no padding; None = all.
-        window: positions that a sliding layer sees, by the distance in the text and not in slots; None = all.
-        depths: (R, n) of the nodes, where there is a window. Where M is more than n, the nodes are a tree that is no
-            deeper than the window.
-    """
-    rows, nodes = past.shape[0], ancestors.shape[1]
-    slots = torch.arange(extent, device=past.device)
-    behind = slots < past[:, None]  # (B, S)
-    if visible is not None:
-        behind = behind & padded(visible, extent)
-    behind = behind[:, None].expand(rows, nodes, -1)
-    above = ancestors.expand(rows, -1, -1)
-    if window is not None and depths is not None:
-        if depths.shape[1] == above.shape[2]:
-            above = above & (depths[:, :, None] - depths[:, None, :] < window)
-        behind = behind & (past[:, None, None] + depths[:, :, None] - slots < window)
-    seen = torch.cat([above, behind], dim=-1)[:, None]
-    width = seen.shape[-1] if past.device.type == "cpu" else rounded_up(seen.shape[-1], ALIGNED)
-    mask = torch.zeros(*seen.shape[:-1], width, dtype=dtype, device=past.device)[..., : seen.shape[-1]]
-    return mask.masked_fill_(~seen, torch.finfo(dtype).min)
 
 
 def padded(visible: torch.Tensor, extent: int) -> torch.Tensor:

@@ -32,7 +32,7 @@ class Topology(NamedTuple):
         depths = [0]
         for parent in parents[1:]:
             depths.append(depths[parent] + 1)
-        return cls.of(*(torch.tensor([numbers], device=device) for numbers in (parents, depths)), max(depths))
+        return cls.of(torch.tensor([parents], device=device), torch.tensor([depths], device=device), max(depths))
 
     @classmethod
     def of(cls, parents: torch.Tensor, depths: torch.Tensor, deepest: int) -> Topology:

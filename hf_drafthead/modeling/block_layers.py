@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 from transformers.configuration_utils import PreTrainedConfig
 
-from hf_drafthead.bases.slots import SlotCache, slot_mask
+from hf_drafthead.bases.slots import SlotCache
 from hf_drafthead.modeling.decoder_layer import DecoderLayer
 
 
@@ -96,12 +96,12 @@ class BlockLayers(DecoderLayer):
         """One block (B, W, H) behind each row's context, which is soon forgotten."""
         cache.place(x.shape[1])
         order = torch.arange(x.shape[1], device=x.device)
-        past, anchor = (cache.lengths, cache.seen_extent, x.dtype), torch.zeros_like(order)[None]
+        anchor = torch.zeros_like(order)[None]
 
         def mask(window: int | None, causal: bool) -> Tensor:
             # all slots look as far back as the anchor, which sees the window's positions beside itself
             seen = self._in_block(order, causal)[None]
-            return slot_mask(seen, *past, window=None if window is None else window + 1, depths=anchor)
+            return cache.mask(seen, x.dtype, window=None if window is None else window + 1, depths=anchor)
 
         return self._through_all(x, cache.lengths[:, None] + order, mask, cache)
 

@@ -19,7 +19,7 @@ from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
 from hf_drafthead.bases.limits import CHOOSES_KEYS
 from hf_drafthead.bases.releases import CACHE, cache_argument
-from hf_drafthead.bases.slots import SlotCache, slot_mask
+from hf_drafthead.bases.slots import SlotCache
 from hf_drafthead.modeling.chain_attention import CHAINS
 
 FINAL_NORMS = ("norm", "final_layer_norm", "final_layernorm")
@@ -201,8 +201,8 @@ class DecoderLayer(nn.Module):
         return self._run(x, nowhere, self._additive(seen, x))
 
     def _mask(self, cache: SlotCache, ancestors: Tensor, depths: Tensor, x: Tensor) -> Tensor:
-        what = {"visible": x.new_zeros(1, self.first, dtype=torch.bool) if self.first else None, "depths": depths}
-        return slot_mask(ancestors, cache.lengths, cache.seen_extent, x.dtype, window=self.window, **what)
+        visible = x.new_zeros(1, self.first, dtype=torch.bool) if self.first else None
+        return cache.mask(ancestors, x.dtype, visible=visible, window=self.window, depths=depths)
 
     def _begun(self, seen: Tensor, past: Tensor) -> Tensor:
         """What is seen (R, A, A) of new positions behind a past of (B,), without those before the layer's first."""

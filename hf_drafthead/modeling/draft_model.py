@@ -22,7 +22,7 @@ from hf_drafthead.bases.errors import Unsupported
 from hf_drafthead.bases.ordinary_caches import writing_layers
 from hf_drafthead.bases.probe import probe
 from hf_drafthead.bases.reader import BaseReader
-from hf_drafthead.bases.slots import ROOM, SlotCache, slot_mask
+from hf_drafthead.bases.slots import ROOM, SlotCache
 from hf_drafthead.generation.state import Guesses, last_valid
 from hf_drafthead.modeling.base import DraftHeadPreTrainedModel
 from hf_drafthead.modeling.base_model import commit_of, full_name
@@ -235,7 +235,7 @@ class DraftModelDrafter(Drafter):
         """
         past = cache.lengths[:, None] + depths
         masks = {
-            kind: slot_mask(ancestors, cache.lengths, cache.seen_extent, self.model.dtype, window=window, depths=depths)
+            kind: cache.mask(ancestors, self.model.dtype, window=window, depths=depths)
             for kind, window in self.reader.windows.items()
         }
         mask = masks if len(masks) > 1 else next(iter(masks.values()))

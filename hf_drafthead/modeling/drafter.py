@@ -267,7 +267,7 @@ class Drafter(nn.Module):
         output = self.output
         if self.draft_tokens is None:
             dtype = output.head.weight.dtype  # heads in training have another
-            return output(hidden.to(dtype) if dtype.is_floating_point else hidden)
+            return output.logits(hidden.to(dtype) if dtype.is_floating_point else hidden)
         like: Tensor = next(self.parameters())
         if like.is_meta:  # offloaded: where hooks bring the heads to, their states are
             like = hidden

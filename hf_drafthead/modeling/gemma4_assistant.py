@@ -24,7 +24,7 @@ from hf_drafthead.bases.errors import Unsupported
 from hf_drafthead.bases.ordinary_caches import key_layers
 from hf_drafthead.bases.output_layer import probe_tokens
 from hf_drafthead.bases.reader import BaseReader
-from hf_drafthead.bases.slots import ROOM, SlotCache, slot_mask
+from hf_drafthead.bases.slots import ROOM, SlotCache
 from hf_drafthead.generation.state import Guesses, last_valid
 from hf_drafthead.modeling.base import DraftHeadPreTrainedModel
 from hf_drafthead.modeling.block_layers import remember
@@ -277,9 +277,9 @@ class GemmaAssistantDrafter(Drafter):
             hidden = hidden[rows, parents.to(hidden.device)]
         pairs = {kind: cache.past(number) for number, kind in enumerate(self.config.kinds)}
         root = torch.zeros(1, 1, dtype=torch.long, device=hidden.device)
-        behind, nothing = (cache.lengths, cache.seen_extent), root.new_zeros(1, 1, 0, dtype=torch.bool)
+        nothing = root.new_zeros(1, 1, 0, dtype=torch.bool)
         masks = {
-            kind: slot_mask(nothing, *behind, hidden.dtype, window=window and window + 1, depths=root)
+            kind: cache.mask(nothing, hidden.dtype, window=window and window + 1, depths=root)
             for kind, window in self.body.windows.items()
         }
         out = self.body(self._joined(tokens, hidden), cache.lengths[:, None].expand(tokens.shape), masks, pairs)

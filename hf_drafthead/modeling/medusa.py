@@ -75,8 +75,8 @@ class MedusaDrafter(Drafter):
         if guesses is None:
             guesses = self._side_by_side(state.features)  # (K, B, H)
             # One product reads a shared lm_head once for all heads; own projections wait until their level is asked.
-            guesses = self.head_logits(0, guesses) if self.projections.shared else guesses
-        guess = guesses[level] if self.projections.shared else self.head_logits(level, guesses[level])
+            guesses = self.base_logits(guesses) if self.projections.shared else guesses
+        guess = guesses[level] if self.projections.shared else self.projections(level, guesses[level])
         # of its own class, which may have more fields
         state = type(state)(state.features, level + 1, guesses, *state[3:])
         return state, Guesses(guess.unsqueeze(1), self.draft_tokens)

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from hf_drafthead.bases.slots import SlotCache, slot_mask
+from hf_drafthead.bases.slots import SlotCache
 from hf_drafthead.generation import DraftTree, decoding, rules
 from tests.bases import tiny_base
 from tests.families import FAMILIES
@@ -123,7 +123,8 @@ def on_fake_gpu(model):
 def moved(step, state, twin):
     """Let a step and its state lie on the fake GPU."""
     reader = dataclasses.replace(step.stages.reader, base=twin.base, output=copy.copy(step.stages.reader.output))
-    vars(reader.output).update(base=twin.base, head=twin.base.get_output_embeddings(), decoder=twin.base.get_decoder())
+    head = twin.base.get_output_embeddings()
+    vars(reader.output).update(base=twin.base, head=head, logits=head, decoder=twin.base.get_decoder())
     with MODE:
         step.stages = type(step.stages).of(reader, twin.drafter, step.tree, step.rules.rejects, CUDA)
     step.device, step.on_device = CUDA, step.rules.on_device
@@ -212,5 +213,5 @@ def test_lengths_on_a_gpu_are_those_of_few_plans_and_masks_are_aligned():
         seen, _ = cache.update(torch.zeros(1, 1, 13, 4, device=CUDA), torch.zeros(1, 1, 13, 4, device=CUDA), 0)
         assert cache.seen_extent == 64 and seen.shape[2] == 13 + 64
         ancestors = torch.ones(1, 13, 13, dtype=torch.bool, device=CUDA)
-        mask = slot_mask(ancestors, cache.lengths, cache.seen_extent, torch.float32)
+        mask = cache.mask(ancestors, torch.float32)
         assert mask.shape == (1, 1, 13, 77) and mask.stride(2) == 80

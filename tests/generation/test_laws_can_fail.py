@@ -77,26 +77,26 @@ def test_a_position_that_is_off_by_one(rows, monkeypatch):
 
 
 def test_siblings_that_see_each_other(monkeypatch):
-    slot_mask = reader.slot_mask
+    plain = SlotCache.mask
 
-    def open_mask(ancestors, *arguments, **named):
-        mask = slot_mask(ancestors, *arguments, **named)
+    def open_mask(self, ancestors, *arguments, **named):
+        mask = plain(self, ancestors, *arguments, **named)
         if ancestors.shape[1] > 3:
             mask[..., 2:, 1] = 0  # all but the root and the first guess see the first guess
         return mask
 
-    monkeypatch.setattr(reader, "slot_mask", open_mask)
+    monkeypatch.setattr(SlotCache, "mask", open_mask)
     breaks(half_right)
     breaks(half_right, 3)
 
 
 def test_the_probe_finds_siblings_that_see_each_other(monkeypatch):
-    slot_mask = reader.slot_mask
+    plain = SlotCache.mask
 
     def open_mask(*arguments, **named):
-        return torch.zeros_like(slot_mask(*arguments, **named))
+        return torch.zeros_like(plain(*arguments, **named))
 
-    monkeypatch.setattr(reader, "slot_mask", open_mask)
+    monkeypatch.setattr(SlotCache, "mask", open_mask)
     with pytest.raises(Unsupported, match="does not honour tree masks"):
         probe.probe(shared_base("llama"), (-1,))
 

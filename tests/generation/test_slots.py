@@ -9,7 +9,7 @@ from transformers.cache_utils import DynamicLayer
 
 from hf_drafthead.bases import slots
 from hf_drafthead.bases.ordinary_caches import can_load
-from hf_drafthead.bases.slots import SlotCache, slot_mask
+from hf_drafthead.bases.slots import SlotCache
 from hf_drafthead.generation import DraftTree
 
 SHAPES = [(2, 3, 3), (2, 3, 3), (1, 4, 2)]  # of each layer: heads, sizes of keys and of values
@@ -375,18 +375,23 @@ def plain_mask(tree: DraftTree, nodes: list[int], columns: list[int], past: int,
     return rows
 
 
+def of_lengths(past: torch.Tensor, extent: int) -> SlotCache:
+    """A cache whose rows have such a past."""
+    cache = SlotCache(len(past), 1, capacity=extent)
+    cache.lengths, cache.extent = past, extent
+    return cache
+
+
 @pytest.mark.parametrize("window", [None, 1, 2, 4])
 @pytest.mark.parametrize("padding", [None, 3, 12])
 def test_a_node_sees_its_ancestors_and_its_row_s_past(window, padding):
     tree = DraftTree([(0,), (1,), (0, 0), (0, 1), (0, 1, 0)])
     topology, past, extent = tree.topology(), torch.tensor([3, 7, 0]), 9
-    visible = None
+    cache, visible = of_lengths(past, extent), None
     if padding is not None:
         visible = torch.ones(3, padding, dtype=torch.bool)
         visible[0, :2] = visible[1, 1] = False
-    mask = slot_mask(
-        topology.ancestors, past, extent, torch.float64, visible=visible, window=window, depths=topology.depths
-    )
+    mask = cache.mask(topology.ancestors, torch.float64, visible=visible, window=window, depths=topology.depths)
     nodes = list(range(tree.num_nodes))
     hidden = [None] * 3 if visible is None else visible.tolist()
     expected = [plain_mask(tree, nodes, nodes, n, extent, v, window) for n, v in zip(past.tolist(), hidden)]
@@ -400,13 +405,8 @@ def test_a_level_of_a_tree_sees_its_ancestors_among_all_nodes_so_far():
     topology, past = tree.topology(), torch.tensor([2, 5])
     level = [3, 4]
     for window in (None, 3):
-        mask = slot_mask(
-            topology.ancestors[:, level],
-            past,
-            6,
-            torch.float32,
-            window=window,
-            depths=topology.depths[:, level],
+        mask = of_lengths(past, 6).mask(
+            topology.ancestors[:, level], torch.float32, window=window, depths=topology.depths[:, level]
         )
         expected = [plain_mask(tree, level, list(range(5)), n, 6, None, window) for n in past.tolist()]
         assert torch.equal(mask[:, 0] == 0, torch.tensor(expected))

@@ -139,7 +139,7 @@ def test_a_base_that_is_nothing_but_an_lm_head_behind_its_decoder_runs_no_forwar
     output = OutputLayer(base)
     monkeypatch.setattr(type(base), "forward", None)
     assert torch.equal(
-        output(torch.ones(2, 32, dtype=torch.float64)), base.lm_head(torch.ones(2, 32, dtype=torch.float64))
+        output.logits(torch.ones(2, 32, dtype=torch.float64)), base.lm_head(torch.ones(2, 32, dtype=torch.float64))
     )
 
 
