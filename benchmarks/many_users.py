@@ -30,9 +30,10 @@ from typing import Any
 import torch
 import transformers
 
-from hf_drafthead import DynamicTree, zoo
+from hf_drafthead import zoo
 from hf_drafthead.evaluation.loading import load
 from hf_drafthead.evaluation.questions import read_questions, text_of
+from hf_drafthead.generation.tree import DynamicTree
 
 HERE = Path(__file__).resolve().parent
 REPEATS = 5
