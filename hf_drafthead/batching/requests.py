@@ -137,12 +137,21 @@ def begin(
         return Member(request, rules, stream, state, input_ids.shape[1], draws)
 
     with contextlib.nullcontext() if draws is None else draws.in_process():
-        tokens = torch.tensor([request.prompt], device=device)
+        tokens, settings = prompt_of(request, settings, device)
         member: Member = model.begin_shared(tokens, plan, prefilled, generator=own, streamer=streamer, **settings)
     if member.state is not None:
         new = member.state.rows.sequences[0, member.prompt_length : member.state.lengths[0]]
         request.take(new.tolist(), member.rules)
     return member
+
+
+def prompt_of(request: Request, settings: dict[str, Any], device: torch.device) -> tuple[torch.Tensor, dict[str, Any]]:
+    """The prompt (1, P) of a request, and its settings with a mask: a prompt of its own holds no padding.
+
+    Without a mask transformers takes pad tokens for padding, of which a chat has some where turns end with one.
+    """
+    tokens = torch.tensor([request.prompt], device=device)
+    return tokens, {"attention_mask": torch.ones_like(tokens), **settings}
 
 
 class Cancelled(StoppingCriteria):
@@ -162,7 +171,8 @@ def decode_alone(model: Any, request: Request, device: torch.device) -> None:
         [*(settings.get("stopping_criteria") or []), Cancelled(request)]
     )
     with contextlib.nullcontext() if request.noise is None else request.noise.in_process():
-        output = model.generate(torch.tensor([request.prompt], device=device), **settings)
+        tokens, settings = prompt_of(request, settings, device)
+        output = model.generate(tokens, **settings)
     sequences = output if isinstance(output, torch.Tensor) else output.sequences
     request.take(sequences[0, len(request.prompt) :].tolist())
 

@@ -52,6 +52,22 @@ def test_bases_of_every_kind(kind, managed):
     compare(managed(MEDUSA.build(base), draft_tree=[[0], [1], [0, 0]]), base, [asked(dice, 12) for _ in range(6)])
 
 
+@pytest.mark.parametrize("more", [{}, {"num_beams": 2}], ids=["shared", "alone"])
+def test_pad_tokens_in_a_prompt_are_no_padding(more, managed):
+    """As the turns of a chat may end with one; without a mask the base itself would take them for padding."""
+    base, tokens = shared_base("llama-gqa"), [7, 3, 8, 3, 9]
+    settings = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 3, "eos_token_id": 60, **more}
+    manager = managed(MEDUSA.build(base), draft_tree=[[0], [1], [0, 0]])
+    result = final(manager, manager.add_request(tokens, **settings))
+    assert result.error is None
+    texts = [
+        base.generate(torch.tensor([tokens]), attention_mask=mask, **settings)[0, len(tokens) :].tolist()
+        for mask in (torch.ones(1, len(tokens), dtype=torch.long), None)
+    ]
+    assert result.generated_tokens == texts[0] != texts[1]
+    assert bool(manager.metrics()["steps"]) == (not more)
+
+
 @pytest.mark.parametrize("tree", [None, [], "dynamic", [[0], [0, 0], [0, 0, 0], [0, 0, 0, 0]]], ids=str)
 def test_every_kind_of_tree(tree, guessing, managed):
     dice = random.Random(3)
