@@ -121,12 +121,14 @@ def one_alone(model: Any, asked: Asked, slots: int) -> list[float]:
         name = manager.add_request(prompt, max_new_tokens=new, eos_token_id=-1)
         return [manager.get_result(name).generated_tokens]
 
+    def by_generate(prompt: list[int], new: int) -> list[list[int]]:
+        return in_batches(model, [(prompt, new)], 1, 0)
+
     ratios: list[float] = []
     for number, one in enumerate([asked[0], *asked * ROUNDS]):  # the first one warms up
-        calls = {"manager": lambda: of_manager(*one), "generate": lambda: in_batches(model, [one], 1, 0)}
-        order = sorted(calls, reverse=number % 2 == 1)  # what comes second finds the processor's caches filled
-        seconds = {name: measured(calls[name])["seconds"] for name in order}
-        ratios.append(seconds["generate"] / seconds["manager"])
+        order = [of_manager, by_generate][:: 1 if number % 2 else -1]  # the second one finds caches filled
+        seconds = {call.__name__: measured(call, *one)["seconds"] for call in order}
+        ratios.append(seconds["by_generate"] / seconds["of_manager"])
     manager.stop()
     return ratios[1:]
 
