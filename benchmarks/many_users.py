@@ -138,7 +138,7 @@ def first_token(model: Any, asked: Asked, slots: int) -> dict[str, Any]:
     manager = model.init_continuous_batching(slots=slots)
     manager.start()
     others = [manager.add_request(prompt, max_new_tokens=1000, eos_token_id=-1) for prompt, _ in asked[: slots - 1]]
-    while manager.scheduler.metrics.began < slots - 1:
+    while manager.scheduler.metrics.began < len(others):
         time.sleep(0.01)
     before = manager.scheduler.metrics.steps
     name = manager.add_request(asked[-1][0], max_new_tokens=20, eos_token_id=-1, streaming=True)
@@ -147,7 +147,7 @@ def first_token(model: Any, asked: Asked, slots: int) -> dict[str, Any]:
     for other in others:
         manager.cancel_request(other)
     manager.stop()
-    return {"others": slots - 1, "steps_until_first_token": steps}
+    return {"others": len(others), "steps_until_first_token": steps}
 
 
 def main() -> None:
