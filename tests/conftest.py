@@ -17,18 +17,18 @@ from hf_drafthead import costs
 from hf_drafthead.cli import common
 
 MOST_CASES = 2  # of one test that `make test` runs
+SHARED = "hub_upload"  # a folder whose tests come first, and so to one worker: what they share takes long to make
 
 
 def pytest_configure(config):
     """Name the marks with which tests are kept out of the usual run."""
     config.addinivalue_line("markers", "slow: takes long; run by `make test-slow` and not by `make test`")
     config.addinivalue_line("markers", f"few(n): only n of its cases are not slow; without it {MOST_CASES}")
-    config.addinivalue_line("markers", "together: come first, and so to one worker: what they share takes long to make")
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Of a test with many cases leave a few, evenly spread; mark the others as slow. Put what goes together first.
+    """Of a test with many cases leave a few, evenly spread; mark the others as slow. Put those of `SHARED` first.
 
     Which one of neighbouring cases is left goes by its name: else it would have the same last parameter each time.
     """
@@ -45,7 +45,7 @@ def pytest_collection_modifyitems(items):
             for item in alike[first:end]:
                 if item is not left:
                     item.add_marker("slow")
-    items.sort(key=lambda item: item.get_closest_marker("together") is None)
+    items.sort(key=lambda item: item.path.parent.name != SHARED)
 
 
 def pytest_collection_finish():

@@ -21,14 +21,13 @@ from tests.bases import tiny_base
 from tests.families import FAMILIES
 from tests.hub_upload.remote_code import PROMPT, SETTINGS
 
-pytestmark = pytest.mark.together  # a process of half a minute
 SCRIPT = Path(__file__).parent / "remote_code.py"
 PYTHON = os.environ.get("REMOTE_CODE_PYTHON", sys.executable)  # one that has transformers and torch
 # What transformers itself requires, and so is wherever transformers and torch are.
 BROUGHT_ALONG = {"torch", "transformers", "safetensors", "huggingface_hub", "numpy", "tokenizers"}
 
 # Tried each time, for a process of its own runs over all that are asked for: their code has the least in common.
-EACH_TIME = ("hydra", "eagle3", "dflash")
+EACH_TIME = ("hydra", "eagle3")
 CASES = [family if family.name in EACH_TIME else pytest.param(family, marks=pytest.mark.slow) for family in FAMILIES]
 all_families = pytest.mark.parametrize("family", CASES, ids=lambda family: family.name)
 all_codes = pytest.mark.parametrize("code", sorted(MODELS))
