@@ -95,7 +95,7 @@ def compiled(function: Stage, config: CompileConfig) -> Stage:
     plain = config.mode in ("default", *RECORDS[:1])
     options = {} if plain else torch._inductor.list_mode_options(config.mode)
     if config.backend == "inductor":
-        from hf_drafthead.generation.compiling import TransposedProducts  # takes a second to import
+        from hf_drafthead.bases.compiling import TransposedProducts  # takes a second to import
 
         options = {**options, "post_grad_custom_pre_pass": TransposedProducts()}
     # the forward that a layer has while it is traced is gone when guards are asked
@@ -460,7 +460,7 @@ class Runner:
 
     def _program(self, stage: Stage, arguments: tuple) -> Program:
         """A program for such arguments, of an earlier call or new."""
-        from hf_drafthead.generation.compiling import repeated  # takes a second to import
+        from hf_drafthead.bases.compiling import repeated  # takes a second to import
 
         config: Any = self.execution.config
         made_for = (stage, repr(config), self.reader, *map(id, repeated(self.model.base)))
@@ -468,7 +468,7 @@ class Runner:
 
     def _compiled(self, program: Program, runs: Stage, arguments: tuple) -> Any:
         """Run what compiles a program, which is then kept."""
-        from hf_drafthead.generation.compiling import in_this_thread_alone  # takes a second to import
+        from hf_drafthead.bases.compiling import in_this_thread_alone  # takes a second to import
 
         start = time.perf_counter()
         with self.programs.compiling(), in_this_thread_alone(self.model.base), not_put_back(self.device):

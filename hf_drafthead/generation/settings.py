@@ -246,11 +246,10 @@ class DraftSettings:
         if self.draft_tree == AUTO and chosen.switch is None and (chosen.tree.max_depth or chosen.copies):
             chosen = replace(chosen, switch=SwitchRule(UNMEASURED, USUAL))
         named = isinstance(self.draft_tree, str) and self.draft_tree != "dynamic"
+        nodes = f"a tree of {chosen.tree.num_nodes} nodes is used"
         if entry is not None:
             nodes = f"the tree of that calibration, {chosen.tree.num_nodes} node(s), is a first choice"
-            logger.warning_once(f"{_not_calibrated(entry, key)}: {nodes}; {_advice(key)}")
-        elif self.calibration or cut is not self or named:
-            nodes = f"a tree of {chosen.tree.num_nodes} nodes is used"
+        if entry is not None or self.calibration or cut is not self or named:
             logger.warning_once(f"{_not_calibrated(entry, key)}: {nodes}; {_advice(key)}")
         return chosen
 

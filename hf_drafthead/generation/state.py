@@ -100,7 +100,7 @@ def draft_vocabulary(base: Any, drafter: Any) -> int:
 class Candidates(NamedTuple):
     """The nodes of a step: tokens (B, N), node 0 the root, how they hang together, and the guesses of every level.
 
-    The guesses (`drafting.Guesses`) are there for a walk that asks what the children were drawn from, else none.
+    The guesses (`Guesses`) are there for a walk that asks what the children were drawn from, else none.
     """
 
     tokens: torch.Tensor

@@ -51,14 +51,17 @@ MOST_PENDING = 128  # positions that wait for the drafter: as many as the longes
 class Stages:
     """The stages of a step with one tree. They hold the base and the drafter, and nothing of a call.
 
-    levels, topology: of a static tree, as tensors where the rows are; values: (1, N) by which its nodes go where copies
-    need their place; observer: the drafter, or None where copies are all that is guessed.
+    What they return is made anew: of a tuple made by `_replace` a program returns in torch 2.11 one without its fields.
+
+    heads: the tree without copies; levels, topology: of a static one, as tensors where the rows are; values: (1, N) by
+    which its nodes go where copies need their place; observer: the drafter, None where nothing but copies is guessed.
     """
 
     reader: BaseReader
     drafter: Any
     tree: Tree
     keeps_guesses: bool
+    heads: Any = None
     levels: tuple[Level, ...] = ()
     topology: Any = None
     values: Any = None
@@ -69,12 +72,13 @@ class Stages:
         """The stages, with the tensors of the tree."""
         heads = tree.tree if isinstance(tree, LookupTree) else tree
         if isinstance(heads, DynamicTree):
-            return cls(reader, drafter, tree, keeps_guesses, observer=drafter)
+            return cls(reader, drafter, tree, keeps_guesses, heads, observer=drafter)
         values = None
         if heads is not tree:  # minus a node's depth and ranks, which is less than its parent's
             values = torch.tensor([[-float(len(path) + sum(path)) for path in ((), *heads.paths)]], device=device)
         observer = drafter if heads is tree or heads.num_nodes > 1 else None
-        return cls(reader, drafter, tree, keeps_guesses, heads.levels(device), heads.topology(device), values, observer)
+        static = heads.levels(device), heads.topology(device), values
+        return cls(reader, drafter, tree, keeps_guesses, heads, *static, observer)
 
     def draft(
         self, rows: Rows, limits: Limits, tilt: torch.Tensor | None, texts: HeldTexts | None = None
@@ -84,38 +88,29 @@ class Stages:
         Below a row that has ended there is padding alone, which is what the base reads there. `texts`: others to copy.
         """
         root = rows.sequences.gather(1, rows.lengths[:, None] - 1)  # (B, 1) the newest tokens
+        copied = None
         if isinstance(self.tree, LookupTree):
-            draft_state, candidates = self._draft_with_copies(self.tree, rows, root, tilt, texts)
-        elif isinstance(self.tree, DynamicTree):
-            draft_state, candidates = draft_dynamic(self.drafter, rows.draft_state, root, self.tree, tilt)
+            copied = suggested(self.tree, rows.sequences, rows.lengths, texts)
+        if isinstance(self.heads, DynamicTree):
+            draft_state, candidates = draft_dynamic(self.drafter, rows.draft_state, root, self.heads, tilt, copied)
         else:
             tree = self.levels, self.topology, tilt, self.keeps_guesses
             draft_state, candidates = draft_static(self.drafter, rows.draft_state, root, *tree)
+            candidates = candidates if copied is None else self._with_copies(candidates, copied)
         if len(root) == 1 or candidates.tokens.shape[1] == 1:  # once a single row has ended, no step of it counts
             return draft_state, candidates
         embedded = limits.padding.clamp(0, self.reader.vocabulary - 1)  # where no row is padded it may be any number
         below = torch.where(((rows.ends > 0) & limits.pads)[:, None], embedded, candidates.tokens[:, 1:])
-        # made anew, not by `_replace`: in a program torch 2.11 returns a tuple without its fields then
         return draft_state, Candidates(torch.cat([root, below], dim=1), candidates.topology, candidates.guesses)
 
-    def _draft_with_copies(
-        self,
-        tree: LookupTree,
-        rows: Rows,
-        root: torch.Tensor,
-        tilt: torch.Tensor | None,
-        texts: HeldTexts | None,
-    ) -> tuple[Any, Candidates]:
-        """The tree of the heads, in which what the text itself suggests takes the place of the least valuable nodes."""
-        copied = suggested(tree, rows.sequences, rows.lengths, texts)
-        if isinstance(tree.tree, DynamicTree):
-            return draft_dynamic(self.drafter, rows.draft_state, root, tree.tree, tilt, copied)
-        static = self.levels, self.topology, tilt, self.keeps_guesses
-        draft_state, (tokens, topology, guesses) = draft_static(self.drafter, rows.draft_state, root, *static)
+    def _with_copies(self, candidates: Candidates, copied: Copies) -> Candidates:
+        """A static tree in which what the text itself suggests takes the place of the least valuable nodes."""
+        tokens, topology, guesses = candidates
         of_tree = (topology.parents, topology.depths, self.values)
         parents, depths, values = (part.expand_as(tokens) for part in of_tree)
-        tokens, topology = joined(tokens, parents, depths, values, copied, tree.num_nodes, tree.tree.max_depth)
-        return draft_state, Candidates(tokens, topology, guesses)
+        deepest = self.heads.max_depth
+        tokens, topology = joined(tokens, parents, depths, values, copied, self.tree.num_nodes, deepest)
+        return Candidates(tokens, topology, guesses)
 
     def verify(self, rows: Rows, limits: Limits, candidates: Candidates) -> Verified:
         """One forward of the base over all nodes.
@@ -152,8 +147,7 @@ class Stages:
             features = features.gather(1, nodes.expand(-1, -1, features.shape[2]))  # (B, D, F*H)
         if self.observer is not None and observes:  # else it observes later
             draft_state = self.observer.observe(draft_state, features, tokens, walk.observed)
-        # a program takes the strides of what it was made with for those of all steps, and returns in torch 2.11 a
-        # tuple without its fields that was made by `_replace`
+        # a program takes the strides of what it was made with for those of all steps
         ends, counts = walk.ends.contiguous(), walk.counts
         shift, visible = rows.position_shift, rows.visible
         return Rows(rows.sequences, rows.lengths + counts, ends, shift, visible, draft_state, rows.cache)

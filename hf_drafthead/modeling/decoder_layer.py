@@ -164,18 +164,22 @@ class DecoderLayer(nn.Module):
         """New verified positions (B, A, H), the first lengths[b] of them valid: they are remembered."""
         count = x.shape[1]
         order = torch.arange(count, device=x.device)
-        if not cache.fixed and cache.extent == 0:  # behind nothing, plain causal attention is all there is
-            cache.append()
-            seen = None if self._takes_causal_flag and not self._hides(count) else self._causal(order[None])
-            seen = self._begun(seen, cache.lengths) if self.first and seen is not None else seen
-            out = self._run(x, order[None] - self.first, self._additive(seen, x), cache)
-            cache.count(count, lengths.to(x.device))
-            return out
+        if not cache.fixed and cache.extent == 0:
+            return self._over_prompt(cache, x, lengths, order)
         cache.place(count)
         seen = (order <= order[:, None])[None]
         mask = self._mask(cache, self._begun(seen, cache.lengths) if self.first else seen, order[None], x)
         out = self._run(x, cache.lengths[:, None] + order - self.first, mask, cache)
         cache.keep(order.expand(len(x), -1), lengths.to(x.device))
+        return out
+
+    def _over_prompt(self, cache: SlotCache, x: Tensor, lengths: Tensor, order: Tensor) -> Tensor:
+        """As `over_verified`, behind nothing, where plain causal attention is all there is."""
+        cache.append()
+        seen = None if self._takes_causal_flag and not self._hides(len(order)) else self._causal(order[None])
+        seen = self._begun(seen, cache.lengths) if self.first and seen is not None else seen
+        out = self._run(x, order[None] - self.first, self._additive(seen, x), cache)
+        cache.count(len(order), lengths.to(x.device))
         return out
 
     def over_nodes(self, cache: SlotCache, x: Tensor, depth: int, ancestors: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from transformers import CompileConfig
 
-from hf_drafthead.generation.compiling import TransposedProducts
+from hf_drafthead.bases.compiling import TransposedProducts
 from hf_drafthead.generation.runner import compiled
 
 aten = torch.ops.aten

@@ -1,4 +1,4 @@
-"""What is changed in a step while it is compiled: layers are traced once, and products of few rows are transposed.
+"""What is changed in a base while it is compiled: layers are traced once, and products of few rows are transposed.
 
 **Layers.** `torch.compiler.nested_compile_region` reuses what it has traced for a function whose inputs look the same:
 modules of the same kind, tensors of the same shapes, and plain numbers. A decoder layer is given a cache, which is none
