@@ -208,7 +208,8 @@ class AmphistaDrafter(MedusaDrafter):
             return x
         x = x.transpose(0, 1).contiguous()  # (N, K, H)
         if self.head_positions is not None:
-            x = x + self.head_positions.weight  # equation 4
+            every_head = torch.arange(x.shape[1], device=x.device)
+            x = x + self.head_positions(every_head)  # equation 4; read by its forward, for it may be offloaded
         for layer in cast("list[DecoderLayer]", self.auto_embedding):
             x = layer.without_order(x)
         return x.transpose(0, 1)
