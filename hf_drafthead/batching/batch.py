@@ -78,12 +78,13 @@ class Batch:
     @torch.no_grad()
     def join(self, member: Member, others: int = 0) -> None:
         """Give a request a slot; its state of one row is copied there. Rows for `others` to come are made at once."""
-        one, state = member.state, self.state
-        assert one is not None and self.has_room
-        one.limits = of_rows(one.limits) if one.limits.max_length.dim() == 0 else one.limits
+        member_state, state = member.state, self.state
+        assert member_state is not None and self.has_room
+        limits = member_state.limits
+        member_state.limits = of_rows(limits) if limits.max_length.dim() == 0 else limits
         self._settle()
         if state is None or self.runner is None:
-            self._begin(one)
+            self._begin(member_state)
             row = 0
         else:
             if None not in self.members:
@@ -94,36 +95,36 @@ class Batch:
                 for row in range(rows, rows + more):
                     vacate(state, row)
             row = self.members.index(None)
-            if state.rows.cache.fixed and one.lengths[0] > min(cache.capacity for cache in state.caches):
+            if state.rows.cache.fixed and member_state.lengths[0] > min(cache.capacity for cache in state.caches):
                 self.runner._leave_fixed(state)
             if not state.rows.cache.fixed:
-                make_room(state, one, 0)
+                make_room(state, member_state, 0)
             ends = state.limits.eos.shape
-            put(state, row, one, self.axes)
+            put(state, row, member_state, self.axes)
             if state.limits.eos.shape != ends:
                 self.runner.recorded.clear()
         self.members[row], member.state = member, None
 
-    def _begin(self, one: DecodingState) -> None:
+    def _begin(self, first_state: DecodingState) -> None:
         """Make a batch of the first request's state."""
         plan = self.plans.largest
         make = functools.partial(
             SharedStep,
             self.reader,
             self.drafter,
-            device=one.rows.lengths.device,
+            device=first_state.rows.lengths.device,
             plan=plan,
             members=self.members,
         )
-        given = self.model, self.reader, self.plans.execution, make, plan.tree, one
-        self.state, self.runner = one, SharedRunner(*given, choose=self._tree)
+        runner_arguments = self.model, self.reader, self.plans.execution, make, plan.tree, first_state
+        self.state, self.runner = first_state, SharedRunner(*runner_arguments, choose=self._tree)
         self.runner.members = self.members
         rows = 1 if self.plans.execution.name == "eager" else self.slots
         self.members[:] = [None] * rows
         if rows > 1:
-            select(one, [0] * rows, self.axes)
+            select(first_state, [0] * rows, self.axes)
             for row in range(1, rows):
-                vacate(one, row)
+                vacate(first_state, row)
 
     def _tree(self, state: DecodingState) -> Tree:
         """The tree of the next step: that for the number of running rows, as long as it pays."""

@@ -191,8 +191,8 @@ class Manager:
         settings = {**with_config(settings.pop("generation_config", None) or self.generation_config), **settings}
         settings["num_return_sequences"] = 1
         settings.setdefault("tokenizer", self.tokenizer)
-        if given := {name for name in SHARED if settings.get(name) is not None}:
-            raise ValueError(f"{', '.join(sorted(given))}: steps are shared, give it to init_continuous_batching.")
+        if shared := {name for name in SHARED if settings.get(name) is not None}:
+            raise ValueError(f"{', '.join(sorted(shared))}: steps are shared, give it to init_continuous_batching.")
         return Request("", prompt, settings, None, keeps_logprobs=bool(getattr(self.config, "return_logprobs", False)))
 
     def _give_noise(self, request: Request, seed: int | None) -> None:
@@ -226,8 +226,8 @@ class Manager:
         for prompt in inputs:
             for child in range(-1, several - 1):
                 name = f"{ids[-1]}__child#{child}" if child >= 0 else None
-                own = settings if seed is None else {**settings, "seed": seed + child + 1}
-                name = self.add_request(prompt, name, max_new_tokens, streaming, record_timestamps, **own)
+                request_settings = settings if seed is None else {**settings, "seed": seed + child + 1}
+                name = self.add_request(prompt, name, max_new_tokens, streaming, record_timestamps, **request_settings)
                 ids += [name] if child < 0 else []
         return ids
 
@@ -361,13 +361,13 @@ def _table_of_positions(base: Any) -> int | None:
     return positions if any(table.num_embeddings in sizes for table in tables) else None
 
 
-def _count(name: str, given: int | None, of_config: int | None, least: int) -> int | None:
+def _count(name: str, argument: int | None, of_config: int | None, least: int) -> int | None:
     """A number of requests, given or the config's; None where none is said.
 
     Raises:
         ValueError: it is none.
     """
-    value = of_config if given is None else given
+    value = of_config if argument is None else argument
     if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
         what = {"slots": "requests that are decoded at once", "max_queue_size": "requests that wait, 0 for any"}[name]
         raise ValueError(f"{name} is {value!r}: expected the number of {what}, from {least} on.")

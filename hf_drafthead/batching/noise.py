@@ -36,9 +36,9 @@ class RequestNoise:
 
     def generator(self) -> torch.Generator:
         """A generator that nobody else draws from, for a call in which nothing else draws."""
-        own = torch.Generator(self.process[-1].device)
-        own.set_state(self.states[-1])
-        return own
+        generator = torch.Generator(self.process[-1].device)
+        generator.set_state(self.states[-1])
+        return generator
 
     @contextlib.contextmanager
     def in_process(self) -> Iterator[None]:

@@ -115,7 +115,7 @@ def begin(
         raise Unsupported("custom_generate is given")
     streamer = settings.pop("streamer", None)
     draws = request.noise if request.objects else None
-    own = request.noise.generator() if request.noise is not None and draws is None else None
+    generator = request.noise.generator() if request.noise is not None and draws is None else None
     if request.keeps_logprobs:
         settings |= {"output_scores": True, "return_dict_in_generate": True}
 
@@ -138,7 +138,7 @@ def begin(
 
     with contextlib.nullcontext() if draws is None else draws.in_process():
         tokens, settings = prompt_of(request, settings, device)
-        member: Member = model.begin_shared(tokens, plan, prefilled, generator=own, streamer=streamer, **settings)
+        member: Member = model.begin_shared(tokens, plan, prefilled, generator=generator, streamer=streamer, **settings)
     if member.state is not None:
         new = member.state.rows.sequences[0, member.prompt_length : member.state.lengths[0]]
         request.take(new.tolist(), member.rules)

@@ -27,8 +27,8 @@ def axes_of(drafter: Any) -> Axes:
     """On which axis each tensor of a drafter's state has its rows."""
     two, three = (tree_leaves(drafter.start(count, 16)) for count in (2, 3))
     axes: Axes = []
-    for one, other in zip(two, three, strict=True):
-        sizes = zip(one.shape, other.shape) if isinstance(one, torch.Tensor) else ()
+    for leaf_of_two, leaf_of_three in zip(two, three, strict=True):
+        sizes = zip(leaf_of_two.shape, leaf_of_three.shape) if isinstance(leaf_of_two, torch.Tensor) else ()
         axes.append(next((axis for axis, (few, more) in enumerate(sizes) if few != more), None))
     return axes
 
@@ -129,7 +129,7 @@ def alone(state: DecodingState, row: int, axes: Axes) -> DecodingState:
     leaves, form = tree_flatten(state.rows.draft_state)
     leaves = [caches[id(leaf)] if isinstance(leaf, SlotCache) else leaf for leaf in leaves]
     rows = state.rows._replace(draft_state=tree_unflatten(leaves, form), cache=caches[id(state.rows.cache)])
-    one = DecodingState(
+    row_state = DecodingState(
         rows=rows,
         limits=state.limits,
         last_position=[*state.last_position],
@@ -138,21 +138,23 @@ def alone(state: DecodingState, row: int, axes: Axes) -> DecodingState:
         lengths=[*state.lengths],
         ends=[*state.ends],
     )
-    select(one, [row], axes)
-    for cache in one.caches:
+    select(row_state, [row], axes)
+    for cache in row_state.caches:
         cache.fixed, cache.extent = False, int(cache.lengths[0])
-    return one
+    return row_state
 
 
 def view(state: DecodingState, row: int, prompt_length: int) -> DecodingState:
     """A row as the rules of its own call see it: tokens and lengths, and no cache of its own."""
-    rows, here = state.rows, slice(row, row + 1)
+    rows, this_row = state.rows, slice(row, row + 1)
     return DecodingState(
-        rows=rows._replace(sequences=rows.sequences[here], lengths=rows.lengths[here], ends=rows.ends[here]),
+        rows=rows._replace(
+            sequences=rows.sequences[this_row], lengths=rows.lengths[this_row], ends=rows.ends[this_row]
+        ),
         limits=state.limits,
-        last_position=state.last_position[here],
+        last_position=state.last_position[this_row],
         prompt_length=prompt_length,
         past_shift=0,
-        lengths=state.lengths[here],
-        ends=state.ends[here],
+        lengths=state.lengths[this_row],
+        ends=state.ends[this_row],
     )

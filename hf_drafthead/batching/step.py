@@ -103,23 +103,29 @@ class SharedStep(Step):
         if together is None:
             return alone
         mask = [member is not None and member.error is None and self._is_on_device(member) for member in self.members]
-        here = torch.tensor(mask, device=self.device)[:, None]
-        return Walk(torch.where(here, together.packed, alone.packed))  # type: ignore[call-arg]
+        on_device = torch.tensor(mask, device=self.device)[:, None]
+        return Walk(torch.where(on_device, together.packed, alone.packed))  # type: ignore[call-arg]
 
     def _is_on_device(self, member: Member) -> bool:
         return self.device.type != "cpu" and member.rules.on_device
 
     def _on_device(self, state: DecodingState, candidates: Candidates, logits: torch.Tensor) -> Walk | None:
         """The walk of all rows whose rules allow it; what it says of the others has no meaning."""
-        rows = [(row, each) for row, each in enumerate(self.members) if each is not None and self._is_on_device(each)]
+        rows = [
+            (row, member)
+            for row, member in enumerate(self.members)
+            if member is not None and self._is_on_device(member)
+        ]
         if not rows:
             return None
         choice, valid = logits.argmax(-1), are_numbers(logits)
         for row, member in rows:
             if not member.rules.greedy:
-                depths, here = candidates.topology.depths, slice(row, row + 1)
-                of_row = depths if len(depths) == 1 else depths[here]
-                choice[here], valid[here] = member.rules.choose_everywhere(logits[here], of_row, member.noise)
+                depths, this_row = candidates.topology.depths, slice(row, row + 1)
+                of_row = depths if len(depths) == 1 else depths[this_row]
+                choice[this_row], valid[this_row] = member.rules.choose_everywhere(
+                    logits[this_row], of_row, member.noise
+                )
         return walk_on_device(
             choice, valid, candidates, state.rows, state.limits, deepest(state.limits, state.rows.cache)
         )
@@ -128,14 +134,14 @@ class SharedStep(Step):
         self, state: DecodingState, row: int, member: Member, candidates: Candidates, logits: torch.Tensor
     ) -> RowWalk:
         """The walk of one row, as that of a call with this row alone."""
-        rules, one = member.rules, view(state, row, member.prompt_length)
+        rules, row_state = member.rules, view(state, row, member.prompt_length)
         parts = (part if len(part) == 1 else part[row : row + 1] for part in candidates.topology)
         nodes = Candidates(candidates.tokens[row : row + 1], Topology(*parts))
         show = None if member.stream.streamer is None else member.stream.show
         if rules.greedy and show is None:
-            walk = walk_greedily(logits, nodes, one, rules)
+            walk = walk_greedily(logits, nodes, row_state, rules)
         else:
-            walk = walk_on_host(logits, nodes, one, rules, show=show)
+            walk = walk_on_host(logits, nodes, row_state, rules, show=show)
         count, observed, end, _, *tokens_and_nodes = walk.packed[0].tolist()
         half = len(tokens_and_nodes) // 2
         return count, observed, end or None, tokens_and_nodes[:count], tokens_and_nodes[half : half + count]
