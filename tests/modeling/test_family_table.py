@@ -45,6 +45,7 @@ from pathlib import Path
 
 import torch
 from transformers import AutoModel
+from transformers.cli.serving import model_manager
 
 import hf_drafthead
 from hf_drafthead import LionConfig, LionForCausalLM
@@ -70,7 +71,7 @@ print(json.dumps({
     "recipe": DraftHeadTrainingArguments.for_family("lion", str(folder)).learning_rate,
     "info": summarize(str(folder))["family"],
     "preflight": type(preflight.load_again(folder, torch.float32)).__name__,
-    "served": serve.transformers.LionForCausalLM is LionForCausalLM,
+    "served": model_manager.transformers.LionForCausalLM is LionForCausalLM,
     "tag": "lion" in staging.FAMILIES,
     "title": "Lion" in card,
     "cited": "0000.00000" in card,
