@@ -182,10 +182,12 @@ def _read(file: Source, layout: Layout, fields: Mapping[str, Any]) -> Heads:
             f"({in_one_line(error)}): correct it."
         ) from error
     heads.fields |= fields
-    known = {repo_id.lower(): base for repo_id, base in BASES.items()}.get(file.name.lower())
-    if known is not None and not heads.base and not heads.base_inside:
-        heads.base = known
-        heads.notes.append(f"the layout names no base: {known} is the one that heads of this name were published for.")
+    published_base = {repo_id.lower(): base for repo_id, base in BASES.items()}.get(file.name.lower())
+    if published_base is not None and not heads.base and not heads.base_inside:
+        heads.base = published_base
+        heads.notes.append(
+            f"the layout names no base: {published_base} is the one that heads of this name were published for."
+        )
     return heads
 
 

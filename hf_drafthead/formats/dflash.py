@@ -72,7 +72,7 @@ class BlockDrafter(Layout):
         config, name = source.config, source.name
         nested = config.get("dflash_config") or {}
         architecture = (config.get("architectures") or ["none"])[0]
-        ids = _said(name, "target_layer_ids", config, nested)
+        ids = _field(name, "target_layer_ids", config, nested)
         last = config.get("num_target_layers")
         if fields.get("feature_layers") is None and ids and last and max(ids) >= last - 1:
             raise ValueError(
@@ -81,14 +81,14 @@ class BlockDrafter(Layout):
             )
         reads_anchor = {Z_LAB: False, DEEPSPEC: True}.get(architecture)
         for key in ("shift_label", "sample_from_anchor"):
-            reads_anchor = reads_anchor if (said := _flag(name, key, config, nested)) is None else said
+            reads_anchor = reads_anchor if (flag := _flag(name, key, config, nested)) is None else flag
         causal = None
         for key in ("is_causal", "causal", "causal_head"):
             causal = _flag(name, key, config, nested) if causal is None else causal
         form = {
             "feature_layers": None if ids is None else [layer + 1 for layer in ids],
-            "block_size": _said(name, "block_size", config, nested),
-            "mask_token_id": _said(name, "mask_token_id", config, nested),
+            "block_size": _field(name, "block_size", config, nested),
+            "mask_token_id": _field(name, "mask_token_id", config, nested),
             "sample_from_anchor": reads_anchor,
             "causal": causal,
         }
@@ -197,7 +197,7 @@ def is_block_drafter(keys: Iterable[str]) -> bool:
     return {"fc.weight", "hidden_norm.weight", "norm.weight", "layers.0.self_attn.k_proj.weight"} <= names
 
 
-def _said(name: str, key: str, *configs: Mapping[str, Any]) -> Any:
+def _field(name: str, key: str, *configs: Mapping[str, Any]) -> Any:
     """What one of the configs says of a key; None if none does. Two that differ are refused."""
     values = [config[key] for config in configs if config.get(key) is not None]
     if any(value != values[0] for value in values):
@@ -206,8 +206,8 @@ def _said(name: str, key: str, *configs: Mapping[str, Any]) -> Any:
 
 
 def _flag(name: str, key: str, *configs: Mapping[str, Any]) -> bool | None:
-    """As `_said`, of what is true or false."""
-    value = _said(name, key, *configs)
+    """As `_field`, of what is true or false."""
+    value = _field(name, key, *configs)
     if value is None or isinstance(value, bool):
         return value
     raise ValueError(f"{name!r} says {key} {shortened.repr(value)}, expected true or false: correct its config.json.")

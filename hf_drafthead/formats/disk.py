@@ -112,8 +112,8 @@ def find_sources(name: str, hub: Mapping[str, Any]) -> list[Source]:
         groups = [[file] for file in other]
     if not groups:
         refuse_unasked(name, [file for group in GROUPS for file in group], hub)
-        known = ", ".join(name for group in GROUPS for name in group[:2])
-        raise OSError(f"{name!r} holds no weights: expected one of {known}, ... or give the file itself.")
+        expected = ", ".join(name for group in GROUPS for name in group[:2])
+        raise OSError(f"{name!r} holds no weights: expected one of {expected}, ... or give the file itself.")
     config = fetch_file(name, CONFIG, hub)
     return [_source(name, files, config) for files in groups]
 
@@ -155,7 +155,7 @@ def read_pickle(file: str) -> dict[str, Tensor]:
         raise OSError(f"{file!r} is cut off: copy or download it again.")
     try:
         # Only the newer, zipped form can be mapped.
-        found = torch.load(file, map_location="cpu", weights_only=True, mmap=zipped)
+        contents = torch.load(file, map_location="cpu", weights_only=True, mmap=zipped)
     except pickle.UnpicklingError as error:
         if "Unsupported" in str(error):
             raise OSError(
@@ -166,18 +166,22 @@ def read_pickle(file: str) -> dict[str, Tensor]:
     except (EOFError, RuntimeError, KeyError, ValueError) as error:
         raise OSError(f"{file!r} is cut off or damaged ({_reason(error)}): copy or download it again.") from None
     for envelope in ENVELOPES:
-        if isinstance(found, Mapping) and isinstance(found.get(envelope), Mapping):
-            found = found[envelope]
-    if not isinstance(found, Mapping) or not found or not all(isinstance(value, Tensor) for value in found.values()):
-        raise OSError(f"{file!r} holds a {type(found).__name__} and not a state dict: save the heads' state_dict().")
-    return {str(name): tensor.detach() for name, tensor in found.items()}
+        if isinstance(contents, Mapping) and isinstance(contents.get(envelope), Mapping):
+            contents = contents[envelope]
+    if (
+        not isinstance(contents, Mapping)
+        or not contents
+        or not all(isinstance(value, Tensor) for value in contents.values())
+    ):
+        raise OSError(f"{file!r} holds a {type(contents).__name__} and not a state dict: save the heads' state_dict().")
+    return {str(name): tensor.detach() for name, tensor in contents.items()}
 
 
 def _reason(error: BaseException) -> str:
     """What torch found: the line that says it, without the advice around it."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    told = next((line for line in lines if "Unsupported" in line), lines[0] if lines else type(error).__name__)
-    return told.split(". ")[0].rstrip(".")
+    sentence = next((line for line in lines if "Unsupported" in line), lines[0] if lines else type(error).__name__)
+    return sentence.split(". ")[0].rstrip(".")
 
 
 # The names of the types in the header of a safetensors file.

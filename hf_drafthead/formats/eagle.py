@@ -46,9 +46,9 @@ class Eagle(Layout):
         held = "fc.bias" in reader
         biased = held and bool(reader.take("fc.bias", (hidden_size,)).any())
         if config and config.get("bias", True) != held:
-            said = f"bias {config['bias']!r}" if "bias" in config else "nothing of fc's bias, which means True"
+            in_config = f"bias {config['bias']!r}" if "bias" in config else "nothing of fc's bias, which means True"
             reader.notes.append(
-                f"config.json says {said}, the file has {'one' if held else 'none'}: the tensors are right."
+                f"config.json says {in_config}, the file has {'one' if held else 'none'}: the tensors are right."
             )
         if f"{LAYER}input_layernorm.weight" in reader:
             raise ValueError(

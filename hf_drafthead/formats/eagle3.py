@@ -280,7 +280,7 @@ def read_pair_head(
     tensors |= {name: reader.one(name, shape) for name, shape in optional.items() if name in reader}
     if norms[0] in reader:
         tensors |= {f"fc_norm.{i}.weight": reader.one(key, (target_width,)) for i, key in enumerate(norms)}
-    layers = 1 + max((int(found[1]) for key in source.tensors if (found := LATER.match(key))), default=0)
+    layers = 1 + max((int(match[1]) for key in source.tensors if (match := LATER.match(key))), default=0)
     layer_config = read_layer_config(reader, first, layer, width, vocab_size)
     tensors |= reader.renamed(_prefixes(first, layers))
     for key in COPIES_OF_THE_BASE:
@@ -330,15 +330,15 @@ def draft_map(tokens: Tensor, vocab_size: int) -> dict[str, Tensor]:
 
 def read_vocabulary(reader: Reader, layer: Mapping[str, Any]) -> int:
     """V, by the tensors that have it; by the config where none does."""
-    said = layer.get("vocab_size")
+    config_size = layer.get("vocab_size")
     sizes = [reader.tensors[name].shape[0] for name in ("t2d", "embed_tokens.weight") if name in reader]
     if not sizes:
-        if not said:
+        if not config_size:
             raise ValueError(
                 f"{reader.name!r} has no tensor and no config.json that tells the vocabulary of its base: give the "
                 "folder that has it."
             )
-        return said
+        return config_size
     reader.note_difference(layer, "vocab_size", sizes[0])
     return sizes[0]
 

@@ -92,12 +92,12 @@ def export_checkpoint(
 
 
 def _layout_for(saved: SavedHeads, to: str) -> Layout:
-    of_family = [one for one in LAYOUTS if one.family.config_class is type(saved.config) and one.targets]
-    fitting = [one for one in of_family if to in one.targets]
+    of_family = [layout for layout in LAYOUTS if layout.family.config_class is type(saved.config) and layout.targets]
+    fitting = [layout for layout in of_family if to in layout.targets]
     if fitting:
-        return next((one for one in fitting if one.holds_base == bool(saved.base_tensors)), fitting[0])
-    known = sorted({target for one in of_family for target in one.targets})
-    advice = f"expected one of {', '.join(known)}" if known else "no other project has a form for them"
+        return next((layout for layout in fitting if layout.holds_base == bool(saved.base_tensors)), fitting[0])
+    targets = sorted({target for layout in of_family for target in layout.targets})
+    advice = f"expected one of {', '.join(targets)}" if targets else "no other project has a form for them"
     raise ValueError(f"{saved.name!r} holds {saved.config.family} heads, which have no form in {to!r}: {advice}.")
 
 

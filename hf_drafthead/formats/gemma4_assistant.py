@@ -46,11 +46,11 @@ class GemmaAssistant(Layout):
         width, wide = reader.take("pre_projection.weight").shape
         clusters = config.get("num_centroids") if config.get("use_ordered_embeddings") else 0
         tensors = reader.renamed(PREFIXES)
-        own = PROJECTION in reader
-        projection = reader.one(PROJECTION if own else EMBEDDING)
-        if own and EMBEDDING in reader:
+        has_projection = PROJECTION in reader
+        projection = reader.one(PROJECTION if has_projection else EMBEDDING)
+        if has_projection and EMBEDDING in reader:
             reader.drop(EMBEDDING, "embeddings that an assistant has no use for")
-        found = {
+        form = {
             "layer_config": layer,
             "num_layers": layer.num_hidden_layers,
             "num_centroids": clusters or 0,
@@ -58,7 +58,7 @@ class GemmaAssistant(Layout):
         }
         reader.note_difference(config, "backbone_hidden_size", wide // 2)
         more = {"hidden_size": wide // 2, "vocab_size": projection.shape[0], "base": _base_of(source.name)}
-        return reader.heads(self, found, tensors | {PROJECTION: projection}, **more)
+        return reader.heads(self, form, tensors | {PROJECTION: projection}, **more)
 
     def _layers(self, source: Source) -> PreTrainedConfig:
         about = dict(source.config.get("text_config") or {})

@@ -74,7 +74,7 @@ def gguf_blocks(place: str, file: str, first: int, hub: Mapping[str, Any]) -> di
     gguf_arguments(place, {"gguf_file": file}, {name: hub[name] for name in HUB if name in hub})
     from gguf import GGUFReader, dequantize  # an optional package
 
-    found: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     with reading_gguf(named := os.path.join(place, file)):
         reader = GGUFReader(named if os.path.isfile(named) else cached_file(place, file, **hub))
         kind = reader.fields["general.architecture"].contents()
@@ -98,8 +98,8 @@ def gguf_blocks(place: str, file: str, first: int, hub: Mapping[str, Any]) -> di
         name = PARTS[part]
         tensor = tensor - 1 if name.endswith("norm") else tensor
         tensor = tensor[None] if name.endswith("shared_expert_gate") and tensor.dim() == 1 else tensor
-        found[f"model.layers.{block}.{name}" + ("" if EXPERTS in name else ".weight")] = tensor
-    for gate in [name for name in found if name.endswith(f"{EXPERTS}gate_proj")]:  # as transformers joins them
+        tensors[f"model.layers.{block}.{name}" + ("" if EXPERTS in name else ".weight")] = tensor
+    for gate in [name for name in tensors if name.endswith(f"{EXPERTS}gate_proj")]:  # as transformers joins them
         joined = gate.replace("gate_proj", "gate_up_proj")
-        found[joined] = torch.cat([found.pop(gate), found.pop(gate.replace("gate_proj", "up_proj"))], dim=1)
-    return found
+        tensors[joined] = torch.cat([tensors.pop(gate), tensors.pop(gate.replace("gate_proj", "up_proj"))], dim=1)
+    return tensors

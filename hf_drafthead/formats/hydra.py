@@ -44,9 +44,9 @@ class Hydra(Layout):
                 f"{source.name!r} reads the hidden state {offset} layers before the last one (hidden_state_offset): "
                 "Hydra heads here read the last one, so these cannot be converted."
             )
-        blocks = [found for key in source.tensors if (found := HYDRA_BLOCK.fullmatch(key))]
-        heads = 1 + max(int(found[1]) for found in blocks)
-        places = sorted({int(found[2]) for found in blocks})
+        blocks = [match for key in source.tensors if (match := HYDRA_BLOCK.fullmatch(key))]
+        heads = 1 + max(int(match[1]) for match in blocks)
+        places = sorted({int(match[2]) for match in blocks})
         hidden_size = len(reader.take(f"{MLP}0.{places[0]}.linear.weight"))
         if f"{MLP}0.{places[0]}.res_connection.weight" not in reader:
             raise ValueError(

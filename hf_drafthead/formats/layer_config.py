@@ -49,15 +49,15 @@ def read_layer_config(
         "head_dim": head_dim,
         "vocab_size": vocab_size,
     }
-    for name, found in sizes.items():
-        reader.note_difference(config, name, found)
+    for name, size in sizes.items():
+        reader.note_difference(config, name, size)
     fields = {name: config[name] for name in KEPT if config.get(name) is not None}
     for name in ("rope_theta", "rms_norm_eps", "max_position_embeddings"):
         for holder in (fields, fields.get("rope_parameters") or {}, fields.get("rope_scaling") or {}):
             value = holder.get(name, 1) if isinstance(holder, Mapping) else 1
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
-                said = f"{name} {str(value)[:40]!r}, expected a number above 0"
-                raise ValueError(f"{reader.name!r} says {said}: correct its config.json.")
+                problem = f"{name} {str(value)[:40]!r}, expected a number above 0"
+                raise ValueError(f"{reader.name!r} says {problem}: correct its config.json.")
     fields |= sizes | {"num_attention_heads": heads, "num_hidden_layers": 1, "tie_word_embeddings": False}
     if config.get("sliding_window") and "sliding_attention" in (config.get("layer_types") or ()):
         fields |= {"sliding_window": config["sliding_window"], "layer_types": list(config["layer_types"])}

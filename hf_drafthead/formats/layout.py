@@ -140,7 +140,7 @@ class Reader:
 
     def renamed(self, prefixes: Prefixes) -> dict[str, Joined]:
         """The tensors whose names begin with the second prefix of a pair, with the first in its place."""
-        theirs = [(there, here) for here, there in prefixes]
+        theirs = [(their_prefix, our_prefix) for our_prefix, their_prefix in prefixes]
         tensors = {}
         for key in self.tensors:
             if key.endswith("inv_freq"):

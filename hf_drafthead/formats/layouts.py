@@ -33,13 +33,15 @@ def find(name: str, hub: Mapping[str, Any]) -> tuple[Source, Layout]:
         ValueError: they are of no known layout, of this library's own, or of two layouts.
     """
     sources = find_sources(name, hub)
-    fitting = [(one, [layout for layout in LAYOUTS if layout.detect(one.tensors, one.config)]) for one in sources]
-    found = [(source, layouts[0]) for source, layouts in fitting if layouts]
-    if len(found) > 1:
-        names = " and ".join(f"{source.files[0]!r} ({layout.name})" for source, layout in found)
+    fitting = [
+        (source, [layout for layout in LAYOUTS if layout.detect(source.tensors, source.config)]) for source in sources
+    ]
+    matches = [(source, layouts[0]) for source, layouts in fitting if layouts]
+    if len(matches) > 1:
+        names = " and ".join(f"{source.files[0]!r} ({layout.name})" for source, layout in matches)
         raise ValueError(f"{name!r} holds heads twice: {names}; give the file of one of them.")
-    if found:
-        return found[0]
+    if matches:
+        return matches[0]
     keys = [key for source in sources for key in source.tensors]
     ours = str(sources[0].config.get("model_type", "")).startswith(MODEL_TYPE_PREFIX)
     if ours or all(key.startswith(OWN_PREFIXES) for key in keys):

@@ -78,12 +78,12 @@ class Medusa(Layout):
     def read(self, source: Source, fields: Mapping[str, Any]) -> Heads:
         config = source.config
         tensors = {key: tensor for key, tensor in source.tensors.items() if key.startswith(self.prefix)}
-        blocks = [found for key in tensors if (found := re.fullmatch(self.patterns[0], key))]
+        blocks = [match for key in tensors if (match := re.fullmatch(self.patterns[0], key))]
         heads, layers = (1 + max(int(block[group]) for block in blocks) for group in (1, 2))
         names = {self.block.format(head=block[1], layer=block[2], kind=block[3]): block[0] for block in blocks}
         for key in tensors:
-            if found := re.fullmatch(self.patterns[1], key):
-                names[self.projection.format(head=found[1], layers=layers)] = key
+            if match := re.fullmatch(self.patterns[1], key):
+                names[self.projection.format(head=match[1], layers=layers)] = key
         reader = Reader(source.name, tensors, names)
         first = reader.take(self.block.format(head=0, layer=0, kind="weight"))
         copies = self.copies(reader, config, heads)

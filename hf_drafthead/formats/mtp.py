@@ -134,14 +134,14 @@ class StoredModules:
             OSError: a file cannot be read.
             ValueError: a tensor is in a type that is no number, such as packed 4-bit weights.
         """
-        found: dict[str, Tensor] = {}
+        stored: dict[str, Tensor] = {}
         for file in sorted(set(self.files.values())):
             with open_tensors(file) as opened:
-                found |= {key: opened.get_tensor(key) for key, holder in self.files.items() if holder == file}
+                stored |= {key: opened.get_tensor(key) for key, holder in self.files.items() if holder == file}
         modules: list[dict[str, Tensor]] = [{} for _ in range(self.count)]
         for key, (index, name) in self.ours.items():
             if not key.endswith(SCALE):
-                modules[index][name] = self._plain(key, found[key], found.get(key + SCALE))
+                modules[index][name] = self._plain(key, stored[key], stored.get(key + SCALE))
         return modules
 
     def _plain(self, key: str, tensor: Tensor, scale: Tensor | None) -> Tensor:
@@ -174,15 +174,15 @@ def find_modules(place: str, text: PreTrainedConfig, hub: Mapping[str, Any]) -> 
         ValueError: the modules are of a form that no family here has.
     """
     shards = _shards(place, hub)
-    found = modules_in(shards, text)
-    if found is None:
+    indexed = modules_in(shards, text)
+    if indexed is None:
         return None
     if text.model_type in OTHER_FORMS:
         raise ValueError(
             f"{place!r} has modules for multi-token prediction with {OTHER_FORMS[text.model_type]}, which are not "
             "known here: train heads of another family for it."
         )
-    count, ours = found
+    count, ours = indexed
     files = {}
     for key in ours:
         if (file := fetch_file(place, shards[key], hub)) is None:
@@ -245,15 +245,17 @@ def _name_here(key: str, names: Names, root: str, index: int, layers: int) -> st
 
 def as_here(config: MtpConfig, modules: Sequence[Mapping[str, Tensor]], place: str) -> dict[str, Tensor]:
     """The drafter's tensors, of modules at a place whose blocks have the names of the base's files."""
-    found = {}
+    drafter_tensors = {}
     for index, tensors in enumerate(modules):
         outside = {name: tensor for name, tensor in tensors.items() if not name.startswith(BLOCK)}
         inside = {name.removeprefix(BLOCK): tensor for name, tensor in tensors.items() if name.startswith(BLOCK)}
         if (shared := outside.pop("embed_tokens.weight", None)) is not None:
-            found["embed_tokens.weight"] = shared
-        found |= {f"mtp.{index}.{name}": tensor for name, tensor in outside.items()}
-        found |= {f"mtp.{index}.{BLOCK}{name}": tensor for name, tensor in block_as_here(config, inside, place).items()}
-    return found
+            drafter_tensors["embed_tokens.weight"] = shared
+        drafter_tensors |= {f"mtp.{index}.{name}": tensor for name, tensor in outside.items()}
+        drafter_tensors |= {
+            f"mtp.{index}.{BLOCK}{name}": tensor for name, tensor in block_as_here(config, inside, place).items()
+        }
+    return drafter_tensors
 
 
 def block_as_here(config: MtpConfig, tensors: Mapping[str, Tensor], place: str) -> dict[str, Tensor]:
@@ -293,12 +295,12 @@ def as_stored(config: MtpConfig, tensors: Mapping[str, Tensor], names: Names, ro
     stored, layers = {}, config.get_text_config().num_hidden_layers
     for index in range(config.num_modules or 1):
         prefix = f"mtp.{index}."
-        own = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
-        inside = {name.removeprefix(BLOCK): own.pop(name) for name in list(own) if name.startswith(BLOCK)}
-        own |= {f"{BLOCK}{name}": tensor for name, tensor in block_as_stored(config, inside).items()}
+        module = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+        inside = {name.removeprefix(BLOCK): module.pop(name) for name in list(module) if name.startswith(BLOCK)}
+        module |= {f"{BLOCK}{name}": tensor for name, tensor in block_as_stored(config, inside).items()}
         if "embed_tokens.weight" in tensors:
-            own["embed_tokens.weight"] = tensors["embed_tokens.weight"]
-        for name, tensor in own.items():
+            module["embed_tokens.weight"] = tensors["embed_tokens.weight"]
+        for name, tensor in module.items():
             theirs = renamed(name, names)
             if theirs is None:
                 raise Loss(f"its modules have {name!r}, for which the target has no name", "train it without")
@@ -336,9 +338,9 @@ def own_modules(
         counted = modules_counted(config.get_text_config())
         if not counted and not required:
             return None
-        said = f", though its config counts {counted}" if counted else ""
+        note = f", though its config counts {counted}" if counted else ""
         raise ValueError(
-            f"{place!r} holds no module for multi-token prediction{said}: merging, quantizing and save_pretrained lose "
+            f"{place!r} holds no module for multi-token prediction{note}: merging, quantizing and save_pretrained lose "
             "them; take them from the original repository with "
             f"modules_from={named_base(place, hub) or 'ORIGINAL'!r}, or train fresh ones with modules_from=False."
         )
@@ -363,8 +365,8 @@ def _stored(config: MtpConfig, place: str, hub: Mapping[str, Any]) -> list[dict[
     if file is None and place == config.base_model_name_or_path:
         file = config.base_gguf_file
     if file is None:
-        found = find_modules(place, text, hub)
-        return None if found is None else found.tensors()
+        stored = find_modules(place, text, hub)
+        return None if stored is None else stored.tensors()
     tensors = gguf_blocks(folder, file, text.num_hidden_layers, hub)
     named = modules_in(tensors, text, DEEPSEEK)
     if named is None:

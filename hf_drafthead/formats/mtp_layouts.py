@@ -34,8 +34,8 @@ class BaseModules(Layout):
     def detect(self, keys: Iterable[str], config: Mapping[str, Any]) -> bool:
         text = text_config_of(config)
         names = dict.fromkeys(keys)
-        found = None if text is None else modules_in(names, text)
-        return found is not None and set(found[1]) == set(names)
+        modules = None if text is None else modules_in(names, text)
+        return modules is not None and set(modules[1]) == set(names)
 
     def read(self, source: Source, fields: Mapping[str, Any]) -> Heads:
         base, reader = text_config_of(source.config), Reader(source.name, source.tensors)
@@ -143,6 +143,6 @@ def heads_of(
     layout: Layout, reader: Reader, config: MtpConfig, modules: list[dict[str, Any]], form: dict[str, Any], **more: Any
 ) -> Heads:
     """What was read, with blocks as transformers has them here."""
-    here = as_here(config, modules, reader.name)
-    tensors = {name: Joined((tensor,), tuple(tensor.shape), (name,)) for name, tensor in here.items()}
+    drafter_tensors = as_here(config, modules, reader.name)
+    tensors = {name: Joined((tensor,), tuple(tensor.shape), (name,)) for name, tensor in drafter_tensors.items()}
     return reader.heads(layout, form, tensors, hidden_size=config.get_text_config().hidden_size, **more)

@@ -90,7 +90,7 @@ class DraftHeadPreTrainedModel(LoadableModel):
             )
         publish = kwargs.pop("push_to_hub", False)
         words = ("commit_message", "commit_description", "private", "revision", "create_pr", "tags", "license")
-        told = {name: kwargs.pop(name) for name in ("repo_id", *words) if name in kwargs}
+        push_arguments = {name: kwargs.pop(name) for name in ("repo_id", *words) if name in kwargs}
         adapted, adapter = getattr(self, "_hf_peft_config_loaded", False), active_adapter(self.base)
         if (adapted or adapter) and include_base:
             state_dict = plain_state(self, merge=True)
@@ -122,9 +122,9 @@ class DraftHeadPreTrainedModel(LoadableModel):
             if include_tokenizer:
                 self._save_tokenizer(Path(save_directory))
         if publish and is_main_process:
-            repo_id = told.pop("repo_id", None) or os.path.basename(os.path.abspath(save_directory))
+            repo_id = push_arguments.pop("repo_id", None) or os.path.basename(os.path.abspath(save_directory))
             shard = {name: kwargs[name] for name in ("max_shard_size", "token") if name in kwargs}
-            self.push_to_hub(repo_id, include_base=include_base, **shard, **told)
+            self.push_to_hub(repo_id, include_base=include_base, **shard, **push_arguments)
 
     def save_generation_config(self, folder: str | os.PathLike) -> None:
         """Store the generation config in a checkpoint's folder anew, and the code there, of which it may need more."""
@@ -264,7 +264,7 @@ class DraftHeadPreTrainedModel(LoadableModel):
                 input_ids, labels, attention_mask, position_ids, inputs_embeds=inputs_embeds, **others
             )
         self._refuse_loss_of_others()
-        given = {
+        arguments = {
             "input_ids": input_ids,
             "attention_mask": attention_mask,
             "position_ids": position_ids,
@@ -276,7 +276,7 @@ class DraftHeadPreTrainedModel(LoadableModel):
             **kwargs,
         }
         # Not every base knows every argument: pass on only what was given.
-        named = with_cache(cache_argument(self.base.forward) or CACHE, given)
+        named = with_cache(cache_argument(self.base.forward) or CACHE, arguments)
         return self.base(**{name: value for name, value in named.items() if value is not None})
 
     @classmethod

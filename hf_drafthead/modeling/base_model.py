@@ -193,10 +193,10 @@ def locate_base(config: DraftHeadConfig, checkpoint: str) -> str:
 
 def check_base(config: DraftHeadConfig, base_config: PreTrainedConfig, name: str) -> None:
     """Refuse a base of another model type, hidden size or vocabulary than the heads were made for."""
-    wanted, given = config.get_text_config(), base_config.get_text_config()
+    wanted, base_text = config.get_text_config(), base_config.get_text_config()
     trained_for = config.base_model_name_or_path or "another base"
     for field, words in (("hidden_size", "hidden size"), ("vocab_size", "vocabulary"), ("model_type", "model type")):
-        want, have = getattr(wanted, field, None), getattr(given, field, None)
+        want, have = getattr(wanted, field, None), getattr(base_text, field, None)
         if want is not None and want != have:
             if name == trained_for:
                 raise ValueError(
@@ -260,13 +260,13 @@ def refuse_unfit(config: PreTrainedConfig, name: str, loaded: bool) -> None:
         loaded: whether the base is a loaded model, and not yet to be loaded by AutoModelForCausalLM.
     """
     if str(config.model_type).startswith(MODEL_TYPE_PREFIX):
-        own = "model.base" if loaded else getattr(config, "base_model_name_or_path", None)
-        if own and os.path.isdir(beside := os.path.join(name, own)):  # written relative to the heads
-            own = os.path.normpath(beside)
-        raise ValueError(f"{name!r} has draft heads already: give their base{f' ({own})' if own else ''}.")
+        base_name = "model.base" if loaded else getattr(config, "base_model_name_or_path", None)
+        if base_name and os.path.isdir(beside := os.path.join(name, base_name)):  # written relative to the heads
+            base_name = os.path.normpath(beside)
+        raise ValueError(f"{name!r} has draft heads already: give their base{f' ({base_name})' if base_name else ''}.")
     remote = bool(getattr(config, "auto_map", None)) or config.model_type not in CONFIG_MAPPING
-    known = not config.is_encoder_decoder if loaded else remote or auto_class(config) is not None
-    if not known:
+    loadable = not config.is_encoder_decoder if loaded else remote or auto_class(config) is not None
+    if not loadable:
         kind = "an encoder-decoder" if config.is_encoder_decoder else "no language"
         raise ValueError(
             f"{name!r} is {kind} model ({config.model_type}): draft heads need a decoder-only language model, as "
@@ -358,12 +358,12 @@ def _config_at(
 ) -> tuple[PreTrainedConfig, dict[str, Any]]:
     """The base's config, read before its weights are, and the arguments to load these with: the config among them."""
     # As AutoModel does: these are not for the config, everything else that it knows goes into it.
-    apart = {key: arguments[key] for key in BESIDE_THE_CONFIG if arguments.get(key) is not None}
+    loading_arguments = {key: arguments[key] for key in BESIDE_THE_CONFIG if arguments.get(key) is not None}
     code = {key: arguments[key] for key in ("trust_remote_code", "code_revision") if key in arguments}
-    fields = {key: value for key, value in arguments.items() if key not in apart and key not in code}
+    fields = {key: value for key, value in arguments.items() if key not in loading_arguments and key not in code}
     with reading_gguf(arguments.get("gguf_file")):
         config, left = AutoConfig.from_pretrained(name, return_unused_kwargs=True, **code, **hub, **fields)
-    return config, {**apart, **code, **left, "config": config}
+    return config, {**loading_arguments, **code, **left, "config": config}
 
 
 def commit_of(name: str, hub: Mapping[str, Any], of_file: str = CONFIG_NAME) -> str | None:

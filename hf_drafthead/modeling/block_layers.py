@@ -64,8 +64,8 @@ class BlockLayers(DecoderLayer):
         self.windows, self.causal = windows, causal
         attention: Any = getattr(layers[0], "self_attn", None)
         projections = {f"{name}_proj" for name in "qkvo"}
-        known = [projections, projections | {"q_norm", "k_norm"}]
-        if attention is None or {name for name, _ in attention.named_children()} not in known:
+        supported_parts = [projections, projections | {"q_norm", "k_norm"}]
+        if attention is None or {name for name, _ in attention.named_children()} not in supported_parts:
             raise ValueError(
                 f"layer_config asks for a {type(layers[0]).__name__}, whose keys and values cannot be made of a "
                 "context: give the config of a model whose attention has the parts of a LLaMA's or a Qwen3's."
@@ -123,14 +123,14 @@ class BlockLayers(DecoderLayer):
         """
         size = x.shape[1] // anchors.shape[1]
         at = places.gather(1, anchors) + 1  # (B, M) the anchors' positions
-        slots = torch.arange(x.shape[1], device=x.device)
+        order = torch.arange(x.shape[1], device=x.device)
         before = torch.arange(places.shape[1], device=x.device) <= anchors[..., None]  # (B, M, T)
         before = before if real is None else before & real.bool()[:, None]
 
         def mask(window: int | None, causal: bool) -> Tensor:
             seen = before if window is None else before & (at[..., None] - places[:, None] <= window)
-            own = self._in_block(slots, causal) & (slots[:, None] // size == slots // size)
-            seen = torch.cat([seen.repeat_interleave(size, 1), own.expand(len(x), -1, -1)], 2)
+            within_block = self._in_block(order, causal) & (order[:, None] // size == order // size)
+            seen = torch.cat([seen.repeat_interleave(size, 1), within_block.expand(len(x), -1, -1)], 2)
             additive: Tensor = self._additive(seen, x)  # type: ignore[assignment]
             return additive
 

@@ -26,7 +26,7 @@ def chain_attention(
     """
     count, groups = query.shape[2], query.shape[1] // key.shape[1]
     key, value = repeat_kv(key, groups), repeat_kv(value, groups)
-    parts = [one.unflatten(2, (-1, count)) for one in (key, value)]
+    parts = [tensor.unflatten(2, (-1, count)) for tensor in (key, value)]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     out = Joined.apply(query, *(part[:, :, 0] for part in parts), *(part[:, :, 1:] for part in parts), scale)
     return out.transpose(1, 2), None

@@ -87,10 +87,10 @@ def read_heads_config(
             f"{shortened.repr(model_type)}; {advice}."
         )
     if ours:
-        known = (name.removeprefix(MODEL_TYPE_PREFIX) for name in CONFIG_MAPPING if name.startswith(MODEL_TYPE_PREFIX))
+        names = (name.removeprefix(MODEL_TYPE_PREFIX) for name in CONFIG_MAPPING if name.startswith(MODEL_TYPE_PREFIX))
         raise ValueError(
             f"{path!r} holds heads of the unknown family {str(model_type).removeprefix(MODEL_TYPE_PREFIX)!r}: expected "
-            f"one of {', '.join(sorted(known))}; a newer hf_drafthead may know it."
+            f"one of {', '.join(sorted(names))}; a newer hf_drafthead may know it."
         )
     raise ValueError(
         f"{path!r} holds a {shortened.repr(model_type)} model without draft heads: {advice or GIVE_CHECKPOINT}."
@@ -101,8 +101,8 @@ def _heads_fields(path: str, hub: Mapping[str, Any]) -> dict[str, Any]:
     """What the config.json of a checkpoint says."""
     # heads lie under the name of their owner on the Hub: a name without one is not asked for there
     if is_missing_folder(path) or ("/" not in path and not os.path.isdir(path)):
-        found = f"{path!r} is a file" if os.path.isfile(path) else f"there is no folder {path!r}"
-        raise OSError(f"{found}: {GIVE_CHECKPOINT}.")
+        reason = f"{path!r} is a file" if os.path.isfile(path) else f"there is no folder {path!r}"
+        raise OSError(f"{reason}: {GIVE_CHECKPOINT}.")
     try:
         fields, _ = DraftHeadConfig.get_config_dict(path, **hub)
         if not fields:
@@ -139,8 +139,8 @@ def how_to_convert(path: str, config: Mapping[str, Any]) -> str | None:
 
 def read_generation_settings(path: str, hub: Mapping[str, Any]) -> dict[str, Any]:
     """What the checkpoint's generation config says, its draft tree checked; nothing if it has none."""
-    found = fetch_file(path, GENERATION_CONFIG_NAME, hub)
-    settings = read_json(found) if found else {}
+    file = fetch_file(path, GENERATION_CONFIG_NAME, hub)
+    settings = read_json(file) if file else {}
     if isinstance(settings.get("draft_tree"), (list, dict)):
         resolve(settings["draft_tree"], None, 2**31)  # refuses a tree that no call of generate could use
     return settings
@@ -173,8 +173,8 @@ def checkpoint_files(path: str, variant: str | None, hub: Mapping[str, Any]) -> 
     files = weights_in(path, weights, hub) or weights_in(path, index, hub)
     if files is not None:
         return files
-    here = {name: value for name, value in hub.items() if name != "subfolder"}
-    if not hub.get("subfolder") and has_file(path, PICKLE, **here):
+    hub_at_root = {name: value for name, value in hub.items() if name != "subfolder"}
+    if not hub.get("subfolder") and has_file(path, PICKLE, **hub_at_root):
         raise OSError(
             f"{path!r} holds {PICKLE}, a pickle, where {weights} is expected: it is never opened, for it can run "
             "code; ask its author to save the heads as safetensors."
@@ -222,9 +222,9 @@ def weights_in(path: str, name: str, hub: Mapping[str, Any]) -> list[str] | None
         shards.add(shard)
     files = []
     for shard in sorted(shards):
-        if (found := fetch_file(path, shard, hub)) is None:
+        if (shard_file := fetch_file(path, shard, hub)) is None:
             raise OSError(f"{path!r} lacks {shard}, which its {name} names: copy or download the checkpoint again.")
-        files.append(found)
+        files.append(shard_file)
     return files
 
 
@@ -267,9 +267,9 @@ def was_looked_up(path: str, name: str, hub: Mapping[str, Any]) -> bool:
     named = {key: hub[key] for key in ("revision", "cache_dir") if hub.get(key) is not None}
     if try_to_load_from_cache(path, os.path.join(hub.get("subfolder") or "", name), **named) is not None:
         return True
-    given = {key: hub[key] for key in ("subfolder", "token", "local_files_only") if hub.get(key) is not None}
+    options = {key: hub[key] for key in ("subfolder", "token", "local_files_only") if hub.get(key) is not None}
     try:
-        hf_hub_download(path, name, **named, **given)  # a cache that cannot be written to keeps no note of it
+        hf_hub_download(path, name, **named, **options)  # a cache that cannot be written to keeps no note of it
     except RemoteEntryNotFoundError:
         return True
     except (OSError, HTTP_ERROR, ValueError):
@@ -318,7 +318,7 @@ def map_tensors(files: Iterable[str]) -> dict[str, Tensor]:
     Raises:
         OSError: a file is no readable safetensors file, or a tensor is in two of them.
     """
-    found: dict[str, Tensor] = {}
+    mapped: dict[str, Tensor] = {}
     holders: dict[str, str] = {}
     for file in files:
         with open_tensors(file) as tensors:
@@ -329,8 +329,8 @@ def map_tensors(files: Iterable[str]) -> dict[str, Tensor]:
                     "download the checkpoint again."
                 )
             holders |= names
-            found |= {name: tensors.get_tensor(name) for name in names}
-    return found
+            mapped |= {name: tensors.get_tensor(name) for name in names}
+    return mapped
 
 
 def check_tensors(

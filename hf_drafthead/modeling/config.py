@@ -115,11 +115,11 @@ class DraftHeadConfig(PreTrainedConfig):
                     )
         if self.draft_vocab_size is not None:
             self._check_count("draft_vocab_size", 1)
-            known = self.known_tokens
-            if known is not None and self.draft_vocab_size > known:
+            known_tokens = self.known_tokens
+            if known_tokens is not None and self.draft_vocab_size > known_tokens:
                 raise ValueError(
-                    f"draft_vocab_size is {self.draft_vocab_size}, but the base has {known} tokens: give as many at "
-                    "most, or leave it out."
+                    f"draft_vocab_size is {self.draft_vocab_size}, but the base has {known_tokens} tokens: give as "
+                    "many at most, or leave it out."
                 )
 
     @property
@@ -162,17 +162,17 @@ class DraftHeadConfig(PreTrainedConfig):
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
         """As in transformers; another kind of model and values that no config can be made of are refused."""
-        found = config_dict.get("model_type")
-        if found not in (None, cls.model_type):
+        model_type = config_dict.get("model_type")
+        if model_type not in (None, cls.model_type):
             raise ValueError(
-                f"the config has model_type {found!r}, expected {cls.model_type!r}: read it with AutoConfig."
+                f"the config has model_type {model_type!r}, expected {cls.model_type!r}: read it with AutoConfig."
             )
         checked = {field.name for field in fields(cls)} - {"base_config"}  # by `check`
         _refuse_costly("the config", {name: value for name, value in config_dict.items() if name not in checked})
         _refuse_shadowing("the config", cls, config_dict)
-        given = {name: value for name, value in config_dict.items() if name not in IMPLEMENTATIONS | OF_THE_BASE}
+        kept_fields = {name: value for name, value in config_dict.items() if name not in IMPLEMENTATIONS | OF_THE_BASE}
         try:
-            return super().from_dict(given, **kwargs)
+            return super().from_dict(kept_fields, **kwargs)
         except ValueError:
             raise
         except Exception as error:  # of the validation that transformers' configs have
@@ -234,14 +234,14 @@ class DraftHeadConfig(PreTrainedConfig):
             wanted: whether they do.
             same_width: whether they must be as wide as the base.
         """
-        own, layer = getattr(self, "layer_config", None), self.own_layer
-        if own is not None and not own.model_type:
+        layer_config, layer = getattr(self, "layer_config", None), self.own_layer
+        if layer_config is not None and not layer_config.model_type:
             raise ValueError("layer_config has no model_type: give the config of a model, such as a LlamaConfig.")
         if not wanted:
-            if own is not None:
+            if layer_config is not None:
                 raise ValueError(
-                    f"layer_config is of a {own.model_type!r} model, but {asking}: there is no layer to build from it, "
-                    "leave it out or ask for one."
+                    f"layer_config is of a {layer_config.model_type!r} model, but {asking}: there is no layer to build "
+                    "from it, leave it out or ask for one."
                 )
             return
         if not isinstance(self.base_config, PreTrainedConfig):
@@ -251,16 +251,16 @@ class DraftHeadConfig(PreTrainedConfig):
                 f"{asking}, but a {layer.model_type!r} model has no attention heads to build a decoder layer of: give "
                 "layer_config= of a model that has, or use Medusa or Hydra heads."
             )
-        if own is None:
+        if layer_config is None:
             if layer.hidden_size != self.width or not has_layers(layer):  # of learned positions, for instance
                 self.layer_config = llama_like(layer, layers=1, width=self.width)
             return
-        if same_width and getattr(own, "hidden_size", None) != self.width:
+        if same_width and getattr(layer_config, "hidden_size", None) != self.width:
             raise ValueError(
-                f"layer_config has hidden size {getattr(own, 'hidden_size', None)}, but the base has "
+                f"layer_config has hidden size {getattr(layer_config, 'hidden_size', None)}, but the base has "
                 f"{self.width}: give the layer the base's."
             )
-        heads, groups = own.num_attention_heads, getattr(own, "num_key_value_heads", None)
+        heads, groups = layer_config.num_attention_heads, getattr(layer_config, "num_key_value_heads", None)
         if groups and heads % groups:
             raise ValueError(
                 f"layer_config has num_attention_heads {heads}, but num_key_value_heads {groups}: the first must be a "
@@ -289,19 +289,19 @@ class DraftHeadConfig(PreTrainedConfig):
         Args:
             reader: whose inputs they are, as the message names it.
         """
-        found = getattr(self, "feature_layers", None)
-        if found is None:
+        features = getattr(self, "feature_layers", None)
+        if features is None:
             return published
-        if not isinstance(found, (list, tuple)) or not found or not all(type(layer) is int for layer in found):
-            raise ValueError(f"feature_layers is {found!r}: expected a list of layer numbers, such as [2, 16, 29].")
-        if not all(0 <= layer < layers for layer in found):
+        if not isinstance(features, (list, tuple)) or not features or not all(type(layer) is int for layer in features):
+            raise ValueError(f"feature_layers is {features!r}: expected a list of layer numbers, such as [2, 16, 29].")
+        if not all(0 <= layer < layers for layer in features):
             raise ValueError(
-                f"feature_layers is {list(found)}, but the base has {layers} layers: {reader} reads their inputs, "
-                f"numbered from 0 (embeddings) to {layers - 1}."
+                f"feature_layers is {list(features)}, but the base has {layers} layers: {reader} reads their "
+                f"inputs, numbered from 0 (embeddings) to {layers - 1}."
             )
-        if len(set(found)) < len(found):
-            raise ValueError(f"feature_layers is {list(found)}: name every layer once.")
-        return list(found)
+        if len(set(features)) < len(features):
+            raise ValueError(f"feature_layers is {list(features)}: name every layer once.")
+        return list(features)
 
 
 class HeadsGenerationConfig(GenerationConfig):
@@ -341,24 +341,24 @@ for _name in OF_THE_BASE:
     setattr(DraftHeadConfig, _name, _of_the_base(_name))
 
 
-def _sub_config(name: str, given: dict[str, Any] | PreTrainedConfig | None) -> PreTrainedConfig | None:
-    if given is None or isinstance(given, PreTrainedConfig):
-        return copy.deepcopy(given)
-    if not isinstance(given, dict):
-        raise ValueError(f"{name} is {type(given).__name__}: expected the config of a model, or its dict.")
-    _refuse_costly(name, given)
-    fields = {key: value for key, value in given.items() if key not in IMPLEMENTATIONS}
+def _sub_config(name: str, sub_config: dict[str, Any] | PreTrainedConfig | None) -> PreTrainedConfig | None:
+    if sub_config is None or isinstance(sub_config, PreTrainedConfig):
+        return copy.deepcopy(sub_config)
+    if not isinstance(sub_config, dict):
+        raise ValueError(f"{name} is {type(sub_config).__name__}: expected the config of a model, or its dict.")
+    _refuse_costly(name, sub_config)
+    fields = {key: value for key, value in sub_config.items() if key not in IMPLEMENTATIONS}
     model_type = fields.pop("model_type", None)
     # A base that lives in remote code: keep what its config says until the base itself brings the real class.
-    known = isinstance(model_type, str) and model_type in CONFIG_MAPPING
-    config_class = CONFIG_MAPPING[model_type] if known else PreTrainedConfig
+    in_transformers = isinstance(model_type, str) and model_type in CONFIG_MAPPING
+    config_class = CONFIG_MAPPING[model_type] if in_transformers else PreTrainedConfig
     _refuse_shadowing(name, config_class, fields)
     try:
         config = config_class(**fields)
     except Exception as error:  # each model's config checks its fields in its own way, if at all
-        kind = f"a {shortened.repr(model_type)} model" if known else "a model"
+        kind = f"a {shortened.repr(model_type)} model" if in_transformers else "a model"
         raise ValueError(f"{name} is no config of {kind} ({in_one_line(error)}): correct it.") from error
-    if not known:
+    if not in_transformers:
         config.model_type = model_type
     return config
 
@@ -377,9 +377,15 @@ def _refuse_costly(name: str, fields: dict[str, Any]) -> None:
 def _refuse_shadowing(name: str, config_class: type[PreTrainedConfig], fields: dict[str, Any]) -> None:
     """Refuse fields that would hide what the code of a config is made of."""
     for key in fields:
-        own = inspect.getattr_static(config_class, key, None)
-        fixed = isinstance(own, property) and own.fset is None
-        if fixed or callable(own) or isinstance(own, classmethod) or key.startswith("__") or key in CLASS_FIELDS:
+        member = inspect.getattr_static(config_class, key, None)
+        read_only = isinstance(member, property) and member.fset is None
+        if (
+            read_only
+            or callable(member)
+            or isinstance(member, classmethod)
+            or key.startswith("__")
+            or key in CLASS_FIELDS
+        ):
             raise ValueError(f"{name} has the field {shortened.repr(key)}, a name that its own code uses: remove it.")
 
 

@@ -152,13 +152,13 @@ class DecoderLayer(nn.Module):
         try:
             yield
         finally:
-            for config, known in before:
-                config._attn_implementation_internal = known
+            for config, previous in before:
+                config._attn_implementation_internal = previous
 
     def _configs(self) -> list[PreTrainedConfig]:
         """From which the layer's modules read how to compute attention and experts."""
-        found = (getattr(module, "config", None) for module in self.modules())
-        return list({id(config): config for config in found if isinstance(config, PreTrainedConfig)}.values())
+        configs = (getattr(module, "config", None) for module in self.modules())
+        return list({id(config): config for config in configs if isinstance(config, PreTrainedConfig)}.values())
 
     def over_verified(self, cache: SlotCache, x: Tensor, lengths: Tensor) -> Tensor:
         """New verified positions (B, A, H), the first lengths[b] of them valid: they are remembered."""
@@ -211,8 +211,8 @@ class DecoderLayer(nn.Module):
     def _begun(self, seen: Tensor, past: Tensor) -> Tensor:
         """What is seen (R, A, A) of new positions behind a past of (B,), without those before the layer's first."""
         order = torch.arange(seen.shape[1], device=seen.device)
-        own = torch.eye(seen.shape[1], dtype=torch.bool, device=seen.device)  # no row of scores is empty
-        return seen & ((past.to(seen.device)[:, None, None] + order >= self.first) | own)
+        diagonal = torch.eye(seen.shape[1], dtype=torch.bool, device=seen.device)  # no row of scores is empty
+        return seen & ((past.to(seen.device)[:, None, None] + order >= self.first) | diagonal)
 
     def _of_text(self, x: Tensor, attention_mask: Tensor | None, ahead: int = 0) -> tuple[Tensor, Tensor | None]:
         """Positions (B or 1, T) of a text, and what is seen (B, T, T) from `ahead` behind each; None: all up to it."""
@@ -287,8 +287,8 @@ def next_level(ancestors: Tensor | None, parents: Tensor, device: torch.device) 
     """
     rows = torch.arange(parents.shape[0], device=device).unsqueeze(1)
     parents = parents.to(device)
-    own = torch.eye(parents.shape[1], dtype=torch.bool, device=device).expand(parents.shape[0], -1, -1)
-    return rows, parents, own if ancestors is None else torch.cat([own, ancestors[rows, parents]], dim=2)
+    diagonal = torch.eye(parents.shape[1], dtype=torch.bool, device=device).expand(parents.shape[0], -1, -1)
+    return rows, parents, diagonal if ancestors is None else torch.cat([diagonal, ancestors[rows, parents]], dim=2)
 
 
 def has_layers(config: PreTrainedConfig) -> bool:
@@ -323,9 +323,9 @@ def _one_layer_model(config: PreTrainedConfig, layer_type: str) -> Any:
         model_class = MODEL_MAPPING[type(config)]
         small._attn_implementation = "sdpa" if model_class._supports_sdpa else "eager"
         model = model_class(small)
-        found = inspect.signature(type(model.layers[0]).forward).parameters
+        parameters = inspect.signature(type(model.layers[0]).forward).parameters
         fits = getattr(model, "rotary_emb", None) is not None
-        fits = fits and {"attention_mask", "position_embeddings"} <= set(found)
+        fits = fits and {"attention_mask", "position_embeddings"} <= set(parameters)
     except (ArithmeticError, AttributeError, KeyError, IndexError, TypeError):
         fits = False
     if not fits:

@@ -123,8 +123,8 @@ class DFlashConfig(DraftHeadConfig):
             )
         self._check_count("markov_rank", 0)
         if self.markov_head_type not in MARKOV_HEADS:
-            known = ", ".join(map(repr, MARKOV_HEADS))
-            raise ValueError(f"markov_head_type is {shortened.repr(self.markov_head_type)}: expected one of {known}.")
+            kinds = ", ".join(map(repr, MARKOV_HEADS))
+            raise ValueError(f"markov_head_type is {shortened.repr(self.markov_head_type)}: expected one of {kinds}.")
         threshold = self.confidence_threshold
         if threshold is not None and not (self.confidence_head and type(threshold) is float and 0 <= threshold <= 1):
             raise ValueError(
@@ -258,7 +258,7 @@ class DFlashDrafter(Drafter):
         if is_rms_norm(final := getattr(decoder, "norm", None)):
             copy_if_as_wide(self.norm.weight, final.weight)
         layers = list(getattr(decoder, "layers", ()))[-len(self.body.layers) :]
-        copied = [copy_layer(own, of_base) for own, of_base in zip(self.body.layers, layers)]
+        copied = [copy_layer(draft_layer, base_layer) for draft_layer, base_layer in zip(self.body.layers, layers)]
         if not any(copied):
             return
         with torch.no_grad():
@@ -313,8 +313,8 @@ class DFlashDrafter(Drafter):
             parts.append(self.body.over_anchors(blocks, *text, some, attention_mask))
         hidden = self.norm(torch.cat(parts, 1)).unflatten(1, (anchors.shape[1], -1))
         states, memory = [], None
-        for slot, one in enumerate(hidden[:, :, -self.config.num_draft_heads :].unbind(2)):
-            state, memory = self._slot(one, tokens.roll(-1 - slot, 1).gather(1, anchors), memory)
+        for slot, slot_hidden in enumerate(hidden[:, :, -self.config.num_draft_heads :].unbind(2)):
+            state, memory = self._slot(slot_hidden, tokens.roll(-1 - slot, 1).gather(1, anchors), memory)
             states.append(state)
         return states
 
@@ -326,13 +326,13 @@ class DFlashDrafter(Drafter):
 
     def _slot(self, hidden: Tensor, tokens: Tensor, memory: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """The state (..., S) of a slot with hidden states (..., H) behind tokens (...), and the path's memory."""
-        state = known = [hidden]
+        state = confidence_inputs = [hidden]
         if self.markov is not None:
             before = self.markov.w1(tokens.to(hidden.device))
             bias, memory = self.markov(before, hidden, torch.zeros_like(before) if memory is None else memory)
-            state, known = [hidden, bias], [hidden, before]
+            state, confidence_inputs = [hidden, bias], [hidden, before]
         if self.confidence is not None:
-            joined = torch.cat(known, -1)[..., : self.confidence.in_features]
+            joined = torch.cat(confidence_inputs, -1)[..., : self.confidence.in_features]
             state = [*state, self.confidence(joined)]
         return torch.cat(state, -1), memory
 

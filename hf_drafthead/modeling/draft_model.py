@@ -145,22 +145,22 @@ class DraftModelDrafter(Drafter):
     def reader(self) -> BaseReader:
         """How the draft model is run: found out by running it, once for each way to attend and type."""
         key = (self.model.config._attn_implementation, self.model.dtype)
-        known = self.__dict__.setdefault("_readers", {})
-        if key not in known or known[key].base is not self.model:
+        readers = self.__dict__.setdefault("_readers", {})
+        if key not in readers or readers[key].base is not self.model:
             was_training = self.model.training
             self.model.eval()
             try:
                 reader = probe(self.model, ())
                 if reader.mixers:
                     raise Unsupported("the base keeps a state, from which a draft model cannot guess level by level")
-                known[key] = reader
+                readers[key] = reader
             except Unsupported as reason:
                 raise Unsupported(
                     f"the draft model cannot draft a tree: {str(reason).replace('the base', 'it')}"
                 ) from None
             finally:
                 self.model.train(was_training)
-        return known[key]
+        return readers[key]
 
     @property
     def all_tied_weights_keys(self) -> dict[str, str]:
@@ -326,21 +326,21 @@ class DraftModelForCausalLM(DraftHeadPreTrainedModel):
         config: DraftHeadConfig,
         variant: str | None,
         hub: dict[str, Any],
-        given: Mapping[str, Tensor] | None = None,
+        state_dict: Mapping[str, Tensor] | None = None,
     ) -> tuple[WithDraftModel, dict[str, Tensor]]:
         ours = cast(DraftModelConfig, config)
-        if given is None and not ours.draft_included:
+        if state_dict is None and not ours.draft_included:
             name = ours.draft_model_name_or_path
             if not name:
                 raise OSError(f"{path!r} neither holds nor names a draft model: save it again.")
             beside = os.path.join(path, name)
             fetch = {key: hub[key] for key in HUB_ARGUMENTS & set(hub)}
             draft = load_draft(beside if os.path.isdir(beside) else name, ours.draft_model_revision, fetch)
-            given = {f"drafter.model.{key}": tensor for key, tensor in draft.state_dict().items()}
+            state_dict = {f"drafter.model.{key}": tensor for key, tensor in draft.state_dict().items()}
             if ours.shared_vocabulary < ours.get_text_config().vocab_size:
-                given["drafter.draft_tokens"] = torch.arange(ours.shared_vocabulary)
+                state_dict["drafter.draft_tokens"] = torch.arange(ours.shared_vocabulary)
             ours.draft_included = True
-        return super()._without_memory(path, config, variant, hub, given)
+        return super()._without_memory(path, config, variant, hub, state_dict)
 
     def _fill(self, tensors: Mapping[str, Tensor], device: torch.device, dtype: torch.dtype) -> None:
         super()._fill(tensors, device, dtype)

@@ -61,8 +61,8 @@ class Drafter(nn.Module):
     def __init__(self, config: DraftHeadConfig) -> None:
         super().__init__()
         self.config = config
-        size, known = config.draft_vocab_size, config.known_tokens
-        reduced = size and known and size < known
+        size, known_tokens = config.draft_vocab_size, config.known_tokens
+        reduced = size and known_tokens and size < known_tokens
         self.register_buffer("draft_tokens", torch.arange(size or 0) if reduced else None)
         self._rows = VocabularyRows()  # of a shared output projection
         self.lm_head: nn.Linear | None = None
@@ -92,10 +92,10 @@ class Drafter(nn.Module):
     @property
     def output(self) -> OutputLayer:
         """How the base makes logits of its last hidden state: found out by running it, once for each lm_head."""
-        known = self.__dict__.get("_output")
-        if known is None or known.base is not self.base or known.head is not self.base.get_output_embeddings():
-            known = self.__dict__["_output"] = OutputLayer(self.base)
-        return known
+        layer = self.__dict__.get("_output")
+        if layer is None or layer.base is not self.base or layer.head is not self.base.get_output_embeddings():
+            layer = self.__dict__["_output"] = OutputLayer(self.base)
+        return layer
 
     def prepare(self) -> None:
         """Find out what is found out by running, before a step is compiled; Unsupported if the heads cannot guess."""
@@ -170,15 +170,15 @@ class Drafter(nn.Module):
             self._check_map(self.draft_tokens, f"'drafter.draft_tokens' in {path!r}")
 
     def _check_map(self, tokens: Tensor, what: str) -> None:
-        known = self.config.known_tokens or 0
-        size = self.config.draft_vocab_size or known
-        outside = tokens[(tokens < 0) | (tokens >= known)]
+        known_tokens = self.config.known_tokens or 0
+        size = self.config.draft_vocab_size or known_tokens
+        outside = tokens[(tokens < 0) | (tokens >= known_tokens)]
         if len(tokens) != size:
             raise ValueError(f"{what} has {len(tokens)} tokens, but draft_vocab_size is {size}: give as many.")
         if len(outside):
             raise ValueError(
-                f"{what} has the token {int(outside[0])}, but the base has {known} tokens, numbered from 0: give "
-                "ids of the base."
+                f"{what} has the token {int(outside[0])}, but the base has {known_tokens} tokens, numbered from 0: "
+                "give ids of the base."
             )
         different, counts = tokens.unique(return_counts=True)
         if len(different) < len(tokens):

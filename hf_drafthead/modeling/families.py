@@ -139,7 +139,7 @@ def fresh_heads(family: str, base: str | os.PathLike | nn.Module, **arguments: A
     Raises:
         ValueError: no such family, or a field that does not fit.
     """
-    found = find_family(family)
-    if getattr(found.model_class.config_class, "share_lm_head", None) is False:
+    entry = find_family(family)
+    if getattr(entry.model_class.config_class, "share_lm_head", None) is False:
         arguments = {"share_lm_head": None, **arguments}
-    return found.model_class.from_base(base, config=found.config(), **arguments)
+    return entry.model_class.from_base(base, config=entry.config(), **arguments)

@@ -38,14 +38,14 @@ def read_json(file: str | os.PathLike) -> dict[str, Any]:
             "save_pretrained has written."
         )
     try:
-        found = json.loads(Path(file).read_text(encoding="utf-8-sig"))
-        if not isinstance(found, dict):
-            raise ValueError(f"it holds {shortened.repr(found)}, expected an object of fields")
-        if is_deep(found):
+        fields = json.loads(Path(file).read_text(encoding="utf-8-sig"))
+        if not isinstance(fields, dict):
+            raise ValueError(f"it holds {shortened.repr(fields)}, expected an object of fields")
+        if is_deep(fields):
             raise ValueError(f"its fields are nested more than {MAX_NESTING} levels deep")
     except (ValueError, RecursionError) as error:
         raise OSError(f"{os.fspath(file)!r} is not readable JSON ({error}): copy or download it again.") from None
-    return found
+    return fields
 
 
 def read_ranking(tokens: str | os.PathLike | Sequence[int], **hub: Any) -> list[int]:
@@ -73,7 +73,7 @@ def read_ranking(tokens: str | os.PathLike | Sequence[int], **hub: Any) -> list[
                 "or one tensor of them as .safetensors or .pt."
             ) from None
     ids = ids.tolist() if hasattr(ids, "tolist") else ids
-    if not isinstance(ids, (list, tuple)) or not ids or not all(type(one) is int for one in ids):
+    if not isinstance(ids, (list, tuple)) or not ids or not all(type(token) is int for token in ids):
         raise ValueError(
             f"draft_tokens is {shortened.repr(ids)}: expected token ids, frequent ones first, such as [11, 284, 13]."
         )
@@ -140,11 +140,11 @@ def _check_header(file: str | os.PathLike) -> None:
 
 
 def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    header = dict(pairs)
+    if len(header) < len(pairs):
         (twice, _), *_ = Counter(name for name, _ in pairs).most_common(1)
         raise ValueError(f"its header has {shortened.repr(twice)} twice")
-    return found
+    return header
 
 
 def first_line(error: BaseException) -> str:

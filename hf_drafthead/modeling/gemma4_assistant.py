@@ -90,8 +90,8 @@ class GemmaAssistantConfig(DraftHeadConfig):
         if not isinstance(self.base_config, PreTrainedConfig):
             return
         text = self.get_text_config()
-        own = key_layers(text, [FULL]) and getattr(text, "num_attention_heads", None)
-        if not own:
+        has_keys = key_layers(text, [FULL]) and getattr(text, "num_attention_heads", None)
+        if not has_keys:
             raise ValueError(
                 f"an assistant reads keys and values of its base, and a {text.model_type!r} model has none: use Medusa "
                 "or Hydra heads."

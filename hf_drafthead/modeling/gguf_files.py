@@ -51,7 +51,7 @@ def gguf_arguments(place: str, arguments: Mapping[str, Any], hub: Mapping[str, A
     if not is_gguf_available():
         raise OSError(f"reading {named!r} needs the package gguf: {INSTALL}.")
     if os.path.isdir(place) and not os.path.isfile(named):
-        held = sorted(one.name for one in Path(place).glob("*.gguf"))
+        held = sorted(path.name for path in Path(place).glob("*.gguf"))
         raise OSError(f"there is no file {named!r}: the folder holds {', '.join(held) or 'no GGUF file'}.")
     with reading_gguf(named):
         local = cached_file(place, file, **hub)
@@ -88,12 +88,12 @@ def load_tokenizer(name: str | os.PathLike, gguf_file: str | None = None, **argu
     place, file = split_gguf(os.fspath(name)) if gguf_file is None else (os.fspath(name), gguf_file)
     hub: dict[str, Any] = {name: arguments[name] for name in HUB if name in arguments}
     if file is None:
-        found = AutoTokenizer.from_pretrained(place, **arguments)
-        if getattr(found, "is_fast", False):
-            return found
+        tokenizer = AutoTokenizer.from_pretrained(place, **arguments)
+        if getattr(tokenizer, "is_fast", False):
+            return tokenizer
         # mistral-common's tokenizer comes first where it is installed; the file of a fast one often lies beside its own
         fast = cached_file(place, "tokenizer.json", _raise_exceptions_for_missing_entries=False, **hub)
-        return found if fast is None else PreTrainedTokenizerFast.from_pretrained(place, **arguments)
+        return tokenizer if fast is None else PreTrainedTokenizerFast.from_pretrained(place, **arguments)
     return gguf_tokenizer(place, file, arguments, hub)
 
 

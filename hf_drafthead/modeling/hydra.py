@@ -101,8 +101,8 @@ class HydraHead(nn.Module):
         self.dropout = config.dropout
         self.repeats = config.num_layers - 1
         self.path = nn.Linear((head + 2) * hidden_size, 2 * hidden_size)
-        own = min(self.repeats, 1) if config.tie_blocks else self.repeats
-        self.blocks = nn.ModuleList(ResidualBlock(hidden_size) for _ in range(own))
+        block_count = min(self.repeats, 1) if config.tie_blocks else self.repeats
+        self.blocks = nn.ModuleList(ResidualBlock(hidden_size) for _ in range(block_count))
         nn.init.zeros_(self.path.weight[hidden_size:])
 
     def forward(self, x: Tensor) -> Tensor:

@@ -65,10 +65,10 @@ class OutputProjections(nn.Module):
         super().__init__()
         self.shared = shared
         self.rank = hidden_size if rank is None else rank
-        own = 0 if shared else heads
-        low = 0 if rank is None else own
+        count = 0 if shared else heads
+        low = 0 if rank is None else count
         self.down = nn.ModuleList(nn.Linear(hidden_size, self.rank, bias=False) for _ in range(low))
-        self.up = nn.ModuleList(nn.Linear(self.rank, vocab_size, bias=bias) for _ in range(own))
+        self.up = nn.ModuleList(nn.Linear(self.rank, vocab_size, bias=bias) for _ in range(count))
 
     def copy_from_base(self, output: OutputLayer, tokens: Tensor | None) -> None:
         """Start from the lm_head of the base with the scale of its logits, or the nearest that a low rank allows.
@@ -193,9 +193,9 @@ def copy_layer(target: nn.Module, source: nn.Module) -> bool:
     if not fits or any(parts[name].weight.shape != of_base[name].weight.shape for name in norms):
         return False
     weights = dict(source.named_parameters())
-    for name, own in target.named_parameters():
+    for name, weight in target.named_parameters():
         if name in weights:
-            copy_if_as_wide(own, weights[name])
+            copy_if_as_wide(weight, weights[name])
     return True
 
 

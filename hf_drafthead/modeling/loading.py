@@ -76,8 +76,8 @@ class HeadsSource:
     @property
     def hub(self) -> dict[str, Any]:
         """How their files are fetched."""
-        own = {key: self.heads[key] for key in ("revision", "subfolder") if self.heads.get(key) is not None}
-        return self.fetch | own
+        options = {key: self.heads[key] for key in ("revision", "subfolder") if self.heads.get(key) is not None}
+        return self.fetch | options
 
     @property
     def place(self) -> str:
@@ -177,22 +177,22 @@ class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
         """
         if config is not None:
             cls._refuse_other_family(config)
-        own = cls.config_class.heads_fields()
-        config_fields = {name: getattr(config, name) for name in own} if config is not None else {}
-        config_fields |= {name: kwargs.pop(name) for name in (own | ABOUT_THE_BASE) & set(kwargs)}
+        family_fields = cls.config_class.heads_fields()
+        config_fields = {name: getattr(config, name) for name in family_fields} if config is not None else {}
+        config_fields |= {name: kwargs.pop(name) for name in (family_fields | ABOUT_THE_BASE) & set(kwargs)}
         loaded: Any = base
         origin: dict[str, Any]
         if isinstance(base, nn.Module):
             loaded = unwrapped(base)
             refuse_unfit(loaded.config, type(base).__name__, loaded=True)
-            refuse_misspelt(kwargs, own)
+            refuse_misspelt(kwargs, family_fields)
             refuse_loading_arguments(loaded, kwargs)
             name = getattr(loaded.config, "_name_or_path", "")
             origin = {"base_model_name_or_path": full_name(name) if name else None}
             origin["base_model_revision"] = base_revision
         else:
             hub = {key: kwargs.pop(key) for key in HUB_ARGUMENTS & set(kwargs)} | {"revision": base_revision or "main"}
-            loaded, origin = load_named(os.fspath(base), hub, kwargs, fields=own)
+            loaded, origin = load_named(os.fspath(base), hub, kwargs, fields=family_fields)
         if loaded.get_output_embeddings() is None:
             raise ValueError(f"{type(loaded).__name__} has no lm_head: draft heads need a causal language model.")
         origin["last_hidden_size"] = width_of(loaded)
@@ -269,8 +269,8 @@ class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
         self.config.dtype = dtype
         if device.type != "meta":
             self.drafter.to(device=device, dtype=dtype)
-        if placed := getattr(base, "hf_device_map", None):
-            self.hf_device_map = {f"base.{name}" if name else "base": place for name, place in placed.items()}
+        if device_map := getattr(base, "hf_device_map", None):
+            self.hf_device_map = {f"base.{name}" if name else "base": place for name, place in device_map.items()}
             self.hf_device_map["drafter"] = device
 
     def __getstate__(self) -> dict[str, Any]:
@@ -327,13 +327,13 @@ class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
             ValueError: the checkpoint is of another kind, a tensor is missing, unknown or of another shape, or the
                 base is not the one that the heads were made for.
         """
-        given = None if pretrained_model_name_or_path is None else os.fspath(pretrained_model_name_or_path)
-        if (given is None) != (state_dict is not None) or (given is None and not isinstance(config, PreTrainedConfig)):
+        path = None if pretrained_model_name_or_path is None else os.fspath(pretrained_model_name_or_path)
+        if (path is None) != (state_dict is not None) or (path is None and not isinstance(config, PreTrainedConfig)):
             raise ValueError(
                 "give the folder or Hub id of the heads, or None with config= and state_dict= in its place."
             )
         source = HeadsSource(
-            given,
+            path,
             fetch={key: kwargs.pop(key) for key in HUB_ARGUMENTS & set(kwargs)},
             heads={key: kwargs.pop(key) for key in HEADS_ARGUMENTS & set(kwargs)},
             base=base_model,
@@ -457,7 +457,7 @@ class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
         config: DraftHeadConfig,
         variant: str | None,
         hub: dict[str, Any],
-        given: Mapping[str, Tensor] | None = None,
+        state_dict: Mapping[str, Tensor] | None = None,
     ) -> tuple[LoadedModel, dict[str, Tensor]]:
         """The model without base and memory, and the heads' tensors, given or in the checkpoint, which fit it."""
         try:
@@ -469,11 +469,11 @@ class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
                 f"no heads can be built from the config of {path!r} ({in_one_line(error)}): correct config.json."
             ) from error
         expected = model.state_dict()
-        given = read_tensors(path, hub, variant) if given is None else given
-        tensors = {name: given[name] for name in expected if name in given}
+        state_dict = read_tensors(path, hub, variant) if state_dict is None else state_dict
+        tensors = {name: state_dict[name] for name in expected if name in state_dict}
         tied = model._tied("drafter").items()  # a checkpoint holds such weights once
         tensors = {target: tensors[source] for target, source in tied if source in tensors} | tensors
-        others = [name for name in given if not (config.base_included and name.startswith("base."))]
+        others = [name for name in state_dict if not (config.base_included and name.startswith("base."))]
         check_tensors(path, tensors, expected, others)
         return model, tensors
 
@@ -486,11 +486,11 @@ class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
     def _fill(self, tensors: Mapping[str, Tensor], device: torch.device, dtype: torch.dtype) -> None:
         """Give a drafter without memory its tensors; where device and type are theirs, they stay mapped from disk."""
         device = torch.device("cpu") if device.type == "meta" else device  # all of the base is offloaded
-        placed = {
+        moved = {
             name: tensor.to(device=device, dtype=dtype if tensor.is_floating_point() else None)
             for name, tensor in tensors.items()
         }
-        self.load_state_dict(placed, assign=True)
+        self.load_state_dict(moved, assign=True)
         for module in self.drafter.modules():
             for name in module._non_persistent_buffers_set:
                 setattr(module, name, torch.empty_like(getattr(module, name), device=device))

@@ -231,8 +231,8 @@ class MtpDrafter(Drafter):
         super().copy_from_base()
         final = getattr(dict(self.base.get_decoder().named_children()).get("norm"), "weight", None)
         for module in self._modules_of():
-            if final is not None and (own := getattr(module.norm, "weight", None)) is not None:
-                copy_if_as_wide(own, final)
+            if final is not None and (weight := getattr(module.norm, "weight", None)) is not None:
+                copy_if_as_wide(weight, final)
 
     def lm_heads(self) -> list[nn.Linear]:
         return [module.lm_head for module in self._modules_of() if module.lm_head is not None]
@@ -257,7 +257,7 @@ class MtpDrafter(Drafter):
         level, ancestors, depths, modules = state.level, state.ancestors, state.depths, self._modules_of()
         if state.depth:  # the root's own pairs were observed already
             rows, parents, ancestors = next_level(ancestors, parents, depths.device)
-            embeddings, found = self.embed(tokens, like=level[0]), []
+            embeddings, next_outputs = self.embed(tokens, like=level[0]), []
             depths = torch.cat([depths.new_full((tokens.shape[1],), state.depth), depths])
             first = state.depth if len(modules) > 1 else 0
             readers = zip(modules[first:], state.caches[first:], modules[max(first - 1, 0) :], level)
@@ -267,8 +267,8 @@ class MtpDrafter(Drafter):
                 if module.body.first:  # behind a short text its positions may lie before the text: these are not seen
                     early = cache.lengths[:, None] + depths - 1 < module.body.first
                     seen = ancestors & (~early[:, None] | early[:, :1, None])
-                found.append(module.body.over_nodes(cache, x, state.depth, seen))
-            level = tuple(found)
+                next_outputs.append(module.body.over_nodes(cache, x, state.depth, seen))
+            level = tuple(next_outputs)
         state = MtpState(state.caches, state.last, level, ancestors, depths, state.depth + 1)
         return state, Guesses(self.head_logits(state.depth - 1, level[0]), self.draft_tokens)
 
@@ -358,9 +358,12 @@ class MtpForCausalLM(DraftHeadPreTrainedModel):
         if modules_from is not False and (named := modules_from or of_base):
             revision = revision if named == of_base else None
             model = model._with_modules(os.fspath(named), {**hub, "revision": revision or "main"}, bool(modules_from))
-        if model.config.draft_vocab_size is None and (known := model.config.known_tokens or 0) > LARGE_VOCABULARY:
+        if (
+            model.config.draft_vocab_size is None
+            and (known_tokens := model.config.known_tokens or 0) > LARGE_VOCABULARY
+        ):
             logger.warning_once(
-                f"the modules guess among all {known:,} tokens of the base, which costs more than the modules "
+                f"the modules guess among all {known_tokens:,} tokens of the base, which costs more than the modules "
                 "themselves: give the frequent ones with draft_tokens=, a JSON file of ids that "
                 "`hf-drafthead vocabulary` writes."
             )
@@ -369,19 +372,19 @@ class MtpForCausalLM(DraftHeadPreTrainedModel):
     def _with_modules(self, place: str, hub: dict[str, Any], required: bool) -> "MtpForCausalLM":
         """This model with the modules that lie in a repository; it stays as it is where the base never had any."""
         config = self.config
-        found = _formats().own_modules(config, self.base, place, hub, required)
-        if found is None:
+        stored = _formats().own_modules(config, self.base, place, hub, required)
+        if stored is None:
             logger.warning_once(
                 f"{place!r} has no modules for multi-token prediction: these are untrained, train them with "
                 "`hf-drafthead train --family mtp`."
             )
             return self
-        fields, tensors = found
+        fields, tensors = stored
         model: MtpForCausalLM = self
         if any(getattr(config, name) != value for name, value in fields.items()):
-            own = {name: getattr(config, name) for name in config.heads_fields()}
+            heads_fields = {name: getattr(config, name) for name in config.heads_fields()}
             about = {name: getattr(config, name) for name in ("base_model_name_or_path", "base_model_revision")}
-            model = super().from_base(self.base, **{**own, **about, **fields})
+            model = super().from_base(self.base, **{**heads_fields, **about, **fields})
             if self.drafter.draft_tokens is not None:
                 cast(Tensor, model.drafter.draft_tokens).copy_(self.drafter.draft_tokens)
         model._fill_modules(tensors, place)
