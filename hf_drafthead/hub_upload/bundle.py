@@ -190,12 +190,12 @@ def needs_of(folder: Path, config: DraftHeadConfig) -> frozenset[str]:
     """Which of NEEDED_BY_SOME a checkpoint with this config needs."""
     base: Any = config.base_config
     text = base.get_text_config(decoder=True)
-    known = base.model_type in CONFIG_MAPPING  # else it has code of its own, and may be anything
+    in_transformers = base.model_type in CONFIG_MAPPING  # else it has code of its own, and may be anything
     file = folder / GENERATION_CONFIG_NAME
     settings = read_json(file) if file.is_file() else {}
     needs = {
-        STATES: not known or any(hasattr(layer, "conv_states") for layer in DynamicCache(config=text).layers),
-        IMAGES: not known or text is not base,
+        STATES: not in_transformers or any(hasattr(layer, "conv_states") for layer in DynamicCache(config=text).layers),
+        IMAGES: not in_transformers or text is not base,
         COMPILED: _compiles(settings),
         CALIBRATED: bool(settings.get("calibration")),
         OTHER_ACCEPTANCE: settings.get("acceptance", "exact") != "exact",
@@ -230,10 +230,10 @@ def build_bundle(family: str, needs: frozenset[str] = frozenset()) -> str:
     rest = [bodies for reason, bodies in NEEDED_BY_SOME.items() if reason not in needs | READ_BY.get(family, set())]
     instead = functools.reduce(operator.or_, rest, INSTEAD)
     texts, used = needed({module.name: module.text for module in modules}, roots, instead)
-    statements = sorted({one for module in modules for one, name in module.imports.items() if name in used})
+    statements = sorted({statement for module in modules for statement, name in module.imports.items() if name in used})
     imports = [statement for statement in statements if statement.startswith("import ")]
     of_module: dict[str, list[str]] = {}
-    for origin, _, name in (one.partition(" import ") for one in statements if one not in imports):
+    for origin, _, name in (statement.partition(" import ") for statement in statements if statement not in imports):
         of_module.setdefault(origin, []).append(name)
     imports += [f"{origin} import {', '.join(names)}" for origin, names in of_module.items()]
     header = HEADER.format(family=family, version=__version__, imports="\n".join(imports))
@@ -258,20 +258,22 @@ class Module:
 
 def in_order(name: str) -> list[Module]:
     """A module after all others that it imports; modules that only functions import come last."""
-    found: dict[str, Module] = {}
+    modules: dict[str, Module] = {}
 
-    def put(one: str) -> None:
-        if one in found:
+    def put(module_name: str) -> None:
+        if module_name in modules:
             return
-        module = read_module(one)
+        module = read_module(module_name)
         for earlier in module.needs:
             put(earlier)
-        found[one] = module
+        modules[module_name] = module
 
     put(name)
-    while later := [one for module in found.values() for one in module.uses if one not in found]:
+    while later := [
+        module_name for module in modules.values() for module_name in module.uses if module_name not in modules
+    ]:
         put(later[0])
-    return list(found.values())
+    return list(modules.values())
 
 
 def read_module(name: str) -> Module:
@@ -285,17 +287,17 @@ def read_module(name: str) -> Module:
         # What is only imported for annotations binds the same names, but nothing has to stand before the module for it.
         for_types = isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
         inside = node.body if isinstance(node, ast.If) and for_types else [node]
-        imports = [one for one in inside if isinstance(one, (ast.Import, ast.ImportFrom))]
+        imports = [statement for statement in inside if isinstance(statement, (ast.Import, ast.ImportFrom))]
         if len(imports) == len(inside):
             for imported in imports:
                 take_import(module, imported, needed=not for_types)
             replaced[node.lineno] = node.end_lineno, ""
             continue
-        for one in ast.walk(node):
-            if isinstance(one, ast.ImportFrom) and f"{one.module}.".startswith(PACKAGE):
-                indent = " " * one.col_offset
-                text = "\n".join(indent + line for line in local_import(module, one).splitlines())
-                replaced[one.lineno] = one.end_lineno, text
+        for statement in ast.walk(node):
+            if isinstance(statement, ast.ImportFrom) and f"{statement.module}.".startswith(PACKAGE):
+                indent = " " * statement.col_offset
+                text = "\n".join(indent + line for line in local_import(module, statement).splitlines())
+                replaced[statement.lineno] = statement.end_lineno, text
     for first in sorted(replaced, reverse=True):
         last, text = replaced[first]
         lines[first - 1 : last] = [text] if text else []

@@ -126,13 +126,13 @@ def check_destination(there: Destination, target: Target, base: str | None) -> N
             )
         return
     try:
-        found = read_json(config).get("model_type")
+        model_type = read_json(config).get("model_type")
     except OSError:
-        found = None
-    if not str(found).startswith(MODEL_TYPE_PREFIX):
+        model_type = None
+    if not str(model_type).startswith(MODEL_TYPE_PREFIX):
         raise ValueError(
-            f"{there.repo_id!r} holds a {found!r} model without draft heads, which the heads would overwrite: push "
-            "them to a repository of their own."
+            f"{there.repo_id!r} holds a {model_type!r} model without draft heads, which the heads would overwrite: "
+            "push them to a repository of their own."
         )
 
 
@@ -153,22 +153,22 @@ def told(target: Target, sending: bool = False) -> Iterator[None]:
         raise ValueError(f"the Hub refused what was sent to {target.repo_id!r}: {first_line(error)}") from error
     except (errors.HfHubHTTPError, errors.LocalTokenNotFoundError) as error:
         status = getattr(getattr(error, "response", None), "status_code", 401)  # 401: there is no token to be sent
-        said = getattr(error, "server_message", None) or first_line(error)
+        answer = getattr(error, "server_message", None) or first_line(error)
         if status == 401:
             line = (
-                f"the Hub could not authenticate the push to {target.repo_id!r} ({said}): sign in with "
+                f"the Hub could not authenticate the push to {target.repo_id!r} ({answer}): sign in with "
                 "`hf auth login`, or pass a valid token."
             )
         elif status == 403:
             line = (
-                f"the token may not write to {target.repo_id!r} ({said}): use one with write access"
+                f"the token may not write to {target.repo_id!r} ({answer}): use one with write access"
                 f"{f' for {owner!r}' if owner else ''}"
                 f"{'' if target.create_pr else ', or propose the change (create_pr=True, --create-pr)'}."
             )
         elif isinstance(error, errors.RepositoryNotFoundError):
             line = f"there is no repository {target.repo_id!r} that the token can see: check the name and the token."
         else:
-            line = f"the Hub answered {status} to the push to {target.repo_id!r} ({said}): push again later."
+            line = f"the Hub answered {status} to the push to {target.repo_id!r} ({answer}): push again later."
         raise OSError(line) from error
     except (HTTP_ERROR, RuntimeError) as error:  # a broken connection is no OSError for the client of HTTP
         if isinstance(error, RuntimeError) and not sending:

@@ -50,7 +50,7 @@ def needed(
     texts = {name: replaced(text, instead) for name, text in texts.items()}
     trees = {name: ast.parse(text) for name, text in texts.items()}
     modules = {name: definitions(name, text, trees[name]) for name, text in texts.items()}
-    everything = [*filter(FirstTime(), (definition for found in modules.values() for definition in found))]
+    everything = [*filter(FirstTime(), (definition for in_module in modules.values() for definition in in_module))]
     defined = {name for definition in everything for name in definition.names}
     used: set[str] = set(roots)
     kept: set[int] = set()
@@ -65,7 +65,7 @@ def needed(
                     used |= part.uses
         if len(kept) == before:
             break
-    shortened = {name: without_rest(texts[name], trees[name], found, kept) for name, found in modules.items()}
+    shortened = {name: without_rest(texts[name], trees[name], in_module, kept) for name, in_module in modules.items()}
     return {name: text for name, text in shortened.items() if text}, used
 
 
@@ -78,9 +78,9 @@ class FirstTime:
     def __call__(self, definition: Definition) -> bool:
         if not isinstance(definition.node, ast.Assign):
             return True
-        known, text = len(self.texts), ast.unparse(definition.node)
+        before, text = len(self.texts), ast.unparse(definition.node)
         self.texts.add(text)
-        return len(self.texts) > known
+        return len(self.texts) > before
 
 
 def replaced(text: str, instead: Mapping[str, str]) -> str:
@@ -102,7 +102,7 @@ def replaced(text: str, instead: Mapping[str, str]) -> str:
 
 def definitions(module: str, text: str, tree: ast.Module) -> list[Definition]:
     """What stands in a module, in its order."""
-    lines, found = text.splitlines(), []
+    lines, in_module = text.splitlines(), []
     for node in tree.body:
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):  # the docstring
             continue
@@ -118,8 +118,8 @@ def definitions(module: str, text: str, tree: ast.Module) -> list[Definition]:
             parts = [*node.bases, *node.keywords, *node.decorator_list]  # type: ignore[list-item]
             parts += [part for part in node.body if not isinstance(part, Function)]
         whole.uses = {name for part in parts for name in mentioned(part)}
-        found.append(whole)
-    return found
+        in_module.append(whole)
+    return in_module
 
 
 def names_of(node: ast.stmt) -> set[str]:
@@ -171,9 +171,9 @@ def without_rest(text: str, tree: ast.Module, found: list[Definition], kept: Col
         if id(definition) not in kept:
             lines[definition.first - 1 : definition.last] = [None] * (definition.last - definition.first + 1)
             continue
-        here = {method.node for method in definition.methods if id(method) in kept}
+        kept_methods = {method.node for method in definition.methods if id(method) in kept}
         for part in getattr(definition.node, "body", ()) if isinstance(definition.node, ast.ClassDef) else ():
-            if isinstance(part, Function) and part not in here:
+            if isinstance(part, Function) and part not in kept_methods:
                 first = first_line(part, before)
                 lines[first - 1 : part.end_lineno] = [None] * ((part.end_lineno or 0) - first + 1)
     for node in ast.walk(tree):

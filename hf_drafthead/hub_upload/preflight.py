@@ -73,9 +73,9 @@ def check_files(folder: Path) -> None:
         if path.name in VOCABULARIES or path.suffix == ".safetensors" or path.stat().st_size > TEXT_AT_MOST:
             continue
         data = path.read_bytes()
-        found = SECRET.search(data)
-        if found or (signed_in and signed_in in data):
-            line = data.count(b"\n", 0, found.start() if found else data.index(signed_in)) + 1
+        match = SECRET.search(data)
+        if match or (signed_in and signed_in in data):
+            line = data.count(b"\n", 0, match.start() if match else data.index(signed_in)) + 1
             raise ValueError(
                 f"{name!r} in {str(folder)!r} holds what looks like a token, password or private key (line {line}): "
                 "remove it, and revoke it if anybody may have seen it."
@@ -95,10 +95,10 @@ def check_public_base(config: DraftHeadConfig, folder: Path, token: str | bool |
         raise ValueError(f"the heads do not say which base they are for: {WAYS}.")
     if is_local(name, folder):
         raise ValueError(f"the base of these heads is the local path {name!r}, which others cannot load: {WAYS}.")
-    found, notes = find_base(name, revision, token)
-    if found is not None and found.gated:
+    info, notes = find_base(name, revision, token)
+    if info is not None and info.gated:
         notes.append(f"the base {name!r} is gated: users of these heads need access to it")
-    if found is not None and found.private:
+    if info is not None and info.private:
         notes.append(f"the base {name!r} is private: only users with access to it can load these heads")
     return notes
 
@@ -171,7 +171,7 @@ def load_again(folder: Path, dtype: torch.dtype) -> DraftHeadPreTrainedModel:
 def check_card(folder: Path, shown: str) -> None:
     """Refuse a card that lacks necessary information; messages name the folder as `shown`."""
     if lacking := missing(folder):
-        words = "; ".join(one.replace(str(folder), shown) for one in lacking)
+        words = "; ".join(line.replace(str(folder), shown) for line in lacking)
         raise ValueError(
             f"the card of {shown!r} is not complete: {words} (license= and --license of a push write the license)."
         )

@@ -257,7 +257,7 @@ def _compare(files: dict[str, Path], destination: Destination) -> dict[str, str]
     info, listed = destination.info, []
     if info is not None:
         listed = list(HfApi(token=destination.token).list_repo_tree(info.id, recursive=True, revision=info.sha))
-    there = {one.path: one for one in listed if isinstance(one, RepoFile)}
+    there = {entry.path: entry for entry in listed if isinstance(entry, RepoFile)}
     states = {}
     for name, path in files.items():
         if name not in there:

@@ -59,8 +59,12 @@ def serve(
     if pages := [argument for argument in arguments if argument.startswith(OF_PAGES)]:
         raise ValueError(f"{pages[0].partition('=')[0]} describes pages, which are not used with heads: leave it out.")
     of_many = {"--slots": slots, "--max-queue-size": max_queue_size}
-    if "--continuous-batching" not in arguments and (given := [name for name in of_many if of_many[name] is not None]):
-        raise ValueError(f"{given[0]} is of many requests at once: give --continuous-batching too, or leave it out.")
+    if "--continuous-batching" not in arguments and (
+        misplaced := [name for name in of_many if of_many[name] is not None]
+    ):
+        raise ValueError(
+            f"{misplaced[0]} is of many requests at once: give --continuous-batching too, or leave it out."
+        )
     check_servable(model)
     check_options(model, arguments)
     texts = texts_of(model, lookup_texts, ANSWERS if lookup_answers else 0)
@@ -126,8 +130,8 @@ def copy_from(texts: TextIndex, answers: bool) -> None:
         def __getattr__(self, name: str) -> Any:
             return getattr(self.model, name)
 
-        def generate(self, *given: Any, **named: Any) -> Any:
-            output = self.model.generate(*given, lookup_texts=texts, **named)
+        def generate(self, *args: Any, **named: Any) -> Any:
+            output = self.model.generate(*args, lookup_texts=texts, **named)
             if answers:
                 prompt = named["input_ids"].shape[-1]
                 texts.put(output[0, max(prompt - LONGEST_GRAM, 0) :].tolist())
@@ -135,9 +139,9 @@ def copy_from(texts: TextIndex, answers: bool) -> None:
 
     def copying(function: Any) -> Any:
         @functools.wraps(function)
-        def run(self: Any, model: Any, *given: Any, **named: Any) -> Any:
+        def run(self: Any, model: Any, *args: Any, **named: Any) -> Any:
             return function(
-                self, Copying(model) if isinstance(model, DraftHeadGenerationMixin) else model, *given, **named
+                self, Copying(model) if isinstance(model, DraftHeadGenerationMixin) else model, *args, **named
             )
 
         return run
@@ -172,9 +176,9 @@ def share_by_request(**settings: Any) -> None:
     kind, build_config = utils.CBGenerateManager, utils.BaseHandler._build_generation_config
     streaming, whole, build_server = kind.generate_streaming, kind.generate_non_streaming, server.build_server
 
-    def with_seed(self: Any, body: dict[str, Any], *given: Any, use_cb: bool = False, **named: Any) -> Any:
+    def with_seed(self: Any, body: dict[str, Any], *args: Any, use_cb: bool = False, **named: Any) -> Any:
         # the server would seed the process, from which other requests draw
-        config = build_config(self, {**body, "seed": None} if use_cb else body, *given, use_cb=use_cb, **named)
+        config = build_config(self, {**body, "seed": None} if use_cb else body, *args, use_cb=use_cb, **named)
         if body.get("seed") is not None:
             config.seed = body["seed"]
         for name, value in ONE_TEXT.items():
@@ -197,32 +201,32 @@ def share_by_request(**settings: Any) -> None:
             manager._cb.tokenizer = getattr(processor, "tokenizer", processor)
 
     @functools.wraps(streaming)
-    def generate_streaming(self, model, processor, inputs, gen_config, request_id, *given, **named):
+    def generate_streaming(self, model, processor, inputs, gen_config, request_id, *args, **named):
         take(self, processor, gen_config)
-        own = f"{request_id}/{next(numbers)}"  # a client may give several requests the same
-        return streaming(self, model, processor, inputs, gen_config, own, *given, **named)
+        unique_id = f"{request_id}/{next(numbers)}"  # a client may give several requests the same
+        return streaming(self, model, processor, inputs, gen_config, unique_id, *args, **named)
 
     @functools.wraps(whole)
     async def generate_non_streaming(self, model, processor, inputs, gen_config, request_id):
-        own = f"{request_id}/{next(numbers)}"
+        unique_id = f"{request_id}/{next(numbers)}"
 
         async def answered():
             take(self, processor, gen_config)  # nothing else runs until the request was added
-            return await whole(self, model, processor, inputs, gen_config, own)
+            return await whole(self, model, processor, inputs, gen_config, unique_id)
 
         answer = asyncio.ensure_future(answered())
         gone = asyncio.ensure_future(CLIENT.get()())  # of a request that was read its client says no more
         try:
             await asyncio.wait({answer, gone}, return_when=asyncio.FIRST_COMPLETED)
             if not answer.done():
-                self._cb.cancel_request(own)
+                self._cb.cancel_request(unique_id)
             return await answer
         finally:
             gone.cancel()
 
     @functools.wraps(build_server)
-    def with_metrics(*given: Any, **named: Any) -> Any:
-        app, state = build_server(*given, **named), named["generation_state"]
+    def with_metrics(*args: Any, **named: Any) -> Any:
+        app, state = build_server(*args, **named), named["generation_state"]
 
         app.add_middleware(Clients)
 
@@ -275,8 +279,8 @@ def check_options(model: str, arguments: list[str]) -> None:
     except Exception as error:
         if not hasattr(error, "format_message"):  # what every usage error of a command line has
             raise
-        said = " ".join(error.format_message().split()).rstrip(".")
-        raise ValueError(f"{said}: see `hf-drafthead serve --help`.") from None
+        problem = " ".join(error.format_message().split()).rstrip(".")
+        raise ValueError(f"{problem}: see `hf-drafthead serve --help`.") from None
 
 
 def server_command() -> Any:

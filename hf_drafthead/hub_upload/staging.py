@@ -95,15 +95,15 @@ def _named_base(config: DraftHeadConfig, base: str, token: str | bool | None) ->
     recorded = base == config.base_model_name_or_path
     if recorded and config.base_model_revision:
         return config.base_model_revision, []
-    found, _ = find_base(base, None, token)
-    commit = None if found is None else found.sha
+    info, _ = find_base(base, None, token)
+    commit = None if info is None else info.sha
     if recorded:
         return commit, []
     # the base of the training may have been a local copy; from now on the heads are loaded with this one
     try:
         fields = base_model.fetch_config(base, commit, token)
     except OSError as error:
-        if found is None or not found.gated:
+        if info is None or not info.gated:
             raise
         return commit, [f"whether the heads fit the base was not checked: {error}".rstrip(".")]
     base_model.refuse_unfit(fields, base, loaded=False)
@@ -140,26 +140,26 @@ def published_card(target: Path, published: Path | None) -> list[str]:
     path = target / CARD
     if published is None:
         return []
-    there = read_card(published)
-    data: Any = there.data
+    hub_card = read_card(published)
+    data: Any = hub_card.data
     data.tags = [tag for tag in data.tags or [] if tag not in FAMILIES] or None  # of the heads before
     if not path.is_file():
-        there.save(path)
+        hub_card.save(path)
         return []
-    here = read_card(path)
-    own = {section.heading: section.text for section in sections_of(here.text) if not section.ours}
-    sections = sections_of(there.text)
-    kept = [section.text for section in sections if section.ours or section.heading not in own]
+    folder_card = read_card(path)
+    written_sections = {section.heading: section.text for section in sections_of(folder_card.text) if not section.ours}
+    sections = sections_of(hub_card.text)
+    kept = [section.text for section in sections if section.ours or section.heading not in written_sections]
     differ = [
         section.heading or "the text before the first section"
         for section in sections
-        if not section.ours and own.get(section.heading, section.text) != section.text
+        if not section.ours and written_sections.get(section.heading, section.text) != section.text
     ]
-    here.text = "\n" + merge("\n\n".join(kept), here.text)
-    for name, value in there.data.__dict__.items():
-        if value is not None and getattr(here.data, name, None) is None:
-            setattr(here.data, name, value)
-    here.save(path)
+    folder_card.text = "\n" + merge("\n\n".join(kept), folder_card.text)
+    for name, value in hub_card.data.__dict__.items():
+        if value is not None and getattr(folder_card.data, name, None) is None:
+            setattr(folder_card.data, name, value)
+    folder_card.save(path)
     return [f"{heading!r} in the published card differs from the folder's, which is sent" for heading in differ]
 
 
