@@ -131,11 +131,11 @@ def calibrate(
         for size in missing:
             calls = [{**batch, **call} for batch in batches_of(model, prompts, size)]
             share = math.inf if minutes is None else 60 * minutes / len(missing)
-            told = functools.partial(_tell_estimate, notify, size)
-            comparison = Comparison(model, counted, calls, captured, share, progress(f"batch size {size}"), told)
-            found, figures = comparison.fastest()
+            tell = functools.partial(_tell_estimate, notify, size)
+            comparison = Comparison(model, counted, calls, captured, share, progress(f"batch size {size}"), tell)
+            fastest, figures = comparison.fastest()
             measured = {**figures, **how, **(about or {})}
-            entries[size] = entry = {**keys[size]._asdict(), **found, "measured": measured}
+            entries[size] = entry = {**keys[size]._asdict(), **fastest, "measured": measured}
             model.generation_config.calibration = stored = merged(stored, entry)
             keep(entry)
             if comparison.stopped == INTERRUPTED:

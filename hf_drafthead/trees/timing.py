@@ -79,7 +79,7 @@ def product_costs(base: Any) -> dict[torch.dtype, float]:
     for dtype in DTYPES:
         weight = torch.randn(sizes, generator=torch.Generator().manual_seed(0)).to(dtype)
         rows = {count: weight[:count].contiguous() for count in (1, MANY)}
-        runs = {count: functools.partial(_repeated, given, weight) for count, given in rows.items()}
+        runs = {count: functools.partial(_repeated, inputs, weight) for count, inputs in rows.items()}
         _, seconds = time_interleaved(runs, 5, torch.device("cpu"))
         costs[dtype] = min(seconds[MANY]) / min(seconds[1])
     return costs
