@@ -221,8 +221,8 @@ def recipe(training: dict[str, Any]) -> dict[str, Any]:
         if key in shown or ACCURACY.fullmatch(key):
             continue
         if isinstance(value, dict):
-            said = [name for name, part in value.items() if not (ACCURACY.fullmatch(name) or part in ([], {}, None))]
-            value = ", ".join(f"{name} {one_phrase(value[name])}" for name in said)
+            names = [name for name, part in value.items() if not (ACCURACY.fullmatch(name) or part in ([], {}, None))]
+            value = ", ".join(f"{name} {one_phrase(value[name])}" for name in names)
         rows["expected tokens per step" if key == "tokens_per_step" else key.replace("_", " ")] = value
     return rows
 

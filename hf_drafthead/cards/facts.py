@@ -73,10 +73,10 @@ def read_facts(folder: Path, model: Any = None) -> Facts:
     )
     family, depth = heads_config.family, heads_config.max_depth
     evaluations = _evaluations(folder, family)
-    runs = [each for each in evaluations if "checks" not in each]
+    runs = [evaluation for evaluation in evaluations if "checks" not in evaluation]
     named = config.get("base_model_name_or_path")
     chosen = settings.get("draft_tree")
-    own = heads_config.heads_fields() - {"num_draft_heads", "layer_config"}
+    shown_fields = heads_config.heads_fields() - {"num_draft_heads", "layer_config"}
     vocabulary = (config.get("base_config") or {}).get("vocab_size") or 2**31  # every rank, where none is known
     tree = static_tree(chosen, depth, vocabulary)
     tree_name = chosen if tree and isinstance(chosen, str) else None
@@ -88,7 +88,7 @@ def read_facts(folder: Path, model: Any = None) -> Facts:
         config=config,
         base=named if is_hub_id(named, folder) else None,
         base_parameters=_base_parameters(folder, named, model),
-        fields={name: value for name, value in config.items() if name in own},
+        fields={name: value for name, value in config.items() if name in shown_fields},
         **size_of_heads(str(folder)),
         chat_template=_has_chat_template(folder),
         tree=tree,
@@ -102,7 +102,7 @@ def read_facts(folder: Path, model: Any = None) -> Facts:
         accuracies=_accuracies(measured or {**training, **(training.get("held_out") or {})}),
         accuracy_run=measured,
         runs=runs,
-        verifications=[each for each in evaluations if "checks" in each],
+        verifications=[evaluation for evaluation in evaluations if "checks" in evaluation],
     )
 
 
@@ -259,8 +259,8 @@ def counts_in_words(counts: Mapping[str, Any]) -> str:
     parts = [f"{same} of {texts} texts {'is' if same == 1 else 'are'} the same"]
     if rounding:
         margins = {"the logits": counts.get("largest_margin"), "probability": counts.get("largest_probability_margin")}
-        apart = ", ".join(f"{margin:.3g} in {name}" for name, margin in margins.items() if margin is not None)
-        parts.append(f"{_differ(rounding)} from a near tie on (largest margin {apart or 'not recorded'})")
+        largest = ", ".join(f"{margin:.3g} in {name}" for name, margin in margins.items() if margin is not None)
+        parts.append(f"{_differ(rounding)} from a near tie on (largest margin {largest or 'not recorded'})")
     if faults:
         parts.append(f"{_differ(faults)} by more than rounding explains")
     return ", ".join(parts)
