@@ -56,8 +56,8 @@ class Side:
     def depths(self) -> list[int]:
         """For each token the depth of the guess that it was, 0 for the base's own, COPIED for a copy."""
         steps = list(self.steps)
-        lengths = torch.tensor([len(step.emitted) for step in steps], dtype=torch.long)
-        depths = guess_depths(lengths, [step.copied for step in steps])
+        accepted_lengths = torch.tensor([len(step.emitted) for step in steps], dtype=torch.long)
+        depths = guess_depths(accepted_lengths, [step.copied for step in steps])
         count = len(self.tokens)
         return (depths + [0] * count)[:count]
 
