@@ -202,9 +202,9 @@ class BenchRun:
         if max(map(len, rows)) < 2:
             return None
         prompt_lengths = inputs["attention_mask"].sum(1)
-        lengths = prompt_lengths + prompt_lengths.new_tensor([*map(len, rows)])
+        text_lengths = prompt_lengths + prompt_lengths.new_tensor([*map(len, rows)])
         padded = torch.nn.utils.rnn.pad_sequence(texts, batch_first=True)
-        return rank_paths(self.model, padded, prompt_lengths, lengths).flatten(0, 1).cpu()
+        return rank_paths(self.model, padded, prompt_lengths, text_lengths).flatten(0, 1).cpu()
 
 
 def bench(

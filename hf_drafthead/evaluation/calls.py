@@ -200,8 +200,8 @@ def encode_all(
     inputs = []
     for batch in batches:
         inputs.append(encode_turn(model, tokenizer, batch, [()] * len(batch)))
-        lengths = inputs[-1]["attention_mask"].sum(1)
-        for question, length in zip(batch, lengths.tolist()):
+        prompt_lengths = inputs[-1]["attention_mask"].sum(1)
+        for question, length in zip(batch, prompt_lengths.tolist()):
             check_room(model, length, max_new_tokens, f"{question.where}: ")
     return inputs
 
