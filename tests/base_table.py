@@ -305,7 +305,7 @@ def generic(kind: str) -> PreTrainedModel | None:
     for otherwise in OTHERWISE:
         try:
             plain = AutoConfig.for_model(kind)
-            # latent attention has as many heads of keys as of queries, which its config may say otherwise, of derived size
+            # latent attention has as many heads of keys as of queries, of a size that follows from others
             latent = {"num_key_value_heads": 4, "head_dim": None} if "kv_lora_rank" in vars(plain) else {}
             fields = {**SIZES, **SPECIAL, **SMALL, **latent, **otherwise, **layers(kind)}
             known = {name: value for name, value in fields.items() if value is not None and hasattr(plain, name)}
