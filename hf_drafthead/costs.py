@@ -325,8 +325,8 @@ def _take(runner: Runner, state: DecodingState) -> None:
 
 def _in_steps(seconds: dict[Tree, float], trees: Sequence[Tree]) -> list[float]:
     """Costs of trees from the seconds of steps with them, and of the root alone."""
-    one = max(seconds[DraftTree.root_alone()], 1e-9)  # a clock may stand still, or go back
-    return [round(min(max(seconds[tree] / one, 0.01), HIGHEST), 3) for tree in trees]
+    root_seconds = max(seconds[DraftTree.root_alone()], 1e-9)  # a clock may stand still, or go back
+    return [round(min(max(seconds[tree] / root_seconds, 0.01), HIGHEST), 3) for tree in trees]
 
 
 def _guessing(drafter: Any, tree: DraftTree, root: torch.Tensor, features: torch.Tensor) -> Callable[[], None]:
