@@ -77,16 +77,16 @@ def repaired(messages: Sequence[Mapping[str, Any]] | None, tools: str | None = N
         raise Refused("it has no turns")
     chat = Chat([], tools=json.loads(tools) if tools else None)
     for number, turn in enumerate(messages):
-        given, content = turn.get("role"), turn.get("content")
-        if not given:
+        role_name, content = turn.get("role"), turn.get("content")
+        if not role_name:
             raise Refused(f"turn {number} has no role")
-        role = ROLES.get(given.lower())
+        role = ROLES.get(role_name.lower())
         if role is None:
-            raise Refused(f"turn {number} has the unknown role {given!r}")
+            raise Refused(f"turn {number} has the unknown role {role_name!r}")
         if content is None:
             raise Refused(f"turn {number} has no text")
-        if role != given:
-            chat.mapped[f"{given} -> {role}"] = None
+        if role != role_name:
+            chat.mapped[f"{role_name} -> {role}"] = None
         extra = json.loads(turn.get("extra") or "{}")
         _add(chat, number, {"role": role, "content": content, **extra}, turn.get("ids"))
         chat.cut = bool(turn.get("cut"))

@@ -92,13 +92,18 @@ def as_row(record: Any, source: str = "", number: int = 0) -> dict[str, Any]:
     """
     fields = record if isinstance(record, Mapping) else {}
     holder = next((name for name in CHATS if fields.get(name) is not None), None)
-    chat, turns, text, given = fields.get(holder or ""), fields.get("turns"), fields.get("text"), fields.get("given")
+    chat, turns, text, context_length = (
+        fields.get(holder or ""),
+        fields.get("turns"),
+        fields.get("text"),
+        fields.get("given"),
+    )
     prompt, completion = fields.get("prompt"), fields.get("completion")
     read = {"ids", "given", "source", "row", "unused", *(("turns", "text") if holder is None else (holder,))}
     if chat is None and turns is None and text is None and prompt is not None:
         read |= {"prompt", "completion"}
         if isinstance(prompt, str):
-            text, given = prompt + (completion if isinstance(completion, str) else ""), len(prompt)
+            text, context_length = prompt + (completion if isinstance(completion, str) else ""), len(prompt)
         elif _are(prompt, str):
             turns = prompt
         else:
@@ -120,7 +125,7 @@ def as_row(record: Any, source: str = "", number: int = 0) -> dict[str, Any]:
         "tools": tools,
         "turns": asked,
         "text": text if messages is None and asked is None and isinstance(text, str) else None,
-        "given": given if isinstance(given, int) and 0 <= given <= len(text or "") else 0,
+        "given": context_length if isinstance(context_length, int) and 0 <= context_length <= len(text or "") else 0,
         "ids": _ids(fields.get("ids")),
         "source": source,
         "row": number,
@@ -136,13 +141,13 @@ def data_hash(rows: Iterable[Mapping[str, Any]]) -> str:
         if messages is not None:  # turns without the columns that hold nothing
             optional = ("ids", "extra")
             messages = [{n: v for n, v in turn.items() if n not in optional or v is not None} for turn in messages]
-        said = {
+        content = {
             "messages": messages,
             "text": row.get("text"),
             "given": row.get("given"),
             **{name: row[name] for name in ("turns", "ids", "tools") if row.get(name) is not None},
         }
-        digest.update(json.dumps(said, sort_keys=True, ensure_ascii=False, separators=(",", ":")).encode() + b"\n")
+        digest.update(json.dumps(content, sort_keys=True, ensure_ascii=False, separators=(",", ":")).encode() + b"\n")
     return digest.hexdigest()
 
 
@@ -194,9 +199,9 @@ def calls_of(given: Any) -> list[dict[str, Any]]:
     return taken
 
 
-def _tools(given: Any) -> str | None:
+def _tools(value: Any) -> str | None:
     """Functions that may be called, as JSON, in the form that chat templates take; None if these are none."""
-    tools = _parsed(given)
+    tools = _parsed(value)
     tools = [_parsed(tool) for tool in tools] if isinstance(tools, (list, tuple)) else []
     if not _are(tools, Mapping):
         return None
@@ -214,12 +219,12 @@ def _full(value: Any) -> Any:
     return [_full(inner) for inner in value] if isinstance(value, (list, tuple)) else value
 
 
-def _parsed(given: Any) -> Any:
+def _parsed(value: Any) -> Any:
     """What a text of JSON holds; anything else as it is."""
     try:
-        return json.loads(given) if isinstance(given, str) else _full(given)
+        return json.loads(value) if isinstance(value, str) else _full(value)
     except (ValueError, RecursionError):
-        return given
+        return value
 
 
 def _with_what_is_beside(turns: list[Any], fields: Mapping[str, Any]) -> list[Any]:
@@ -250,5 +255,5 @@ def _are(values: Any, kind: type) -> bool:
     return isinstance(values, (list, tuple)) and bool(values) and all(isinstance(value, kind) for value in values)
 
 
-def _ids(given: Any) -> list[int] | None:
-    return list(given) if _are(given, int) and 0 <= min(given) and max(given) < 1 << 31 else None
+def _ids(value: Any) -> list[int] | None:
+    return list(value) if _are(value, int) and 0 <= min(value) and max(value) < 1 << 31 else None

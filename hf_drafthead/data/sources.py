@@ -85,8 +85,8 @@ def uniform(rows: Dataset | IterableDataset, name: str = "the data") -> Dataset 
     if set(columns) == set(wanted):
         return rows
     if not set(KNOWN) & set(columns):
-        found = f"has the columns {', '.join(columns)}" if columns else "is empty"
-        raise ValueError(f"{name} {found}: {EXPECTED}.")
+        problem = f"has the columns {', '.join(columns)}" if columns else "is empty"
+        raise ValueError(f"{name} {problem}: {EXPECTED}.")
     read: Any = rows.map(
         lambda record, number: as_row(record, "", number),
         with_indices=True,
@@ -250,13 +250,13 @@ def _load(source: str, streaming: bool, split: str | None) -> Any:
     try:
         saved = any(os.path.isfile(os.path.join(source, name)) for name in SAVED)
         part = None if not split or split.isidentifier() else split  # such as `train[:10%]`
-        found = load_from_disk(source) if saved else load_dataset(source, split=part, streaming=streaming)
+        loaded = load_from_disk(source) if saved else load_dataset(source, split=part, streaming=streaming)
     except (OSError, ValueError, RuntimeError) as error:
         raise OSError(f"no data could be read at {source!r} ({one_line(error)}): {wanted}") from error
-    if not isinstance(found, (DatasetDict, IterableDatasetDict)):
-        return without_format(found)  # a folder of `save_to_disk` keeps it
-    chosen = split or (next(iter(found)) if len(found) == 1 else "test")
-    if chosen not in found:
+    if not isinstance(loaded, (DatasetDict, IterableDatasetDict)):
+        return without_format(loaded)  # a folder of `save_to_disk` keeps it
+    chosen = split or (next(iter(loaded)) if len(loaded) == 1 else "test")
+    if chosen not in loaded:
         asked = f"no split {split!r}" if split else "several splits"
-        raise ValueError(f"{source!r} has {asked}: choose one of {', '.join(map(str, found))} with --split.")
-    return without_format(found[chosen])
+        raise ValueError(f"{source!r} has {asked}: choose one of {', '.join(map(str, loaded))} with --split.")
+    return without_format(loaded[chosen])

@@ -79,5 +79,5 @@ def read_text(path: str | os.PathLike) -> str:
 
 def same_words(words: str) -> int:
     """A number that texts with the same words share, whatever their case and punctuation."""
-    said = " ".join(re.findall(r"\w+", words.lower()))
-    return int.from_bytes(hashlib.blake2b(said.encode(), digest_size=8).digest(), "big")
+    normalized = " ".join(re.findall(r"\w+", words.lower()))
+    return int.from_bytes(hashlib.blake2b(normalized.encode(), digest_size=8).digest(), "big")
