@@ -50,9 +50,9 @@ def run_distill(
         raise ValueError("no model is named: give MODEL, or --endpoint URL --model NAME.")
     if (endpoint is None) != (served_model is None):
         raise ValueError("--endpoint URL and --model NAME go together: give both, or a MODEL alone.")
-    own = {"--batch-size": batch_size, "--max-length": max_length, "--chat-template": chat_template}
-    if endpoint is not None and (given := [name for name, value in own.items() if value is not None]):
-        raise ValueError(f"{given[0]} does not go with --endpoint: the server decides that; leave it out.")
+    without_endpoint = {"--batch-size": batch_size, "--max-length": max_length, "--chat-template": chat_template}
+    if endpoint is not None and (misplaced := [name for name, value in without_endpoint.items() if value is not None]):
+        raise ValueError(f"{misplaced[0]} does not go with --endpoint: the server decides that; leave it out.")
     template = common.read_template(chat_template)
     if (data is None) == (synthesize is None):
         raise ValueError("give --data, or --synthesize N for chats of which the base writes the questions too.")
