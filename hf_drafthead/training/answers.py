@@ -422,8 +422,8 @@ class Answerer(Writer):
         if not task.asks:
             stopped = not ended and self._holds_stop_string(words)
             # behind a stop string no token ends the turn, so that the tokens alone do not show where it ends
-            known = None if stopped and task.given is None else ids
-            self.take(task, Answer(words, ended or stopped, len(ids), known))
+            answer_ids = None if stopped and task.given is None else ids
+            self.take(task, Answer(words, ended or stopped, len(ids), answer_ids))
             return
         if task.plain:  # its beginning ends anywhere
             words, ended = words.rstrip("\N{REPLACEMENT CHARACTER}"), True

@@ -158,14 +158,14 @@ class DraftHeadTrainingArguments(TrainingArguments):
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ValueError(f"{name} is {value}: expected a number above 0.")
-        for name, known in (
+        for name, choices in (
             ("heads_schedule", SCHEDULES),
             ("base_objective", ("text", "itself")),
             ("recipe", (None, "paper", "quick")),
         ):
-            if getattr(self, name) not in known:
+            if getattr(self, name) not in choices:
                 raise ValueError(
-                    f"{name} is {getattr(self, name)!r}: expected one of {', '.join(map(repr, filter(None, known)))}."
+                    f"{name} is {getattr(self, name)!r}: expected one of {', '.join(map(repr, filter(None, choices)))}."
                 )
 
     @classmethod
@@ -181,11 +181,11 @@ class DraftHeadTrainingArguments(TrainingArguments):
             TypeError: there is no such argument.
             ValueError: no such family.
         """
-        known = {each.name for each in fields(cls) if each.init}
-        if unknown := sorted(set(arguments) - known):
+        argument_names = {argument.name for argument in fields(cls) if argument.init}
+        if unknown := sorted(set(arguments) - argument_names):
             raise TypeError(
-                f"{unknown[0]!r} is no training argument: {_meant(unknown[0], known)} A field of the heads' config is "
-                f"given in fields={{{unknown[0]!r}: ...}}."
+                f"{unknown[0]!r} is no training argument: {_meant(unknown[0], argument_names)} A field of the "
+                f"heads' config is given in fields={{{unknown[0]!r}: ...}}."
             )
         recipe = arguments.get("recipe") or ("quick" if arguments.get("hours") else None)
         quick = QUICK if recipe == "quick" else {}
@@ -231,31 +231,31 @@ def refuse_missing_reporters(names: list[str]) -> None:
             # one that is refused halfway must not do what it does at its end
             type(name, (INTEGRATION_TO_CALLBACK[name],), {"__del__": lambda self: None})()
         except KeyError:
-            known = ", ".join(sorted(INTEGRATION_TO_CALLBACK))
-            raise ValueError(f"report_to is {name!r}: expected none, all, or one of {known}.") from None
+            reporters = ", ".join(sorted(INTEGRATION_TO_CALLBACK))
+            raise ValueError(f"report_to is {name!r}: expected none, all, or one of {reporters}.") from None
         except (ImportError, RuntimeError, ValueError) as error:
             raise ValueError(f"report_to is {name!r} ({one_line(error)}): install it, or leave it out.") from error
 
 
 def sort_options(family: str, options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Options by name into config fields of a family and training arguments; a ValueError for any other name."""
-    own = find_family(family).model_class.config_class.heads_fields()
-    known = {field.name for field in fields(DraftHeadTrainingArguments)}
-    if unknown := sorted(set(options) - own - known):
+    heads_fields = find_family(family).model_class.config_class.heads_fields()
+    argument_names = {field.name for field in fields(DraftHeadTrainingArguments)}
+    if unknown := sorted(set(options) - heads_fields - argument_names):
         raise ValueError(
-            f"{unknown[0]!r} is neither a config field of {family} ({', '.join(sorted(own))}) nor a training argument: "
-            + _meant(unknown[0], own | known)
+            f"{unknown[0]!r} is neither a config field of {family} ({', '.join(sorted(heads_fields))}) nor a "
+            f"training argument: {_meant(unknown[0], heads_fields | argument_names)}"
         )
     if "output_dir" in options:
         raise ValueError("output_dir is the folder of the heads: give --output.")
-    of_config = {name: value for name, value in options.items() if name in own}
-    arguments = {name: value for name, value in options.items() if name not in own}
+    of_config = {name: value for name, value in options.items() if name in heads_fields}
+    arguments = {name: value for name, value in options.items() if name not in heads_fields}
     refuse_wrong_types(arguments)
     return of_config, arguments
 
 
-def _meant(name: str, known: set[str]) -> str:
-    near = get_close_matches(name, sorted(known), n=1)
+def _meant(name: str, names: set[str]) -> str:
+    near = get_close_matches(name, sorted(names), n=1)
     return f"did you mean {near[0]}?" if near else "check its spelling."
 
 
@@ -267,8 +267,8 @@ def refuse_wrong_types(arguments: Mapping[str, Any]) -> None:
         kinds = set(get_args(hint)) or {hint}
         if value is None or not kinds - {NoneType} <= {int, float, bool}:
             continue  # text and objects are checked where they are used
-        found = type(value)
-        if found in kinds or (found is int and float in kinds):
+        value_type = type(value)
+        if value_type in kinds or (value_type is int and float in kinds):
             continue
         expected = "a number" if float in kinds else "a whole number" if int in kinds else "true or false"
         raise ValueError(f"{name} is {value!r}: expected {expected}.")

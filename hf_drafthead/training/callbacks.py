@@ -172,8 +172,8 @@ class TrainingLog(TrainerCallback):
 
 def show_progress(trainer: Trainer) -> None:
     """Replace a trainer's progress bar by this one, and by lines in a log, unless its progress is turned off."""
-    for own in (ProgressCallback, PrinterCallback):
-        trainer.remove_callback(own)
+    for callback_class in (ProgressCallback, PrinterCallback):
+        trainer.remove_callback(callback_class)
     if trainer.args.disable_tqdm:
         return
     if sys.stderr.isatty():

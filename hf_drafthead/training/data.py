@@ -178,9 +178,9 @@ class Encoder:
             raise Refused(f"it has questions without answers: {ANSWER_THEM}")
         if row["text"] is None:
             raise Refused("it has neither messages nor text")
-        given, written = row["text"][: row["given"]], row["text"][row["given"] :]
+        context_text, written = row["text"][: row["given"]], row["text"][row["given"] :]
         if row["ids"] is not None and self._spells(row["ids"], written):
-            context = self._beginning + self._bare(given, add_special_tokens=False, verbose=False)["input_ids"]
+            context = self._beginning + self._bare(context_text, add_special_tokens=False, verbose=False)["input_ids"]
             return context + row["ids"], [IGNORED] * len(context) + row["ids"]
         if row["text"] and not written:
             raise Refused(f"it is a prompt without an answer: {ANSWER_THEM}")

@@ -183,8 +183,8 @@ def _collect(
     return total
 
 
-def _nothing_written(total: DistillReport, own: bool) -> ValueError:
-    if own:
+def _nothing_written(total: DistillReport, from_base: bool) -> ValueError:
+    if from_base:
         return ValueError(
             f"not one of {total.questions:,} questions that the base wrote can be asked "
             f"({in_words(total.dropped) or 'none was finished'}): give questions (--data), or the chat template "

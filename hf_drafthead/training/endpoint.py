@@ -121,18 +121,18 @@ class ServerWriter(Writer):
         except self._openai.BadRequestError as error:  # too long, for instance
             task.done = True
             if task.answers == 0:
-                task.refused = f"the server refuses it ({_said(error)})"
+                task.refused = f"the server refuses it ({_reason(error)})"
             elif not task.asks:
                 task.messages.pop()  # a question that there is no room for
         except self._openai.APIStatusError as error:
             what = ", and whether the server completes raw prompts (/completions)" if task.asks else ""
             raise OSError(
-                f"the server at {self.server.url!r} answers {error.status_code} ({_said(error)}): check --endpoint, "
+                f"the server at {self.server.url!r} answers {error.status_code} ({_reason(error)}): check --endpoint, "
                 f"--model {self.server.model!r} and OPENAI_API_KEY{what}; the same command resumes."
             ) from error
         except (self._openai.APIError, json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
             raise OSError(
-                f"the server at {self.server.url!r} does not answer ({_said(error)}): start it, then give the same "
+                f"the server at {self.server.url!r} does not answer ({_reason(error)}): start it, then give the same "
                 "command again, which resumes."
             ) from error
 
@@ -183,9 +183,9 @@ class ServerWriter(Writer):
         if task.given is not None:
             done = await self._client.completions.create(prompt=task.given, **settings)
         else:
-            said = [{"role": turn["role"], "content": turn["content"]} for turn in task.messages]
+            messages = [{"role": turn["role"], "content": turn["content"]} for turn in task.messages]
             settings |= {"tools": task.tools} if task.tools else {}
-            done = await self._client.chat.completions.create(messages=said, **settings)
+            done = await self._client.chat.completions.create(messages=messages, **settings)
         message, words, ended, tokens = self._choice(done, settings["max_tokens"])
         if ended and self.chats is not None and self.chats.end_of_turn.strip():  # some servers return it
             words = words.removesuffix(self.chats.of(task.tools).end_of_turn)
@@ -257,7 +257,7 @@ def with_path(url: str) -> str:
     return url if "/" in rest.rstrip("/") else f"{url.rstrip('/')}/v1"
 
 
-def _said(error: Exception) -> str:
+def _reason(error: Exception) -> str:
     """What went wrong, on one line."""
     cause = f": {error.__cause__}" if error.__cause__ is not None else ""
     return " ".join(f"{error}{cause}".split())[:300].rstrip(".")

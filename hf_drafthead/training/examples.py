@@ -90,10 +90,10 @@ def longest_text_of(model: DraftHeadPreTrainedModel) -> int:
 
 def choose_vocabulary(model: DraftHeadPreTrainedModel, rows: Any) -> float | None:
     """Give heads with a reduced vocabulary the most frequent tokens of the data; returns their share of all labels."""
-    size, known = model.config.draft_vocab_size, model.config.known_tokens
-    if size is None or known is None or size >= known:
+    size, known_tokens = model.config.draft_vocab_size, model.config.known_tokens
+    if size is None or known_tokens is None or size >= known_tokens:
         return None
-    tokens, share = frequent_tokens(rows, size, known)
+    tokens, share = frequent_tokens(rows, size, known_tokens)
     model.drafter.choose_vocabulary(tokens)
     return share
 

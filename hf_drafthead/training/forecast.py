@@ -67,8 +67,8 @@ def forecast(trainer: DraftHeadTrainer, data: PreparedData) -> Forecast:
     batch = args.per_device_train_batch_size
     rows = len(data.rows) if hasattr(data.rows, "__len__") else None
     tokens = None if rows is None or data.report is None else data.report.tokens
-    trained = sum(one.numel() for one in model.parameters() if one.requires_grad)
-    weights = sum(one.numel() * one.element_size() for one in model.parameters())
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    weights = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     in_epoch = math.ceil(math.ceil((rows or 0) / (batch * args.world_size)) / args.gradient_accumulation_steps)
     times, peak = None, None
     if not trainer.is_fsdp_enabled:  # only the Trainer can run a sharded model
@@ -81,7 +81,7 @@ def forecast(trainer: DraftHeadTrainer, data: PreparedData) -> Forecast:
     every = None if every is None else max(math.ceil(steps * every), 1) if every < 1 else int(every)
     evaluations = math.ceil(steps / (every or in_epoch or steps)) if args.eval_strategy != "no" else 1
     return Forecast(
-        parameters=sum(one.numel() for one in model.drafter.parameters()),
+        parameters=sum(parameter.numel() for parameter in model.drafter.parameters()),
         trained=trained,
         weights=weights,
         memory=(weights + 4 * trained if peak is None else peak) + MOMENTS * trained,

@@ -146,27 +146,31 @@ class HeadsLoss:
             features = features + self.feature_noise * (torch.rand_like(features) - 0.5)
         anchors = inputs["anchors"].to(labels) if "anchors" in inputs else None
         if anchors is None:
-            states, known = drafter.head_states(features, *text), labels.flatten()[places]
+            states, label_tokens = drafter.head_states(features, *text), labels.flatten()[places]
             shifts = [places - 2 - head for head in range(len(states))]  # where the guesses are made of
             rows = [state.flatten(0, 1).index_select(0, at.clamp(min=0)) for state, at in zip(states, shifts)]
             # those from before the text are none
             kept = [places % labels.shape[1] >= 2 + head for head in range(len(states))]
-            targets, sources = [known] * len(states), [places - 1] * len(states)
+            targets, sources = [label_tokens] * len(states), [places - 1] * len(states)
         else:
             states = drafter.head_states(features, *text, anchors.clamp(min=0))  # type: ignore[call-arg]
             rows, pairs = [state.flatten(0, 1) for state in states], anchored(labels, anchors, len(states))
             targets, sources = [pair[0].flatten() for pair in pairs], [pair[1].flatten() for pair in pairs]
-            kept = [there != IGNORED for there in targets]
+            kept = [head_targets != IGNORED for head_targets in targets]
         if drafter.draft_tokens is not None:
             vocabulary = model.config.get_text_config().vocab_size
-            targets = [draft_targets(drafter.draft_tokens, there, vocabulary) for there in targets]
-        weights = [(one & (there != IGNORED)).float() * each for one, there, each in zip(kept, targets, scale)]
+            targets = [draft_targets(drafter.draft_tokens, head_targets, vocabulary) for head_targets in targets]
+        weights = [
+            (in_text & (head_targets != IGNORED)).float() * head_scale
+            for in_text, head_targets, head_scale in zip(kept, targets, scale)
+        ]
         loss = features.new_zeros((), dtype=torch.float32)
         if self.feature:
             hidden = reading.hidden.flatten(0, 1).detach()
-            for states_there, source, weight in zip(rows, sources, weights):
-                there = hidden.index_select(0, source)  # states may have more behind as many numbers
-                loss = loss + self.feature * (feature_loss(states_there[:, : there.shape[1]], there) * weight).sum()
+            for head_rows, source, weight in zip(rows, sources, weights):
+                features_there = hidden.index_select(0, source)  # states may have more behind as many numbers
+                guessed = head_rows[:, : features_there.shape[1]]
+                loss = loss + self.feature * (feature_loss(guessed, features_there) * weight).sum()
         confidence = self.confidence if drafter.confidence_logits(rows[0][:1]) is not None else 0.0
         plan = Plan(
             logits=drafter.head_logits,
@@ -248,11 +252,13 @@ class HeadsLoss:
             key = (id(sources[head]), chunk.start)
             if key not in last:
                 last.clear()
-                here = scores.index_select(0, sources[head][chunk].to(scores.device))
+                chunk_scores = scores.index_select(0, sources[head][chunk].to(scores.device))
                 if drafter.draft_tokens is None:
-                    logits = reader.logits(here)
+                    logits = reader.logits(chunk_scores)
                 else:
-                    logits = drafter.base_logits(here) if reader.split else here[:, drafter.draft_tokens]
+                    logits = (
+                        drafter.base_logits(chunk_scores) if reader.split else chunk_scores[:, drafter.draft_tokens]
+                    )
                 last[key] = logits.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
             return last[key]
 
@@ -318,33 +324,36 @@ class ProjectedLoss(torch.autograd.Function):
                 outputs, gradients = [logits], [gradient]
                 if sure is not None and distance is not None:
                     foretold = sure.detach().float()
-                    accepted, each = 1 - distance / 2, plan.confidence * weights
-                    lost = (
-                        lost + (each * F.binary_cross_entropy_with_logits(foretold, accepted, reduction="none")).sum()
-                    )
+                    accepted, confidence_weights = 1 - distance / 2, plan.confidence * weights
+                    entropy = F.binary_cross_entropy_with_logits(foretold, accepted, reduction="none")
+                    lost = lost + (confidence_weights * entropy).sum()
                     outputs.append(sure)
-                    gradients.append((each * (foretold.sigmoid() - accepted)).to(sure.dtype))
+                    gradients.append((confidence_weights * (foretold.sigmoid() - accepted)).to(sure.dtype))
                 loss = loss + lost
                 if gradient is None or not logits.requires_grad:
                     continue
                 wanted = [tensor for tensor in (part, *parameters) if tensor.requires_grad]
-                found = iter(torch.autograd.grad(outputs, wanted, gradients, allow_unused=True))
+                computed = iter(torch.autograd.grad(outputs, wanted, gradients, allow_unused=True))
                 if part.requires_grad:
-                    to_states[head].append(next(found))
-                for index, there in enumerate(found):
-                    if there is not None:
-                        known = to_parameters[index]
-                        to_parameters[index] = there.float() if known is None else known.add_(there)
+                    to_states[head].append(next(computed))
+                for index, of_chunk in enumerate(computed):
+                    if of_chunk is not None:
+                        total = to_parameters[index]
+                        to_parameters[index] = of_chunk.float() if total is None else total.add_(of_chunk)
         ctx.gradients = [
             *(torch.cat(parts) if parts else None for parts in to_states),
-            *(None if found is None else found.to(one.dtype) for found, one in zip(to_parameters, parameters)),
+            *(None if total is None else total.to(weight.dtype) for total, weight in zip(to_parameters, parameters)),
         ]
         ctx.mark_non_differentiable(counts)
         return loss, counts
 
     @staticmethod
     def backward(ctx: Any, *outer: Tensor) -> Any:
-        return None, None, *(None if found is None else found * outer[0].to(found.dtype) for found in ctx.gradients)
+        return (
+            None,
+            None,
+            *(None if gradient is None else gradient * outer[0].to(gradient.dtype) for gradient in ctx.gradients),
+        )
 
 
 def _divergences(
@@ -365,8 +374,8 @@ def _divergences(
                 crossed = crossed + torch.special.entr(teachers).sum(-1)
             lost = lost - (soft * crossed).sum()
         if plan.distance or plan.confidence:
-            apart = shares.exp() - teachers
-            distance = apart.abs().sum(-1)
+            difference = shares.exp() - teachers
+            distance = difference.abs().sum(-1)
             far = (plan.distance * weights).to(shares.dtype)
             lost = lost + (far * distance).sum()
     if not learns:
@@ -377,7 +386,7 @@ def _divergences(
     if soft is not None and teachers is not None and plan.teacher:
         gradient.addcmul_(teachers, soft.unsqueeze(1), value=-1)
     if far is not None and plan.distance:
-        side = apart.sign_()
+        side = difference.sign_()
         mean = (side * chances).sum(-1, keepdim=True)
         gradient.addcmul_(side.sub_(mean), chances * far.unsqueeze(1))
     gradient.scatter_add_(1, places, -hard.unsqueeze(1))
@@ -456,15 +465,15 @@ def anchored(labels: Tensor, anchors: Tensor, heads: int) -> list[tuple[Tensor, 
 
     A label that is missing ends the row of guesses, as DeepSpec's trainer has it.
     """
-    width, known, found = labels.shape[1], anchors >= 0, []
+    width, is_label, per_head = labels.shape[1], anchors >= 0, []
     first = torch.arange(len(labels), device=labels.device)[:, None] * width
     for head in range(heads):
         places = anchors + 2 + head
         inside = places.clamp(min=0, max=width - 1)
         targets = labels.gather(1, inside)
-        known = known & (places < width) & (targets != IGNORED)
-        found.append((targets.where(known, IGNORED), first + (inside - 1).clamp(min=0)))
-    return found
+        is_label = is_label & (places < width) & (targets != IGNORED)
+        per_head.append((targets.where(is_label, IGNORED), first + (inside - 1).clamp(min=0)))
+    return per_head
 
 
 def heads_share(schedule: str, step: int, steps: int) -> float:

@@ -189,8 +189,8 @@ def plot_training(history: Sequence[dict[str, Any]], file: Path) -> None:
 
 def whole_checkpoint(folder: Path) -> Path | None:
     """The last complete checkpoint under a folder (the Trainer writes its state last) whose weights are finite."""
-    found = [path for path in folder.glob("checkpoint-*") if path.name.removeprefix("checkpoint-").isdigit()]
-    for checkpoint in sorted(found, key=lambda path: int(path.name.removeprefix("checkpoint-")), reverse=True):
+    checkpoints = [path for path in folder.glob("checkpoint-*") if path.name.removeprefix("checkpoint-").isdigit()]
+    for checkpoint in sorted(checkpoints, key=lambda path: int(path.name.removeprefix("checkpoint-")), reverse=True):
         try:
             json.loads((checkpoint / "trainer_state.json").read_text())
             tensors = load_file(checkpoint / "model.safetensors")

@@ -281,8 +281,8 @@ def _model(source: HeadsToTrain, settings: DraftHeadTrainingArguments) -> Any:
     """Fresh heads, or trained ones, on their base."""
     family = find_family(source.family)
     if source.heads is None:
-        own = getattr(family.model_class.config_class, "share_lm_head", None) is False
-        paper = {"share_lm_head": False} if settings.recipe == "paper" and own else {}
+        unshared = getattr(family.model_class.config_class, "share_lm_head", None) is False
+        paper = {"share_lm_head": False} if settings.recipe == "paper" and unshared else {}
         return fresh_heads(source.family, source.base, **{**paper, **source.fields}, **source.load)
     if source.fields:
         raise ValueError(
@@ -300,16 +300,16 @@ def _model(source: HeadsToTrain, settings: DraftHeadTrainingArguments) -> Any:
 
 def choose_among_fewer(model: DraftHeadPreTrainedModel, rows: Any, tell: Tell) -> None:
     """Let fresh heads on a base of many tokens choose among those that cover the text."""
-    known = model.config.known_tokens or 0
-    if known <= 2 * MOST_CHOICES:
+    known_tokens = model.config.known_tokens or 0
+    if known_tokens <= 2 * MOST_CHOICES:
         return
-    size = min(max(examples.tokens_to_cover(rows, known, COVERAGE), LEAST_CHOICES), MOST_CHOICES)
-    if (model.config.draft_vocab_size or known) <= size:
+    size = min(max(examples.tokens_to_cover(rows, known_tokens, COVERAGE), LEAST_CHOICES), MOST_CHOICES)
+    if (model.config.draft_vocab_size or known_tokens) <= size:
         return
     _rebuild(model, draft_vocab_size=size)
     tell(
-        f"the heads choose among the {size:,} tokens that the text holds most, of the base's {known:,} "
-        f"(draft_vocab_size={known} for all of them)."
+        f"the heads choose among the {size:,} tokens that the text holds most, of the base's {known_tokens:,} "
+        f"(draft_vocab_size={known_tokens} for all of them)."
     )
 
 
@@ -354,8 +354,8 @@ def _likeness(
 
 def _place(model: DraftHeadPreTrainedModel, settings: DraftHeadTrainingArguments) -> None:
     """Put a model where it is trained, as the Trainer does later."""
-    placed = hasattr(model.base, "hf_quantizer") or hasattr(model.base, "hf_device_map")
-    if not (placed or _sharded()):
+    is_placed = hasattr(model.base, "hf_quantizer") or hasattr(model.base, "hf_device_map")
+    if not (is_placed or _sharded()):
         model.to(settings.device)
 
 

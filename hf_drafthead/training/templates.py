@@ -256,8 +256,8 @@ class ChatEncoder:
     def _before_special(self, text: str) -> tuple[str, str]:
         """What a text holds in front of its first special token, and that token; nothing if it holds none."""
         special = {str(token) for token in self.tokenizer.added_tokens_decoder.values()} | {self.tokenizer.eos_token}
-        found = [token for token in special if token and not token.isspace() and token in text]
-        if not found:
+        present = [token for token in special if token and not token.isspace() and token in text]
+        if not present:
             return "", ""
-        first = min(found, key=lambda token: (text.index(token), -len(token)))  # the longer one of two at one place
+        first = min(present, key=lambda token: (text.index(token), -len(token)))  # the longer one of two at one place
         return text[: text.index(first)], first

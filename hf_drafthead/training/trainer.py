@@ -81,11 +81,11 @@ class DraftHeadTrainer(Trainer):
                 "base_objective is 'itself', but the base has no adapters that could be switched off: call "
                 "add_lora(model) first, or set base_objective to 'text'."
             )
-        own, of_base = model.config.own_layer.hidden_size, model.config.width
-        if args.feature_weight and own != of_base:
+        heads_size, base_size = model.config.own_layer.hidden_size, model.config.width
+        if args.feature_weight and heads_size != base_size:
             raise ValueError(
-                f"feature_weight is {args.feature_weight}, but the heads' states have size {own} and the base's hidden "
-                f"states {of_base}: set it to 0, they cannot be alike."
+                f"feature_weight is {args.feature_weight}, but the heads' states have size {heads_size} and the "
+                f"base's hidden states {base_size}: set it to 0, they cannot be alike."
             )
         model.drafter.float().requires_grad_(True)  # small updates are lost in half precision
         if not (args.base_weight and adapters):  # with adapters, peft has already set what is trained
@@ -210,15 +210,15 @@ class DraftHeadTrainer(Trainer):
         """As the Trainer's, with the heads' accuracies and the expected tokens per step among the metrics."""
         with self.own_counts():
             output = super().evaluation_loop(*args, **kwargs)
-            found: dict[str, float | None] = dict(self._accuracies())
+            metrics: dict[str, float | None] = dict(self._accuracies())
         prefix = kwargs.get("metric_key_prefix", "eval")
         expected = None if self.is_fsdp_enabled else self.expected_tokens_per_step  # a sharded base cannot generate
         if expected is not None:
             hidden = self.args.disable_tqdm or not self.is_world_process_zero()
             with logging.tqdm(total=len(expected), desc="expected tokens per step", leave=False, disable=hidden) as bar:
                 model = self.accelerator.unwrap_model(self.model)
-                found["tokens_per_step"] = expected(model, progress=bar.update)
-        output.metrics.update({f"{prefix}_{name}": value for name, value in found.items()})
+                metrics["tokens_per_step"] = expected(model, progress=bar.update)
+        output.metrics.update({f"{prefix}_{name}": value for name, value in metrics.items()})
         return output
 
     def compare_trainer_and_checkpoint_args(self, training_args: Any, trainer_state: Any) -> None:
