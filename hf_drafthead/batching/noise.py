@@ -25,14 +25,17 @@ class RequestNoise:
 
     def __init__(self, device: torch.device, seed: int | None = None):
         self.device = device
-        self.process = list({id(each): each for each in (torch.default_generator, generator_of(device))}.values())
+        generators = torch.default_generator, generator_of(device)
+        self.process = list({id(generator): generator for generator in generators}.values())
         if seed is not None:
-            self.states = [torch.Generator(each.device).manual_seed(seed).get_state() for each in self.process]
+            self.states = [
+                torch.Generator(generator.device).manual_seed(seed).get_state() for generator in self.process
+            ]
             return
         with GENERATOR:
-            self.states = [each.get_state() for each in self.process]
-            for each, state in zip(self.process, self.states):
-                each.manual_seed(int.from_bytes(sha256(state.numpy().tobytes()).digest()[:7], "big"))
+            self.states = [generator.get_state() for generator in self.process]
+            for generator, state in zip(self.process, self.states):
+                generator.manual_seed(int.from_bytes(sha256(state.numpy().tobytes()).digest()[:7], "big"))
 
     def generator(self) -> torch.Generator:
         """A generator that nobody else draws from, for a call in which nothing else draws."""
@@ -47,13 +50,13 @@ class RequestNoise:
         Other threads that draw at the same time move them; a request in a server is not the only one that can.
         """
         with GENERATOR:
-            others = [each.get_state() for each in self.process]
-            for each, state in zip(self.process, self.states):
-                each.set_state(state)
+            others = [generator.get_state() for generator in self.process]
+            for generator, state in zip(self.process, self.states):
+                generator.set_state(state)
         try:
             yield
         finally:
             with GENERATOR:
-                self.states = [each.get_state() for each in self.process]
-                for each, state in zip(self.process, others):
-                    each.set_state(state)
+                self.states = [generator.get_state() for generator in self.process]
+                for generator, state in zip(self.process, others):
+                    generator.set_state(state)

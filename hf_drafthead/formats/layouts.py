@@ -46,11 +46,11 @@ def find(name: str, hub: Mapping[str, Any]) -> tuple[Source, Layout]:
     ours = str(sources[0].config.get("model_type", "")).startswith(MODEL_TYPE_PREFIX)
     if ours or all(key.startswith(OWN_PREFIXES) for key in keys):
         raise ValueError(f"{name!r} is a checkpoint of this library already: load it with AutoModel.from_pretrained.")
-    known = ", ".join(layout.name for layout in LAYOUTS)
+    layout_names = ", ".join(layout.name for layout in LAYOUTS)
     shown = ", ".join(repr(key) for key in sorted(keys)[:3])
     raise ValueError(
-        f"{name!r} is of no known layout: it has {len(keys)} tensors such as {shown}; known are {known}: give one of "
-        "these; a base without heads needs no conversion, put new heads on it with from_base."
+        f"{name!r} is of no known layout: it has {len(keys)} tensors such as {shown}; known are {layout_names}: "
+        "give one of these; a base without heads needs no conversion, put new heads on it with from_base."
     )
 
 

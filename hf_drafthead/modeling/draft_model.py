@@ -210,7 +210,7 @@ class DraftModelDrafter(Drafter):
 
     def head_states(self, features: Tensor, input_ids: Tensor, attention_mask: Tensor | None = None) -> list[Tensor]:
         """One entry: what the guess of the token after next is made of, the next one being read."""
-        inputs = {"input_ids": self._known(input_ids), "attention_mask": attention_mask, "use_cache": False}
+        inputs = {"input_ids": self._embeddable(input_ids), "attention_mask": attention_mask, "use_cache": False}
         if attention_mask is not None:
             inputs["position_ids"] = (attention_mask.cumsum(1) - 1).clamp(min=0)
         return [self.reader.read(inputs).scores.roll(-1, dims=1)]
@@ -244,9 +244,9 @@ class DraftModelDrafter(Drafter):
 
     def _scores(self, tokens: Tensor, positions: Tensor, mask: Any, cache: SlotCache) -> Tensor:
         inputs = {"attention_mask": mask, "position_ids": positions, "use_cache": True, self.reader.cache_name: cache}
-        return self.reader.read({"input_ids": self._known(tokens), **inputs}).scores
+        return self.reader.read({"input_ids": self._embeddable(tokens), **inputs}).scores
 
-    def _known(self, tokens: Tensor) -> Tensor:
+    def _embeddable(self, tokens: Tensor) -> Tensor:
         """Tokens as the draft model can embed them: those that only pad the base's vocabulary are never written."""
         return tokens.clamp(max=self.config.own_layer.vocab_size - 1)
 

@@ -229,7 +229,7 @@ class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
             projections = getattr(cls.drafter_class(config), "projections", None)
         if projections is None or any(getattr(config, name, None) for name in ("lm_head_rank", "lm_head_bias")):
             return
-        size, of_base = (sum(each.numel() for each in module.parameters()) for module in (projections, base))
+        size, of_base = (sum(parameter.numel() for parameter in module.parameters()) for module in (projections, base))
         if size < LARGE_PROJECTIONS or 3 * size <= of_base:
             return
         config.share_lm_head = True
