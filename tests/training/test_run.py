@@ -78,7 +78,8 @@ def test_a_tree_is_calibrated_at_the_end_where_it_is_asked_for(place, tmp_path, 
     loaded.generate(
         torch.full((1, 4), 70), max_new_tokens=6, on_step=lambda record: nodes.add(record.drafted if record.step else 0)
     )
-    sizes = {max(len(entry["tree"]), entry["lookup"]) + 1} | (set() if entry["tree"] else {1})  # copies, where some match
+    alone = set() if entry["tree"] else {1}  # copies are drafted where some match
+    sizes = {max(len(entry["tree"]), entry["lookup"]) + 1} | alone
     assert 0 in nodes and set() < nodes - {0} <= sizes
 
 
