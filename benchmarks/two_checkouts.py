@@ -53,6 +53,8 @@ def serve(model: str, captured: bool, tokens: int, dtype: str) -> None:
     }
     for _ in range(WARM):
         output = heads.generate(**call, return_dict_in_generate=True)
+    if output.accepted_lengths is None:
+        raise SystemExit("this checkout drafts nothing with the installed transformers: install one that it knows.")
     print(json.dumps([output.sequences.tolist(), output.accepted_lengths.tolist()]), flush=True)
     for _ in sys.stdin:
         Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
@@ -88,7 +90,9 @@ def compare(args: argparse.Namespace, family: str) -> dict[str, Any]:
         assert process.stdin is not None and process.stdout is not None
         if asks:
             print(file=process.stdin, flush=True)
-        return json.loads(process.stdout.readline())
+        if not (line := process.stdout.readline()):
+            raise SystemExit(f"{' '.join(map(str, process.args))} ended, see above.")
+        return json.loads(line)
 
     try:
         first, second = (answer(process, asks=False) for process in processes)

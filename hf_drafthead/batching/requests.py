@@ -146,9 +146,9 @@ def begin(
 
 
 def prompt_of(request: Request, settings: dict[str, Any], device: torch.device) -> tuple[torch.Tensor, dict[str, Any]]:
-    """The prompt (1, P) of a request, and its settings with a mask: a prompt of its own holds no padding.
+    """The prompt (1, P) of a request, and its settings with a mask of ones, for it holds no padding.
 
-    Without a mask transformers takes pad tokens for padding, of which a chat has some where turns end with one.
+    Without a mask transformers takes pad tokens for padding, and some chat templates end every turn with one.
     """
     tokens = torch.tensor([request.prompt], device=device)
     return tokens, {"attention_mask": torch.ones_like(tokens), **settings}
