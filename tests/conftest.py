@@ -60,6 +60,21 @@ def pytest_runtest_setup(item):
     torch.manual_seed(0)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_report_to_serializable():
+    """A worker cannot send text that UTF-8 does not know, which hostile files hold and messages quote: it would end."""
+    return encodable((yield))
+
+
+def encodable(data):
+    """The same with surrogates escaped."""
+    if isinstance(data, str):
+        return data.encode("utf-8", "backslashreplace").decode()
+    if isinstance(data, dict):
+        return {key: encodable(value) for key, value in data.items()}
+    return type(data)(map(encodable, data)) if isinstance(data, list | tuple) else data
+
+
 @pytest.fixture(autouse=True)
 def no_line_of_progress(monkeypatch):
     """What a command prints does not depend on how fast the machine is."""
