@@ -50,7 +50,7 @@ from hf_drafthead.generation.rules import Rules
 from hf_drafthead.generation.runner import Execution, Runner
 from hf_drafthead.generation.settings import CalibrationKey, DraftPlan
 from hf_drafthead.generation.state import DecodingState
-from hf_drafthead.generation.step import Step, draft_static
+from hf_drafthead.generation.step import Stages, Step
 from hf_drafthead.generation.tree import DraftTree, LookupTree, Tree
 
 logger = logging.get_logger(__name__)
@@ -273,7 +273,8 @@ def _of_forwards(part_of: Callable[[BaseReader], PartOfBase], call: StepCosts, t
     draft: dict[Tree, Callable[[], None]] = {}
     for tree in trees:
         if isinstance(tree, DraftTree):
-            draft[tree] = _guessing(drafter, tree, root, features)
+            stages = Stages.of(call.reader, drafter, tree, False, root.device)
+            draft[tree] = _guessing(stages, tree.max_depth + 1, root, features)
     shortest, spent = dict.fromkeys((alone, *trees), math.inf), 0.0
     for _ in range(ROUNDS):
         begun = thread_time()
@@ -329,15 +330,15 @@ def _in_steps(seconds: dict[Tree, float], trees: Sequence[Tree]) -> list[float]:
     return [round(min(max(seconds[tree] / root_seconds, 0.01), HIGHEST), 3) for tree in trees]
 
 
-def _guessing(drafter: Any, tree: DraftTree, root: torch.Tensor, features: torch.Tensor) -> Callable[[], None]:
-    """What the drafter does in a step with a tree: guess, and observe the tokens of its longest path."""
-    depth, (rows, _, width) = tree.max_depth + 1, features.shape
+def _guessing(stages: Stages, depth: int, root: torch.Tensor, features: torch.Tensor) -> Callable[[], None]:
+    """What the drafter does in a step: fill the tree, and observe the tokens of its longest path, of so many nodes."""
+    drafter, (rows, _, width) = stages.drafter, features.shape
     state = drafter.observe(drafter.start(rows, ROUNDS * depth), features, root, torch.ones_like(root[:, 0]))
     kept = features.expand(rows, depth, width), root.expand(rows, depth), torch.full_like(root[:, 0], depth)
 
     def run() -> None:
         nonlocal state
-        state, _ = draft_static(drafter, state, root, tree.levels(), tree.topology())
+        state, _ = stages.fill_static(state, root)
         state = drafter.observe(state, *kept)
 
     return run

@@ -222,7 +222,7 @@ def opened(model, **call) -> set:
 
 @pytest.mark.parametrize(
     "name, captured, files, functions, lines",
-    [("medusa", False, 8, 34, 419), ("eagle", True, 9, 44, 499)],
+    [("medusa", False, 8, 33, 386), ("eagle", True, 9, 42, 450)],
     ids=["medusa, eager", "eagle, compiled"],
 )
 def test_what_a_reader_of_one_step_must_open(name, captured, files, functions, lines, monkeypatch):

@@ -212,11 +212,8 @@ class BaseReader:
             mask: Any = None if visible is None else padded(visible, cache.extent + 1)
         else:
             cache.place(tokens.shape[1])
-            tree = (topology.ancestors, self.base.dtype)
-            masks = {
-                kind: cache.mask(*tree, visible=visible, window=window, depths=topology.depths)
-                for kind, window in self.windows.items()
-            }
+            tree = topology.ancestors, topology.depths, self.base.dtype
+            masks = {kind: cache.mask(*tree, window, visible) for kind, window in self.windows.items()}
             mask = next(iter(masks.values())) if len(masks) == 1 else masks
         inputs = {"input_ids": tokens, "attention_mask": mask, "position_ids": positions, self.cache_name: cache}
         inputs |= {"use_cache": True, **(self._more(tokens.shape[1]) if self.more else {})}

@@ -10,6 +10,7 @@ Shapes: B rows, P prompt tokens.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 import sys
@@ -160,14 +161,11 @@ def next_inputs(
     return base.prepare_inputs_for_generation(text, next_sequence_length=new_tokens, **later), later
 
 
-class _Installed:
-    """True in place of transformers' mark of a model that has its hooks; pickled as False, so that a copy gets its own.
+class _Installed(int):
+    """1 in place of transformers' mark of a model that has its hooks; pickled as False, so that a copy gets its own.
 
     A deep copy keeps its hooks, as modules that are copied do.
     """
-
-    def __bool__(self) -> bool:
-        return True
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         return bool, ()
@@ -176,15 +174,13 @@ class _Installed:
         return self
 
 
-class _CapturingHook:
+class _CapturingHook(functools.partial):
     """One of transformers' hooks that collect hidden states, a local function; pickled as one that does nothing."""
 
-    def __init__(self, hook: Callable[..., Any]) -> None:
-        self.hook = hook
-        self.__module__ = CAPTURING  # by which others know that it is not the user's own
-
-    def __call__(self, *given: Any) -> Any:
-        return self.hook(*given)
+    def __new__(cls, hook: Callable[..., Any]) -> _CapturingHook:
+        made = super().__new__(cls, hook)
+        made.__module__ = CAPTURING  # by which others know that it is not the user's own
+        return made
 
     def __reduce__(self) -> tuple[type, tuple[Any]]:
         return _CapturingHook, (_nothing,)
@@ -201,7 +197,7 @@ def keep_picklable(model: nn.Module) -> None:
     """Make a model that has collected hidden states fit for pickle again, which transformers' hooks are not."""
     for module in model.modules():
         if module.__dict__.get(HOOKED) is True:
-            setattr(module, HOOKED, _Installed())
+            setattr(module, HOOKED, _Installed(True))
         for number, hook in module._forward_hooks.items():
             ours = isinstance(hook, _CapturingHook)
             if getattr(hook, "__module__", None) == CAPTURING and not ours and "<locals>" in hook.__qualname__:

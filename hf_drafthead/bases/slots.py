@@ -91,13 +91,7 @@ class SlotCache(Cache):
         return self.extent if self.lengths.device.type == "cpu" else rounded_up(self.extent, BUCKET)
 
     def mask(
-        self,
-        ancestors: torch.Tensor,
-        dtype: torch.dtype,
-        *,
-        visible: torch.Tensor | None = None,
-        window: int | None = None,
-        depths: torch.Tensor | None = None,
+        self, ancestors: torch.Tensor, depths: torch.Tensor, dtype: torch.dtype, window: int | None = None, visible=None
     ) -> torch.Tensor:
         """The additive mask (B, 1, n, M + S) of a step over its nodes and S past slots, for the base and for drafters.
 
@@ -105,23 +99,16 @@ class SlotCache(Cache):
 
         Args:
             ancestors: (R, n, M) which nodes each sees, itself included, in the order of the slots.
+            depths: (R, n) of the nodes.
             dtype: of the attention.
-            visible: (B, S') which of the first S' past slots hold no padding; None = all.
             window: positions that a sliding layer sees, by the distance in the text and not in slots; None = all.
-            depths: (R, n) of the nodes, where there is a window. Where M is more than n, the nodes are a tree that is
-                no deeper than the window.
+            visible: (B, S') which of the first S' past slots hold no padding; None = all.
         """
-        past, extent = self.lengths, self.seen_extent
-        slots = torch.arange(extent, device=past.device)
-        behind = slots < past[:, None]  # (B, S)
-        if visible is not None:
-            behind = behind & padded(visible, extent)
-        behind = behind[:, None].expand(-1, ancestors.shape[1], -1)
-        above = ancestors.expand(self.rows, -1, -1)
-        if window is not None and depths is not None:
-            if depths.shape[1] == above.shape[2]:
-                above = above & (depths[:, :, None] - depths[:, None, :] < window)
-            behind = behind & (past[:, None, None] + depths[:, :, None] - slots < window)
+        past, slots = self.lengths[:, None], torch.arange(self.seen_extent, device=self.lengths.device)
+        behind = slots < past if visible is None else (slots < past) & padded(visible, len(slots))  # (B, S)
+        above, behind = ancestors.expand(self.rows, -1, -1), behind[:, None].expand(-1, ancestors.shape[1], -1)
+        if window is not None:
+            above, behind = within(window, depths, above, behind, slots - past)
         seen = torch.cat([above, behind], dim=-1)[:, None]
         width = seen.shape[-1] if past.device.type == "cpu" else rounded_up(seen.shape[-1], ALIGNED)
         mask = torch.zeros(*seen.shape[:-1], width, dtype=dtype, device=past.device)[..., : seen.shape[-1]]
@@ -176,9 +163,13 @@ class SlotCache(Cache):
                 self._fold(nodes, counts)
             if not self.fixed:
                 self.reserve(self.extent + m, self.nodes)
-            single = self.rows == 1 and not self.fixed and self.lengths.device.type == "cpu"  # else the host would wait
-            move = self._move_row if single else self._move_apart if self.apart else self._move
-            move(self.nodes - self.placed + nodes)
+            source = self.nodes - self.placed + nodes
+            if self.rows == 1 and not self.fixed and self.lengths.device.type == "cpu":  # else the host would wait
+                first = self.nodes + int(self.lengths)
+                for block in self.blocks:  # fewer operations than `_move`
+                    block[:, 0, first : first + m] = block[:, 0].index_select(1, source[0].to(block.device))
+            else:
+                (self._move_apart if self.apart else self._move)(source)
         self.lengths.add_(counts.to(self.lengths.device))
         if not self.fixed:  # a program must not look at a number that differs from call to call
             self.extent = self._longest(self.extent + m)
@@ -188,13 +179,6 @@ class SlotCache(Cache):
         path = AcceptedPath.of(nodes, counts)
         for layer in self.recurrent:
             layer.fold(path)
-
-    def _move_row(self, source: torch.Tensor) -> None:
-        """Copy slots (1, m) behind the past of the only row, whose length is read: fewer operations."""
-        first = self.nodes + int(self.lengths)
-        for block in self.blocks:
-            moved = block[:, 0].index_select(1, source[0].to(block.device))
-            block[:, 0, first : first + source.shape[1]] = moved
 
     def _move(self, source: torch.Tensor) -> None:
         """Copy slots (B, m) behind each row's past."""
@@ -422,10 +406,9 @@ class SlotLayer(CacheLayerMixin):
         else:
             first = write = cache.nodes - cache.placed
             end = None if cache.fixed else cache.nodes + cache.seen_extent
-        keys, values = self.keys, self.values
-        keys[..., write : write + length, :] = key_states
-        values[..., write : write + length, :] = value_states
-        return keys[..., first:end, :], values[..., first:end, :]
+        self.keys[..., write : write + length, :] = key_states
+        self.values[..., write : write + length, :] = value_states
+        return self.keys[..., first:end, :], self.values[..., first:end, :]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.cache.extent + query_length, 0
@@ -452,6 +435,19 @@ class RecurrentSlotLayer(RecurrentLayer, SlotLayer):
         else:
             inputs, state = states.get("conv_states"), states.get("recurrent_states")
             self.start(inputs, state, states.get("state_idx", 0), states.get("conv_kernel_size"))
+
+
+def within(
+    window: int, depths: torch.Tensor, above: torch.Tensor, behind: torch.Tensor, distance: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What nodes at depths (R, n) see of the nodes (B, n, M) and of the past (B, n, S) within a window.
+
+    A past slot lies at a distance (B, S), below 0, from the root. Where M is more than n, the nodes are a tree that is
+    no deeper than the window.
+    """
+    if depths.shape[1] == above.shape[2]:
+        above = above & (depths[:, :, None] - depths[:, None, :] < window)
+    return above, behind & (depths[:, :, None] - distance[:, None] < window)
 
 
 def padded(visible: torch.Tensor, extent: int) -> torch.Tensor:

@@ -348,30 +348,33 @@ class Runner:
         past, cache = max(state.lengths) + state.past_shift, state.rows.cache
         fits = cache.fixed and cache.nodes == self.slots and past + self.steps_of_room * step.depth <= cache.capacity
         if step not in self.stages or not fits:
-            try:
-                self._prepare(step, state, fits)
-            except MemoryError as reason:  # of this call alone; for the next one there may be enough
-                self._stop(str(reason))
-                self._make_room(step, state)
-                return step(state)
+            self._prepare(step, state, fits)
         if state.pending:
             self._observe(step, state)
-        outcome = step(state, self.stages[step])
+        outcome = step(state, self.stages.get(step))
         if self.compiled_in:
-            made = f"a step of {step.num_nodes} nodes for {len(state.lengths)} row(s)"
-            logger.warning(f"{made} was compiled in {self.compiled_in:.1f} s; it is kept for later calls.")
-            self.compiled_in = 0.0
+            self._tell_compiled(step, len(state.lengths))
         return outcome
+
+    def _tell_compiled(self, step: Step, rows: int) -> None:
+        """Say how long a step was compiled."""
+        made = f"a step of {step.num_nodes} nodes for {rows} row(s)"
+        logger.warning(f"{made} was compiled in {self.compiled_in:.1f} s; it is kept for later calls.")
+        self.compiled_in = 0.0
 
     def _prepare(self, step: Step, state: DecodingState, fits: bool) -> None:
         """What runs the stages of a step: programs, once each has run in the memory of the call as it is now.
 
-        Raises:
-            MemoryError: there is no memory for the next stretch of text.
+        Where there is no memory for the next stretch of text there are none, and the call goes on without.
         """
         if not fits:
             self.stages.clear()
-            self._fit(step, state)
+            try:
+                self._fit(step, state)
+            except MemoryError as reason:  # of this call alone; for the next one there may be enough
+                self._stop(str(reason))
+                self._make_room(step, state)
+                return
         run = functools.partial(self._run, step, len(state.lengths))
         self.stages[step] = types.SimpleNamespace(
             **{name: functools.partial(run, name, step.stages) for name in ("draft", "verify", "walk", "commit")}

@@ -45,10 +45,8 @@ class Guesses(NamedTuple):
     def top(self, k: int, tilt: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """The k best guesses of every node: base token ids and scores, (B, n or 1, k) each, best first.
 
-        Args:
-            k: guesses per node.
-            tilt: (B, V) what `Rules.tilt` adds to the scores of each base token at this depth: the order is then that
-                of q / E, with the base's own noise E; the scores that are returned stay the drafter's.
+        The tilt (B, V) is what `Rules.tilt` adds to the scores of each base token at this depth: the order is then that
+        of q / E, with the base's own noise E; the scores that are returned stay the drafter's.
         """
         if tilt is None:
             scores, tokens = self.logits.topk(k)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -83,25 +83,76 @@ class Stages:
     def draft(
         self, rows: Rows, limits: Limits, tilt: torch.Tensor | None, texts: HeldTexts | None = None
     ) -> tuple[Any, Candidates]:
-        """Let the drafter fill the tree below each row's newest token, see `draft_static`; also returns its state.
+        """Let the drafter fill the tree below each row's newest token, see `fill_static`; also returns its state.
 
         Below a row that has ended there is padding alone, which is what the base reads there. `texts`: others to copy.
         """
         root = rows.sequences.gather(1, rows.lengths[:, None] - 1)  # (B, 1) the newest tokens
-        copied = None
-        if isinstance(self.tree, LookupTree):
-            copied = suggested(self.tree, rows.sequences, rows.lengths, texts)
+        copies = isinstance(self.tree, LookupTree)
+        copied = suggested(self.tree, rows.sequences, rows.lengths, texts) if copies else None
         if isinstance(self.heads, DynamicTree):
-            draft_state, candidates = draft_dynamic(self.drafter, rows.draft_state, root, self.heads, tilt, copied)
+            draft_state, candidates = self.fill_dynamic(rows.draft_state, root, tilt, copied)
         else:
-            tree = self.levels, self.topology, tilt, self.keeps_guesses
-            draft_state, candidates = draft_static(self.drafter, rows.draft_state, root, *tree)
+            draft_state, candidates = self.fill_static(rows.draft_state, root, tilt)
             candidates = candidates if copied is None else self._with_copies(candidates, copied)
         if len(root) == 1 or candidates.tokens.shape[1] == 1:  # once a single row has ended, no step of it counts
             return draft_state, candidates
         embedded = limits.padding.clamp(0, self.reader.vocabulary - 1)  # where no row is padded it may be any number
         below = torch.where(((rows.ends > 0) & limits.pads)[:, None], embedded, candidates.tokens[:, 1:])
         return draft_state, Candidates(torch.cat([root, below], dim=1), candidates.topology, candidates.guesses)
+
+    def fill_static(
+        self, draft_state: Any, root: torch.Tensor, tilt: torch.Tensor | None = None
+    ) -> tuple[Any, Candidates]:
+        """Fill a static tree below the root (B, 1), level by level; also returns the drafter's state.
+
+        The tilt (B, D, V) is that of `Guesses.top` at every depth; None for the drafter's best guesses.
+        """
+        tokens, kept = root, []
+        for depth, level in enumerate(self.levels):
+            expanded, hang_on = tokens[:, level.expanded], level.hang_on.expand(len(root), -1)  # (B, n)
+            draft_state, guesses = self.drafter.expand(draft_state, expanded, hang_on)
+            kept += [guesses] if self.keeps_guesses else []
+            guessed, _ = guesses.top(level.width, None if tilt is None else tilt[:, depth])
+            slots = level.slots if guessed.shape[1] > 1 else 0
+            tokens = torch.cat([tokens, guessed[:, slots, level.ranks].to(tokens.device)], dim=1)
+        return draft_state, Candidates(tokens, self.topology, tuple(kept))
+
+    def fill_dynamic(
+        self, draft_state: Any, root: torch.Tensor, tilt: torch.Tensor | None = None, copied: Copies | None = None
+    ) -> tuple[Any, Candidates]:
+        """As `fill_static`, of a dynamic tree, copies included.
+
+        Nodes are numbered as they are made: the root, then level by level the children of the expanded nodes, the
+        likeliest node's first. Those that are kept stay in this order. Every shape is fixed by the tree, and nothing
+        waits for the device.
+        """
+        tree, device, rows = self.heads, root.device, root.shape[0]
+        tokens, parents, likely = root, torch.zeros_like(root), torch.zeros(rows, 1, device=device)  # (B, M)
+        expanded = hang_on = torch.zeros_like(root)  # (B, n) numbers of nodes; places of their parents in the last call
+        sizes = [1]
+        for level in range(tree.depth):
+            draft_state, guesses = self.drafter.expand(draft_state, tokens.gather(1, expanded), hang_on)
+            shape = (rows, expanded.shape[1], tree.width)  # (B, n, k)
+            found = guesses.likeliest(tree.width, None if tilt is None else tilt[:, level])
+            guessed, chances = (part.to(device).expand(shape).flatten(1) for part in found)
+            above = expanded[..., None].expand(shape).flatten(1)
+            below = likely.gather(1, above) + chances  # (B, n k)
+            first = tokens.shape[1]
+            tokens, parents = torch.cat([tokens, guessed], dim=1), torch.cat([parents, above], dim=1)
+            likely = torch.cat([likely, below], dim=1)
+            sizes.append(below.shape[1])
+            if level + 1 < tree.depth:
+                best = below.sort(dim=1, descending=True, stable=True).indices[:, : tree.width]
+                expanded, hang_on = first + best, best // tree.width
+        depths = torch.cat([torch.full((rows, size), depth, device=device) for depth, size in enumerate(sizes)], dim=1)
+        nodes = (tokens, parents, depths, likely)
+        best_nodes = (
+            Topology.of_best(*nodes, tree.nodes, tree.depth)
+            if copied is None
+            else joined(*nodes, copied, tree.nodes, tree.depth)
+        )
+        return draft_state, Candidates(*best_nodes)
 
     def _with_copies(self, candidates: Candidates, copied: Copies) -> Candidates:
         """A static tree in which what the text itself suggests takes the place of the least valuable nodes."""
@@ -148,80 +199,8 @@ class Stages:
         if self.observer is not None and observes:  # else it observes later
             draft_state = self.observer.observe(draft_state, features, tokens, walk.observed)
         # a program takes the strides of what it was made with for those of all steps
-        ends, counts = walk.ends.contiguous(), walk.counts
-        shift, visible = rows.position_shift, rows.visible
-        return Rows(rows.sequences, rows.lengths + counts, ends, shift, visible, draft_state, rows.cache)
-
-
-def draft_static(
-    drafter,
-    draft_state: Any,
-    root: torch.Tensor,
-    levels: Iterable[Level],
-    topology: Topology,
-    tilt: torch.Tensor | None = None,
-    keep_guesses: bool = False,
-) -> tuple[Any, Candidates]:
-    """Fill a static tree below the root (B, 1), level by level; also returns the drafter's state.
-
-    Args:
-        drafter, draft_state: what guesses, and its own state.
-        root: (B, 1) tokens.
-        levels, topology: of the tree.
-        tilt: (B, D, V) of every depth, see `Guesses.top`; None for the drafter's best guesses.
-        keep_guesses: hand on what the drafter said, level by level.
-    """
-    tokens, kept = root, []
-    for depth, level in enumerate(levels):
-        expanded, hang_on = tokens[:, level.expanded], level.hang_on.expand(len(root), -1)  # (B, n)
-        draft_state, guesses = drafter.expand(draft_state, expanded, hang_on)
-        kept += [guesses] if keep_guesses else []
-        guessed, _ = guesses.top(level.width, None if tilt is None else tilt[:, depth])
-        slots = level.slots if guessed.shape[1] > 1 else 0
-        tokens = torch.cat([tokens, guessed[:, slots, level.ranks].to(tokens.device)], dim=1)
-    return draft_state, Candidates(tokens, topology, tuple(kept))
-
-
-def draft_dynamic(
-    drafter,
-    draft_state: Any,
-    root: torch.Tensor,
-    tree: DynamicTree,
-    tilt: torch.Tensor | None = None,
-    copied: Copies | None = None,
-) -> tuple[Any, Candidates]:
-    """Fill a dynamic tree below the root (B, 1), copies included; also returns the drafter's state.
-
-    Nodes are numbered as they are made: the root, then level by level the children of the expanded nodes, the likeliest
-    node's first. Those that are kept stay in this order. Every shape is fixed by `tree`, and nothing waits for the
-    device.
-    """
-    device, rows = root.device, root.shape[0]
-    tokens, parents, likely = root, torch.zeros_like(root), torch.zeros(rows, 1, device=device)  # (B, M)
-    expanded = hang_on = torch.zeros_like(root)  # (B, n) numbers of nodes; places of their parents in the last call
-    sizes = [1]
-    for level in range(tree.depth):
-        draft_state, guesses = drafter.expand(draft_state, tokens.gather(1, expanded), hang_on)
-        shape = (rows, expanded.shape[1], tree.width)  # (B, n, k)
-        found = guesses.likeliest(tree.width, None if tilt is None else tilt[:, level])
-        guessed, chances = (part.to(device).expand(shape).flatten(1) for part in found)
-        above = expanded[..., None].expand(shape).flatten(1)
-        below = likely.gather(1, above) + chances  # (B, n k)
-        first = tokens.shape[1]
-        tokens, parents = torch.cat([tokens, guessed], dim=1), torch.cat([parents, above], dim=1)
-        likely = torch.cat([likely, below], dim=1)
-        sizes.append(below.shape[1])
-        if level + 1 < tree.depth:
-            best = below.sort(dim=1, descending=True, stable=True).indices[:, : tree.width]
-            expanded, hang_on = first + best, best // tree.width
-    depths = torch.cat([torch.full((rows, size), depth, device=device) for depth, size in enumerate(sizes)], dim=1)
-    nodes = (tokens, parents, depths, likely)
-    best_nodes = (
-        Topology.of_best(*nodes, tree.nodes, tree.depth)
-        if copied is None
-        else joined(*nodes, copied, tree.nodes, tree.depth)
-    )
-    return draft_state, Candidates(*best_nodes)
+        lengths, ends = rows.lengths + walk.counts, walk.ends.contiguous()
+        return Rows(rows.sequences, lengths, ends, rows.position_shift, rows.visible, draft_state, rows.cache)
 
 
 def deepest(limits: Limits, cache: SlotCache) -> torch.Tensor:

@@ -101,7 +101,7 @@ class BlockLayers(DecoderLayer):
         def mask(window: int | None, causal: bool) -> Tensor:
             # all slots look as far back as the anchor, which sees the window's positions beside itself
             seen = self._in_block(order, causal)[None]
-            return cache.mask(seen, x.dtype, window=None if window is None else window + 1, depths=anchor)
+            return cache.mask(seen, anchor, x.dtype, None if window is None else window + 1)
 
         return self._through_all(x, cache.lengths[:, None] + order, mask, cache)
 

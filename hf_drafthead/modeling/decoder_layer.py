@@ -162,14 +162,12 @@ class DecoderLayer(nn.Module):
 
     def over_verified(self, cache: SlotCache, x: Tensor, lengths: Tensor) -> Tensor:
         """New verified positions (B, A, H), the first lengths[b] of them valid: they are remembered."""
-        count = x.shape[1]
-        order = torch.arange(count, device=x.device)
+        order = torch.arange(x.shape[1], device=x.device)
         if not cache.fixed and cache.extent == 0:
             return self._over_prompt(cache, x, lengths, order)
-        cache.place(count)
+        cache.place(len(order))
         seen = (order <= order[:, None])[None]
-        mask = self._mask(cache, self._begun(seen, cache.lengths) if self.first else seen, order[None], x)
-        out = self._run(x, cache.lengths[:, None] + order - self.first, mask, cache)
+        out = self._behind(cache, x, order[None], self._begun(seen, cache.lengths) if self.first else seen)
         cache.keep(order.expand(len(x), -1), lengths.to(x.device))
         return out
 
@@ -186,16 +184,18 @@ class DecoderLayer(nn.Module):
         """A level of nodes (B, n, H): each sees the verified positions and its ancestors, and is soon forgotten.
 
         Args:
-            cache: of the verified positions, and of the levels before.
-            x: (B, n, H).
             depth: how many positions the nodes lie behind the last verified one.
             ancestors: (B, n, M) which nodes of the tree so far each sees, those of this level first, then those of the
                 level before, and so on: the order in which the cache holds them.
         """
         count = x.shape[1]
         cache.place(count, again=ancestors.shape[2] > count)
-        depths = torch.full((1, count), depth - 1, device=x.device)
-        mask = self._mask(cache, ancestors, depths, x)
+        return self._behind(cache, x, torch.full((1, count), depth - 1, device=x.device), ancestors)
+
+    def _behind(self, cache: SlotCache, x: Tensor, depths: Tensor, seen: Tensor) -> Tensor:
+        """What x (B, n, H) becomes at depths (1, n) behind the past, where of its step each sees (R, n, M)."""
+        visible = x.new_zeros(1, self.first, dtype=torch.bool) if self.first else None
+        mask = cache.mask(seen, depths, x.dtype, self.window, visible)
         return self._run(x, cache.lengths[:, None] + depths - self.first, mask, cache)
 
     def without_order(self, x: Tensor) -> Tensor:
@@ -203,10 +203,6 @@ class DecoderLayer(nn.Module):
         nowhere = torch.zeros(1, x.shape[1], dtype=torch.long, device=x.device)  # position 0 is turned by nothing
         seen = torch.ones(1, x.shape[1], x.shape[1], dtype=torch.bool, device=x.device)
         return self._run(x, nowhere, self._additive(seen, x))
-
-    def _mask(self, cache: SlotCache, ancestors: Tensor, depths: Tensor, x: Tensor) -> Tensor:
-        visible = x.new_zeros(1, self.first, dtype=torch.bool) if self.first else None
-        return cache.mask(ancestors, x.dtype, visible=visible, window=self.window, depths=depths)
 
     def _begun(self, seen: Tensor, past: Tensor) -> Tensor:
         """What is seen (R, A, A) of new positions behind a past of (B,), without those before the layer's first."""
@@ -247,9 +243,7 @@ class DecoderLayer(nn.Module):
     def _run(self, x: Tensor, positions: Tensor, mask: Tensor | None, cache: Cache | None = None) -> Tensor:
         return self.norm(self._through(self.layer, x, positions, mask, cache))
 
-    def _through(
-        self, layer: nn.Module, x: Tensor, positions: Tensor, mask: Tensor | None, cache: Cache | None
-    ) -> Tensor:
+    def _through(self, layer: nn.Module, x: Tensor, positions: Tensor, mask: Tensor | None, cache: Any) -> Tensor:
         """What a layer makes of x."""
         out = layer(
             x,

@@ -235,7 +235,7 @@ class DraftModelDrafter(Drafter):
         """
         past = cache.lengths[:, None] + depths
         masks = {
-            kind: cache.mask(ancestors, self.model.dtype, window=window, depths=depths)
+            kind: cache.mask(ancestors, depths, self.model.dtype, window)
             for kind, window in self.reader.windows.items()
         }
         mask = masks if len(masks) > 1 else next(iter(masks.values()))

@@ -268,9 +268,8 @@ class Drafter(nn.Module):
         if self.draft_tokens is None:
             dtype = output.head.weight.dtype  # heads in training have another
             return output.logits(hidden.to(dtype) if dtype.is_floating_point else hidden)
-        like: Tensor = next(self.parameters())
-        if like.is_meta:  # offloaded: where hooks bring the heads to, their states are
-            like = hidden
+        parameter: Tensor = next(self.parameters())
+        like = hidden if parameter.is_meta else parameter  # offloaded: where hooks bring the heads to, their states are
         weight, bias = self._rows(output.head, self.draft_tokens, like)
         return output.behind(F.linear(hidden.to(weight.dtype), weight, bias))
 

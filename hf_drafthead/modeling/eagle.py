@@ -90,6 +90,9 @@ class EagleState(NamedTuple):
 class EagleDrafter(Drafter):
     """One layer that runs on its own guesses.
 
+    `reduce` brings the base's features (..., F*H) to what the layer reads (..., H); `feed_back` gives what it reads of
+    its own output in their place.
+
     State dict: `fc.{weight,bias}` (H, 2H), embedding first; `body.layer.*` with the base's names, without the layer's
     input norm; `reduce.weight` (H, FH) where several feature layers are read.
     """
@@ -107,6 +110,7 @@ class EagleDrafter(Drafter):
         wide = sum(hidden_size if layer in last else text.hidden_size for layer in self.reads)
         alone = len(self.reads) == 1 and wide == hidden_size
         self.reduce = nn.Identity() if alone else nn.Linear(wide, hidden_size, bias=False)
+        self.feed_back = nn.Identity()
         self.fc = nn.Linear(2 * hidden_size, hidden_size, bias=config.fc_bias)
         self.body = DecoderLayer(config.own_layer, input_norm=False)
 
@@ -115,7 +119,7 @@ class EagleDrafter(Drafter):
         return EagleState(SlotCache(batch_size, self.layers, min(capacity, ROOM)), nothing)
 
     def observe(self, state: EagleState, features: Tensor, tokens: Tensor, lengths: Tensor) -> EagleState:
-        x = self._joined(self._projected(self.placed(features)), tokens)
+        x = self._joined(self.reduce(self.placed(features)), tokens)
         out = self.body.over_verified(state.cache, x, lengths)
         return EagleState(state.cache, last_valid(state.last, out, lengths))
 
@@ -123,26 +127,18 @@ class EagleDrafter(Drafter):
         out, ancestors = state.last.unsqueeze(1), None  # the root's own pair was observed already
         if state.level is not None:
             rows, parents, ancestors = next_level(state.ancestors, parents, state.last.device)
-            x = self._joined(self._fed_back(state.level[rows, parents]), tokens)
+            x = self._joined(self.feed_back(state.level[rows, parents]), tokens)
             out = self.body.over_nodes(state.cache, x, state.depth, ancestors)
         state = EagleState(state.cache, state.last, out, ancestors, state.depth + 1)
         return state, Guesses(self.head_logits(0, out), self.draft_tokens)
 
     def head_states(self, features: Tensor, input_ids: Tensor, attention_mask: Tensor | None = None) -> list[Tensor]:
         """One entry: the guess of the base's next hidden state at every position."""
-        x = self._joined(self._projected(features), input_ids.roll(-1, dims=1))
+        x = self._joined(self.reduce(features), input_ids.roll(-1, dims=1))
         return [self.body.over_text(x, attention_mask)]
 
     def head_logits(self, head: int, hidden: Tensor) -> Tensor:
         return self.base_logits(hidden)
-
-    def _projected(self, features: Tensor) -> Tensor:
-        """The base's features (..., F*H) as the layer reads them (..., H)."""
-        return self.reduce(features)
-
-    def _fed_back(self, out: Tensor) -> Tensor:
-        """What the layer reads of its own output in the place of features, (..., H)."""
-        return out
 
     def _joined(self, features: Tensor, tokens: Tensor) -> Tensor:
         return self.fc(torch.cat([self.embed(tokens, like=features), features], dim=-1))

@@ -234,11 +234,11 @@ class Eagle3Drafter(EagleDrafter):
         A chain reads the true tokens, but in the place of features its own output of the entry before.
         """
         chains = ChainKeys()
-        states, x = [], self._projected(features)
+        states, x = [], self.reduce(features)
         for step in range(self.config.num_draft_heads):
             pair = self._joined(x, input_ids.roll(-1 - step, dims=1))
             states.append(self.body.over_chains(chains, pair, step, attention_mask))
-            x = self._fed_back(states[-1])
+            x = self.feed_back(states[-1])
         return states
 
     def head_logits(self, head: int, hidden: Tensor) -> Tensor:
@@ -246,13 +246,13 @@ class Eagle3Drafter(EagleDrafter):
         normed = self.norm(hidden)
         return self.base_logits(normed) if self.lm_head is None else self.lm_head(normed)
 
-    def _projected(self, features: Tensor) -> Tensor:
+    def reduce(self, features: Tensor) -> Tensor:
         if self.fc_norm:
             parts = features.chunk(len(self.reads), dim=-1)
             features = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
         return self.fc(self.input_norm(features))
 
-    def _fed_back(self, out: Tensor) -> Tensor:
+    def feed_back(self, out: Tensor) -> Tensor:
         return self.norm(out) if self.config.norm_output else out
 
     def _joined(self, features: Tensor, tokens: Tensor) -> Tensor:

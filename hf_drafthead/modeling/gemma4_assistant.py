@@ -279,7 +279,7 @@ class GemmaAssistantDrafter(Drafter):
         root = torch.zeros(1, 1, dtype=torch.long, device=hidden.device)
         nothing = root.new_zeros(1, 1, 0, dtype=torch.bool)
         masks = {
-            kind: cache.mask(nothing, hidden.dtype, window=window and window + 1, depths=root)
+            kind: cache.mask(nothing, root, hidden.dtype, window and window + 1)
             for kind, window in self.body.windows.items()
         }
         out = self.body(self._joined(tokens, hidden), cache.lengths[:, None].expand(tokens.shape), masks, pairs)

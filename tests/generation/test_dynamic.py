@@ -6,7 +6,7 @@ from transformers import CompileConfig
 
 from hf_drafthead.bases.topology import Topology
 from hf_drafthead.generation.state import Guesses
-from hf_drafthead.generation.step import draft_dynamic
+from hf_drafthead.generation.step import Stages
 from hf_drafthead.generation.tree import DraftTree, DynamicTree, resolve
 from tests.bases import VOCABULARY, tiny_base
 from tests.drafters import half_right, right, wrong
@@ -38,7 +38,7 @@ def test_the_nodes_are_those_of_the_plain_reference_in_every_row(family):
     tree = DynamicTree(14, 3, 4)
     state, root = observed(model, tokens)
     with torch.no_grad():
-        _, (found, topology, _) = draft_dynamic(model.drafter, state, root, tree)
+        _, (found, topology, _) = Stages.of(None, model.drafter, tree, False, "cpu").fill_dynamic(state, root)
         for row in range(3):
             state, root = observed(model, tokens[row : row + 1])
             alone = dynamic_tree(model.drafter, state, int(root), 2, 4, 14)
@@ -75,9 +75,8 @@ class Sure:
 
 @pytest.mark.parametrize("logit", [1e9, torch.nan, torch.inf, -torch.inf])
 def test_ties_go_to_the_node_made_first_and_no_node_is_an_orphan(logit):
-    _, (tokens, topology, _) = draft_dynamic(
-        Sure(logit), None, torch.zeros(2, 1, dtype=torch.long), DynamicTree(9, 4, 3)
-    )
+    stages = Stages.of(None, Sure(logit), DynamicTree(9, 4, 3), False, "cpu")
+    _, (tokens, topology, _) = stages.fill_dynamic(None, torch.zeros(2, 1, dtype=torch.long))
     parents, depths = topology.parents[0].tolist(), topology.depths[0].tolist()
     assert tokens.shape == (2, 9)
     assert all(parent < node for node, parent in enumerate(parents[1:], start=1))

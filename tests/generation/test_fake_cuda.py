@@ -213,5 +213,5 @@ def test_lengths_on_a_gpu_are_those_of_few_plans_and_masks_are_aligned():
         seen, _ = cache.update(torch.zeros(1, 1, 13, 4, device=CUDA), torch.zeros(1, 1, 13, 4, device=CUDA), 0)
         assert cache.seen_extent == 64 and seen.shape[2] == 13 + 64
         ancestors = torch.ones(1, 13, 13, dtype=torch.bool, device=CUDA)
-        mask = cache.mask(ancestors, torch.float32)
+        mask = cache.mask(ancestors, torch.zeros(1, 13, device=CUDA), torch.float32)
         assert mask.shape == (1, 1, 13, 77) and mask.stride(2) == 80

@@ -6,7 +6,7 @@ from transformers import CompileConfig, TopKLogitsWarper, TopPLogitsWarper
 
 from hf_drafthead.generation import DraftTree, Guesses, acceptance
 from hf_drafthead.generation.acceptance import rejection_choices
-from hf_drafthead.generation.step import draft_static
+from hf_drafthead.generation.step import Stages
 from tests.families import FAMILIES
 from tests.generation.agreement import TREE, agree, prompt, shared_base
 
@@ -52,10 +52,7 @@ def continuations(paths, temperature, warp, choices=rejection_choices) -> tuple[
     tree = DraftTree(paths).without_gaps()
     tilt = -temperature * torch.empty(DRAWS, tree.max_depth, TOKENS).exponential_(1).log()
     root = torch.zeros(DRAWS, 1, dtype=torch.long)
-    _, (tokens, _, guesses) = draft_static(
-        Table(draft), None, root, tree.levels(), tree.topology(), tilt, keep_guesses=True
-    )
-    candidates = acceptance.Candidates(tokens, tree.topology(), guesses)
+    _, candidates = Stages.of(None, Table(draft), tree, True, "cpu").fill_static(None, root, tilt)
     law = warp(base / temperature).softmax(-1)  # of the token after each token
     p = law[candidates.tokens]
     q = torch.zeros_like(p)

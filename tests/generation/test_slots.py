@@ -391,7 +391,7 @@ def test_a_node_sees_its_ancestors_and_its_row_s_past(window, padding):
     if padding is not None:
         visible = torch.ones(3, padding, dtype=torch.bool)
         visible[0, :2] = visible[1, 1] = False
-    mask = cache.mask(topology.ancestors, torch.float64, visible=visible, window=window, depths=topology.depths)
+    mask = cache.mask(topology.ancestors, topology.depths, torch.float64, window, visible)
     nodes = list(range(tree.num_nodes))
     hidden = [None] * 3 if visible is None else visible.tolist()
     expected = [plain_mask(tree, nodes, nodes, n, extent, v, window) for n, v in zip(past.tolist(), hidden)]
@@ -405,9 +405,8 @@ def test_a_level_of_a_tree_sees_its_ancestors_among_all_nodes_so_far():
     topology, past = tree.topology(), torch.tensor([2, 5])
     level = [3, 4]
     for window in (None, 3):
-        mask = of_lengths(past, 6).mask(
-            topology.ancestors[:, level], torch.float32, window=window, depths=topology.depths[:, level]
-        )
+        nodes = topology.ancestors[:, level], topology.depths[:, level]
+        mask = of_lengths(past, 6).mask(*nodes, torch.float32, window)
         expected = [plain_mask(tree, level, list(range(5)), n, 6, None, window) for n in past.tolist()]
         assert torch.equal(mask[:, 0] == 0, torch.tensor(expected))
 

@@ -5,7 +5,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, Qwen3Config
 from transformers.utils import logging
 
-from hf_drafthead.generation.step import draft_dynamic
+from hf_drafthead.generation.step import Stages
 from hf_drafthead.generation.tree import DynamicTree
 from hf_drafthead.modeling import DFlashConfig, DFlashForCausalLM
 from hf_drafthead.modeling.block_layers import BlockLayers
@@ -168,7 +168,9 @@ def test_below_a_cut_a_dynamic_tree_has_no_node_as_long_as_there_are_others():
         features = torch.randn(1, 5, 32 * len(drafter.reads), dtype=torch.float64)
         state = drafter.observe(drafter.start(1, 16), features, PROMPT, torch.tensor([5]))
         root = torch.tensor([[40]])
-        _, (tokens, topology, _) = draft_dynamic(drafter, state, root, DynamicTree(12, 3, 8))
+        _, (tokens, topology, _) = Stages.of(None, drafter, DynamicTree(12, 3, 8), False, "cpu").fill_dynamic(
+            state, root
+        )
     parents = tokens[0, topology.parents[0, 1:]]
     assert (topology.depths[0] > 1).any() and (parents % 2 == 0).all()
     expected = model.base.generate(PROMPT, **CALL)

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_drafthead.bases.reader import BaseReader
-from hf_drafthead.generation.step import draft_dynamic
+from hf_drafthead.generation.step import Stages
 from hf_drafthead.generation.tree import DynamicTree
 from hf_drafthead.modeling import Eagle3ForCausalLM
 from tests.dynamic_trees import Drafted, dynamic_tree
@@ -116,8 +116,8 @@ def test_the_static_tree(model, pieces):
 def drafted(drafter, state, root: int, depth: int, top_k: int, total_token: int) -> Drafted:
     """The tree of the package; its scores are those of the plain reference, which names the same nodes."""
     plain = dynamic_tree(drafter, state, root, depth, top_k, total_token)
-    tree = DynamicTree(total_token, depth + 1, top_k)
-    _, (tokens, topology, _) = draft_dynamic(drafter, state, torch.tensor([[root]]), tree)
+    stages = Stages.of(None, drafter, DynamicTree(total_token, depth + 1, top_k), False, "cpu")
+    _, (tokens, topology, _) = stages.fill_dynamic(state, torch.tensor([[root]]))
     parents = [-1, *topology.parents[0, 1:].tolist()]
     return Drafted(tokens[0].tolist(), parents, topology.depths[0].tolist(), plain.scores)
 
