@@ -63,6 +63,7 @@ def figures():
     return module
 
 
+@pytest.mark.few(1)
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # PEFT asks for it
 @pytest.mark.parametrize("page", [page for page in PAGES if CODE.search(page.read_text(encoding="utf-8"))], ids=page_id)
 def test_code_runs(page, tmp_path, monkeypatch):

@@ -152,6 +152,7 @@ for name in group.commands:
     assert set(counts.values()) == {"0"}, counts
 
 
+@pytest.mark.slow
 def test_a_command_that_works_registers_the_families():
     code = COMMAND.replace("print(", "print(len(sys.modules['hf_drafthead'].__all__), ")
     ended = subprocess.run(

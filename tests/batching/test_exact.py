@@ -84,6 +84,7 @@ def test_copies_of_the_text(managed):
     compare(manager, base, [asked(dice, 24) for _ in range(8)])
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("execution", ["eager", "recorded"])
 def test_what_was_answered_is_copied(execution, managed, request):
     """And what the user names; the second time a request is asked takes fewer steps, and has the same text."""
@@ -332,6 +333,7 @@ def one_seed(self):
     return torch.Generator().manual_seed(1)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "where, name, fault",
     [(SlotCache, "put_row", no_copy), (RequestNoise, "generator", one_seed)],

@@ -343,6 +343,7 @@ def test_calls_that_would_wait_for_their_own_thread_are_refused(guessing, manage
     ]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("fixed", [False, True], ids=["eager", "fixed shapes"])
 def test_where_memory_is_short_fewer_rows_go_on(fixed, guessing, managed, monkeypatch, caplog, request):
     """Those that have to leave join again later, with the state that they had."""
@@ -547,6 +548,7 @@ def test_a_prompt_that_is_longer_than_the_base_s_table_of_positions(managed):
     assert final(other, add(other, longer)).generated_tokens == alone(rotary, longer)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", ["a cache", "a static cache", "an assistant", "a loop", "beams", "typical acceptance"])
 def test_what_others_cannot_share_is_decoded_alone_with_one_warning(kind, held, guessing, caplog, monkeypatch):
     if kind == "an assistant":  # transformers calls it in a way that it deprecates

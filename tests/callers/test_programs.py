@@ -62,6 +62,7 @@ def vocabulary() -> TokenEnforcerTokenizerData:
     return TokenEnforcerTokenizerData(tokens, tokenizer.decode, tokenizer.eos_token_id, False, len(tokenizer))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("kind", ["json", "regex", "choice"])
 def test_guided_decoding_gives_the_bases_own_text_and_keeps_the_form(kind, sampled):
@@ -157,6 +158,7 @@ def test_an_output_is_pickled(own_model):
     assert torch.equal(again.accepted_lengths, output.accepted_lengths)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("batch_size", [1, 2])
 def test_a_pipeline_in_batches_over_a_streamed_data_set(batch_size):
     texts = ["def read(self):", "import os", "class Stack:\n    def", "return None\n\n", "for line in"]
@@ -196,6 +198,7 @@ def test_two_threads_generate_at_once_on_one_model():
     assert all(torch.equal(got[number], tokens) for number, tokens in enumerate(expected))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "mode", [torch.no_grad, torch.inference_mode, torch.enable_grad], ids=lambda mode: mode.__name__
 )

@@ -172,6 +172,7 @@ def test_each_side_s_answer_has_its_own_quality(loaded, monkeypatch):
     assert found.quality == {"metric": "rougeL", "answers": 1, "base": 1.0, "heads": 0.0}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "settings", [GREEDY, {"do_sample": True, "temperature": 2.0, "max_new_tokens": 10}], ids=["greedy", "sampled"]
 )

@@ -85,7 +85,7 @@ def processor_skipped(patch):
     patch.setattr(rules.Rules, "_process", lambda self, rows, logits, sequences, lengths: logits)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "plant, found_by, passes",
     [

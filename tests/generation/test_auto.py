@@ -208,6 +208,7 @@ def test_captured_steps_of_both_trees_share_the_caches(monkeypatch, fallbacks):
     assert set(map(id, programs.PROGRAMS[model].compiled)) == made
 
 
+@pytest.mark.slow
 def test_where_one_size_cannot_be_captured_none_is(monkeypatch, fallbacks):
     model = FAMILIES[0].build(tiny_base("llama-gqa"))
     model.generation_config.calibration = [entry(1, True, settings.drafter_hash(model.drafter))]

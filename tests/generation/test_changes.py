@@ -96,7 +96,7 @@ def threads(base):
 CHANGES = [strength, scaling, every_scaling, hook, positional, forward, dtype, threads]
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("prepare", CHANGES, ids=lambda prepare: prepare.__name__)
 @every_family_and_runner
 def test_whatever_changes_between_two_calls(family, prepare, how, settings):
@@ -164,7 +164,7 @@ PLACES = {
 }
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("left", [1, 2, 5])
 @every_family_and_runner

@@ -66,7 +66,7 @@ CALLS = {
 }
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("family", [one for one in FAMILIES if one.name not in VARIANTS], ids=lambda one: one.name)
 def test_exact(family, made, fallbacks):
     model = family.build(tiny_base("llama-gqa"))
@@ -85,13 +85,14 @@ def test_exact_whatever_the_call_decides_by(rows, made, fallbacks):
     assert len(made) == STAGES + 1 and fallbacks == []  # a draft that knows the noise of sampling
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", ["mistral-sliding", "gpt2", "qwen3", "gpt-neox", "qwen3.5", "falcon-h1", "lfm2"])
 def test_exact_on_other_bases(kind, made, fallbacks):
     both(FAMILIES[0].build(tiny_base(kind)), 3)
     assert len(made) == STAGES and fallbacks == []
 
 
+@pytest.mark.slow
 def test_a_text_outgrows_its_memory_and_prompts_differ_in_length_without_another_program(made, monkeypatch):
     monkeypatch.setattr(runner, "AHEAD", 4)
     monkeypatch.setattr(runner, "CAPACITY_BUCKET", 1)
@@ -198,6 +199,7 @@ def test_what_the_compiler_refuses_runs_uncaptured_with_one_warning(monkeypatch)
     assert "no such kernel" in warning
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("family, most", [("medusa", 20), ("eagle", 90)], ids=["at first", "later"])
 def test_without_memory_for_the_fixed_shapes_the_text_goes_on_uncaptured(family, most, untraced, monkeypatch):
     monkeypatch.setattr(runner, "AHEAD", 4)

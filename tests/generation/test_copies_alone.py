@@ -48,7 +48,7 @@ def test_the_text_is_the_base_s_on_every_base(kind, rows, sampling):
     both(hf_drafthead.from_base(shared_base(kind, **fields_of(kind))), rows, **sampling)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("how", RUNNERS)
 @pytest.mark.parametrize("kind", ["llama-gqa", "qwen3.5", "granite-hybrid", "lfm2"])
 def test_with_every_runner(kind, how, recordings):
@@ -86,6 +86,7 @@ def test_a_call_that_cannot_draft_is_the_base_s_own_and_no_lookup_of_transformer
     assert torch.equal(model.generate(**call), base.generate(**call))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("included", [False, True])
 def test_a_checkpoint_names_the_base_and_holds_no_tensors(included, tmp_path):
     tiny_base("lfm2", dtype=torch.float32, attn_implementation=None).save_pretrained(tmp_path / "base")

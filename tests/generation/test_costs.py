@@ -233,7 +233,7 @@ def of_programs(model, trees, rows=1):
     return StepCosts(model, model._base_reader(), key, Execution("compiled", TRACED))(trees)
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["medusa", "eagle3", "copies"])
 def test_a_compiled_call_is_judged_by_steps_of_the_programs_that_it_takes(name, monkeypatch):
     model = hf_drafthead.from_base(tiny_base("llama-gqa")) if name == "copies" else family(name)

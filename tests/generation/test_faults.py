@@ -165,7 +165,7 @@ def test_heads_that_are_no_numbers_change_no_text(tree, value, family):
     same(model, **{**LONG, "draft_tree": tree}, do_sample=True)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("value", [float("nan"), float("inf")], ids=str)
 @pytest.mark.parametrize("captured", [{}, pytest.param(TRACED, marks=pytest.mark.slow)], ids=["uncaptured", "captured"])
 @pytest.mark.parametrize("kind", ["llama-gqa", "qwen3.5", "granite-hybrid", "lfm2"])

@@ -18,7 +18,7 @@ from tests.families import FAMILIES
 from tests.generation.agreement import agree, prompt, same_numbers, shared_base
 
 RANKS = 4
-EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "16"))  # `make test-fuzz` asks for 3,000
+EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "12"))  # `make test-fuzz` asks for 3,000
 SEED = os.environ.get("FUZZ_SEED")  # other examples than the usual ones
 examples = settings(max_examples=EXAMPLES, derandomize=SEED is None, deadline=None, database=None)
 
@@ -161,6 +161,7 @@ def drafted(accepted, kind, tree, rows, longest, seed, skill, call, stops, keeps
     accepted.append(bool((found.got.accepted_lengths > 1).any()))
 
 
+@pytest.mark.few(1)
 @pytest.mark.filterwarnings("ignore:Unfeasible length constraints")
 @pytest.mark.parametrize("kinds", [KEYS, STATES], ids=["keys", "states"])
 def test_the_model_says_what_the_base_says(kinds, untraced):
@@ -207,9 +208,10 @@ def test_heads_say_what_a_base_with_states_says(untraced):
 
 # Those whose state is of a kind of its own: levels of modules, blocks, paths with a memory, the base's keys.
 FUZZED = ("mtp", "mtp-modules", "dflash", "dspark", "dspark-variants", "gemma4-assistant")
-FEW = int(os.environ.get("FUZZ_EXAMPLES", "8"))
+FEW = int(os.environ.get("FUZZ_EXAMPLES", "6"))
 
 
+@pytest.mark.few(1)
 @pytest.mark.filterwarnings("ignore:Unfeasible length constraints")
 @pytest.mark.parametrize("family", [one for one in FAMILIES if one.name in FUZZED], ids=lambda one: one.name)
 def test_heads_say_what_the_base_says_whatever_is_asked(family, untraced):

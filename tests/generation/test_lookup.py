@@ -339,6 +339,7 @@ def forwarded(model, **call):
     return widths[1:], matched[1:]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_where_nothing_matches_copies_alone_forward_one_token_as_the_base_does(compiled):
     model = FAMILIES[0].build(circling_base())
@@ -360,7 +361,7 @@ def model_of(family: int, circling: bool):
     return FAMILIES[family].build(circling_base() if circling else tiny_base("llama-gqa"))
 
 
-EXAMPLES = int(os.environ.get("LOOKUP_EXAMPLES", "30"))
+EXAMPLES = int(os.environ.get("LOOKUP_EXAMPLES", "20"))
 PROCESSORS = [{}, {}, {"repetition_penalty": 1.3}, {"no_repeat_ngram_size": 4}, {"min_new_tokens": 9}]
 
 

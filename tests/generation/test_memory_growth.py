@@ -32,7 +32,7 @@ def in_caches() -> int:
     return sum(blocks.values())
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 @pytest.mark.parametrize(
     "family",

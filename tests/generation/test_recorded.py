@@ -70,7 +70,7 @@ def check(model, rows=1, **call):
     assert torch.equal(got.accepted_lengths, plain.accepted_lengths)
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("choice", [{}, {"do_sample": True, "temperature": 0.8, "repetition_penalty": 1.2}], ids=str)
 @pytest.mark.parametrize("kind", ["qwen3.5", "kimi-linear", "falcon-h1", "lfm2"])
 def test_states_are_folded_once_in_every_replay(kind, choice, recordings, warnings):
@@ -80,7 +80,7 @@ def test_states_are_folded_once_in_every_replay(kind, choice, recordings, warnin
     assert sum(each.replays for each in recordings) > 10 and warnings == []
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("rows", [1, 3])
 @every_family
 def test_exact(family, rows, recordings, warnings):
@@ -90,7 +90,7 @@ def test_exact(family, rows, recordings, warnings):
     assert [recording.replays > 2 for recording in recordings] == [True] * 2 * GREEDY and warnings == []
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @every_family
 def test_what_is_not_greedy_is_recorded_but_for_its_walk(family, recordings, warnings):
     model = family.build(tiny_base("llama-gqa"))
@@ -101,6 +101,7 @@ def test_what_is_not_greedy_is_recorded_but_for_its_walk(family, recordings, war
     assert len(recordings) == OTHER + 1 and all(recording.replays > 2 for recording in recordings) and warnings == []
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("family", [one for one in FAMILIES if one.name in ("eagle3", "draft-model")], ids=str)
 def test_a_text_that_outgrows_its_memory_is_recorded_again(family, recordings, warnings, monkeypatch):
     monkeypatch.setattr(runner, "AHEAD", 32)
@@ -118,7 +119,7 @@ def test_memory_is_free_once_a_call_has_ended_whoever_holds_what_it_knew(recordi
     assert len(recordings) == GREEDY and len(set(map(id, held))) > 2
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @every_family
 def test_later_calls_take_the_program_and_its_memory(family, recordings, warnings):
     model = family.build(tiny_base("llama-gqa"))
@@ -149,6 +150,7 @@ def test_a_call_while_another_is_in_the_memory_has_memory_of_its_own(recordings,
     assert len(recordings) == 2 * GREEDY and warnings == []
 
 
+@pytest.mark.few(1)
 @some_families
 def test_memory_that_a_call_has_left_for_more_is_no_part_of_it(family, recordings, warnings, monkeypatch):
     monkeypatch.setattr(runner, "AHEAD", 32)
@@ -213,6 +215,7 @@ def test_trees_of_one_call_share_its_memory(recordings, warnings):
     assert len(recordings) == 2 * GREEDY and len(programs.PROGRAMS[model].arenas) == 1 and warnings == []
 
 
+@pytest.mark.few(1)
 @some_families
 def test_compiled_and_recorded(family, recordings, warnings):
     model = family.build(tiny_base("llama-gqa"))
@@ -254,6 +257,7 @@ def test_the_end_is_found_a_step_late_and_what_ran_past_it_is_dropped(recordings
     assert len(taken) == output.accepted_lengths.shape[1] + 1
 
 
+@pytest.mark.few(1)
 @some_families
 def test_what_cannot_be_recorded_runs_as_before_and_is_not_tried_again(family, recordings, warnings, monkeypatch):
     tried = []

@@ -115,7 +115,7 @@ def test_a_drafter_that_says_nothing_is_not_listened_to(nothing):
 CHAIN = [[0], [0, 0], [0, 0, 0]]  # with a draft model: speculative sampling as it was published
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "name, tree, captured",
     [("draft-model", CHAIN, False), ("hydra", TREE, False), ("eagle3", TREE, False), ("medusa", TREE, True)],

@@ -110,6 +110,7 @@ def test_no_other_module_spells_the_cache_or_asks_for_a_version():
     assert not wrong, releases.__doc__
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("installed", ["4.57.1", "5.16.2", "6.0.0.dev0", "6.1.0"])
 def test_a_release_that_is_too_old_or_too_new_is_refused_in_one_line(installed, tmp_path):
     """Also where names are missing in it that are imported elsewhere."""

@@ -52,6 +52,7 @@ PROCESSORS = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("rows, captured", [(1, False), (3, False), (3, True)], ids=["alone", "batch", "captured"])
 def test_the_text_and_the_generator_are_the_base_s(rows, captured):
     model = FAMILIES[0].build(shared_base("llama-gqa"))
@@ -159,6 +160,7 @@ def test_a_drafter_of_some_tokens_only_is_tilted_by_the_noise_of_these():
     assert torch.equal(tokens, everywhere.topk(4).indices)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name, least", [("medusa", 1.15), ("eagle", 1.3)])
 def test_more_tokens_per_step_than_with_guesses_that_do_not_know_the_noise(name, least, monkeypatch):
     model = AutoModelForCausalLM.from_pretrained(zoo.path(name)).eval()
@@ -240,7 +242,7 @@ def test_a_temperature_that_leaves_one_token_gives_the_greedy_text_and_a_lower_o
             generate(**call, do_sample=True, temperature=1e-42)
 
 
-@pytest.mark.few(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("rows, captured", [(1, False), (3, False), (3, True)], ids=["alone", "batch", "captured"])
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 def test_a_vocabulary_padded_beyond_the_tokenizer_is_sampled_as_by_the_base(family, rows, captured):

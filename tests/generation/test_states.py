@@ -187,6 +187,7 @@ def test_a_conversation_goes_on_from_the_cache_that_was_returned(kind):
     assert torch.equal(*texts)
 
 
+@pytest.mark.few(1)
 @each_mixer
 def test_a_prompt_in_chunks_and_one_of_a_single_token(kind):
     agree_on(kind, prompt(), call={"max_new_tokens": 9, "prefill_chunk_size": 4}, other_forwards=lambda own: 3)
@@ -231,7 +232,7 @@ def of_states(output, change):
     return (change(output[0]), *output[1:]) if isinstance(output, tuple) else change(output)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @each_mixer
 @pytest.mark.parametrize("how", [{}, {"cache_implementation": "static"}], ids=["eager", "fixed"])
 def test_what_is_done_to_a_mixer_between_two_calls_counts_from_then_on(how, kind, untraced):
@@ -262,6 +263,7 @@ def test_what_is_done_to_a_mixer_between_two_calls_counts_from_then_on(how, kind
     assert drafts() and len(set(texts)) == 4
 
 
+@pytest.mark.few(1)
 @each_mixer
 def test_a_function_that_is_replaced_in_a_mixer_s_module_is_heard_from_the_next_call_on(kind, monkeypatch, fallbacks):
     model, call = MedusaForCausalLM.from_base(base_of(kind), num_draft_heads=3), {**prompt(3), "max_new_tokens": 14}

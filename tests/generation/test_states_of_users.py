@@ -256,6 +256,7 @@ WIDE = {
 }
 
 
+@pytest.mark.few(1)
 @each_kind
 @pytest.mark.parametrize("twice", [False, True], ids=["nf4", "fp4, scales quantized too"])
 def test_a_base_in_four_bits(twice, kind, tmp_path):
@@ -303,6 +304,7 @@ def test_a_base_that_was_resized(kind):
     both(medusa(base))
 
 
+@pytest.mark.few(1)
 @each_kind
 def test_a_base_in_shards(kind, tmp_path):
     base = base_of(kind)
@@ -320,7 +322,7 @@ learning = pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family
 NAMED = [family for family in FAMILIES if family.name in TRAINED]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @each_kind
 @learning
 def test_heads_learn_with_a_plain_trainer_and_the_base_stays(family, kind, tmp_path):
@@ -340,7 +342,7 @@ def test_heads_learn_with_a_plain_trainer_and_the_base_stays(family, kind, tmp_p
     both(model.eval())
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @each_kind
 @pytest.mark.parametrize("family", NAMED, ids=lambda family: family.name)
 def test_train_and_distill_take_such_a_base(family, kind, tmp_path):

@@ -79,6 +79,7 @@ def test_remote_code_gives_the_base_s_own_text(seen, family, case):
     assert seen["families"][family.name]["same"][case]
 
 
+@pytest.mark.few(1)
 @all_families
 def test_heads_loaded_as_remote_code_guess_as_the_package_does(seen, folder, family):
     found = seen["families"][family.name]
@@ -152,6 +153,7 @@ def test_the_file_is_the_same_every_time_and_compiles(code):
     assert f'__version__ = "{metadata.version("hf-drafthead")}"' in text.splitlines()
 
 
+@pytest.mark.few(1)
 @all_codes
 def test_the_file_imports_nothing_that_transformers_and_torch_do_not_bring(code):
     names = set()
@@ -271,6 +273,7 @@ def meanings(text: str) -> dict[str, set[str]]:
     return found
 
 
+@pytest.mark.few(1)
 @all_codes
 @pytest.mark.parametrize("needs", [(), NEEDED_BY_SOME], ids=["what all need", "what some need"])
 def test_every_name_in_the_file_is_known_and_means_one_thing(code, needs, tmp_path):

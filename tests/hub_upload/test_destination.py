@@ -46,6 +46,7 @@ OF_A_MODEL = (
 )
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("repo_id, line", [("org/base", OF_THE_BASE), ("org/other", OF_A_MODEL)])
 @pytest.mark.parametrize("extra", [(), ("--dry-run",), ("--create-pr",), ("--revision", "trial")], ids=" ".join)
 def test_another_model_is_not_overwritten(hub, base, clients, models, folder, repo_id, line, extra):
@@ -83,6 +84,7 @@ def test_only_weights_that_would_be_read_instead_are_removed(hub, base, clients)
     assert set(hub.repos["org/heads"].files()) == set(files) | other
 
 
+@pytest.mark.slow
 def test_nothing_is_left_of_what_other_heads_were_measured_to_do(hub, base, clients, models, folder):
     stale = ["evaluation-chat.json", "head_accuracies.png", "training.png", "training_summary.json"]
     for name in stale:
@@ -190,6 +192,7 @@ def test_the_card_of_a_folder_and_the_published_one_become_one(hub, base, client
     assert b"To my cat." in joined and b"Train shorter." in joined and b"Train longer." not in joined
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("private", [True, False], ids=["private", "public"])
 def test_a_repository_that_others_see_otherwise_than_asked(hub, base, clients, private):
     push(clients, private=not private)

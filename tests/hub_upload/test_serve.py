@@ -111,6 +111,7 @@ def test_heads_of_every_family_are_served_and_answer_two_at_a_time(family, folde
     assert all("On this machine" in line for line in fallbacks), fallbacks  # where no step of so small a base pays
 
 
+@pytest.mark.slow
 def test_answers_are_one_text_whatever_the_generation_config_says(folder, tmp_path):
     from openai import OpenAI
 
@@ -189,6 +190,7 @@ def test_the_model_that_is_served_is_listed(server, client):
     assert [model.id for model in client.models.list()] == [server[1]]
 
 
+@pytest.mark.slow
 def test_transformers_chat_talks_to_it(server, tmp_path):
     code = "from transformers.cli.transformers import app; app()"
     words = [sys.executable, "-c", code, "chat", server[1], server[0], "max_new_tokens=5", "do_sample=False"]

@@ -186,6 +186,7 @@ def test_a_stop_string_ends_the_answer_of_its_request(client, folder):
     assert ask(client, folder, "abc", max_tokens=12, stop=[]) == "defghijklmno"
 
 
+@pytest.mark.slow
 def test_clients_that_find_the_queue_full_are_told_at_once_and_others_are_answered(folder):
     served()
     from openai import InternalServerError, OpenAI
@@ -219,6 +220,7 @@ PLAIN = (
 )
 
 
+@pytest.mark.slow
 def test_transformers_own_server_drives_the_manager(folder):
     """Which changes nothing of it: the settings of the first request are those of all, but for lengths and ends."""
     served()

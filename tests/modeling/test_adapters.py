@@ -54,6 +54,7 @@ def check(model, adapted) -> None:
     )
 
 
+@pytest.mark.few(1)
 @families
 @pytest.mark.parametrize("given", ["folder", "PEFT model", "loaded afterwards"])
 def test_heads_on_an_adapted_base_are_one_unit(adapted, tmp_path, family, given):
@@ -84,6 +85,7 @@ def test_what_is_published_holds_the_adapter(adapted, tmp_path):
         check(loaded, adapted)
 
 
+@pytest.mark.few(1)
 @families
 def test_an_adapter_is_merged_into_an_included_base(adapted, tmp_path, family):
     model = family.from_base(adapted)

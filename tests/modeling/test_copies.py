@@ -43,7 +43,7 @@ def detached(model):
     return model
 
 
-@pytest.mark.few(20)
+@pytest.mark.few(8)
 @pytest.mark.parametrize("way", COPIES)
 @pytest.mark.parametrize("use", USES)
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)

@@ -74,7 +74,7 @@ def test_it_drafts_what_it_would_write_itself(base, kind):
             assert token.item() == text[0, known + depth]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_is_saved_with_its_weights_by_name_and_with_the_base(base, kind, tmp_path):
     draft = tiny_base(kind, seed=5)
@@ -113,6 +113,7 @@ def test_the_draft_model_given_is_used_and_the_base_stays_as_it_is(base):
     assert half.dtype == torch.bfloat16 and model.drafter.model.dtype == torch.float64
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("sizes", [(67, 61), (67, 71)], ids=["draft smaller", "draft larger"])
 def test_padded_vocabularies_of_one_family(sizes, tmp_path):
     """Sizes differ, tokens do not: what only one of the models scores is read, but never drafted."""

@@ -36,6 +36,7 @@ def logits_of(model):
     ]
 
 
+@pytest.mark.few(1)
 @named(ALL)
 def test_saved_and_loaded_it_guesses_the_same_tokens(family, tmp_path):
     base = tiny_base(dtype=torch.float32)

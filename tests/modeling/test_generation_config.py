@@ -26,6 +26,7 @@ def values(config: GenerationConfig) -> dict:
     return {name: getattr(config, name) for name in VICUNA if not name.startswith("_")}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 @pytest.mark.parametrize("include_base", [False, True], ids=["heads", "with base"])
 def test_every_family_keeps_the_base_s_flags(family, include_base, tmp_path):

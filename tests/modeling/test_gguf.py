@@ -33,6 +33,7 @@ def same_text(one, other):
     )
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", [{"gguf_file": FILE}, {}], ids=["argument", "in the path"])
 def test_heads_find_the_file_again(place, tmp_path, name):
     model = MedusaForCausalLM.from_base(place if name else place / FILE, num_draft_heads=2, **name).eval()

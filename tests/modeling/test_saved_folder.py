@@ -47,6 +47,7 @@ def base(tmp_path) -> Path:
     return tmp_path / "base"
 
 
+@pytest.mark.slow
 def test_a_folder_loads_where_the_package_is_not(base, tmp_path):
     model = HydraForCausalLM.from_base(base)
     model.save_pretrained(tmp_path / "heads")

@@ -168,6 +168,7 @@ def test_settings_reach_generate(page, hydra):
     assert "different texts" in page.inner_text("#verdict")
 
 
+@pytest.mark.slow
 def test_the_base_need_not_run(page):
     page.get_by_label("Run the base too").uncheck()
     generate(page, PROMPT)

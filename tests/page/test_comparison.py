@@ -32,6 +32,7 @@ def compared(hydra, given, settings, *, acceptance="exact", **options) -> SideBy
     return comparison
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("settings", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_both_sides_write_what_the_base_writes(hydra, given, settings):
     model, _ = hydra

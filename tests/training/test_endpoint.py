@@ -185,6 +185,7 @@ def test_sampling_asks_with_a_seed_of_the_row(tmp_path, monkeypatch):
     assert {key for _, _, key in server.asked} == {"Bearer secret"}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("trouble", [500, 429, "drop"])
 def test_a_server_that_fails_half_of_the_time_gives_the_same_rows(tmp_path, trouble):
     with Server() as server:

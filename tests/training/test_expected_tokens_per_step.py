@@ -39,7 +39,7 @@ def test_the_tokens_per_step_are_those_of_generate(family):
     assert expected(model) == pytest.approx(needed)  # from answers that it remembers
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("family", FAMILIES[::2], ids=lambda family: family.name)
 def test_at_a_temperature_they_are_those_of_the_same_seeds(family):
     model = family.build(tiny_base("llama-gqa"))

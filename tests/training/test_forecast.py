@@ -43,7 +43,7 @@ def train(place, output, **arguments):
     return train_heads(str(place / "base"), "medusa", str(place / "texts.jsonl"), output, **options)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "batches",
     [{}, {"gradient_accumulation_steps": 4}, {"max_steps": 3}, {"num_train_epochs": 2, "eval_steps": 5},

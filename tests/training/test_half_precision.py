@@ -30,7 +30,7 @@ def place(tmp_path_factory):
     return folder
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "family, dtype",
     [*((family, "bfloat16") for family in TRAINED), ("medusa", "float16"), ("eagle", "float16")],

@@ -31,7 +31,7 @@ def place(tmp_path_factory):
     return folder
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("family", ["medusa", "hydra++", "eagle"])
 def test_heads_learn_on_a_quantized_base_and_load_with_it(family, bits, place, tmp_path):

@@ -90,7 +90,7 @@ def test_a_training_without_enough_text_to_calibrate_on_is_saved_all_the_same(pl
     assert not getattr(trained.model.generation_config, "calibration", None)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("family", list(families.TRAINED))
 def test_every_family_trains_saves_and_loads(family, place, tmp_path):
     fields = {"feature_layers": [0, 1], "draft_vocab_size": 200} if family.startswith("eagle3") else {}
@@ -127,6 +127,7 @@ def token_rows(place):
     return [tokenizer(text).input_ids for text in texts]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("streamed", [False, True], ids=["Dataset", "IterableDataset"])
 def test_a_data_set_in_hand_is_learnt_from_as_its_file_is(place, tmp_path, streamed):
     rows = Dataset.from_json(str(place / "texts.jsonl"), cache_dir=str(tmp_path / "cache"))
@@ -229,6 +230,7 @@ def test_what_had_come_to_its_end_is_only_loaded(place, tmp_path, steps_taken):
     assert (tmp_path / "run" / "model.safetensors").is_file()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "changed, line",
     [

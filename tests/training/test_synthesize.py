@@ -95,6 +95,7 @@ def test_a_question_is_what_follows_the_beginning_of_a_users_turn(base, tokenize
     assert any(said(asked[0], "user")[0] in prompt and said(asked[0], "assistant")[0] in prompt for prompt in later)
 
 
+@pytest.mark.slow
 def test_heads_and_batches_change_nothing(base, tokenizer, tmp_path):
     heads = MedusaForCausalLM.from_base(writing_base(tokenizer), num_draft_heads=3).eval()
     texts = []
@@ -104,6 +105,7 @@ def test_heads_and_batches_change_nothing(base, tokenizer, tmp_path):
     assert texts[0] == texts[1] == texts[2] and report.tokens_per_step >= 1
 
 
+@pytest.mark.slow
 def test_a_cache_of_fixed_size_changes_nothing(base, tokenizer, tmp_path, monkeypatch):
     distill(base, tokenizer, 9, tmp_path / "grows", **SETTINGS)
     monkeypatch.setattr(answers, "writes_in_place", lambda model: True)
@@ -128,6 +130,7 @@ def test_a_run_that_was_killed_goes_on_and_so_does_one_that_asks_for_more(base, 
         distill(base, tokenizer, 20, output, **SETTINGS, seed=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("greedy", "same"), [(1.0, {True}), (0.0, {False}), (0.5, {True, False})])
 def test_a_share_of_the_answers_is_greedy(base, tokenizer, tmp_path, greedy, same):
     # every answer is cut at its limit, so that two that are drawn apart differ
@@ -367,6 +370,7 @@ def test_heads_are_trained_on_the_plain_texts_of_a_base(plain, tmp_path, capsys)
     assert all("text" in row for row in read(tmp_path / "heads" / "own.jsonl"))
 
 
+@pytest.mark.slow
 def test_what_writing_takes_of_the_hours_is_not_trained(base, tokenizer, tmp_path, monkeypatch):
     """Also where the training is resumed; and too few hours for both are said."""
     base.save_pretrained(tmp_path / "base")

@@ -80,6 +80,7 @@ def test_in_a_batch_the_row_that_takes_most_steps_counts():
     assert counted.tokens_per_step(Size(2, 1)) == 18 / 11 and counted.fewer_steps(ALONE, 2) == 1.0
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_the_counted_tokens_per_step_are_those_of_generate(temperature):
     model = next(one for one in FAMILIES if one.name == "eagle").build(tiny_base("llama-gqa"))

@@ -19,7 +19,7 @@ def greedy_text(model, new_tokens=60):
     return prompt, model.base.generate(prompt, **settings), settings
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 def test_the_ranks_foretell_every_step_of_generate(family):
     model = family.build(tiny_base("llama-gqa"))

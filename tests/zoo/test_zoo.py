@@ -105,7 +105,7 @@ def like_the_chat_model():
     return AutoModelForCausalLM.from_config(config).to(torch.bfloat16).eval()
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["eagle3", "hydra++", "medusa"])
 def test_the_heads_for_the_chat_model_are_whole_and_name_it(name, like_the_chat_model):
     assert name in chat.chat_families()
