@@ -87,9 +87,8 @@ class Stages:
 
         Below a row that has ended there is padding alone, which is what the base reads there. `texts`: others to copy.
         """
-        root = rows.sequences.gather(1, rows.lengths[:, None] - 1)  # (B, 1) the newest tokens
-        copies = isinstance(self.tree, LookupTree)
-        copied = suggested(self.tree, rows.sequences, rows.lengths, texts) if copies else None
+        tree, root = self.tree, rows.sequences.gather(1, rows.lengths[:, None] - 1)  # (B, 1) the newest tokens
+        copied = suggested(tree, rows.sequences, rows.lengths, texts) if isinstance(tree, LookupTree) else None
         if isinstance(self.heads, DynamicTree):
             draft_state, candidates = self.fill_dynamic(rows.draft_state, root, tilt, copied)
         else:

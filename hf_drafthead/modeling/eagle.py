@@ -9,6 +9,7 @@ Shapes: B rows, A newly verified positions, T positions, n nodes of a level, M n
 F feature layers, H hidden, V vocabulary.
 """
 
+from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -101,6 +102,8 @@ class EagleDrafter(Drafter):
     keeps_history = True
     layers = 1
     body: DecoderLayer
+    reduce: Callable[[Tensor], Tensor]
+    feed_back: Callable[[Tensor], Tensor]
 
     def __init__(self, config: EagleConfig) -> None:
         super().__init__(config)
