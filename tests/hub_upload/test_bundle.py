@@ -26,8 +26,8 @@ PYTHON = os.environ.get("REMOTE_CODE_PYTHON", sys.executable)  # one that has tr
 # What transformers itself requires, and so is wherever transformers and torch are.
 BROUGHT_ALONG = {"torch", "transformers", "safetensors", "huggingface_hub", "numpy", "tokenizers"}
 
-# Tried each time, for a process of its own runs over all that are asked for: their code has the least in common.
-EACH_TIME = ("hydra", "eagle3")
+# Tried each time, for a process of its own runs over all that are asked for: it has the most code.
+EACH_TIME = ("eagle3",)
 CASES = [family if family.name in EACH_TIME else pytest.param(family, marks=pytest.mark.slow) for family in FAMILIES]
 all_families = pytest.mark.parametrize("family", CASES, ids=lambda family: family.name)
 all_codes = pytest.mark.parametrize("code", sorted(MODELS))
