@@ -8,8 +8,8 @@ papers' recipes are for tens of millions of tokens and warm up for longer than a
 here it is the quick one (`train --recipe quick`), which ends at the latest when `--seconds` are over. All families
 learn the base's distribution, at its answers, of a draft vocabulary.
 
-OUTPUT holds the heads in bfloat16, `training_summary.json`, and `history.json`: losses, and the accuracies by
-depth at the end.
+OUTPUT holds the heads in the type of the base, `training_summary.json`, and `history.json`: losses, and the accuracies
+by depth at the end.
 """
 
 import os
@@ -130,7 +130,7 @@ def train(args: argparse.Namespace) -> None:
         fields=None
         if args.heads
         else {**FIELDS[args.family], "draft_vocab_size": args.draft_vocab_size or None, **json.loads(args.fields)},
-        load={"dtype": torch.bfloat16},
+        load={"dtype": getattr(torch, args.dtype)},
         tell=lambda line: print(line, flush=True),
         **{**arguments, **recipe, **json.loads(args.set)},
     )
@@ -162,6 +162,7 @@ def main() -> None:
     parser.add_argument("--fields", default="{}", help="config fields of the heads, as JSON")
     parser.add_argument("--set", default="{}", help="training arguments, as JSON")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--dtype", default="bfloat16", help="of the base while heads are trained")
     parser.add_argument("--seed", type=int, default=0)
     train(parser.parse_args())
 

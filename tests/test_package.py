@@ -115,7 +115,7 @@ print(hf_drafthead.MedusaForCausalLM.__name__, AutoConfig.for_model("drafthead_m
 """
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["hf-drafthead.py", "hf-drafthead", "hf_drafthead_tools.py"])
 def test_a_script_of_any_name_can_use_the_package(tmp_path, name):
     (tmp_path / name).write_text(USES_THE_PACKAGE)

@@ -47,6 +47,7 @@ from hf_drafthead.training.own_text import (
 )
 from hf_drafthead.training.trainer import DraftHeadTrainer, add_lora, merge_lora
 from hf_drafthead.trees.calibrate import calibrate
+from hf_drafthead.trees.timing import training_advice
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
@@ -409,7 +410,8 @@ def _trainer(
 def _expected(trainer: DraftHeadTrainer, data: PreparedData, tell: Tell) -> Forecast:
     """What the training will take, told with remarks on it."""
     expected = forecast(trainer, data)
-    for line in (str(expected), *remarks(expected, trainer.args)):
+    advice = training_advice(trainer.model.base)
+    for line in (str(expected), *remarks(expected, trainer.args), *([advice] if advice else [])):
         tell(line)
     return expected
 

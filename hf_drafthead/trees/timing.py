@@ -70,6 +70,7 @@ SLOW = 1.2  # times as fast as the base, below which another dtype may be worth 
 DTYPES = (torch.float32, torch.bfloat16)
 MANY, LARGE = 8, 4096  # tokens of a step; most rows and columns of the weight that is tried
 DEAR = 1.5  # times as much as one token, from where on a tree hardly pays
+TEXT = 256  # tokens of a text that heads are trained on
 
 
 def product_costs(base: Any) -> dict[torch.dtype, float]:
@@ -103,6 +104,25 @@ def dtype_advice(base: Any) -> str | None:
     return (
         f"a product over {MANY} tokens takes as long here as one over a single token {of_base}, {of_other}: trees pay "
         f"more with --dtype {names[other]}."
+    )
+
+
+def training_advice(base: Any) -> str | None:
+    """A line about float32, where a CPU multiplies faster in it than in the half precision of the base; else None."""
+    if base.device.type != "cpu" or base.dtype.itemsize != 2 or getattr(base, "is_quantized", False):
+        return None
+    width, runs = min(base.config.get_text_config(decoder=True).hidden_size, LARGE), {}
+    for dtype in (base.dtype, torch.float32):
+        text, weight = torch.ones(TEXT, width, dtype=dtype), torch.ones(width, width, dtype=dtype)
+        runs[dtype] = functools.partial(torch.nn.functional.linear, text, weight)
+    _, seconds = time_interleaved(runs, 5, torch.device("cpu"))
+    times = min(seconds[base.dtype]) / min(seconds[torch.float32])
+    if times < DEAR:
+        return None
+    name = str(base.dtype).removeprefix("torch.")
+    return (
+        f"a product over a text takes {times:.1f} times as long here in {name} as in float32: the training may be "
+        "faster with --dtype float32, which takes twice the memory."
     )
 
 

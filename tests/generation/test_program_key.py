@@ -81,6 +81,7 @@ def test_a_number_that_changes_between_two_calls_and_that_the_hook_of_a_deep_lay
     assert not torch.equal(check(model), before)
 
 
+@pytest.mark.slow
 def test_a_layer_with_a_module_of_another_kind_is_not_taken_for_the_first():
     model = FAMILIES[0].build(tiny_base("llama", num_hidden_layers=3))
     for layer in model.base.model.layers:

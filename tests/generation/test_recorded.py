@@ -101,7 +101,7 @@ def test_what_is_not_greedy_is_recorded_but_for_its_walk(family, recordings, war
     assert len(recordings) == OTHER + 1 and all(recording.replays > 2 for recording in recordings) and warnings == []
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("family", [one for one in FAMILIES if one.name in ("eagle3", "draft-model")], ids=str)
 def test_a_text_that_outgrows_its_memory_is_recorded_again(family, recordings, warnings, monkeypatch):
     monkeypatch.setattr(runner, "AHEAD", 32)

@@ -322,7 +322,7 @@ learning = pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family
 NAMED = [family for family in FAMILIES if family.name in TRAINED]
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @each_kind
 @learning
 def test_heads_learn_with_a_plain_trainer_and_the_base_stays(family, kind, tmp_path):

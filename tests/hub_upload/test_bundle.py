@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedConfig
 
-from hf_drafthead import HydraConfig, HydraForCausalLM, MedusaForCausalLM
+from hf_drafthead import EagleConfig, EagleForCausalLM, MedusaForCausalLM
 from hf_drafthead.hub_upload import bundle
 from hf_drafthead.hub_upload.bundle import FILE, MODELS, NEEDED_BY_SOME, add_bundle, build_bundle, needs_of
 from hf_drafthead.modeling.checkpoint import read_heads_config
@@ -26,8 +26,8 @@ PYTHON = os.environ.get("REMOTE_CODE_PYTHON", sys.executable)  # one that has tr
 # What transformers itself requires, and so is wherever transformers and torch are.
 BROUGHT_ALONG = {"torch", "transformers", "safetensors", "huggingface_hub", "numpy", "tokenizers"}
 
-# Tried each time, for a process of its own runs over all that are asked for: it has the most code.
-EACH_TIME = ("eagle3",)
+# Tried each time, for a process of its own runs over all that are asked for, which takes long.
+EACH_TIME = ("eagle",)
 CASES = [family if family.name in EACH_TIME else pytest.param(family, marks=pytest.mark.slow) for family in FAMILIES]
 all_families = pytest.mark.parametrize("family", CASES, ids=lambda family: family.name)
 all_codes = pytest.mark.parametrize("code", sorted(MODELS))
@@ -51,7 +51,7 @@ def alone(folder: Path, modules: Path) -> dict:
 def folder(request, tmp_path_factory) -> Path:
     """A base, and heads of every family for it that the run's tests ask for, each with the file of code."""
     cases = [getattr(item, "callspec", None) for item in request.session.items if item.path == request.path]
-    asked = {case.params["family"].name for case in cases if case and "family" in case.params} | {"hydra", "eagle"}
+    asked = {case.params["family"].name for case in cases if case and "family" in case.params} | {"eagle"}
     folder = tmp_path_factory.mktemp("bundled")
     base = tiny_base("llama-gqa")
     base.save_pretrained(folder / "base")
@@ -140,9 +140,9 @@ def test_remote_code_has_the_published_trees_and_no_other_texts(seen, family):
 @pytest.mark.parametrize("trust", [True, None])
 @pytest.mark.parametrize("auto", [AutoModel, AutoModelForCausalLM])
 def test_where_the_package_is_imported_its_classes_win(folder, auto, trust):
-    model = auto.from_pretrained(folder / "hydra", trust_remote_code=trust)
-    assert type(model) is HydraForCausalLM
-    assert type(model.config) is HydraConfig
+    model = auto.from_pretrained(folder / "eagle", trust_remote_code=trust)
+    assert type(model) is EagleForCausalLM
+    assert type(model.config) is EagleConfig
 
 
 @all_codes

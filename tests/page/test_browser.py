@@ -128,6 +128,7 @@ def test_figures_are_those_of_generate(page, hydra):
     assert figure(page, "heads", "tokens per second") > 0
 
 
+@pytest.mark.slow
 def test_the_tree_can_be_looked_at_step_by_step(page):
     generate(page, PROMPT)
     steps = int(figure(page, "heads", "forward passes"))

@@ -54,3 +54,19 @@ def test_the_dtype_in_which_a_tree_is_cheap_is_named_where_the_base_s_is_dear(dt
     monkeypatch.setattr(timing, "product_costs", lambda base: {FLOAT: costs[0], HALF: costs[1]})
     advice = timing.dtype_advice(base)
     assert advice is None if named is None else advice.endswith(f"trees pay more with --dtype {named}.")
+
+
+@pytest.mark.parametrize("dtype, seconds, times", [
+    (HALF, (0.9, 0.1), "9.0"), (torch.float16, (0.3, 0.1), "3.0"), (HALF, (0.1, 0.1), None), (FLOAT, (9.0, 1.0), None),
+], ids=str)  # fmt: skip
+def test_a_training_in_a_type_that_the_cpu_multiplies_slowly_is_told(dtype, seconds, times, monkeypatch):
+    base = tiny_base("llama").to(dtype)
+    timed = dict(zip((dtype, FLOAT), seconds)) if dtype != FLOAT else {}
+
+    def measured(runs, *rest):
+        assert [run().dtype for run in runs.values()] == [dtype, FLOAT]
+        return {}, {name: [timed[name]] for name in runs}
+
+    monkeypatch.setattr(timing, "time_interleaved", measured)
+    advice, name = timing.training_advice(base), str(dtype).removeprefix("torch.")
+    assert advice is None if times is None else f"takes {times} times as long here in {name} as in float32" in advice
