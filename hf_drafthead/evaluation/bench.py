@@ -265,13 +265,13 @@ def bench(
                 run.notices = list(dict.fromkeys(gather_object(run.notices)))
                 run.stopped = next(filter(None, gather_object([run.stopped])), None)
             if run.stopped == NO_MEMORY:
-                kept = f"{sum(each.rows for each in run.rounds)} prompts were measured"
-                run.notices.append(f"out of memory at a batch size of {size}: {kept}.")
+                prompts = sum(batch.rows for batch in run.rounds)
+                run.notices.append(f"out of memory at a batch size of {size}: {prompts} prompts were measured.")
                 if size > 1 and size // 2 not in begun:
                     waiting.insert(0, size // 2)
                     begun.add(size // 2)
                     run.notices[-1] = f"{run.notices[-1][:-1]}, continuing with a batch size of {size // 2}."
-            if undrafted := sum(each.undrafted for each in run.rounds):
+            if undrafted := sum(batch.undrafted for batch in run.rounds):
                 run.notices.append(
                     f"{undrafted} of {len(run.rounds)} calls were decoded by the base itself, which counts in the "
                     "speedup and not in the tokens per step."
@@ -301,8 +301,8 @@ def until_interrupted(
     """
     measurements = list[Measurement]()
     try:
-        for each in measured:
-            measurements.append(each)
+        for measurement in measured:
+            measurements.append(measurement)
             keep(measurements)
     except KeyboardInterrupt:
         if not measurements:
@@ -406,7 +406,7 @@ class BenchPlan:
                     how: dict[str, Any] = {"tree": tree, "acceptance": acceptance, "compare": compare, **options}
                     new = bench(model, tokenizer, self.questions, settings, **how)
                     yield from new
-                    if faults := sum(each.differences["faults"] for each in new):
+                    if faults := sum(measurement.differences["faults"] for measurement in new):
                         notify(
                             f"{name}: {faults} texts differ from the base's by more than rounding explains: "
                             "`hf-drafthead verify` finds the shortest prompt that shows it."

@@ -135,30 +135,30 @@ def summed_up(model: Any, rounds: Sequence[Round], *, compared: Iterable[str] = 
         compared: methods that were asked for, also those that could not run.
         how: fields of `Measurement` on how it was measured, and how it ended.
     """
-    steps = [step for each in rounds for step in each.steps]
-    names = dict.fromkeys(name for each in rounds for name in each.runs)
+    steps = [step for batch in rounds for step in batch.steps]
+    names = dict.fromkeys(name for batch in rounds for name in batch.runs)
     by_repeat = {name: paces(rounds, name) for name in names}
-    whole, categories = figures(rounds), dict.fromkeys(each.category for each in rounds)
+    whole, categories = figures(rounds), dict.fromkeys(batch.category for batch in rounds)
     tau = whole["tokens_per_step"]
-    peaks = {name: max(each.runs[name].peak_memory or 0 for each in rounds if name in each.runs) for name in names}
+    peaks = {name: max(batch.runs[name].peak_memory or 0 for batch in rounds if name in batch.runs) for name in names}
     others: dict[str, dict[str, Any] | None] = {
         name: other_figures(rounds, name) if name in names else None for name in compared
     }
     compiled = others.get(COMPILED)
     return Measurement(
-        new_tokens=sum(each.runs[HEADS].tokens for each in rounds),
-        base_forwards=sum(each.runs[HEADS].forwards for each in rounds),
+        new_tokens=sum(batch.runs[HEADS].tokens for batch in rounds),
+        base_forwards=sum(batch.runs[HEADS].forwards for batch in rounds),
         speedup_over_compiled=None if compiled is None else compiled["speedup_of_heads"],
         efficiency=None if tau is None else whole["speedup"] / tau,
-        per_category={name: figures([each for each in rounds if each.category == name]) for name in categories},
+        per_category={name: figures([batch for batch in rounds if batch.category == name]) for name in categories},
         tree_nodes=max((step.drafted for step in steps), default=0),
         **drafting_steps(steps),
-        accepted_lengths=histogram(each.accepted for each in rounds),
+        accepted_lengths=histogram(batch.accepted for batch in rounds),
         speedup_spread=spread(ratios(rounds, HEADS, BASE)),
         base_tokens_per_second_spread=spread(by_repeat[BASE]),
         tokens_per_second_spread=spread(by_repeat[HEADS]),
-        speedup_by_round=quartiles([statistics.median(ratios([each], HEADS, BASE)) for each in rounds]),
-        head_accuracy=top_k_accuracy(each.ranks for each in rounds if each.ranks is not None),
+        speedup_by_round=quartiles([statistics.median(ratios([batch], HEADS, BASE)) for batch in rounds]),
+        head_accuracy=top_k_accuracy(batch.ranks for batch in rounds if batch.ranks is not None),
         time_split=time_split(steps),
         peak_memory={name: peak for name, peak in peaks.items() if peak} or None,
         compared=others,
@@ -170,22 +170,22 @@ def summed_up(model: Any, rounds: Sequence[Round], *, compared: Iterable[str] = 
 
 def figures(rounds: Sequence[Round]) -> dict[str, Any]:
     """What is reported of all rounds, and of those of each category."""
-    scores = [score for each in rounds for score in each.quality]
+    scores = [score for batch in rounds for score in batch.quality]
     quality = None
     if scores:
         base, heads = (statistics.mean(values) for values in zip(*scores))
         quality = {"metric": METRIC, "answers": len(scores), "base": base, "heads": heads}
-    prompts = sum(each.rows for each in rounds)
+    prompts = sum(batch.rows for batch in rounds)
     return {
         "prompts": prompts,
-        "tokens_per_step": tokens_per_step(each.accepted for each in rounds),
+        "tokens_per_step": tokens_per_step(batch.accepted for batch in rounds),
         "base_tokens_per_second": statistics.median(paces(rounds, BASE)),
         "tokens_per_second": statistics.median(paces(rounds, HEADS)),
         "speedup": statistics.median(ratios(rounds, HEADS, BASE)),
-        "identical": all(each.runs[HEADS].identical for each in rounds),
-        "differences": counted(prompts, [first for each in rounds for first in each.runs[HEADS].differences]),
+        "identical": all(batch.runs[HEADS].identical for batch in rounds),
+        "differences": counted(prompts, [first for batch in rounds for first in batch.runs[HEADS].differences]),
         "quality": quality,
-        "undrafted": sum(each.undrafted for each in rounds),
+        "undrafted": sum(batch.undrafted for batch in rounds),
     }
 
 
@@ -223,16 +223,16 @@ def time_split(steps: Sequence[StepRecord]) -> dict[str, float] | None:
     """
     if not steps:
         return None
-    stages = [stage for stage in STAGES if any(stage in each.seconds for each in steps)]
-    parts = {name: 1e3 * statistics.fmean(each.seconds.get(name, 0.0) for each in steps) for name in (*stages, "step")}
+    stages = [stage for stage in STAGES if any(stage in step.seconds for step in steps)]
+    parts = {name: 1e3 * statistics.fmean(step.seconds.get(name, 0.0) for step in steps) for name in (*stages, "step")}
     whole = parts.pop("step")
     return {**parts, **({"rest": whole - sum(parts.values())} if parts else {}), "step": whole}
 
 
 def other_figures(rounds: Sequence[Round], name: str) -> dict[str, Any]:
     """Another method against the base and against the heads, over the rounds that it ran in."""
-    ran = [each for each in rounds if name in each.runs]
-    runs = [each.runs[name] for each in ran]
+    ran = [batch for batch in rounds if name in batch.runs]
+    runs = [batch.runs[name] for batch in ran]
     return {
         "tokens_per_second": statistics.median(paces(ran, name)),
         "speedup": statistics.median(ratios(ran, name, BASE)),
@@ -245,7 +245,7 @@ def other_figures(rounds: Sequence[Round], name: str) -> dict[str, Any]:
 
 def paces(rounds: Sequence[Round], name: str) -> list[float]:
     """Tokens per second of a method, repeat by repeat, over the rounds that it ran in."""
-    runs = [each.runs[name] for each in rounds if name in each.runs]
+    runs = [batch.runs[name] for batch in rounds if name in batch.runs]
     repeats = zip(*(run.seconds for run in runs))  # as many as the shortest round has
     return [sum(run.tokens for run in runs) / sum(seconds) for seconds in repeats]
 

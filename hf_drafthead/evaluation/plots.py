@@ -23,8 +23,8 @@ def draw(measurements: Measurements, folder: Path) -> list[Path]:
 
     folder.mkdir(parents=True, exist_ok=True)
     heats = {row.temperature for row in measurements}
-    of_sizes = [row for row in measurements if len({each.batch_size for each in of_model(row, measurements)}) > 1]
-    typical = [each for each in measurements if "posterior_threshold" in each.acceptance and len(heats) == 1]
+    of_sizes = [row for row in measurements if len({other.batch_size for other in of_model(row, measurements)}) > 1]
+    typical = [row for row in measurements if "posterior_threshold" in row.acceptance and len(heats) == 1]
     pictures: dict[Callable[[Axes, Measurements], None], Measurements] = {
         speedup_by_category: measurements,
         accepted_lengths: [row for row in measurements if row.accepted_lengths],
@@ -47,7 +47,7 @@ def draw(measurements: Measurements, folder: Path) -> list[Path]:
 
 def of_model(row: Measurement, measurements: Measurements) -> list[Measurement]:
     """The measurements of the same model."""
-    return [each for each in measurements if each.model == row.model]
+    return [other for other in measurements if other.model == row.model]
 
 
 def draw_calibration(entries: Sequence[dict[str, Any]], folder: Path) -> Path:
@@ -66,9 +66,9 @@ def draw_calibration(entries: Sequence[dict[str, Any]], folder: Path) -> Path:
         if not figures.get("candidates"):  # an entry of an earlier version
             continue
         nodes, _, taus, faster = zip(*figures["candidates"])
-        for axes, timed, kept in ((steps, taus, "tokens_per_step"), (speedups, faster, "speedup")):
+        for axes, timed, metric in ((steps, taus, "tokens_per_step"), (speedups, faster, "speedup")):
             axes.plot(nodes, timed, ".", color=colour, label=f"batch size {entry['batch_size']}")
-            axes.plot([len(entry["tree"]) + 1], [figures[kept]], "*", color=colour, markersize=12)
+            axes.plot([len(entry["tree"]) + 1], [figures[metric]], "*", color=colour, markersize=12)
     speedups.axhline(1.0, color="gray", linewidth=0.8, linestyle="--")
     steps.set(xlabel="nodes, the root included", ylabel="tokens per step")
     speedups.set(xlabel="nodes, the root included", ylabel="speedup over the base")
@@ -101,7 +101,7 @@ def head_accuracy(axes: Axes, measurements: Measurements) -> None:
     """How often each head has the next token first, and among its best five."""
     for number, (label, row) in enumerate(zip(labels(measurements), measurements)):
         shares = row.head_accuracy or []
-        of_best = {k: [each[k - 1] for each in shares] for k in (1, len(shares[0]))}
+        of_best = {k: [by_k[k - 1] for by_k in shares] for k in (1, len(shares[0]))}
         plot_accuracies(axes, of_best, f"{label}, ", f"C{number}")
 
 

@@ -77,7 +77,7 @@ def as_spec_bench_groups(questions: Sequence[Question]) -> list[Question]:
     categories = {question.category for question in questions}
     if not (categories & SPEC_BENCH_TASKS and categories <= SPEC_BENCH_TASKS | TOPICS):
         return list(questions)
-    return [replace(each, category=MT_BENCH) if each.category in TOPICS else each for each in questions]
+    return [replace(question, category=MT_BENCH) if question.category in TOPICS else question for question in questions]
 
 
 def question_of(row: Any, where: str) -> Question:

@@ -19,7 +19,7 @@ CSV_COLUMNS = (
 
 def to_json(measurements: Sequence[Measurement], **about: Any) -> dict[str, Any]:
     """One measurement as an object, several as the `rows` of one; `about` is added to each."""
-    rows = [{**each.to_json(), **about} for each in measurements]
+    rows = [{**measurement.to_json(), **about} for measurement in measurements]
     return rows[0] if len(rows) == 1 else {"rows": rows}
 
 
@@ -28,63 +28,63 @@ def write_csv(path: Path, measurements: Sequence[Measurement]) -> None:
     with path.open("w", encoding="utf-8", newline="") as file:
         writer = csv.DictWriter(file, CSV_COLUMNS, extrasaction="ignore", lineterminator="\n")
         writer.writeheader()
-        for each in measurements:
-            whole = each.to_json()
-            for category, figures in [("all", whole), *each.per_category.items()]:
+        for measurement in measurements:
+            whole = measurement.to_json()
+            for category, figures in [("all", whole), *measurement.per_category.items()]:
                 quality = figures["quality"] or {}
-                heat = {"temperature": each.temperature}
+                heat = {"temperature": measurement.temperature}
                 scores = {"quality_base": quality.get("base"), "quality_heads": quality.get("heads")}
-                writer.writerow({**whole, **figures, **each.acceptance, **heat, **scores, "category": category})
+                writer.writerow({**whole, **figures, **measurement.acceptance, **heat, **scores, "category": category})
 
 
 def labels(measurements: Sequence[Measurement], sizes_shown: bool = True) -> list[str]:
     """Labels for the measurements of one call: the family, and whatever else differs; batch size and nodes if shown."""
-    families = {each.model: each.family for each in measurements}
+    families = {row.model: row.family for row in measurements}
     clear = len(set(families.values())) == len(families)
-    sizes, heats = {each.batch_size for each in measurements}, {each.temperature for each in measurements}
-    alike = [(each.model, each.batch_size, each.temperature, str(each.acceptance)) for each in measurements]
+    sizes, heats = {row.batch_size for row in measurements}, {row.temperature for row in measurements}
+    alike = [(row.model, row.batch_size, row.temperature, str(row.acceptance)) for row in measurements]
     swept = len(set(alike)) < len(alike)  # with several trees
     names = []
-    for each in measurements:
-        parts = [each.family if clear else each.model.rstrip("/").rsplit("/")[-1]]
-        parts += [f"{each.tree_nodes} nodes"] if swept and sizes_shown else []
-        parts += [f"batch {each.batch_size}"] if len(sizes) > 1 and sizes_shown else []
-        parts += [f"T={each.temperature:g}"] if len(heats) > 1 else []
-        parts += [f"lookup {copied}"] if (copied := each.acceptance.get("prompt_lookup_num_tokens")) is not None else []
-        if not each.lossless:
-            parts.append(f"{each.acceptance['acceptance']} {each.acceptance.get('posterior_threshold', '')}".strip())
+    for row in measurements:
+        parts = [row.family if clear else row.model.rstrip("/").rsplit("/")[-1]]
+        parts += [f"{row.tree_nodes} nodes"] if swept and sizes_shown else []
+        parts += [f"batch {row.batch_size}"] if len(sizes) > 1 and sizes_shown else []
+        parts += [f"T={row.temperature:g}"] if len(heats) > 1 else []
+        parts += [f"lookup {copied}"] if (copied := row.acceptance.get("prompt_lookup_num_tokens")) is not None else []
+        if not row.lossless:
+            parts.append(f"{row.acceptance['acceptance']} {row.acceptance.get('posterior_threshold', '')}".strip())
         names.append(" ".join(parts))
     return names
 
 
 def tables(measurements: Sequence[Measurement]) -> list[Table]:
     """What the command line prints; for a curve over temperatures only the summary."""
-    if len({each.temperature for each in measurements}) > 1:
+    if len({row.temperature for row in measurements}) > 1:
         return [summary_table(measurements)]
-    categories = {category for each in measurements for category in each.per_category}
+    categories = {category for row in measurements for category in row.per_category}
     views = (summary_table, *((category_table,) if len(categories) > 1 else ()), details_table)
     return [view(measurements) for view in views]
 
 
 def summary_table(measurements: Sequence[Measurement]) -> Table:
     """One line per measurement."""
-    counts = sorted({each.prompts for each in measurements})
+    counts = sorted({row.prompts for row in measurements})
     prompts = " to ".join(map(str, dict.fromkeys((counts[0], counts[-1]))))
     columns = ("nodes", "batch", "tokens\n/ step", "base\ntok/s", "heads\ntok/s", "speedup", "spread", "effi-\nciency")
     table = plain_table("1 prompt" if prompts == "1" else f"{prompts} prompts", *columns, "same\ntext")
-    for label, each in zip(labels(measurements, sizes_shown=False), measurements):
-        low, high = each.speedup_spread
+    for label, row in zip(labels(measurements, sizes_shown=False), measurements):
+        low, high = row.speedup_spread
         table.add_row(
-            label + ("" if each.complete else " *"),
-            str(each.tree_nodes or "-"),
-            str(each.batch_size),
-            _figure(each.tokens_per_step),
-            f"{each.base_tokens_per_second:.0f}",
-            f"{each.tokens_per_second:.0f}",
-            _figure(each.speedup),
+            label + ("" if row.complete else " *"),
+            str(row.tree_nodes or "-"),
+            str(row.batch_size),
+            _figure(row.tokens_per_step),
+            f"{row.base_tokens_per_second:.0f}",
+            f"{row.tokens_per_second:.0f}",
+            _figure(row.speedup),
             f"{low:.2f}-{high:.2f}",
-            _figure(each.efficiency),
-            same_text(each),
+            _figure(row.efficiency),
+            same_text(row),
         )
     return table
 
@@ -102,16 +102,14 @@ def same_text(measurement: Measurement) -> str:
 def verdicts(measurements: Sequence[Measurement]) -> list[str]:
     """What the figures of each measurement mean, in a sentence or two."""
     lines = []
-    for label, each in zip(labels(measurements), measurements):
-        sentence = f"{label}: {each.speedup:.2f}x: {_pace_in_words(each)}."
-        if each.drafting_share is not None and each.drafting_share < 1 and each.tokens_per_drafting_step is not None:
-            share, tokens = f"{100 * each.drafting_share:.0f} %", f"{each.tokens_per_drafting_step:.2f} tokens"
-            sentence += (
-                f" {share} of the steps drafted {each.tree_nodes} nodes and emitted {tokens} each, the others 1."
-            )
-        if each.lossless and not each.identical:
-            sentence += f" {counts_in_words(each.differences).capitalize()}."
-        if each.lossless and each.dtype not in FULL_PRECISION:
+    for label, row in zip(labels(measurements), measurements):
+        sentence = f"{label}: {row.speedup:.2f}x: {_pace_in_words(row)}."
+        if row.drafting_share is not None and row.drafting_share < 1 and row.tokens_per_drafting_step is not None:
+            share, tokens = f"{100 * row.drafting_share:.0f} %", f"{row.tokens_per_drafting_step:.2f} tokens"
+            sentence += f" {share} of the steps drafted {row.tree_nodes} nodes and emitted {tokens} each, the others 1."
+        if row.lossless and not row.identical:
+            sentence += f" {counts_in_words(row.differences).capitalize()}."
+        if row.lossless and row.dtype not in FULL_PRECISION:
             sentence += " The check of exactness is --dtype float32."
         lines.append(sentence)
     return lines
@@ -129,9 +127,9 @@ def _pace_in_words(measurement: Measurement) -> str:
 def category_table(measurements: Sequence[Measurement]) -> Table:
     """Speedup and tokens per step by category, the measurements side by side."""
     table = plain_table("speedup (tokens per step)", *labels(measurements))
-    categories = dict.fromkeys(category for each in measurements for category in each.per_category)
+    categories = dict.fromkeys(category for row in measurements for category in row.per_category)
     for category in categories:
-        parts = [each.per_category.get(category) for each in measurements]
+        parts = [row.per_category.get(category) for row in measurements]
         cells = [f"{part['speedup']:.2f} ({_figure(part['tokens_per_step'])})" if part else "-" for part in parts]
         table.add_row(category, *cells)
     return table
@@ -146,23 +144,23 @@ def details_table(measurements: Sequence[Measurement]) -> Table:
             table.add_row(name, *cells)
 
     for stage in (*STAGES, "rest", "step"):
-        line(f"{stage}, ms per step", [_figure((each.time_split or {}).get(stage)) for each in measurements])
-    if any(each.drafting_share not in (None, 1.0) for each in measurements):
-        drafting = [each.drafting_share for each in measurements]
+        line(f"{stage}, ms per step", [_figure((row.time_split or {}).get(stage)) for row in measurements])
+    if any(row.drafting_share not in (None, 1.0) for row in measurements):
+        drafting = [row.drafting_share for row in measurements]
         line("steps that drafted", ["-" if share is None else f"{100 * share:.0f} %" for share in drafting])
-        line("tokens in each of these", [_figure(each.tokens_per_drafting_step) for each in measurements])
-    heads = max(len(each.head_accuracy or []) for each in measurements)
+        line("tokens in each of these", [_figure(row.tokens_per_drafting_step) for row in measurements])
+    heads = max(len(row.head_accuracy or []) for row in measurements)
     for head in range(heads):
-        shares = [(each.head_accuracy or [])[head : head + 1] for each in measurements]
+        shares = [(row.head_accuracy or [])[head : head + 1] for row in measurements]
         cells = [f"{100 * share[0][0]:.0f} / {100 * share[0][-1]:.0f} %" if share else "-" for share in shares]
         line(f"head {head + 1}, top 1 / top 5", cells)
-    for name in dict.fromkeys(name for each in measurements for name in each.compared):
-        figures = [each.compared.get(name) for each in measurements]
+    for name in dict.fromkeys(name for row in measurements for name in row.compared):
+        figures = [row.compared.get(name) for row in measurements]
         line(f"{name}, speedup", ["-" if other is None else f"{other['speedup']:.2f}" for other in figures])
     for who in ("base", "heads"):
-        line(f"{METRIC} of the {who}", [_figure((each.quality or {}).get(who)) for each in measurements])
-    for who in dict.fromkeys(name for each in measurements for name in each.peak_memory or {}):
-        peaks = [(each.peak_memory or {}).get(who) for each in measurements]
+        line(f"{METRIC} of the {who}", [_figure((row.quality or {}).get(who)) for row in measurements])
+    for who in dict.fromkeys(name for row in measurements for name in row.peak_memory or {}):
+        peaks = [(row.peak_memory or {}).get(who) for row in measurements]
         line(f"{who}, peak memory", ["-" if peak is None else f"{peak / 2**20:.0f} MiB" for peak in peaks])
     return table
 

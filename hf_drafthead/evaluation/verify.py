@@ -119,7 +119,7 @@ class Verdict:
             "complete": not self.stopped,
             "differences": counts,
             "checks": [check.to_json() for check in self.checks],
-            "near_ties": [each.to_json(tokenizer) for each in self.differences if each.near_tie],
+            "near_ties": [difference.to_json(tokenizer) for difference in self.differences if difference.near_tie],
             "shortest": None if self.shortest is None else self.shortest.to_json(tokenizer),
         }
 
