@@ -144,14 +144,14 @@ def _forward_of(layer: nn.Module) -> Callable:
     name, number = str(cache_argument(type(layer).forward)), _number_of(layer)
     names = list(inspect.signature(layer.forward).parameters)
 
-    def forward(*args: Any, **given: Any) -> Any:
-        cache: Any = given.get(name)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        cache: Any = kwargs.get(name)
         if not (torch.compiler.is_compiling() and getattr(cache, "fixed", False)):
-            return type(layer).forward(layer, *args, **given)
+            return type(layer).forward(layer, *args, **kwargs)
         layer_cache = cache.layers[number]
         if isinstance(layer_cache, RecurrentLayer):
-            return type(layer).forward(layer, *args, **given)
-        rest = {key: value for key, value in (*zip(names, args), *given.items()) if key != name}
+            return type(layer).forward(layer, *args, **kwargs)
+        rest = {key: value for key, value in (*zip(names, args), *kwargs.items()) if key != name}
         form, leaves = _flat(rest)
         # The compiler knows the weights of a reused region by where it met the layer first, which for a variable of
         # this closure is here; what a method of the layer returns is the layer that it met in its list.
@@ -166,8 +166,8 @@ def _forward_of(layer: nn.Module) -> Callable:
 
 
 def _number_of(layer: nn.Module) -> int | None:
-    found = {getattr(module, "layer_idx", None) for module in layer.modules()} - {None}
-    return int(found.pop()) if len(found) == 1 else None  # type: ignore[arg-type]
+    numbers = {getattr(module, "layer_idx", None) for module in layer.modules()} - {None}
+    return int(numbers.pop()) if len(numbers) == 1 else None  # type: ignore[arg-type]
 
 
 class TransposedProducts(CustomGraphPass):
@@ -210,8 +210,8 @@ def _transpose(graph: fx.Graph, product: fx.Node, rows: fx.Node, weight: fx.Node
         turned = call(
             aten.mm.default, call(aten.permute.default, weight, [1, 0]), call(aten.permute.default, rows, [1, 0])
         )
-        found = call(aten.permute.default, turned, [1, 0])
+        result = call(aten.permute.default, turned, [1, 0])
         if bias is not None:
-            found = call(aten.add.Tensor, found, bias)
-    product.replace_all_uses_with(found)
+            result = call(aten.add.Tensor, result, bias)
+    product.replace_all_uses_with(result)
     graph.erase_node(product)

@@ -34,26 +34,26 @@ def can_load(past: Cache) -> bool:
         if any(any(layer.has_previous_state.values()) for layer in states):
             return False  # of how many positions none knows
     prepared = not getattr(past, "_is_user_defined", False)
-    known = (DynamicLayer, DynamicSlidingWindowLayer, *((StaticLayer, StaticSlidingWindowLayer) if prepared else ()))
-    return all(holds_nothing(layer) or _keeps(layer, known) for layer in past.layers)
+    classes = (DynamicLayer, DynamicSlidingWindowLayer, *((StaticLayer, StaticSlidingWindowLayer) if prepared else ()))
+    return all(holds_nothing(layer) or _keeps(layer, classes) for layer in past.layers)
 
 
-def _keeps(layer: CacheLayerMixin | LinearAttentionCacheLayerMixin, known: tuple[type, ...]) -> bool:
-    """Whether a layer keeps keys as one of the known classes does, or a state, or both."""
+def _keeps(layer: CacheLayerMixin | LinearAttentionCacheLayerMixin, classes: tuple[type, ...]) -> bool:
+    """Whether a layer keeps keys as one of the classes does, or a state, or both."""
     if not isinstance(layer, LinearAttentionLayer):
-        return type(layer) in known
+        return type(layer) in classes
     if layer.record_past:
         return False
-    return not isinstance(layer, CacheLayerMixin) or any(issubclass(kind, known) for kind in type(layer).__bases__)
+    return not isinstance(layer, CacheLayerMixin) or any(issubclass(kind, classes) for kind in type(layer).__bases__)
 
 
 def rows_of(past: Cache) -> int | None:
     """Rows that an ordinary cache holds; None where nothing is in it yet."""
     for layer in past.layers:
-        held = [getattr(layer, "keys", None)] if getattr(layer, "is_initialized", False) else []
+        tensors = [getattr(layer, "keys", None)] if getattr(layer, "is_initialized", False) else []
         for states in (getattr(layer, "conv_states", None) or {}, getattr(layer, "recurrent_states", None) or {}):
-            held += states.values()
-        for tensor in held:
+            tensors += states.values()
+        for tensor in tensors:
             if tensor is not None and tensor.numel():
                 return len(tensor)
     return None

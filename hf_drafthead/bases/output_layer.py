@@ -58,12 +58,12 @@ class OutputLayer:
         self.width = states.shape[-1]
         for around in _without_decoder(self.base):
             try:
-                found = _close(self._of_forward(around, states), logits)
+                close = _close(self._of_forward(around, states), logits)
             except Exception as error:  # another place of the decoder may do
                 if out_of_memory(error) or of_a_hook(error, self.base, self._of_forward, around, states):
                     raise
                 continue
-            if found:
+            if close:
                 # what cannot be seen in the states of a few tokens shows in others: a cap only in large logits
                 wide = torch.linspace(-1, 1, states.shape[-1]).to(states) * states.new_tensor([[1.0], [100.0]])
                 whole, alone = self._of_forward(around, wide[None]), self.head(wide[None])
@@ -107,8 +107,8 @@ class OutputLayer:
             return 1.0
         states = self.base.get_decoder()(probe_tokens(self.base)[None], use_cache=False).last_hidden_state
         products, logits = self.head(states).double(), self.logits(states).double()
-        kept = logits.isfinite()
-        return float((products * logits)[kept].sum() / (products * products)[kept].sum())
+        finite = logits.isfinite()
+        return float((products * logits)[finite].sum() / (products * products)[finite].sum())
 
     def _of_forward(self, around: nn.Module, states: torch.Tensor) -> torch.Tensor:
         texts = states.reshape(1, -1, states.shape[-1]) if states.dim() != 3 else states
@@ -180,9 +180,9 @@ def splits(base: PreTrainedModel, output: OutputLayer) -> bool:
     return output.known and not watched(base, output.decoder)
 
 
-def _close(found: torch.Tensor, logits: torch.Tensor) -> bool:
-    smallest = 1e-5 * logits.abs().max().item()
-    return found.shape == logits.shape and torch.allclose(found.to(logits), logits, rtol=1e-3, atol=smallest)
+def _close(actual: torch.Tensor, expected: torch.Tensor) -> bool:
+    smallest = 1e-5 * expected.abs().max().item()
+    return actual.shape == expected.shape and torch.allclose(actual.to(expected), expected, rtol=1e-3, atol=smallest)
 
 
 def probe_tokens(base: PreTrainedModel) -> torch.Tensor:

@@ -83,8 +83,8 @@ def try_tree(reader: BaseReader, again: bool = False) -> None:
         logits, _ = reader.nodes(nodes, topology, cache, cache.lengths[:, None] + topology.depths, None)
         pairs = [(logits[row, node], plain[row != node - 1]) for row, node in ((0, 1), (0, 2), (1, 2), (1, 1))]
         if mixers:  # what a commit folded in shows in the next token
-            kept, alone = torch.tensor([[0, 1], [0, 1]], device=device), Topology.of_numbers((0,), device)
-            cache.keep(kept, torch.tensor([2, 1], device=device))
+            path, alone = torch.tensor([[0, 1], [0, 1]], device=device), Topology.of_numbers((0,), device)
+            cache.keep(path, torch.tensor([2, 1], device=device))
             after, _ = reader.nodes(right.expand(2, 1), alone, cache, cache.lengths[:, None], None)
             pasts = ((root, left, right), (root, right))
             pairs += [(after[row, 0], _decoded(base, past, tokens, True)) for row, tokens in enumerate(pasts)]
@@ -96,12 +96,12 @@ def try_tree(reader: BaseReader, again: bool = False) -> None:
         raise refusal("the base cannot verify a tree", error) from error
     finally:
         keep_picklable(base)
-    found, expected = (torch.stack(logits) for logits in zip(*pairs))
-    said = off_by(base, found, expected)
+    actual, expected = (torch.stack(logits) for logits in zip(*pairs))
+    said = off_by(base, actual, expected)
     if said and not mixers:
         with contextlib.suppress(Exception):  # it does not take its cache so: what was found out stands
             plain = [_decoded(base, past, (root, node), True) for node in (left, right)]
-            said = off_by(base, found, torch.stack(plain * 2)) and said
+            said = off_by(base, actual, torch.stack(plain * 2)) and said
     if said:
         if getattr(base, "is_quantized", False):
             raise Unsupported(f"the quantized base rounds too differently, or ignores tree masks ({said}){untested()}")

@@ -134,11 +134,11 @@ def prompt_inputs(
     Args:
         inputs: of a call, without the cache.
     """
-    known, rest = past.get_seq_length(), None
+    past_length, rest = past.get_seq_length(), None
     if inputs.get("inputs_embeds") is not None:
-        rest = inputs["inputs_embeds"].shape[1] - known
-    elif known and mask_length(config, inputs.get("attention_mask")) == input_ids.shape[1]:
-        rest = input_ids.shape[1] - known
+        rest = inputs["inputs_embeds"].shape[1] - past_length
+    elif past_length and mask_length(config, inputs.get("attention_mask")) == input_ids.shape[1]:
+        rest = input_ids.shape[1] - past_length
     return base.prepare_inputs_for_generation(
         input_ids, next_sequence_length=rest, is_first_iteration=True, **{CACHE: past}, **inputs
     )
@@ -189,7 +189,7 @@ class _CapturingHook(functools.partial):
         return self
 
 
-def _nothing(*given: Any) -> None:
+def _nothing(*args: Any) -> None:
     """What is left of a hook in a model that was pickled: transformers installs new ones there."""
 
 

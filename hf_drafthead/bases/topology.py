@@ -68,8 +68,8 @@ class Topology(NamedTuple):
 
         No node is worth more than its parent, which comes before it.
         """
-        kept = value.sort(dim=1, descending=True, stable=True).indices[:, :nodes].sort(dim=1).values  # (B, N)
-        numbers = torch.arange(nodes, device=kept.device).expand_as(kept)
-        place = torch.zeros_like(tokens).scatter(1, kept, numbers)  # (B, M)
-        topology = cls.of(place.gather(1, parents.gather(1, kept)), depths.gather(1, kept), deepest)
-        return tokens.gather(1, kept), topology
+        best = value.sort(dim=1, descending=True, stable=True).indices[:, :nodes].sort(dim=1).values  # (B, N)
+        numbers = torch.arange(nodes, device=best.device).expand_as(best)
+        place = torch.zeros_like(tokens).scatter(1, best, numbers)  # (B, M)
+        topology = cls.of(place.gather(1, parents.gather(1, best)), depths.gather(1, best), deepest)
+        return tokens.gather(1, best), topology

@@ -38,7 +38,7 @@ class PromptInputs:
     @property
     def unusual(self) -> tuple[str, ...]:
         """Names of the inputs that a step does not make by itself; positions of several axes are such."""
-        prepared = {name for each in (self.arguments, self.call) for name, value in each.items() if value is not None}
+        prepared = {name for args in (self.arguments, self.call) for name, value in args.items() if value is not None}
         positions = self.arguments.get("position_ids")
         several = {"position_ids"} if positions is not None and positions.dim() > 2 else set()
         return tuple(sorted(prepared - INPUTS_OF_A_STEP | several))
@@ -132,8 +132,8 @@ def _try_steps(
 
 def _others(*arguments: dict[str, Any]) -> Iterator[tuple[Any, ...]]:
     """What forwards are given beyond that which a step makes by itself: the name, and the value of each."""
-    names = {name for each in arguments for name, value in each.items() if value is not None} - INPUTS_OF_A_STEP
-    return ((name, *(each.get(name) for each in arguments)) for name in sorted(names))
+    names = {name for inputs in arguments for name, value in inputs.items() if value is not None} - INPUTS_OF_A_STEP
+    return ((name, *(inputs.get(name) for inputs in arguments)) for name in sorted(names))
 
 
 def _token_axis(name: str, first: Any, second: Any, three: Any) -> int | None:

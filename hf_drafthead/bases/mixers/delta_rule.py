@@ -39,9 +39,9 @@ class DeltaRule:
         decays = (heads, key_size) if self.by_channel else (heads,)
         return {"keys": (key_heads(inputs, state), key_size), "deltas": (heads, value_size), "decays": decays}
 
-    def fold(self, state: torch.Tensor, kept: dict[str, torch.Tensor], path: AcceptedPath) -> None:
-        rest, left = path.decays(kept["decays"])  # (B, H[, k]), (B, D, H[, k])
-        keys, deltas = of_heads(kept["keys"], state.shape[1]), kept["deltas"]
+    def fold(self, state: torch.Tensor, accepted: dict[str, torch.Tensor], path: AcceptedPath) -> None:
+        rest, left = path.decays(accepted["decays"])  # (B, H[, k]), (B, D, H[, k])
+        keys, deltas = of_heads(accepted["keys"], state.shape[1]), accepted["deltas"]
         if self.by_channel:
             rest, keys = rest[..., None], keys * left
         else:
@@ -99,8 +99,8 @@ def delta_rule_of_nodes(
         betas * similar[:, :, :nodes], betas * (values - of_past[:, :, :nodes]), upper=False, unitriangular=True
     )
     layer.write("deltas", deltas.transpose(1, 2))
-    found = of_past[:, :, nodes:] + similar[:, :, nodes:] @ deltas
-    return found.transpose(1, 2).to(dtype), initial_state
+    outputs = of_past[:, :, nodes:] + similar[:, :, nodes:] @ deltas
+    return outputs.transpose(1, 2).to(dtype), initial_state
 
 
 def key_heads(inputs: torch.Tensor, state: torch.Tensor) -> int:

@@ -24,7 +24,7 @@ class Mixer(Protocol):
         """Shapes of what is recorded of each node, for a convolution's inputs (B, C, W) and a state (B, ...)."""
         ...
 
-    def fold(self, state: torch.Tensor, kept: dict[str, torch.Tensor], path: AcceptedPath) -> None:
+    def fold(self, state: torch.Tensor, accepted: dict[str, torch.Tensor], path: AcceptedPath) -> None:
         """Fold what was recorded of the nodes on the paths, (B, D, ...) each, into the states (B, ...), in place."""
         ...
 
@@ -150,8 +150,8 @@ class RecurrentLayer(LinearAttentionLayer):
     def recurrent_states(self, states: dict[int, Any]) -> None:
         self.held_states = states
 
-    def _shown(self, held: dict[int, Any]) -> dict[int, Any]:
-        return held if self.cache.tree is None else {number: Nodes(self, number) for number in held}
+    def _shown(self, states: dict[int, Any]) -> dict[int, Any]:
+        return states if self.cache.tree is None else {number: Nodes(self, number) for number in states}
 
     def start(self, inputs: torch.Tensor | None, state: torch.Tensor | None, number: int, width: int | None) -> None:
         """Hold zeros of these shapes; not at an address that a compiler would take for a constant."""
@@ -191,19 +191,19 @@ class RecurrentLayer(LinearAttentionLayer):
         if self.device is None:  # of a part of the base, in which it is not run
             return
         path = path.to(self.device)
-        kept = {name: path.along(values) for name, values in self.record.items()}
+        accepted = {name: path.along(values) for name, values in self.record.items()}
         if (state := self.held_states[0]) is not None:
-            self.kind.fold(state, kept, path)
+            self.kind.fold(state, accepted, path)
         for number, inputs in self.held_inputs.items():
             if inputs is not None:
-                lines = torch.cat([inputs, kept[f"inputs {number}"].transpose(1, 2)], dim=2)
+                lines = torch.cat([inputs, accepted[f"inputs {number}"].transpose(1, 2)], dim=2)
                 last = path.counts[:, None] + torch.arange(inputs.shape[2], device=inputs.device)
                 inputs.copy_(lines.gather(2, last[:, None].expand(-1, inputs.shape[1], -1)))
 
     def resize_record(self, nodes: int) -> None:
         """Hold a record of so many nodes in memory that stays where it is: shapes are to be fixed."""
-        held = {f"inputs {number}": inputs for number, inputs in self.held_inputs.items() if inputs is not None}
-        shapes: dict[str, Any] = {name: (inputs.shape[1:2], inputs.dtype) for name, inputs in held.items()}
+        conv_inputs = {f"inputs {number}": inputs for number, inputs in self.held_inputs.items() if inputs is not None}
+        shapes: dict[str, Any] = {name: (inputs.shape[1:2], inputs.dtype) for name, inputs in conv_inputs.items()}
         if (state := self.held_states[0]) is not None:
             of_nodes = self.kind.record(self.held_inputs[0], state)
             shapes |= {name: (shape, torch.float32) for name, shape in of_nodes.items()}
@@ -215,13 +215,13 @@ class RecurrentLayer(LinearAttentionLayer):
     @property
     def tensors(self) -> list[torch.Tensor]:
         """What a commit changes in place."""
-        return [held for each in (self.held_inputs, self.held_states) for held in each.values() if held is not None]
+        return [tensor for tensor in (*self.held_inputs.values(), *self.held_states.values()) if tensor is not None]
 
     def leave(self) -> None:
         """Go on with states of its own."""
-        states = (self.held_inputs, self.held_states)
+        both = (self.held_inputs, self.held_states)
         self.held_inputs, self.held_states = (
-            {number: None if tensor is None else tensor.clone() for number, tensor in held.items()} for held in states
+            {number: None if tensor is None else tensor.clone() for number, tensor in states.items()} for states in both
         )
         self.has_previous_state = {**self.has_previous_state}
         self.record = {}
@@ -240,9 +240,9 @@ class RecurrentLayer(LinearAttentionLayer):
     def unload(self, target: LinearAttentionLayer) -> None:
         """Let a layer of an ordinary cache hold the state."""
         for number, inputs in self.held_inputs.items():
-            for name, held in (("conv_states", inputs), ("recurrent_states", self.held_states[number])):
-                if held is not None:
+            for name, state in (("conv_states", inputs), ("recurrent_states", self.held_states[number])):
+                if state is not None:
                     if not getattr(target, f"is_{name}_initialized")[number]:
-                        target.lazy_initialization(**{name: held}, state_idx=number)
-                    getattr(target, name)[number].copy_(held)
+                        target.lazy_initialization(**{name: state}, state_idx=number)
+                    getattr(target, name)[number].copy_(state)
             target.has_previous_state[number] = self.has_previous_state[number]

@@ -21,7 +21,7 @@ class ShortConvolution:
     def record(self, inputs: torch.Tensor, state: torch.Tensor) -> dict[str, tuple[int, ...]]:
         return {}
 
-    def fold(self, state: torch.Tensor, kept: dict[str, torch.Tensor], path: AcceptedPath) -> None:
+    def fold(self, state: torch.Tensor, accepted: dict[str, torch.Tensor], path: AcceptedPath) -> None:
         pass
 
 
@@ -52,9 +52,9 @@ def convolve_nodes(
     else:
         seen = line.gather(2, windows.flatten(1)[:, None].expand(-1, channels, -1))
     seen = seen.view(rows, channels, nodes, width)
-    found = torch.matmul(seen, weight[..., None])[..., 0]
-    found = found if bias is None else found + bias[:, None]
-    return (found if activation is None else ACT2FN[activation](found)).to(inputs.dtype)
+    outputs = torch.matmul(seen, weight[..., None])[..., 0]
+    outputs = outputs if bias is None else outputs + bias[:, None]
+    return (outputs if activation is None else ACT2FN[activation](outputs)).to(inputs.dtype)
 
 
 def convolve_root(

@@ -30,10 +30,10 @@ class StateSpace:
         groups = (inputs.shape[1] - heads * size) // (2 * width)  # x, B and C go through the convolution side by side
         return {"steps": (heads, size), "directions": (groups, width), "decays": (heads,)}
 
-    def fold(self, state: torch.Tensor, kept: dict[str, torch.Tensor], path: AcceptedPath) -> None:
-        rest, left = path.decays(kept["decays"])
-        steps = (kept["steps"] * left[..., None]).permute(0, 2, 3, 1)  # (B, H, P, D)
-        directions = kept["directions"].transpose(1, 2)  # (B, K, D, n)
+    def fold(self, state: torch.Tensor, accepted: dict[str, torch.Tensor], path: AcceptedPath) -> None:
+        rest, left = path.decays(accepted["decays"])
+        steps = (accepted["steps"] * left[..., None]).permute(0, 2, 3, 1)  # (B, H, P, D)
+        directions = accepted["directions"].transpose(1, 2)  # (B, K, D, n)
         grouped = steps.unflatten(1, (directions.shape[1], -1)) @ directions[:, :, None]
         state.mul_(rest[..., None, None]).add_(grouped.flatten(1, 2))
 
@@ -78,9 +78,9 @@ def scan_nodes(
     B, C = (part.transpose(1, 2)[:, :, None] for part in (B, C))  # (B, K, 1, N, n)
     of_nodes = ((C @ B.mT) * between) @ steps.transpose(1, 2).unflatten(1, (groups, -1))  # (B, K, H / K, N, P)
     of_past = C @ state.unflatten(1, (groups, -1)).mT
-    found = (of_nodes + of_past * sums.exp().unflatten(1, (groups, -1))[..., None]).flatten(1, 2).transpose(1, 2)
-    found = found if D is None else found + x * D.float()[:, None]
-    return found.to(dtype).contiguous(), initial_states
+    outputs = (of_nodes + of_past * sums.exp().unflatten(1, (groups, -1))[..., None]).flatten(1, 2).transpose(1, 2)
+    outputs = outputs if D is None else outputs + x * D.float()[:, None]
+    return outputs.to(dtype).contiguous(), initial_states
 
 
 def scan_root(
@@ -101,7 +101,7 @@ def scan_root(
     Its arguments have no axis of tokens, and those of a head are repeated for each of its channels; z is
     the gate where a mixer leaves it to this function.
     """
-    found, _nodes = scan_nodes(
+    outputs, _nodes = scan_nodes(
         hidden_states[:, None],
         dt[:, None, :, 0],
         A[:, 0, 0],
@@ -112,4 +112,4 @@ def scan_root(
         dt_bias=None if dt_bias is None else dt_bias[:, 0],
         dt_softplus=dt_softplus,
     )
-    return found[:, 0] if z is None else found[:, 0] * silu(z)
+    return outputs[:, 0] if z is None else outputs[:, 0] * silu(z)
