@@ -135,9 +135,9 @@ def walk_on_host(
             break
         moving = going_on
     walks = []
-    for length, end, walked, kept in zip(before, ends, nodes, emitted):
+    for length, end, walked, row_tokens in zip(before, ends, nodes, emitted):
         observed = max(min(len(walked), end - length), 0) if end and rules.pads else len(walked)
-        walks.append((len(walked), observed, end, kept, walked))
+        walks.append((len(walked), observed, end, row_tokens, walked))
     return Walk.of_rows(walks, depth, rules.pad_token, tokens.device)
 
 
@@ -285,16 +285,16 @@ def rejection_choices(
             continue
         token = tokens[:, node, None]
         p_of, q_of = p.gather(1, token)[:, 0], q.gather(1, token)[:, 0]
-        taken = here & (q_of > 0) & (chance[:, node] * q_of < p_of)
-        refused = here & (q_of > 0) & ~taken
+        accepted = here & (q_of > 0) & (chance[:, node] * q_of < p_of)
+        refused = here & (q_of > 0) & ~accepted
         left = (p - q).clamp(min=0)
         mass = left.sum(-1, keepdim=True)
         p = torch.where(refused[:, None] & (mass > 0), left / mass, p)  # no mass: p and q differ by rounding only
         rest = q.scatter(1, token, 0.0)
         q = torch.where(refused[:, None], rest / rest.sum(-1, keepdim=True).clamp(min=1e-300), q)
-        choices[rows, at] = torch.where(taken, token[:, 0], choices[rows, at])
-        at = torch.where(taken, node, at)
-        p = torch.where(taken[:, None], probabilities[:, node].double(), p)
-        q = torch.where(taken[:, None], drawn_from[:, node].double(), q)
+        choices[rows, at] = torch.where(accepted, token[:, 0], choices[rows, at])
+        at = torch.where(accepted, node, at)
+        p = torch.where(accepted[:, None], probabilities[:, node].double(), p)
+        q = torch.where(accepted[:, None], drawn_from[:, node].double(), q)
     choices[rows, at] = (p / noise).argmax(-1)
     return choices

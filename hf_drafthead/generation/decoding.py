@@ -75,7 +75,7 @@ def decode(
     """
     stream, drafter = Stream(streamer, rules), model.drafter
     ordinary_cache = inputs.pop(CACHE)
-    known = past_length(ordinary_cache)
+    cached_length = past_length(ordinary_cache)
     device = reader.base.device
     last = now(device) if on_step is not None else 0.0
     state, reader = prefill(reader, drafter, settings.tree, input_ids, rules, inputs, ordinary_cache, stream)
@@ -113,7 +113,7 @@ def decode(
                         text = tree, texts, state.rows.sequences, [*state.lengths], record.tokens
                         record = replace(record, copied=functools.partial(accepted_copies, *text))
                     on_step(record)
-        return finish(reader, state, rules, ordinary_cache, known, stream)
+        return finish(reader, state, rules, ordinary_cache, cached_length, stream)
 
 
 def chooser(plan: DraftPlan, on_cpu: bool) -> Callable[[DecodingState], Tree] | None:
@@ -170,8 +170,8 @@ def prefill(
     batch, prompt_length = input_ids.shape
     longest = rules.max_length if rules.max_length is not None else prompt_length + FIRST_ROOM
     embeddings = inputs.get("inputs_embeds")
-    known = past_length(past)
-    positions = known + max(prompt_length, 0 if embeddings is None else embeddings.shape[1])
+    cached_length = past_length(past)
+    positions = cached_length + max(prompt_length, 0 if embeddings is None else embeddings.shape[1])
     most = max(longest - prompt_length, 1)  # the first token comes even where a criterion fires on the prompt
     room = min(most, FIRST_ROOM) + 2 * (tree.max_depth + 2)  # as much as `Step` asks for ahead
     config = reader.base.config.get_text_config(decoder=True)
@@ -181,7 +181,7 @@ def prefill(
         cache = begun.rows.cache
         cache.append()
         cache.reserve(positions + room, tree.num_nodes)
-    if known:
+    if cached_length:
         cache.load(past)
     prompt, chunk = _prepared(reader.base, input_ids, rules.config, inputs, cache), rules.config.prefill_chunk_size
     arguments, position_shift = prompt.arguments, prompt.position_shift
@@ -204,7 +204,7 @@ def prefill(
     fired = rules.stops(everyone, roots.tolist(), sequences, lengths)
     stream.show(roots)
     root = roots[:, None].to(device)
-    features, tokens = _with_known(reader, arguments.get("input_ids"), features, cache, known)
+    features, tokens = _with_known(reader, arguments.get("input_ids"), features, cache, cached_length)
     seen = _prompt_for_drafter(drafter, root, features, tokens, inputs.get("attention_mask"))
     draft_state = drafter.start(batch, positions + most) if begun is None else begun.rows.draft_state
     if not all(fired):
@@ -278,7 +278,7 @@ class Stream:
 
 
 def finish(
-    reader: BaseReader, state: DecodingState, rules: Rules, ordinary_cache, known: int, stream: Stream
+    reader: BaseReader, state: DecodingState, rules: Rules, ordinary_cache, cached_length: int, stream: Stream
 ) -> DraftHeadGenerateOutput | torch.Tensor:
     """What the base's generate would return, in its form."""
     length = max(end for end in state.ends if end is not None)
@@ -297,7 +297,7 @@ def finish(
                 cache.fixed, cache.extent = False, int(cache.lengths.max())
             rows, start = state.rows, first + state.past_shift
             reader.rewrite(rows.sequences[:, first : length - 1], cache, start, rows.position_shift, rows.visible)
-        cache.unload(ordinary_cache, known, length - 1 + state.past_shift)
+        cache.unload(ordinary_cache, cached_length, length - 1 + state.past_shift)
     if not in_dict:
         return sequences
     steps = torch.tensor(state.counted, dtype=torch.long, device=sequences.device)
@@ -336,15 +336,15 @@ def _run_prompt(
     mask, positions = arguments.get("attention_mask"), arguments.get("position_ids")
     chunks = [tokens] if chunk is None or tokens is None else tokens.split(chunk, dim=1)
     parts: list[torch.Tensor] = []
-    known = cache.extent
+    cached_length = cache.extent
     for part in chunks:
         if between is not None and parts:
             between()
-        now, start = dict(arguments), cache.extent - known
+        now, start = dict(arguments), cache.extent - cached_length
         if part is not tokens and part is not None:
             end = start + part.shape[1]
             now["input_ids"] = part
-            now["attention_mask"] = None if mask is None else mask[:, : known + end]
+            now["attention_mask"] = None if mask is None else mask[:, : cached_length + end]
             now["position_ids"] = None if positions is None else positions[:, start:end]
         logits, features = reader(True, **now)
         cache.count(features.shape[1])
@@ -353,7 +353,7 @@ def _run_prompt(
 
 
 def _with_known(
-    reader: BaseReader, tokens: torch.Tensor | None, features: torch.Tensor, cache: SlotCache, known: int
+    reader: BaseReader, tokens: torch.Tensor | None, features: torch.Tensor, cache: SlotCache, cached_length: int
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Features of a prompt and its tokens (B, T); a drafter that reads keys needs every one, of an earlier call too.
 
@@ -361,7 +361,7 @@ def _with_known(
     """
     if not reader.keys:
         return features, tokens
-    features = reader.known(features, cache, known) if known else features
+    features = reader.known(features, cache, cached_length) if cached_length else features
     every = torch.zeros(features.shape[:2], dtype=torch.long, device=features.device)
     if tokens is not None:
         every[:, -tokens.shape[1] :] = tokens

@@ -135,9 +135,9 @@ def accepted_copies(
     """
     before = [length - len(tokens) for length, tokens in zip(lengths, emitted, strict=True)]
     starts = torch.tensor(before, device=sequences.device)
-    found = suggested(tree, sequences, starts, texts)
+    copies = suggested(tree, sequences, starts, texts)
     counts = []
-    for tokens, copied, matched in zip(emitted, found.tokens.tolist(), found.matched.tolist()):
+    for tokens, copied, matched in zip(emitted, copies.tokens.tolist(), copies.matched.tolist()):
         same = map(operator.eq, tokens[:-1], copied if matched else [])
         counts.append(sum(itertools.takewhile(bool, same)))
     return counts
@@ -294,8 +294,8 @@ class TextIndex:
             if self.next + len(tokens) > self.capacity:
                 self.next = self.first
             start, self.next = self.next, self.next + len(tokens)
-            for held in self.held.values():
-                held.corpus[start : self.next] = tokens.to(held.corpus.device)
+            for texts in self.held.values():
+                texts.corpus[start : self.next] = tokens.to(texts.corpus.device)
             for number, length in enumerate(range(LEAST_MATCH, LONGEST_GRAM + 1)):
                 if len(text) > length:
                     self._note(number, tokens[:-2].long().unfold(0, length, 1), start + length - 1)
@@ -310,9 +310,9 @@ class TextIndex:
         last = torch.cat([hashes[1:] != hashes[:-1], torch.ones(1, dtype=torch.bool)])
         last &= (before < 0) | (before >= self.first)
         slots, ends = hashes[last], (first + order[last]).int()
-        for held in self.held.values():
-            device = held.places.device
-            held.places[number].index_copy_(0, slots.to(device), ends.to(device))
+        for texts in self.held.values():
+            device = texts.places.device
+            texts.places[number].index_copy_(0, slots.to(device), ends.to(device))
 
 
 def _needed(texts: Sequence[Sequence[int]]) -> int:
@@ -337,12 +337,12 @@ def hash_of(grams: torch.Tensor, size: int) -> torch.Tensor:
 
 
 def copied_from(
-    held: HeldTexts, sequences: torch.Tensor, lengths: torch.Tensor, count: int, vocabulary: int
+    texts: HeldTexts, sequences: torch.Tensor, lengths: torch.Tensor, count: int, vocabulary: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What follows the last tokens of each row in these texts.
 
     Args:
-        held: the texts.
+        texts: to copy from.
         sequences: (B, W) token ids; of row b the first `lengths[b]` count.
         lengths: (B,).
         count: L.
@@ -351,17 +351,17 @@ def copied_from(
     Returns:
         tokens (B, L), 0 where none is known, and how many of the last tokens agreed (B,), 0 where there is no match.
     """
-    device, size = sequences.device, held.places.shape[1]
+    device, size = sequences.device, texts.places.shape[1]
     back = torch.arange(LONGEST_GRAM - 1, -1, -1, device=device)
     newest = sequences.gather(1, (lengths[:, None] - 1 - back).clamp(min=0))  # (B, 4), the newest is the last
     end, agreed = torch.full_like(lengths, -1), torch.zeros_like(lengths)
     for number, length in enumerate(range(LEAST_MATCH, LONGEST_GRAM + 1)):
         grams, span = newest[:, -length:], torch.arange(1 - length, 1, device=device)
-        place = held.places[number][hash_of(grams, size)].long()
-        seen = held.corpus[(place[:, None] + span).clamp(min=0)]
+        place = texts.places[number][hash_of(grams, size)].long()
+        seen = texts.corpus[(place[:, None] + span).clamp(min=0)]
         same = (seen == grams).all(1) & (place >= 0) & (lengths >= length)
         end, agreed = torch.where(same, place, end), torch.where(same, length, agreed)
     behind = end[:, None] + 1 + torch.arange(count, device=device)
-    tokens = held.corpus[behind.clamp(max=len(held.corpus) - 1)].long()
-    known = (agreed > 0)[:, None] & (tokens >= 0) & (tokens < vocabulary)
-    return torch.where(known, tokens, 0), agreed
+    tokens = texts.corpus[behind.clamp(max=len(texts.corpus) - 1)].long()
+    valid = (agreed > 0)[:, None] & (tokens >= 0) & (tokens < vocabulary)
+    return torch.where(valid, tokens, 0), agreed

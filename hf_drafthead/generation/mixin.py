@@ -210,15 +210,15 @@ class DraftHeadGenerationMixin(GenerationMixin):
         return DraftHeadGenerateOutput(**output) if type(output) is GenerateDecoderOnlyOutput else output
 
     def _merged_config(
-        self, given: GenerationConfig | None, kwargs: dict[str, Any]
+        self, generation_config: GenerationConfig | None, kwargs: dict[str, Any]
     ) -> tuple[CallConfig, dict[str, Any]]:
         """The call's generation config with the model's for a default, and the arguments that are not part of it."""
         config = CallConfig()
-        stored = vars(self.generation_config if given is None else given)
+        stored = vars(self.generation_config if generation_config is None else generation_config)
         # the entries of a calibration are long and are only read
         copied = copy.deepcopy({name: value for name, value in stored.items() if name != "calibration"})
         config.__dict__.update({**stored, **copied})
-        if given is not None:
+        if generation_config is not None:
             config.update(**self.generation_config.to_dict(), defaults_only=True, allow_custom_entries=True)
         lengths = ("max_length", "min_length")  # the base wants to know whether these are its defaults
         defaults = config._get_default_generation_params()
@@ -329,31 +329,31 @@ class DraftHeadGenerationMixin(GenerationMixin):
         if base.training or self.drafter.training:  # dropout would draw from the generator that sampling uses
             raise Unsupported("the model is in training mode, call model.eval() first")
         self.drafter.prepare()
-        probed, known = self.__dict__.get("_readers", ((), {}))
+        probed, readers = self.__dict__.get("_readers", ((), {}))
         parts = (base, base.get_output_embeddings())  # an adapter may replace the second
         if [*map(id, probed)] != [*map(id, parts)]:  # by identity, which a copy of the whole model keeps
-            known = {}
-            self.__dict__["_readers"] = (parts, known)
+            readers = {}
+            self.__dict__["_readers"] = (parts, readers)
         key = (self.drafter.reads, *circumstances(base))
-        if key not in known:
-            while len(known) >= MOST_READERS:
-                known.pop(next(iter(known)), None)
+        if key not in readers:
+            while len(readers) >= MOST_READERS:
+                readers.pop(next(iter(readers)), None)
             try:
-                known[key] = probe(base, self.drafter.reads)
+                readers[key] = probe(base, self.drafter.reads)
             except Unsupported as reason:
                 if not reason.lasting or is_hooked(base):
                     raise
-                known[key] = str(reason)  # not the exception, whose traceback would keep the probe's tensors alive
-        elif isinstance(known[key], BaseReader) and is_hooked(base):
-            try_tree(known[key])  # a hook may do something else in every call
-        if isinstance(known[key], str):
-            raise Unsupported(known[key])
-        return known[key]
+                readers[key] = str(reason)  # not the exception, whose traceback would keep the probe's tensors alive
+        elif isinstance(readers[key], BaseReader) and is_hooked(base):
+            try_tree(readers[key])  # a hook may do something else in every call
+        if isinstance(readers[key], str):
+            raise Unsupported(readers[key])
+        return readers[key]
 
     def _loop(self, **ours: Any) -> Callable[..., Any]:
         """`_decode` as the base's `custom_generate`, which shows none of `ours`: a call could set them by name."""
         decode = functools.partial(self._decode, **ours)
-        return lambda *given, **model_kwargs: decode(*given, **model_kwargs)
+        return lambda *args, **model_kwargs: decode(*args, **model_kwargs)
 
     def _decode(
         self,
@@ -471,16 +471,16 @@ def _check_call(base, config: GenerationConfig, assistant_model, synced_gpus: bo
         raise Unsupported("several processes must stay in step")
 
 
-def _stop_strings_as_criterion(config: CallConfig, given, kwargs: dict[str, Any]) -> dict[str, Any]:
+def _stop_strings_as_criterion(config: CallConfig, stopping_criteria, kwargs: dict[str, Any]) -> dict[str, Any]:
     """The arguments that make `stop_strings` work: with a custom loop transformers loses the tokenizer on the way."""
     if config.stop_strings is None:
-        return {"stopping_criteria": given}
+        return {"stopping_criteria": stopping_criteria}
     tokenizer = kwargs.get("tokenizer")
     if tokenizer is None:
         raise ValueError(
             f"stop_strings is {config.stop_strings!r}, but no tokenizer was given: pass tokenizer= to generate()."
         )
-    criteria = StoppingCriteriaList(given or [])
+    criteria = StoppingCriteriaList(stopping_criteria or [])
     if not any(type(criterion) is StopStringCriteria for criterion in criteria):  # else the caller's replaces it
         criteria.insert(0, StopStringCriteria(tokenizer, config.stop_strings))
     return {"generation_config": config.without("stop_strings"), "stopping_criteria": criteria}

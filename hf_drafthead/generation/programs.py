@@ -116,7 +116,7 @@ class Programs:
     def keep_compiled(self, program: Any) -> None:
         """Keep a program for later calls, in place of what was not used for the longest time."""
         with self.lock:
-            self.compiled = [*(kept for kept in self.compiled if kept is not program), program][-MOST_PROGRAMS:]
+            self.compiled = [*(other for other in self.compiled if other is not program), program][-MOST_PROGRAMS:]
 
     @contextlib.contextmanager
     def compiling(self) -> Iterator[None]:
@@ -148,7 +148,7 @@ class Programs:
         with self.lock:
             self.arenas[key] = arena
             self.arenas.move_to_end(key)
-            while len(self.arenas) > MOST_ARENAS or sum(each.bytes for each in self.arenas.values()) > ARENA_BYTES:
+            while len(self.arenas) > MOST_ARENAS or sum(memory.bytes for memory in self.arenas.values()) > ARENA_BYTES:
                 self.arenas.popitem(last=False)
 
 

@@ -286,15 +286,15 @@ class Rules:
             scores[places] = _seen_by(self.processors, group)(sequences[group, :length], logits[places])
         return scores
 
-    def _keep(self, kept: list[torch.Tensor], rows, values, lengths) -> None:
+    def _keep(self, by_position: list[torch.Tensor], rows, values, lengths) -> None:
         if self.lockstep:
-            kept.append(values)
+            by_position.append(values)
             return
         for row, value in zip(rows, values):
             position = lengths[row] - self.prompt_length
-            while len(kept) <= position:
-                kept.append(value.new_zeros(self.batch_size, value.shape[-1]))
-            kept[position][row] = value
+            while len(by_position) <= position:
+                by_position.append(value.new_zeros(self.batch_size, value.shape[-1]))
+            by_position[position][row] = value
 
 
 class NoiseTape:
@@ -314,10 +314,10 @@ class NoiseTape:
 
     KEPT = 32  # positions whose noise is held; older ones are redrawn from their state
 
-    def __init__(self, batch_size: int, device: torch.device, own: torch.Generator | None = None):
+    def __init__(self, batch_size: int, device: torch.device, call_generator: torch.Generator | None = None):
         self.batch_size = batch_size
-        self.process = generator_of(device) if own is None else own
-        self.parks = own is None
+        self.process = generator_of(device) if call_generator is None else call_generator
+        self.parks = call_generator is None
         self.generator = torch.Generator(self.process.device)
         self.newest = 0  # position that is drawn next
         self.chosen = 0  # positions at which a token was chosen
@@ -360,8 +360,8 @@ class NoiseTape:
 
     def forget(self, position: int) -> None:
         """No row will ask for what lies before this position."""
-        for known in [known for known in self.states if known < position]:
-            del self.states[known]
+        for earlier in [earlier for earlier in self.states if earlier < position]:
+            del self.states[earlier]
 
     def leave(self, positions: int) -> None:
         """Leave the process's generator, where it is parked, as it was after the first `positions` draws."""

@@ -201,11 +201,11 @@ class Recorded:
                 return value
             return tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, value)
 
-        held = tuple(map(fixed, arguments))
-        self.places = tensors_of(held)
+        fixed_arguments = tuple(map(fixed, arguments))
+        self.places = tensors_of(fixed_arguments)
         _, put_back = _restorable(arguments)
         try:
-            self.replay, self.result = record_kernels(lambda: self._run(held), self.places[0].device)
+            self.replay, self.result = record_kernels(lambda: self._run(fixed_arguments), self.places[0].device)
         except Exception as error:  # whatever cannot be recorded: steps without a graph work all the same
             cause = error.__context__ or error  # how a recording ends says less
             raise NotCaptured(f"{type(cause).__name__}: {cause}".partition("\n")[0]) from error
@@ -216,29 +216,29 @@ class Recorded:
     def _agrees(self, arguments: tuple) -> bool:
         """Whether a replay gives what a run gives. Tensors are put back, but what lies behind the rows' past."""
         self._place(arguments)
-        held, put_back = _restorable(arguments)
+        writable, put_back = _restorable(arguments)
 
         def outcome(run: Callable[[], Any]) -> list[torch.Tensor]:
-            tensors = [tensor.clone() for tensor in (*tensors_of(run()), *held)]
+            tensors = [tensor.clone() for tensor in (*tensors_of(run()), *writable)]
             put_back()
             return tensors
 
         expected = outcome(lambda: self._run(arguments))
-        found = outcome(lambda: self.replay() or self.result)  # type: ignore[misc]
-        return len(expected) == len(found) and all(map(alike, expected, found))
+        replayed = outcome(lambda: self.replay() or self.result)  # type: ignore[misc]
+        return len(expected) == len(replayed) and all(map(alike, expected, replayed))
 
 
 def _restorable(arguments: tuple) -> tuple[list[torch.Tensor], Callable[[], None]]:
     """The tensors that a stage may write to, but keys and values, and what puts their values back."""
     rows = next(value for value in arguments if isinstance(value, Rows))
-    held = [*tensors_of(rows), *(tensor for cache in rows.caches for tensor in cache.advancing)]
-    before = [tensor.clone() for tensor in held]
+    tensors = [*tensors_of(rows), *(tensor for cache in rows.caches for tensor in cache.advancing)]
+    before = [tensor.clone() for tensor in tensors]
 
     def put_back() -> None:
-        for place, value in zip(held, before):
+        for place, value in zip(tensors, before):
             place.copy_(value)
 
-    return held, put_back
+    return tensors, put_back
 
 
 def record_kernels(function: Callable[[], Any], device: torch.device) -> tuple[Callable[[], None], Any]:
@@ -399,8 +399,8 @@ class Runner:
         if state.rows.cache.fixed:
             self._leave_fixed(state)
         cache, past = state.rows.cache, max(state.lengths) - 1 + state.past_shift
-        for each in state.caches:  # attention looks no further than rows reach; a draft model has read the newest token
-            each.extent = min(each.extent, past + (each is not cache))
+        for other in state.caches:  # attention sees no further than rows reach; a draft model has read the newest token
+            other.extent = min(other.extent, past + (other is not cache))
         longest = max(state.lengths) + 2 * (step.depth + 1)
         cache.reserve(longest + state.past_shift, cache.nodes)
         if longest > state.rows.sequences.shape[1]:

@@ -193,13 +193,13 @@ class DraftSettings:
         return {name: stored[name] for name in cls.names() if stored.get(name) is not None}
 
     @classmethod
-    def from_config(cls, config: Any, **given: Any) -> DraftSettings:
+    def from_config(cls, config: Any, **overrides: Any) -> DraftSettings:
         """The settings given, else the generation config's, else the defaults; None is a setting not given.
 
         Raises:
             TypeError, ValueError: as the class does.
         """
-        arguments = {name: value for name, value in given.items() if value is not None}
+        arguments = {name: value for name, value in overrides.items() if value is not None}
         settings = cls(**{**cls.stored_in(config), **arguments})
         for name in ("posterior_threshold", "posterior_alpha"):
             if name in arguments and settings.acceptance != "typical":
@@ -271,8 +271,8 @@ class DraftSettings:
             return self._with(DraftTree.root_alone())
         usual = [USUAL] * len(choices)
         if entry is not None:
-            known = [tokens_of(entry, choice.tree.num_nodes) for choice in choices]
-            usual = [USUAL if tokens is None else tokens for tokens in known]
+            tokens_per_step = [tokens_of(entry, choice.tree.num_nodes) for choice in choices]
+            usual = [USUAL if tokens is None else tokens for tokens in tokens_per_step]
         trees = list(dict.fromkeys(choice.tree for choice in choices))
         measured = costs(trees)
         cost_of = dict(zip(trees, [UNMEASURED] * len(trees) if measured is None else measured))
@@ -488,10 +488,10 @@ def tokens_of(entry: dict[str, Any], nodes: int) -> float | None:
         return None
     timed = measured.get("candidates")
     rows = [row for row in (timed if isinstance(timed, list) else []) if isinstance(row, list) and len(row) > 2]
-    known = [(size, tokens) for size, _, tokens, *_ in rows] + [
+    pairs = [(size, tokens) for size, _, tokens, *_ in rows] + [
         (len(entry["tree"]) + 1, measured.get("tokens_per_step"))
     ]
-    numbers = [pair for pair in known if all(type(value) in (int, float) and 0 < value < math.inf for value in pair)]
+    numbers = [pair for pair in pairs if all(type(value) in (int, float) and 0 < value < math.inf for value in pair)]
     of_own = [tokens for size, tokens in numbers[-1:] if size == nodes]
     return max(of_own or [tokens for size, tokens in numbers if size <= nodes], default=None)
 

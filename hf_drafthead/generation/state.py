@@ -83,16 +83,16 @@ class Guesses(NamedTuple):
         return (self.over_base(vocabulary).float() / temperature).softmax(-1).nan_to_num(0.0)
 
 
-def last_valid(kept: torch.Tensor, new: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """Each row's last valid position of `new` (B, A, H), of `lengths` (B,); `kept` (B, H) where there is none."""
-    place = lengths.to(kept.device)[:, None, None].expand(-1, 1, kept.shape[1])
-    return torch.cat([kept.unsqueeze(1), new.to(kept)], dim=1).gather(1, place)[:, 0]
+def last_valid(previous: torch.Tensor, new: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    """Each row's last valid position of `new` (B, A, H), of `lengths` (B,); `previous` (B, H) where there is none."""
+    place = lengths.to(previous.device)[:, None, None].expand(-1, 1, previous.shape[1])
+    return torch.cat([previous.unsqueeze(1), new.to(previous)], dim=1).gather(1, place)[:, 0]
 
 
 def draft_vocabulary(base: Any, drafter: Any) -> int:
     """Among how many tokens a drafter chooses: all of its base's, or fewer."""
-    own = drafter.draft_tokens
-    return base.config.get_text_config(decoder=True).vocab_size if own is None else len(own)
+    tokens = drafter.draft_tokens
+    return base.config.get_text_config(decoder=True).vocab_size if tokens is None else len(tokens)
 
 
 class Candidates(NamedTuple):

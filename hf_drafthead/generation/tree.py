@@ -396,15 +396,15 @@ def resolve(tree: Any, max_depth: int | None, vocabulary: int) -> Tree:
     if tree == "dynamic":
         return DynamicTree().fitted(max_depth, vocabulary)
     if isinstance(tree, Mapping):
-        known = [field.name for field in fields(DynamicTree)]
-        given = tree.get("dynamic")
-        if set(tree) != {"dynamic"} or not isinstance(given, Mapping) or not set(given) <= set(known):
+        names = [field.name for field in fields(DynamicTree)]
+        settings = tree.get("dynamic")
+        if set(tree) != {"dynamic"} or not isinstance(settings, Mapping) or not set(settings) <= set(names):
             raise ValueError(
                 f"draft_tree is {reprlib.repr(tree)}: expected {{'dynamic': {asdict(DynamicTree())}}}, of which "
                 "any may be left out."
             )
         defaults = DynamicTree().fitted(max_depth, vocabulary)
-        tree = DynamicTree(**{**asdict(defaults), **given})
+        tree = DynamicTree(**{**asdict(defaults), **settings})
     if isinstance(tree, DynamicTree):
         fitting = tree.fitted(max_depth, vocabulary)
         if fitting != tree:
@@ -447,7 +447,7 @@ def _validated(paths: Iterable[Sequence[int]]) -> tuple[RankPath, ...]:
     expected = "expected rank paths such as [[0], [1], [0, 0]]"
     if isinstance(paths, (str, bytes)) or not isinstance(paths, Iterable):
         raise TypeError(f"a tree was given as {_shown.repr(paths)} ({type(paths).__name__}): {expected}.")
-    found: list[RankPath] = []
+    rank_paths: list[RankPath] = []
     for path in paths:
         if isinstance(path, (str, bytes)) or not isinstance(path, Sequence):
             raise TypeError(f"a tree has the path {_shown.repr(path)} ({type(path).__name__}): {expected}.")
@@ -456,26 +456,26 @@ def _validated(paths: Iterable[Sequence[int]]) -> tuple[RankPath, ...]:
             raise ValueError(
                 f"a tree has a path of {len(path):,} ranks, expected at most {MAX_DEPTH}: drop longer paths."
             )
-        if len(found) == MAX_NODES - 1:
+        if len(rank_paths) == MAX_NODES - 1:
             raise ValueError(f"a tree has more than {MAX_NODES:,} nodes, the root included: keep the most likely ones.")
         if not all(isinstance(rank, int) and not isinstance(rank, bool) for rank in path):
-            given = _shown.repr(list(path))
-            raise TypeError(f"the path {given} holds something other than integers: {expected}.")
-        found.append(tuple(path))
-    if not found:
+            shown = _shown.repr(list(path))
+            raise TypeError(f"the path {shown} holds something other than integers: {expected}.")
+        rank_paths.append(tuple(path))
+    if not rank_paths:
         raise ValueError(f"a tree without nodes drafts nothing: {expected}, or call the base's own generate.")
-    known = Counter(found)
-    for path in found:
+    counts = Counter(rank_paths)
+    for path in rank_paths:
         if not path:
             raise ValueError("the empty path is the root, which is always there: drop it from the tree.")
         if min(path) < 0:
-            given, rank = _shown.repr(path), _shown.repr(min(path))
-            raise ValueError(f"node {given} has the negative rank {rank}: ranks count from 0, the best guess.")
-        if len(path) > 1 and path[:-1] not in known:
-            given, parent = _shown.repr(path), _shown.repr(path[:-1])
+            shown, rank = _shown.repr(path), _shown.repr(min(path))
+            raise ValueError(f"node {shown} has the negative rank {rank}: ranks count from 0, the best guess.")
+        if len(path) > 1 and path[:-1] not in counts:
+            shown, parent = _shown.repr(path), _shown.repr(path[:-1])
             raise ValueError(
-                f"node {given} has no parent: add {parent} to the tree, or drop every node that starts with {parent}."
+                f"node {shown} has no parent: add {parent} to the tree, or drop every node that starts with {parent}."
             )
-        if known[path] > 1:
-            raise ValueError(f"node {_shown.repr(path)} is in the tree {known[path]} times: keep it once.")
-    return tuple(sorted(known, key=lambda path: (len(path), path)))
+        if counts[path] > 1:
+            raise ValueError(f"node {_shown.repr(path)} is in the tree {counts[path]} times: keep it once.")
+    return tuple(sorted(counts, key=lambda path: (len(path), path)))
