@@ -234,7 +234,7 @@ class PartOfBase(NamedTuple):
         """A base's first layers and tokens, which it shares: nothing of it is changed, for it may run in a thread."""
         base, decoder, head = reader.base, reader.base.get_decoder(), reader.output.head
         count = getattr(base.config.get_text_config(decoder=True), "num_hidden_layers", 0)
-        lists = [each for each in decoder.children() if isinstance(each, nn.ModuleList) and len(each) == count]
+        lists = [child for child in decoder.children() if isinstance(child, nn.ModuleList) and len(child) == count]
         bound = any("forward" in module.__dict__ for module in (base, decoder))  # such a forward runs the whole base
         few = max(count // PART, 2)
         if not reader.split or bound or not lists or few >= count:
@@ -334,12 +334,12 @@ def _guessing(stages: Stages, depth: int, root: torch.Tensor, features: torch.Te
     """What the drafter does in a step: fill the tree, and observe the tokens of its longest path, of so many nodes."""
     drafter, (rows, _, width) = stages.drafter, features.shape
     state = drafter.observe(drafter.start(rows, ROUNDS * depth), features, root, torch.ones_like(root[:, 0]))
-    kept = features.expand(rows, depth, width), root.expand(rows, depth), torch.full_like(root[:, 0], depth)
+    accepted = features.expand(rows, depth, width), root.expand(rows, depth), torch.full_like(root[:, 0], depth)
 
     def run() -> None:
         nonlocal state
         state, _ = stages.fill_static(state, root)
-        state = drafter.observe(state, *kept)
+        state = drafter.observe(state, *accepted)
 
     return run
 

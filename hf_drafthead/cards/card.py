@@ -102,27 +102,27 @@ def read_card(path: Path) -> ModelCard:
 
 def card_data(facts: Facts, old: CardData, name: str, license: str | None) -> ModelCardData:
     """The metadata: what the facts determine, and of an earlier card's everything else."""
-    kept = {key: value for key, value in old.__dict__.items() if value is not None}
-    foreign = [result for result in kept.pop("eval_results", None) or [] if result.metric_type not in METRICS]
-    name = kept.pop("model_name", name)  # a card that was published keeps the name of its results
-    base = facts.base or kept.pop("base_model", None)
+    old_fields = {key: value for key, value in old.__dict__.items() if value is not None}
+    foreign = [result for result in old_fields.pop("eval_results", None) or [] if result.metric_type not in METRICS]
+    name = old_fields.pop("model_name", name)  # a card that was published keeps the name of its results
+    base = facts.base or old_fields.pop("base_model", None)
     base = None if isinstance(base, str) and not is_hub_id(base, facts.folder) else base
     tags = ["hf-drafthead", "speculative-decoding", "draft-heads", facts.family]
     named = facts.training.get("datasets") or facts.training.get("dataset") or []
-    datasets = [without_folders(str(each)) for each in ([named] if isinstance(named, str) else named)]
+    datasets = [without_folders(str(dataset)) for dataset in ([named] if isinstance(named, str) else named)]
     results = [*eval_results(facts), *foreign]
     data: dict[str, Any] = {
-        "license": license or kept.pop("license", None) or facts.training.get("license"),
+        "license": license or old_fields.pop("license", None) or facts.training.get("license"),
         "base_model": base,
         "base_model_relation": "adapter" if base else None,
         "library_name": "transformers",
         "pipeline_tag": TASK,
-        "datasets": kept.pop("datasets", None) or datasets or None,
-        "tags": [*tags, *(tag for tag in kept.pop("tags", []) if tag not in tags)],
+        "datasets": old_fields.pop("datasets", None) or datasets or None,
+        "tags": [*tags, *(tag for tag in old_fields.pop("tags", []) if tag not in tags)],
         "eval_results": results or None,
         "model_name": name if results else None,
     }
-    return ModelCardData(**data, **{key: value for key, value in kept.items() if key not in data})
+    return ModelCardData(**data, **{key: value for key, value in old_fields.items() if key not in data})
 
 
 def eval_results(facts: Facts) -> list[EvalResult]:
@@ -163,7 +163,7 @@ def render(facts: Facts, data: ModelCardData, repo_id: str) -> str:
 
     environment = jinja2.Environment(undefined=jinja2.ChainableUndefined, keep_trailing_newline=True)
     filters = (cell, choice, counts_in_words, figure, is_exact, names, parts, setting, was_drafted)
-    environment.filters |= {each.__name__: each for each in (*filters, listed, without_folders)}
+    environment.filters |= {function.__name__: function for function in (*filters, listed, without_folders)}
     family = FAMILIES[facts.family]
     included = facts.config.get("base_included")
     named = data.get("base_model") or (None if included else facts.config.get("base_model_name_or_path"))
@@ -203,7 +203,7 @@ def render(facts: Facts, data: ModelCardData, repo_id: str) -> str:
         slow=[run for run in drafted if is_number(run.get("speedup")) and round(run["speedup"], 2) <= 1],
         other_nodes=[] if facts.dynamic_tree else sorted(measured - chosen),  # a dynamic tree has no size of its own
         own_measured=bool(measured & chosen),
-        citation=next((each.strip() for each in citations if f"arXiv:{family.paper}" in each), f"arXiv:{family.paper}"),
+        citation=next((text.strip() for text in citations if f"arXiv:{family.paper}" in text), f"arXiv:{family.paper}"),
     )
 
 

@@ -95,6 +95,6 @@ def prepare_libraries() -> None:
 def _as_setting(error: UsageError) -> str:
     """How what is no option of a command may be given to it all the same."""
     option = getattr(error, "option_name", None)
-    if option is None or error.ctx is None or not any("--set" in each.opts for each in error.ctx.command.params):
+    if option is None or error.ctx is None or not any("--set" in param.opts for param in error.ctx.command.params):
         return ""
     return f"a setting that has no option is given by --set {option.lstrip('-').replace('-', '_')}=VALUE; "

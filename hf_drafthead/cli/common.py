@@ -124,8 +124,8 @@ def options_of_groups(function: Callable[..., None], without: str = "") -> Calla
     for parameter in inspect.signature(function).parameters.values():
         if is_dataclass(parameter.annotation):
             group: Any = parameter.annotation
-            members = [each for each in inspect.signature(group).parameters.values() if each.name != without]
-            groups[parameter.name] = group, [each.name for each in members]
+            members = [member for member in inspect.signature(group).parameters.values() if member.name != without]
+            groups[parameter.name] = group, [member.name for member in members]
             options += members
         else:
             plain.append(parameter)
@@ -136,7 +136,7 @@ def options_of_groups(function: Callable[..., None], without: str = "") -> Calla
             values[name] = group(**{member: values.pop(member) for member in names})
         function(**values)
 
-    parameters = sorted([*plain, *options], key=lambda each: each.default is not inspect.Parameter.empty)
+    parameters = sorted([*plain, *options], key=lambda parameter: parameter.default is not inspect.Parameter.empty)
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     return command
 

@@ -73,7 +73,7 @@ def demo(
                 measurements += bench(model, tokenizer, questions, settings, progress=progress, **published)
     for table in [report.summary_table(measurements), *([report.details_table(measurements)] if captured else [])]:
         console.print(table)
-    best = max(measurements, key=lambda each: (each.batch_size == 1, each.tokens_per_step or 0)).family
+    best = max(measurements, key=lambda row: (row.batch_size == 1, row.tokens_per_step or 0)).family
     shown = questions[min(SAMPLE_PROMPT, len(questions) - 1)]
     if shown.chat:
         written = Conversation(models[best], tokenizer, settings=settings).ask(shown.text)
@@ -83,8 +83,8 @@ def demo(
     console.print(Text(f"\n{best} {what}", style="bold"))
     console.print(Text.assemble(*(common.coloured(piece, depth) for piece, depth in written.pieces)), soft_wrap=True)
     console.print(common.legend(written.pieces))
-    common.write_json(json_path, {"rows": [each.to_json() for each in measurements]})
-    if different := sorted({each.family for each in measurements if each.differences["faults"]}):
+    common.write_json(json_path, {"rows": [row.to_json() for row in measurements]})
+    if different := sorted({row.family for row in measurements if row.differences["faults"]}):
         common.complain(
             f"the output of {', '.join(different)} differs from the base's own: see the column 'same text'."
         )

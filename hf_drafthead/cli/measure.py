@@ -81,9 +81,9 @@ def run_bench(
         if plot is not None:
             plots.draw(measurements, plot)
     if measurements[-1].stopped == INTERRUPTED:
-        marked = ", marked with *," if any(not each.complete for each in measurements) else ""
-        kept = common.kept_in(json_path, "are")
-        common.complain(f"interrupted: the figures{marked} are those of the prompts that were finished{kept}.")
+        marked = ", marked with *," if any(not measurement.complete for measurement in measurements) else ""
+        where = common.kept_in(json_path, "are")
+        common.complain(f"interrupted: the figures{marked} are those of the prompts that were finished{where}.")
         raise typer.Exit(130)
 
 
@@ -111,7 +111,7 @@ def run_verify(
     questions = read_questions(prompts, split, limit)
     loaded, tokenizer = loading.load(model)
     inputs = encode_all(loaded, tokenizer, batched(questions, 1), max_new_tokens)
-    rows = [each["input_ids"][0].tolist() for each in inputs]
+    rows = [prompt["input_ids"][0].tolist() for prompt in inputs]
     with common.bar(calls(rows, **options)) as begin:
         options |= {"max_new_tokens": max_new_tokens, "seed": seed, "tokenizer": tokenizer}
         verdict = check(loaded, rows, progress=begin("verify"), **options)
@@ -119,10 +119,10 @@ def run_verify(
     common.say(verdict.in_words())
     common.write_json(json_path, verdict.to_json(tokenizer))
     if verdict.stopped:
-        kept = common.kept_in(json_path, "is")
-        common.complain(f"interrupted: this is what was compared until then{kept}; it does not show that all is well.")
+        where = common.kept_in(json_path, "is")
+        common.complain(f"interrupted: this is what was compared until then{where}; it does not show that all is well.")
         raise typer.Exit(130)
-    if undrafted := sum(each.undrafted for each in verdict.checks):
+    if undrafted := sum(result.undrafted for result in verdict.checks):
         common.complain(
             f"{undrafted} calls were decoded by the base itself, so they verified nothing: see the warning above."
         )

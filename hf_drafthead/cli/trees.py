@@ -37,7 +37,7 @@ class Search:
         if questions is None:
             return model, None
         inputs = encode_all(model, tokenizer, batched(questions, 1), self.max_new_tokens)
-        return model, [each["input_ids"][0] for each in inputs]
+        return model, [prompt["input_ids"][0] for prompt in inputs]
 
     def how(self) -> dict[str, Any]:
         """The arguments that `calibrate` and `plan_trees` share."""
@@ -137,7 +137,7 @@ def entry_in_words(entry: dict[str, Any]) -> str:
     figures, nodes, copies = entry["measured"], len(entry["tree"]) + 1, entry.get("lookup", 0)
     key = CalibrationKey.of_entry(entry)
     if nodes == 1 and not copies:
-        fastest = max((each[-1] for each in figures.get("candidates", [])), default=1.0)
+        fastest = max((candidate[-1] for candidate in figures.get("candidates", [])), default=1.0)
         return common.printable(
             f"{key}: no tree pays (the fastest is {fastest:.2f}x the base), so the base decodes by itself"
         )
