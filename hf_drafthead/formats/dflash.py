@@ -117,8 +117,8 @@ class BlockDrafter(Layout):
         else:
             read = {"mask_token_id": config.mask_token_id, "target_layer_ids": ids}
             about |= {"architectures": [Z_LAB], "dflash_config": read} | common
-        kept = {key: tensor for key, tensor in saved.tensors.items() if key != "draft_tokens"}
-        tensors = {renamed(key, PREFIXES) or key: tensor for key, tensor in kept.items()}
+        written = {key: tensor for key, tensor in saved.tensors.items() if key != "draft_tokens"}
+        tensors = {renamed(key, PREFIXES) or key: tensor for key, tensor in written.items()}
         launch = SGLANG.format("DSPARK" if config.markov_rank else "DFLASH")
         return Files("model.safetensors", tensors, about, [launch])
 
@@ -280,8 +280,8 @@ def _read(
         tensors["draft_tokens"] = read_draft_tokens(reader, draft_size, vocab_size)
     else:
         drop_identity(reader)
-    kept = {"embed_tokens.weight": own_embeddings, "lm_head.weight": not shared}
-    copies = reader.copies({key: which for key, which in COPIES.items() if not kept[key]})
+    has_own = {"embed_tokens.weight": own_embeddings, "lm_head.weight": not shared}
+    copies = reader.copies({key: which for key, which in COPIES.items() if not has_own[key]})
     for key in COPIES_OF_THE_BASE:
         if key in reader:
             reader.drop(key, "the base's own, which only training needs")

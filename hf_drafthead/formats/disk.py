@@ -103,8 +103,8 @@ def find_sources(name: str, hub: Mapping[str, Any]) -> list[Source]:
         return [_source(name, [name], beside if os.path.isfile(beside) else None)]
     if is_missing_folder(name):
         raise OSError(f"there is no file or folder {name!r}: give one, or the id of a repository on the Hub.")
-    held = ((weights_in(name, file, hub) for file in group) for group in GROUPS)
-    groups = [files for group in held if (files := next(filter(None, group), None)) is not None]
+    candidates = ((weights_in(name, file, hub) for file in group) for group in GROUPS)
+    groups = [files for group in candidates if (files := next(filter(None, group), None)) is not None]
     if not groups and os.path.isdir(name):
         other = sorted(str(path) for path in Path(name).iterdir() if path.name.endswith(ENDINGS))
         if len(other) > 1:

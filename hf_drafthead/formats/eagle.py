@@ -43,12 +43,12 @@ class Eagle(Layout):
         reader, config = Reader(source.name, source.tensors), source.config
         hidden_size = len(reader.take("fc.weight"))
         reader.take("fc.weight", (hidden_size, 2 * hidden_size))
-        held = "fc.bias" in reader
-        biased = held and bool(reader.take("fc.bias", (hidden_size,)).any())
-        if config and config.get("bias", True) != held:
+        has_bias = "fc.bias" in reader
+        biased = has_bias and bool(reader.take("fc.bias", (hidden_size,)).any())
+        if config and config.get("bias", True) != has_bias:
             in_config = f"bias {config['bias']!r}" if "bias" in config else "nothing of fc's bias, which means True"
             reader.notes.append(
-                f"config.json says {in_config}, the file has {'one' if held else 'none'}: the tensors are right."
+                f"config.json says {in_config}, the file has {'one' if has_bias else 'none'}: the tensors are right."
             )
         if f"{LAYER}input_layernorm.weight" in reader:
             raise ValueError(
@@ -59,7 +59,7 @@ class Eagle(Layout):
         vocab_size = next(map(len, copies.values()), None)
         layer_config = read_layer_config(reader, LAYER, config, hidden_size, vocab_size or config.get("vocab_size", 0))
         tensors = reader.renamed(EAGLE_NAMES)
-        if held and not biased:
+        if has_bias and not biased:
             reader.drop("fc.bias", "zeros, which SGLang needs and which are the same as no bias")
             del tensors["fc.bias"]
         form = {"fc_bias": biased, "layer_config": layer_config}

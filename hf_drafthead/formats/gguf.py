@@ -78,8 +78,8 @@ def gguf_blocks(place: str, file: str, first: int, hub: Mapping[str, Any]) -> di
     with reading_gguf(named := os.path.join(place, file)):
         reader = GGUFReader(named if os.path.isfile(named) else cached_file(place, file, **hub))
         kind = reader.fields["general.architecture"].contents()
-        held = [tensor for tensor in reader.tensors if tensor.name.startswith("blk.")]
-        blocks = [(int(tensor.name.split(".")[1]), tensor) for tensor in held]
+        block_tensors = [tensor for tensor in reader.tensors if tensor.name.startswith("blk.")]
+        blocks = [(int(tensor.name.split(".")[1]), tensor) for tensor in block_tensors]
         unpacked = {
             (block, tensor.name.split(".", 2)[2].removesuffix(".weight")): torch.from_numpy(
                 dequantize(tensor.data, tensor.tensor_type).copy()

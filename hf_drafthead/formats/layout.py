@@ -158,11 +158,11 @@ class Reader:
         """Leave out the tensors that are copies of the base's, of which `of_base` says by their names which."""
         return {which: self.drop(key, f"a copy of the base's {which}") for key, which in of_base.items() if key in self}
 
-    def note_difference(self, config: Mapping[str, Any], name: str, found: Any) -> None:
+    def note_difference(self, config: Mapping[str, Any], name: str, actual: Any) -> None:
         """Note a config field that disagrees with the tensors, which are right."""
-        if config.get(name) not in (None, found):
+        if config.get(name) not in (None, actual):
             self.notes.append(
-                f"config.json says {name} {config[name]!r}, the tensors have {found!r}: the tensors are right."
+                f"config.json says {name} {config[name]!r}, the tensors have {actual!r}: the tensors are right."
             )
 
     def heads(self, layout: "Layout", fields: dict[str, Any], tensors: dict[str, Joined], **more: Any) -> Heads:

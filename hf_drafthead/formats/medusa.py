@@ -88,9 +88,9 @@ class Medusa(Layout):
         first = reader.take(self.block.format(head=0, layer=0, kind="weight"))
         copies = self.copies(reader, config, heads)
         projections = [self.projection.format(head=head, layers=layers) for head in range(heads)]
-        held = [*copies.values(), *(reader.take(name) for name in projections if name in reader and not copies)]
-        vocab_size = len(held[0]) if held else None
-        shared = bool(copies) or not held
+        lm_heads = [*copies.values(), *(reader.take(name) for name in projections if name in reader and not copies)]
+        vocab_size = len(lm_heads[0]) if lm_heads else None
+        shared = bool(copies) or not lm_heads
         table = self.table(heads, layers, len(first), None if shared else vocab_size)
         biased = self.biased or any(block[3] == "bias" for block in blocks)
         joined = reader.rows(row for row in table if biased or row.shape != (len(first),))

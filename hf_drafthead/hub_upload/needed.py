@@ -161,13 +161,13 @@ def first_line(node: Any, lines: list[str]) -> int:
     return first
 
 
-def without_rest(text: str, tree: ast.Module, found: list[Definition], kept: Collection[int]) -> str:
+def without_rest(text: str, tree: ast.Module, in_module: list[Definition], kept: Collection[int]) -> str:
     """A module's text without the definitions that are not kept, and without docstrings."""
-    if not any(id(definition) in kept for definition in found):
+    if not any(id(definition) in kept for definition in in_module):
         return ""
     before = text.splitlines()
     lines: list[str | None] = [*before]
-    for definition in found:
+    for definition in in_module:
         if id(definition) not in kept:
             lines[definition.first - 1 : definition.last] = [None] * (definition.last - definition.first + 1)
             continue

@@ -232,9 +232,9 @@ def _send(files: dict[str, Path], target: Target, there: Destination) -> tuple[C
             if not (error.response.status_code == 403 and target.create_pr):
                 raise
     before = api.model_info(repo_id, revision=target.revision)
-    held = [file.rfilename for file in before.siblings or []]
+    on_hub = [file.rfilename for file in before.siblings or []]
     operations: list[Any] = [CommitOperationAdd(name, str(path)) for name, path in files.items()]
-    operations += [CommitOperationDelete(name) for name in _replaced(held, files)]
+    operations += [CommitOperationDelete(name) for name in _replaced(on_hub, files)]
     logger.info(f"pushing {len(files)} files to {repo_id}: {', '.join(files)}")
     commit = api.create_commit(
         repo_id,
@@ -247,9 +247,9 @@ def _send(files: dict[str, Path], target: Target, there: Destination) -> tuple[C
     return commit, commit.oid != before.sha
 
 
-def _replaced(held: Iterable[str], files: dict[str, Path]) -> list[str]:
+def _replaced(on_hub: Iterable[str], files: dict[str, Path]) -> list[str]:
     """Weights and figures on the Hub that are not sent again: they would be mistaken for those of the new heads."""
-    return [name for name in held if name not in files and (WEIGHT_FILES.fullmatch(name) or FIGURES.fullmatch(name))]
+    return [name for name in on_hub if name not in files and (WEIGHT_FILES.fullmatch(name) or FIGURES.fullmatch(name))]
 
 
 def _compare(files: dict[str, Path], destination: Destination) -> dict[str, str]:

@@ -149,13 +149,13 @@ def published_card(target: Path, published: Path | None) -> list[str]:
     folder_card = read_card(path)
     written_sections = {section.heading: section.text for section in sections_of(folder_card.text) if not section.ours}
     sections = sections_of(hub_card.text)
-    kept = [section.text for section in sections if section.ours or section.heading not in written_sections]
+    hub_texts = [section.text for section in sections if section.ours or section.heading not in written_sections]
     differ = [
         section.heading or "the text before the first section"
         for section in sections
         if not section.ours and written_sections.get(section.heading, section.text) != section.text
     ]
-    folder_card.text = "\n" + merge("\n\n".join(kept), folder_card.text)
+    folder_card.text = "\n" + merge("\n\n".join(hub_texts), folder_card.text)
     for name, value in hub_card.data.__dict__.items():
         if value is not None and getattr(folder_card.data, name, None) is None:
             setattr(folder_card.data, name, value)

@@ -181,7 +181,7 @@ class AmphistaDrafter(MedusaDrafter):
         for stage, cache in zip(cast("list[AdaptationStage]", self.stages), state.caches, strict=True):
             x = stage.adaptation.over_verified(cache, stage.joined(x, embeddings), lengths)
             outputs.append(x)
-        last = [last_valid(kept, new, lengths) for kept, new in zip(state.features, outputs, strict=True)]
+        last = [last_valid(previous, new, lengths) for previous, new in zip(state.features, outputs, strict=True)]
         return AmphistaState(torch.stack(last), caches=state.caches)
 
     def head_states(self, features: Tensor, input_ids: Tensor, attention_mask: Tensor | None = None) -> list[Tensor]:

@@ -132,7 +132,7 @@ def _behind_adapter(name: str, hub: dict[str, Any]) -> tuple[str, dict[str, Any]
 def load_base(
     checkpoint: str,
     config: DraftHeadConfig,
-    given: str | os.PathLike | nn.Module | None,
+    chosen: str | os.PathLike | nn.Module | None,
     revision: str | None,
     fetch: Mapping[str, Any],
     arguments: Mapping[str, Any],
@@ -142,32 +142,32 @@ def load_base(
     Args:
         checkpoint: folder or Hub id of the heads.
         config: theirs; where the base lies here is written down in it.
-        given: the user's choice of a base; None for the one that the config names.
+        chosen: the user's choice of a base; None for the one that the config names.
         revision, fetch, arguments: for loading it by its name.
 
     Raises:
         OSError, TypeError, ValueError: as `load_named`; and arguments for loading a base that is loaded already.
     """
-    base: Any = given
-    if isinstance(given, nn.Module):
+    base: Any = chosen
+    if isinstance(chosen, nn.Module):
         base = unwrapped(base)
         refuse_loading_arguments(base, arguments)
         name = getattr(base.config, "_name_or_path", "")
         refuse_unfit(base.config, type(base).__name__, loaded=True)
         check_base(config, base.config, name or type(base).__name__)
     else:
-        if given is None:
+        if chosen is None:
             revision = revision or config.base_model_revision
             arguments = {**arguments, "gguf_file": arguments.get("gguf_file") or config.base_gguf_file}
-        wanted = locate_base(config, checkpoint) if given is None else os.fspath(given)
+        wanted = locate_base(config, checkpoint) if chosen is None else os.fspath(chosen)
         hub = {**fetch, "revision": revision or "main"}
         base, origin = load_named(wanted, hub, arguments, checkpoint=checkpoint, config=config)
         name = origin["base_model_name_or_path"]
-        if given is not None and is_local(config.base_model_name_or_path or name, checkpoint):
+        if chosen is not None and is_local(config.base_model_name_or_path or name, checkpoint):
             config.base_gguf_file = origin["base_gguf_file"]  # the path is recorded below
     # A Hub id stays as the record of what the heads were trained for; a path is only where the base lies here.
     recorded = config.base_model_name_or_path
-    if name and (given is None or not recorded or is_local(recorded, checkpoint)):
+    if name and (chosen is None or not recorded or is_local(recorded, checkpoint)):
         config.base_model_name_or_path = full_name(name)
     return base
 

@@ -53,7 +53,7 @@ FOREIGN |= {f"hydra_lm_head.{ending}": "Hydra" for ending in ("safetensors", "pt
 
 
 def read_heads_config(
-    path: str, hub: Mapping[str, Any] = NO_OPTIONS, family: type[DraftHeadConfig] = DraftHeadConfig, given: Any = None
+    path: str, hub: Mapping[str, Any] = NO_OPTIONS, family: type[DraftHeadConfig] = DraftHeadConfig, chosen: Any = None
 ) -> Any:
     """The config of a checkpoint with draft heads.
 
@@ -61,14 +61,14 @@ def read_heads_config(
         path: its folder or Hub id.
         hub: keyword arguments of every download.
         family: config class of the heads that it should hold; heads of any family by default.
-        given: a config of which a copy is taken instead, or where one is read instead.
+        chosen: a config of which a copy is taken instead, or where one is read instead.
 
     Raises:
         OSError: there is no config.json, or it cannot be fetched.
         ValueError: it belongs to another kind of model, or to another or an unknown family.
     """
-    ready = copy.deepcopy(given) if isinstance(given, PreTrainedConfig) else None
-    fields = {} if ready is not None else _heads_fields(path if given is None else os.fspath(given), hub)
+    ready = copy.deepcopy(chosen) if isinstance(chosen, PreTrainedConfig) else None
+    fields = {} if ready is not None else _heads_fields(path if chosen is None else os.fspath(chosen), hub)
     model_type = fields.get("model_type") if ready is None else ready.model_type
     of_any = family is DraftHeadConfig
     ours = str(model_type).startswith(MODEL_TYPE_PREFIX)
@@ -334,36 +334,36 @@ def map_tensors(files: Iterable[str]) -> dict[str, Tensor]:
 
 
 def check_tensors(
-    path: str, found: Mapping[str, Tensor], expected: Mapping[str, Tensor], others: Collection[str] = ()
+    path: str, tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor], others: Collection[str] = ()
 ) -> None:
     """Compare the tensors of a checkpoint's drafter with what its config asks for.
 
     Args:
         path: the checkpoint, for the message.
-        found, expected: its tensors, and tensors of the shapes that there should be, by name.
+        tensors, expected: its tensors, and tensors of the shapes that there should be, by name.
         others: names of tensors that it has besides those found.
 
     Raises:
         ValueError: a tensor is missing, unknown, of another shape, or of another kind of number.
     """
     for name, wanted in expected.items():
-        if name not in found:
+        if name not in tensors:
             raise ValueError(
                 f"{path!r} lacks the tensor {name!r} {list(wanted.shape)} that its config asks for: "
                 "save the checkpoint again, or correct config.json."
             )
-        if found[name].shape != wanted.shape:
+        if tensors[name].shape != wanted.shape:
             raise ValueError(
-                f"{path!r} has {name!r} of shape {shortened.repr(list(found[name].shape))}, but its config asks for "
+                f"{path!r} has {name!r} of shape {shortened.repr(list(tensors[name].shape))}, but its config asks for "
                 f"{list(wanted.shape)}: save the checkpoint again, or correct config.json."
             )
         allowed = HEADS_DTYPES if wanted.dtype.is_floating_point else (wanted.dtype,)
-        if found[name].dtype not in allowed:
+        if tensors[name].dtype not in allowed:
             raise ValueError(
-                f"{path!r} has {name!r} in {_type_name(found[name].dtype)}, expected "
+                f"{path!r} has {name!r} in {_type_name(tensors[name].dtype)}, expected "
                 f"{' or '.join(map(_type_name, allowed))}: save it in such a type."
             )
-    if unknown := sorted((set(found) | set(others)) - set(expected)):
+    if unknown := sorted((set(tensors) | set(others)) - set(expected)):
         raise ValueError(
             f"{path!r} has {len(unknown)} tensor(s) that its config does not ask for, such as "
             f"{shortened.repr(unknown[0])}: remove them, or correct config.json."

@@ -133,7 +133,7 @@ class DFlashConfig(DraftHeadConfig):
             )
         causal = self.causal_layers
         layers = range(self.num_layers)
-        if not isinstance(causal, (list, tuple)) or not all(type(each) is int and each in layers for each in causal):
+        if not isinstance(causal, (list, tuple)) or not all(type(item) is int and item in layers for item in causal):
             raise ValueError(
                 f"causal_layers is {shortened.repr(causal)}: expected a list of layers from 0 to {self.num_layers - 1}."
             )
@@ -198,9 +198,9 @@ class MarkovHead(nn.Module):
             return self.gate(torch.cat([hidden, before], -1)).sigmoid() * before, memory
         if self.joint is None:
             return before, memory
-        kept, new, out = self.joint(torch.cat([memory, before, hidden], -1)).chunk(3, -1)
-        kept = kept.sigmoid()
-        return out.tanh(), kept * memory + (1 - kept) * new.tanh()
+        gate, new, out = self.joint(torch.cat([memory, before, hidden], -1)).chunk(3, -1)
+        gate = gate.sigmoid()
+        return out.tanh(), gate * memory + (1 - gate) * new.tanh()
 
 
 class DFlashState(NamedTuple):

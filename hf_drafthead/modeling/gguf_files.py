@@ -51,8 +51,8 @@ def gguf_arguments(place: str, arguments: Mapping[str, Any], hub: Mapping[str, A
     if not is_gguf_available():
         raise OSError(f"reading {named!r} needs the package gguf: {INSTALL}.")
     if os.path.isdir(place) and not os.path.isfile(named):
-        held = sorted(path.name for path in Path(place).glob("*.gguf"))
-        raise OSError(f"there is no file {named!r}: the folder holds {', '.join(held) or 'no GGUF file'}.")
+        names = sorted(path.name for path in Path(place).glob("*.gguf"))
+        raise OSError(f"there is no file {named!r}: the folder holds {', '.join(names) or 'no GGUF file'}.")
     with reading_gguf(named):
         local = cached_file(place, file, **hub)
     with open(local, "rb") as stream:

@@ -98,8 +98,8 @@ class HeadsSource:
         """
         arguments = dict(self.heads.get("adapter_kwargs") or {})
         place = arguments.pop("_adapter_model_path", None) or (self.given if beside else None)
-        held = place is not None and find_adapter(place, self.hub) is not None
-        return (place if held else None), arguments
+        has_adapter = place is not None and find_adapter(place, self.hub) is not None
+        return (place if has_adapter else None), arguments
 
     def for_the_base(self, config: DraftHeadConfig) -> dict[str, Any]:
         """Arguments for loading the base, with the user's choice of attention and experts, which AutoModel puts into

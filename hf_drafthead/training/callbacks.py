@@ -206,11 +206,11 @@ class CheckGradients(TrainerCallback):
         if (args.device.type == "cpu" or (state.global_step + 1) % LOOKS == 0) and not args.fp16:
             norm = nn.utils.get_total_norm([parameter.grad for parameter in parameters])
             if not torch.isfinite(norm):
-                kept = whole_checkpoint(Path(args.output_dir))
+                path = whole_checkpoint(Path(args.output_dir))
                 raise FloatingPointError(
                     f"the gradient became {norm.item()} in step {state.global_step + 1}: lower the learning rate (now "
                     f"{args.learning_rate:g}) or check the data; "
-                    + (f"{kept} is complete and can be resumed from." if kept else "no checkpoint was written yet.")
+                    + (f"{path} is complete and can be resumed from." if path else "no checkpoint was written yet.")
                 )
         if args.max_grad_value is not None:
             nn.utils.clip_grad_value_(parameters, args.max_grad_value)

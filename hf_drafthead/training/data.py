@@ -119,8 +119,8 @@ class Encoder:
             pairs = self._pieces(*joined, beginning=[])
         elif self.max_length is not None:
             pairs = [piece for pair in pairs for piece in self._pieces(*pair, beginning=self._beginning)]
-        kept = [(ids, labels) for ids, labels in pairs if any(label != IGNORED for label in labels)]
-        return {"input_ids": [ids for ids, _ in kept], "labels": [labels for _, labels in kept]}
+        examples = [(ids, labels) for ids, labels in pairs if any(label != IGNORED for label in labels)]
+        return {"input_ids": [ids for ids, _ in examples], "labels": [labels for _, labels in examples]}
 
     def _pieces(self, ids: list[int], labels: list[int], beginning: list[int]) -> list[tuple[list[int], list[int]]]:
         """A row cut into pieces; those after the first start with `beginning`, which has no labels."""

@@ -153,10 +153,10 @@ def likeness(base: Any, rows: Sequence[Mapping[str, Any]], batch_size: int) -> d
     for first in range(0, len(rows), batch_size):
         batch = collate([rows[row] for row in range(first, min(first + batch_size, len(rows)))])
         labels = batch["labels"].to(device)
-        kept = labelled(labels, 1)
-        scores = reader.read_texts(batch["input_ids"].to(device)).scores[kept]  # (M, H) or (M, V)
+        mask = labelled(labels, 1)
+        scores = reader.read_texts(batch["input_ids"].to(device)).scores[mask]  # (M, H) or (M, V)
         count += len(scores)
-        for some, targets in zip(scores.split(size), labels.roll(-1, dims=1)[kept].to(scores.device).split(size)):
+        for some, targets in zip(scores.split(size), labels.roll(-1, dims=1)[mask].to(scores.device).split(size)):
             shares = reader.logits(some).float().log_softmax(-1)
             agreed += (shares.argmax(-1) == targets).sum().item()
             surprise = -shares.gather(1, targets[:, None])[:, 0]

@@ -150,19 +150,19 @@ class HeadsLoss:
             shifts = [places - 2 - head for head in range(len(states))]  # where the guesses are made of
             rows = [state.flatten(0, 1).index_select(0, at.clamp(min=0)) for state, at in zip(states, shifts)]
             # those from before the text are none
-            kept = [places % labels.shape[1] >= 2 + head for head in range(len(states))]
+            valid = [places % labels.shape[1] >= 2 + head for head in range(len(states))]
             targets, sources = [label_tokens] * len(states), [places - 1] * len(states)
         else:
             states = drafter.head_states(features, *text, anchors.clamp(min=0))  # type: ignore[call-arg]
             rows, pairs = [state.flatten(0, 1) for state in states], anchored(labels, anchors, len(states))
             targets, sources = [pair[0].flatten() for pair in pairs], [pair[1].flatten() for pair in pairs]
-            kept = [head_targets != IGNORED for head_targets in targets]
+            valid = [head_targets != IGNORED for head_targets in targets]
         if drafter.draft_tokens is not None:
             vocabulary = model.config.get_text_config().vocab_size
             targets = [draft_targets(drafter.draft_tokens, head_targets, vocabulary) for head_targets in targets]
         weights = [
             (in_text & (head_targets != IGNORED)).float() * head_scale
-            for in_text, head_targets, head_scale in zip(kept, targets, scale)
+            for in_text, head_targets, head_scale in zip(valid, targets, scale)
         ]
         loss = features.new_zeros((), dtype=torch.float32)
         if self.feature:
@@ -176,7 +176,7 @@ class HeadsLoss:
             logits=drafter.head_logits,
             targets=targets,
             weights=weights,
-            kept=kept if count else None,
+            kept=valid if count else None,
             next_token=self.next_token,
             teacher=self.teacher,
             distance=self.distance,
@@ -401,16 +401,16 @@ def _learning(*modules: nn.Module) -> list[Tensor]:
 @contextlib.contextmanager
 def computed_in(drafter: Drafter, dtype: torch.dtype) -> Iterator[None]:
     """The drafter with weights of another type, through which its own ones learn: one conversion each per step."""
-    held = []
+    masters = []
     for module in drafter.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None and parameter.dtype == torch.float32:
-                held.append((module, name, parameter))
+                masters.append((module, name, parameter))
                 module._parameters[name] = parameter.to(dtype)  # type: ignore[assignment]
     try:
         yield
     finally:
-        for module, name, parameter in held:
+        for module, name, parameter in masters:
             module._parameters[name] = parameter
 
 

@@ -324,8 +324,8 @@ def _rebuild(model: Any, **fields: Any) -> None:
     model.drafter.copy_from_base()
     if before.loaded:
         shapes = {name: tensor.shape for name, tensor in model.drafter.state_dict().items()}
-        kept = {name: tensor for name, tensor in before.state_dict().items() if shapes.get(name) == tensor.shape}
-        model.drafter.load_state_dict(kept, strict=False)
+        weights = {name: tensor for name, tensor in before.state_dict().items() if shapes.get(name) == tensor.shape}
+        model.drafter.load_state_dict(weights, strict=False)
         model.drafter.loaded = True
     model.drafter.train(training)
 

@@ -247,7 +247,7 @@ class DraftHeadTrainer(Trainer):
         if not (self.args.base_weight and self.args.should_save):
             return
         named = self.accelerator.unwrap_model(self.model).base.named_parameters()
-        tensors = {f"base.{name}": each.detach().contiguous() for name, each in named if each.requires_grad}
+        tensors = {f"base.{name}": weight.detach().contiguous() for name, weight in named if weight.requires_grad}
         save_file(tensors, Path(output_dir or self.args.output_dir) / BASE_WEIGHTS)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
@@ -372,7 +372,7 @@ def heads_output(
 
 def recipe_of(model: DraftHeadPreTrainedModel) -> dict[str, Any]:
     """The training arguments of the family's paper, with the defaults of what it does not say."""
-    defaults = {each.name: each.default for each in dataclasses.fields(DraftHeadTrainingArguments)}
+    defaults = {field.name: field.default for field in dataclasses.fields(DraftHeadTrainingArguments)}
     return {**defaults, **find_recipe(model.config.family)}
 
 

@@ -120,8 +120,8 @@ class TreeStatistics:
         """
         texts, base = self.steps[size], self.steps[ALONE]
         batches = [[(first + row) % len(texts) for row in range(rows)] for first in range(len(texts))]
-        taken = sum(max(len(texts[text]) for text in batch) for batch in batches)
-        return sum(max(len(base[text]) for text in batch) for batch in batches) / taken
+        steps = sum(max(len(texts[text]) for text in batch) for batch in batches)
+        return sum(max(len(base[text]) for text in batch) for batch in batches) / steps
 
 
 def _counted(ranks: torch.Tensor, nodes: int) -> torch.Tensor:
