@@ -169,6 +169,13 @@ def block_config(text: PreTrainedConfig, kind: MtpKind) -> PreTrainedConfig:
     return block
 
 
+class MtpLayer(DecoderLayer):
+    """The decoder layer of a module, which keeps the keys of a chain of guesses where it is recomputed."""
+
+    def _run(self, x: Tensor, positions: Tensor, mask: Tensor | None, cache: Any = None) -> Tensor:
+        return self.norm(self._through_again(self.layer, x, positions, mask, cache))
+
+
 class MtpModule(nn.Module):
     """One module: an embedding and a hidden state are normed, joined, and go through a decoder layer.
 
@@ -182,7 +189,7 @@ class MtpModule(nn.Module):
         super().__init__()
         self.hidden_first, width = config.hidden_first, config.width
         how: dict[str, Any] = {"window": config.window, "layer_type": config.layer_type, "first": index}
-        body = DecoderLayer(config.own_layer, final_norm=True, **how)
+        body = MtpLayer(config.own_layer, final_norm=True, **how)
         norm = nn.RMSNorm(width, eps=1e-6) if isinstance(body.norm, nn.Identity) else body.norm
         self.embedding_norm, self.hidden_norm = copy.deepcopy(norm), copy.deepcopy(norm)
         self.fc = nn.Linear(2 * width, width, bias=False)

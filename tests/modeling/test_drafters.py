@@ -243,3 +243,22 @@ def test_heads_learn(drafter):
             foretold.sum().backward(retain_graph=True)
     assert all(parameter.grad is not None for parameter in drafter.parameters())
     assert all(parameter.grad.any() for parameter in drafter.parameters() if parameter.dim() > 1)
+
+
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated:FutureWarning")
+def test_layers_that_are_recomputed_give_the_same_gradients(family):
+    mask = torch.ones(2, 9, dtype=torch.long)
+    mask[0, :3] = 0
+    for padding in (None, mask):
+        gradients = []
+        for recomputed in (False, True):
+            model = family.build(tiny_base("llama-gqa")).train()
+            if recomputed:
+                model.gradient_checkpointing_enable()
+            ids, features = text_and_features(model.drafter, 2, 9)
+            states = model.drafter.head_states(features, ids, padding)
+            logits = [model.drafter.head_logits(i, of_head) for i, of_head in enumerate(states)]
+            torch.stack(logits).sum().backward()
+            gradients.append([one.grad for one in model.drafter.parameters() if one.grad is not None])
+        for plain, again in zip(*gradients, strict=True):
+            torch.testing.assert_close(again, plain)
