@@ -39,47 +39,27 @@ from hf_drafthead.modeling.mtp import MtpConfig, modules_counted
 Names = tuple[tuple[str, str], ...]
 
 
-def _in_layers(**parts: str) -> Names:
-    """Names behind the base's own layers."""
-    return tuple((f"{ours}.", f"layers.{{layer}}.{theirs}.") for ours, theirs in parts.items()) + (
-        ("body.layer.", "layers.{layer}."),
-    )
+def _names(block: str, beside: str, **parts: str) -> Names:
+    """Ours and theirs: parts that stand beside the block's tensors, then the block's own."""
+    return (*((f"{ours}.", f"{beside}{theirs}.") for ours, theirs in parts.items()), ("body.layer.", block))
 
 
-JOINED = {"embedding_norm": "enorm", "hidden_norm": "hnorm", "fc": "eh_proj", "embed_tokens": "embed_tokens"}
-# Ours and theirs, the more special ones first.
-DEEPSEEK = _in_layers(**JOINED, norm="shared_head.norm", lm_head="shared_head.head")
-HUNYUAN = _in_layers(**JOINED, norm="final_layernorm")
-STEP = _in_layers(**JOINED, norm="transformer.shared_head.norm", lm_head="transformer.shared_head.output")
-QWEN: Names = (
-    ("embedding_norm.", "mtp.pre_fc_norm_embedding."),
-    ("hidden_norm.", "mtp.pre_fc_norm_hidden."),
-    ("fc.", "mtp.fc."),
-    ("norm.", "mtp.norm."),
-    ("embed_tokens.", "mtp.embed_tokens."),
-    ("lm_head.", "mtp.lm_head."),
-    ("body.layer.", "mtp.layers.{i}."),
-)
-MIMO: Names = (
-    ("embedding_norm.", "mtp_layers.{i}.token_layernorm."),
-    ("hidden_norm.", "mtp_layers.{i}.hidden_layernorm."),
-    ("fc.", "mtp_layers.{i}.input_proj."),
-    ("norm.", "mtp_layers.{i}.final_layernorm."),
-    ("body.layer.", "mtp_layers.{i}."),
-)
-MIMO_V2: Names = (
-    ("embedding_norm.", "mtp.layers.{i}.enorm."),
-    ("hidden_norm.", "mtp.layers.{i}.hnorm."),
-    ("fc.", "mtp.layers.{i}.eh_proj."),
-    ("norm.", "mtp.layers.{i}.final_layernorm."),
-    ("body.layer.post_attention_layernorm.", "mtp.layers.{i}.pre_mlp_layernorm."),
-    ("body.layer.", "mtp.layers.{i}."),
-)
-ERNIE: Names = (
-    ("embedding_norm.", "mtp_emb_norm.{i}."),
-    ("hidden_norm.", "mtp_hidden_norm.{i}."),
-    ("fc.", "mtp_linear_proj.{i}."),
-    ("body.layer.", "mtp_block.{i}."),
+JOINED = {"embedding_norm": "enorm", "hidden_norm": "hnorm", "fc": "eh_proj"}
+BEHIND = {**JOINED, "embed_tokens": "embed_tokens"}  # the base's own layers
+LAYERS, OF_MIMO, OF_V2 = "layers.{layer}.", "mtp_layers.{i}.", "mtp.layers.{i}."
+DEEPSEEK = _names(LAYERS, LAYERS, **BEHIND, norm="shared_head.norm", lm_head="shared_head.head")
+HUNYUAN = _names(LAYERS, LAYERS, **BEHIND, norm="final_layernorm")
+TRANSFORMER = {"norm": "transformer.shared_head.norm", "lm_head": "transformer.shared_head.output"}
+STEP = _names(LAYERS, LAYERS, **BEHIND, **TRANSFORMER)
+PRE_FC = {"embedding_norm": "pre_fc_norm_embedding", "hidden_norm": "pre_fc_norm_hidden"}
+ALIKE = {name: name for name in ("fc", "norm", "embed_tokens", "lm_head")}
+QWEN = _names("mtp.layers.{i}.", "mtp.", **PRE_FC, **ALIKE)
+TOKEN_NORM = {"embedding_norm": "token_layernorm", "hidden_norm": "hidden_layernorm"}
+MIMO = _names(OF_MIMO, OF_MIMO, **TOKEN_NORM, fc="input_proj", norm="final_layernorm")
+MLP_NORM = {"body.layer.post_attention_layernorm": "pre_mlp_layernorm"}  # before the block, whose tensors it is one of
+MIMO_V2 = _names(OF_V2, OF_V2, **JOINED, norm="final_layernorm", **MLP_NORM)
+ERNIE = _names(
+    "mtp_block.{i}.", "mtp_", embedding_norm="emb_norm.{i}", hidden_norm="hidden_norm.{i}", fc="linear_proj.{i}"
 )
 # By model_type of the base's text config; others may have any of them: what is read, the files tell.
 NAMES = {

@@ -40,7 +40,6 @@ from hf_drafthead.modeling.loading import HUB_ARGUMENTS, _formats
 logger = logging.get_logger(__name__)
 
 LARGE_VOCABULARY, USUAL_VOCABULARY = 100_000, 32_000  # tokens of a base; and of them those that are guessed among
-
 FLAGS = ("hidden_first", "output_norm", "own_lm_heads")  # fields that are as the base's architecture has it if None
 # Fields of configs that count modules, under the names of several projects.
 COUNTS = ("num_mtp_layers", "num_nextn_predict_layers", "mtp_num_hidden_layers")
