@@ -34,7 +34,8 @@ from hf_drafthead.bases.releases import cache_argument
 # before this argument came (torch 2.13) every layer is traced anew, and nothing is saved
 REUSED = "reuse_hash_fn" in inspect.signature(torch.compiler.nested_compile_region).parameters
 MOST = 48  # rows
-PLAIN = (bool, int, float, str, type(None), types.FunctionType, types.BuiltinFunctionType, functools.partial)
+FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, functools.partial)
+PLAIN = {bool, int, float, str, tuple, type(None), *FUNCTIONS}  # types
 LARGE_WEIGHTS = ((12, 1 << 15), (8, 1 << 20))  # with so many rows or more, weights of so many numbers or more
 aten = torch.ops.aten
 _COMPILES = threading.Lock()  # of all models: dynamo lets one thread compile at a time
@@ -131,8 +132,8 @@ def _look(layer: nn.Module) -> list[Any]:
     """What of a layer's parts a program may have taken for constant, but for the layer's number."""
     parts: list[Any] = []
     for part in layer.modules():
-        plain = {key: value for key, value in vars(part).items() if type(value) in PLAIN and key != "layer_idx"}
-        plain |= {key: repr(value) for key, value in vars(part).items() if type(value) is tuple}
+        held = ((key, value) for key, value in vars(part).items() if type(value) in PLAIN and key != "layer_idx")
+        plain = {key: repr(value) if type(value) is tuple else value for key, value in held}
         forward = part.__dict__.get("forward")
         hooks = [*part._forward_hooks.values(), *part._forward_pre_hooks.values()]
         parts.append((type(part), plain, None if hasattr(forward, "is_traced_once") else forward, hooks))

@@ -315,6 +315,7 @@ class Runner:
         self.held: list[Arena] = []  # until the call ends, which may go on in their memory without programs
         self.ahead = 0  # steps that are launched before the result of the first of them is read
         self.compiled_in = 0.0  # seconds of this step in which programs were made
+        self.layers: tuple[int, ...] | None = None  # those of the base that programs trace once, where that was asked
         if execution.name != "eager":
             self.programs = PROGRAMS.setdefault(model, Programs())
             if is_hooked(reader.base):  # which may do something else within a call; one that counts compiles for ever
@@ -375,6 +376,7 @@ class Runner:
                 self._stop(str(reason))
                 self._make_room(step, state)
                 return
+        self.layers = None  # which may have changed since another step was prepared
         run = functools.partial(self._run, step, len(state.lengths))
         self.stages[step] = types.SimpleNamespace(
             **{name: functools.partial(run, name, step.stages) for name in ("draft", "verify", "walk", "commit")}
@@ -466,7 +468,9 @@ class Runner:
         from hf_drafthead.bases.compiling import repeated  # takes a second to import
 
         config: Any = self.execution.config
-        made_for = (stage, repr(config), self.reader, *map(id, repeated(self.model.base)))
+        if self.layers is None:
+            self.layers = tuple(map(id, repeated(self.model.base)))
+        made_for = (stage, repr(config), self.reader, *self.layers)
         return self.programs.fitting(made_for, arguments) or Program(made_for, stage, config)
 
     def _compiled(self, program: Program, runs: Stage, arguments: tuple) -> Any:
