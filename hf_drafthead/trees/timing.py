@@ -70,7 +70,7 @@ SLOW = 1.2  # times as fast as the base, below which another dtype may be worth 
 DTYPES = (torch.float32, torch.bfloat16)
 MANY, LARGE = 8, 4096  # tokens of a step; most rows and columns of the weight that is tried
 DEAR = 1.5  # times as much as one token, from where on a tree hardly pays
-TEXT = 256  # tokens of a text that heads are trained on
+TEXT, WIDE = 256, 1024  # tokens of a text that heads are trained on, and the most columns of the weight that is tried
 
 
 def product_costs(base: Any) -> dict[torch.dtype, float]:
@@ -111,7 +111,7 @@ def training_advice(base: Any) -> str | None:
     """A line about float32, where a CPU multiplies faster in it than in the half precision of the base; else None."""
     if base.device.type != "cpu" or base.dtype.itemsize != 2 or getattr(base, "is_quantized", False):
         return None
-    width, runs = min(base.config.get_text_config(decoder=True).hidden_size, LARGE), {}
+    width, runs = min(base.config.get_text_config(decoder=True).hidden_size, WIDE), {}
     for dtype in (base.dtype, torch.float32):
         text, weight = torch.ones(TEXT, width, dtype=dtype), torch.ones(width, width, dtype=dtype)
         runs[dtype] = functools.partial(torch.nn.functional.linear, text, weight)
