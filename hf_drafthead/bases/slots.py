@@ -197,6 +197,7 @@ class SlotCache(Cache):
         target = self.nodes + self.lengths.to(device)[:, None] + torch.arange(m, device=device)
         for layer in self.layers:
             for part in (layer.keys, layer.values) if layer.is_initialized else ():
+                torch._check(part.shape[2] == self.slots)  # else a program reads the size of every one in each step
                 row, old, new = (places.to(part.device) for places in (rows, source, target))
                 part[row, :, new] = part[row, :, old]
 
