@@ -130,6 +130,7 @@ class DraftModelDrafter(Drafter):
     def __init__(self, config: DraftModelConfig) -> None:
         super().__init__(config)
         self.model: Any = AutoModelForCausalLM.from_config(copy.deepcopy(config.draft_config))
+        self._readers: dict[Any, BaseReader] = {}
         self.size = config.shared_vocabulary
         self.chosen = self.draft_tokens is not None
         if not self.chosen and self.size < config.get_text_config().vocab_size:
@@ -145,7 +146,7 @@ class DraftModelDrafter(Drafter):
     def reader(self) -> BaseReader:
         """How the draft model is run: found out by running it, once for each way to attend and type."""
         key = (self.model.config._attn_implementation, self.model.dtype)
-        readers = self.__dict__.setdefault("_readers", {})
+        readers = self._readers
         if key not in readers or readers[key].base is not self.model:
             was_training = self.model.training
             self.model.eval()
