@@ -100,6 +100,7 @@ print("left")
 """
 
 
+@pytest.mark.slow
 def test_a_process_that_ends_with_requests_ends_well():
     """A thread in the middle of torch aborts a process that ends."""
     done = subprocess.run([sys.executable, "-c", LEAVES], capture_output=True, text=True, timeout=120)

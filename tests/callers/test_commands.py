@@ -124,7 +124,7 @@ def cases() -> list[Any]:
     ]
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # transformers' own, of settings that it is about to drop
 @pytest.mark.parametrize("command, name", cases())
 def test_a_command_runs_whatever_the_generation_config_of_the_base_says(command, name, folder, capsys, caplog):

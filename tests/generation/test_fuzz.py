@@ -196,6 +196,7 @@ def drafted_by_heads(accepted, place, kind, tree, copies, rows, seed, call, fixe
     accepted.append(bool((found.accepted_lengths > 1).any()))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Unfeasible length constraints")
 def test_heads_say_what_a_base_with_states_says(untraced):
     accepted = []

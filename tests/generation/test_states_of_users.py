@@ -342,7 +342,7 @@ def test_heads_learn_with_a_plain_trainer_and_the_base_stays(family, kind, tmp_p
     both(model.eval())
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @each_kind
 @pytest.mark.parametrize("family", NAMED, ids=lambda family: family.name)
 def test_train_and_distill_take_such_a_base(family, kind, tmp_path):

@@ -46,7 +46,7 @@ OF_A_MODEL = (
 )
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("repo_id, line", [("org/base", OF_THE_BASE), ("org/other", OF_A_MODEL)])
 @pytest.mark.parametrize("extra", [(), ("--dry-run",), ("--create-pr",), ("--revision", "trial")], ids=" ".join)
 def test_another_model_is_not_overwritten(hub, base, clients, models, folder, repo_id, line, extra):

@@ -116,6 +116,7 @@ def test_both_sides_write_the_text_of_the_base_and_guesses_have_colours(page, hy
     assert re.search(r"Speedup \d+\.\d\d\. Heads and base wrote the same text\.", page.inner_text("#verdict"))
 
 
+@pytest.mark.slow
 def test_figures_are_those_of_generate(page, hydra):
     model, tokenizer = hydra
     generate(page, PROMPT)
@@ -140,6 +141,7 @@ def test_the_tree_can_be_looked_at_step_by_step(page):
     assert page.locator("#tree svg path.walked").count() == accepted
 
 
+@pytest.mark.slow
 def test_text_appears_while_it_is_written_and_stop_ends_it(page):
     set_number(page, "length", 400)
     page.get_by_label("Continue a text").check()
