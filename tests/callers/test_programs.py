@@ -127,6 +127,7 @@ def own_model():
     return model
 
 
+@pytest.mark.slow
 def test_a_copy_drafts_and_is_independent(own_model):
     expected = generated(own_model)
     copied = copy.deepcopy(own_model)

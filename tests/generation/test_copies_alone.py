@@ -48,7 +48,7 @@ def test_the_text_is_the_base_s_on_every_base(kind, rows, sampling):
     both(hf_drafthead.from_base(shared_base(kind, **fields_of(kind))), rows, **sampling)
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("how", RUNNERS)
 @pytest.mark.parametrize("kind", ["llama-gqa", "qwen3.5", "granite-hybrid", "lfm2"])
 def test_with_every_runner(kind, how, recordings):

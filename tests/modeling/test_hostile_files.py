@@ -258,6 +258,7 @@ def test_any_fields_in_a_config_are_used_or_refused(fuzzed, data):
         file.write_text(good)
 
 
+@pytest.mark.slow
 @FUZZ
 @given(data=st.data())
 def test_any_generation_settings_are_used_or_refused(fuzzed, data):

@@ -362,6 +362,7 @@ def test_a_base_without_a_template_writes_plain_texts(plain, tmp_path):
     assert set(learnt[0]["labels"][:context]) == {-100} and -100 not in learnt[0]["labels"][context:]
 
 
+@pytest.mark.slow
 def test_heads_are_trained_on_the_plain_texts_of_a_base(plain, tmp_path, capsys):
     more = ["--synthesize", 24, "--set", "max_steps=2"]
     code, out, err = train(capsys, plain, tmp_path / "heads", *more)

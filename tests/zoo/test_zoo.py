@@ -83,6 +83,7 @@ def test_the_heads_carry_the_trees_that_were_measured_for_them(name):
     assert compiled is not None and compiled["tree"] and compiled["execution"] == "compiled"
 
 
+@pytest.mark.slow
 def test_eagle3_drafts_more_tokens_per_step_than_eagle_and_the_draft_model_more_than_two():
     """On the first held-out prompts; all of them, over three trainings, are in the families' table."""
     tokenizer = AutoTokenizer.from_pretrained(zoo.path("base"))
