@@ -56,7 +56,7 @@ ALIKE = {name: name for name in ("fc", "norm", "embed_tokens", "lm_head")}
 QWEN = _names("mtp.layers.{i}.", "mtp.", **PRE_FC, **ALIKE)
 TOKEN_NORM = {"embedding_norm": "token_layernorm", "hidden_norm": "hidden_layernorm"}
 MIMO = _names(OF_MIMO, OF_MIMO, **TOKEN_NORM, fc="input_proj", norm="final_layernorm")
-MLP_NORM = {"body.layer.post_attention_layernorm": "pre_mlp_layernorm"}  # before the block, whose tensors it is one of
+MLP_NORM = {"body.layer.post_attention_layernorm": "pre_mlp_layernorm"}  # in front of the block, a part of it
 MIMO_V2 = _names(OF_V2, OF_V2, **JOINED, norm="final_layernorm", **MLP_NORM)
 ERNIE = _names(
     "mtp_block.{i}.", "mtp_", embedding_norm="emb_norm.{i}", hidden_norm="hidden_norm.{i}", fc="linear_proj.{i}"

@@ -315,7 +315,7 @@ class Runner:
         self.held: list[Arena] = []  # until the call ends, which may go on in their memory without programs
         self.ahead = 0  # steps that are launched before the result of the first of them is read
         self.compiled_in = 0.0  # seconds of this step in which programs were made
-        self.layers: tuple[int, ...] | None = None  # those of the base that programs trace once, where that was asked
+        self.layers: tuple[int, ...] | None = None  # ids of those that programs trace once; None: not asked yet
         if execution.name != "eager":
             self.programs = PROGRAMS.setdefault(model, Programs())
             if is_hooked(reader.base):  # which may do something else within a call; one that counts compiles for ever
