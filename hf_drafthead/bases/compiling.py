@@ -28,6 +28,7 @@ import torch
 from torch import fx, nn
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
+from hf_drafthead.bases.hooks import parts
 from hf_drafthead.bases.mixers.layer import RecurrentLayer
 from hf_drafthead.bases.releases import cache_argument
 
@@ -119,30 +120,32 @@ def repeated(base: nn.Module) -> Iterator[nn.Module]:
     A compiler that reuses what it has traced of the first asks no guards of the others: layers that differ from it in a
     number, a hook or a forward are none of these.
     """
-    for modules in base.modules():
+    for modules in parts(base):
         if isinstance(modules, nn.ModuleList) and len(modules) > 1 and len(set(map(type, modules))) == 1:
-            takes_cache = cache_argument(type(modules[0]).forward) is not None
-            numbered = takes_cache and all(_number_of(module) is not None for module in modules)
-            first = _look(modules[0]) if numbered else []
-            if numbered and all(_look(module) == first for module in modules):
-                yield from modules
+            if cache_argument(type(modules[0]).forward) is not None:
+                first, *others = map(_look, modules)
+                if all(len(numbers) == 1 and look == first[1] for numbers, look in (first, *others)):
+                    yield from modules
 
 
-def _look(layer: nn.Module) -> list[Any]:
-    """What of a layer's parts a program may have taken for constant, but for the layer's number."""
-    parts: list[Any] = []
-    for part in layer.modules():
-        held = ((key, value) for key, value in vars(part).items() if type(value) in PLAIN and key != "layer_idx")
+def _look(layer: nn.Module) -> tuple[set[int], list[Any]]:
+    """The numbers that a layer's parts have, and what else of them a program may have taken for constant."""
+    numbers: set[int] = set()
+    look: list[Any] = []
+    for part in parts(layer):
+        held = ((key, value) for key, value in vars(part).items() if type(value) in PLAIN)
         plain = {key: repr(value) if type(value) is tuple else value for key, value in held}
+        if type(number := plain.pop("layer_idx", None)) is int:
+            numbers.add(number)
         forward = part.__dict__.get("forward")
         hooks = [*part._forward_hooks.values(), *part._forward_pre_hooks.values()]
-        parts.append((type(part), plain, None if hasattr(forward, "is_traced_once") else forward, hooks))
-    return parts
+        look.append((type(part), plain, None if hasattr(forward, "is_traced_once") else forward, hooks))
+    return numbers, look
 
 
 def _forward_of(layer: nn.Module) -> Callable:
     """The forward of a layer, which hands tensors in place of the cache to the region."""
-    name, number = str(cache_argument(type(layer).forward)), _number_of(layer)
+    name, (number,) = str(cache_argument(type(layer).forward)), _look(layer)[0]
     names = list(inspect.signature(layer.forward).parameters)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -164,11 +167,6 @@ def _forward_of(layer: nn.Module) -> Callable:
         True  # no forward of the user's own: calls in other threads meanwhile look for these
     )
     return forward
-
-
-def _number_of(layer: nn.Module) -> int | None:
-    numbers = {getattr(module, "layer_idx", None) for module in layer.modules()} - {None}
-    return int(numbers.pop()) if len(numbers) == 1 else None  # type: ignore[arg-type]
 
 
 class TransposedProducts(CustomGraphPass):

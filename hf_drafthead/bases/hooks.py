@@ -16,16 +16,27 @@ from hf_drafthead.bases.mixers import called
 LIBRARIES = ("transformers.", "accelerate.", "peft.")  # whose hooks treat every position alike
 
 
+def parts(module: nn.Module) -> Iterator[nn.Module]:
+    """A module and all that it holds, as `modules()` in another order: a call looks at all of them more than once, and
+    the names that `modules()` puts together for each take most of its time."""
+    waiting, seen = [module], set()
+    while waiting:
+        if (part := waiting.pop()) not in seen:
+            seen.add(part)
+            waiting.extend(child for child in part._modules.values() if child is not None)
+            yield part
+
+
 def forwards(base: PreTrainedModel) -> Iterator[Hashable]:
     """Of every module what runs when it is called, but for what libraries have put there."""
     every_module = torch.nn.modules.module
     yield from (*every_module._global_forward_hooks.values(), None, *every_module._global_forward_pre_hooks.values())
-    for module in base.modules():
+    for module in parts(base):
         forward = module.__dict__.get("forward")
         if forward is None or hasattr(forward, "is_traced_once"):
             forward = type(module).forward
         yield forward
-        yield from called(module) if hasattr(module, "layer_idx") else ()  # which may be replaced in a mixer's module
+        yield from called(module) if "layer_idx" in module.__dict__ else ()  # which may be replaced in a mixer's module
         if module._forward_hooks or module._forward_pre_hooks:
             yield from hooks_of(module)
 
@@ -41,7 +52,7 @@ def is_hooked(base: PreTrainedModel) -> bool:
     every_module = torch.nn.modules.module
     if every_module._global_forward_hooks or every_module._global_forward_pre_hooks:
         return True
-    for module in base.modules():
+    for module in parts(base):
         forward = module.__dict__.get("forward")
         replaced = forward is not None and not (hasattr(module, "_hf_hook") or hasattr(forward, "is_traced_once"))
         if replaced or ((module._forward_hooks or module._forward_pre_hooks) and hooks_of(module)):
