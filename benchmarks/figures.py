@@ -21,7 +21,7 @@ from hf_drafthead import zoo
 
 RESULTS = Path(__file__).parent / "results"
 STEPS = RESULTS / "step.json"  # what `step.py --json` has written
-TRAININGS = RESULTS / "training.jsonl"  # a line for each of `training.py`
+TRAININGS = RESULTS / "training.jsonl"  # a line for each seed of a way to train
 CHAT = RESULTS / "chat_families.jsonl"  # what `chat_families.py` has written
 BENCH = RESULTS / "chat_bench.jsonl"  # what `hf-drafthead bench --json` has written, a line each
 PLACE = re.compile(r"(<!-- figures: ([^>]*?) -->\n).*?(<!-- end of figures -->)", re.DOTALL)

@@ -133,8 +133,8 @@ def _look(layer: nn.Module) -> tuple[set[int], list[Any]]:
     numbers: set[int] = set()
     look: list[Any] = []
     for part in parts(layer):
-        held = ((key, value) for key, value in vars(part).items() if type(value) in PLAIN)
-        plain = {key: repr(value) if type(value) is tuple else value for key, value in held}
+        attributes = ((key, value) for key, value in vars(part).items() if type(value) in PLAIN)
+        plain = {key: repr(value) if type(value) is tuple else value for key, value in attributes}
         if type(number := plain.pop("layer_idx", None)) is int:
             numbers.add(number)
         forward = part.__dict__.get("forward")

@@ -215,8 +215,8 @@ class SlotCache(Cache):
         front = nodes - self.nodes
         for old, new in zip(self.blocks, blocks):
             old, start = old[:, :, max(-front, 0) :], max(front, 0)
-            held = min(old.shape[2], new.shape[2] - start)
-            new[:, :, start : start + held] = old[:, :, :held]
+            copied = min(old.shape[2], new.shape[2] - start)
+            new[:, :, start : start + copied] = old[:, :, :copied]
         self.blocks, self.nodes, self.capacity = blocks, nodes, capacity
         for layer in self.layers:
             layer.bind()
@@ -265,8 +265,8 @@ class SlotCache(Cache):
 
     def between(self, layer: int, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
         """A layer's keys and values in some slots."""
-        held = self.layers[layer]
-        return held.keys[..., start:stop, :], held.values[..., start:stop, :]
+        layer_cache = self.layers[layer]
+        return layer_cache.keys[..., start:stop, :], layer_cache.values[..., start:stop, :]
 
     @property
     def advancing(self) -> list[torch.Tensor]:
@@ -304,8 +304,8 @@ class SlotCache(Cache):
         for layer in self.recurrent:
             index = torch.tensor(rows, device=layer.device)
             layer.held_inputs, layer.held_states = (
-                {number: None if tensor is None else tensor.index_select(0, index) for number, tensor in held.items()}
-                for held in (layer.held_inputs, layer.held_states)
+                {key: None if tensor is None else tensor.index_select(0, index) for key, tensor in tensors.items()}
+                for tensors in (layer.held_inputs, layer.held_states)
             )
         self.extent = self._longest(self.extent)
 
@@ -328,16 +328,16 @@ class SlotCache(Cache):
 
     def load(self, past: Cache) -> None:
         """Start from the past of an ordinary cache; sliding layers hold only its end."""
-        known = past_length(past)
-        self.reserve(known + 1, self.nodes)
+        past_tokens = past_length(past)
+        self.reserve(past_tokens + 1, self.nodes)
         for mine, theirs in zip(self.layers, past.layers):
             if isinstance(mine, RecurrentLayer):
                 mine.copy_states(theirs)
             if getattr(theirs, "is_initialized", False) and not holds_nothing(theirs) and theirs.keys.numel():
-                self.extent = known - theirs.keys.shape[-2]
+                self.extent = past_tokens - theirs.keys.shape[-2]
                 mine.update(theirs.keys, theirs.values)
         self.extent = 0
-        self.count(known)
+        self.count(past_tokens)
 
     def unload(self, target: Cache, start: int, stop: int) -> None:
         """Append positions `start` to `stop` of every row to an ordinary cache; states are those of now."""

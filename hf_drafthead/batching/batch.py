@@ -257,12 +257,12 @@ class Batch:
             self.pack()
         elif self.state is not None:  # fixed shapes of fewer rows: the members that stay join anew
             stay = [row for row, member in enumerate(self.members) if member is not None]
-            kept = [self.members[row] for row in stay]
-            for row, member in zip(stay, kept):
+            staying = [self.members[row] for row in stay]
+            for row, member in zip(stay, staying):
                 assert member is not None
                 member.state = alone(self.state, row, self.axes)
             self.close()
-            for member in kept:
+            for member in staying:
                 assert member is not None
                 self.join(member)
         return members

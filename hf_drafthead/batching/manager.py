@@ -117,14 +117,14 @@ class Manager:
         **settings: Any,
     ) -> Manager:
         """The manager that an earlier session has kept with the model, if it is as asked for; else a new one."""
-        kept = model.__dict__.get("_cached_continuous_batching_manager")
+        session = model.__dict__.get("_cached_continuous_batching_manager")
         asked = {"continuous_batching_config": continuous_batching_config, **settings}
-        if isinstance(kept, cls) and kept.model is model:
-            if all(value is None or kept.made_with.get(name) == value for name, value in asked.items()):
+        if isinstance(session, cls) and session.model is model:
+            if all(value is None or session.made_with.get(name) == value for name, value in asked.items()):
                 model.eval()
-                kept.generation_config = generation_config or kept.generation_config
-                return kept
-            kept.destroy()
+                session.generation_config = generation_config or session.generation_config
+                return session
+            session.destroy()
         manager = cls(model, generation_config, continuous_batching_config, workload_hints, **settings)
         manager.made_with = asked
         return manager
@@ -354,9 +354,7 @@ def _checked(input_ids: Any, base: Any) -> list[int]:
 def _table_of_positions(base: Any) -> int | None:
     """How many positions a base has that embeds them by a table; None for others, which go on behind their window."""
     positions = position_table(base.config.get_text_config(decoder=True))
-    tables = [
-        each for each in base.modules() if isinstance(each, nn.Embedding) and each is not base.get_input_embeddings()
-    ]
+    tables = {module for module in base.modules() if isinstance(module, nn.Embedding)} - {base.get_input_embeddings()}
     sizes = range(positions or 0, (positions or 0) + 3)  # OPT's begins with two that stand for none
     return positions if any(table.num_embeddings in sizes for table in tables) else None
 

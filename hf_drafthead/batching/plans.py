@@ -33,7 +33,7 @@ class Plans:
     def __init__(
         self,
         model: Any,
-        given: GenerationConfig | None,
+        config: GenerationConfig | None,
         slots: int | None,
         wanted: int | None = None,
         draft_tree: Any = None,
@@ -41,7 +41,7 @@ class Plans:
     ):
         self.model, self.slots, self.wanted, self.texts = model, slots or 0, wanted, texts
         self.reader: BaseReader | None = None
-        self.config = model._merged_config(given, {"use_cache": True})[0]
+        self.config = model._merged_config(config, {"use_cache": True})[0]
         self.settings = DraftSettings.from_config(self.config, draft_tree=draft_tree)
         self.execution = Execution.wanted(model, self.config)
         self.plans: dict[int, DraftPlan] = {}

@@ -186,8 +186,8 @@ def config_value(name: str, *places: Any) -> Any:
     return None
 
 
-def with_config(given: GenerationConfig | None) -> dict[str, Any]:
+def with_config(config: GenerationConfig | None) -> dict[str, Any]:
     """The arguments that a generation config stands for; that of transformers' server turns the cache off."""
-    if given is None:
+    if config is None:
         return {}
-    return {"generation_config": given, "use_cache": True}
+    return {"generation_config": config, "use_cache": True}

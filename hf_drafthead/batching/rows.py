@@ -39,13 +39,13 @@ def select(state: DecodingState, rows: Sequence[int], axes: Axes) -> None:
     leaves, form = tree_flatten(before.draft_state)
     for cache in state.caches:
         cache.select([*rows])
-    kept = [
+    draft_leaves = [
         leaf if axis is None else leaf.index_select(axis, index.to(leaf.device)) for leaf, axis in zip(leaves, axes)
     ]
     sequences, lengths, ends, shift = (
         part.index_select(0, index) for part in (before.sequences, before.lengths, before.ends, before.position_shift)
     )
-    state.keep(Rows(sequences, lengths, ends, shift, None, tree_unflatten(kept, form), before.cache), [])
+    state.keep(Rows(sequences, lengths, ends, shift, None, tree_unflatten(draft_leaves, form), before.cache), [])
     state.limits = Limits(
         *(part.index_select(0, index) if part.dim() else part for part in state.limits)  # per row, but for the padding
     )

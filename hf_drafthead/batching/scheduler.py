@@ -294,12 +294,12 @@ class Scheduler:
             self._end(request)
         if self.batch is not None:
             self._leave_cancelled(self.batch)
-        for member in [each for each in self.aside if each.request.cancelled]:
+        for member in [member for member in self.aside if member.request.cancelled]:
             self.aside.remove(member)
             self._close(member)
 
     def _leave_cancelled(self, batch: Batch) -> None:
-        rows = [row for row, each in enumerate(batch.members) if each is not None and each.request.cancelled]
+        rows = [row for row, member in enumerate(batch.members) if member is not None and member.request.cancelled]
         self._leave(batch, rows)
 
     def _leave(self, batch: Batch, rows: list[int]) -> None:

@@ -145,7 +145,7 @@ class RequestTracker:
         """The next result, or the next of one request; None after `timeout` seconds, or where none may come."""
 
         def place() -> int | None:
-            wanted = (at for at, each in enumerate(self.results) if request_id in (None, each.request_id))
+            wanted = (at for at, result in enumerate(self.results) if request_id in (None, result.request_id))
             return next(wanted, None)
 
         def is_over() -> bool:

@@ -45,16 +45,16 @@ def merge(old: str, new: str) -> str:
     """The new card's text, whose sections are all generated, with every section of the old one that people wrote."""
     fresh = sections_of(new)
     places = {section.heading for section in fresh}
-    kept: dict[str, list[Section]] = {}  # what stays, by the heading that it comes after or takes the place of
+    of_people: dict[str, list[Section]] = {}  # what stays, by the heading that it comes after or takes the place of
     after = ""
     for section in sections_of(old):
         if section.heading in places:
             after = section.heading
         if not section.ours:
-            kept.setdefault(after, []).append(section)
+            of_people.setdefault(after, []).append(section)
     result: list[str] = []
     for section in fresh:
-        stay = kept.get(section.heading, [])
+        stay = of_people.get(section.heading, [])
         if not any(other.heading == section.heading for other in stay):
             result.append(section.text)
         result.extend(other.text for other in stay)

@@ -185,18 +185,18 @@ def _thought(fields: Mapping[str, Any]) -> str | None:
     return thought if thought and thought.strip() else None
 
 
-def calls_of(given: Any) -> list[dict[str, Any]]:
+def calls_of(value: Any) -> list[dict[str, Any]]:
     """Calls of functions in the form that chat templates take; none if these are no calls."""
-    calls = _parsed(given)
-    taken = []
+    calls = _parsed(value)
+    result = []
     for call in [calls] if isinstance(calls, Mapping) else calls if _are(calls, Mapping) else ():
         function = _full(call.get("function", call))
         if not isinstance(function.get("name"), str):
             return []
         arguments = _parsed(function.get("arguments") or {})
         around = {"id": call["id"]} if call.get("id") else {}
-        taken.append({"type": "function", **around, "function": {"name": function["name"], "arguments": arguments}})
-    return taken
+        result.append({"type": "function", **around, "function": {"name": function["name"], "arguments": arguments}})
+    return result
 
 
 def _tools(value: Any) -> str | None:

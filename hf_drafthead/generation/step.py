@@ -107,15 +107,15 @@ class Stages:
 
         The tilt (B, D, V) is that of `Guesses.top` at every depth; None for the drafter's best guesses.
         """
-        tokens, kept = root, []
+        tokens, all_guesses = root, []
         for depth, level in enumerate(self.levels):
             expanded, hang_on = tokens[:, level.expanded], level.hang_on.expand(len(root), -1)  # (B, n)
             draft_state, guesses = self.drafter.expand(draft_state, expanded, hang_on)
-            kept += [guesses] if self.keeps_guesses else []
+            all_guesses += [guesses] if self.keeps_guesses else []
             guessed, _ = guesses.top(level.width, None if tilt is None else tilt[:, depth])
             slots = level.slots if guessed.shape[1] > 1 else 0
             tokens = torch.cat([tokens, guessed[:, slots, level.ranks].to(tokens.device)], dim=1)
-        return draft_state, Candidates(tokens, self.topology, tuple(kept))
+        return draft_state, Candidates(tokens, self.topology, tuple(all_guesses))
 
     def fill_dynamic(
         self, draft_state: Any, root: torch.Tensor, tilt: torch.Tensor | None = None, copied: Copies | None = None
@@ -133,8 +133,8 @@ class Stages:
         for level in range(tree.depth):
             draft_state, guesses = self.drafter.expand(draft_state, tokens.gather(1, expanded), hang_on)
             shape = (rows, expanded.shape[1], tree.width)  # (B, n, k)
-            found = guesses.likeliest(tree.width, None if tilt is None else tilt[:, level])
-            guessed, chances = (part.to(device).expand(shape).flatten(1) for part in found)
+            likeliest = guesses.likeliest(tree.width, None if tilt is None else tilt[:, level])
+            guessed, chances = (part.to(device).expand(shape).flatten(1) for part in likeliest)
             above = expanded[..., None].expand(shape).flatten(1)
             below = likely.gather(1, above) + chances  # (B, n k)
             first = tokens.shape[1]

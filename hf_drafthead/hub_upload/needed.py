@@ -53,19 +53,19 @@ def needed(
     everything = [*filter(FirstTime(), (definition for in_module in modules.values() for definition in in_module))]
     defined = {name for definition in everything for name in definition.names}
     used: set[str] = set(roots)
-    kept: set[int] = set()
+    needed: set[int] = set()
     while True:
-        before = len(kept)
+        before = len(needed)
         for definition in everything:
             effect = not definition.names  # such as a loop that sets attributes: as needed as what it works on
             wanted = bool(definition.uses & defined & used) if effect else bool(definition.names & used)
             for part in (definition, *definition.methods) if wanted else ():
-                if id(part) not in kept and (part is definition or part.always or part.names & used):
-                    kept.add(id(part))
+                if id(part) not in needed and (part is definition or part.always or part.names & used):
+                    needed.add(id(part))
                     used |= part.uses
-        if len(kept) == before:
+        if len(needed) == before:
             break
-    shortened = {name: without_rest(texts[name], trees[name], in_module, kept) for name, in_module in modules.items()}
+    shortened = {name: without_rest(texts[name], trees[name], in_module, needed) for name, in_module in modules.items()}
     return {name: text for name, text in shortened.items() if text}, used
 
 
@@ -161,17 +161,17 @@ def first_line(node: Any, lines: list[str]) -> int:
     return first
 
 
-def without_rest(text: str, tree: ast.Module, in_module: list[Definition], kept: Collection[int]) -> str:
+def without_rest(text: str, tree: ast.Module, in_module: list[Definition], needed: Collection[int]) -> str:
     """A module's text without the definitions that are not kept, and without docstrings."""
-    if not any(id(definition) in kept for definition in in_module):
+    if not any(id(definition) in needed for definition in in_module):
         return ""
     before = text.splitlines()
     lines: list[str | None] = [*before]
     for definition in in_module:
-        if id(definition) not in kept:
+        if id(definition) not in needed:
             lines[definition.first - 1 : definition.last] = [None] * (definition.last - definition.first + 1)
             continue
-        kept_methods = {method.node for method in definition.methods if id(method) in kept}
+        kept_methods = {method.node for method in definition.methods if id(method) in needed}
         for part in getattr(definition.node, "body", ()) if isinstance(definition.node, ast.ClassDef) else ():
             if isinstance(part, Function) and part not in kept_methods:
                 first = first_line(part, before)
