@@ -346,9 +346,7 @@ class MtpForCausalLM(DraftHeadPreTrainedModel):
                 not known here, or as for other families.
         """
         if modules_from is True or not isinstance(modules_from, str | os.PathLike | None | bool):
-            raise ValueError(
-                f"modules_from is {modules_from!r}: expected a folder, a Hub id, or False for fresh modules."
-            )
+            raise ValueError(f"modules_from is {modules_from!r}: expected a folder, a Hub id, or False for fresh ones.")
         if modules_from and is_missing_folder(split_gguf(os.fspath(modules_from))[0]):
             raise OSError(
                 f"there is no folder {os.fspath(modules_from)!r}: name one that holds the modules of the base."
@@ -364,13 +362,10 @@ class MtpForCausalLM(DraftHeadPreTrainedModel):
         if modules_from is not False and (named := modules_from or of_base):
             revision = revision if named == of_base else None
             model = model._with_modules(os.fspath(named), {**hub, "revision": revision or "main"}, bool(modules_from))
-        if (
-            model.config.draft_vocab_size is None
-            and (known_tokens := model.config.known_tokens or 0) > LARGE_VOCABULARY
-        ):
+        if model.config.wants_fewer_tokens and model.config.draft_vocab_size is None:
             logger.warning_once(
-                f"the modules guess among all {known_tokens:,} tokens of the base, which costs more than the modules "
-                "themselves: give the frequent ones with draft_tokens=, a JSON file of ids that "
+                f"the modules guess among all {model.config.known_tokens:,} tokens of the base, which costs "
+                "more than the modules themselves: give the frequent ones with draft_tokens=, a JSON file of ids that "
                 "`hf-drafthead vocabulary` writes."
             )
         return model
@@ -393,11 +388,7 @@ class MtpForCausalLM(DraftHeadPreTrainedModel):
             model = super().from_base(self.base, **{**heads_fields, **about, **fields})
             if self.drafter.draft_tokens is not None:
                 cast(Tensor, model.drafter.draft_tokens).copy_(self.drafter.draft_tokens)
-        model._fill_modules(tensors, place)
-        return model
-
-    def _fill_modules(self, tensors: dict[str, Tensor], place: str) -> None:
-        drafter = self.drafter
+        drafter = model.drafter
         if drafter.draft_tokens is not None:
             for name in [name for name in tensors if name.endswith("lm_head.weight")]:
                 tensors[name] = tensors[name][drafter.draft_tokens.cpu()]
@@ -405,3 +396,4 @@ class MtpForCausalLM(DraftHeadPreTrainedModel):
         check_tensors(place, tensors, drafter.state_dict())
         drafter.load_state_dict(tensors)
         drafter.loaded = True
+        return model
